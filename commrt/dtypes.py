@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Element types and reductions, with the codes the native engine uses for them.
+
+The codes are shared with ``native/types.hpp``; a unit test holds the two together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+from commrt.errors import UsageError, suggest
+
+__all__ = ["DTYPES", "DType", "ReduceOp", "check_reduction", "dtype_by_name", "reduce_op"]
+
+Kind = Literal["bool", "int", "uint", "float", "complex"]
+
+
+@dataclass(frozen=True)
+class DType:
+    """One element type that the engine can move and reduce."""
+
+    name: str
+    """numpy's (or ml_dtypes') name."""
+    code: int
+    """The engine's code."""
+    itemsize: int
+    """Bytes per element."""
+    kind: Kind
+    """Which reductions are defined."""
+
+
+DTYPES: tuple[DType, ...] = (
+    DType("bool", 0, 1, "bool"),
+    DType("int8", 1, 1, "int"),
+    DType("int16", 2, 2, "int"),
+    DType("int32", 3, 4, "int"),
+    DType("int64", 4, 8, "int"),
+    DType("uint8", 5, 1, "uint"),
+    DType("uint16", 6, 2, "uint"),
+    DType("uint32", 7, 4, "uint"),
+    DType("uint64", 8, 8, "uint"),
+    DType("float16", 9, 2, "float"),
+    DType("bfloat16", 10, 2, "float"),
+    DType("float32", 11, 4, "float"),
+    DType("float64", 12, 8, "float"),
+    DType("complex64", 13, 8, "complex"),
+    DType("complex128", 14, 16, "complex"),
+)
+
+_BY_NAME = {dtype.name: dtype for dtype in DTYPES}
+
+
+class ReduceOp(IntEnum):
+    """Reductions; the value is the engine's code."""
+
+    SUM = 0
+    PROD = 1
+    MIN = 2
+    MAX = 3
+    AVG = 4
+    LAND = 5
+    LOR = 6
+    LXOR = 7
+    BAND = 8
+    BOR = 9
+    BXOR = 10
+    PREMUL_SUM = 11
+
+
+_REDUCTION_NAMES = {op.name.lower(): op for op in ReduceOp}
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
+
+def dtype_by_name(name: str) -> DType:
+    """Return the element type called ``name``, or raise UsageError."""
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise UsageError(f"unknown dtype {name!r}{suggest(name, _BY_NAME)}") from None
+
+
+def reduce_op(name: str) -> ReduceOp:
+    """Return the reduction called ``name``, or raise UsageError with a suggestion."""
+    try:
+        return _REDUCTION_NAMES[name]
+    except (KeyError, TypeError):
+        hint = suggest(name, _REDUCTION_NAMES) if isinstance(name, str) else ""
+        raise UsageError(f"unknown reduction op={name!r}{hint}") from None
+
+
+def check_reduction(op: ReduceOp, dtype: DType) -> None:
+    """Raise UsageError where ``op`` has no meaning on ``dtype``.
+
+    avg on bool, bitwise on floats and complex, min and max on complex, and
+    premul_sum on anything but floats and complex are errors.
+    """
+    wrong = (
+        (op is ReduceOp.AVG and dtype.kind == "bool")
+        or (op in _BITWISE and dtype.kind in ("float", "complex"))
+        or (op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "complex")
+        or (op is ReduceOp.PREMUL_SUM and dtype.kind not in ("float", "complex"))
+    )
+    if wrong:
+        raise UsageError(
+            f"op={op.name.lower()!r} is not defined for {dtype.name}: "
+            f"cast the array, or choose another reduction"
+        )

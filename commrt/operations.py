@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table of operations.
+
+The public methods, the native dispatcher, the tuner, the benchmarks, the tests and
+the reference page are all driven from ``OPERATIONS``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from commrt.errors import UsageError, suggest
+
+__all__ = ["COLLECTIVES", "OPERATIONS", "OpSpec", "operation", "rule_nbytes"]
+
+Count = Literal["none", "same", "times_size", "div_size"]
+RuleBytes = Literal["whole", "block", "pair", "none"]
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """What one operation takes and returns, independent of how it is run."""
+
+    name: str
+    """Public method name and ``coll`` name in schedules and tables."""
+    code: int
+    """The engine's code."""
+    title: str
+    """Name in benchmark headers, as OSU spells it."""
+    x_count: Count
+    """Elements of the send buffer relative to the operation's count."""
+    out_count: Count
+    """Elements of ``out`` relative to those of ``x``."""
+    has_root: bool
+    """Whether the operation takes ``root=``."""
+    reduces: bool
+    """Whether the operation takes ``op=``."""
+    in_place: bool
+    """Whether a call without ``out`` works in place and returns ``x``."""
+    output_on: Literal["all", "root", "none"]
+    """Which ranks have an output."""
+    rule_bytes: RuleBytes
+    """Which bytes select a rule: the whole buffer, a per-rank block, or one pair's."""
+    doc: str
+    """One imperative line for the docstring and the reference page."""
+
+
+OPERATIONS: tuple[OpSpec, ...] = (
+    OpSpec("allreduce", 0, "Allreduce", "same", "same", False, True, True, "all",
+           "whole", "Reduce elementwise over all ranks; every rank gets the result."),
+    OpSpec("reduce", 1, "Reduce", "same", "same", True, True, True, "root",
+           "whole", "Reduce elementwise over all ranks; the root gets the result."),
+    OpSpec("bcast", 2, "Broadcast", "same", "same", True, False, True, "all",
+           "whole", "Copy the root's array to every rank."),
+    OpSpec("allgather", 3, "Allgather", "same", "times_size", False, False, False,
+           "all", "block", "Concatenate every rank's array, in rank order, on every rank."),
+    OpSpec("reduce_scatter", 4, "Reduce_scatter", "same", "div_size", False, True,
+           False, "all", "whole",
+           "Reduce elementwise over all ranks; rank i gets the i-th of size equal blocks."),
+    OpSpec("alltoall", 5, "All-to-All Personalized Exchange", "same", "same", False,
+           False, True, "all", "pair",
+           "Send the j-th block to rank j; receive rank i's block as the i-th."),
+    OpSpec("gather", 6, "Gather", "same", "times_size", True, False, False, "root",
+           "block", "Concatenate every rank's array, in rank order, on the root."),
+    OpSpec("scatter", 7, "Scatter", "same", "div_size", True, False, False, "all",
+           "block", "Give rank i the i-th of size equal blocks of the root's array."),
+    OpSpec("barrier", 8, "Barrier", "none", "none", False, False, False, "none",
+           "none", "Return once every rank has called it."),
+)
+"""The collectives. Point-to-point (send, recv, sendrecv) lives beside them in comm.py:
+it has peers and tags instead of a schedule."""
+
+COLLECTIVES = tuple(spec.name for spec in OPERATIONS)
+_BY_NAME = {spec.name: spec for spec in OPERATIONS}
+
+
+def operation(name: str) -> OpSpec:
+    """Return the operation called ``name``, or raise UsageError with a suggestion."""
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise UsageError(f"unknown operation {name!r}{suggest(name, _BY_NAME)}") from None
+
+
+def rule_nbytes(coll: str, nbytes: int, size: int) -> int:
+    """Return the bytes that select a rule, as OSU prints them.
+
+    Args:
+        coll: the operation.
+        nbytes: bytes of the *full* vector of the operation: of ``x`` for allreduce,
+            reduce, bcast, reduce_scatter and alltoall; of the gathered vector for
+            allgather and gather; of the root's ``x`` for scatter.
+        size: ranks in the communicator.
+
+    The whole buffer for allreduce, reduce, bcast and reduce_scatter; the per-rank
+    block for allgather, gather and scatter; the block of one pair for alltoall.
+    """
+    kind = operation(coll).rule_bytes
+    if kind == "whole":
+        return nbytes
+    if kind == "none":
+        return 0
+    return nbytes // size

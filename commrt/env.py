@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every ``COMMRT_*`` variable: the one place where the environment is read.
+
+``VARIABLES`` drives reading, checking, ``python -m commrt info`` and the table in
+``docs/reference.md``. Values are read at the moment of use, never at import.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from commrt.errors import UsageError, suggest
+
+__all__ = [
+    "VARIABLES",
+    "Value",
+    "Variable",
+    "agreement",
+    "check_names",
+    "given",
+    "markdown_table",
+    "read",
+    "read_bool",
+    "read_float",
+    "read_nodes",
+    "read_str",
+]
+
+Value = str | float | bool | tuple[int, ...] | None
+"""What a variable means once read; None: not set, and there is no default."""
+
+_PREFIX = "COMMRT_"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable."""
+
+    name: str
+    """Full name, ``COMMRT_...``."""
+    values: str
+    """What may be written, for people; choices are separated by ``|``."""
+    default: str | None
+    """The text that stands for an unset variable; None: the feature is not used."""
+    doc: str
+    """One line for ``info`` and the reference page."""
+    must_agree: bool
+    """Whether a different value on another rank is an error at ``init``."""
+    parse: Callable[[str], Value]
+    """Text to value; raises ValueError with a reason."""
+
+
+def _text(raw: str) -> str:
+    return raw
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def parse(raw: str) -> str:
+        if raw not in allowed:
+            raise ValueError(f"not one of the allowed values{suggest(raw, allowed)}")
+        return raw
+
+    return parse
+
+
+def _flag(raw: str) -> bool:
+    if raw not in ("0", "1"):
+        raise ValueError("write 1 or 0")
+    return raw == "1"
+
+
+def _seconds(raw: str) -> float:
+    try:
+        seconds = float(raw)
+    except ValueError:
+        raise ValueError("not a number of seconds") from None
+    if not 0 < seconds < float("inf"):
+        raise ValueError("must be a finite number of seconds above 0")
+    return seconds
+
+
+def _nodes(raw: str) -> tuple[int, ...]:
+    """Parse ``2,3`` (ranks per pretended node); one number repeats, as in ``2``."""
+    try:
+        counts = tuple(int(part) for part in raw.split(","))
+    except ValueError:
+        raise ValueError("write ranks per node, as in 2,3") from None
+    if min(counts) < 1:
+        raise ValueError("every node needs at least one rank")
+    return counts
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(
+        "COMMRT_ALGORITHM",
+        "COLL:BACKEND/ALGORITHM, comma separated",
+        None,
+        "Override the selection, as in allreduce:mpi/native.",
+        True,
+        _text,
+    ),
+    Variable(
+        "COMMRT_TABLE",
+        "path",
+        None,
+        "Selection table to use instead of the searched ones.",
+        True,
+        _text,
+    ),
+    Variable(
+        "COMMRT_TABLE_ANY_MACHINE",
+        "0|1",
+        "0",
+        "Accept a COMMRT_TABLE that was measured on another machine.",
+        True,
+        _flag,
+    ),
+    Variable(
+        "COMMRT_DEBUG",
+        "off|check|trace",
+        "off",
+        "check compares every operation across ranks before data moves; "
+        "trace also records call sites.",
+        True,
+        _choice("off", "check", "trace"),
+    ),
+    Variable(
+        "COMMRT_LAUNCH",
+        "mpi|torchrun|slurm|single",
+        None,
+        "Who started the ranks, instead of detecting it.",
+        True,
+        _choice("mpi", "torchrun", "slurm", "single"),
+    ),
+    Variable(
+        "COMMRT_NODES",
+        "ranks per node, as in 2,3",
+        None,
+        "Pretend that consecutive ranks lie on different nodes (tests).",
+        True,
+        _nodes,
+    ),
+    Variable(
+        "COMMRT_PROGRESS",
+        "off|on|auto",
+        "auto",
+        "Progress thread; auto starts one only where at least 2 cores per "
+        "on-node rank are available.",
+        True,
+        _choice("off", "on", "auto"),
+    ),
+    Variable(
+        "COMMRT_TIMEOUT_S",
+        "seconds",
+        "600",
+        "Deadline of every operation that names none.",
+        False,
+        _seconds,
+    ),
+    Variable(
+        "COMMRT_ABORT_ON_EXCEPTION",
+        "0|1",
+        "1",
+        "An uncaught exception on one rank ends the whole job.",
+        False,
+        _flag,
+    ),
+    Variable(
+        "COMMRT_LINK_CLASS",
+        "near|far|oversubscribed",
+        None,
+        "Force the measured link class (tests, comparisons).",
+        True,
+        _choice("near", "far", "oversubscribed"),
+    ),
+    Variable(
+        "COMMRT_SHM",
+        "memfd|devshm|off",
+        "memfd",
+        "Where on-node shared memory comes from; off: MPI point-to-point only.",
+        True,
+        _choice("memfd", "devshm", "off"),
+    ),
+)
+
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
+
+
+def read(name: str, environ: Mapping[str, str] | None = None) -> Value:
+    """Return the value of ``name``, or its default; an empty value means unset.
+
+    Raises UsageError for a value that the variable does not allow.
+    """
+    variable = _BY_NAME[name]
+    raw = given(name, environ)
+    text = variable.default if raw is None else raw
+    if text is None:
+        return None
+    try:
+        return variable.parse(text)
+    except ValueError as error:
+        raise UsageError(
+            f"environment variable {name}={text!r}: {error}. "
+            f"Expected {variable.values}; unset it for the default "
+            f"({variable.default or 'none'})."
+        ) from None
+
+
+def read_str(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """Return a text or choice variable."""
+    value = read(name, environ)
+    assert value is None or isinstance(value, str), name
+    return value
+
+
+def read_bool(name: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Return a 0|1 variable."""
+    value = read(name, environ)
+    assert isinstance(value, bool), name
+    return value
+
+
+def read_float(name: str, environ: Mapping[str, str] | None = None) -> float:
+    """Return a number variable."""
+    value = read(name, environ)
+    assert isinstance(value, float), name
+    return value
+
+
+def read_nodes(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | None:
+    """Return COMMRT_NODES: ranks per pretended node, or None."""
+    value = read("COMMRT_NODES", environ)
+    assert value is None or isinstance(value, tuple)
+    return value
+
+
+def given(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the text that the user set for ``name``, None if unset or empty."""
+    environ = os.environ if environ is None else environ
+    return environ.get(name) or None
+
+
+def check_names(environ: Mapping[str, str] | None = None) -> None:
+    """Raise UsageError for an unknown ``COMMRT_`` name or a value not allowed."""
+    environ = os.environ if environ is None else environ
+    for name in sorted(environ):
+        if not name.startswith(_PREFIX):
+            continue
+        if name not in _BY_NAME:
+            raise UsageError(
+                f"unknown environment variable {name}{suggest(name, _BY_NAME)}"
+            )
+        read(name, environ)
+
+
+def agreement(environ: Mapping[str, str] | None = None) -> str:
+    """Return the text that must be equal on all ranks: variables that select."""
+    return "\n".join(
+        f"{variable.name}={given(variable.name, environ) or ''}"
+        for variable in VARIABLES
+        if variable.must_agree
+    )
+
+
+def markdown_table() -> str:
+    """Return the variables as the table of ``docs/reference.md``."""
+    rows = ["| variable | values | default | equal on all ranks | meaning |"]
+    rows.append("|---|---|---|---|---|")
+    for variable in VARIABLES:
+        values = variable.values.replace("|", " \\| ")
+        default = "" if variable.default is None else f"`{variable.default}`"
+        agree = "yes" if variable.must_agree else ""
+        rows.append(
+            f"| `{variable.name}` | {values} | {default} | {agree} | {variable.doc} |"
+        )
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who am I: the rank and the launcher of this process, from the environment alone.
+
+Nothing here imports or starts MPI. The order is: MPI's variables where their size is
+above 1, then torchrun's, then Slurm's, then a world of one. Slurm's come last because
+inside an allocation every process inherits them, whoever started it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from commrt import env
+from commrt.errors import UsageError
+
+__all__ = ["Kind", "LaunchInfo", "check_mpi_size", "detect"]
+
+Kind = Literal["mpi", "torchrun", "slurm", "single"]
+
+
+@dataclass(frozen=True)
+class LaunchInfo:
+    """Who started this process, as far as its environment tells."""
+
+    kind: Kind
+    """The launcher; ``slurm`` means MPI started by srun."""
+    rank: int
+    """This process's rank."""
+    size: int
+    """Processes in the job; 0: only MPI itself can tell (PMIx gives no size)."""
+    source: str
+    """Where that was read, for messages."""
+
+
+# Each MPI flavour's names for rank and size. Intel MPI and MPICH share PMI_*.
+_MPI_VARIABLES = (
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE"),
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+)
+
+
+def detect(environ: Mapping[str, str] | None = None) -> LaunchInfo:
+    """Return who started this process; ``COMMRT_LAUNCH`` overrides the order.
+
+    Raises UsageError if COMMRT_LAUNCH names a launcher whose variables are absent,
+    or if a launcher's variables are not numbers or contradict each other.
+    """
+    environ = os.environ if environ is None else environ
+    forced = env.read_str("COMMRT_LAUNCH", environ)
+    if forced is not None:
+        return _forced(forced, environ)
+    return (
+        _from_mpi(environ)
+        or _from_torchrun(environ)
+        or _from_slurm(environ)
+        or _single("no launcher's variables with a size above 1")
+    )
+
+
+def check_mpi_size(launch: LaunchInfo, mpi_size: int, library: str) -> None:
+    """Raise UsageError where MPI sees another number of ranks than the launcher.
+
+    MPICH's mpiexec in front of an mpi4py that is linked to Open MPI (or the reverse)
+    starts N worlds of one rank each: every rank would be 0 and nothing would talk.
+    """
+    if launch.kind == "torchrun" or launch.size in (0, mpi_size):
+        return
+    raise UsageError(
+        f"{launch.source} says {launch.size} ranks, but MPI ({library}) was started "
+        f"with {mpi_size}: the launcher belongs to another MPI than the one mpi4py "
+        f"uses. Start the program with that library's own mpiexec (for MPI from "
+        f"PyPI: the one in the bin folder of this virtual environment, beside "
+        f"python), or reinstall mpi4py for the MPI of the launcher. If MPI is not "
+        f"wanted here, set COMMRT_LAUNCH=single."
+    )
+
+
+def _single(source: str) -> LaunchInfo:
+    return LaunchInfo("single", 0, 1, source)
+
+
+def _forced(kind: str, environ: Mapping[str, str]) -> LaunchInfo:
+    if kind == "single":
+        return _single("COMMRT_LAUNCH=single")
+    if kind == "mpi":
+        found = _from_mpi(environ, smallest=1)
+        return found or LaunchInfo("mpi", 0, 0, "COMMRT_LAUNCH=mpi")
+    wanted = {"torchrun": _from_torchrun, "slurm": _from_slurm}[kind](environ, 1)
+    if wanted is None:
+        needs = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        if kind == "slurm":
+            needs = "SLURM_PROCID, SLURM_NTASKS and SLURM_STEP_ID"
+        raise UsageError(
+            f"COMMRT_LAUNCH={kind}, but {needs} are not set: start the program with "
+            f"{'srun' if kind == 'slurm' else kind}, or unset COMMRT_LAUNCH"
+        )
+    return wanted
+
+
+def _from_mpi(environ: Mapping[str, str], smallest: int = 2) -> LaunchInfo | None:
+    for flavour, rank_name, size_name in _MPI_VARIABLES:
+        if size_name not in environ:
+            continue
+        size = _number(environ, size_name)
+        if size >= smallest:
+            rank = _number(environ, rank_name)
+            return _checked("mpi", rank, size, f"{flavour}'s launcher ({size_name})")
+    # A plain PMIx launcher (prun, srun --mpi=pmix) tells the rank, never the size.
+    # Slurm's own variables are better where they exist.
+    if "PMIX_RANK" in environ and not _has_size(environ):
+        rank = _number(environ, "PMIX_RANK")
+        return LaunchInfo("mpi", rank, 0, "a PMIx launcher (PMIX_RANK)")
+    return None
+
+
+def _has_size(environ: Mapping[str, str]) -> bool:
+    """Whether another variable tells the size, so that PMIx need not be believed."""
+    sizes = [size_name for _, _, size_name in _MPI_VARIABLES]
+    return any(name in environ for name in (*sizes, "WORLD_SIZE", "SLURM_STEP_ID"))
+
+
+def _from_torchrun(environ: Mapping[str, str], smallest: int = 1) -> LaunchInfo | None:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if any(name not in environ for name in names):
+        return None
+    size = _number(environ, "WORLD_SIZE")
+    if size < smallest:
+        return None
+    source = "torchrun (WORLD_SIZE)"
+    return _checked("torchrun", _number(environ, "RANK"), size, source)
+
+
+def _from_slurm(environ: Mapping[str, str], smallest: int = 2) -> LaunchInfo | None:
+    # Only inside a step (srun); a batch script sees NTASKS, but it is one process.
+    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID")
+    if any(name not in environ for name in names):
+        return None
+    if environ["SLURM_STEP_ID"] in ("4294967291", "4294967294", "batch"):
+        return None  # the batch step and the extern step
+    size = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if size < smallest:
+        return None
+    rank = _number(environ, "SLURM_PROCID")
+    return _checked("slurm", rank, size, "Slurm (SLURM_NTASKS)")
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int:
+    """Return the first of ``names`` that is set, as a number."""
+    name = next((name for name in names if name in environ), names[-1])
+    text = environ.get(name)
+    try:
+        return int(text or "")
+    except ValueError:
+        raise UsageError(
+            f"the launcher's variable {name} is {text!r}, not a number: start the "
+            f"program with mpiexec, torchrun, srun or plain python, or unset it"
+        ) from None
+
+
+def _checked(kind: Kind, rank: int, size: int, source: str) -> LaunchInfo:
+    if not 0 <= rank < size:
+        raise UsageError(
+            f"{source}: rank {rank} does not exist among {size} ranks; "
+            f"the launcher's variables are inconsistent"
+        )
+    return LaunchInfo(kind, rank, size, source)

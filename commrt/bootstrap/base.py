@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every bootstrap offers, and the parts that all of them share."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from commrt.errors import TimeoutError_, UsageError
+
+__all__ = ["Bootstrap", "Keys", "poll_until", "timed_out"]
+
+_YIELDS = 50
+"""Polls that only yield the core, before polling begins to sleep."""
+_LONGEST_SLEEP_S = 0.002
+
+
+class Bootstrap(Protocol):
+    """Lets the ranks of one job exchange small blobs."""
+
+    rank: int
+    """This process's rank in the job."""
+    size: int
+    """Ranks in the job."""
+
+    def exchange(
+        self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
+    ) -> list[bytes]:
+        """Give ``blob`` to all members; return everybody's, in members' order.
+
+        Collective over ``members`` (ranks of the job, this one among them, in the
+        same order everywhere) and nobody else. Exchanges under different keys may
+        run at the same time. Ctrl-C is noticed at once: nothing blocks in C.
+
+        Raises TimeoutError_ naming exactly the members that did not arrive.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what the bootstrap holds; every exchange must have ended."""
+        ...
+
+
+class Keys:
+    """Turns a caller's key into one that is used once in the life of a bootstrap.
+
+    Members call the same exchanges, so a local count of the uses of a key agrees on
+    all of them; a message left over from an exchange that timed out cannot be taken
+    for the next one's.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._uses: Counter[str] = Counter()
+
+    def unique(self, members: Sequence[int], key: str) -> str:
+        """Check ``members`` and return the wire key of this exchange."""
+        if len(set(members)) != len(members) or self._rank not in members:
+            raise UsageError(
+                f"members {list(members)} must be distinct ranks and hold this "
+                f"process's rank {self._rank}"
+            )
+        if min(members) < 0 or max(members) >= self._size:
+            raise UsageError(f"members {list(members)} must lie in 0..{self._size - 1}")
+        digest = hashlib.blake2b(repr(tuple(members)).encode(), digest_size=6)
+        group_key = f"{key}@{digest.hexdigest()}"
+        self._uses[group_key] += 1
+        return f"{group_key}#{self._uses[group_key]}"
+
+
+def poll_until(done: Callable[[], bool], timeout_s: float) -> bool:
+    """Call ``done`` until it returns True; return False once the time is up.
+
+    Yields the core first and then sleeps for longer and longer, in Python, so that
+    signals are handled and other ranks on the same core get on.
+    """
+    deadline = time.monotonic() + timeout_s
+    polls = 0
+    sleep_s = 1e-5
+    while not done():
+        if time.monotonic() >= deadline:
+            return False
+        polls += 1
+        if polls <= _YIELDS:
+            time.sleep(0)
+        else:
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+    return True
+
+
+def timed_out(
+    rank: int,
+    members: Sequence[int],
+    key: str,
+    missing: Sequence[int],
+    timeout_s: float,
+) -> TimeoutError_:
+    """Return the error for an exchange in which ``missing`` did not arrive."""
+    plural = "s" if len(missing) != 1 else ""
+    names = ", ".join(map(str, missing))
+    return TimeoutError_(
+        f"rank {rank}: rank{plural} {names} did not arrive at the exchange {key!r} "
+        f"of ranks {list(members)} within {timeout_s:g} s. Look for an error or an "
+        f"early exit on the missing rank{plural}; if they are only slow, raise "
+        f"timeout_s or COMMRT_TIMEOUT_S."
+    )

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pick the bootstrap that fits the launcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commrt import _libmpi, env
+from commrt.bootstrap.base import Bootstrap
+from commrt.bootstrap.mpi import MpiBootstrap
+from commrt.bootstrap.single import SingleBootstrap
+from commrt.bootstrap.store import StoreBootstrap, torchrun_store
+from commrt.launch import LaunchInfo, check_mpi_size
+
+__all__ = ["connect"]
+
+
+def connect(launch: LaunchInfo, mpi_comm: Any = None) -> Bootstrap:
+    """Return the bootstrap for ``launch``, or for an mpi4py communicator if given.
+
+    Collective over the ranks it connects. Raises UsageError where the launcher
+    belongs to another MPI than mpi4py's, BackendError where mpi4py, libmpi or torch
+    is missing. Under torchrun mpi4py is not imported.
+    """
+    timeout_s = env.read_float("COMMRT_TIMEOUT_S")
+    if mpi_comm is not None:
+        return MpiBootstrap(mpi_comm, timeout_s)
+    if launch.kind == "single":
+        return SingleBootstrap()
+    if launch.kind == "torchrun":
+        store = torchrun_store(launch.rank, launch.size, timeout_s)
+        return StoreBootstrap(store, launch.rank, launch.size)
+    mpi = _libmpi.load()
+    check_mpi_size(launch, mpi.COMM_WORLD.Get_size(), _libmpi.library_name(mpi))
+    return MpiBootstrap(mpi.COMM_WORLD, timeout_s)

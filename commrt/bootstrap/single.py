@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A world of one: plain ``python``, without MPI or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from commrt.bootstrap.base import Keys
+
+__all__ = ["SingleBootstrap"]
+
+
+class SingleBootstrap:
+    """The bootstrap of a world of one rank."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.size = 1
+        self._keys = Keys(0, 1)
+
+    def exchange(
+        self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
+    ) -> list[bytes]:
+        """Return ``[blob]``."""
+        self._keys.unique(members, key)
+        return [bytes(blob)]
+
+    def close(self) -> None:
+        """Hold nothing, release nothing."""

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges between real ranks, started by mpiexec or torchrun."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from commrt.errors import TimeoutError_, UsageError
+from commrt.launch import LaunchInfo, detect
+
+
+def _connect() -> Any:
+    from commrt.bootstrap import connect
+
+    return connect(detect())
+
+
+def meet() -> list[Any]:
+    peers = _connect()
+    everyone = range(peers.size)
+    blobs = [
+        peers.exchange(everyone, "same key", bytes([peers.rank, turn]), 20)
+        for turn in range(10)
+    ]
+    peers.close()
+    return [peers.rank, peers.size, [[list(blob) for blob in row] for row in blobs]]
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_everybody_gets_everybodys_blob(mpirun: Any, size: int) -> None:
+    blobs = [[[rank, turn] for rank in range(size)] for turn in range(10)]
+    assert mpirun(size, meet) == [[rank, size, blobs] for rank in range(size)]
+
+
+def meet_under_torchrun() -> list[Any]:
+    met = meet()
+    return [*met, "mpi4py" in sys.modules]
+
+
+def test_torchruns_ranks_meet_without_mpi(torchrun: Any) -> None:
+    blobs = [[[rank, turn] for rank in range(2)] for turn in range(10)]
+    assert torchrun(2, meet_under_torchrun) == [[r, 2, blobs, False] for r in range(2)]
+
+
+def meet_with_large_blobs() -> list[int]:
+    peers = _connect()
+    blob = bytes([peers.rank]) * 3_000_000  # far above any eager limit
+    return [sum(got) for got in peers.exchange(range(peers.size), "big", blob, 20)]
+
+
+def test_large_blobs_arrive(mpirun: Any) -> None:
+    assert mpirun(3, meet_with_large_blobs) == [[0, 3_000_000, 6_000_000]] * 3
+
+
+def meet_in_two_groups() -> list[list[int]]:
+    peers = _connect()
+    mine = [3, 1] if peers.rank % 2 else [0, 2]
+    got = peers.exchange(mine, "halves", bytes([peers.rank]), 20)
+    got += peers.exchange([2, 3], "top", b"\x07", 20) if peers.rank >= 2 else []
+    return [list(blob) for blob in got]
+
+
+def test_groups_meet_without_the_others(mpirun: Any) -> None:
+    top = [[7], [7]]
+    expected = [[[0], [2]], [[3], [1]], [[0], [2], *top], [[3], [1], *top]]
+    assert mpirun(4, meet_in_two_groups) == expected
+
+
+def wait_for_a_rank_that_never_comes() -> str:
+    peers = _connect()
+    message = ""
+    if peers.rank != 1:
+        with pytest.raises(TimeoutError_) as caught:
+            peers.exchange(range(peers.size), "arena", b"", 0.2)
+        message = str(caught.value)
+    peers.exchange(range(peers.size), "after", b"", 20)
+    return message
+
+
+def test_timeout_names_the_missing_rank_and_leaves_the_others_usable(
+    mpirun: Any,
+) -> None:
+    messages = mpirun(3, wait_for_a_rank_that_never_comes)
+    for rank in (0, 2):
+        assert f"rank {rank}: rank 1 did not arrive" in messages[rank]
+
+
+def interrupt_a_wait() -> float:
+    """Rank 0 waits for rank 1, which never comes, and interrupts itself."""
+    import signal
+    import threading
+
+    peers = _connect()
+    took_s = 0.0
+    if peers.rank == 0:
+        main = threading.main_thread().ident
+        assert main is not None
+        interrupt = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
+        interrupt.start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            peers.exchange([0, 1], "never", b"", 30)
+        took_s = time.monotonic() - start
+    peers.exchange([0, 1], "end", b"", 20)
+    return took_s
+
+
+def test_ctrl_c_interrupts_a_wait_at_once(mpirun: Any) -> None:
+    assert mpirun(2, interrupt_a_wait)[0] < 30  # the exchange's own deadline
+
+
+def start_under_another_launcher() -> str:
+    from commrt.bootstrap import connect
+
+    launch = LaunchInfo("mpi", 0, 7, "Another MPI's launcher (PMI_SIZE)")
+    with pytest.raises(UsageError) as caught:
+        connect(launch)
+    return str(caught.value)
+
+
+def test_a_launcher_of_another_mpi_is_an_error_with_the_cure(mpirun: Any) -> None:
+    for message in mpirun(2, start_under_another_launcher):
+        assert "says 7 ranks" in message
+        assert "was started with 2" in message
+        assert "mpiexec" in message
+
+
+def adopt_a_communicator() -> list[int]:
+    from mpi4py import MPI
+
+    from commrt.bootstrap import connect
+
+    half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
+    peers = connect(detect(), half)
+    blobs = peers.exchange([0, 1], "k", bytes([MPI.COMM_WORLD.rank]), 20)
+    peers.close()
+    half.Free()
+    return [blob[0] for blob in blobs]
+
+
+def test_a_given_communicator_is_used_instead_of_the_world(mpirun: Any) -> None:
+    assert mpirun(4, adopt_a_communicator) == [[0, 2], [1, 3], [0, 2], [1, 3]]

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The built-in algorithms, one file each, and the registry that others add to."""
+
+from __future__ import annotations
+
+from commrt.algorithms import (
+    binomial,
+    direct,
+    recursive_doubling,
+    ring,
+)
+from commrt.algorithms._registry import (
+    Algorithm,
+    algorithm,
+    get,
+    names,
+    param_choices,
+    schedule,
+)
+
+__all__ = [
+    "Algorithm",
+    "algorithm",
+    "get",
+    "names",
+    "param_choices",
+    "schedule",
+]
+
+_BUILT_IN = (binomial, direct, recursive_doubling, ring)

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The authoring surface: what an algorithm's function is given as ``b``.
+
+    def ring(b: Builder) -> None:
+        b.copy(b.out[:], b.inp[:])
+        for t in range(b.size - 1):
+            b.send(b.out[b.rank - t - 1], b.rank + 1)
+            b.rred(b.out[b.rank - t - 2], b.rank - 1)
+        ...
+
+Peers and block numbers wrap around. Steps may run in any order that their data allows:
+the builder infers what must wait for what, and ``after`` adds what data does not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from commrt.errors import ScheduleError
+from commrt.operations import operation
+from commrt.schedule.dependencies import DependencyTracker
+from commrt.schedule.ir import (
+    Op,
+    RankProgram,
+    Slice,
+    Space,
+    SpaceKind,
+    Step,
+    StepTable,
+    full_multiple,
+)
+
+__all__ = ["Buffer", "Builder", "build_program"]
+
+IN, OUT = 0, 1
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Blocks of one space. ``buf[i]`` is block i (modulo their number), ``buf[lo:hi]``
+    a range, ``buf[:]`` all of them."""
+
+    space: int
+    lo: int
+    num: int
+    """How many blocks this buffer shows."""
+    group: int = 1
+    """How many blocks of the space make one of these."""
+    name: str = ""
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int | slice) -> Slice:
+        if isinstance(index, slice):
+            start, stop = self._range(index)
+        elif self.num:
+            start = index % self.num
+            stop = start + 1
+        else:
+            raise ScheduleError(f"this rank has no {self.name!r} buffer")
+        return Slice(
+            self.space, self.lo + start * self.group, self.lo + stop * self.group
+        )
+
+    def _range(self, index: slice) -> tuple[int, int]:
+        start = 0 if index.start is None else index.start
+        stop = self.num if index.stop is None else index.stop
+        if index.step is not None or not 0 <= start < stop <= self.num:
+            raise ScheduleError(
+                f"{self.name}[{index.start}:{index.stop}] is not a range of its "
+                f"{self.num} blocks"
+            )
+        return start, stop
+
+    def grouped(self, num: int) -> Buffer:
+        """Return the same blocks seen as ``num`` equal groups of blocks."""
+        if num < 1 or self.num % num:
+            raise ScheduleError(
+                f"{self.num} blocks of {self.name} are not {num} groups"
+            )
+        return Buffer(self.space, self.lo, num, self.group * self.num // num, self.name)
+
+    def part(self, index: int) -> Buffer:
+        """Return the blocks that make up group ``index``."""
+        where = self[index]
+        return Buffer(self.space, where.lo, self.group, 1, self.name)
+
+
+class _Recorder:
+    """The program under construction, shared by a builder and its groups."""
+
+    def __init__(self, coll: str, rank: int, size: int, root: int) -> None:
+        self.coll, self.rank, self.size, self.root = coll, rank, size, root
+        self.nblk = 1 if operation(coll).x_count == "none" else size
+        self.steps = StepTable()
+        self.scratch: list[Space] = []
+        self._tracker: DependencyTracker | None = None
+        self._tracked = 0
+        self._after: tuple[int, ...] = ()
+
+    def set_blocks(self, nblk: int) -> None:
+        multiple = full_multiple(self.coll, self.size)
+        if len(self.steps) or self.scratch:
+            raise ScheduleError("call blocks() before the first step or scratch")
+        if nblk < 1 or nblk % multiple:
+            raise ScheduleError(
+                f"{self.coll} on {self.size} ranks: blocks({nblk}) is not a positive "
+                f"multiple of {multiple}"
+            )
+        self.nblk = nblk
+
+    def user_spaces(self) -> tuple[Space, Space]:
+        """Return ``in`` and ``out`` as this rank has them."""
+        spec = operation(self.coll)
+        if spec.x_count == "none":
+            # A barrier is an allreduce of nothing: one block without elements.
+            return Space("in", "in", self.nblk, (0, 1)), Space(
+                "out", "out", self.nblk, (0, 1)
+            )
+        is_root = self.rank == self.root
+        only_root_in = spec.name in ("bcast", "scatter")
+        has_in = is_root or not only_root_in
+        has_out = spec.output_on == "all" or (spec.output_on == "root" and is_root)
+        share_in = spec.out_count == "times_size"
+        share_out = spec.out_count == "div_size"
+        inp = self._space("in", has_in, share_in, None)
+        alias = "in" if spec.in_place and has_in and has_out else None
+        return inp, self._space("out", has_out, share_out, alias)
+
+    def _space(self, name: str, exists: bool, share: bool, alias: str | None) -> Space:
+        kind: SpaceKind = "in" if name == "in" else "out"
+        if not exists:
+            return Space(name, kind, 0, (0, 1))
+        if share:
+            return Space(name, kind, self.nblk // self.size, (1, self.size))
+        return Space(name, kind, self.nblk, (1, 1), alias=alias)
+
+    def add_scratch(self, nblk: int, scale: tuple[int, int] | None) -> Space:
+        part = Fraction(nblk, self.nblk) if scale is None else Fraction(*scale)
+        if operation(self.coll).x_count == "none":
+            part = Fraction(0)
+        if (part * full_multiple(self.coll, self.size)).denominator != 1:
+            raise ScheduleError(
+                f"scratch of {nblk} blocks, {part} of the full vector, is not a whole "
+                f"number of elements for every length: take b.tmp(b.nblk)"
+            )
+        space = Space(
+            f"tmp{len(self.scratch)}", "tmp", nblk, (part.numerator, part.denominator)
+        )
+        self.scratch.append(space)
+        return space
+
+    def spaces(self) -> tuple[Space, ...]:
+        return (*self.user_spaces(), *self.scratch)
+
+    def after(self, steps: tuple[int, ...]) -> None:
+        for step in steps:
+            if not 0 <= step < len(self.steps):
+                raise ScheduleError(f"after({step}): there are {len(self.steps)} steps")
+        self._after = tuple(sorted({*self._after, *steps}))
+
+    def add(self, op: Op, src: Slice | None, dst: Slice | None, peer: int = -1) -> int:
+        self._check(op, src, dst)
+        reads = [end for end in (src, dst if op is Op.RED else None) if end]
+        deps = self._track().access(len(self.steps), reads, [dst] if dst else [])
+        after, self._after = self._after, ()
+        deps.update(after)
+        return self.steps.append(Step(op, src, dst, peer, tuple(sorted(deps)), after))
+
+    def _check(self, op: Op, src: Slice | None, dst: Slice | None) -> None:
+        if src and dst and src.hi - src.lo != dst.hi - dst.lo:
+            raise ScheduleError(
+                f"rank {self.rank} step {len(self.steps)} ({op.name.lower()}): "
+                f"{src.hi - src.lo} blocks into {dst.hi - dst.lo}"
+            )
+
+    def _track(self) -> DependencyTracker:
+        # Scratch added later gets numbers after all others: the tracker's stay valid.
+        if self._tracker is None:
+            self._tracker = DependencyTracker(self.spaces())
+        elif self._tracked != len(self.scratch):
+            self._tracker.extend(self.spaces())
+        self._tracked = len(self.scratch)
+        return self._tracker
+
+
+class Builder:
+    """Records the steps of one rank.
+
+    Attributes:
+        rank: this rank; size: number of ranks; root: the root of a rooted operation.
+        nblk: blocks that the full vector is cut into: ``size`` unless changed.
+        params: the algorithm's parameters.
+    """
+
+    def __init__(
+        self,
+        recorder: _Recorder,
+        ranks: tuple[int, ...],
+        params: Mapping[str, int],
+        root: int,
+    ) -> None:
+        self._recorder = recorder
+        self._ranks = ranks
+        self.params = params
+        self.rank = ranks.index(recorder.rank)
+        self.size = len(ranks)
+        self.root = root
+
+    @property
+    def nblk(self) -> int:
+        """Blocks that the operation's full vector is cut into."""
+        return self._recorder.nblk
+
+    @property
+    def inp(self) -> Buffer:
+        """The send buffer, never written."""
+        return self._user(IN)
+
+    @property
+    def out(self) -> Buffer:
+        """The receive buffer. It may be the same memory as ``inp``."""
+        return self._user(OUT)
+
+    def _user(self, space: int) -> Buffer:
+        buffer = self._recorder.user_spaces()[space]
+        return Buffer(space, 0, buffer.nblk, 1, buffer.name)
+
+    def blocks(self, nblk: int) -> None:
+        """Cut the full vector into ``nblk`` blocks instead of ``size``."""
+        self._recorder.set_blocks(nblk)
+
+    def tmp(self, nblk: int, scale: tuple[int, int] | None = None) -> Buffer:
+        """Return new scratch of ``nblk`` blocks, as wide as those of the full vector.
+
+        Args:
+            nblk: number of blocks.
+            scale: total length as a fraction (num, den) of the full vector instead.
+        """
+        space = self._recorder.add_scratch(nblk, scale)
+        return Buffer(1 + len(self._recorder.scratch), 0, nblk, 1, space.name)
+
+    def send(self, src: Slice, peer: int) -> int:
+        """Send ``src`` to ``peer``."""
+        return self._recorder.add(Op.SEND, src, None, self._peer(peer))
+
+    def recv(self, dst: Slice, peer: int) -> int:
+        """Receive into ``dst`` from ``peer``."""
+        return self._recorder.add(Op.RECV, None, dst, self._peer(peer))
+
+    def rred(self, dst: Slice, peer: int, src: Slice | None = None) -> int:
+        """Receive from ``peer`` and reduce: ``dst = (src or dst) ⊕ received``."""
+        return self._recorder.add(Op.RRED, src or dst, dst, self._peer(peer))
+
+    def reduce(self, dst: Slice, src: Slice) -> int:
+        """Reduce locally: ``dst = dst ⊕ src``."""
+        return self._recorder.add(Op.RED, src, dst)
+
+    def copy(self, dst: Slice, src: Slice) -> int:
+        """Copy locally: ``dst = src``. Copies that nobody needs cost nothing."""
+        return self._recorder.add(Op.COPY, src, dst)
+
+    def after(self, *steps: int) -> None:
+        """Make the next step also wait for ``steps`` (what send, recv… returned)."""
+        self._recorder.after(steps)
+
+    def sub(self, ranks: Iterable[int], root: int = 0) -> Builder:
+        """Return a builder in which ``ranks`` (of this one) are ranks 0, 1, …
+
+        It records into the same program: use it to run an algorithm among a group.
+        """
+        members = tuple(self._ranks[rank] for rank in ranks)
+        if self._recorder.rank not in members:
+            raise ScheduleError(f"rank {self._recorder.rank} is not in group {members}")
+        return Builder(self._recorder, members, self.params, root)
+
+    def _peer(self, peer: int) -> int:
+        rank = self._ranks[peer % self.size]
+        if rank == self._recorder.rank:
+            raise ScheduleError(
+                f"rank {rank} step {len(self._recorder.steps)}: a message to itself; "
+                f"use copy"
+            )
+        return rank
+
+
+def build_program(
+    author: Callable[[Builder], None],
+    coll: str,
+    rank: int,
+    size: int,
+    root: int = 0,
+    params: Mapping[str, int] | None = None,
+) -> RankProgram:
+    """Run an algorithm's function for one rank and return its program."""
+    recorder = _Recorder(coll, rank, size, root)
+    author(Builder(recorder, tuple(range(size)), dict(params or {}), root))
+    return RankProgram(rank, recorder.spaces(), recorder.steps)

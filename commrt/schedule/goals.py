@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each operation promises, block by block, for the verifier.
+
+A block's content is a pair: which part of the operation's data it is, and whose
+contributions it holds (bit r for rank r). At the start only ``in`` has content; at the
+end each block of ``out`` must hold exactly what the operation says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commrt.operations import operation
+
+__all__ = ["Content", "Goal"]
+
+Content = tuple[int, int]
+"""part, contributors."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The pre- and postcondition of one operation on ``size`` ranks."""
+
+    coll: str
+    size: int
+    root: int
+
+    @property
+    def idempotent(self) -> bool:
+        """Whether a contribution may arrive twice: a barrier's arrivals only."""
+        return operation(self.coll).x_count == "none"
+
+    def initial(self, rank: int, nblk: int) -> list[Content]:
+        """Return the contents of the ``nblk`` blocks of ``in`` on ``rank``."""
+        per_rank = operation(self.coll).out_count == "times_size"
+        first = rank * nblk if per_rank or self.coll == "alltoall" else 0
+        return [(first + block, 1 << rank) for block in range(nblk)]
+
+    def final(self, rank: int, nblk: int) -> list[Content]:
+        """Return what the ``nblk`` blocks of ``out`` on ``rank`` must hold."""
+        spec = operation(self.coll)
+        everyone = (1 << self.size) - 1
+        if spec.name == "alltoall":
+            share = nblk // self.size
+            return [
+                (src * nblk + rank * share + i, 1 << src)
+                for src in range(self.size)
+                for i in range(share)
+            ]
+        if spec.out_count == "times_size":
+            share = nblk // self.size
+            return [(block, 1 << (block // share)) for block in range(nblk)]
+        first = rank * nblk if spec.out_count == "div_size" else 0
+        holders = everyone if spec.reduces or self.idempotent else 1 << self.root
+        return [(first + block, holders) for block in range(nblk)]

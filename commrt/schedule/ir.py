@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data types of a schedule: spaces of blocks, steps on them, programs, goals.
+
+A *schedule* says what every rank does in one collective operation. It knows blocks,
+never bytes: block boundaries are computed from the element count when it is run, so one
+schedule serves every message length.
+
+    Schedule ── one RankProgram per rank ── spaces (in, out, tmp) of blocks
+                                        └── steps (send, recv, rred, red, copy)
+
+Serial form: canonical JSON (sorted keys, no blanks); ``digest()`` is its sha256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple
+
+from commrt.errors import ScheduleError
+from commrt.operations import operation
+
+__all__ = [
+    "VERSION",
+    "Op",
+    "RankProgram",
+    "RedopClass",
+    "Schedule",
+    "Slice",
+    "Space",
+    "SpaceKind",
+    "Step",
+    "StepTable",
+    "full_multiple",
+]
+
+VERSION = 1
+"""Version of the serial form."""
+
+RedopClass = Literal["commutative", "ordered", "none"]
+SpaceKind = Literal["in", "out", "tmp"]
+Split = Literal["even", "counts", "boxes", "dyn"]
+
+
+class Op(IntEnum):
+    """What a step does. The numbers are part of the serial form."""
+
+    SEND = 0
+    """Send ``src`` to ``peer``."""
+    RECV = 1
+    """Receive into ``dst`` from ``peer``."""
+    RRED = 2
+    """``dst = src ⊕ received``; the operand of the lower rank comes first."""
+    RED = 3
+    """``dst = dst ⊕ src``."""
+    COPY = 4
+    """``dst = src``."""
+
+
+class Slice(NamedTuple):
+    """Blocks ``[lo, hi)`` of one space."""
+
+    space: int
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True)
+class Space:
+    """One buffer of one rank, addressed by block."""
+
+    name: str
+    """``in``, ``out``, ``tmp0``, ``tmp1``…"""
+    kind: SpaceKind
+    """Who owns the memory: the caller (``in``, ``out``) or the executor (``tmp``)."""
+    nblk: int
+    """Number of blocks; 0 where this rank has no such buffer."""
+    scale: tuple[int, int] = (1, 1)
+    """Total length as a fraction (num, den) of the operation's full vector."""
+    split: Split = "even"
+    """``even``: block i is ``[i*T//nblk, (i+1)*T//nblk)``. ``counts``: block i has
+    ``counts[i]`` elements. ``dyn``: at most ``cap[i]``, known at run time. ``boxes``:
+    sub-boxes of an n-dimensional array."""
+    counts: tuple[int, ...] | None = None
+    """Elements per block of a ``counts`` space."""
+    cap: tuple[int, ...] | None = None
+    """Upper bound per block of a ``dyn`` space."""
+    boxes: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    """(start, stop) per dimension and block of a ``boxes`` space."""
+    alias: str | None = None
+    """The space that may be the same memory (``out`` of an in-place operation)."""
+
+    def __post_init__(self) -> None:
+        per_block = {"counts": self.counts, "dyn": self.cap, "boxes": self.boxes}
+        for split, values in per_block.items():
+            given = None if values is None else len(values)
+            expected = self.nblk if self.split == split else None
+            if given != expected:
+                raise ScheduleError(
+                    f"space {self.name!r} with split={self.split!r} and nblk={self.nblk} "
+                    f"must have {'no' if expected is None else expected} {split} entries"
+                )
+        if self.nblk < 0 or self.scale[0] < 0 or self.scale[1] < 1:
+            raise ScheduleError(
+                f"space {self.name!r}: nblk={self.nblk}, scale={self.scale} are invalid"
+            )
+
+    def bounds(self, num_elements: int) -> list[int]:
+        """Return the nblk+1 block boundaries, in elements.
+
+        Args:
+            num_elements: length of the operation's full vector.
+        """
+        if self.split == "even":
+            total = num_elements * self.scale[0] // self.scale[1]
+            return [i * total // max(self.nblk, 1) for i in range(self.nblk + 1)]
+        sizes = self.counts if self.split == "counts" else self.cap
+        if sizes is None:
+            raise ScheduleError(
+                f"space {self.name!r}: blocks of split={self.split!r} are not contiguous"
+            )
+        edges = [0]
+        for size in sizes:
+            edges.append(edges[-1] + size)
+        return edges
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form: only the fields that differ from their defaults."""
+        data: dict[str, Any] = {"name": self.name, "kind": self.kind, "nblk": self.nblk}
+        data["scale"] = list(self.scale)
+        for key in ("split", "counts", "cap", "boxes", "alias"):
+            value = getattr(self, key)
+            if value is not None and value != "even":
+                data[key] = value
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Space:
+        """Build a space from its JSON form."""
+        fields = dict(data)
+        fields["scale"] = tuple(fields["scale"])
+        for key in ("counts", "cap"):
+            if fields.get(key) is not None:
+                fields[key] = tuple(fields[key])
+        if fields.get("boxes") is not None:
+            fields["boxes"] = tuple(
+                tuple((a, b) for a, b in box) for box in fields["boxes"]
+            )
+        return cls(**fields)
+
+
+class Step(NamedTuple):
+    """One step of one rank."""
+
+    op: Op
+    src: Slice | None
+    dst: Slice | None
+    peer: int
+    """Rank at the other end, or -1."""
+    deps: tuple[int, ...]
+    """Earlier steps of this rank that must be done first."""
+    after: tuple[int, ...] = ()
+    """The part of ``deps`` that the author asked for; the rest follows from the data."""
+
+
+_NONE = (-1, 0, 0)
+
+
+class StepTable(Sequence[Step]):
+    """The steps of a rank, stored in int32 columns; indexing yields ``Step``."""
+
+    __slots__ = ("_after", "_columns", "_dep_ptr", "_deps")
+
+    def __init__(self) -> None:
+        # op, peer, src space, lo, hi, dst space, lo, hi
+        self._columns = tuple(array("i") for _ in range(8))
+        self._deps = array("i")
+        self._dep_ptr = array("i", [0])
+        self._after: dict[int, tuple[int, ...]] = {}
+
+    def append(self, step: Step) -> int:
+        """Add a step and return its index."""
+        index = len(self)
+        row = (step.op, step.peer, *(step.src or _NONE), *(step.dst or _NONE))
+        for column, value in zip(self._columns, row, strict=True):
+            column.append(value)
+        self._deps.extend(step.deps)
+        self._dep_ptr.append(len(self._deps))
+        if step.after:
+            self._after[index] = step.after
+        return index
+
+    def __len__(self) -> int:
+        return len(self._dep_ptr) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(f"step {index} of {len(self)}")
+        return self._step(index)
+
+    def __iter__(self) -> Iterator[Step]:
+        return map(self._step, range(len(self)))
+
+    def _step(self, index: int) -> Step:
+        op, peer, *ends = (column[index] for column in self._columns)
+        src = Slice(*ends[:3]) if ends[0] >= 0 else None
+        dst = Slice(*ends[3:]) if ends[3] >= 0 else None
+        deps = tuple(self._deps[self._dep_ptr[index] : self._dep_ptr[index + 1]])
+        return Step(Op(op), src, dst, peer, deps, self._after.get(index, ()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StepTable) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass
+class RankProgram:
+    """What one rank does."""
+
+    rank: int
+    spaces: tuple[Space, ...]
+    steps: StepTable = field(default_factory=StepTable)
+
+    def describe(self, where: Slice) -> str:
+        """Return ``out[3]`` or ``tmp0[0:4]`` for messages."""
+        if not 0 <= where.space < len(self.spaces):
+            return f"space{where.space}[{where.lo}:{where.hi}]"
+        name = self.spaces[where.space].name
+        span = f"{where.lo}" if where.hi == where.lo + 1 else f"{where.lo}:{where.hi}"
+        return f"{name}[{span}]"
+
+    def describe_step(self, index: int) -> str:
+        """Return ``rank 1 step 4 (send out[2] to 3)`` for messages."""
+        step = self.steps[index]
+        text = step.op.name.lower()
+        if step.op is Op.SEND:
+            text += f" {self.describe(step.src)} to {step.peer}"
+        elif step.peer >= 0:
+            text += f" {self.describe(step.dst)} from {step.peer}"
+        else:
+            text += f" {self.describe(step.dst)} from {self.describe(step.src)}"
+        return f"rank {self.rank} step {index} ({text})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "rank": self.rank,
+            "spaces": [space.to_dict() for space in self.spaces],
+            "steps": [list(step) for step in self.steps],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RankProgram:
+        """Build a program from its JSON form."""
+        program = cls(data["rank"], tuple(map(Space.from_dict, data["spaces"])))
+        for op, src, dst, peer, deps, after in data["steps"]:
+            ends = (None if end is None else Slice(*end) for end in (src, dst))
+            program.steps.append(Step(Op(op), *ends, peer, tuple(deps), tuple(after)))
+        return program
+
+    def to_json(self) -> str:
+        """Return the canonical JSON text."""
+        return _canonical(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> RankProgram:
+        """Build a program from its JSON text."""
+        return cls.from_dict(json.loads(text))
+
+    def digest(self) -> str:
+        """Return the sha256 of the canonical JSON."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+@dataclass
+class Schedule:
+    """What all ranks do. Programs are made when first asked for, and kept."""
+
+    coll: str
+    algorithm: str
+    size: int
+    root: int
+    make_program: Callable[[int], RankProgram]
+    """Return the program of a rank; called once per rank."""
+    params: dict[str, int] = field(default_factory=dict)
+    redop_class: RedopClass = "commutative"
+    """``ordered``: contributions must also be combined in rank order."""
+    _programs: dict[int, RankProgram] = field(default_factory=dict, repr=False)
+
+    def program(self, rank: int) -> RankProgram:
+        """Return the program of ``rank``."""
+        if rank not in self._programs:
+            self._programs[rank] = self.make_program(rank)
+        return self._programs[rank]
+
+    def programs(self) -> list[RankProgram]:
+        """Return the programs of all ranks, in rank order."""
+        return [self.program(rank) for rank in range(self.size)]
+
+    def to_json(self) -> str:
+        """Return the canonical JSON text, with the programs of all ranks."""
+        return _canonical(
+            {
+                "version": VERSION,
+                "coll": self.coll,
+                "algorithm": self.algorithm,
+                "size": self.size,
+                "root": self.root,
+                "params": self.params,
+                "redop_class": self.redop_class,
+                "programs": [program.to_dict() for program in self.programs()],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """Build a schedule from its JSON text, or raise ScheduleError."""
+        try:
+            data = json.loads(text)
+            version = data.pop("version")
+            if version != VERSION:
+                raise ScheduleError(f"schedule version {version}, expected {VERSION}")
+            programs = [RankProgram.from_dict(entry) for entry in data.pop("programs")]
+            return cls(make_program=programs.__getitem__, **data)
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            if isinstance(exc, ScheduleError):
+                raise
+            raise ScheduleError(f"not a schedule: {type(exc).__name__}: {exc}") from exc
+
+    def digest(self) -> str:
+        """Return the sha256 of the canonical JSON."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def full_multiple(coll: str, size: int) -> int:
+    """Return what the full vector's length is always a multiple of: ``size`` or 1."""
+    spec = operation(coll)
+    blocked = spec.out_count in ("times_size", "div_size") or coll == "alltoall"
+    return size if blocked else 1
+
+
+def _canonical(data: Any) -> str:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.distributed with gloo as a peer: run by path, without commrt or MPI.
+
+``python peer_gloo.py JOB RANKS`` spawns the ranks itself; they meet at a port of
+127.0.0.1. Arrays are numpy's, seen through ``torch.from_numpy``, so that inputs are
+made and rewritten in the same way for every peer.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from commrt.bench import timing_loop
+    from commrt.bench.timing_loop import Array, Call
+else:
+    import timing_loop  # beside this file
+
+    # This folder must not shadow anything that the library imports.
+    del sys.path[0]
+
+
+class GlooPeer:
+    """Blocking collectives of the default process group."""
+
+    def __init__(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._torch, self._dist = torch, dist
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.barrier = dist.barrier
+
+    def gather(self, values: list[float]) -> list[list[float]] | None:
+        """Return every rank's values on rank 0, None elsewhere."""
+        rows: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        self._dist.gather_object(values, rows, dst=0)
+        return rows
+
+    def agree(self, value: float) -> float:
+        """Return rank 0's value on every rank."""
+        tensor = self._torch.tensor([value], dtype=self._torch.float64)
+        self._dist.broadcast(tensor, src=0)
+        return float(tensor.item())
+
+    def bind(self, coll: str, x: Array, out: Array | None, root: int) -> Call:
+        """Return a call of ``coll``.
+
+        gloo reduces in place only: out of place, the input is copied first, as a user
+        would have to.
+        """
+        dist, at_root = self._dist, self.rank == root
+        source = self._torch.from_numpy(x)
+        target = None if out is None else self._torch.from_numpy(out)
+        if coll in ("allreduce", "reduce"):
+            reduce = dist.all_reduce if coll == "allreduce" else dist.reduce
+            extra = () if coll == "allreduce" else (root,)
+            if target is None:
+                return partial(reduce, source, *extra)
+
+            def copied() -> None:
+                target.copy_(source)
+                reduce(target, *extra)
+
+            return copied
+        parts = None
+        if at_root and coll in ("gather", "scatter"):
+            whole = target if coll == "gather" else source
+            parts = list(whole.chunk(self.size)) if whole is not None else None
+        calls: dict[str, Call] = {
+            "bcast": partial(dist.broadcast, source, root),
+            "allgather": partial(dist.all_gather_into_tensor, target, source),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, target, source),
+            "alltoall": partial(dist.all_to_all_single, target, source),
+            "gather": partial(dist.gather, source, parts, root),
+            "scatter": partial(dist.scatter, target, parts, root),
+            "barrier": dist.barrier,
+        }
+        return calls[coll]
+
+
+def connect() -> tuple[GlooPeer, dict[str, Any]]:
+    """Meet the other ranks; return the peer and what to record about the library."""
+    import numpy
+    import torch
+    import torch.distributed as dist
+
+    # As torchrun does: intra-op threads would only fight over the ranks' CPUs.
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    about = {
+        "library": f"gloo of torch {torch.__version__}",
+        "versions": {"torch": torch.__version__, "numpy": numpy.__version__},
+    }
+    return GlooPeer(), about
+
+
+def rank_main(job_path: str, rank: int, size: int, port: int) -> None:
+    """Be one rank."""
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    timing_loop.work(job_path, connect)
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+def main(job_path: str, size: int) -> int:
+    """Spawn the ranks; return 0 if all of them succeeded."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=rank_main, args=(job_path, rank, size, port))
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

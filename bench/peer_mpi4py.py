@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""mpi4py as a peer: run by path, in an interpreter that need not have commrt.
+
+``mpiexec -n N python peer_mpi4py.py JOB``. Each call is the one the mpi4py tutorial
+shows for arrays (``comm.Allreduce(x, out)``), bound once, outside the clock.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from commrt.bench import timing_loop
+    from commrt.bench.timing_loop import Array, Call
+else:
+    import timing_loop  # beside this file
+
+    # This folder must not shadow anything that the library imports.
+    del sys.path[0]
+
+
+class Mpi4pyPeer:
+    """Blocking collectives of the world communicator."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self.barrier = comm.Barrier
+
+    def gather(self, values: list[float]) -> list[list[float]] | None:
+        """Return every rank's values on rank 0, None elsewhere."""
+        result: list[list[float]] | None = self._comm.gather(values, root=0)
+        return result
+
+    def agree(self, value: float) -> float:
+        """Return rank 0's value on every rank."""
+        return float(self._comm.bcast(value, root=0))
+
+    def bind(self, coll: str, x: Array, out: Array | None, root: int) -> Call:
+        """Return a call of ``coll``; without ``out`` it works in place."""
+        from mpi4py import MPI
+
+        comm, at_root = self._comm, self.rank == root
+        source: Any = x if out is not None else MPI.IN_PLACE
+        target: Any = out if out is not None else x
+        if coll == "reduce":
+            source = source if at_root else x
+            target = target if at_root else None
+        calls: dict[str, Call] = {
+            "allreduce": partial(comm.Allreduce, source, target),
+            "reduce": partial(comm.Reduce, source, target, MPI.SUM, root),
+            "bcast": partial(comm.Bcast, x, root),
+            "allgather": partial(comm.Allgather, x, out),
+            "reduce_scatter": partial(comm.Reduce_scatter_block, x, out),
+            "alltoall": partial(comm.Alltoall, source, target),
+            "gather": partial(comm.Gather, x, out if at_root else None, root),
+            "scatter": partial(comm.Scatter, x if at_root else None, out, root),
+            "barrier": comm.Barrier,
+        }
+        return calls[coll]
+
+
+def connect() -> tuple[Mpi4pyPeer, dict[str, Any]]:
+    """Start MPI; return the peer and what to record about the library."""
+    import mpi4py
+    import numpy
+    from mpi4py import MPI
+
+    about = {
+        "library": MPI.Get_library_version().split("\n")[0].strip(" \0"),
+        "versions": {"mpi4py": mpi4py.__version__, "numpy": numpy.__version__},
+    }
+    return Mpi4pyPeer(MPI.COMM_WORLD), about
+
+
+if __name__ == "__main__":
+    timing_loop.work(sys.argv[1], connect)

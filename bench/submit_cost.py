@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a nonblocking call costs its caller: from the call to the request in hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from commrt.bench.timing_loop import (
+    Call,
+    Peer,
+    Trial,
+    median_interval,
+    worst_over_ranks,
+)
+
+__all__ = ["clock_cost_us", "measure_submit"]
+
+
+def clock_cost_us() -> float:
+    """Return what reading the clock twice adds to a measurement, in µs."""
+    clock = time.perf_counter_ns
+    pairs = [-(clock() - clock()) for _ in range(1001)]
+    return sorted(pairs)[500] / 1000.0
+
+
+def measure_submit(
+    peer: Peer, job: Mapping[str, Any], nbytes: int, barrier: Call
+) -> dict[str, Any] | None:
+    """Time the submission alone; the wait that follows is outside the clock.
+
+    The cost of the clock itself, measured in the same process, is subtracted.
+    """
+    trial = Trial(peer, job, nbytes)
+    if trial.empty:
+        return None
+    bind: Any = peer
+    submit = bind.bind_nonblocking(trial.coll, trial.x, trial.out, trial.root)
+    trial.call = lambda: submit().wait()
+    row: dict[str, Any] = {"nbytes": nbytes, "elements": trial.num_x, "calls": 1}
+    row["valid"] = not peer.agree(
+        max(worst_over_ranks(peer, [float(not trial.is_right())]), default=0.0)
+    )
+    trial.rewrite(0)
+    for _ in range(job["warmup"]):
+        trial.call()
+    clock, overhead_us = time.perf_counter_ns, clock_cost_us()
+    mine: list[float] = []
+    for _ in range(job["iterations"]):
+        barrier()
+        start = clock()
+        request = submit()
+        mine.append((clock() - start) / 1000.0 - overhead_us)
+        request.wait()
+    samples = worst_over_ranks(peer, mine)
+    if samples:
+        row["samples_us"] = [round(sample, 4) for sample in samples]
+        row["median_us"], row["low_us"], row["high_us"] = median_interval(samples)
+    return row

@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one timing loop, the same text for commrt and for every peer.
+
+Self-contained on purpose (the standard library and numpy): an interpreter without
+commrt loads this file by its path. What is timed, and how:
+
+- the result of one call is compared, element by element, with the expected one before
+  any time counts;
+- warm-up calls follow, and give the number of back-to-back calls k of a repetition, so
+  that a repetition lasts at least ``floor_us``: below that the clock and the barrier
+  would be measured;
+- a repetition is: barrier, clock, k calls, clock. Its time is the maximum over ranks,
+  divided by k. The barrier is the loop's own (flags in shared memory) wherever the
+  launcher provides the memory, so that no peer is helped or hurt by its own barrier;
+- with ``fresh`` the inputs are rewritten before every call, outside the clock, as
+  training does: the caches then hold the input of the writer, not of the last call;
+- repetitions end when the 95 % interval of the median (order statistics, no normality
+  assumed) is narrower than ``max_relative_ci``, or at ``iterations``, or at the budget.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "FlagBarrier",
+    "Measure",
+    "Peer",
+    "SharedFlags",
+    "Trial",
+    "element_counts",
+    "expected_chunk",
+    "link_class_of",
+    "load_job",
+    "median_interval",
+    "numpy_dtype",
+    "pin_rank",
+    "probe_link",
+    "rank_and_size",
+    "run_job",
+    "save_result",
+    "work",
+    "worst_over_ranks",
+]
+
+Array = npt.NDArray[Any]
+Call = Callable[[], object]
+Measure = Callable[["Peer", Mapping[str, Any], int, Call], "dict[str, Any] | None"]
+
+_LINE = 64
+NEAR_BELOW_NS = 200.0
+"""One-way flag latency, measured from Python, that separates near from far links."""
+
+_BATCH = 10
+_CHUNK = 1 << 18
+
+
+class Peer(Protocol):
+    """What a communication library must offer to be timed."""
+
+    rank: int
+    size: int
+
+    def barrier(self) -> object:
+        """Return once every rank has called."""
+
+    def gather(self, values: list[float]) -> list[list[float]] | None:
+        """Return every rank's values on rank 0, None elsewhere."""
+
+    def agree(self, value: float) -> float:
+        """Return rank 0's value on every rank."""
+
+    def bind(self, coll: str, x: Array, out: Array | None, root: int) -> Call:
+        """Return a call of ``coll``; without ``out`` it works in place."""
+
+
+def rank_and_size(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Return this process's rank and the job's size from the launcher's variables."""
+    for rank, size in (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("PMI_RANK", "PMI_SIZE"),
+        ("RANK", "WORLD_SIZE"),
+    ):
+        if rank in environ and size in environ:
+            return int(environ[rank]), int(environ[size])
+    return 0, 1
+
+
+def pin_rank(rank: int, size: int) -> list[int]:
+    """Give this rank its equal, consecutive share of the CPUs; return the share.
+
+    Nothing is pinned where ranks outnumber CPUs. Called before the library starts, so
+    that its threads inherit the share.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    if size > len(cpus):
+        return cpus
+    share = cpus[rank * len(cpus) // size : (rank + 1) * len(cpus) // size]
+    os.sched_setaffinity(0, share)
+    return share
+
+
+class SharedFlags:
+    """Lines of 64 bytes in shared memory: for the barrier, and for two-way probes."""
+
+    def __init__(self, path: str, size: int) -> None:
+        self.size = size
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 3 * size * _LINE)
+        self.words = memoryview(self._map).cast("Q")
+
+    @staticmethod
+    def create(path: str, size: int) -> None:
+        """Write the zeroed file that ``size`` ranks will map."""
+        with open(path, "wb") as file:
+            file.write(bytes(3 * size * _LINE))
+
+    def word(self, kind: int, rank: int) -> int:
+        """Return the index of a rank's word: kind 0 barrier, 1 ping, 2 pong."""
+        return (kind * self.size + rank) * (_LINE // 8)
+
+
+class FlagBarrier:
+    """A barrier of flags: each rank writes its own line and reads all others."""
+
+    def __init__(self, flags: SharedFlags, rank: int, oversubscribed: bool) -> None:
+        self._words = flags.words
+        self._mine = flags.word(0, rank)
+        self._others = [flags.word(0, r) for r in range(flags.size) if r != rank]
+        # A rank without a CPU of its own must let the others run.
+        self._yields = oversubscribed
+        self._epoch = 0
+
+    def __call__(self) -> None:
+        """Return once every rank has called."""
+        words = self._words
+        self._epoch = epoch = self._epoch + 1
+        words[self._mine] = epoch
+        for other in self._others:
+            while words[other] < epoch:
+                if self._yields:
+                    os.sched_yield()
+
+
+def probe_link(flags: SharedFlags, rank: int, start: int) -> float:
+    """Return the worst one-way flag latency in ns between rank 0 and another rank.
+
+    A ping-pong on two lines of shared memory, written in Python: some 50 ns of the
+    figure are the interpreter's. Every rank takes part, each with a CPU of its own;
+    ``start`` must grow by 2000 from probe to probe. Right on rank 0, 0 elsewhere.
+    """
+    return max(
+        (_ping_pong(flags, rank, other, start) for other in range(1, flags.size)),
+        default=0.0,
+    )
+
+
+def _ping_pong(flags: SharedFlags, rank: int, other: int, start: int) -> float:
+    words, ping, pong = flags.words, flags.word(1, other), flags.word(2, other)
+    rounds, batches, best = 300, 5, math.inf
+    for first in range(start + 1, start + 1 + batches * rounds, rounds):
+        if rank == 0:
+            begin = time.perf_counter_ns()
+            for value in range(first, first + rounds):
+                words[ping] = value
+                while words[pong] != value:
+                    pass
+            best = min(best, (time.perf_counter_ns() - begin) / (2 * rounds))
+        elif rank == other:
+            for value in range(first, first + rounds):
+                while words[ping] != value:
+                    pass
+                words[pong] = value
+    return best if rank == 0 else 0.0
+
+
+def link_class_of(latency_ns: float, ranks: int, cpus: int) -> str:
+    """Return near, far or oversubscribed."""
+    if ranks > cpus:
+        return "oversubscribed"
+    return "near" if latency_ns < NEAR_BELOW_NS else "far"
+
+
+def median_interval(samples: list[float]) -> tuple[float, float, float]:
+    """Return the median and its 95 % interval by order statistics.
+
+    The interval is the pair of order statistics that encloses the median with that
+    probability whatever the distribution; below 6 samples it is the whole range.
+    """
+    ordered = sorted(samples)
+    n = len(ordered)
+    middle = n // 2
+    median = ordered[middle] if n % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    if n < 6:
+        return median, ordered[0], ordered[-1]
+    half = 1.96 * math.sqrt(n) / 2
+    low = max(0, math.floor(n / 2 - half) - 1)
+    high = min(n - 1, math.ceil(n / 2 + half))
+    return median, ordered[low], ordered[high]
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the numpy dtype called ``name``; bfloat16 comes from ml_dtypes."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        name = ml_dtypes.bfloat16
+    dtype: np.dtype[Any] = np.dtype(name)
+    return dtype
+
+
+def element_counts(
+    spec: Mapping[str, Any], nbytes: int, itemsize: int, size: int
+) -> tuple[int, int]:
+    """Return the elements of x and of out for a message of ``nbytes``.
+
+    ``nbytes`` is what OSU prints: the whole buffer, one rank's block, or one pair's
+    block. Where x must divide by the number of ranks it is rounded down.
+    """
+    count = nbytes // itemsize
+    if spec["rule_bytes"] == "none":
+        return 0, 0
+    if spec["rule_bytes"] == "pair":
+        return count * size, count * size
+    if spec["out_count"] == "times_size":
+        return count, count * size
+    if spec["out_count"] == "div_size":
+        if spec["rule_bytes"] == "block":
+            return count * size, count
+        return count // size * size, count // size
+    return count, count
+
+
+def _pattern(rank: int, low: int, high: int) -> npt.NDArray[np.int64]:
+    """Return elements [low, high) of a rank's input: small, different on each rank."""
+    index = np.arange(low, high, dtype=np.int64)
+    result: npt.NDArray[np.int64] = index % 7 + (rank + 1)
+    return result
+
+
+def expected_chunk(
+    coll: str, rank: int, size: int, root: int, x_elements: int, low: int, high: int
+) -> npt.NDArray[np.int64]:
+    """Return elements [low, high) of what ``coll`` must leave on ``rank``."""
+    index = np.arange(low, high, dtype=np.int64)
+    if coll in ("allreduce", "reduce", "reduce_scatter"):
+        offset = rank * (x_elements // size) if coll == "reduce_scatter" else 0
+        total: npt.NDArray[np.int64] = size * ((index + offset) % 7)
+        return total + size * (size + 1) // 2
+    if coll == "bcast":
+        return _pattern(root, low, high)
+    if coll == "scatter":
+        offset = rank * (x_elements // size)
+        return _pattern(root, low + offset, high + offset)
+    if coll in ("allgather", "gather"):
+        block, offset = max(x_elements, 1), 0
+    else:  # alltoall
+        block = max(x_elements // size, 1)
+        offset = rank * block
+    source = index // block
+    result: npt.NDArray[np.int64] = (index % block + offset) % 7 + source + 1
+    return result
+
+
+class Trial:
+    """Buffers and call of one operation at one size."""
+
+    def __init__(self, peer: Peer, job: Mapping[str, Any], nbytes: int) -> None:
+        self.spec: Mapping[str, Any] = job["spec"]
+        self.coll: str = self.spec["name"]
+        self.peer = peer
+        self.root: int = job["root"]
+        dtype = numpy_dtype(job["dtype"])
+        counts = element_counts(self.spec, nbytes, dtype.itemsize, peer.size)
+        self.num_x, self.num_out = counts
+        self.x = np.empty(self.num_x, dtype)
+        # bcast has one buffer; the other operations that can work in place do if asked.
+        in_place = job["in_place"] or self.coll in ("bcast", "barrier")
+        self.out = None if in_place else np.empty(self.num_out, dtype)
+        self.fill_out()
+        self.call = peer.bind(self.coll, self.x, self.out, self.root)
+
+    @property
+    def empty(self) -> bool:
+        """Whether the size is below one element per rank."""
+        return self.coll != "barrier" and (self.num_x == 0 or self.num_out == 0)
+
+    def fill_out(self) -> None:
+        """Touch the output, so that no page is mapped while the clock runs."""
+        if self.out is not None:
+            self.out.fill(0)
+
+    def rewrite(self, value: int) -> None:
+        """Write the input as a training step would, with numbers that stay small."""
+        self.x.fill(value)
+
+    def is_right(self) -> bool:
+        """Run one call on known data; return whether this rank's result is right."""
+        for low in range(0, self.num_x, _CHUNK):
+            high = min(low + _CHUNK, self.num_x)
+            self.x[low:high] = _pattern(self.peer.rank, low, high)
+        self.call()
+        if self.coll == "barrier":
+            return True
+        if self.spec["output_on"] == "root" and self.peer.rank != self.root:
+            return True
+        result = self.x if self.out is None else self.out
+        where = (self.coll, self.peer.rank, self.peer.size, self.root, self.num_x)
+        for low in range(0, self.num_out, _CHUNK):
+            high = min(low + _CHUNK, self.num_out)
+            if not np.array_equal(
+                result[low:high], expected_chunk(*where, low, high).astype(result.dtype)
+            ):
+                return False
+        return True
+
+
+def _timed(trial: Trial, barrier: Call, calls: int, fresh: bool) -> float:
+    """Return this rank's µs per call in one repetition."""
+    clock = time.perf_counter_ns
+    call = trial.call
+    if not fresh:
+        barrier()
+        start = clock()
+        for _ in range(calls):
+            call()
+        return (clock() - start) / calls / 1000.0
+    elapsed = 0
+    for index in range(calls):
+        trial.rewrite(index & 1)
+        if index == 0:
+            barrier()
+        start = clock()
+        call()
+        elapsed += clock() - start
+    return elapsed / calls / 1000.0
+
+
+def worst_over_ranks(peer: Peer, values: list[float]) -> list[float]:
+    """Return, on rank 0, the maximum over ranks of each value."""
+    rows = peer.gather(values)
+    return [max(column) for column in zip(*rows, strict=True)] if rows else []
+
+
+def _measure(
+    trial: Trial, job: Mapping[str, Any], barrier: Call, row: dict[str, Any]
+) -> None:
+    """Warm up, choose the calls per repetition, repeat; fill ``row`` on rank 0."""
+    peer, fresh = trial.peer, bool(job["fresh"])
+    trial.rewrite(0)
+    for _ in range(job["warmup"]):
+        trial.call()
+    # Twice: the first estimate still holds cold caches, and asks for too few calls.
+    calls = 3
+    for _ in range(2):
+        slowest = worst_over_ranks(peer, [_timed(trial, barrier, calls, fresh)])
+        estimate_us = max(peer.agree(slowest[0] if slowest else 0.0), 1e-3)
+        calls = max(1, math.ceil(job["floor_us"] / estimate_us))
+    start_s = time.monotonic()
+    samples: list[float] = []
+    done = 0
+    while done < job["iterations"]:
+        # Few repetitions of a long call per round, so that the budget is kept.
+        left = job["budget_s"] * 1e6 / (estimate_us * calls)
+        batch = max(1, min(_BATCH, job["iterations"] - done, int(left)))
+        times = [_timed(trial, barrier, calls, fresh) for _ in range(batch)]
+        samples += worst_over_ranks(peer, times)
+        done += batch
+        if peer.agree(float(_enough(samples, job, time.monotonic() - start_s))):
+            break
+    row["calls"] = calls
+    row["samples_us"] = [round(sample, 4) for sample in samples]
+
+
+def _enough(samples: list[float], job: Mapping[str, Any], elapsed_s: float) -> bool:
+    """Whether rank 0 has seen enough; other ranks' answer is not used."""
+    if not samples:
+        return False
+    if len(samples) >= 3 and elapsed_s >= job["budget_s"]:
+        return True
+    median, low, high = median_interval(samples)
+    narrow = (high - low) / 2 <= float(job["max_relative_ci"]) * median
+    long_enough = elapsed_s >= min(job["min_s"], job["budget_s"])
+    return narrow and bool(long_enough) and len(samples) >= int(job["min_iterations"])
+
+
+def _one_size(
+    peer: Peer, job: Mapping[str, Any], nbytes: int, barrier: Call
+) -> dict[str, Any] | None:
+    """Check and time one size; None where the size is below one element per rank."""
+    trial = Trial(peer, job, nbytes)
+    if trial.empty:
+        return None
+    row: dict[str, Any] = {"nbytes": nbytes, "elements": trial.num_x}
+    if job["check"]:
+        wrong = worst_over_ranks(peer, [0.0 if trial.is_right() else 1.0])
+        failed = bool(peer.agree(wrong[0] if wrong else 0.0))
+        row["valid"] = not failed
+        if failed:
+            row["error"] = "the result differs from the expected one; not timed"
+            return row
+    _measure(trial, job, barrier, row)
+    if row["samples_us"]:
+        row["median_us"], row["low_us"], row["high_us"] = median_interval(
+            row["samples_us"]
+        )
+    return row
+
+
+class _LinkWatch:
+    """Measures the links between rows, so that each row knows its own state."""
+
+    def __init__(self, peer: Peer, job: Mapping[str, Any]) -> None:
+        self._ranks, self._cpus = peer.size, job["cpus"]
+        oversubscribed = peer.size > job["cpus"]
+        self._rank = peer.rank
+        self._flags: SharedFlags | None = None
+        self.barrier: Call = peer.barrier
+        if job["flags"] and peer.size > 1:
+            self._flags = SharedFlags(job["flags"], peer.size)
+            self.barrier = FlagBarrier(self._flags, peer.rank, oversubscribed)
+        self._probes = not oversubscribed and self._flags is not None
+        self._count = 0
+
+    def probe(self) -> float:
+        """Return the flag latency in ns on rank 0; 0 where it cannot be measured."""
+        if self._flags is None or not self._probes:
+            return 0.0
+        self._count += 1
+        self.barrier()
+        return probe_link(self._flags, self._rank, self._count * 2000)
+
+    def label(self, row: dict[str, Any], before_ns: float, after_ns: float) -> None:
+        """Write both measurements and the class; mixed if the state changed."""
+        row["link_ns"] = [round(before_ns, 1), round(after_ns, 1)]
+        if self._flags is None:
+            row["link_class"] = "unknown"
+            return
+        classes = {
+            link_class_of(ns, self._ranks, self._cpus) for ns in (before_ns, after_ns)
+        }
+        row["link_class"] = classes.pop() if len(classes) == 1 else "mixed"
+
+
+def run_job(
+    peer: Peer, job: Mapping[str, Any], measure: Measure | None = None
+) -> list[dict[str, Any]]:
+    """Run every size of the job; return the rows (complete on rank 0 only).
+
+    A job: ``spec`` (a row of commrt's table of operations), ``sizes``, ``dtype``,
+    ``root``, ``in_place``, ``fresh``, ``check``, ``warmup``, ``iterations``,
+    ``min_iterations``, ``min_s``, ``floor_us``, ``max_relative_ci``, ``budget_s``,
+    ``cpus`` and ``flags`` (path of the shared flags, or None where ranks span machines).
+    ``measure`` replaces the timing of one size (overlap, point-to-point).
+    """
+    watch = _LinkWatch(peer, job)
+    rows: list[dict[str, Any]] = []
+    before_ns = watch.probe()
+    for nbytes in job["sizes"]:
+        row = (measure or _one_size)(peer, job, nbytes, watch.barrier)
+        after_ns = watch.probe()
+        if row is not None:
+            watch.label(row, before_ns, after_ns)
+            rows.append(row)
+        before_ns = after_ns
+    return rows
+
+
+def work(
+    job_path: str,
+    connect: Callable[[], tuple[Peer, dict[str, Any]]],
+    measure: Measure | None = None,
+) -> None:
+    """Do one launch: pin, connect the library, run the job, save on rank 0.
+
+    ``connect`` imports and starts the library; it is called after pinning, so that the
+    library's threads stay within the rank's share of CPUs. It returns the peer and what
+    is to be recorded about the library.
+    """
+    job = load_job(job_path)
+    rank, size = rank_and_size()
+    cpus = pin_rank(rank, size) if job["pin"] else sorted(os.sched_getaffinity(0))
+    peer, about = connect()
+    rows = run_job(peer, job, measure)
+    placement = peer.gather([float(cpu) for cpu in cpus])
+    if peer.rank == 0 and placement is not None:
+        shares = [[int(cpu) for cpu in share] for share in placement]
+        save_result(job["result"], {**about, "cpus": shares, "rows": rows})
+
+
+def load_job(path: str) -> dict[str, Any]:
+    """Read the job that the launcher wrote."""
+    with open(path, encoding="utf-8") as file:
+        job: dict[str, Any] = json.load(file)
+    return job
+
+
+def save_result(path: str, result: Mapping[str, Any]) -> None:
+    """Write the result so that the launcher never sees half of it."""
+    with open(path + ".part", "w", encoding="utf-8") as file:
+        json.dump(result, file)
+    os.replace(path + ".part", path)

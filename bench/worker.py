@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""commrt as a peer of the timing loop: ``mpiexec -n N python -m commrt.bench.worker JOB``.
+
+Only the public API is used: what is timed is what a user calls.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from commrt.bench import overlap, point_to_point, submit_cost, timing_loop
+from commrt.bench.timing_loop import Array, Call, Measure
+from commrt.operations import operation
+
+__all__ = ["CommrtPeer", "connect", "measure_of", "run"]
+
+
+class CommrtPeer:
+    """The collectives of a commrt communicator."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+
+    def barrier(self) -> object:
+        """Return once every rank has called."""
+        return self.comm.barrier()
+
+    def gather(self, values: list[float]) -> list[list[float]] | None:
+        """Return every rank's values on rank 0, None elsewhere."""
+        mine = np.asarray(values, np.float64)
+        everyone = np.empty((self.size, mine.size), np.float64)
+        self.comm.allgather(mine, out=everyone)
+        rows: list[list[float]] = everyone.tolist()
+        return rows if self.rank == 0 else None
+
+    def agree(self, value: float) -> float:
+        """Return rank 0's value on every rank."""
+        shared = np.array([value], np.float64)
+        self.comm.bcast(shared, root=0)
+        return float(shared[0])
+
+    def bind(self, coll: str, x: Array, out: Array | None, root: int) -> Call:
+        """Return a blocking call of ``coll``; without ``out`` it works in place."""
+        return self._bound(coll, x, out, root, {})
+
+    def bind_nonblocking(
+        self, coll: str, x: Array, out: Array | None, root: int
+    ) -> Call:
+        """Return a call that submits ``coll`` and returns the request."""
+        return self._bound(coll, x, out, root, {"nonblocking": True})
+
+    def _bound(
+        self, coll: str, x: Array, out: Array | None, root: int, extra: dict[str, Any]
+    ) -> Call:
+        spec = operation(coll)
+        method = getattr(self.comm, coll)
+        if spec.x_count == "none":
+            return partial(method, **extra)
+        if spec.has_root:
+            extra = {**extra, "root": root}
+        if out is not None and (spec.output_on == "all" or self.rank == root):
+            extra = {**extra, "out": out}
+        return partial(method, x, **extra)
+
+
+def connect() -> tuple[CommrtPeer, dict[str, Any]]:
+    """Start commrt; return the peer and what to record about it."""
+    import commrt
+
+    # Through Any: the benchmarks sit above every layer and load before the API does.
+    runtime: Any = commrt
+    comm = runtime.init()
+    versions = {"numpy": np.__version__}
+    library = f"commrt {getattr(commrt, '__version__', 'unknown')}"
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None:
+        versions["mpi4py"] = sys.modules["mpi4py"].__version__
+        name = mpi.Get_library_version().split("\n")[0].strip(" \0")
+        library = f"{library} over {name}"
+    return CommrtPeer(comm), {
+        "library": library,
+        "versions": versions,
+        "engine_link_class": str(comm.facts.link_class),
+        "table_digest": str(comm.table_digest),
+    }
+
+
+def measure_of(mode: str) -> Measure | None:
+    """Return what measures one size; None: the plain blocking loop."""
+    modes: dict[str, Measure | None] = {
+        "blocking": None,
+        "nonblocking": overlap.measure_overlap,
+        "latency": point_to_point.measure_latency,
+        "bw": point_to_point.measure_bandwidth,
+        "bibw": point_to_point.measure_bandwidth,
+        "submit": submit_cost.measure_submit,
+    }
+    return modes[mode]
+
+
+def run(job: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Run the job on the ranks this process belongs to; return the result on rank 0."""
+    peer, about = connect()
+    rows = timing_loop.run_job(peer, job, measure_of(job["mode"]))
+    if peer.rank != 0:
+        return None
+    return {"peer": "commrt", "ranks": peer.size, **about, "rows": rows}
+
+
+if __name__ == "__main__":
+    _job = timing_loop.load_job(sys.argv[1])
+    timing_loop.work(sys.argv[1], connect, measure_of(_job["mode"]))

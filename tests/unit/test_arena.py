@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Node-shared memory: shared, private to the user, lazily touched, and gone after."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from commrt import arena
+from commrt.bootstrap import ThreadWorld
+from commrt.errors import BackendError, MismatchError, TimeoutError_, UsageError
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(params=["memfd", "devshm"])
+def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test with each kind of shared memory."""
+    monkeypatch.setenv("COMMRT_SHM", request.param)
+    kind: str = request.param
+    return kind
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_member_sees_what_the_others_write(
+    source: str, size: int, run_threads
+) -> None:
+    world = ThreadWorld(size)
+    written = threading.Barrier(size)
+
+    def rank_main(rank: int) -> tuple[bytes, int]:
+        peers = world.bootstrap(rank)
+        with arena.share(peers, range(size), "test", 100, 10) as shared:
+            view = shared.view()
+            view[rank * shared.region_nbytes] = rank + 1
+            written.wait(10)
+            seen = bytes(view[r * shared.region_nbytes] for r in range(size))
+            written.wait(10)
+            return seen, shared.region_nbytes
+
+    expected = bytes(rank + 1 for rank in range(size)), PAGE
+    assert run_threads(size, rank_main) == [expected] * size
+
+
+def test_a_subset_shares_without_the_others(source: str, run_threads) -> None:
+    world = ThreadWorld(3)
+
+    def rank_main(rank: int) -> int:
+        if rank == 1:
+            return 0
+        with arena.share(world.bootstrap(rank), [2, 0], "pair", 1, 10) as shared:
+            return shared.nbytes
+
+    assert run_threads(3, rank_main) == [2 * PAGE, 0, 2 * PAGE]
+
+
+def test_no_descriptor_and_no_name_outlive_the_call(source: str, run_threads) -> None:
+    world = ThreadWorld(2)
+    done = threading.Barrier(2)
+    before = set(os.listdir("/proc/self/fd"))
+
+    def rank_main(rank: int) -> set[str]:
+        shared = arena.share(world.bootstrap(rank), [0, 1], "k", 1, 10)
+        done.wait(10)
+        left = {f"fd {fd}" for fd in set(os.listdir("/proc/self/fd")) - before}
+        # The descriptor of the listing itself is gone again by now.
+        left = {name for name in left if os.path.exists(f"/proc/self/fd/{name[3:]}")}
+        left |= {name for name in os.listdir("/dev/shm") if "commrt" in name}
+        done.wait(10)
+        shared.close()
+        return left
+
+    assert run_threads(2, rank_main) == [set(), set()]
+
+
+def _resident_shared_kib() -> int:
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"RssShmem:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1])
+
+
+def test_memory_is_not_used_before_it_is_touched(run_threads) -> None:
+    world = ThreadWorld(2)
+    before = _resident_shared_kib()
+
+    def rank_main(rank: int) -> None:
+        region = 256 << 20
+        with arena.share(world.bootstrap(rank), [0, 1], "big", region, 10) as shared:
+            assert shared.view()[shared.nbytes - 1] == 0
+            assert _resident_shared_kib() - before < 1024
+
+    run_threads(2, rank_main)
+
+
+def test_more_than_the_memory_limit_is_an_error_on_every_member(
+    source: str, run_threads
+) -> None:
+    world = ThreadWorld(2)
+
+    def rank_main(rank: int) -> str:
+        with pytest.raises(BackendError) as caught:
+            arena.share(world.bootstrap(rank), [0, 1], "k", 1 << 50, 10)
+        return str(caught.value)
+
+    for message in run_threads(2, rank_main):
+        assert "memory limit" in message
+        assert "rank 0" in message
+
+
+def test_different_sizes_are_an_error_on_every_member(run_threads) -> None:
+    world = ThreadWorld(2)
+
+    def rank_main(rank: int) -> str:
+        with pytest.raises(MismatchError) as caught:
+            arena.share(world.bootstrap(rank), [0, 1], "k", PAGE * (rank + 1), 10)
+        return str(caught.value)
+
+    first, second = run_threads(2, rank_main)
+    assert first == second
+
+
+def test_a_missing_member_is_named(run_threads) -> None:
+    peers = ThreadWorld(2).bootstrap(0)
+    with pytest.raises(TimeoutError_, match="rank 1 did not arrive"):
+        arena.share(peers, [0, 1], "k", 1, 0.05)
+
+
+def test_one_member_that_cannot_map_is_an_error_on_every_member(
+    monkeypatch: pytest.MonkeyPatch, run_threads
+) -> None:
+    def refuse(*args: object) -> int:
+        raise OSError("other network namespace")
+
+    monkeypatch.setattr(arena, "_receive_fd", refuse)
+    world = ThreadWorld(3)
+
+    def rank_main(rank: int) -> str:
+        with pytest.raises(BackendError) as caught:
+            arena.share(world.bootstrap(rank), [0, 1, 2], "k", 1, 10)
+        return str(caught.value)
+
+    messages = run_threads(3, rank_main)
+    assert len(set(messages)) == 1
+    for part in ("rank 1: other network", "rank 2: other network"):
+        assert part in messages[0]
+    assert "rank 0:" not in messages[0]
+
+
+def test_shm_off_refuses_to_share_but_one_rank_gets_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COMMRT_SHM", "off")
+    peers = ThreadWorld(2).bootstrap(0)
+    with pytest.raises(BackendError, match="COMMRT_SHM=off"):
+        arena.share(peers, [0, 1], "k", 1, 10)
+    with arena.share(peers, [0], "k", 1, 10) as alone:
+        assert alone.nbytes == PAGE
+
+
+def test_a_process_that_does_not_know_the_token_gets_no_descriptor() -> None:
+    read_end, write_end = os.pipe()
+    server = arena._FdServer(read_end)
+    try:
+        for token, expected in ((bytes(16), 0), (server.token, 1)):
+            described = {"socket": server.name, "token": token.hex()}
+            if expected:
+                os.close(arena._receive_fd(described, 10))
+            else:
+                with pytest.raises(OSError, match=r"refused|reset"):
+                    arena._receive_fd(described, 10)
+    finally:
+        server.close()
+        os.close(read_end)
+        os.close(write_end)
+
+
+def test_a_stranger_that_hangs_up_does_not_end_the_server() -> None:
+    read_end, write_end = os.pipe()
+    server = arena._FdServer(read_end)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect("\0" + server.name)
+    described = {"socket": server.name, "token": server.token.hex()}
+    os.close(arena._receive_fd(described, 10))
+    server.close()
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_a_file_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "commrt-x"
+    path.write_bytes(b"planted")
+    with pytest.raises(OSError, match="not the file"):
+        arena._open_file(str(path), path.stat().st_ino + 1)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with pytest.raises(OSError, match=r".*"):
+        arena._open_file(str(link), path.stat().st_ino)
+
+
+def test_the_shared_file_can_not_be_shrunk() -> None:
+    offer = arena._Offer(PAGE)
+    try:
+        assert offer.described["error"] == ""
+        with pytest.raises(PermissionError):
+            os.ftruncate(offer.fd, 0)
+    finally:
+        offer.close()
+
+
+def test_close_is_idempotent_and_sizes_are_checked() -> None:
+    memory = arena.process_arena(3, PAGE + 1)
+    assert (memory.region_nbytes, memory.nbytes) == (2 * PAGE, 6 * PAGE)
+    memory.view()[-1] = 1
+    memory.close()
+    memory.close()
+    with pytest.raises(UsageError, match="above 0"):
+        arena.process_arena(1, 0)
+
+
+def _nodes(size: int, run_threads, pretended=None) -> list[list[list[int]]]:
+    world = ThreadWorld(size)
+    return run_threads(
+        size, lambda r: arena.discover_nodes(world.bootstrap(r), 10, pretended)
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_ranks_that_can_map_are_one_node(source: str, size: int, run_threads) -> None:
+    assert _nodes(size, run_threads) == [[list(range(size))]] * size
+
+
+def test_pretended_nodes_cut_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, run_threads
+) -> None:
+    expected = [[0, 1], [2, 3, 4]]
+    assert _nodes(5, run_threads, (2, 3)) == [expected] * 5
+    monkeypatch.setenv("COMMRT_NODES", "2,3")
+    assert _nodes(5, run_threads) == [expected] * 5
+
+
+def test_pretended_nodes_must_add_up(run_threads) -> None:
+    with pytest.raises(UsageError, match="describes 5 ranks, but there are 2"):
+        _nodes(2, run_threads, (2, 3))
+
+
+def test_without_shared_memory_every_rank_is_a_node(
+    monkeypatch: pytest.MonkeyPatch, run_threads
+) -> None:
+    monkeypatch.setenv("COMMRT_SHM", "off")
+    assert _nodes(3, run_threads) == [[[0], [1], [2]]] * 3
+
+
+def test_ranks_that_look_alike_but_cannot_map_are_other_nodes(
+    monkeypatch: pytest.MonkeyPatch, run_threads
+) -> None:
+    """Ranks 2 and 3 fail to reach rank 0's memory, and then share among themselves."""
+    receive, refused = arena._receive_fd, set()
+
+    def receive_unless_far(described: dict, timeout_s: float) -> int:
+        name = threading.current_thread().name
+        if name in ("rank 2", "rank 3") and name not in refused:
+            refused.add(name)
+            raise OSError("not on this node")
+        return receive(described, timeout_s)
+
+    monkeypatch.setattr(arena, "_receive_fd", receive_unless_far)
+    assert _nodes(4, run_threads) == [[[0, 1], [2, 3]]] * 4
+
+
+def test_other_boots_are_other_nodes(
+    monkeypatch: pytest.MonkeyPatch, run_threads
+) -> None:
+    look = arena._look
+    monkeypatch.setattr(
+        arena, "_look", lambda: look() + str(threading.current_thread().name[-1] > "1")
+    )
+    assert _nodes(4, run_threads) == [[[0, 1], [2, 3]]] * 4

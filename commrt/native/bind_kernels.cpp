@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// Binds the kernels as _native.kernels, for tests and measurements.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels.hpp"
+
+namespace nb = nanobind;
+
+namespace commrt {
+namespace {
+
+// Arrays come as their bytes: the views of a type that numpy does not know, or that start at
+// an odd address, need no support from it.
+using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+DType dtype_of(int code) {
+  if (code < 0 || code >= kNumDTypes) throw nb::value_error("no such dtype code");
+  return static_cast<DType>(code);
+}
+
+RedOp op_of(int code) {
+  if (code < 0 || code >= kNumRedOps) throw nb::value_error("no such reduction code");
+  return static_cast<RedOp>(code);
+}
+
+Store store_of(int code) {
+  if (code < 0 || code > 3) throw nb::value_error("store is 0, 1, 2 or 3");
+  return static_cast<Store>(code);
+}
+
+void combine(int dtype, int op, Bytes dst, const std::vector<ConstBytes>& srcs,
+             std::uint64_t scaled_mask, double factor, std::optional<Bytes> dst2, int store) {
+  CombineFn fn = combine_for(dtype_of(dtype), op_of(op));
+  if (!fn) throw nb::value_error("the reduction is not defined for this dtype");
+  if (srcs.empty()) throw nb::value_error("combine needs at least one input");
+  std::size_t item = item_size(dtype_of(dtype));
+  if (dst.size() % item) throw nb::value_error("dst is not a whole number of elements");
+  std::vector<const void*> pointers;
+  for (const ConstBytes& src : srcs) {
+    if (src.size() != dst.size()) throw nb::value_error("dst and srcs differ in length");
+    pointers.push_back(src.data());
+  }
+  if (dst2 && dst2->size() != dst.size()) throw nb::value_error("dst and dst2 differ in length");
+  fn(dst.data(), dst2 ? dst2->data() : nullptr, pointers.data(), int(pointers.size()),
+     dst.size() / item, scaled_mask, factor, store_of(store));
+  store_fence();
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+  nb::module_ k = m.def_submodule("kernels", "Reductions and copies of raw bytes.");
+  k.def("combine", &combine, nb::arg("dtype"), nb::arg("op"), nb::arg("dst"), nb::arg("srcs"),
+        nb::arg("scaled_mask") = 0, nb::arg("factor") = 1.0, nb::arg("dst2").none() = nb::none(),
+        nb::arg("store") = 0, "Reduce srcs, element by element, into dst (and dst2).");
+  k.def(
+      "copy",
+      [](Bytes dst, ConstBytes src, int store) {
+        if (dst.size() != src.size()) throw nb::value_error("dst and src differ in length");
+        copy(dst.data(), src.data(), dst.size(), store_of(store));
+        store_fence();
+      },
+      nb::arg("dst"), nb::arg("src"), nb::arg("store") = 0, "Copy src to dst.");
+  k.def(
+      "divide_inplace",
+      [](int dtype, Bytes x, std::int64_t divisor) {
+        if (divisor <= 0) throw nb::value_error("divisor must be positive");
+        divide_inplace(dtype_of(dtype), x.data(), x.size() / item_size(dtype_of(dtype)), divisor);
+      },
+      nb::arg("dtype"), nb::arg("x"), nb::arg("divisor"), "Divide integers toward zero.");
+  k.def(
+      "defined",
+      [](int dtype, int op) { return combine_for(dtype_of(dtype), op_of(op)) != nullptr; },
+      nb::arg("dtype"), nb::arg("op"), "Whether the reduction is defined for the dtype.");
+  k.def(
+      "item_size", [](int dtype) { return item_size(dtype_of(dtype)); }, nb::arg("dtype"),
+      "Bytes per element.");
+  k.def("isa", [] { return std::string(isa()); }, "The instruction set in use.");
+  k.def(
+      "isas",
+      [] {
+        std::vector<std::string> names;
+        for (int i = 0; i < num_isas(); ++i) names.emplace_back(isa_name(i));
+        return names;
+      },
+      "The instruction sets of this machine, best last.");
+  k.def("use_isa", [](const std::string& name) { return use_isa(name.c_str()); },
+        nb::arg("name"), "Force an instruction set; false where the machine lacks it.");
+}
+
+}  // namespace commrt

@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loops over memory, and the table of all kernels of one instruction set.
+#pragma once
+
+#include <initializer_list>
+
+#include "kernels.hpp"
+#include "kernels_ops.hpp"
+#include "kernels_set.hpp"
+
+namespace commrt {
+namespace {
+
+// The buffers of one call; offsets are in bytes.
+struct Job {
+  Byte* dst;
+  Byte* dst2;
+  const void* const* srcs;
+  int nsrc;
+  std::size_t nbytes;
+  std::uint64_t scaled_mask;
+  double factor;
+  bool stream, stream2;
+};
+
+// N inputs, or any number if N = 0. A block is what one turn of the loop does.
+template <class E, class Op, int N, bool Scaled>
+struct Loop {
+  using Acc = typename E::Acc;
+  using Factor = typename E::Factor;
+  static constexpr std::size_t kBlock = kVec * E::kUnroll;
+
+  Job job;
+  const Byte* fixed[N ? N : 1];  // a local copy: stores cannot change it, so it stays in registers
+
+  COMMRT_INLINE explicit Loop(const Job& j) : job(j) {
+    for (int k = 0; k < N; ++k) fixed[k] = static_cast<const Byte*>(j.srcs[k]);
+  }
+
+  COMMRT_INLINE int nsrc() const { return N ? N : job.nsrc; }
+  COMMRT_INLINE const Byte* src(int k) const {
+    return N ? fixed[k] : static_cast<const Byte*>(job.srcs[k]);
+  }
+
+  // Multiplying by one is exact, so unscaled inputs need no code of their own.
+  COMMRT_INLINE Acc input(Raw raw, int k) const {
+    if constexpr (Scaled) {
+      bool chosen = k < 64 && (job.scaled_mask >> k & 1);
+      return E::scale(E::widen(raw), chosen ? Factor(job.factor) : Factor(1));
+    } else {
+      return E::widen(raw);
+    }
+  }
+
+  template <int Unroll>
+  static COMMRT_INLINE void put(Byte* p, const Raw* value, bool stream) {
+    if (stream) {
+#pragma GCC unroll 8
+      for (int u = 0; u < Unroll; ++u) store_stream(p + u * kVec, value[u]);
+    } else {
+#pragma GCC unroll 8
+      for (int u = 0; u < Unroll; ++u) store(p + u * kVec, value[u]);
+    }
+  }
+
+  // All loads come before the first store: dst may be one of the inputs.
+  template <int Unroll>
+  COMMRT_INLINE void block(std::size_t at, bool stream, bool stream2) const {
+    Acc acc[Unroll];
+    const Byte* p = src(0) + at;
+#pragma GCC unroll 8
+    for (int u = 0; u < Unroll; ++u) acc[u] = input(load(p + u * kVec), 0);
+    for (int k = 1; k < nsrc(); ++k) {
+      p = src(k) + at;
+#pragma GCC unroll 8
+      for (int u = 0; u < Unroll; ++u)
+        acc[u] = Op::apply(acc[u], input(load(p + u * kVec), k));
+    }
+    Raw value[Unroll];
+#pragma GCC unroll 8
+    for (int u = 0; u < Unroll; ++u) value[u] = E::narrow(acc[u]);
+    put<Unroll>(job.dst + at, value, stream);
+    if (job.dst2) put<Unroll>(job.dst2 + at, value, stream2);
+  }
+
+  // Bytes [at, end), fewer than a block.
+  __attribute__((noinline)) void edge(std::size_t at, std::size_t end) const {
+    for (; at + kVec <= end; at += kVec) block<1>(at, false, false);
+    if (at == end) return;
+    std::size_t rest = end - at;
+    Acc acc = input(load_some(src(0) + at, rest), 0);
+    for (int k = 1; k < nsrc(); ++k)
+      acc = Op::apply(acc, input(load_some(src(k) + at, rest), k));
+    Raw value = E::narrow(acc);
+    store_some(job.dst + at, value, rest);
+    if (job.dst2) store_some(job.dst2 + at, value, rest);
+  }
+
+  // Streams whole lines from an aligned address on; a second streamed destination that is
+  // aligned differently, and pointers that never reach a line boundary, are stored plainly.
+  void run() const {
+    bool stream = job.stream, stream2 = job.stream2;
+    std::size_t at = 0;
+    if (stream || stream2) {
+      at = (0 - reinterpret_cast<std::uintptr_t>(stream ? job.dst : job.dst2)) % kLine;
+      if (at % E::kItem || job.nbytes < at + kBlock) at = 0, stream = stream2 = false;
+      if (stream && stream2 && (reinterpret_cast<std::uintptr_t>(job.dst) -
+                                reinterpret_cast<std::uintptr_t>(job.dst2)) % kLine)
+        stream2 = false;
+      if (at) edge(0, at);
+    }
+    for (; at + kBlock <= job.nbytes; at += kBlock) block<E::kUnroll>(at, stream, stream2);
+    if (at < job.nbytes) edge(at, job.nbytes);
+  }
+};
+
+// One input: whatever the type, bytes are copied.
+struct Copy : Same<std::uint8_t> {};
+
+void copy_one(const Job& job) {
+  const Byte* src = static_cast<const Byte*>(job.srcs[0]);
+  Job todo = job;
+  if (job.dst == src) {
+    if (!job.dst2) return;
+    todo.dst = job.dst2;
+    todo.stream = job.stream2;
+    todo.dst2 = nullptr;
+    todo.stream2 = false;
+  }
+  if (!todo.dst2 && !todo.stream)
+    __builtin_memcpy(todo.dst, src, todo.nbytes);
+  else
+    Loop<Copy, Add, 1, false>(todo).run();
+}
+
+void copy_streaming_kernel(void* dst, const void* src, std::size_t nbytes) {
+  copy_one(Job{static_cast<Byte*>(dst), nullptr, &src, 1, nbytes, 0, 1, true, false});
+}
+
+COMMRT_INLINE Job make_job(void* dst, void* dst2, const void* const* srcs, int nsrc,
+                           std::size_t nbytes, std::uint64_t mask, double factor, Store store) {
+  int bits = static_cast<int>(store);
+  return Job{static_cast<Byte*>(dst), static_cast<Byte*>(dst2), srcs, nsrc, nbytes, mask, factor,
+             (bits & 1) != 0, dst2 && (bits & 2) != 0};
+}
+
+// Parts = 2 treats a complex element as two floats.
+template <class E, class Op, std::size_t Parts = 1>
+void reduce(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_t n,
+            std::uint64_t, double, Store store) {
+  Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, 0, 1, store);
+  if (nsrc == 1) return copy_one(job);
+  Loop<E, Op, 0, false>(job).run();
+}
+
+// As reduce, with a loop of its own for each common number of inputs.
+template <class E, class Op, std::size_t Parts = 1>
+void reduce_hot(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_t n,
+                std::uint64_t, double, Store store) {
+  Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, 0, 1, store);
+  switch (nsrc) {
+    case 1: return copy_one(job);
+    case 2: return Loop<E, Op, 2, false>(job).run();
+    case 3: return Loop<E, Op, 3, false>(job).run();
+    case 4: return Loop<E, Op, 4, false>(job).run();
+    default: return Loop<E, Op, 0, false>(job).run();
+  }
+}
+
+template <class E, class Op, std::size_t Parts = 1>
+void reduce_scaled(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_t n,
+                   std::uint64_t mask, double factor, Store store) {
+  if (!mask) return reduce_hot<E, Op, Parts>(dst, dst2, srcs, nsrc, n, 0, 1, store);
+  Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, mask, factor, store);
+  if (nsrc == 2) return Loop<E, Op, 2, true>(job).run();
+  Loop<E, Op, 0, true>(job).run();
+}
+
+template <class T, class Op>
+void reduce_complex(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_t n,
+                    std::uint64_t, double, Store store) {
+  constexpr std::size_t kItem = sizeof(Complex<T>);
+  Job job = make_job(dst, dst2, srcs, nsrc, n * kItem, 0, 1, store);
+  if (nsrc == 1) return copy_one(job);
+  for (std::size_t at = 0; at < job.nbytes; at += kItem) {
+    Complex<T> acc, next;
+    __builtin_memcpy(&acc, static_cast<const Byte*>(srcs[0]) + at, kItem);
+    for (int k = 1; k < nsrc; ++k) {
+      __builtin_memcpy(&next, static_cast<const Byte*>(srcs[k]) + at, kItem);
+      acc = Op::apply(acc, next);
+    }
+    __builtin_memcpy(job.dst + at, &acc, kItem);
+    if (job.dst2) __builtin_memcpy(job.dst2 + at, &acc, kItem);
+  }
+}
+
+constexpr CombineFn& entry(KernelSet& set, DType dtype, RedOp op) {
+  return set.combine[static_cast<int>(dtype)][static_cast<int>(op)];
+}
+
+template <class T, T Value, T One>
+constexpr void add_logical(KernelSet& set, DType dtype) {
+  entry(set, dtype, RedOp::Land) = reduce<Same<T>, Logical<And, T, Value, One>>;
+  entry(set, dtype, RedOp::Lor) = reduce<Same<T>, Logical<Or, T, Value, One>>;
+  entry(set, dtype, RedOp::Lxor) = reduce<Same<T>, Logical<Xor, T, Value, One>>;
+}
+
+// sum, prod and the bitwise ones are the same for signed and unsigned: both wrap.
+template <class Signed, class T>
+constexpr void add_integers(KernelSet& set, DType signed_type, DType unsigned_type) {
+  entry(set, signed_type, RedOp::Min) = reduce<Same<Signed>, Least>;
+  entry(set, signed_type, RedOp::Max) = reduce<Same<Signed>, Greatest>;
+  entry(set, unsigned_type, RedOp::Min) = reduce<Same<T>, Least>;
+  entry(set, unsigned_type, RedOp::Max) = reduce<Same<T>, Greatest>;
+  for (DType dtype : {signed_type, unsigned_type}) {
+    entry(set, dtype, RedOp::Sum) = reduce_hot<Same<T>, Add>;
+    entry(set, dtype, RedOp::Avg) = reduce_hot<Same<T>, Add>;
+    entry(set, dtype, RedOp::Prod) = reduce<Same<T>, Multiply>;
+    entry(set, dtype, RedOp::Band) = reduce<Same<std::uint8_t>, And, sizeof(T)>;
+    entry(set, dtype, RedOp::Bor) = reduce<Same<std::uint8_t>, Or, sizeof(T)>;
+    entry(set, dtype, RedOp::Bxor) = reduce<Same<std::uint8_t>, Xor, sizeof(T)>;
+    add_logical<T, static_cast<T>(~T(0)), T(1)>(set, dtype);
+  }
+}
+
+template <class E, class Sum, class Prod, class Min, class Max>
+constexpr void add_floats(KernelSet& set, DType dtype) {
+  for (RedOp op : {RedOp::Sum, RedOp::Avg, RedOp::PremulSum})
+    entry(set, dtype, op) = reduce_scaled<E, Sum>;
+  entry(set, dtype, RedOp::Prod) = reduce<E, Prod>;
+  entry(set, dtype, RedOp::Min) = reduce<E, Min>;
+  entry(set, dtype, RedOp::Max) = reduce<E, Max>;
+}
+
+template <class E>
+constexpr void add_halves(KernelSet& set, DType dtype) {
+  add_floats<E, Widened<Add>, Widened<Multiply>, Widened<LeastFloat>, Widened<GreatestFloat>>(
+      set, dtype);
+}
+
+template <class T>
+constexpr void add_complex(KernelSet& set, DType dtype) {
+  for (RedOp op : {RedOp::Sum, RedOp::Avg, RedOp::PremulSum})
+    entry(set, dtype, op) = reduce_scaled<Same<T>, Add, 2>;
+  entry(set, dtype, RedOp::Prod) = reduce_complex<T, MultiplyComplex>;
+}
+
+constexpr void add_bool(KernelSet& set) {
+  add_logical<std::uint8_t, 0xff, 1>(set, DType::Bool);
+  CombineFn land = entry(set, DType::Bool, RedOp::Land);
+  CombineFn lor = entry(set, DType::Bool, RedOp::Lor);
+  for (RedOp op : {RedOp::Prod, RedOp::Min, RedOp::Band}) entry(set, DType::Bool, op) = land;
+  for (RedOp op : {RedOp::Sum, RedOp::Max, RedOp::Bor}) entry(set, DType::Bool, op) = lor;
+  entry(set, DType::Bool, RedOp::Bxor) = entry(set, DType::Bool, RedOp::Lxor);
+}
+
+constexpr KernelSet make_kernel_set(const char* name) {
+  KernelSet set{};
+  set.name = name;
+  set.copy_streaming = copy_streaming_kernel;
+  add_bool(set);
+  add_integers<std::int8_t, std::uint8_t>(set, DType::I8, DType::U8);
+  add_integers<std::int16_t, std::uint16_t>(set, DType::I16, DType::U16);
+  add_integers<std::int32_t, std::uint32_t>(set, DType::I32, DType::U32);
+  add_integers<std::int64_t, std::uint64_t>(set, DType::I64, DType::U64);
+  add_halves<Float16>(set, DType::F16);
+  add_halves<BFloat16>(set, DType::BF16);
+  add_floats<Same<float>, Add, Multiply, LeastFloat, GreatestFloat>(set, DType::F32);
+  add_floats<Same<double>, Add, Multiply, LeastFloat, GreatestFloat>(set, DType::F64);
+  add_logical<std::uint16_t, 0x7fff, 0x3c00>(set, DType::F16);
+  add_logical<std::uint16_t, 0x7fff, 0x3f80>(set, DType::BF16);
+  add_logical<std::uint32_t, 0x7fffffff, 0x3f800000>(set, DType::F32);
+  add_logical<std::uint64_t, 0x7fffffffffffffff, 0x3ff0000000000000>(set, DType::F64);
+  add_complex<float>(set, DType::C64);
+  add_complex<double>(set, DType::C128);
+  // Both parts of a complex64 in one 64-bit element, the real part in its lower half.
+  add_logical<std::uint64_t, 0x7fffffff7fffffff, 0x000000003f800000>(set, DType::C64);
+  entry(set, DType::C128, RedOp::Land) = reduce_complex<double, LogicalComplex<And>>;
+  entry(set, DType::C128, RedOp::Lor) = reduce_complex<double, LogicalComplex<Or>>;
+  entry(set, DType::C128, RedOp::Lxor) = reduce_complex<double, LogicalComplex<Xor>>;
+  return set;
+}
+
+}  // namespace
+}  // namespace commrt

@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+// Vectors of one instruction set: loads, stores, and the element types as vectors.
+//
+// Included once by each kernels_<isa>.cpp, which defines COMMRT_VEC_BYTES. Those files are
+// compiled with that set's flags, so everything here has internal linkage and nothing of the
+// standard library is called: the linker could keep an AVX-512 copy of a shared inline
+// function for all callers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define COMMRT_INLINE inline __attribute__((always_inline))
+
+namespace commrt {
+namespace {
+
+using Byte = unsigned char;
+constexpr std::size_t kVec = COMMRT_VEC_BYTES;
+constexpr std::size_t kLine = 64;
+
+template <class T>
+struct VecOf {
+  typedef T type __attribute__((vector_size(COMMRT_VEC_BYTES)));
+};
+template <class T>
+using Vec = typename VecOf<T>::type;
+using Raw = Vec<std::uint8_t>;
+using U32s = Vec<std::uint32_t>;
+using F32s = Vec<float>;
+
+template <class T>
+COMMRT_INLINE Vec<T> splat(T value) {
+  return Vec<T>{} + value;
+}
+
+COMMRT_INLINE Raw load(const Byte* p) {
+  Raw v;
+  __builtin_memcpy(&v, p, kVec);
+  return v;
+}
+
+COMMRT_INLINE void store(Byte* p, Raw v) { __builtin_memcpy(p, &v, kVec); }
+
+// p is a multiple of kVec.
+COMMRT_INLINE void store_stream(Byte* p, Raw v) {
+#if COMMRT_VEC_BYTES == 64
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)v);
+#elif COMMRT_VEC_BYTES == 32
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)v);
+#elif defined(__x86_64__)
+  _mm_stream_si128(reinterpret_cast<__m128i*>(p), (__m128i)v);
+#else
+  store(p, v);  // arm64 cores detect streams of full lines by themselves
+#endif
+}
+
+#if COMMRT_VEC_BYTES == 64
+// nbytes < kVec.
+COMMRT_INLINE Raw load_some(const Byte* p, std::size_t nbytes) {
+  return (Raw)_mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, unsigned(nbytes)), p);
+}
+
+COMMRT_INLINE void store_some(Byte* p, Raw v, std::size_t nbytes) {
+  _mm512_mask_storeu_epi8(p, _bzhi_u64(~0ull, unsigned(nbytes)), (__m512i)v);
+}
+#else
+// Both words may overlap: one pair of moves serves every length from one word to two.
+template <std::size_t Word>
+COMMRT_INLINE void move_ends(Byte* dst, const Byte* src, std::size_t nbytes) {
+  Byte first[Word], last[Word];
+  __builtin_memcpy(first, src, Word);
+  __builtin_memcpy(last, src + nbytes - Word, Word);
+  __builtin_memcpy(dst, first, Word);
+  __builtin_memcpy(dst + nbytes - Word, last, Word);
+}
+
+COMMRT_INLINE void move_some(Byte* dst, const Byte* src, std::size_t nbytes) {
+  if (kVec > 16 && nbytes >= 16)
+    move_ends<16>(dst, src, nbytes);
+  else if (nbytes >= 8)
+    move_ends<8>(dst, src, nbytes);
+  else if (nbytes >= 4)
+    move_ends<4>(dst, src, nbytes);
+  else if (nbytes >= 2)
+    move_ends<2>(dst, src, nbytes);
+  else if (nbytes == 1)
+    *dst = *src;
+}
+
+// nbytes < kVec.
+COMMRT_INLINE Raw load_some(const Byte* p, std::size_t nbytes) {
+  Byte padded[kVec] = {};
+  move_some(padded, p, nbytes);
+  return load(padded);
+}
+
+COMMRT_INLINE void store_some(Byte* p, Raw v, std::size_t nbytes) {
+  Byte padded[kVec];
+  store(padded, v);
+  move_some(p, padded, nbytes);
+}
+#endif
+
+// An element type is: kItem bytes; Acc, what is reduced; widen and narrow between the bytes
+// in memory and Acc; scale. kUnroll vectors are in flight at once.
+template <class T>
+struct Same {
+  using Acc = Vec<T>;
+  using Factor = T;
+  static constexpr std::size_t kItem = sizeof(T);
+  static constexpr int kUnroll = 8;
+  static COMMRT_INLINE Acc widen(Raw raw) { return (Acc)raw; }
+  static COMMRT_INLINE Raw narrow(Acc acc) { return (Raw)acc; }
+  static COMMRT_INLINE Acc scale(Acc acc, T factor) { return acc * splat<T>(factor); }
+};
+
+// A vector of 16-bit floats as two vectors of float32.
+struct Floats {
+  F32s a, b;
+};
+
+struct Half {
+  using Acc = Floats;
+  using Factor = float;
+  static constexpr std::size_t kItem = 2;
+  static constexpr int kUnroll = 4;
+  static COMMRT_INLINE Acc scale(Acc acc, float factor) {
+    return {acc.a * splat<float>(factor), acc.b * splat<float>(factor)};
+  }
+};
+
+// bfloat16 is the upper half of a float32: a = elements 0, 2, 4 ..., b = 1, 3, 5 ...
+struct BFloat16 : Half {
+  static COMMRT_INLINE Acc widen(Raw raw) {
+    U32s pairs = (U32s)raw;
+    return {(F32s)(pairs << 16), (F32s)(pairs & splat<std::uint32_t>(0xffff0000u))};
+  }
+  // Nearest even; a NaN stays one because its quiet bit is set instead of rounding.
+  static COMMRT_INLINE U32s round(F32s value) {
+    U32s u = (U32s)value;
+    U32s rounded = u + (((u >> 16) & splat<std::uint32_t>(1)) + splat<std::uint32_t>(0x7fff));
+    U32s quiet = u | splat<std::uint32_t>(0x00400000u);
+    return value == value ? rounded : quiet;
+  }
+  static COMMRT_INLINE Raw narrow(Acc acc) {
+    return (Raw)((round(acc.a) >> 16) | (round(acc.b) & splat<std::uint32_t>(0xffff0000u)));
+  }
+};
+
+#if COMMRT_VEC_BYTES == 64
+struct Float16 : Half {
+  static COMMRT_INLINE Acc widen(Raw raw) {
+    __m512i v = (__m512i)raw;
+    return {(F32s)_mm512_cvtph_ps(_mm512_castsi512_si256(v)),
+            (F32s)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(v, 1))};
+  }
+  static COMMRT_INLINE Raw narrow(Acc acc) {
+    __m256i lo = _mm512_cvtps_ph((__m512)acc.a, _MM_FROUND_TO_NEAREST_INT);
+    __m256i hi = _mm512_cvtps_ph((__m512)acc.b, _MM_FROUND_TO_NEAREST_INT);
+    return (Raw)_mm512_inserti64x4(_mm512_castsi256_si512(lo), hi, 1);
+  }
+};
+#elif COMMRT_VEC_BYTES == 32
+struct Float16 : Half {
+  static COMMRT_INLINE Acc widen(Raw raw) {
+    __m256i v = (__m256i)raw;
+    return {(F32s)_mm256_cvtph_ps(_mm256_castsi256_si128(v)),
+            (F32s)_mm256_cvtph_ps(_mm256_extracti128_si256(v, 1))};
+  }
+  static COMMRT_INLINE Raw narrow(Acc acc) {
+    __m128i lo = _mm256_cvtps_ph((__m256)acc.a, _MM_FROUND_TO_NEAREST_INT);
+    __m128i hi = _mm256_cvtps_ph((__m256)acc.b, _MM_FROUND_TO_NEAREST_INT);
+    return (Raw)_mm256_inserti128_si256(_mm256_castsi128_si256(lo), hi, 1);
+  }
+};
+#elif defined(__aarch64__)
+struct Float16 : Half {
+  static COMMRT_INLINE Acc widen(Raw raw) {
+    float16x8_t v = vreinterpretq_f16_u8((uint8x16_t)raw);
+    return {(F32s)vcvt_f32_f16(vget_low_f16(v)), (F32s)vcvt_f32_f16(vget_high_f16(v))};
+  }
+  static COMMRT_INLINE Raw narrow(Acc acc) {
+    float16x4_t lo = vcvt_f16_f32((float32x4_t)acc.a);
+    float16x4_t hi = vcvt_f16_f32((float32x4_t)acc.b);
+    return (Raw)vreinterpretq_u8_f16(vcombine_f16(lo, hi));
+  }
+};
+#else
+// In integer arithmetic, as the hardware does it (https://gist.github.com/rygorous/2156668):
+// a = elements 0, 2, 4 ..., b = 1, 3, 5 ... Adding and subtracting normal numbers makes the
+// subnormals right even where the process flushes subnormals to zero.
+struct Float16 : Half {
+  static COMMRT_INLINE U32s u32(std::uint32_t value) { return splat<std::uint32_t>(value); }
+  static COMMRT_INLINE F32s to_float(U32s h) {
+    U32s u = (h & u32(0x7fff)) << 13;
+    U32s exponent = u & u32(0x0f800000);
+    U32s normal = u + u32(112u << 23);
+    U32s special = (u + u32(224u << 23)) | ((u & u32(0x007fe000)) != 0 ? u32(1u << 22) : u32(0));
+    U32s subnormal = (U32s)((F32s)(u + u32(113u << 23)) - (F32s)u32(113u << 23));
+    U32s value = exponent == u32(0x0f800000) ? special : exponent == 0 ? subnormal : normal;
+    return (F32s)(value | ((h & u32(0x8000)) << 16));
+  }
+  static COMMRT_INLINE U32s from_float(F32s value) {
+    U32s u = (U32s)value;
+    U32s magnitude = u & u32(0x7fffffff);
+    U32s nan = u32(0x7e00) | ((magnitude >> 13) & u32(0x1ff));
+    U32s special = magnitude > u32(0x7f800000) ? nan : u32(0x7c00);
+    U32s shift = u32(126u << 23);  // 0.5, whose last place is float16's smallest subnormal
+    U32s subnormal = (U32s)((F32s)magnitude + (F32s)shift) - shift;
+    U32s odd = (magnitude >> 13) & u32(1);
+    U32s normal = (magnitude - u32(112u << 23) + u32(0xfff) + odd) >> 13;
+    U32s half = magnitude >= u32(143u << 23)  ? special
+                : magnitude < u32(113u << 23) ? subnormal
+                                              : normal;
+    return half | ((u >> 16) & u32(0x8000));
+  }
+  static COMMRT_INLINE Acc widen(Raw raw) {
+    U32s pairs = (U32s)raw;
+    return {to_float(pairs & u32(0xffff)), to_float(pairs >> 16)};
+  }
+  static COMMRT_INLINE Raw narrow(Acc acc) {
+    return (Raw)(from_float(acc.a) | (from_float(acc.b) << 16));
+  }
+};
+#endif
+
+}  // namespace
+}  // namespace commrt

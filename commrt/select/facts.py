@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words of selection: facts of a communicator, a query, a candidate, a choice.
+
+Every field of CommFacts and Query is equal on all ranks. Facts of one rank (in place,
+alignment, symmetric memory) never select: two ranks that chose differently would
+deadlock.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from commrt.errors import UsageError, suggest
+from commrt.operations import COLLECTIVES
+
+__all__ = [
+    "LINK_CLASSES",
+    "Candidate",
+    "Choice",
+    "CommFacts",
+    "LinkClass",
+    "ParamValue",
+    "Query",
+    "Source",
+    "parse_overrides",
+]
+
+LinkClass = Literal["near", "far", "oversubscribed", "network", "single"]
+LINK_CLASSES: tuple[LinkClass, ...] = get_args(LinkClass)
+Source = Literal["override", "call", "table", "model", "only"]
+ParamValue = int | str
+
+_NAME = r"[A-Za-z_][A-Za-z0-9_.-]*"
+_CANDIDATE = re.compile(rf"({_NAME})/({_NAME})(?:\{{(.*)\}})?")
+_PARAM = re.compile(rf"({_NAME})=(.+)")
+_INT = re.compile(r"-?(0|[1-9][0-9]{0,18})")
+
+
+@dataclass(frozen=True)
+class CommFacts:
+    """What selection knows about a communicator; equal on all of its ranks."""
+
+    size: int
+    """Ranks."""
+    nodes: int
+    """Nodes that the ranks lie on."""
+    ppn: int
+    """Ranks on the fullest node."""
+    cores: int
+    """Cores available to the ranks of the poorest node."""
+    link_class: LinkClass
+    """How far apart the ranks are, agreed as the worst pair."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """One operation to choose an algorithm for; equal on all ranks."""
+
+    coll: str
+    """Operation."""
+    nbytes: int
+    """Bytes that select a rule, as ``operations.rule_nbytes`` defines them."""
+    dtype: str = "float32"
+    """Element type."""
+    device: str = "host"
+    """Kind of memory: host or cuda."""
+    op: str | None = None
+    """Reduction, where the operation has one."""
+    root: int | None = None
+    """Root, where the operation has one."""
+
+    def __str__(self) -> str:
+        extra = "".join(
+            f", {name}={value}"
+            for name, value in (("op", self.op), ("root", self.root))
+            if value is not None
+        )
+        return f"{self.coll}({self.nbytes} B, {self.dtype}, {self.device}{extra})"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run an operation, written ``shm/ring{chunk=131072,store=stream}``."""
+
+    backend: str
+    """Who runs it."""
+    algorithm: str
+    """Which schedule, or ``native``."""
+    params: Mapping[str, ParamValue] = field(default_factory=dict)
+    """Parameters of the algorithm and of the transport, sorted by name, read-only."""
+
+    def __post_init__(self) -> None:
+        ordered = {name: self.params[name] for name in sorted(self.params)}
+        object.__setattr__(self, "params", MappingProxyType(ordered))
+
+    def __hash__(self) -> int:
+        return hash((self.backend, self.algorithm, tuple(self.params.items())))
+
+    def __reduce__(
+        self,
+    ) -> tuple[type[Candidate], tuple[str, str, dict[str, ParamValue]]]:
+        return Candidate, (self.backend, self.algorithm, dict(self.params))
+
+    @property
+    def name(self) -> str:
+        """``backend/algorithm`` without parameters."""
+        return f"{self.backend}/{self.algorithm}"
+
+    def __str__(self) -> str:
+        if not self.params:
+            return self.name
+        params = ",".join(f"{name}={value}" for name, value in self.params.items())
+        return f"{self.name}{{{params}}}"
+
+    @classmethod
+    def parse(cls, text: str) -> Candidate:
+        """Return the candidate written as ``text``; UsageError if it is not one."""
+        found = _CANDIDATE.fullmatch(text.strip())
+        if found is None:
+            raise UsageError(
+                f"{text.strip()!r} is not a candidate: write BACKEND/ALGORITHM or "
+                f"BACKEND/ALGORITHM{{NAME=VALUE,...}}, as in shm/ring{{chunk=131072}}"
+            )
+        backend, algorithm, params = found.groups()
+        return cls(backend, algorithm, _parse_params(params or "", text))
+
+
+def _parse_params(text: str, whole: str) -> dict[str, ParamValue]:
+    params: dict[str, ParamValue] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        found = _PARAM.fullmatch(part)
+        if found is None or set("{}=") & set(found[2]):
+            raise UsageError(f"parameter {part!r} in {whole!r}: write NAME=VALUE")
+        name, value = found.groups()
+        if name in params:
+            raise UsageError(f"parameter {name!r} is given twice in {whole!r}")
+        params[name] = int(value) if _INT.fullmatch(value) else value
+    return params
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the policy picked, and why."""
+
+    candidate: Candidate
+    """What runs."""
+    source: Source
+    """Who decided: COMMRT_ALGORITHM, the call, the table, the model, or no choice."""
+    reason: str
+    """One sentence for people."""
+    rule: int | None = None
+    """Index of the table's rule, where a table decided."""
+
+
+def parse_overrides(text: str | None) -> dict[str, Candidate]:
+    """Return what COMMRT_ALGORITHM asks for, by operation.
+
+    The text is ``COLL:BACKEND/ALGORITHM{NAME=VALUE,...}``, comma separated. Raises
+    UsageError for anything else, for an unknown operation, and for one named twice.
+    Whether the candidate exists is known only to the policy.
+    """
+    overrides: dict[str, Candidate] = {}
+    for part in _split_outside_braces(text or ""):
+        coll, colon, candidate = part.partition(":")
+        coll = coll.strip()
+        if not colon:
+            raise UsageError(
+                f"COMMRT_ALGORITHM: {part!r} should be COLL:BACKEND/ALGORITHM, as in "
+                f"allreduce:mpi/native"
+            )
+        if coll not in COLLECTIVES:
+            raise UsageError(
+                f"COMMRT_ALGORITHM: unknown operation {coll!r}"
+                f"{suggest(coll, COLLECTIVES)}"
+            )
+        if coll in overrides:
+            raise UsageError(f"COMMRT_ALGORITHM names {coll!r} twice: keep one")
+        overrides[coll] = Candidate.parse(candidate)
+    return overrides
+
+
+def _split_outside_braces(text: str) -> list[str]:
+    """Split at commas that separate overrides, not at those between parameters."""
+    parts = re.split(r",(?![^{]*\})", text)
+    return [part.strip() for part in parts if part.strip()]

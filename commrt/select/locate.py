@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the selection table: rank 0 locates, every rank parses the same text.
+
+``COMMRT_TABLE``, else the user's folder, else a shipped table, both under this
+machine's fingerprint, else none. ``locate`` never raises for a bad file: the failure
+travels in the LocatedTable, so that all ranks raise the same error from ``parse``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from commrt import env
+from commrt.errors import TableError
+from commrt.select.fingerprint import Machine, this_machine
+from commrt.select.schema import Known
+from commrt.select.table import Table, load
+from commrt.select.text_file import read_text
+
+__all__ = ["LocatedTable", "locate", "parse", "user_table_path"]
+
+
+@dataclass(frozen=True)
+class LocatedTable:
+    """The table in force, as rank 0 found it."""
+
+    path: str | None
+    """File, None without a table."""
+    text: str | None
+    """Its content, None without a table or where reading failed."""
+    why: str
+    """How it was found, or why there is none."""
+    fingerprint: str
+    """Machine of rank 0."""
+    any_machine: bool = False
+    """Whether a table of another machine is allowed."""
+    error: str | None = None
+    """Why the file could not be read."""
+
+    def encode(self) -> bytes:
+        """Return the bytes that rank 0 sends."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, blob: bytes) -> LocatedTable:
+        """Return what ``encode`` was given."""
+        return cls(**json.loads(blob))
+
+    def parse(self, known: Known) -> Table | None:
+        """Return the checked table, None without one; TableError alike on all ranks."""
+        if self.error is not None:
+            raise TableError(self.error)
+        if self.text is None:
+            return None
+        return parse(self, self.text, known)
+
+
+def locate(
+    machine: Machine | None = None, environ: Mapping[str, str] | None = None
+) -> LocatedTable:
+    """Return where the table of this machine is; for rank 0.
+
+    Args:
+        machine: this machine; for tests.
+        environ: the environment; for tests.
+    """
+    machine = machine or this_machine()
+    named = env.read_str("COMMRT_TABLE", environ)
+    if named is not None:
+        allowed = env.read_bool("COMMRT_TABLE_ANY_MACHINE", environ)
+        return _read(Path(named), "COMMRT_TABLE", machine, allowed)
+    mine = user_table_path(machine, environ)
+    if mine.exists():
+        return _read(mine, "written here by commrt-tune", machine)
+    for shipped, text in _shipped():
+        if machine.fingerprint in text:
+            why = "shipped for this kind of machine"
+            return LocatedTable(shipped, text, why, machine.fingerprint)
+    why = "no table for this machine: run commrt-tune"
+    return LocatedTable(None, None, why, machine.fingerprint)
+
+
+def parse(located: LocatedTable, text: str, known: Known) -> Table:
+    """Return the checked table in ``text``; TableError if it is another machine's."""
+    name = located.path or "table"
+    table = load(text, name, known)
+    if table.machine.fingerprint != located.fingerprint and not located.any_machine:
+        raise TableError(
+            f"{name} was measured on another machine ({table.machine.cpu.model}, "
+            f"fingerprint {table.machine.fingerprint[:12]}) than this one "
+            f"({located.fingerprint[:12]}). Run commrt-tune here, or set "
+            f"COMMRT_TABLE_ANY_MACHINE=1 to use it all the same."
+        )
+    return table
+
+
+def user_table_path(
+    machine: Machine | None = None, environ: Mapping[str, str] | None = None
+) -> Path:
+    """Return where ``commrt-tune`` writes this machine's table."""
+    environ = os.environ if environ is None else environ
+    base = Path(environ.get("XDG_CONFIG_HOME") or "~/.config")
+    fingerprint = (machine or this_machine()).fingerprint
+    return base.expanduser() / "commrt" / "tables" / f"{fingerprint}.yaml"
+
+
+def _read(
+    path: Path, why: str, machine: Machine, any_machine: bool = False
+) -> LocatedTable:
+    try:
+        text = read_text(path)
+    except TableError as error:
+        found = LocatedTable(str(path), None, why, machine.fingerprint)
+        return LocatedTable(**{**asdict(found), "error": f"{error} ({why})"})
+    return LocatedTable(str(path), text, why, machine.fingerprint, any_machine)
+
+
+def _shipped() -> list[tuple[str, str]]:
+    """Return name and text of every table in the package."""
+    # Costs milliseconds of import, and most programs find a table before they get here.
+    from importlib import resources
+
+    try:
+        folder = resources.files("commrt.tables")
+    except ModuleNotFoundError:
+        return []
+    files = sorted(folder.iterdir(), key=lambda file: file.name)
+    return [
+        (f"commrt/tables/{file.name}", file.read_text(encoding="utf-8"))
+        for file in files
+        if file.name.endswith(".yaml")
+    ]

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Picks how an operation runs, and says why.
+
+In this order: what the call asks for, what COMMRT_ALGORITHM asks for, the table's rule,
+the model. The policy is a pure function of facts that are equal on all ranks: the same
+query gives the same choice, or the same error, everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from commrt.errors import UsageError, suggest
+from commrt.select.facts import Candidate, Choice, CommFacts, Query, Source
+from commrt.select.match import Hit
+from commrt.select.model import Cost, cheapest
+from commrt.select.rules import Evidence
+from commrt.select.table import Table
+
+__all__ = ["Candidates", "Explanation", "Policy", "Rejected"]
+
+Candidates = Callable[[Query], Sequence[Candidate]]
+"""The candidates that can run a query here, simplest first."""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A candidate that was not picked."""
+
+    candidate: Candidate
+    """What it was."""
+    reason: str
+    """Why not."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would be picked, why, and what was not; ``str()`` is for people."""
+
+    query: Query
+    """What was asked."""
+    facts: CommFacts
+    """Where it was asked."""
+    choice: Choice
+    """What would run."""
+    table: str | None
+    """Table in force, None without one."""
+    evidence: tuple[str, ...]
+    """The rule's measurements, one line each."""
+    rejected: tuple[Rejected, ...]
+    """The other candidates and a rule that could not be followed."""
+
+    def __str__(self) -> str:
+        facts = self.facts
+        where = (
+            f"{facts.size} ranks, {facts.nodes} nodes, at most {facts.ppn} per node, "
+            f"{facts.cores} cores, {facts.link_class} links"
+        )
+        lines = [
+            f"{self.query}: {self.choice.candidate}",
+            f"  why    {self.choice.reason}",
+            f"  where  {where}",
+            f"  table  {self.table or 'none: the model decides'}",
+        ]
+        lines += [f"  seen   {line}" for line in self.evidence]
+        lines += [f"  not    {no.candidate}: {no.reason}" for no in self.rejected]
+        return "\n".join(lines)
+
+
+class Policy:
+    """Chooses among candidates for one communicator.
+
+    Args:
+        facts: the communicator; equal on all ranks.
+        table: the agreed table, or None.
+        candidates: returns what can run a query here, simplest first.
+        cost: predicted microseconds of a candidate.
+        overrides: what COMMRT_ALGORITHM asks for, by operation.
+    """
+
+    def __init__(
+        self,
+        facts: CommFacts,
+        table: Table | None,
+        candidates: Candidates,
+        cost: Cost,
+        overrides: Mapping[str, Candidate] | None = None,
+    ) -> None:
+        self.facts = facts
+        self.table = table
+        self.overrides = dict(overrides or {})
+        self._candidates = candidates
+        self._cost = cost
+
+    def candidates(self, query: Query) -> list[Candidate]:
+        """Return what can run ``query`` here, simplest first; at least one."""
+        found = list(self._candidates(query))
+        if not found:
+            raise UsageError(
+                f"no backend here can run {query}; python -m commrt info lists the "
+                f"backends and what they lack"
+            )
+        return found
+
+    def cost_us(self, query: Query, candidate: Candidate) -> float:
+        """Return what the model predicts for one candidate."""
+        return self._cost(query, candidate)
+
+    def choose(
+        self,
+        query: Query,
+        *,
+        backend: str | None = None,
+        algorithm: str | None = None,
+        params: Mapping[str, int | str] | None = None,
+    ) -> Choice:
+        """Return what runs ``query``.
+
+        Args:
+            query: the operation.
+            backend: only this backend.
+            algorithm: only this algorithm; ``NAME``, ``BACKEND/NAME`` or
+                ``BACKEND/NAME{PARAM=VALUE,...}``.
+            params: parameters to use instead of the rule's.
+
+        Raises:
+            UsageError: what was asked for does not exist, or cannot run this query.
+        """
+        found = self.candidates(query)
+        if backend is not None or algorithm is not None:
+            wanted, given = _asked(backend, algorithm)
+            subset = _subset(found, wanted, query, "the call")
+            choice = self._forced(query, subset, given, "call", "the call asked for it")
+        elif query.coll in self.overrides:
+            asked = self.overrides[query.coll]
+            subset = _subset(found, (asked.backend, asked.algorithm), query, _VARIABLE)
+            choice = self._forced(
+                query, subset, asked.params, "override", f"{_VARIABLE} asks for {asked}"
+            )
+        else:
+            choice = self._free(query, found)
+        if params:
+            merged = {**choice.candidate.params, **params}
+            choice = replace(choice, candidate=_with(choice.candidate, merged))
+        return choice
+
+    def explain(self, query: Query) -> Explanation:
+        """Return what ``choose`` would pick, the evidence, and what was rejected."""
+        found = self.candidates(query)
+        choice = self.choose(query)
+        hit = None if self.table is None else self.table.lookup(self.facts, query)
+        rejected = self._rejections(query, found, choice, hit)
+        followed = hit is not None and choice.rule == hit.index
+        return Explanation(
+            query=query,
+            facts=self.facts,
+            choice=choice,
+            table=self._table_line(),
+            evidence=_evidence_lines(hit) if hit is not None and followed else (),
+            rejected=tuple(rejected),
+        )
+
+    def _free(self, query: Query, found: Sequence[Candidate]) -> Choice:
+        """Pick by the table, else by the model."""
+        hit = None if self.table is None else self.table.lookup(self.facts, query)
+        names = {candidate.name for candidate in found}
+        # A rule also knows the best parameters of the only candidate.
+        if len(names) == 1 and (hit is None or hit.rule.use.name not in names):
+            best = cheapest(query, found, self._cost)
+            return Choice(best, "only", "nothing else can run this here")
+        if hit is None:
+            why = "no table" if self.table is None else "the table has no rule for this"
+            return self._modelled(query, found, why)
+        use = hit.rule.use
+        if use.name not in names:
+            why = f"rule {hit.index} asks for {use}, which cannot run this here"
+            return self._modelled(query, found, why)
+        tail = f" ({hit.extrapolated})" if hit.extrapolated else ""
+        return Choice(use, "table", f"{_rule_text(hit)}{tail}", hit.index)
+
+    def _modelled(self, query: Query, found: Sequence[Candidate], why: str) -> Choice:
+        best = cheapest(query, found, self._cost)
+        cost = self._cost(query, best)
+        return Choice(best, "model", f"{why}; the model expects {_us(cost)}")
+
+    def _forced(
+        self,
+        query: Query,
+        subset: Sequence[Candidate],
+        params: Mapping[str, int | str],
+        source: Source,
+        reason: str,
+    ) -> Choice:
+        """Pick within what was asked for; table and model decide what it left open."""
+        inner = self._free(query, subset)
+        candidate = _with(inner.candidate, {**inner.candidate.params, **params})
+        if len({other.name for other in subset}) == 1:
+            return Choice(candidate, source, reason, inner.rule)
+        return Choice(
+            candidate, source, f"{reason}; of these, {inner.reason}", inner.rule
+        )
+
+    def _table_line(self) -> str | None:
+        if self.table is None:
+            return None
+        return f"{self.table.name or 'unnamed'} (digest {self.table.digest[:12]})"
+
+    def _rejections(
+        self,
+        query: Query,
+        found: Sequence[Candidate],
+        choice: Choice,
+        hit: Hit | None,
+    ) -> list[Rejected]:
+        rejected = []
+        if hit is not None and choice.rule != hit.index:
+            names = {candidate.name for candidate in found}
+            able = hit.rule.use.name in names
+            why = "overruled" if able else "cannot run this here"
+            text = f"rule {hit.index} of the table, {why}"
+            rejected.append(Rejected(hit.rule.use, text))
+        for candidate in found:
+            if candidate.name != choice.candidate.name:
+                cost = self._cost(query, candidate)
+                text = "not applicable" if math.isinf(cost) else f"model {_us(cost)}"
+                rejected.append(Rejected(candidate, text))
+        return rejected
+
+
+_VARIABLE = "COMMRT_ALGORITHM"
+
+
+def _asked(
+    backend: str | None, algorithm: str | None
+) -> tuple[tuple[str | None, str | None], Mapping[str, int | str]]:
+    """Return (backend, algorithm) and parameters that a call's arguments name."""
+    if algorithm is None or ("/" not in algorithm and "{" not in algorithm):
+        return (backend, algorithm), {}
+    # A bare name with parameters gets a stand-in backend, so that one parser serves.
+    bare = "/" not in algorithm.partition("{")[0]
+    parsed = Candidate.parse(f"any/{algorithm}" if bare else algorithm)
+    named = None if bare else parsed.backend
+    if backend is not None and named is not None and named != backend:
+        raise UsageError(
+            f"backend={backend!r} contradicts algorithm={algorithm!r}: give one of them"
+        )
+    return (backend or named, parsed.algorithm), parsed.params
+
+
+def _subset(
+    found: Sequence[Candidate],
+    wanted: tuple[str | None, str | None],
+    query: Query,
+    who: str,
+) -> list[Candidate]:
+    """Return the candidates that fit; UsageError with suggestions if none does."""
+    backend, algorithm = wanted
+    subset = [
+        candidate
+        for candidate in found
+        if backend in (None, candidate.backend)
+        and algorithm in (None, candidate.algorithm)
+    ]
+    if subset:
+        return subset
+    backends = {candidate.backend for candidate in found}
+    if algorithm is None:
+        asked, known = str(backend), backends
+    elif backend is None:
+        asked, known = algorithm, {candidate.algorithm for candidate in found}
+    else:
+        asked, known = f"{backend}/{algorithm}", {each.name for each in found}
+    raise UsageError(
+        f"{who} asks for {asked!r}, which does not exist or cannot run {query}"
+        f"{suggest(asked, known)}"
+    )
+
+
+def _with(candidate: Candidate, params: Mapping[str, int | str]) -> Candidate:
+    return Candidate(candidate.backend, candidate.algorithm, params)
+
+
+def _us(microseconds: float) -> str:
+    return f"{microseconds:.3g} us"
+
+
+def _rule_text(hit: Hit) -> str:
+    match = hit.rule.match
+    beyond = "infinity" if match.hi is None else str(match.hi)
+    verdict = hit.rule.evidence.verdict if hit.rule.evidence else "no evidence"
+    return f"rule {hit.index}: [{match.lo}, {beyond}) bytes, {verdict}"
+
+
+def _evidence_lines(hit: Hit) -> tuple[str, ...]:
+    evidence: Evidence | None = hit.rule.evidence
+    if evidence is None:
+        return ("the rule states no evidence",)
+    lines = [
+        f"{point.nbytes} B: {_us(point.us)} [{point.ci[0]:.3g}, {point.ci[1]:.3g}], "
+        f"n={point.n} in {point.launches} launches"
+        + (f", mpi/native {_us(point.native_us)}" if point.native_us else "")
+        for point in evidence.points
+    ]
+    second = evidence.runner_up
+    if second is not None:
+        lines.append(
+            f"runner-up {second.candidate} at {second.nbytes} B: {_us(second.us)} "
+            f"[{second.ci[0]:.3g}, {second.ci[1]:.3g}]"
+        )
+    if evidence.crossover:
+        lines.append(evidence.crossover)
+    return tuple(lines)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a table holds: rules with their match, their use and their evidence.
+
+Plain frozen data. ``schema.py`` builds it from text and checks it, ``table.py`` looks
+rules up and writes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from commrt.select.facts import Candidate
+
+__all__ = [
+    "VERDICTS",
+    "Cell",
+    "Evidence",
+    "Match",
+    "Point",
+    "Rule",
+    "RunnerUp",
+    "Verdict",
+]
+
+Verdict = Literal["win", "tie", "only", "extrapolated"]
+VERDICTS: tuple[Verdict, ...] = ("win", "tie", "only", "extrapolated")
+
+
+class Cell(NamedTuple):
+    """Everything a rule matches on except bytes; None means any.
+
+    The ranges of one cell tile [0, ∞).
+    """
+
+    op: str
+    ranks: int | None
+    nodes: int | None
+    ppn: int | None
+    link_class: str | None
+    device: str | None
+    dtype: str | None
+    redop: str | None
+
+
+@dataclass(frozen=True)
+class Match:
+    """When a rule applies; None means any."""
+
+    lo: int
+    """First byte count of the half-open range [lo, hi)."""
+    hi: int | None
+    """First byte count beyond the range; None: no end."""
+    ranks: int | None = None
+    """Communicator size."""
+    nodes: int | None = None
+    """Nodes spanned."""
+    ppn: int | None = None
+    """Ranks on the fullest node."""
+    link_class: str | None = None
+    """How far apart the ranks are."""
+    device: str | None = None
+    """Kind of memory."""
+    dtype: str | None = None
+    """Element type."""
+    redop: str | None = None
+    """Reduction."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured time of the rule's choice."""
+
+    nbytes: int
+    """Rule bytes."""
+    us: float
+    """Median over launches of the median over repetitions of the slowest rank."""
+    ci: tuple[float, float]
+    """Interval of the median, by order statistics."""
+    n: int
+    """Repetitions in all launches."""
+    launches: int
+    """Launches."""
+    native_us: float | None = None
+    """What ``mpi/native`` took at the same bytes, in the same launches."""
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """The best candidate that was not chosen."""
+
+    candidate: Candidate
+    """What it was."""
+    nbytes: int
+    """Where the two were compared."""
+    us: float
+    """Its time there."""
+    ci: tuple[float, float]
+    """Interval of its median."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Why a rule says what it says."""
+
+    verdict: Verdict
+    """win: clearly fastest; tie: the simpler of equals; only: nothing to compare."""
+    points: tuple[Point, ...] = ()
+    """Measurements inside the range."""
+    runner_up: RunnerUp | None = None
+    """What came second."""
+    crossover: str | None = None
+    """How the lower end of the range was found."""
+    date: str | None = None
+    """When it was measured, ISO 8601."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """For these operations and bytes, use this."""
+
+    op: str
+    """Operation."""
+    match: Match
+    """When the rule applies."""
+    use: Candidate
+    """What to run."""
+    evidence: Evidence | None = None
+    """Why; tables written by hand may have none."""
+    line: int = field(default=0, compare=False)
+    """Line of the file, for messages."""
+
+    @property
+    def cell(self) -> Cell:
+        """The rule's match without bytes."""
+        match = self.match
+        return Cell(
+            self.op,
+            match.ranks,
+            match.nodes,
+            match.ppn,
+            match.link_class,
+            match.device,
+            match.dtype,
+            match.redop,
+        )

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schema ``commrt-tune/1``: a tree of values to checked, frozen data.
+
+Every key is known, every value has its type and bounds, every name exists. The first
+thing that is wrong raises a TableError with file, line and path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+from commrt.dtypes import DTYPES, ReduceOp
+from commrt.errors import suggest
+from commrt.operations import COLLECTIVES
+from commrt.select.facts import LINK_CLASSES, Candidate, ParamValue
+from commrt.select.fingerprint import Cpu, Gpu, Machine, Nic
+from commrt.select.rules import (
+    VERDICTS,
+    Cell,
+    Evidence,
+    Match,
+    Point,
+    Rule,
+    RunnerUp,
+    Verdict,
+)
+from commrt.select.tree import Node, Scalar, fail
+
+__all__ = [
+    "METHOD_KEYS",
+    "SCHEMA",
+    "SOFTWARE_KEYS",
+    "Known",
+    "read_defaults",
+    "read_info",
+    "read_machine",
+    "read_rules",
+    "read_schema",
+    "take",
+]
+
+SCHEMA = "commrt-tune/1"
+DEFAULT_TIE_MARGIN = 0.05
+DEVICES = ("host", "cuda")
+_DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES)
+_REDOP_NAMES = tuple(op.name.lower() for op in ReduceOp)
+_NAMED_MATCHES: Mapping[str, Collection[str]] = {
+    "link_class": LINK_CLASSES,
+    "device": DEVICES,
+    "dtype": _DTYPE_NAMES,
+    "redop": _REDOP_NAMES,
+}
+_COUNTED_MATCHES = ("ranks", "nodes", "ppn")
+_WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+T = TypeVar("T")
+
+
+SOFTWARE_KEYS = ("commrt", "python", "numpy", "mpi", "nccl", "cuda", "ucx", "env")
+METHOD_KEYS = (
+    *(
+        "sync",
+        "clock",
+        "launches",
+        "order",
+        "seed",
+        "warmup",
+        "reps",
+        "stop",
+        "per_rep",
+    ),
+    *("stat", "outliers", "dtype", "budget_s", "held_out", "date", "command"),
+)
+
+
+@dataclass(frozen=True)
+class Known:
+    """The names a table may use; passed in, because this layer imports none of them."""
+
+    algorithms: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """Algorithm names by backend name, whether usable here or not."""
+
+
+def take(
+    node: Node, required: Collection[str], optional: Collection[str]
+) -> dict[str, Node]:
+    """Return the mapping's children; unknown and missing keys are errors."""
+    if not isinstance(node.value, dict):
+        raise fail(node, f"expected a mapping, found {_kind(node)}")
+    allowed = [*required, *optional]
+    for key, child in node.value.items():
+        if key not in allowed:
+            raise fail(child, f"unknown key {key!r}{suggest(key, allowed)}")
+    for key in required:
+        if key not in node.value:
+            raise fail(node, f"key {key!r} is missing")
+    return node.value
+
+
+def read_machine(node: Node) -> Machine:
+    """Return the machine the table was made on; its fingerprint must fit the facts."""
+    keys = take(node, ["fingerprint", "cpu"], ["gpus", "nics", "kernel", "host"])
+    cpu = take(keys["cpu"], ["model", "sockets", "cores"], [])
+    machine = Machine(
+        Cpu(_text(cpu["model"]), _count(cpu["sockets"]), _count(cpu["cores"])),
+        tuple(_gpu(item) for item in _items(keys.get("gpus"))),
+        tuple(_nic(item) for item in _items(keys.get("nics"))),
+        _optional(keys.get("kernel"), _text, ""),
+        _optional(keys.get("host"), _text, ""),
+    )
+    fingerprint = _text(keys["fingerprint"])
+    if fingerprint != machine.fingerprint:
+        raise fail(
+            keys["fingerprint"],
+            f"{fingerprint[:16]!r}... is not the fingerprint of the machine described "
+            f"beside it, which is {machine.fingerprint}",
+        )
+    return machine
+
+
+def read_info(node: Node, allowed: Collection[str]) -> dict[str, object]:
+    """Return a section that is recorded but decides nothing: names to plain values."""
+    keys = take(node, [], allowed)
+    return {key: _plain(child, levels=2) for key, child in keys.items()}
+
+
+def read_schema(node: Node) -> None:
+    """Check the schema's name; a newer table needs a newer commrt."""
+    if node.value != SCHEMA:
+        raise fail(node, f"expected schema {SCHEMA!r}, found {_kind(node)}")
+
+
+def read_defaults(node: Node) -> float:
+    """Return the margin of a tie; the other defaults have one allowed value."""
+    keys = take(node, [], ["unmatched", "tie", "tie_margin"])
+    for key, only in (("unmatched", "model"), ("tie", "keep_simpler")):
+        if key in keys:
+            _name(keys[key], (only,), key)
+    return _optional(keys.get("tie_margin"), _time, DEFAULT_TIE_MARGIN)
+
+
+def read_rules(node: Node, known: Known) -> tuple[Rule, ...]:
+    """Return the checked rules; the ranges of every cell tile [0, ∞)."""
+    rules = tuple(_rule(child, known) for child in _list(node))
+    cells: dict[Cell, list[int]] = {}
+    for index, rule in enumerate(rules):
+        cells.setdefault(rule.cell, []).append(index)
+    for members in cells.values():
+        _check_tiling(node, rules, members)
+    return rules
+
+
+def _check_tiling(node: Node, rules: Sequence[Rule], members: list[int]) -> None:
+    nodes = _list(node)
+    expected: int | None = 0
+    for index in sorted(members, key=lambda index: rules[index].match.lo):
+        here = take(nodes[index], [], ["op", "match", "use", "evidence"])["match"]
+        lo = rules[index].match.lo
+        at = Node(None, f"{here.path}.bytes", here.line, here.source)
+        if expected is None or lo < expected:
+            raise fail(at, f"{lo} overlaps another rule with the same match")
+        if lo > expected:
+            raise fail(at, f"no rule with the same match covers [{expected}, {lo})")
+        expected = rules[index].match.hi
+    if expected is not None:
+        raise fail(at, f"no rule with the same match covers [{expected}, null)")
+
+
+def _rule(node: Node, known: Known) -> Rule:
+    """Return one checked rule."""
+    keys = take(node, ["op", "match", "use"], ["evidence"])
+    op = _name(keys["op"], COLLECTIVES, "operation")
+    match = _match(keys["match"])
+    use = _candidate(keys["use"], known)
+    evidence = _optional(
+        keys.get("evidence"), lambda child: _evidence(child, known), None
+    )
+    return Rule(op, match, use, evidence, node.line)
+
+
+def _match(node: Node) -> Match:
+    keys = take(node, ["bytes"], [*_COUNTED_MATCHES, *_NAMED_MATCHES])
+    lo, hi = _range(keys["bytes"])
+    counts = {key: _count_or_any(keys.get(key)) for key in _COUNTED_MATCHES}
+    names = {
+        key: _name_or_any(keys.get(key), allowed, key)
+        for key, allowed in _NAMED_MATCHES.items()
+    }
+    return Match(
+        lo,
+        hi,
+        ranks=counts["ranks"],
+        nodes=counts["nodes"],
+        ppn=counts["ppn"],
+        link_class=names["link_class"],
+        device=names["device"],
+        dtype=names["dtype"],
+        redop=names["redop"],
+    )
+
+
+def _count_or_any(node: Node | None) -> int | None:
+    return None if node is None or node.value == "any" else _count(node)
+
+
+def _name_or_any(node: Node | None, allowed: Collection[str], key: str) -> str | None:
+    if node is None or node.value == "any":
+        return None
+    return _name(node, allowed, key)
+
+
+def _range(node: Node) -> tuple[int, int | None]:
+    ends = _list(node)
+    if len(ends) != 2:
+        raise fail(node, "expected [first, beyond], as in [0, 4096] or [4096, null]")
+    lo = _count(ends[0], smallest=0)
+    hi = None if ends[1].value is None else _count(ends[1])
+    if hi is not None and hi <= lo:
+        raise fail(node, f"the range [{lo}, {hi}) is empty")
+    return lo, hi
+
+
+def _candidate(node: Node, known: Known) -> Candidate:
+    keys = take(node, ["backend", "alg"], ["params"])
+    backend = _name(keys["backend"], known.algorithms, "backend")
+    algorithm = _name(keys["alg"], known.algorithms[backend], f"{backend} algorithm")
+    return Candidate(backend, algorithm, _optional(keys.get("params"), _params, {}))
+
+
+def _params(node: Node) -> dict[str, ParamValue]:
+    if not isinstance(node.value, dict):
+        raise fail(node, f"expected a mapping, found {_kind(node)}")
+    params: dict[str, ParamValue] = {}
+    for key, child in node.value.items():
+        value = child.value
+        for word in (key, value):
+            if isinstance(word, str) and not _WORD.fullmatch(word):
+                raise fail(child, f"{word[:64]!r} is not a word of a parameter")
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise fail(child, f"expected an integer or a word, found {_kind(child)}")
+        params[key] = value
+    return params
+
+
+def _evidence(node: Node, known: Known) -> Evidence:
+    keys = take(node, ["verdict"], ["points", "runner_up", "crossover", "date"])
+    return Evidence(
+        cast("Verdict", _name(keys["verdict"], VERDICTS, "verdict")),
+        tuple(_point(point) for point in _items(keys.get("points"))),
+        _optional(keys.get("runner_up"), lambda child: _runner_up(child, known), None),
+        _optional(keys.get("crossover"), _text, None),
+        _optional(keys.get("date"), _text, None),
+    )
+
+
+def _point(node: Node) -> Point:
+    keys = take(node, ["bytes", "us", "ci", "n", "launches"], ["native_us"])
+    return Point(
+        _count(keys["bytes"], smallest=0),
+        _time(keys["us"]),
+        _interval(keys["ci"]),
+        _count(keys["n"]),
+        _count(keys["launches"]),
+        _optional(keys.get("native_us"), _time, None),
+    )
+
+
+def _runner_up(node: Node, known: Known) -> RunnerUp:
+    keys = take(node, ["backend", "alg", "bytes", "us", "ci"], ["params"])
+    use_keys = ("backend", "alg", "params")
+    use: dict[str, Node] = {key: keys[key] for key in use_keys if key in keys}
+    return RunnerUp(
+        _candidate(Node(use, node.path, node.line, node.source), known),
+        _count(keys["bytes"], smallest=0),
+        _time(keys["us"]),
+        _interval(keys["ci"]),
+    )
+
+
+def _interval(node: Node) -> tuple[float, float]:
+    ends = _list(node)
+    if len(ends) != 2:
+        raise fail(node, "expected [low, high] in microseconds")
+    low, high = _time(ends[0]), _time(ends[1])
+    if high < low:
+        raise fail(node, f"the interval [{low}, {high}] ends before it begins")
+    return low, high
+
+
+def _gpu(node: Node) -> Gpu:
+    keys = take(node, ["model", "count"], [])
+    return Gpu(_text(keys["model"]), _count(keys["count"]))
+
+
+def _nic(node: Node) -> Nic:
+    keys = take(node, ["model", "count"], ["gbps"])
+    gbps = _optional(keys.get("gbps"), _time, None)
+    return Nic(_text(keys["model"]), _count(keys["count"]), gbps)
+
+
+def _optional(node: Node | None, read: Callable[[Node], T], default: T) -> T:
+    return default if node is None or node.value is None else read(node)
+
+
+def _name(node: Node, allowed: Collection[str], what: str) -> str:
+    name = _text(node)
+    if name not in allowed:
+        raise fail(node, f"unknown {what} {name!r}{suggest(name, allowed)}")
+    return name
+
+
+def _text(node: Node) -> str:
+    if not isinstance(node.value, str):
+        raise fail(node, f"expected a text, found {_kind(node)}")
+    return node.value
+
+
+def _count(node: Node, smallest: int = 1) -> int:
+    if isinstance(node.value, bool) or not isinstance(node.value, int):
+        raise fail(node, f"expected a whole number, found {_kind(node)}")
+    if node.value < smallest:
+        raise fail(node, f"{node.value} is too small: expected {smallest} or more")
+    return node.value
+
+
+def _time(node: Node) -> float:
+    if isinstance(node.value, bool) or not isinstance(node.value, int | float):
+        raise fail(node, f"expected a number, found {_kind(node)}")
+    if node.value < 0:
+        raise fail(node, f"{node.value} is negative")
+    return float(node.value)
+
+
+def _list(node: Node) -> list[Node]:
+    if not isinstance(node.value, list):
+        raise fail(node, f"expected a list, found {_kind(node)}")
+    return node.value
+
+
+def _items(node: Node | None) -> list[Node]:
+    """Return the items of a list that may be absent."""
+    return [] if node is None or node.value is None else _list(node)
+
+
+def _plain(node: Node, levels: int) -> object:
+    if not isinstance(node.value, dict | list):
+        return node.value
+    if levels == 0:
+        raise fail(node, "nested deeper than this section allows")
+    if isinstance(node.value, list):
+        return [_plain(child, levels - 1) for child in node.value]
+    return {key: _plain(child, levels - 1) for key, child in node.value.items()}
+
+
+def _kind(node: Node) -> str:
+    """Return what stands there, for messages; long values are cut."""
+    if isinstance(node.value, dict):
+        return "a mapping"
+    if isinstance(node.value, list):
+        return "a list"
+    value: Scalar = node.value
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    return f"{text[:40]}..." if len(text) > 43 else text

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A selection table: load and look up; ``write.dump`` is the inverse of ``load``.
+
+The digest is what ranks compare at
+``init``: two ranks with different tables could choose differently and deadlock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from commrt.select import schema
+from commrt.select.facts import CommFacts, Query
+from commrt.select.fingerprint import Machine
+from commrt.select.match import Hit, best_rule
+from commrt.select.plain import plain_machine, plain_rule
+from commrt.select.rules import Rule
+from commrt.select.schema import Known
+from commrt.select.text_file import read_text
+
+__all__ = ["Known", "Table", "load", "load_file"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measured choices for one machine."""
+
+    machine: Machine
+    """Where it was measured."""
+    rules: tuple[Rule, ...]
+    """What was chosen; the byte ranges of each cell tile [0, ∞)."""
+    software: Mapping[str, object] = field(default_factory=dict)
+    """Versions it was measured with; recorded."""
+    method: Mapping[str, object] = field(default_factory=dict)
+    """How it was measured; recorded."""
+    tie_margin: float = schema.DEFAULT_TIE_MARGIN
+    """Relative difference below which the simpler candidate was kept."""
+    name: str = field(default="", compare=False)
+    """File it came from, for messages."""
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of the content; independent of layout, comments and key order."""
+        text = json.dumps(self.plain(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def plain(self) -> dict[str, Any]:
+        """Return the table as the mappings and lists of its schema."""
+        plain: dict[str, Any] = {"schema": schema.SCHEMA}
+        plain["machine"] = plain_machine(self.machine)
+        if self.software:
+            plain["software"] = dict(self.software)
+        if self.method:
+            plain["method"] = dict(self.method)
+        plain["defaults"] = {
+            "unmatched": "model",
+            "tie": "keep_simpler",
+            "tie_margin": self.tie_margin,
+        }
+        plain["rules"] = [plain_rule(rule) for rule in self.rules]
+        return plain
+
+    def lookup(self, facts: CommFacts, query: Query) -> Hit | None:
+        """Return the rule that applies, or None where the model has to decide."""
+        return best_rule(self.rules, facts, query)
+
+
+def load(text: str, name: str, known: Known) -> Table:
+    """Return the checked table in ``text``.
+
+    Args:
+        text: YAML, schema ``commrt-tune/1``.
+        name: file name for messages.
+        known: the backends and algorithms that exist.
+
+    Raises:
+        TableError: anything is malformed, unknown or inconsistent; the message names
+            file, line and path.
+    """
+    # Imported where a table exists: without one nobody should pay for the YAML parser.
+    from commrt.select.yaml_tree import read_tree
+
+    keys = schema.take(
+        read_tree(text, name),
+        ["schema", "machine", "rules"],
+        ["software", "method", "defaults"],
+    )
+    schema.read_schema(keys["schema"])
+    sections = {
+        section: schema.read_info(keys[section], allowed)
+        for section, allowed in (
+            ("software", schema.SOFTWARE_KEYS),
+            ("method", schema.METHOD_KEYS),
+        )
+        if section in keys
+    }
+    margin = schema.DEFAULT_TIE_MARGIN
+    if "defaults" in keys:
+        margin = schema.read_defaults(keys["defaults"])
+    return Table(
+        machine=schema.read_machine(keys["machine"]),
+        rules=schema.read_rules(keys["rules"], known),
+        software=sections.get("software", {}),
+        method=sections.get("method", {}),
+        tie_margin=margin,
+        name=name,
+    )
+
+
+def load_file(path: Path, known: Known) -> Table:
+    """Return the checked table in the file ``path``."""
+    return load(read_text(path), str(path), known)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy: who decides, in which order, and what it says about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from commrt.errors import UsageError
+from commrt.select.facts import Candidate, CommFacts, Query
+from commrt.select.fingerprint import Cpu, Machine
+from commrt.select.model import Work, cheapest, constants, time_us
+from commrt.select.policy import Policy
+from commrt.select.rules import Evidence, Match, Point, Rule, RunnerUp
+from commrt.select.table import Table
+
+NATIVE = Candidate("mpi", "native")
+DIRECT = Candidate("shm", "direct")
+RING = Candidate("shm", "ring")
+COSTS = {"mpi/native": 3.0, "shm/direct": 2.0, "shm/ring": 4.0}
+NEAR2 = CommFacts(size=2, nodes=1, ppn=2, cores=2, link_class="near")
+MACHINE = Machine(Cpu("cpu", 1, 2))
+
+
+def _cost(query: Query, candidate: Candidate) -> float:
+    return COSTS[candidate.name]
+
+
+def _rule(lo: int, hi: int | None, use: Candidate, **match: object) -> Rule:
+    base = Match(lo, hi, ranks=2, nodes=1, ppn=2, link_class="near")
+    return Rule("allreduce", replace(base, **match), use)  # type: ignore[arg-type]
+
+
+TABLE = Table(
+    MACHINE,
+    (_rule(0, 1000, NATIVE), _rule(1000, None, Candidate("shm", "ring", {"f": 2}))),
+)
+
+
+def _policy(
+    table: Table | None = TABLE,
+    facts: CommFacts = NEAR2,
+    found: tuple[Candidate, ...] = (NATIVE, DIRECT, RING),
+    overrides: dict[str, Candidate] | None = None,
+) -> Policy:
+    return Policy(facts, table, lambda query: found, _cost, overrides)
+
+
+def _small(nbytes: int = 8) -> Query:
+    return Query("allreduce", nbytes, op="sum")
+
+
+def test_the_table_decides_with_half_open_ranges_and_its_parameters() -> None:
+    policy = _policy()
+    below, above = policy.choose(_small(999)), policy.choose(_small(1000))
+    assert (below.candidate, below.source, below.rule) == (NATIVE, "table", 0)
+    assert above.candidate == Candidate("shm", "ring", {"f": 2})
+    assert policy.choose(_small(2**62)).rule == 1
+
+
+def test_without_table_or_rule_the_model_decides() -> None:
+    assert _policy(table=None).choose(_small()).candidate == DIRECT
+    choice = _policy().choose(Query("bcast", 8))
+    assert choice.source == "model"
+    assert "no rule" in choice.reason
+
+
+def test_a_single_candidate_needs_no_reason_to_win() -> None:
+    assert _policy(found=(RING,)).choose(_small()).source == "only"
+
+
+def test_call_beats_variable_beats_table() -> None:
+    policy = _policy(overrides={"allreduce": Candidate("shm", "ring", {"f": 4})})
+    choice = policy.choose(_small())
+    assert (str(choice.candidate), choice.source) == ("shm/ring{f=4}", "override")
+    assert policy.choose(_small(), algorithm="mpi/native").source == "call"
+
+
+@pytest.mark.parametrize(
+    ("backend", "algorithm", "expected"),
+    [
+        (None, "ring", "shm/ring{f=2}"),
+        ("shm", None, "shm/direct"),
+        ("shm", "ring", "shm/ring{f=2}"),
+        (None, "shm/ring{f=8}", "shm/ring{f=8}"),
+        (None, "ring{f=8}", "shm/ring{f=8}"),
+    ],
+)
+def test_a_call_may_name_a_part(
+    backend: str | None, algorithm: str | None, expected: str
+) -> None:
+    nbytes = 8 if algorithm is None else 4096
+    choice = _policy().choose(_small(nbytes), backend=backend, algorithm=algorithm)
+    assert str(choice.candidate) == expected
+
+
+def test_parameters_of_the_call_replace_those_of_the_rule() -> None:
+    choice = _policy().choose(_small(4096), params={"f": 3, "chunk": 64})
+    assert str(choice.candidate) == "shm/ring{chunk=64,f=3}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"algorithm": "shm/rin"}, "did you mean 'shm/ring'"),
+        ({"algorithm": "direkt"}, "did you mean 'direct'"),
+        ({"backend": "mpx"}, "did you mean 'mpi'"),
+        ({"backend": "mpi", "algorithm": "shm/ring"}, "contradicts"),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_a_guess(
+    asked: dict[str, str], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        _policy().choose(_small(), **asked)
+
+
+def test_an_override_that_cannot_run_is_an_error_not_a_fallback() -> None:
+    policy = _policy(found=(DIRECT, RING), overrides={"allreduce": NATIVE})
+    with pytest.raises(UsageError, match="COMMRT_ALGORITHM asks for 'mpi/native'"):
+        policy.choose(_small())
+
+
+def test_no_candidate_at_all_points_to_info() -> None:
+    with pytest.raises(UsageError, match="commrt info"):
+        _policy(found=()).choose(_small())
+
+
+def test_a_rule_that_cannot_run_here_falls_back_and_says_so() -> None:
+    policy = _policy(found=(DIRECT, RING))
+    choice = policy.choose(_small())
+    assert (choice.candidate, choice.source) == (DIRECT, "model")
+    assert "rule 0 asks for mpi/native, which cannot run this here" in choice.reason
+    assert "rule 0 of the table, cannot run this here" in str(policy.explain(_small()))
+
+
+def test_rank_counts_not_measured_use_the_nearest_smaller_one() -> None:
+    table = Table(
+        MACHINE,
+        (
+            _rule(0, None, NATIVE),
+            _rule(0, None, DIRECT, ranks=4, ppn=4),
+            _rule(0, None, RING, ranks=16, ppn=16),
+        ),
+    )
+    facts = CommFacts(8, 1, 8, 8, "near")
+    choice = _policy(table, facts).choose(_small())
+    assert choice.candidate == DIRECT
+    assert "measured with 4 ranks, here are 8" in choice.reason
+
+
+def test_the_other_placement_stands_in_but_oversubscription_does_not() -> None:
+    far = _policy(facts=replace(NEAR2, link_class="far")).choose(_small())
+    assert far.source == "table"
+    assert "measured on near links, here they are far" in far.reason
+    over = _policy(facts=replace(NEAR2, link_class="oversubscribed")).choose(_small())
+    assert over.source == "model"
+
+
+def test_one_node_does_not_stand_in_for_two() -> None:
+    facts = CommFacts(size=4, nodes=2, ppn=2, cores=2, link_class="near")
+    assert _policy(facts=facts).choose(_small()).source == "model"
+
+
+def test_exact_keys_beat_any_whatever_their_order() -> None:
+    general = _rule(0, None, NATIVE)
+    special = _rule(0, None, RING, dtype="bfloat16")
+    for rules in ((general, special), (special, general)):
+        policy = _policy(Table(MACHINE, rules))
+        query = Query("allreduce", 8, dtype="bfloat16")
+        assert policy.choose(query).candidate == RING
+        assert policy.choose(_small()).candidate == NATIVE
+
+
+def test_explain_prints_choice_evidence_and_the_rejected() -> None:
+    point = Point(512, 4.5, (4.4, 4.75), 90, 3, native_us=9.0)
+    evidence = Evidence("win", (point,), RunnerUp(RING, 512, 6.5, (6.0, 7.0)), "fitted")
+    rule = Rule("allreduce", Match(0, None, ranks=2), DIRECT, evidence)
+    text = str(_policy(Table(MACHINE, (rule,), name="t.yaml")).explain(_small()))
+    for part in (
+        "allreduce(8 B, float32, host, op=sum): shm/direct",
+        "rule 0: [0, infinity) bytes, win",
+        "t.yaml (digest ",
+        "512 B: 4.5 us [4.4, 4.75], n=90 in 3 launches, mpi/native 9 us",
+        "runner-up shm/ring at 512 B: 6.5 us [6, 7]",
+        "not    mpi/native: model 3 us",
+    ):
+        assert part in text
+
+
+def test_the_model_keeps_the_simpler_of_equals() -> None:
+    assert cheapest(_small(), [RING, DIRECT, NATIVE], lambda query, one: 1.0) == RING
+
+
+def test_modelled_time_adds_messages_bytes_and_reductions() -> None:
+    near = constants("near", "shm")
+    work = Work(rounds=2, sent_nbytes=1000, reduced_nbytes=500)
+    expected = 2 * near.alpha_us + 1000 * near.beta_us + 500 * near.gamma_us
+    assert time_us(work, near) == pytest.approx(expected)

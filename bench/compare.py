@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m commrt.bench compare``: peers in alternating launches of one run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from commrt.bench.aggregate import aggregate, markdown
+from commrt.bench.launch import (
+    PeerSpec,
+    launch,
+    make_job,
+    parse_peer,
+    torch_is_installed,
+)
+from commrt.bench.machine import describe_machine
+from commrt.errors import BackendError, UsageError
+from commrt.launch import detect
+from commrt.operations import operation
+
+__all__ = ["SCHEMA", "alternate", "choose_peers", "load", "main", "report"]
+
+SCHEMA = "commrt-compare/1"
+
+# gloo has these in place only; it is compared in its own best form.
+_GLOO_IN_PLACE = ("allreduce", "reduce")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run a comparison, or print an earlier one; return the exit status."""
+    if args.load:
+        print(report(load(args.load)), end="")
+        return 0
+    if detect().kind != "single":
+        raise UsageError(
+            "compare starts its own launches, one library after the other: "
+            "run it outside mpiexec"
+        )
+    colls = [operation(name).name for name in args.op.split(",")]
+    peers = choose_peers(args.peer)
+    data: dict[str, Any] = {
+        "schema": SCHEMA,
+        "command": ["python", "-m", "commrt.bench", *sys.argv[1:]],
+        "machine": describe_machine(),
+        "fresh": args.fresh,
+        "in_place": args.in_place,
+        "dtype": args.dtype,
+        "launches": [],
+        "failures": [],
+    }
+    for coll, ranks, round_index, peer in alternate(
+        colls, args.ranks, peers, args.launches
+    ):
+        _one(args, data, coll, ranks, round_index, peer)
+        if args.out:
+            # After every launch: an interrupted comparison keeps what it has.
+            Path(args.out).write_text(json.dumps(data))
+    print(report(data), end="")
+    return 2 if not data["launches"] else 0
+
+
+def choose_peers(texts: Sequence[str]) -> list[PeerSpec]:
+    """Return commrt, mpi4py with the same MPI, and what ``--peer`` adds.
+
+    gloo is added where torch is installed and no gloo peer is named.
+    """
+    peers = [parse_peer("commrt"), parse_peer("mpi4py"), *map(parse_peer, texts)]
+    if torch_is_installed() and all(peer.kind != "gloo" for peer in peers):
+        peers.append(parse_peer("gloo"))
+    names = [peer.name for peer in peers]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"--peer: the name {twice[0]!r} is used twice")
+    return peers
+
+
+def alternate(
+    colls: Sequence[str],
+    ranks: Sequence[int],
+    peers: Sequence[PeerSpec],
+    launches: int,
+) -> Iterator[tuple[str, int, int, PeerSpec]]:
+    """Yield the launches in the order in which they run.
+
+    Peers take turns, and each round starts with another one, so that no peer always
+    runs first, or always after the same other.
+    """
+    for coll in colls:
+        for count in ranks:
+            for index in range(launches):
+                turn = index % len(peers)
+                for peer in [*peers[turn:], *peers[:turn]]:
+                    yield coll, count, index, peer
+
+
+def _one(
+    args: argparse.Namespace,
+    data: dict[str, Any],
+    coll: str,
+    ranks: int,
+    round_index: int,
+    peer: PeerSpec,
+) -> None:
+    """Run one launch; add it, or its failure, to the data."""
+    in_place = args.in_place or (peer.kind == "gloo" and coll in _GLOO_IN_PLACE)
+    job = make_job(
+        coll,
+        args.sizes,
+        dtype=args.dtype,
+        fresh=args.fresh,
+        in_place=in_place and operation(coll).in_place,
+        iterations=args.iterations,
+        budget_s=args.budget_s,
+        pin=args.pin,
+    )
+    label = {"coll": coll, "round": round_index, "in_place": job["in_place"]}
+    try:
+        result = launch(peer, ranks, job, timeout_s=args.timeout_s)
+    except BackendError as error:
+        # A peer that cannot run one job must not cost the others theirs.
+        failure = {**label, "peer": peer.name, "ranks": ranks, "error": str(error)}
+        data["failures"].append(failure)
+        print(f"# {coll}, {ranks} ranks, {peer.name}: failed", file=sys.stderr)
+        return
+    data["launches"].append({**label, **result})
+    classes = "/".join(sorted({row["link_class"] for row in result["rows"]}))
+    print(
+        f"# {coll}, {ranks} ranks, launch {round_index + 1}, {peer.name}: {classes}, "
+        f"{result['elapsed_s']:.1f} s",
+        file=sys.stderr,
+    )
+
+
+def load(path: str) -> dict[str, Any]:
+    """Return the raw data of an earlier comparison; UsageError if it is not one."""
+    try:
+        data = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--load {path}: {error}") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise UsageError(f"--load {path}: not a file that compare --out wrote")
+    return data
+
+
+def report(data: Mapping[str, Any]) -> str:
+    """Return the comparison as markdown: who, which machine, tables, failures."""
+    libraries = {one["peer"]: one["library"] for one in data["launches"]}
+    forms = {one["peer"]: _form(one) for one in data["launches"]}
+    machine = data["machine"]
+    inputs = "rewritten between calls" if data["fresh"] else "unchanged between calls"
+    lines = [
+        f"`{' '.join(data['command'])}`",
+        "",
+        f"{machine['cpu']}, {len(machine['cpus_available'])} CPUs available, "
+        f"{data['dtype']}, inputs {inputs}.",
+        "",
+    ]
+    lines += [f"- {peer}: {name}{forms[peer]}" for peer, name in libraries.items()]
+    lines += ["", *map(markdown, aggregate(data["launches"]))]
+    for failure in data["failures"]:
+        what = f"{failure['coll']}, {failure['ranks']} ranks, {failure['peer']}"
+        last = failure["error"].strip().splitlines()[-1]
+        lines.append(f"Failed: {what}, launch {failure['round'] + 1}: {last}")
+    return "\n".join(lines) + "\n"
+
+
+def _form(one: Mapping[str, Any]) -> str:
+    return ", in place" if one["in_place"] else ""

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines of the benchmarks; names follow OSU's where OSU has the option."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from commrt.dtypes import DTYPES, dtype_by_name
+from commrt.errors import UsageError
+from commrt.operations import OPERATIONS
+
+__all__ = ["POINT_TO_POINT", "build_parser", "doubling_sizes", "osu_range", "size_list"]
+
+POINT_TO_POINT = ("latency", "bw", "bibw")
+
+# OSU spells MPI's names, in any case, with or without the prefix.
+_OSU_DTYPES = {
+    "char": "int8",
+    "int": "int32",
+    "float": "float32",
+    "double": "float64",
+}
+_MODES_DOC = {
+    "latency": "Half a round trip between two ranks.",
+    "bw": "Bandwidth of a window of nonblocking messages, one way.",
+    "bibw": "Bandwidth of windows in both directions at once.",
+}
+
+
+def doubling_sizes(low: int, high: int, factor: int = 2) -> list[int]:
+    """Return low, low·factor, … up to high."""
+    if not (1 <= low <= high and factor >= 2):
+        raise UsageError(
+            f"sizes {low}:{high}:{factor}: 1 <= MIN <= MAX and FACTOR >= 2 are needed"
+        )
+    sizes = []
+    while low <= high:
+        sizes.append(low)
+        low *= factor
+    return sizes
+
+
+def osu_range(text: str, smallest: int) -> list[int]:
+    """Parse OSU's ``-m [MIN:]MAX``; MIN is one element unless given."""
+    low, colon, high = text.partition(":")
+    try:
+        bounds = (int(low), int(high)) if colon else (smallest, int(low))
+    except ValueError:
+        raise UsageError(
+            f"-m {text}: write bytes, as in 1048576 or 8:1048576"
+        ) from None
+    return doubling_sizes(*bounds)
+
+
+def size_list(text: str) -> list[int]:
+    """Parse ``MIN:MAX``, ``MIN:MAX:FACTOR`` or a list ``8,1000,65536``."""
+    try:
+        if ":" in text:
+            return doubling_sizes(*(int(part) for part in text.split(":")))
+        sizes = [int(part) for part in text.split(",")]
+    except (ValueError, TypeError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"sizes {text!r}: write MIN:MAX[:FACTOR] or a list such as 8,1000,65536"
+        ) from None
+    if min(sizes) < 1:
+        raise UsageError(f"sizes {text!r}: a size is at least 1 byte")
+    return sizes
+
+
+def _dtype(text: str) -> str:
+    name = text.lower().removeprefix("mpi_")
+    return dtype_by_name(_OSU_DTYPES.get(name, name)).name
+
+
+def _rank_list(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--ranks {text!r}: write numbers, as in 2,4") from None
+    if min(counts) < 1:
+        raise UsageError(f"--ranks {text!r}: at least one rank is needed")
+    return counts
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``python -m commrt.bench``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m commrt.bench",
+        description="Benchmarks with OSU's families, options and output. Outside "
+        "mpiexec they start their own ranks; inside they use the ranks they are given.",
+    )
+    commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK")
+    commands.required = True
+    for spec in OPERATIONS:
+        command = commands.add_parser(spec.name, help=spec.doc, description=spec.doc)
+        _osu_options(command)
+        _collective_options(command)
+    for name in POINT_TO_POINT:
+        doc = _MODES_DOC[name]
+        command = commands.add_parser(name, help=doc, description=doc)
+        _osu_options(command)
+        command.add_argument(
+            "-W", "--window", type=int, default=64, help="messages in flight (64)"
+        )
+    _add_compare(commands)
+    _add_submit(commands)
+    _add_import(commands)
+    return parser
+
+
+def _osu_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "-m",
+        "--message-size",
+        default="1048576",
+        metavar="[MIN:]MAX",
+        help="message sizes in bytes, doubling (from one element to 1 MiB)",
+    )
+    command.add_argument(
+        "-i", "--iterations", type=int, default=1000, help="most repetitions per size"
+    )
+    command.add_argument(
+        "-x", "--warmup", type=int, default=10, help="untimed calls before each size"
+    )
+    command.add_argument("-f", "--full", action="store_true", help="more columns")
+    command.add_argument(
+        "-c",
+        "--validation",
+        action="store_true",
+        help="print the column Validation (results are checked in any case)",
+    )
+    command.add_argument(
+        "-T",
+        "--type",
+        dest="dtype",
+        type=_dtype,
+        default="float32",
+        metavar="DTYPE",
+        help="float32, mpi_char, mpi_int, mpi_float, "
+        + ", ".join(dtype.name for dtype in DTYPES),
+    )
+    command.add_argument(
+        "-d", "--device", choices=["cpu"], default="cpu", help="where the arrays lie"
+    )
+    command.add_argument(
+        "--fresh",
+        action="store_true",
+        help="rewrite the inputs between calls, as training does",
+    )
+    command.add_argument(
+        "--ranks", type=_rank_list, default=[2], help="ranks to start, as in 2,4 (2)"
+    )
+    command.add_argument("--format", choices=["osu", "nccl", "json"], default="osu")
+    _budget_options(command, 1.0)
+
+
+def _budget_options(command: argparse.ArgumentParser, budget_s: float) -> None:
+    command.add_argument(
+        "--budget-s",
+        type=float,
+        default=budget_s,
+        help=f"most seconds of repetitions per size ({budget_s:g})",
+    )
+    command.add_argument(
+        "--timeout-s", type=float, default=600.0, help="deadline of one launch (600)"
+    )
+    command.add_argument(
+        "--no-pin",
+        dest="pin",
+        action="store_false",
+        help="do not give each rank its share of the CPUs",
+    )
+
+
+def _collective_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--nonblocking",
+        action="store_true",
+        help="submit, compute, wait: overlap of communication and computation",
+    )
+    command.add_argument(
+        "-t",
+        "--num-test-calls",
+        type=int,
+        default=0,
+        help="test() calls during the computation (nonblocking)",
+    )
+    command.add_argument("-k", "--root-rank", type=int, default=0, help="root (0)")
+    command.add_argument(
+        "-l", "--in-place", action="store_true", help="one array for input and output"
+    )
+    command.add_argument(
+        "--algorithm", metavar="BACKEND/NAME", help="instead of the selected one"
+    )
+
+
+def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doc = "Compare commrt with other libraries, launch by launch, in alternation."
+    command = commands.add_parser("compare", help=doc, description=doc)
+    command.add_argument("--op", default="allreduce", help="operations, as in a,b")
+    command.add_argument("--ranks", type=_rank_list, default=[2])
+    command.add_argument("--sizes", type=size_list, default=size_list("8:134217728:4"))
+    command.add_argument("--launches", type=int, default=5, help="of each peer (5)")
+    command.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME[=[KIND:]PYTHON]",
+        help="a further competitor: gloo, or NAME=PATH/python with mpi4py over "
+        "another MPI, or NAME=KIND:PATH/python with KIND commrt, mpi4py or gloo",
+    )
+    command.add_argument("--fresh", action="store_true")
+    command.add_argument("--in-place", action="store_true")
+    command.add_argument("--dtype", type=_dtype, default="float32")
+    command.add_argument("--iterations", type=int, default=1000)
+    command.add_argument(
+        "--markdown", action="store_true", help="tables in markdown (the default)"
+    )
+    command.add_argument("--out", metavar="FILE", help="raw data as JSON")
+    command.add_argument(
+        "--load", metavar="FILE", help="print the tables of earlier raw data; no runs"
+    )
+    _budget_options(command, 0.5)
+
+
+def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doc = "Caller time of a nonblocking call, without its wait."
+    command = commands.add_parser("submit", help=doc, description=doc)
+    command.add_argument("--op", default="allreduce")
+    command.add_argument("--sizes", type=size_list, default=[8])
+    command.add_argument("--ranks", type=_rank_list, default=[2])
+    command.add_argument("--dtype", type=_dtype, default="float32")
+    command.add_argument("--iterations", type=int, default=2000)
+    command.add_argument("--format", choices=["text", "json"], default="text")
+    _budget_options(command, 1.0)
+
+
+def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doc = "Time of import commrt beyond import numpy, in fresh interpreters."
+    command = commands.add_parser("import", help=doc, description=doc)
+    command.add_argument("--pairs", type=int, default=15, help="interpreter pairs (15)")
+    command.add_argument("--format", choices=["text", "json"], default="text")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse a command line; argparse ends the program on a malformed one."""
+    return build_parser().parse_args(argv)

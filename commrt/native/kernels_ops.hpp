@@ -101,26 +101,48 @@ struct Logical {
   }
 };
 
-// complex128 is wider than a vector's element, and products need both parts: element by
-// element.
-template <class T>
-struct Complex {
-  T re, im;
-};
+// Element i of the result is element (i & And) ^ Xor of v: with pairs of (real, imaginary),
+// <~1, 0> spreads the real parts, <~1, 1> the imaginary ones, and <~0, 1> swaps the two.
+template <int And, int Xor, class V>
+COMMRT_INLINE V pick(V v) {
+  constexpr int kCount = sizeof(V) / sizeof(v[0]);
+#if defined(__clang__)
+  V picked{};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) picked[i] = v[(i & And) ^ Xor];
+  return picked;
+#else
+  decltype(v == v) from{};
+#pragma GCC unroll 16
+  for (int i = 0; i < kCount; ++i) from[i] = (i & And) ^ Xor;
+  return __builtin_shuffle(v, from);
+#endif
+}
 
+// (a, b)(c, d) = (ac - bd, ad + bc), as a sum with the sign of bd flipped: GCC 12 turns
+// alternating differences and sums into fused ones even under -ffp-contract=off.
 struct MultiplyComplex {
-  template <class T>
-  static COMMRT_INLINE Complex<T> apply(Complex<T> x, Complex<T> y) {
-    return {x.re * y.re - x.im * y.im, x.re * y.im + x.im * y.re};
+  template <class V>
+  static COMMRT_INLINE V apply(V x, V y) {
+    V cross = pick<~1, 1>(x) * pick<~0, 1>(y);
+    V signs = pick<1, 1>(V{0, -0.0});  // -0 at the real parts
+    using Bits = decltype(x == x);
+    return pick<~1, 0>(x) * y + (V)((Bits)cross ^ (Bits)signs);
   }
 };
 
+// complex128 is wider than a vector's element: both lanes of a pair learn its truth.
 template <class Op>
 struct LogicalComplex {
-  template <class T>
-  static COMMRT_INLINE Complex<T> apply(Complex<T> x, Complex<T> y) {
-    int truth = Op::apply(int(x.re != 0 || x.im != 0), int(y.re != 0 || y.im != 0));
-    return {T(truth), T(0)};
+  template <class V>
+  static COMMRT_INLINE auto truth(V x) {
+    auto parts = x != 0;
+    return parts | pick<~0, 1>(parts);
+  }
+  template <class V>
+  static COMMRT_INLINE V apply(V x, V y) {
+    auto one = (decltype(x == x))pick<1, 0>(V{1, 0});
+    return (V)(Op::apply(truth(x), truth(y)) & one);
   }
 };
 

@@ -23,12 +23,12 @@ struct Job {
   bool stream, stream2;
 };
 
-// N inputs, or any number if N = 0. A block is what one turn of the loop does.
-template <class E, class Op, int N, bool Scaled>
+// N inputs, or any number if N = 0; Unroll vectors in each turn of the loop.
+template <class E, class Op, int N, bool Scaled, int Unroll = E::kUnroll>
 struct Loop {
   using Acc = typename E::Acc;
   using Factor = typename E::Factor;
-  static constexpr std::size_t kBlock = kVec * E::kUnroll;
+  static constexpr std::size_t kBlock = kVec * Unroll;
 
   Job job;
   const Byte* fixed[N ? N : 1];  // a local copy: stores cannot change it, so it stays in registers
@@ -52,42 +52,39 @@ struct Loop {
     }
   }
 
-  template <int Unroll>
+  template <int Count>
   static COMMRT_INLINE void put(Byte* p, const Raw* value, bool stream) {
     if (stream) {
 #pragma GCC unroll 8
-      for (int u = 0; u < Unroll; ++u) store_stream(p + u * kVec, value[u]);
+      for (int u = 0; u < Count; ++u) store_stream(p + u * kVec, value[u]);
     } else {
 #pragma GCC unroll 8
-      for (int u = 0; u < Unroll; ++u) store(p + u * kVec, value[u]);
+      for (int u = 0; u < Count; ++u) store(p + u * kVec, value[u]);
     }
   }
 
   // All loads come before the first store: dst may be one of the inputs.
-  template <int Unroll>
+  template <int Count>
   COMMRT_INLINE void block(std::size_t at, bool stream, bool stream2) const {
-    Acc acc[Unroll];
+    Acc acc[Count];
     const Byte* p = src(0) + at;
 #pragma GCC unroll 8
-    for (int u = 0; u < Unroll; ++u) acc[u] = input(load(p + u * kVec), 0);
+    for (int u = 0; u < Count; ++u) acc[u] = input(load(p + u * kVec), 0);
     for (int k = 1; k < nsrc(); ++k) {
       p = src(k) + at;
 #pragma GCC unroll 8
-      for (int u = 0; u < Unroll; ++u)
+      for (int u = 0; u < Count; ++u)
         acc[u] = Op::apply(acc[u], input(load(p + u * kVec), k));
     }
-    Raw value[Unroll];
+    Raw value[Count];
 #pragma GCC unroll 8
-    for (int u = 0; u < Unroll; ++u) value[u] = E::narrow(acc[u]);
-    put<Unroll>(job.dst + at, value, stream);
-    if (job.dst2) put<Unroll>(job.dst2 + at, value, stream2);
+    for (int u = 0; u < Count; ++u) value[u] = E::narrow(acc[u]);
+    put<Count>(job.dst + at, value, stream);
+    if (job.dst2) put<Count>(job.dst2 + at, value, stream2);
   }
 
-  // Bytes [at, end), fewer than a block.
-  __attribute__((noinline)) void edge(std::size_t at, std::size_t end) const {
-    for (; at + kVec <= end; at += kVec) block<1>(at, false, false);
-    if (at == end) return;
-    std::size_t rest = end - at;
+  // Fewer than kVec bytes.
+  COMMRT_INLINE void part(std::size_t at, std::size_t rest) const {
     Acc acc = input(load_some(src(0) + at, rest), 0);
     for (int k = 1; k < nsrc(); ++k)
       acc = Op::apply(acc, input(load_some(src(k) + at, rest), k));
@@ -96,9 +93,21 @@ struct Loop {
     if (job.dst2) store_some(job.dst2 + at, value, rest);
   }
 
+  // Bytes [at, end), fewer than a block. Takes the job by value: a Loop whose address is
+  // passed on would live in memory instead of registers.
+  static __attribute__((noinline)) void edge(Job job, std::size_t at, std::size_t end) {
+    Loop loop(job);
+    for (; at + kVec <= end; at += kVec) loop.template block<1>(at, false, false);
+    if (at < end) loop.part(at, end - at);
+  }
+
   // Streams whole lines from an aligned address on; a second streamed destination that is
   // aligned differently, and pointers that never reach a line boundary, are stored plainly.
-  void run() const {
+  COMMRT_INLINE void run() const {
+    if (job.nbytes < kVec) {
+      if (job.nbytes) part(0, job.nbytes);
+      return;
+    }
     bool stream = job.stream, stream2 = job.stream2;
     std::size_t at = 0;
     if (stream || stream2) {
@@ -107,10 +116,10 @@ struct Loop {
       if (stream && stream2 && (reinterpret_cast<std::uintptr_t>(job.dst) -
                                 reinterpret_cast<std::uintptr_t>(job.dst2)) % kLine)
         stream2 = false;
-      if (at) edge(0, at);
+      if (at) edge(job, 0, at);
     }
-    for (; at + kBlock <= job.nbytes; at += kBlock) block<E::kUnroll>(at, stream, stream2);
-    if (at < job.nbytes) edge(at, job.nbytes);
+    for (; at + kBlock <= job.nbytes; at += kBlock) block<Unroll>(at, stream, stream2);
+    if (at < job.nbytes) edge(job, at, job.nbytes);
   }
 };
 
@@ -144,13 +153,14 @@ COMMRT_INLINE Job make_job(void* dst, void* dst2, const void* const* srcs, int n
              (bits & 1) != 0, dst2 && (bits & 2) != 0};
 }
 
-// Parts = 2 treats a complex element as two floats.
+// Parts = 2 treats a complex element as two floats. One loop for all counts, and a short one:
+// there are many of these.
 template <class E, class Op, std::size_t Parts = 1>
 void reduce(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_t n,
             std::uint64_t, double, Store store) {
   Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, 0, 1, store);
   if (nsrc == 1) return copy_one(job);
-  Loop<E, Op, 0, false>(job).run();
+  Loop<E, Op, 0, false, (E::kUnroll + 1) / 2>(job).run();
 }
 
 // As reduce, with a loop of its own for each common number of inputs.
@@ -174,24 +184,6 @@ void reduce_scaled(void* dst, void* dst2, const void* const* srcs, int nsrc, std
   Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, mask, factor, store);
   if (nsrc == 2) return Loop<E, Op, 2, true>(job).run();
   Loop<E, Op, 0, true>(job).run();
-}
-
-template <class T, class Op>
-void reduce_complex(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_t n,
-                    std::uint64_t, double, Store store) {
-  constexpr std::size_t kItem = sizeof(Complex<T>);
-  Job job = make_job(dst, dst2, srcs, nsrc, n * kItem, 0, 1, store);
-  if (nsrc == 1) return copy_one(job);
-  for (std::size_t at = 0; at < job.nbytes; at += kItem) {
-    Complex<T> acc, next;
-    __builtin_memcpy(&acc, static_cast<const Byte*>(srcs[0]) + at, kItem);
-    for (int k = 1; k < nsrc; ++k) {
-      __builtin_memcpy(&next, static_cast<const Byte*>(srcs[k]) + at, kItem);
-      acc = Op::apply(acc, next);
-    }
-    __builtin_memcpy(job.dst + at, &acc, kItem);
-    if (job.dst2) __builtin_memcpy(job.dst2 + at, &acc, kItem);
-  }
 }
 
 constexpr CombineFn& entry(KernelSet& set, DType dtype, RedOp op) {
@@ -242,7 +234,7 @@ template <class T>
 constexpr void add_complex(KernelSet& set, DType dtype) {
   for (RedOp op : {RedOp::Sum, RedOp::Avg, RedOp::PremulSum})
     entry(set, dtype, op) = reduce_scaled<Same<T>, Add, 2>;
-  entry(set, dtype, RedOp::Prod) = reduce_complex<T, MultiplyComplex>;
+  entry(set, dtype, RedOp::Prod) = reduce<Same<T>, MultiplyComplex, 2>;
 }
 
 constexpr void add_bool(KernelSet& set) {
@@ -275,9 +267,9 @@ constexpr KernelSet make_kernel_set(const char* name) {
   add_complex<double>(set, DType::C128);
   // Both parts of a complex64 in one 64-bit element, the real part in its lower half.
   add_logical<std::uint64_t, 0x7fffffff7fffffff, 0x000000003f800000>(set, DType::C64);
-  entry(set, DType::C128, RedOp::Land) = reduce_complex<double, LogicalComplex<And>>;
-  entry(set, DType::C128, RedOp::Lor) = reduce_complex<double, LogicalComplex<Or>>;
-  entry(set, DType::C128, RedOp::Lxor) = reduce_complex<double, LogicalComplex<Xor>>;
+  entry(set, DType::C128, RedOp::Land) = reduce<Same<double>, LogicalComplex<And>, 2>;
+  entry(set, DType::C128, RedOp::Lor) = reduce<Same<double>, LogicalComplex<Or>, 2>;
+  entry(set, DType::C128, RedOp::Lxor) = reduce<Same<double>, LogicalComplex<Xor>, 2>;
   return set;
 }
 

@@ -62,7 +62,7 @@ COMMRT_INLINE void store_stream(Byte* p, Raw v) {
 }
 
 #if COMMRT_VEC_BYTES == 64
-// nbytes < kVec.
+// 0 < nbytes < kVec.
 COMMRT_INLINE Raw load_some(const Byte* p, std::size_t nbytes) {
   return (Raw)_mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, unsigned(nbytes)), p);
 }
@@ -71,40 +71,57 @@ COMMRT_INLINE void store_some(Byte* p, Raw v, std::size_t nbytes) {
   _mm512_mask_storeu_epi8(p, _bzhi_u64(~0ull, unsigned(nbytes)), (__m512i)v);
 }
 #else
-// Both words may overlap: one pair of moves serves every length from one word to two.
-template <std::size_t Word>
-COMMRT_INLINE void move_ends(Byte* dst, const Byte* src, std::size_t nbytes) {
-  Byte first[Word], last[Word];
-  __builtin_memcpy(first, src, Word);
-  __builtin_memcpy(last, src + nbytes - Word, Word);
-  __builtin_memcpy(dst, first, Word);
-  __builtin_memcpy(dst + nbytes - Word, last, Word);
+template <class Word>
+COMMRT_INLINE std::uint64_t read(const Byte* p) {
+  Word word;
+  __builtin_memcpy(&word, p, sizeof(Word));
+  return word;
 }
 
-COMMRT_INLINE void move_some(Byte* dst, const Byte* src, std::size_t nbytes) {
-  if (kVec > 16 && nbytes >= 16)
-    move_ends<16>(dst, src, nbytes);
-  else if (nbytes >= 8)
-    move_ends<8>(dst, src, nbytes);
-  else if (nbytes >= 4)
-    move_ends<4>(dst, src, nbytes);
-  else if (nbytes >= 2)
-    move_ends<2>(dst, src, nbytes);
-  else if (nbytes == 1)
-    *dst = *src;
+template <class Word>
+COMMRT_INLINE void write(Byte* p, std::uint64_t value) {
+  Word word = static_cast<Word>(value);
+  __builtin_memcpy(p, &word, sizeof(Word));
 }
 
-// nbytes < kVec.
+// A rest shorter than a vector is held as its first and its last word, which may overlap:
+// one pair of moves serves every length from one word to two, and computing an element
+// twice does no harm. (Through a padded buffer the loads would wait for the narrower stores.)
 COMMRT_INLINE Raw load_some(const Byte* p, std::size_t nbytes) {
-  Byte padded[kVec] = {};
-  move_some(padded, p, nbytes);
-  return load(padded);
+  const Byte* end = p + nbytes;
+#if COMMRT_VEC_BYTES == 32
+  if (nbytes >= 16)
+    return (Raw)_mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(end - 16),
+                                    reinterpret_cast<const __m128i*>(p));
+#endif
+  Vec<std::uint64_t> words{};
+  if (nbytes >= 8)
+    words[0] = read<std::uint64_t>(p), words[1] = read<std::uint64_t>(end - 8);
+  else if (nbytes >= 4)
+    words[0] = read<std::uint32_t>(p) | read<std::uint32_t>(end - 4) << 32;
+  else if (nbytes >= 2)
+    words[0] = read<std::uint16_t>(p) | read<std::uint16_t>(end - 2) << 16;
+  else
+    words[0] = *p;
+  return (Raw)words;
 }
 
 COMMRT_INLINE void store_some(Byte* p, Raw v, std::size_t nbytes) {
-  Byte padded[kVec];
-  store(padded, v);
-  move_some(p, padded, nbytes);
+  Byte* end = p + nbytes;
+#if COMMRT_VEC_BYTES == 32
+  if (nbytes >= 16)
+    return _mm256_storeu2_m128i(reinterpret_cast<__m128i*>(end - 16),
+                                reinterpret_cast<__m128i*>(p), (__m256i)v);
+#endif
+  Vec<std::uint64_t> words = (Vec<std::uint64_t>)v;
+  if (nbytes >= 8)
+    write<std::uint64_t>(p, words[0]), write<std::uint64_t>(end - 8, words[1]);
+  else if (nbytes >= 4)
+    write<std::uint32_t>(p, words[0]), write<std::uint32_t>(end - 4, words[0] >> 32);
+  else if (nbytes >= 2)
+    write<std::uint16_t>(p, words[0]), write<std::uint16_t>(end - 2, words[0] >> 16);
+  else
+    *p = static_cast<Byte>(words[0]);
 }
 #endif
 
@@ -197,6 +214,7 @@ struct Float16 : Half {
 // a = elements 0, 2, 4 ..., b = 1, 3, 5 ... Adding and subtracting normal numbers makes the
 // subnormals right even where the process flushes subnormals to zero.
 struct Float16 : Half {
+  static constexpr int kUnroll = 1;
   static COMMRT_INLINE U32s u32(std::uint32_t value) { return splat<std::uint32_t>(value); }
   static COMMRT_INLINE F32s to_float(U32s h) {
     U32s u = (h & u32(0x7fff)) << 13;

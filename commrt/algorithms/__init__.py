@@ -6,8 +6,12 @@ from __future__ import annotations
 from commrt.algorithms import (
     binomial,
     direct,
+    dissemination,
+    halving_doubling,
+    pairwise,
     recursive_doubling,
     ring,
+    shifted_halving_doubling,
 )
 from commrt.algorithms._registry import (
     Algorithm,
@@ -27,4 +31,13 @@ __all__ = [
     "schedule",
 ]
 
-_BUILT_IN = (binomial, direct, recursive_doubling, ring)
+_BUILT_IN = (
+    binomial,
+    direct,
+    dissemination,
+    halving_doubling,
+    pairwise,
+    recursive_doubling,
+    ring,
+    shifted_halving_doubling,
+)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binomial tree: the data doubles (or halves) its ranks in each of ⌈log₂ P⌉ steps.
+"""Binomial tree: the data doubles (or halves) its ranks in each of ceil(log2 P) steps.
 
 Ranks are counted from the root: v = (rank - root) mod P. The parent of v clears its
-lowest set bit; the children of v are v + 2^i for every 2^i below that bit (every power of
-two below P for the root). *Broadcast*: receive from the parent, send to the children, the
-largest subtree first. *Reduce*: receive and add from the children, the smallest subtree
-first, send to the parent. *Scatter* and *gather*: the same, but a message carries only
-the blocks of the subtree, which is the range [v, v + 2^i).
+lowest set bit; the children of v are v + 2^i for every 2^i below that bit (every power
+of two below P for the root). *Broadcast*: receive from the parent, send to the
+children, the largest subtree first. *Reduce*: receive and add from the children, the
+smallest subtree first, send to the parent. *Scatter* and *gather*: the same, but a
+message carries only the blocks of the subtree, which is the range [v, v + 2^i).
 
-Cost: broadcast and reduce ⌈log₂ P⌉ (α + Nβ), reduce also ⌈log₂ P⌉ Nγ; scatter and gather
-⌈log₂ P⌉ α + (P-1)/P Nβ. Latency-optimal; for scatter and gather also bandwidth-optimal.
+Cost: broadcast and reduce ceil(log2 P) (alpha + N beta), reduce also ceil(log2 P) N
+gamma; scatter and gather ceil(log2 P) alpha + (P-1)/P N beta. Latency-optimal; for
+scatter and gather also bandwidth-optimal.
 
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
 MPICH", IJHPCA 19 (2005), sections 4.1 and 4.5.

@@ -3,13 +3,14 @@
 
 *Allreduce, shots=1*: everyone sends its whole vector to everyone and adds the P vectors
 in rank order. *shots=2*: everyone sends block j to rank j, which adds P blocks in rank
-order and sends the sum to everyone. The other operations are what their definitions say.
-In step t rank r talks to rank r+t, so that no rank is everybody's next peer.
+order and sends the sum to everyone. The other operations are what their definitions
+say. In step t rank r talks to rank r+t, so that no rank is everybody's next peer.
 
-Cost on one port: allreduce (P-1)(α + Nβ + Nγ) with one shot, 2(P-1)α + 2(P-1)/P Nβ +
-(P-1)/P Nγ with two; allgather, reduce_scatter and alltoall (P-1)α + (P-1)/P Nβ.
-In shared memory the P-1 messages go out at once: latency of one message per shot, and no
-rank copies data for others, so it is also bandwidth-optimal there (two shots).
+Cost on one port: allreduce (P-1)(alpha + N beta + N gamma) with one shot, 2(P-1) alpha
++ 2(P-1)/P N beta + (P-1)/P N gamma with two; allgather, reduce_scatter and alltoall
+(P-1) alpha + (P-1)/P N beta. In shared memory the P-1 messages go out at once: latency
+of one message per shot, and no rank copies data for others, so it is also bandwidth-
+optimal there (two shots).
 
 Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all
 communications in multiport message-passing systems", IEEE TPDS 8 (1997), section 2 (the

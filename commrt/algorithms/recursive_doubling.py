@@ -5,11 +5,11 @@ After step t, the 2^(t+1) ranks that differ in the lowest t+1 bits know the same
 allreduce exchanges the whole vector each time and adds; an allgather sends all blocks
 known so far, twice as many in each step.
 
-For P that is no power of two, the first 2(P-Q) ranks, Q = 2^⌊log₂ P⌋, pair up: the odd
-rank gives its data to the even one before it, waits, and gets the result (*fold*).
+For P that is no power of two, the first 2(P-Q) ranks, Q = 2^floor(log2 P), pair up: the
+odd rank gives its data to the even one before it, waits, and gets the result (*fold*).
 
-Cost for a power of two: allreduce log₂ P (α + Nβ + Nγ); allgather log₂ P α + (P-1)/P Nβ.
-Folding adds 2 messages. Latency-optimal.
+Cost for a power of two: allreduce log2 P (alpha + N beta + N gamma); allgather
+log2 P alpha + (P-1)/P N beta. Folding adds 2 messages. Latency-optimal.
 
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
 MPICH", IJHPCA 19 (2005), sections 4.1 and 4.5.
@@ -17,26 +17,37 @@ MPICH", IJHPCA 19 (2005), sections 4.1 and 4.5.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from commrt.algorithms._fold import Fold
 from commrt.algorithms._registry import algorithm
 from commrt.schedule.builder import Buffer, Builder
 
 
-def double_blocks(b: Builder, fold: Fold, buf: Buffer) -> None:
-    """Give every participant all blocks of ``buf``; each starts with its own range."""
-    v = fold.participant
-    distance = 1
-    while distance < fold.num:
-        peer = v ^ distance
-        mine, theirs = v & -distance, peer & -distance
-        b.send(buf[fold.blocks(mine, mine + distance)], fold.ranks[peer])
-        b.recv(buf[fold.blocks(theirs, theirs + distance)], fold.ranks[peer])
-        distance *= 2
+def double_blocks(
+    b: Builder,
+    buf: Buffer,
+    at: Callable[[int, int], slice] = slice,
+    *,
+    from_first: bool = False,
+) -> None:
+    """Give every rank all blocks of ``buf``; rank v starts with ``at(v, v + 1)``.
+
+    With ``from_first``, rank 0 has all blocks already and receives none.
+    """
+    for t in range(b.size.bit_length() - 1):
+        distance = 1 << t
+        peer = b.rank ^ distance
+        mine, theirs = b.rank & -distance, peer & -distance
+        if not (from_first and peer == 0):
+            b.send(buf[at(mine, mine + distance)], peer)
+        if not (from_first and b.rank == 0):
+            b.recv(buf[at(theirs, theirs + distance)], peer)
 
 
 @algorithm("allreduce", "recursive_doubling", latency=True)
 def allreduce(b: Builder) -> None:
-    """Exchange and add the whole vector with the rank 1, 2, 4, … away."""
+    """Exchange and add the whole vector with the rank 1, 2, 4, ... away."""
     b.blocks(1)
     fold = Fold(b)
     if fold.folded:
@@ -49,10 +60,11 @@ def allreduce(b: Builder) -> None:
     if fold.folds:
         b.rred(sums[fold.steps], b.rank + 1, src=known)
         known = sums[fold.steps]
+    group = fold.group()
     for t in range(fold.steps):
-        peer = fold.ranks[fold.participant ^ (1 << t)]
-        b.send(known, peer)
-        b.rred(sums[t], peer, src=known)
+        peer = group.rank ^ (1 << t)
+        group.send(known, peer)
+        group.rred(sums[t], peer, src=known)
         known = sums[t]
     b.copy(b.out[:], known)
     if fold.folds:
@@ -61,7 +73,7 @@ def allreduce(b: Builder) -> None:
 
 @algorithm("allgather", "recursive_doubling", latency=True)
 def allgather(b: Builder) -> None:
-    """Exchange all blocks known so far with the rank 1, 2, 4, … away."""
+    """Exchange all blocks known so far with the rank 1, 2, 4, ... away."""
     b.copy(b.out[b.rank], b.inp[0])
     fold = Fold(b)
     if fold.folded:
@@ -70,6 +82,6 @@ def allgather(b: Builder) -> None:
         return
     if fold.folds:
         b.recv(b.out[b.rank + 1], b.rank + 1)
-    double_blocks(b, fold, b.out)
+    double_blocks(fold.group(), b.out, fold.blocks)
     if fold.folds:
         b.send(b.out[:], b.rank + 1)

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ring: every rank talks only to its two neighbours; bandwidth-optimal, P-1 steps a lap.
+"""Ring: every rank talks only to its two neighbours; bandwidth-optimal, P-1 steps a
+lap.
 
-*Reduce-scatter lap.* The vector is cut into P blocks. In step t, rank r sends its partial
-sum of block r-1-t to the next rank and receives that of block r-2-t from the previous one,
-adding its own contribution. After P-1 steps rank r has the full sum of block r.
+*Reduce-scatter lap.* The vector is cut into P blocks. In step t, rank r sends its
+partial sum of block r-1-t to the next rank and receives that of block r-2-t from the
+previous one, adding its own contribution. After P-1 steps rank r has the full sum of
+block r.
 *Allgather lap.* In step t, rank r passes block r-t on and receives block r-1-t.
 
-Cost with α per message, β per byte, γ per reduced byte and N bytes in all:
-a lap takes (P-1)α + (P-1)/P Nβ, and the first also (P-1)/P Nγ; an allreduce is both laps.
-No algorithm moves fewer bytes. Broadcast scatters the root's vector down a binomial tree,
-then runs the allgather lap (van de Geijn); reduce runs the first lap, then every rank
-sends its block to the root.
+Cost with alpha per message, beta per byte, gamma per reduced byte and N bytes in all: a
+lap takes (P-1) alpha + (P-1)/P N beta, and the first also (P-1)/P N gamma; an allreduce
+is both laps. No algorithm moves fewer bytes. Broadcast scatters the root's vector down
+a binomial tree, then runs the allgather lap (van de Geijn); reduce runs the first lap,
+then every rank sends its block to the root.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", JPDC 69 (2009), section 3; Thakur, Rabenseifner and Gropp, "Optimization of
-collective communication operations in MPICH", IJHPCA 19 (2005), sections 4.1 and 4.2.
+workstations", JPDC 69 (2009), section 3; Thakur, Rabenseifner and Gropp, "Optimization
+of collective communication operations in MPICH", IJHPCA 19 (2005), sections 4.1 and
+4.2.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """Dependencies from data: who must wait for whom because they touch the same block.
 
 One tracker serves the builder (steps), the verifier (to find missing edges) and the
-lowering (instructions). Block i of ``in`` counts as block i of ``out`` where the two may
-be the same memory, so a program is right in place and out of place.
+lowering (instructions). Block i of ``in`` counts as block i of ``out`` where the two
+may be the same memory, so a program is right in place and out of place.
 """
 
 from __future__ import annotations

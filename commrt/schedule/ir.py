@@ -101,8 +101,8 @@ class Space:
             expected = self.nblk if self.split == split else None
             if given != expected:
                 raise ScheduleError(
-                    f"space {self.name!r} with split={self.split!r} and nblk={self.nblk} "
-                    f"must have {'no' if expected is None else expected} {split} entries"
+                    f"space {self.name!r} with split={self.split!r}, nblk={self.nblk} "
+                    f"must have {'no' if expected is None else expected} {split}"
                 )
         if self.nblk < 0 or self.scale[0] < 0 or self.scale[1] < 1:
             raise ScheduleError(
@@ -121,7 +121,7 @@ class Space:
         sizes = self.counts if self.split == "counts" else self.cap
         if sizes is None:
             raise ScheduleError(
-                f"space {self.name!r}: blocks of split={self.split!r} are not contiguous"
+                f"space {self.name!r}: {self.split!r} blocks are not contiguous"
             )
         edges = [0]
         for size in sizes:
@@ -164,7 +164,7 @@ class Step(NamedTuple):
     deps: tuple[int, ...]
     """Earlier steps of this rank that must be done first."""
     after: tuple[int, ...] = ()
-    """The part of ``deps`` that the author asked for; the rest follows from the data."""
+    """The part of ``deps`` that the author asked for; data demands the rest."""
 
 
 _NONE = (-1, 0, 0)
@@ -263,8 +263,10 @@ class RankProgram:
         """Build a program from its JSON form."""
         program = cls(data["rank"], tuple(map(Space.from_dict, data["spaces"])))
         for op, src, dst, peer, deps, after in data["steps"]:
-            ends = (None if end is None else Slice(*end) for end in (src, dst))
-            program.steps.append(Step(Op(op), *ends, peer, tuple(deps), tuple(after)))
+            ends = [None if end is None else Slice(*end) for end in (src, dst)]
+            program.steps.append(
+                Step(Op(op), ends[0], ends[1], peer, tuple(deps), tuple(after))
+            )
         return program
 
     def to_json(self) -> str:
@@ -281,7 +283,7 @@ class RankProgram:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
-@dataclass
+@dataclass(eq=False)
 class Schedule:
     """What all ranks do. Programs are made when first asked for, and kept."""
 

@@ -16,8 +16,8 @@ Then local outputs that nobody reads are dropped (of a ring's partial sums only 
 messages remain), and dependencies are inferred afresh from what is left.
 
 Messages keep the numbers that the program's order gives them, whatever instruction
-carries them. Fusing never makes an instruction wait for something that could wait for it:
-inputs join only while nothing has read the result or overwritten the other inputs.
+carries them. Fusing never makes an instruction wait for something that could wait for
+it: inputs join only while nothing has read the result or overwritten the other inputs.
 """
 
 from __future__ import annotations
@@ -139,13 +139,17 @@ class _Lowering:
             made = handlers[step.op](step)
             if made is not None:
                 self._of_step[index] = made
-                # A step whose predecessor was fused away waits for what made its data.
-                self.instructions[made].after.update(
-                    self._of_step[other]
-                    for other in step.after
-                    if other in self._of_step
-                )
+                self._wait_for(made, step)
         self._finish_copies()
+
+    def _wait_for(self, made: int, step: Step) -> None:
+        """Honour the author's ``after``; a predecessor that was a copy has no part."""
+        for other in step.after:
+            if other in self._of_step:
+                before = self._of_step[other]
+                self.instructions[made].after.add(before)
+                # It must not wait for more than its own messages: others wait for it.
+                self.instructions[before].joins = False
 
     # Where blocks are, and who touched them.
 
@@ -344,7 +348,8 @@ class _Lowering:
         return self._emit([message], [(LOCAL, *step.dst)])
 
     def _rred(self, step: Step) -> int:
-        assert step.src is not None and step.dst is not None
+        assert step.src is not None
+        assert step.dst is not None
         message = self._message_in(step.peer)
         src = self._resolve(step.src)
         if src == step.dst and not step.after and (joined := self._joinable(src)) >= 0:
@@ -358,26 +363,30 @@ class _Lowering:
         maker = self._maker(dst)
         if maker is None or not self.instructions[maker].joins:
             return -1
+        blocks = self._blocks(dst)
         unread = all(
-            self._reader.get(block, -1) <= maker for block in self._blocks(dst)
+            self._reader.get(block, -1) <= maker and not self._copied_from.get(block)
+            for block in blocks
         )
         inputs = self.instructions[maker].local_inputs()
         whole = all(self._unchanged_since(where, maker) for where in inputs)
         return maker if unread and whole else -1
 
     def _red(self, step: Step) -> int:
-        assert step.src is not None and step.dst is not None
+        assert step.src is not None
+        assert step.dst is not None
         inputs = [(LOCAL, *self._resolve(step.dst)), (LOCAL, *self._resolve(step.src))]
         self._before_write(step.dst)
         return self._emit(inputs, [(LOCAL, *step.dst)])
 
     def _copy(self, step: Step) -> int | None:
-        assert step.src is not None and step.dst is not None
-        src, dst = self._resolve(step.src), step.dst
-        if src == dst:
+        assert step.src is not None
+        assert step.dst is not None
+        dst = step.dst
+        if step.src == dst or self._resolve(step.src) == dst:
             return None
         self._before_write(dst)
-        # What the destination's older copies carried out may have moved the source.
+        # Only now: carrying out what read the destination may have moved the source.
         src = self._resolve(step.src)
         position = len(self.instructions)
         for offset in range(src.hi - src.lo):
@@ -390,7 +399,7 @@ class _Lowering:
 
 
 def _drop_dead(lowering: _Lowering) -> list[int]:
-    """Drop outputs nobody reads, and instructions without effect; return what is left."""
+    """Drop outputs nobody reads, then instructions without effect; return the rest."""
     live = {
         (space, block)
         for space, description in enumerate(lowering.program.spaces)

@@ -169,11 +169,11 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "COMMRT_LINK_CLASS",
-        "near|far|oversubscribed",
+        "near|far|oversubscribed|network",
         None,
         "Force the measured link class (tests, comparisons).",
         True,
-        _choice("near", "far", "oversubscribed"),
+        _choice("near", "far", "oversubscribed", "network"),
     ),
     Variable(
         "COMMRT_SHM",

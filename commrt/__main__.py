@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m commrt info`` and ``python -m commrt verify``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from commrt.errors import CommError, suggest
+
+__all__ = ["main"]
+
+USAGE = """\
+usage: python -m commrt COMMAND [OPTIONS]
+
+commands:
+  info     show backends, algorithms, the table in force, ranks and the environment
+  verify   check an algorithm for many rank counts: verify ring --ranks 1..64
+
+Other programs: python -m commrt.bench (benchmarks), commrt-tune (selection tables).
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    command, *options = arguments
+    if command not in ("info", "verify"):
+        hint = suggest(command, ("info", "verify"))
+        print(f"commrt: unknown command {command!r}{hint}", file=sys.stderr)
+        return 2
+    try:
+        return _run(command, options)
+    except CommError as error:
+        print(f"commrt {command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(command: str, options: list[str]) -> int:
+    # Each command loads only what it needs: `info` must work where much is missing.
+    if command == "info":
+        from commrt import info
+
+        return info.main(options)
+    from commrt.schedule import cli
+
+    return cli.main(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `import commrt` gives, and what it must not do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import commrt
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
+
+
+def test_public_names_are_sorted_and_exist() -> None:
+    assert list(commrt.__all__) == sorted(commrt.__all__)
+    assert [name for name in commrt.__all__ if not hasattr(commrt, name)] == []
+
+
+def test_nothing_else_looks_public() -> None:
+    loose = {
+        name
+        for name, value in vars(commrt).items()
+        if not name.startswith("_")
+        and not isinstance(value, types.ModuleType)
+        and getattr(value, "__module__", None) != "__future__"
+    }
+    assert loose - set(commrt.__all__) - {"annotations"} == set()
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = REFERENCE.read_text()
+    assert [name for name in commrt.__all__ if f"`{name}" not in text] == []
+
+
+def test_import_starts_nothing_and_loads_no_big_library() -> None:
+    code = (
+        "import sys, threading, commrt;"
+        "loaded = {'mpi4py', 'torch', 'cupy', 'ml_dtypes'} & set(sys.modules);"
+        "assert not loaded, loaded;"
+        "assert threading.active_count() == 1, threading.enumerate()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports go down only, as the layers in docs/design.md say."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Lowest first; modules of one layer may import each other, but not in a circle.
+LAYERS = (
+    ("errors", "dtypes", "operations", "env"),
+    ("_native",),
+    ("_libmpi", "memory_limit", "launch", "bootstrap", "arena", "mpiexec"),
+    ("schedule",),
+    ("algorithms",),
+    ("select",),
+    ("backends",),
+    ("safety",),
+    ("arrays", "calls", "request", "world", "comm", "commrt"),
+    ("tuning", "bench", "tables", "info", "schedule.cli", "__main__"),
+)
+LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+# Folders beside commrt/ that install as part of it.
+FOLDERS = {ROOT / "commrt": "commrt", ROOT / "tuning": "commrt.tuning"}
+FOLDERS[ROOT / "bench"] = "commrt.bench"
+
+
+def _sources() -> dict[str, Path]:
+    """Return every Python file of the package by module name."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join([package, *parts]).removesuffix(".__init__")] = path
+    return found
+
+
+SOURCES = _sources()
+
+
+def _part(module: str) -> str:
+    """Return the part of the package that a module belongs to."""
+    if module == "commrt.schedule.cli":  # a program that lies beside what it drives
+        return "schedule.cli"
+    names = module.split(".")
+    return names[1] if len(names) > 1 else "commrt"
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Yield every module of the package that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] == "commrt":
+                yield _module(name)
+
+
+def _module(name: str) -> str:
+    """Cut an imported object's name off: ``commrt.env.read`` is in ``commrt.env``."""
+    if name in SOURCES or name == "commrt._native":
+        return name
+    parent = name.rpartition(".")[0]
+    return _module(parent) if parent else name
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_imports_go_down_only(module: str) -> None:
+    part = _part(module)
+    assert part in LEVELS, f"give {part} a layer, here and in docs/design.md"
+    upward = [
+        target
+        for target in _imports(SOURCES[module])
+        if LEVELS.get(_part(target), -1) > LEVELS[part]
+    ]
+    assert upward == []
+
+
+def test_parts_of_one_layer_do_not_import_in_a_circle() -> None:
+    edges: dict[str, set[str]] = {}
+    for module, path in SOURCES.items():
+        targets = {_part(target) for target in _imports(path)}
+        edges.setdefault(_part(module), set()).update(targets)
+    for part in edges:
+        edges[part].discard(part)
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            for target in edges.get(todo.pop(), ()):
+                if target not in seen:
+                    seen.add(target)
+                    todo.append(target)
+        return seen
+
+    # `import commrt` asks for the public interface, which knows all that is below it.
+    parts = set(edges) - {"commrt"}
+    assert [part for part in sorted(parts) if part in reachable(part)] == []
+
+
+def test_the_scan_sees_imports_inside_functions() -> None:
+    assert "commrt.schedule" in {
+        target.rpartition(".cli")[0] or target
+        for target in _imports(ROOT / "commrt/__main__.py")
+    }

@@ -2,8 +2,8 @@
 """torch.distributed with gloo as a peer: run by path, without commrt or MPI.
 
 ``python peer_gloo.py JOB RANKS`` starts the ranks itself; they meet at a port of
-127.0.0.1, with torchrun's variables. Arrays are numpy's, seen through ``torch.from_numpy``, so that inputs are
-made and rewritten in the same way for every peer.
+127.0.0.1, with torchrun's variables. Arrays are numpy's, seen through
+``torch.from_numpy``, so that inputs are made and rewritten alike for every peer.
 """
 
 from __future__ import annotations

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launching: commands per MPI, deadlines that leave nothing behind, a real peer."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from commrt import mpiexec
+from commrt.bench.import_cost import measure_import
+from commrt.bench.launch import PeerSpec, launch, make_job
+from commrt.errors import BackendError, UsageError
+from commrt.mpiexec import Launcher
+
+needs_mpi = pytest.mark.skipif(
+    importlib.util.find_spec("mpi4py") is None
+    or shutil.which("mpiexec", path=str(Path(sys.executable).parent)) is None,
+    reason="mpi4py and an mpiexec beside this python are needed",
+)
+
+# The parent's child leaves the session, as MPICH's ranks do; both ignore SIGTERM.
+_STUBBORN = """
+import os, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = os.fork()
+if child == 0:
+    os.setsid()
+    os.write(1, f"{os.getpid()}\\n".encode())
+while True:
+    signal.pause()
+"""
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_deadline_kills_children_in_other_sessions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mpiexec, "_KILL_GRACE_S", 0.1)
+    done = mpiexec.run_process(
+        [sys.executable, "-c", _STUBBORN], os.environ, timeout_s=2
+    )
+    assert done.timed_out
+    assert not done.ok
+    assert not _is_running(int(done.stdout))
+    assert "its deadline had passed" in done.describe_failure()
+
+
+def test_orphans_are_killed_after_a_normal_end() -> None:
+    program = (
+        "import os, signal\nchild = os.fork()\nif child == 0:\n"
+        "    signal.pause()\nos.write(1, str(child).encode())"
+    )
+    done = mpiexec.run_process(
+        [sys.executable, "-c", program], os.environ, timeout_s=60
+    )
+    assert done.ok
+    assert not _is_running(int(done.stdout))
+
+
+def test_lines_arrive_as_they_are_printed() -> None:
+    lines: list[str] = []
+    done = mpiexec.run_process(
+        [sys.executable, "-c", "print('a'); print('b')"],
+        os.environ,
+        timeout_s=60,
+        on_line=lines.append,
+    )
+    assert (lines, done.stdout, done.returncode) == (["a", "b"], "a\nb\n", 0)
+
+
+def test_failures_show_the_end_of_what_was_printed() -> None:
+    done = mpiexec.run_process(
+        [sys.executable, "-c", "import sys; sys.exit('no luck')"],
+        os.environ,
+        timeout_s=60,
+    )
+    assert "ended with status 1: no luck" in done.describe_failure()
+
+
+def test_open_mpi_is_told_about_oversubscription_only_where_it_is_real(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mpiexec, "available_cpus", lambda: [0, 1])
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    launcher = Launcher("openmpi", "/x/mpiexec", "")
+    few, environ = mpiexec.launch_command("/x/python", 2, ["a"], launcher=launcher)
+    many, _ = mpiexec.launch_command("/x/python", 3, ["a"], launcher=launcher)
+    assert few[-4:] == ["-n", "2", "/x/python", "a"]
+    assert ":OVERSUBSCRIBE" not in few
+    assert ":OVERSUBSCRIBE" in many
+    assert environ["OMPI_ALLOW_RUN_AS_ROOT"] == "1"
+    assert environ["PATH"].startswith("/x" + os.pathsep)
+    assert "OMPI_COMM_WORLD_RANK" not in environ
+
+
+def test_mpich_needs_no_options() -> None:
+    launcher = Launcher("mpich", "/x/mpiexec", "")
+    argv, environ = mpiexec.launch_command(
+        "/x/python", 4, ["a"], env={"A": "1"}, launcher=launcher
+    )
+    assert argv == ["/x/mpiexec", "-n", "4", "/x/python", "a"]
+    assert environ["A"] == "1"
+
+
+def test_no_ranks_is_an_error() -> None:
+    with pytest.raises(UsageError, match="ranks=0"):
+        mpiexec.launch_command("python", 0, [])
+
+
+def test_missing_launcher_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BackendError, match=r"commrt\[openmpi\]"):
+        mpiexec.find_launcher(str(tmp_path / "python"))
+
+
+def test_import_starts_nothing() -> None:
+    cost = measure_import(1)
+    assert cost.started == ()
+    assert len(cost.samples_ms) == 1
+    assert "nothing" in cost.describe()
+
+
+@pytest.mark.mpi
+@needs_mpi
+def test_mpi4py_peer_checks_and_times_two_real_ranks() -> None:
+    peer = PeerSpec("mpi4py", "mpi4py", sys.executable)
+    limits = {"iterations": 5, "min_iterations": 2, "budget_s": 0.2}
+    for coll in ("allreduce", "alltoall", "scatter"):
+        job = make_job(coll, [4, 24, 4096], fresh=True, **limits)
+        result = launch(peer, 2, job, timeout_s=60)
+        assert [row["nbytes"] for row in result["rows"]] == [4, 24, 4096]
+        assert all(row["valid"] and row["samples_us"] for row in result["rows"])
+        classes = {row["link_class"] for row in result["rows"]}
+        assert classes <= {"near", "far", "mixed", "oversubscribed"}
+        assert len(result["cpus"]) == 2
+
+
+@pytest.mark.mpi
+@needs_mpi
+def test_a_failing_launch_is_an_error_with_its_output() -> None:
+    peer = PeerSpec("mpi4py", "mpi4py", sys.executable)
+    job = make_job("allreduce", [8])
+    job["spec"] = {**job["spec"], "name": "vector"}
+    with pytest.raises(BackendError, match="KeyError: 'vector'"):
+        launch(peer, 2, job, timeout_s=60)

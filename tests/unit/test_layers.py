@@ -21,7 +21,17 @@ LAYERS = (
     ("select",),
     ("backends",),
     ("safety",),
-    ("arrays", "calls", "request", "world", "comm", "commrt"),
+    (
+        "arrays",
+        "bootstrap_wait",
+        "calls",
+        "comm",
+        "commrt",
+        "links",
+        "request",
+        "signatures",
+        "world",
+    ),
     ("tuning", "bench", "tables", "info", "schedule.cli", "__main__"),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}

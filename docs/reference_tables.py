@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the generated tables of docs/reference.md: ``python docs/reference_tables.py``.
+
+A table stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``; a test compares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from commrt import env
+from commrt.dtypes import DTYPES, ReduceOp, check_reduction
+from commrt.errors import UsageError
+from commrt.operations import OPERATIONS, OpSpec
+
+PAGE = Path(__file__).with_name("reference.md")
+
+_OUTPUTS = {
+    "none": "none",
+    "same": "like `x`",
+    "times_size": "`(size, *x.shape)`",
+    "div_size": "`x.size / size` elements",
+}
+_RULE_BYTES = {
+    "whole": "of the whole buffer",
+    "block": "of one rank's block",
+    "pair": "of one pair's block",
+    "none": "",
+}
+
+
+def operations_table() -> str:
+    """Return the table of collectives."""
+    titles = ("operation", "arguments", "output", "without `out`", "bytes that select")
+    rows = [f"| {' | '.join(titles)} | meaning |", "|---" * 6 + "|"]
+    for spec in OPERATIONS:
+        arguments = ["`x`", "`out`"] if spec.x_count != "none" else []
+        arguments += ["`op`"] * spec.reduces + ["`root`"] * spec.has_root
+        output = _OUTPUTS[spec.out_count]
+        if spec.output_on == "root":
+            output += ", on the root"
+        cells = [
+            f"`{spec.name}`",
+            ", ".join(arguments),
+            output,
+            _without_out(spec),
+            _RULE_BYTES[spec.rule_bytes],
+            spec.doc,
+        ]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _without_out(spec: OpSpec) -> str:
+    if spec.out_count == "none":
+        return ""
+    if not spec.in_place:
+        return "allocates"
+    return "in place on the root" if spec.output_on == "root" else "in place"
+
+
+def reductions_table() -> str:
+    """Return which reduction is defined for which element types."""
+    rows = ["| `op` | defined for |", "|---|---|"]
+    for op in ReduceOp:
+        names = []
+        for dtype in DTYPES:
+            try:
+                check_reduction(op, dtype)
+            except UsageError:
+                continue
+            names.append(dtype.name)
+        all_of_them = len(names) == len(DTYPES)
+        what = "all" if all_of_them else ", ".join(f"`{name}`" for name in names)
+        rows.append(f"| `{op.name.lower()}` | {what} |")
+    return "\n".join(rows) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "operations": operations_table,
+    "reductions": reductions_table,
+    "environment": env.markdown_table,
+}
+
+
+def fill(page: str) -> str:
+    """Return the page with every generated table renewed."""
+    for name, table in TABLES.items():
+        pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.S)
+        if not pattern.search(page):
+            raise SystemExit(f"{PAGE.name} has no place for the table {name!r}")
+        page = pattern.sub(lambda found: found[1] + table() + found[2], page)  # noqa: B023
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fill(PAGE.read_text()))

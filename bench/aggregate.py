@@ -179,12 +179,11 @@ def _ratio(cell: Cell | None) -> str:
 def _footnote(comparison: Comparison) -> str:
     launches = [cell.num_launches for cell in comparison.cells.values()]
     pairs = [cell.num_pairs for cell in comparison.cells.values() if cell.num_pairs]
-    count = f"{min(launches)} to {max(launches)}" if launches else "0"
-    paired = f"{min(pairs)} to {max(pairs)}" if pairs else "0"
     text = (
-        f"Median over {count} launches (lowest and highest launch; from 6 launches the "
-        f"95 % interval of the median); ratios: median over {paired} pairs of launches."
+        f"Median over {_span(launches)} launches (lowest and highest launch; from 6 "
+        f"launches the 95 % interval of the median)"
     )
+    text += f"; ratios: median over {_span(pairs)} pairs." if pairs else "; no pairs."
     if comparison.num_mixed:
         text += (
             f" Left out: {comparison.num_mixed} rows during which the links changed "
@@ -193,3 +192,8 @@ def _footnote(comparison: Comparison) -> str:
     if comparison.num_wrong:
         text += f" Not timed: {comparison.num_wrong} rows with a wrong result."
     return text
+
+
+def _span(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"

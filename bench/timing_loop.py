@@ -39,6 +39,7 @@ __all__ = [
     "Trial",
     "element_counts",
     "expected_chunk",
+    "library_name",
     "link_class_of",
     "load_job",
     "median_interval",
@@ -495,6 +496,12 @@ def work(
     if peer.rank == 0 and placement is not None:
         shares = [[int(cpu) for cpu in share] for share in placement]
         save_result(job["result"], {**about, "cpus": shares, "rows": rows})
+
+
+def library_name(version: str) -> str:
+    """Return the part of MPI's version text that fits a line: library and version."""
+    first = version.strip("\0 \n").splitlines()[0].split(",")[0]
+    return " ".join(first.split())
 
 
 def load_job(path: str) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def connect() -> tuple[CommrtPeer, dict[str, Any]]:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None:
         versions["mpi4py"] = sys.modules["mpi4py"].__version__
-        name = " ".join(mpi.Get_library_version().split("\n")[0].split()).strip("\0")
+        name = timing_loop.library_name(mpi.Get_library_version())
         library = f"{library} over {name}"
     return CommrtPeer(comm), {
         "library": library,
@@ -111,6 +111,10 @@ def run(job: Mapping[str, Any]) -> dict[str, Any] | None:
     rows = timing_loop.run_job(peer, job, measure_of(job["mode"]))
     if peer.rank != 0:
         return None
+    for row in rows:
+        # Nobody made shared flags for us; the engine's own measurement remains.
+        if row["link_class"] == "unknown":
+            row["link_class"] = about["engine_link_class"]
     return {"peer": "commrt", "ranks": peer.size, **about, "rows": rows}
 
 

@@ -153,3 +153,14 @@ def test_bad_peers(text: str, message: str) -> None:
 def test_peer_names_are_unique() -> None:
     with pytest.raises(UsageError, match="'mpi4py' is used twice"):
         compare.choose_peers(["mpi4py=sh"])
+
+
+def test_failures_show_the_exception_not_the_launchers_boilerplate() -> None:
+    error = (
+        "mpiexec -n 2\nended with status 1: Traceback\n  raise\n"
+        "commrt.errors.UsageError: x is read-only\n-----\n"
+        "prterun detected that one or more processes\n   Exit code:    1\n-----"
+    )
+    words = compare.last_words(error)
+    assert words == "commrt.errors.UsageError: x is read-only"
+    assert compare.last_words("killed\n----") == "killed"

@@ -266,3 +266,14 @@ def test_result_file_appears_whole(tmp_path: Path) -> None:
     timing_loop.save_result(str(path), {"rows": [1]})
     assert timing_loop.load_job(str(path)) == {"rows": [1]}
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        ("Open MPI v5.0.11, package: Open MPI u@h, Sep 16, 2026\0", "Open MPI v5.0.11"),
+        ("MPICH Version:      5.0.2\nMPICH Release date: x\n", "MPICH Version: 5.0.2"),
+    ],
+)
+def test_library_name(version: str, name: str) -> None:
+    assert timing_loop.library_name(version) == name

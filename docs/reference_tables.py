@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the generated tables of docs/reference.md: ``python docs/reference_tables.py``.
 
-A table stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``; a test compares.
+A table stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations

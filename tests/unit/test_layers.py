@@ -29,11 +29,14 @@ LAYERS = (
         "commrt",
         "links",
         "request",
+        "runtime",
         "signatures",
         "world",
     ),
-    ("tuning", "bench", "tables", "info", "schedule.cli", "__main__"),
+    ("tuning", "bench", "tables", "info", "schedule.cli", "backends.local", "__main__"),
 )
+# Programs over the whole package that lie beside what they are about.
+ON_TOP = ("schedule.cli", "backends.local")
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # Folders beside commrt/ that install as part of it.
@@ -56,15 +59,18 @@ SOURCES = _sources()
 
 def _part(module: str) -> str:
     """Return the part of the package that a module belongs to."""
-    if module == "commrt.schedule.cli":  # a program that lies beside what it drives
-        return "schedule.cli"
+    if module.removeprefix("commrt.") in ON_TOP:
+        return module.removeprefix("commrt.")
     names = module.split(".")
     return names[1] if len(names) > 1 else "commrt"
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Yield every module of the package that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Yield every module of the package that a file imports, anywhere in it.
+
+    Imports for type checkers only do not count: they never run.
+    """
+    for node in _running_code(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -74,6 +80,14 @@ def _imports(path: Path) -> Iterator[str]:
         for name in names:
             if name.split(".")[0] == "commrt":
                 yield _module(name)
+
+
+def _running_code(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for child in ast.iter_child_nodes(node):
+        test = child.test if isinstance(child, ast.If) else None
+        if not (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"):
+            yield from _running_code(child)
 
 
 def _module(name: str) -> str:

@@ -56,7 +56,7 @@ struct LeastFloat {
   static COMMRT_INLINE V apply(V x, V y) {
     auto equal = x == y;
     auto least = (decltype(equal))(x < y ? x : y) | ((decltype(equal))x & equal);
-    return (x == x) & (y == y) ? (V)least : quiet_nan(x);
+    return ((x == x) & (y == y)) ? (V)least : quiet_nan(x);
   }
 };
 
@@ -66,7 +66,7 @@ struct GreatestFloat {
   static COMMRT_INLINE V apply(V x, V y) {
     auto equal = x == y;
     auto greatest = (decltype(equal))(x > y ? x : y) & ((decltype(equal))x | ~equal);
-    return (x == x) & (y == y) ? (V)greatest : quiet_nan(x);
+    return ((x == x) & (y == y)) ? (V)greatest : quiet_nan(x);
   }
 };
 

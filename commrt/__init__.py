@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU-aware asynchronous communication runtime for deep learning.
+
+    import commrt
+    comm = commrt.init()                     # mpiexec, torchrun, srun or plain python
+    comm.allreduce(grad, op="sum")           # numpy, torch, anything with DLPack
+
+Importing commrt starts no MPI, no CUDA and no thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Communicator",
+    "Request",
+    "algorithm",
+    "errors",
+    "init",
+    "synchronize",
+    "wait_all",
+    "wait_any",
+]
+
+_HOME = {
+    "Communicator": "commrt.comm",
+    "Request": "commrt.request",
+    "algorithm": "commrt.algorithms",
+    "init": "commrt.runtime",
+    "synchronize": "commrt.runtime",
+    "wait_all": "commrt.request",
+    "wait_any": "commrt.request",
+}
+
+if TYPE_CHECKING:
+    from commrt import errors as errors
+    from commrt.algorithms import algorithm as algorithm
+    from commrt.comm import Communicator as Communicator
+    from commrt.request import Request as Request
+    from commrt.request import wait_all as wait_all
+    from commrt.request import wait_any as wait_any
+    from commrt.runtime import init as init
+    from commrt.runtime import synchronize as synchronize
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used: importing commrt stays cheap."""
+    import importlib
+
+    if name == "errors":
+        return importlib.import_module("commrt.errors")
+    if name not in _HOME:
+        raise AttributeError(f"module 'commrt' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

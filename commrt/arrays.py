@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Views of what users pass: address, length and element type, with or without copying.
+
+The native dispatcher recognises plain numpy arrays by itself; everything else comes
+here. Nothing is ever copied: an array that cannot be used in place is an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from commrt import _native
+from commrt.dtypes import DTYPES, DType
+from commrt.errors import BufferError_
+
+__all__ = ["HostView", "empty_like_array", "overlap", "view"]
+
+_BY_NAME = {dtype.name: dtype for dtype in DTYPES}
+_DLPACK_HOST = (1, 3, 10, 13)  # CPU, CUDA pinned, ROCm pinned, CUDA managed
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    """What the engine needs to know of an array in host memory."""
+
+    owner: Any
+    """The user's array; keeping it alive keeps the memory alive."""
+    address: int
+    """Of the first element."""
+    count: int
+    """Elements."""
+    dtype: DType
+    """Element type."""
+    shape: tuple[int, ...]
+    """Of the user's array."""
+    writable: bool
+    """Whether results may be stored."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first to the last element."""
+        return self.count * self.dtype.itemsize
+
+
+def view(array: Any, what: str) -> HostView:
+    """Return the view of ``array``, or raise BufferError_ that names ``what``.
+
+    Accepted: numpy arrays (ml_dtypes' bfloat16 included), torch CPU tensors, anything
+    with DLPack on the host, and objects with a buffer. All C-contiguous, of a type in
+    ``commrt.dtypes``, in native byte order.
+    """
+    if isinstance(array, np.ndarray):
+        return _view_numpy(array, array, what)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _view_torch(array, what)
+    if hasattr(array, "__cuda_array_interface__"):
+        raise BufferError_(
+            f"{what} is a CUDA array: this build has no device backend; copy it to "
+            f"host memory first"
+        )
+    if hasattr(array, "__dlpack_device__"):
+        return _view_dlpack(array, what)
+    try:
+        buffer = memoryview(array)
+    except TypeError:
+        raise BufferError_(
+            f"{what} is a {type(array).__name__}: expected a numpy array, a torch "
+            f"tensor, or an object with DLPack or a buffer"
+        ) from None
+    return _view_buffer(array, buffer, what)
+
+
+def _view_numpy(array: np.ndarray[Any, Any], owner: Any, what: str) -> HostView:
+    dtype = _BY_NAME.get(array.dtype.name)
+    if dtype is None or array.dtype.names is not None:
+        raise BufferError_(
+            f"{what} has dtype {array.dtype}, which cannot be communicated; "
+            f"supported: {', '.join(_BY_NAME)}"
+        )
+    if not array.dtype.isnative:
+        raise BufferError_(
+            f"{what} is stored in foreign byte order ({array.dtype.str}): convert it "
+            f"with x.astype(x.dtype.newbyteorder('='))"
+        )
+    if not array.flags.c_contiguous or not array.flags.aligned:
+        raise BufferError_(
+            f"{what} with shape {array.shape} and strides {array.strides} is not "
+            f"C-contiguous and aligned: pass numpy.ascontiguousarray(x)"
+        )
+    if dtype.name == "bfloat16":
+        _native.register_numpy_type(array.dtype.num, dtype.code)
+    return HostView(
+        owner,
+        array.ctypes.data,
+        array.size,
+        dtype,
+        array.shape,
+        bool(array.flags.writeable),
+    )
+
+
+def _view_torch(tensor: Any, what: str) -> HostView:
+    if tensor.device.type != "cpu":
+        raise BufferError_(
+            f"{what} is on {tensor.device}: this build has no device backend; copy it "
+            f"to host memory first"
+        )
+    name = str(tensor.dtype).removeprefix("torch.")
+    dtype = _BY_NAME.get(name)
+    if dtype is None or tensor.is_sparse or tensor.is_quantized:
+        raise BufferError_(
+            f"{what} is a torch tensor of {name} ({tensor.layout}), which cannot be "
+            f"communicated; supported: dense tensors of {', '.join(_BY_NAME)}"
+        )
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise BufferError_(
+            f"{what} is not contiguous in memory (shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}): pass x.contiguous()"
+        )
+    address, count = tensor.data_ptr(), tensor.numel()
+    return HostView(tensor, address, count, dtype, tuple(tensor.shape), True)
+
+
+def _view_dlpack(array: Any, what: str) -> HostView:
+    kind, _ = array.__dlpack_device__()
+    if kind not in _DLPACK_HOST:
+        raise BufferError_(
+            f"{what} is on a device (DLPack device type {kind}): this build has no "
+            f"device backend; copy it to host memory first"
+        )
+    try:
+        exported = np.from_dlpack(array)
+    except (RuntimeError, TypeError, ValueError, BufferError) as exc:
+        raise BufferError_(
+            f"{what} is a {type(array).__name__} that DLPack cannot export to numpy "
+            f"({exc})"
+        ) from exc
+    return _view_numpy(exported, (array, exported), what)
+
+
+def _view_buffer(array: Any, buffer: memoryview, what: str) -> HostView:
+    if not buffer.c_contiguous:
+        raise BufferError_(f"{what} is a buffer that is not C-contiguous")
+    exported = np.asarray(buffer)
+    return _view_numpy(exported, (array, exported), what)
+
+
+def overlap(a: HostView, b: HostView) -> bool:
+    """Return whether the two arrays share memory."""
+    return a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
+
+
+def empty_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
+    """Return a new array of ``shape`` in the library that ``x`` comes from."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x.owner, torch.Tensor):
+        return torch.empty(shape, dtype=x.owner.dtype)
+    if isinstance(x.owner, np.ndarray):
+        return np.empty(shape, dtype=x.owner.dtype)
+    library = _array_namespace(x.owner)
+    if library is not None:
+        return library.empty(shape, dtype=getattr(library, x.dtype.name))
+    return np.empty(shape, dtype=x.dtype.name)
+
+
+def _array_namespace(owner: Any) -> Any:
+    array = owner[0] if isinstance(owner, tuple) else owner
+    namespace = getattr(array, "__array_namespace__", None)
+    return None if namespace is None else namespace()
+
+
+def block_shape(x: HostView, size: int) -> tuple[int, ...]:
+    """Return the shape of one of ``size`` equal blocks of ``x``."""
+    if x.shape and x.shape[0] % size == 0:
+        return (x.shape[0] // size, *x.shape[1:])
+    return (prod(x.shape) // size,)

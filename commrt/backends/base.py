@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backend is: a name, a table of what it can do, and plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from commrt.dtypes import DTYPES, DType, ReduceOp
+from commrt.operations import COLLECTIVES, OpSpec
+from commrt.select.facts import Candidate, CommFacts, Query
+
+__all__ = ["Availability", "Backend", "Capabilities", "PlanSpec"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can run; ``python -m commrt info`` prints it."""
+
+    devices: tuple[str, ...] = ("host",)
+    """Kinds of memory: host, cuda."""
+    operations: tuple[str, ...] = COLLECTIVES
+    """Collectives it offers."""
+    dtypes: tuple[str, ...] = tuple(dtype.name for dtype in DTYPES)
+    """Element types it reduces; any type can be moved."""
+    reductions: tuple[str, ...] = tuple(
+        op.name.lower() for op in ReduceOp if op is not ReduceOp.PREMUL_SUM
+    )
+    """Reductions it offers on at least one of its types."""
+    schedules: bool = True
+    """Whether it runs schedule algorithms."""
+    native: bool = False
+    """Whether it offers the library's own collectives."""
+    can_recover: bool = False
+    """Whether a communicator can go on after a rank has died."""
+    can_cancel: bool = False
+    """Whether a started operation can be taken back."""
+    limits: str = ""
+    """What else bounds it, in words."""
+
+
+@dataclass(frozen=True)
+class Availability:
+    """One row of ``available()``."""
+
+    name: str
+    """The backend."""
+    available: bool
+    """Whether it can be used in this process."""
+    reason: str
+    """What is missing, or what it runs on."""
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    """What it can do."""
+
+
+@dataclass(frozen=True)
+class PlanSpec:
+    """One rank's part of an operation, before an algorithm is bound to it."""
+
+    op: OpSpec
+    """The operation."""
+    num_elements: int
+    """Length of the full vector (see ``Space.scale``)."""
+    dtype: DType
+    """Element type."""
+    reduction: ReduceOp
+    """The reduction; SUM where there is none."""
+    root: int
+    """The root; 0 where there is none."""
+    candidate: Candidate
+    """What to run, with all its parameters."""
+    in_elements: int
+    """Elements of this rank's send buffer, 0 where it has none."""
+    out_elements: int
+    """Elements of this rank's output, 0 where it has none."""
+    has_output: bool
+    """Whether the call returns an array on this rank."""
+
+
+class Backend(Protocol):
+    """Who can run plans. Third parties register theirs in ``commrt.backends``."""
+
+    name: str
+    capabilities: Capabilities
+
+    def availability(self) -> Availability:
+        """Return whether it can be used here, and why not; must not start anything."""
+        ...
+
+    def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
+        """Return what it can run for ``query`` on ``comm``, simplest first."""
+        ...
+
+    def plan(self, comm: Any, spec: PlanSpec) -> Any:
+        """Return the native plan of this rank."""
+        ...
+
+
+def serves(facts: CommFacts, backend: str) -> bool:
+    """Return whether ``backend`` is the one that runs schedules on such ranks."""
+    if facts.size == 1:
+        return backend == "local"
+    return backend == ("shm" if facts.nodes == 1 else "mpi")

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``mpi`` backend: the library's own collectives, and schedules across nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from commrt import _libmpi, _native
+from commrt.backends.base import Availability, Capabilities, PlanSpec, serves
+from commrt.backends.planning import schedule_plan
+from commrt.backends.schedules import schedule_candidates
+from commrt.dtypes import ReduceOp, dtype_by_name
+from commrt.errors import BackendError
+from commrt.select.facts import Candidate, Query
+
+__all__ = ["MpiBackend"]
+
+_INT_MAX = 2**31 - 1
+_constants = lru_cache(maxsize=1)(_libmpi.mpi_constants)
+_ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
+
+
+class MpiBackend:
+    """Host memory on any nodes, through the MPI that mpi4py has loaded."""
+
+    name = "mpi"
+    capabilities = Capabilities(
+        native=True, limits="native: counts below 2^31, not min/max of floats"
+    )
+
+    def availability(self) -> Availability:
+        """Look for mpi4py without starting MPI."""
+        why = _libmpi.why_unavailable()
+        reason = why or "mpi4py is installed"
+        return Availability(self.name, why is None, reason, self.capabilities)
+
+    def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
+        """Return ``native`` where it keeps commrt's rules, and schedules off-node."""
+        found: list[Candidate] = []
+        if query.device != "host" or comm.mpi is None:
+            return found
+        if comm.size > 1 and self._keeps_the_rules(query):
+            found.append(Candidate(self.name, "native"))
+        if serves(comm.facts, self.name):
+            found.extend(schedule_candidates(comm, query, self.name))
+        return found
+
+    def _keeps_the_rules(self, query: Query) -> bool:
+        constants = _constants()
+        dtype = dtype_by_name(query.dtype)
+        if query.nbytes // dtype.itemsize > _INT_MAX:
+            return False
+        if query.op is None:
+            return True
+        reduction = ReduceOp[query.op.upper()]
+        ordered_float = reduction in _ORDERED and dtype.kind == "float"
+        if ordered_float or dtype.name in ("float16", "bfloat16"):
+            # NaN rules differ between libraries; 16-bit floats round at every step.
+            return False
+        if dtype.kind == "bool" and reduction in (ReduceOp.SUM, ReduceOp.PROD):
+            return False
+        has_op = f"op:{query.op}" in constants
+        return has_op and f"dtype:{dtype.name}" in constants
+
+    def plan(self, comm: Any, spec: PlanSpec) -> Any:
+        """Return the native plan of this rank."""
+        if spec.candidate.algorithm != "native":
+            return schedule_plan(comm, spec)
+        constants = _constants()
+        # What only moves is bytes; what is reduced needs its type and operation.
+        if spec.op.reduces:
+            datatype = constants[f"dtype:{spec.dtype.name}"]
+            reduction = constants[f"op:{spec.reduction.name.lower()}"]
+            count = spec.num_elements
+        else:
+            datatype, reduction = constants["BYTE"], 0
+            count = spec.num_elements * spec.dtype.itemsize
+        if spec.op.name in ("allgather", "gather", "scatter", "alltoall"):
+            count //= comm.size
+        if spec.op.name == "reduce_scatter":
+            count //= comm.size
+        if count > _INT_MAX:
+            raise BackendError(
+                f"{spec.op.name} of {spec.num_elements} {spec.dtype.name}: the MPI "
+                f"library's own collectives count in 32 bits; use a schedule"
+            )
+        return _native.make_native_plan(
+            coll=spec.op.code,
+            dtype=spec.dtype.code,
+            redop=int(spec.reduction),
+            root=spec.root,
+            in_elems=spec.in_elements,
+            out_elems=spec.out_elements,
+            label=str(spec.candidate),
+            datatype=datatype,
+            op=reduction,
+            comm=comm.native_mpi_handle(),
+            count=count,
+            returns_out=spec.has_output,
+        )

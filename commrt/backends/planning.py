@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a schedule and element counts to a native plan.
+
+The number of fragments must be equal on all ranks, because messages are matched by
+their position in fragments. It is therefore computed from the *footprint* of the whole
+schedule, over all ranks, never from one rank's program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from commrt import _native, algorithms
+from commrt.backends.base import PlanSpec
+from commrt.dtypes import ReduceOp
+from commrt.errors import UsageError, suggest
+from commrt.schedule.ir import Op
+from commrt.schedule.lower import Lowered, lower
+from commrt.select.facts import ParamValue
+
+__all__ = ["LANE_NBYTES", "TransportParams", "schedule_plan", "split_params"]
+
+LANE_NBYTES = 4 << 20
+"""Payload memory of one operation in flight, per rank."""
+_LINE_NBYTES = 64
+_STORES = {"plain": 0, "stream": 1, "stream_slots": 2, "stream_both": 3}
+_KINDS = {"in": 0, "out": 1, "tmp": 2}
+
+
+@dataclass(frozen=True)
+class TransportParams:
+    """How messages cross shared memory; the tuner chooses them per size and link."""
+
+    chunk: int = 131072
+    """Wanted bytes per message of a fragment."""
+    store: str = "plain"
+    """``plain`` or non-temporal stores: ``stream`` into results, ``stream_slots`` into
+    the shared slots, ``stream_both``."""
+    depth: int = 2
+    """Fragments tried at once."""
+    reuse: int = 2
+    """Fragments whose payload may be unread at once; small keeps slots in cache."""
+
+    def __post_init__(self) -> None:
+        if self.store not in _STORES:
+            raise UsageError(f"store={self.store!r}{suggest(self.store, _STORES)}")
+        for name in ("chunk", "depth", "reuse"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= 1 << 30:
+                raise UsageError(f"{name}={value!r} must be a positive integer")
+
+
+_TRANSPORT_NAMES = tuple(TransportParams.__dataclass_fields__)
+
+
+def split_params(
+    params: Mapping[str, ParamValue],
+) -> tuple[dict[str, int], TransportParams]:
+    """Split a candidate's parameters into the algorithm's and the transport's."""
+    transport = {k: v for k, v in params.items() if k in _TRANSPORT_NAMES}
+    own: dict[str, int] = {}
+    for name, value in params.items():
+        if name in transport:
+            continue
+        if not isinstance(value, int):
+            raise UsageError(
+                f"parameter {name}={value!r} must be an integer"
+                f"{suggest(name, _TRANSPORT_NAMES)}"
+            )
+        own[name] = value
+    return own, TransportParams(**transport)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What bounds the messages of a schedule, over all of its ranks."""
+
+    publishes: int
+    """At most so many different payloads of one rank are unread at once."""
+    slices: tuple[tuple[int, int, tuple[int, int]], ...]
+    """(blocks, blocks of the space, scale) of every message."""
+
+    def largest_nbytes(self, num_elements: int, itemsize: int, fragments: int) -> int:
+        """Return an upper bound of any message of any fragment."""
+        largest = 0
+        for width, nblk, (num, den) in self.slices:
+            block = -(-(num_elements * num // den) // nblk)
+            if fragments == 1:
+                nbytes = width * block * itemsize
+            else:
+                piece = (block // fragments + 1) * itemsize + _LINE_NBYTES
+                nbytes = width * piece
+            largest = max(largest, nbytes)
+        return -(-largest // _LINE_NBYTES) * _LINE_NBYTES
+
+    def fragments(
+        self, num_elements: int, itemsize: int, chunk: int, lane_nbytes: int
+    ) -> int:
+        """Return into how many fragments messages of this length are cut.
+
+        Messages get about ``chunk`` bytes, and what one rank publishes in a fragment
+        fits into a lane: the operation then never waits for its own consumption.
+        """
+        whole = self.largest_nbytes(num_elements, itemsize, 1)
+        if whole <= _LINE_NBYTES:
+            return 1
+        fragments = max(1, -(-whole // chunk))
+        limit = lane_nbytes // max(1, self.publishes)
+        while self.largest_nbytes(num_elements, itemsize, fragments) > limit:
+            if fragments > num_elements:
+                raise UsageError(
+                    f"{self.publishes} payloads of one rank do not fit into a lane of "
+                    f"{lane_nbytes} bytes: choose another algorithm for so many ranks"
+                )
+            fragments += max(1, fragments // 8)
+        return fragments
+
+
+@lru_cache(maxsize=1024)
+def footprint(
+    coll: str, algorithm: str, size: int, root: int, params: tuple[tuple[str, int], ...]
+) -> Footprint:
+    """Return the footprint of a schedule, over the programs of all ranks."""
+    publishes = 0
+    slices: set[tuple[int, int, tuple[int, int]]] = set()
+    schedule = algorithms.schedule(coll, algorithm, size, root, dict(params))
+    for program in schedule.programs():
+        sends = [step.src for step in program.steps if step.op is Op.SEND]
+        publishes = max(publishes, len(sends))
+        for src in sends:
+            space = program.spaces[src.space]
+            slices.add((src.hi - src.lo, space.nblk, space.scale))
+    return Footprint(publishes, tuple(sorted(slices)))
+
+
+def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
+    """Return the native plan of this rank for a schedule algorithm."""
+    own, transport = split_params(spec.candidate.params)
+    coll, name = spec.op.name, spec.candidate.algorithm
+    schedule = algorithms.schedule(coll, name, comm.size, spec.root, own)
+    lowered = lower(schedule, comm.rank, comm.shares_memory_with)
+    bound = footprint(coll, name, comm.size, spec.root, tuple(sorted(own.items())))
+    fragments = bound.fragments(
+        spec.num_elements, spec.dtype.itemsize, transport.chunk, LANE_NBYTES
+    )
+    factor, divisor = _scaling(spec, comm.size)
+    return _native.make_schedule_plan(
+        comm,
+        coll=spec.op.code,
+        dtype=spec.dtype.code,
+        redop=int(spec.reduction),
+        root=spec.root,
+        in_elems=spec.in_elements,
+        out_elems=spec.out_elements,
+        label=str(spec.candidate),
+        spaces=_spaces(lowered, spec.num_elements),
+        peers=_peers(lowered),
+        inputs=lowered.inputs,
+        input_ptr=lowered.input_ptr,
+        outputs=lowered.outputs,
+        output_ptr=lowered.output_ptr,
+        deps=lowered.deps,
+        dep_ptr=lowered.dep_ptr,
+        fragments=fragments,
+        lane_nbytes=LANE_NBYTES,
+        depth=transport.depth,
+        slot_reuse=transport.reuse,
+        store=_STORES[transport.store],
+        factor=factor,
+        divisor=divisor,
+        returns_out=spec.has_output,
+    )
+
+
+def _spaces(lowered: Lowered, num_elements: int) -> list[tuple[int, list[int]]]:
+    spaces = []
+    for space in lowered.spaces:
+        bounds = space.bounds(num_elements)
+        # A space that this rank does not have still needs its place in the list.
+        spaces.append((_KINDS[space.kind], bounds if len(bounds) > 1 else [0, 0]))
+    return spaces
+
+
+def _peers(lowered: Lowered) -> list[tuple[int, int, int]]:
+    peers = sorted(set(lowered.messages_in) | set(lowered.messages_out))
+    return [
+        (peer, lowered.messages_out.get(peer, 0), lowered.messages_in.get(peer, 0))
+        for peer in peers
+    ]
+
+
+def _scaling(spec: PlanSpec, size: int) -> tuple[float, int]:
+    """avg scales floats before sending and divides integers at the end."""
+    if not spec.op.reduces or spec.reduction is not ReduceOp.AVG:
+        return 1.0, 1
+    if spec.dtype.kind in ("float", "complex"):
+        return 1.0 / size, 1
+    return 1.0, size

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backends that run schedules: ``shm`` on one node, ``mpi`` across, ``local`` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+from commrt import algorithms
+from commrt.backends.base import Availability, Capabilities, PlanSpec, serves
+from commrt.backends.planning import schedule_plan
+from commrt.select.facts import Candidate, Query
+
+__all__ = ["LocalBackend", "ShmBackend", "schedule_candidates"]
+
+
+def schedule_candidates(comm: Any, query: Query, backend: str) -> Iterator[Candidate]:
+    """Yield every schedule algorithm that can run ``query``, simplest first."""
+    ranked = sorted(algorithms.names(query.coll), key=_simplicity)
+    for name in ranked:
+        if not algorithms.get(query.coll, name).supports(comm.size):
+            continue
+        choices = algorithms.param_choices(query.coll, name, comm.size)
+        for values in product(*choices.values()):
+            yield Candidate(backend, name, dict(zip(choices, values, strict=True)))
+
+
+_SIMPLEST_FIRST = (
+    "direct",
+    "recursive_doubling",
+    "binomial",
+    "dissemination",
+    "pairwise",
+    "ring",
+    "halving_doubling",
+    "shifted_halving_doubling",
+)
+
+
+def _simplicity(name: str) -> tuple[int, str]:
+    known = name in _SIMPLEST_FIRST
+    return (_SIMPLEST_FIRST.index(name) if known else len(_SIMPLEST_FIRST), name)
+
+
+class ShmBackend:
+    """Every schedule over shared memory, for communicators within one node."""
+
+    name = "shm"
+    capabilities = Capabilities(limits="all ranks on one node")
+
+    def availability(self) -> Availability:
+        """Shared memory needs no library."""
+        from commrt import env
+
+        off = env.read_str("COMMRT_SHM") == "off"
+        reason = "COMMRT_SHM=off" if off else "memfd shared memory"
+        return Availability(self.name, not off, reason, self.capabilities)
+
+    def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
+        """Return every schedule algorithm where all ranks share this node."""
+        if query.device != "host" or not serves(comm.facts, self.name):
+            return ()
+        return tuple(schedule_candidates(comm, query, self.name))
+
+    def plan(self, comm: Any, spec: PlanSpec) -> Any:
+        """Return the native plan of this rank."""
+        return schedule_plan(comm, spec)
+
+
+class LocalBackend:
+    """Ranks that are threads of one process, and communicators of one rank."""
+
+    name = "local"
+    capabilities = Capabilities(limits="ranks of one process")
+
+    def availability(self) -> Availability:
+        """Always there."""
+        reason = "this process"
+        return Availability(self.name, True, reason, self.capabilities)
+
+    def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
+        """Return every schedule algorithm where the ranks are in this process."""
+        alone = serves(comm.facts, self.name)
+        if query.device != "host" or not (alone or comm.in_process):
+            return ()
+        return tuple(schedule_candidates(comm, query, self.name))
+
+    def plan(self, comm: Any, spec: PlanSpec) -> Any:
+        """Return the native plan of this rank."""
+        return schedule_plan(comm, spec)

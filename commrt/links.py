@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far apart on-node ranks are: measured per pair, agreed as the worst.
+
+The same machine shows different speeds in different launches, because its cores sit
+nearer or farther from each other. The class is a key of the selection table, so it must
+be equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, cast
+
+from commrt import env
+from commrt.select.facts import CommFacts, LinkClass
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+    from commrt.world import World
+
+__all__ = ["agree_link_class", "measure_links", "spins_for"]
+
+NEAR_NS = 250.0
+"""Below this flag latency two ranks are near; measured: 60–150 near, 300–700 far."""
+_BUDGET_S = 0.002
+_ROUNDS = 200
+_SPINS = 20000
+_SPINS_OVERSUBSCRIBED = 4
+_ORDER: tuple[LinkClass, ...] = ("single", "near", "far", "oversubscribed", "network")
+
+
+def rounds_of(members: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Yield disjoint pairs until every pair has met (round-robin tournament)."""
+    ranks = list(members)
+    if len(ranks) % 2:
+        ranks.append(-1)
+    half = len(ranks) // 2
+    for _ in range(len(ranks) - 1):
+        pairs = zip(ranks[:half], reversed(ranks[half:]), strict=True)
+        yield [(min(a, b), max(a, b)) for a, b in pairs if -1 not in (a, b)]
+        ranks = [ranks[0], ranks[-1], *ranks[1:-1]]
+
+
+def measure_links(comm: Communicator, world: World) -> dict[tuple[int, int], LinkClass]:
+    """Return the link class of every on-node pair; collective over all ranks."""
+    members = next(ranks for ranks in world.nodes if world.rank in ranks)
+    mine: dict[tuple[int, int], float] = {}
+    if len(members) > 1 and not _too_many(world, len(members)):
+        world.bootstrap.exchange(members, "links/start", b"", world.timeout_s)
+        for pairs in rounds_of(members):
+            for a, b in pairs:
+                if world.rank in (a, b):
+                    peer = b if world.rank == a else a
+                    mine[a, b] = comm._probe_latency_ns(peer, _ROUNDS, _BUDGET_S)
+    text = ";".join(f"{a},{b},{ns:.1f}" for (a, b), ns in mine.items())
+    everybody = range(world.size)
+    said = world.bootstrap.exchange(
+        everybody, "links/measured", text.encode(), world.timeout_s
+    )
+    slowest: dict[tuple[int, int], float] = {}
+    for blob in said:
+        for part in filter(None, blob.decode().split(";")):
+            a, b, ns = part.split(",")
+            pair = int(a), int(b)
+            # A pair that ran out of time was not on a core at once.
+            measured = float(ns) if float(ns) >= 0 else float("inf")
+            slowest[pair] = max(slowest.get(pair, 0.0), measured)
+    return {pair: "near" if ns < NEAR_NS else "far" for pair, ns in slowest.items()}
+
+
+def _too_many(world: World, ranks_here: int) -> bool:
+    return ranks_here > world.cores
+
+
+def agree_link_class(world: World, ranks: Sequence[int], ppn: int) -> LinkClass:
+    """Return the class of a communicator; every rank computes the same."""
+    if len(ranks) == 1:
+        return "single"
+    if len({world.node_of(rank) for rank in ranks}) > 1:
+        return "network"
+    forced = env.read_str("COMMRT_LINK_CLASS")
+    if forced is not None:
+        return cast(LinkClass, forced)
+    if _too_many(world, max(len(there) for there in world.nodes)):
+        return "oversubscribed"
+    here = sorted(ranks)
+    pairs = ((a, b) for i, a in enumerate(here) for b in here[i + 1 :])
+    classes = (world.links.get(pair, "near") for pair in pairs)
+    return max(classes, key=_ORDER.index)
+
+
+def spins_for(facts: CommFacts) -> int:
+    """Return how often a wait polls before it yields its core to another rank."""
+    crowded = facts.ppn > facts.cores
+    return _SPINS_OVERSUBSCRIBED if crowded else _SPINS

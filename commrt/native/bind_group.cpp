@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+// Binds Engine, Group (the communicator's native base) and Request.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unordered_map.h>
+#include <nanobind/stl/vector.h>
+
+#include "group.hpp"
+#include "p2p.hpp"
+
+namespace commrt {
+
+namespace {
+
+nb::object start_p2p(nb::handle self, std::shared_ptr<Op> op, nb::handle keep,
+                     nb::handle result, nb::handle operation, bool nonblocking,
+                     double timeout_s) {
+  return finish_call(self, std::move(op), keep, nb::handle(), result, operation, nonblocking,
+                     timeout_s);
+}
+
+nb::object send(nb::handle self, uint64_t data, uint64_t nbytes, int dest, int tag,
+                nb::handle keep, nb::handle operation, bool nonblocking, double timeout_s) {
+  Group& group = *nb::inst_ptr<Group>(self);
+  std::shared_ptr<Op> op;
+  {
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock(group.engine->mutex);
+    op = group.comm->p2p->send(reinterpret_cast<const void*>(data), nbytes, dest, tag);
+    if (!op->finished()) group.comm->submit(op);
+  }
+  return start_p2p(self, std::move(op), keep, nb::none(), operation, nonblocking, timeout_s);
+}
+
+nb::object recv(nb::handle self, uint64_t data, uint64_t capacity, int source, int tag,
+                nb::handle keep, nb::handle operation, double timeout_s) {
+  Group& group = *nb::inst_ptr<Group>(self);
+  std::shared_ptr<Op> op;
+  {
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock(group.engine->mutex);
+    op = group.comm->p2p->recv(reinterpret_cast<void*>(data), capacity, source, tag);
+    if (!op->finished()) group.comm->submit(op);
+  }
+  return start_p2p(self, std::move(op), keep, keep, operation, true, timeout_s);
+}
+
+nb::list records_of(const Group& group) {
+  nb::list rows;
+  const Comm& comm = *group.comm;
+  const uint64_t end = comm.next_seq;
+  const uint64_t begin = end > Comm::kRecords ? end - Comm::kRecords : 0;
+  for (uint64_t seq = begin; seq < end; ++seq) {
+    const Record& r = comm.records[seq % Comm::kRecords];
+    rows.append(nb::make_tuple(r.seq, r.coll, r.dtype, r.redop, r.count, r.root, r.state,
+                               r.start_ticks, r.end_ticks, r.stream, r.device));
+  }
+  return rows;
+}
+
+}  // namespace
+
+void bind_group(nb::module_& m) {
+  nb::class_<Engine>(m, "Engine", "Progress for every communicator of one rank.")
+      .def(nb::init<>())
+      .def("step", &Engine::step, nb::call_guard<nb::gil_scoped_release>(),
+           "Run one pass over all operations in flight; True if anything advanced.")
+      .def("start_thread", &Engine::start_thread)
+      .def("stop_thread", &Engine::stop_thread, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("has_thread", &Engine::has_thread)
+      .def_prop_ro("idle", &Engine::idle, nb::call_guard<nb::gil_scoped_release>(),
+                   "Whether nothing is in flight.");
+
+  nb::class_<Request>(m, "Request",
+                      "One started operation. Keep it, and wait() for it: the buffers belong "
+                      "to the engine until then.")
+      .def("wait", &Request::wait, nb::kw_only(), nb::arg("stream") = nb::none(),
+           nb::arg("timeout_s") = nb::none(),
+           "Return the operation's output once it is complete. Idempotent; raises the same "
+           "error every time. timeout_s defaults to the communicator's. Ctrl-C leaves the "
+           "request pending.")
+      .def("synchronize",
+           [](Request& self, nb::object timeout_s) { return self.wait(nb::none(), timeout_s); },
+           nb::kw_only(), nb::arg("timeout_s") = nb::none(),
+           "Block the host until the operation is complete; for host arrays the same as wait().")
+      .def("test", &Request::test,
+           "Run a little progress; True once complete. Raises the operation's error.")
+      .def_prop_ro("done", &Request::done, "Whether the operation has ended, without progress.")
+      .def_prop_ro("seq", &Request::seq, "Sequence number on its communicator.")
+      .def_prop_ro("operation", &Request::operation, "Name of the operation.")
+      .def_prop_ro("received_nbytes", &Request::received_nbytes,
+                   "Bytes that a receive has taken; -1 for other operations.")
+      .def_prop_ro("source", &Request::source, "Rank a receive took its message from.")
+      .def("__repr__", &Request::repr)
+      .def("__bool__", [](const Request& self) -> bool {
+        throw nb::type_error(("the truth of a request is not its completion: call test() or "
+                              "wait() on " + std::string(self.repr().c_str())).c_str());
+      });
+
+  nb::class_<Group>(m, "Group", nb::is_weak_referenceable(), nb::dynamic_attr(),
+                    "Native base of Communicator.")
+      .def(nb::init<std::shared_ptr<Engine>, int, int, const std::string&>(),
+           nb::arg("engine"), nb::arg("rank"), nb::arg("size"), nb::arg("name"))
+      .def_prop_ro("rank", [](const Group& g) { return g.comm->rank; })
+      .def_prop_ro("size", [](const Group& g) { return g.comm->size; })
+      .def_prop_ro("name", [](const Group& g) { return g.comm->name; })
+      .def_prop_ro("next_seq", [](const Group& g) { return g.comm->next_seq; })
+      .def_prop_ro("_failure", [](const Group& g) { return g.comm->failure; })
+      .def_rw("timeout_s", &Group::timeout_s, "Default limit of a wait, in seconds.")
+      .def_rw("_slow", &Group::slow)
+      .def_prop_ro("_num_plans", &Group::num_plans)
+      .def_prop_ro("_idle", [](const Group& g) {
+        std::lock_guard<std::mutex> lock(g.engine->mutex);
+        return g.comm->idle();
+      }, nb::call_guard<nb::gil_scoped_release>())
+      .def("_set_failure", [](Group& g, const std::string& why) {
+        if (g.comm->failure.empty()) g.comm->failure = why;
+      })
+      .def("_set_spins", [](Group& g, int spins) { g.comm->spin_before_yield = spins; })
+      .def("_attach_arena",
+           [](Group& g, uint64_t address, uint64_t region, uint64_t lane,
+              const std::vector<int>& members) {
+             g.comm->attach_arena(reinterpret_cast<void*>(address), region, lane, members);
+           })
+      .def("_detach",
+           [](Group& g) {
+             std::lock_guard<std::mutex> lock(g.engine->mutex);
+             g.comm->detach();
+           }, nb::call_guard<nb::gil_scoped_release>())
+      .def("_attach_mpi", [](Group& g, uint64_t comm, int tag, const std::vector<int>& ranks) {
+        g.comm->attach_mpi(static_cast<Handle>(comm), tag, ranks);
+      })
+      .def("_probe_latency_ns",
+           [](Group& g, int peer, int rounds, double timeout_s) {
+             return g.comm->probe_latency(peer, rounds, timeout_s);
+           }, nb::call_guard<nb::gil_scoped_release>())
+      .def("_not_started", [](const Group& g, uint64_t seq) { return g.comm->not_started(seq); })
+      .def("_remember_plan",
+           [](Group& g, int64_t count, int coll, int dtype, int redop, int root, PlanPtr plan) {
+             g.remember_plan({count, PlanKey::pack(coll, static_cast<DType>(dtype), redop), root},
+                             std::move(plan));
+           })
+      .def("_forget_plans", &Group::forget_plans)
+      .def("_records", &records_of)
+      .def("_run_plan",
+           [](nb::handle self, PlanPtr plan, uint64_t in, uint64_t out, nb::handle keep_x,
+              nb::handle keep_out, nb::handle result, nb::handle operation, bool nonblocking,
+              double timeout_s) {
+             return run_plan(self, plan, reinterpret_cast<const void*>(in),
+                             reinterpret_cast<void*>(out), keep_x, keep_out, result, operation,
+                             nonblocking, timeout_s);
+           }, nb::arg("plan"), nb::arg("data_in"), nb::arg("data_out"),
+           nb::arg("keep_x").none(), nb::arg("keep_out").none(), nb::arg("result").none(),
+           nb::arg("operation"), nb::arg("nonblocking"), nb::arg("timeout_s"))
+      .def("_send", &send, nb::arg("data"), nb::arg("nbytes"), nb::arg("dest"), nb::arg("tag"),
+           nb::arg("keep").none(), nb::arg("operation"), nb::arg("nonblocking"),
+           nb::arg("timeout_s"))
+      .def("_recv", &recv, nb::arg("data"), nb::arg("capacity"), nb::arg("source"),
+           nb::arg("tag"), nb::arg("keep").none(), nb::arg("operation"), nb::arg("timeout_s"));
+
+  m.def("region_nbytes", [](int members, uint64_t lane_nbytes) {
+    return RegionLayout(members, lane_nbytes).nbytes;
+  }, "Bytes of shared memory per rank for a group of `members` on-node ranks.");
+  m.def("view_of_numpy", [](nb::handle object) -> nb::object {
+    View view;
+    if (!view_of_numpy(object.ptr(), view)) return nb::none();
+    return nb::make_tuple(reinterpret_cast<uint64_t>(view.data), view.count,
+                          static_cast<int>(view.dtype), view.writable);
+  }, "(address, count, dtype code, writable) of a plain numpy array, else None.");
+  m.def("register_numpy_type", &register_numpy_type);
+  m.def("load_mpi", [](const std::unordered_map<std::string, uint64_t>& addresses,
+                       uint64_t byte_type, uint64_t in_place) {
+    const std::string missing = mpi().load(addresses);
+    if (!missing.empty()) throw nb::value_error(("libmpi has no " + missing).c_str());
+    mpi().byte_type = static_cast<Handle>(byte_type);
+    mpi().in_place = reinterpret_cast<void*>(in_place);
+  });
+  m.def("mpi_abort", [](uint64_t comm, int code) {
+    if (mpi().loaded) mpi().abort(static_cast<Handle>(comm), code);
+  });
+  m.def("mark_forked", [] { Engine::forked.store(true); });
+  m.def("drop_ended", &drop_ended);
+}
+
+}  // namespace commrt

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// Makes plans out of the arrays and facts that Python's planning hands over.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "group.hpp"
+
+namespace commrt {
+
+namespace {
+
+using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Pointers = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+constexpr int kLocal = 0;
+
+Ref read_ref(const Plan& plan, const std::vector<int>& peer_index, const int32_t* row) {
+  Ref ref{};
+  ref.is_message = row[0] != kLocal;
+  if (ref.is_message) {
+    if (row[1] < 0 || row[1] >= static_cast<int>(peer_index.size()) || peer_index[row[1]] < 0) {
+      throw std::invalid_argument("message with an unknown peer " + std::to_string(row[1]));
+    }
+    ref.peer = peer_index[row[1]];
+    ref.k = row[2];
+    return ref;
+  }
+  ref.space = row[1];
+  ref.lo = row[2];
+  ref.hi = row[3];
+  if (ref.space < 0 || ref.space >= static_cast<int>(plan.spaces.size()) || ref.lo < 0 ||
+      ref.hi <= ref.lo ||
+      ref.hi >= static_cast<int>(plan.spaces[ref.space].offsets.size())) {
+    throw std::invalid_argument("slice outside of its space");
+  }
+  return ref;
+}
+
+void read_instructions(Plan& plan, const Comm& comm, const Table& inputs,
+                       const Pointers& input_ptr, const Table& outputs,
+                       const Pointers& output_ptr, const Pointers& deps,
+                       const Pointers& dep_ptr, const std::vector<int>& peer_index,
+                       bool scales) {
+  const size_t m = dep_ptr.shape(0) - 1;
+  auto rows = [](const Table& table, int32_t at) { return table.data() + at * 4; };
+  plan.instrs.resize(m);
+  for (size_t i = 0; i < m; ++i) {
+    Instr& ins = plan.instrs[i];
+    for (int32_t at = input_ptr.data()[i]; at < input_ptr.data()[i + 1]; ++at) {
+      const Ref ref = read_ref(plan, peer_index, rows(inputs, at));
+      const bool from_user =
+          !ref.is_message && plan.spaces[ref.space].kind == SpaceKind::In;
+      if (scales && from_user) ins.scaled_mask |= uint64_t{1} << ins.inputs.size();
+      ins.inputs.push_back(ref);
+    }
+    for (int32_t at = output_ptr.data()[i]; at < output_ptr.data()[i + 1]; ++at) {
+      const Ref ref = read_ref(plan, peer_index, rows(outputs, at));
+      (ref.is_message ? ins.sends : ins.local_outs).push_back(ref);
+    }
+    for (int32_t at = dep_ptr.data()[i]; at < dep_ptr.data()[i + 1]; ++at) {
+      ins.deps.push_back(deps.data()[at]);
+    }
+    if (ins.inputs.empty()) throw std::invalid_argument("instruction without input");
+    auto over_mpi = [&](const Ref& ref) {
+      return ref.is_message &&
+             const_cast<Comm&>(comm).link(plan.peers[ref.peer].rank).kind == LinkKind::Mpi;
+    };
+    for (const Ref& ref : ins.inputs) ins.has_mpi = ins.has_mpi || over_mpi(ref);
+    for (const Ref& ref : ins.sends) ins.has_mpi = ins.has_mpi || over_mpi(ref);
+  }
+}
+
+PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, int root,
+                           int64_t in_elems, int64_t out_elems, const std::string& label,
+                           const std::vector<std::pair<int, std::vector<int64_t>>>& spaces,
+                           const std::vector<std::tuple<int, int, int>>& peers, Table inputs,
+                           Pointers input_ptr, Table outputs, Pointers output_ptr, Pointers deps,
+                           Pointers dep_ptr, int64_t fragments, int64_t lane_nbytes, int depth,
+                           int slot_reuse, int store, double factor, int64_t divisor,
+                           bool returns_out) {
+  auto plan = std::make_shared<Plan>();
+  plan->coll = coll;
+  plan->dtype = static_cast<DType>(dtype);
+  plan->redop = static_cast<RedOp>(redop);
+  plan->root = root;
+  plan->in_elems = in_elems;
+  plan->out_elems = out_elems;
+  plan->label = label;
+  plan->itemsize = item_size(plan->dtype);
+  plan->depth = depth;
+  plan->store = static_cast<Store>(store);
+  plan->factor = factor;
+  plan->divide_out = divisor > 1;
+  plan->divisor = divisor;
+  plan->returns_out = returns_out;
+  for (const auto& [kind, offsets] : spaces) {
+    if (offsets.size() < 2) throw std::invalid_argument("space without blocks");
+    plan->spaces.push_back({static_cast<SpaceKind>(kind), offsets, 0});
+  }
+  std::vector<int> peer_index(static_cast<size_t>(group.comm->size), -1);
+  for (const auto& [rank, sends, recvs] : peers) {
+    if (rank < 0 || rank >= group.comm->size || rank == group.comm->rank) {
+      throw std::invalid_argument("peer " + std::to_string(rank) + " is not another rank");
+    }
+    peer_index[rank] = static_cast<int>(plan->peers.size());
+    plan->peers.push_back({rank, sends, recvs});
+  }
+  plan->combine = combine_for(plan->dtype, plan->redop);
+  read_instructions(*plan, *group.comm, inputs, input_ptr, outputs, output_ptr, deps, dep_ptr,
+                    peer_index, factor != 1.0);
+  plan->finish(fragments, static_cast<size_t>(lane_nbytes), slot_reuse);
+  return plan;
+}
+
+PlanPtr make_native_plan(int coll, int dtype, int redop, int root, int64_t in_elems,
+                         int64_t out_elems, const std::string& label, uint64_t datatype,
+                         uint64_t op, uint64_t comm, int count, bool returns_out) {
+  auto plan = std::make_shared<Plan>();
+  plan->coll = coll;
+  plan->dtype = static_cast<DType>(dtype);
+  plan->redop = static_cast<RedOp>(redop);
+  plan->root = root;
+  plan->in_elems = in_elems;
+  plan->out_elems = out_elems;
+  plan->label = label;
+  plan->itemsize = item_size(plan->dtype);
+  plan->native = true;
+  plan->returns_out = returns_out;
+  plan->call = {static_cast<Handle>(datatype), static_cast<Handle>(op),
+                static_cast<Handle>(comm), count};
+  return plan;
+}
+
+}  // namespace
+
+void bind_plan(nb::module_& m) {
+  nb::class_<Plan>(m, "Plan", "One rank's operation, ready to be started any number of times.")
+      .def_ro("label", &Plan::label)
+      .def_ro("in_elems", &Plan::in_elems)
+      .def_ro("out_elems", &Plan::out_elems)
+      .def_ro("fragments", &Plan::fragments)
+      .def_ro("slots", &Plan::slots)
+      .def_ro("slot_nbytes", &Plan::slot_nbytes)
+      .def_ro("tmp_nbytes", &Plan::tmp_nbytes)
+      .def_prop_ro("instructions", [](const Plan& plan) { return plan.instrs.size(); });
+  m.def("make_schedule_plan", &make_schedule_plan, nb::arg("group"), nb::kw_only(),
+        nb::arg("coll"), nb::arg("dtype"), nb::arg("redop"), nb::arg("root"),
+        nb::arg("in_elems"), nb::arg("out_elems"), nb::arg("label"), nb::arg("spaces"),
+        nb::arg("peers"), nb::arg("inputs"), nb::arg("input_ptr"), nb::arg("outputs"),
+        nb::arg("output_ptr"), nb::arg("deps"), nb::arg("dep_ptr"), nb::arg("fragments"),
+        nb::arg("lane_nbytes"), nb::arg("depth"), nb::arg("slot_reuse"), nb::arg("store"),
+        nb::arg("factor"), nb::arg("divisor"), nb::arg("returns_out"));
+  m.def("make_native_plan", &make_native_plan, nb::kw_only(), nb::arg("coll"),
+        nb::arg("dtype"), nb::arg("redop"), nb::arg("root"), nb::arg("in_elems"),
+        nb::arg("out_elems"), nb::arg("label"), nb::arg("datatype"), nb::arg("op"),
+        nb::arg("comm"), nb::arg("count"), nb::arg("returns_out"));
+}
+
+}  // namespace commrt

@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+// A communicator's links, lanes and operations in flight.
+#include "comm.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+#include "engine.hpp"
+#include "p2p.hpp"
+
+namespace commrt {
+
+uint64_t ticks() {
+#if defined(__x86_64__)
+  return __builtin_ia32_rdtsc();
+#elif defined(__aarch64__)
+  uint64_t value;
+  asm volatile("mrs %0, cntvct_el0" : "=r"(value));
+  return value;
+#else
+#error "commrt runs on x86-64 and arm64"
+#endif
+}
+
+Comm::Comm(Engine& engine_, int rank_, int size_, std::string name_)
+    : engine(engine_), rank(rank_), size(size_), name(std::move(name_)), records(kRecords),
+      links_(static_cast<size_t>(size_)), member_index_(static_cast<size_t>(size_), -1) {
+  for (auto& lane : lanes_) lane.last.assign(static_cast<size_t>(size), 0);
+  engine.add(this);
+  p2p = std::make_unique<P2P>(*this);
+}
+
+Comm::~Comm() { engine.remove(this); }
+
+RankHeader* Comm::header(int member) const {
+  return reinterpret_cast<RankHeader*>(arena + static_cast<size_t>(member) * region_nbytes);
+}
+
+unsigned char* Comm::lane_base(int lane) const {
+  return arena + static_cast<size_t>(member_index_[rank]) * region_nbytes + layout.lanes +
+         static_cast<size_t>(lane) * layout.lane_nbytes;
+}
+
+void Comm::attach_arena(void* base, size_t region, size_t lane_nbytes,
+                        const std::vector<int>& ranks) {
+  arena = static_cast<unsigned char*>(base);
+  region_nbytes = region;
+  members = ranks;
+  layout = RegionLayout(static_cast<int>(ranks.size()), lane_nbytes);
+  if (layout.nbytes > region) throw std::invalid_argument("arena region is too small");
+  for (size_t i = 0; i < ranks.size(); ++i) member_index_[ranks[i]] = static_cast<int>(i);
+  const size_t me = static_cast<size_t>(member_index_[rank]);
+  unsigned char* mine = arena + me * region;
+  for (int peer : ranks) {
+    if (peer == rank) continue;
+    const size_t other = static_cast<size_t>(member_index_[peer]);
+    unsigned char* theirs = arena + other * region;
+    Link& link = links_[peer];
+    link.kind = LinkKind::Shared;
+    link.out_lines = reinterpret_cast<Line*>(mine + layout.lines) + other * kLines;
+    link.in_lines = reinterpret_cast<const Line*>(theirs + layout.lines) + me * kLines;
+    link.ack = reinterpret_cast<Ack*>(mine + layout.acks) + other;
+    link.acked = reinterpret_cast<const Ack*>(theirs + layout.acks) + me;
+  }
+}
+
+void Comm::detach() {
+  for (auto& link : links_) link = Link{};
+  p2p = std::make_unique<P2P>(*this);
+  arena = nullptr;
+}
+
+void Comm::attach_mpi(Handle comm_handle, int tag, const std::vector<int>& mpi_ranks) {
+  mpi_comm = comm_handle;
+  mpi_tag = tag;
+  for (int peer = 0; peer < size; ++peer) {
+    Link& link = links_[peer];
+    link.mpi_rank = mpi_ranks[peer];
+    if (peer != rank && link.kind == LinkKind::Self) link.kind = LinkKind::Mpi;
+  }
+}
+
+std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const void* in,
+                                void* out, void* const* keep) {
+  // The last operation's object is used again once nobody else holds it: its vectors then
+  // need no allocation.
+  std::shared_ptr<Op> op;
+  if (spare_ && spare_.use_count() == 1) {
+    op = std::move(spare_);
+    op->state.store(static_cast<int>(OpState::Running), std::memory_order_relaxed);
+  } else {
+    op = std::make_shared<Op>();
+  }
+  op->comm = this;
+  op->seq = next_seq++;
+  op->keep[0] = keep[0];
+  op->keep[1] = keep[1];
+  op->bind(plan, in, out);
+  if (arena != nullptr) {
+    header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
+  }
+  Record& record = records[op->seq % kRecords];
+  record = Record{};
+  record.seq = op->seq;
+  record.count = std::max(op->plan->in_elems, op->plan->out_elems);
+  record.coll = static_cast<int16_t>(op->plan->coll);
+  record.root = static_cast<int16_t>(op->plan->root);
+  record.dtype = static_cast<uint8_t>(op->plan->dtype);
+  record.redop = static_cast<uint8_t>(op->plan->redop);
+  record.plan = op->plan.get();
+  record.start_ticks = ticks();
+
+  // Issue order decides: an operation may not overtake an older one that waits for a lane,
+  // so with others in flight this one is only queued and run by progress().
+  if (active_.empty()) {
+    lane_refused_ = false;
+    op->advance();
+    if (op->finished()) {
+      if (op->has_keep()) engine.discard(std::shared_ptr<Op>(op));
+      return op;
+    }
+  }
+  active_.push_back(op);
+  return op;
+}
+
+void Comm::recycle(std::shared_ptr<Op> op) {
+  if (op->p2p == nullptr) spare_ = std::move(op);
+}
+
+bool Comm::idle() const { return active_.empty() && p2p->idle(); }
+
+bool Comm::progress() {
+  bool any = p2p->progress();
+  lane_refused_ = false;
+  bool ended = false;
+  for (size_t i = 0; i < active_.size(); ++i) {
+    if (!active_[i]->finished() && active_[i]->advance()) any = true;
+    ended = ended || active_[i]->finished();
+  }
+  if (ended) {
+    for (auto& op : active_) {
+      if (!op->finished()) continue;
+      // Python objects are dropped later, by someone who holds the GIL.
+      if (op->has_keep()) {
+        engine.discard(std::move(op));
+      } else {
+        op.reset();
+      }
+    }
+    active_.erase(std::remove(active_.begin(), active_.end(), nullptr), active_.end());
+  }
+  return any;
+}
+
+int Comm::acquire_lane() {
+  if (lane_refused_) return -1;
+  for (int i = 0; i < kLanes; ++i) {
+    Lane& lane = lanes_[i];
+    if (lane.busy) continue;
+    bool clear = true;
+    for (int peer = 0; peer < size && clear; ++peer) {
+      if (lane.last[peer] != 0) clear = links_[peer].is_acked(lane.last[peer] - 1);
+    }
+    if (!clear) continue;
+    lane.busy = true;
+    return i;
+  }
+  lane_refused_ = true;
+  return -1;
+}
+
+void Comm::release_lane(Op& op) {
+  if (op.lane_ < 0) return;
+  lanes_[op.lane_].busy = false;
+  op.lane_ = -1;
+}
+
+std::vector<int> Comm::not_started(uint64_t seq) const {
+  std::vector<int> missing;
+  for (size_t i = 0; i < members.size(); ++i) {
+    if (header(static_cast<int>(i))->started.load(std::memory_order_acquire) <= seq) {
+      missing.push_back(members[i]);
+    }
+  }
+  return missing;
+}
+
+double Comm::probe_latency(int peer, int rounds, double timeout_s) {
+  using clock = std::chrono::steady_clock;
+  const auto deadline = clock::now() + std::chrono::duration<double>(timeout_s);
+  auto probe_word = [this](int of, int towards) -> std::atomic<uint64_t>& {
+    unsigned char* region = arena + static_cast<size_t>(member_index_[of]) * region_nbytes;
+    return reinterpret_cast<Ack*>(region + layout.probes)[member_index_[towards]].consumed;
+  };
+  std::atomic<uint64_t>& mine = probe_word(rank, peer);
+  const std::atomic<uint64_t>& theirs = probe_word(peer, rank);
+  const bool first = rank < peer;
+  const uint64_t base = mine.load(std::memory_order_relaxed);
+  double best_ns = -1;
+  for (int i = 1; i <= rounds; ++i) {
+    const auto begin = clock::now();
+    const uint64_t value = base + static_cast<uint64_t>(i);
+    if (first) mine.store(value, std::memory_order_release);
+    for (unsigned spin = 0; theirs.load(std::memory_order_acquire) < value; ++spin) {
+      if ((spin & 255) == 255 && clock::now() > deadline) return -1;
+    }
+    if (!first) mine.store(value, std::memory_order_release);
+    const double ns = std::chrono::duration<double, std::nano>(clock::now() - begin).count() / 2;
+    if (i > rounds / 4 && (best_ns < 0 || ns < best_ns)) best_ns = ns;
+  }
+  return best_ns;
+}
+
+}  // namespace commrt

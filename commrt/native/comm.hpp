@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+// A communicator inside the engine: links to its peers, operations in flight, records.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "layout.hpp"
+#include "mpi_api.hpp"
+#include "plan.hpp"
+
+namespace commrt {
+
+class Comm;
+class Engine;
+
+enum class LinkKind : uint8_t { Self, Shared, Mpi };
+
+// The state of message passing with one peer. Ids count messages since the communicator
+// was made, in each direction on its own.
+struct Link {
+  LinkKind kind = LinkKind::Self;
+  Line* out_lines = nullptr;             // in this rank's region
+  const Line* in_lines = nullptr;        // in the peer's region
+  const Ack* acked = nullptr;            // written by the peer
+  Ack* ack = nullptr;                    // written by this rank
+  uint64_t next_out = 0, next_in = 0;    // ids for the next operation to start
+  uint64_t acked_seen = 0;               // last value read from acked
+  uint64_t consumed = 0;                 // every message below is consumed
+  uint64_t consumed_bits = 0;            // bit i: message consumed + i is consumed
+  uint64_t mpi_out = 0, mpi_in = 0;      // ids that may be posted next (MPI keeps order)
+  int mpi_rank = -1;
+
+  bool is_acked(uint64_t id) {
+    if (id < acked_seen) return true;
+    acked_seen = acked->consumed.load(std::memory_order_acquire);
+    return id < acked_seen;
+  }
+  bool line_free(uint64_t id) { return id < kLines || is_acked(id - kLines); }
+
+  void consume(uint64_t id) {
+    if (id == consumed && consumed_bits == 0) {
+      ++consumed;
+    } else {
+      consumed_bits |= uint64_t{1} << (id - consumed);
+      const int run = consumed_bits == ~uint64_t{0} ? 64 : __builtin_ctzll(~consumed_bits);
+      if (run == 0) return;
+      consumed += static_cast<uint64_t>(run);
+      consumed_bits = run == 64 ? 0 : consumed_bits >> run;
+    }
+    // Release: the payload has been read before its slot and line may be reused.
+    ack->consumed.store(consumed, std::memory_order_release);
+  }
+};
+
+enum class OpState : int { Running = 0, Done = 1, Failed = 2 };
+
+// Point-to-point messages have peers and tags instead of a plan.
+struct P2PTask;
+
+struct MpiStep {  // an instruction with messages over MPI, between its posts and its end
+  enum class Phase : uint8_t { Receiving, Sending } phase = Phase::Receiving;
+  std::vector<MpiRequest> requests;
+  std::vector<bool> done;
+  std::vector<std::unique_ptr<unsigned char[]>> staging;
+  std::vector<const unsigned char*> sources;
+};
+
+// One operation in flight. Owned by shared_ptr: the communicator's list and the request.
+class Op {
+ public:
+  std::shared_ptr<const Plan> plan;
+  Comm* comm = nullptr;
+  uint64_t seq = 0;
+  const unsigned char* in = nullptr;
+  unsigned char* out = nullptr;
+  unsigned char* tmp = nullptr;
+  std::unique_ptr<unsigned char[]> tmp_storage;
+  std::atomic<int> state{static_cast<int>(OpState::Running)};
+  std::string error;
+  std::unique_ptr<P2PTask> p2p;
+  void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
+
+  bool has_keep() const { return keep[0] != nullptr || keep[1] != nullptr; }
+  bool finished() const { return state.load(std::memory_order_acquire) != 0; }
+
+  void bind(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_);
+  // Runs whatever can run now; true if anything did.
+  bool advance();
+
+ private:
+  friend class Comm;
+  uint64_t head_ = 0, total_ = 0;  // position = fragment * instructions + instruction
+  uint64_t head_fragment_ = 0;
+  std::vector<uint64_t> done_bits_;
+  uint64_t done_mask_ = 0;  // window size - 1
+  std::vector<uint64_t> out_base_, in_base_;  // first id of this operation, per plan peer
+  int lane_ = -1;
+  MpiRequest native_request_;
+  bool native_started_ = false;
+  std::unordered_map<uint64_t, MpiStep> mpi_steps_;
+
+  bool is_done(uint64_t pos) const {
+    const uint64_t i = pos & done_mask_;
+    return (done_bits_[i >> 6] >> (i & 63)) & 1;
+  }
+  void set_done(uint64_t pos) {
+    const uint64_t i = pos & done_mask_;
+    done_bits_[i >> 6] |= uint64_t{1} << (i & 63);
+  }
+  void clear_done(uint64_t pos) {
+    const uint64_t i = pos & done_mask_;
+    done_bits_[i >> 6] &= ~(uint64_t{1} << (i & 63));
+  }
+  bool deps_done(const Instr& ins, uint64_t first) const;
+  bool run(int64_t fragment, int index);
+  bool run_mpi(int64_t fragment, int index);
+  bool inputs_arrived(const Instr& ins, int64_t fragment);
+  bool outputs_free(const Instr& ins, int64_t fragment);
+  void compute_and_send(const Instr& ins, int64_t fragment,
+                        const unsigned char* const* arrived);
+  void pack(const Instr& ins, int64_t fragment, unsigned char* to);
+  bool advance_native();
+  void fail(std::string message);
+  void finish();
+  uint64_t in_id(const Ref& ref, int64_t fragment) const {
+    return in_base_[ref.peer] +
+           static_cast<uint64_t>(fragment) * plan->peers[ref.peer].recvs_per_fragment + ref.k;
+  }
+  uint64_t out_id(const Ref& ref, int64_t fragment) const {
+    return out_base_[ref.peer] +
+           static_cast<uint64_t>(fragment) * plan->peers[ref.peer].sends_per_fragment + ref.k;
+  }
+  const unsigned char* base(int space) const;
+};
+
+struct Lane {
+  bool busy = false;
+  std::vector<uint64_t> last;  // per rank: one past the last message published from here
+};
+
+// What an operation was, kept after its end for messages and dumps.
+struct Record {
+  uint64_t seq = 0;
+  int64_t count = 0;
+  uint64_t start_ticks = 0, end_ticks = 0;
+  int16_t coll = 0, root = 0;
+  uint8_t dtype = 0, redop = 0, state = 0, blocking = 0;
+  uint64_t stream = 0;  // device operations fill these
+  int32_t device = -1;
+  const Plan* plan = nullptr;
+};
+
+class Comm {
+ public:
+  Comm(Engine& engine, int rank, int size, std::string name);
+  ~Comm();
+
+  // On-node peers: members[i] is the rank whose region is the i-th of the arena.
+  void attach_arena(void* base, size_t region_nbytes, size_t lane_nbytes,
+                    const std::vector<int>& members);
+  // Forgets the arena, which is about to be unmapped. Nothing may be in flight.
+  void detach();
+  // Off-node peers, reached over MPI: ranks in `mpi_comm`, all messages under `tag`.
+  void attach_mpi(Handle mpi_comm, int tag, const std::vector<int>& mpi_ranks);
+
+  // `keep` are the owners of the buffers of a nonblocking call (references handed over to
+  // the operation), or null.
+  std::shared_ptr<Op> start(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
+                            void* const* keep);
+  void submit(std::shared_ptr<Op> op) { active_.push_back(std::move(op)); }  // in flight
+  void recycle(std::shared_ptr<Op> op);  // a finished operation nobody refers to
+  bool progress();
+  bool idle() const;
+  Link& link(int rank) { return links_[rank]; }
+  int member_of(int rank) const { return member_index_[rank]; }
+
+  // Ranks of this node that have not started operation `seq` yet.
+  std::vector<int> not_started(uint64_t seq) const;
+  // Best half round trip to an on-node peer in ns, both calling; negative on timeout.
+  double probe_latency(int peer, int rounds, double timeout_s);
+
+  Engine& engine;
+  const int rank, size;
+  const std::string name;
+  uint64_t next_seq = 0;
+  std::string failure;  // why the communicator can't be used any more
+  uint64_t fork_epoch = 0;
+  int spin_before_yield = 2000;
+
+  unsigned char* arena = nullptr;
+  size_t region_nbytes = 0;
+  RegionLayout layout;
+  std::vector<int> members;
+  Handle mpi_comm = 0;
+  int mpi_tag = 0;
+
+  static constexpr size_t kRecords = 256;
+  std::vector<Record> records;
+
+ private:
+  friend class Op;
+  friend class P2P;
+  int acquire_lane();
+  void release_lane(Op& op);
+  unsigned char* lane_base(int lane) const;
+  RankHeader* header(int member) const;
+
+  std::vector<Link> links_;
+  std::vector<int> member_index_;  // rank -> index in the arena, -1 off node
+  std::vector<std::shared_ptr<Op>> active_;
+  std::shared_ptr<Op> spare_;
+  Lane lanes_[kLanes];
+  bool lane_refused_ = false;  // an older operation waits for a lane in this pass
+ public:
+  std::unique_ptr<class P2P> p2p;
+};
+
+uint64_t ticks();
+
+}  // namespace commrt

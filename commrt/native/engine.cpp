@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// Progress over all communicators, the parking thread, and how to wait politely.
+#include "engine.hpp"
+
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace commrt {
+
+std::atomic<bool> Engine::forked{false};
+
+double now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+Engine::~Engine() { stop_thread(); }
+
+void Engine::add(Comm* comm) {
+  std::lock_guard<std::mutex> lock(mutex);
+  comms_.push_back(comm);
+}
+
+void Engine::remove(Comm* comm) {
+  std::lock_guard<std::mutex> lock(mutex);
+  comms_.erase(std::remove(comms_.begin(), comms_.end(), comm), comms_.end());
+}
+
+bool Engine::step_locked() {
+  bool any = false;
+  for (Comm* comm : comms_) any = comm->progress() || any;
+  return any;
+}
+
+bool Engine::step() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return step_locked();
+}
+
+bool Engine::busy_locked() const {
+  return std::any_of(comms_.begin(), comms_.end(), [](const Comm* c) { return !c->idle(); });
+}
+
+bool Engine::idle() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return !busy_locked();
+}
+
+std::vector<std::shared_ptr<Op>> Engine::take_ended() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return std::exchange(ended_, {});
+}
+
+void Engine::start_thread() {
+  if (thread_.joinable()) return;
+  stopping_ = false;
+  thread_ = std::thread([this] { thread_main(); });
+}
+
+void Engine::stop_thread() {
+  if (!thread_.joinable()) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    stopping_ = true;
+  }
+  parked_.notify_all();
+  thread_.join();
+}
+
+void Engine::wake() {
+  if (thread_.joinable()) parked_.notify_one();
+}
+
+void Engine::thread_main() {
+  Backoff backoff(200);
+  for (;;) {
+    bool advanced = false;
+    {
+      std::unique_lock<std::mutex> lock(mutex);
+      parked_.wait(lock, [this] { return stopping_ || busy_locked(); });
+      if (stopping_) return;
+      advanced = step_locked();
+    }
+    // Between passes the lock is free, so that callers can submit and wait.
+    if (advanced) backoff.reset();
+    backoff.pause();
+  }
+}
+
+void Backoff::pause() {
+  ++count_;
+  if (count_ <= spins_) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#else
+    asm volatile("yield");
+#endif
+    return;
+  }
+  constexpr int kYields = 20000;
+  if (count_ <= spins_ + kYields) {
+    sched_yield();
+    return;
+  }
+  const timespec nap{0, 50000};
+  nanosleep(&nap, nullptr);
+}
+
+}  // namespace commrt

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// Drives every communicator of a process: progress, waiting, the optional thread.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "comm.hpp"
+
+namespace commrt {
+
+// How a wait ended.
+enum class WaitResult { Done, TimedOut, Interrupted };
+
+class Engine {
+ public:
+  ~Engine();
+  void add(Comm* comm);
+  void remove(Comm* comm);
+
+  // One pass over all operations in flight; true if anything advanced. Takes the lock.
+  bool step();
+  // The same for callers that hold the lock.
+  bool step_locked();
+
+  // Progress thread: runs while operations are in flight, parks when there are none.
+  void start_thread();
+  void stop_thread();
+  bool has_thread() const { return thread_.joinable(); }
+  void wake();
+  bool idle();
+
+  // Ended operations keep their buffers until someone who may drop them calls this.
+  void discard(std::shared_ptr<Op>&& op) { ended_.push_back(std::move(op)); }
+  std::vector<std::shared_ptr<Op>> take_ended();
+  bool has_ended() const { return !ended_.empty(); }
+
+  std::mutex mutex;
+  // Set in the child after fork: the shared memory and MPI belong to the parent.
+  static std::atomic<bool> forked;
+
+ private:
+  bool busy_locked() const;
+  void thread_main();
+
+  std::vector<Comm*> comms_;
+  std::vector<std::shared_ptr<Op>> ended_;
+  std::thread thread_;
+  std::condition_variable parked_;
+  bool stopping_ = false;
+};
+
+// Waiting without the work: spin, then yield, then sleep.
+class Backoff {
+ public:
+  explicit Backoff(int spins) : spins_(spins) {}
+  void reset() { count_ = 0; }
+  void pause();
+
+ private:
+  int spins_;
+  int count_ = 0;
+};
+
+double now_s();
+
+}  // namespace commrt

@@ -1,0 +1,315 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs a plan: which instructions can run now, and what running one means.
+//
+// The position of instruction i of fragment f in an operation's stream is f * m + i.
+// Positions below head_ are done; above it, up to `depth` fragments are tried, in order, so
+// that a rank waiting for one message does whatever else it can.
+#include <algorithm>
+#include <cstring>
+
+#include "comm.hpp"
+#include "engine.hpp"
+
+namespace commrt {
+
+namespace {
+
+// Scratch shared by all operations of a thread: an instruction has at most a few hundred
+// inputs, and pieces are handled one after the other.
+struct Operands {
+  std::vector<const void*> inputs;
+  std::vector<const unsigned char*> messages;
+};
+thread_local Operands operands;
+
+}  // namespace
+
+const unsigned char* Op::base(int space) const {
+  const SpaceSpec& spec = plan->spaces[space];
+  switch (spec.kind) {
+    case SpaceKind::In: return in;
+    case SpaceKind::Out: return out;
+    case SpaceKind::Tmp: return tmp + spec.tmp_offset;
+  }
+  return nullptr;
+}
+
+void Op::bind(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_) {
+  const bool same = plan.get() == plan_.get();
+  if (!same) plan = plan_;
+  in = static_cast<const unsigned char*>(in_);
+  out = static_cast<unsigned char*>(out_);
+  error.clear();
+  native_started_ = false;
+  lane_ = -1;
+  const Plan& p = *plan;
+  if (p.native) return;
+  const uint64_t m = p.instrs.size();
+  head_ = 0;
+  head_fragment_ = 0;
+  total_ = m * static_cast<uint64_t>(p.fragments);
+  if (!same) {
+    uint64_t window = 64;
+    while (window < m * static_cast<uint64_t>(p.depth + 1)) window *= 2;
+    done_bits_.assign(window / 64, 0);
+    done_mask_ = window - 1;
+    out_base_.resize(p.peers.size());
+    in_base_.resize(p.peers.size());
+    tmp_storage.reset(p.tmp_nbytes ? new unsigned char[p.tmp_nbytes] : nullptr);
+    tmp = tmp_storage.get();
+  }
+  for (size_t i = 0; i < p.peers.size(); ++i) {
+    Link& link = comm->link(p.peers[i].rank);
+    out_base_[i] = link.next_out;
+    in_base_[i] = link.next_in;
+    const uint64_t fragments = static_cast<uint64_t>(p.fragments);
+    link.next_out += fragments * static_cast<uint64_t>(p.peers[i].sends_per_fragment);
+    link.next_in += fragments * static_cast<uint64_t>(p.peers[i].recvs_per_fragment);
+  }
+}
+
+bool Op::deps_done(const Instr& ins, uint64_t first) const {
+  for (int dep : ins.deps) {
+    const uint64_t pos = first + static_cast<uint64_t>(dep);
+    if (pos >= head_ && !is_done(pos)) return false;
+  }
+  return true;
+}
+
+bool Op::advance() {
+  const Plan& p = *plan;
+  if (p.native) return advance_native();
+  bool any = false;
+  if (p.needs_lane && lane_ < 0) {
+    lane_ = comm->acquire_lane();
+    if (lane_ < 0) return false;
+    any = true;
+  }
+  const uint64_t m = p.instrs.size();
+  for (bool again = true; again && !finished();) {
+    again = false;
+    uint64_t index = head_ - head_fragment_ * m;
+    while (head_ < total_) {
+      if (is_done(head_)) {
+        clear_done(head_);
+      } else if (!run(static_cast<int64_t>(head_fragment_), static_cast<int>(index))) {
+        break;
+      }
+      any = true;
+      ++head_;
+      if (++index == m) {
+        index = 0;
+        ++head_fragment_;
+      }
+    }
+    if (head_ == total_) {
+      if (!finished()) finish();
+      return true;
+    }
+    if (finished()) return true;
+    const uint64_t limit =
+        std::min(total_, (head_fragment_ + static_cast<uint64_t>(p.depth)) * m);
+    uint64_t fragment = head_fragment_;
+    ++index;
+    for (uint64_t pos = head_ + 1; pos < limit; ++pos, ++index) {
+      if (index >= m) {
+        index = 0;
+        ++fragment;
+      }
+      if (is_done(pos) || !deps_done(p.instrs[index], fragment * m)) continue;
+      if (!run(static_cast<int64_t>(fragment), static_cast<int>(index))) continue;
+      set_done(pos);
+      any = again = true;
+    }
+  }
+  return any;
+}
+
+bool Op::inputs_arrived(const Instr& ins, int64_t fragment) {
+  for (const Ref& ref : ins.inputs) {
+    if (!ref.is_message) continue;
+    const Link& link = comm->link(plan->peers[ref.peer].rank);
+    if (link.kind != LinkKind::Shared) continue;
+    const uint64_t id = in_id(ref, fragment);
+    if (link.in_lines[id & (kLines - 1)].seq.load(std::memory_order_acquire) != id + 1) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool Op::outputs_free(const Instr& ins, int64_t fragment) {
+  for (const Ref& ref : ins.sends) {
+    Link& link = comm->link(plan->peers[ref.peer].rank);
+    if (link.kind == LinkKind::Shared && !link.line_free(out_id(ref, fragment))) return false;
+  }
+  if (ins.publish < 0 || !plan->needs_lane) return true;
+  const int64_t per_fragment = static_cast<int64_t>(plan->publish_instr.size());
+  const int64_t previous = fragment * per_fragment + ins.publish - plan->slots;
+  if (previous < 0) return true;
+  const Instr& before = plan->instrs[plan->publish_instr[previous % per_fragment]];
+  for (const Ref& ref : before.sends) {
+    Link& link = comm->link(plan->peers[ref.peer].rank);
+    if (link.kind != LinkKind::Shared) continue;
+    if (!link.is_acked(out_id(ref, previous / per_fragment))) return false;
+  }
+  return true;
+}
+
+bool Op::run(int64_t fragment, int index) {
+  const Instr& ins = plan->instrs[index];
+  if (ins.has_mpi) return run_mpi(fragment, index);
+  if (!inputs_arrived(ins, fragment) || !outputs_free(ins, fragment)) return false;
+  compute_and_send(ins, fragment, nullptr);
+  return true;
+}
+
+// Reduces the instruction's inputs, stores the value to its local outputs and publishes it.
+// `arrived[i]`, where given, is the payload of input i that came over MPI.
+void Op::compute_and_send(const Instr& ins, int64_t fragment,
+                          const unsigned char* const* arrived) {
+  const Plan& p = *plan;
+  const size_t item = p.itemsize;
+  const int nin = static_cast<int>(ins.inputs.size());
+
+  // Lengths of this fragment: one piece per block where blocks are cut.
+  const Ref* shape = nullptr;
+  for (const Ref& ref : ins.inputs) if (!ref.is_message) shape = &ref;
+  for (const Ref& ref : ins.local_outs) shape = &ref;
+  const bool whole = p.fragments == 1;
+  const int pieces = whole ? 1 : shape->hi - shape->lo;
+  const auto& offsets = p.spaces[shape->space].offsets;
+  auto piece_elems = [&](int piece) -> int64_t {
+    if (whole) return ins.elems;
+    const int64_t len = offsets[shape->lo + piece + 1] - offsets[shape->lo + piece];
+    return p.cut(len, fragment + 1) - p.cut(len, fragment);
+  };
+  auto local = [&](const Ref& ref, int piece) -> const unsigned char* {
+    const unsigned char* start = base(ref.space);
+    if (whole) return start + ref.offset_nbytes;
+    const auto& at = p.spaces[ref.space].offsets;
+    const int64_t lo = at[ref.lo + piece];
+    const int64_t len = at[ref.lo + piece + 1] - lo;
+    return start + static_cast<size_t>(lo + p.cut(len, fragment)) * item;
+  };
+  size_t total = 0;
+  for (int piece = 0; piece < pieces; ++piece) {
+    total += static_cast<size_t>(piece_elems(piece)) * item;
+  }
+
+  auto& messages = operands.messages;
+  messages.resize(static_cast<size_t>(nin));
+  for (int i = 0; i < nin; ++i) {
+    const Ref& ref = ins.inputs[i];
+    if (!ref.is_message) continue;
+    if (arrived != nullptr && arrived[i] != nullptr) {
+      messages[i] = arrived[i];
+      continue;
+    }
+    const Link& link = comm->link(p.peers[ref.peer].rank);
+    const Line& line = link.in_lines[in_id(ref, fragment) & (kLines - 1)];
+    const uint64_t meta = line.meta;
+    if (!meta_length_is(meta, total)) {
+      fail("rank " + std::to_string(p.peers[ref.peer].rank) +
+           " sent a message of another length than the " + std::to_string(total) +
+           " bytes expected here: the ranks called with different arguments");
+      return;
+    }
+    messages[i] = (meta & kInlineFlag) ? line.payload : comm->arena + (meta & kOffsetMask);
+  }
+
+  const bool has_shared_send =
+      !ins.sends.empty() &&
+      std::any_of(ins.sends.begin(), ins.sends.end(), [&](const Ref& ref) {
+        return comm->link(p.peers[ref.peer].rank).kind == LinkKind::Shared;
+      });
+  const bool inline_send = total <= kInlineBytes;
+  unsigned char small[kInlineBytes];
+  unsigned char* slot = nullptr;
+  if (has_shared_send) {
+    if (inline_send) {
+      slot = small;
+    } else {
+      const int64_t publish =
+          fragment * static_cast<int64_t>(p.publish_instr.size()) + ins.publish;
+      slot = comm->lane_base(lane_) + static_cast<size_t>(publish % p.slots) * p.slot_nbytes;
+    }
+  }
+
+  auto& inputs = operands.inputs;
+  inputs.resize(static_cast<size_t>(nin));
+  size_t cursor = 0;
+  for (int piece = 0; piece < pieces; ++piece) {
+    const size_t elems = static_cast<size_t>(piece_elems(piece));
+    const size_t nbytes = elems * item;
+    for (int i = 0; i < nin; ++i) {
+      const Ref& ref = ins.inputs[i];
+      inputs[i] = ref.is_message ? messages[i] + cursor : local(ref, piece);
+    }
+    unsigned char* first = nullptr;
+    if (!ins.local_outs.empty()) {
+      first = const_cast<unsigned char*>(local(ins.local_outs[0], piece));
+    }
+    unsigned char* second = slot != nullptr ? slot + cursor : nullptr;
+    if (nbytes != 0) {
+      if (nin == 1 && ins.scaled_mask == 0) {
+        if (first != nullptr && first != inputs[0]) copy(first, inputs[0], nbytes, p.store);
+        if (second != nullptr) copy(second, inputs[0], nbytes, p.store);
+      } else if (first == nullptr) {
+        p.combine(second, nullptr, inputs.data(), nin, elems, ins.scaled_mask, p.factor,
+                  p.store);
+      } else {
+        p.combine(first, second, inputs.data(), nin, elems, ins.scaled_mask, p.factor, p.store);
+      }
+      for (size_t i = 1; i < ins.local_outs.size(); ++i) {
+        auto* more = const_cast<unsigned char*>(local(ins.local_outs[i], piece));
+        if (more != first) copy(more, first, nbytes, p.store);
+      }
+    }
+    cursor += nbytes;
+  }
+
+  if (p.store != Store::Plain && has_shared_send) store_fence();
+  for (const Ref& ref : ins.sends) {
+    Link& link = comm->link(p.peers[ref.peer].rank);
+    if (link.kind != LinkKind::Shared) continue;
+    const uint64_t id = out_id(ref, fragment);
+    Line& line = link.out_lines[id & (kLines - 1)];
+    if (inline_send) {
+      std::memcpy(line.payload, small, total);
+      line.meta = pack_meta(0, true, total);
+    } else {
+      line.meta = pack_meta(static_cast<uint64_t>(slot - comm->arena), false, total);
+      if (lane_ >= 0) comm->lanes_[lane_].last[p.peers[ref.peer].rank] = id + 1;
+    }
+    // Release: the payload and the meta word are visible before the sequence word.
+    line.seq.store(id + 1, std::memory_order_release);
+  }
+  for (const Ref& ref : ins.inputs) {
+    if (!ref.is_message) continue;
+    Link& link = comm->link(p.peers[ref.peer].rank);
+    if (link.kind == LinkKind::Shared) link.consume(in_id(ref, fragment));
+  }
+}
+
+void Op::fail(std::string message) {
+  error = std::move(message);
+  if (comm->failure.empty()) comm->failure = error;
+  state.store(static_cast<int>(OpState::Failed), std::memory_order_release);
+}
+
+void Op::finish() {
+  const Plan& p = *plan;
+  if (p.divide_out && p.out_elems > 0) {
+    divide_inplace(p.dtype, out, static_cast<size_t>(p.out_elems), p.divisor);
+  }
+  comm->release_lane(*this);
+  Record& record = comm->records[seq % Comm::kRecords];
+  if (record.seq == seq) {
+    record.end_ticks = ticks();
+    record.state = 1;
+  }
+  state.store(static_cast<int>(OpState::Done), std::memory_order_release);
+}
+
+}  // namespace commrt

@@ -1,0 +1,315 @@
+// SPDX-License-Identifier: Apache-2.0
+// Views of numpy arrays, the plan cache, waiting and requests.
+#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL commrt_numpy
+#define NO_IMPORT_ARRAY
+#include "group.hpp"
+
+#include <numpy/arrayobject.h>
+
+#include <algorithm>
+
+#include "p2p.hpp"
+
+namespace commrt {
+
+namespace {
+
+constexpr int kUnknown = -1;
+
+int dtype_codes[512];
+
+int by_size(bool is_signed, size_t itemsize) {
+  switch (itemsize) {
+    case 1: return static_cast<int>(is_signed ? DType::I8 : DType::U8);
+    case 2: return static_cast<int>(is_signed ? DType::I16 : DType::U16);
+    case 4: return static_cast<int>(is_signed ? DType::I32 : DType::U32);
+    case 8: return static_cast<int>(is_signed ? DType::I64 : DType::U64);
+    default: return kUnknown;
+  }
+}
+
+bool fill_dtype_codes() {
+  std::fill(std::begin(dtype_codes), std::end(dtype_codes), kUnknown);
+  auto set = [](int type_num, DType dtype) { dtype_codes[type_num] = static_cast<int>(dtype); };
+  set(NPY_BOOL, DType::Bool);
+  dtype_codes[NPY_BYTE] = by_size(true, sizeof(char));
+  dtype_codes[NPY_SHORT] = by_size(true, sizeof(short));
+  dtype_codes[NPY_INT] = by_size(true, sizeof(int));
+  dtype_codes[NPY_LONG] = by_size(true, sizeof(long));
+  dtype_codes[NPY_LONGLONG] = by_size(true, sizeof(long long));
+  dtype_codes[NPY_UBYTE] = by_size(false, sizeof(char));
+  dtype_codes[NPY_USHORT] = by_size(false, sizeof(short));
+  dtype_codes[NPY_UINT] = by_size(false, sizeof(int));
+  dtype_codes[NPY_ULONG] = by_size(false, sizeof(long));
+  dtype_codes[NPY_ULONGLONG] = by_size(false, sizeof(long long));
+  set(NPY_HALF, DType::F16);
+  set(NPY_FLOAT, DType::F32);
+  set(NPY_DOUBLE, DType::F64);
+  set(NPY_CFLOAT, DType::C64);
+  set(NPY_CDOUBLE, DType::C128);
+  return true;
+}
+
+int dtype_code(int type_num) {
+  static const bool filled = fill_dtype_codes();
+  (void)filled;
+  if (type_num < 0 || type_num >= static_cast<int>(std::size(dtype_codes))) return kUnknown;
+  return dtype_codes[type_num];
+}
+
+}  // namespace
+
+void register_numpy_type(int type_num, int code) {
+  dtype_code(0);
+  if (type_num < 0 || type_num >= static_cast<int>(std::size(dtype_codes))) return;
+  dtype_codes[type_num] = code;
+}
+
+bool view_of_numpy(PyObject* object, View& view) {
+  if (!PyArray_CheckExact(object)) return false;
+  auto* array = reinterpret_cast<PyArrayObject*>(object);
+  const int flags = PyArray_FLAGS(array);
+  if ((flags & (NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED)) !=
+      (NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED)) {
+    return false;
+  }
+  PyArray_Descr* descr = PyArray_DESCR(array);
+  const int code = dtype_code(descr->type_num);
+  if (code == kUnknown || descr->byteorder == '>') return false;
+  int64_t count = 1;
+  for (int i = 0; i < PyArray_NDIM(array); ++i) count *= PyArray_DIM(array, i);
+  view.data = PyArray_DATA(array);
+  view.count = count;
+  view.dtype = static_cast<DType>(code);
+  view.writable = (flags & NPY_ARRAY_WRITEABLE) != 0;
+  return true;
+}
+
+Group::Group(std::shared_ptr<Engine> engine_, int rank, int size, const std::string& name)
+    : engine(std::move(engine_)), comm(std::make_unique<Comm>(*engine, rank, size, name)) {}
+
+const PlanPtr* Group::find_plan(const PlanKey& key) {
+  if (key == last_key_) return &last_plan_;
+  const auto it = plans_.find(key);
+  if (it == plans_.end()) return nullptr;
+  last_key_ = key;
+  last_plan_ = it->second;
+  return &last_plan_;
+}
+
+void Group::remember_plan(const PlanKey& key, PlanPtr plan) {
+  // Programs with endless different lengths would otherwise grow the cache for ever.
+  constexpr size_t kMaxPlans = 4096;
+  if (plans_.size() >= kMaxPlans) forget_plans();
+  plans_[key] = std::move(plan);
+}
+
+void Group::forget_plans() {
+  plans_.clear();
+  last_key_ = PlanKey{-1, 0, 0};
+  last_plan_.reset();
+}
+
+void keep_alive(Op& op, PyObject* first, PyObject* second) {
+  Py_XINCREF(first);
+  Py_XINCREF(second);
+  op.keep[0] = first;
+  op.keep[1] = second;
+}
+
+void drop_ended(Engine& engine) {
+  for (auto& op : engine.take_ended()) {
+    for (void*& kept : op->keep) {
+      Py_XDECREF(static_cast<PyObject*>(kept));
+      kept = nullptr;
+    }
+  }
+}
+
+WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s) {
+  constexpr int kSpinsWithGil = 24;  // about 2 us
+  constexpr double kSignalPeriod_s = 0.05;
+  Engine& engine = *group.engine;
+  for (int i = 0; i < kSpinsWithGil; ++i) {
+    if (op->finished()) return WaitResult::Done;
+    if (engine.mutex.try_lock()) {
+      engine.step_locked();
+      engine.mutex.unlock();
+    }
+  }
+  const double start = now_s();
+  const double deadline = start + timeout_s;
+  double next_signal_check = start + kSignalPeriod_s;
+  Backoff backoff(group.comm->spin_before_yield);
+  for (;;) {
+    bool finished = false;
+    {
+      nb::gil_scoped_release release;
+      for (int i = 0;; ++i) {
+        if (op->finished()) {
+          finished = true;
+          break;
+        }
+        bool advanced = false;
+        if (engine.mutex.try_lock()) {
+          advanced = engine.step_locked();
+          engine.mutex.unlock();
+        }
+        if (advanced) {
+          backoff.reset();
+        } else {
+          backoff.pause();
+        }
+        if ((i & 63) == 63) {
+          const double now = now_s();
+          if (now > deadline || now > next_signal_check) break;
+        }
+      }
+    }
+    if (finished || op->finished()) return WaitResult::Done;
+    if (PyErr_CheckSignals() != 0) return WaitResult::Interrupted;
+    const double now = now_s();
+    if (now > deadline) return WaitResult::TimedOut;
+    next_signal_check = now + kSignalPeriod_s;
+  }
+}
+
+Request::~Request() {
+  if (observed_ || Engine::forked.load(std::memory_order_relaxed)) return;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  if (PyErr_ResourceWarning(nullptr, 1, "%U was dropped without wait(): its buffers stay alive "
+                            "until it ends, and its errors are lost", what().ptr()) != 0) {
+    PyErr_WriteUnraisable(operation_.ptr());
+  }
+  PyErr_Restore(type, value, traceback);
+}
+
+nb::object Request::outcome() {
+  observed_ = true;
+  drop_ended(*nb::cast<Group&>(group_).engine);
+  if (is_failed()) {
+    if (!error_.is_valid()) {
+      error_ = group_.attr("_operation_error")(what(), op_->error, op_->p2p != nullptr);
+    }
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error_.ptr())), error_.ptr());
+    throw nb::python_error();
+  }
+  return result_;
+}
+
+nb::object Request::outcome_after(WaitResult ended, double seconds) {
+  observed_ = true;
+  if (ended == WaitResult::TimedOut) {
+    group_.attr("_timed_out")(what(), op_->seq, seconds, op_->p2p != nullptr);
+  }
+  return outcome();
+}
+
+nb::object Request::wait(nb::object stream, nb::object timeout) {
+  if (!stream.is_none()) {
+    observed_ = true;
+    group_.attr("_stream_on_host")(what());
+  }
+  if (!op_->finished()) {
+    if (Engine::forked.load(std::memory_order_relaxed)) group_.attr("_check_usable")();
+    const double seconds = timeout.is_none() ? timeout_s_ : nb::cast<double>(timeout);
+    Group& group = nb::cast<Group&>(group_);
+    switch (wait_for(group, op_, seconds)) {
+      case WaitResult::Done: break;
+      case WaitResult::Interrupted: throw nb::python_error();
+      case WaitResult::TimedOut: return outcome_after(WaitResult::TimedOut, seconds);
+    }
+  }
+  return outcome();
+}
+
+bool Request::test() {
+  if (!op_->finished()) {
+    if (Engine::forked.load(std::memory_order_relaxed)) group_.attr("_check_usable")();
+    nb::cast<Group&>(group_).engine->step();
+  }
+  if (!op_->finished()) return false;
+  outcome();
+  return true;
+}
+
+int64_t Request::received_nbytes() const {
+  return op_->p2p ? static_cast<int64_t>(op_->p2p->moved) : -1;
+}
+
+int Request::source() const { return op_->p2p ? op_->p2p->source : -1; }
+
+nb::str Request::what() const {
+  const Group& group = nb::cast<Group&>(group_);
+  if (op_->p2p) return nb::str("{} on {}").format(operation_, group.comm->name);
+  return nb::str("{} #{} on {}").format(operation_, op_->seq, group.comm->name);
+}
+
+nb::str Request::repr() const {
+  const char* state = is_failed() ? "failed" : done() ? "done" : "pending";
+  return nb::str("<commrt.Request {}: {}>").format(what(), state);
+}
+
+nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in, void* out,
+                    nb::handle keep_x, nb::handle keep_out, nb::handle result,
+                    nb::handle operation, bool nonblocking, double timeout_s) {
+  Group& group = *nb::inst_ptr<Group>(group_object);
+  Engine& engine = *group.engine;
+  // Long copies happen outside the GIL; short operations are over sooner than it is released.
+  constexpr int64_t kLong = 32768;
+  const bool is_long =
+      (plan->in_elems + plan->out_elems) * static_cast<int64_t>(plan->itemsize) > kLong;
+  std::shared_ptr<Op> op;
+  void* kept[2] = {nonblocking ? keep_x.ptr() : nullptr,
+                       nonblocking ? keep_out.ptr() : nullptr};
+  for (void* object : kept) Py_XINCREF(static_cast<PyObject*>(object));
+  if (!is_long && engine.mutex.try_lock()) {
+    op = group.comm->start(plan, in, out, kept);
+    engine.mutex.unlock();
+  } else {
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock(engine.mutex);
+    op = group.comm->start(plan, in, out, kept);
+  }
+  return finish_call(group_object, std::move(op), keep_x, keep_out, result, operation,
+                     nonblocking, timeout_s);
+}
+
+nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::handle keep_x,
+                       nb::handle keep_out, nb::handle result, nb::handle operation,
+                       bool nonblocking, double timeout_s) {
+  Group& group = *nb::inst_ptr<Group>(group_object);
+  Engine& engine = *group.engine;
+  if (engine.has_ended()) drop_ended(engine);
+  if (nonblocking) {
+    if (engine.has_thread()) engine.wake();
+    return nb::cast(new Request(nb::borrow(group_object), std::move(op), nb::borrow(result),
+                                nb::borrow(operation), timeout_s),
+                    nb::rv_policy::take_ownership);
+  }
+  WaitResult ended = WaitResult::Done;
+  if (!op->finished()) ended = wait_for(group, op, timeout_s);
+  if (ended == WaitResult::Done &&
+      op->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Done)) {
+    // A receive reports how much came through its request; nothing else looks at the op.
+    nb::object value = nb::borrow(result);
+    if (op->p2p == nullptr && engine.mutex.try_lock()) {
+      group.comm->recycle(std::move(op));
+      engine.mutex.unlock();
+    }
+    return value;
+  }
+  if (!op->finished()) {
+    // The engine may touch the buffers until the operation ends, which may be never.
+    std::lock_guard<std::mutex> lock(engine.mutex);
+    if (!op->finished()) keep_alive(*op, keep_x.ptr(), keep_out.ptr());
+  }
+  if (ended == WaitResult::Interrupted) throw nb::python_error();
+  Request request(nb::borrow(group_object), op, nb::borrow(result), nb::borrow(operation),
+                  timeout_s);
+  return request.outcome_after(ended, timeout_s);
+}
+
+}  // namespace commrt

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+// The Python side of a communicator: views of arrays, the plan cache, waiting.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+#include "comm.hpp"
+#include "engine.hpp"
+
+namespace commrt {
+
+namespace nb = nanobind;
+
+// What the engine needs to know of an array.
+struct View {
+  void* data = nullptr;
+  int64_t count = 0;
+  DType dtype = DType::F32;
+  bool writable = false;
+  uint64_t stream = 0;  // device arrays fill these
+  int device = -1;
+};
+
+// Fills `view` from a C-contiguous, native-endian numpy array of a known type. False, with
+// no Python error set, for everything else: the caller then asks Python.
+bool view_of_numpy(PyObject* object, View& view);
+void register_numpy_type(int type_num, int dtype_code);
+
+struct PlanKey {
+  int64_t count;
+  uint32_t what;  // operation, dtype, reduction
+  int32_t root;
+  bool operator==(const PlanKey& other) const {
+    return count == other.count && what == other.what && root == other.root;
+  }
+  static uint32_t pack(int coll, DType dtype, int redop) {
+    return static_cast<uint32_t>(coll) | static_cast<uint32_t>(dtype) << 8 |
+           static_cast<uint32_t>(redop) << 16;
+  }
+};
+
+struct PlanKeyHash {
+  size_t operator()(const PlanKey& key) const {
+    uint64_t h = static_cast<uint64_t>(key.count) * 0x9E3779B97F4A7C15ull;
+    h ^= (static_cast<uint64_t>(key.what) << 32 | static_cast<uint32_t>(key.root)) *
+         0xC2B2AE3D27D4EB4Full;
+    return h ^ (h >> 29);
+  }
+};
+
+using PlanPtr = std::shared_ptr<const Plan>;
+
+// Base class of commrt.comm.Communicator.
+class Group {
+ public:
+  Group(std::shared_ptr<Engine> engine, int rank, int size, const std::string& name);
+
+  std::shared_ptr<Engine> engine;
+  std::unique_ptr<Comm> comm;
+  double timeout_s = 600;
+  bool slow = false;  // check mode or a closed communicator: every call goes through Python
+
+  const PlanPtr* find_plan(const PlanKey& key);
+  void remember_plan(const PlanKey& key, PlanPtr plan);
+  void forget_plans();
+  size_t num_plans() const { return plans_.size(); }
+
+ private:
+  std::unordered_map<PlanKey, PlanPtr, PlanKeyHash> plans_;
+  PlanKey last_key_{-1, 0, 0};
+  PlanPtr last_plan_;
+};
+
+// One started operation as Python sees it.
+class Request {
+ public:
+  Request(nb::object group, std::shared_ptr<Op> op, nb::object result, nb::object operation,
+          double timeout_s)
+      : group_(std::move(group)), op_(std::move(op)), result_(std::move(result)),
+        operation_(std::move(operation)), timeout_s_(timeout_s) {}
+  ~Request();
+
+  nb::object wait(nb::object stream, nb::object timeout_s);
+  bool test();
+  bool done() const { return op_->finished(); }
+  bool is_failed() const {
+    return op_->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed);
+  }
+  uint64_t seq() const { return op_->seq; }
+  nb::object operation() const { return operation_; }
+  nb::str what() const;  // "allreduce #17 on world"
+  int64_t received_nbytes() const;
+  int source() const;
+  nb::str repr() const;
+  nb::object outcome_after(WaitResult ended, double seconds);
+
+ private:
+  nb::object outcome();
+  nb::object group_;
+  std::shared_ptr<Op> op_;
+  nb::object result_;
+  nb::object operation_;
+  double timeout_s_;
+  nb::object error_;
+  bool observed_ = false;
+};
+
+// Runs progress until the operation ends, the deadline passes or a signal handler raises
+// (then a Python error is set). Holds the GIL on entry and exit, and for at most 2 us of
+// spinning in between.
+WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s);
+
+// Drops the Python objects of ended operations. Needs the GIL.
+void drop_ended(Engine& engine);
+void keep_alive(Op& op, PyObject* first, PyObject* second);
+
+// Starts an operation and, unless nonblocking, waits for its end: the result, or a Request.
+// `keep_x` and `keep_out` own the memory behind `in` and `out`. Throws on failure.
+nb::object run_plan(nb::handle group, const PlanPtr& plan, const void* in, void* out,
+                    nb::handle keep_x, nb::handle keep_out, nb::handle result,
+                    nb::handle operation, bool nonblocking, double timeout_s);
+// The same for an operation that is already in the communicator's hands.
+nb::object finish_call(nb::handle group, std::shared_ptr<Op> op, nb::handle keep_x,
+                       nb::handle keep_out, nb::handle result, nb::handle operation,
+                       bool nonblocking, double timeout_s);
+
+void bind_group(nb::module_& m);
+void bind_plan(nb::module_& m);
+void bind_operation(nb::module_& m);
+
+}  // namespace commrt

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// The memory that a communicator's on-node ranks share: one region per rank.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace commrt {
+
+constexpr size_t kLineBytes = 64;
+constexpr int kLines = 64;         // messages in flight per ordered pair
+constexpr size_t kInlineBytes = 48;  // payload that rides in the line itself
+constexpr int kLanes = 8;          // operations with payload in flight per rank
+constexpr int kPacketLines = 16;   // point-to-point packets in flight per ordered pair
+constexpr size_t kPacketBytes = 16384;
+
+// One message. `seq` is written last (release) and polled by the receiver (acquire): on the
+// reader's side the payload is then in the cache line it already holds.
+struct alignas(kLineBytes) Line {
+  std::atomic<uint64_t> seq;  // message id + 1
+  uint64_t meta;              // see pack_meta
+  unsigned char payload[kInlineBytes];
+};
+static_assert(sizeof(Line) == kLineBytes);
+
+constexpr uint64_t kOffsetMask = (uint64_t{1} << 40) - 1;
+constexpr uint64_t kInlineFlag = uint64_t{1} << 40;
+constexpr int kLengthShift = 41;
+constexpr uint64_t kLengthMask = (uint64_t{1} << 23) - 1;
+
+// Offset into the arena, whether the payload is inline, and the low bits of its length: the
+// receiver knows the length too, and a difference means that the ranks called with
+// different arguments.
+inline uint64_t pack_meta(uint64_t offset, bool is_inline, size_t nbytes) {
+  return offset | (is_inline ? kInlineFlag : 0) | ((nbytes & kLengthMask) << kLengthShift);
+}
+inline bool meta_length_is(uint64_t meta, size_t nbytes) {
+  return (meta >> kLengthShift) == (nbytes & kLengthMask);
+}
+
+// How many messages of one sender a receiver has consumed; on a line of its own because the
+// sender reads it only when it has used up its lines.
+struct alignas(kLineBytes) Ack {
+  std::atomic<uint64_t> consumed;
+};
+
+struct alignas(kLineBytes) RankHeader {
+  std::atomic<uint64_t> started;  // collectives this rank has started on this communicator
+  std::atomic<uint64_t> failed;   // 1 + sequence number of the operation that failed here
+};
+
+// Where things lie in a region. Every member computes the same layout.
+struct RegionLayout {
+  int members = 0;
+  size_t lane_nbytes = 0;
+  size_t probes = 0, acks = 0, lines = 0, packet_acks = 0, packet_lines = 0, packets = 0, lanes = 0;
+  size_t nbytes = 0;
+
+  RegionLayout() = default;
+  RegionLayout(int members_, size_t lane_nbytes_) : members(members_), lane_nbytes(lane_nbytes_) {
+    const size_t g = static_cast<size_t>(members);
+    size_t at = sizeof(RankHeader);
+    auto take = [&at](size_t nbytes, size_t align) {
+      at = (at + align - 1) / align * align;
+      const size_t here = at;
+      at += nbytes;
+      return here;
+    };
+    probes = take(g * sizeof(Ack), kLineBytes);
+    acks = take(g * sizeof(Ack), kLineBytes);
+    lines = take(g * kLines * sizeof(Line), kLineBytes);
+    packet_acks = take(g * sizeof(Ack), kLineBytes);
+    packet_lines = take(g * kPacketLines * sizeof(Line), kLineBytes);
+    packets = take(g * kPacketLines * kPacketBytes, 4096);
+    lanes = take(kLanes * lane_nbytes, 4096);
+    nbytes = take(0, 4096);
+  }
+};
+
+}  // namespace commrt

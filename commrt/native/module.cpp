@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// The extension module: numpy's C interface, then every binding.
+#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL commrt_numpy
+#include "group.hpp"
+
+#include <numpy/arrayobject.h>
+
+namespace commrt {
+void bind_kernels(nb::module_& m);
+}
+
+namespace nb = nanobind;
+
+NB_MODULE(_native, m) {
+  m.doc() = "commrt's native engine";
+  if (_import_array() < 0) throw nb::python_error();
+  // Communicators live as long as the process; what is alive at its end is no leak.
+  nb::set_leak_warnings(false);
+  commrt::bind_kernels(m);
+  commrt::bind_plan(m);
+  commrt::bind_group(m);
+  commrt::bind_operation(m);
+}

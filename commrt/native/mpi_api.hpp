@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// MPI reached through function pointers: one binary for every MPI, none needed to build.
+//
+// Handles are ints in MPICH's ABI and pointers in Open MPI's. Both are passed here as
+// uintptr_t: the calling conventions of x86-64 and arm64 pass an int in the low half of the
+// same register. Request storage is eight bytes, which holds either.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+
+namespace commrt {
+
+using Handle = uintptr_t;
+
+struct MpiRequest {
+  alignas(8) unsigned char bytes[8] = {0};
+};
+
+// MPI_Status is at most 40 bytes in known ABIs; never pass NULL or an ABI's "ignore".
+struct MpiStatus {
+  alignas(16) unsigned char bytes[256] = {0};
+};
+
+struct MpiApi {
+  using Fn = int (*)();
+  bool loaded = false;
+
+  int (*isend)(const void*, int, Handle, int, int, Handle, void*) = nullptr;
+  int (*irecv)(void*, int, Handle, int, int, Handle, void*) = nullptr;
+  int (*test)(void*, int*, void*) = nullptr;
+  int (*iprobe)(int, int, Handle, int*, void*) = nullptr;
+  int (*get_count)(const void*, Handle, int*) = nullptr;
+  int (*abort)(Handle, int) = nullptr;
+  int (*iallreduce)(const void*, void*, int, Handle, Handle, Handle, void*) = nullptr;
+  int (*ireduce)(const void*, void*, int, Handle, Handle, int, Handle, void*) = nullptr;
+  int (*ibcast)(void*, int, Handle, int, Handle, void*) = nullptr;
+  int (*iallgather)(const void*, int, Handle, void*, int, Handle, Handle, void*) = nullptr;
+  int (*ireduce_scatter_block)(const void*, void*, int, Handle, Handle, Handle, void*) = nullptr;
+  int (*ialltoall)(const void*, int, Handle, void*, int, Handle, Handle, void*) = nullptr;
+  int (*igather)(const void*, int, Handle, void*, int, Handle, int, Handle, void*) = nullptr;
+  int (*iscatter)(const void*, int, Handle, void*, int, Handle, int, Handle, void*) = nullptr;
+  int (*ibarrier)(Handle, void*) = nullptr;
+
+  Handle byte_type = 0;
+  void* in_place = nullptr;
+  Handle request_null = 0;
+
+  // Fills the table from addresses and constants that Python looked up; returns the name of
+  // the first missing symbol, empty when complete.
+  std::string load(const std::unordered_map<std::string, uint64_t>& addresses);
+};
+
+MpiApi& mpi();
+
+}  // namespace commrt

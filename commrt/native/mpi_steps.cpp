@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parts of an operation that go through MPI: messages of a schedule to other nodes, and
+// the library's own collectives. Nothing here blocks inside MPI.
+//
+// MPI delivers messages of one pair and tag in order. Ids of a pair are therefore posted in
+// order, on both sides, and need no place in the tag.
+#include <algorithm>
+#include <cstring>
+
+#include "comm.hpp"
+#include "engine.hpp"
+
+namespace commrt {
+
+namespace {
+
+bool all_complete(MpiStep& step) {
+  bool all = true;
+  for (size_t i = 0; i < step.requests.size(); ++i) {
+    if (step.done[i]) continue;
+    MpiStatus status;
+    int flag = 0;
+    mpi().test(&step.requests[i], &flag, &status);
+    if (flag) {
+      step.done[i] = true;
+    } else {
+      all = false;
+    }
+  }
+  return all;
+}
+
+}  // namespace
+
+bool Op::run_mpi(int64_t fragment, int index) {
+  const Plan& p = *plan;
+  const Instr& ins = p.instrs[index];
+  const uint64_t pos =
+      static_cast<uint64_t>(fragment) * p.instrs.size() + static_cast<uint64_t>(index);
+  auto link_of = [&](const Ref& ref) -> Link& { return comm->link(p.peers[ref.peer].rank); };
+  auto over_mpi = [&](const Ref& ref) {
+    return ref.is_message && link_of(ref).kind == LinkKind::Mpi;
+  };
+
+  // Where this fragment of the value lies, if in one piece.
+  const Ref* shape = nullptr;
+  for (const Ref& ref : ins.inputs) if (!ref.is_message) shape = &ref;
+  for (const Ref& ref : ins.local_outs) shape = &ref;
+  const auto& offsets = p.spaces[shape->space].offsets;
+  const bool one_piece = p.fragments == 1 || shape->hi - shape->lo == 1;
+  size_t nbytes = 0;
+  if (p.fragments == 1) {
+    nbytes = static_cast<size_t>(ins.elems) * p.itemsize;
+  } else {
+    for (int b = shape->lo; b < shape->hi; ++b) {
+      const int64_t len = offsets[b + 1] - offsets[b];
+      nbytes += static_cast<size_t>(p.cut(len, fragment + 1) - p.cut(len, fragment)) * p.itemsize;
+    }
+  }
+  auto contiguous = [&](const Ref& ref) -> unsigned char* {
+    const auto& at = p.spaces[ref.space].offsets;
+    const int64_t lo = at[ref.lo];
+    const int64_t cut = p.fragments == 1 ? 0 : p.cut(at[ref.lo + 1] - lo, fragment);
+    return const_cast<unsigned char*>(base(ref.space)) +
+           static_cast<size_t>(lo + cut) * p.itemsize;
+  };
+
+  auto it = mpi_steps_.find(pos);
+  if (it == mpi_steps_.end()) {
+    for (const Ref& ref : ins.inputs) {
+      if (over_mpi(ref) && link_of(ref).mpi_in != in_id(ref, fragment)) return false;
+    }
+    MpiStep step;
+    step.sources.assign(ins.inputs.size(), nullptr);
+    const bool direct = one_piece && ins.inputs.size() == 1 && ins.local_outs.size() == 1 &&
+                        ins.sends.empty();
+    for (size_t i = 0; i < ins.inputs.size(); ++i) {
+      const Ref& ref = ins.inputs[i];
+      if (!over_mpi(ref)) continue;
+      unsigned char* into;
+      if (direct) {
+        into = contiguous(ins.local_outs[0]);
+      } else {
+        step.staging.emplace_back(new unsigned char[nbytes + 1]);
+        into = step.staging.back().get();
+      }
+      step.sources[i] = into;
+      step.requests.emplace_back();
+      mpi().irecv(into, static_cast<int>(nbytes), mpi().byte_type, link_of(ref).mpi_rank,
+                  comm->mpi_tag, comm->mpi_comm, &step.requests.back());
+      ++link_of(ref).mpi_in;
+    }
+    step.done.assign(step.requests.size(), false);
+    it = mpi_steps_.emplace(pos, std::move(step)).first;
+  }
+
+  MpiStep& step = it->second;
+  if (step.phase == MpiStep::Phase::Receiving) {
+    if (!all_complete(step) || !inputs_arrived(ins, fragment) || !outputs_free(ins, fragment)) {
+      return false;
+    }
+    for (const Ref& ref : ins.sends) {
+      if (over_mpi(ref) && link_of(ref).mpi_out != out_id(ref, fragment)) return false;
+    }
+    // The value for MPI: straight from a local operand that holds it, else packed.
+    const unsigned char* value = nullptr;
+    const bool plain = ins.inputs.size() == 1 && ins.scaled_mask == 0;
+    if (one_piece && !ins.local_outs.empty()) {
+      value = contiguous(ins.local_outs[0]);
+    } else if (one_piece && plain && !ins.inputs[0].is_message) {
+      value = contiguous(ins.inputs[0]);
+    }
+    const bool any_mpi_send = std::any_of(ins.sends.begin(), ins.sends.end(), over_mpi);
+    const bool only_mpi_sends = std::all_of(ins.sends.begin(), ins.sends.end(), over_mpi);
+    const bool nothing_local = ins.local_outs.empty() && only_mpi_sends;
+    if (!(nothing_local && value != nullptr)) {
+      if (!nothing_local) compute_and_send(ins, fragment, step.sources.data());
+      if (finished()) return true;
+    }
+    if (any_mpi_send && value == nullptr) {
+      step.staging.emplace_back(new unsigned char[nbytes + 1]);
+      pack(ins, fragment, step.staging.back().get());
+      value = step.staging.back().get();
+    }
+    step.requests.clear();
+    for (const Ref& ref : ins.sends) {
+      if (!over_mpi(ref)) continue;
+      step.requests.emplace_back();
+      mpi().isend(value, static_cast<int>(nbytes), mpi().byte_type, link_of(ref).mpi_rank,
+                  comm->mpi_tag, comm->mpi_comm, &step.requests.back());
+      ++link_of(ref).mpi_out;
+    }
+    step.done.assign(step.requests.size(), false);
+    step.phase = MpiStep::Phase::Sending;
+  }
+  if (!all_complete(step)) return false;
+  mpi_steps_.erase(it);
+  return true;
+}
+
+// Writes this fragment of a local slice, scaled where asked, to contiguous memory.
+void Op::pack(const Instr& ins, int64_t fragment, unsigned char* to) {
+  const Plan& p = *plan;
+  const Ref& ref = ins.local_outs.empty() ? ins.inputs[0] : ins.local_outs[0];
+  const bool scale = ins.local_outs.empty() && ins.scaled_mask != 0;
+  const auto& at = p.spaces[ref.space].offsets;
+  for (int b = ref.lo; b < ref.hi; ++b) {
+    const int64_t len = at[b + 1] - at[b];
+    const int64_t from = p.cut(len, fragment);
+    const size_t elems = static_cast<size_t>(p.cut(len, fragment + 1) - from);
+    const void* source = base(ref.space) + static_cast<size_t>(at[b] + from) * p.itemsize;
+    if (elems == 0) continue;
+    if (scale) {
+      p.combine(to, nullptr, &source, 1, elems, ins.scaled_mask, p.factor, Store::Plain);
+    } else {
+      std::memcpy(to, source, elems * p.itemsize);
+    }
+    to += elems * p.itemsize;
+  }
+}
+
+bool Op::advance_native() {
+  const NativeCall& call = plan->call;
+  const MpiApi& api = mpi();
+  if (!native_started_) {
+    // The library matches collectives by the order of the calls: start in sequence order.
+    const bool in_place = static_cast<const void*>(in) == static_cast<void*>(out);
+    const void* send = in_place ? api.in_place : static_cast<const void*>(in);
+    void* request = &native_request_;
+    const bool is_root = comm->rank == plan->root;
+    int rc = 0;
+    switch (plan->coll) {
+      case 0:
+        rc = api.iallreduce(send, out, call.count, call.datatype, call.op, call.comm, request);
+        break;
+      case 1:
+        rc = api.ireduce(is_root ? send : in, out, call.count, call.datatype, call.op, plan->root,
+                         call.comm, request);
+        break;
+      case 2:
+        if (is_root && !in_place) {
+          std::memcpy(out, in, static_cast<size_t>(plan->out_elems) * plan->itemsize);
+        }
+        rc = api.ibcast(out, call.count, call.datatype, plan->root, call.comm, request);
+        break;
+      case 3:
+        rc = api.iallgather(in, call.count, call.datatype, out, call.count, call.datatype,
+                            call.comm, request);
+        break;
+      case 4:
+        rc = api.ireduce_scatter_block(in, out, call.count, call.datatype, call.op, call.comm,
+                                       request);
+        break;
+      case 5:
+        rc = api.ialltoall(send, call.count, call.datatype, out, call.count, call.datatype,
+                           call.comm, request);
+        break;
+      case 6:
+        rc = api.igather(in, call.count, call.datatype, out, call.count, call.datatype,
+                         plan->root, call.comm, request);
+        break;
+      case 7:
+        rc = api.iscatter(in, call.count, call.datatype, out, call.count, call.datatype,
+                          plan->root, call.comm, request);
+        break;
+      case 8:
+        rc = api.ibarrier(call.comm, request);
+        break;
+      default:
+        fail("no vendor collective for this operation");
+        return true;
+    }
+    if (rc != 0) {
+      fail("the MPI library refused the collective with error code " + std::to_string(rc));
+      return true;
+    }
+    native_started_ = true;
+  }
+  MpiStatus status;
+  int flag = 0;
+  const int rc = api.test(&native_request_, &flag, &status);
+  if (rc != 0) {
+    fail("the MPI library failed the collective with error code " + std::to_string(rc));
+    return true;
+  }
+  if (!flag) return false;
+  finish();
+  return true;
+}
+
+}  // namespace commrt

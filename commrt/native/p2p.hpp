@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// Point-to-point messages with tags, over packets in shared memory or over MPI.
+//
+// A message of up to one packet travels with its header (EAGER). A longer one is announced
+// (RTS); the receiver answers when a matching receive is posted (CTS), and the sender
+// streams DATA packets addressed to that receive. Messages of one pair are announced in the
+// order of their sends and matched in the order of arrival, so equal tags never overtake.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm.hpp"
+
+namespace commrt {
+
+constexpr int kAnySource = -1;
+constexpr int kAnyTag = -1;
+
+enum class PacketKind : uint32_t { Eager, Rts, Cts, Data };
+
+struct PacketHeader {
+  PacketKind kind;
+  int32_t tag;
+  uint64_t nbytes;   // of the whole message; of the payload for Data
+  uint64_t send_id;  // the sender's name for the message
+  uint64_t recv_id;  // the receiver's name for it (Cts, Data)
+  uint64_t offset;   // Data: where the payload belongs
+};
+constexpr uint64_t kDiscard = ~uint64_t{0};
+
+struct P2PTask {
+  bool is_send = false;
+  int peer = 0;
+  int tag = 0;
+  const unsigned char* send_buffer = nullptr;
+  unsigned char* recv_buffer = nullptr;
+  uint64_t nbytes = 0;      // to send, or room to receive
+  uint64_t moved = 0;       // sent so far, or received so far
+  uint64_t expected = 0;    // receive: length of the matched message
+  uint64_t id = 0;
+  uint64_t peer_id = 0;
+  bool streaming = false;   // send: CTS has come; receive: matched
+  int source = -1;          // receive: whose message it was
+};
+
+class P2P {
+ public:
+  explicit P2P(Comm& comm);
+
+  std::shared_ptr<Op> send(const void* buffer, uint64_t nbytes, int dest, int tag);
+  std::shared_ptr<Op> recv(void* buffer, uint64_t capacity, int source, int tag);
+  bool progress();
+  bool idle() const { return live_ == 0; }
+
+ private:
+  struct Incoming {  // arrived and not matched
+    int source;
+    PacketHeader header;
+    std::vector<unsigned char> payload;
+  };
+  struct MpiPacket {
+    MpiRequest request;
+    std::vector<unsigned char> bytes;
+  };
+  struct Channel {
+    uint64_t out = 0, acked_seen = 0, in = 0;
+    Line* out_lines = nullptr;
+    const Line* in_lines = nullptr;
+    unsigned char* out_packets = nullptr;
+    const unsigned char* in_packets = nullptr;
+    const Ack* acked = nullptr;
+    Ack* ack = nullptr;
+    std::deque<PacketHeader> control;             // answers that wait for room
+    std::deque<std::shared_ptr<Op>> unannounced;  // sends, in order
+    std::deque<std::shared_ptr<Op>> streaming;
+    std::list<MpiPacket> mpi_sending;
+  };
+
+  void attach();
+  bool push(int peer, const PacketHeader& header, const unsigned char* payload, size_t nbytes);
+  bool pull(int peer);
+  bool pull_mpi();
+  bool flush(int peer);
+  void arrived(int source, const PacketHeader& header, const unsigned char* payload);
+  void deliver(Op& op, int source, const PacketHeader& header, const unsigned char* payload);
+  void complete(Op& op, std::string error = {});
+  static bool matches(const P2PTask& task, int source, int tag);
+
+  Comm& comm_;
+  bool attached_ = false;
+  std::vector<Channel> channels_;
+  std::list<std::shared_ptr<Op>> posted_;     // receives without a message
+  std::list<std::shared_ptr<Op>> receiving_;  // receives with one
+  std::list<std::shared_ptr<Op>> announced_;  // sends that wait for their CTS
+  std::list<Incoming> unexpected_;
+  uint64_t next_id_ = 1;
+  size_t live_ = 0;  // tasks not complete
+};
+
+}  // namespace commrt

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// Turns a lowered schedule and element counts into lengths, fragments and slots.
+#include "plan.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "layout.hpp"
+
+namespace commrt {
+
+namespace {
+size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+}  // namespace
+
+int64_t Plan::slice_elems(const Ref& ref) const {
+  const auto& offsets = spaces[ref.space].offsets;
+  return offsets[ref.hi] - offsets[ref.lo];
+}
+
+// Upper bound, in bytes, of any fragment of this slice.
+size_t Plan::largest_fragment(const Ref& ref) const {
+  const auto& offsets = spaces[ref.space].offsets;
+  size_t nbytes = 0;
+  for (int b = ref.lo; b < ref.hi; ++b) {
+    const int64_t len = offsets[b + 1] - offsets[b];
+    if (fragments == 1) {
+      nbytes += static_cast<size_t>(len) * itemsize;
+    } else {
+      nbytes += static_cast<size_t>(len / fragments + 1) * itemsize + kAlign;
+    }
+  }
+  return nbytes;
+}
+
+void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
+  fragments = fragments_;
+  for (auto& space : spaces) {
+    if (space.kind != SpaceKind::Tmp) continue;
+    space.tmp_offset = tmp_nbytes;
+    tmp_nbytes += round_up(static_cast<size_t>(space.offsets.back()) * itemsize, kAlign);
+  }
+
+  // An instruction's length is that of its local operands; a pure forward (message in,
+  // message out) does not occur: lowering always has a local side.
+  size_t largest = 0;
+  int npublish = 0;
+  publish_instr.clear();
+  for (size_t i = 0; i < instrs.size(); ++i) {
+    Instr& ins = instrs[i];
+    const Ref* local = nullptr;
+    auto settle = [&](Ref& ref) {
+      if (ref.is_message) return;
+      ref.offset_nbytes = spaces[ref.space].offsets[ref.lo] * static_cast<int64_t>(itemsize);
+      const int64_t elems = slice_elems(ref);
+      if (local != nullptr && elems != ins.elems) {
+        throw std::invalid_argument("instruction " + std::to_string(i) +
+                                    " has operands of different lengths");
+      }
+      ins.elems = elems;
+      if (ref.hi - ref.lo != 1) ins.strided = true;
+      local = &ref;
+    };
+    for (auto& ref : ins.inputs) settle(ref);
+    for (auto& ref : ins.local_outs) settle(ref);
+    if (local == nullptr) {
+      throw std::invalid_argument("instruction " + std::to_string(i) + " has no local operand");
+    }
+    if (!ins.sends.empty()) {
+      largest = std::max(largest, static_cast<size_t>(ins.elems) * itemsize);
+      ins.publish = npublish++;
+      publish_instr.push_back(static_cast<int>(i));
+    }
+  }
+
+  needs_lane = largest > kInlineBytes;
+  if (!needs_lane) {
+    slots = 1;
+    return;
+  }
+  slot_nbytes = kAlign;
+  for (int index : publish_instr) {
+    const Instr& ins = instrs[index];
+    const Ref* local = nullptr;
+    for (const auto& ref : ins.inputs) if (!ref.is_message) local = &ref;
+    for (const auto& ref : ins.local_outs) local = &ref;
+    slot_nbytes = std::max(slot_nbytes, round_up(largest_fragment(*local), kAlign));
+  }
+  // A whole fragment fits, so a schedule that needs no bound on buffering needs none here.
+  const size_t fit = lane_nbytes / slot_nbytes;
+  if (fit < static_cast<size_t>(npublish)) {
+    throw std::invalid_argument("a fragment of this schedule publishes " +
+                                std::to_string(npublish) + " blocks of " +
+                                std::to_string(slot_nbytes) + " bytes, more than a lane holds");
+  }
+  slots = std::max(npublish, static_cast<int>(std::min<size_t>(
+                                 fit, static_cast<size_t>(npublish) * std::max(1, slot_reuse))));
+}
+
+}  // namespace commrt

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// A plan: one rank's lowered schedule bound to element counts, or one vendor collective.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels.hpp"
+#include "mpi_api.hpp"
+#include "types.hpp"
+
+namespace commrt {
+
+// The buffers an instruction addresses.
+enum class SpaceKind : uint8_t { In = 0, Out = 1, Tmp = 2 };
+
+struct SpaceSpec {
+  SpaceKind kind;
+  std::vector<int64_t> offsets;  // block i = elements [offsets[i], offsets[i+1])
+  size_t tmp_offset = 0;         // byte offset in the operation's scratch, for Tmp
+};
+
+// One operand: a slice of a space, or the k-th message with a peer within one fragment.
+struct Ref {
+  bool is_message;
+  int space;  // local
+  int lo, hi;
+  int peer;  // message: index into Plan::peers
+  int k;
+  int64_t offset_nbytes;  // local, unfragmented: from the start of the space
+};
+
+struct Instr {
+  std::vector<Ref> inputs;     // in reduction order
+  std::vector<Ref> local_outs;
+  std::vector<Ref> sends;
+  std::vector<int> deps;
+  uint64_t scaled_mask = 0;  // inputs multiplied by the plan's factor
+  int publish = -1;          // index among instructions with sends, or -1
+  int64_t elems = 0;         // unfragmented length
+  bool has_mpi = false;      // some message crosses MPI
+  bool strided = false;      // several blocks per slice: pieces when fragmented
+};
+
+struct PeerUse {
+  int rank;
+  int sends_per_fragment;
+  int recvs_per_fragment;
+};
+
+// The one opaque step of a vendor collective.
+struct NativeCall {
+  Handle datatype = 0;
+  Handle op = 0;
+  Handle comm = 0;
+  int count = 0;  // per-rank block for block operations
+};
+
+class Plan {
+ public:
+  int coll = 0;
+  DType dtype = DType::F32;
+  RedOp redop = RedOp::Sum;
+  int root = 0;
+  int64_t in_elems = 0;   // 0 where this rank has no send buffer
+  int64_t out_elems = 0;  // 0 where this rank has no output
+  bool returns_out = false;  // the caller gets its array back even where nothing is written
+  std::string label;      // "shm/ring", for messages and records
+
+  // schedule
+  std::vector<SpaceSpec> spaces;
+  std::vector<Instr> instrs;
+  std::vector<PeerUse> peers;
+  std::vector<int> publish_instr;  // publish index -> instruction
+  int64_t fragments = 1;
+  int depth = 2;          // fragments in flight
+  size_t slot_nbytes = 0;
+  int slots = 0;
+  bool needs_lane = false;
+  size_t tmp_nbytes = 0;
+  size_t itemsize = 1;
+  Store store = Store::Plain;
+  CombineFn combine = nullptr;
+  double factor = 1.0;
+  bool divide_out = false;  // integer avg: divide the result by size at the end
+  int64_t divisor = 1;
+
+  // vendor collective
+  bool native = false;
+  NativeCall call;
+
+  // Computes lengths and slots once instructions and spaces are in place. `fragments` must
+  // be equal on all ranks. Throws std::invalid_argument where a fragment does not fit into
+  // a lane of `lane_nbytes`. `slot_reuse`: fragments whose payload may be unread at once.
+  void finish(int64_t fragments, size_t lane_nbytes, int slot_reuse);
+
+  // Sub-range of fragment f of a block of `len` elements.
+  int64_t cut(int64_t len, int64_t f) const {
+    if (f == 0) return 0;
+    if (f == fragments) return len;
+    const int64_t align = itemsize >= kAlign ? 1 : static_cast<int64_t>(kAlign / itemsize);
+    return len * f / fragments / align * align;
+  }
+
+ private:
+  static constexpr size_t kAlign = 64;
+  int64_t slice_elems(const Ref& ref) const;
+  size_t largest_fragment(const Ref& ref) const;
+};
+
+}  // namespace commrt

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for several requests. ``Request`` itself is native."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from commrt._native import Request
+from commrt.errors import CommError, TimeoutError_, UsageError
+
+__all__ = ["Request", "RequestErrors", "test_all", "wait_all", "wait_any"]
+
+
+class RequestErrors(CommError):
+    """Several requests failed; ``errors`` holds (index, error) for each."""
+
+    def __init__(self, errors: Sequence[tuple[int, Exception]]) -> None:
+        self.errors = list(errors)
+        lines = [f"  request {index}: {error}" for index, error in self.errors]
+        super().__init__(f"{len(self.errors)} requests failed:\n" + "\n".join(lines))
+
+
+def wait_all(requests: Sequence[Request], *, timeout_s: float | None = None) -> list[Any]:
+    """Wait for all requests, then return their outputs in order.
+
+    Every request is waited for even when some fail; one failure is raised as it is,
+    several together as RequestErrors. ``timeout_s`` bounds the whole call.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    outputs: list[Any] = []
+    errors: list[tuple[int, Exception]] = []
+    for index, request in enumerate(requests):
+        left_s = None if deadline is None else max(1e-3, deadline - time.monotonic())
+        try:
+            outputs.append(request.wait(timeout_s=left_s))
+        except CommError as error:
+            errors.append((index, error))
+    if len(errors) == 1:
+        raise errors[0][1]
+    if errors:
+        raise RequestErrors(errors) from errors[0][1]
+    return outputs
+
+
+def wait_any(
+    requests: Sequence[Request], *, timeout_s: float | None = None
+) -> tuple[int, Any]:
+    """Wait until one request is complete; return its index and its output."""
+    if not requests:
+        raise UsageError("wait_any: no requests given")
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        for index, request in enumerate(requests):
+            if request.test():
+                return index, request.wait()
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError_(
+                f"wait_any: none of {len(requests)} requests was complete within "
+                f"{timeout_s:g} s: {', '.join(map(repr, requests[:4]))}"
+            )
+        os.sched_yield()
+
+
+def test_all(requests: Sequence[Request]) -> bool:
+    """Return whether all requests are complete, after a little progress."""
+    return all([request.test() for request in requests])

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process's runtime: ``init`` and what hangs on it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from typing import Any
+
+from commrt import _native, env
+from commrt.bootstrap import connect
+from commrt.comm import Communicator
+from commrt.errors import UsageError
+from commrt.launch import detect
+from commrt.safety.abort import install_excepthook
+from commrt.world import World, connect_world, end_of_process, progress_mode
+
+__all__ = ["init", "synchronize"]
+
+
+class _Runtime:
+    """The world communicator of this process, once there is one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.comm: Communicator | None = None
+        self.given: Any = None
+        self.world: World | None = None
+
+
+_RUNTIME = _Runtime()
+
+
+def init(mpi_comm: Any = None) -> Communicator:
+    """Return the communicator of all ranks; idempotent.
+
+    Ranks are found in this order: MPI's launcher variables with a size above 1, then
+    torchrun's, then Slurm's; otherwise this process is a world of one. COMMRT_LAUNCH
+    overrides it. The first call is collective over all ranks.
+
+    Args:
+        mpi_comm: an mpi4py communicator to use instead of MPI's world.
+
+    Raises:
+        UsageError: a COMMRT_ variable is unknown, wrong or differs across ranks, or
+            the launcher belongs to another MPI than mpi4py.
+        BackendError: a library that is needed is missing.
+    """
+    with _RUNTIME.lock:
+        if _RUNTIME.comm is not None and _RUNTIME.comm._closed is None:
+            if mpi_comm is not None and mpi_comm is not _RUNTIME.given:
+                raise UsageError(
+                    "commrt.init() was called before with other ranks; make further "
+                    "groups with split() or create_group()"
+                )
+            return _RUNTIME.comm
+        env.check_names()
+        if _RUNTIME.world is None:
+            _RUNTIME.world = _start(mpi_comm)
+            _RUNTIME.given = mpi_comm
+        world = _RUNTIME.world
+        identity = world.agree_id(range(world.size), "world")
+        _RUNTIME.comm = Communicator(world, range(world.size), "world", identity)
+        if progress_mode(world):
+            world.engine.start_thread()
+        return _RUNTIME.comm
+
+
+def _start(mpi_comm: Any) -> World:
+    launch = detect()
+    world = connect_world(connect(launch, mpi_comm), launch)
+    os.register_at_fork(after_in_child=_native.mark_forked)
+    atexit.register(end_of_process, world)
+    install_excepthook(world)
+    return world
+
+
+def synchronize() -> None:
+    """Run progress until nothing that this rank started is in flight."""
+    world = _RUNTIME.world
+    comm = _RUNTIME.comm
+    if world is None or comm is None:
+        return
+    while not world.engine.idle:
+        if not world.engine.step():
+            os.sched_yield()

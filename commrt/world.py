@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all communicators of a process share: peers, memory, MPI, engine, table."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from commrt import _libmpi, _native, algorithms, backends, env
+from commrt.arena import Arena, discover_nodes, process_arena, share
+from commrt.bootstrap.base import Bootstrap
+from commrt.errors import BackendError, UsageError
+from commrt.launch import LaunchInfo
+from commrt.select.facts import Candidate, LinkClass, parse_overrides
+from commrt.select.fingerprint import available_cores
+from commrt.select.locate import LocatedTable, locate
+from commrt.select.schema import Known
+from commrt.select.table import Table
+
+__all__ = ["World", "connect_world"]
+
+FIRST_TAG = 16
+"""MPI tags below it belong to the bootstrap; each communicator takes two."""
+
+
+@dataclass
+class World:
+    """One job, as one rank sees it."""
+
+    bootstrap: Bootstrap
+    """Exchanges small blobs among ranks."""
+    launch: LaunchInfo
+    """Who started the ranks."""
+    nodes: list[list[int]]
+    """Ranks of each node; equal on all ranks."""
+    engine: Any
+    """The native engine of this rank."""
+    cores: int
+    """Cores available on the poorest node."""
+    table: Table | None
+    """Selection table, agreed by all ranks."""
+    located: LocatedTable
+    """Where the table came from."""
+    overrides: Mapping[str, Candidate]
+    """What COMMRT_ALGORITHM asks for."""
+    timeout_s: float
+    """Default deadline of an operation."""
+    mpi: Any = None
+    """mpi4py's communicator over all ranks, or None without MPI."""
+    mpi_tag_ub: int = 32767
+    """Largest MPI tag."""
+    in_process: bool = False
+    """Whether the ranks are threads of this process."""
+    links: dict[tuple[int, int], LinkClass] = field(default_factory=dict)
+    """Link class of each on-node pair, by ascending rank."""
+    next_id: int = 0
+    """Identity of the next communicator: names its shared memory and its MPI tags."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the job."""
+        return self.bootstrap.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in the job."""
+        return self.bootstrap.size
+
+    def node_of(self, rank: int) -> int:
+        """Return the index of the node that ``rank`` lies on."""
+        return next(i for i, ranks in enumerate(self.nodes) if rank in ranks)
+
+    def share_memory(self, ranks: Sequence[int], key: str, region_nbytes: int) -> Arena:
+        """Return memory that all ``ranks`` of this node map, a region for each."""
+        if not self.in_process:
+            return share(self.bootstrap, ranks, key, region_nbytes, self.timeout_s)
+        mine = b""
+        if self.rank == ranks[0]:
+            arena = _SharedByThreads.create(len(ranks), region_nbytes)
+            mine = str(arena.address).encode()
+        said = self.bootstrap.exchange(ranks, key, mine, self.timeout_s)
+        return _SharedByThreads.of(int(said[0]))
+
+    def meet(self, members: Sequence[int], key: str) -> None:
+        """Wait until all ``members`` are here, making progress meanwhile."""
+        self.bootstrap.exchange(members, key, b"", self.timeout_s)
+
+    def agree_id(self, members: Sequence[int], key: str) -> int:
+        """Return an identity that no communicator of any member uses."""
+        blob = str(self.next_id).encode()
+        said = self.bootstrap.exchange(members, f"id/{key}", blob, self.timeout_s)
+        chosen = max(map(int, said))
+        self.next_id = chosen + 1
+        if FIRST_TAG + 2 * chosen + 1 > self.mpi_tag_ub:
+            raise BackendError(
+                f"communicator {chosen} needs an MPI tag above this library's limit "
+                f"of {self.mpi_tag_ub}: free communicators do not give theirs back"
+            )
+        return chosen
+
+
+class _SharedByThreads(Arena):
+    """Memory of ranks that are threads: unmapped when the last one closes it."""
+
+    _lock = threading.Lock()
+    _open: ClassVar[dict[int, _SharedByThreads]] = {}
+
+    @classmethod
+    def create(cls, members: int, region_nbytes: int) -> _SharedByThreads:
+        """Map memory for ``members`` threads; each of them calls ``of`` and ``close``."""
+        plain = process_arena(members, region_nbytes)
+        arena = cls(plain.address, members, plain.region_nbytes)
+        arena.users = members
+        with cls._lock:
+            cls._open[arena.address] = arena
+        return arena
+
+    @classmethod
+    def of(cls, address: int) -> _SharedByThreads:
+        """Return the arena that another thread has created."""
+        with cls._lock:
+            return cls._open[address]
+
+    users: int
+
+    def close(self) -> None:
+        """Unmap once every thread has called this."""
+        with self._lock:
+            self.users -= 1
+            if self.users == 0:
+                del self._open[self.address]
+                super().close()
+
+
+def connect_world(
+    bootstrap: Bootstrap, launch: LaunchInfo, *, in_process: bool = False
+) -> World:
+    """Agree on nodes, variables and table with the other ranks; collective."""
+    timeout_s = env.read_float("COMMRT_TIMEOUT_S")
+    located = _agree(bootstrap, timeout_s)
+    everybody = list(range(bootstrap.size))
+    if in_process:
+        nodes = [everybody]
+    else:
+        nodes = discover_nodes(bootstrap, timeout_s, env.read_nodes())
+    mpi = getattr(bootstrap, "comm", None)
+    if len(nodes) > 1 and mpi is None:
+        raise BackendError(
+            f"the ranks lie on {len(nodes)} nodes, and between nodes commrt needs MPI: "
+            f"start them with mpiexec instead of {launch.kind}, with the extra "
+            f"commrt[mpi] installed"
+        )
+    world = World(
+        bootstrap=bootstrap,
+        launch=launch,
+        nodes=nodes,
+        engine=_native.Engine(),
+        cores=0,
+        table=located.parse(known_names()),
+        located=located,
+        overrides=_overrides(),
+        timeout_s=timeout_s,
+        mpi=mpi,
+        in_process=in_process,
+    )
+    world.cores = _agree_cores(world)
+    if mpi is not None:
+        _load_mpi(world)
+    return world
+
+
+def _agree_cores(world: World) -> int:
+    """Return how many cores the ranks of the poorest node have together.
+
+    Ranks may be bound to different cores: their affinities are united, and the
+    container's quota (seen as fewer available cores than the affinity) still holds.
+    """
+    affinity = sorted(os.sched_getaffinity(0))
+    mine = json.dumps([affinity, available_cores()]).encode()
+    everybody = range(world.size)
+    blobs = world.bootstrap.exchange(everybody, "cores", mine, world.timeout_s)
+    said = [json.loads(blob) for blob in blobs]
+    poorest = []
+    for ranks in world.nodes:
+        union = {core for rank in ranks for core in said[rank][0]}
+        quotas = [n for cores, n in (said[r] for r in ranks) if n < len(cores)]
+        poorest.append(min([len(union), *quotas]))
+    return max(1, min(poorest))
+
+
+def known_names() -> Known:
+    """Return the backend and algorithm names that a table may use."""
+    from commrt.operations import COLLECTIVES
+
+    names = {name for coll in COLLECTIVES for name in algorithms.names(coll)}
+    return Known({name: names | {"native"} for name in backends.all_backends()})
+
+
+def _overrides() -> dict[str, Candidate]:
+    text = env.read_str("COMMRT_ALGORITHM")
+    return parse_overrides(text) if text else {}
+
+
+def _agree(bootstrap: Bootstrap, timeout_s: float) -> LocatedTable:
+    """Compare what must be equal on all ranks; return rank 0's table."""
+    from commrt import __version__
+
+    mine = {
+        "version": __version__,
+        "variables": env.agreement(),
+        "table": locate().encode().decode() if bootstrap.rank == 0 else "",
+    }
+    blob = json.dumps(mine).encode()
+    everybody = range(bootstrap.size)
+    said = [
+        json.loads(text)
+        for text in bootstrap.exchange(everybody, "agree", blob, timeout_s)
+    ]
+    for rank, theirs in enumerate(said):
+        if theirs["version"] != said[0]["version"]:
+            raise BackendError(
+                f"rank {rank} runs commrt {theirs['version']}, rank 0 "
+                f"{said[0]['version']}: install one version everywhere"
+            )
+        if theirs["variables"] != said[0]["variables"]:
+            raise UsageError(_difference(rank, theirs["variables"], said[0]["variables"]))
+    return LocatedTable.decode(said[0]["table"].encode())
+
+
+def _difference(rank: int, theirs: str, first: str) -> str:
+    pairs = zip(theirs.splitlines(), first.splitlines(), strict=False)
+    differing = [f"{a} on rank {rank}, {b} on rank 0" for a, b in pairs if a != b]
+    return (
+        f"environment variables that select must be equal on all ranks: "
+        f"{'; '.join(differing)}"
+    )
+
+
+def _load_mpi(world: World) -> None:
+    addresses, constants = _libmpi.mpi_table(), _libmpi.mpi_constants()
+    _native.load_mpi(addresses, constants["BYTE"], constants["IN_PLACE"])
+    world.mpi_tag_ub = constants["TAG_UB"]
+
+
+def progress_mode(world: World) -> bool:
+    """Return whether a progress thread is to run (COMMRT_PROGRESS)."""
+    mode = env.read_str("COMMRT_PROGRESS")
+    if mode == "auto":
+        ranks_here = max(len(ranks) for ranks in world.nodes)
+        return not world.in_process and world.size > 1 and world.cores >= 2 * ranks_here
+    if mode == "on" and world.mpi is not None:
+        mpi = _libmpi.load()
+        if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+            raise UsageError(
+                "COMMRT_PROGRESS=on needs MPI initialised with THREAD_MULTIPLE: do not "
+                "lower mpi4py.rc.thread_level, or use COMMRT_PROGRESS=off"
+            )
+    return mode == "on"
+
+
+def end_of_process(world: World, grace_s: float = 5.0) -> None:
+    """Drain what still moves, stop the progress thread, and leave; runs at exit."""
+    deadline = time.monotonic() + grace_s
+    while world.engine.step() and time.monotonic() < deadline:
+        os.sched_yield()
+    world.engine.stop_thread()

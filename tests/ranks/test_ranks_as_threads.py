@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as threads: the harness itself, and that the engine is right under it."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from commrt.backends.local import run
+from commrt.errors import CommError
+
+
+def test_results_come_in_rank_order() -> None:
+    assert run(4, lambda comm: (comm.rank, comm.size), timeout_s=20) == [
+        (rank, 4) for rank in range(4)
+    ]
+
+
+def test_the_first_error_is_raised_and_wakes_the_ranks_that_wait() -> None:
+    def rank_main(comm) -> None:
+        if comm.rank == 1:
+            raise KeyError("no such batch")
+        comm._world.bootstrap.exchange(range(comm.size), "never", b"", 600)
+
+    with pytest.raises(KeyError, match="no such batch"):
+        run(3, rank_main, timeout_s=20)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [0, 1, 1000, 200_003])
+def test_every_rank_gets_the_same_sum(size: int, count: int) -> None:
+    def rank_main(comm) -> bool:
+        x = np.arange(count, dtype=np.float64) + comm.rank
+        total = comm.allreduce(x)
+        expected = size * np.arange(count) + size * (size - 1) / 2
+        return bool(np.array_equal(total, expected))
+
+    assert all(run(size, rank_main, timeout_s=20))
+
+
+def test_operations_in_flight_complete_in_any_order() -> None:
+    def rank_main(comm) -> list[float]:
+        arrays = [np.full(5000, float(i + comm.rank)) for i in range(8)]
+        requests = [comm.allreduce(array, nonblocking=True) for array in arrays]
+        order = requests if comm.rank == 0 else requests[::-1]
+        for request in order:
+            request.wait()
+        return [float(array[-1]) for array in arrays]
+
+    expected = [3.0 * i + 3 for i in range(8)]
+    assert run(3, rank_main, timeout_s=20) == [expected] * 3
+
+
+def test_run_leaves_no_thread_when_a_rank_misuses_the_communicator() -> None:
+    def rank_main(comm) -> None:
+        comm.allreduce(np.ones(4)[::2])
+
+    with pytest.raises(CommError):
+        run(2, rank_main, timeout_s=20)
+    names = [thread.name for thread in threading.enumerate()]
+    assert not any(name.startswith("rank") for name in names)

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From recorded times to ranges: fitted crossings, ties, stability, regret."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from commrt.tuning.decide import Decision, decide, divide, tied
+from commrt.tuning.fit import fit_curve
+from commrt.tuning.regret import held_out_regret, leave_one_out
+from commrt.tuning.samples import Group, Recording
+from commrt.tuning.statistics import Estimate, estimate, geometric_mean, rank_test
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tuning_recordings import DIRECT, DOUBLING, NATIVE, NEAR, RING, TRUTH, record
+
+from commrt.select.facts import Candidate
+
+MARGIN = 0.05
+GRID = [8 * 4**step for step in range(12)]
+
+
+def _exact(us: float, spread: float = 0.0) -> Estimate:
+    return Estimate(us, (us * (1 - spread), us * (1 + spread)), 10, (us,) * 3)
+
+
+def _curves(*functions: object) -> dict[Candidate, object]:
+    return {
+        Candidate("shm", f"c{number}"): fit_curve(
+            {n: _exact(function(n)) for n in GRID}  # type: ignore[operator]
+        )
+        for number, function in enumerate(functions)
+    }
+
+
+def _only(recording: Recording) -> Decision:
+    (decision,) = decide(recording, MARGIN)
+    return decision
+
+
+def test_an_estimate_is_the_median_of_launch_medians() -> None:
+    seen = estimate([(3.0, 1.0, 2.0), (5.0, 5.0, 9.0), (4.0,)])
+    assert (seen.us, seen.ci, seen.n, seen.launches) == (
+        4.0,
+        (2.0, 5.0),
+        7,
+        (2.0, 5.0, 4.0),
+    )
+
+
+def test_one_launch_has_the_interval_of_its_repetitions() -> None:
+    assert estimate([(1.0, 2.0, 9.0)]).ci == (1.0, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "p"),
+    [
+        ([1, 2, 3], [4, 5, 6], 0.1),
+        ([1, 2, 3, 4], [5, 6, 7, 8], 2 / 70),
+        ([1, 4], [2, 3], 1.0),
+        ([1, 1, 1], [1, 1, 1], 1.0),
+        ([], [1], 1.0),
+    ],
+)
+def test_the_rank_test_is_exact(
+    first: list[float], second: list[float], p: float
+) -> None:
+    assert rank_test(first, second) == pytest.approx(p)
+    assert rank_test(second, first) == pytest.approx(p)
+
+
+def test_the_rank_test_of_many_launches_is_close_to_the_exact_one() -> None:
+    many = [float(n) for n in range(11)]
+    assert rank_test(many, [n + 0.5 for n in many]) > 0.5
+    assert rank_test(many, [n + 20 for n in many]) < 1e-3
+
+
+def test_geometric_mean() -> None:
+    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+    assert geometric_mean([]) == 1.0
+
+
+def test_a_straight_line_is_one_piece() -> None:
+    curve = fit_curve({n: _exact(2.0 + 1e-4 * n) for n in GRID})
+    assert len(curve.pieces) == 1
+    for nbytes in (8, 100, 10**6, 10**8):
+        assert curve.us(nbytes) == pytest.approx(2.0 + 1e-4 * nbytes)
+
+
+def test_a_change_of_protocol_is_a_new_piece_between_its_sizes() -> None:
+    curve = fit_curve(
+        {n: _exact(1 + 1e-3 * n if n < 5000 else 40 + 1e-4 * n) for n in GRID}
+    )
+    assert len(curve.pieces) == 2
+    assert 2048 < curve.pieces[1].lo < 8192
+    assert curve.us(10**6) == pytest.approx(140, rel=0.02)
+
+
+@given(st.lists(st.floats(0.1, 1e6), min_size=1, max_size=12))
+def test_fitted_times_are_positive_whatever_was_measured(times: list[float]) -> None:
+    curve = fit_curve({n: _exact(us) for n, us in zip(GRID, times, strict=False)})
+    for nbytes in (1, 8, 777, 10**5, 10**9):
+        assert curve.us(nbytes) > 0
+
+
+def test_the_crossover_is_fitted_not_placed_on_the_grid() -> None:
+    curves = _curves(lambda n: 1 + 1e-3 * n, lambda n: 4 + 1e-4 * n)
+    first, second = divide(curves, 0.0)  # type: ignore[arg-type]
+    assert (first.lo, second.hi) == (0, None)
+    assert first.hi == second.lo == pytest.approx(3 / 9e-4, abs=2)
+    assert "cross" in str(second.crossover)
+
+
+def test_ties_keep_the_simpler_candidate() -> None:
+    curves = _curves(lambda n: 1.04 + 1.04e-4 * n, lambda n: 1 + 1e-4 * n)
+    (only,) = divide(curves, MARGIN)  # type: ignore[arg-type]
+    assert only.candidate.algorithm == "c0"
+    assert divide(curves, 0.0)[0].candidate.algorithm == "c1"  # type: ignore[arg-type]
+
+
+def test_overlapping_intervals_tie_but_not_without_limit() -> None:
+    for slower, both in ((1.08, True), (1.3, False)):
+        curves = {
+            DIRECT: fit_curve({n: _exact(slower, 0.4) for n in GRID}),
+            RING: fit_curve({n: _exact(1.0, 0.4) for n in GRID}),
+        }
+        assert (DIRECT in tied(curves, 100, MARGIN)) is both
+
+
+def test_a_short_lead_within_the_margin_does_not_split_a_range() -> None:
+    bump = {n: _exact(1 + 1e-4 * n) for n in GRID}
+    bump[2048] = _exact(bump[2048].us * 1.03)
+    curves = {
+        DIRECT: fit_curve(bump),
+        RING: fit_curve({n: _exact(1.01 + 1e-4 * n) for n in GRID}),
+    }
+    assert [one.candidate for one in divide(curves, MARGIN)] == [DIRECT]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 5))
+def test_ranges_tile_whatever_was_measured(seed: int, candidates: int) -> None:
+    noise = random.Random(seed)
+    curves = {
+        Candidate("shm", f"c{number}"): fit_curve(
+            {n: _exact(noise.uniform(0.1, 10), noise.random() / 5) for n in GRID}
+        )
+        for number in range(candidates)
+    }
+    ranges = divide(curves, MARGIN)
+    assert ranges[0].lo == 0
+    assert ranges[-1].hi is None
+    for one, following in itertools.pairwise(ranges):
+        assert one.hi == following.lo
+        assert one.lo < following.lo
+        assert one.candidate != following.candidate
+
+
+def test_the_true_winners_are_found_with_their_crossings() -> None:
+    ranges = _only(record(seed=1)).ranges
+    assert [one.candidate for one in ranges] in (
+        [DOUBLING, DIRECT, RING],
+        [DIRECT, RING],
+    )
+    assert 120_000 < ranges[-1].lo < 480_000
+
+
+@pytest.mark.parametrize("seed", range(0, 20, 2))
+def test_two_tunings_agree_over_nearly_the_whole_range(seed: int) -> None:
+    first, second = (_only(record(one)) for one in (seed + 100, seed + 101))
+    sizes = [2 ** (3 + step / 16) for step in range(22 * 16)]
+    agree = sum(
+        first.at(round(n)) == second.at(round(n))
+        or (
+            first.at(round(n)) in tied(second.curves, n, MARGIN)
+            and second.at(round(n)) in tied(first.curves, n, MARGIN)
+        )
+        for n in sizes
+    )
+    assert agree >= 0.95 * len(sizes)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_choices_are_nearly_best_by_the_true_curves(seed: int) -> None:
+    decision = _only(record(seed))
+    sizes = [round(2 ** (3 + step / 4)) for step in range(22 * 4)]
+    ratios = [
+        TRUTH[decision.at(n)](n) / min(us(n) for us in TRUTH.values()) for n in sizes
+    ]
+    assert geometric_mean(ratios) < 1.03
+
+
+def test_regret_of_held_out_launches_is_small_and_beats_native() -> None:
+    recording = record(seed=3)
+    found = held_out_regret(recording, decide(recording, MARGIN))
+    assert found.cells == 11
+    assert found.unmeasured == 0
+    assert 1.0 <= found.regret < 1.05
+    assert found.versus_native is not None
+    assert found.versus_native < 0.7
+
+
+def test_regret_sees_a_wrong_table() -> None:
+    recording = record(seed=3)
+    wrong = record(seed=3, truth={NATIVE: TRUTH[NATIVE]})
+    found = held_out_regret(recording, decide(wrong, MARGIN))
+    assert found.regret > 1.5
+    assert found.versus_native == pytest.approx(1.0)
+
+
+def test_every_launch_in_turn_is_judged_by_the_others() -> None:
+    found = leave_one_out(record(seed=5, launches=4, held_out=0), MARGIN)
+    assert found.cells == 4 * 12
+    assert found.regret < 1.08
+
+
+def test_a_held_out_launch_of_another_class_is_not_judged() -> None:
+    recording = record(seed=3)
+    shaped = [one for one in recording.launches.values() if not one.held_out]
+    decisions = decide(
+        Recording(
+            {one.index: one for one in shaped},
+            recording.samples[: 3 * 48],
+            orders=recording.orders,
+        ),
+        MARGIN,
+    )
+    moved = Group(2, 1, 2, "far")
+    other = [
+        Decision(one.op, moved, one.ranges, one.curves, MARGIN) for one in decisions
+    ]
+    assert held_out_regret(recording, other).cells == 0
+
+
+def test_a_candidate_that_failed_is_never_chosen() -> None:
+    recording = record(seed=1)
+    item = {"op": "allreduce", "nbytes": 8, "candidate": str(RING)}
+    recording.fail(NEAR.size, item, "hung")
+    assert all(one.candidate != RING for one in _only(recording).ranges)
+
+
+def test_one_dropped_as_a_loser_is_not_extrapolated_into_large_sizes() -> None:
+    recording = record(seed=1)
+    recording.samples = [
+        sample
+        for sample in recording.samples
+        if sample.candidate != DOUBLING or sample.nbytes <= 512
+    ]
+    assert _only(recording).at(10**9) == RING
+
+
+def test_a_recording_reads_back_equal() -> None:
+    recording = record(seed=2)
+    recording.fail(2, {"op": "bcast", "nbytes": 8, "candidate": "shm/ring"}, "hung")
+    assert Recording.from_json(recording.to_json()) == recording

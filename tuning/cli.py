@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt-tune``: run, show, explain, lint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from commrt.tuning import measure, run
+from commrt.tuning.lint import lint
+from commrt.tuning.show import explain, show
+from commrt.tuning.tuner import Options
+
+from commrt.dtypes import dtype_by_name
+from commrt.errors import CommError, TableError, UsageError
+from commrt.launch import detect
+from commrt.operations import COLLECTIVES, operation
+from commrt.select.facts import LINK_CLASSES, CommFacts, Query
+from commrt.select.fingerprint import available_cores
+from commrt.select.locate import LocatedTable, locate
+from commrt.select.table import Table, load_file
+
+__all__ = ["main", "make_parser"]
+
+DEFAULT_OPS = "allreduce,bcast,allgather,reduce_scatter,alltoall"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        return int(arguments.command(arguments))
+    except CommError as error:
+        print(f"commrt-tune: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("commrt-tune: interrupted; no table was written", file=sys.stderr)
+        return 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="commrt-tune",
+        description="Measure this machine with real ranks; write and read the table "
+        "that chooses algorithms.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands.add_parser("run", help="measure and write a table"))
+    shown = commands.add_parser("show", help="print a table for people")
+    explained = commands.add_parser("explain", help="what the table says about a call")
+    linted = commands.add_parser("lint", help="check a table against guidelines")
+    for sub, command in ((shown, _show), (explained, _explain), (linted, _lint)):
+        sub.set_defaults(command=command)
+        sub.add_argument(
+            "--table", type=Path, help="file (default: the one in force here)"
+        )
+    explained.add_argument("op", metavar="OPERATION")
+    explained.add_argument("nbytes", type=_nbytes, metavar="BYTES")
+    explained.add_argument("--ranks", type=int, default=2)
+    explained.add_argument("--nodes", type=int, default=1)
+    explained.add_argument("--link-class", choices=LINK_CLASSES, default="near")
+    explained.add_argument("--dtype", type=_dtype, default="float32")
+    return parser
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_run)
+    add = parser.add_argument
+    add("--ranks", type=_ranks, help="as in 2,4 (default: 2, and all cores)")
+    add("--budget", type=_seconds, default=60.0, metavar="S", help="seconds (60)")
+    add("--launches", type=_positive, default=3, metavar="N", help="per rank count (3)")
+    add("--ops", type=_ops, default=_ops(DEFAULT_OPS), help=f"default: {DEFAULT_OPS}")
+    add("--max-bytes", type=_nbytes, default=32 << 20, help="largest vector (32M)")
+    add("--out", type=Path, metavar="FILE", help="default: the user's table folder")
+    add("--raw", type=Path, metavar="FILE", help="also keep every repetition (JSON)")
+    add("--dtype", type=_dtype, default="float32")
+    add("--seed", type=int, default=1, help="of the order of measurement")
+    add("--mpiexec", metavar="PATH", help="launcher (default: beside python, or PATH)")
+    add("--hang", type=_seconds, default=10.0, metavar="S", help="silence allowed (10)")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    options = Options(
+        ranks=arguments.ranks or tuple(sorted({2, max(2, available_cores())})),
+        ops=arguments.ops,
+        launches=arguments.launches,
+        budget_s=arguments.budget,
+        max_nbytes=arguments.max_bytes,
+        dtype=arguments.dtype,
+        seed=arguments.seed,
+    )
+    given = detect()
+    if given.kind == "single":
+        summary: str | None = run.launched(
+            options,
+            out=arguments.out,
+            raw=arguments.raw,
+            mpiexec=arguments.mpiexec,
+            hang_s=arguments.hang,
+        )
+    elif arguments.ranks or arguments.mpiexec:
+        raise UsageError(
+            f"the ranks were started by {given.source}, so the tuner uses those: leave "
+            f"--ranks and --mpiexec out"
+        )
+    else:
+        summary = run.within(options, out=arguments.out, raw=arguments.raw)
+    if summary:
+        print(summary)
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    print(show(_table(arguments.table)))
+    return 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    redop = "sum" if operation(arguments.op).reduces else None
+    query = Query(arguments.op, arguments.nbytes, arguments.dtype, op=redop)
+    facts = CommFacts(
+        size=arguments.ranks,
+        nodes=arguments.nodes,
+        ppn=-(-arguments.ranks // arguments.nodes),
+        cores=available_cores(),
+        link_class=arguments.link_class,
+    )
+    print(explain(_table(arguments.table), query, facts))
+    return 0
+
+
+def _lint(arguments: argparse.Namespace) -> int:
+    findings = lint(_table(arguments.table))
+    for finding in findings:
+        print(finding)
+    print(f"{len(findings)} findings" if findings else "nothing found")
+    return 0
+
+
+def _table(path: Path | None) -> Table:
+    known = measure.known_names()
+    if path is not None:
+        return load_file(path, known)
+    located: LocatedTable = locate()
+    table = located.parse(known)
+    if table is None:
+        raise TableError(f"no table is in force here: {located.why}")
+    return table
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def _nbytes(text: str) -> int:
+    """Parse a byte count with an optional K, M or G."""
+    shift = {"K": 10, "M": 20, "G": 30}.get(text[-1:].upper(), 0)
+    digits = text[:-1] if shift else text
+    if not digits.isdecimal() or len(digits) > 15:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a byte count: write 32M")
+    return int(digits) << shift
+
+
+def _ops(text: str) -> tuple[str, ...]:
+    ops = tuple(part.strip() for part in text.split(",") if part.strip())
+    unknown = [op for op in ops if op not in COLLECTIVES]
+    if unknown or not ops:
+        names = ", ".join(COLLECTIVES)
+        raise argparse.ArgumentTypeError(f"unknown operation {unknown}: known: {names}")
+    return ops
+
+
+def _dtype(text: str) -> str:
+    try:
+        return dtype_by_name(text).name
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

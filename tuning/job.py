@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one launch of the tuner measures, as one line of JSON for its ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from commrt.dtypes import dtype_by_name
+from commrt.operations import operation
+
+__all__ = ["Item", "Job", "size_pairs", "sizes"]
+
+_SMALLEST_NBYTES = 8
+_STEP = 4
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing to time."""
+
+    op: str
+    """Operation."""
+    nbytes: int
+    """Rule bytes."""
+    candidate: str
+    """Candidate, as text."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work of one launch."""
+
+    ops: tuple[str, ...]
+    """Operations."""
+    dtype: str
+    """Element type."""
+    max_nbytes: int
+    """Largest whole vector."""
+    held_out: bool
+    """Whether the sizes lie off the grid, to judge the table."""
+    seed: int
+    """Of the order; different in every launch."""
+    budget_s: float
+    """How long the ranks may measure."""
+    flags: str | None = None
+    """File of shared flags for the barrier; None: the communicator's barrier."""
+    excluded: tuple[tuple[str, str], ...] = ()
+    """(op, candidate) that failed earlier."""
+    skipped: tuple[Item, ...] = ()
+    """Clear losers of earlier launches, and what a restarted launch has done."""
+    model_ratio: float = 30.0
+    """Candidates this much above the model's best are not tried; it is only a model."""
+    loss_ratio: float = 1.5
+    """A candidate whose fastest repetition is this much above the best is given up."""
+    relative_ci: float = 0.05
+    """Half width of the interval at which repetitions stop."""
+    max_repetitions: int = 100
+    """Repetitions at which they stop anyway."""
+
+    def to_json(self) -> str:
+        """Return the job as one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """Return what ``to_json`` wrote."""
+        plain: dict[str, Any] = json.loads(text)
+        plain["ops"] = tuple(plain["ops"])
+        plain["excluded"] = tuple((op, one) for op, one in plain["excluded"])
+        plain["skipped"] = tuple(Item(**item) for item in plain["skipped"])
+        return cls(**plain)
+
+
+def sizes(op: str, size: int, job: Job) -> list[int]:
+    """Return the rule bytes to measure: 8 and its multiples by 4, or sizes between."""
+    pairs = size_pairs(op, size, job.dtype, job.max_nbytes)
+    column = [between if job.held_out else grid for grid, between in pairs]
+    ranks = _blocks(op, size)
+    return sorted({nbytes for nbytes in column if nbytes * ranks <= job.max_nbytes})
+
+
+def size_pairs(
+    op: str, size: int, dtype: str, max_nbytes: int
+) -> list[tuple[int, int]]:
+    """Return the grid's sizes, each with the held-out size above it.
+
+    Every size is a whole number of elements of the operation: of one element per rank
+    where x is cut into blocks.
+    """
+    if operation(op).rule_bytes == "none":
+        return [(0, 0)]
+    unit = dtype_by_name(dtype).itemsize * (size if op == "reduce_scatter" else 1)
+    pairs, nbytes = [], _SMALLEST_NBYTES
+    while nbytes * _blocks(op, size) <= max_nbytes:
+        between = nbytes * 9 // 5
+        pairs.append((-(-nbytes // unit) * unit, -(-between // unit) * unit))
+        nbytes *= _STEP
+    return pairs
+
+
+def _blocks(op: str, size: int) -> int:
+    """Return how many times the rule's bytes the whole vector has."""
+    return 1 if operation(op).rule_bytes == "whole" else size

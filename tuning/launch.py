@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts real ranks for one job and listens to rank 0; a hang costs only itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from commrt.bench.timing_loop import SharedFlags
+from commrt.tuning.job import Job
+
+from commrt.errors import UsageError
+from commrt.mpiexec import Launcher, find_launcher, kill_tree, launch_command
+
+__all__ = ["Ended", "Message", "Start", "choose_launcher", "start_ranks"]
+
+Message = Mapping[str, Any]
+Start = Callable[[Job, int, Callable[[Message], None]], "Ended"]
+"""Runs a job on that many ranks, hands over every message, returns how it ended."""
+
+_STARTUP_S = 60.0
+_END_S = 10.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launch ended."""
+
+    ok: bool
+    """Whether rank 0 said that it was done."""
+    reason: str
+    """Otherwise: what happened."""
+
+
+def choose_launcher(mpiexec: str | None) -> Launcher:
+    """Return the launcher: ``mpiexec`` if given, else the one of this interpreter."""
+    if mpiexec is None:
+        return find_launcher()
+    found = find_launcher(mpiexec)
+    if Path(found.mpiexec).parent != Path(os.path.abspath(mpiexec)).parent:
+        raise UsageError(f"--mpiexec {mpiexec}: there is no mpiexec in that folder")
+    return found
+
+
+def start_ranks(
+    job: Job,
+    ranks: int,
+    on_message: Callable[[Message], None],
+    *,
+    launcher: Launcher,
+    hang_s: float,
+) -> Ended:
+    """Run the job; kill all ranks when rank 0 is silent for ``hang_s``.
+
+    The existing tables and overrides of the user do not reach the ranks: tuning must
+    also work where the table to be replaced is broken.
+    """
+    with tempfile.TemporaryDirectory(prefix="commrt-tune-") as folder:
+        flags = str(Path(folder) / "flags")
+        SharedFlags.create(flags, ranks)
+        work = Path(folder) / "job.json"
+        work.write_text(replace(job, flags=flags).to_json())
+        argv, environ = launch_command(
+            sys.executable,
+            ranks,
+            ["-m", "commrt.tuning.worker", str(work)],
+            env={
+                "XDG_CONFIG_HOME": folder,
+                "COMMRT_TABLE": "",
+                "COMMRT_ALGORITHM": "",
+            },
+            launcher=launcher,
+        )
+        with open(Path(folder) / "stderr", "w+b") as errors:
+            return _listen(argv, environ, errors, on_message, hang_s)
+
+
+def _listen(
+    argv: list[str],
+    environ: dict[str, str],
+    errors: IO[bytes],
+    on_message: Callable[[Message], None],
+    hang_s: float,
+) -> Ended:
+    process = subprocess.Popen(
+        argv,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    reader = threading.Thread(
+        target=_pump, args=(process.stdout, lines), daemon=True, name="tune-reader"
+    )
+    reader.start()
+    try:
+        reason = _follow(lines, on_message, hang_s)
+        if reason == "end":
+            _wait(process)
+            return Ended(True, "")
+        status = process.poll()
+        if reason == "closed":
+            status = _wait(process)
+            reason = f"the ranks ended with status {status}"
+        return Ended(False, f"{reason}{_tail(errors)}")
+    finally:
+        kill_tree(process)
+        reader.join(_END_S)
+
+
+def _follow(
+    lines: queue.SimpleQueue[bytes | None],
+    on_message: Callable[[Message], None],
+    hang_s: float,
+) -> str:
+    """Hand over messages until the end, a silence, or the closed pipe; say which."""
+    patience_s = _STARTUP_S
+    while True:
+        deadline_s = time.monotonic() + patience_s
+        try:
+            raw = lines.get(timeout=max(0.0, deadline_s - time.monotonic()))
+        except queue.Empty:
+            return f"nothing was heard for {patience_s:g} s"
+        if raw is None:
+            return "closed"
+        message = _message(raw)
+        if message is None:
+            continue
+        on_message(message)
+        if message["tune"] == "end":
+            return "end"
+        patience_s = hang_s
+
+
+def _message(raw: bytes) -> Message | None:
+    """Return the line as a message; None for what libraries print."""
+    try:
+        message = json.loads(raw)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) and "tune" in message else None
+
+
+def _pump(stream: IO[bytes], lines: queue.SimpleQueue[bytes | None]) -> None:
+    with stream:
+        for raw in stream:
+            lines.put(raw)
+    lines.put(None)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _tail(errors: IO[bytes]) -> str:
+    """Return the last lines that the ranks wrote to standard error."""
+    errors.seek(0)
+    text = errors.read().decode(errors="replace").strip()
+    return ":\n" + "\n".join(text.splitlines()[-15:]) if text else ""

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How good the choices are on launches that did not shape them.
+
+Regret at a size is the time of the choice over the time of the best candidate measured
+in the same held-out launch. Held-out sizes lie off the tuner's grid.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+from commrt.tuning.decide import Decision, decide
+from commrt.tuning.samples import Group, Launch, Recording
+from commrt.tuning.statistics import geometric_mean
+from commrt.tuning.table_writer import NATIVE
+
+from commrt.select.facts import Candidate
+
+__all__ = ["Regret", "held_out_regret", "leave_one_out"]
+
+Choose = Callable[[Group, str, int], Candidate | None]
+
+
+@dataclass(frozen=True)
+class Regret:
+    """Geometric means over held-out cells."""
+
+    cells: int
+    """Cells (launch, operation, size) where the choice was measured."""
+    regret: float
+    """Time of the choice over that of the best; 1 is perfect."""
+    worst: float
+    """The largest single ratio."""
+    versus_native: float | None
+    """Time of the choice over that of mpi/native, None where it was not measured."""
+    unmeasured: int
+    """Cells without a rule, or whose choice was not measured."""
+
+
+@dataclass
+class _Tally:
+    """Ratios collected cell by cell."""
+
+    ratios: list[float] = field(default_factory=list)
+    natives: list[float] = field(default_factory=list)
+    unmeasured: int = 0
+
+    def add(self, recording: Recording, launch: Launch, choose: Choose) -> None:
+        """Judge ``choose`` on every cell of one launch."""
+        cells: dict[tuple[str, int], dict[Candidate, float]] = defaultdict(dict)
+        for sample in recording.samples:
+            if sample.launch == launch.index and sample.us:
+                times = cells[sample.op, sample.nbytes]
+                times[sample.candidate] = median(sample.us)
+        for (op, nbytes), times in cells.items():
+            choice = choose(launch.group, op, nbytes)
+            if choice is None or choice not in times:
+                self.unmeasured += 1
+                continue
+            self.ratios.append(times[choice] / min(times.values()))
+            native = [us for one, us in times.items() if one.name == NATIVE]
+            self.natives += [times[choice] / us for us in native[:1]]
+
+    def result(self) -> Regret:
+        """Return the geometric means."""
+        return Regret(
+            len(self.ratios),
+            geometric_mean(self.ratios),
+            max(self.ratios, default=1.0),
+            geometric_mean(self.natives) if self.natives else None,
+            self.unmeasured,
+        )
+
+
+def held_out_regret(recording: Recording, decisions: Iterable[Decision]) -> Regret:
+    """Return the regret on the launches that were held out of the tuning."""
+    tally, choose = _Tally(), _chooser(decisions)
+    for launch in recording.launches.values():
+        if launch.held_out:
+            tally.add(recording, launch, choose)
+    return tally.result()
+
+
+def leave_one_out(recording: Recording, margin: float) -> Regret:
+    """Return the regret where each launch in turn is judged by all the others."""
+    tally = _Tally()
+    for launch in recording.launches.values():
+        others = decide(_without(recording, launch), margin)
+        tally.add(recording, launch, _chooser(others))
+    return tally.result()
+
+
+def _without(recording: Recording, launch: Launch) -> Recording:
+    kept = {
+        index: other
+        for index, other in recording.launches.items()
+        if index != launch.index
+    }
+    samples = [sample for sample in recording.samples if sample.launch in kept]
+    return Recording(kept, samples, recording.failures, recording.orders)
+
+
+def _chooser(decisions: Iterable[Decision]) -> Choose:
+    known = {(one.group, one.op): one for one in decisions}
+
+    def choose(group: Group, op: str, nbytes: int) -> Candidate | None:
+        decision = known.get((group, op))
+        return None if decision is None else decision.at(nbytes)
+
+    return choose

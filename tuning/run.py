@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``commrt-tune run``: from options to a table on disk and a summary."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from json import loads
+from pathlib import Path
+
+from commrt.tuning.decide import decide
+from commrt.tuning.job import Job
+from commrt.tuning.launch import Ended, Message, choose_launcher, start_ranks
+from commrt.tuning.progress import Progress
+from commrt.tuning.regret import Regret, held_out_regret
+from commrt.tuning.samples import Recording
+from commrt.tuning.summary import summarise
+from commrt.tuning.table_writer import make_table, write_table
+from commrt.tuning.tuner import Options, jobs_within, run_launches
+
+from commrt.errors import TableError
+from commrt.select.fingerprint import this_machine
+from commrt.select.locate import user_table_path
+from commrt.select.schema import DEFAULT_TIE_MARGIN
+
+__all__ = ["finish", "launched", "within"]
+
+_SHARES = (0.75, 0.25)
+"""Of the budget: to shape the table, to judge it."""
+
+
+def launched(
+    options: Options,
+    *,
+    out: Path | None,
+    raw: Path | None,
+    mpiexec: str | None,
+    hang_s: float,
+) -> str:
+    """Start ranks of our own, measure, write the table; return the summary."""
+    launcher = choose_launcher(mpiexec)
+    progress = Progress(options.budget_s)
+
+    def start(job: Job, ranks: int, on_message: Callable[[Message], None]) -> Ended:
+        return start_ranks(job, ranks, on_message, launcher=launcher, hang_s=hang_s)
+
+    try:
+        recording = run_launches(options, progress, start)
+    finally:
+        progress.close()
+    return finish(recording, options, out=out, raw=raw)
+
+
+def within(options: Options, *, out: Path | None, raw: Path | None) -> str | None:
+    """Measure on the ranks that this process belongs to; the summary is rank 0's.
+
+    Here a hang cannot be cut out: whoever started the ranks has to end them.
+    """
+    from commrt.tuning.measure import Session
+    from commrt.tuning.worker import measure
+
+    session = Session(None)
+    recording = Recording()
+    progress = Progress(options.budget_s)
+    for number, share in enumerate(_SHARES):
+        job = jobs_within(options, number, share * options.budget_s)
+        measure(session, job, partial(_take, recording, progress, number))
+    progress.close()
+    summary = finish(recording, options, out=out, raw=raw) if not session.rank else None
+    session.barrier()
+    return summary
+
+
+def _take(recording: Recording, progress: Progress, number: int, line: str) -> None:
+    message = loads(line)
+    if message["tune"] == "begin":
+        count = f"{message['index'] + 1}/{message['items']}"
+        item = f"{message['op']} {message['nbytes']} B {message['candidate']}"
+        progress.show(f"{count}: {item}")
+    recording.add(number, number > 0, message)
+
+
+def finish(
+    recording: Recording,
+    options: Options,
+    *,
+    out: Path | None,
+    raw: Path | None = None,
+    date: str | None = None,
+) -> str:
+    """Decide, write the table, return the summary; TableError without measurements."""
+    if raw is not None:
+        raw.write_text(recording.to_json(), encoding="utf-8")
+    decisions = decide(recording, DEFAULT_TIE_MARGIN)
+    if not decisions:
+        raise TableError(
+            "nothing was measured, so no table was written: raise --budget"
+        )
+    regret = held_out_regret(recording, decisions)
+    machine = this_machine()
+    path = out or user_table_path(machine)
+    table = make_table(
+        decisions,
+        machine,
+        software=recording.software,
+        method=_method(options, regret),
+        tie_margin=DEFAULT_TIE_MARGIN,
+        date=date or datetime.date.today().isoformat(),
+    )
+    write_table(table, path)
+    return summarise(recording, decisions, regret, str(path))
+
+
+def _method(options: Options, regret: Regret) -> Mapping[str, object]:
+    job = Job((), options.dtype, options.max_nbytes, False, options.seed, 0.0)
+    return {
+        "sync": "barrier",
+        "launches": options.launches,
+        "order": "random",
+        "seed": options.seed,
+        "reps": {"min": 3, "max": job.max_repetitions},
+        "stop": {"rel_ci": job.relative_ci, "level": 0.95},
+        "per_rep": "max_over_ranks",
+        "stat": "median",
+        "outliers": "none",
+        "dtype": options.dtype,
+        "budget_s": options.budget_s,
+        "held_out": {
+            "cells": regret.cells,
+            "regret": float(f"{regret.regret:.4g}"),
+            "worst": float(f"{regret.worst:.4g}"),
+        },
+        "command": " ".join(["commrt-tune", *sys.argv[1:]]),
+    }

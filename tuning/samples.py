@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured: launches, samples and failures, and the lines that carry them.
+
+A worker prints one JSON object per line. The parent collects them into a Recording,
+which can be saved and read back, so that every decision can be repeated without ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from commrt.select.facts import Candidate, CommFacts
+
+__all__ = ["Failure", "Group", "Launch", "Recording", "Sample", "line"]
+
+
+class Group(NamedTuple):
+    """Launches that can be compared: equal ranks, placement and link class."""
+
+    ranks: int
+    nodes: int
+    ppn: int
+    link_class: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of the ranks."""
+
+    index: int
+    """Counted over the whole run."""
+    facts: CommFacts
+    """What the communicator found."""
+    held_out: bool
+    """Whether it only judges the table, and does not shape it."""
+
+    @property
+    def group(self) -> Group:
+        """With which launches it may be compared."""
+        facts = self.facts
+        return Group(facts.size, facts.nodes, facts.ppn, facts.link_class)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The repetitions of one candidate at one size in one launch."""
+
+    launch: int
+    """Which launch."""
+    op: str
+    """Operation."""
+    nbytes: int
+    """Rule bytes."""
+    candidate: Candidate
+    """What ran."""
+    us: tuple[float, ...]
+    """Microseconds of each repetition, of the slowest rank."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A candidate that hung, crashed or computed wrongly."""
+
+    ranks: int
+    """Ranks of the launch."""
+    op: str
+    """Operation."""
+    nbytes: int
+    """Rule bytes."""
+    candidate: Candidate
+    """What ran."""
+    reason: str
+    """What happened."""
+
+
+@dataclass
+class Recording:
+    """Everything that one tuning run measured."""
+
+    launches: dict[int, Launch] = field(default_factory=dict)
+    """By index."""
+    samples: list[Sample] = field(default_factory=list)
+    """In the order of measurement."""
+    failures: list[Failure] = field(default_factory=list)
+    """In the order of appearance."""
+    orders: dict[str, list[Candidate]] = field(default_factory=dict)
+    """By operation: every candidate seen, simplest first."""
+    software: dict[str, Any] = field(default_factory=dict)
+    """Versions that the ranks reported."""
+
+    def add(self, launch: int, held_out: bool, message: Mapping[str, Any]) -> None:
+        """Take one line of a worker; kinds that only report progress are ignored."""
+        kind = message["tune"]
+        if kind == "hello":
+            facts = CommFacts(**message["facts"])
+            self.launches.setdefault(launch, Launch(launch, facts, held_out))
+            self.software = dict(message["software"])
+        elif kind == "order":
+            self._merge_order(message["op"], message["candidates"])
+        elif kind == "sample":
+            candidate = Candidate.parse(message["candidate"])
+            op, nbytes = str(message["op"]), int(message["nbytes"])
+            us = tuple(float(value) for value in message["us"])
+            self.samples.append(Sample(launch, op, nbytes, candidate, us))
+        elif kind == "wrong":
+            self.fail(self.launches[launch].facts.size, message, message["reason"])
+
+    def fail(self, ranks: int, item: Mapping[str, Any], reason: str) -> None:
+        """Record that the candidate of ``item`` failed."""
+        candidate = Candidate.parse(item["candidate"])
+        op, nbytes = str(item["op"]), int(item["nbytes"])
+        self.failures.append(Failure(ranks, op, nbytes, candidate, reason))
+
+    def _merge_order(self, op: str, candidates: list[str]) -> None:
+        known = self.orders.setdefault(op, [])
+        known += [
+            candidate
+            for candidate in map(Candidate.parse, candidates)
+            if candidate not in known
+        ]
+
+    def groups(self) -> list[Group]:
+        """Return the groups of the launches that shape the table, in order."""
+        launches = self.launches.values()
+        found = dict.fromkeys(one.group for one in launches if not one.held_out)
+        return list(found)
+
+    def of(self, group: Group, held_out: bool) -> Iterator[Sample]:
+        """Yield the samples of a group's launches."""
+        for sample in self.samples:
+            launch = self.launches[sample.launch]
+            if launch.group == group and launch.held_out == held_out:
+                yield sample
+
+    def to_json(self) -> str:
+        """Return the recording as text."""
+        return json.dumps(
+            {
+                "launches": [asdict(launch) for launch in self.launches.values()],
+                "samples": [_plain(sample) for sample in self.samples],
+                "failures": [_plain(failure) for failure in self.failures],
+                "orders": {op: list(map(str, c)) for op, c in self.orders.items()},
+                "software": self.software,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Recording:
+        """Return what ``to_json`` wrote."""
+        plain = json.loads(text)
+        recording = cls(software=plain["software"])
+        for launch in plain["launches"]:
+            facts = CommFacts(**launch.pop("facts"))
+            recording.launches[launch["index"]] = Launch(facts=facts, **launch)
+        for sample in plain["samples"]:
+            candidate = Candidate.parse(sample.pop("candidate"))
+            us = tuple(sample.pop("us"))
+            recording.samples.append(Sample(candidate=candidate, us=us, **sample))
+        for failure in plain["failures"]:
+            candidate = Candidate.parse(failure.pop("candidate"))
+            recording.failures.append(Failure(candidate=candidate, **failure))
+        for op, candidates in plain["orders"].items():
+            recording.orders[op] = [Candidate.parse(text) for text in candidates]
+        return recording
+
+
+def _plain(item: Sample | Failure) -> dict[str, Any]:
+    return {**item.__dict__, "candidate": str(item.candidate)}
+
+
+def line(kind: str, **content: object) -> str:
+    """Return one line of a worker."""
+    return json.dumps({"tune": kind, **content})

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decisions and their evidence as a table, and the table as a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from commrt.tuning.decide import Decision, Range, tied
+from commrt.tuning.statistics import Estimate
+
+from commrt.errors import TableError
+from commrt.select.facts import Candidate
+from commrt.select.fingerprint import Machine
+from commrt.select.rules import Evidence, Match, Point, Rule, RunnerUp, Verdict
+from commrt.select.table import Table
+from commrt.select.write import dump
+
+__all__ = ["NATIVE", "make_table", "write_table"]
+
+NATIVE = "mpi/native"
+"""The library's own collective: what every choice is compared with."""
+
+
+def make_table(
+    decisions: Sequence[Decision],
+    machine: Machine,
+    *,
+    software: Mapping[str, object],
+    method: Mapping[str, object],
+    tie_margin: float,
+    date: str,
+) -> Table:
+    """Return the table that the decisions make."""
+    rules = tuple(
+        _rule(decision, chosen, date)
+        for decision in decisions
+        for chosen in decision.ranges
+    )
+    return Table(machine, rules, software, method, tie_margin)
+
+
+def write_table(table: Table, path: Path) -> None:
+    """Write the table so that a reader sees the old one or the new one, never half."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(dump(table), encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise TableError(f"cannot write the table to {path}: {error}") from error
+
+
+def _rule(decision: Decision, chosen: Range, date: str) -> Rule:
+    group = decision.group
+    match = Match(
+        chosen.lo,
+        chosen.hi,
+        ranks=group.ranks,
+        nodes=group.nodes,
+        ppn=group.ppn,
+        link_class=group.link_class,
+        device="host",
+    )
+    return Rule(decision.op, match, chosen.candidate, _evidence(decision, chosen, date))
+
+
+def _evidence(decision: Decision, chosen: Range, date: str) -> Evidence:
+    mine = decision.curves[chosen.candidate].estimates
+    inside = [
+        nbytes
+        for nbytes in sorted(mine)
+        if nbytes >= chosen.lo and (chosen.hi is None or nbytes < chosen.hi)
+    ]
+    natives = [
+        curve.estimates
+        for candidate, curve in decision.curves.items()
+        if candidate.name == NATIVE
+    ]
+    points = tuple(
+        _point(nbytes, mine[nbytes], natives[0].get(nbytes) if natives else None)
+        for nbytes in inside
+    )
+    where = inside[len(inside) // 2] if inside else max(chosen.lo, min(mine))
+    second = _runner_up(decision, chosen.candidate, where)
+    others = tied(decision.curves, where, decision.margin) - {chosen.candidate}
+    verdict: Verdict = "only" if second is None else "tie" if others else "win"
+    if not points:
+        return Evidence("extrapolated", (), second, chosen.crossover, date)
+    return Evidence(verdict, points, second, chosen.crossover, date)
+
+
+def _point(nbytes: int, seen: Estimate, native: Estimate | None) -> Point:
+    return Point(
+        nbytes,
+        _short(seen.us),
+        (_short(seen.ci[0]), _short(seen.ci[1])),
+        seen.n,
+        len(seen.launches),
+        None if native is None else _short(native.us),
+    )
+
+
+def _runner_up(decision: Decision, winner: Candidate, nbytes: int) -> RunnerUp | None:
+    """Return the best of the others at the measured size nearest below ``nbytes``."""
+    others = [
+        (curve.estimates[nbytes], candidate)
+        for candidate, curve in decision.curves.items()
+        if candidate != winner and nbytes in curve.estimates
+    ]
+    if not others:
+        return None
+    seen, candidate = min(others, key=lambda pair: pair[0].us)
+    ci = (_short(seen.ci[0]), _short(seen.ci[1]))
+    return RunnerUp(candidate, nbytes, _short(seen.us), ci)
+
+
+def _short(us: float) -> float:
+    """Return microseconds with the four digits that a measurement can justify."""
+    return float(f"{us:.4g}")

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tuning run: launch after launch within the budget, without what failed or lost.
+
+Knows nothing of mpiexec: how ranks are started is passed in, so that the tests run it
+on invented ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from commrt.tuning.job import Item, Job, size_pairs
+from commrt.tuning.launch import Message, Start
+from commrt.tuning.progress import Progress
+from commrt.tuning.samples import Recording
+from commrt.tuning.table_writer import NATIVE
+
+from commrt.errors import BackendError
+
+__all__ = ["Options", "jobs_within", "losers", "run_launches"]
+
+_MAX_RESTARTS = 8
+_STARTUP_S = 1.5
+"""What starting and ending the ranks takes of a launch's share of the budget."""
+_SMALLEST_SHARE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for."""
+
+    ranks: tuple[int, ...]
+    """Rank counts to launch."""
+    ops: tuple[str, ...]
+    """Operations."""
+    launches: int = 3
+    """Launches per rank count that shape the table; one more judges it."""
+    budget_s: float = 60.0
+    """For everything together."""
+    max_nbytes: int = 32 << 20
+    """Largest whole vector."""
+    dtype: str = "float32"
+    """Element type."""
+    seed: int = 1
+    """Of the order of measurement."""
+
+
+def run_launches(options: Options, progress: Progress, start: Start) -> Recording:
+    """Return what all launches measured.
+
+    Rank counts alternate, so that a slow minute of the machine hits all of them.
+    """
+    recording = Recording()
+    plan = [
+        (ranks, number == options.launches)
+        for number in range(options.launches + 1)
+        for ranks in options.ranks
+    ]
+    for index, (ranks, held_out) in enumerate(plan):
+        share_s = progress.left_s / (len(plan) - index) - _STARTUP_S
+        launch = _Launch(recording, options, progress, index, ranks, held_out)
+        launch.run(start, max(_SMALLEST_SHARE_S, share_s))
+    return recording
+
+
+class _Launch:
+    """One launch, restarted without the candidate that hung or crashed it."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        options: Options,
+        progress: Progress,
+        index: int,
+        ranks: int,
+        held_out: bool,
+    ) -> None:
+        self._recording = recording
+        self._options = options
+        self._progress = progress
+        self._index = index
+        self._ranks = ranks
+        self._held_out = held_out
+        self._running: Item | None = None
+        self._done: list[Item] = []
+
+    def run(self, start: Start, share_s: float) -> None:
+        """Start the ranks until the job is done; BackendError if they cannot start."""
+        until_s = self._progress.left_s - share_s
+        for _ in range(_MAX_RESTARTS):
+            left_s = max(_SMALLEST_SHARE_S / 2, self._progress.left_s - until_s)
+            self._running = None
+            ended = start(self._job(left_s), self._ranks, self._take)
+            if ended.ok:
+                return
+            if self._running is None:
+                raise BackendError(
+                    f"{self._ranks} ranks could not be measured: {ended.reason}"
+                )
+            item = self._running
+            self._recording.fail(self._ranks, item.__dict__, ended.reason)
+            first = ended.reason.partition("\n")[0]
+            self._progress.note(
+                f"commrt-tune: {item.candidate} for {item.op} at {item.nbytes} B with "
+                f"{self._ranks} ranks is left out: {first}"
+            )
+
+    def _job(self, left_s: float) -> Job:
+        options = self._options
+        failed = {
+            (one.op, str(one.candidate))
+            for one in self._recording.failures
+            if one.ranks == self._ranks
+        }
+        lost = losers(self._recording, self._ranks)
+        return Job(
+            ops=options.ops,
+            dtype=options.dtype,
+            max_nbytes=options.max_nbytes,
+            held_out=self._held_out,
+            seed=options.seed * 1000 + self._index,
+            budget_s=left_s,
+            excluded=tuple(sorted(failed)),
+            skipped=tuple(self._skipped(lost)),
+        )
+
+    def _skipped(self, lost: Sequence[Item]) -> list[Item]:
+        if not self._held_out:
+            return [*lost, *self._done]
+        # A held-out size lies just above the grid's: who lost there need not be tried.
+        above = {
+            (op, grid): between
+            for op in self._options.ops
+            for grid, between in size_pairs(
+                op, self._ranks, self._options.dtype, self._options.max_nbytes
+            )
+        }
+        moved = [Item(one.op, above[one.op, one.nbytes], one.candidate) for one in lost]
+        return [*moved, *self._done]
+
+    def _take(self, message: Message) -> None:
+        kind = message["tune"]
+        if kind == "begin":
+            self._running = _item(message)
+            number = f"{message['index'] + 1}/{message['items']}"
+            self._progress.show(
+                f"{self._ranks} ranks, launch {self._index + 1}, {number}: "
+                f"{message['op']} {message['nbytes']} B {message['candidate']}"
+            )
+        elif kind in ("sample", "wrong"):
+            self._done.append(_item(message))
+            self._running = None
+        self._recording.add(self._index, self._held_out, message)
+
+
+def _item(message: Message) -> Item:
+    return Item(message["op"], message["nbytes"], message["candidate"])
+
+
+def losers(recording: Recording, ranks: int, ratio: float = 1.5) -> list[Item]:
+    """Return what later launches need not repeat: slower than ``ratio`` times the best.
+
+    The library's own collective is always repeated: it is what people compare with.
+    """
+    cells: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for sample in recording.samples:
+        launch = recording.launches[sample.launch]
+        if launch.facts.size == ranks and not launch.held_out and sample.us:
+            times = cells.setdefault((sample.op, sample.nbytes), {})
+            times.setdefault(str(sample.candidate), []).append(median(sample.us))
+    found = []
+    for (op, nbytes), times in cells.items():
+        best = min(median(values) for values in times.values())
+        found += [
+            Item(op, nbytes, candidate)
+            for candidate, values in times.items()
+            if median(values) > ratio * best and candidate != NATIVE
+        ]
+    return found
+
+
+def jobs_within(options: Options, number: int, share_s: float) -> Job:
+    """Return the job of ranks that were started by someone else.
+
+    They are one launch: its first part shapes the table, its second part judges it.
+    """
+    return Job(
+        ops=options.ops,
+        dtype=options.dtype,
+        max_nbytes=options.max_nbytes,
+        held_out=number > 0,
+        seed=options.seed * 1000 + number,
+        budget_s=share_s,
+    )

@@ -26,7 +26,7 @@ __all__ = [
     "markdown",
 ]
 
-CLASSES = ("near", "far", "oversubscribed", "unknown")
+CLASSES = ("near", "far", "oversubscribed", "single", "network", "unknown")
 _OURS = "commrt"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ __all__ = [
     "SCHEMA",
     "alternate",
     "choose_peers",
-    "last_words",
     "load",
     "main",
     "report",
@@ -38,8 +36,6 @@ SCHEMA = "commrt-compare/1"
 
 # gloo has these in place only; it is compared in its own best form.
 _GLOO_IN_PLACE = ("allreduce", "reduce")
-
-_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Error_|Interrupt)\b(:|$)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -175,19 +171,10 @@ def report(data: Mapping[str, Any]) -> str:
     lines += ["", *map(markdown, aggregate(data["launches"]))]
     for failure in data["failures"]:
         what = f"{failure['coll']}, {failure['ranks']} ranks, {failure['peer']}"
-        reason = last_words(failure["error"])
+        # The second line of a failed launch's error is the reason.
+        reason = failure["error"].splitlines()[:2][-1]
         lines.append(f"Failed: {what}, launch {failure['round'] + 1}: {reason}")
     return "\n".join(lines) + "\n"
-
-
-def last_words(error: str) -> str:
-    """Return the line of a failed launch's output that says why.
-
-    The last exception that Python printed; launchers add boilerplate after it.
-    """
-    lines = [line.strip() for line in error.strip().splitlines() if line.strip("- ")]
-    raised = [line for line in lines if _EXCEPTION.match(line)]
-    return (raised or lines or [""])[-1]
 
 
 def _form(one: Mapping[str, Any]) -> str:

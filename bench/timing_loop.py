@@ -444,7 +444,7 @@ class _LinkWatch:
         """Write both measurements and the class; mixed if the state changed."""
         row["link_ns"] = [round(before_ns, 1), round(after_ns, 1)]
         if self._flags is None:
-            row["link_class"] = "unknown"
+            row["link_class"] = "single" if self._ranks == 1 else "unknown"
             return
         classes = {
             link_class_of(ns, self._ranks, self._cpus) for ns in (before_ns, after_ns)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,6 +35,7 @@ __all__ = [
     "child_environment",
     "find_launcher",
     "kill_tree",
+    "last_words",
     "launch_command",
     "run_process",
     "run_ranks",
@@ -56,6 +58,8 @@ _RANK_PREFIXES = ("OMPI_COMM_", "OMPI_UNIVERSE_", "PMI_", "PMIX_", "PRTE_", "MPI
 _RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 _KILL_GRACE_S = 3.0
+_TAIL_LINES = 25
+_EXCEPTION = re.compile(r"[\w.]*(Error|Error_|Exception|Interrupt)(:|$)")
 
 
 @dataclass(frozen=True)
@@ -93,14 +97,31 @@ class Completed:
         return self.returncode == 0 and not self.timed_out
 
     def describe_failure(self) -> str:
-        """Return what happened, the command, and the end of what was printed."""
+        """Return the command, what happened and why, and the end of what was printed.
+
+        The first line is the command, the second the reason.
+        """
         what = (
             f"was killed after {self.elapsed_s:.1f} s: its deadline had passed"
             if self.timed_out
             else f"ended with status {self.returncode}"
         )
-        tail = "\n".join((self.stderr or self.stdout).strip().splitlines()[-15:])
-        return f"{' '.join(self.argv)}\n{what}{': ' if tail else ''}{tail}"
+        printed = self.stderr if self.stderr.strip() else self.stdout
+        reason = last_words(printed)
+        tail = printed.strip().splitlines()[-_TAIL_LINES:]
+        lines = [" ".join(self.argv), f"{what}{': ' if reason else ''}{reason}", *tail]
+        return "\n".join(lines)
+
+
+def last_words(printed: str) -> str:
+    """Return the line of a failed program's output that says why it failed.
+
+    The last exception that Python printed, since launchers add boilerplate after it;
+    else the last line.
+    """
+    lines = [line.strip() for line in printed.splitlines() if line.strip("- \n")]
+    raised = [line for line in lines if _EXCEPTION.match(line)]
+    return (raised or lines or [""])[-1]
 
 
 def available_cpus() -> list[int]:

@@ -89,6 +89,19 @@ def test_failures_show_the_end_of_what_was_printed() -> None:
     assert "ended with status 1: no luck" in done.describe_failure()
 
 
+def test_failures_name_the_exception_not_the_launchers_boilerplate() -> None:
+    printed = (
+        "Traceback\n  raise\ncommrt.errors.UsageError: x is read-only\n-----\n"
+        "prterun detected that one or more processes\n   Exit code:    1\n-----\n"
+    )
+    done = mpiexec.Completed(("mpiexec", "x"), 1, "", printed, False, 1.0)
+    assert done.describe_failure().splitlines()[:2] == [
+        "mpiexec x",
+        "ended with status 1: commrt.errors.UsageError: x is read-only",
+    ]
+    assert mpiexec.last_words("killed\n----\n") == "killed"
+
+
 def test_open_mpi_is_told_about_oversubscription_only_where_it_is_real(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -77,7 +77,7 @@ def test_every_operation_is_checked_then_timed(coll: str, fresh: bool) -> None:
         assert row["valid"]
         assert 3 <= len(row["samples_us"]) <= 12
         assert row["low_us"] <= row["median_us"] <= row["high_us"]
-        assert row["link_class"] == "unknown"
+        assert row["link_class"] == "single"
 
 
 def test_a_wrong_result_is_never_timed() -> None:

@@ -4,12 +4,12 @@
 An instruction of a fragment runs when
 
 - it lies in the window: less than twice the program's length beyond the first
-unfinished one, counted over all fragments in order;
+  unfinished one, counted over all fragments in order;
 - its dependencies are done and its messages have arrived;
 - its messages' lines are free: message ``i`` of a pair has line ``i mod L``, free once
-message ``i - L`` is acknowledged (ids count over fragments);
+  message ``i - L`` is acknowledged (ids count over fragments);
 - its payload slot is free: publish ``p`` needs publish ``p - Q`` acknowledged by all
-its receivers, ``Q`` being the publishes of one fragment.
+  its receivers, ``Q`` being the publishes of one fragment.
 
 A message is acknowledged when the instruction that takes it is done. Running one
 instruction never disables another, so one maximal run decides for all.
@@ -58,8 +58,8 @@ class EngineModel:
         self._ready: list[list[int]] = [[] for _ in self.lowered]
         self._first = [0] * len(self.lowered)
         for rank, own in enumerate(self._entries):
-            for position in range(len(own) * self.fragments):
-                self._enlist((rank, position))
+            for place in range(len(own) * self.fragments):
+                self._enlist((rank, place))
         active = list(range(len(self.lowered)))
         while active:
             rank = active.pop()
@@ -138,8 +138,8 @@ class EngineModel:
             fragment, index = divmod(self._first[rank], len(own))
             missing = sorted(self._needs(rank, fragment, index) - self._facts)
             raise ScheduleError(
-                f"lowered program deadlocks: rank {rank} fragment {fragment} instruction "
-                f"{index} waits for {', '.join(map(_describe, missing))}"
+                f"lowered program deadlocks: rank {rank} fragment {fragment} "
+                f"instruction {index} waits for {', '.join(map(_describe, missing))}"
             )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a schedule, or its lowered form, on numpy arrays of all ranks: the tests' oracle."""
+"""Run a schedule, or its lowered form, on numpy arrays: the oracle of the tests."""
 
 from __future__ import annotations
 
@@ -200,9 +200,11 @@ def _input(x: Array | None, rank: int, length: int) -> Array:
     if x is None or x.size != length:
         found = "no input" if x is None else f"{x.size} elements"
         raise ScheduleError(f"rank {rank} has {found}, expected {length} elements")
-    return x.reshape(-1).copy()
+    own: Array = x.reshape(-1).copy()
+    return own
 
 
 def _garbage(length: int, dtype: np.dtype[Any]) -> Array:
     raw = np.full(length * dtype.itemsize, GARBAGE, np.uint8)
-    return raw.view(dtype)
+    filled: Array = raw.view(dtype)
+    return filled

@@ -186,9 +186,14 @@ class _Lowering:
             self._writer.get(block, -1) <= index for block in self._blocks(where)
         )
 
-    def _may_also_write(self, index: int, where: Slice) -> bool:
-        """Return whether nothing from instruction ``index`` on used ``where``."""
-        blocks = self._blocks(where)
+    def _may_also_write(self, index: int, src: Slice, dst: Slice) -> bool:
+        """Return whether instruction ``index``, which has src, may also write dst.
+
+        A noted copy has seen no access to ``dst`` since; those before it count.
+        """
+        blocks = self._blocks(dst)
+        if blocks == self._blocks(src) and dst.space != src.space:
+            return True  # in[i] to out[i]: in place it changes nothing
         if any(self._writer.get(block, -1) >= index for block in blocks):
             return False
         last = max(self._reader.get(block, -1) for block in blocks)
@@ -287,14 +292,14 @@ class _Lowering:
     def _host(self, src: Slice, dst: Slice, position: int) -> int | None:
         """Return an instruction that holds the value of src and may also write dst."""
         maker = self._maker(src)
-        if maker is not None and self._may_also_write(maker, dst):
+        if maker is not None and self._may_also_write(maker, src, dst):
             return maker
         sender = self._sent_from.get(src)
         if (
             sender is not None
             and sender >= position
             and self._unchanged_since(src, sender)
-            and self._may_also_write(sender, dst)
+            and self._may_also_write(sender, src, dst)
         ):
             return sender
         return None

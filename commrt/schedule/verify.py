@@ -64,9 +64,8 @@ def verify(schedule: Schedule) -> Report:
         return _verify(schedule)
     except ScheduleError as exc:
         root = f", root {schedule.root}" if operation(schedule.coll).has_root else ""
-        raise ScheduleError(
-            f"{schedule.coll} {schedule.algorithm} on {schedule.size} ranks{root}: {exc}"
-        ) from exc
+        what = f"{schedule.coll} {schedule.algorithm} on {schedule.size} ranks{root}"
+        raise ScheduleError(f"{what}: {exc}") from exc
 
 
 def _verify(schedule: Schedule) -> Report:
@@ -95,8 +94,8 @@ def _check_spaces(schedule: Schedule, programs: Sequence[RankProgram]) -> None:
         kinds = [space.kind for space in program.spaces]
         if program.rank != rank or kinds[:2] != ["in", "out"] or {*kinds[2:]} - {"tmp"}:
             raise ScheduleError(
-                f"rank {rank}: its program is for rank {program.rank} with spaces of kind "
-                f"{', '.join(kinds)}; expected in, out and then tmp"
+                f"rank {rank}: its program is for rank {program.rank} with spaces of "
+                f"kind {', '.join(kinds)}; expected in, out and then tmp"
             )
         for space in program.spaces:
             if space.split == "even" and multiple * space.scale[0] % space.scale[1]:
@@ -245,8 +244,8 @@ def check_races(
         unordered = missing - _ancestors(index, deps, min(missing))
         if unordered:
             raise ScheduleError(
-                f"race: {describe(index)} and {describe(max(unordered))} touch the same "
-                f"block, and neither waits for the other"
+                f"race: {describe(index)} and {describe(max(unordered))} touch the "
+                f"same block, and neither waits for the other"
             )
 
 
@@ -416,15 +415,16 @@ def _report(
         messages: dict[int, int] = {}
         for step in program.steps:
             if step.op is Op.SEND and step.src:
-                space, lo, hi = step.src
-                blocks[space] = blocks.get(space, 0) + hi - lo
+                where = step.src
+                count = blocks.get(where.space, 0) + where.hi - where.lo
+                blocks[where.space] = count
                 messages[step.peer] = messages.get(step.peer, 0) + 1
-        sent.append(
-            sum((n * (_width(program.spaces[i], 1) or 0) for i, n in blocks.items()),
-                Fraction(0))
-        )  # fmt: skip
-        tmp = [space for space in program.spaces if space.kind == "tmp"]
-        scratch.append(sum((Fraction(*space.scale) for space in tmp), Fraction(0)))
+        total = Fraction(0)
+        for space, count in blocks.items():
+            total += count * (_width(program.spaces[space], 1) or Fraction(0))
+        sent.append(total)
+        tmp = [Fraction(*each.scale) for each in program.spaces if each.kind == "tmp"]
+        scratch.append(sum(tmp, Fraction(0)))
         most = max(most, 0, *messages.values())
     return Report(
         sum(len(program.steps) for program in programs),

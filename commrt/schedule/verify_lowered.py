@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove what the engine runs: lowered programs, fragments in flight, finite resources.
 
-The same promises as ``verify``, under the rules of ``engine_model``: it ends, touches no
-block unordered, counts every contribution once and reaches the goal, in place and out of
-place, with the given message lines and one fragment's payload slots per rank.
+The same promises as ``verify``, under the rules of ``engine_model``: it ends, touches
+no block unordered, counts every contribution once and reaches the goal, in place and
+out of place, with the given message lines and one fragment's payload slots per rank.
 """
 
 from __future__ import annotations

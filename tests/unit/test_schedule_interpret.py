@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules compute what numpy says, for any length, in place and out of place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commrt import algorithms
+from commrt.errors import ScheduleError
+from commrt.operations import COLLECTIVES, operation
+from commrt.schedule.interpret import run, run_lowered
+from commrt.schedule.ir import RankProgram, Schedule, full_multiple
+from commrt.schedule.lower import lower
+
+EVERY = [(coll, name) for coll in COLLECTIVES for name in algorithms.names(coll)]
+Array = npt.NDArray[Any]
+
+
+def expected(coll: str, root: int, xs: list[Array]) -> list[Array | None]:
+    """Return each rank's output by definition."""
+    size = len(xs)
+    only_root = [rank == root for rank in range(size)]
+    if coll == "barrier":
+        return [None] * size
+    if coll in ("allreduce", "reduce"):
+        total = np.sum(xs, axis=0)
+        return [
+            total if coll == "allreduce" or is_root else None for is_root in only_root
+        ]
+    if coll == "bcast":
+        return [xs[root]] * size
+    if coll in ("allgather", "gather"):
+        whole = np.concatenate(xs)
+        return [
+            whole if coll == "allgather" or is_root else None for is_root in only_root
+        ]
+    if coll == "reduce_scatter":
+        return list(np.split(np.sum(xs, axis=0), size))
+    if coll == "scatter":
+        return list(np.split(xs[root], size))
+    return [
+        np.concatenate([np.split(x, size)[rank] for x in xs]) for rank in range(size)
+    ]
+
+
+def inputs(coll: str, size: int, count: int) -> list[Array]:
+    """Return arrays whose elements tell rank and place; lengths as ``coll`` needs."""
+    gathers = operation(coll).out_count == "times_size"
+    length = count if gathers else count * full_multiple(coll, size)
+    return [1000 * (rank + 1) + np.arange(length) for rank in range(size)]
+
+
+def assert_equal(found: list[Array | None], wanted: list[Array | None]) -> None:
+    assert len(found) == len(wanted)
+    for rank, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        if a is None or b is None:
+            assert a is b, rank
+        else:
+            np.testing.assert_array_equal(a, b, err_msg=f"rank {rank}")
+
+
+@pytest.mark.parametrize(("coll", "name"), EVERY)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_schedule_and_lowered_form_agree_with_numpy(
+    coll: str, name: str, data: st.DataObject
+) -> None:
+    size = data.draw(st.integers(1, 9), label="size")
+    count = data.draw(st.sampled_from([0, 1, 2, 3, 7, 16, 33]), label="count")
+    has_root = operation(coll).has_root
+    root = data.draw(st.integers(0, size - 1), label="root") if has_root else 0
+    choices = algorithms.param_choices(coll, name, size)
+    params = {
+        key: data.draw(st.sampled_from(v), label=key) for key, v in choices.items()
+    }
+    in_place = data.draw(st.booleans(), label="in place")
+    fragments = data.draw(st.integers(1, 4), label="fragments")
+    node = data.draw(st.sampled_from([1, 2, 16]), label="ranks per node")
+    schedule = algorithms.schedule(coll, name, size, root, params)
+    xs = inputs(coll, size, count)
+    wanted = expected(coll, root, xs)
+    assert_equal(run(schedule, xs, in_place=in_place), wanted)
+    lowered = [
+        lower(schedule, rank, lambda peer, rank=rank: peer // node == rank // node)
+        for rank in range(size)
+    ]
+    found = run_lowered(
+        schedule, lowered, xs, in_place=in_place, fragments=fragments, align=3
+    )
+    assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_direct_adds_in_rank_order_so_all_ranks_get_the_same_bits(size: int) -> None:
+    rng = np.random.default_rng(7)
+    xs = [rng.standard_normal(50).astype(np.float32) for _ in range(size)]
+    in_order = xs[0]
+    for x in xs[1:]:
+        in_order = in_order + x
+    for shots in (1, 2):
+        schedule = algorithms.schedule("allreduce", "direct", size, 0, {"shots": shots})
+        lowered = [lower(schedule, rank) for rank in range(size)]
+        for out in run_lowered(schedule, lowered, xs):
+            assert out is not None
+            assert out.tobytes() == in_order.tobytes()
+
+
+@pytest.mark.parametrize("name", algorithms.names("allreduce"))
+def test_every_allreduce_gives_all_ranks_the_same_bits(name: str) -> None:
+    rng = np.random.default_rng(11)
+    for size in (2, 3, 6, 8):
+        xs = [rng.standard_normal(40).astype(np.float32) for _ in range(size)]
+        schedule = algorithms.schedule("allreduce", name, size)
+        lowered = [lower(schedule, rank) for rank in range(size)]
+        outs = run_lowered(schedule, lowered, xs)
+        assert len({out.tobytes() for out in outs if out is not None}) == 1
+
+
+def test_a_wrong_number_of_elements_is_refused() -> None:
+    schedule = algorithms.schedule("allreduce", "ring", 2)
+    with pytest.raises(ScheduleError, match="rank 1 has 3 elements, expected 4"):
+        run(schedule, [np.zeros(4), np.zeros(3)])
+    with pytest.raises(ScheduleError, match="1 inputs for 2 ranks"):
+        run(schedule, [np.zeros(4)])
+    with pytest.raises(ScheduleError, match="rank 1 has no input"):
+        run(schedule, [np.zeros(4), None])
+
+
+def test_non_roots_need_no_input() -> None:
+    outs = run(algorithms.schedule("bcast", "ring", 3, 1), [None, np.arange(4), None])
+    assert_equal(outs, [np.arange(4)] * 3)
+
+
+def test_a_schedule_from_json_runs() -> None:
+    copy = Schedule.from_json(algorithms.schedule("allreduce", "direct", 3).to_json())
+    assert isinstance(copy.program(0), RankProgram)
+    outs = run(copy, [np.arange(5)] * 3)
+    assert_equal(outs, [3 * np.arange(5)] * 3)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m commrt verify`` proves built-in and foreign algorithms."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from commrt.algorithms import _registry
+from commrt.schedule.cli import main
+
+ALGORITHM = """
+from commrt.algorithms import algorithm
+
+@algorithm("bcast", "{name}")
+def {name}(b):
+    b.blocks(1)
+    if b.rank == b.root:
+        b.copy(b.out[0], b.inp[0])
+        for peer in range(b.size):
+            if peer != b.rank {condition}:
+                b.send(b.inp[0], peer)
+    else:
+        b.recv(b.out[0], b.root)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_registry, "_ALGORITHMS", dict(_registry._ALGORITHMS))
+
+
+def test_one_line_per_operation_and_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["binomial", "--ranks", "2..4", "--root", "all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:3]] == [
+        ["reduce", "2"],
+        ["reduce", "3"],
+        ["reduce", "4"],
+    ]
+    assert len(lines) == 4 * 3 + 1
+    assert "critical path    2" in lines[2]
+    assert lines[-1] == (
+        "binomial is right for reduce, bcast, gather, scatter on 2..4 ranks"
+    )
+
+
+def test_one_operation_and_all_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["direct", "--coll", "allreduce", "--ranks", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines[:2]] == ["shots=1", "shots=2"]
+
+
+def test_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(ALGORITHM.format(name="my_flat", condition=""))
+    assert main([f"{file}:my_flat", "--ranks", "1,5"]) == 0
+    assert "my_flat is right for bcast on 1..5 ranks" in capsys.readouterr().out
+
+
+def test_a_wrong_algorithm_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrong_bcast.py").write_text(
+        ALGORITHM.format(name="my_wrong", condition="and peer != 2")
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["wrong_bcast:my_wrong", "--ranks", "2..3"]) == 1
+    sys.modules.pop("wrong_bcast")
+    out = capsys.readouterr().out
+    assert "WRONG: bcast my_wrong on 3 ranks, root 0: rank 0 sends 0 messages" in out
+    assert "my_wrong is WRONG for bcast" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["rign"], "did you mean 'ring'"),
+        (["ring", "--coll", "barrier"], "unknown barrier algorithm 'ring'"),
+        (["ring", "--ranks", "0..3"], "expected 4, 1..64 or 2,4,8"),
+        (["ring", "--ranks", "many"], "expected 4, 1..64 or 2,4,8"),
+        (["binomial", "--root", "first"], "expected a rank or 'all'"),
+        (["nowhere.py:x"], "cannot import 'nowhere.py'"),
+        (["nowhere:x"], "cannot import 'nowhere'"),
+    ],
+)
+def test_wrong_calls_say_what_is_wrong(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err

@@ -148,7 +148,7 @@ def markdown(comparison: Comparison) -> str:
         text += [_ratio(comparison.cells.get((nbytes, peer))) for peer in others]
         lines.append(f"| {' | '.join(text)} |")
     means = [comparison.mean_ratio(peer) for peer in others]
-    shown = ["-" if mean is None else f"**{mean:.2f}**" for mean in means]
+    shown = ["-" if mean is None else f"**{_short(mean)}**" for mean in means]
     blanks = [""] * len(peers)
     lines.append(f"| {' | '.join(['geometric mean', *blanks, *shown])} |")
     lines += ["", _footnote(comparison)]
@@ -173,7 +173,11 @@ def _time(cell: Cell | None) -> str:
 def _ratio(cell: Cell | None) -> str:
     if cell is None or cell.ratio is None:
         return "-"
-    return f"{cell.ratio:.2f}"
+    return _short(cell.ratio)
+
+
+def _short(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio >= 0.095 else f"{ratio:.2g}"
 
 
 def _footnote(comparison: Comparison) -> str:

@@ -72,9 +72,7 @@ def connect() -> tuple[Mpi4pyPeer, dict[str, Any]]:
     from mpi4py import MPI
 
     about = {
-        "library": " ".join(MPI.Get_library_version().split("\n")[0].split()).strip(
-            "\0"
-        ),
+        "library": timing_loop.library_name(MPI.Get_library_version()),
         "versions": {"mpi4py": mpi4py.__version__, "numpy": numpy.__version__},
     }
     return Mpi4pyPeer(MPI.COMM_WORLD), about

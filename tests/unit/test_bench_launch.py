@@ -165,6 +165,20 @@ def test_mpi4py_peer_checks_and_times_two_real_ranks() -> None:
 
 @pytest.mark.mpi
 @needs_mpi
+@pytest.mark.parametrize("mode", ["blocking", "nonblocking", "submit"])
+def test_commrt_checks_and_times_two_real_ranks(mode: str) -> None:
+    peer = PeerSpec("commrt", "commrt", sys.executable)
+    limits = {"iterations": 5, "min_iterations": 2, "budget_s": 0.2}
+    for coll in ("allreduce", "scatter"):
+        job = make_job(coll, [4, 4096], mode=mode, **limits)
+        result = launch(peer, 2, job, timeout_s=60)
+        assert [row["nbytes"] for row in result["rows"]] == [4, 4096]
+        assert all(row["valid"] and row["samples_us"] for row in result["rows"])
+        assert result["engine_link_class"]
+
+
+@pytest.mark.mpi
+@needs_mpi
 def test_a_failing_launch_is_an_error_with_its_output() -> None:
     peer = PeerSpec("mpi4py", "mpi4py", sys.executable)
     job = make_job("allreduce", [8])

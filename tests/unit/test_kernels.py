@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 HALVES = ("float16", "bfloat16")
 SUMS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)
-LENGTHS = (0, 1, 2, 5, 16, 33, 63, 129, 1027)
+LENGTHS = (0, 1, 2, 5, 16, 33, 63, 129, 1027, 700)
 GUARD = 0xA5
 
 
@@ -217,12 +217,12 @@ def test_equals_numpy_for_any_count_length_and_alignment(
     dtype: DType, op: ReduceOp
 ) -> None:
     for nsrc in range(1, 10):
-        for n in LENGTHS:
+        for n in LENGTHS[nsrc % 2 :: 2]:
             inputs = [random_array(dtype, n, seed) for seed in range(nsrc)]
             expected = reference(dtype, op, inputs)
             for isa in kernels.isas():
                 assert kernels.use_isa(isa)
-                offsets = ((0,), (dtype.itemsize, 3, 1))[(n + nsrc) % 2]
+                offsets = ((0,), (dtype.itemsize, 3, 1))[nsrc // 2 % 2]
                 got = combine(dtype, op, inputs, offsets=offsets)
                 assert same_bits(got, expected), (isa, nsrc, n)
 

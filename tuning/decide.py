@@ -103,7 +103,7 @@ def tied(
     curves: Mapping[Candidate, Curve], nbytes: float, margin: float
 ) -> set[Candidate]:
     """Return the candidates that are as good as the best at ``nbytes``."""
-    present = _comparable(curves, nbytes)
+    present = _comparable(curves, nbytes) or curves
     best = min(present, key=lambda candidate: present[candidate].us(nbytes))
     best_us = present[best].us(nbytes)
     _, best_high = present[best].spread(nbytes)
@@ -119,19 +119,18 @@ def tied(
 def _comparable(
     curves: Mapping[Candidate, Curve], nbytes: float
 ) -> dict[Candidate, Curve]:
-    """Return the curves that were measured at the sizes on both sides of ``nbytes``.
+    """Return the curves that were measured on both sides of ``nbytes``.
 
-    One that was dropped as a loser at large sizes must not be extrapolated into them.
+    One that failed or was dropped beyond some size must not be extrapolated into the
+    sizes where others were measured; beyond the last size of all everybody is.
     """
-    sizes = sorted({size for curve in curves.values() for size in curve.estimates})
-    below = max((size for size in sizes if size <= nbytes), default=sizes[0])
-    above = min((size for size in sizes if size >= nbytes), default=sizes[-1])
-    both = {
+    sizes = [size for curve in curves.values() for size in curve.estimates]
+    inside = min(max(nbytes, min(sizes)), max(sizes))
+    return {
         candidate: curve
         for candidate, curve in curves.items()
-        if below in curve.estimates and above in curve.estimates
+        if min(curve.estimates) <= inside <= max(curve.estimates)
     }
-    return both or dict(curves)
 
 
 def divide(curves: Mapping[Candidate, Curve], margin: float) -> tuple[Range, ...]:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -22,7 +22,7 @@ from commrt.tuning.job import Job
 from commrt.errors import UsageError
 from commrt.mpiexec import Launcher, find_launcher, kill_tree, launch_command
 
-__all__ = ["Ended", "Message", "Start", "choose_launcher", "start_ranks"]
+__all__ = ["Ended", "Message", "Start", "choose_launcher", "listen", "start_ranks"]
 
 Message = Mapping[str, Any]
 Start = Callable[[Job, int, Callable[[Message], None]], "Ended"]
@@ -81,13 +81,23 @@ def start_ranks(
             },
             launcher=launcher,
         )
-        with open(Path(folder) / "stderr", "w+b") as errors:
-            return _listen(argv, environ, errors, on_message, hang_s)
+        return listen(argv, environ, on_message, hang_s)
+
+
+def listen(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    on_message: Callable[[Message], None],
+    hang_s: float,
+) -> Ended:
+    """Run a command, hand over its messages; no descendant of it survives."""
+    with tempfile.TemporaryFile() as errors:
+        return _listen(argv, environ, errors, on_message, hang_s)
 
 
 def _listen(
-    argv: list[str],
-    environ: dict[str, str],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
     errors: IO[bytes],
     on_message: Callable[[Message], None],
     hang_s: float,

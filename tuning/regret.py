@@ -107,7 +107,11 @@ def _chooser(decisions: Iterable[Decision]) -> Choose:
     known = {(one.group, one.op): one for one in decisions}
 
     def choose(group: Group, op: str, nbytes: int) -> Candidate | None:
-        decision = known.get((group, op))
+        # As a table's lookup does, the other placement stands in.
+        other = {"near": "far", "far": "near"}.get(group.link_class, group.link_class)
+        decision = known.get((group, op)) or known.get(
+            (group._replace(link_class=other), op)
+        )
         return None if decision is None else decision.at(nbytes)
 
     return choose

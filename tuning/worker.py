@@ -20,6 +20,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from commrt.bench.timing_loop import Trial, median_interval
+from commrt.tuning import check
 from commrt.tuning.job import Item, Job, sizes
 from commrt.tuning.samples import line
 from commrt.tuning.table_writer import NATIVE
@@ -79,21 +80,31 @@ def measure(session: Session, job: Job, emit: Emit) -> None:
 
 
 def _items(session: Session, job: Job, say: Callable[..., None]) -> list[Item]:
-    """Return what to time, in an order that is random and equal on all ranks."""
+    """Return what to time, in an order that is random and equal on all ranks.
+
+    The candidates of one operation and size follow each other in random order, so that
+    a drift of the machine meets all of them, and a budget that ends leaves no size
+    half measured.
+    """
     excluded, skipped = set(job.excluded), set(job.skipped)
-    items = []
+    chance = random.Random(job.seed)
+    cells = []
     for op in job.ops:
         order: dict[Candidate, None] = {}
         for nbytes in sizes(op, session.size, job):
             candidates = session.candidates(op, nbytes, job.dtype)
             order.update(dict.fromkeys(candidates))
-            for candidate in _promising(session, job, op, nbytes, candidates):
-                item = Item(op, nbytes, str(candidate))
-                if (op, item.candidate) not in excluded and item not in skipped:
-                    items.append(item)
+            cell = [
+                Item(op, nbytes, str(candidate))
+                for candidate in _promising(session, job, op, nbytes, candidates)
+                if (op, str(candidate)) not in excluded
+            ]
+            cells.append([item for item in cell if item not in skipped])
         say("order", op=op, candidates=[str(candidate) for candidate in order])
-    random.Random(job.seed).shuffle(items)
-    return items
+    chance.shuffle(cells)
+    for cell in cells:
+        chance.shuffle(cell)
+    return [item for cell in cells for item in cell]
 
 
 def _promising(
@@ -117,7 +128,7 @@ def _time(
     trial = None
     try:
         trial = session.trial(item.op, item.nbytes, job.dtype, candidate)
-        if not trial.is_right():
+        if not _is_right(session, trial):
             problem = "wrong result"
     except CommError as error:
         problem = f"{type(error).__name__}: {error}"
@@ -127,17 +138,37 @@ def _time(
     return _repeat(session, job, trial, share_s, best_us)
 
 
+def _is_right(session: Session, trial: Trial) -> bool:
+    """Run one call on known data; return whether this rank's result is right."""
+    check.fill(trial.x, session.rank)
+    trial.call()
+    if trial.spec["output_on"] == "none":
+        return True
+    if trial.spec["output_on"] == "root" and session.rank != trial.root:
+        return True
+    return check.is_right(
+        trial.coll,
+        trial.x if trial.out is None else trial.out,
+        rank=session.rank,
+        size=session.size,
+        root=trial.root,
+        num_x=trial.num_x,
+    )
+
+
 def _repeat(
     session: Session, job: Job, trial: Trial, share_s: float, best_us: float
 ) -> list[float]:
     """Return rank 0's repetitions: enough for the interval, or what the share pays."""
     start_s = time.monotonic()
-    calls = 2
-    # Twice: the first estimate still holds cold caches, and asks for too few calls.
-    for _ in range(2):
+    calls = 1
+    # A short call's first estimates still hold cold caches and ask for too few calls.
+    for _ in range(3):
         slowest = session.worst([_repetition(session, trial, calls)])
         call_us = max(session.agree(slowest[0] if slowest else 0.0), 0.01)
         calls = max(1, math.ceil(_FLOOR_US / call_us))
+        if call_us > 10 * _FLOOR_US:
+            break
     batch = max(1, min(_LARGEST_BATCH, int(_BATCH_S * 1e6 / (call_us * calls))))
     times: list[float] = []
     while True:

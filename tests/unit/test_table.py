@@ -280,3 +280,19 @@ def test_the_users_folder_is_searched_under_the_fingerprint(tmp_path: Path) -> N
     path.parent.mkdir(parents=True)
     path.write_text(GOOD)
     assert locate(MACHINE, environ).parse(KNOWN) == _load(GOOD)
+
+
+def test_the_table_in_the_documentation_is_valid() -> None:
+    text = (Path(__file__).parents[2] / "docs/selection-tables.md").read_text()
+    example = text.split("```yaml\n")[1].split("```")[0]
+    table = _load(example)
+    assert [rule.match.hi for rule in table.rules] == [4096, None]
+    assert _load(dump(table)) == table
+
+
+def test_every_shipped_table_is_valid() -> None:
+    folder = Path(__file__).parents[2] / "tables"
+    from commrt.world import known_names
+
+    for path in sorted(folder.glob("*.yaml")):
+        assert load_file(path, known_names()).rules, path

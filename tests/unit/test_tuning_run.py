@@ -1,0 +1,510 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tuning run without ranks: launches that hang or lie, the table, the words."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from commrt.bench.timing_loop import element_counts
+from commrt.tuning import check, cli, launch, worker
+from commrt.tuning.job import Item, Job, size_pairs, sizes
+from commrt.tuning.launch import Ended, Message
+from commrt.tuning.lint import lint
+from commrt.tuning.progress import Progress
+from commrt.tuning.run import finish
+from commrt.tuning.samples import Recording
+from commrt.tuning.show import explain, show
+from commrt.tuning.summary import human_nbytes
+from commrt.tuning.tuner import Options, losers, run_launches
+from tuning_recordings import DIRECT, DOUBLING, NATIVE, NEAR, RING, TRUTH, record
+
+from commrt.errors import BackendError, UsageError
+from commrt.operations import COLLECTIVES, operation
+from commrt.select.facts import Candidate, Query
+from commrt.select.fingerprint import this_machine
+from commrt.select.rules import Evidence, Match, Point, Rule
+from commrt.select.schema import Known
+from commrt.select.table import Table, load_file
+
+KNOWN = Known(
+    {"mpi": ("native",), "shm": ("direct", "recursive_doubling", "ring", "loop")}
+)
+LOOP = Candidate("shm", "loop")
+OPTIONS = Options(ranks=(2,), ops=("allreduce",), budget_s=60, max_nbytes=1 << 16)
+JOB = Job(("allreduce",), "float32", 1 << 16, False, 1, 1e9)
+
+
+# -- jobs ------------------------------------------------------------------------------
+
+
+def test_a_job_reads_back_equal() -> None:
+    job = replace(JOB, excluded=(("bcast", "a/b"),), skipped=(Item("bcast", 8, "a/b"),))
+    assert Job.from_json(job.to_json()) == job
+
+
+@pytest.mark.parametrize("op", COLLECTIVES)
+@pytest.mark.parametrize("ranks", [2, 3, 16])
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+def test_sizes_hold_whole_elements_and_held_out_ones_lie_off_the_grid(
+    op: str, ranks: int, dtype: str
+) -> None:
+    job = replace(JOB, dtype=dtype, max_nbytes=1 << 20)
+    grid, off = sizes(op, ranks, job), sizes(op, ranks, replace(job, held_out=True))
+    itemsize = np.dtype(dtype).itemsize
+    spec = operation(op).__dict__
+    for nbytes in {*grid, *off} - {0}:
+        x, out = element_counts(spec, nbytes, itemsize, ranks)
+        assert max(x, out) * itemsize <= 1 << 20
+        assert min(x, out) >= 1
+    pairs = size_pairs(op, ranks, dtype, 1 << 20)
+    assert {pair[0] for pair in pairs} >= set(grid)
+    large = {nbytes for nbytes in off if nbytes > 4096}
+    assert not large & set(grid)
+
+
+# -- checking results ------------------------------------------------------------------
+
+
+def _reference(coll: str, inputs: list[np.ndarray[Any, Any]], rank: int) -> Any:
+    size, total = len(inputs), np.sum(inputs, axis=0)
+    results = {
+        "allreduce": total,
+        "reduce": total,
+        "bcast": inputs[0],
+        "allgather": np.concatenate(inputs),
+        "gather": np.concatenate(inputs),
+        "reduce_scatter": total.reshape(size, -1)[rank]
+        if total.size % size == 0
+        else 0,
+        "scatter": inputs[0].reshape(size, -1)[rank] if total.size % size == 0 else 0,
+        "alltoall": np.concatenate([np.split(x, size)[rank] for x in inputs])
+        if total.size % size == 0
+        else 0,
+    }
+    return results[coll]
+
+
+@pytest.mark.parametrize("coll", [name for name in COLLECTIVES if name != "barrier"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_check_accepts_the_right_result_and_no_other(coll: str, size: int) -> None:
+    count = 60_000 * size
+    inputs = [np.empty(count, np.float32) for _ in range(size)]
+    for rank, x in enumerate(inputs):
+        check.fill(x, rank)
+    for rank in range(size):
+        result = np.array(_reference(coll, inputs, rank))
+        where = {"rank": rank, "size": size, "root": 0, "num_x": count}
+        assert check.is_right(coll, result, **where)
+        for position in (0, result.size // 2, result.size - 1):
+            wrong = result.copy()
+            wrong[position] += 1
+            assert not check.is_right(coll, wrong, **where)
+
+
+# -- one rank of a launch --------------------------------------------------------------
+
+
+class FakeSession:
+    """A session of one rank whose candidates do what the test wants."""
+
+    rank, size, facts = 0, 1, replace(NEAR, size=1, ppn=1, link_class="single")
+
+    def __init__(self, **calls: Callable[[Any], None]) -> None:
+        self._calls = calls
+
+    def software(self) -> dict[str, object]:
+        return {"commrt": "0"}
+
+    def barrier(self) -> None: ...
+
+    def candidates(self, op: str, nbytes: int, dtype: str) -> Sequence[Candidate]:
+        return [Candidate("shm", name) for name in self._calls]
+
+    def model_us(self, op: str, nbytes: int, dtype: str, candidate: Candidate) -> float:
+        return 1e9 if candidate.algorithm == "hopeless" else 1.0
+
+    def trial(self, op: str, nbytes: int, dtype: str, candidate: Candidate) -> Any:
+        trial = SimpleNamespace(
+            x=np.empty(nbytes // 4, np.float32),
+            out=np.zeros(nbytes // 4, np.float32),
+            spec=operation(op).__dict__,
+            coll=op,
+            root=0,
+            num_x=nbytes // 4,
+        )
+        trial.call = lambda: self._calls[candidate.algorithm](trial)
+        return trial
+
+    def worst(self, values: list[float]) -> list[float]:
+        return values
+
+    def agree(self, value: float) -> float:
+        return value
+
+
+def _copy(trial: Any) -> None:
+    trial.out[:] = trial.x
+
+
+def _refuse(trial: Any) -> None:
+    raise UsageError("not for this size")
+
+
+def _measured(job: Job = JOB, **calls: Callable[[Any], None]) -> list[dict[str, Any]]:
+    lines: list[str] = []
+    session: Any = FakeSession(**calls)
+    worker.measure(session, replace(job, max_repetitions=4), lines.append)
+    return [json.loads(text) for text in lines]
+
+
+def _of(messages: list[dict[str, Any]], kind: str) -> set[str]:
+    return {message["candidate"] for message in messages if message["tune"] == kind}
+
+
+def test_only_right_results_are_timed() -> None:
+    def lazy(trial: Any) -> None: ...
+
+    messages = _measured(direct=_copy, lazy=lazy, refuse=_refuse)
+    assert _of(messages, "sample") == {"shm/direct"}
+    assert _of(messages, "wrong") == {"shm/lazy", "shm/refuse"}
+    assert messages[-1] == {"tune": "end"}
+
+
+def test_the_model_and_earlier_failures_shorten_the_list() -> None:
+    job = replace(JOB, excluded=(("allreduce", "shm/ring"),))
+    job = replace(job, skipped=(Item("allreduce", 8, "shm/direct"),))
+    messages = _measured(job, direct=_copy, ring=_copy, hopeless=_copy)
+    timed = [(m["candidate"], m["nbytes"]) for m in messages if m["tune"] == "begin"]
+    assert {candidate for candidate, _ in timed} == {"shm/direct"}
+    assert ("shm/direct", 8) not in timed
+    assert ("shm/direct", 32) in timed
+
+
+def test_the_order_is_random_by_seed_and_keeps_a_size_together() -> None:
+    def order(seed: int) -> list[tuple[int, str]]:
+        messages = _measured(replace(JOB, seed=seed), direct=_copy, ring=_copy)
+        begun = [m for m in messages if m["tune"] == "begin"]
+        return [(message["nbytes"], message["candidate"]) for message in begun]
+
+    assert order(1) == order(1) != order(2)
+    sizes_met = [nbytes for nbytes, _ in order(1)]
+    assert all(a == b for a, b in zip(sizes_met[::2], sizes_met[1::2], strict=True))
+
+
+def test_a_spent_budget_ends_the_launch_cleanly() -> None:
+    messages = _measured(replace(JOB, budget_s=0.0), direct=_copy)
+    assert [message["tune"] for message in messages][-2:] == ["unfinished", "end"]
+
+
+# -- the run ---------------------------------------------------------------------------
+
+
+def _played(
+    hangs: str = "", crashes_at_start: bool = False
+) -> tuple[list[Job], Callable[..., Ended]]:
+    """Return a way to start ranks that plays invented curves, and the jobs it saw."""
+    jobs: list[Job] = []
+
+    def start(job: Job, ranks: int, on_message: Callable[[Message], None]) -> Ended:
+        jobs.append(job)
+        if crashes_at_start:
+            return Ended(False, "the ranks ended with status 1: no MPI")
+        on_message(
+            {"tune": "hello", "facts": NEAR.__dict__, "software": {"commrt": "0"}}
+        )
+        names = [str(candidate) for candidate in (*TRUTH, LOOP)]
+        on_message({"tune": "order", "op": "allreduce", "candidates": names})
+        for nbytes in sizes("allreduce", ranks, job):
+            for index, name in enumerate(names):
+                item = Item("allreduce", nbytes, name)
+                if ("allreduce", name) in job.excluded or item in job.skipped:
+                    continue
+                on_message(
+                    {"tune": "begin", **item.__dict__, "index": index, "items": 9}
+                )
+                if name == hangs:
+                    return Ended(False, "nothing was heard for 10 s:\nstack")
+                us = TRUTH.get(Candidate.parse(name), lambda n: 1e6)(nbytes)
+                on_message({"tune": "sample", **item.__dict__, "us": [us] * 7})
+        on_message({"tune": "end"})
+        return Ended(True, "")
+
+    return jobs, start
+
+
+def _progress() -> Progress:
+    return Progress(60, io.StringIO(), lambda: 0.0)
+
+
+def test_a_hang_costs_only_the_candidate() -> None:
+    jobs, start = _played(hangs=str(LOOP))
+    recording = run_launches(OPTIONS, _progress(), start)
+    assert [(one.candidate, one.op) for one in recording.failures] == [
+        (LOOP, "allreduce")
+    ]
+    assert len(jobs) == 5
+    assert ("allreduce", "shm/loop") in jobs[1].excluded
+    assert jobs[1].skipped, "what was measured before the hang is not repeated"
+    assert len(recording.launches) == 4
+    assert {sample.candidate for sample in recording.samples} == set(TRUTH)
+
+
+def test_ranks_that_cannot_start_end_the_run_with_the_reason() -> None:
+    _, start = _played(crashes_at_start=True)
+    with pytest.raises(BackendError, match=r"2 ranks could not be measured.*no MPI"):
+        run_launches(OPTIONS, _progress(), start)
+
+
+def test_clear_losers_are_not_repeated_but_native_is() -> None:
+    jobs, start = _played()
+    recording = run_launches(OPTIONS, _progress(), start)
+    lost = {item.candidate for item in losers(recording, 2)}
+    assert str(LOOP) in lost
+    assert str(NATIVE) not in lost
+    assert jobs[0].skipped == ()
+    assert Item("allreduce", 8, str(LOOP)) in jobs[1].skipped
+    assert jobs[3].held_out
+    held = {item.nbytes for item in jobs[3].skipped}
+    assert held <= set(sizes("allreduce", 2, jobs[3]))
+
+
+def test_the_table_of_a_run_reads_back_and_the_summary_says_what_matters(
+    tmp_path: Path,
+) -> None:
+    recording = record(seed=4)
+    recording.fail(2, {"op": "allreduce", "nbytes": 8, "candidate": str(LOOP)}, "hung")
+    path, raw = tmp_path / "sub" / "t.yaml", tmp_path / "raw.json"
+    summary = finish(recording, OPTIONS, out=path, raw=raw, date="2026-11-20")
+    table = load_file(path, KNOWN)
+    assert table.machine == this_machine()
+    assert table.rules[-1].use == RING
+    assert list(path.parent.iterdir()) == [path]
+    assert Recording.from_json(raw.read_text()).samples == recording.samples
+    points = [point for rule in table.rules for point in rule.evidence.points]  # type: ignore[union-attr]
+    assert all(point.launches == 3 and point.native_us for point in points)
+    for part in (
+        str(path),
+        "2 ranks, near links (4 launches)",
+        "then shm/ring{store=stream}",
+        "stays with the model: reduce, bcast",
+        "Left out: shm/loop for allreduce with 2 ranks: hung",
+        "auto on held-out launches: ",
+        "auto against the library's own collective: 0.",
+    ):
+        assert part in summary
+    assert lint(table) == []
+
+
+# -- real processes, no MPI ------------------------------------------------------------
+
+
+def _listen(script: str, hang_s: float = 30.0) -> tuple[Ended, list[Message]]:
+    messages: list[Message] = []
+    argv = [sys.executable, "-c", script]
+    return launch.listen(argv, {}, messages.append, hang_s), messages
+
+
+def test_messages_are_taken_and_noise_is_not() -> None:
+    ended, messages = _listen(
+        'print(\'warning\'); print(\'{"tune": "x"}\'); print(\'{"tune": "end"}\')'
+    )
+    assert ended == Ended(True, "")
+    assert [message["tune"] for message in messages] == ["x", "end"]
+
+
+def test_a_crash_is_told_from_the_end() -> None:
+    ended, _ = _listen("import sys; sys.exit(3)")
+    assert (ended.ok, ended.reason) == (False, "the ranks ended with status 3")
+
+
+def test_a_silent_launch_is_killed() -> None:
+    script = 'import signal\nprint(\'{"tune": "begin"}\', flush=True)\nsignal.pause()'
+    ended, messages = _listen(script, hang_s=0.05)
+    assert not ended.ok
+    assert "nothing was heard for 0.05 s" in ended.reason
+    assert len(messages) == 1
+
+
+def test_a_launcher_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises((UsageError, BackendError), match="mpiexec"):
+        launch.choose_launcher(str(tmp_path / "mpiexec"))
+
+
+# -- words -----------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal_and_a_line_now_and_then_elsewhere() -> None:
+    now = [0.0]
+    terminal, plain = Terminal(), io.StringIO()
+    for stream in (terminal, plain):
+        now[0] = 0.0
+        progress = Progress(60, stream, lambda: now[0])
+        for _ in range(31):
+            progress.show("allreduce 8 B")
+            now[0] += 1.0
+        assert progress.left_s == 29
+        progress.close()
+    assert terminal.getvalue().count("[###") >= 20
+    assert terminal.getvalue().endswith("\r\x1b[K")
+    assert plain.getvalue().count("\n") == 4
+    assert "50 s left: allreduce 8 B" in plain.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0"),
+        (1023, "1023"),
+        (1024, "1K"),
+        (3334, "3.26K"),
+        (32 << 20, "32M"),
+        (None, "inf"),
+    ],
+)
+def test_byte_counts_for_people(nbytes: int | None, text: str) -> None:
+    assert human_nbytes(nbytes) == text
+
+
+Series = list[tuple[int, float]]
+
+
+def _rule(op: str, series: Series, lo: int = 0, hi: int | None = None) -> Rule:
+    points = tuple(Point(n, us, (us, us), 9, 3) for n, us in series)
+    match = Match(lo, hi, ranks=4, nodes=1, ppn=4, link_class="near")
+    return Rule(
+        op, match, DIRECT, Evidence("win" if points else "extrapolated", points)
+    )
+
+
+def _lint(*rules: Rule) -> list[str]:
+    return [one.kind for one in lint(Table(this_machine(), rules, name="t.yaml"))]
+
+
+SUM = {"reduce": [(8, 2.0)], "bcast": [(8, 3.0)]}
+
+
+@pytest.mark.parametrize(
+    ("series", "kinds"),
+    [
+        ({"allreduce": [(8, 9.0)], **SUM}, ["guideline"]),
+        ({"allreduce": [(8, 5.2)], **SUM}, []),
+        ({"allreduce": [(8, 9.0)], "reduce": [(8, 2.0)]}, []),
+        ({"allreduce": [(16, 9.0)], **SUM}, []),
+        ({"reduce_scatter": [(64, 4.0)], "allreduce": [(64, 3.0)]}, ["guideline"]),
+        (
+            {"allgather": [(16, 9.0)], "gather": [(16, 1.0)], "bcast": [(64, 2.0)]},
+            ["guideline"],
+        ),
+        ({"allgather": [(16, 9.0)], "gather": [(16, 1.0)], "bcast": [(16, 2.0)]}, []),
+        ({"bcast": [(8, 5.0), (32, 3.0)]}, ["not-monotone"]),
+        ({"bcast": [(8, 5.0), (32, 4.9)]}, []),
+    ],
+)
+def test_lint_finds_what_cannot_be_best(
+    series: dict[str, Series], kinds: list[str]
+) -> None:
+    assert _lint(*(_rule(op, points) for op, points in series.items())) == kinds
+
+
+def test_lint_interpolates_between_measured_sizes() -> None:
+    reduce, bcast = _rule("reduce", [(8, 1.0), (24, 3.0)]), _rule("bcast", [(16, 1.0)])
+    assert _lint(_rule("allreduce", [(16, 3.2)]), reduce, bcast) == []
+    assert _lint(_rule("allreduce", [(16, 3.4)]), reduce, bcast) == ["guideline"]
+
+
+def test_lint_counts_what_was_not_measured() -> None:
+    assert _lint(_rule("bcast", [(8, 1.0)], hi=64), _rule("bcast", [], lo=64)) == [
+        "extrapolated"
+    ]
+    assert _lint(Rule("bcast", Match(0, None), DIRECT)) == ["no-evidence"]
+
+
+def test_show_and_explain_print_the_rules(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    finish(record(seed=4), OPTIONS, out=path)
+    table = load_file(path, KNOWN)
+    text = show(table)
+    assert "allreduce (ranks=2, nodes=1, ppn=2, link_class=near, device=host)" in text
+    assert "inf)" in text
+    told = explain(table, Query("allreduce", 8, op="sum"), NEAR)
+    assert "near links" in told
+    assert str(DOUBLING) in told or str(DIRECT) in told
+    none = explain(table, Query("bcast", 8), NEAR)
+    assert "no rule for 2 ranks" in none
+    assert "The table covers allreduce." in none
+
+
+# -- the command line ------------------------------------------------------------------
+
+
+def _main(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
+    status = cli.main([str(part) for part in argv])
+    out, err = capsys.readouterr()
+    return status, out + err
+
+
+def test_show_explain_and_lint_read_the_named_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("commrt.tuning.measure.known_names", lambda: KNOWN)
+    path = tmp_path / "t.yaml"
+    finish(record(seed=4), OPTIONS, out=path)
+    assert _main(capsys, "show", "--table", path)[0] == 0
+    status, text = _main(capsys, "explain", "allreduce", "1M", "--table", path)
+    assert (status, "shm/ring{store=stream}" in text) == (0, True)
+    assert _main(capsys, "lint", "--table", path) == (0, "nothing found\n")
+    path.write_text("schema: other\n")
+    status, text = _main(capsys, "lint", "--table", path)
+    assert status == 1
+    assert "is missing" in text
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["run", "--ops", "allredce"],
+        ["run", "--ranks", "2,x"],
+        ["run", "--budget", "nan"],
+        ["run", "--max-bytes", "1T"],
+        ["run", "--dtype", "float31"],
+        ["run", "--launches", "0"],
+        [],
+    ],
+)
+def test_bad_arguments_are_refused(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+
+
+def test_inside_mpiexec_other_ranks_cannot_be_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    status, text = _main(capsys, "run", "--ranks", "2")
+    assert status == 1
+    assert "leave --ranks and --mpiexec out" in text
+
+
+def test_the_options_of_the_command_line_are_frozen() -> None:
+    run = cli.make_parser()._subparsers._group_actions[0].choices["run"]  # type: ignore
+    options = {text for action in run._actions for text in action.option_strings}
+    assert options == {
+        *("-h", "--help", "--ranks", "--budget", "--launches", "--ops", "--max-bytes"),
+        *("--out", "--raw", "--dtype", "--seed", "--mpiexec", "--hang"),
+    }

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known inputs and the results they must give, at the speed of memory.
+
+Element i of rank r's input is ``i % 7 + r + 1``: small, different on each rank and in
+each position of a block, and every result is periodic too. So filling and comparing
+32 MiB takes milliseconds, and every repetition's time can be preceded by a full check.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from commrt.bench.timing_loop import Array
+
+from commrt.operations import operation
+
+__all__ = ["fill", "is_right"]
+
+_PERIOD = 7
+_WINDOW = _PERIOD << 14
+"""Elements compared at a time; a multiple of the period."""
+
+
+class _Piece(NamedTuple):
+    """out[lo:hi] must be ``scale * ((first + i) % 7) + add``, i from 0."""
+
+    lo: int
+    hi: int
+    first: int
+    scale: int
+    add: int
+
+
+def fill(x: Array, rank: int) -> None:
+    """Write the input of ``rank``."""
+    _windows(x, _Piece(0, x.size, 0, 1, rank + 1), write=True)
+
+
+def is_right(
+    coll: str, result: Array, *, rank: int, size: int, root: int, num_x: int
+) -> bool:
+    """Return whether ``result`` is what ``coll`` must leave on ``rank``."""
+    return all(
+        _windows(result, piece, write=False)
+        for piece in _pieces(coll, result.size, rank, size, root, num_x)
+    )
+
+
+def _pieces(
+    coll: str, num_out: int, rank: int, size: int, root: int, num_x: int
+) -> list[_Piece]:
+    spec = operation(coll)
+    total = size * (size + 1) // 2
+    if spec.reduces:
+        first = rank * num_out if spec.out_count == "div_size" else 0
+        return [_Piece(0, num_out, first, size, total)]
+    if coll in ("bcast", "scatter"):
+        first = rank * num_out if spec.out_count == "div_size" else 0
+        return [_Piece(0, num_out, first, 1, root + 1)]
+    block = num_x // size if coll == "alltoall" else num_x
+    first = rank * block if coll == "alltoall" else 0
+    return [_Piece(s * block, (s + 1) * block, first, 1, s + 1) for s in range(size)]
+
+
+def _windows(array: Array, piece: _Piece, *, write: bool) -> bool:
+    length = min(_WINDOW, piece.hi - piece.lo)
+    values = piece.scale * ((np.arange(length) + piece.first) % _PERIOD) + piece.add
+    wanted = values.astype(array.dtype)
+    for lo in range(piece.lo, piece.hi, _WINDOW):
+        window = array[lo : min(lo + _WINDOW, piece.hi)]
+        if write:
+            window[:] = wanted[: window.size]
+        elif not np.array_equal(window, wanted[: window.size]):
+            return False
+    return True

@@ -168,6 +168,7 @@ class Step(NamedTuple):
 
 
 _NONE = (-1, 0, 0)
+_OPS = tuple(Op)
 
 
 class StepTable(Sequence[Step]):
@@ -204,17 +205,17 @@ class StepTable(Sequence[Step]):
             index += len(self)
         if not 0 <= index < len(self):
             raise IndexError(f"step {index} of {len(self)}")
-        return self._step(index)
+        return self._step(index, tuple(column[index] for column in self._columns))
 
     def __iter__(self) -> Iterator[Step]:
-        return map(self._step, range(len(self)))
+        return map(self._step, range(len(self)), zip(*self._columns, strict=True))
 
-    def _step(self, index: int) -> Step:
-        op, peer, *ends = (column[index] for column in self._columns)
-        src = Slice(*ends[:3]) if ends[0] >= 0 else None
-        dst = Slice(*ends[3:]) if ends[3] >= 0 else None
+    def _step(self, index: int, row: tuple[int, ...]) -> Step:
+        op, peer, s, s_lo, s_hi, d, d_lo, d_hi = row
+        src = Slice(s, s_lo, s_hi) if s >= 0 else None
+        dst = Slice(d, d_lo, d_hi) if d >= 0 else None
         deps = tuple(self._deps[self._dep_ptr[index] : self._dep_ptr[index + 1]])
-        return Step(Op(op), src, dst, peer, deps, self._after.get(index, ()))
+        return Step(_OPS[op], src, dst, peer, deps, self._after.get(index, ()))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StepTable) and list(self) == list(other)

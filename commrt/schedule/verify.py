@@ -25,7 +25,7 @@ from fractions import Fraction
 
 from commrt.errors import ScheduleError
 from commrt.operations import operation
-from commrt.schedule.dependencies import DependencyTracker
+from commrt.schedule.dependencies import DependencyTracker, locations
 from commrt.schedule.execute import Event, Execution, Place, match
 from commrt.schedule.goals import Content, Goal
 from commrt.schedule.ir import (
@@ -39,7 +39,14 @@ from commrt.schedule.ir import (
     full_multiple,
 )
 
-__all__ = ["Report", "SymbolicMemory", "check_races", "combine", "verify"]
+__all__ = [
+    "Report",
+    "SymbolicMemory",
+    "check_input_lasts",
+    "check_races",
+    "combine",
+    "verify",
+]
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ def _verify(schedule: Schedule) -> Report:
     partners = match(programs)
     _check_lengths(schedule, programs, partners)
     for program in programs:
+        check_input_lasts(program)
         accesses = [_access(step) for step in program.steps]
         deps = [step.deps for step in program.steps]
         check_races(program.spaces, accesses, deps, program.describe_step)
@@ -116,8 +124,9 @@ def _check_spaces(schedule: Schedule, programs: Sequence[RankProgram]) -> None:
 
 
 def _check_steps(program: RankProgram, size: int) -> None:
+    first = locations(program.spaces)
     for index, step in enumerate(program.steps):
-        problem = _problem(program, index, step, size)
+        problem = _problem(program, index, step, size) or _overlap(first, step)
         if problem:
             raise ScheduleError(
                 f"rank {program.rank} step {index} ({step.op.name.lower()}): {problem}"
@@ -151,15 +160,39 @@ def _problem(program: RankProgram, index: int, step: Step, size: int) -> str | N
             return f"{program.describe(end)} is not within its {nblk} blocks"
     if step.dst and program.spaces[step.dst.space].kind == "in":
         return f"it writes {program.describe(step.dst)}, the caller's input"
-    return _overlap(step.src, step.dst)
+    return None
 
 
-def _overlap(src: Slice | None, dst: Slice | None) -> str | None:
+def check_input_lasts(program: RankProgram) -> None:
+    """Raise ScheduleError if a block of ``in`` is read after ``out`` took its place."""
+    inp, out = program.spaces[:2]
+    if out.alias != inp.name or out.nblk != inp.nblk:
+        return
+    gone: set[int] = set()
+    for index, step in enumerate(program.steps):
+        src, dst = step.src, step.dst
+        if src and src.space == 0 and (lost := gone.intersection(range(*src[1:]))):
+            block = min(lost)
+            raise ScheduleError(
+                f"{program.describe_step(index)}: it reads in[{block}], but "
+                f"out[{block}] was written before: in place they are the same"
+            )
+        if dst is None or dst.space != 1:
+            continue
+        if step.op is not Op.COPY or src is None or src != (0, dst.lo, dst.hi):
+            gone.update(range(dst.lo, dst.hi))
+
+
+def _overlap(first: Sequence[int], step: Step) -> str | None:
+    """Say what is wrong with a step's source and destination together."""
+    src, dst = step.src, step.dst
     if src is None or dst is None:
         return None
     if src.hi - src.lo != dst.hi - dst.lo:
         return f"{src.hi - src.lo} blocks into {dst.hi - dst.lo}"
-    if src.space == dst.space and src != dst and src.lo < dst.hi and dst.lo < src.hi:
+    # Block by block they may be the same memory, also in place; but not shifted.
+    shift = first[src.space] + src.lo - first[dst.space] - dst.lo
+    if 0 < abs(shift) < src.hi - src.lo:
         return f"source {src.lo}:{src.hi} and destination {dst.lo}:{dst.hi} overlap"
     return None
 

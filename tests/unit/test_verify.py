@@ -56,8 +56,13 @@ def test_a_right_schedule_passes_with_its_costs() -> None:
 
 
 def double_reduction(b: Builder) -> None:
-    right(b)
-    b.reduce(b.out[0], b.inp[0])
+    b.blocks(1)
+    got = b.tmp(2)
+    b.copy(got[0], b.inp[0])
+    b.send(b.inp[0], b.rank + 1)
+    b.rred(got[1], b.rank + 1, src=b.inp[0])
+    b.reduce(got[1], got[0])
+    b.copy(b.out[0], got[1])
 
 
 def unmatched(b: Builder) -> None:
@@ -120,7 +125,7 @@ def input_read_after_output_written(b: Builder) -> None:
 @pytest.mark.parametrize(
     ("author", "message"),
     [
-        (double_reduction, r"rank [01] step 3 \(red out\[0\].*second time"),
+        (double_reduction, r"rank [01] step 3 \(red tmp0\[1\].*second time"),
         (unmatched, r"rank 0 sends 2 messages to rank 1.*step 3 .*no partner"),
         (
             in_place_exchange,
@@ -133,7 +138,10 @@ def input_read_after_output_written(b: Builder) -> None:
             r"block out\[1\] ends with .*expected part 1 from ranks 0, 1",
         ),
         (other_lengths, r"rank 0 step 0 .*out\[1\] of rank 1 has another length"),
-        (input_read_after_output_written, "second time|something else"),
+        (
+            input_read_after_output_written,
+            r"step 3 \(copy tmp1.*it reads in\[0\], but out\[0\] was",
+        ),
     ],
 )
 def test_mistakes_are_caught(author: Author, message: str) -> None:

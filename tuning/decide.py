@@ -2,17 +2,16 @@
 """From measurements to byte ranges: who wins where.
 
 A candidate is *tied* at a size if its fitted time is within the margin of the best, or
-its interval overlaps the best one's and it is within twice the margin. Ranges are the
-fewest that use a tied candidate everywhere; of candidates that reach equally far the
-simplest is used. A boundary lies where the two fitted curves cross, if they cross where
-both are tied. So noise moves a choice only between equals, and seldom.
+its interval overlaps the best one's and it is within twice the margin. A range may use
+any tied candidate at no cost, another one at the cost of the time lost; every further
+range has its price. Of equals the simplest is used. A boundary lies where the two
+fitted curves cross. So noise moves a choice only between equals, and seldom.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from commrt.tuning.fit import Curve, fit_curve
@@ -24,6 +23,8 @@ from commrt.select.facts import Candidate
 __all__ = ["Decision", "Range", "curves_of", "decide", "divide", "tied"]
 
 _PER_OCTAVE = 8
+_SWITCH = 0.1 * _PER_OCTAVE
+"""What a further range must save: ten per cent over one octave, or less over more."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def tied(
     curves: Mapping[Candidate, Curve], nbytes: float, margin: float
 ) -> set[Candidate]:
     """Return the candidates that are as good as the best at ``nbytes``."""
-    present = _comparable(curves, nbytes) or curves
+    present = _comparable(curves, nbytes)
     best = min(present, key=lambda candidate: present[candidate].us(nbytes))
     best_us = present[best].us(nbytes)
     _, best_high = present[best].spread(nbytes)
@@ -126,49 +127,83 @@ def _comparable(
     """
     sizes = [size for curve in curves.values() for size in curve.estimates]
     inside = min(max(nbytes, min(sizes)), max(sizes))
-    return {
+    found = {
         candidate: curve
         for candidate, curve in curves.items()
         if min(curve.estimates) <= inside <= max(curve.estimates)
     }
+    return found or dict(curves)
 
 
 def divide(curves: Mapping[Candidate, Curve], margin: float) -> tuple[Range, ...]:
-    """Return the fewest ranges that use a tied candidate everywhere."""
+    """Return the ranges that cost least: lost time plus a price per switch."""
     grid = _grid(curves)
     sets = [tied(curves, nbytes, margin) for nbytes in grid]
-    order = list(curves)
-    runs: list[tuple[int, Candidate]] = []
-    position = 0
-    while position < len(grid):
-        reach = {one: _reach(sets, position, one) for one in sets[position]}
-        farthest = max(reach.values())
-        winner = next(one for one in order if reach.get(one) == farthest)
-        runs.append((position, winner))
-        position = farthest
-    ranges: list[Range] = []
+    path = _cheapest_path(curves, grid, sets)
+    switches = [at for at in range(1, len(path)) if path[at] != path[at - 1]]
     starts: list[tuple[int, str | None]] = [(0, None)]
-    for (begin, earlier), (at, later) in itertools.pairwise(runs):
-        # The later one may be tied already before the earlier one stops being so.
-        first = at
-        while first - 1 > begin and later in sets[first - 1]:
+    for at in switches:
+        earlier, later = path[at - 1], path[at]
+        # The switch may lie anywhere where both are tied; the crossing says where.
+        first, last = at - 1, at
+        while first > 0 and path[first - 1] == earlier and later in sets[first]:
             first -= 1
-        low = grid[first - 1]  # where the later one is not yet tied
-        cut, why = _boundary(curves, earlier, later, low, grid[at])
+        while (
+            last + 1 < len(path) and path[last + 1] == later and earlier in sets[last]
+        ):
+            last += 1
+        cut, why = _boundary(curves, earlier, later, grid[first], grid[last])
         cut = max(cut, starts[-1][0] + 1)  # rounding at the smallest sizes
         starts.append((cut, f"{why} at {cut} B"))
-    for index, (_, candidate) in enumerate(runs):
-        lo, how = starts[index]
-        hi = starts[index + 1][0] if index + 1 < len(runs) else None
-        ranges.append(Range(lo, hi, candidate, how))
-    return tuple(ranges)
+    ends = [lo for lo, _ in starts[1:]]
+    chosen = [path[0], *(path[at] for at in switches)]
+    return tuple(
+        Range(lo, hi, candidate, why)
+        for (lo, why), hi, candidate in zip(starts, [*ends, None], chosen, strict=True)
+    )
 
 
-def _reach(sets: Sequence[set[Candidate]], begin: int, candidate: Candidate) -> int:
-    end = begin
-    while end < len(sets) and candidate in sets[end]:
-        end += 1
-    return end
+def _cheapest_path(
+    curves: Mapping[Candidate, Curve], grid: list[float], sets: list[set[Candidate]]
+) -> list[Candidate]:
+    """Return the candidate of each grid size; dynamic programming over the grid."""
+    order = list(curves)
+    total = {one: 0.0 for one in order}
+    choices: list[dict[Candidate, Candidate]] = []
+    for index, nbytes in enumerate(grid):
+        lost = _lost(curves, nbytes, sets[index])
+        cheapest = min(order, key=total.__getitem__)
+        came_from = {}
+        following = {}
+        for one in order:
+            moved = total[cheapest] + _SWITCH
+            stays = total[one] <= moved
+            came_from[one] = one if stays else cheapest
+            following[one] = min(total[one], moved) + lost[one]
+        choices.append(came_from)
+        total = following
+    here = min(order, key=total.__getitem__)
+    path = [here]
+    for came_from in reversed(choices[1:]):
+        here = came_from[here]
+        path.append(here)
+    return path[::-1]
+
+
+def _lost(
+    curves: Mapping[Candidate, Curve], nbytes: float, equals: set[Candidate]
+) -> dict[Candidate, float]:
+    """Return the logarithm of each one's time over the best: 0 if tied, else more.
+
+    A simpler candidate is cheaper by less than any measurement, so that it wins ties.
+    """
+    present = _comparable(curves, nbytes)
+    best_us = min(curve.us(nbytes) for curve in present.values())
+    lost = {}
+    for place, (one, curve) in enumerate(curves.items()):
+        ratio = curve.us(nbytes) / best_us if one in present else math.inf
+        lost[one] = (0.0 if one in equals else math.log(ratio)) + 1e-6 * place
+    return lost
 
 
 def _grid(curves: Mapping[Candidate, Curve]) -> list[float]:

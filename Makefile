@@ -71,24 +71,28 @@ test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, wit
 preload = $(shell g++ -print-file-name=lib$(1).so)
 # Python's own arenas hide overruns from AddressSanitizer; its leaks are not ours.
 ASAN_ENV = LD_PRELOAD="$(call preload,asan) $(call preload,ubsan)" PYTHONMALLOC=malloc \
-  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
-  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+  ASAN_OPTIONS=detect_leaks=0:log_path=$(CURDIR)/build/asan/report \
+  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1:log_path=$(CURDIR)/build/asan/report
 TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
-  TSAN_OPTIONS=halt_on_error=1:suppressions=$(CURDIR)/tests/ranks/tsan.supp
+  TSAN_OPTIONS=suppressions=$(CURDIR)/tests/ranks/tsan.supp:log_path=$(CURDIR)/build/tsan/report
+# pytest captures what a sanitizer prints, so reports go to files, shown at the end.
+show_reports = { status=$$?; cat build/$(1)/report.* 2>/dev/null; exit $$status; }
 
 .PHONY: test-sanitize
 test-sanitize: test-asan test-tsan ## Tests of the engine under sanitizers.
 
 .PHONY: test-asan
 test-asan: build/asan/.installed ## AddressSanitizer and UBSan on ranks as threads.
+	rm -f build/asan/report.*
 	PYTHONPATH=$(CURDIR)/build/asan/site $(ASAN_ENV) \
-	  $(VENV_MPICH)/bin/pytest tests/ranks $(PYTEST_ARGS)
+	  $(VENV_MPICH)/bin/pytest tests/ranks $(PYTEST_ARGS) || $(call show_reports,asan)
 
 # ThreadSanitizer of older compilers cannot run with today's address randomisation.
 .PHONY: test-tsan
 test-tsan: build/tsan/.installed ## ThreadSanitizer on ranks as threads.
+	rm -f build/tsan/report.*
 	PYTHONPATH=$(CURDIR)/build/tsan/site setarch -R env $(TSAN_ENV) \
-	  $(VENV_MPICH)/bin/pytest tests/ranks $(PYTEST_ARGS)
+	  $(VENV_MPICH)/bin/pytest tests/ranks $(PYTEST_ARGS) || $(call show_reports,tsan)
 
 .PHONY: clean
 clean: ## Remove environments and build results.
@@ -145,5 +149,5 @@ build/%/.installed: $(VENV_MPICH)/.installed $(SOURCES)
 	rm -rf $(@D)/site
 	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) --no-build-isolation --no-deps \
 	  -C build-dir=$(@D)/cmake -C 'cmake.define.COMMRT_SANITIZE=$(SANITIZE)' \
-	  -C install.strip=false --target $(@D)/site .
+	  -C install.strip=false -C cmake.build-type=RelWithDebInfo --target $(@D)/site .
 	@touch $@

@@ -15,6 +15,10 @@ namespace {
 nb::object start_p2p(nb::handle self, std::shared_ptr<Op> op, nb::handle keep,
                      nb::handle result, nb::handle operation, bool nonblocking,
                      double timeout_s) {
+  if (!op->finished()) {
+    std::lock_guard<std::mutex> lock(nb::inst_ptr<Group>(self)->engine->mutex);
+    if (!op->finished()) keep_alive(*op, keep.ptr(), nullptr);
+  }
   return finish_call(self, std::move(op), keep, nb::handle(), result, operation, nonblocking,
                      timeout_s);
 }

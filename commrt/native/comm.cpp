@@ -136,8 +136,10 @@ bool Comm::progress() {
   lane_refused_ = false;
   bool ended = false;
   for (size_t i = 0; i < active_.size(); ++i) {
-    if (!active_[i]->finished() && active_[i]->advance()) any = true;
-    ended = ended || active_[i]->finished();
+    // Point-to-point operations advance in p2p->progress() above.
+    Op& op = *active_[i];
+    if (!op.finished() && op.p2p == nullptr && op.advance()) any = true;
+    ended = ended || op.finished();
   }
   if (ended) {
     for (auto& op : active_) {

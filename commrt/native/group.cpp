@@ -304,7 +304,7 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
   if (!op->finished()) {
     // The engine may touch the buffers until the operation ends, which may be never.
     std::lock_guard<std::mutex> lock(engine.mutex);
-    if (!op->finished()) keep_alive(*op, keep_x.ptr(), keep_out.ptr());
+    if (!op->finished() && !op->has_keep()) keep_alive(*op, keep_x.ptr(), keep_out.ptr());
   }
   if (ended == WaitResult::Interrupted) throw nb::python_error();
   Request request(nb::borrow(group_object), op, nb::borrow(result), nb::borrow(operation),

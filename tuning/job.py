@@ -90,7 +90,7 @@ def size_pairs(
     where x is cut into blocks.
     """
     if operation(op).rule_bytes == "none":
-        return [(0, 0)]
+        return [(1, 1)]  # a barrier has no bytes; any number stands for it
     unit = dtype_by_name(dtype).itemsize * (size if op == "reduce_scatter" else 1)
     pairs, nbytes = [], _SMALLEST_NBYTES
     while nbytes * _blocks(op, size) <= max_nbytes:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -27,6 +28,8 @@ from commrt.select.schema import DEFAULT_TIE_MARGIN
 
 __all__ = ["finish", "launched", "within"]
 
+_BUSY_LOAD = 0.7
+"""Runnable processes, averaged over a minute, before any rank was started."""
 _SHARES = (0.75, 0.25)
 """Of the budget: to shape the table, to judge it."""
 
@@ -42,6 +45,12 @@ def launched(
     """Start ranks of our own, measure, write the table; return the summary."""
     launcher = choose_launcher(mpiexec)
     progress = Progress(options.budget_s)
+    load = os.getloadavg()[0]
+    if load > _BUSY_LOAD:
+        progress.note(
+            f"commrt-tune: other programs use this machine (load {load:.1f}): expect "
+            f"noisy choices, or tune again when it is quiet"
+        )
 
     def start(job: Job, ranks: int, on_message: Callable[[Message], None]) -> Ended:
         return start_ranks(job, ranks, on_message, launcher=launcher, hang_s=hang_s)
@@ -95,9 +104,11 @@ def finish(
         raw.write_text(recording.to_json(), encoding="utf-8")
     decisions = decide(recording, DEFAULT_TIE_MARGIN)
     if not decisions:
-        raise TableError(
-            "nothing was measured, so no table was written: raise --budget"
-        )
+        why = "raise --budget"
+        if recording.failures:
+            first = recording.failures[0]
+            why = f"{first.candidate} for {first.op}, the first to fail: {first.reason}"
+        raise TableError(f"nothing was measured, so no table was written: {why}")
     regret = held_out_regret(recording, decisions)
     machine = this_machine()
     path = out or user_table_path(machine)

@@ -224,7 +224,7 @@ class Policy:
         for candidate in found:
             if candidate.name != choice.candidate.name:
                 cost = self._cost(query, candidate)
-                text = "not applicable" if math.isinf(cost) else f"model {_us(cost)}"
+                text = "no estimate" if math.isinf(cost) else f"model {_us(cost)}"
                 rejected.append(Rejected(candidate, text))
         return rejected
 

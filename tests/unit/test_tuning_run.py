@@ -27,7 +27,7 @@ from commrt.tuning.summary import human_nbytes
 from commrt.tuning.tuner import Options, losers, run_launches
 from tuning_recordings import DIRECT, DOUBLING, NATIVE, NEAR, RING, TRUTH, record
 
-from commrt.errors import BackendError, UsageError
+from commrt.errors import BackendError, TableError, UsageError
 from commrt.operations import COLLECTIVES, operation
 from commrt.select.facts import Candidate, Query
 from commrt.select.fingerprint import this_machine
@@ -61,7 +61,8 @@ def test_sizes_hold_whole_elements_and_held_out_ones_lie_off_the_grid(
     grid, off = sizes(op, ranks, job), sizes(op, ranks, replace(job, held_out=True))
     itemsize = np.dtype(dtype).itemsize
     spec = operation(op).__dict__
-    for nbytes in {*grid, *off} - {0}:
+    assert grid
+    for nbytes in {*grid, *off} if op != "barrier" else ():
         x, out = element_counts(spec, nbytes, itemsize, ranks)
         assert max(x, out) * itemsize <= 1 << 20
         assert min(x, out) >= 1
@@ -302,6 +303,16 @@ def test_the_table_of_a_run_reads_back_and_the_summary_says_what_matters(
     ):
         assert part in summary
     assert lint(table) == []
+
+
+def test_a_run_without_any_measurement_writes_no_table(tmp_path: Path) -> None:
+    recording, path = Recording(), tmp_path / "t.yaml"
+    with pytest.raises(TableError, match="raise --budget"):
+        finish(recording, OPTIONS, out=path)
+    recording.fail(2, {"op": "bcast", "nbytes": 8, "candidate": str(LOOP)}, "hung")
+    with pytest.raises(TableError, match="shm/loop for bcast, the first to fail: hung"):
+        finish(recording, OPTIONS, out=path)
+    assert not path.exists()
 
 
 # -- real processes, no MPI ------------------------------------------------------------

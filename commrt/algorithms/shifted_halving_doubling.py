@@ -16,8 +16,8 @@ folds over neighbouring switches.
 Cost for S a power of two: 2(log2 S + 1) alpha + 2(P-1)/P N beta + (P-1)/P N gamma, as
 halving-doubling; the gain is in the load of the links between switches.
 
-Nguyen, Wahib, Takano et al., "Efficient MPI-AllReduce for large-scale deep learning on
-distributed loop networks" (CCGRID 2021), in the form valid for every k and S.
+Nguyen and Wahib, "An Allreduce Algorithm and Network Co-design for Large-Scale Training
+of Distributed Deep Learning" (CCGRID 2021), in a form valid for every k and S.
 """
 
 from __future__ import annotations

@@ -124,6 +124,7 @@ class Op {
   void compute_and_send(const Instr& ins, int64_t fragment,
                         const unsigned char* const* arrived);
   void pack(const Instr& ins, int64_t fragment, unsigned char* to);
+  void take_inputs(const Instr& ins, int64_t fragment);
   bool advance_native();
   void fail(std::string message);
   void finish();

@@ -169,6 +169,10 @@ bool Op::run(int64_t fragment, int index) {
 void Op::compute_and_send(const Instr& ins, int64_t fragment,
                           const unsigned char* const* arrived) {
   const Plan& p = *plan;
+  if (ins.local_outs.empty() && ins.sends.empty()) {
+    take_inputs(ins, fragment);
+    return;
+  }
   const size_t item = p.itemsize;
   const int nin = static_cast<int>(ins.inputs.size());
 
@@ -285,9 +289,13 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     // Release: the payload and the meta word are visible before the sequence word.
     line.seq.store(id + 1, std::memory_order_release);
   }
+  take_inputs(ins, fragment);
+}
+
+void Op::take_inputs(const Instr& ins, int64_t fragment) {
   for (const Ref& ref : ins.inputs) {
     if (!ref.is_message) continue;
-    Link& link = comm->link(p.peers[ref.peer].rank);
+    Link& link = comm->link(plan->peers[ref.peer].rank);
     if (link.kind == LinkKind::Shared) link.consume(in_id(ref, fragment));
   }
 }

@@ -63,7 +63,8 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
     };
     for (auto& ref : ins.inputs) settle(ref);
     for (auto& ref : ins.local_outs) settle(ref);
-    if (local == nullptr) {
+    // Without outputs there is nothing to compute: its messages are only taken.
+    if (local == nullptr && !(ins.local_outs.empty() && ins.sends.empty())) {
       throw std::invalid_argument("instruction " + std::to_string(i) + " has no local operand");
     }
     if (!ins.sends.empty()) {

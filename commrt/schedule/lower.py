@@ -414,12 +414,18 @@ def _drop_dead(lowering: _Lowering) -> list[int]:
     kept: list[int] = []
     for index in range(len(lowering.instructions) - 1, -1, -1):
         one = lowering.instructions[index]
-        one.outputs = [
+        outputs = [
             entry
             for entry in one.outputs
             if entry[0] == MESSAGE
             or any((entry[1], block) in live for block in range(*entry[2:]))
         ]
+        # A message that is passed on as it came, or that MPI receives, has its length
+        # from a local operand alone.
+        messages = [entry for entry in one.inputs if entry[0] == MESSAGE]
+        relays = outputs and all(e[0] == MESSAGE for e in [*outputs, *one.inputs])
+        if not relays and all(lowering.can_fuse(entry[1]) for entry in messages):
+            one.outputs = outputs
         for where in one.local_outputs():
             live -= {(where.space, block) for block in range(where.lo, where.hi)}
         if not one.outputs:

@@ -49,6 +49,35 @@ nb::object recv(nb::handle self, uint64_t data, uint64_t capacity, int source, i
   return start_p2p(self, std::move(op), keep, keep, operation, true, timeout_s);
 }
 
+double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, int repetitions,
+                 double timeout_s) {
+  nb::gil_scoped_release release;
+  Engine& engine = *group.engine;
+  const double begin = now_s();
+  for (int i = 0; i < repetitions; ++i) {
+    std::unique_lock<std::mutex> lock(engine.mutex);
+    const void* from = reinterpret_cast<const void*>(in);
+    void* to = reinterpret_cast<void*>(out);
+    const bool is_short = plan->run_short && group.comm->quiet();
+    auto op = is_short ? group.comm->run_short(plan, from, to, 40)
+                       : group.comm->start(plan, from, to, nullptr);
+    if (op == nullptr) continue;
+    Backoff backoff(group.comm->spin_before_yield);
+    while (!op->finished()) {
+      if (engine.step_locked()) {
+        backoff.reset();
+        continue;
+      }
+      lock.unlock();
+      backoff.pause();
+      if (now_s() - begin > timeout_s) return -1;
+      lock.lock();
+    }
+    group.comm->recycle(std::move(op));
+  }
+  return now_s() - begin;
+}
+
 nb::list records_of(const Group& group) {
   nb::list rows;
   const Comm& comm = *group.comm;
@@ -156,6 +185,9 @@ void bind_group(nb::module_& m) {
            }, nb::arg("plan"), nb::arg("data_in"), nb::arg("data_out"),
            nb::arg("keep_x").none(), nb::arg("keep_out").none(), nb::arg("result").none(),
            nb::arg("operation"), nb::arg("nonblocking"), nb::arg("timeout_s"))
+      .def("_time_plan", &time_plan, nb::arg("plan"), nb::arg("data_in"), nb::arg("data_out"),
+           nb::arg("repetitions"), nb::arg("timeout_s"),
+           "Seconds of `repetitions` blocking runs back to back, without Python in between.")
       .def("_send", &send, nb::arg("data"), nb::arg("nbytes"), nb::arg("dest"), nb::arg("tag"),
            nb::arg("keep").none(), nb::arg("operation"), nb::arg("nonblocking"),
            nb::arg("timeout_s"))

@@ -81,8 +81,7 @@ void Comm::attach_mpi(Handle comm_handle, int tag, const std::vector<int>& mpi_r
   }
 }
 
-std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const void* in,
-                                void* out, void* const* keep) {
+std::shared_ptr<Op> Comm::fresh_op() {
   // The last operation's object is used again once nobody else holds it: its vectors then
   // need no allocation.
   std::shared_ptr<Op> op;
@@ -93,23 +92,34 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
     op = std::make_shared<Op>();
   }
   op->comm = this;
+  return op;
+}
+
+void Comm::note(uint64_t seq, const Plan& plan) {
+  Record& record = records[seq % kRecords];
+  record.seq = seq;
+  record.count = std::max(plan.in_elems, plan.out_elems);
+  record.start_ticks = ticks();
+  record.end_ticks = 0;
+  record.coll = static_cast<int16_t>(plan.coll);
+  record.root = static_cast<int16_t>(plan.root);
+  record.dtype = static_cast<uint8_t>(plan.dtype);
+  record.redop = static_cast<uint8_t>(plan.redop);
+  record.state = 0;
+  record.plan = &plan;
+}
+
+std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const void* in,
+                                void* out, void* const* keep) {
+  std::shared_ptr<Op> op = fresh_op();
   op->seq = next_seq++;
-  op->keep[0] = keep[0];
-  op->keep[1] = keep[1];
+  op->keep[0] = keep != nullptr ? keep[0] : nullptr;
+  op->keep[1] = keep != nullptr ? keep[1] : nullptr;
   op->bind(plan, in, out);
   if (arena != nullptr) {
     header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
   }
-  Record& record = records[op->seq % kRecords];
-  record = Record{};
-  record.seq = op->seq;
-  record.count = std::max(op->plan->in_elems, op->plan->out_elems);
-  record.coll = static_cast<int16_t>(op->plan->coll);
-  record.root = static_cast<int16_t>(op->plan->root);
-  record.dtype = static_cast<uint8_t>(op->plan->dtype);
-  record.redop = static_cast<uint8_t>(op->plan->redop);
-  record.plan = op->plan.get();
-  record.start_ticks = ticks();
+  note(op->seq, *plan);
 
   // Issue order decides: an operation may not overtake an older one that waits for a lane,
   // so with others in flight this one is only queued and run by progress().

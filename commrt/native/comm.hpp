@@ -89,6 +89,9 @@ class Op {
   bool finished() const { return state.load(std::memory_order_acquire) != 0; }
 
   void bind(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_);
+  // The same for an operation whose first `done` instructions are done already.
+  void resume(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_,
+              size_t done, const uint64_t* out_base, const uint64_t* in_base, int lane);
   // Runs whatever can run now; true if anything did.
   bool advance();
 
@@ -116,6 +119,7 @@ class Op {
     const uint64_t i = pos & done_mask_;
     done_bits_[i >> 6] &= ~(uint64_t{1} << (i & 63));
   }
+  void adopt(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_);
   bool deps_done(const Instr& ins, uint64_t first) const;
   bool run(int64_t fragment, int index);
   bool run_mpi(int64_t fragment, int index);
@@ -153,7 +157,7 @@ struct Record {
   uint8_t dtype = 0, redop = 0, state = 0, blocking = 0;
   uint64_t stream = 0;  // device operations fill these
   int32_t device = -1;
-  const Plan* plan = nullptr;
+  const Plan* plan = nullptr;  // identity only: the plan may be gone
 };
 
 class Comm {
@@ -174,6 +178,11 @@ class Comm {
   std::shared_ptr<Op> start(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
                             void* const* keep);
   void submit(std::shared_ptr<Op> op) { active_.push_back(std::move(op)); }  // in flight
+  // A short plan with nothing else in flight: null when complete, else the Op it became.
+  // Spins at most `spins` times for a message.
+  std::shared_ptr<Op> run_short(const std::shared_ptr<const Plan>& plan, const void* in,
+                                void* out, int spins);
+  bool quiet() const { return active_.empty(); }
   void recycle(std::shared_ptr<Op> op);  // a finished operation nobody refers to
   bool progress();
   bool idle() const;
@@ -206,6 +215,12 @@ class Comm {
  private:
   friend class Op;
   friend class P2P;
+  std::shared_ptr<Op> fresh_op();
+  std::shared_ptr<Op> go_on(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
+                            uint64_t seq, size_t done, const uint64_t* out_base,
+                            const uint64_t* in_base, int lane, const unsigned char* tmp,
+                            void* const* keep);
+  void note(uint64_t seq, const Plan& plan);
   int acquire_lane();
   void release_lane(Op& op);
   unsigned char* lane_base(int lane) const;

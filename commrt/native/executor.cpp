@@ -34,7 +34,8 @@ const unsigned char* Op::base(int space) const {
   return nullptr;
 }
 
-void Op::bind(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_) {
+// Takes a plan and buffers; sizes what depends on the plan unless it is the last one again.
+void Op::adopt(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_) {
   const bool same = plan.get() == plan_.get();
   if (!same) plan = plan_;
   in = static_cast<const unsigned char*>(in_);
@@ -42,30 +43,43 @@ void Op::bind(const std::shared_ptr<const Plan>& plan_, const void* in_, void* o
   error.clear();
   native_started_ = false;
   lane_ = -1;
+  head_ = 0;
+  head_fragment_ = 0;
   const Plan& p = *plan;
   if (p.native) return;
   const uint64_t m = p.instrs.size();
-  head_ = 0;
-  head_fragment_ = 0;
   total_ = m * static_cast<uint64_t>(p.fragments);
-  if (!same) {
-    uint64_t window = 64;
-    while (window < m * static_cast<uint64_t>(p.depth + 1)) window *= 2;
-    done_bits_.assign(window / 64, 0);
-    done_mask_ = window - 1;
-    out_base_.resize(p.peers.size());
-    in_base_.resize(p.peers.size());
-    tmp_storage.reset(p.tmp_nbytes ? new unsigned char[p.tmp_nbytes] : nullptr);
-    tmp = tmp_storage.get();
-  }
+  if (same) return;
+  uint64_t window = 64;
+  while (window < m * static_cast<uint64_t>(p.depth + 1)) window *= 2;
+  done_bits_.assign(window / 64, 0);
+  done_mask_ = window - 1;
+  out_base_.resize(p.peers.size());
+  in_base_.resize(p.peers.size());
+  tmp_storage.reset(p.tmp_nbytes ? new unsigned char[p.tmp_nbytes] : nullptr);
+  tmp = tmp_storage.get();
+}
+
+void Op::bind(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_) {
+  adopt(plan_, in_, out_);
+  const Plan& p = *plan;
+  const uint64_t fragments = static_cast<uint64_t>(p.fragments);
   for (size_t i = 0; i < p.peers.size(); ++i) {
     Link& link = comm->link(p.peers[i].rank);
     out_base_[i] = link.next_out;
     in_base_[i] = link.next_in;
-    const uint64_t fragments = static_cast<uint64_t>(p.fragments);
     link.next_out += fragments * static_cast<uint64_t>(p.peers[i].sends_per_fragment);
     link.next_in += fragments * static_cast<uint64_t>(p.peers[i].recvs_per_fragment);
   }
+}
+
+void Op::resume(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_,
+                size_t done, const uint64_t* out_base, const uint64_t* in_base, int lane) {
+  adopt(plan_, in_, out_);
+  std::copy_n(out_base, out_base_.size(), out_base_.begin());
+  std::copy_n(in_base, in_base_.size(), in_base_.begin());
+  head_ = done;
+  lane_ = lane;
 }
 
 bool Op::deps_done(const Instr& ins, uint64_t first) const {

@@ -75,6 +75,7 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
   }
 
   needs_lane = largest > kInlineBytes;
+  run_short = is_short();
   if (!needs_lane) {
     slots = 1;
     return;

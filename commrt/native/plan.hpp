@@ -57,6 +57,11 @@ struct NativeCall {
   int count = 0;  // per-rank block for block operations
 };
 
+// Bounds of what runs from the caller's stack (short_run.cpp).
+constexpr size_t kShortTmpBytes = 512;
+constexpr size_t kShortPeers = 16;
+constexpr size_t kShortInputs = 16;
+
 class Plan {
  public:
   int coll = 0;
@@ -86,6 +91,8 @@ class Plan {
   bool divide_out = false;  // integer avg: divide the result by size at the end
   int64_t divisor = 1;
 
+  bool run_short = false;  // is_short(), settled by finish()
+
   // vendor collective
   bool native = false;
   NativeCall call;
@@ -104,6 +111,7 @@ class Plan {
   }
 
  private:
+  bool is_short() const;
   static constexpr size_t kAlign = 64;
   int64_t slice_elems(const Ref& ref) const;
   size_t largest_fragment(const Ref& ref) const;

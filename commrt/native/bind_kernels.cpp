@@ -66,7 +66,7 @@ void bind_kernels(nb::module_& m) {
       "copy",
       [](Bytes dst, ConstBytes src, int store) {
         if (dst.size() != src.size()) throw nb::value_error("dst and src differ in length");
-        copy(dst.data(), src.data(), dst.size(), store_of(store));
+        copy(dst.data(), src.data(), dst.size(), store_of(store) != Store::Plain);
         store_fence();
       },
       nb::arg("dst"), nb::arg("src"), nb::arg("store") = 0, "Copy src to dst.");

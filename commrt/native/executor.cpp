@@ -271,17 +271,19 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     unsigned char* second = slot != nullptr ? slot + cursor : nullptr;
     if (nbytes != 0) {
       if (nin == 1 && ins.scaled_mask == 0) {
-        if (first != nullptr && first != inputs[0]) copy(first, inputs[0], nbytes, p.store);
-        if (second != nullptr) copy(second, inputs[0], nbytes, p.store);
+        if (first != nullptr && first != inputs[0]) {
+          copy(first, inputs[0], nbytes, streams_first(p.store));
+        }
+        if (second != nullptr) copy(second, inputs[0], nbytes, streams_second(p.store));
       } else if (first == nullptr) {
         p.combine(second, nullptr, inputs.data(), nin, elems, ins.scaled_mask, p.factor,
-                  p.store);
+                  store_of_second(p.store));
       } else {
         p.combine(first, second, inputs.data(), nin, elems, ins.scaled_mask, p.factor, p.store);
       }
       for (size_t i = 1; i < ins.local_outs.size(); ++i) {
         auto* more = const_cast<unsigned char*>(local(ins.local_outs[i], piece));
-        if (more != first) copy(more, first, nbytes, p.store);
+        if (more != first) copy(more, first, nbytes);
       }
     }
     cursor += nbytes;

@@ -45,11 +45,18 @@ void divide_inplace(DType dtype, void* x, std::size_t n, std::int64_t divisor);
 void copy_streaming(void* dst, const void* src, std::size_t nbytes);
 
 // Copies nbytes between buffers that do not overlap.
-inline void copy(void* dst, const void* src, std::size_t nbytes, Store store) {
-  if (store == Store::Plain)
-    std::memcpy(dst, src, nbytes);
-  else
+inline void copy(void* dst, const void* src, std::size_t nbytes, bool streaming = false) {
+  if (streaming)
     copy_streaming(dst, src, nbytes);
+  else
+    std::memcpy(dst, src, nbytes);
+}
+
+inline bool streams_first(Store store) { return (static_cast<int>(store) & 1) != 0; }
+inline bool streams_second(Store store) { return (static_cast<int>(store) & 2) != 0; }
+// The store kind for a kernel whose only destination is what is the second elsewhere.
+inline Store store_of_second(Store store) {
+  return streams_second(store) ? Store::Stream : Store::Plain;
 }
 
 // Orders earlier non-temporal stores of this thread before its later stores.

@@ -112,16 +112,22 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     if (nbytes != 0 && (second != nullptr || !ins.local_outs.empty())) {
       unsigned char* first = ins.local_outs.empty() ? nullptr : address(ins.local_outs[0]);
       if (nin == 1 && ins.scaled_mask == 0) {
-        if (first != nullptr && first != inputs[0]) copy(first, inputs[0], nbytes, p.store);
-        if (second != nullptr) copy(second, inputs[0], nbytes, p.store);
+        if (first != nullptr && first != inputs[0]) {
+          copy(first, inputs[0], nbytes, streams_first(p.store));
+        }
+        if (second != nullptr) copy(second, inputs[0], nbytes, streams_second(p.store));
       } else {
-        unsigned char* main = first != nullptr ? first : second;
-        p.combine(main, first != nullptr ? second : nullptr, inputs, nin,
-                  static_cast<size_t>(ins.elems), ins.scaled_mask, p.factor, p.store);
+        const size_t elems = static_cast<size_t>(ins.elems);
+        if (first == nullptr) {
+          p.combine(second, nullptr, inputs, nin, elems, ins.scaled_mask, p.factor,
+                    store_of_second(p.store));
+        } else {
+          p.combine(first, second, inputs, nin, elems, ins.scaled_mask, p.factor, p.store);
+        }
       }
       for (size_t o = 1; o < ins.local_outs.size(); ++o) {
         unsigned char* more = address(ins.local_outs[o]);
-        if (more != first) copy(more, first, nbytes, Store::Plain);
+        if (more != first) copy(more, first, nbytes);
       }
     }
     if (p.store != Store::Plain && second != nullptr && second != small) store_fence();

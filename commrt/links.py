@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["agree_link_class", "measure_links", "spins_for"]
 
-NEAR_NS = 160.0
-"""Below this flag latency two ranks are near; measured: 55–130 near, 240–700 far."""
+NEAR_NS = 90.0
+"""Below this flag latency two ranks are near; measured: 40–60 near, 140–250 far."""
 _BUDGET_S = 0.002
 _ROUNDS = 200
 _SPINS = 20000

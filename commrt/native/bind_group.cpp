@@ -151,6 +151,7 @@ void bind_group(nb::module_& m) {
       .def("_set_failure", [](Group& g, const std::string& why) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         g.comm->break_down(why);
+        g.comm->tell_failure(g.comm->next_seq);
       })
       .def("_set_spins", [](Group& g, int spins) { g.comm->spin_before_yield = spins; })
       .def("_attach_arena",

@@ -195,7 +195,6 @@ void Comm::break_down(const std::string& why) {
   broken.store(true, std::memory_order_release);
 }
 
-// Lets the ranks of this node know that they wait in vain.
 void Comm::tell_failure(uint64_t seq) {
   if (arena == nullptr) return;
   std::atomic<uint64_t>& failed = header(member_index_[rank])->failed;
@@ -209,8 +208,9 @@ bool Comm::fail_after_peer(Op& op) {
   for (size_t i = 0; i < members.size(); ++i) {
     const uint64_t failed = header(static_cast<int>(i))->failed.load(std::memory_order_acquire);
     if (failed == 0 || failed - 1 > op.seq || members[i] == rank) continue;
+    op.given_up = true;
     op.fail("rank " + std::to_string(members[i]) + " gave up at operation #" +
-            std::to_string(failed - 1) + ": the ranks called with different arguments");
+            std::to_string(failed - 1));
     return true;
   }
   return false;

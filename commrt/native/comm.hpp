@@ -89,6 +89,7 @@ class Op {
   std::unique_ptr<unsigned char[]> tmp_storage;
   std::atomic<int> state{static_cast<int>(OpState::Running)};
   std::string error;
+  bool given_up = false;  // failed because a peer did
   std::unique_ptr<P2PTask> p2p;
   void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
 
@@ -202,6 +203,7 @@ class Comm {
 
   // Ends an operation that an on-node peer has given up; true if it did.
   bool fail_after_peer(Op& op);
+  // Lets the ranks of this node know that they wait in vain from operation `seq` on.
   void tell_failure(uint64_t seq);
   // Makes the communicator unusable; the first reason stays.
   void break_down(const std::string& why);

@@ -197,7 +197,8 @@ nb::object Request::outcome() {
   }
   if (is_failed()) {
     if (!error_.is_valid()) {
-      error_ = group_.attr("_operation_error")(what(), op_->error, op_->p2p != nullptr);
+      const char* kind = op_->p2p ? "truncation" : op_->given_up ? "revoked" : "mismatch";
+      error_ = group_.attr("_operation_error")(what(), op_->error, kind);
     }
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error_.ptr())), error_.ptr());
     throw nb::python_error();

@@ -36,7 +36,7 @@ def run(
             result = function(comm)
         except BaseException as error:
             # Those who wait for this rank in an operation need not wait for ever.
-            comm._set_failure(f"rank {rank} failed: {error!r}")
+            comm.give_up(f"rank {rank} failed: {error!r}")
             raise
         if comm._idle:
             comm.free()

@@ -80,7 +80,9 @@ def test_wait_refuses_streams_and_times_that_make_no_sense() -> None:
         ):
             requests[0].wait(stream=7)
         for timeout_s in (-1, 0, "1", float("nan")):
-            with pytest.raises(UsageError, match=r"allreduce #0 .*timeout_s=.* above 0"):
+            with pytest.raises(
+                UsageError, match=r"allreduce #0 .*timeout_s=.* above 0"
+            ):
                 requests[0].wait(timeout_s=timeout_s)
             with pytest.raises(UsageError, match="wait_all: timeout_s="):
                 wait_all(requests, timeout_s=timeout_s)  # type: ignore[arg-type]

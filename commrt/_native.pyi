@@ -118,20 +118,20 @@ class Group:
 class PersistentCall:
     """A collective bound to its arrays; call it, or start() it."""
 
+    def __call__(self) -> Any:
+        """Run the operation and return its output."""
+
     def __init__(
         self,
         group: Any,
         plan: Plan,
         data_in: int,
         data_out: int,
-        keep_x: Any,
-        keep_out: Any,
-        result: Any,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        result: Any | None,
         operation: Any,
     ) -> None: ...
-    def __call__(self) -> Any:
-        """Run the operation and return its output."""
-
     def __repr__(self) -> str: ...
     @property
     def label(self) -> str:

@@ -112,17 +112,22 @@ clean: ## Remove environments and build results.
 
 .PHONY: check-tools
 check-tools:
-	@need() { echo "commrt needs $$1: install the package $$2 (Debian, Ubuntu: apt-get install $$2)" >&2; exit 1; }; \
-	[ "$$(uname -s)" = Linux ] || { echo "commrt runs on Linux only" >&2; exit 1; }; \
+	@[ "$$(uname -s)" = Linux ] || { echo "commrt runs on Linux only" >&2; exit 1; }; \
+	missing=; need() { echo "commrt needs $$1: package $$2" >&2; missing="$$missing $$2"; }; \
 	command -v g++ >/dev/null || need "a C++ compiler" g++; \
-	command -v git >/dev/null || need git git; \
-	command -v $(PYTHON) >/dev/null || need "$(PYTHON)" python3; \
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	  { echo "commrt needs Python 3.10 or newer; choose one by make PYTHON=..." >&2; exit 1; }; \
-	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || need "Python's venv module" python3-venv; \
-	$(PYTHON) -c 'import os, sys, sysconfig; \
-	  sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
-	  need "Python's headers (Python.h)" python3-dev
+	if ! command -v $(PYTHON) >/dev/null; then \
+	  need "$(PYTHON)" "python3 python3-venv python3-dev"; \
+	elif ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then \
+	  echo "commrt needs Python 3.10 or newer, and $(PYTHON) is older;" \
+	    "choose another one by: make PYTHON=/path/to/python3" >&2; exit 1; \
+	else \
+	  $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	    need "Python's venv module" python3-venv; \
+	  $(PYTHON) -c 'import os, sys, sysconfig; \
+	    sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
+	    need "Python's headers (Python.h)" python3-dev; \
+	fi; \
+	[ -z "$$missing" ] || { echo "On Debian or Ubuntu: apt-get install$$missing" >&2; exit 1; }
 
 $(VENV)/.tools: pyproject.toml | check-tools
 	$(PYTHON) -m venv $(VENV)

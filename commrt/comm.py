@@ -332,9 +332,7 @@ class Communicator(GroupCreation, Operations):
         spec = operation(name)
         call = calls.parse(spec, args, kwargs)
         bound = calls.bind(call, self.rank, self.size)
-        plan = self._plan(call, bound)
-        if self._checker is not None:
-            self._checker.check(call, bound)
+        plan = self._agreed_plan(call, bound)
         x, out = bound.x, bound.out
         return self._run_plan(
             plan,
@@ -347,6 +345,20 @@ class Communicator(GroupCreation, Operations):
             call.nonblocking,
             self.timeout_s if call.timeout_s is None else call.timeout_s,
         )
+
+    def _agreed_plan(self, call: calls.Call, bound: calls.Bound) -> Any:
+        """Return the plan; in check mode only where all ranks made the same call.
+
+        A plan is made before the ranks are compared, so that a mistake of this rank
+        stays its own. Only plans of the library's own collectives, which the ranks
+        make together, come after.
+        """
+        if self._checker is None:
+            return self._plan(call, bound)
+        if self._choose(call, bound).algorithm != "native":
+            self._plan(call, bound)
+        self._checker.check(call, bound)
+        return self._plan(call, bound)
 
     def _plan(self, call: calls.Call, bound: calls.Bound) -> Any:
         chosen = call.algorithm is not None or call.backend is not None
@@ -377,7 +389,7 @@ class Communicator(GroupCreation, Operations):
             self._remember_plan(count, code, dtype, reduction, call.root, plan)
         return plan
 
-    def _make_plan(self, call: calls.Call, bound: calls.Bound) -> Any:
+    def _choose(self, call: calls.Call, bound: calls.Bound) -> Candidate:
         spec = call.spec
         nbytes = bound.num_elements * bound.dtype.itemsize
         op = call.reduction.name.lower()
@@ -391,15 +403,19 @@ class Communicator(GroupCreation, Operations):
         choice = self._policy.choose(
             query, backend=call.backend, algorithm=call.algorithm, params=call.params
         )
-        return backends.get(choice.candidate.backend).plan(
+        return choice.candidate
+
+    def _make_plan(self, call: calls.Call, bound: calls.Bound) -> Any:
+        candidate = self._choose(call, bound)
+        return backends.get(candidate.backend).plan(
             self,
             PlanSpec(
-                op=spec,
+                op=call.spec,
                 num_elements=bound.num_elements,
                 dtype=bound.dtype,
                 reduction=call.reduction,
                 root=call.root,
-                candidate=choice.candidate,
+                candidate=candidate,
                 in_elements=bound.in_elements,
                 out_elements=bound.out_elements,
                 has_output=bound.result is not None,
@@ -419,7 +435,7 @@ class Communicator(GroupCreation, Operations):
         return _libmpi.handle(self._native_comm)
 
     def _create_mpi(self, purpose: str) -> Any:
-        self._world.meet(self._ranks, f"{purpose}/{self.name}")
+        self._world.meet(self._ranks, f"comm{self._identity}/{purpose}")
         mpi = self._world.mpi
         group = mpi.Get_group().Incl(list(self._ranks))
         created = mpi.Create_group(group, tag=1)

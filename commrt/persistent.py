@@ -52,9 +52,7 @@ class Plans:
             )
         call = calls.parse(operation(name), args, kwargs)
         bound = calls.bind(call, comm.rank, comm.size)
-        plan = comm._plan(call, bound)
-        if comm._checker is not None:
-            comm._checker.check(call, bound)
+        plan = comm._agreed_plan(call, bound)
         x, out = bound.x, bound.out
         return _native.PersistentCall(
             comm,

@@ -157,6 +157,7 @@ void bind_group(nb::module_& m) {
       .def("_attach_arena",
            [](Group& g, uint64_t address, uint64_t region, uint64_t lane,
               const std::vector<int>& members) {
+             std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->attach_arena(reinterpret_cast<void*>(address), region, lane, members);
            })
       .def("_detach",
@@ -165,6 +166,7 @@ void bind_group(nb::module_& m) {
              g.comm->detach();
            }, nb::call_guard<nb::gil_scoped_release>())
       .def("_attach_mpi", [](Group& g, uint64_t comm, int tag, const std::vector<int>& ranks) {
+        std::lock_guard<std::mutex> lock(g.engine->mutex);
         g.comm->attach_mpi(static_cast<Handle>(comm), tag, ranks);
       })
       .def("_probe_latency_ns",

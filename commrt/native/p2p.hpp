@@ -103,6 +103,7 @@ class P2P {
   std::list<Incoming> unexpected_;
   uint64_t next_id_ = 1;
   size_t live_ = 0;  // tasks not complete
+  unsigned idle_passes_ = 0;
 };
 
 }  // namespace commrt

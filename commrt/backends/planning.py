@@ -27,6 +27,8 @@ LANE_NBYTES = 4 << 20
 """Payload memory of one operation in flight, per rank."""
 _LINE_NBYTES = 64
 _STORES = {"plain": 0, "stream": 1, "stream_slots": 2, "stream_both": 3}
+_STREAM_FROM_NBYTES = 16384
+"""``store=auto`` streams messages from this length on."""
 _KINDS = {"in": 0, "out": 1, "tmp": 2}
 
 
@@ -36,21 +38,33 @@ class TransportParams:
 
     chunk: int = 131072
     """Wanted bytes per message of a fragment."""
-    store: str = "plain"
-    """``plain`` or non-temporal stores: ``stream`` into results, ``stream_slots`` into
-    the shared slots, ``stream_both``."""
+    store: str = "auto"
+    """Which writes are non-temporal: none (``plain``), results (``stream``), shared slots
+    (``stream_slots``), both (``stream_both``). ``auto`` streams slots of long messages:
+    a slot that the peer has just read is then not fetched back before it is written,
+    which costs up to four times the transfer when the cores are far apart
+    (docs/performance.md)."""
     depth: int = 2
     """Fragments tried at once."""
     reuse: int = 2
     """Fragments whose payload may be unread at once; small keeps slots in cache."""
 
     def __post_init__(self) -> None:
-        if self.store not in _STORES:
-            raise UsageError(f"store={self.store!r}{suggest(self.store, _STORES)}")
+        known = ("auto", *_STORES)
+        if self.store not in known:
+            raise UsageError(f"store={self.store!r}{suggest(self.store, known)}")
         for name in ("chunk", "depth", "reuse"):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= 1 << 30:
                 raise UsageError(f"{name}={value!r} must be a positive integer")
+
+
+    def store_code(self, message_nbytes: int) -> int:
+        """Return the engine's code of the store kind for messages of this length."""
+        if self.store == "auto":
+            long = message_nbytes >= _STREAM_FROM_NBYTES
+            return _STORES["stream_slots" if long else "plain"]
+        return _STORES[self.store]
 
 
 _TRANSPORT_NAMES = tuple(TransportParams.__dataclass_fields__)
@@ -146,6 +160,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
     fragments = bound.fragments(
         spec.num_elements, spec.dtype.itemsize, transport.chunk, LANE_NBYTES
     )
+    longest = bound.largest_nbytes(spec.num_elements, spec.dtype.itemsize, fragments)
     factor, divisor = _scaling(spec, comm.size)
     return _native.make_schedule_plan(
         comm,
@@ -168,7 +183,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         lane_nbytes=LANE_NBYTES,
         depth=transport.depth,
         slot_reuse=transport.reuse,
-        store=_STORES[transport.store],
+        store=transport.store_code(longest),
         factor=factor,
         divisor=divisor,
         returns_out=spec.has_output,

@@ -78,7 +78,7 @@ class Loops:
             self.library.handwritten_direct(self.side, self.rank, *ends, *sizes, count)
 
 
-_PAIRS = (
+_PAIRS: tuple[tuple[str, dict[str, int], str], ...] = (
     ("recursive_doubling", {}, "exchange"),
     ("direct", {"shots": 2}, "direct"),
 )

@@ -7,8 +7,9 @@ here. Nothing is ever copied: an array that cannot be used in place is an error.
 
 from __future__ import annotations
 
+import ctypes
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -18,7 +19,7 @@ from commrt import _native
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_
 
-__all__ = ["HostView", "empty_like_array", "overlap", "view"]
+__all__ = ["HostView", "block_shape", "copy_of", "empty_like_array", "overlap", "view"]
 
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 _DLPACK_HOST = (1, 3, 10, 13)  # CPU, CUDA pinned, ROCm pinned, CUDA managed
@@ -28,8 +29,10 @@ _DLPACK_HOST = (1, 3, 10, 13)  # CPU, CUDA pinned, ROCm pinned, CUDA managed
 class HostView:
     """What the engine needs to know of an array in host memory."""
 
+    array: Any
+    """What the user passed."""
     owner: Any
-    """The user's array; keeping it alive keeps the memory alive."""
+    """Keeping it alive keeps the memory alive, and where it is."""
     address: int
     """Of the first element."""
     count: int
@@ -76,7 +79,12 @@ def view(array: Any, what: str) -> HostView:
     return _view_buffer(array, buffer, what)
 
 
-def _view_numpy(array: np.ndarray[Any, Any], owner: Any, what: str) -> HostView:
+def _view_numpy(array: np.ndarray[Any, Any], given: Any, what: str) -> HostView:
+    if isinstance(array, np.ma.MaskedArray):
+        raise BufferError_(
+            f"{what} is a masked array, whose mask would be lost: pass x.filled(...) "
+            f"or x.data"
+        )
     dtype = _BY_NAME.get(array.dtype.name)
     if dtype is None or array.dtype.names is not None:
         raise BufferError_(
@@ -96,7 +104,8 @@ def _view_numpy(array: np.ndarray[Any, Any], owner: Any, what: str) -> HostView:
     if dtype.name == "bfloat16":
         _native.register_numpy_type(array.dtype.num, dtype.code)
     return HostView(
-        owner,
+        given,
+        array if array is given else (given, array),
         array.ctypes.data,
         array.size,
         dtype,
@@ -124,7 +133,8 @@ def _view_torch(tensor: Any, what: str) -> HostView:
             f"{tensor.stride()}): pass x.contiguous()"
         )
     address, count = tensor.data_ptr(), tensor.numel()
-    return HostView(tensor, address, count, dtype, tuple(tensor.shape), True)
+    shape = tuple(tensor.shape)
+    return HostView(tensor, tensor, address, count, dtype, shape, True)
 
 
 def _view_dlpack(array: Any, what: str) -> HostView:
@@ -141,14 +151,19 @@ def _view_dlpack(array: Any, what: str) -> HostView:
             f"{what} is a {type(array).__name__} that DLPack cannot export to numpy "
             f"({exc})"
         ) from exc
-    return _view_numpy(exported, (array, exported), what)
+    return _view_numpy(exported, array, what)
 
 
 def _view_buffer(array: Any, buffer: memoryview, what: str) -> HostView:
     if not buffer.c_contiguous:
         raise BufferError_(f"{what} is a buffer that is not C-contiguous")
-    exported = np.asarray(buffer)
-    return _view_numpy(exported, (array, exported), what)
+    try:
+        exported = np.asarray(buffer)
+    except (TypeError, ValueError) as exc:
+        raise BufferError_(
+            f"{what} is a buffer of format {buffer.format!r}, which numpy cannot read"
+        ) from exc
+    return _view_numpy(exported, array, what)
 
 
 def overlap(a: HostView, b: HostView) -> bool:
@@ -159,20 +174,21 @@ def overlap(a: HostView, b: HostView) -> bool:
 def empty_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
     """Return a new array of ``shape`` in the library that ``x`` comes from."""
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x.owner, torch.Tensor):
-        return torch.empty(shape, dtype=x.owner.dtype)
-    if isinstance(x.owner, np.ndarray):
-        return np.empty(shape, dtype=x.owner.dtype)
-    library = _array_namespace(x.owner)
-    if library is not None:
+    if torch is not None and isinstance(x.array, torch.Tensor):
+        return torch.empty(shape, dtype=x.array.dtype)
+    if isinstance(x.array, np.ndarray):
+        return np.empty(shape, dtype=x.array.dtype)
+    namespace = getattr(x.array, "__array_namespace__", None)
+    if namespace is not None:
+        library = namespace()
         return library.empty(shape, dtype=getattr(library, x.dtype.name))
     return np.empty(shape, dtype=x.dtype.name)
 
 
-def _array_namespace(owner: Any) -> Any:
-    array = owner[0] if isinstance(owner, tuple) else owner
-    namespace = getattr(array, "__array_namespace__", None)
-    return None if namespace is None else namespace()
+def copy_of(x: HostView) -> HostView:
+    """Return a view of a copy of ``x``."""
+    copied = np.frombuffer(ctypes.string_at(x.address, x.nbytes), np.uint8)
+    return replace(x, owner=copied, address=copied.ctypes.data)
 
 
 def block_shape(x: HostView, size: int) -> tuple[int, ...]:

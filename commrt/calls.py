@@ -11,12 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from commrt.arrays import HostView, block_shape, empty_like_array, overlap, view
+import numpy as np
+
+from commrt.arrays import (
+    HostView,
+    block_shape,
+    copy_of,
+    empty_like_array,
+    overlap,
+    view,
+)
 from commrt.dtypes import DTYPES, DType, ReduceOp, check_reduction, reduce_op
 from commrt.errors import BufferError_, UsageError, suggest
 from commrt.operations import OpSpec
 
-__all__ = ["Bound", "Call", "bind", "parse"]
+__all__ = ["Bound", "Call", "bind", "check_flag", "check_timeout", "parse"]
 
 _BYTE = DTYPES[5]
 _OPTIONS = ("nonblocking", "timeout_s", "algorithm", "backend", "params", "name")
@@ -72,7 +81,9 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     allowed += ["root"] if spec.has_root else []
     for key in kwargs:
         if key not in allowed:
-            raise TypeError(f"{spec.name}() has no argument {key!r}{suggest(key, allowed)}")
+            raise TypeError(
+                f"{spec.name}() has no argument {key!r}{suggest(key, allowed)}"
+            )
     most = 0 if spec.x_count == "none" else 1
     if len(args) > most or (args and "x" in kwargs):
         raise TypeError(
@@ -81,30 +92,76 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         )
     if most and not args and "x" not in kwargs:
         raise TypeError(f"{spec.name}() needs an array: comm.{spec.name}(x, ...)")
-    op = kwargs.get("op", "sum")
+    params = kwargs.get("params")
     return Call(
         spec=spec,
         x=args[0] if args else kwargs.get("x"),
         out=kwargs.get("out"),
-        reduction=reduce_op(op) if spec.reduces else ReduceOp.SUM,
+        reduction=_reduction(spec, kwargs.get("op", "sum")),
         root=kwargs.get("root", 0),
-        nonblocking=bool(kwargs.get("nonblocking", False)),
-        timeout_s=_timeout(spec, kwargs.get("timeout_s")),
-        algorithm=kwargs.get("algorithm"),
-        backend=kwargs.get("backend"),
-        params=kwargs.get("params"),
-        name=kwargs.get("name"),
+        nonblocking=check_flag(
+            spec.name, "nonblocking", kwargs.get("nonblocking", False)
+        ),
+        timeout_s=_optional_timeout(spec, kwargs.get("timeout_s")),
+        algorithm=_optional_text(spec, "algorithm", kwargs.get("algorithm")),
+        backend=_optional_text(spec, "backend", kwargs.get("backend")),
+        params=None if params is None else _params(spec, params),
+        name=_optional_text(spec, "name", kwargs.get("name")),
     )
 
 
-def _timeout(spec: OpSpec, timeout_s: Any) -> float | None:
-    if timeout_s is None:
-        return None
-    if not isinstance(timeout_s, int | float) or not timeout_s > 0:
+def check_flag(what: str, argument: str, value: Any) -> bool:
+    """Return a boolean argument; UsageError for what is merely true or false."""
+    if not isinstance(value, bool | np.bool_):
+        raise UsageError(f"{what}: {argument}={value!r} must be True or False")
+    return bool(value)
+
+
+def check_timeout(what: str, timeout_s: Any) -> float:
+    """Return a number of seconds above 0, or raise UsageError."""
+    number = isinstance(timeout_s, int | float | np.integer | np.floating)
+    if not number or isinstance(timeout_s, bool) or not timeout_s > 0:
         raise UsageError(
-            f"{spec.name}: timeout_s={timeout_s!r} must be a number of seconds above 0"
+            f"{what}: timeout_s={timeout_s!r} must be a number of seconds above 0"
         )
     return float(timeout_s)
+
+
+def _optional_timeout(spec: OpSpec, timeout_s: Any) -> float | None:
+    return None if timeout_s is None else check_timeout(spec.name, timeout_s)
+
+
+def _optional_text(spec: OpSpec, argument: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise UsageError(f"{spec.name}: {argument}={value!r} must be a string or None")
+    return value
+
+
+def _reduction(spec: OpSpec, op: Any) -> ReduceOp:
+    if not spec.reduces:
+        return ReduceOp.SUM
+    reduction = reduce_op(op)
+    if reduction is ReduceOp.PREMUL_SUM:
+        raise UsageError(
+            f"{spec.name}: op='premul_sum' needs a factor, which no argument gives: "
+            f"scale x and use op='sum'"
+        )
+    return reduction
+
+
+def _params(spec: OpSpec, params: Any) -> dict[str, int | str]:
+    if not isinstance(params, Mapping):
+        raise UsageError(
+            f"{spec.name}: params={params!r} must be a mapping of names to integers "
+            f"or strings"
+        )
+    for name, value in params.items():
+        if not isinstance(name, str) or type(value) not in (int, str):
+            raise UsageError(
+                f"{spec.name}: params: {name!r}: {value!r} must be a name with an "
+                f"integer or a string"
+            )
+    return dict(params)
 
 
 def bind(call: Call, rank: int, size: int) -> Bound:
@@ -128,12 +185,27 @@ def bind(call: Call, rank: int, size: int) -> Bound:
     if spec.output_on == "root" and not is_root:
         return Bound(x, None, None, x.dtype, full)
     out = _output(call, x, size)
+    if not spec.in_place and _own_block(x, out, rank, size):
+        x = copy_of(x)
+    else:
+        _check_overlap(call, x, out)
     return Bound(x, out, _given(call, out), x.dtype, full)
+
+
+def _own_block(x: HostView, out: HostView, rank: int, size: int) -> bool:
+    """Whether one array is this rank's block of the other, NCCL's form of in place.
+
+    Schedules may use all of ``out`` before they have read all of ``x``, so such an
+    operation works on a copy of ``x``.
+    """
+    small, large = (x, out) if x.nbytes <= out.nbytes else (out, x)
+    at = large.address + rank * small.nbytes
+    return small.address == at and small.count * size == large.count
 
 
 def check_root(spec: OpSpec, root: Any, size: int) -> None:
     """Raise UsageError unless ``root`` is a rank."""
-    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < size:
+    if type(root) is not int or not 0 <= root < size:
         raise UsageError(
             f"{spec.name}: root={root!r} is not a rank of this communicator; "
             f"expected 0..{size - 1}"
@@ -146,10 +218,10 @@ def _bind_bcast(call: Call, is_root: bool) -> Bound:
     target = x if call.out is None else view(call.out, "bcast: out")
     if call.out is not None:
         _check_pair(call, x, target, x.count)
+        _check_overlap(call, x, target)
     if not (is_root and target is x):
         _check_writable(call.spec, target)
-    result = target.owner if call.out is None else call.out
-    result = call.x if call.out is None else result
+    result = call.x if call.out is None else call.out
     return Bound(x if is_root else None, target, result, x.dtype, x.count)
 
 
@@ -166,14 +238,20 @@ def _bind_scatter(call: Call, is_root: bool, size: int) -> Bound:
     x = view(call.x, "scatter: x")
     _check_divisible(spec, x, size)
     out = _output(call, x, size)
-    return Bound(x if is_root else None, out, _given(call, out), x.dtype, x.count)
+    if not is_root:
+        return Bound(None, out, _given(call, out), x.dtype, x.count)
+    if _own_block(x, out, call.root, size):
+        x = copy_of(x)
+    else:
+        _check_overlap(call, x, out)
+    return Bound(x, out, _given(call, out), x.dtype, x.count)
 
 
 def _given(call: Call, out: HostView) -> Any:
     """Return the object the caller knows the output by."""
     if call.out is not None:
         return call.out
-    return call.x if call.spec.in_place else out.owner
+    return call.x if call.spec.in_place else out.array
 
 
 def _output(call: Call, x: HostView, size: int) -> HostView:
@@ -208,11 +286,14 @@ def _check_pair(call: Call, x: HostView, out: HostView, count: int) -> None:
             f"{name}: out has {out.count} elements (shape {out.shape}), expected "
             f"{count} for x of {x.count} elements"
         )
+
+
+def _check_overlap(call: Call, x: HostView, out: HostView) -> None:
     exact = out.address == x.address and out.count == x.count
     if overlap(x, out) and not (exact and call.spec.in_place):
+        also = "out=x" if call.spec.in_place else "this rank's own block"
         raise UsageError(
-            f"{name}: out overlaps x; allowed are separate arrays"
-            f"{' and out=x' if call.spec.in_place else ''}"
+            f"{call.spec.name}: out overlaps x; pass separate arrays, or {also}"
         )
 
 

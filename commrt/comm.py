@@ -3,27 +3,21 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from commrt import _libmpi, _native, backends, calls
-from commrt.arena import Arena
-from commrt.arrays import view
 from commrt.backends.base import PlanSpec
 from commrt.backends.planning import LANE_NBYTES
 from commrt.backends.prediction import predicted_us
-from commrt.dtypes import dtype_by_name
-from commrt.errors import (
-    BufferError_,
-    ClosedError,
-    MismatchError,
-    RevokedError,
-    TimeoutError_,
-    TruncationError,
-    UsageError,
-)
+from commrt.dtypes import dtype_by_name, reduce_op
+from commrt.errors import UsageError
+from commrt.failures import watch_forks
+from commrt.group_creation import GroupCreation
 from commrt.links import agree_link_class, measure_links, spins_for
 from commrt.operations import OPERATIONS, OpSpec, operation, rule_nbytes
 from commrt.safety.check import Checker
@@ -42,6 +36,7 @@ __all__ = ["CommStats", "Communicator"]
 _NO_DTYPE = 11
 """What the dispatcher's key holds where there is no array."""
 _MAX_PLANS = 4096
+_REST_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class CommStats:
     """Whether operations are in flight."""
 
 
-class Communicator(_native.Group, Operations):
+class Communicator(GroupCreation, Operations):
     """A group of ranks. Get one from ``commrt.init()``, ``split`` or ``create_group``.
 
     Collectives must be called by all ranks of the communicator in the same order.
@@ -66,26 +61,40 @@ class Communicator(_native.Group, Operations):
     """
 
     def __init__(
-        self, world: World, ranks: Sequence[int], name: str, identity: int
+        self,
+        world: World,
+        ranks: Sequence[int],
+        name: str,
+        identity: int,
+        *,
+        may_check: bool = True,
     ) -> None:
-        """Collective over ``ranks`` (ranks of the world); users call ``commrt.init``."""
+        """Collective over ``ranks`` (ranks of the world); users call ``commrt.init``.
+
+        ``may_check`` is False for the communicator that check mode itself uses.
+        """
+        watch_forks()
         self._world = world
         self._ranks = tuple(ranks)
-        self._closed: str | None = None
+        self._identity = identity
+        self._pid = os.getpid()
+        self._closed = None
         self._plans: dict[Any, Any] = {}
         self._native_comm: Any = None
-        self._splits = 0
-        super().__init__(world.engine, ranks.index(world.rank), len(ranks), name)
+        self._derived = 0
+        super().__init__(world.engine, self._ranks.index(world.rank), len(ranks), name)
         self.timeout_s = world.timeout_s
-        self._arena: Arena | None = None
+        self._arena = None
         self._attach(identity)
         self.facts = self._agree_facts()
         self._set_spins(spins_for(self.facts))
         self._policy = Policy(
             self.facts, world.table, self._candidates, self._cost, world.overrides
         )
-        self._checker = Checker.from_environment(self)
-        self._slow = self._checker is not None
+        self._checker: Checker | None = None
+        if may_check and self.size > 1 and Checker.is_wanted():
+            self._checker = Checker(self, self._private("check"))
+            self._slow = True
 
     # -- making ------------------------------------------------------------------
 
@@ -118,74 +127,27 @@ class Communicator(_native.Group, Operations):
         link = agree_link_class(world, self._ranks, ppn)
         return CommFacts(self.size, len(per_node), ppn, world.cores, link)
 
-    def _derive(self, ranks: Sequence[int], name: str, key: str) -> Communicator:
-        world = self._world
-        identity = world.agree_id(ranks, key)
-        return Communicator(world, ranks, name, identity)
-
-    def split(
-        self, color: int | None, key: int = 0, *, name: str | None = None
-    ) -> Communicator | None:
-        """Return the communicator of the ranks that passed the same ``color``.
-
-        Collective over all ranks. Ranks are ordered by ``key``, then by rank here.
-        With ``color=None`` a rank takes part and gets None.
-        """
-        self._check_usable()
-        if color is not None and (isinstance(color, bool) or not isinstance(color, int)):
-            raise UsageError(f"split: color={color!r} must be an integer or None")
-        self._splits += 1
-        label = f"{self.name}.split{self._splits}"
-        mine = f"{'' if color is None else color}/{key}".encode()
-        said = self._world.bootstrap.exchange(self._ranks, label, mine, self.timeout_s)
-        chosen: list[tuple[int, int]] = []
-        for rank, text in enumerate(said):
-            other, other_key = text.decode().split("/")
-            if color is not None and other == str(color):
-                chosen.append((int(other_key), rank))
-        if color is None:
-            return None
-        ranks = [self._ranks[rank] for _, rank in sorted(chosen)]
-        return self._derive(ranks, name or f"{label}[{color}]", f"{label}[{color}]")
-
-    def dup(self, *, name: str | None = None) -> Communicator:
-        """Return a communicator of the same ranks with a sequence of its own."""
-        self._check_usable()
-        self._splits += 1
-        label = f"{self.name}.dup{self._splits}"
-        return self._derive(self._ranks, name or label, label)
-
-    def create_group(
-        self, ranks: Sequence[int], *, name: str | None = None
-    ) -> Communicator:
-        """Return the communicator of ``ranks`` (ranks of this one, in that order).
-
-        Collective over ``ranks`` only: other ranks must not call it.
-        """
-        self._check_usable()
-        ranks = list(ranks)
-        if len(set(ranks)) != len(ranks) or self.rank not in ranks:
-            raise UsageError(
-                f"create_group: ranks={ranks} must be distinct and contain the "
-                f"caller's rank {self.rank}"
-            )
-        for rank in ranks:
-            self._check_rank("create_group", "ranks", rank)
-        label = f"{self.name}.group{ranks}"
-        world_ranks = [self._ranks[rank] for rank in ranks]
-        return self._derive(world_ranks, name or label, label)
+    def _private(self, purpose: str) -> Communicator:
+        """Return a communicator of the same ranks for commrt's own use."""
+        label = f"comm{self._identity}/{purpose}"
+        identity = self._world.agree_id(self._ranks, label)
+        name = f"{self.name}.{purpose}"
+        return Communicator(self._world, self._ranks, name, identity, may_check=False)
 
     def free(self) -> None:
-        """Release the communicator; local, idempotent. Wait for its requests first."""
-        if self._closed is not None:
+        """Release the communicator; local, idempotent. Wait for its requests first.
+
+        In a forked process it does nothing: memory and messages are the parent's.
+        """
+        if self._closed is not None or os.getpid() != self._pid:
             return
-        if not self._idle:
-            self._world.engine.step()
-        if not self._idle:
+        if not self._comes_to_rest():
             raise UsageError(
                 f"{self.name} cannot be freed: operations are in flight; wait() for "
                 f"their requests first"
             )
+        if self._checker is not None:
+            self._checker.close()
         self._closed = "freed"
         self._slow = True
         self._forget_plans()
@@ -193,6 +155,16 @@ class Communicator(_native.Group, Operations):
         if self._arena is not None:
             self._detach()
             self._arena.close()
+
+    def _comes_to_rest(self) -> bool:
+        """Wait until nothing is in flight, for a moment: messages may be on the way."""
+        deadline = time.monotonic() + _REST_S
+        while not self._idle:
+            if not self._world.engine.step():
+                os.sched_yield()
+            if time.monotonic() > deadline:
+                return False
+        return True
 
     def __enter__(self) -> Communicator:
         return self
@@ -243,6 +215,7 @@ class Communicator(_native.Group, Operations):
 
     def stats(self) -> CommStats:
         """Return counters of this communicator."""
+        self._check_process()
         return CommStats(self.name, self.next_seq, self._num_plans, not self._idle)
 
     def abort(self, code: int = 1) -> NoReturn:
@@ -257,7 +230,9 @@ class Communicator(_native.Group, Operations):
 
     # -- choosing ----------------------------------------------------------------
 
-    def _query(self, spec: OpSpec, nbytes: int, dtype: str, op: str | None, root: int) -> Query:
+    def _query(
+        self, spec: OpSpec, nbytes: int, dtype: str, op: str | None, root: int
+    ) -> Query:
         return Query(
             coll=spec.name,
             nbytes=nbytes,
@@ -265,6 +240,14 @@ class Communicator(_native.Group, Operations):
             op=op if spec.reduces else None,
             root=root if spec.has_root else None,
         )
+
+    @staticmethod
+    def _described(coll: str, dtype: str, op: str) -> OpSpec:
+        spec = operation(coll)
+        dtype_by_name(dtype)
+        if spec.reduces:
+            reduce_op(op)
+        return spec
 
     def _candidates(self, query: Query) -> list[Candidate]:
         found: list[Candidate] = []
@@ -282,8 +265,7 @@ class Communicator(_native.Group, Operations):
 
         ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``).
         """
-        spec = operation(coll)
-        dtype_by_name(dtype)
+        spec = self._described(coll, dtype, op)
         return self._policy.candidates(self._query(spec, nbytes, dtype, op, 0))
 
     def explain(
@@ -299,8 +281,7 @@ class Communicator(_native.Group, Operations):
 
         ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``).
         """
-        spec = operation(coll)
-        dtype_by_name(dtype)
+        spec = self._described(coll, dtype, op)
         return self._policy.explain(self._query(spec, nbytes, dtype, op, root))
 
     # -- running -----------------------------------------------------------------
@@ -314,21 +295,18 @@ class Communicator(_native.Group, Operations):
         plan = self._plan(call, bound)
         if self._checker is not None:
             self._checker.check(call, bound)
+        x, out = bound.x, bound.out
         return self._run_plan(
             plan,
-            0 if bound.x is None else bound.x.address,
-            self._out_address(bound),
-            call.x,
-            bound.result,
+            0 if x is None else x.address,
+            0 if out is None else out.address,
+            None if x is None else x.owner,
+            None if out is None else out.owner,
             bound.result,
             name,
             call.nonblocking,
             self.timeout_s if call.timeout_s is None else call.timeout_s,
         )
-
-    @staticmethod
-    def _out_address(bound: calls.Bound) -> int:
-        return 0 if bound.out is None else bound.out.address
 
     def _plan(self, call: calls.Call, bound: calls.Bound) -> Any:
         chosen = call.algorithm is not None or call.backend is not None
@@ -355,9 +333,8 @@ class Communicator(_native.Group, Operations):
             count = bound.num_elements // (self.size if times_size else 1)
             dtype = bound.dtype.code if takes_x else _NO_DTYPE
             reduction = int(call.reduction)
-            self._remember_plan(
-                count, call.spec.code, dtype, reduction, call.root, plan
-            )
+            code = call.spec.code
+            self._remember_plan(count, code, dtype, reduction, call.root, plan)
         return plan
 
     def _make_plan(self, call: calls.Call, bound: calls.Bound) -> Any:
@@ -389,17 +366,6 @@ class Communicator(_native.Group, Operations):
             ),
         )
 
-    def _gather_for_check(self, x: Any, out: Any) -> None:
-        """Gather check mode's descriptions; the same operation whatever was called."""
-        call = calls.parse(operation("allgather"), (x,), {"out": out})
-        bound = calls.bind(call, self.rank, self.size)
-        plan = self._plan(call, bound)
-        assert bound.x is not None
-        name, limit = "check", self.timeout_s
-        self._run_plan(
-            plan, bound.x.address, self._out_address(bound), x, out, out, name, False, limit
-        )
-
     def native_mpi_handle(self) -> int:
         """Return the MPI communicator for the library's own collectives.
 
@@ -415,131 +381,6 @@ class Communicator(_native.Group, Operations):
             self._native_comm = mpi.Create_group(group, tag=1)
             group.Free()
         return _libmpi.handle(self._native_comm)
-
-    # -- point-to-point ----------------------------------------------------------
-
-    def send(
-        self,
-        x: Any,
-        *,
-        dest: int,
-        tag: int = 0,
-        nonblocking: bool = False,
-        timeout_s: float | None = None,
-    ) -> _native.Request | None:
-        """Send ``x`` to rank ``dest``; a receive there must ask for the same tag."""
-        self._check_usable()
-        self._check_rank("send", "dest", dest)
-        _check_tag("send", tag)
-        buffer = view(x, "send: x")
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        return self._send(
-            buffer.address, buffer.nbytes, dest, tag, x, "send", nonblocking, limit
-        )
-
-    def recv(
-        self,
-        out: Any,
-        *,
-        source: int,
-        tag: int = 0,
-        nonblocking: bool = False,
-        timeout_s: float | None = None,
-    ) -> Any:
-        """Receive into ``out`` from rank ``source``; return ``out``.
-
-        A message shorter than ``out`` fills its beginning; how much came stands in
-        the request's ``received_nbytes``, so pass ``nonblocking=True`` where lengths
-        vary. A longer message raises TruncationError.
-        """
-        self._check_usable()
-        self._check_rank("recv", "source", source)
-        _check_tag("recv", tag)
-        buffer = view(out, "recv: out")
-        if not buffer.writable:
-            raise BufferError_("recv: out is read-only")
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        request = self._recv(buffer.address, buffer.nbytes, source, tag, out, "recv", limit)
-        if nonblocking:
-            return request
-        request.wait()
-        return out
-
-    def sendrecv(
-        self,
-        x: Any,
-        *,
-        dest: int,
-        out: Any,
-        source: int,
-        sendtag: int = 0,
-        recvtag: int = 0,
-        timeout_s: float | None = None,
-    ) -> Any:
-        """Send ``x`` to ``dest`` and receive ``out`` from ``source``; return ``out``."""
-        receiving = self.recv(
-            out, source=source, tag=recvtag, nonblocking=True, timeout_s=timeout_s
-        )
-        sending = self.send(
-            x, dest=dest, tag=sendtag, nonblocking=True, timeout_s=timeout_s
-        )
-        receiving.wait()
-        assert sending is not None
-        sending.wait()
-        return out
-
-    def _check_rank(self, what: str, argument: str, rank: Any) -> None:
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
-            raise UsageError(
-                f"{what}: {argument}={rank!r} is not a rank of {self.name}; expected "
-                f"0..{self.size - 1}"
-            )
-
-    # -- going wrong -------------------------------------------------------------
-
-    def _check_usable(self) -> None:
-        if self._closed is not None:
-            raise ClosedError(f"{self.name} was {self._closed}: make a new communicator")
-        if self._failure:
-            raise RevokedError(
-                f"{self.name} failed in an earlier operation ({self._failure}): its "
-                f"ranks no longer agree; make a new communicator"
-            )
-
-    def _operation_error(self, what: str, error: str, is_p2p: bool) -> Exception:
-        if is_p2p:
-            return TruncationError(f"{what}, rank {self.rank}: {error}")
-        self._slow = True
-        return MismatchError(f"{what}, rank {self.rank}: {error}")
-
-    def _stream_on_host(self, what: str) -> NoReturn:
-        raise UsageError(
-            f"{what}: wait(stream=...) is for device arrays; this operation is on host "
-            f"memory, call wait() without a stream"
-        )
-
-    def _timed_out(self, what: str, seq: int, seconds: float, is_p2p: bool) -> NoReturn:
-        hint = "it stays in flight and its buffers stay alive; wait() again, or abort()"
-        if is_p2p:
-            raise TimeoutError_(
-                f"{what}, rank {self.rank}: no matching message within {seconds:g} s; {hint}"
-            )
-        missing = self._not_started(seq) if self._arena is not None else []
-        if missing:
-            plural = "s" if len(missing) > 1 else ""
-            who = f"rank{plural} {', '.join(map(str, missing))} on this node have not started it"
-        elif len(self._members) < self.size:
-            who = "all ranks of this node have started it; look at the other nodes"
-        else:
-            who = "all ranks have started it and one does not make progress"
-        raise TimeoutError_(
-            f"{what}, rank {self.rank}: not complete within {seconds:g} s: {who}; {hint}"
-        )
-
-
-def _check_tag(what: str, tag: Any) -> None:
-    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < 2**31:
-        raise UsageError(f"{what}: tag={tag!r} must be an integer in 0..2147483647")
 
 
 def _install_operations() -> None:

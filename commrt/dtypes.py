@@ -12,7 +12,14 @@ from typing import Literal
 
 from commrt.errors import UsageError, suggest
 
-__all__ = ["DTYPES", "DType", "ReduceOp", "check_reduction", "dtype_by_name", "reduce_op"]
+__all__ = [
+    "DTYPES",
+    "DType",
+    "ReduceOp",
+    "check_reduction",
+    "dtype_by_name",
+    "reduce_op",
+]
 
 Kind = Literal["bool", "int", "uint", "float", "complex"]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["agree_link_class", "measure_links", "spins_for"]
 
 NEAR_NS = 90.0
-"""Below this flag latency two ranks are near; measured: 40–60 near, 140–250 far."""
+"""Flag latency below which ranks are near; measured: 40 to 60 near, 140 to 250 far."""
 _BUDGET_S = 0.002
 _ROUNDS = 200
 _SPINS = 20000

@@ -46,6 +46,7 @@ class OpSpec:
     """One imperative line for the docstring and the reference page."""
 
 
+# fmt: off
 OPERATIONS: tuple[OpSpec, ...] = (
     OpSpec("allreduce", 0, "Allreduce", "same", "same", False, True, True, "all",
            "whole", "Reduce elementwise over all ranks; every rank gets the result."),
@@ -54,10 +55,12 @@ OPERATIONS: tuple[OpSpec, ...] = (
     OpSpec("bcast", 2, "Broadcast", "same", "same", True, False, True, "all",
            "whole", "Copy the root's array to every rank."),
     OpSpec("allgather", 3, "Allgather", "same", "times_size", False, False, False,
-           "all", "block", "Concatenate every rank's array, in rank order, on every rank."),
+           "all", "block",
+           "Concatenate every rank's array, in rank order, on every rank."),
     OpSpec("reduce_scatter", 4, "Reduce_scatter", "same", "div_size", False, True,
            False, "all", "whole",
-           "Reduce elementwise over all ranks; rank i gets the i-th of size equal blocks."),
+           "Reduce elementwise over all ranks; rank i gets the i-th of size equal "
+           "blocks."),
     OpSpec("alltoall", 5, "All-to-All Personalized Exchange", "same", "same", False,
            False, True, "all", "pair",
            "Send the j-th block to rank j; receive rank i's block as the i-th."),
@@ -68,6 +71,7 @@ OPERATIONS: tuple[OpSpec, ...] = (
     OpSpec("barrier", 8, "Barrier", "none", "none", False, False, False, "none",
            "none", "Return once every rank has called it."),
 )
+# fmt: on
 """The collectives. Point-to-point (send, recv, sendrecv) lives beside them in comm.py:
 it has peers and tags instead of a schedule."""
 
@@ -80,7 +84,9 @@ def operation(name: str) -> OpSpec:
     try:
         return _BY_NAME[name]
     except KeyError:
-        raise UsageError(f"unknown operation {name!r}{suggest(name, _BY_NAME)}") from None
+        raise UsageError(
+            f"unknown operation {name!r}{suggest(name, _BY_NAME)}"
+        ) from None
 
 
 def rule_nbytes(coll: str, nbytes: int, size: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from commrt._native import Request
+from commrt.calls import check_timeout
 from commrt.errors import CommError, TimeoutError_, UsageError
 
 __all__ = ["Request", "RequestErrors", "test_all", "wait_all", "wait_any"]
@@ -23,13 +24,15 @@ class RequestErrors(CommError):
         super().__init__(f"{len(self.errors)} requests failed:\n" + "\n".join(lines))
 
 
-def wait_all(requests: Sequence[Request], *, timeout_s: float | None = None) -> list[Any]:
+def wait_all(
+    requests: Sequence[Request], *, timeout_s: float | None = None
+) -> list[Any]:
     """Wait for all requests, then return their outputs in order.
 
     Every request is waited for even when some fail; one failure is raised as it is,
     several together as RequestErrors. ``timeout_s`` bounds the whole call.
     """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline = _deadline("wait_all", timeout_s)
     outputs: list[Any] = []
     errors: list[tuple[int, Exception]] = []
     for index, request in enumerate(requests):
@@ -45,13 +48,19 @@ def wait_all(requests: Sequence[Request], *, timeout_s: float | None = None) -> 
     return outputs
 
 
+def _deadline(what: str, timeout_s: float | None) -> float | None:
+    if timeout_s is None:
+        return None
+    return time.monotonic() + check_timeout(what, timeout_s)
+
+
 def wait_any(
     requests: Sequence[Request], *, timeout_s: float | None = None
 ) -> tuple[int, Any]:
     """Wait until one request is complete; return its index and its output."""
     if not requests:
         raise UsageError("wait_any: no requests given")
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline = _deadline("wait_any", timeout_s)
     while True:
         for index, request in enumerate(requests):
             if request.test():

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
+import time
 from typing import Any
 
-from commrt import _native, env
+from commrt import env
 from commrt.bootstrap import connect
 from commrt.comm import Communicator
 from commrt.errors import UsageError
@@ -17,6 +19,9 @@ from commrt.safety.abort import install_excepthook
 from commrt.world import World, connect_world, end_of_process, progress_mode
 
 __all__ = ["init", "synchronize"]
+
+_GRACE_S = 5.0
+"""How long a process that ends waits for operations in flight."""
 
 
 class _Runtime:
@@ -70,18 +75,41 @@ def init(mpi_comm: Any = None) -> Communicator:
 def _start(mpi_comm: Any) -> World:
     launch = detect()
     world = connect_world(connect(launch, mpi_comm), launch)
-    os.register_at_fork(after_in_child=_native.mark_forked)
-    atexit.register(end_of_process, world)
+    atexit.register(_leave, world, os.getpid())
     install_excepthook(world)
     return world
 
 
 def synchronize() -> None:
     """Run progress until nothing that this rank started is in flight."""
-    world = _RUNTIME.world
-    comm = _RUNTIME.comm
+    world, comm = _RUNTIME.world, _RUNTIME.comm
     if world is None or comm is None:
         return
+    comm._check_process()
+    _drain(world, float("inf"))
+
+
+def _drain(world: World, limit_s: float) -> bool:
+    """Run progress until nothing is in flight; return False if time ran out."""
+    deadline = time.monotonic() + limit_s
     while not world.engine.idle:
         if not world.engine.step():
             os.sched_yield()
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
+def _leave(world: World, owner: int) -> None:
+    """Finish what other ranks wait for, for a moment; runs at exit.
+
+    A forked process that ends in its own way must not touch what is its parent's.
+    """
+    if os.getpid() != owner:
+        return
+    if not _drain(world, _GRACE_S):
+        sys.stderr.write(
+            f"commrt: rank {world.rank} ends with operations in flight: other ranks "
+            f"may wait for its part in them\n"
+        )
+    end_of_process(world)

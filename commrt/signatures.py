@@ -99,12 +99,16 @@ _OUT = {
 def docstring(spec: OpSpec) -> str:
     """Return the docstring of the method."""
     lines = [spec.doc, "", f"Call: {signature(spec)}", ""]
-    lines.append("Collective: all ranks call it in the same order with equal arguments.")
+    lines.append(
+        "Collective: all ranks call it in the same order with equal arguments."
+    )
     if spec.x_count != "none":
         lines += ["", "Args:", f"    {_X['same']}; C-contiguous, any supported dtype."]
         lines.append(f"    out: {_OUT[spec.out_count]}.")
     if spec.reduces:
-        lines.append("    op: sum, prod, min, max, avg, land, lor, lxor, band, bor, bxor.")
+        lines.append(
+            "    op: sum, prod, min, max, avg, land, lor, lxor, band, bor, bxor."
+        )
     if spec.has_root:
         lines.append("    root: the rank that the operation starts from or ends at.")
     lines += [

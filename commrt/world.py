@@ -112,7 +112,7 @@ class _SharedByThreads(Arena):
 
     @classmethod
     def create(cls, members: int, region_nbytes: int) -> _SharedByThreads:
-        """Map memory for ``members`` threads; each of them calls ``of`` and ``close``."""
+        """Map memory for ``members`` threads; each calls ``of`` and ``close``."""
         plain = process_arena(members, region_nbytes)
         arena = cls(plain.address, members, plain.region_nbytes)
         arena.users = members
@@ -185,7 +185,7 @@ def _agree_cores(world: World) -> int:
     everybody = range(world.size)
     blobs = world.bootstrap.exchange(everybody, "cores", mine, world.timeout_s)
     said = [json.loads(blob) for blob in blobs]
-    poorest = []
+    poorest: list[int] = []
     for ranks in world.nodes:
         union = {core for rank in ranks for core in said[rank][0]}
         quotas = [n for cores, n in (said[r] for r in ranks) if n < len(cores)]
@@ -228,7 +228,9 @@ def _agree(bootstrap: Bootstrap, timeout_s: float) -> LocatedTable:
                 f"{said[0]['version']}: install one version everywhere"
             )
         if theirs["variables"] != said[0]["variables"]:
-            raise UsageError(_difference(rank, theirs["variables"], said[0]["variables"]))
+            raise UsageError(
+                _difference(rank, theirs["variables"], said[0]["variables"])
+            )
     return LocatedTable.decode(said[0]["table"].encode())
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from commrt.bench.timing_loop import Array
 
+from commrt.bench.timing_loop import Array
 from commrt.operations import operation
 
 __all__ = ["fill", "is_right"]

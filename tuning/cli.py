@@ -8,11 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from commrt.tuning import measure, run
-from commrt.tuning.lint import lint
-from commrt.tuning.show import explain, show
-from commrt.tuning.tuner import Options
-
 from commrt.dtypes import dtype_by_name
 from commrt.errors import CommError, TableError, UsageError
 from commrt.launch import detect
@@ -21,6 +16,10 @@ from commrt.select.facts import LINK_CLASSES, CommFacts, Query
 from commrt.select.fingerprint import available_cores
 from commrt.select.locate import LocatedTable, locate
 from commrt.select.table import Table, load_file
+from commrt.tuning import measure, run
+from commrt.tuning.lint import lint
+from commrt.tuning.show import explain, show
+from commrt.tuning.tuner import Options
 
 __all__ = ["main", "make_parser"]
 

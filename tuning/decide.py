@@ -14,11 +14,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from commrt.select.facts import Candidate
 from commrt.tuning.fit import Curve, fit_curve
 from commrt.tuning.samples import Group, Recording
 from commrt.tuning.statistics import estimate
-
-from commrt.select.facts import Candidate
 
 __all__ = ["Decision", "Range", "curves_of", "decide", "divide", "tied"]
 

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from commrt.bench.timing_loop import SharedFlags
-from commrt.tuning.job import Job
-
 from commrt.errors import UsageError
 from commrt.mpiexec import Launcher, find_launcher, kill_tree, launch_command
+from commrt.tuning.job import Job
 
 __all__ = ["Ended", "Message", "Start", "choose_launcher", "listen", "start_ranks"]
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
-from commrt.bench.timing_loop import Array, Call, FlagBarrier, SharedFlags, Trial
-from commrt.bench.worker import CommrtPeer
 
 from commrt.backends.prediction import predicted_us
+from commrt.bench.timing_loop import Array, Call, FlagBarrier, SharedFlags, Trial
+from commrt.bench.worker import CommrtPeer
 from commrt.operations import operation
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.schema import Known

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
+from commrt.select.facts import Candidate
 from commrt.tuning.decide import Decision, decide
 from commrt.tuning.samples import Group, Launch, Recording
 from commrt.tuning.statistics import geometric_mean
 from commrt.tuning.table_writer import NATIVE
-
-from commrt.select.facts import Candidate
 
 __all__ = ["Regret", "held_out_regret", "leave_one_out"]
 

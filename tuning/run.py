@@ -11,6 +11,10 @@ from functools import partial
 from json import loads
 from pathlib import Path
 
+from commrt.errors import TableError
+from commrt.select.fingerprint import this_machine
+from commrt.select.locate import user_table_path
+from commrt.select.schema import DEFAULT_TIE_MARGIN
 from commrt.tuning.decide import decide
 from commrt.tuning.job import Job
 from commrt.tuning.launch import Ended, Message, choose_launcher, start_ranks
@@ -20,11 +24,6 @@ from commrt.tuning.samples import Recording
 from commrt.tuning.summary import summarise
 from commrt.tuning.table_writer import make_table, write_table
 from commrt.tuning.tuner import Options, jobs_within, run_launches
-
-from commrt.errors import TableError
-from commrt.select.fingerprint import this_machine
-from commrt.select.locate import user_table_path
-from commrt.select.schema import DEFAULT_TIE_MARGIN
 
 __all__ = ["finish", "launched", "within"]
 

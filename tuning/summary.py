@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from commrt.operations import COLLECTIVES
 from commrt.tuning.decide import Decision
 from commrt.tuning.regret import Regret
 from commrt.tuning.samples import Group, Recording
-
-from commrt.operations import COLLECTIVES
 
 __all__ = ["describe_group", "human_nbytes", "summarise"]
 

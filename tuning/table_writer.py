@@ -7,15 +7,14 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from commrt.tuning.decide import Decision, Range, tied
-from commrt.tuning.statistics import Estimate
-
 from commrt.errors import TableError
 from commrt.select.facts import Candidate
 from commrt.select.fingerprint import Machine
 from commrt.select.rules import Evidence, Match, Point, Rule, RunnerUp, Verdict
 from commrt.select.table import Table
 from commrt.select.write import dump
+from commrt.tuning.decide import Decision, Range, tied
+from commrt.tuning.statistics import Estimate
 
 __all__ = ["NATIVE", "make_table", "write_table"]
 

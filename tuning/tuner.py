@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from commrt.errors import BackendError
 from commrt.tuning.job import Item, Job, size_pairs
 from commrt.tuning.launch import Message, Start
 from commrt.tuning.progress import Progress
 from commrt.tuning.samples import Recording
 from commrt.tuning.table_writer import NATIVE
-
-from commrt.errors import BackendError
 
 __all__ = ["Options", "jobs_within", "losers", "run_launches"]
 

@@ -20,13 +20,12 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from commrt.bench.timing_loop import Trial, median_interval
+from commrt.errors import CommError
+from commrt.select.facts import Candidate
 from commrt.tuning import check
 from commrt.tuning.job import Item, Job, sizes
 from commrt.tuning.samples import line
 from commrt.tuning.table_writer import NATIVE
-
-from commrt.errors import CommError
-from commrt.select.facts import Candidate
 
 if TYPE_CHECKING:
     from commrt.tuning.measure import Session

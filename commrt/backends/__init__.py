@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of backends. Third parties add theirs by the entry-point group
-``commrt.backends``: each entry names a class without arguments, see ``base.Backend``."""
+"""The registry of backends.
+
+Third parties add theirs by the entry-point group ``commrt.backends``: each entry names
+a class without arguments, see ``base.Backend``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,14 @@ from commrt.backends.mpi import MpiBackend
 from commrt.backends.schedules import LocalBackend, ShmBackend
 from commrt.errors import BackendError, UsageError, suggest
 
-__all__ = ["Availability", "Backend", "Capabilities", "all_backends", "available", "get"]
+__all__ = [
+    "Availability",
+    "Backend",
+    "Capabilities",
+    "all_backends",
+    "available",
+    "get",
+]
 
 ENTRY_POINTS = "commrt.backends"
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import TypeVar
 
 from commrt.bootstrap.threads import ThreadWorld
@@ -17,40 +19,105 @@ __all__ = ["LocalRanks", "run"]
 T = TypeVar("T")
 
 
-def run(size: int, function: Callable[[Communicator], T], *, timeout_s: float = 60) -> list[T]:
+def run(
+    size: int, function: Callable[[Communicator], T], *, timeout_s: float = 60
+) -> list[T]:
     """Run ``function(comm)`` on ``size`` ranks that are threads; return the results.
 
     The first error of any rank is raised, once all threads have ended; the others are
-    woken up if they wait for it.
+    woken up if they wait for it. Communicators are freed at the end, unless something
+    is in flight on them.
     """
     world = ThreadWorld(size)
+
+    def main(rank: int) -> T:
+        comm = _connect(world, rank, size, timeout_s)
+        result = function(comm)
+        if comm._idle:
+            comm.free()
+        return result
+
+    return _on_threads(world, main, timeout_s)
+
+
+class LocalRanks:
+    """All ranks of a communicator in the hands of one thread, for deterministic tests.
+
+    Start nonblocking operations on each of ``comms``, then ``step(rank)`` the ranks in
+    any order: nothing happens in between. A blocking call would wait for ever for ranks
+    that its own thread has yet to run.
+    """
+
+    def __init__(self, size: int, *, timeout_s: float = 60) -> None:
+        self._world = ThreadWorld(size)
+        self._timeout_s = timeout_s
+        self.comms: list[Communicator] = _on_threads(
+            self._world,
+            lambda rank: _connect(self._world, rank, size, timeout_s),
+            timeout_s,
+        )
+
+    def step(self, rank: int) -> bool:
+        """Run one pass over what is in flight on ``rank``; True if it advanced."""
+        return bool(self.comms[rank]._world.engine.step())
+
+    def each(self, function: Callable[[Communicator], T]) -> list[T]:
+        """Run ``function(comm)`` for all ranks at once, for calls that exchange."""
+        return _on_threads(
+            self._world, lambda rank: function(self.comms[rank]), self._timeout_s
+        )
+
+    def free(self) -> None:
+        """Free the communicators."""
+        for comm in self.comms:
+            comm.free()
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.free()
+
+
+def _on_threads(
+    world: ThreadWorld, function: Callable[[int], T], timeout_s: float
+) -> list[T]:
     results: dict[int, T] = {}
-    errors: list[tuple[int, BaseException]] = []
+    errors: list[BaseException] = []
 
     def main(rank: int) -> None:
         try:
-            results[rank] = function(_connect(world, rank, size, timeout_s))
+            results[rank] = function(rank)
         except BaseException as error:  # noqa: BLE001 - re-raised by the caller
-            errors.append((rank, error))
+            errors.append(error)
             world.fail(rank, repr(error))
 
     threads = [
         threading.Thread(target=main, args=(rank,), name=f"rank{rank}", daemon=True)
-        for rank in range(size)
+        for rank in range(world.size)
     ]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + timeout_s + 5
     for thread in threads:
-        thread.join(timeout_s + 5)
+        thread.join(max(0.0, deadline - time.monotonic()))
     if errors:
-        raise errors[0][1]
-    if any(thread.is_alive() for thread in threads):
-        stuck = [thread.name for thread in threads if thread.is_alive()]
+        raise errors[0]
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    if stuck:
         raise TimeoutError(f"{', '.join(stuck)} did not end within {timeout_s:g} s")
-    return [results[rank] for rank in range(size)]
+    return [results[rank] for rank in range(world.size)]
 
 
-def _connect(world: ThreadWorld, rank: int, size: int, timeout_s: float) -> Communicator:
+def _connect(
+    world: ThreadWorld, rank: int, size: int, timeout_s: float
+) -> Communicator:
     launch = LaunchInfo("single", rank, size, "threads of one process")
     mine = connect_world(world.bootstrap(rank), launch, in_process=True)
     mine.timeout_s = timeout_s

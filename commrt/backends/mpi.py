@@ -19,7 +19,19 @@ __all__ = ["MpiBackend"]
 
 _INT_MAX = 2**31 - 1
 _constants = lru_cache(maxsize=1)(_libmpi.mpi_constants)
-_ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
+_ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})
+_ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PROD})
+_LOGICAL = frozenset({ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR})
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_INTEGER = _ORDERED | _ARITHMETIC | _LOGICAL | _BITWISE
+# MPI 3.1, section 5.9.2; commrt allows more, such as min of bool.
+_DEFINED_BY_MPI = {
+    "bool": _LOGICAL,
+    "int": _INTEGER,
+    "uint": _INTEGER,
+    "float": _ORDERED | _ARITHMETIC,
+    "complex": _ARITHMETIC,
+}
 
 
 class MpiBackend:
@@ -59,7 +71,7 @@ class MpiBackend:
         if ordered_float or dtype.name in ("float16", "bfloat16"):
             # NaN rules differ between libraries; 16-bit floats round at every step.
             return False
-        if dtype.kind == "bool" and reduction in (ReduceOp.SUM, ReduceOp.PROD):
+        if reduction not in _DEFINED_BY_MPI[dtype.kind]:
             return False
         has_op = f"op:{query.op}" in constants
         return has_op and f"dtype:{dtype.name}" in constants

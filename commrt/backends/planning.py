@@ -142,7 +142,7 @@ def footprint(
     slices: set[tuple[int, int, tuple[int, int]]] = set()
     schedule = algorithms.schedule(coll, algorithm, size, root, dict(params))
     for program in schedule.programs():
-        sends = [step.src for step in program.steps if step.op is Op.SEND]
+        sends = [s.src for s in program.steps if s.op is Op.SEND and s.src is not None]
         publishes = max(publishes, len(sends))
         for src in sends:
             space = program.spaces[src.space]

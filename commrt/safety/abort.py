@@ -36,7 +36,11 @@ def end_job(world: World, code: int) -> NoReturn:
 
 def install_excepthook(world: World) -> None:
     """Make an uncaught exception of the main thread end the job."""
-    if world.size == 1 or world.in_process or not env.read_bool("COMMRT_ABORT_ON_EXCEPTION"):
+    if (
+        world.size == 1
+        or world.in_process
+        or not env.read_bool("COMMRT_ABORT_ON_EXCEPTION")
+    ):
         return
     previous = sys.excepthook
     owner = os.getpid()
@@ -45,7 +49,10 @@ def install_excepthook(world: World) -> None:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         previous(kind, error, traceback)
-        if os.getpid() != owner or threading.current_thread() is not threading.main_thread():
+        if (
+            os.getpid() != owner
+            or threading.current_thread() is not threading.main_thread()
+        ):
             return
         code = 130 if issubclass(kind, KeyboardInterrupt) else 1
         sys.stderr.write(

@@ -8,14 +8,16 @@ MismatchError, and nothing of the operation has been sent.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import traceback
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from commrt import env
-from commrt.errors import MismatchError
+from commrt.errors import MismatchError, TimeoutError_
 
 if TYPE_CHECKING:
     from commrt.calls import Bound, Call
@@ -23,8 +25,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Checker", "describe"]
 
-_NBYTES = 384
-_COMPARED = ("operation", "elements", "dtype", "op", "root", "algorithm", "name", "table")
+_NBYTES = 640
+_TEXT_NBYTES = 96
+_COMPARED = (
+    "operation",
+    "elements",
+    "dtype",
+    "op",
+    "root",
+    "algorithm",
+    "name",
+    "table",
+)
+_PACKAGE = str(Path(__file__).parents[1]) + "/"
 
 
 def describe(call: Call, bound: Bound, table: str | None) -> dict[str, Any]:
@@ -37,55 +50,78 @@ def describe(call: Call, bound: Bound, table: str | None) -> dict[str, Any]:
         "dtype": bound.dtype.name,
         "op": call.reduction.name.lower() if spec.reduces else None,
         "root": call.root if spec.has_root else None,
-        "algorithm": json.dumps(asked) if any(asked) else None,
-        "name": call.name,
+        "algorithm": _shortened(json.dumps(asked)) if any(asked) else None,
+        "name": None if call.name is None else _shortened(call.name),
         "table": None if table is None else table[:12],
     }
 
 
+def _shortened(text: str) -> str:
+    """Return ``text``, or its beginning and a digest where it is long as JSON."""
+    if len(json.dumps(text)) <= _TEXT_NBYTES:
+        return text
+    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=6).hexdigest()
+    return f"{text[:8]}...{digest}"
+
+
 class Checker:
-    """Compares calls of one communicator, through a duplicate of its own."""
+    """Compares calls of one communicator, over another one of the same ranks."""
 
-    def __init__(self, comm: Communicator, *, call_sites: bool) -> None:
+    def __init__(self, comm: Communicator, channel: Communicator) -> None:
         self._comm = comm
-        self._call_sites = call_sites
-        self._mine = np.zeros(_NBYTES, np.uint8)
-        self._all = np.zeros((comm.size, _NBYTES), np.uint8)
-        self._seq = 0
+        self._channel = channel
 
-    @classmethod
-    def from_environment(cls, comm: Communicator) -> Checker | None:
-        """Return the checker that COMMRT_DEBUG asks for, or None."""
-        mode = env.read_str("COMMRT_DEBUG")
-        if mode == "off" or comm.size == 1:
-            return None
-        return cls(comm, call_sites=True)
+    @staticmethod
+    def is_wanted() -> bool:
+        """Return whether COMMRT_DEBUG asks for checks."""
+        return env.read_str("COMMRT_DEBUG") != "off"
+
+    def close(self) -> None:
+        """Free the communicator that the comparisons go over."""
+        self._channel.free()
 
     def check(self, call: Call, bound: Bound) -> None:
         """Raise MismatchError on every rank unless all of them make the same call."""
         fields = describe(call, bound, self._comm.table_digest)
-        fields["seq"] = self._seq
-        fields["site"] = _call_site() if self._call_sites else ""
-        self._seq += 1
-        self._exchange(fields)
-        said = [_decode(row) for row in self._all]
+        fields["seq"] = self._comm.next_seq
+        fields["site"] = _call_site()
+        said = self._exchange(fields, call.timeout_s)
         first = said[0]
         differing = [
-            key for key in (*_COMPARED, "seq") if any(s.get(key) != first.get(key) for s in said)
+            key
+            for key in (*_COMPARED, "seq")
+            if any(each.get(key) != first.get(key) for each in said)
         ]
         if differing:
             raise MismatchError(_message(self._comm.name, said, differing))
 
-    def _exchange(self, fields: dict[str, Any]) -> None:
+    def _exchange(
+        self, fields: dict[str, Any], timeout_s: float | None
+    ) -> list[dict[str, Any]]:
         text = json.dumps(fields, separators=(",", ":")).encode()
-        if len(text) > _NBYTES:
-            fields["site"] = fields["site"][-40:]
-            fields["name"] = fields["name"] and fields["name"][:60]
-            fields["algorithm"] = fields["algorithm"] and fields["algorithm"][:60]
-            text = json.dumps(fields, separators=(",", ":")).encode()
-        self._mine[:] = 0
-        self._mine[: len(text)] = np.frombuffer(text, np.uint8)
-        self._comm._gather_for_check(self._mine, self._all)
+        # New arrays each time: after a timeout the old ones are still in flight.
+        mine = np.zeros(_NBYTES, np.uint8)
+        mine[: len(text)] = np.frombuffer(text, np.uint8)
+        rows = np.empty((self._comm.size, _NBYTES), np.uint8)
+        limit = self._comm.timeout_s if timeout_s is None else timeout_s
+        seq = self._channel.next_seq
+        try:
+            self._channel.allgather(mine, out=rows, timeout_s=limit)
+        except TimeoutError_ as error:
+            raise self._late(fields, seq, limit) from error
+        return [_decode(row) for row in rows]
+
+    def _late(self, fields: dict[str, Any], seq: int, limit: float) -> TimeoutError_:
+        """Give the communicator up: the others may go on to the operation."""
+        comm = self._comm
+        what = f"{fields['operation']} #{fields['seq']} on {comm.name}"
+        comm._set_failure(f"check mode waited in vain before {what}")
+        comm._slow = True
+        return TimeoutError_(
+            f"{what}, rank {comm.rank}: not complete within {limit:g} s: "
+            f"{self._channel.who_is_missing(seq)} (check mode: nothing of it was sent, "
+            f"and the communicator cannot be used any more)"
+        )
 
 
 def _decode(row: np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -111,7 +147,8 @@ def _message(comm: str, said: list[dict[str, Any]], differing: list[str]) -> str
 
 
 def _call_site() -> str:
-    for frame in reversed(traceback.extract_stack(limit=12)):
-        if "/commrt/" not in frame.filename:
-            return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
-    return "?"
+    """Return file and line of the innermost frame outside commrt."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name[-40:]}:{frame.f_lineno}"

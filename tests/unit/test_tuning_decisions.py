@@ -8,16 +8,16 @@ import random
 from dataclasses import replace
 
 import pytest
-from commrt.tuning.decide import Decision, decide, divide, tied
-from commrt.tuning.fit import fit_curve
-from commrt.tuning.regret import held_out_regret, leave_one_out
-from commrt.tuning.samples import Group, Recording
-from commrt.tuning.statistics import Estimate, estimate, geometric_mean, rank_test
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tuning_recordings import DIRECT, DOUBLING, NATIVE, NEAR, RING, TRUTH, record
 
 from commrt.select.facts import Candidate
+from commrt.tuning.decide import Decision, decide, divide, tied
+from commrt.tuning.fit import fit_curve
+from commrt.tuning.regret import held_out_regret, leave_one_out
+from commrt.tuning.samples import Group, Recording
+from commrt.tuning.statistics import Estimate, estimate, geometric_mean, rank_test
 
 MARGIN = 0.05
 GRID = [8 * 4**step for step in range(12)]

@@ -14,7 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tuning_recordings import DIRECT, DOUBLING, NATIVE, NEAR, RING, TRUTH, record
+
 from commrt.bench.timing_loop import element_counts
+from commrt.errors import BackendError, TableError, UsageError
+from commrt.operations import COLLECTIVES, operation
+from commrt.select.facts import Candidate, Query
+from commrt.select.fingerprint import this_machine
+from commrt.select.rules import Evidence, Match, Point, Rule
+from commrt.select.schema import Known
+from commrt.select.table import Table, load_file
 from commrt.tuning import check, cli, launch, worker
 from commrt.tuning.job import Item, Job, size_pairs, sizes
 from commrt.tuning.launch import Ended, Message
@@ -25,15 +34,6 @@ from commrt.tuning.samples import Recording
 from commrt.tuning.show import explain, show
 from commrt.tuning.summary import human_nbytes
 from commrt.tuning.tuner import Options, losers, run_launches
-from tuning_recordings import DIRECT, DOUBLING, NATIVE, NEAR, RING, TRUTH, record
-
-from commrt.errors import BackendError, TableError, UsageError
-from commrt.operations import COLLECTIVES, operation
-from commrt.select.facts import Candidate, Query
-from commrt.select.fingerprint import this_machine
-from commrt.select.rules import Evidence, Match, Point, Rule
-from commrt.select.schema import Known
-from commrt.select.table import Table, load_file
 
 KNOWN = Known(
     {"mpi": ("native",), "shm": ("direct", "recursive_doubling", "ring", "loop")}

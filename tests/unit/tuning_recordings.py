@@ -48,7 +48,8 @@ def record(
             for nbytes in sizes(op, facts.size, job):
                 level = us(nbytes) * (1 + noise.gauss(0, 0.03))
                 times = [
-                    level * (1 + abs(noise.gauss(0, 0.04)) + 0.5 * (noise.random() < 0.05))
+                    level
+                    * (1 + abs(noise.gauss(0, 0.04)) + 0.5 * (noise.random() < 0.05))
                     for _ in range(15)
                 ]
                 sample = Sample(index, op, nbytes, candidate, tuple(times))

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a communicator says when something goes wrong, and when it refuses."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from commrt import _native
+from commrt.arena import Arena
+from commrt.calls import check_timeout
+from commrt.errors import (
+    ClosedError,
+    MismatchError,
+    RevokedError,
+    TimeoutError_,
+    TruncationError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from commrt.world import World
+
+__all__ = ["Guarded", "watch_forks"]
+
+
+@lru_cache(maxsize=1)
+def watch_forks() -> None:
+    """Mark the engine as dead in every process that forks from this one."""
+    os.register_at_fork(after_in_child=_native.mark_forked)
+
+
+class Guarded(_native.Group):
+    """The part of a communicator that checks its own state and explains failures.
+
+    The native side calls the methods whose names begin with an underscore.
+    """
+
+    _world: World
+    _ranks: tuple[int, ...]
+    _members: frozenset[int]
+    _arena: Arena | None
+    _closed: str | None
+    _pid: int
+
+    def who_is_missing(self, seq: int) -> str:
+        """Return who keeps operation ``seq`` waiting, as far as this node can tell."""
+        missing = self._not_started(seq) if self._arena is not None else []
+        if missing:
+            plural, have = ("s", "have") if len(missing) > 1 else ("", "has")
+            names = ", ".join(map(str, missing))
+            return f"rank{plural} {names} on this node {have} not started it"
+        if len(self._members) < self.size:
+            return "all ranks of this node have started it; look at the other nodes"
+        return "all ranks have started it and one does not make progress"
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"{self.name} belongs to process {self._pid}, from which this one was "
+                f"forked: memory and messages cannot be shared with it. Use the "
+                f"communicator in the parent only, or start workers by 'spawn'"
+            )
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._closed is not None:
+            raise ClosedError(
+                f"{self.name} was {self._closed}: make a new communicator"
+            )
+        if self._failure:
+            raise RevokedError(
+                f"{self.name} failed in an earlier operation ({self._failure}): its "
+                f"ranks no longer agree; make a new communicator"
+            )
+
+    def _check_rank(self, what: str, argument: str, rank: Any) -> None:
+        if type(rank) is not int or not 0 <= rank < self.size:
+            raise UsageError(
+                f"{what}: {argument}={rank!r} is not a rank of {self.name}; expected "
+                f"0..{self.size - 1}"
+            )
+
+    def _check_timeout(self, what: str, timeout_s: Any) -> float:
+        return check_timeout(what, timeout_s)
+
+    def _operation_error(self, what: str, error: str, is_p2p: bool) -> Exception:
+        if is_p2p:
+            return TruncationError(f"{what}, rank {self.rank}: {error}")
+        return MismatchError(f"{what}, rank {self.rank}: {error}")
+
+    def _stream_on_host(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"{what}: wait(stream=...) is for device arrays; this operation is on host "
+            f"memory, call wait() without a stream"
+        )
+
+    def _timed_out(
+        self, what: str, seq: int, seconds: float, is_p2p: bool, request: Any = None
+    ) -> NoReturn:
+        unmatched = "no matching call of the peer"
+        who = unmatched if is_p2p else self.who_is_missing(seq)
+        error = TimeoutError_(
+            f"{what}, rank {self.rank}: not complete within {seconds:g} s: {who}; it "
+            f"stays in flight and its buffers stay alive: wait() for it again (the "
+            f"request is in the error's .request), or abort()"
+        )
+        error.request = request  # type: ignore[attr-defined]
+        raise error

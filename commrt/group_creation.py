@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New communicators from old ones: split, dup, create_group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from commrt.errors import UsageError
+from commrt.point_to_point import PointToPoint
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
+__all__ = ["GroupCreation"]
+
+
+# A chain of bases: a native class can be reached through one base only.
+class GroupCreation(PointToPoint):
+    """The methods of a communicator that make others."""
+
+    _identity: int
+    _derived: int
+
+    def split(
+        self, color: int | None, key: int = 0, *, name: str | None = None
+    ) -> Communicator | None:
+        """Return the communicator of the ranks that passed the same ``color``.
+
+        Collective over all ranks. Ranks are ordered by ``key``, then by rank here.
+        With ``color=None`` a rank takes part and gets None.
+        """
+        self._check_usable()
+        if color is not None:
+            _check_integer("split", "color", color)
+        _check_integer("split", "key", key)
+        label, title = self._label("split")
+        mine = f"{'' if color is None else color}/{key}".encode()
+        said = self._world.bootstrap.exchange(self._ranks, label, mine, self.timeout_s)
+        chosen: list[tuple[int, int]] = []
+        for rank, text in enumerate(said):
+            other, other_key = text.decode().split("/")
+            if color is not None and other == str(color):
+                chosen.append((int(other_key), rank))
+        if color is None:
+            return None
+        ranks = [self._ranks[rank] for _, rank in sorted(chosen)]
+        return self._derive(ranks, f"{label}[{color}]", name or f"{title}[{color}]")
+
+    def dup(self, *, name: str | None = None) -> Communicator:
+        """Return a communicator of the same ranks with a sequence of its own."""
+        self._check_usable()
+        label, title = self._label("dup")
+        return self._derive(self._ranks, label, name or title)
+
+    def create_group(
+        self, ranks: Sequence[int], *, name: str | None = None
+    ) -> Communicator:
+        """Return the communicator of ``ranks`` (ranks of this one, in that order).
+
+        Collective over ``ranks`` only: other ranks must not call it.
+        """
+        self._check_usable()
+        ranks = list(ranks)
+        for rank in ranks:
+            self._check_rank("create_group", "ranks", rank)
+        if len(set(ranks)) != len(ranks) or self.rank not in ranks:
+            raise UsageError(
+                f"create_group: ranks={ranks} must be distinct and contain the "
+                f"caller's rank {self.rank}"
+            )
+        world_ranks = [self._ranks[rank] for rank in ranks]
+        label = f"comm{self._identity}/group{ranks}"
+        return self._derive(world_ranks, label, name or f"{self.name}.group{ranks}")
+
+    def _label(self, how: str) -> tuple[str, str]:
+        """Return the key under which the ranks meet, and the new name for people.
+
+        Names are the user's and may differ across ranks; the key may not.
+        """
+        self._derived += 1
+        key = f"comm{self._identity}/{how}{self._derived}"
+        return key, f"{self.name}.{how}{self._derived}"
+
+    def _derive(self, ranks: Sequence[int], label: str, name: str) -> Communicator:
+        identity = self._world.agree_id(ranks, label)
+        communicator: Any = type(self)
+        made: Communicator = communicator(self._world, ranks, name, identity)
+        return made
+
+
+def _check_integer(what: str, argument: str, value: Any) -> None:
+    if type(value) is not int:
+        optional = " or None" if argument == "color" else ""
+        raise UsageError(f"{what}: {argument}={value!r} must be an integer{optional}")

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between two ranks: send, recv, sendrecv."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commrt import _native
+from commrt.arrays import HostView, overlap, view
+from commrt.calls import check_flag, check_timeout
+from commrt.errors import BufferError_, UsageError
+from commrt.failures import Guarded
+from commrt.request import wait_all
+
+__all__ = ["PointToPoint"]
+
+_MAX_TAG = 2**31 - 1
+
+
+class PointToPoint(Guarded):
+    """The point-to-point methods of a communicator."""
+
+    def send(
+        self,
+        x: Any,
+        *,
+        dest: int,
+        tag: int = 0,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+    ) -> _native.Request | None:
+        """Send ``x`` to rank ``dest``; a receive there must ask for the same tag.
+
+        A blocking send returns when ``x`` may be changed, which for a short message is
+        before the receive has been called, and for a long one after.
+        """
+        self._check_usable()
+        nonblocking = check_flag("send", "nonblocking", nonblocking)
+        limit = self._limit("send", timeout_s)
+        buffer = self._outgoing("send", x, dest, "dest", tag, "tag")
+        return self._start_send(buffer, dest, tag, nonblocking, limit)
+
+    def recv(
+        self,
+        out: Any,
+        *,
+        source: int,
+        tag: int = 0,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Receive into ``out`` from rank ``source``; return ``out``.
+
+        A message shorter than ``out`` fills its beginning; how much came stands in
+        the request's ``received_nbytes``, so pass ``nonblocking=True`` where lengths
+        vary. A longer message raises TruncationError.
+        """
+        self._check_usable()
+        nonblocking = check_flag("recv", "nonblocking", nonblocking)
+        limit = self._limit("recv", timeout_s)
+        buffer = self._incoming("recv", out, source, "source", tag, "tag")
+        request = self._start_recv(buffer, out, source, tag, limit)
+        return request if nonblocking else request.wait()
+
+    def sendrecv(
+        self,
+        x: Any,
+        *,
+        dest: int,
+        out: Any,
+        source: int,
+        sendtag: int = 0,
+        recvtag: int = 0,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Send ``x`` to ``dest`` and receive ``out`` from ``source``; return ``out``.
+
+        The two arrays must not overlap.
+        """
+        self._check_usable()
+        limit = self._limit("sendrecv", timeout_s)
+        # Both sides are checked before either is started.
+        sent = self._outgoing("sendrecv", x, dest, "dest", sendtag, "sendtag")
+        got = self._incoming("sendrecv", out, source, "source", recvtag, "recvtag")
+        if overlap(sent, got):
+            raise UsageError("sendrecv: out overlaps x; pass separate arrays")
+        receiving = self._start_recv(got, out, source, recvtag, limit)
+        sending = self._start_send(sent, dest, sendtag, True, limit)
+        return wait_all([receiving, sending], timeout_s=limit)[0]
+
+    def _limit(self, what: str, timeout_s: float | None) -> float:
+        return self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
+
+    def _outgoing(
+        self, what: str, x: Any, dest: Any, dest_name: str, tag: Any, tag_name: str
+    ) -> HostView:
+        self._check_rank(what, dest_name, dest)
+        _check_tag(what, tag_name, tag)
+        return view(x, f"{what}: x")
+
+    def _incoming(
+        self,
+        what: str,
+        out: Any,
+        source: Any,
+        source_name: str,
+        tag: Any,
+        tag_name: str,
+    ) -> HostView:
+        self._check_rank(what, source_name, source)
+        _check_tag(what, tag_name, tag)
+        buffer = view(out, f"{what}: out")
+        if not buffer.writable:
+            raise BufferError_(f"{what}: out is read-only: pass a writable array")
+        return buffer
+
+    def _start_send(
+        self, buffer: HostView, dest: int, tag: int, nonblocking: bool, limit: float
+    ) -> Any:
+        address, nbytes, owner = buffer.address, buffer.nbytes, buffer.owner
+        return self._send(address, nbytes, dest, tag, owner, "send", nonblocking, limit)
+
+    def _start_recv(
+        self, buffer: HostView, out: Any, source: int, tag: int, limit: float
+    ) -> Any:
+        address, nbytes = buffer.address, buffer.nbytes
+        return self._recv(address, nbytes, source, tag, out, "recv", limit)
+
+
+def _check_tag(what: str, argument: str, tag: Any) -> None:
+    if type(tag) is not int or not 0 <= tag <= _MAX_TAG:
+        raise UsageError(
+            f"{what}: {argument}={tag!r} must be an integer in 0..{_MAX_TAG}"
+        )

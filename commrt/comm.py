@@ -20,6 +20,7 @@ from commrt.failures import watch_forks
 from commrt.group_creation import GroupCreation
 from commrt.links import agree_link_class, measure_links, spins_for
 from commrt.operations import OPERATIONS, OpSpec, operation, rule_nbytes
+from commrt.persistent import Plans
 from commrt.safety.check import Checker
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.policy import Explanation, Policy
@@ -212,6 +213,11 @@ class Communicator(GroupCreation, Operations):
     def shares_memory_with(self, rank: int) -> bool:
         """Return whether ``rank`` is reached over shared memory."""
         return rank in self._members
+
+    @property
+    def plan(self) -> Plans:
+        """Persistent plans: ``comm.plan.allreduce(x, ...)`` returns a bound call."""
+        return Plans(self)
 
     def stats(self) -> CommStats:
         """Return counters of this communicator."""

@@ -33,8 +33,16 @@ class _CandidatePeer(CommrtPeer):
         }
 
     def bind(self, coll: str, x: Array, out: Array | None, root: int) -> Call:
-        """Return a blocking call of ``coll`` by the candidate."""
-        return self._bound(coll, x, out, root, dict(self._arguments))
+        """Return a persistent call: a named candidate at the cost of a default one."""
+        spec = operation(coll)
+        given: dict[str, Any] = dict(self._arguments)
+        if spec.has_root:
+            given["root"] = root
+        if out is not None and (spec.output_on == "all" or self.rank == root):
+            given["out"] = out
+        plan = getattr(self.comm.plan, coll)
+        call: Call = plan(**given) if spec.x_count == "none" else plan(x, **given)
+        return call
 
 
 class Session:

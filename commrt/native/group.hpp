@@ -133,5 +133,6 @@ nb::object finish_call(nb::handle group, std::shared_ptr<Op> op, nb::handle keep
 void bind_group(nb::module_& m);
 void bind_plan(nb::module_& m);
 void bind_operation(nb::module_& m);
+void bind_persistent(nb::module_& m);
 
 }  // namespace commrt

@@ -21,4 +21,5 @@ NB_MODULE(_native, m) {
   commrt::bind_plan(m);
   commrt::bind_group(m);
   commrt::bind_operation(m);
+  commrt::bind_persistent(m);
 }

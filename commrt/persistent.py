@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Persistent plans: ``comm.plan.allreduce(x, ...)`` plans once and runs many times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from commrt import _native, calls
+from commrt.errors import UsageError, suggest
+from commrt.operations import COLLECTIVES, operation
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
+__all__ = ["Plans"]
+
+
+class Plans:
+    """Has a method per collective that returns a call bound to its arrays.
+
+        step = comm.plan.allreduce(grad, algorithm="shm/ring")
+        for _ in range(100):
+            ...
+            step()                    # or: request = step.start()
+
+    The arguments are those of the communicator's method, without ``nonblocking`` and
+    ``timeout_s``. Making one is local; running one is collective. The arrays stay the
+    same: write new values into them between runs. In check mode ranks are compared when
+    the plan is made, which is then collective too.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Callable[..., _native.PersistentCall]:
+        if name not in COLLECTIVES:
+            raise AttributeError(f"no collective {name!r}{suggest(name, COLLECTIVES)}")
+        return partial(self._make, name)
+
+    def __dir__(self) -> list[str]:
+        return list(COLLECTIVES)
+
+    def _make(self, name: str, *args: Any, **kwargs: Any) -> _native.PersistentCall:
+        comm = self._comm
+        comm._check_usable()
+        if "nonblocking" in kwargs or "timeout_s" in kwargs:
+            raise UsageError(
+                f"plan.{name}: nonblocking is said when the plan is run: plan() or "
+                f"plan.start(); its deadline is comm.timeout_s"
+            )
+        call = calls.parse(operation(name), args, kwargs)
+        bound = calls.bind(call, comm.rank, comm.size)
+        plan = comm._plan(call, bound)
+        if comm._checker is not None:
+            comm._checker.check(call, bound)
+        x, out = bound.x, bound.out
+        return _native.PersistentCall(
+            comm,
+            plan,
+            0 if x is None else x.address,
+            0 if out is None else out.address,
+            None if x is None else x.owner,
+            None if out is None else out.owner,
+            bound.result,
+            name,
+        )

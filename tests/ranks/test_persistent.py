@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Persistent plans: planned once, run many times, on arrays that stay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from commrt.backends.local import run
+from commrt.comm import Communicator
+from commrt.errors import ClosedError, UsageError
+
+
+def test_a_plan_sees_new_values_at_every_run() -> None:
+    def main(comm: Communicator) -> None:
+        x = np.zeros(1000, np.float32)
+        out = np.empty_like(x)
+        step = comm.plan.allreduce(x, out=out, algorithm="local/ring")
+        assert step.label.startswith("local/ring")
+        for i in range(5):
+            x[:] = comm.rank + i
+            assert step() is out
+            assert (out == 3 * i + 3).all()
+            x[:] = 2 * (comm.rank + i)
+            request = step.start()
+            assert request.wait() is out
+            assert (out == 2 * (3 * i + 3)).all()
+
+    run(3, main)
+
+
+@pytest.mark.parametrize("coll", ["bcast", "reduce", "gather", "scatter"])
+def test_rooted_plans_return_what_the_call_returns(coll: str) -> None:
+    def main(comm: Communicator) -> None:
+        x = np.arange(4.0) + comm.rank
+        plan = getattr(comm.plan, coll)(x, root=1)
+        planned = plan()
+        called = getattr(comm, coll)(np.arange(4.0) + comm.rank, root=1)
+        if called is None:
+            assert planned is None
+        else:
+            assert np.array_equal(planned, called)
+
+    run(2, main)
+
+
+def test_a_plan_without_an_array() -> None:
+    def main(comm: Communicator) -> None:
+        meet = comm.plan.barrier()
+        for _ in range(3):
+            assert meet() is None
+
+    run(3, main)
+
+
+def test_misuse_is_named() -> None:
+    def main(comm: Communicator) -> None:
+        with pytest.raises(UsageError, match="said when the plan is run"):
+            comm.plan.allreduce(np.ones(3), nonblocking=True)
+        with pytest.raises(AttributeError, match="did you mean 'allreduce'"):
+            comm.plan.allreduc(np.ones(3))
+        plan = comm.plan.allreduce(np.ones(3))
+        plan()
+        comm.barrier()
+        comm.free()
+        with pytest.raises(ClosedError):
+            plan()
+
+    run(2, main)

@@ -115,6 +115,35 @@ class Group:
     @timeout_s.setter
     def timeout_s(self, arg: float, /) -> None: ...
 
+class PersistentCall:
+    """A collective bound to its arrays; call it, or start() it."""
+
+    def __init__(
+        self,
+        group: Any,
+        plan: Plan,
+        data_in: int,
+        data_out: int,
+        keep_x: Any,
+        keep_out: Any,
+        result: Any,
+        operation: Any,
+    ) -> None: ...
+    def __call__(self) -> Any:
+        """Run the operation and return its output."""
+
+    def __repr__(self) -> str: ...
+    @property
+    def label(self) -> str:
+        """What runs it: backend/algorithm{params}."""
+
+    @property
+    def operation(self) -> Any:
+        """Name of the operation."""
+
+    def start(self) -> Any:
+        """Start the operation and return its Request; wait before starting it again."""
+
 class Plan:
     """One rank's operation, ready to be started any number of times."""
 

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from commrt import _libmpi, _native, backends, calls
+from commrt.backends import planning
 from commrt.backends.base import PlanSpec
 from commrt.backends.planning import LANE_NBYTES
 from commrt.backends.prediction import predicted_us
@@ -265,14 +266,23 @@ class Communicator(GroupCreation, Operations):
         return predicted_us(self.facts, query, candidate)
 
     def candidates(
-        self, coll: str, nbytes: int, *, dtype: str = "float32", op: str = "sum"
+        self,
+        coll: str,
+        nbytes: int,
+        *,
+        dtype: str = "float32",
+        op: str = "sum",
+        distinct: bool = False,
     ) -> list[Candidate]:
         """Return everything that can run ``coll`` here, simplest first.
 
-        ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``).
+        ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``). With
+        ``distinct`` a candidate that runs the very program of an earlier one is left
+        out: on two ranks a ring and a direct exchange are one and the same.
         """
         spec = self._described(coll, dtype, op)
-        return self._policy.candidates(self._query(spec, nbytes, dtype, op, 0))
+        found = self._policy.candidates(self._query(spec, nbytes, dtype, op, 0))
+        return planning.distinct(coll, self.size, found) if distinct else found
 
     def explain(
         self,

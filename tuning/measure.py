@@ -71,7 +71,7 @@ class Session:
 
     def candidates(self, op: str, nbytes: int, dtype: str) -> Sequence[Candidate]:
         """Return what can run it here, simplest first; equal on all ranks."""
-        found = self._comm.candidates(op, nbytes=nbytes, dtype=dtype)
+        found = self._comm.candidates(op, nbytes, dtype=dtype, distinct=True)
         return cast("Sequence[Candidate]", found)
 
     def model_us(self, op: str, nbytes: int, dtype: str, candidate: Candidate) -> float:

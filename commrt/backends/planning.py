@@ -8,7 +8,8 @@ schedule, over all ranks, never from one rank's program.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,9 +20,15 @@ from commrt.dtypes import ReduceOp
 from commrt.errors import UsageError, suggest
 from commrt.schedule.ir import Op
 from commrt.schedule.lower import Lowered, lower
-from commrt.select.facts import ParamValue
+from commrt.select.facts import Candidate, ParamValue
 
-__all__ = ["LANE_NBYTES", "TransportParams", "schedule_plan", "split_params"]
+__all__ = [
+    "LANE_NBYTES",
+    "TransportParams",
+    "distinct",
+    "schedule_plan",
+    "split_params",
+]
 
 LANE_NBYTES = 4 << 20
 """Payload memory of one operation in flight, per rank."""
@@ -39,10 +46,10 @@ class TransportParams:
     chunk: int = 131072
     """Wanted bytes per message of a fragment."""
     store: str = "auto"
-    """Which writes are non-temporal: none (``plain``), results (``stream``), shared slots
-    (``stream_slots``), both (``stream_both``). ``auto`` streams slots of long messages:
-    a slot that the peer has just read is then not fetched back before it is written,
-    which costs up to four times the transfer when the cores are far apart
+    """Which writes are non-temporal: none (``plain``), results (``stream``), shared
+    slots (``stream_slots``), both (``stream_both``). ``auto`` streams slots of long
+    messages: a slot that the peer has just read is then not fetched back before it is
+    written, which costs up to four times the transfer when the cores are far apart
     (docs/performance.md)."""
     depth: int = 2
     """Fragments tried at once."""
@@ -57,7 +64,6 @@ class TransportParams:
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= 1 << 30:
                 raise UsageError(f"{name}={value!r} must be a positive integer")
-
 
     def store_code(self, message_nbytes: int) -> int:
         """Return the engine's code of the store kind for messages of this length."""
@@ -148,6 +154,44 @@ def footprint(
             space = program.spaces[src.space]
             slices.add((src.hi - src.lo, space.nblk, space.scale))
     return Footprint(publishes, tuple(sorted(slices)))
+
+
+_LARGEST_COMPARED = 8
+
+
+@lru_cache(maxsize=1024)
+def _signature(
+    coll: str, algorithm: str, size: int, params: tuple[tuple[str, int], ...]
+) -> bytes:
+    schedule = algorithms.schedule(coll, algorithm, size, 0, dict(params))
+    digest = hashlib.sha256()
+    for rank in range(size):
+        one = lower(schedule, rank)
+        tables = (one.inputs, one.outputs, one.input_ptr, one.output_ptr)
+        digest.update(repr([(s.kind, s.nblk, s.scale) for s in one.spaces]).encode())
+        for table in tables:
+            digest.update(table.tobytes() + b";")
+    return digest.digest()
+
+
+def distinct(coll: str, size: int, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates without those that run what an earlier one runs.
+
+    On two ranks many algorithms are one and the same exchange. Compared are lowered
+    programs, for a few ranks; more ranks tell algorithms apart.
+    """
+    found: dict[Any, Candidate] = {}
+    for candidate in candidates:
+        key: Any = candidate
+        known = candidate.algorithm in algorithms.names(coll)
+        if known and size <= _LARGEST_COMPARED:
+            own, transport = split_params(candidate.params)
+            program = _signature(
+                coll, candidate.algorithm, size, tuple(sorted(own.items()))
+            )
+            key = (candidate.backend, transport, program)
+        found.setdefault(key, candidate)
+    return list(found.values())
 
 
 def schedule_plan(comm: Any, spec: PlanSpec) -> Any:

@@ -59,7 +59,8 @@ class ShmBackend:
 
     def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
         """Return every schedule algorithm where all ranks share this node."""
-        if query.device != "host" or not serves(comm.facts, self.name):
+        here = serves(comm.facts, self.name) and not comm.in_process
+        if query.device != "host" or not here:
             return ()
         return tuple(schedule_candidates(comm, query, self.name))
 

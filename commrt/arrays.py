@@ -59,8 +59,7 @@ def view(array: Any, what: str) -> HostView:
     """
     if isinstance(array, np.ndarray):
         return _view_numpy(array, array, what)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
+    if _is_tensor(array):
         return _view_torch(array, what)
     if hasattr(array, "__cuda_array_interface__"):
         raise BufferError_(
@@ -112,6 +111,15 @@ def _view_numpy(array: np.ndarray[Any, Any], given: Any, what: str) -> HostView:
         array.shape,
         bool(array.flags.writeable),
     )
+
+
+def _is_tensor(array: Any) -> bool:
+    """Return whether ``array`` is torch's, without importing torch.
+
+    Any folder called torch may be in ``sys.modules``: only a Tensor type counts.
+    """
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and isinstance(array, tensor)
 
 
 def _view_torch(tensor: Any, what: str) -> HostView:
@@ -173,9 +181,8 @@ def overlap(a: HostView, b: HostView) -> bool:
 
 def empty_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
     """Return a new array of ``shape`` in the library that ``x`` comes from."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x.array, torch.Tensor):
-        return torch.empty(shape, dtype=x.array.dtype)
+    if _is_tensor(x.array):
+        return x.array.new_empty(shape)
     if isinstance(x.array, np.ndarray):
         return np.empty(shape, dtype=x.array.dtype)
     namespace = getattr(x.array, "__array_namespace__", None)

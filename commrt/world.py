@@ -168,6 +168,7 @@ def connect_world(
         mpi=mpi,
         in_process=in_process,
     )
+    bootstrap.idle = world.engine.step
     world.cores = _agree_cores(world)
     if mpi is not None:
         _load_mpi(world)

@@ -25,6 +25,9 @@ class Bootstrap(Protocol):
     """This process's rank in the job."""
     size: int
     """Ranks in the job."""
+    idle: Callable[[], object] | None
+    """Called again and again while an exchange waits: the engine's progress, so that
+    a rank that waits here still serves what it has in flight."""
 
     def exchange(
         self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
@@ -72,7 +75,11 @@ class Keys:
         return f"{group_key}#{self._uses[group_key]}"
 
 
-def poll_until(done: Callable[[], bool], timeout_s: float) -> bool:
+def poll_until(
+    done: Callable[[], bool],
+    timeout_s: float,
+    idle: Callable[[], object] | None = None,
+) -> bool:
     """Call ``done`` until it returns True; return False once the time is up.
 
     Yields the core first and then sleeps for longer and longer, in Python, so that
@@ -84,6 +91,8 @@ def poll_until(done: Callable[[], bool], timeout_s: float) -> bool:
     while not done():
         if time.monotonic() >= deadline:
             return False
+        if idle is not None:
+            idle()
         polls += 1
         if polls <= _YIELDS:
             time.sleep(0)

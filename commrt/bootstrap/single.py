@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from commrt.bootstrap.base import Keys
 
@@ -16,6 +16,7 @@ class SingleBootstrap:
     def __init__(self) -> None:
         self.rank = 0
         self.size = 1
+        self.idle: Callable[[], object] | None = None
         self._keys = Keys(0, 1)
 
     def exchange(

@@ -8,7 +8,7 @@ block, until everybody's is there. The last reader deletes the keys.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +26,7 @@ class StoreBootstrap:
         self.rank = rank
         self.size = size
         self._store = store
+        self.idle: Callable[[], object] | None = None
         self._keys = Keys(rank, size)
         # Each rank counts its bootstraps in the store itself: a second one on the
         # same store must not meet keys that the first one is still deleting.
@@ -40,7 +41,11 @@ class StoreBootstrap:
         names = {member: f"{base}/{member}" for member in members}
         self._store.set(names[self.rank], bytes(blob))
         everybody = list(names.values())
-        if not poll_until(lambda: bool(self._store.check(everybody)), timeout_s):
+
+        def met() -> bool:
+            return bool(self._store.check(everybody))
+
+        if not poll_until(met, timeout_s, self.idle):
             missing = [r for r in members if not self._store.check([names[r]])]
             if missing:
                 raise timed_out(self.rank, members, key, missing, timeout_s)

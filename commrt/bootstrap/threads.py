@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from commrt.bootstrap.base import Bootstrap, Keys, timed_out
 from commrt.errors import PeerFailedError
 
 __all__ = ["ThreadWorld"]
+
+
+_IDLE_S = 0.001
+"""Between two calls of ``idle`` while a rank waits."""
 
 
 class ThreadWorld:
@@ -35,7 +39,13 @@ class ThreadWorld:
             self._changed.notify_all()
 
     def meet(
-        self, key: str, rank: int, members: Sequence[int], blob: bytes, timeout_s: float
+        self,
+        key: str,
+        rank: int,
+        members: Sequence[int],
+        blob: bytes,
+        timeout_s: float,
+        idle: Callable[[], object] | None = None,
     ) -> tuple[list[bytes], list[int]]:
         """Exchange under a key used once; return the blobs, or who is missing."""
         deadline = time.monotonic() + timeout_s
@@ -50,7 +60,11 @@ class ThreadWorld:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return [], missing
-                self._changed.wait(left_s)
+                if idle is None:
+                    self._changed.wait(left_s)
+                    continue
+                self._changed.wait(min(left_s, _IDLE_S))
+                idle()
             blobs = [self._blobs[key, r] for r in members]
             self._forget(key, members)
         return blobs, []
@@ -70,6 +84,7 @@ class _ThreadBootstrap:
         self.rank = rank
         self.size = world.size
         self._world = world
+        self.idle: Callable[[], object] | None = None
         self._keys = Keys(rank, world.size)
 
     def exchange(
@@ -77,7 +92,7 @@ class _ThreadBootstrap:
     ) -> list[bytes]:
         wire_key = self._keys.unique(members, key)
         blobs, missing = self._world.meet(
-            wire_key, self.rank, members, bytes(blob), timeout_s
+            wire_key, self.rank, members, bytes(blob), timeout_s, self.idle
         )
         if missing:
             raise timed_out(self.rank, members, key, missing, timeout_s)

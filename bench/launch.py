@@ -73,7 +73,9 @@ def _kind(text: str) -> Kind:
 
 def torch_is_installed() -> bool:
     """Whether this interpreter has torch, without importing it."""
-    return importlib.util.find_spec("torch") is not None
+    # A mere folder called torch, somewhere on the path, has no origin.
+    found = importlib.util.find_spec("torch")
+    return found is not None and found.origin is not None
 
 
 def make_job(coll: str, sizes: list[int], **settings: Any) -> dict[str, Any]:

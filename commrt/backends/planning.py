@@ -20,7 +20,7 @@ from commrt.dtypes import ReduceOp
 from commrt.errors import UsageError, suggest
 from commrt.schedule.ir import Op
 from commrt.schedule.lower import Lowered, lower
-from commrt.select.facts import Candidate, ParamValue
+from commrt.select.facts import Candidate, LinkClass, ParamValue
 
 __all__ = [
     "LANE_NBYTES",
@@ -34,8 +34,9 @@ LANE_NBYTES = 4 << 20
 """Payload memory of one operation in flight, per rank."""
 _LINE_NBYTES = 64
 _STORES = {"plain": 0, "stream": 1, "stream_slots": 2, "stream_both": 3}
-_STREAM_FROM_NBYTES = 16384
-"""``store=auto`` streams messages from this length on."""
+_STREAM_FROM_NBYTES = {"near": 16384, "single": 16384}
+_STREAM_FROM_NBYTES_ELSEWHERE = 4096
+"""``store=auto`` streams messages from this length on, by link class."""
 _KINDS = {"in": 0, "out": 1, "tmp": 2}
 
 
@@ -65,10 +66,11 @@ class TransportParams:
             if not isinstance(value, int) or not 1 <= value <= 1 << 30:
                 raise UsageError(f"{name}={value!r} must be a positive integer")
 
-    def store_code(self, message_nbytes: int) -> int:
+    def store_code(self, message_nbytes: int, link_class: LinkClass) -> int:
         """Return the engine's code of the store kind for messages of this length."""
         if self.store == "auto":
-            long = message_nbytes >= _STREAM_FROM_NBYTES
+            bound = _STREAM_FROM_NBYTES.get(link_class, _STREAM_FROM_NBYTES_ELSEWHERE)
+            long = message_nbytes >= bound
             return _STORES["stream_slots" if long else "plain"]
         return _STORES[self.store]
 
@@ -227,7 +229,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         lane_nbytes=LANE_NBYTES,
         depth=transport.depth,
         slot_reuse=transport.reuse,
-        store=transport.store_code(longest),
+        store=transport.store_code(longest, comm.facts.link_class),
         factor=factor,
         divisor=divisor,
         returns_out=spec.has_output,

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw a comparison: time over size per library, from the raw data of ``compare``.
+
+    python -m commrt.bench.figure docs/data/allreduce.json docs/figures/allreduce.svg
+
+Needs matplotlib (the extra ``report``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from commrt.errors import BackendError
+
+__all__ = ["curves", "main"]
+
+Curves = dict[str, dict[int, float]]
+"""library -> bytes -> median over launches, µs."""
+_COLOURS = ("#c2410c", "#2563eb", "#059669", "#7c3aed", "#57534e")
+_NAMES = {"mpi4py": "mpi4py + Open MPI", "gloo": "torch gloo"}
+
+
+def curves(data: dict[str, Any], coll: str, link_class: str) -> Curves:
+    """Return the medians of one operation in one state of the machine."""
+    samples: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for launch in data["launches"]:
+        if launch["coll"] != coll:
+            continue
+        for row in launch["rows"]:
+            if row.get("link_class") == link_class and "median_us" in row:
+                samples[launch["peer"]][row["nbytes"]].append(row["median_us"])
+    return {
+        peer: {n: statistics.median(times) for n, times in sorted(sizes.items())}
+        for peer, sizes in samples.items()
+    }
+
+
+def draw(data: dict[str, Any], coll: str, out: Path) -> None:
+    """Write one panel per link class that occurred."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BackendError(
+            "the figure needs matplotlib: pip install 'commrt[report]'"
+        ) from error
+    classes = [
+        name
+        for name in ("near", "far", "oversubscribed")
+        if len(curves(data, coll, name)) > 1
+    ]
+    figure = Figure(figsize=(5.2 * len(classes), 3.8), layout="constrained")
+    for index, link_class in enumerate(classes):
+        axes = figure.add_subplot(1, len(classes), index + 1)
+        found = curves(data, coll, link_class)
+        order = sorted(found, key=lambda peer: (peer != "commrt", peer))
+        for colour, peer in zip(_COLOURS, order, strict=False):
+            sizes = found[peer]
+            width = 2.2 if peer == "commrt" else 1.3
+            axes.plot(
+                list(sizes),
+                list(sizes.values()),
+                label=_NAMES.get(peer, peer),
+                color=colour,
+                linewidth=width,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("bytes")
+        axes.set_title(f"{coll}, {link_class} cores", fontsize=10)
+        axes.grid(visible=True, which="major", color="#e5e5e5", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        if index == 0:
+            axes.set_ylabel("time per call, µs (lower is better)")
+            axes.legend(frameon=False, fontsize=9)
+    figure.savefig(out, format=out.suffix.lstrip("."), metadata={"Date": None})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw the raw data of ``bench compare --out``."""
+    parser = argparse.ArgumentParser(prog="python -m commrt.bench.figure")
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--op", default="allreduce")
+    args = parser.parse_args(argv)
+    draw(json.loads(args.data.read_text()), args.op, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

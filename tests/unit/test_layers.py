@@ -30,6 +30,7 @@ LAYERS = (
         "failures",
         "group_creation",
         "links",
+        "persistent",
         "point_to_point",
         "request",
         "runtime",

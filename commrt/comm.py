@@ -197,6 +197,13 @@ class Communicator(GroupCreation, Operations):
         return self._world.mpi
 
     @property
+    def mpi_library(self) -> str | None:
+        """Name and version of the MPI library in use, None without MPI."""
+        if self._world.mpi is None:
+            return None
+        return _libmpi.library_name(_libmpi.load())
+
+    @property
     def nodes(self) -> list[list[int]]:
         """Ranks of this communicator on each node."""
         world = self._world

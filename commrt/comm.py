@@ -83,6 +83,7 @@ class Communicator(GroupCreation, Operations):
         self._closed = None
         self._plans: dict[Any, Any] = {}
         self._native_comm: Any = None
+        self._own_mpi: Any = None
         self._derived = 0
         super().__init__(world.engine, self._ranks.index(world.rank), len(ranks), name)
         self.timeout_s = world.timeout_s
@@ -189,12 +190,20 @@ class Communicator(GroupCreation, Operations):
 
     @property
     def mpi(self) -> Any:
-        """mpi4py's communicator over the ranks of the job, or None without MPI.
+        """mpi4py's communicator over these ranks, or None without MPI.
 
-        It is commrt's own duplicate: use it for MPI calls beside commrt's, with tags
-        of your own communicator obtained from its ``Dup()``.
+        On the communicator of all ranks it is the one commrt was started on (MPI's
+        world, or what ``init`` was given). A sub-communicator makes one when first
+        asked: that first access is collective over its ranks.
         """
-        return self._world.mpi
+        world = self._world
+        if world.mpi is None:
+            return None
+        if self._ranks == tuple(range(world.size)):
+            return world.mpi_given
+        if self._own_mpi is None:
+            self._own_mpi = self._create_mpi("mpi")
+        return self._own_mpi
 
     @property
     def mpi_library(self) -> str | None:
@@ -398,12 +407,16 @@ class Communicator(GroupCreation, Operations):
         that is still busy elsewhere.
         """
         if self._native_comm is None:
-            self._world.meet(self._ranks, f"native/{self.name}")
-            mpi = self._world.mpi
-            group = mpi.Get_group().Incl(list(self._ranks))
-            self._native_comm = mpi.Create_group(group, tag=1)
-            group.Free()
+            self._native_comm = self._create_mpi("native")
         return _libmpi.handle(self._native_comm)
+
+    def _create_mpi(self, purpose: str) -> Any:
+        self._world.meet(self._ranks, f"{purpose}/{self.name}")
+        mpi = self._world.mpi
+        group = mpi.Get_group().Incl(list(self._ranks))
+        created = mpi.Create_group(group, tag=1)
+        group.Free()
+        return created
 
 
 def _install_operations() -> None:

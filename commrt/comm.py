@@ -141,10 +141,12 @@ class Communicator(GroupCreation, Operations):
         """Release the communicator; local, idempotent. Wait for its requests first.
 
         In a forked process it does nothing: memory and messages are the parent's.
+        Where it failed and operations hang in it, its memory stays for them.
         """
         if self._closed is not None or os.getpid() != self._pid:
             return
-        if not self._comes_to_rest():
+        at_rest = self._comes_to_rest()
+        if not at_rest and not self._failure:
             raise UsageError(
                 f"{self.name} cannot be freed: operations are in flight; wait() for "
                 f"their requests first"
@@ -155,19 +157,25 @@ class Communicator(GroupCreation, Operations):
         self._slow = True
         self._forget_plans()
         self._plans.clear()
-        if self._arena is not None:
+        if self._arena is not None and at_rest:
             self._detach()
             self._arena.close()
 
     def _comes_to_rest(self) -> bool:
         """Wait until nothing is in flight, for a moment: messages may be on the way."""
         deadline = time.monotonic() + _REST_S
-        while not self._idle:
+        while not self._idle and not self._failure:
             if not self._world.engine.step():
                 os.sched_yield()
             if time.monotonic() > deadline:
-                return False
-        return True
+                break
+        return self._idle
+
+    def give_up(self, why: str) -> None:
+        """Make the communicator unusable, here and for ranks of this node that wait."""
+        self._set_failure(why)
+        if self._checker is not None:
+            self._checker.give_up(why)
 
     def __enter__(self) -> Communicator:
         return self

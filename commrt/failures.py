@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 __all__ = ["Guarded", "watch_forks"]
 
 
+_KINDS: dict[str, type[Exception]] = {
+    "mismatch": MismatchError,
+    "revoked": RevokedError,
+    "truncation": TruncationError,
+}
+
+
 @lru_cache(maxsize=1)
 def watch_forks() -> None:
     """Mark the engine as dead in every process that forks from this one."""
@@ -85,10 +92,8 @@ class Guarded(_native.Group):
     def _check_timeout(self, what: str, timeout_s: Any) -> float:
         return check_timeout(what, timeout_s)
 
-    def _operation_error(self, what: str, error: str, is_p2p: bool) -> Exception:
-        if is_p2p:
-            return TruncationError(f"{what}, rank {self.rank}: {error}")
-        return MismatchError(f"{what}, rank {self.rank}: {error}")
+    def _operation_error(self, what: str, error: str, kind: str) -> Exception:
+        return _KINDS[kind](f"{what}, rank {self.rank}: {error}")
 
     def _stream_on_host(self, what: str) -> NoReturn:
         raise UsageError(

@@ -60,8 +60,8 @@ def measure_links(comm: Communicator, world: World) -> dict[tuple[int, int], Lin
     slowest: dict[tuple[int, int], float] = {}
     for blob in said:
         for part in filter(None, blob.decode().split(";")):
-            a, b, ns = part.split(",")
-            pair = int(a), int(b)
+            one, other, ns = part.split(",")
+            pair = int(one), int(other)
             # A pair that ran out of time was not on a core at once.
             measured = float(ns) if float(ns) >= 0 else float("inf")
             slowest[pair] = max(slowest.get(pair, 0.0), measured)

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from commrt import _native
 from commrt.arrays import HostView, overlap, view
 from commrt.calls import check_flag, check_timeout
 from commrt.errors import BufferError_, UsageError
 from commrt.failures import Guarded
-from commrt.request import wait_all
+from commrt.request import Request, wait_all
 
 __all__ = ["PointToPoint"]
 
@@ -28,7 +27,7 @@ class PointToPoint(Guarded):
         tag: int = 0,
         nonblocking: bool = False,
         timeout_s: float | None = None,
-    ) -> _native.Request | None:
+    ) -> Request | None:
         """Send ``x`` to rank ``dest``; a receive there must ask for the same tag.
 
         A blocking send returns when ``x`` may be changed, which for a short message is
@@ -38,7 +37,10 @@ class PointToPoint(Guarded):
         nonblocking = check_flag("send", "nonblocking", nonblocking)
         limit = self._limit("send", timeout_s)
         buffer = self._outgoing("send", x, dest, "dest", tag, "tag")
-        return self._start_send(buffer, dest, tag, nonblocking, limit)
+        started: Request | None = self._start_send(
+            buffer, dest, tag, nonblocking, limit
+        )
+        return started
 
     def recv(
         self,

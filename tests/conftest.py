@@ -14,6 +14,21 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import pytest
+from sampling import (
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_terminal_summary,
+    seed,
+)
+
+__all__ = [
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_terminal_summary",
+    "seed",
+]
 
 T = TypeVar("T")
 

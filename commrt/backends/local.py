@@ -32,7 +32,12 @@ def run(
 
     def main(rank: int) -> T:
         comm = _connect(world, rank, size, timeout_s)
-        result = function(comm)
+        try:
+            result = function(comm)
+        except BaseException as error:
+            # Those who wait for this rank in an operation need not wait for ever.
+            comm.give_up(f"rank {rank} failed: {error!r}")
+            raise
         if comm._idle:
             comm.free()
         return result

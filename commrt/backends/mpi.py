@@ -73,6 +73,9 @@ class MpiBackend:
             return False
         if reduction not in _DEFINED_BY_MPI[dtype.kind]:
             return False
+        if dtype.itemsize < 4 and reduction in _ARITHMETIC:
+            # Open MPI's vectorised sums of short integers saturate instead of wrapping.
+            return False
         has_op = f"op:{query.op}" in constants
         return has_op and f"dtype:{dtype.name}" in constants
 

@@ -138,7 +138,9 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("size", [](const Group& g) { return g.comm->size; })
       .def_prop_ro("name", [](const Group& g) { return g.comm->name; })
       .def_prop_ro("next_seq", [](const Group& g) { return g.comm->next_seq; })
-      .def_prop_ro("_failure", [](const Group& g) { return g.comm->failure; })
+      .def_prop_ro("_failure", [](const Group& g) {
+        return g.comm->broken.load(std::memory_order_acquire) ? g.comm->failure : std::string();
+      })
       .def_rw("timeout_s", &Group::timeout_s, "Default limit of a wait, in seconds.")
       .def_rw("_slow", &Group::slow)
       .def_prop_ro("_num_plans", &Group::num_plans)
@@ -147,7 +149,9 @@ void bind_group(nb::module_& m) {
         return g.comm->idle();
       }, nb::call_guard<nb::gil_scoped_release>())
       .def("_set_failure", [](Group& g, const std::string& why) {
-        if (g.comm->failure.empty()) g.comm->failure = why;
+        std::lock_guard<std::mutex> lock(g.engine->mutex);
+        g.comm->break_down(why);
+        g.comm->tell_failure(g.comm->next_seq);
       })
       .def("_set_spins", [](Group& g, int spins) { g.comm->spin_before_yield = spins; })
       .def("_attach_arena",

@@ -189,6 +189,33 @@ void Comm::release_lane(Op& op) {
   op.lane_ = -1;
 }
 
+void Comm::break_down(const std::string& why) {
+  if (broken.load(std::memory_order_relaxed)) return;
+  failure = why;
+  broken.store(true, std::memory_order_release);
+}
+
+void Comm::tell_failure(uint64_t seq) {
+  if (arena == nullptr) return;
+  std::atomic<uint64_t>& failed = header(member_index_[rank])->failed;
+  if (failed.load(std::memory_order_relaxed) == 0) {
+    failed.store(seq + 1, std::memory_order_release);
+  }
+}
+
+bool Comm::fail_after_peer(Op& op) {
+  if (arena == nullptr || op.p2p != nullptr) return false;
+  for (size_t i = 0; i < members.size(); ++i) {
+    const uint64_t failed = header(static_cast<int>(i))->failed.load(std::memory_order_acquire);
+    if (failed == 0 || failed - 1 > op.seq || members[i] == rank) continue;
+    op.given_up = true;
+    op.fail("rank " + std::to_string(members[i]) + " gave up at operation #" +
+            std::to_string(failed - 1));
+    return true;
+  }
+  return false;
+}
+
 std::vector<int> Comm::not_started(uint64_t seq) const {
   std::vector<int> missing;
   for (size_t i = 0; i < members.size(); ++i) {

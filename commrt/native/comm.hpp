@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -62,12 +63,18 @@ enum class OpState : int { Running = 0, Done = 1, Failed = 2 };
 // Point-to-point messages have peers and tags instead of a plan.
 struct P2PTask;
 
-struct MpiStep {  // an instruction with messages over MPI, between its posts and its end
-  enum class Phase : uint8_t { Receiving, Sending } phase = Phase::Receiving;
+struct MpiStep {  // an instruction that receives over MPI, until its messages are there
   std::vector<MpiRequest> requests;
+  std::vector<int> peers;  // rank of the communicator, per request
   std::vector<bool> done;
   std::vector<std::unique_ptr<unsigned char[]>> staging;
-  std::vector<const unsigned char*> sources;
+  std::vector<const unsigned char*> sources;  // per input of the instruction
+};
+
+struct MpiSend {  // a message on its way; nothing but the end of the operation waits for it
+  MpiRequest request;
+  int64_t fragment = 0;
+  std::unique_ptr<unsigned char[]> staging;  // null: sent from where it lies
 };
 
 // One operation in flight. Owned by shared_ptr: the communicator's list and the request.
@@ -82,6 +89,7 @@ class Op {
   std::unique_ptr<unsigned char[]> tmp_storage;
   std::atomic<int> state{static_cast<int>(OpState::Running)};
   std::string error;
+  bool given_up = false;  // failed because a peer did
   std::unique_ptr<P2PTask> p2p;
   void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
 
@@ -106,6 +114,7 @@ class Op {
   MpiRequest native_request_;
   bool native_started_ = false;
   std::unordered_map<uint64_t, MpiStep> mpi_steps_;
+  std::list<MpiSend> mpi_sends_;  // in the order of their posts
 
   bool is_done(uint64_t pos) const {
     const uint64_t i = pos & done_mask_;
@@ -123,6 +132,9 @@ class Op {
   bool deps_done(const Instr& ins, uint64_t first) const;
   bool run(int64_t fragment, int index);
   bool run_mpi(int64_t fragment, int index);
+  bool all_arrived(MpiStep& step, size_t nbytes);
+  bool all_sent();
+  void abandon_mpi();
   bool inputs_arrived(const Instr& ins, int64_t fragment);
   bool outputs_free(const Instr& ins, int64_t fragment);
   void compute_and_send(const Instr& ins, int64_t fragment,
@@ -189,6 +201,13 @@ class Comm {
   Link& link(int rank) { return links_[rank]; }
   int member_of(int rank) const { return member_index_[rank]; }
 
+  // Ends an operation that an on-node peer has given up; true if it did.
+  bool fail_after_peer(Op& op);
+  // Lets the ranks of this node know that they wait in vain from operation `seq` on.
+  void tell_failure(uint64_t seq);
+  // Makes the communicator unusable; the first reason stays.
+  void break_down(const std::string& why);
+
   // Ranks of this node that have not started operation `seq` yet.
   std::vector<int> not_started(uint64_t seq) const;
   // Best half round trip to an on-node peer in ns, both calling; negative on timeout.
@@ -198,7 +217,8 @@ class Comm {
   const int rank, size;
   const std::string name;
   uint64_t next_seq = 0;
-  std::string failure;  // why the communicator can't be used any more
+  std::string failure;  // why the communicator can't be used any more; written once
+  std::atomic<bool> broken{false};  // release: `failure` is written
   uint64_t fork_epoch = 0;
   int spin_before_yield = 2000;
 

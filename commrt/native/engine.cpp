@@ -18,7 +18,15 @@ double now_s() {
       .count();
 }
 
-Engine::~Engine() { stop_thread(); }
+Engine::~Engine() {
+  if (!forked.load(std::memory_order_relaxed)) {
+    stop_thread();
+    return;
+  }
+  // Another process's thread can neither be joined nor be waited for.
+  static_cast<void>(parked_.release());
+  if (thread_.joinable()) static_cast<void>(new std::thread(std::move(thread_)));
+}
 
 void Engine::add(Comm* comm) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -26,6 +34,8 @@ void Engine::add(Comm* comm) {
 }
 
 void Engine::remove(Comm* comm) {
+  // The lock may have been held, in the parent, by a thread that this process lacks.
+  if (forked.load(std::memory_order_relaxed)) return;
   std::lock_guard<std::mutex> lock(mutex);
   comms_.erase(std::remove(comms_.begin(), comms_.end(), comm), comms_.end());
 }
@@ -62,17 +72,17 @@ void Engine::start_thread() {
 }
 
 void Engine::stop_thread() {
-  if (!thread_.joinable()) return;
+  if (!thread_.joinable() || forked.load(std::memory_order_relaxed)) return;
   {
     std::lock_guard<std::mutex> lock(mutex);
     stopping_ = true;
   }
-  parked_.notify_all();
+  parked_->notify_all();
   thread_.join();
 }
 
 void Engine::wake() {
-  if (thread_.joinable()) parked_.notify_one();
+  if (thread_.joinable()) parked_->notify_one();
 }
 
 void Engine::thread_main() {
@@ -81,7 +91,7 @@ void Engine::thread_main() {
     bool advanced = false;
     {
       std::unique_lock<std::mutex> lock(mutex);
-      parked_.wait(lock, [this] { return stopping_ || busy_locked(); });
+      parked_->wait(lock, [this] { return stopping_ || busy_locked(); });
       if (stopping_) return;
       advanced = step_locked();
     }

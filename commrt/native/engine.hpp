@@ -51,7 +51,9 @@ class Engine {
   std::vector<Comm*> comms_;
   std::vector<std::shared_ptr<Op>> ended_;
   std::thread thread_;
-  std::condition_variable parked_;
+  // On the heap: in a forked process it is left alone, as the thread that waits on it does
+  // not exist there.
+  std::unique_ptr<std::condition_variable> parked_ = std::make_unique<std::condition_variable>();
   bool stopping_ = false;
 };
 

@@ -117,6 +117,7 @@ bool Op::advance() {
       }
     }
     if (head_ == total_) {
+      if (!finished() && !all_sent()) return any;
       if (!finished()) finish();
       return true;
     }
@@ -220,11 +221,11 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
   for (int i = 0; i < nin; ++i) {
     const Ref& ref = ins.inputs[i];
     if (!ref.is_message) continue;
-    if (arrived != nullptr && arrived[i] != nullptr) {
-      messages[i] = arrived[i];
+    const Link& link = comm->link(p.peers[ref.peer].rank);
+    if (link.kind == LinkKind::Mpi) {
+      messages[i] = arrived[i];  // may be null where nothing was to arrive
       continue;
     }
-    const Link& link = comm->link(p.peers[ref.peer].rank);
     const Line& line = link.in_lines[in_id(ref, fragment) & (kLines - 1)];
     const uint64_t meta = line.meta;
     if (!meta_length_is(meta, total)) {
@@ -318,7 +319,9 @@ void Op::take_inputs(const Instr& ins, int64_t fragment) {
 
 void Op::fail(std::string message) {
   error = std::move(message);
-  if (comm->failure.empty()) comm->failure = error;
+  abandon_mpi();
+  comm->break_down(error);
+  comm->tell_failure(seq);
   state.store(static_cast<int>(OpState::Failed), std::memory_order_release);
 }
 

@@ -168,6 +168,10 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
       }
     }
     if (finished || op->finished()) return WaitResult::Done;
+    {
+      std::lock_guard<std::mutex> lock(engine.mutex);
+      if (!op->finished() && group.comm->fail_after_peer(*op)) return WaitResult::Done;
+    }
     if (PyErr_CheckSignals() != 0) return WaitResult::Interrupted;
     const double now = now_s();
     if (now > deadline) return WaitResult::TimedOut;
@@ -188,10 +192,13 @@ Request::~Request() {
 
 nb::object Request::outcome() {
   observed_ = true;
-  drop_ended(*nb::cast<Group&>(group_).engine);
+  if (!Engine::forked.load(std::memory_order_relaxed)) {
+    drop_ended(*nb::cast<Group&>(group_).engine);
+  }
   if (is_failed()) {
     if (!error_.is_valid()) {
-      error_ = group_.attr("_operation_error")(what(), op_->error, op_->p2p != nullptr);
+      const char* kind = op_->p2p ? "truncation" : op_->given_up ? "revoked" : "mismatch";
+      error_ = group_.attr("_operation_error")(what(), op_->error, kind);
     }
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error_.ptr())), error_.ptr());
     throw nb::python_error();
@@ -202,19 +209,19 @@ nb::object Request::outcome() {
 nb::object Request::outcome_after(WaitResult ended, double seconds) {
   observed_ = true;
   if (ended == WaitResult::TimedOut) {
-    group_.attr("_timed_out")(what(), op_->seq, seconds, op_->p2p != nullptr);
+    group_.attr("_timed_out")(what(), op_->seq, seconds, op_->p2p != nullptr, nb::find(*this));
   }
   return outcome();
 }
 
 nb::object Request::wait(nb::object stream, nb::object timeout) {
-  if (!stream.is_none()) {
-    observed_ = true;
-    group_.attr("_stream_on_host")(what());
+  if (!stream.is_none()) group_.attr("_stream_on_host")(what());
+  double seconds = timeout_s_;
+  if (!timeout.is_none()) {
+    seconds = nb::cast<double>(group_.attr("_check_timeout")(what(), timeout));
   }
   if (!op_->finished()) {
     if (Engine::forked.load(std::memory_order_relaxed)) group_.attr("_check_usable")();
-    const double seconds = timeout.is_none() ? timeout_s_ : nb::cast<double>(timeout);
     Group& group = nb::cast<Group&>(group_);
     switch (wait_for(group, op_, seconds)) {
       case WaitResult::Done: break;
@@ -319,9 +326,11 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
     if (!op->finished() && !op->has_keep()) keep_alive(*op, keep_x.ptr(), keep_out.ptr());
   }
   if (ended == WaitResult::Interrupted) throw nb::python_error();
-  Request request(nb::borrow(group_object), op, nb::borrow(result), nb::borrow(operation),
-                  timeout_s);
-  return request.outcome_after(ended, timeout_s);
+  nb::object request = nb::cast(
+      new Request(nb::borrow(group_object), op, nb::borrow(result), nb::borrow(operation),
+                  timeout_s),
+      nb::rv_policy::take_ownership);
+  return nb::cast<Request&>(request).outcome_after(ended, timeout_s);
 }
 
 }  // namespace commrt

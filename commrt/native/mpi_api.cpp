@@ -22,6 +22,7 @@ std::string MpiApi::load(const std::unordered_map<std::string, uint64_t>& addres
   bind("MPI_Isend", isend);
   bind("MPI_Irecv", irecv);
   bind("MPI_Test", test);
+  bind("MPI_Cancel", cancel);
   bind("MPI_Iprobe", iprobe);
   bind("MPI_Get_count", get_count);
   bind("MPI_Abort", abort);

@@ -30,6 +30,7 @@ struct MpiApi {
   int (*isend)(const void*, int, Handle, int, int, Handle, void*) = nullptr;
   int (*irecv)(void*, int, Handle, int, int, Handle, void*) = nullptr;
   int (*test)(void*, int*, void*) = nullptr;
+  int (*cancel)(void*) = nullptr;
   int (*iprobe)(int, int, Handle, int*, void*) = nullptr;
   int (*get_count)(const void*, Handle, int*) = nullptr;
   int (*abort)(Handle, int) = nullptr;

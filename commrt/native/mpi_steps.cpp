@@ -12,26 +12,70 @@
 
 namespace commrt {
 
-namespace {
-
-bool all_complete(MpiStep& step) {
+// Whether every message has come, each of the length that is expected here. The operation
+// may have failed afterwards.
+bool Op::all_arrived(MpiStep& step, size_t nbytes) {
   bool all = true;
   for (size_t i = 0; i < step.requests.size(); ++i) {
     if (step.done[i]) continue;
     MpiStatus status;
-    int flag = 0;
-    mpi().test(&step.requests[i], &flag, &status);
-    if (flag) {
-      step.done[i] = true;
-    } else {
+    int flag = 0, count = -1;
+    const int rc = mpi().test(&step.requests[i], &flag, &status);
+    if (rc == 0 && !flag) {
       all = false;
+      continue;
+    }
+    step.done[i] = true;
+    if (rc == 0) mpi().get_count(&status, mpi().byte_type, &count);
+    if (count != static_cast<int>(nbytes)) {
+      fail("rank " + std::to_string(step.peers[i]) + " sent a message of another length than the " +
+           std::to_string(nbytes) + " bytes expected here (MPI's error code: " +
+           std::to_string(rc) + "): the ranks called with different arguments");
+      return false;
     }
   }
   return all;
 }
 
-}  // namespace
+// Whether MPI needs none of the messages sent so far any more.
+bool Op::all_sent() {
+  for (auto it = mpi_sends_.begin(); it != mpi_sends_.end();) {
+    MpiStatus status;
+    int flag = 0;
+    const int rc = mpi().test(&it->request, &flag, &status);
+    if (rc != 0) {
+      fail("the MPI library could not send a message, error code " + std::to_string(rc));
+      return false;
+    }
+    it = flag ? mpi_sends_.erase(it) : std::next(it);
+  }
+  return mpi_sends_.empty();
+}
 
+// What MPI may still write to is taken back, and what it may still read is kept for ever.
+void Op::abandon_mpi() {
+  for (auto& [position, step] : mpi_steps_) {
+    bool left = false;
+    for (size_t i = 0; i < step.requests.size(); ++i) {
+      if (step.done[i]) continue;
+      // A receive that has no message yet ends at once when it is cancelled.
+      mpi().cancel(&step.requests[i]);
+      MpiStatus status;
+      int flag = 0;
+      for (int tries = 0; tries < 1000 && !flag; ++tries) {
+        if (mpi().test(&step.requests[i], &flag, &status) != 0) break;
+      }
+      step.done[i] = true;
+      left = left || !flag;
+    }
+    if (left) static_cast<void>(new auto(std::move(step.staging)));
+  }
+  if (!mpi_sends_.empty()) static_cast<void>(new auto(std::move(mpi_sends_)));
+}
+
+// Receives what the instruction needs, computes, and sends. A send is done once posted: the
+// schedule may rely on messages being buffered, so what is sent is copied, unless nothing
+// can overwrite it before the operation ends.
 bool Op::run_mpi(int64_t fragment, int index) {
   const Plan& p = *plan;
   const Instr& ins = p.instrs[index];
@@ -77,6 +121,7 @@ bool Op::run_mpi(int64_t fragment, int index) {
     for (size_t i = 0; i < ins.inputs.size(); ++i) {
       const Ref& ref = ins.inputs[i];
       if (!over_mpi(ref)) continue;
+      step.peers.push_back(p.peers[ref.peer].rank);
       unsigned char* into;
       if (direct) {
         into = contiguous(ins.local_outs[0]);
@@ -95,45 +140,44 @@ bool Op::run_mpi(int64_t fragment, int index) {
   }
 
   MpiStep& step = it->second;
-  if (step.phase == MpiStep::Phase::Receiving) {
-    if (!all_complete(step) || !inputs_arrived(ins, fragment) || !outputs_free(ins, fragment)) {
-      return false;
-    }
-    for (const Ref& ref : ins.sends) {
-      if (over_mpi(ref) && link_of(ref).mpi_out != out_id(ref, fragment)) return false;
-    }
-    // The value for MPI: straight from a local operand that holds it, else packed.
-    const unsigned char* value = nullptr;
-    const bool plain = ins.inputs.size() == 1 && ins.scaled_mask == 0;
-    if (one_piece && !ins.local_outs.empty()) {
-      value = contiguous(ins.local_outs[0]);
-    } else if (one_piece && plain && !ins.inputs[0].is_message) {
-      value = contiguous(ins.inputs[0]);
-    }
-    const bool any_mpi_send = std::any_of(ins.sends.begin(), ins.sends.end(), over_mpi);
-    const bool only_mpi_sends = std::all_of(ins.sends.begin(), ins.sends.end(), over_mpi);
-    const bool nothing_local = ins.local_outs.empty() && only_mpi_sends;
-    if (!(nothing_local && value != nullptr)) {
-      if (!nothing_local) compute_and_send(ins, fragment, step.sources.data());
-      if (finished()) return true;
-    }
-    if (any_mpi_send && value == nullptr) {
-      step.staging.emplace_back(new unsigned char[nbytes + 1]);
-      pack(ins, fragment, step.staging.back().get());
-      value = step.staging.back().get();
-    }
-    step.requests.clear();
-    for (const Ref& ref : ins.sends) {
-      if (!over_mpi(ref)) continue;
-      step.requests.emplace_back();
-      mpi().isend(value, static_cast<int>(nbytes), mpi().byte_type, link_of(ref).mpi_rank,
-                  comm->mpi_tag, comm->mpi_comm, &step.requests.back());
-      ++link_of(ref).mpi_out;
-    }
-    step.done.assign(step.requests.size(), false);
-    step.phase = MpiStep::Phase::Sending;
+  if (!all_arrived(step, nbytes) || !inputs_arrived(ins, fragment) ||
+      !outputs_free(ins, fragment)) {
+    return false;
   }
-  if (!all_complete(step)) return false;
+  const bool any_mpi_send = std::any_of(ins.sends.begin(), ins.sends.end(), over_mpi);
+  for (const Ref& ref : ins.sends) {
+    if (over_mpi(ref) && link_of(ref).mpi_out != out_id(ref, fragment)) return false;
+  }
+  // A few fragments may be on their way; one must, see above.
+  if (any_mpi_send && !mpi_sends_.empty() && mpi_sends_.front().fragment + p.depth <= fragment &&
+      !all_sent() && (finished() || mpi_sends_.front().fragment + p.depth <= fragment)) {
+    return false;
+  }
+  const bool only_mpi_sends = std::all_of(ins.sends.begin(), ins.sends.end(), over_mpi);
+  if (!(ins.local_outs.empty() && any_mpi_send && only_mpi_sends)) {
+    compute_and_send(ins, fragment, step.sources.data());
+    if (finished()) return true;
+  }
+  const Ref& source = ins.local_outs.empty() ? ins.inputs[0] : ins.local_outs[0];
+  const bool stays = one_piece && ins.local_outs.empty() && ins.scaled_mask == 0 &&
+                     !source.is_message && p.spaces[source.space].kind == SpaceKind::In &&
+                     static_cast<const void*>(in) != static_cast<void*>(out);
+  for (const Ref& ref : ins.sends) {
+    if (!over_mpi(ref)) continue;
+    MpiSend& send = mpi_sends_.emplace_back();
+    send.fragment = fragment;
+    const unsigned char* value;
+    if (stays) {
+      value = contiguous(source);
+    } else {
+      send.staging.reset(new unsigned char[nbytes + 1]);
+      pack(ins, fragment, send.staging.get());
+      value = send.staging.get();
+    }
+    mpi().isend(value, static_cast<int>(nbytes), mpi().byte_type, link_of(ref).mpi_rank,
+                comm->mpi_tag, comm->mpi_comm, &send.request);
+    ++link_of(ref).mpi_out;
+  }
   mpi_steps_.erase(it);
   return true;
 }
@@ -192,6 +236,14 @@ bool Op::advance_native() {
                                        request);
         break;
       case 5:
+        // MPI wants "in place" from all ranks or none; here it is one rank's own business.
+        send = in;
+        if (in_place && plan->in_elems != 0) {
+          const size_t nbytes = static_cast<size_t>(plan->in_elems) * plan->itemsize;
+          tmp_storage.reset(new unsigned char[nbytes]);
+          std::memcpy(tmp_storage.get(), in, nbytes);
+          send = tmp_storage.get();
+        }
         rc = api.ialltoall(send, call.count, call.datatype, out, call.count, call.datatype,
                            call.comm, request);
         break;

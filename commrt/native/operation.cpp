@@ -96,7 +96,8 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   auto slow = [&] { return hand_over(self, args, nargs, kwnames); };
   if (nargs != expected || !nb::isinstance<Group>(nb::handle(args[0]))) return slow();
   Group& group = *nb::inst_ptr<Group>(nb::handle(args[0]));
-  if (group.slow || Engine::forked.load(std::memory_order_relaxed)) return slow();
+  if (group.slow || group.comm->broken.load(std::memory_order_relaxed) ||
+      Engine::forked.load(std::memory_order_relaxed)) return slow();
 
   PyObject* out_object = nullptr;
   int reduction = 0;
@@ -115,10 +116,8 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     } else if (key == words.root && self->has_root) {
       if (!PyLong_CheckExact(value)) return slow();
       root = PyLong_AsLong(value);
-      if (root == -1 && PyErr_Occurred()) {
-        PyErr_Clear();
-        return slow();
-      }
+      if (root == -1 && PyErr_Occurred()) PyErr_Clear();
+      if (root < 0 || root >= group.comm->size) return slow();
     } else if (key == words.nonblocking) {
       if (!PyBool_Check(value)) return slow();
       nonblocking = value == Py_True;

@@ -214,29 +214,35 @@ bool P2P::pull(int peer) {
   }
 }
 
-bool P2P::pull_mpi() {
-  if (comm_.mpi_comm == 0) return false;
+// Large packets need the sender's help to arrive, so their receives are polled, never waited
+// for; they are taken in order.
+bool P2P::pull_mpi(int peer) {
+  Channel& c = channels_[peer];
+  const Link& link = comm_.link(peer);
   bool any = false;
-  for (int peer = 0; peer < comm_.size; ++peer) {
-    const Link& link = comm_.link(peer);
-    if (link.kind != LinkKind::Mpi) continue;
-    for (;;) {
-      MpiStatus status;
-      int flag = 0, count = 0;
-      mpi().iprobe(link.mpi_rank, comm_.mpi_tag + 1, comm_.mpi_comm, &flag, &status);
-      if (!flag) break;
-      mpi().get_count(&status, mpi().byte_type, &count);
-      std::vector<unsigned char> bytes(static_cast<size_t>(count));
-      MpiRequest request;
-      mpi().irecv(bytes.data(), count, mpi().byte_type, link.mpi_rank, comm_.mpi_tag + 1,
-                  comm_.mpi_comm, &request);
-      // The probe saw it: this ends as soon as the library has moved the bytes.
-      for (int done = 0; !done;) mpi().test(&request, &done, &status);
-      PacketHeader header;
-      std::memcpy(&header, bytes.data(), sizeof header);
-      arrived(peer, header, bytes.data() + sizeof header);
-      any = true;
-    }
+  for (;;) {
+    MpiStatus status;
+    int flag = 0, count = 0;
+    mpi().iprobe(link.mpi_rank, comm_.mpi_tag + 1, comm_.mpi_comm, &flag, &status);
+    if (!flag) break;
+    mpi().get_count(&status, mpi().byte_type, &count);
+    MpiPacket& packet = c.mpi_arriving.emplace_back();
+    packet.bytes.resize(static_cast<size_t>(count));
+    mpi().irecv(packet.bytes.data(), count, mpi().byte_type, link.mpi_rank, comm_.mpi_tag + 1,
+                comm_.mpi_comm, &packet.request);
+    any = true;
+  }
+  while (!c.mpi_arriving.empty()) {
+    MpiPacket& packet = c.mpi_arriving.front();
+    MpiStatus status;
+    int flag = 0;
+    mpi().test(&packet.request, &flag, &status);
+    if (!flag) break;
+    PacketHeader header;
+    std::memcpy(&header, packet.bytes.data(), sizeof header);
+    arrived(peer, header, packet.bytes.data() + sizeof header);
+    c.mpi_arriving.pop_front();
+    any = true;
   }
   return any;
 }
@@ -288,17 +294,19 @@ bool P2P::flush(int peer) {
   return any;
 }
 
+bool P2P::on_the_way() const {
+  return std::any_of(channels_.begin(), channels_.end(), [](const Channel& c) {
+    return !c.control.empty() || !c.mpi_sending.empty() || !c.mpi_arriving.empty();
+  });
+}
+
 bool P2P::progress() {
-  if (live_ == 0) {
-    bool waiting = false;
-    for (auto& c : channels_) waiting = waiting || !c.control.empty() || !c.mpi_sending.empty();
-    if (!waiting) return false;
-  }
-  bool any = pull_mpi();
+  if (live_ == 0 && !on_the_way()) return false;
+  bool any = false;
   for (int peer = 0; peer < comm_.size; ++peer) {
     const LinkKind kind = comm_.link(peer).kind;
     if (kind == LinkKind::Self) continue;
-    if (kind == LinkKind::Shared && pull(peer)) any = true;
+    if (kind == LinkKind::Shared ? pull(peer) : pull_mpi(peer)) any = true;
     if (flush(peer)) any = true;
   }
   return any;

@@ -55,7 +55,8 @@ class P2P {
   std::shared_ptr<Op> send(const void* buffer, uint64_t nbytes, int dest, int tag);
   std::shared_ptr<Op> recv(void* buffer, uint64_t capacity, int source, int tag);
   bool progress();
-  bool idle() const { return live_ == 0; }
+  // Nothing is in flight, packets of sends that are over included.
+  bool idle() const { return live_ == 0 && !on_the_way(); }
 
  private:
   struct Incoming {  // arrived and not matched
@@ -79,12 +80,14 @@ class P2P {
     std::deque<std::shared_ptr<Op>> unannounced;  // sends, in order
     std::deque<std::shared_ptr<Op>> streaming;
     std::list<MpiPacket> mpi_sending;
+    std::list<MpiPacket> mpi_arriving;  // in the order of their headers
   };
 
   void attach();
   bool push(int peer, const PacketHeader& header, const unsigned char* payload, size_t nbytes);
   bool pull(int peer);
-  bool pull_mpi();
+  bool pull_mpi(int peer);
+  bool on_the_way() const;
   bool flush(int peer);
   void arrived(int source, const PacketHeader& header, const unsigned char* payload);
   void deliver(Op& op, int source, const PacketHeader& header, const unsigned char* payload);

@@ -80,6 +80,10 @@ class Checker:
         """Free the communicator that the comparisons go over."""
         self._channel.free()
 
+    def give_up(self, why: str) -> None:
+        """End the waits of other ranks for this one."""
+        self._channel._set_failure(why)
+
     def check(self, call: Call, bound: Bound) -> None:
         """Raise MismatchError on every rank unless all of them make the same call."""
         fields = describe(call, bound, self._comm.table_digest)
@@ -115,8 +119,7 @@ class Checker:
         """Give the communicator up: the others may go on to the operation."""
         comm = self._comm
         what = f"{fields['operation']} #{fields['seq']} on {comm.name}"
-        comm._set_failure(f"check mode waited in vain before {what}")
-        comm._slow = True
+        comm.give_up(f"check mode waited in vain before {what}")
         return TimeoutError_(
             f"{what}, rank {comm.rank}: not complete within {limit:g} s: "
             f"{self._channel.who_is_missing(seq)} (check mode: nothing of it was sent, "

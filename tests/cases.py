@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of collectives as data: inputs, numpy's result, the call, the comparison.
+
+Used with ranks as threads and with MPI ranks alike. A reference is computed in float64,
+complex128 or exact integers, never in the type under test.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from commrt import algorithms
+from commrt.dtypes import DTYPES, ReduceOp, check_reduction, dtype_by_name
+from commrt.errors import CommError, UsageError
+from commrt.operations import operation
+
+Array = np.ndarray[Any, Any]
+
+CANARY = 8
+"""Elements around every output that must stay untouched."""
+FRAGMENTED = 4096
+"""A chunk so small that a few thousand elements make several fragments."""
+COUNTS = (0, 1, 3, 5, 64, 257, 5000)
+REDUCTIONS = tuple(op.name.lower() for op in ReduceOp if op is not ReduceOp.PREMUL_SUM)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call on every rank."""
+
+    coll: str
+    size: int
+    algorithm: str | None = None
+    """``NAME`` or ``BACKEND/NAME``; None: the automatic choice."""
+    params: dict[str, int | str] = field(default_factory=dict)
+    dtype: str = "float32"
+    op: str = "sum"
+    root: int = 0
+    count: int = 5
+    """Elements of ``x``, or of one block where ``x`` has a block per rank."""
+    in_place: bool = False
+
+    def describe(self) -> dict[str, Any]:
+        """Return the case as plain data, for messages and for other processes."""
+        return asdict(self)
+
+    @property
+    def x_elements(self) -> int:
+        """Elements of ``x``."""
+        per_rank = self.coll in ("reduce_scatter", "alltoall", "scatter")
+        return self.count * self.size if per_rank else self.count
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of the call, without ``out``."""
+        spec = operation(self.coll)
+        found: dict[str, Any] = {}
+        if spec.reduces:
+            found["op"] = self.op
+        if spec.has_root:
+            found["root"] = self.root
+        if self.algorithm is not None:
+            found["algorithm"] = self.algorithm
+        if self.params:
+            found["params"] = dict(self.params)
+        return found
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return numpy's type, with bfloat16 from ml_dtypes."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def legal_pairs() -> list[tuple[str, str]]:
+    """Return every (dtype, reduction) that the Contract allows."""
+    pairs = []
+    for dtype in DTYPES:
+        for op in REDUCTIONS:
+            try:
+                check_reduction(ReduceOp[op.upper()], dtype)
+            except UsageError:
+                continue
+            pairs.append((dtype.name, op))
+    return pairs
+
+
+def ways(coll: str, size: int) -> list[tuple[str | None, dict[str, int | str]]]:
+    """Return (algorithm, parameters) of every schedule for ``coll``, and automatic."""
+    found: list[tuple[str | None, dict[str, int | str]]] = [(None, {})]
+    for name in algorithms.names(coll):
+        if not algorithms.get(coll, name).supports(size):
+            continue
+        found.append((name, {}))
+        for param, values in algorithms.param_choices(coll, name, size).items():
+            found.extend((name, {param: value}) for value in values[1:])
+    return found
+
+
+TRANSPORTS: tuple[dict[str, int | str], ...] = (
+    {},
+    {"chunk": FRAGMENTED},
+    {"chunk": FRAGMENTED, "depth": 1, "reuse": 1},
+    {"chunk": FRAGMENTED, "depth": 8, "store": "stream"},
+    {"chunk": 512, "reuse": 8, "store": "stream_both"},
+)
+
+
+def sample(coll: str, size: int, seed: int, number: int) -> list[Case]:
+    """Return ``number`` random cases; the same for the same arguments."""
+    rng = random.Random(f"{coll}/{size}/{seed}")
+    pairs, found = legal_pairs(), ways(coll, size)
+    return [_draw(coll, size, rng, pairs, found) for _ in range(number)]
+
+
+def _draw(
+    coll: str,
+    size: int,
+    rng: random.Random,
+    pairs: list[tuple[str, str]],
+    found: list[tuple[str | None, dict[str, int | str]]],
+) -> Case:
+    dtype, op = rng.choice(pairs)
+    algorithm, own = rng.choice(found)
+    # The automatic choice is not to be told parameters of one algorithm.
+    transport = rng.choice(TRANSPORTS)
+    return Case(
+        coll=coll,
+        size=size,
+        algorithm=algorithm,
+        params={**own, **transport},
+        dtype=dtype,
+        op=op,
+        root=rng.randrange(size),
+        count=rng.choice(COUNTS),
+        in_place=rng.random() < 0.5,
+    )
+
+
+def everything(coll: str, size: int) -> Iterator[Case]:
+    """Yield every way with every (dtype, reduction), root, length and placement.
+
+    Per way, all types and reductions with rotating lengths, then all lengths, roots,
+    placements and transports with rotating types.
+    """
+    spec = operation(coll)
+    pairs = legal_pairs() if spec.reduces else [(d.name, "sum") for d in DTYPES]
+    roots = range(size) if spec.has_root else (0,)
+    for algorithm, params in ways(coll, size):
+        for i, (dtype, op) in enumerate(pairs):
+            count, in_place = COUNTS[i % len(COUNTS)], i % 2 == 0
+            yield Case(
+                coll, size, algorithm, params, dtype, op, i % size, count, in_place
+            )
+        i = 0
+        for root in roots:
+            for count in COUNTS:
+                for transport in TRANSPORTS:
+                    dtype, op = pairs[i % len(pairs)]
+                    merged = {**params, **transport}
+                    in_place = i % 2 == 0
+                    yield Case(
+                        coll, size, algorithm, merged, dtype, op, root, count, in_place
+                    )
+                    i += 1
+
+
+# -- inputs and results -----------------------------------------------------------
+
+
+def inputs(case: Case) -> list[Array]:
+    """Return every rank's ``x``; the placement is each rank's own business."""
+    seed = zlib.crc32(repr(replace(case, in_place=False)).encode())
+    rng = np.random.default_rng(seed)
+    return [_values(case, rng) for _ in range(case.size)]
+
+
+def _values(case: Case, rng: np.random.Generator) -> Array:
+    dtype, number = dtype_by_name(case.dtype), case.x_elements
+    if dtype.kind == "bool":
+        return rng.random(number) < 0.7
+    if dtype.kind in ("int", "uint"):
+        limits = np.iinfo(dtype.name)
+        values = rng.integers(
+            limits.min, limits.max, number, dtype=dtype.name, endpoint=True
+        )
+        if case.op in ("land", "lor", "lxor"):
+            values[rng.random(number) < 0.4] = 0
+        return values
+    values = rng.uniform(0.5, 2.0, number) * rng.choice([-1.0, 1.0], number)
+    if dtype.kind == "complex":
+        values = values + 1j * rng.uniform(-1.0, 1.0, number)
+    if case.op in ("land", "lor", "lxor"):
+        values[rng.random(number) < 0.4] = 0
+    if case.op in ("min", "max"):
+        values[rng.random(number) < 0.1] = np.nan
+        values[rng.random(number) < 0.1] = np.inf
+    return values.astype(numpy_dtype(case.dtype))
+
+
+def expected(case: Case, xs: list[Array]) -> list[Array | None]:
+    """Return the output of every rank, None where it has none; reductions exact."""
+    size, coll = case.size, case.coll
+    if coll == "barrier":
+        return [None] * size
+    if coll in ("allreduce", "reduce", "reduce_scatter"):
+        total = _reduced(case, xs)
+        if coll == "reduce_scatter":
+            return list(np.split(total, size))
+        everywhere = coll == "allreduce"
+        return [total if everywhere or r == case.root else None for r in range(size)]
+    if coll == "bcast":
+        return [xs[case.root]] * size
+    if coll in ("allgather", "gather"):
+        joined = np.concatenate(xs)
+        everywhere = coll == "allgather"
+        return [joined if everywhere or r == case.root else None for r in range(size)]
+    if coll == "scatter":
+        return list(np.split(xs[case.root], size))
+    assert coll == "alltoall"
+    blocks = [np.split(x, size) for x in xs]
+    return [np.concatenate([row[rank] for row in blocks]) for rank in range(size)]
+
+
+_LOGICAL: dict[str, Callable[[Array, Array], Array]] = {
+    "land": np.logical_and,
+    "lor": np.logical_or,
+    "lxor": np.logical_xor,
+    "band": np.logical_and,
+    "bor": np.logical_or,
+    "bxor": np.logical_xor,
+    "sum": np.logical_or,
+    "prod": np.logical_and,
+    "min": np.logical_and,
+    "max": np.logical_or,
+}
+_PLAIN: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": np.add,
+    "avg": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+
+
+def _reduced(case: Case, xs: list[Array]) -> Array:
+    dtype = dtype_by_name(case.dtype)
+    if case.size == 1 and case.op in ("land", "lor", "lxor"):
+        return xs[0]  # one operand is left as it is, as MPI does
+    if dtype.kind == "bool":
+        return reduce(_LOGICAL[case.op], xs)
+    if case.op in ("land", "lor", "lxor"):
+        return reduce(_LOGICAL[case.op], [x != 0 for x in xs]).astype(xs[0].dtype)
+    if dtype.kind in ("int", "uint"):
+        with np.errstate(over="ignore"):
+            total = reduce(_PLAIN[case.op], xs)  # wraps, as the Contract says
+        return _toward_zero(total, case.size) if case.op == "avg" else total
+    wide = np.complex128 if dtype.kind == "complex" else np.float64
+    exact = reduce(_PLAIN[case.op], [x.astype(wide) for x in xs])
+    return exact / case.size if case.op == "avg" else exact
+
+
+def _toward_zero(total: Array, size: int) -> Array:
+    quotients = [
+        abs(int(value)) // size * (1 if value >= 0 else -1) for value in total.tolist()
+    ]
+    return np.array(quotients, dtype=total.dtype)
+
+
+def difference(case: Case, xs: list[Array], got: Array, want: Array) -> str | None:
+    """Return what is wrong with a result, None if it is right."""
+    if got.dtype != numpy_dtype(case.dtype) or got.size != want.size:
+        return f"{got.size} elements of {got.dtype}, expected {want.size}"
+    got = got.reshape(-1)
+    reduces = operation(case.coll).reduces
+    inexact = dtype_by_name(case.dtype).kind in ("float", "complex")
+    if not (reduces and inexact and case.op in ("sum", "avg", "prod")):
+        same = (got == want) | ((got != got) & (want != want))
+        return None if same.all() else _first(~same, got, want)
+    wide = got.astype(want.dtype)
+    # NaN compares false, so it never passes.
+    wrong = ~(np.abs(wide - want) <= _tolerance(case, xs, want))
+    return _first(wrong, got, want) if wrong.any() else None
+
+
+def _tolerance(case: Case, xs: list[Array], want: Array) -> Array:
+    """Every addition or product may round once; complex products round four times."""
+    itemtype = numpy_dtype(case.dtype)
+    finfo = ml_dtypes.finfo if case.dtype == "bfloat16" else np.finfo
+    steps = (case.size + 2) * (4 if itemtype.kind == "c" else 1)
+    eps = float(finfo(itemtype).eps) * steps
+    if case.op == "prod":
+        return np.abs(want) * eps
+    wide = np.complex128 if itemtype.kind == "c" else np.float64
+    total = sum(np.abs(x.astype(wide)) for x in xs)
+    scale = case.size if case.op == "avg" else 1
+    magnitude = total / scale
+    if case.coll == "reduce_scatter":
+        # The caller compares one block; the largest sum bounds all of them.
+        return np.full(want.shape, magnitude.max(initial=0.0) * eps)
+    return magnitude * eps
+
+
+def _first(wrong: Array, got: Array, want: Array) -> str:
+    at = int(np.flatnonzero(wrong)[0])
+    return f"element {at} is {got[at]!r}, expected {want[at]!r}; {wrong.sum()} wrong"
+
+
+# -- the call ---------------------------------------------------------------------
+
+
+class Attempt:
+    """One rank's part of a case: buffers with canaries, the call, the verdict."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case = case
+        self.rank = rank
+        self.xs = inputs(case)
+        self.want = expected(case, self.xs)[rank]
+        self.x = _guarded(case, self.xs[rank].size)
+        self.x[:] = self.xs[rank]
+        if case.coll == "bcast" and rank != case.root:
+            self.x[:] = np.zeros(1, self.x.dtype)
+        self.before = self.x.copy()
+        self.out = self._output()
+        self.result: Any = None
+
+    def _output(self) -> Array | None:
+        spec = operation(self.case.coll)
+        if self.want is None:
+            return None
+        if self.case.in_place and spec.in_place:
+            return self.x
+        if self.case.in_place and spec.name in ("allgather", "reduce_scatter"):
+            return self._own_block()
+        out = _guarded(self.case, self.want.size)
+        out[:] = np.ones(1, out.dtype)
+        return out
+
+    def _own_block(self) -> Array:
+        """NCCL's form: one array is this rank's block of the other."""
+        if self.case.coll == "allgather":
+            out = _guarded(self.case, self.x.size * self.case.size)
+            mine = slice(self.rank * self.x.size, (self.rank + 1) * self.x.size)
+            out[mine] = self.x
+            self.x = out[mine]
+            return out
+        assert self.want is not None
+        n = self.want.size
+        return self.x[self.rank * n : (self.rank + 1) * n]
+
+    def start(self, comm: Any, *, nonblocking: bool = False) -> Any:
+        """Make the call; return what it returned."""
+        arguments = self.case.arguments()
+        if nonblocking:
+            arguments["nonblocking"] = True
+        method = getattr(comm, self.case.coll)
+        if self.case.coll == "barrier":
+            returned = method(**arguments)
+        elif self.out is None or self.out is self.x:
+            returned = method(self.x, **arguments)
+        else:
+            returned = method(self.x, out=self.out, **arguments)
+        if not nonblocking:
+            self.result = returned
+        return returned
+
+    def verdict(self) -> str | None:
+        """Return what is wrong, None if all is right."""
+        if self.want is None:
+            if self.result is not None:
+                return f"returned {type(self.result).__name__}, expected None"
+            return self._unchanged(self.x, self.before)
+        if self.result is not self.out:
+            return "did not return the output array"
+        assert self.out is not None
+        wrong = difference(self.case, self.xs, self.out, self.want)
+        if wrong is None and not _canaries_live(self.out):
+            wrong = "wrote beside the output"
+        separate = not self.case.in_place
+        if wrong is None and separate and self.out is not self.x:
+            wrong = self._unchanged(self.x, self.before)
+        return wrong
+
+    def _unchanged(self, now: Array, before: Array) -> str | None:
+        return None if now.tobytes() == before.tobytes() else "changed its input"
+
+
+def run_cases(comm: Any, cases: Iterable[Case]) -> list[str]:
+    """Run cases on one rank, one after the other; return what was wrong."""
+    wrong = []
+    for case in cases:
+        attempt = Attempt(case, comm.rank)
+        try:
+            attempt.start(comm)
+        except CommError as error:
+            raise AssertionError(f"{case}: {error}") from error
+        if (verdict := attempt.verdict()) is not None:
+            wrong.append(f"rank {comm.rank}: {verdict} ({case})")
+    return wrong
+
+
+def _guarded(case: Case, number: int) -> Array:
+    """Return an array that lies between canaries."""
+    dtype = numpy_dtype(case.dtype)
+    whole = np.full((number + 2 * CANARY) * dtype.itemsize, 0xA5, np.uint8).view(dtype)
+    return whole[CANARY : CANARY + number]
+
+
+def _canaries_live(array: Array) -> bool:
+    """Whether the bytes around a guarded array, or the one it lies in, are as made."""
+    base = array
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    raw = base.view(np.uint8)
+    edge = CANARY * array.dtype.itemsize
+    return bool((raw[:edge] == 0xA5).all() and (raw[-edge:] == 0xA5).all())

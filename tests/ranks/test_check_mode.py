@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""COMMRT_DEBUG=check: the same MismatchError everywhere, and nothing was sent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import run_cases, sample
+
+from commrt.backends.local import run
+from commrt.errors import MismatchError, RevokedError, TimeoutError_, UsageError
+from commrt.operations import COLLECTIVES
+
+F = np.float32
+
+
+@pytest.fixture(autouse=True)
+def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMRT_DEBUG", "check")
+
+
+def disagreement(size: int, odd_one: int, usual: Any, odd: Any) -> str:
+    """Return the text that every rank raised, once all of them raised the same."""
+
+    def rank_main(comm: Any) -> str:
+        call = odd if comm.rank == odd_one else usual
+        before = comm.next_seq
+        with pytest.raises(MismatchError) as raised:
+            call(comm)
+        assert comm.next_seq == before
+        # Nothing was sent: the communicator is as good as new.
+        assert comm.allreduce(np.ones(4, F)).tolist() == [comm.size] * 4
+        return str(raised.value)
+
+    texts = run(size, rank_main, timeout_s=30)
+    assert texts == [texts[0]] * size
+    return texts[0]
+
+
+def ones(comm: Any, **arguments: Any) -> Any:
+    return comm.allreduce(np.ones(6, F), **arguments)
+
+
+DISAGREEMENTS: list[
+    tuple[str, Callable[[Any], Any], Callable[[Any], Any], list[str]]
+] = [
+    (
+        "operation",
+        ones,
+        lambda c: c.alltoall(np.ones(6 * c.size, F)),
+        ["operation", "operation=alltoall"],
+    ),
+    (
+        "barrier",
+        ones,
+        lambda c: c.barrier(),
+        ["operation", "operation=barrier"],
+    ),
+    (
+        "count",
+        ones,
+        lambda c: c.allreduce(np.ones(5, F)),
+        ["elements", "elements=5", "elements=6"],
+    ),
+    (
+        "dtype",
+        ones,
+        lambda c: c.allreduce(np.ones(6, np.int32)),
+        ["dtype", "dtype=int32", "dtype=float32"],
+    ),
+    ("reduction", ones, lambda c: ones(c, op="max"), ["op", "op=max", "op=sum"]),
+    (
+        "root",
+        lambda c: c.bcast(np.ones(3), root=0),
+        lambda c: c.bcast(np.ones(3), root=1),
+        ["root", "root=0", "root=1"],
+    ),
+    (
+        "algorithm",
+        lambda c: ones(c, algorithm="ring"),
+        lambda c: ones(c, algorithm="direct"),
+        ["algorithm", "ring", "direct"],
+    ),
+    (
+        "parameters",
+        ones,
+        lambda c: ones(c, params={"chunk": 64}),
+        ["algorithm", "chunk"],
+    ),
+    (
+        "name",
+        lambda c: ones(c, name="layer 1"),
+        lambda c: ones(c, name="layer 2"),
+        ["name", "name=layer 1", "name=layer 2"],
+    ),
+    (
+        "long name",
+        lambda c: ones(c, name="é" * 500),
+        lambda c: ones(c, name="é" * 499 + "e"),
+        ["name", "name=éééééééé..."],
+    ),
+    (
+        "nonblocking",
+        lambda c: ones(c, nonblocking=True),
+        lambda c: c.allreduce(np.ones(7, F), nonblocking=True),
+        ["elements", "elements=7"],
+    ),
+]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize(
+    ("usual", "odd", "said"),
+    [row[1:] for row in DISAGREEMENTS],
+    ids=[row[0] for row in DISAGREEMENTS],
+)
+def test_every_rank_raises_the_same(
+    size: int, usual: Any, odd: Any, said: list[str]
+) -> None:
+    text = disagreement(size, size - 1, usual, odd)
+    field, *values = said
+    assert f"the ranks disagree on {field}" in text
+    assert "nothing was sent" in text
+    for value in values:
+        assert value in text
+    assert re.search(rf"ranks? {size - 1}: .*test_check_mode\.py:\d+\)", text)
+
+
+def test_swapped_order_is_told_by_names() -> None:
+    def rank_main(comm: Any) -> str:
+        order = ["weights", "bias"] if comm.rank else ["bias", "weights"]
+        with pytest.raises(MismatchError) as raised:
+            comm.allreduce(np.ones(4, F), name=order[0])
+        return str(raised.value)
+
+    texts = run(2, rank_main)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("allreduce #0 on local: the ranks disagree on name")
+
+
+def test_a_skipped_operation_is_found_at_the_next() -> None:
+    def rank_main(comm: Any) -> str:
+        # Rank 0 forgets the sum, so its maximum meets rank 1's sum.
+        op = "max" if comm.rank == 0 else "sum"
+        with pytest.raises(MismatchError, match="disagree on op") as raised:
+            comm.allreduce(np.ones(4, F), op=op)
+        return str(raised.value)
+
+    texts = run(2, rank_main)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("coll", COLLECTIVES)
+def test_right_calls_pass(coll: str, seed: int) -> None:
+    cases = sample(coll, 3, seed, 6)
+    wrong = run(3, lambda comm: run_cases(comm, cases), timeout_s=30)
+    assert wrong == [[], [], []]
+
+
+def test_sequence_numbers_are_those_of_the_operations() -> None:
+    def rank_main(comm: Any) -> int:
+        for _ in range(5):
+            ones(comm)
+        return comm.next_seq
+
+    assert run(2, rank_main) == [5, 5]
+
+
+def test_a_local_mistake_is_not_announced() -> None:
+    def rank_main(comm: Any) -> float:
+        if comm.rank == 0:
+            with pytest.raises(UsageError):
+                comm.allreduce(np.ones(6, F), op="summ")
+        return float(ones(comm)[0])
+
+    assert run(2, rank_main, timeout_s=20) == [2.0, 2.0]
+
+
+def test_a_missing_rank_is_named_and_the_communicator_given_up() -> None:
+    def rank_main(comm: Any) -> str:
+        ones(comm)
+        if comm.rank == 1:
+            comm._world.meet(range(3), "over")
+            return ""
+        with pytest.raises(TimeoutError_) as raised:
+            ones(comm, timeout_s=0.1)
+        with pytest.raises(RevokedError, match="check mode waited in vain before"):
+            ones(comm)
+        comm._world.meet(range(3), "over")
+        return str(raised.value)
+
+    texts = run(3, rank_main, timeout_s=20)
+    assert texts[0].startswith(
+        "allreduce #1 on local, rank 0: not complete within 0.1 s"
+    )
+    assert "rank 1 on this node has not started it" in texts[0]
+    assert "nothing of it was sent" in texts[2]
+
+
+def test_derived_communicators_are_checked_too() -> None:
+    def rank_main(comm: Any) -> str:
+        with comm.dup(name="copy") as copy:
+            with pytest.raises(MismatchError) as raised:
+                copy.allreduce(np.ones(2 + copy.rank, F))
+            return str(raised.value)
+
+    assert run(2, rank_main)[1].startswith("allreduce #0 on copy: the ranks disagree")
+
+
+def test_one_rank_is_not_checked() -> None:
+    assert run(1, lambda comm: float(ones(comm)[0])) == [1.0]

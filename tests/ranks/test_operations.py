@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every operation, algorithm, type, reduction and placement against numpy.
+
+An ordinary run draws a sample, another one each time; ``--full`` runs everything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import Case, everything, legal_pairs, run_cases, sample
+
+from commrt import algorithms
+from commrt.backends.local import run
+from commrt.dtypes import DTYPES
+from commrt.operations import COLLECTIVES
+
+SIZES = range(1, 9)
+DRAWN = 40
+
+
+def _all_right(size: int, cases: list[Case], timeout_s: float = 60) -> None:
+    wrong = run(size, lambda comm: run_cases(comm, cases), timeout_s=timeout_s)
+    assert [line for lines in wrong for line in lines] == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("coll", COLLECTIVES)
+def test_sample_agrees_with_numpy(coll: str, size: int, seed: int) -> None:
+    _all_right(size, sample(coll, size, seed, DRAWN))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("coll", COLLECTIVES)
+def test_everything_agrees_with_numpy(coll: str, size: int) -> None:
+    _all_right(size, list(everything(coll, size)), timeout_s=800)
+
+
+@pytest.mark.parametrize(("dtype", "op"), legal_pairs())
+def test_every_type_and_reduction(dtype: str, op: str) -> None:
+    cases = [
+        Case("allreduce", 3, "direct", {}, dtype, op, count=37),
+        Case("reduce_scatter", 3, "ring", {}, dtype, op, count=5),
+        Case("reduce", 3, "binomial", {}, dtype, op, root=2, count=37, in_place=True),
+    ]
+    _all_right(3, cases)
+
+
+@pytest.mark.parametrize("dtype", [dtype.name for dtype in DTYPES])
+def test_every_type_can_be_moved(dtype: str) -> None:
+    cases = [
+        Case(coll, 3, dtype=dtype, count=7, root=1)
+        for coll in ("bcast", "allgather", "alltoall", "gather", "scatter")
+    ]
+    _all_right(3, cases)
+
+
+def _allreduce(x: Any, size: int, op: str) -> list[Any]:
+    return run(size, lambda comm: comm.allreduce(x.copy(), op=op), timeout_s=20)
+
+
+def test_integers_wrap() -> None:
+    big = np.full(3, 2**31 - 1, np.int32)
+    for total in _allreduce(big, 2, "sum"):
+        assert total.tolist() == [-2, -2, -2]
+
+
+def test_average_of_integers_goes_toward_zero() -> None:
+    results = run(
+        2, lambda comm: comm.allreduce(np.array([-1, 1, -4]) * comm.rank, op="avg")
+    )
+    assert [result.tolist() for result in results] == [[0, 0, -2]] * 2
+
+
+def test_average_of_floats_does_not_overflow() -> None:
+    largest = np.array([np.finfo(np.float32).max], np.float32)
+    for mean in _allreduce(largest, 4, "avg"):
+        assert np.isfinite(mean).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("op", ["min", "max"])
+@pytest.mark.parametrize("nan_at", [0, 1, 2])
+def test_nan_wins_on_every_rank(dtype: str, op: str, nan_at: int) -> None:
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+
+    def rank_main(comm: Any) -> Any:
+        x = np.full(3, float(comm.rank)).astype(kind)
+        if comm.rank == nan_at:
+            x[1] = np.nan
+        return comm.allreduce(x, op=op).astype(float)
+
+    want = 0.0 if op == "min" else 2.0
+    for result in run(3, rank_main, timeout_s=20):
+        np.testing.assert_array_equal(result, [want, np.nan, want])
+
+
+def test_bool_sum_is_or_and_product_is_and() -> None:
+    def rank_main(comm: Any) -> list[list[bool]]:
+        x = np.array([True, comm.rank == 0, False])
+        return [comm.allreduce(x.copy(), op=op).tolist() for op in ("sum", "prod")]
+
+    assert run(3, rank_main)[2] == [[True, True, False], [True, False, False]]
+
+
+def test_results_are_bitwise_equal_on_all_ranks() -> None:
+    def rank_main(comm: Any) -> list[bytes]:
+        rng = np.random.default_rng(comm.rank)
+        names = sorted({c.algorithm for c in comm.candidates("allreduce", 4000)})
+        return [
+            comm.allreduce(
+                rng.normal(size=1000).astype("float32"), algorithm=name
+            ).tobytes()
+            for name in names
+        ]
+
+    results = run(5, rank_main)
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("coll", ["allreduce", "alltoall", "bcast", "reduce"])
+def test_ranks_may_differ_in_place_and_out_of_place(coll: str) -> None:
+    def rank_main(comm: Any) -> list[str]:
+        cases = [
+            Case(coll, 4, name, root=1, count=3000, in_place=comm.rank % 2 == 0)
+            for name in algorithms.names(coll)
+        ]
+        return run_cases(comm, cases)
+
+    assert run(4, rank_main) == [[]] * 4
+
+
+def test_multidimensional_arrays_keep_their_shapes() -> None:
+    def rank_main(comm: Any) -> list[tuple[int, ...]]:
+        x = np.ones((4, 3), np.float32)
+        return [
+            comm.allreduce(x).shape,
+            comm.allgather(x).shape,
+            comm.reduce_scatter(x).shape,
+            comm.scatter(x).shape,
+            comm.allreduce(np.array(2.0)).shape,
+            comm.allgather(np.array(1.0)).shape,
+        ]
+
+    shapes = [(4, 3), (2, 4, 3), (2, 3), (2, 3), (), (2,)]
+    assert run(2, rank_main) == [shapes] * 2

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks in one thread, stepped in an order drawn from the seed: no luck here."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import Attempt, Case, sample
+
+from commrt.backends.local import LocalRanks
+from commrt.errors import MismatchError, UsageError
+from commrt.operations import COLLECTIVES
+
+MOST_STEPS = 200_000
+
+
+def step_until_done(
+    ranks: LocalRanks, requests: list[list[Any]], rng: random.Random
+) -> None:
+    """Step ranks in random order, some far more often than others, to the end."""
+    size = len(ranks.comms)
+    for _ in range(MOST_STEPS):
+        if all(request.done for row in requests for request in row):
+            return
+        favourite = rng.randrange(size)
+        for _ in range(rng.choice([1, 1, 2, 30])):
+            ranks.step(favourite)
+    pytest.fail(f"not done after {MOST_STEPS} turns: {requests}")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("coll", COLLECTIVES)
+def test_nonblocking_operations_in_any_interleaving(
+    coll: str, size: int, seed: int
+) -> None:
+    rng = random.Random(f"{coll} {size} {seed}")
+    with LocalRanks(size) as ranks:
+        for case in sample(coll, size, seed, 6):
+            attempts = [Attempt(case, rank) for rank in range(size)]
+            requests = [
+                [attempt.start(comm, nonblocking=True)]
+                for attempt, comm in zip(attempts, ranks.comms, strict=True)
+            ]
+            step_until_done(ranks, requests, rng)
+            for attempt, row in zip(attempts, requests, strict=True):
+                attempt.result = row[0].wait()
+            wrong = [verdict for a in attempts if (verdict := a.verdict())]
+            assert wrong == [], case
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_many_different_operations_in_flight(size: int, seed: int) -> None:
+    rng = random.Random(f"many {size} {seed}")
+    cases: list[Case] = []
+    for coll in COLLECTIVES:
+        cases += sample(coll, size, seed + 1, 5)
+    rng.shuffle(cases)
+    with LocalRanks(size) as ranks:
+        rows = [[Attempt(case, rank) for case in cases] for rank in range(size)]
+        requests: list[list[Any]] = [[] for _ in range(size)]
+        # Ranks issue at different times, in the same order.
+        while any(len(row) < len(cases) for row in requests):
+            rank = rng.randrange(size)
+            if (at := len(requests[rank])) < len(cases):
+                attempt = rows[rank][at]
+                requests[rank].append(
+                    attempt.start(ranks.comms[rank], nonblocking=True)
+                )
+            ranks.step(rng.randrange(size))
+        step_until_done(ranks, requests, rng)
+        for row, done in zip(rows, requests, strict=True):
+            for attempt, request in zip(row, done, strict=True):
+                attempt.result = request.wait()
+                assert attempt.verdict() is None, attempt.case
+
+
+def test_nothing_happens_between_steps() -> None:
+    with LocalRanks(2) as ranks:
+        x = [np.full(50_000, 1.0 + rank) for rank in range(2)]
+        requests = [
+            comm.allreduce(x[comm.rank], nonblocking=True, algorithm="ring")
+            for comm in ranks.comms
+        ]
+        assert [request.done for request in requests] == [False, False]
+        assert ranks.step(0)
+        assert not requests[1].done
+        step_until_done(ranks, [requests], random.Random(0))
+        assert all((request.wait() == 3.0).all() for request in requests)
+
+
+def test_a_rank_that_is_never_stepped_holds_the_others_up() -> None:
+    with LocalRanks(3) as ranks:
+        x = [np.ones(4) for _ in range(3)]
+        requests = [
+            comm.allreduce(x[comm.rank], nonblocking=True) for comm in ranks.comms[:2]
+        ]
+        for _ in range(1000):
+            ranks.step(0)
+            ranks.step(1)
+        assert not any(request.done for request in requests)
+        requests.append(ranks.comms[2].allreduce(x[2], nonblocking=True))
+        step_until_done(ranks, [requests], random.Random(0))
+        assert [request.wait()[0] for request in requests] == [3.0] * 3
+
+
+def test_lengths_that_differ_are_found_by_the_engine() -> None:
+    ranks = LocalRanks(2)
+    requests = [
+        comm.allreduce(
+            np.ones(4 + comm.rank), nonblocking=True, algorithm="recursive_doubling"
+        )
+        for comm in ranks.comms
+    ]
+    step_until_done(ranks, [requests], random.Random(0))
+    for request in requests:
+        with pytest.raises(MismatchError, match="another length") as first:
+            request.wait()
+        with pytest.raises(MismatchError) as second:
+            request.wait()
+        assert second.value is first.value
+
+
+def test_calls_that_exchange_run_on_all_ranks_at_once() -> None:
+    with LocalRanks(4) as ranks:
+        halves = ranks.each(lambda comm: comm.split(comm.rank % 2))
+        assert [half.size for half in halves if half is not None] == [2] * 4
+        requests = []
+        for half in halves:
+            assert half is not None
+            requests.append(half.allgather(np.array([half.rank]), nonblocking=True))
+        step_until_done(ranks, [requests], random.Random(0))
+        assert all(r.wait().reshape(-1).tolist() == [0, 1] for r in requests)
+        for half in halves:
+            assert half is not None
+            half.free()
+
+
+def test_communicator_with_operations_in_flight_cannot_be_freed() -> None:
+    with LocalRanks(2) as ranks:
+        first, second = ranks.comms
+        pending = first.allreduce(np.ones(3), nonblocking=True)
+        with pytest.raises(UsageError, match="operations are in flight; wait"):
+            first.free()
+        other = second.allreduce(np.ones(3), nonblocking=True)
+        step_until_done(ranks, [[pending, other]], random.Random(0))
+        assert pending.wait()[0] == other.wait()[0] == 2.0

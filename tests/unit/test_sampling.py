@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an ordinary run of the tests leaves out, and how a run is repeated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import pytest
+
+@pytest.mark.full
+def test_long(): pass
+
+@pytest.mark.full(sample=3)
+@pytest.mark.parametrize("case", range(20))
+def test_matrix(case): pass
+
+def test_always(): pass
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> object:
+    """Return a function that gives the tests that pytest chooses with some options."""
+    (tmp_path / "test_program.py").write_text(PROGRAM)
+    source = (ROOT / "tests" / "sampling.py").read_text()
+    (tmp_path / "conftest.py").write_text(source)
+
+    def chosen(*options: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options]
+        config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
+        done = subprocess.run(
+            [*command, *config, "-p", "no:cacheprovider", "test_program.py"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    return chosen
+
+
+def test_a_full_run_leaves_nothing_out(run: object) -> None:
+    assert len(run("--full")) == 22  # type: ignore[operator]
+
+
+def test_an_ordinary_run_draws_a_sample(run: object) -> None:
+    chosen = run("--seed", "1")  # type: ignore[operator]
+    assert len([name for name in chosen if "test_matrix" in name]) == 3
+    assert [name for name in chosen if "test_long" in name] == []
+    assert len(chosen) == 4
+
+
+def test_the_same_seed_draws_the_same_and_another_does_not(run: object) -> None:
+    first, again, other = (run("--seed", seed) for seed in ("5", "5", "6"))  # type: ignore[operator]
+    assert first == again != other

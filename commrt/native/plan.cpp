@@ -58,7 +58,6 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
                                     " has operands of different lengths");
       }
       ins.elems = elems;
-      if (ref.hi - ref.lo != 1) ins.strided = true;
       local = &ref;
     };
     for (auto& ref : ins.inputs) settle(ref);

@@ -103,7 +103,7 @@ bool Op::advance() {
   for (bool again = true; again && !finished();) {
     again = false;
     uint64_t index = head_ - head_fragment_ * m;
-    while (head_ < total_) {
+    while (head_ < total_ && !finished()) {
       if (is_done(head_)) {
         clear_done(head_);
       } else if (!run(static_cast<int64_t>(head_fragment_), static_cast<int>(index))) {
@@ -134,6 +134,7 @@ bool Op::advance() {
       }
       if (is_done(pos) || !deps_done(p.instrs[index], fragment * m)) continue;
       if (!run(static_cast<int64_t>(fragment), static_cast<int>(index))) continue;
+      if (finished()) return true;
       set_done(pos);
       any = again = true;
     }
@@ -291,7 +292,8 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     cursor += nbytes;
   }
 
-  if (p.store != Store::Plain && has_shared_send) store_fence();
+  // Peers read the slot, and after the end another thread of this rank may read the result.
+  if (p.store != Store::Plain) store_fence();
   for (const Ref& ref : ins.sends) {
     Link& link = comm->link(p.peers[ref.peer].rank);
     if (link.kind != LinkKind::Shared) continue;

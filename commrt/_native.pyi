@@ -214,7 +214,7 @@ class kernels:  # noqa: N801
         op: int,
         dst: NDArray[Any],
         srcs: Sequence[NDArray[Any]],
-        scaled_mask: int = 0,
+        scaled: Sequence[int] = ...,
         factor: float = 1.0,
         dst2: NDArray[Any] | None = None,
         store: int = 0,

@@ -56,7 +56,12 @@ void read_instructions(Plan& plan, const Comm& comm, const Table& inputs,
       const Ref ref = read_ref(plan, peer_index, rows(inputs, at));
       const bool from_user =
           !ref.is_message && plan.spaces[ref.space].kind == SpaceKind::In;
-      if (scales && from_user) ins.scaled_mask |= uint64_t{1} << ins.inputs.size();
+      if (scales && from_user) {
+        const size_t nin = static_cast<size_t>(input_ptr.data()[i + 1] - input_ptr.data()[i]);
+        const size_t place = ins.inputs.size();
+        ins.scaled_bits.resize(nin / 64 + 1);
+        ins.scaled_bits[place / 64] |= uint64_t{1} << (place % 64);
+      }
       ins.inputs.push_back(ref);
     }
     for (int32_t at = output_ptr.data()[i]; at < output_ptr.data()[i + 1]; ++at) {

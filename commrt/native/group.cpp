@@ -183,9 +183,13 @@ Request::~Request() {
   if (observed_ || Engine::forked.load(std::memory_order_relaxed)) return;
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
-  if (PyErr_ResourceWarning(nullptr, 1, "%U was dropped without wait(): its buffers stay alive "
-                            "until it ends, and its errors are lost", what().ptr()) != 0) {
-    PyErr_WriteUnraisable(operation_.ptr());
+  try {
+    if (PyErr_ResourceWarning(nullptr, 1, "%U was dropped without wait(): its buffers stay alive "
+                              "until it ends, and its errors are lost", what().ptr()) != 0) {
+      PyErr_WriteUnraisable(operation_.ptr());
+    }
+  } catch (nb::python_error& e) {
+    e.discard_as_unraisable(operation_);
   }
   PyErr_Restore(type, value, traceback);
 }

@@ -36,11 +36,14 @@ struct Instr {
   std::vector<Ref> local_outs;
   std::vector<Ref> sends;
   std::vector<int> deps;
-  uint64_t scaled_mask = 0;  // inputs multiplied by the plan's factor
+  std::vector<uint64_t> scaled_bits;  // inputs multiplied by the plan's factor; empty: none
   int publish = -1;          // index among instructions with sends, or -1
   int64_t elems = 0;         // unfragmented length
   bool has_mpi = false;      // some message crosses MPI
-  bool strided = false;      // several blocks per slice: pieces when fragmented
+
+  const uint64_t* scaled() const {
+    return scaled_bits.empty() ? nullptr : scaled_bits.data();
+  }
 };
 
 struct PeerUse {

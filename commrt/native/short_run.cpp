@@ -111,7 +111,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     }
     if (nbytes != 0 && (second != nullptr || !ins.local_outs.empty())) {
       unsigned char* first = ins.local_outs.empty() ? nullptr : address(ins.local_outs[0]);
-      if (nin == 1 && ins.scaled_mask == 0) {
+      if (nin == 1 && ins.scaled() == nullptr) {
         if (first != nullptr && first != inputs[0]) {
           copy(first, inputs[0], nbytes, streams_first(p.store));
         }
@@ -119,10 +119,10 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
       } else {
         const size_t elems = static_cast<size_t>(ins.elems);
         if (first == nullptr) {
-          p.combine(second, nullptr, inputs, nin, elems, ins.scaled_mask, p.factor,
+          p.combine(second, nullptr, inputs, nin, elems, ins.scaled(), p.factor,
                     store_of_second(p.store));
         } else {
-          p.combine(first, second, inputs, nin, elems, ins.scaled_mask, p.factor, p.store);
+          p.combine(first, second, inputs, nin, elems, ins.scaled(), p.factor, p.store);
         }
       }
       for (size_t o = 1; o < ins.local_outs.size(); ++o) {

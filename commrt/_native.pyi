@@ -299,6 +299,7 @@ def make_schedule_plan(
     depth: int,
     slot_reuse: int,
     store: int,
+    adaptive: bool,
     factor: float,
     divisor: int,
     returns_out: bool,

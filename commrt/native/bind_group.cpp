@@ -60,7 +60,7 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
     void* to = reinterpret_cast<void*>(out);
     const bool is_short = plan->run_short && group.comm->quiet();
     auto op = is_short ? group.comm->run_short(plan, from, to, 40)
-                       : group.comm->start(plan, from, to, nullptr);
+                       : group.comm->start(plan, from, to, nullptr, true);
     if (op == nullptr) continue;
     Backoff backoff(group.comm->spin_before_yield);
     while (!op->finished()) {

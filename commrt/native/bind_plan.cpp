@@ -87,7 +87,7 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
                            const std::vector<std::tuple<int, int, int>>& peers, Table inputs,
                            Pointers input_ptr, Table outputs, Pointers output_ptr, Pointers deps,
                            Pointers dep_ptr, int64_t fragments, int64_t lane_nbytes, int depth,
-                           int slot_reuse, int store, double factor, int64_t divisor,
+                           int slot_reuse, int store, bool adaptive, double factor, int64_t divisor,
                            bool returns_out) {
   auto plan = std::make_shared<Plan>();
   plan->coll = coll;
@@ -100,6 +100,8 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
   plan->itemsize = item_size(plan->dtype);
   plan->depth = depth;
   plan->store = static_cast<Store>(store);
+  plan->adaptive = adaptive;
+  plan->choice.start_with(streams_second(plan->store));
   plan->factor = factor;
   plan->divide_out = divisor > 1;
   plan->divisor = divisor;
@@ -160,7 +162,7 @@ void bind_plan(nb::module_& m) {
         nb::arg("peers"), nb::arg("inputs"), nb::arg("input_ptr"), nb::arg("outputs"),
         nb::arg("output_ptr"), nb::arg("deps"), nb::arg("dep_ptr"), nb::arg("fragments"),
         nb::arg("lane_nbytes"), nb::arg("depth"), nb::arg("slot_reuse"), nb::arg("store"),
-        nb::arg("factor"), nb::arg("divisor"), nb::arg("returns_out"));
+        nb::arg("adaptive"), nb::arg("factor"), nb::arg("divisor"), nb::arg("returns_out"));
   m.def("make_native_plan", &make_native_plan, nb::kw_only(), nb::arg("coll"),
         nb::arg("dtype"), nb::arg("redop"), nb::arg("root"), nb::arg("in_elems"),
         nb::arg("out_elems"), nb::arg("label"), nb::arg("datatype"), nb::arg("op"),

@@ -116,9 +116,11 @@ void Comm::note(uint64_t seq, const Plan& plan) {
 }
 
 std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const void* in,
-                                void* out, void* const* keep) {
+                                void* out, void* const* keep, bool timed) {
   std::shared_ptr<Op> op = fresh_op();
   op->bind(plan, in, out);  // first: without memory for scratch, nothing has happened
+  op->store = plan->store_for_run(timed);
+  op->timed_from = timed && plan->adaptive ? ticks() : 0;
   op->seq = next_seq++;
   op->keep[0] = keep != nullptr ? keep[0] : nullptr;
   op->keep[1] = keep != nullptr ? keep[1] : nullptr;

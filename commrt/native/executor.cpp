@@ -275,14 +275,14 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     if (nbytes != 0) {
       if (nin == 1 && ins.scaled() == nullptr) {
         if (first != nullptr && first != inputs[0]) {
-          copy(first, inputs[0], nbytes, streams_first(p.store));
+          copy(first, inputs[0], nbytes, streams_first(store));
         }
-        if (second != nullptr) copy(second, inputs[0], nbytes, streams_second(p.store));
+        if (second != nullptr) copy(second, inputs[0], nbytes, streams_second(store));
       } else if (first == nullptr) {
         p.combine(second, nullptr, inputs.data(), nin, elems, ins.scaled(), p.factor,
-                  store_of_second(p.store));
+                  store_of_second(store));
       } else {
-        p.combine(first, second, inputs.data(), nin, elems, ins.scaled(), p.factor, p.store);
+        p.combine(first, second, inputs.data(), nin, elems, ins.scaled(), p.factor, store);
       }
       for (size_t i = 1; i < ins.local_outs.size(); ++i) {
         auto* more = const_cast<unsigned char*>(local(ins.local_outs[i], piece));
@@ -293,7 +293,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
   }
 
   // Peers read the slot, and after the end another thread of this rank may read the result.
-  if (p.store != Store::Plain) store_fence();
+  if (store != Store::Plain) store_fence();
   for (const Ref& ref : ins.sends) {
     Link& link = comm->link(p.peers[ref.peer].rank);
     if (link.kind != LinkKind::Shared) continue;
@@ -333,6 +333,7 @@ void Op::finish() {
   if (p.divide_out && p.out_elems > 0) {
     divide_inplace(p.dtype, out, static_cast<size_t>(p.out_elems), p.divisor);
   }
+  if (timed_from != 0) p.choice.report(ticks() - timed_from);
   comm->release_lane(*this);
   Record& record = comm->records[seq % Comm::kRecords];
   if (record.seq == seq) {

@@ -289,12 +289,12 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
                        nonblocking ? keep_out.ptr() : nullptr};
   for (void* object : kept) Py_XINCREF(static_cast<PyObject*>(object));
   if (!is_long && engine.mutex.try_lock()) {
-    op = group.comm->start(plan, in, out, kept);
+    op = group.comm->start(plan, in, out, kept, !nonblocking);
     engine.mutex.unlock();
   } else {
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(engine.mutex);
-    op = group.comm->start(plan, in, out, kept);
+    op = group.comm->start(plan, in, out, kept, !nonblocking);
   }
   return finish_call(group_object, std::move(op), keep_x, keep_out, result, operation,
                      nonblocking, timeout_s);

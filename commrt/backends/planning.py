@@ -65,7 +65,7 @@ class TransportParams:
                 raise UsageError(f"{name}={value!r} must be a positive integer")
 
     def stores(self, message_nbytes: int, link_class: LinkClass) -> tuple[int, bool]:
-        """Return the engine's code of the store kind, and whether it learns a better."""
+        """Return the code of the store kind, and whether the engine learns."""
         if self.store != "auto":
             return _STORES[self.store], False
         if message_nbytes < _LEARN_FROM_NBYTES:

@@ -258,15 +258,21 @@ def progress_mode(world: World) -> bool:
     mode = env.read_str("COMMRT_PROGRESS")
     if mode == "auto":
         ranks_here = max(len(ranks) for ranks in world.nodes)
-        return not world.in_process and world.size > 1 and world.cores >= 2 * ranks_here
-    if mode == "on" and world.mpi is not None:
-        mpi = _libmpi.load()
-        if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-            raise UsageError(
-                "COMMRT_PROGRESS=on needs MPI initialised with THREAD_MULTIPLE: do not "
-                "lower mpi4py.rc.thread_level, or use COMMRT_PROGRESS=off"
-            )
+        enough = world.size > 1 and world.cores >= 2 * ranks_here
+        return enough and not world.in_process and _threads_may_call_mpi(world)
+    if mode == "on" and not _threads_may_call_mpi(world):
+        raise UsageError(
+            "COMMRT_PROGRESS=on needs MPI initialised with THREAD_MULTIPLE: do not "
+            "lower mpi4py.rc.thread_level, or use COMMRT_PROGRESS=off"
+        )
     return mode == "on"
+
+
+def _threads_may_call_mpi(world: World) -> bool:
+    if world.mpi is None:
+        return True
+    mpi = _libmpi.load()
+    return bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
 
 
 def end_of_process(world: World, grace_s: float = 5.0) -> None:

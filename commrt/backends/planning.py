@@ -34,9 +34,8 @@ LANE_NBYTES = 4 << 20
 """Payload memory of one operation in flight, per rank."""
 _LINE_NBYTES = 64
 _STORES = {"plain": 0, "stream": 1, "stream_slots": 2, "stream_both": 3}
-_STREAM_FROM_NBYTES = {"near": 16384, "single": 16384}
-_STREAM_FROM_NBYTES_ELSEWHERE = 4096
-"""``store=auto`` streams messages from this length on, by link class."""
+_LEARN_FROM_NBYTES = 4096
+"""``store=auto`` learns for messages from this length on; shorter ones are plain."""
 _KINDS = {"in": 0, "out": 1, "tmp": 2}
 
 
@@ -48,10 +47,9 @@ class TransportParams:
     """Wanted bytes per message of a fragment."""
     store: str = "auto"
     """Which writes are non-temporal: none (``plain``), results (``stream``), shared
-    slots (``stream_slots``), both (``stream_both``). ``auto`` streams slots of long
-    messages: a slot that the peer has just read is then not fetched back before it is
-    written, which costs up to four times the transfer when the cores are far apart
-    (docs/performance.md)."""
+    slots (``stream_slots``), both (``stream_both``). ``auto`` starts with plain stores
+    where cores are near and streamed slots elsewhere, and goes on with what proves
+    faster, rank by rank (native/store_choice.hpp)."""
     depth: int = 2
     """Fragments tried at once."""
     reuse: int = 2
@@ -66,13 +64,14 @@ class TransportParams:
             if not isinstance(value, int) or not 1 <= value <= 1 << 30:
                 raise UsageError(f"{name}={value!r} must be a positive integer")
 
-    def store_code(self, message_nbytes: int, link_class: LinkClass) -> int:
-        """Return the engine's code of the store kind for messages of this length."""
-        if self.store == "auto":
-            bound = _STREAM_FROM_NBYTES.get(link_class, _STREAM_FROM_NBYTES_ELSEWHERE)
-            long = message_nbytes >= bound
-            return _STORES["stream_slots" if long else "plain"]
-        return _STORES[self.store]
+    def stores(self, message_nbytes: int, link_class: LinkClass) -> tuple[int, bool]:
+        """Return the code of the store kind, and whether the engine learns."""
+        if self.store != "auto":
+            return _STORES[self.store], False
+        if message_nbytes < _LEARN_FROM_NBYTES:
+            return _STORES["plain"], False
+        near = link_class in ("near", "single")
+        return _STORES["plain" if near else "stream_slots"], True
 
 
 _TRANSPORT_NAMES = tuple(TransportParams.__dataclass_fields__)
@@ -207,6 +206,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         spec.num_elements, spec.dtype.itemsize, transport.chunk, LANE_NBYTES
     )
     longest = bound.largest_nbytes(spec.num_elements, spec.dtype.itemsize, fragments)
+    store, adaptive = transport.stores(longest, comm.facts.link_class)
     factor, divisor = _scaling(spec, comm.size)
     return _native.make_schedule_plan(
         comm,
@@ -229,7 +229,8 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         lane_nbytes=LANE_NBYTES,
         depth=transport.depth,
         slot_reuse=transport.reuse,
-        store=transport.store_code(longest, comm.facts.link_class),
+        store=store,
+        adaptive=adaptive,
         factor=factor,
         divisor=divisor,
         returns_out=spec.has_output,

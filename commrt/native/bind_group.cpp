@@ -60,7 +60,7 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
     void* to = reinterpret_cast<void*>(out);
     const bool is_short = plan->run_short && group.comm->quiet();
     auto op = is_short ? group.comm->run_short(plan, from, to, 40)
-                       : group.comm->start(plan, from, to, nullptr);
+                       : group.comm->start(plan, from, to, nullptr, true);
     if (op == nullptr) continue;
     Backoff backoff(group.comm->spin_before_yield);
     while (!op->finished()) {
@@ -80,11 +80,13 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
 
 nb::list records_of(const Group& group) {
   nb::list rows;
-  const Comm& comm = *group.comm;
-  const uint64_t end = comm.next_seq;
+  const auto [end, records] = [&] {
+    std::lock_guard<std::mutex> lock(group.engine->mutex);
+    return std::make_pair(group.comm->next_seq, group.comm->records);
+  }();
   const uint64_t begin = end > Comm::kRecords ? end - Comm::kRecords : 0;
   for (uint64_t seq = begin; seq < end; ++seq) {
-    const Record& r = comm.records[seq % Comm::kRecords];
+    const Record& r = records[seq % Comm::kRecords];
     rows.append(nb::make_tuple(r.seq, r.coll, r.dtype, r.redop, r.count, r.root, r.state,
                                r.start_ticks, r.end_ticks, r.stream, r.device));
   }

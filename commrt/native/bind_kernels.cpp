@@ -38,7 +38,8 @@ Store store_of(int code) {
 }
 
 void combine(int dtype, int op, Bytes dst, const std::vector<ConstBytes>& srcs,
-             std::uint64_t scaled_mask, double factor, std::optional<Bytes> dst2, int store) {
+             const std::vector<int>& scaled, double factor, std::optional<Bytes> dst2,
+             int store) {
   CombineFn fn = combine_for(dtype_of(dtype), op_of(op));
   if (!fn) throw nb::value_error("the reduction is not defined for this dtype");
   if (srcs.empty()) throw nb::value_error("combine needs at least one input");
@@ -50,8 +51,13 @@ void combine(int dtype, int op, Bytes dst, const std::vector<ConstBytes>& srcs,
     pointers.push_back(src.data());
   }
   if (dst2 && dst2->size() != dst.size()) throw nb::value_error("dst and dst2 differ in length");
+  std::vector<std::uint64_t> bits(srcs.size() / 64 + 1);
+  for (int k : scaled) {
+    if (k < 0 || k >= int(srcs.size())) throw nb::value_error("scaled names an unknown input");
+    bits[k / 64] |= std::uint64_t{1} << (k % 64);
+  }
   fn(dst.data(), dst2 ? dst2->data() : nullptr, pointers.data(), int(pointers.size()),
-     dst.size() / item, scaled_mask, factor, store_of(store));
+     dst.size() / item, scaled.empty() ? nullptr : bits.data(), factor, store_of(store));
   store_fence();
 }
 
@@ -60,7 +66,7 @@ void combine(int dtype, int op, Bytes dst, const std::vector<ConstBytes>& srcs,
 void bind_kernels(nb::module_& m) {
   nb::module_ k = m.def_submodule("kernels", "Reductions and copies of raw bytes.");
   k.def("combine", &combine, nb::arg("dtype"), nb::arg("op"), nb::arg("dst"), nb::arg("srcs"),
-        nb::arg("scaled_mask") = 0, nb::arg("factor") = 1.0, nb::arg("dst2").none() = nb::none(),
+        nb::arg("scaled") = std::vector<int>(), nb::arg("factor") = 1.0, nb::arg("dst2").none() = nb::none(),
         nb::arg("store") = 0, "Reduce srcs, element by element, into dst (and dst2).");
   k.def(
       "copy",

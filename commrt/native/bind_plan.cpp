@@ -56,7 +56,12 @@ void read_instructions(Plan& plan, const Comm& comm, const Table& inputs,
       const Ref ref = read_ref(plan, peer_index, rows(inputs, at));
       const bool from_user =
           !ref.is_message && plan.spaces[ref.space].kind == SpaceKind::In;
-      if (scales && from_user) ins.scaled_mask |= uint64_t{1} << ins.inputs.size();
+      if (scales && from_user) {
+        const size_t nin = static_cast<size_t>(input_ptr.data()[i + 1] - input_ptr.data()[i]);
+        const size_t place = ins.inputs.size();
+        ins.scaled_bits.resize(nin / 64 + 1);
+        ins.scaled_bits[place / 64] |= uint64_t{1} << (place % 64);
+      }
       ins.inputs.push_back(ref);
     }
     for (int32_t at = output_ptr.data()[i]; at < output_ptr.data()[i + 1]; ++at) {
@@ -82,7 +87,7 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
                            const std::vector<std::tuple<int, int, int>>& peers, Table inputs,
                            Pointers input_ptr, Table outputs, Pointers output_ptr, Pointers deps,
                            Pointers dep_ptr, int64_t fragments, int64_t lane_nbytes, int depth,
-                           int slot_reuse, int store, double factor, int64_t divisor,
+                           int slot_reuse, int store, bool adaptive, double factor, int64_t divisor,
                            bool returns_out) {
   auto plan = std::make_shared<Plan>();
   plan->coll = coll;
@@ -95,6 +100,8 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
   plan->itemsize = item_size(plan->dtype);
   plan->depth = depth;
   plan->store = static_cast<Store>(store);
+  plan->adaptive = adaptive;
+  plan->choice.start_with(streams_second(plan->store));
   plan->factor = factor;
   plan->divide_out = divisor > 1;
   plan->divisor = divisor;
@@ -155,7 +162,7 @@ void bind_plan(nb::module_& m) {
         nb::arg("peers"), nb::arg("inputs"), nb::arg("input_ptr"), nb::arg("outputs"),
         nb::arg("output_ptr"), nb::arg("deps"), nb::arg("dep_ptr"), nb::arg("fragments"),
         nb::arg("lane_nbytes"), nb::arg("depth"), nb::arg("slot_reuse"), nb::arg("store"),
-        nb::arg("factor"), nb::arg("divisor"), nb::arg("returns_out"));
+        nb::arg("adaptive"), nb::arg("factor"), nb::arg("divisor"), nb::arg("returns_out"));
   m.def("make_native_plan", &make_native_plan, nb::kw_only(), nb::arg("coll"),
         nb::arg("dtype"), nb::arg("redop"), nb::arg("root"), nb::arg("in_elems"),
         nb::arg("out_elems"), nb::arg("label"), nb::arg("datatype"), nb::arg("op"),

@@ -27,11 +27,17 @@ Comm::Comm(Engine& engine_, int rank_, int size_, std::string name_)
     : engine(engine_), rank(rank_), size(size_), name(std::move(name_)), records(kRecords),
       links_(static_cast<size_t>(size_)), member_index_(static_cast<size_t>(size_), -1) {
   for (auto& lane : lanes_) lane.last.assign(static_cast<size_t>(size), 0);
-  engine.add(this);
   p2p = std::make_unique<P2P>(*this);
+  engine.add(this);  // last: from now on a progress thread may look at it
 }
 
-Comm::~Comm() { engine.remove(this); }
+Comm::~Comm() {
+  engine.remove(this);
+  if (p2p->idle() && active_.empty()) return;
+  // Dropped with operations in flight: MPI may still read and write what belongs to them.
+  static_cast<void>(new std::vector<std::shared_ptr<Op>>(std::move(active_)));
+  static_cast<void>(p2p.release());
+}
 
 RankHeader* Comm::header(int member) const {
   return reinterpret_cast<RankHeader*>(arena + static_cast<size_t>(member) * region_nbytes);
@@ -110,12 +116,14 @@ void Comm::note(uint64_t seq, const Plan& plan) {
 }
 
 std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const void* in,
-                                void* out, void* const* keep) {
+                                void* out, void* const* keep, bool timed) {
   std::shared_ptr<Op> op = fresh_op();
+  op->bind(plan, in, out);  // first: without memory for scratch, nothing has happened
+  op->store = plan->store_for_run(timed);
+  op->timed_from = timed && plan->adaptive ? ticks() : 0;
   op->seq = next_seq++;
   op->keep[0] = keep != nullptr ? keep[0] : nullptr;
   op->keep[1] = keep != nullptr ? keep[1] : nullptr;
-  op->bind(plan, in, out);
   if (arena != nullptr) {
     header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
   }

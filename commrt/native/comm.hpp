@@ -83,6 +83,8 @@ class Op {
   std::shared_ptr<const Plan> plan;
   Comm* comm = nullptr;
   uint64_t seq = 0;
+  Store store = Store::Plain;
+  uint64_t timed_from = 0;  // ticks at the start of a run that is timed, else 0
   const unsigned char* in = nullptr;
   unsigned char* out = nullptr;
   unsigned char* tmp = nullptr;
@@ -188,7 +190,7 @@ class Comm {
   // `keep` are the owners of the buffers of a nonblocking call (references handed over to
   // the operation), or null.
   std::shared_ptr<Op> start(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
-                            void* const* keep);
+                            void* const* keep, bool timed = false);
   void submit(std::shared_ptr<Op> op) { active_.push_back(std::move(op)); }  // in flight
   // A short plan with nothing else in flight: null when complete, else the Op it became.
   // Spins at most `spins` times for a message.
@@ -239,7 +241,7 @@ class Comm {
   std::shared_ptr<Op> go_on(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
                             uint64_t seq, size_t done, const uint64_t* out_base,
                             const uint64_t* in_base, int lane, const unsigned char* tmp,
-                            void* const* keep);
+                            Store store, uint64_t timed_from);
   void note(uint64_t seq, const Plan& plan);
   int acquire_lane();
   void release_lane(Op& op);

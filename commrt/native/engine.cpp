@@ -62,6 +62,7 @@ bool Engine::idle() {
 
 std::vector<std::shared_ptr<Op>> Engine::take_ended() {
   std::lock_guard<std::mutex> lock(mutex);
+  has_ended_.store(false, std::memory_order_relaxed);
   return std::exchange(ended_, {});
 }
 

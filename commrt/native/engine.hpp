@@ -36,9 +36,13 @@ class Engine {
   bool idle();
 
   // Ended operations keep their buffers until someone who may drop them calls this.
-  void discard(std::shared_ptr<Op>&& op) { ended_.push_back(std::move(op)); }
+  void discard(std::shared_ptr<Op>&& op) {
+    ended_.push_back(std::move(op));
+    has_ended_.store(true, std::memory_order_relaxed);
+  }
   std::vector<std::shared_ptr<Op>> take_ended();
-  bool has_ended() const { return !ended_.empty(); }
+  // A hint, without the lock.
+  bool has_ended() const { return has_ended_.load(std::memory_order_relaxed); }
 
   std::mutex mutex;
   // Set in the child after fork: the shared memory and MPI belong to the parent.
@@ -50,6 +54,7 @@ class Engine {
 
   std::vector<Comm*> comms_;
   std::vector<std::shared_ptr<Op>> ended_;
+  std::atomic<bool> has_ended_{false};
   std::thread thread_;
   // On the heap: in a forked process it is left alone, as the thread that waits on it does
   // not exist there.

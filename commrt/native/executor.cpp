@@ -103,7 +103,7 @@ bool Op::advance() {
   for (bool again = true; again && !finished();) {
     again = false;
     uint64_t index = head_ - head_fragment_ * m;
-    while (head_ < total_) {
+    while (head_ < total_ && !finished()) {
       if (is_done(head_)) {
         clear_done(head_);
       } else if (!run(static_cast<int64_t>(head_fragment_), static_cast<int>(index))) {
@@ -116,12 +116,13 @@ bool Op::advance() {
         ++head_fragment_;
       }
     }
+    // Once failed, the buffers may be gone: whoever waits has been told.
+    if (finished()) return true;
     if (head_ == total_) {
-      if (!finished() && !all_sent()) return any;
+      if (!all_sent()) return any;
       if (!finished()) finish();
       return true;
     }
-    if (finished()) return true;
     const uint64_t limit =
         std::min(total_, (head_fragment_ + static_cast<uint64_t>(p.depth)) * m);
     uint64_t fragment = head_fragment_;
@@ -133,6 +134,7 @@ bool Op::advance() {
       }
       if (is_done(pos) || !deps_done(p.instrs[index], fragment * m)) continue;
       if (!run(static_cast<int64_t>(fragment), static_cast<int>(index))) continue;
+      if (finished()) return true;
       set_done(pos);
       any = again = true;
     }
@@ -271,16 +273,16 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     }
     unsigned char* second = slot != nullptr ? slot + cursor : nullptr;
     if (nbytes != 0) {
-      if (nin == 1 && ins.scaled_mask == 0) {
+      if (nin == 1 && ins.scaled() == nullptr) {
         if (first != nullptr && first != inputs[0]) {
-          copy(first, inputs[0], nbytes, streams_first(p.store));
+          copy(first, inputs[0], nbytes, streams_first(store));
         }
-        if (second != nullptr) copy(second, inputs[0], nbytes, streams_second(p.store));
+        if (second != nullptr) copy(second, inputs[0], nbytes, streams_second(store));
       } else if (first == nullptr) {
-        p.combine(second, nullptr, inputs.data(), nin, elems, ins.scaled_mask, p.factor,
-                  store_of_second(p.store));
+        p.combine(second, nullptr, inputs.data(), nin, elems, ins.scaled(), p.factor,
+                  store_of_second(store));
       } else {
-        p.combine(first, second, inputs.data(), nin, elems, ins.scaled_mask, p.factor, p.store);
+        p.combine(first, second, inputs.data(), nin, elems, ins.scaled(), p.factor, store);
       }
       for (size_t i = 1; i < ins.local_outs.size(); ++i) {
         auto* more = const_cast<unsigned char*>(local(ins.local_outs[i], piece));
@@ -290,7 +292,8 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     cursor += nbytes;
   }
 
-  if (p.store != Store::Plain && has_shared_send) store_fence();
+  // Peers read the slot, and after the end another thread of this rank may read the result.
+  if (store != Store::Plain) store_fence();
   for (const Ref& ref : ins.sends) {
     Link& link = comm->link(p.peers[ref.peer].rank);
     if (link.kind != LinkKind::Shared) continue;
@@ -330,6 +333,7 @@ void Op::finish() {
   if (p.divide_out && p.out_elems > 0) {
     divide_inplace(p.dtype, out, static_cast<size_t>(p.out_elems), p.divisor);
   }
+  if (timed_from != 0) p.choice.report(ticks() - timed_from);
   comm->release_lane(*this);
   Record& record = comm->records[seq % Comm::kRecords];
   if (record.seq == seq) {

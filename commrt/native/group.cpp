@@ -183,9 +183,13 @@ Request::~Request() {
   if (observed_ || Engine::forked.load(std::memory_order_relaxed)) return;
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
-  if (PyErr_ResourceWarning(nullptr, 1, "%U was dropped without wait(): its buffers stay alive "
-                            "until it ends, and its errors are lost", what().ptr()) != 0) {
-    PyErr_WriteUnraisable(operation_.ptr());
+  try {
+    if (PyErr_ResourceWarning(nullptr, 1, "%U was dropped without wait(): its buffers stay alive "
+                              "until it ends, and its errors are lost", what().ptr()) != 0) {
+      PyErr_WriteUnraisable(operation_.ptr());
+    }
+  } catch (nb::python_error& e) {
+    e.discard_as_unraisable(operation_);
   }
   PyErr_Restore(type, value, traceback);
 }
@@ -285,12 +289,12 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
                        nonblocking ? keep_out.ptr() : nullptr};
   for (void* object : kept) Py_XINCREF(static_cast<PyObject*>(object));
   if (!is_long && engine.mutex.try_lock()) {
-    op = group.comm->start(plan, in, out, kept);
+    op = group.comm->start(plan, in, out, kept, !nonblocking);
     engine.mutex.unlock();
   } else {
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(engine.mutex);
-    op = group.comm->start(plan, in, out, kept);
+    op = group.comm->start(plan, in, out, kept, !nonblocking);
   }
   return finish_call(group_object, std::move(op), keep_x, keep_out, result, operation,
                      nonblocking, timeout_s);

@@ -23,9 +23,9 @@ enum class Store : std::uint8_t { Plain = 0, Stream = 1, Stream2 = 2, StreamBoth
 // - nsrc >= 1; one input is copied, bit for bit unless scaled.
 // - dst may be exactly one of the srcs (any one); any other overlap is not allowed.
 // - dst2, unless null, receives the same values; it overlaps nothing else.
-// - Inputs k whose bit is set in scaled_mask are multiplied by factor first (rounded to the
-//   type, or to float32 for the 16-bit floats). For sum, avg and premul_sum of floats and
-//   complex; ignored elsewhere. Inputs from the 65th on are never scaled.
+// - Unless `scaled` is null, inputs k with bit k % 64 of scaled[k / 64] are multiplied by
+//   factor first (rounded to the type, or to float32 for the 16-bit floats). For sum, avg
+//   and premul_sum of floats and complex; ignored elsewhere.
 // - Pointers need no alignment; n counts elements.
 //
 // Integers wrap. float16 and bfloat16 are reduced in float32 and rounded once (to nearest
@@ -33,7 +33,7 @@ enum class Store : std::uint8_t { Plain = 0, Stream = 1, Stream2 = 2, StreamBoth
 // take -0 as less than +0. Logical reductions of at least two inputs give 0 or 1. avg is the
 // sum: floats scale their inputs, integers call divide_inplace on the total.
 using CombineFn = void (*)(void* dst, void* dst2, const void* const* srcs, int nsrc,
-                           std::size_t n, std::uint64_t scaled_mask, double factor,
+                           std::size_t n, const std::uint64_t* scaled, double factor,
                            Store store);
 
 // The kernel of a pair that dtypes.check_reduction allows; nullptr for the others.

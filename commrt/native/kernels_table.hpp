@@ -18,7 +18,7 @@ struct Job {
   const void* const* srcs;
   int nsrc;
   std::size_t nbytes;
-  std::uint64_t scaled_mask;
+  const std::uint64_t* scaled;
   double factor;
   bool stream, stream2;
 };
@@ -31,10 +31,13 @@ struct Loop {
   static constexpr std::size_t kBlock = kVec * Unroll;
 
   Job job;
-  const Byte* fixed[N ? N : 1];  // a local copy: stores cannot change it, so it stays in registers
+  // Local copies: stores cannot change them, so they stay in registers.
+  const Byte* fixed[N ? N : 1];
+  std::uint64_t scaled_first = 0;
 
   COMMRT_INLINE explicit Loop(const Job& j) : job(j) {
     for (int k = 0; k < N; ++k) fixed[k] = static_cast<const Byte*>(j.srcs[k]);
+    if constexpr (Scaled) scaled_first = j.scaled[0];
   }
 
   COMMRT_INLINE int nsrc() const { return N ? N : job.nsrc; }
@@ -45,7 +48,7 @@ struct Loop {
   // Multiplying by one is exact, so unscaled inputs need no code of their own.
   COMMRT_INLINE Acc input(Raw raw, int k) const {
     if constexpr (Scaled) {
-      bool chosen = k < 64 && (job.scaled_mask >> k & 1);
+      bool chosen = (k < 64 ? scaled_first >> k : job.scaled[k / 64] >> (k % 64)) & 1;
       return E::scale(E::widen(raw), chosen ? Factor(job.factor) : Factor(1));
     } else {
       return E::widen(raw);
@@ -143,13 +146,14 @@ void copy_one(const Job& job) {
 }
 
 void copy_streaming_kernel(void* dst, const void* src, std::size_t nbytes) {
-  copy_one(Job{static_cast<Byte*>(dst), nullptr, &src, 1, nbytes, 0, 1, true, false});
+  copy_one(Job{static_cast<Byte*>(dst), nullptr, &src, 1, nbytes, nullptr, 1, true, false});
 }
 
 COMMRT_INLINE Job make_job(void* dst, void* dst2, const void* const* srcs, int nsrc,
-                           std::size_t nbytes, std::uint64_t mask, double factor, Store store) {
+                           std::size_t nbytes, const std::uint64_t* scaled, double factor,
+                          Store store) {
   int bits = static_cast<int>(store);
-  return Job{static_cast<Byte*>(dst), static_cast<Byte*>(dst2), srcs, nsrc, nbytes, mask, factor,
+  return Job{static_cast<Byte*>(dst), static_cast<Byte*>(dst2), srcs, nsrc, nbytes, scaled, factor,
              (bits & 1) != 0, dst2 && (bits & 2) != 0};
 }
 
@@ -157,8 +161,8 @@ COMMRT_INLINE Job make_job(void* dst, void* dst2, const void* const* srcs, int n
 // there are many of these.
 template <class E, class Op, std::size_t Parts = 1>
 void reduce(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_t n,
-            std::uint64_t, double, Store store) {
-  Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, 0, 1, store);
+            const std::uint64_t*, double, Store store) {
+  Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, nullptr, 1, store);
   if (nsrc == 1) return copy_one(job);
   Loop<E, Op, 0, false, (E::kUnroll + 1) / 2>(job).run();
 }
@@ -166,8 +170,8 @@ void reduce(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_
 // As reduce, with a loop of its own for each common number of inputs.
 template <class E, class Op, std::size_t Parts = 1>
 void reduce_hot(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_t n,
-                std::uint64_t, double, Store store) {
-  Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, 0, 1, store);
+                const std::uint64_t*, double, Store store) {
+  Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, nullptr, 1, store);
   switch (nsrc) {
     case 1: return copy_one(job);
     case 2: return Loop<E, Op, 2, false>(job).run();
@@ -179,9 +183,9 @@ void reduce_hot(void* dst, void* dst2, const void* const* srcs, int nsrc, std::s
 
 template <class E, class Op, std::size_t Parts = 1>
 void reduce_scaled(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_t n,
-                   std::uint64_t mask, double factor, Store store) {
-  if (!mask) return reduce_hot<E, Op, Parts>(dst, dst2, srcs, nsrc, n, 0, 1, store);
-  Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, mask, factor, store);
+                   const std::uint64_t* scaled, double factor, Store store) {
+  if (!scaled) return reduce_hot<E, Op, Parts>(dst, dst2, srcs, nsrc, n, nullptr, 1, store);
+  Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, scaled, factor, store);
   if (nsrc == 2) return Loop<E, Op, 2, true>(job).run();
   Loop<E, Op, 0, true>(job).run();
 }

@@ -159,7 +159,7 @@ bool Op::run_mpi(int64_t fragment, int index) {
     if (finished()) return true;
   }
   const Ref& source = ins.local_outs.empty() ? ins.inputs[0] : ins.local_outs[0];
-  const bool stays = one_piece && ins.local_outs.empty() && ins.scaled_mask == 0 &&
+  const bool stays = one_piece && ins.local_outs.empty() && ins.scaled() == nullptr &&
                      !source.is_message && p.spaces[source.space].kind == SpaceKind::In &&
                      static_cast<const void*>(in) != static_cast<void*>(out);
   for (const Ref& ref : ins.sends) {
@@ -186,7 +186,7 @@ bool Op::run_mpi(int64_t fragment, int index) {
 void Op::pack(const Instr& ins, int64_t fragment, unsigned char* to) {
   const Plan& p = *plan;
   const Ref& ref = ins.local_outs.empty() ? ins.inputs[0] : ins.local_outs[0];
-  const bool scale = ins.local_outs.empty() && ins.scaled_mask != 0;
+  const bool scale = ins.local_outs.empty() && ins.scaled() != nullptr;
   const auto& at = p.spaces[ref.space].offsets;
   for (int b = ref.lo; b < ref.hi; ++b) {
     const int64_t len = at[b + 1] - at[b];
@@ -195,7 +195,7 @@ void Op::pack(const Instr& ins, int64_t fragment, unsigned char* to) {
     const void* source = base(ref.space) + static_cast<size_t>(at[b] + from) * p.itemsize;
     if (elems == 0) continue;
     if (scale) {
-      p.combine(to, nullptr, &source, 1, elems, ins.scaled_mask, p.factor, Store::Plain);
+      p.combine(to, nullptr, &source, 1, elems, ins.scaled(), p.factor, Store::Plain);
     } else {
       std::memcpy(to, source, elems * p.itemsize);
     }

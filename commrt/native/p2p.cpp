@@ -112,6 +112,7 @@ void P2P::deliver(Op& op, int source, const PacketHeader& header,
     PacketHeader answer{PacketKind::Cts, header.tag, header.nbytes, header.send_id,
                         too_long ? kDiscard : task.id, 0};
     channels_[source].control.push_back(answer);
+    lingering_ = true;
   } else if (!too_long) {
     if (header.nbytes != 0) std::memcpy(task.recv_buffer, payload, header.nbytes);
     task.moved = header.nbytes;
@@ -301,7 +302,7 @@ bool P2P::on_the_way() const {
 }
 
 bool P2P::progress() {
-  if (live_ == 0 && !on_the_way()) {
+  if (live_ == 0 && !lingering_) {
     // A peer's messages are taken in even by a rank that waits for something else: sends do
     // not wait for receives until memory ends. Rarely, as a look costs a cache line per peer.
     constexpr unsigned kLookEvery = 64;
@@ -316,6 +317,7 @@ bool P2P::progress() {
     if (kind == LinkKind::Shared ? pull(peer) : pull_mpi(peer)) any = true;
     if (flush(peer)) any = true;
   }
+  lingering_ = on_the_way();
   return any;
 }
 

@@ -56,7 +56,7 @@ class P2P {
   std::shared_ptr<Op> recv(void* buffer, uint64_t capacity, int source, int tag);
   bool progress();
   // Nothing is in flight, packets of sends that are over included.
-  bool idle() const { return live_ == 0 && !on_the_way(); }
+  bool idle() const { return live_ == 0 && !lingering_; }
 
  private:
   struct Incoming {  // arrived and not matched
@@ -102,7 +102,8 @@ class P2P {
   std::list<std::shared_ptr<Op>> announced_;  // sends that wait for their CTS
   std::list<Incoming> unexpected_;
   uint64_t next_id_ = 1;
-  size_t live_ = 0;  // tasks not complete
+  size_t live_ = 0;         // tasks not complete
+  bool lingering_ = false;  // packets were on their way after the last pass
   unsigned idle_passes_ = 0;
 };
 

@@ -35,6 +35,7 @@ size_t Plan::largest_fragment(const Ref& ref) const {
 
 void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
   fragments = fragments_;
+  depth = static_cast<int>(std::min<int64_t>(depth, fragments));
   for (auto& space : spaces) {
     if (space.kind != SpaceKind::Tmp) continue;
     space.tmp_offset = tmp_nbytes;
@@ -58,7 +59,6 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
                                     " has operands of different lengths");
       }
       ins.elems = elems;
-      if (ref.hi - ref.lo != 1) ins.strided = true;
       local = &ref;
     };
     for (auto& ref : ins.inputs) settle(ref);

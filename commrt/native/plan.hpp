@@ -8,6 +8,7 @@
 
 #include "kernels.hpp"
 #include "mpi_api.hpp"
+#include "store_choice.hpp"
 #include "types.hpp"
 
 namespace commrt {
@@ -36,11 +37,14 @@ struct Instr {
   std::vector<Ref> local_outs;
   std::vector<Ref> sends;
   std::vector<int> deps;
-  uint64_t scaled_mask = 0;  // inputs multiplied by the plan's factor
+  std::vector<uint64_t> scaled_bits;  // inputs multiplied by the plan's factor; empty: none
   int publish = -1;          // index among instructions with sends, or -1
   int64_t elems = 0;         // unfragmented length
   bool has_mpi = false;      // some message crosses MPI
-  bool strided = false;      // several blocks per slice: pieces when fragmented
+
+  const uint64_t* scaled() const {
+    return scaled_bits.empty() ? nullptr : scaled_bits.data();
+  }
 };
 
 struct PeerUse {
@@ -86,6 +90,8 @@ class Plan {
   size_t tmp_nbytes = 0;
   size_t itemsize = 1;
   Store store = Store::Plain;
+  bool adaptive = false;  // `choice` decides about slots instead of `store`
+  mutable StoreChoice choice;  // guarded by the engine's lock
   CombineFn combine = nullptr;
   double factor = 1.0;
   bool divide_out = false;  // integer avg: divide the result by size at the end
@@ -108,6 +114,12 @@ class Plan {
     if (f == fragments) return len;
     const int64_t align = itemsize >= kAlign ? 1 : static_cast<int64_t>(kAlign / itemsize);
     return len * f / fragments / align * align;
+  }
+
+  // The store kind of a run. `timed` runs are reported to `choice` at their end.
+  Store store_for_run(bool timed) const {
+    if (!adaptive) return store;
+    return (timed ? choice.next() : choice.current()) ? Store::Stream2 : Store::Plain;
   }
 
  private:

@@ -48,6 +48,9 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
   }
   note(seq, p);
 
+  const Store store = p.store_for_run(true);
+  const uint64_t timed_from = p.adaptive ? ticks() : 0;
+
   uint64_t out_base[kShortPeers], in_base[kShortPeers];
   Link* links[kShortPeers];
   const size_t npeers = p.peers.size();
@@ -86,13 +89,15 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
       const Line& line = links[ref.peer]->in_lines[id & (kLines - 1)];
       for (int spin = 0; line.seq.load(std::memory_order_acquire) != id + 1; ++spin) {
         if (spin >= spins) {
-          return go_on(plan, in, out, seq, i, out_base, in_base, lane, tmp, nullptr);
+          return go_on(plan, in, out, seq, i, out_base, in_base, lane, tmp, store,
+                         timed_from);
         }
         relax();
       }
       const uint64_t meta = line.meta;
       if (!meta_length_is(meta, nbytes) && !(ins.local_outs.empty() && ins.sends.empty())) {
-        return go_on(plan, in, out, seq, i, out_base, in_base, lane, tmp, nullptr);
+        return go_on(plan, in, out, seq, i, out_base, in_base, lane, tmp, store,
+                         timed_from);
       }
       inputs[nin++] = (meta & kInlineFlag) ? line.payload : arena + (meta & kOffsetMask);
     }
@@ -102,7 +107,8 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
       for (const Ref& ref : ins.sends) {
         const uint64_t id = out_base[ref.peer] + static_cast<uint64_t>(ref.k);
         if (!links[ref.peer]->line_free(id)) {
-          return go_on(plan, in, out, seq, i, out_base, in_base, lane, tmp, nullptr);
+          return go_on(plan, in, out, seq, i, out_base, in_base, lane, tmp, store,
+                         timed_from);
         }
       }
       second = nbytes <= kInlineBytes
@@ -111,18 +117,18 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     }
     if (nbytes != 0 && (second != nullptr || !ins.local_outs.empty())) {
       unsigned char* first = ins.local_outs.empty() ? nullptr : address(ins.local_outs[0]);
-      if (nin == 1 && ins.scaled_mask == 0) {
+      if (nin == 1 && ins.scaled() == nullptr) {
         if (first != nullptr && first != inputs[0]) {
-          copy(first, inputs[0], nbytes, streams_first(p.store));
+          copy(first, inputs[0], nbytes, streams_first(store));
         }
-        if (second != nullptr) copy(second, inputs[0], nbytes, streams_second(p.store));
+        if (second != nullptr) copy(second, inputs[0], nbytes, streams_second(store));
       } else {
         const size_t elems = static_cast<size_t>(ins.elems);
         if (first == nullptr) {
-          p.combine(second, nullptr, inputs, nin, elems, ins.scaled_mask, p.factor,
-                    store_of_second(p.store));
+          p.combine(second, nullptr, inputs, nin, elems, ins.scaled(), p.factor,
+                    store_of_second(store));
         } else {
-          p.combine(first, second, inputs, nin, elems, ins.scaled_mask, p.factor, p.store);
+          p.combine(first, second, inputs, nin, elems, ins.scaled(), p.factor, store);
         }
       }
       for (size_t o = 1; o < ins.local_outs.size(); ++o) {
@@ -130,7 +136,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
         if (more != first) copy(more, first, nbytes);
       }
     }
-    if (p.store != Store::Plain && second != nullptr && second != small) store_fence();
+    if (store != Store::Plain && second != nullptr && second != small) store_fence();
     for (const Ref& ref : ins.sends) {
       const uint64_t id = out_base[ref.peer] + static_cast<uint64_t>(ref.k);
       Line& line = links[ref.peer]->out_lines[id & (kLines - 1)];
@@ -152,6 +158,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
   if (p.divide_out && p.out_elems > 0) {
     divide_inplace(p.dtype, out, static_cast<size_t>(p.out_elems), p.divisor);
   }
+  if (timed_from != 0) p.choice.report(ticks() - timed_from);
   if (lane >= 0) lanes_[lane].busy = false;
   records[seq % kRecords].state = 1;
   return nullptr;
@@ -161,11 +168,12 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
 std::shared_ptr<Op> Comm::go_on(const std::shared_ptr<const Plan>& plan, const void* in,
                                 void* out, uint64_t seq, size_t done, const uint64_t* out_base,
                                 const uint64_t* in_base, int lane, const unsigned char* tmp,
-                                void* const* keep) {
+                                Store store, uint64_t timed_from) {
   std::shared_ptr<Op> op = fresh_op();
   op->seq = seq;
-  op->keep[0] = keep != nullptr ? keep[0] : nullptr;
-  op->keep[1] = keep != nullptr ? keep[1] : nullptr;
+  op->keep[0] = op->keep[1] = nullptr;
+  op->store = store;
+  op->timed_from = timed_from;
   op->resume(plan, in, out, done, out_base, in_base, lane);
   if (plan->tmp_nbytes != 0) std::memcpy(op->tmp, tmp, plan->tmp_nbytes);
   active_.push_back(op);

@@ -171,7 +171,7 @@ def combine(
         int(op),
         dst.bytes,
         [s.bytes for s in srcs],
-        scaled_mask=mask,
+        scaled=[k for k in range(len(srcs)) if mask >> k & 1],
         factor=factor,
         dst2=dst2.bytes if dst2 else None,
         store=store,
@@ -281,11 +281,14 @@ def test_chosen_inputs_are_scaled_first(dtype: DType, op: ReduceOp) -> None:
                     assert same_bits(got, expected), (isa, nsrc, n, mask)
 
 
-def test_inputs_beyond_the_mask_are_not_scaled() -> None:
-    dtype = dtype_by_name("float32")
-    inputs = [np.ones(9, np.float32)] * 70
-    got = combine(dtype, ReduceOp.AVG, inputs, mask=(1 << 64) - 1, factor=0.5)
-    assert (got == 64 * 0.5 + 6).all()
+@pytest.mark.parametrize("places", [(0, 63), (64,), (3, 65, 69)])
+def test_any_of_many_inputs_can_be_scaled(places: tuple[int, ...]) -> None:
+    dtype = dtype_by_name("float64")
+    inputs = [np.full(9, float(1 << k % 40)) for k in range(70)]
+    mask = sum(1 << k for k in places)
+    got = combine(dtype, ReduceOp.AVG, inputs, mask=mask, factor=0.5)
+    expected = sum(x * (0.5 if k in places else 1) for k, x in enumerate(inputs))
+    assert (got == expected).all()
 
 
 @pytest.mark.parametrize("name", HALVES)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Corners of the engine that random programs do not reach."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commrt import world
+from commrt.backends.local import LocalRanks, run
+from commrt.comm import Communicator
+from commrt.errors import CommError
+
+
+def test_an_operation_that_failed_touches_its_buffers_no_more() -> None:
+    ranks = LocalRanks(3)
+    outs = [np.full((3, 4), -1.0), np.full((3, 5), -1.0), np.full((3, 4), -1.0)]
+    options: dict[str, Any] = {"algorithm": "direct", "nonblocking": True}
+    requests = [
+        ranks.comms[rank].allgather(
+            np.ones(len(outs[rank][0])), out=outs[rank], **options
+        )
+        for rank in (1, 2, 0)
+    ]
+    # Rank 0 takes rank 1's message, which is too long, before that of rank 2.
+    with pytest.raises(CommError, match="rank 1 sent a message of another length"):
+        requests[2].wait()
+    assert (outs[0][2] == -1).all()
+    for request in requests[:2]:
+        with pytest.raises(CommError):
+            request.wait()
+
+
+def test_more_depth_than_fragments_costs_nothing() -> None:
+    def main(comm: Communicator) -> float:
+        x = np.ones(20_000)
+        params = {"depth": 1 << 30, "reuse": 1 << 30, "chunk": 16384}
+        comm.allreduce(x, algorithm="ring", params=params)
+        return float(x.sum())
+
+    assert run(2, main) == [40_000.0] * 2
+
+
+def test_a_long_message_that_does_not_fit_lets_its_sender_go_on() -> None:
+    def main(comm: Communicator) -> None:
+        if comm.rank == 0:
+            long = comm.send(np.ones(50_000), dest=1, tag=1, nonblocking=True)
+            comm.send(np.ones(1), dest=1, tag=2)
+            long.wait()
+        else:
+            # The long message has been announced once this one is here.
+            comm.recv(np.empty(1), source=0, tag=2)
+            with pytest.raises(CommError, match="longer than the receive buffer"):
+                comm.recv(np.empty(7), source=0, tag=1)
+
+    run(2, main, timeout_s=20)
+
+
+@pytest.mark.full
+def test_the_mean_of_more_ranks_than_a_word_has_bits() -> None:
+    def main(comm: Communicator) -> float:
+        x = np.full(4, comm.rank + 1.0)
+        comm.allreduce(x, op="avg", algorithm="direct")
+        return float(x[-1])
+
+    assert run(67, main) == [pytest.approx(34.0)] * 67
+
+
+@pytest.mark.parametrize("level", ["single", "multiple"])
+def test_a_progress_thread_by_itself_only_where_threads_may_call_mpi(
+    monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    levels = {"single": 0, "multiple": 3}
+    mpi = SimpleNamespace(Query_thread=lambda: levels[level], THREAD_MULTIPLE=3)
+    monkeypatch.setattr(world._libmpi, "load", lambda: mpi)
+    monkeypatch.setenv("COMMRT_PROGRESS", "auto")
+    job: Any = SimpleNamespace(
+        nodes=[[0, 1]], size=2, cores=8, in_process=False, mpi=object()
+    )
+    assert world.progress_mode(job) is (level == "multiple")

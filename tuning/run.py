@@ -120,7 +120,7 @@ def finish(
         date=date or datetime.date.today().isoformat(),
     )
     write_table(table, path)
-    return summarise(recording, decisions, regret, str(path))
+    return summarise(recording, decisions, regret, str(path), in_force=out is None)
 
 
 def _method(options: Options, regret: Regret) -> Mapping[str, object]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from commrt.operations import COLLECTIVES
 from commrt.tuning.decide import Decision
@@ -11,6 +11,17 @@ from commrt.tuning.regret import Regret
 from commrt.tuning.samples import Group, Recording
 
 __all__ = ["describe_group", "human_nbytes", "summarise"]
+
+_IN_FORCE = (
+    "From now on commrt chooses from it here. To look into it:",
+    "  commrt-tune show                      all choices with their evidence",
+    "  commrt-tune explain allreduce 4096    one call",
+    "  python -m commrt.bench compare        against mpi4py, side by side",
+)
+_NAMED = (
+    "Programs choose from it where COMMRT_TABLE names it. To look into it:",
+    "  commrt-tune show --table FILE",
+)
 
 
 def human_nbytes(nbytes: int | None) -> str:
@@ -30,28 +41,40 @@ def describe_group(group: Group) -> str:
 
 
 def summarise(
-    recording: Recording, decisions: Sequence[Decision], regret: Regret, path: str
+    recording: Recording,
+    decisions: Sequence[Decision],
+    regret: Regret,
+    path: str,
+    *,
+    in_force: bool,
 ) -> str:
-    """Return the text that ``commrt-tune run`` ends with."""
-    lines = [f"Table: {path}", ""]
+    """Return the text that ``commrt-tune run`` ends with.
+
+    Args:
+        recording: what was measured.
+        decisions: what the table says.
+        regret: how good that was.
+        path: where the table is.
+        in_force: whether programs find it there by themselves.
+    """
+    lines = ["Picked, by bytes of the call:"]
     for group in dict.fromkeys(decision.group for decision in decisions):
         launches = sum(one.group == group for one in recording.launches.values())
-        lines.append(f"{describe_group(group)} ({launches} launches)")
-        lines += [
-            f"  {decision.op:<15}{_ranges(decision)}"
-            for decision in decisions
-            if decision.group == group
-        ]
+        lines += ["", f"{describe_group(group)} ({launches} launches)"]
+        for decision in decisions:
+            lines += _ranges(decision) if decision.group == group else []
     lines += ["", *_unmeasured(decisions), *_failures(recording), *_quality(regret)]
+    lines += ["", f"Written to {path}", *(_IN_FORCE if in_force else _NAMED)]
     return "\n".join(lines)
 
 
-def _ranges(decision: Decision) -> str:
-    parts = []
+def _ranges(decision: Decision) -> Iterator[str]:
+    """Yield a line per range, the first with the operation's name."""
+    name = decision.op
     for chosen in decision.ranges:
-        until = "" if chosen.hi is None else f" below {human_nbytes(chosen.hi)}"
-        parts.append(f"{chosen.candidate}{until}")
-    return ", then ".join(parts)
+        end = "above" if chosen.hi is None else f"below {human_nbytes(chosen.hi)}"
+        yield f"  {name:<15}{end:<13}{chosen.candidate}"
+        name = ""
 
 
 def _unmeasured(decisions: Iterable[Decision]) -> list[str]:
@@ -59,7 +82,7 @@ def _unmeasured(decisions: Iterable[Decision]) -> list[str]:
     missing = [coll for coll in COLLECTIVES if coll not in measured]
     if not missing:
         return []
-    return [f"Not measured, stays with the model: {', '.join(missing)}"]
+    return [f"Not measured, so the model goes on choosing: {', '.join(missing)}"]
 
 
 def _failures(recording: Recording) -> list[str]:
@@ -76,17 +99,21 @@ def _failures(recording: Recording) -> list[str]:
 
 def _quality(regret: Regret) -> list[str]:
     if not regret.cells:
-        return ["auto was not checked: no held-out launch saw the same link class"]
+        return ["Not checked: no further launch saw the same link class."]
     lines = [
-        f"auto on held-out launches: {100 * (regret.regret - 1):.1f} % above the best "
-        f"candidate (geometric mean of {regret.cells} cells off the grid, worst "
-        f"{regret.worst:.2f}x)"
+        f"Checked by a further launch, {regret.cells} times at sizes in between "
+        f"(geometric means):",
+        f"  what auto picks takes {regret.regret:.2f} of the best candidate's time "
+        f"(at worst {regret.worst:.3g})",
     ]
     if regret.versus_native is not None:
         lines.append(
-            f"auto against the library's own collective: {regret.versus_native:.2f} of "
-            f"its time (geometric mean)"
+            f"  and {regret.versus_native:.2f} of the time of the MPI library's own "
+            f"collective (mpi/native)"
         )
     if regret.unmeasured:
-        lines.append(f"{regret.unmeasured} held-out cells had no measured choice")
+        lines.append(
+            f"  {regret.unmeasured} more checks say nothing: what auto picks was not "
+            f"measured there"
+        )
     return lines

@@ -273,17 +273,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     }
     unsigned char* second = slot != nullptr ? slot + cursor : nullptr;
     if (nbytes != 0) {
-      if (nin == 1 && ins.scaled() == nullptr) {
-        if (first != nullptr && first != inputs[0]) {
-          copy(first, inputs[0], nbytes, streams_first(store));
-        }
-        if (second != nullptr) copy(second, inputs[0], nbytes, streams_second(store));
-      } else if (first == nullptr) {
-        p.combine(second, nullptr, inputs.data(), nin, elems, ins.scaled(), p.factor,
-                  store_of_second(store));
-      } else {
-        p.combine(first, second, inputs.data(), nin, elems, ins.scaled(), p.factor, store);
-      }
+      p.compute(ins, store, first, second, inputs.data(), elems);
       for (size_t i = 1; i < ins.local_outs.size(); ++i) {
         auto* more = const_cast<unsigned char*>(local(ins.local_outs[i], piece));
         if (more != first) copy(more, first, nbytes);
@@ -299,15 +289,9 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     if (link.kind != LinkKind::Shared) continue;
     const uint64_t id = out_id(ref, fragment);
     Line& line = link.out_lines[id & (kLines - 1)];
-    if (inline_send) {
-      std::memcpy(line.payload, small, total);
-      line.meta = pack_meta(0, true, total);
-    } else {
-      line.meta = pack_meta(static_cast<uint64_t>(slot - comm->arena), false, total);
-      if (lane_ >= 0) comm->lanes_[lane_].last[p.peers[ref.peer].rank] = id + 1;
-    }
-    // Release: the payload and the meta word are visible before the sequence word.
-    line.seq.store(id + 1, std::memory_order_release);
+    if (!inline_send) comm->lanes_[lane_].last[p.peers[ref.peer].rank] = id + 1;
+    publish(line, id, inline_send ? small : nullptr,
+            inline_send ? 0 : static_cast<uint64_t>(slot - comm->arena), total);
   }
   take_inputs(ins, fragment);
 }

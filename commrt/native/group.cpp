@@ -273,28 +273,29 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
   const bool is_long =
       (plan->in_elems + plan->out_elems) * static_cast<int64_t>(plan->itemsize) > kLong;
   std::shared_ptr<Op> op;
-  if (!nonblocking && plan->run_short && engine.mutex.try_lock()) {
-    if (!group.comm->quiet()) {
-      engine.mutex.unlock();
-    } else {
+  std::unique_lock<std::mutex> lock(engine.mutex, std::defer_lock);
+  if (!nonblocking && plan->run_short && lock.try_lock()) {
+    if (group.comm->quiet()) {
       constexpr int kSpinsWithGil = 40;  // about 2 us
       op = group.comm->run_short(plan, in, out, kSpinsWithGil);
-      engine.mutex.unlock();
+      lock.unlock();
       if (op == nullptr) return nb::borrow(result);
       return finish_call(group_object, std::move(op), keep_x, keep_out, result, operation,
                          false, timeout_s);
     }
+    lock.unlock();
   }
   void* kept[2] = {nonblocking ? keep_x.ptr() : nullptr,
-                       nonblocking ? keep_out.ptr() : nullptr};
+                   nonblocking ? keep_out.ptr() : nullptr};
   for (void* object : kept) Py_XINCREF(static_cast<PyObject*>(object));
-  if (!is_long && engine.mutex.try_lock()) {
+  if (!is_long && lock.try_lock()) {
     op = group.comm->start(plan, in, out, kept, !nonblocking);
-    engine.mutex.unlock();
+    lock.unlock();
   } else {
     nb::gil_scoped_release release;
-    std::lock_guard<std::mutex> lock(engine.mutex);
+    lock.lock();
     op = group.comm->start(plan, in, out, kept, !nonblocking);
+    lock.unlock();
   }
   return finish_call(group_object, std::move(op), keep_x, keep_out, result, operation,
                      nonblocking, timeout_s);

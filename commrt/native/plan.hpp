@@ -108,6 +108,24 @@ class Plan {
   // a lane of `lane_nbytes`. `slot_reuse`: fragments whose payload may be unread at once.
   void finish(int64_t fragments, size_t lane_nbytes, int slot_reuse);
 
+  // Reduces an instruction's inputs (`elems` elements each) into its first local output and
+  // into what is sent; either may be null. `kind` is the run's, not the plan's.
+  void compute(const Instr& ins, Store kind, unsigned char* local, unsigned char* sent,
+               const void* const* inputs, size_t elems) const {
+    const int nin = static_cast<int>(ins.inputs.size());
+    if (nin == 1 && ins.scaled() == nullptr) {
+      const size_t nbytes = elems * itemsize;
+      if (local != nullptr && local != inputs[0]) {
+        copy(local, inputs[0], nbytes, streams_first(kind));
+      }
+      if (sent != nullptr) copy(sent, inputs[0], nbytes, streams_second(kind));
+    } else if (local == nullptr) {
+      combine(sent, nullptr, inputs, nin, elems, ins.scaled(), factor, store_of_second(kind));
+    } else {
+      combine(local, sent, inputs, nin, elems, ins.scaled(), factor, kind);
+    }
+  }
+
   // Sub-range of fragment f of a block of `len` elements.
   int64_t cut(int64_t len, int64_t f) const {
     if (f == 0) return 0;

@@ -117,20 +117,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     }
     if (nbytes != 0 && (second != nullptr || !ins.local_outs.empty())) {
       unsigned char* first = ins.local_outs.empty() ? nullptr : address(ins.local_outs[0]);
-      if (nin == 1 && ins.scaled() == nullptr) {
-        if (first != nullptr && first != inputs[0]) {
-          copy(first, inputs[0], nbytes, streams_first(store));
-        }
-        if (second != nullptr) copy(second, inputs[0], nbytes, streams_second(store));
-      } else {
-        const size_t elems = static_cast<size_t>(ins.elems);
-        if (first == nullptr) {
-          p.combine(second, nullptr, inputs, nin, elems, ins.scaled(), p.factor,
-                    store_of_second(store));
-        } else {
-          p.combine(first, second, inputs, nin, elems, ins.scaled(), p.factor, store);
-        }
-      }
+      p.compute(ins, store, first, second, inputs, static_cast<size_t>(ins.elems));
       for (size_t o = 1; o < ins.local_outs.size(); ++o) {
         unsigned char* more = address(ins.local_outs[o]);
         if (more != first) copy(more, first, nbytes);
@@ -140,15 +127,10 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     for (const Ref& ref : ins.sends) {
       const uint64_t id = out_base[ref.peer] + static_cast<uint64_t>(ref.k);
       Line& line = links[ref.peer]->out_lines[id & (kLines - 1)];
-      if (second == small) {
-        std::memcpy(line.payload, small, nbytes);
-        line.meta = pack_meta(0, true, nbytes);
-      } else {
-        line.meta = pack_meta(static_cast<uint64_t>(second - arena), false, nbytes);
-        lanes_[lane].last[p.peers[ref.peer].rank] = id + 1;
-      }
-      // Release: payload and meta word are visible before the sequence word.
-      line.seq.store(id + 1, std::memory_order_release);
+      const bool in_line = second == small;
+      if (!in_line) lanes_[lane].last[p.peers[ref.peer].rank] = id + 1;
+      publish(line, id, in_line ? small : nullptr,
+              in_line ? 0 : static_cast<uint64_t>(second - arena), nbytes);
     }
     for (const Ref& ref : ins.inputs) {
       if (!ref.is_message) continue;
@@ -161,6 +143,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
   if (timed_from != 0) p.choice.report(ticks() - timed_from);
   if (lane >= 0) lanes_[lane].busy = false;
   records[seq % kRecords].state = 1;
+  records[seq % kRecords].end_ticks = ticks();
   return nullptr;
 }
 

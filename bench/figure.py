@@ -23,7 +23,12 @@ __all__ = ["curves", "main"]
 Curves = dict[str, dict[int, float]]
 """library -> bytes -> median over launches, µs."""
 _COLOURS = ("#c2410c", "#2563eb", "#059669", "#7c3aed", "#57534e")
-_NAMES = {"mpi4py": "mpi4py + Open MPI", "gloo": "torch gloo"}
+_NAMES = {
+    "mpi4py": "mpi4py + Open MPI",
+    "intel": "mpi4py + Intel MPI",
+    "mpich": "mpi4py + MPICH",
+    "gloo": "torch gloo",
+}
 
 
 def curves(data: dict[str, Any], coll: str, link_class: str) -> Curves:
@@ -54,19 +59,21 @@ def draw(data: dict[str, Any], coll: str, out: Path) -> None:
         for name in ("near", "far", "oversubscribed")
         if len(curves(data, coll, name)) > 1
     ]
+    peers = {launch["peer"] for launch in data["launches"]}
+    order = sorted(peers, key=lambda peer: (peer != "commrt", peer))
+    colours = dict(zip(order, _COLOURS, strict=False))
     figure = Figure(figsize=(5.2 * len(classes), 3.8), layout="constrained")
     for index, link_class in enumerate(classes):
         axes = figure.add_subplot(1, len(classes), index + 1)
         found = curves(data, coll, link_class)
-        order = sorted(found, key=lambda peer: (peer != "commrt", peer))
-        for colour, peer in zip(_COLOURS, order, strict=False):
+        for peer in filter(found.__contains__, order):
             sizes = found[peer]
             width = 2.2 if peer == "commrt" else 1.3
             axes.plot(
                 list(sizes),
                 list(sizes.values()),
                 label=_NAMES.get(peer, peer),
-                color=colour,
+                color=colours[peer],
                 linewidth=width,
             )
         axes.set_xscale("log", base=2)

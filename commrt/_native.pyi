@@ -10,91 +10,104 @@ from typing import Any
 from numpy.typing import NDArray
 
 class Operation: ...
-class Engine:
 
+class Engine:
     """Progress for every communicator of one rank."""
 
     def __init__(self) -> None: ...
-
     @property
     def has_thread(self) -> bool: ...
-
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight."""
 
     def start_thread(self) -> None: ...
-
     def step(self) -> bool:
-        """Run one pass over all operations in flight; True if anything advanced.
-        """
+        """Run one pass over all operations in flight; True if anything advanced."""
 
     def stop_thread(self) -> None: ...
 
 class Group:
-
     """Native base of Communicator."""
 
     def __init__(self, engine: Engine, rank: int, size: int, name: str) -> None: ...
-
-    def _attach_arena(self, arg0: int, arg1: int, arg2: int, arg3: Sequence[int], /) -> None: ...
-
+    def _attach_arena(
+        self, arg0: int, arg1: int, arg2: int, arg3: Sequence[int], /
+    ) -> None: ...
     def _attach_mpi(self, arg0: int, arg1: int, arg2: Sequence[int], /) -> None: ...
-
     def _detach(self) -> None: ...
-
     @property
     def _failure(self) -> str: ...
-
     def _forget_plans(self) -> None: ...
-
     @property
     def _idle(self) -> bool: ...
-
     def _not_started(self, arg: int, /) -> list[int]: ...
-
     @property
     def _num_plans(self) -> int: ...
-
     def _probe_latency_ns(self, arg0: int, arg1: int, arg2: float, /) -> float: ...
-
     def _records(self) -> list[Any]: ...
-
-    def _recv(self, data: int, capacity: int, source: int, tag: int, keep: Any | None, operation: Any, timeout_s: float) -> Any: ...
-
-    def _remember_plan(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: Plan, /) -> None: ...
-
-    def _run_plan(self, plan: Plan, data_in: int, data_out: int, keep_x: Any | None, keep_out: Any | None, result: Any | None, operation: Any, nonblocking: bool, timeout_s: float) -> Any: ...
-
-    def _send(self, data: int, nbytes: int, dest: int, tag: int, keep: Any | None, operation: Any, nonblocking: bool, timeout_s: float) -> Any: ...
-
+    def _recv(
+        self,
+        data: int,
+        capacity: int,
+        source: int,
+        tag: int,
+        keep: Any | None,
+        operation: Any,
+        timeout_s: float,
+    ) -> Any: ...
+    def _remember_plan(
+        self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: Plan, /
+    ) -> None: ...
+    def _run_plan(
+        self,
+        plan: Plan,
+        data_in: int,
+        data_out: int,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        result: Any | None,
+        operation: Any,
+        nonblocking: bool,
+        timeout_s: float,
+    ) -> Any: ...
+    def _send(
+        self,
+        data: int,
+        nbytes: int,
+        dest: int,
+        tag: int,
+        keep: Any | None,
+        operation: Any,
+        nonblocking: bool,
+        timeout_s: float,
+    ) -> Any: ...
     def _set_failure(self, arg: str, /) -> None: ...
-
     def _set_spins(self, arg: int, /) -> None: ...
-
     @property
     def _slow(self) -> bool: ...
-
     @_slow.setter
     def _slow(self, arg: bool, /) -> None: ...
-
-    def _time_plan(self, plan: Plan, data_in: int, data_out: int, repetitions: int, timeout_s: float) -> float:
+    def _time_plan(
+        self,
+        plan: Plan,
+        data_in: int,
+        data_out: int,
+        repetitions: int,
+        timeout_s: float,
+    ) -> float:
         """Seconds of `repetitions` blocking runs back to back, without Python in
         between.
         """
 
     @property
     def name(self) -> str: ...
-
     @property
     def next_seq(self) -> int: ...
-
     @property
     def rank(self) -> int: ...
-
     @property
     def size(self) -> int: ...
-
     @property
     def timeout_s(self) -> float:
         """Default limit of a wait, in seconds."""
@@ -103,16 +116,23 @@ class Group:
     def timeout_s(self, arg: float, /) -> None: ...
 
 class PersistentCall:
-
     """A collective bound to its arrays; call it, or start() it."""
 
     def __call__(self) -> Any:
         """Run the operation and return its output."""
 
-    def __init__(self, group: Any, plan: Plan, data_in: int, data_out: int, keep_x: Any | None, keep_out: Any | None, result: Any | None, operation: Any) -> None: ...
-
+    def __init__(
+        self,
+        group: Any,
+        plan: Plan,
+        data_in: int,
+        data_out: int,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        result: Any | None,
+        operation: Any,
+    ) -> None: ...
     def __repr__(self) -> str: ...
-
     @property
     def label(self) -> str:
         """What runs it: backend/algorithm{params}."""
@@ -122,47 +142,35 @@ class PersistentCall:
         """Name of the operation."""
 
     def start(self) -> Any:
-        """Start the operation and return its Request; wait before starting it again.
-        """
+        """Start the operation and return its Request; wait before starting it again."""
 
 class Plan:
-
     """One rank's operation, ready to be started any number of times."""
 
     @property
     def fragments(self) -> int: ...
-
     @property
     def in_elems(self) -> int: ...
-
     @property
     def instructions(self) -> int: ...
-
     @property
     def label(self) -> str: ...
-
     @property
     def out_elems(self) -> int: ...
-
     @property
     def slot_nbytes(self) -> int: ...
-
     @property
     def slots(self) -> int: ...
-
     @property
     def tmp_nbytes(self) -> int: ...
 
 class Request:
-
     """One started operation. Keep it, and wait() for it: the buffers belong to the
     engine until then.
     """
 
     def __bool__(self) -> bool: ...
-
     def __repr__(self) -> str: ...
-
     @property
     def done(self) -> bool:
         """Whether the operation has ended, without progress."""
@@ -189,8 +197,7 @@ class Request:
         """
 
     def test(self) -> bool:
-        """Run a little progress; True once complete. Raises the operation's error.
-        """
+        """Run a little progress; True once complete. Raises the operation's error."""
 
     def wait(self, *, stream: Any | None = None, timeout_s: Any | None = None) -> Any:
         """Return the operation's output once it is complete. Idempotent; raises the
@@ -201,9 +208,17 @@ class Request:
 def drop_ended(arg: Engine, /) -> None: ...
 
 class kernels:  # noqa: N801
-
     @staticmethod
-    def combine(dtype: int, op: int, dst: NDArray[Any], srcs: Sequence[NDArray[Any]], scaled: Sequence[int] = [], factor: float = 1.0, dst2: NDArray[Any] | None = None, store: int = 0) -> None:
+    def combine(
+        dtype: int,
+        op: int,
+        dst: NDArray[Any],
+        srcs: Sequence[NDArray[Any]],
+        scaled: Sequence[int] = [],
+        factor: float = 1.0,
+        dst2: NDArray[Any] | None = None,
+        store: int = 0,
+    ) -> None:
         """Reduce srcs, element by element, into dst (and dst2)."""
 
     @staticmethod
@@ -235,24 +250,65 @@ class kernels:  # noqa: N801
         """Force an instruction set; false where the machine lacks it."""
 
 def load_mpi(arg0: Mapping[str, int], arg1: int, arg2: int, /) -> None: ...
-
-def make_native_plan(*, coll: int, dtype: int, redop: int, root: int, in_elems: int, out_elems: int, label: str, datatype: int, op: int, comm: int, count: int, returns_out: bool) -> Plan: ...
-
-def make_operation(name: str, doc: str, coll: int, takes_x: bool, has_root: bool, reduces: bool, in_place: bool) -> Any:
+def make_native_plan(
+    *,
+    coll: int,
+    dtype: int,
+    redop: int,
+    root: int,
+    in_elems: int,
+    out_elems: int,
+    label: str,
+    datatype: int,
+    op: int,
+    comm: int,
+    count: int,
+    returns_out: bool,
+) -> Plan: ...
+def make_operation(
+    name: str,
+    doc: str,
+    coll: int,
+    takes_x: bool,
+    has_root: bool,
+    reduces: bool,
+    in_place: bool,
+) -> Any:
     """Make the method descriptor of one operation."""
 
-def make_schedule_plan(group: Group, *, coll: int, dtype: int, redop: int, root: int, in_elems: int, out_elems: int, label: str, spaces: Sequence[tuple[int, Sequence[int]]], peers: Sequence[tuple[int, int, int]], inputs: NDArray[Any], input_ptr: NDArray[Any], outputs: NDArray[Any], output_ptr: NDArray[Any], deps: NDArray[Any], dep_ptr: NDArray[Any], fragments: int, lane_nbytes: int, depth: int, slot_reuse: int, store: int, adaptive: bool, factor: float, divisor: int, returns_out: bool) -> Plan: ...
-
+def make_schedule_plan(
+    group: Group,
+    *,
+    coll: int,
+    dtype: int,
+    redop: int,
+    root: int,
+    in_elems: int,
+    out_elems: int,
+    label: str,
+    spaces: Sequence[tuple[int, Sequence[int]]],
+    peers: Sequence[tuple[int, int, int]],
+    inputs: NDArray[Any],
+    input_ptr: NDArray[Any],
+    outputs: NDArray[Any],
+    output_ptr: NDArray[Any],
+    deps: NDArray[Any],
+    dep_ptr: NDArray[Any],
+    fragments: int,
+    lane_nbytes: int,
+    depth: int,
+    slot_reuse: int,
+    store: int,
+    adaptive: bool,
+    factor: float,
+    divisor: int,
+    returns_out: bool,
+) -> Plan: ...
 def mark_forked() -> None: ...
-
 def mpi_abort(arg0: int, arg1: int, /) -> None: ...
-
 def region_nbytes(arg0: int, arg1: int, /) -> int:
-    """Bytes of shared memory per rank for a group of `members` on-node ranks.
-    """
+    """Bytes of shared memory per rank for a group of `members` on-node ranks."""
 
 def register_numpy_type(arg0: int, arg1: int, /) -> None: ...
-
 def view_of_numpy(arg: Any, /) -> Any:
-    """(address, count, dtype code, writable) of a plain numpy array, else None.
-    """
+    """(address, count, dtype code, writable) of a plain numpy array, else None."""

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks for tests, as fixtures: ``mpirun(4, function, argument=1)``.
+
+``function`` is a module-level function of the test's file. It runs on every rank of a
+spawned ``mpiexec`` and its results (as JSON) come back in rank order. pytest itself
+never runs under mpiexec: a rank that fails would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commrt.errors import BackendError
+from commrt.mpiexec import Completed, Flavour, find_launcher, run_process, run_ranks
+
+RANK_MAIN = Path(__file__).parent / "mpi" / "rank_main.py"
+KILL_GRACE_S = 5.0
+
+# More ranks than cores: MPICH otherwise spins for milliseconds per operation.
+MPICH_OVERSUBSCRIBED = {
+    "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
+    "MPIR_CVAR_CH4_PROGRESS_THROTTLE": "true",
+    "MPIR_CVAR_CH4_PROGRESS_THROTTLE_NO_PROGRESS_COUNT": "1",
+    "FI_PROVIDER": "tcp",
+    "UCX_TLS": "tcp,sm,self",
+}
+
+
+@dataclass(frozen=True)
+class MpiRun:
+    """Runs functions and programs on spawned MPI ranks."""
+
+    folder: Path
+    """Where ranks leave their results."""
+    flavour: Flavour
+    """Whose mpiexec it is."""
+
+    def __call__(
+        self,
+        nranks: int,
+        function: Callable[..., Any],
+        *,
+        env: dict[str, str] | None = None,
+        deadline_s: float = 40.0,
+        **arguments: Any,
+    ) -> list[Any]:
+        """Return what ``function(**arguments)`` returned, per rank; fail if any did."""
+        argv, results = self._job(function, deadline_s, arguments)
+        done = self.program(nranks, argv, env=env, deadline_s=deadline_s)
+        if not done.ok:
+            pytest.fail(done.describe_failure())
+        return _collect(results, nranks)
+
+    def failing(
+        self,
+        nranks: int,
+        function: Callable[..., Any],
+        *,
+        env: dict[str, str] | None = None,
+        deadline_s: float = 40.0,
+        **arguments: Any,
+    ) -> Completed:
+        """Return how the launch of a function that is expected to fail ended."""
+        argv, _ = self._job(function, deadline_s, arguments)
+        return self.program(nranks, argv, env=env, deadline_s=deadline_s)
+
+    def program(
+        self,
+        nranks: int,
+        argv: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        deadline_s: float = 40.0,
+    ) -> Completed:
+        """Run ``python *argv`` on ranks, and return how that ended."""
+        settings = MPICH_OVERSUBSCRIBED if self.flavour == "mpich" else {}
+        return run_ranks(
+            sys.executable,
+            nranks,
+            argv,
+            timeout_s=deadline_s + KILL_GRACE_S,
+            env={**settings, **(env or {})},
+        )
+
+    def _job(
+        self, function: Callable[..., Any], deadline_s: float, arguments: dict[str, Any]
+    ) -> tuple[list[str], Path]:
+        results = (
+            self.folder / f"{function.__name__}_{len(list(self.folder.iterdir()))}"
+        )
+        results.mkdir()
+        file = inspect.getsourcefile(function)
+        assert file is not None
+        names = [str(RANK_MAIN), file, function.__name__, str(results)]
+        return [*names, json.dumps(arguments), str(deadline_s)], results
+
+
+def _collect(folder: Path, nranks: int) -> list[Any]:
+    files = [folder / f"{rank}.json" for rank in range(nranks)]
+    missing = [file.stem for file in files if not file.exists()]
+    if missing:
+        pytest.fail(f"the job ended with status 0, but ranks {missing} left no result")
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.fixture
+def mpirun(tmp_path: Path) -> MpiRun:
+    """Return a way to run functions on spawned MPI ranks; skip without MPI."""
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("mpi4py is not installed: no MPI ranks")
+    try:
+        launcher = find_launcher()
+    except BackendError as error:
+        pytest.skip(str(error))
+    return MpiRun(tmp_path, launcher.flavour)
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Return a way to run functions on torchrun's ranks; skip without torch."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed: no torchrun")
+    run = MpiRun(tmp_path, "unknown")
+
+    def torchrun_ranks(nranks: int, function: Callable[..., Any]) -> list[Any]:
+        import os
+
+        argv, results = run._job(function, 60.0, {})
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(nranks), *argv]
+        done = run_process(command, os.environ, timeout_s=90.0)
+        if not done.ok:
+            pytest.fail(done.describe_failure())
+        return _collect(results, nranks)
+
+    return torchrun_ranks

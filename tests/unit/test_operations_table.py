@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of operations, and everything that is made from it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from commrt import _native, algorithms
+from commrt.comm import Communicator
+from commrt.dtypes import (
+    DTYPES,
+    ReduceOp,
+    check_reduction,
+    dtype_by_name,
+    reduce_op,
+)
+from commrt.errors import UsageError
+from commrt.operations import COLLECTIVES, OPERATIONS, operation, rule_nbytes
+from commrt.signatures import Operations, docstring, signature
+
+
+@pytest.mark.parametrize("spec", OPERATIONS, ids=lambda spec: spec.name)
+def test_methods_signatures_and_docs_come_from_the_table(spec: Any) -> None:
+    method = getattr(Communicator, spec.name)
+    assert isinstance(method, _native.Operation)
+    assert method.__name__ == spec.name
+    assert method.__doc__ == docstring(spec)
+    assert signature(spec) in method.__doc__
+    parameters = list(inspect.signature(getattr(Operations, spec.name)).parameters)
+    written = signature(spec).partition("(")[2].rstrip(")").split(", ")
+    names = [part.partition("=")[0] for part in written if part != "*"]
+    assert parameters == ["self", *names]
+
+
+def test_codes_are_positions() -> None:
+    assert [spec.code for spec in OPERATIONS] == list(range(len(OPERATIONS)))
+    assert [dtype.code for dtype in DTYPES] == list(range(len(DTYPES)))
+
+
+@pytest.mark.parametrize("coll", COLLECTIVES)
+def test_every_operation_has_a_latency_and_a_bandwidth_algorithm(coll: str) -> None:
+    found = [algorithms.get(coll, name) for name in algorithms.names(coll)]
+    assert any(one.latency for one in found)
+    assert coll == "barrier" or any(one.bandwidth for one in found)
+
+
+@pytest.mark.parametrize(
+    ("coll", "bytes_of_rule"),
+    [
+        ("allreduce", 1200),
+        ("reduce", 1200),
+        ("bcast", 1200),
+        ("reduce_scatter", 1200),
+        ("allgather", 300),
+        ("gather", 300),
+        ("scatter", 300),
+        ("alltoall", 300),
+        ("barrier", 0),
+    ],
+)
+def test_bytes_that_select_a_rule(coll: str, bytes_of_rule: int) -> None:
+    assert rule_nbytes(coll, 1200, 4) == bytes_of_rule
+
+
+def test_unknown_names_suggest() -> None:
+    with pytest.raises(UsageError, match="did you mean 'reduce_scatter'"):
+        operation("reduce-scatter")
+    with pytest.raises(UsageError, match="did you mean 'bfloat16'"):
+        dtype_by_name("bfloat")
+    with pytest.raises(UsageError, match="did you mean 'prod'"):
+        reduce_op("product")
+    for wrong in (None, 3, ["sum"]):
+        with pytest.raises(UsageError, match="unknown reduction"):
+            reduce_op(wrong)  # type: ignore[arg-type]
+
+
+def test_legal_pairs_are_those_of_the_contract() -> None:
+    illegal = set()
+    for dtype in DTYPES:
+        for op in ReduceOp:
+            try:
+                check_reduction(op, dtype)
+            except UsageError:
+                illegal.add((dtype.kind, op.name.lower()))
+    bitwise = {(k, op) for k in ("float", "complex") for op in ("band", "bor", "bxor")}
+    ordered = {("complex", "min"), ("complex", "max")}
+    premul = {(kind, "premul_sum") for kind in ("bool", "int", "uint")}
+    assert illegal == bitwise | ordered | premul | {("bool", "avg")}

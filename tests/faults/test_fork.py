@@ -95,6 +95,7 @@ def test_a_forked_child_may_end_normally(progress: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ENDS_NORMALLY],
         env=env,
+        cwd=os.sep,  # the repository's source tree would hide an installed wheel
         capture_output=True,
         text=True,
         timeout=60,

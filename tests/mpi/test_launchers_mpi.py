@@ -36,8 +36,15 @@ def plain_python(code: str, **variables: str) -> subprocess.CompletedProcess[str
     """Run ``code`` in a process that no launcher started."""
     env = {**child_environment(sys.executable), **variables}
     command = [sys.executable, "-c", code]
+    # Not from the repository's root, whose source tree would hide an installed wheel.
     return subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=60, check=False
+        command,
+        env=env,
+        cwd=os.sep,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 

@@ -160,8 +160,8 @@ def main(argv: list[str] | None = None) -> int:
         print("|---|---|---|---|---|")
         for row in rows:
             print(
-                f"| {row['algorithm']} | {row['nbytes']} | {row['engine_us']:.2f} "
-                f"| {row['hand_us']:.2f} | {row['ratio']:.2f} |"
+                f"| {row['algorithm']} | {row['nbytes']} | {row['engine_us']:.3g} "
+                f"| {row['hand_us']:.3g} | {row['ratio']:.2f} |"
             )
         if args.out:
             data = {"machine": describe_machine(), "rows": rows}

@@ -97,7 +97,8 @@ class Group:
         timeout_s: float,
     ) -> float:
         """Seconds of `repetitions` blocking runs back to back, without Python in
-        between.
+        between; the engine's lock is held throughout unless a run has to wait for
+        long.
         """
 
     @property

@@ -54,8 +54,8 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
   nb::gil_scoped_release release;
   Engine& engine = *group.engine;
   const double begin = now_s();
+  std::unique_lock<std::mutex> lock(engine.mutex);
   for (int i = 0; i < repetitions; ++i) {
-    std::unique_lock<std::mutex> lock(engine.mutex);
     const void* from = reinterpret_cast<const void*>(in);
     void* to = reinterpret_cast<void*>(out);
     const bool is_short = plan->run_short && group.comm->quiet();
@@ -195,7 +195,8 @@ void bind_group(nb::module_& m) {
            nb::arg("operation"), nb::arg("nonblocking"), nb::arg("timeout_s"))
       .def("_time_plan", &time_plan, nb::arg("plan"), nb::arg("data_in"), nb::arg("data_out"),
            nb::arg("repetitions"), nb::arg("timeout_s"),
-           "Seconds of `repetitions` blocking runs back to back, without Python in between.")
+           "Seconds of `repetitions` blocking runs back to back, without Python in between; the "
+           "engine's lock is held throughout unless a run has to wait for long.")
       .def("_send", &send, nb::arg("data"), nb::arg("nbytes"), nb::arg("dest"), nb::arg("tag"),
            nb::arg("keep").none(), nb::arg("operation"), nb::arg("nonblocking"),
            nb::arg("timeout_s"))

@@ -166,7 +166,8 @@ struct Lane {
 struct Record {
   uint64_t seq = 0;
   int64_t count = 0;
-  uint64_t start_ticks = 0, end_ticks = 0;
+  uint64_t start_ticks = 0;
+  uint64_t end_ticks = 0;  // 0: in flight, or run from the caller's stack
   int16_t coll = 0, root = 0;
   uint8_t dtype = 0, redop = 0, state = 0, blocking = 0;
   uint64_t stream = 0;  // device operations fill these

@@ -290,7 +290,8 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     const uint64_t id = out_id(ref, fragment);
     Line& line = link.out_lines[id & (kLines - 1)];
     if (!inline_send) comm->lanes_[lane_].last[p.peers[ref.peer].rank] = id + 1;
-    publish(line, id, inline_send ? small : nullptr,
+    if (inline_send) std::memcpy(line.payload, small, total);
+    publish(line, id, inline_send,
             inline_send ? 0 : static_cast<uint64_t>(slot - comm->arena), total);
   }
   take_inputs(ins, fragment);

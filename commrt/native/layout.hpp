@@ -36,12 +36,10 @@ constexpr uint64_t kLengthMask = (uint64_t{1} << 23) - 1;
 inline uint64_t pack_meta(uint64_t offset, bool is_inline, size_t nbytes) {
   return offset | (is_inline ? kInlineFlag : 0) | ((nbytes & kLengthMask) << kLengthShift);
 }
-// Fills a line: `payload` rides in it, or lies at `offset` of the arena where `payload` is
-// null. Release: the payload and the meta word are visible before the sequence word.
-inline void publish(Line& line, uint64_t id, const unsigned char* payload, uint64_t offset,
-                    size_t nbytes) {
-  if (payload != nullptr) std::memcpy(line.payload, payload, nbytes);
-  line.meta = pack_meta(payload != nullptr ? 0 : offset, payload != nullptr, nbytes);
+// Shows a line whose payload is written: in the line itself, or at `offset` of the arena.
+// Release: the payload and the meta word are visible before the sequence word.
+inline void publish(Line& line, uint64_t id, bool is_inline, uint64_t offset, size_t nbytes) {
+  line.meta = pack_meta(offset, is_inline, nbytes);
   line.seq.store(id + 1, std::memory_order_release);
 }
 inline bool meta_length_is(uint64_t meta, size_t nbytes) {

@@ -66,6 +66,23 @@ constexpr size_t kShortTmpBytes = 512;
 constexpr size_t kShortPeers = 16;
 constexpr size_t kShortInputs = 16;
 
+// Instructions of a single fragment with everything looked up that a run does not change.
+// They lie one after another in memory: at 8 bytes each pointer that is followed shows.
+struct ShortOperand {
+  static constexpr int kMessages = 3;
+  int32_t where;   // a SpaceKind, or kMessages + index into Plan::peers
+  int32_t k;       // message: its number within the fragment
+  int64_t offset;  // from the start of the buffer, in bytes
+};
+
+struct ShortInstr {
+  const Instr* full;
+  uint32_t first;  // operands: inputs, local outs, sends
+  uint16_t num_inputs, num_local_outs, num_sends;
+  size_t elems, nbytes;
+  size_t slot_offset;  // from the start of the lane
+};
+
 class Plan {
  public:
   int coll = 0;
@@ -98,6 +115,8 @@ class Plan {
   int64_t divisor = 1;
 
   bool run_short = false;  // is_short(), settled by finish()
+  std::vector<ShortInstr> short_instrs;  // where run_short
+  std::vector<ShortOperand> short_operands;
 
   // vendor collective
   bool native = false;
@@ -142,6 +161,7 @@ class Plan {
 
  private:
   bool is_short() const;
+  void flatten();
   static constexpr size_t kAlign = 64;
   int64_t slice_elems(const Ref& ref) const;
   size_t largest_fragment(const Ref& ref) const;

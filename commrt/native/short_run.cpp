@@ -33,6 +33,33 @@ bool Plan::is_short() const {
   });
 }
 
+void Plan::flatten() {
+  auto add = [this](const std::vector<Ref>& refs) {
+    for (const Ref& ref : refs) {
+      if (ref.is_message) {
+        short_operands.push_back({ShortOperand::kMessages + ref.peer, ref.k, 0});
+        continue;
+      }
+      const SpaceSpec& space = spaces[ref.space];
+      const auto start = space.kind == SpaceKind::Tmp ? static_cast<int64_t>(space.tmp_offset) : 0;
+      short_operands.push_back({static_cast<int32_t>(space.kind), 0, start + ref.offset_nbytes});
+    }
+    return static_cast<uint16_t>(refs.size());
+  };
+  for (const Instr& ins : instrs) {
+    ShortInstr flat{};
+    flat.full = &ins;
+    flat.first = static_cast<uint32_t>(short_operands.size());
+    flat.num_inputs = add(ins.inputs);
+    flat.num_local_outs = add(ins.local_outs);
+    flat.num_sends = add(ins.sends);
+    flat.elems = static_cast<size_t>(ins.elems);
+    flat.nbytes = flat.elems * itemsize;
+    if (ins.publish >= 0) flat.slot_offset = static_cast<size_t>(ins.publish) * slot_nbytes;
+    short_instrs.push_back(flat);
+  }
+}
+
 std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, const void* in,
                                     void* out, int spins) {
   const Plan& p = *plan;
@@ -43,11 +70,6 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     if (lane < 0) return start(plan, in, out, nullptr);
   }
   const uint64_t seq = next_seq++;
-  if (arena != nullptr) {
-    header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
-  }
-  note(seq, p);
-
   const Store store = p.store_for_run(true);
   const uint64_t timed_from = p.adaptive ? ticks() : 0;
 
@@ -63,87 +85,108 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     link.next_in += static_cast<uint64_t>(p.peers[i].recvs_per_fragment);
   }
   alignas(64) unsigned char tmp[kShortTmpBytes];
-  unsigned char* slots = lane >= 0 ? lane_base(lane) : nullptr;
-  auto address = [&](const Ref& ref) -> unsigned char* {
-    const SpaceSpec& space = p.spaces[ref.space];
-    switch (space.kind) {
-      case SpaceKind::In:
-        return static_cast<unsigned char*>(const_cast<void*>(in)) + ref.offset_nbytes;
-      case SpaceKind::Out: return static_cast<unsigned char*>(out) + ref.offset_nbytes;
-      default: return tmp + space.tmp_offset + ref.offset_nbytes;
-    }
+  unsigned char* const bases[] = {static_cast<unsigned char*>(const_cast<void*>(in)),
+                                  static_cast<unsigned char*>(out), tmp};
+  unsigned char* const slots = lane >= 0 ? lane_base(lane) : nullptr;
+  auto peer_of = [](const ShortOperand& message) {
+    return message.where - ShortOperand::kMessages;
+  };
+  auto out_line = [&](const ShortOperand& message, uint64_t& id) -> Line& {
+    const int peer = peer_of(message);
+    id = out_base[peer] + static_cast<uint64_t>(message.k);
+    return links[peer]->out_lines[id & (kLines - 1)];
   };
 
-  const size_t m = p.instrs.size();
-  for (size_t i = 0; i < m; ++i) {
-    const Instr& ins = p.instrs[i];
-    const size_t nbytes = static_cast<size_t>(ins.elems) * p.itemsize;
+  // The books are kept while the first message is on its way: that costs nothing.
+  bool noted = false;
+  auto note_start = [&] {
+    if (noted) return;
+    noted = true;
+    if (arena != nullptr) {
+      header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
+    }
+    note(seq, p);
+  };
+  auto wait_longer = [&](const ShortInstr& ins) {
+    note_start();
+    const size_t done = static_cast<size_t>(&ins - p.short_instrs.data());
+    return go_on(plan, in, out, seq, done, out_base, in_base, lane, tmp, store, timed_from);
+  };
+
+  for (const ShortInstr& ins : p.short_instrs) {
+    const ShortOperand* const ins_inputs = &p.short_operands[ins.first];
+    const ShortOperand* const outs = ins_inputs + ins.num_inputs;
+    const ShortOperand* const sends = outs + ins.num_local_outs;
+    const bool takes_only = ins.num_local_outs == 0 && ins.num_sends == 0;
+
     const void* inputs[kShortInputs];
-    int nin = 0;
-    for (const Ref& ref : ins.inputs) {
-      if (!ref.is_message) {
-        inputs[nin++] = address(ref);
+    for (int i = 0; i < ins.num_inputs; ++i) {
+      const ShortOperand& operand = ins_inputs[i];
+      if (operand.where < ShortOperand::kMessages) {
+        inputs[i] = bases[operand.where] + operand.offset;
         continue;
       }
-      const uint64_t id = in_base[ref.peer] + static_cast<uint64_t>(ref.k);
-      const Line& line = links[ref.peer]->in_lines[id & (kLines - 1)];
-      for (int spin = 0; line.seq.load(std::memory_order_acquire) != id + 1; ++spin) {
-        if (spin >= spins) {
-          return go_on(plan, in, out, seq, i, out_base, in_base, lane, tmp, store,
-                         timed_from);
+      const int peer = peer_of(operand);
+      const uint64_t id = in_base[peer] + static_cast<uint64_t>(operand.k);
+      const Line& line = links[peer]->in_lines[id & (kLines - 1)];
+      if (line.seq.load(std::memory_order_acquire) != id + 1) {
+        note_start();
+        for (int spin = 0; line.seq.load(std::memory_order_acquire) != id + 1; ++spin) {
+          if (spin >= spins) return wait_longer(ins);
+          relax();
         }
-        relax();
       }
       const uint64_t meta = line.meta;
-      if (!meta_length_is(meta, nbytes) && !(ins.local_outs.empty() && ins.sends.empty())) {
-        return go_on(plan, in, out, seq, i, out_base, in_base, lane, tmp, store,
-                         timed_from);
-      }
-      inputs[nin++] = (meta & kInlineFlag) ? line.payload : arena + (meta & kOffsetMask);
+      if (!meta_length_is(meta, ins.nbytes) && !takes_only) return wait_longer(ins);
+      inputs[i] = (meta & kInlineFlag) ? line.payload : arena + (meta & kOffsetMask);
     }
+
+    uint64_t id;
     unsigned char small[kInlineBytes];
     unsigned char* second = nullptr;
-    if (!ins.sends.empty()) {
-      for (const Ref& ref : ins.sends) {
-        const uint64_t id = out_base[ref.peer] + static_cast<uint64_t>(ref.k);
-        if (!links[ref.peer]->line_free(id)) {
-          return go_on(plan, in, out, seq, i, out_base, in_base, lane, tmp, store,
-                         timed_from);
-        }
+    const bool in_line = ins.nbytes <= kInlineBytes;
+    if (ins.num_sends != 0) {
+      for (int s = 0; s < ins.num_sends; ++s) {
+        out_line(sends[s], id);
+        if (!links[peer_of(sends[s])]->line_free(id)) return wait_longer(ins);
       }
-      second = nbytes <= kInlineBytes
-                   ? small
-                   : slots + static_cast<size_t>(ins.publish) * p.slot_nbytes;
+      second = !in_line              ? slots + ins.slot_offset
+               : ins.num_sends == 1 ? out_line(sends[0], id).payload
+                                    : small;
     }
-    if (nbytes != 0 && (second != nullptr || !ins.local_outs.empty())) {
-      unsigned char* first = ins.local_outs.empty() ? nullptr : address(ins.local_outs[0]);
-      p.compute(ins, store, first, second, inputs, static_cast<size_t>(ins.elems));
-      for (size_t o = 1; o < ins.local_outs.size(); ++o) {
-        unsigned char* more = address(ins.local_outs[o]);
-        if (more != first) copy(more, first, nbytes);
+    if (ins.nbytes != 0 && !takes_only) {
+      auto local = [&](int o) { return bases[outs[o].where] + outs[o].offset; };
+      unsigned char* first = ins.num_local_outs != 0 ? local(0) : nullptr;
+      p.compute(*ins.full, store, first, second, inputs, ins.elems);
+      for (int o = 1; o < ins.num_local_outs; ++o) {
+        if (local(o) != first) copy(local(o), first, ins.nbytes);
       }
     }
-    if (store != Store::Plain && second != nullptr && second != small) store_fence();
-    for (const Ref& ref : ins.sends) {
-      const uint64_t id = out_base[ref.peer] + static_cast<uint64_t>(ref.k);
-      Line& line = links[ref.peer]->out_lines[id & (kLines - 1)];
-      const bool in_line = second == small;
-      if (!in_line) lanes_[lane].last[p.peers[ref.peer].rank] = id + 1;
-      publish(line, id, in_line ? small : nullptr,
-              in_line ? 0 : static_cast<uint64_t>(second - arena), nbytes);
+    if (store != Store::Plain && ins.num_sends != 0 && !in_line) store_fence();
+    for (int s = 0; s < ins.num_sends; ++s) {
+      Line& line = out_line(sends[s], id);
+      if (in_line) {
+        if (second == small) std::memcpy(line.payload, small, ins.nbytes);
+        publish(line, id, true, 0, ins.nbytes);
+      } else {
+        lanes_[lane].last[p.peers[peer_of(sends[s])].rank] = id + 1;
+        publish(line, id, false, static_cast<uint64_t>(second - arena), ins.nbytes);
+      }
     }
-    for (const Ref& ref : ins.inputs) {
-      if (!ref.is_message) continue;
-      links[ref.peer]->consume(in_base[ref.peer] + static_cast<uint64_t>(ref.k));
+    for (int i = 0; i < ins.num_inputs; ++i) {
+      const ShortOperand& operand = ins_inputs[i];
+      if (operand.where < ShortOperand::kMessages) continue;
+      const int peer = peer_of(operand);
+      links[peer]->consume(in_base[peer] + static_cast<uint64_t>(operand.k));
     }
   }
+  note_start();
   if (p.divide_out && p.out_elems > 0) {
     divide_inplace(p.dtype, out, static_cast<size_t>(p.out_elems), p.divisor);
   }
   if (timed_from != 0) p.choice.report(ticks() - timed_from);
   if (lane >= 0) lanes_[lane].busy = false;
   records[seq % kRecords].state = 1;
-  records[seq % kRecords].end_ticks = ticks();
   return nullptr;
 }
 

@@ -70,7 +70,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=_ranks, help="as in 2,4 (default: 2, and all cores)")
     add("--budget", type=_seconds, default=60.0, metavar="S", help="seconds (60)")
-    add("--launches", type=_positive, default=3, metavar="N", help="per rank count (3)")
+    add(
+        "--launches",
+        type=_positive,
+        default=3,
+        metavar="N",
+        help="per rank count, at least (3); more while the budget lasts",
+    )
     add("--ops", type=_ops, default=_ops(DEFAULT_OPS), help=f"default: {DEFAULT_OPS}")
     add("--max-bytes", type=_nbytes, default=32 << 20, help="largest vector (32M)")
     add("--out", type=Path, metavar="FILE", help="default: the user's table folder")

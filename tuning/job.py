@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import json
+import mmap
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from commrt.dtypes import dtype_by_name
 from commrt.operations import operation
 
-__all__ = ["Item", "Job", "size_pairs", "sizes"]
+__all__ = ["Item", "Job", "Turn", "size_pairs", "sizes"]
 
 _SMALLEST_NBYTES = 8
+_TURN_NBYTES = 8
+_NOBODY = -1
 _STEP = 4
 
 
@@ -46,6 +50,8 @@ class Job:
     """How long the ranks may measure."""
     flags: str | None = None
     """File of shared flags for the barrier; None: the communicator's barrier."""
+    turn: str | None = None
+    """File that says whose turn it is, as a Turn; None: nobody wants to know."""
     excluded: tuple[tuple[str, str], ...] = ()
     """(op, candidate) that failed earlier."""
     skipped: tuple[Item, ...] = ()
@@ -71,6 +77,29 @@ class Job:
         plain["excluded"] = tuple((op, one) for op, one in plain["excluded"])
         plain["skipped"] = tuple(Item(**item) for item in plain["skipped"])
         return cls(**plain)
+
+
+class Turn:
+    """A file with the number of the item that runs; written without a system call."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _TURN_NBYTES)
+
+    @staticmethod
+    def create(path: str) -> None:
+        """Write the file, for no item."""
+        Path(path).write_bytes(_NOBODY.to_bytes(_TURN_NBYTES, "little", signed=True))
+
+    def set(self, index: int) -> None:
+        """Say that item ``index`` runs now."""
+        self._map[:] = index.to_bytes(_TURN_NBYTES, "little", signed=True)
+
+    @staticmethod
+    def read(path: str) -> int | None:
+        """Return which item ran last, None if none did."""
+        index = int.from_bytes(Path(path).read_bytes(), "little", signed=True)
+        return None if index == _NOBODY else index
 
 
 def sizes(op: str, size: int, job: Job) -> list[int]:

@@ -19,7 +19,7 @@ from typing import IO, Any
 from commrt.bench.timing_loop import SharedFlags
 from commrt.errors import UsageError
 from commrt.mpiexec import Launcher, find_launcher, kill_tree, launch_command
-from commrt.tuning.job import Job
+from commrt.tuning.job import Job, Turn
 
 __all__ = ["Ended", "Message", "Start", "choose_launcher", "listen", "start_ranks"]
 
@@ -39,6 +39,8 @@ class Ended:
     """Whether rank 0 said that it was done."""
     reason: str
     """Otherwise: what happened."""
+    turn: int | None = None
+    """Number of the item that ran last, where that is known."""
 
 
 def choose_launcher(mpiexec: str | None) -> Launcher:
@@ -67,8 +69,10 @@ def start_ranks(
     with tempfile.TemporaryDirectory(prefix="commrt-tune-") as folder:
         flags = str(Path(folder) / "flags")
         SharedFlags.create(flags, ranks)
+        turn = str(Path(folder) / "turn")
+        Turn.create(turn)
         work = Path(folder) / "job.json"
-        work.write_text(replace(job, flags=flags).to_json())
+        work.write_text(replace(job, flags=flags, turn=turn).to_json())
         argv, environ = launch_command(
             sys.executable,
             ranks,
@@ -80,7 +84,8 @@ def start_ranks(
             },
             launcher=launcher,
         )
-        return listen(argv, environ, on_message, hang_s)
+        ended = listen(argv, environ, on_message, hang_s)
+        return replace(ended, turn=Turn.read(turn))
 
 
 def listen(

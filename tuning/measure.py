@@ -13,29 +13,42 @@ from typing import Any, cast
 import numpy as np
 
 from commrt.backends.prediction import predicted_us
-from commrt.bench.timing_loop import Array, Call, FlagBarrier, SharedFlags, Trial
+from commrt.bench.timing_loop import (
+    Array,
+    Call,
+    FlagBarrier,
+    SharedFlags,
+    Trial,
+    link_class_of,
+    probe_link,
+)
 from commrt.bench.worker import CommrtPeer
 from commrt.operations import operation
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.schema import Known
+from commrt.tuning.job import Turn
 
 __all__ = ["Session", "known_names"]
 
 
-class _CandidatePeer(CommrtPeer):
-    """A communicator that runs every bound call by one candidate."""
+_PROBE_STEP = 2000
+"""By how much the flag values of probe_link must grow."""
 
-    def __init__(self, comm: Any, candidate: Candidate) -> None:
-        super().__init__(comm)
-        self._arguments = {
-            "algorithm": candidate.name,
-            "params": dict(candidate.params),
-        }
+
+class _CandidatePeer(CommrtPeer):
+    """A communicator whose bound calls are run by the candidate that is set."""
+
+    candidate: Candidate | None = None
 
     def bind(self, coll: str, x: Array, out: Array | None, root: int) -> Call:
         """Return a persistent call: a named candidate at the cost of a default one."""
+        if self.candidate is None:
+            return _unbound
         spec = operation(coll)
-        given: dict[str, Any] = dict(self._arguments)
+        given: dict[str, Any] = {
+            "algorithm": self.candidate.name,
+            "params": dict(self.candidate.params),
+        }
         if spec.has_root:
             given["root"] = root
         if out is not None and (spec.output_on == "all" or self.rank == root):
@@ -45,15 +58,20 @@ class _CandidatePeer(CommrtPeer):
         return call
 
 
+def _unbound() -> None:
+    raise AssertionError("buffers were made, and no candidate is bound to them")
+
+
 class Session:
     """The ranks this process belongs to.
 
     Args:
         flags: file of shared flags for the barrier before each repetition; None where
             the ranks were started by someone else and may span machines.
+        turn: file that says whose turn it is; None where nobody wants to know.
     """
 
-    def __init__(self, flags: str | None) -> None:
+    def __init__(self, flags: str | None, turn: str | None = None) -> None:
         import commrt
 
         # Through Any: the tuner is written against the public methods only.
@@ -64,10 +82,28 @@ class Session:
         self.size: int = self._comm.size
         self.facts: CommFacts = self._comm.facts
         self.barrier: Callable[[], object] = self._comm.barrier
+        self._flags: SharedFlags | None = None
+        self._probes = 0
         if flags is not None and self.size > 1:
             shared = SharedFlags(flags, self.size)
             crowded = self.facts.link_class == "oversubscribed"
             self.barrier = FlagBarrier(shared, self.rank, crowded)
+            self._flags = None if crowded else shared
+        self._turn = Turn(turn) if turn is not None and self.rank == 0 else None
+
+    def link_class(self) -> str:
+        """Return the class of the links now; collective, equal on all ranks."""
+        if self._flags is None:
+            return self.facts.link_class
+        self.barrier()
+        worst_ns = probe_link(self._flags, self.rank, self._probes)
+        self._probes += _PROBE_STEP
+        return link_class_of(self.agree(worst_ns), self.size, self.size)
+
+    def turn_of(self, index: int) -> None:
+        """Note whose turn it is."""
+        if self._turn is not None:
+            self._turn.set(index)
 
     def candidates(self, op: str, nbytes: int, dtype: str) -> Sequence[Candidate]:
         """Return what can run it here, simplest first; equal on all ranks."""
@@ -80,11 +116,17 @@ class Session:
         query = Query(op, nbytes, dtype, op=redop)
         return predicted_us(self.facts, query, candidate)
 
-    def trial(self, op: str, nbytes: int, dtype: str, candidate: Candidate) -> Trial:
-        """Return buffers and a bound call, ready to be checked and timed."""
+    def buffers(self, op: str, nbytes: int, dtype: str) -> Trial:
+        """Return the buffers that all candidates share."""
         spec = operation(op)
         job = {"spec": spec.__dict__, "dtype": dtype, "root": 0, "in_place": False}
-        return Trial(_CandidatePeer(self._comm, candidate), job, nbytes)
+        return Trial(_CandidatePeer(self._comm), job, nbytes)
+
+    def bind(self, trial: Trial, candidate: Candidate) -> Call:
+        """Return the operation on these buffers, run by ``candidate``."""
+        peer = cast("_CandidatePeer", trial.peer)
+        peer.candidate = candidate
+        return peer.bind(trial.coll, trial.x, trial.out, trial.root)
 
     def worst(self, values: list[float]) -> list[float]:
         """Return, on rank 0, each value's maximum over ranks; elsewhere nothing."""

@@ -49,13 +49,13 @@ class _Tally:
 
     def add(self, recording: Recording, launch: Launch, choose: Choose) -> None:
         """Judge ``choose`` on every cell of one launch."""
-        cells: dict[tuple[str, int], dict[Candidate, float]] = defaultdict(dict)
+        cells: dict[tuple[Group, str, int], dict[Candidate, float]] = defaultdict(dict)
         for sample in recording.samples:
             if sample.launch == launch.index and sample.us:
-                times = cells[sample.op, sample.nbytes]
+                times = cells[recording.group_of(sample), sample.op, sample.nbytes]
                 times[sample.candidate] = median(sample.us)
-        for (op, nbytes), times in cells.items():
-            choice = choose(launch.group, op, nbytes)
+        for (group, op, nbytes), times in cells.items():
+            choice = choose(group, op, nbytes)
             if choice is None or choice not in times:
                 self.unmeasured += 1
                 continue

@@ -18,7 +18,7 @@ __all__ = ["Failure", "Group", "Launch", "Recording", "Sample", "line"]
 
 
 class Group(NamedTuple):
-    """Launches that can be compared: equal ranks, placement and link class."""
+    """Samples that can be compared: equal ranks, placement and link class."""
 
     ranks: int
     nodes: int
@@ -58,6 +58,8 @@ class Sample:
     """What ran."""
     us: tuple[float, ...]
     """Microseconds of each repetition, of the slowest rank."""
+    link_class: str = ""
+    """Class of the links meanwhile, where it was seen; else the launch's holds."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class Recording:
             candidate = Candidate.parse(message["candidate"])
             op, nbytes = str(message["op"]), int(message["nbytes"])
             us = tuple(float(value) for value in message["us"])
-            self.samples.append(Sample(launch, op, nbytes, candidate, us))
+            links = str(message.get("link_class", ""))
+            self.samples.append(Sample(launch, op, nbytes, candidate, us, links))
         elif kind == "wrong":
             self.fail(self.launches[launch].facts.size, message, message["reason"])
 
@@ -122,17 +125,24 @@ class Recording:
             if candidate not in known
         ]
 
+    def group_of(self, sample: Sample) -> Group:
+        """Return what a sample may be compared with."""
+        group = self.launches[sample.launch].group
+        return group._replace(link_class=sample.link_class or group.link_class)
+
     def groups(self) -> list[Group]:
-        """Return the groups of the launches that shape the table, in order."""
-        launches = self.launches.values()
-        found = dict.fromkeys(one.group for one in launches if not one.held_out)
-        return list(found)
+        """Return the groups of the samples that shape the table, in order."""
+        shaping = (
+            one for one in self.samples if not self.launches[one.launch].held_out
+        )
+        return list(dict.fromkeys(map(self.group_of, shaping)))
 
     def of(self, group: Group, held_out: bool) -> Iterator[Sample]:
-        """Yield the samples of a group's launches."""
+        """Yield the samples of a group."""
         for sample in self.samples:
-            launch = self.launches[sample.launch]
-            if launch.group == group and launch.held_out == held_out:
+            if self.launches[sample.launch].held_out != held_out:
+                continue
+            if self.group_of(sample) == group:
                 yield sample
 
     def to_json(self) -> str:

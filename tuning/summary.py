@@ -59,7 +59,7 @@ def summarise(
     """
     lines = ["Picked, by bytes of the call:"]
     for group in dict.fromkeys(decision.group for decision in decisions):
-        launches = sum(one.group == group for one in recording.launches.values())
+        launches = len({one.launch for one in recording.of(group, held_out=False)})
         lines += ["", f"{describe_group(group)} ({launches} launches)"]
         for decision in decisions:
             lines += _ranges(decision) if decision.group == group else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from statistics import median
 
 from commrt.errors import BackendError
@@ -35,7 +36,9 @@ class Options:
     ops: tuple[str, ...]
     """Operations."""
     launches: int = 3
-    """Launches per rank count that shape the table; one more judges it."""
+    """Launches per rank count that shape the table, at least; one more judges it."""
+    most_launches: int = 12
+    """As many if the budget lasts; at least ``launches``."""
     budget_s: float = 60.0
     """For everything together."""
     max_nbytes: int = 32 << 20
@@ -49,18 +52,32 @@ class Options:
 def run_launches(options: Options, progress: Progress, start: Start) -> Recording:
     """Return what all launches measured.
 
-    Rank counts alternate, so that a slow minute of the machine hits all of them.
+    Rank counts alternate, so that a slow minute of the machine hits all of them. What
+    is left of the budget after the launches asked for goes into further ones: the
+    launch is the sample. The last one of each rank count judges the table.
     """
     recording = Recording()
-    plan = [
-        (ranks, number == options.launches)
-        for number in range(options.launches + 1)
-        for ranks in options.ranks
-    ]
-    for index, (ranks, held_out) in enumerate(plan):
-        share_s = progress.left_s / (len(plan) - index) - _STARTUP_S
-        launch = _Launch(recording, options, progress, index, ranks, held_out)
-        launch.run(start, max(_SMALLEST_SHARE_S, share_s))
+    numbers = count()
+
+    def launch_all(rounds_left: int, held_out: bool) -> float:
+        begin_s = progress.left_s
+        for place, ranks in enumerate(options.ranks):
+            launches_left = rounds_left * len(options.ranks) - place
+            share_s = progress.left_s / launches_left - _STARTUP_S
+            launch = _Launch(
+                recording, options, progress, next(numbers), ranks, held_out
+            )
+            launch.run(start, max(_SMALLEST_SHARE_S, share_s))
+        return begin_s - progress.left_s
+
+    longest_s = 0.0
+    for number in range(max(options.launches, options.most_launches)):
+        further = number >= options.launches
+        if further and progress.left_s < 2 * longest_s:
+            break
+        rounds_left = 1 + max(1, options.launches - number)
+        longest_s = max(longest_s, launch_all(rounds_left, held_out=False))
+    launch_all(1, held_out=True)
     return recording
 
 
@@ -82,6 +99,7 @@ class _Launch:
         self._index = index
         self._ranks = ranks
         self._held_out = held_out
+        self._begun: dict[int, Item] = {}
         self._running: Item | None = None
         self._done: list[Item] = []
 
@@ -90,15 +108,17 @@ class _Launch:
         until_s = self._progress.left_s - share_s
         for _ in range(_MAX_RESTARTS):
             left_s = max(_SMALLEST_SHARE_S / 2, self._progress.left_s - until_s)
-            self._running = None
+            self._begun, self._running = {}, None
             ended = start(self._job(left_s), self._ranks, self._take)
             if ended.ok:
                 return
-            if self._running is None:
+            item = self._running
+            if ended.turn is not None:
+                item = self._begun.get(ended.turn, item)
+            if item is None:
                 raise BackendError(
                     f"{self._ranks} ranks could not be measured: {ended.reason}"
                 )
-            item = self._running
             self._recording.fail(self._ranks, item.__dict__, ended.reason)
             first = ended.reason.partition("\n")[0]
             self._progress.note(
@@ -142,7 +162,7 @@ class _Launch:
     def _take(self, message: Message) -> None:
         kind = message["tune"]
         if kind == "begin":
-            self._running = _item(message)
+            self._running = self._begun[message["index"]] = _item(message)
             number = f"{message['index'] + 1}/{message['items']}"
             self._progress.show(
                 f"{self._ranks} ranks, launch {self._index + 1}, {number}: "

@@ -2,42 +2,38 @@
 """One rank of a launch: times the job's items in random order, rank 0 prints lines.
 
 ``python -m commrt.tuning.worker JOB`` (a file). Every item is announced before it
-starts, so that the parent knows what hung; its result is checked before times count.
+starts, and whose turn it is stands in a file, so that the parent knows what hung; a
+result is checked before times count. A size during which the links between the ranks
+changed their class is measured once more.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
-from commrt.bench.timing_loop import Trial, median_interval
+from commrt.bench.timing_loop import Call, Trial
 from commrt.errors import CommError
 from commrt.select.facts import Candidate
 from commrt.tuning import check
 from commrt.tuning.job import Item, Job, sizes
 from commrt.tuning.samples import line
 from commrt.tuning.table_writer import NATIVE
+from commrt.tuning.turns import ready, take_turns
 
 if TYPE_CHECKING:
     from commrt.tuning.measure import Session
 
 __all__ = ["main", "measure"]
 
-_FLOOR_US = 20.0
-"""A repetition lasts at least this long; below it the clock would be measured."""
-_MIN_REPETITIONS = 3
-_BATCH_S = 0.02
-"""Time between two agreements: few repetitions of a long call, to keep the budget."""
-_LARGEST_BATCH = 10
 _PR_SET_PDEATHSIG = 1
 
 Emit = Callable[[str], None]
@@ -57,33 +53,62 @@ def measure(session: Session, job: Job, emit: Emit) -> None:
             emit(line(kind, **content))
 
     say("hello", facts=asdict(session.facts), software=session.software())
-    items = _items(session, job, say)
+    cells = deque(_cells(session, job, say))
+    numbers = {
+        item: n for n, item in enumerate(item for cell in cells for item in cell)
+    }
     start_s = time.monotonic()
-    best: dict[tuple[str, int], float] = {}
-    for index, item in enumerate(items):
+    repeated: set[Item] = set()
+    while cells:
+        left = sum(map(len, cells))
         left_s = session.agree(job.budget_s - (time.monotonic() - start_s))
         if left_s <= 0:
-            say("unfinished", left=len(items) - index)
+            say("unfinished", left=left)
             break
-        say("begin", **asdict(item), index=index, items=len(items))
-        # Most items need less than their share, so the others may have two.
-        share_s = 2 * left_s / (len(items) - index)
-        key = (item.op, item.nbytes)
-        times = _time(session, job, item, share_s, best.get(key, math.inf))
-        if isinstance(times, str):
-            say("wrong", **asdict(item), reason=times)
-        elif times:
-            best[key] = min(best.get(key, math.inf), median(times))
-            say("sample", **asdict(item), us=[round(us, 4) for us in times])
+        cell = cells.popleft()
+        # Most cells need less than their share, so the others may have two.
+        share_s = 2 * left_s * len(cell) / left
+        if _measure_cell(session, job, cell, numbers, share_s, say):
+            continue
+        if cell[0] not in repeated:
+            repeated.add(cell[0])
+            cells.append(cell)
     say("end")
 
 
-def _items(session: Session, job: Job, say: Callable[..., None]) -> list[Item]:
-    """Return what to time, in an order that is random and equal on all ranks.
+def _measure_cell(
+    session: Session,
+    job: Job,
+    cell: Sequence[Item],
+    numbers: Mapping[Item, int],
+    share_s: float,
+    say: Callable[..., None],
+) -> bool:
+    """Time the candidates of one operation and size; False if the links changed."""
+    before = session.link_class()
+    trial = session.buffers(cell[0].op, cell[0].nbytes, job.dtype)
+    runners = []
+    for item in cell:
+        say("begin", **asdict(item), index=numbers[item], items=len(numbers))
+        session.turn_of(numbers[item])
+        call = _checked(session, trial, item)
+        if isinstance(call, str):
+            say("wrong", **asdict(item), reason=call)
+        else:
+            runners.append(ready(session, item, numbers[item], call))
+    take_turns(session, job, runners, share_s, session.turn_of)
+    if session.link_class() != before:
+        return False
+    for runner in runners:
+        us = [round(us, 4) for us in runner.us]
+        say("sample", **asdict(runner.item), us=us, link_class=before)
+    return True
 
-    The candidates of one operation and size follow each other in random order, so that
-    a drift of the machine meets all of them, and a budget that ends leaves no size
-    half measured.
+
+def _cells(session: Session, job: Job, say: Callable[..., None]) -> list[list[Item]]:
+    """Return what to time: the candidates of each operation and size, in random order.
+
+    The order is equal on all ranks. A budget that ends leaves no size half measured.
     """
     excluded, skipped = set(job.excluded), set(job.skipped)
     chance = random.Random(job.seed)
@@ -98,12 +123,14 @@ def _items(session: Session, job: Job, say: Callable[..., None]) -> list[Item]:
                 for candidate in _promising(session, job, op, nbytes, candidates)
                 if (op, str(candidate)) not in excluded
             ]
-            cells.append([item for item in cell if item not in skipped])
+            cell = [item for item in cell if item not in skipped]
+            if cell:
+                cells.append(cell)
         say("order", op=op, candidates=[str(candidate) for candidate in order])
     chance.shuffle(cells)
     for cell in cells:
         chance.shuffle(cell)
-    return [item for cell in cells for item in cell]
+    return cells
 
 
 def _promising(
@@ -118,29 +145,26 @@ def _promising(
     return [one for one, us in costs.items() if us <= limit or one.name == NATIVE]
 
 
-def _time(
-    session: Session, job: Job, item: Item, share_s: float, best_us: float
-) -> list[float] | str:
-    """Return rank 0's repetitions, or why the candidate must not be used."""
-    candidate = Candidate.parse(item.candidate)
-    problem = ""
-    trial = None
+def _checked(session: Session, trial: Trial, item: Item) -> Call | str:
+    """Return a call whose result was right on all ranks, or why it must not be used."""
+    problem, call = "", None
     try:
-        trial = session.trial(item.op, item.nbytes, job.dtype, candidate)
-        if not _is_right(session, trial):
+        call = session.bind(trial, Candidate.parse(item.candidate))
+        if not _is_right(session, trial, call):
             problem = "wrong result"
     except CommError as error:
         problem = f"{type(error).__name__}: {error}"
     worst = session.worst([1.0 if problem else 0.0])
-    if session.agree(worst[0] if worst else 0.0) or trial is None:
+    if session.agree(worst[0] if worst else 0.0) or call is None:
         return problem or "wrong result on another rank"
-    return _repeat(session, job, trial, share_s, best_us)
+    return call
 
 
-def _is_right(session: Session, trial: Trial) -> bool:
+def _is_right(session: Session, trial: Trial, call: Call) -> bool:
     """Run one call on known data; return whether this rank's result is right."""
     check.fill(trial.x, session.rank)
-    trial.call()
+    trial.fill_out()  # or the last candidate's result would still be there
+    call()
     if trial.spec["output_on"] == "none":
         return True
     if trial.spec["output_on"] == "root" and session.rank != trial.root:
@@ -153,51 +177,6 @@ def _is_right(session: Session, trial: Trial) -> bool:
         root=trial.root,
         num_x=trial.num_x,
     )
-
-
-def _repeat(
-    session: Session, job: Job, trial: Trial, share_s: float, best_us: float
-) -> list[float]:
-    """Return rank 0's repetitions: enough for the interval, or what the share pays."""
-    start_s = time.monotonic()
-    calls = 1
-    # A short call's first estimates still hold cold caches and ask for too few calls.
-    for _ in range(3):
-        slowest = session.worst([_repetition(session, trial, calls)])
-        call_us = max(session.agree(slowest[0] if slowest else 0.0), 0.01)
-        calls = max(1, math.ceil(_FLOOR_US / call_us))
-        if call_us > 10 * _FLOOR_US:
-            break
-    batch = max(1, min(_LARGEST_BATCH, int(_BATCH_S * 1e6 / (call_us * calls))))
-    times: list[float] = []
-    while True:
-        mine = [_repetition(session, trial, calls) for _ in range(batch)]
-        times += session.worst(mine)
-        spent_s = time.monotonic() - start_s
-        stop = session.rank == 0 and _enough(times, job, best_us, spent_s >= share_s)
-        if session.agree(float(stop)):
-            return times
-
-
-def _repetition(session: Session, trial: Trial, calls: int) -> float:
-    """Return this rank's microseconds per call, after a barrier."""
-    clock, call = time.perf_counter_ns, trial.call
-    session.barrier()
-    start = clock()
-    for _ in range(calls):
-        call()
-    return (clock() - start) / calls / 1000.0
-
-
-def _enough(times: list[float], job: Job, best_us: float, late: bool) -> bool:
-    if len(times) < _MIN_REPETITIONS:
-        return False
-    if late or len(times) >= job.max_repetitions:
-        return True
-    if min(times) > job.loss_ratio * best_us:
-        return True
-    middle, low, high = median_interval(times)
-    return len(times) >= 6 and (high - low) / 2 <= job.relative_ci * middle
 
 
 def _die_with_the_launcher() -> None:
@@ -216,7 +195,7 @@ def main(argv: list[str]) -> None:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
-    measure(Session(job.flags), job, emit)
+    measure(Session(job.flags, job.turn), job, emit)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from commrt.select.rules import Evidence, Match, Point, Rule
 from commrt.select.schema import Known
 from commrt.select.table import Table, load_file
 from commrt.tuning import check, cli, launch, worker
-from commrt.tuning.job import Item, Job, size_pairs, sizes
+from commrt.tuning.job import Item, Job, Turn, size_pairs, sizes
 from commrt.tuning.launch import Ended, Message
 from commrt.tuning.lint import lint
 from commrt.tuning.progress import Progress
@@ -39,7 +39,9 @@ KNOWN = Known(
     {"mpi": ("native",), "shm": ("direct", "recursive_doubling", "ring", "loop")}
 )
 LOOP = Candidate("shm", "loop")
-OPTIONS = Options(ranks=(2,), ops=("allreduce",), budget_s=60, max_nbytes=1 << 16)
+OPTIONS = Options(
+    ranks=(2,), ops=("allreduce",), budget_s=60, max_nbytes=1 << 16, most_launches=3
+)
 JOB = Job(("allreduce",), "float32", 1 << 16, False, 1, 1e9)
 
 
@@ -121,6 +123,8 @@ class FakeSession:
 
     def __init__(self, **calls: Callable[[Any], None]) -> None:
         self._calls = calls
+        self.turns: list[int] = []
+        self.links: list[str] = []
 
     def software(self) -> dict[str, object]:
         return {"commrt": "0"}
@@ -133,7 +137,7 @@ class FakeSession:
     def model_us(self, op: str, nbytes: int, dtype: str, candidate: Candidate) -> float:
         return 1e9 if candidate.algorithm == "hopeless" else 1.0
 
-    def trial(self, op: str, nbytes: int, dtype: str, candidate: Candidate) -> Any:
+    def buffers(self, op: str, nbytes: int, dtype: str) -> Any:
         trial = SimpleNamespace(
             x=np.empty(nbytes // 4, np.float32),
             out=np.zeros(nbytes // 4, np.float32),
@@ -142,8 +146,17 @@ class FakeSession:
             root=0,
             num_x=nbytes // 4,
         )
-        trial.call = lambda: self._calls[candidate.algorithm](trial)
+        trial.fill_out = lambda: trial.out.fill(0)
         return trial
+
+    def bind(self, trial: Any, candidate: Candidate) -> Callable[[], None]:
+        return lambda: self._calls[candidate.algorithm](trial)
+
+    def link_class(self) -> str:
+        return self.links.pop(0) if self.links else "near"
+
+    def turn_of(self, index: int) -> None:
+        self.turns.append(index)
 
     def worst(self, values: list[float]) -> list[float]:
         return values
@@ -160,9 +173,16 @@ def _refuse(trial: Any) -> None:
     raise UsageError("not for this size")
 
 
-def _measured(job: Job = JOB, **calls: Callable[[Any], None]) -> list[dict[str, Any]]:
+def _measured(
+    job: Job = JOB, links: Sequence[str] = (), **calls: Callable[[Any], None]
+) -> list[dict[str, Any]]:
+    session = FakeSession(**calls)
+    session.links = list(links)
+    return _measured_by(session, job)
+
+
+def _measured_by(session: Any, job: Job) -> list[dict[str, Any]]:
     lines: list[str] = []
-    session: Any = FakeSession(**calls)
     worker.measure(session, replace(job, max_repetitions=4), lines.append)
     return [json.loads(text) for text in lines]
 
@@ -199,6 +219,52 @@ def test_the_order_is_random_by_seed_and_keeps_a_size_together() -> None:
     assert order(1) == order(1) != order(2)
     sizes_met = [nbytes for nbytes, _ in order(1)]
     assert all(a == b for a, b in zip(sizes_met[::2], sizes_met[1::2], strict=True))
+
+
+def test_the_candidates_of_a_size_take_turns() -> None:
+    session = FakeSession(direct=_copy, ring=_copy)
+    job = replace(JOB, max_nbytes=8, relative_ci=0.0)
+    worker.measure(session, replace(job, max_repetitions=20), lambda _: None)
+    numbers = session.turns[2:]
+    rounds = [set(numbers[at : at + 2]) for at in range(0, len(numbers), 2)]
+    assert len(rounds) >= 4
+    assert all(both == {0, 1} for both in rounds)
+    assert len({tuple(numbers[at : at + 2]) for at in range(0, len(numbers), 2)}) == 2
+
+
+def test_one_that_has_lost_gets_no_more_turns() -> None:
+    def slow(trial: Any) -> None:
+        for _ in range(2000):
+            trial.out[:] = trial.x
+
+    messages = _measured(replace(JOB, max_nbytes=8), direct=_copy, slow=slow)
+    counts = {m["candidate"]: len(m["us"]) for m in messages if m["tune"] == "sample"}
+    assert counts["shm/slow"] <= counts["shm/direct"]
+
+
+def test_a_size_is_measured_once_more_when_the_links_change() -> None:
+    job = replace(JOB, max_nbytes=8)
+    messages = _measured(job, links=["near", "far", "far", "far"], direct=_copy)
+    assert [m["tune"] for m in messages if m["tune"] in ("begin", "sample")] == [
+        "begin",
+        "begin",
+        "sample",
+    ]
+    assert messages[-2]["link_class"] == "far"
+    changing = ["near", "far", "near", "far"]
+    assert "sample" not in {m["tune"] for m in _measured(job, changing, direct=_copy)}
+
+
+def test_samples_are_compared_within_the_state_they_were_taken_in() -> None:
+    recording = Recording()
+    facts = NEAR.__dict__
+    recording.add(0, False, {"tune": "hello", "facts": facts, "software": {}})
+    item = {"tune": "sample", "op": "bcast", "nbytes": 8, "candidate": str(DIRECT)}
+    recording.add(0, False, {**item, "us": [1.0]})
+    recording.add(0, False, {**item, "us": [2.0], "link_class": "far"})
+    near, far = recording.groups()
+    assert (near.link_class, far.link_class) == ("near", "far")
+    assert [one.us for one in recording.of(far, held_out=False)] == [(2.0,)]
 
 
 def test_a_spent_budget_ends_the_launch_cleanly() -> None:
@@ -259,6 +325,47 @@ def test_a_hang_costs_only_the_candidate() -> None:
     assert {sample.candidate for sample in recording.samples} == set(TRUTH)
 
 
+def test_what_is_left_of_the_budget_goes_into_further_launches() -> None:
+    jobs, start = _played()
+    clock = [0.0]
+
+    def slow_start(*args: Any) -> Ended:
+        clock[0] += 7.0
+        return start(*args)
+
+    progress = Progress(60, io.StringIO(), lambda: clock[0])
+    options = replace(OPTIONS, ranks=(2, 4), most_launches=12)
+    recording = run_launches(options, progress, slow_start)
+    # Rounds of 14 s: three were asked for, one more would leave none for the judge.
+    assert len(jobs) == 8
+    assert [one.held_out for one in recording.launches.values()] == [
+        *[False] * 6,
+        *[True] * 2,
+    ]
+    jobs.clear()
+    run_launches(
+        replace(options, launches=1), Progress(60, io.StringIO(), lambda: 0.0), start
+    )
+    assert len(jobs) == 26
+
+
+def test_a_hang_is_blamed_on_whose_turn_it_was(tmp_path: Path) -> None:
+    _, start = _played(hangs=str(LOOP))
+    first = str(next(iter(TRUTH)))
+
+    def start_with_turn(*args: Any) -> Ended:
+        ended = start(*args)
+        return ended if ended.ok else replace(ended, turn=0)
+
+    recording = run_launches(OPTIONS, _progress(), start_with_turn)
+    assert str(recording.failures[0].candidate) == first
+    path = str(tmp_path / "turn")
+    Turn.create(path)
+    assert Turn.read(path) is None
+    Turn(path).set(12)
+    assert Turn.read(path) == 12
+
+
 def test_ranks_that_cannot_start_end_the_run_with_the_reason() -> None:
     _, start = _played(crashes_at_start=True)
     with pytest.raises(BackendError, match=r"2 ranks could not be measured.*no MPI"):
@@ -294,7 +401,7 @@ def test_the_table_of_a_run_reads_back_and_the_summary_says_what_matters(
     assert all(point.launches == 3 and point.native_us for point in points)
     for part in (
         str(path),
-        "2 ranks, near links (4 launches)",
+        "2 ranks, near links (3 launches)",
         "above        shm/ring{store=stream}",
         "the model goes on choosing: reduce, bcast",
         "Left out: shm/loop for allreduce with 2 ranks: hung",

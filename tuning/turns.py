@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the candidates of one operation and size, in turns.
+
+Machines change while they are measured: clocks move, a virtual machine's cores come to
+sit farther apart. Candidates that take turns of a few milliseconds, in a new random
+order each round, all meet the same changes, so that their medians can be compared.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from statistics import median
+from typing import TYPE_CHECKING
+
+from commrt.bench.timing_loop import Call, median_interval
+
+if TYPE_CHECKING:
+    from commrt.tuning.job import Item, Job
+    from commrt.tuning.measure import Session
+
+__all__ = ["Runner", "ready", "take_turns"]
+
+_FLOOR_US = 20.0
+"""A repetition lasts at least this long; below it the clock would be measured."""
+_TURN_S = 0.003
+_LARGEST_TURN = 5
+"""Repetitions: ten rounds or more make up the usual hundred."""
+_MIN_REPETITIONS = 3
+
+
+class _Verdict(IntEnum):
+    GOES_ON = 0
+    ENOUGH = 1
+    LOST = 2
+
+
+@dataclass
+class Runner:
+    """A candidate whose result was right, and what it took so far."""
+
+    item: Item
+    """What is timed."""
+    index: int
+    """Its number in the job."""
+    call: Call
+    """One call."""
+    calls: int
+    """Back-to-back calls of a repetition."""
+    repetitions: int
+    """Repetitions of a turn."""
+    us: list[float] = field(default_factory=list)
+    """Microseconds per call of each repetition, slowest rank; on rank 0 only."""
+
+
+def ready(session: Session, item: Item, index: int, call: Call) -> Runner:
+    """Warm up, and return how to time the call."""
+    calls, call_us = 1, 0.0
+    # A short call's first estimates still hold cold caches and ask for too few calls.
+    for _ in range(3):
+        slowest = session.worst([_repetition(session, call, calls)])
+        call_us = max(session.agree(slowest[0] if slowest else 0.0), 0.01)
+        calls = max(1, math.ceil(_FLOOR_US / call_us))
+        if call_us > 10 * _FLOOR_US:
+            break
+    turn = int(_TURN_S * 1e6 / (call_us * calls))
+    return Runner(item, index, call, calls, max(1, min(_LARGEST_TURN, turn)))
+
+
+def take_turns(
+    session: Session,
+    job: Job,
+    runners: Sequence[Runner],
+    share_s: float,
+    turn_of: Callable[[int], None],
+) -> None:
+    """Fill every runner's times; the same sequence of turns on all ranks.
+
+    Args:
+        session: the ranks.
+        job: when repetitions are enough.
+        runners: who takes turns; one that has clearly lost is left out soon.
+        share_s: seconds after which three repetitions of each are enough.
+        turn_of: is told whose turn it is, so that a hang can be blamed.
+    """
+    start_s = time.monotonic()
+    chance = random.Random(f"{job.seed} {runners[0].item}" if runners else "")
+    live = list(runners)
+    while live:
+        chance.shuffle(live)
+        best_us = min((median(one.us) for one in live if one.us), default=math.inf)
+        verdicts = []
+        for runner in live:
+            turn_of(runner.index)
+            mine = [
+                _repetition(session, runner.call, runner.calls)
+                for _ in range(runner.repetitions)
+            ]
+            runner.us += session.worst(mine)
+            verdicts.append(int(session.agree(_verdict(runner.us, job, best_us))))
+        late = time.monotonic() - start_s >= share_s
+        ends = late and min(len(one.us) for one in live) >= _MIN_REPETITIONS
+        if session.agree(float(ends)) or _Verdict.GOES_ON not in verdicts:
+            return
+        live = [
+            runner
+            for runner, verdict in zip(live, verdicts, strict=True)
+            if verdict != _Verdict.LOST
+        ]
+
+
+def _verdict(us: list[float], job: Job, best_us: float) -> float:
+    """Return rank 0's verdict; the others have no times and are told."""
+    if len(us) < _MIN_REPETITIONS:
+        return _Verdict.GOES_ON
+    if min(us) > job.loss_ratio * best_us:
+        return _Verdict.LOST
+    if len(us) >= job.max_repetitions:
+        return _Verdict.ENOUGH
+    middle, low, high = median_interval(us)
+    narrow = len(us) >= 6 and (high - low) / 2 <= job.relative_ci * middle
+    return _Verdict.ENOUGH if narrow else _Verdict.GOES_ON
+
+
+def _repetition(session: Session, call: Call, calls: int) -> float:
+    """Return this rank's microseconds per call, after a barrier."""
+    clock = time.perf_counter_ns
+    session.barrier()
+    start = clock()
+    for _ in range(calls):
+        call()
+    return (clock() - start) / calls / 1000.0

@@ -13,14 +13,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median_low
 
 from commrt.select.facts import Candidate
-from commrt.tuning.fit import Curve, fit_curve
+from commrt.tuning.fit import Curve, fit_curves
 from commrt.tuning.samples import Group, Recording
 from commrt.tuning.statistics import estimate
 
-__all__ = ["Decision", "Range", "curves_of", "decide", "divide", "tied"]
+__all__ = [
+    "ENOUGH_LAUNCHES",
+    "Decision",
+    "Range",
+    "curves_of",
+    "decide",
+    "divide",
+    "tied",
+]
 
+ENOUGH_LAUNCHES = 3
+"""Launches on which a choice should rest."""
 _PER_OCTAVE = 8
 _SWITCH = 0.1 * _PER_OCTAVE
 """What a further range must save: ten per cent over one octave, or less over more."""
@@ -55,6 +66,15 @@ class Decision:
     margin: float
     """Relative difference that counts as equal."""
 
+    @property
+    def launches(self) -> int:
+        """How many launches have measured a size, typically."""
+        sizes: dict[int, int] = {}
+        for curve in self.curves.values():
+            for nbytes, seen in curve.estimates.items():
+                sizes[nbytes] = max(sizes.get(nbytes, 0), len(seen.launches))
+        return median_low(sizes.values())
+
     def at(self, nbytes: int) -> Candidate:
         """Return the choice for a size."""
         for chosen in reversed(self.ranges):
@@ -72,7 +92,35 @@ def decide(recording: Recording, margin: float) -> list[Decision]:
             if curves:
                 ranges = divide(curves, margin)
                 decisions.append(Decision(op, group, ranges, curves, margin))
-    return decisions
+    return _well_founded(decisions)
+
+
+def _well_founded(decisions: list[Decision]) -> list[Decision]:
+    """Return the decisions without those that another state of the machine can replace.
+
+    Virtual machines change between near and far. Where one of them was hardly seen, the
+    choices made in the other one are better founded, and a table's lookup takes them.
+    """
+    sound = {
+        (one.group, one.op) for one in decisions if one.launches >= ENOUGH_LAUNCHES
+    }
+
+    def has_stand_in(one: Decision) -> bool:
+        other = {"near": "far", "far": "near"}.get(one.group.link_class)
+        return (
+            other is not None
+            and (
+                one.group._replace(link_class=other),
+                one.op,
+            )
+            in sound
+        )
+
+    return [
+        one
+        for one in decisions
+        if (one.group, one.op) in sound or not has_stand_in(one)
+    ]
 
 
 def curves_of(recording: Recording, group: Group, op: str) -> dict[Candidate, Curve]:
@@ -92,11 +140,13 @@ def curves_of(recording: Recording, group: Group, op: str) -> dict[Candidate, Cu
         if sample.op == op and sample.us:
             sizes = seen.setdefault(sample.candidate, {})
             sizes.setdefault(sample.nbytes, []).append(sample.us)
-    return {
-        candidate: fit_curve({n: estimate(us) for n, us in seen[candidate].items()})
-        for candidate in recording.orders[op]
-        if candidate in seen and candidate not in failed
-    }
+    return fit_curves(
+        {
+            candidate: {n: estimate(us) for n, us in seen[candidate].items()}
+            for candidate in recording.orders[op]
+            if candidate in seen and candidate not in failed
+        }
+    )
 
 
 def tied(

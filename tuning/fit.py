@@ -3,24 +3,31 @@
 
 Libraries change protocol with size, so one line is not enough; noise makes a line
 through every point too much. The number of pieces is what a penalty per piece leaves,
-found exactly by dynamic programming (there are a dozen sizes). Errors are relative: a
-microsecond matters at 8 bytes and not at 32 MiB.
+found exactly by dynamic programming (there are a dozen sizes). Errors are relative, as a
+microsecond matters at 8 bytes and not at 32 MiB, and count in units of each point's
+noise: what was measured well is followed closely.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from commrt.tuning.statistics import Estimate
 
-__all__ = ["Curve", "Piece", "fit_curve"]
+__all__ = ["Curve", "Piece", "fit_curve", "fit_curves"]
 
-_PENALTY = 0.02
-"""A piece more must lower the sum of squared relative errors by this much: about three
-points wrong by 8 %."""
+Key = TypeVar("Key")
+
+_PENALTY = 6.0
+"""A piece more must lower the sum of squared errors by this much, in units of noise: two
+points wrong by nearly twice their noise are enough."""
+_LEAST_NOISE = 0.02
+"""Relative; what differs by less is of no use to anybody."""
+_MOST_NOISE = 0.2
 
 
 @dataclass(frozen=True)
@@ -61,57 +68,109 @@ class Curve:
         return us * seen.ci[0] / seen.us, us * seen.ci[1] / seen.us
 
 
+@dataclass(frozen=True)
+class _Point:
+    """A measured size, and how far off it may be."""
+
+    nbytes: int
+    us: float
+    noise: float  # relative
+
+    @property
+    def weight(self) -> float:
+        """Of the absolute error, squared."""
+        return 1 / (self.us * self.noise) ** 2
+
+
+def fit_curves(
+    measured: Mapping[Key, Mapping[int, Estimate]],
+) -> dict[Key, Curve]:
+    """Return each one's curve through its medians: one size or more, above 0 bytes.
+
+    All curves are divided at the same sizes. Where two are equal but for noise, so are
+    then their curves: with divisions of their own they would differ between the sizes.
+    """
+    points = {
+        key: [_point(size, seen[size]) for size in sorted(seen)]
+        for key, seen in measured.items()
+    }
+    sizes = sorted({point.nbytes for one in points.values() for point in one})
+    ends = _best_ends(sizes, list(points.values()))
+    return {
+        key: Curve(tuple(_pieces(one, sizes, ends)), dict(measured[key]))
+        for key, one in points.items()
+    }
+
+
 def fit_curve(estimates: Mapping[int, Estimate]) -> Curve:
-    """Return the curve through the medians; at least one size, all above 0 bytes."""
-    sizes = sorted(estimates)
-    times = [max(estimates[size].us, 1e-6) for size in sizes]
-    ends = _best_ends(sizes, times)
-    pieces = []
+    """Return the curve of a single candidate."""
+    return fit_curves({None: estimates})[None]
+
+
+def _pieces(
+    points: Sequence[_Point], sizes: Sequence[int], ends: Sequence[int]
+) -> Iterator[Piece]:
     begin = 0
     for end in ends:
-        a, b = _line(sizes[begin:end], times[begin:end])
         lo = math.sqrt(sizes[begin - 1] * sizes[begin]) if begin else 0.0
-        pieces.append(Piece(lo, a, b))
+        inside = _between(points, sizes[begin], sizes[end - 1])
+        if inside:
+            yield Piece(lo, *_line(inside))
         begin = end
-    return Curve(tuple(pieces), dict(estimates))
 
 
-def _best_ends(sizes: list[int], times: list[float]) -> list[int]:
+def _between(points: Sequence[_Point], low: int, high: int) -> list[_Point]:
+    return [point for point in points if low <= point.nbytes <= high]
+
+
+def _point(nbytes: int, seen: Estimate) -> _Point:
+    us = max(seen.us, 1e-6)
+    # The 95 % interval of the median is about two deviations to each side; so is the
+    # range of the few launches for which there is no such interval, or less.
+    noise = (seen.ci[1] - seen.ci[0]) / 4 / us
+    return _Point(nbytes, us, min(max(noise, _LEAST_NOISE), _MOST_NOISE))
+
+
+def _best_ends(sizes: Sequence[int], curves: Sequence[Sequence[_Point]]) -> list[int]:
     """Return the end index of each piece, of the cheapest division."""
     n = len(sizes)
     best: list[tuple[float, list[int]]] = [(0.0, [])]
     for end in range(1, n + 1):
         options = []
         for begin in range(end):
-            # A piece of one point could bend anywhere, so two are the least.
+            # A piece of one size could bend anywhere, so two are the least.
             if end - begin < 2 <= n:
                 continue
             before, ends = best[begin]
-            error = _error(sizes[begin:end], times[begin:end])
+            error = sum(
+                _error(_between(one, sizes[begin], sizes[end - 1])) for one in curves
+            )
             options.append((before + error + _PENALTY, [*ends, end]))
         best.append(min(options) if options else (math.inf, []))
     return best[n][1]
 
 
-def _error(sizes: list[int], times: list[float]) -> float:
-    a, b = _line(sizes, times)
-    return sum(((a + b * n) / t - 1) ** 2 for n, t in zip(sizes, times, strict=True))
+def _error(points: Sequence[_Point]) -> float:
+    if not points:
+        return 0.0
+    a, b = _line(points)
+    return sum(one.weight * (a + b * one.nbytes - one.us) ** 2 for one in points)
 
 
-def _line(sizes: list[int], times: list[float]) -> tuple[float, float]:
-    """Return a, b >= 0 of least squared relative error; never both 0."""
-    weights = [1 / (t * t) for t in times]
-    total = sum(weights)
-    mean_n = sum(w * n for w, n in zip(weights, sizes, strict=True)) / total
-    mean_t = sum(w * t for w, t in zip(weights, times, strict=True)) / total
-    points = list(zip(weights, sizes, times, strict=True))
-    square = sum(w * (n - mean_n) ** 2 for w, n, _ in points)
-    product = sum(w * (n - mean_n) * (t - mean_t) for w, n, t in points)
+def _line(points: Sequence[_Point]) -> tuple[float, float]:
+    """Return a, b >= 0 of least squared error; never both 0."""
+    total = sum(one.weight for one in points)
+    mean_n = sum(one.weight * one.nbytes for one in points) / total
+    mean_us = sum(one.weight * one.us for one in points) / total
+    square = sum(one.weight * (one.nbytes - mean_n) ** 2 for one in points)
+    product = sum(
+        one.weight * (one.nbytes - mean_n) * (one.us - mean_us) for one in points
+    )
     b = product / square if square > 0 else 0.0
     if b <= 0:
-        return mean_t, 0.0
-    a = mean_t - b * mean_n
+        return mean_us, 0.0
+    a = mean_us - b * mean_n
     if a < 0:
-        through = sum(w * n * n for w, n, _ in points)
-        return 0.0, sum(w * n * t for w, n, t in points) / through
+        through = sum(one.weight * one.nbytes**2 for one in points)
+        return 0.0, sum(one.weight * one.nbytes * one.us for one in points) / through
     return a, b

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from commrt.operations import COLLECTIVES
-from commrt.tuning.decide import Decision
+from commrt.tuning.decide import ENOUGH_LAUNCHES, Decision
 from commrt.tuning.regret import Regret
 from commrt.tuning.samples import Group, Recording
 
@@ -63,7 +63,8 @@ def summarise(
         lines += ["", f"{describe_group(group)} ({launches} launches)"]
         for decision in decisions:
             lines += _ranges(decision) if decision.group == group else []
-    lines += ["", *_unmeasured(decisions), *_failures(recording), *_quality(regret)]
+    lines += ["", *_hardly_seen(recording, decisions), *_unmeasured(decisions)]
+    lines += [*_failures(recording), *_quality(regret)]
     lines += ["", f"Written to {path}", *(_IN_FORCE if in_force else _NAMED)]
     return "\n".join(lines)
 
@@ -75,6 +76,18 @@ def _ranges(decision: Decision) -> Iterator[str]:
         end = "above" if chosen.hi is None else f"below {human_nbytes(chosen.hi)}"
         yield f"  {name:<15}{end:<13}{chosen.candidate}"
         name = ""
+
+
+def _hardly_seen(recording: Recording, decisions: Iterable[Decision]) -> Iterator[str]:
+    """Yield a line per group whose choices another one stands in for."""
+    decided = {decision.group for decision in decisions}
+    for group in recording.groups():
+        if group not in decided:
+            other = {"near": "far", "far": "near"}[group.link_class]
+            yield (
+                f"{describe_group(group)} were seen in fewer than {ENOUGH_LAUNCHES} "
+                f"launches: what was picked for {other} links stands in there"
+            )
 
 
 def _unmeasured(decisions: Iterable[Decision]) -> list[str]:
@@ -113,7 +126,6 @@ def _quality(regret: Regret) -> list[str]:
         )
     if regret.unmeasured:
         lines.append(
-            f"  {regret.unmeasured} more checks say nothing: what auto picks was not "
-            f"measured there"
+            f"  at {regret.unmeasured} further sizes what auto picks was not measured"
         )
     return lines

@@ -37,7 +37,7 @@ class Options:
     """Operations."""
     launches: int = 3
     """Launches per rank count that shape the table, at least; one more judges it."""
-    most_launches: int = 12
+    most_launches: int = 50
     """As many if the budget lasts; at least ``launches``."""
     budget_s: float = 60.0
     """For everything together."""
@@ -179,25 +179,27 @@ def _item(message: Message) -> Item:
 
 
 def losers(recording: Recording, ranks: int, ratio: float = 1.5) -> list[Item]:
-    """Return what later launches need not repeat: slower than ``ratio`` times the best.
+    """Return what later launches need not repeat.
 
-    The library's own collective is always repeated: it is what people compare with.
+    That is what took more than ``ratio`` times the best of its launch, in every launch
+    so far. The library's own collective is always repeated: it is what people compare
+    with.
     """
-    cells: dict[tuple[str, int], dict[str, list[float]]] = {}
+    cells: dict[tuple[int, str, int], dict[str, float]] = {}
     for sample in recording.samples:
         launch = recording.launches[sample.launch]
         if launch.facts.size == ranks and not launch.held_out and sample.us:
-            times = cells.setdefault((sample.op, sample.nbytes), {})
-            times.setdefault(str(sample.candidate), []).append(median(sample.us))
-    found = []
-    for (op, nbytes), times in cells.items():
-        best = min(median(values) for values in times.values())
-        found += [
-            Item(op, nbytes, candidate)
-            for candidate, values in times.items()
-            if median(values) > ratio * best and candidate != NATIVE
-        ]
-    return found
+            cell = (sample.launch, sample.op, sample.nbytes)
+            cells.setdefault(cell, {})[str(sample.candidate)] = median(sample.us)
+    lost: dict[Item, bool] = {}
+    for (_, op, nbytes), times in cells.items():
+        best = min(times.values())
+        for candidate, us in times.items():
+            item = Item(op, nbytes, candidate)
+            lost[item] = us > ratio * best and lost.get(item, True)
+    return [
+        item for item, always in lost.items() if always and item.candidate != NATIVE
+    ]
 
 
 def jobs_within(options: Options, number: int, share_s: float) -> Job:

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """From measurements to byte ranges: who wins where.
 
-A candidate is *tied* at a size if its fitted time is within the margin of the best, or
-its interval overlaps the best one's and it is within twice the margin. A range may use
-any tied candidate at no cost, another one at the cost of the time lost; every further
-range has its price. Of equals the simplest is used. A boundary lies where the two
-fitted curves cross. So noise moves a choice only between equals, and seldom.
+A candidate is *tied* at a size if its time is within the margin of the best, or its
+interval overlaps the best one's and it is within twice the margin. A range may use any
+tied candidate at no cost, another one at the cost of the time lost; every further range
+has its price, and so has what is less simple. A boundary lies where the two curves
+cross. So noise moves a choice only between equals, and seldom.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median_low
+from statistics import median, median_low
 
 from commrt.select.facts import Candidate
-from commrt.tuning.fit import Curve, fit_curves
+from commrt.tuning.fit import Curve
 from commrt.tuning.samples import Group, Recording
-from commrt.tuning.statistics import estimate
+from commrt.tuning.statistics import Estimate, estimate
 
 __all__ = [
     "ENOUGH_LAUNCHES",
@@ -33,8 +33,11 @@ __all__ = [
 ENOUGH_LAUNCHES = 3
 """Launches on which a choice should rest."""
 _PER_OCTAVE = 8
-_SWITCH = 0.1 * _PER_OCTAVE
-"""What a further range must save: ten per cent over one octave, or less over more."""
+_SWITCH = 0.05 * _PER_OCTAVE
+"""What a further range must save: five per cent over one octave, or less over more."""
+_LESS_SIMPLE = 0.004
+"""What one place further down the list, simplest first, must save, relative."""
+_MOST_PRICED = 5
 
 
 @dataclass(frozen=True)
@@ -124,10 +127,10 @@ def _well_founded(decisions: list[Decision]) -> list[Decision]:
 
 
 def curves_of(recording: Recording, group: Group, op: str) -> dict[Candidate, Curve]:
-    """Return the fitted time of every candidate, simplest first.
+    """Return the time of every candidate, simplest first.
 
     A candidate that failed anywhere at these ranks is left out, whatever its speed. One
-    dropped as a clear loser is fitted to the sizes it has; the others are compared with
+    dropped as a clear loser has fewer sizes; the others are compared with
     it only there.
     """
     failed = {
@@ -135,18 +138,41 @@ def curves_of(recording: Recording, group: Group, op: str) -> dict[Candidate, Cu
         for failure in recording.failures
         if (failure.ranks, failure.op) == (group.ranks, op)
     }
-    seen: dict[Candidate, dict[int, list[tuple[float, ...]]]] = {}
+    cells: dict[int, dict[int, dict[Candidate, tuple[float, ...]]]] = {}
     for sample in recording.of(group, held_out=False):
-        if sample.op == op and sample.us:
-            sizes = seen.setdefault(sample.candidate, {})
-            sizes.setdefault(sample.nbytes, []).append(sample.us)
-    return fit_curves(
-        {
-            candidate: {n: estimate(us) for n, us in seen[candidate].items()}
-            for candidate in recording.orders[op]
-            if candidate in seen and candidate not in failed
-        }
-    )
+        if sample.op == op and sample.us and sample.candidate not in failed:
+            launches = cells.setdefault(sample.nbytes, {})
+            launches.setdefault(sample.launch, {})[sample.candidate] = sample.us
+    estimates: dict[Candidate, dict[int, Estimate]] = {}
+    for nbytes, launches in cells.items():
+        for candidate, times in _levelled(launches.values()).items():
+            estimates.setdefault(candidate, {})[nbytes] = estimate(times)
+    return {
+        candidate: Curve(estimates[candidate])
+        for candidate in recording.orders[op]
+        if candidate in estimates
+    }
+
+
+def _levelled(
+    launches: Iterable[Mapping[Candidate, tuple[float, ...]]],
+) -> dict[Candidate, list[list[float]]]:
+    """Return each candidate's times, launch by launch, on one common level.
+
+    Launches differ by more than candidates do, but within one of them all candidates
+    met the same machine. So every launch is scaled to make its best candidate take the
+    median of what the best ones took.
+    """
+    rows = list(launches)
+    best = [min(median(us) for us in row.values()) for row in rows]
+    level = median(best)
+    levelled: dict[Candidate, list[list[float]]] = {}
+    for row, best_us in zip(rows, best, strict=True):
+        for candidate, us in row.items():
+            levelled.setdefault(candidate, []).append(
+                [one * level / best_us for one in us]
+            )
+    return levelled
 
 
 def tied(
@@ -244,14 +270,16 @@ def _lost(
 ) -> dict[Candidate, float]:
     """Return the logarithm of each one's time over the best: 0 if tied, else more.
 
-    A simpler candidate is cheaper by less than any measurement, so that it wins ties.
+    What is less simple must earn it: a noisy size here and there does not move the
+    choice between equals.
     """
     present = _comparable(curves, nbytes)
     best_us = min(curve.us(nbytes) for curve in present.values())
     lost = {}
     for place, (one, curve) in enumerate(curves.items()):
         ratio = curve.us(nbytes) / best_us if one in present else math.inf
-        lost[one] = (0.0 if one in equals else math.log(ratio)) + 1e-6 * place
+        price = _LESS_SIMPLE * min(place, _MOST_PRICED)
+        lost[one] = (0.0 if one in equals else math.log(ratio)) + price
     return lost
 
 
@@ -286,5 +314,5 @@ def _boundary(
         for _ in range(60):
             middle = math.sqrt(left * right)
             left, right = (middle, right) if lead(middle) < 0 else (left, middle)
-        at, how = right, f"fitted a+b*n of {earlier} and {later} cross"
+        at, how = right, f"a+b*n of {earlier} and {later} cross"
     return round(at), how

@@ -119,8 +119,8 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
                                 void* out, void* const* keep, bool timed) {
   std::shared_ptr<Op> op = fresh_op();
   op->bind(plan, in, out);  // first: without memory for scratch, nothing has happened
-  op->store = plan->store_for_run(timed);
-  op->timed_from = timed && plan->adaptive ? ticks() : 0;
+  op->store = store_for_run(*plan, timed);
+  op->timed_from = timed && plan->learns() ? ticks() : 0;
   op->seq = next_seq++;
   op->keep[0] = keep != nullptr ? keep[0] : nullptr;
   op->keep[1] = keep != nullptr ? keep[1] : nullptr;
@@ -141,6 +141,23 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
   }
   active_.push_back(op);
   return op;
+}
+
+Store Comm::store_for_run(const Plan& plan, bool timed) {
+  if (!plan.adaptive) return plan.store;
+  bool streaming = plan.choice.current();
+  if (plan.learns()) {
+    if (timed) streaming = plan.choice.next();
+  } else if (learned_ >= 0) {
+    // A rank that only sends is done before its peers have read: by its own time it would
+    // choose what is best to write. It does as the plans that wait for answers do.
+    streaming = learned_ == 1;
+  }
+  return streaming ? Store::Stream2 : Store::Plain;
+}
+
+void Comm::report_run(const Plan& plan, uint64_t took_ticks) {
+  if (plan.choice.report(took_ticks)) learned_ = plan.choice.current() ? 1 : 0;
 }
 
 void Comm::recycle(std::shared_ptr<Op> op) {

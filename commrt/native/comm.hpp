@@ -197,6 +197,9 @@ class Comm {
   // Spins at most `spins` times for a message.
   std::shared_ptr<Op> run_short(const std::shared_ptr<const Plan>& plan, const void* in,
                                 void* out, int spins);
+  // The store kind of a run. Timed runs of a plan that learns are reported at their end.
+  Store store_for_run(const Plan& plan, bool timed);
+  void report_run(const Plan& plan, uint64_t took_ticks);
   bool quiet() const { return active_.empty(); }
   void recycle(std::shared_ptr<Op> op);  // a finished operation nobody refers to
   bool progress();
@@ -254,6 +257,7 @@ class Comm {
   std::vector<std::shared_ptr<Op>> active_;
   std::shared_ptr<Op> spare_;
   Lane lanes_[kLanes];
+  int learned_ = -1;  // whether slots are streamed, by the last plan that changed; -1: none
   bool lane_refused_ = false;  // an older operation waits for a lane in this pass
  public:
   std::unique_ptr<class P2P> p2p;

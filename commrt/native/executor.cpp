@@ -318,7 +318,7 @@ void Op::finish() {
   if (p.divide_out && p.out_elems > 0) {
     divide_inplace(p.dtype, out, static_cast<size_t>(p.out_elems), p.divisor);
   }
-  if (timed_from != 0) p.choice.report(ticks() - timed_from);
+  if (timed_from != 0) comm->report_run(p, ticks() - timed_from);
   comm->release_lane(*this);
   Record& record = comm->records[seq % Comm::kRecords];
   if (record.seq == seq) {

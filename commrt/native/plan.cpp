@@ -74,6 +74,11 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
     }
   }
 
+  auto any = [this](int PeerUse::*count) {
+    return std::any_of(peers.begin(), peers.end(),
+                       [count](const PeerUse& peer) { return peer.*count > 0; });
+  };
+  answered = any(&PeerUse::sends_per_fragment) && any(&PeerUse::recvs_per_fragment);
   needs_lane = largest > kInlineBytes;
   run_short = is_short();
   if (!needs_lane) {

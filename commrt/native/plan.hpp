@@ -107,7 +107,8 @@ class Plan {
   size_t tmp_nbytes = 0;
   size_t itemsize = 1;
   Store store = Store::Plain;
-  bool adaptive = false;  // `choice` decides about slots instead of `store`
+  bool adaptive = false;  // about slots is decided by experience, instead of by `store`
+  bool answered = false;  // messages both ways: a run takes as long as the peers need too
   mutable StoreChoice choice;  // guarded by the engine's lock
   CombineFn combine = nullptr;
   double factor = 1.0;
@@ -153,11 +154,8 @@ class Plan {
     return len * f / fragments / align * align;
   }
 
-  // The store kind of a run. `timed` runs are reported to `choice` at their end.
-  Store store_for_run(bool timed) const {
-    if (!adaptive) return store;
-    return (timed ? choice.next() : choice.current()) ? Store::Stream2 : Store::Plain;
-  }
+  // Whether runs are timed to learn from them.
+  bool learns() const { return adaptive && answered; }
 
  private:
   bool is_short() const;

@@ -70,8 +70,8 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     if (lane < 0) return start(plan, in, out, nullptr);
   }
   const uint64_t seq = next_seq++;
-  const Store store = p.store_for_run(true);
-  const uint64_t timed_from = p.adaptive ? ticks() : 0;
+  const Store store = store_for_run(p, true);
+  const uint64_t timed_from = p.learns() ? ticks() : 0;
 
   uint64_t out_base[kShortPeers], in_base[kShortPeers];
   Link* links[kShortPeers];
@@ -184,7 +184,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
   if (p.divide_out && p.out_elems > 0) {
     divide_inplace(p.dtype, out, static_cast<size_t>(p.out_elems), p.divisor);
   }
-  if (timed_from != 0) p.choice.report(ticks() - timed_from);
+  if (timed_from != 0) report_run(p, ticks() - timed_from);
   if (lane >= 0) lanes_[lane].busy = false;
   records[seq % kRecords].state = 1;
   return nullptr;

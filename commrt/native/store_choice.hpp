@@ -30,25 +30,26 @@ class StoreChoice {
     return trials_left_ > 0 ? !streaming_ : streaming_;
   }
 
-  void report(uint64_t ticks) {
+  // True if the kind has changed.
+  bool report(uint64_t ticks) {
     if (trials_left_ == 0) {
       const uint64_t best = best_recent();
       slow_runs_ = best != UINT64_MAX && ticks > best + best / 2 + best / 4 ? slow_runs_ + 1 : 0;
       recent_[place_++ % kRecent] = ticks;
-      return;
+      return false;
     }
     best_trial_ = std::min(best_trial_, ticks);
-    if (--trials_left_ > 0) return;
+    if (--trials_left_ > 0) return false;
     // Compared with the last few runs, not with the best ever: the state may have changed.
     const uint64_t best = best_recent();
-    if (best_trial_ < best - best / 8) {
-      streaming_ = !streaming_;
-      for (uint64_t& run : recent_) run = best_trial_;
-    }
+    if (best_trial_ >= best - best / 8) return false;
+    streaming_ = !streaming_;
+    for (uint64_t& run : recent_) run = best_trial_;
+    return true;
   }
 
  private:
-  static constexpr uint32_t kPeriod = 256, kFirst = 8;
+  static constexpr uint32_t kPeriod = 1024, kFirst = 8;
   static constexpr int kTrials = 3, kRecent = 4, kSlowRuns = 3;
 
   uint64_t best_recent() const { return *std::min_element(recent_, recent_ + kRecent); }

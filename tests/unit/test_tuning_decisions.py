@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tuning_recordings import DIRECT, DOUBLING, NATIVE, NEAR, RING, TRUTH, record
 
 from commrt.select.facts import Candidate
-from commrt.tuning.decide import Decision, decide, divide, tied
-from commrt.tuning.fit import fit_curve
+from commrt.tuning.decide import Decision, curves_of, decide, divide, tied
+from commrt.tuning.fit import Curve
 from commrt.tuning.regret import held_out_regret, leave_one_out
-from commrt.tuning.samples import Group, Recording
+from commrt.tuning.samples import Group, Launch, Recording, Sample
 from commrt.tuning.statistics import Estimate, estimate, geometric_mean, rank_test
 
 MARGIN = 0.05
@@ -29,7 +29,7 @@ def _exact(us: float, spread: float = 0.0) -> Estimate:
 
 def _curves(*functions: object) -> dict[Candidate, object]:
     return {
-        Candidate("shm", f"c{number}"): fit_curve(
+        Candidate("shm", f"c{number}"): Curve(
             {n: _exact(function(n)) for n in GRID}  # type: ignore[operator]
         )
         for number, function in enumerate(functions)
@@ -83,27 +83,50 @@ def test_geometric_mean() -> None:
     assert geometric_mean([]) == 1.0
 
 
-def test_a_straight_line_is_one_piece() -> None:
-    curve = fit_curve({n: _exact(2.0 + 1e-4 * n) for n in GRID})
-    assert len(curve.pieces) == 1
+def test_between_sizes_time_is_a_start_and_a_time_per_byte() -> None:
+    curve = Curve({n: _exact(2.0 + 1e-4 * n) for n in GRID})
     for nbytes in (8, 100, 10**6, 10**8):
         assert curve.us(nbytes) == pytest.approx(2.0 + 1e-4 * nbytes)
+    assert curve.us(1) == curve.us(8)
 
 
-def test_a_change_of_protocol_is_a_new_piece_between_its_sizes() -> None:
-    curve = fit_curve(
+def test_a_change_of_protocol_is_followed() -> None:
+    curve = Curve(
         {n: _exact(1 + 1e-3 * n if n < 5000 else 40 + 1e-4 * n) for n in GRID}
     )
-    assert len(curve.pieces) == 2
-    assert 2048 < curve.pieces[1].lo < 8192
-    assert curve.us(10**6) == pytest.approx(140, rel=0.02)
+    assert curve.us(2000) == pytest.approx(3.0)
+    assert curve.us(10**4) == pytest.approx(41)
 
 
 @given(st.lists(st.floats(0.1, 1e6), min_size=1, max_size=12))
-def test_fitted_times_are_positive_whatever_was_measured(times: list[float]) -> None:
-    curve = fit_curve({n: _exact(us) for n, us in zip(GRID, times, strict=False)})
+def test_times_are_positive_whatever_was_measured(times: list[float]) -> None:
+    curve = Curve({n: _exact(us) for n, us in zip(GRID, times, strict=False)})
     for nbytes in (1, 8, 777, 10**5, 10**9):
         assert curve.us(nbytes) > 0
+
+
+def test_launches_are_compared_by_what_happened_within_them() -> None:
+    """One that missed the slow launch gets no advantage from that."""
+    recording = Recording(orders={"bcast": [DIRECT, RING]})
+    for launch, slow in enumerate((1.0, 1.0, 2.0, 2.0, 2.0)):
+        recording.launches[launch] = Launch(launch, NEAR, held_out=False)
+        for candidate, us in ((DIRECT, 1.0), (RING, 1.1)):
+            if candidate == DIRECT or slow == 1.0:
+                sample = Sample(launch, "bcast", 8, candidate, (us * slow,) * 5)
+                recording.samples.append(sample)
+    curves = curves_of(recording, recording.groups()[0], "bcast")
+    assert curves[DIRECT].us(8) == pytest.approx(2.0)
+    assert curves[RING].us(8) == pytest.approx(2.2)
+
+
+def test_a_state_that_was_hardly_seen_is_left_to_the_other() -> None:
+    recording = record(seed=2)
+    far = record(seed=3, facts=replace(NEAR, link_class="far"), launches=1, held_out=0)
+    recording.launches[9] = replace(far.launches[0], index=9)
+    recording.samples += [replace(one, launch=9) for one in far.samples]
+    assert [one.group.link_class for one in decide(recording, MARGIN)] == ["near"]
+    (alone,) = decide(far, MARGIN)
+    assert (alone.group.link_class, alone.launches) == ("far", 1)
 
 
 def test_the_crossover_is_fitted_not_placed_on_the_grid() -> None:
@@ -124,8 +147,8 @@ def test_ties_keep_the_simpler_candidate() -> None:
 def test_overlapping_intervals_tie_but_not_without_limit() -> None:
     for slower, both in ((1.08, True), (1.3, False)):
         curves = {
-            DIRECT: fit_curve({n: _exact(slower, 0.4) for n in GRID}),
-            RING: fit_curve({n: _exact(1.0, 0.4) for n in GRID}),
+            DIRECT: Curve({n: _exact(slower, 0.4) for n in GRID}),
+            RING: Curve({n: _exact(1.0, 0.4) for n in GRID}),
         }
         assert (DIRECT in tied(curves, 100, MARGIN)) is both
 
@@ -134,8 +157,8 @@ def test_a_short_lead_within_the_margin_does_not_split_a_range() -> None:
     bump = {n: _exact(1 + 1e-4 * n) for n in GRID}
     bump[2048] = _exact(bump[2048].us * 1.03)
     curves = {
-        DIRECT: fit_curve(bump),
-        RING: fit_curve({n: _exact(1.01 + 1e-4 * n) for n in GRID}),
+        DIRECT: Curve(bump),
+        RING: Curve({n: _exact(1.01 + 1e-4 * n) for n in GRID}),
     }
     assert [one.candidate for one in divide(curves, MARGIN)] == [DIRECT]
 
@@ -145,7 +168,7 @@ def test_a_short_lead_within_the_margin_does_not_split_a_range() -> None:
 def test_ranges_tile_whatever_was_measured(seed: int, candidates: int) -> None:
     noise = random.Random(seed)
     curves = {
-        Candidate("shm", f"c{number}"): fit_curve(
+        Candidate("shm", f"c{number}"): Curve(
             {n: _exact(noise.uniform(0.1, 10), noise.random() / 5) for n in GRID}
         )
         for number in range(candidates)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt-tune``: run, show, explain, lint."""
+"""``commrt-tune``: run, show, explain, lint, compare."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ from commrt.operations import COLLECTIVES, operation
 from commrt.select.facts import LINK_CLASSES, CommFacts, Query
 from commrt.select.fingerprint import available_cores
 from commrt.select.locate import LocatedTable, locate
+from commrt.select.schema import DEFAULT_TIE_MARGIN
 from commrt.select.table import Table, load_file
 from commrt.tuning import measure, run
+from commrt.tuning.agreement import agreements, overall
+from commrt.tuning.decide import decide
 from commrt.tuning.lint import lint
+from commrt.tuning.samples import Recording
 from commrt.tuning.show import explain, show
+from commrt.tuning.summary import describe_group
 from commrt.tuning.tuner import Options
 
 __all__ = ["main", "make_parser"]
@@ -56,6 +61,9 @@ def make_parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--table", type=Path, help="file (default: the one in force here)"
         )
+    compared = commands.add_parser("compare", help="do two runs choose alike?")
+    compared.set_defaults(command=_compare)
+    compared.add_argument("recordings", nargs=2, type=Path, metavar="RAW")
     explained.add_argument("op", metavar="OPERATION")
     explained.add_argument("nbytes", type=_nbytes, metavar="BYTES")
     explained.add_argument("--ranks", type=int, default=2)
@@ -80,7 +88,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--ops", type=_ops, default=_ops(DEFAULT_OPS), help=f"default: {DEFAULT_OPS}")
     add("--max-bytes", type=_nbytes, default=32 << 20, help="largest vector (32M)")
     add("--out", type=Path, metavar="FILE", help="default: the user's table folder")
-    add("--raw", type=Path, metavar="FILE", help="also keep every repetition (JSON)")
+    add(
+        "--raw",
+        type=Path,
+        metavar="FILE",
+        help="keep every repetition (.json, .json.gz)",
+    )
     add("--dtype", type=_dtype, default="float32")
     add("--seed", type=int, default=1, help="of the order of measurement")
     add("--mpiexec", metavar="PATH", help="launcher (default: beside python, or PATH)")
@@ -142,6 +155,23 @@ def _lint(arguments: argparse.Namespace) -> int:
     for finding in findings:
         print(finding)
     print(f"{len(findings)} findings" if findings else "nothing found")
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    first, second = (
+        decide(Recording.load(path), DEFAULT_TIE_MARGIN)
+        for path in arguments.recordings
+    )
+    found = agreements(first, second)
+    if not found:
+        raise TableError("the two runs have no operation, ranks and links in common")
+    print(f"{'':<48}{'same':>7}{'tied':>7}{'other':>7}")
+    for one in found:
+        name = f"{one.op}, {describe_group(one.group)}"
+        other = 1 - one.same - one.tied
+        print(f"{name:<48}{one.same:>7.0%}{one.tied:>7.0%}{other:>7.0%}")
+    print(f"same or tied over {overall(found):.1%} of the range")
     return 0
 
 

@@ -100,7 +100,7 @@ def finish(
 ) -> str:
     """Decide, write the table, return the summary; TableError without measurements."""
     if raw is not None:
-        raw.write_text(recording.to_json(), encoding="utf-8")
+        recording.save(raw)
     decisions = decide(recording, DEFAULT_TIE_MARGIN)
     if not decisions:
         why = "raise --budget"

@@ -7,11 +7,14 @@ which can be saved and read back, so that every decision can be repeated without
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from commrt.errors import TableError
 from commrt.select.facts import Candidate, CommFacts
 
 __all__ = ["Failure", "Group", "Launch", "Recording", "Sample", "line"]
@@ -156,6 +159,23 @@ class Recording:
                 "software": self.software,
             }
         )
+
+    def save(self, path: Path) -> None:
+        """Write the recording to a file, compressed where its name ends in .gz."""
+        raw = self.to_json().encode()
+        path.write_bytes(gzip.compress(raw, mtime=0) if path.suffix == ".gz" else raw)
+
+    @classmethod
+    def load(cls, path: Path) -> Recording:
+        """Return what ``save`` wrote; TableError if it is something else."""
+        try:
+            raw = path.read_bytes()
+            text = gzip.decompress(raw) if path.suffix == ".gz" else raw
+            return cls.from_json(text.decode())
+        except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
+            raise TableError(
+                f"{path} is not a recording of commrt-tune run --raw: {error}"
+            ) from error
 
     @classmethod
     def from_json(cls, text: str) -> Recording:

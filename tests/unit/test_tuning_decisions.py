@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tuning_recordings import DIRECT, DOUBLING, NATIVE, NEAR, RING, TRUTH, record
 
 from commrt.select.facts import Candidate
+from commrt.tuning.agreement import agreements, overall
 from commrt.tuning.decide import Decision, curves_of, decide, divide, tied
 from commrt.tuning.fit import Curve
 from commrt.tuning.regret import held_out_regret, leave_one_out
@@ -193,17 +194,25 @@ def test_the_true_winners_are_found_with_their_crossings() -> None:
 
 @pytest.mark.parametrize("seed", range(0, 20, 2))
 def test_two_tunings_agree_over_nearly_the_whole_range(seed: int) -> None:
-    first, second = (_only(record(one)) for one in (seed + 100, seed + 101))
-    sizes = [2 ** (3 + step / 16) for step in range(22 * 16)]
-    agree = sum(
-        first.at(round(n)) == second.at(round(n))
-        or (
-            first.at(round(n)) in tied(second.curves, n, MARGIN)
-            and second.at(round(n)) in tied(first.curves, n, MARGIN)
-        )
-        for n in sizes
-    )
-    assert agree >= 0.95 * len(sizes)
+    first, second = (decide(record(one), MARGIN) for one in (seed + 100, seed + 101))
+    (found,) = agreements(first, second)
+    assert found.sizes > 300
+    assert overall([found]) == pytest.approx(found.same + found.tied)
+    assert overall([found]) >= 0.95
+
+
+def test_agreement_sees_other_choices_and_counts_ties_apart() -> None:
+    first = decide(record(seed=1), MARGIN)
+    swapped = {DIRECT: TRUTH[RING], RING: TRUTH[DIRECT], NATIVE: TRUTH[NATIVE]}
+    (found,) = agreements(first, decide(record(seed=1, truth=swapped), MARGIN))
+    assert found.same + found.tied < 0.5
+    equal = {DIRECT: TRUTH[DIRECT], DOUBLING: TRUTH[DIRECT]}
+    other = {DOUBLING: TRUTH[DIRECT], DIRECT: TRUTH[DIRECT]}
+    one, two = (decide(record(5, truth), MARGIN) for truth in (equal, other))
+    (found,) = agreements(one, two)
+    assert (found.same, found.tied) == (0.0, pytest.approx(1.0, abs=0.05))
+    assert agreements(one, []) == []
+    assert overall([]) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -592,6 +592,31 @@ def test_show_explain_and_lint_read_the_named_table(
     assert "is missing" in text
 
 
+def test_compare_reads_two_recordings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json.gz"
+    record(seed=1).save(first)
+    record(seed=2).save(second)
+    assert Recording.load(second).samples == record(seed=2).samples
+    assert cli.main(["compare", str(first), str(second)]) == 0
+    printed = capsys.readouterr().out
+    assert "allreduce, 2 ranks, near links" in printed
+    assert "of the range" in printed
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"software": 1}'])
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_what_is_no_recording_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert cli.main(["compare", str(path), str(path)]) == 1
+    assert "is not a recording" in capsys.readouterr().err
+    assert cli.main(["compare", str(tmp_path / "none"), str(path)]) == 1
+
+
 @pytest.mark.parametrize(
     "argv",
     [

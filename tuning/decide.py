@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """From measurements to byte ranges: who wins where.
 
-A candidate is *tied* at a size if its time is within the margin of the best, or its
-interval overlaps the best one's and it is within twice the margin. A range may use any
-tied candidate at no cost, another one at the cost of the time lost; every further range
-has its price, and so has what is less simple. A boundary lies where the two curves
-cross. So noise moves a choice only between equals, and seldom.
+A candidate is *tied* at a size if its time is within the margin of the best, or within
+twice the margin and not told from the best by a rank test over launches. A range may
+use any tied candidate at no cost, another one at the cost of the time lost; every
+further range has its price, and so has what is less simple. A boundary lies where the
+two curves cross. So noise moves a choice only between equals, and seldom.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statistics import median, median_low
 from commrt.select.facts import Candidate
 from commrt.tuning.fit import Curve
 from commrt.tuning.samples import Group, Recording
-from commrt.tuning.statistics import Estimate, estimate
+from commrt.tuning.statistics import Estimate, estimate, rank_test
 
 __all__ = [
     "ENOUGH_LAUNCHES",
@@ -35,6 +35,7 @@ ENOUGH_LAUNCHES = 3
 _PER_OCTAVE = 8
 _SWITCH = 0.05 * _PER_OCTAVE
 """What a further range must save: five per cent over one octave, or less over more."""
+_SIGNIFICANT = 0.05
 _LESS_SIMPLE = 0.004
 """What one place further down the list, simplest first, must save, relative."""
 _MOST_PRICED = 5
@@ -182,12 +183,14 @@ def tied(
     present = _comparable(curves, nbytes)
     best = min(present, key=lambda candidate: present[candidate].us(nbytes))
     best_us = present[best].us(nbytes)
-    _, best_high = present[best].spread(nbytes)
+    best_seen = present[best].nearest(nbytes).launches
     found = set()
     for candidate, curve in present.items():
         us = curve.us(nbytes)
-        overlaps = curve.spread(nbytes)[0] <= best_high
-        if us <= best_us * (1 + margin * (2 if overlaps else 1)):
+        if us > best_us * (1 + 2 * margin):
+            continue
+        differ = rank_test(curve.nearest(nbytes).launches, best_seen) < _SIGNIFICANT
+        if us <= best_us * (1 + margin * (1 if differ else 2)):
             found.add(candidate)
     return found
 

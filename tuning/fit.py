@@ -43,15 +43,10 @@ class Curve:
         us = self._at(low) + share * (self._at(high) - self._at(low))
         return max(us, self._at(high)) if nbytes > high else us
 
-    def spread(self, nbytes: float) -> tuple[float, float]:
-        """Return the interval around the time.
-
-        Its relative width is that of the nearest measured size.
-        """
+    def nearest(self, nbytes: float) -> Estimate:
+        """Return what was measured at the nearest size."""
         near = min(self.sizes, key=lambda size: abs(math.log(size / nbytes)))
-        seen, middle = self.estimates[near], self._at(near)
-        us = self.us(nbytes)
-        return us * seen.ci[0] / middle, us * seen.ci[1] / middle
+        return self.estimates[near]
 
     def _at(self, size: int) -> float:
         return max(self.estimates[size].us, 1e-6)

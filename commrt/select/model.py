@@ -2,8 +2,8 @@
 """The default without a table: a latency-bandwidth model that is always there.
 
 The model only has to avoid bad choices; ``commrt-tune`` replaces it by measurements.
-Its constants are round numbers fitted to float32 allreduce on two cores of a small
-virtual machine (docs/selection-tables.md), not promises about any other machine.
+Its constants are round numbers near what float32 allreduce took on two cores of a small
+virtual machine (docs/performance.md), not promises about any other machine.
 """
 
 from __future__ import annotations

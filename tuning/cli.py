@@ -169,7 +169,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     print(f"{'':<48}{'same':>7}{'tied':>7}{'other':>7}")
     for one in found:
         name = f"{one.op}, {describe_group(one.group)}"
-        other = 1 - one.same - one.tied
+        other = max(0.0, 1 - one.same - one.tied)
         print(f"{name:<48}{one.same:>7.0%}{one.tied:>7.0%}{other:>7.0%}")
     print(f"same or tied over {overall(found):.1%} of the range")
     return 0

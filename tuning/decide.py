@@ -302,16 +302,21 @@ def _boundary(
     low: float,
     high: float,
 ) -> tuple[int, str]:
-    """Return where ``later`` takes over, the crossing in [low, high] or an end; why."""
+    """Return where ``later`` takes over: the crossing in [low, high], or an end; why.
+
+    Where one of them leads throughout, the simpler one is kept while both are tied.
+    """
     first, second = curves[earlier], curves[later]
 
     def lead(nbytes: float) -> float:
         return first.us(nbytes) - second.us(nbytes)
 
-    if lead(low) >= 0:
-        at, how = low, "the later one leads from the first tied size on,"
-    elif lead(high) <= 0:
-        at, how = high, "the earlier one leads up to the last tied size,"
+    order = list(curves)
+    if lead(low) >= 0 or lead(high) <= 0:
+        if order.index(earlier) < order.index(later):
+            at, how = high, f"{earlier}, the simpler one, is no longer tied"
+        else:
+            at, how = low, f"{later}, the simpler one, is tied from here on,"
     else:
         left, right = low, high
         for _ in range(60):

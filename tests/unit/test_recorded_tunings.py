@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tuner's decisions on what two real runs recorded, one after the other.
+
+Two virtual cores that changed between near and far meanwhile; docs/performance.md.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from commrt.select.schema import DEFAULT_TIE_MARGIN
+from commrt.tuning.agreement import agreements, overall
+from commrt.tuning.decide import Decision, decide
+from commrt.tuning.regret import held_out_regret, leave_one_out
+from commrt.tuning.samples import Recording
+
+_DATA = Path(__file__).parents[2] / "docs" / "data"
+
+
+@cache
+def _recording(number: int) -> Recording:
+    return Recording.load(_DATA / f"tuning-{number}.json.gz")
+
+
+@cache
+def _decisions(number: int) -> list[Decision]:
+    return decide(_recording(number), DEFAULT_TIE_MARGIN)
+
+
+def test_tuned_twice_the_choice_is_the_same_or_tied() -> None:
+    found = agreements(_decisions(1), _decisions(2))
+    assert {one.group.link_class for one in found} >= {"near", "far", "oversubscribed"}
+    assert overall(found) >= 0.95
+
+
+@pytest.mark.parametrize("judged", [1, 2])
+@pytest.mark.parametrize("judge", [1, 2])
+def test_the_choice_is_nearly_the_best_of_held_out_launches(
+    judged: int, judge: int
+) -> None:
+    """By the launch that its own run held out, and by that of the other run."""
+    found = held_out_regret(_recording(judge), _decisions(judged))
+    assert found.cells > 100
+    assert 1.0 <= found.regret <= 1.03
+    assert found.versus_native is not None
+    assert found.versus_native < 0.5
+
+
+def test_every_launch_is_judged_by_all_the_others() -> None:
+    found = leave_one_out(_recording(1), DEFAULT_TIE_MARGIN)
+    assert found.cells > 1000
+    assert found.regret <= 1.03

@@ -122,6 +122,7 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
   read_instructions(*plan, *group.comm, inputs, input_ptr, outputs, output_ptr, deps, dep_ptr,
                     peer_index, factor != 1.0);
   plan->finish(fragments, static_cast<size_t>(lane_nbytes), slot_reuse);
+  if (plan->run_short) plan->flatten(*group.comm);
   return plan;
 }
 

@@ -101,7 +101,7 @@ class Op {
   void bind(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_);
   // The same for an operation whose first `done` instructions are done already.
   void resume(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_,
-              size_t done, const uint64_t* out_base, const uint64_t* in_base, int lane);
+              size_t done, int lane);
   // Runs whatever can run now; true if anything did.
   bool advance();
 
@@ -243,8 +243,7 @@ class Comm {
   friend class P2P;
   std::shared_ptr<Op> fresh_op();
   std::shared_ptr<Op> go_on(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
-                            uint64_t seq, size_t done, const uint64_t* out_base,
-                            const uint64_t* in_base, int lane, const unsigned char* tmp,
+                            uint64_t seq, size_t done, int lane, const unsigned char* tmp,
                             Store store, uint64_t timed_from);
   void note(uint64_t seq, const Plan& plan);
   int acquire_lane();

@@ -74,10 +74,8 @@ void Op::bind(const std::shared_ptr<const Plan>& plan_, const void* in_, void* o
 }
 
 void Op::resume(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_,
-                size_t done, const uint64_t* out_base, const uint64_t* in_base, int lane) {
-  adopt(plan_, in_, out_);
-  std::copy_n(out_base, out_base_.size(), out_base_.begin());
-  std::copy_n(in_base, in_base_.size(), in_base_.begin());
+                size_t done, int lane) {
+  bind(plan_, in_, out_);
   head_ = done;
   lane_ = lane;
 }

@@ -83,7 +83,6 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
   run_short = is_short();
   if (!needs_lane) {
     slots = 1;
-    if (run_short) flatten();
     return;
   }
   slot_nbytes = kAlign;
@@ -103,7 +102,6 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
   }
   slots = std::max(npublish, static_cast<int>(std::min<size_t>(
                                  fit, static_cast<size_t>(npublish) * std::max(1, slot_reuse))));
-  if (run_short) flatten();
 }
 
 }  // namespace commrt

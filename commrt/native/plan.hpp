@@ -13,6 +13,9 @@
 
 namespace commrt {
 
+class Comm;
+struct Link;
+
 // The buffers an instruction addresses.
 enum class SpaceKind : uint8_t { In = 0, Out = 1, Tmp = 2 };
 
@@ -69,8 +72,8 @@ constexpr size_t kShortInputs = 16;
 // Instructions of a single fragment with everything looked up that a run does not change.
 // They lie one after another in memory: at 8 bytes each pointer that is followed shows.
 struct ShortOperand {
-  static constexpr int kMessages = 3;
-  int32_t where;   // a SpaceKind, or kMessages + index into Plan::peers
+  Link* link;      // message: with whom; else null
+  int32_t where;   // message: the rank; else a SpaceKind
   int32_t k;       // message: its number within the fragment
   int64_t offset;  // from the start of the buffer, in bytes
 };
@@ -127,6 +130,8 @@ class Plan {
   // be equal on all ranks. Throws std::invalid_argument where a fragment does not fit into
   // a lane of `lane_nbytes`. `slot_reuse`: fragments whose payload may be unread at once.
   void finish(int64_t fragments, size_t lane_nbytes, int slot_reuse);
+  // Where run_short: looks up all that a run on this communicator does not change.
+  void flatten(Comm& comm);
 
   // Reduces an instruction's inputs (`elems` elements each) into its first local output and
   // into what is sent; either may be null. `kind` is the run's, not the plan's.
@@ -159,7 +164,6 @@ class Plan {
 
  private:
   bool is_short() const;
-  void flatten();
   static constexpr size_t kAlign = 64;
   int64_t slice_elems(const Ref& ref) const;
   size_t largest_fragment(const Ref& ref) const;

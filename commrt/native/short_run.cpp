@@ -33,16 +33,18 @@ bool Plan::is_short() const {
   });
 }
 
-void Plan::flatten() {
-  auto add = [this](const std::vector<Ref>& refs) {
+void Plan::flatten(Comm& comm) {
+  auto add = [&](const std::vector<Ref>& refs) {
     for (const Ref& ref : refs) {
       if (ref.is_message) {
-        short_operands.push_back({ShortOperand::kMessages + ref.peer, ref.k, 0});
+        const int rank = peers[ref.peer].rank;
+        short_operands.push_back({&comm.link(rank), rank, ref.k, 0});
         continue;
       }
       const SpaceSpec& space = spaces[ref.space];
       const auto start = space.kind == SpaceKind::Tmp ? static_cast<int64_t>(space.tmp_offset) : 0;
-      short_operands.push_back({static_cast<int32_t>(space.kind), 0, start + ref.offset_nbytes});
+      short_operands.push_back(
+          {nullptr, static_cast<int32_t>(space.kind), 0, start + ref.offset_nbytes});
     }
     return static_cast<uint16_t>(refs.size());
   };
@@ -73,28 +75,19 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
   const Store store = store_for_run(p, true);
   const uint64_t timed_from = p.learns() ? ticks() : 0;
 
-  uint64_t out_base[kShortPeers], in_base[kShortPeers];
-  Link* links[kShortPeers];
-  const size_t npeers = p.peers.size();
-  for (size_t i = 0; i < npeers; ++i) {
-    Link& link = links_[p.peers[i].rank];
-    links[i] = &link;
-    out_base[i] = link.next_out;
-    in_base[i] = link.next_in;
-    link.next_out += static_cast<uint64_t>(p.peers[i].sends_per_fragment);
-    link.next_in += static_cast<uint64_t>(p.peers[i].recvs_per_fragment);
-  }
   alignas(64) unsigned char tmp[kShortTmpBytes];
   unsigned char* const bases[] = {static_cast<unsigned char*>(const_cast<void*>(in)),
                                   static_cast<unsigned char*>(out), tmp};
   unsigned char* const slots = lane >= 0 ? lane_base(lane) : nullptr;
-  auto peer_of = [](const ShortOperand& message) {
-    return message.where - ShortOperand::kMessages;
+  // Ids are those that the links will have counted at the end.
+  auto out_id = [](const ShortOperand& message) {
+    return message.link->next_out + static_cast<uint64_t>(message.k);
   };
-  auto out_line = [&](const ShortOperand& message, uint64_t& id) -> Line& {
-    const int peer = peer_of(message);
-    id = out_base[peer] + static_cast<uint64_t>(message.k);
-    return links[peer]->out_lines[id & (kLines - 1)];
+  auto in_id = [](const ShortOperand& message) {
+    return message.link->next_in + static_cast<uint64_t>(message.k);
+  };
+  auto out_line = [&](const ShortOperand& message) -> Line& {
+    return message.link->out_lines[out_id(message) & (kLines - 1)];
   };
 
   // The books are kept while the first message is on its way: that costs nothing.
@@ -110,7 +103,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
   auto wait_longer = [&](const ShortInstr& ins) {
     note_start();
     const size_t done = static_cast<size_t>(&ins - p.short_instrs.data());
-    return go_on(plan, in, out, seq, done, out_base, in_base, lane, tmp, store, timed_from);
+    return go_on(plan, in, out, seq, done, lane, tmp, store, timed_from);
   };
 
   for (const ShortInstr& ins : p.short_instrs) {
@@ -122,13 +115,12 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     const void* inputs[kShortInputs];
     for (int i = 0; i < ins.num_inputs; ++i) {
       const ShortOperand& operand = ins_inputs[i];
-      if (operand.where < ShortOperand::kMessages) {
+      if (operand.link == nullptr) {
         inputs[i] = bases[operand.where] + operand.offset;
         continue;
       }
-      const int peer = peer_of(operand);
-      const uint64_t id = in_base[peer] + static_cast<uint64_t>(operand.k);
-      const Line& line = links[peer]->in_lines[id & (kLines - 1)];
+      const uint64_t id = in_id(operand);
+      const Line& line = operand.link->in_lines[id & (kLines - 1)];
       if (line.seq.load(std::memory_order_acquire) != id + 1) {
         note_start();
         for (int spin = 0; line.seq.load(std::memory_order_acquire) != id + 1; ++spin) {
@@ -141,17 +133,15 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
       inputs[i] = (meta & kInlineFlag) ? line.payload : arena + (meta & kOffsetMask);
     }
 
-    uint64_t id;
     unsigned char small[kInlineBytes];
     unsigned char* second = nullptr;
     const bool in_line = ins.nbytes <= kInlineBytes;
     if (ins.num_sends != 0) {
       for (int s = 0; s < ins.num_sends; ++s) {
-        out_line(sends[s], id);
-        if (!links[peer_of(sends[s])]->line_free(id)) return wait_longer(ins);
+        if (!sends[s].link->line_free(out_id(sends[s]))) return wait_longer(ins);
       }
       second = !in_line              ? slots + ins.slot_offset
-               : ins.num_sends == 1 ? out_line(sends[0], id).payload
+               : ins.num_sends == 1 ? out_line(sends[0]).payload
                                     : small;
     }
     if (ins.nbytes != 0 && !takes_only) {
@@ -164,21 +154,25 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     }
     if (store != Store::Plain && ins.num_sends != 0 && !in_line) store_fence();
     for (int s = 0; s < ins.num_sends; ++s) {
-      Line& line = out_line(sends[s], id);
+      Line& line = out_line(sends[s]);
+      const uint64_t id = out_id(sends[s]);
       if (in_line) {
         if (second == small) std::memcpy(line.payload, small, ins.nbytes);
         publish(line, id, true, 0, ins.nbytes);
       } else {
-        lanes_[lane].last[p.peers[peer_of(sends[s])].rank] = id + 1;
+        lanes_[lane].last[sends[s].where] = id + 1;
         publish(line, id, false, static_cast<uint64_t>(second - arena), ins.nbytes);
       }
     }
     for (int i = 0; i < ins.num_inputs; ++i) {
       const ShortOperand& operand = ins_inputs[i];
-      if (operand.where < ShortOperand::kMessages) continue;
-      const int peer = peer_of(operand);
-      links[peer]->consume(in_base[peer] + static_cast<uint64_t>(operand.k));
+      if (operand.link != nullptr) operand.link->consume(in_id(operand));
     }
+  }
+  for (const PeerUse& peer : p.peers) {
+    Link& link = links_[peer.rank];
+    link.next_out += static_cast<uint64_t>(peer.sends_per_fragment);
+    link.next_in += static_cast<uint64_t>(peer.recvs_per_fragment);
   }
   note_start();
   if (p.divide_out && p.out_elems > 0) {
@@ -192,15 +186,14 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
 
 // Turns a short operation that has to wait into an Op whose first `done` instructions are done.
 std::shared_ptr<Op> Comm::go_on(const std::shared_ptr<const Plan>& plan, const void* in,
-                                void* out, uint64_t seq, size_t done, const uint64_t* out_base,
-                                const uint64_t* in_base, int lane, const unsigned char* tmp,
-                                Store store, uint64_t timed_from) {
+                                void* out, uint64_t seq, size_t done, int lane,
+                                const unsigned char* tmp, Store store, uint64_t timed_from) {
   std::shared_ptr<Op> op = fresh_op();
   op->seq = seq;
   op->keep[0] = op->keep[1] = nullptr;
   op->store = store;
   op->timed_from = timed_from;
-  op->resume(plan, in, out, done, out_base, in_base, lane);
+  op->resume(plan, in, out, done, lane);
   if (plan->tmp_nbytes != 0) std::memcpy(op->tmp, tmp, plan->tmp_nbytes);
   active_.push_back(op);
   return op;

@@ -19,6 +19,7 @@ from commrt.bench.launch import (
     torch_is_installed,
 )
 from commrt.bench.machine import describe_machine
+from commrt.bench.raw_data import read_data, write_data
 from commrt.errors import BackendError, UsageError
 from commrt.launch import detect
 from commrt.operations import operation
@@ -66,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
         _one(args, data, coll, ranks, round_index, peer)
         if args.out:
             # After every launch: an interrupted comparison keeps what it has.
-            Path(args.out).write_text(json.dumps(data))
+            write_data(Path(args.out), json.dumps(data))
     print(report(data), end="")
     return 2 if not data["launches"] else 0
 
@@ -146,8 +147,8 @@ def _one(
 def load(path: str) -> dict[str, Any]:
     """Return the raw data of an earlier comparison; UsageError if it is not one."""
     try:
-        data = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        data = json.loads(read_data(Path(path)))
+    except (OSError, EOFError, ValueError) as error:
         raise UsageError(f"--load {path}: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise UsageError(f"--load {path}: not a file that compare --out wrote")

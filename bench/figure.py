@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw a comparison: time over size per library, from the raw data of ``compare``.
 
-    python -m commrt.bench.figure docs/data/allreduce.json docs/figures/allreduce.svg
+    python -m commrt.bench.figure docs/data/allreduce.json.gz docs/figures/allreduce.svg
 
 Needs matplotlib (the extra ``report``).
 """
@@ -16,6 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from commrt.bench.raw_data import read_data
 from commrt.errors import BackendError
 
 __all__ = ["curves", "main"]
@@ -95,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--op", default="allreduce")
     args = parser.parse_args(argv)
-    draw(json.loads(args.data.read_text()), args.op, args.out)
+    draw(json.loads(read_data(args.data)), args.op, args.out)
     return 0
 
 

@@ -7,13 +7,13 @@ which can be saved and read back, so that every decision can be repeated without
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from commrt.bench.raw_data import read_data, write_data
 from commrt.errors import TableError
 from commrt.select.facts import Candidate, CommFacts
 
@@ -162,16 +162,13 @@ class Recording:
 
     def save(self, path: Path) -> None:
         """Write the recording to a file, compressed where its name ends in .gz."""
-        raw = self.to_json().encode()
-        path.write_bytes(gzip.compress(raw, mtime=0) if path.suffix == ".gz" else raw)
+        write_data(path, self.to_json())
 
     @classmethod
     def load(cls, path: Path) -> Recording:
         """Return what ``save`` wrote; TableError if it is something else."""
         try:
-            raw = path.read_bytes()
-            text = gzip.decompress(raw) if path.suffix == ".gz" else raw
-            return cls.from_json(text.decode())
+            return cls.from_json(read_data(path))
         except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
             raise TableError(
                 f"{path} is not a recording of commrt-tune run --raw: {error}"

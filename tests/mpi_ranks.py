@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 
 from commrt.errors import BackendError
-from commrt.mpiexec import Completed, Flavour, find_launcher, run_process, run_ranks
+from commrt.mpiexec import Completed, Flavour, find_launcher, run_ranks
 
 RANK_MAIN = Path(__file__).parent / "mpi" / "rank_main.py"
 KILL_GRACE_S = 5.0
@@ -36,13 +37,11 @@ MPICH_OVERSUBSCRIBED = {
 
 
 @dataclass(frozen=True)
-class MpiRun:
-    """Runs functions and programs on spawned MPI ranks."""
+class SpawnedRanks(ABC):
+    """Runs functions and programs on ranks that a launcher starts."""
 
     folder: Path
     """Where ranks leave their results."""
-    flavour: Flavour
-    """Whose mpiexec it is."""
 
     def __call__(
         self,
@@ -73,6 +72,7 @@ class MpiRun:
         argv, _ = self._job(function, deadline_s, arguments)
         return self.program(nranks, argv, env=env, deadline_s=deadline_s)
 
+    @abstractmethod
     def program(
         self,
         nranks: int,
@@ -82,14 +82,6 @@ class MpiRun:
         deadline_s: float = 40.0,
     ) -> Completed:
         """Run ``python *argv`` on ranks, and return how that ended."""
-        settings = MPICH_OVERSUBSCRIBED if self.flavour == "mpich" else {}
-        return run_ranks(
-            sys.executable,
-            nranks,
-            argv,
-            timeout_s=deadline_s + KILL_GRACE_S,
-            env={**settings, **(env or {})},
-        )
 
     def _job(
         self, function: Callable[..., Any], deadline_s: float, arguments: dict[str, Any]
@@ -102,6 +94,32 @@ class MpiRun:
         assert file is not None
         names = [str(RANK_MAIN), file, function.__name__, str(results)]
         return [*names, json.dumps(arguments), str(deadline_s)], results
+
+
+@dataclass(frozen=True)
+class MpiRun(SpawnedRanks):
+    """Runs functions and programs on spawned MPI ranks."""
+
+    flavour: Flavour
+    """Whose mpiexec it is."""
+
+    def program(
+        self,
+        nranks: int,
+        argv: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        deadline_s: float = 40.0,
+    ) -> Completed:
+        """Run ``python *argv`` on MPI ranks, and return how that ended."""
+        settings = MPICH_OVERSUBSCRIBED if self.flavour == "mpich" else {}
+        return run_ranks(
+            sys.executable,
+            nranks,
+            argv,
+            timeout_s=deadline_s + KILL_GRACE_S,
+            env={**settings, **(env or {})},
+        )
 
 
 def _collect(folder: Path, nranks: int) -> list[Any]:
@@ -122,24 +140,3 @@ def mpirun(tmp_path: Path) -> MpiRun:
     except BackendError as error:
         pytest.skip(str(error))
     return MpiRun(tmp_path, launcher.flavour)
-
-
-@pytest.fixture
-def torchrun(tmp_path: Path) -> Callable[..., list[Any]]:
-    """Return a way to run functions on torchrun's ranks; skip without torch."""
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed: no torchrun")
-    run = MpiRun(tmp_path, "unknown")
-
-    def torchrun_ranks(nranks: int, function: Callable[..., Any]) -> list[Any]:
-        import os
-
-        argv, results = run._job(function, 60.0, {})
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(nranks), *argv]
-        done = run_process(command, os.environ, timeout_s=90.0)
-        if not done.ok:
-            pytest.fail(done.describe_failure())
-        return _collect(results, nranks)
-
-    return torchrun_ranks

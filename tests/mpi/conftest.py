@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests with real ranks: the fixtures of ``mpi_ranks``."""
+"""Tests with real ranks: the fixture of ``mpi_ranks``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from mpi_ranks import mpirun, torchrun
+from mpi_ranks import mpirun
 
-__all__ = ["mpirun", "torchrun"]
+__all__ = ["mpirun"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

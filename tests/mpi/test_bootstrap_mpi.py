@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges between real ranks, started by mpiexec or torchrun."""
+"""Exchanges between real ranks, started by mpiexec."""
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
@@ -34,16 +33,6 @@ def meet() -> list[Any]:
 def test_everybody_gets_everybodys_blob(mpirun: Any, size: int) -> None:
     blobs = [[[rank, turn] for rank in range(size)] for turn in range(10)]
     assert mpirun(size, meet) == [[rank, size, blobs] for rank in range(size)]
-
-
-def meet_under_torchrun() -> list[Any]:
-    met = meet()
-    return [*met, "mpi4py" in sys.modules]
-
-
-def test_torchruns_ranks_meet_without_mpi(torchrun: Any) -> None:
-    blobs = [[[rank, turn] for rank in range(2)] for turn in range(10)]
-    assert torchrun(2, meet_under_torchrun) == [[r, 2, blobs, False] for r in range(2)]
 
 
 def meet_with_large_blobs() -> list[int]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import run_cases, sample
 
 import commrt
 from commrt.errors import UsageError
@@ -66,20 +65,6 @@ def facts_of_launch() -> list[Any]:
 
 def test_mpiexec(mpirun: Any) -> None:
     assert mpirun(3, facts_of_launch) == [[3, True]] * 3
-
-
-def under_torchrun() -> list[Any]:
-    comm = commrt.init()
-    wrong = run_cases(comm, sample("allreduce", comm.size, 1, 20))
-    wrong += run_cases(comm, sample("alltoall", comm.size, 1, 20))
-    pair = comm.split(0)
-    assert pair is not None
-    total = float(pair.allreduce(np.ones(3))[0])
-    return [comm.size, wrong, total, "mpi4py" in sys.modules]
-
-
-def test_torchrun_needs_no_mpi(torchrun: Any) -> None:
-    assert torchrun(2, under_torchrun) == [[2, [], 2.0, False]] * 2
 
 
 def adopted() -> list[Any]:

@@ -146,25 +146,6 @@ def test_cuda_arrays_are_refused() -> None:
         view(Cuda(), "x")
 
 
-def test_torch_tensors() -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    for dtype in ("float32", "bfloat16", "int64", "bool", "complex64"):
-        x = torch.zeros((2, 3), dtype=getattr(torch, dtype))
-        seen = view(x, "x")
-        assert (seen.address, seen.count) == (x.data_ptr(), 6)
-        assert seen.dtype.name == dtype
-        made = empty_like_array(seen, (4,))
-        assert (made.dtype, tuple(made.shape)) == (x.dtype, (4,))
-    for wrong in (
-        torch.zeros((2, 3)).t(),
-        torch.zeros(3).to_sparse(),
-        torch.zeros(3, dtype=torch.complex64).conj(),
-        torch.zeros(3, device="meta"),
-    ):
-        with pytest.raises(BufferError_):
-            view(wrong, "x")
-
-
 def test_what_is_refused_is_named() -> None:
     for wrong, message in [
         ([1.0], "allreduce: x is a list"),

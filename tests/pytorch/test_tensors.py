@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's tensors as buffers: all types, outputs in torch, wrong ones refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from commrt.arrays import empty_like_array, view
+from commrt.backends.local import run
+from commrt.dtypes import DTYPES
+from commrt.errors import BufferError_
+
+SIZE = 3
+NAMES = [dtype.name for dtype in DTYPES]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_type_is_seen_where_it_lies(name: str) -> None:
+    x = torch.zeros((2, 3), dtype=getattr(torch, name))
+    seen = view(x, "x")
+    assert (seen.address, seen.count) == (x.data_ptr(), 6)
+    assert seen.dtype.name == name
+    made = empty_like_array(seen, (4,))
+    assert (made.dtype, tuple(made.shape)) == (x.dtype, (4,))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (torch.zeros((2, 3)).t(), r"x is not contiguous .*: pass x\.contiguous"),
+        (torch.zeros(8)[::2], "not contiguous"),
+        (torch.zeros(3).to_sparse(), "dense tensors of"),
+        (torch.zeros(3, dtype=torch.complex64).conj(), "not contiguous"),
+        (torch.zeros(3, device="meta"), "x is on meta: .* copy it to host memory"),
+        (torch.zeros(3, dtype=torch.float8_e5m2), "of float8_e5m2 .* cannot be comm"),
+    ],
+)
+def test_tensors_that_cannot_be_used_in_place_are_refused(
+    wrong: Any, message: str
+) -> None:
+    with pytest.raises(BufferError_, match=message):
+        view(wrong, "x")
+
+
+def small(rank: int, name: str) -> Any:
+    """Return values whose sums every type can hold."""
+    values = torch.tensor([[0, 1, 1], [rank == 0, rank == 2, 0]])
+    return values.to(getattr(torch, name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_tensors_of_the_same_type(name: str) -> None:
+    def rank_main(comm: Any) -> list[Any]:
+        x = small(comm.rank, name)
+        out = torch.empty_like(x)
+        assert comm.allreduce(x, out=out) is out
+        gathered = comm.allgather(x, nonblocking=True).wait()
+        part = comm.reduce_scatter(torch.cat([x, x, x]))
+        assert comm.allreduce(x, nonblocking=True).wait() is x
+        return [out, x, gathered, part]
+
+    xs = [small(rank, name) for rank in range(SIZE)]
+    total = sum(x.to(torch.complex128) for x in xs)
+    if name == "bool":
+        total = total != 0  # the sum of truths is "or"
+    dtype = getattr(torch, name)
+    for out, x, gathered, part in run(SIZE, rank_main, timeout_s=20):
+        for result in (out, x, part):
+            assert result.dtype == dtype
+            assert (
+                result.to(torch.complex128).tolist()
+                == total.to(torch.complex128).tolist()
+            )
+        assert (gathered.dtype, tuple(gathered.shape)) == (dtype, (SIZE, 2, 3))
+        assert all(torch.equal(g, x) for g, x in zip(gathered, xs, strict=True))
+
+
+def test_tensors_and_numpy_arrays_meet() -> None:
+    def rank_main(comm: Any) -> list[float]:
+        x = torch.full((5,), 1.0 + comm.rank, dtype=torch.float32)
+        array = x.numpy() if comm.rank == 1 else x
+        total = comm.allreduce(array)
+        assert total is array
+        return x.tolist()
+
+    assert run(SIZE, rank_main, timeout_s=20) == [[6.0] * 5] * SIZE
+
+
+def test_a_gradient_is_averaged_in_place() -> None:
+    def rank_main(comm: Any) -> float:
+        weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        (weight * (1 + comm.rank)).sum().backward()
+        request = comm.allreduce(weight.grad, op="avg", nonblocking=True)
+        assert request.wait() is weight.grad
+        return float(weight.grad[3])
+
+    assert run(SIZE, rank_main, timeout_s=20) == [2.0] * SIZE

@@ -157,6 +157,7 @@ def variables_differ(name: str, values: list[str]) -> list[Any]:
         ("COMMRT_DEBUG", ["off", "off", "check"]),
         ("COMMRT_ALGORITHM", ["", "", "allreduce:mpi/native"]),
         ("COMMRT_SHM", ["memfd", "memfd", "off"]),
+        ("COMMRT_TABLE", ["a.yaml", "a.yaml", "b.yaml"]),
     ],
 )
 def test_variables_that_differ_are_the_same_error_everywhere(

@@ -121,8 +121,8 @@ VARIABLES: tuple[Variable, ...] = (
         "COMMRT_DEBUG",
         "off|check|trace",
         "off",
-        "check compares every operation across ranks before data moves; "
-        "trace also records call sites.",
+        "check compares every operation across ranks before data moves, and names "
+        "the calls that differ; trace does the same so far.",
         True,
         _choice("off", "check", "trace"),
     ),

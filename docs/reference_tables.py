@@ -6,17 +6,22 @@ A table stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
-from commrt import env
+from commrt import algorithms, env
+from commrt.backends.planning import TransportParams
 from commrt.dtypes import DTYPES, ReduceOp, check_reduction
 from commrt.errors import UsageError
-from commrt.operations import OPERATIONS, OpSpec
+from commrt.operations import COLLECTIVES, OPERATIONS, OpSpec
 
 PAGE = Path(__file__).with_name("reference.md")
 
+_RANKS = 8
+"""Parameters may depend on the number of ranks; these are shown."""
 _OUTPUTS = {
     "none": "none",
     "same": "like `x`",
@@ -78,9 +83,38 @@ def reductions_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def parameters_table() -> str:
+    """Return the parameters of the built-in algorithms."""
+    rows = ["| algorithm | parameter | values, the default first |", "|---|---|---|"]
+    for coll in COLLECTIVES:
+        for name in algorithms.names(coll):
+            for key, values in algorithms.param_choices(coll, name, _RANKS).items():
+                listed = ", ".join(map(str, values))
+                rows.append(f"| {coll} `{name}` | `{key}` | {listed} |")
+    return "\n".join(rows) + "\n"
+
+
+def transport_table() -> str:
+    """Return the parameters that every schedule takes."""
+    rows = ["| parameter | default | meaning |", "|---|---|---|"]
+    for field in fields(TransportParams):
+        rows.append(f"| `{field.name}` | `{field.default}` | {_meaning(field.name)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _meaning(name: str) -> str:
+    """Return the docstring under a field, on one line."""
+    source = inspect.getsource(TransportParams)
+    found = re.search(rf'^    {name}: [^\n]*\n    """(.*?)"""', source, re.M | re.S)
+    assert found is not None, name
+    return re.sub(r"\s+", " ", found[1]).replace("``", "`")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "operations": operations_table,
     "reductions": reductions_table,
+    "parameters": parameters_table,
+    "transport": transport_table,
     "environment": env.markdown_table,
 }
 

@@ -147,3 +147,6 @@ def test_communicator_with_operations_in_flight_cannot_be_freed() -> None:
         other = second.allreduce(np.ones(3), nonblocking=True)
         step_until_done(ranks, [[pending, other]], random.Random(0))
         assert pending.wait()[0] == other.wait()[0] == 2.0
+        again = [comm.allreduce(np.ones(3), nonblocking=True) for comm in ranks.comms]
+        step_until_done(ranks, [again], random.Random(0))
+        assert [request.wait()[0] for request in again] == [2.0, 2.0]

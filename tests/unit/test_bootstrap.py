@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from bootstrap_contract import *  # noqa: F403  the tests of every kind
@@ -139,3 +140,23 @@ def test_a_missing_library_names_the_extra(
     launch = LaunchInfo(kind, 0, 2, "test")  # type: ignore[arg-type]
     with pytest.raises(BackendError, match=rf"commrt\[{extra}\]"):
         connect(launch)
+
+
+def test_mpi4py_without_an_mpi_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As after pip install mpi4py alone: its wheel brings no library."""
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "MPI.py").write_text(
+        "raise RuntimeError('cannot load MPI library\\nlong explanation')"
+    )
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mpi4py"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        BackendError, match=r"library is not \(cannot load MPI library\): .*openmpi"
+    ):
+        connect(LaunchInfo("mpi", 0, 2, "test"))
+    monkeypatch.delitem(sys.modules, "mpi4py")

@@ -212,7 +212,8 @@ class Comm {
 
   // Ranks of this node that have not started operation `seq` yet.
   std::vector<int> not_started(uint64_t seq) const;
-  // Best half round trip to an on-node peer in ns, both calling; negative on timeout.
+  // Best half round trip to an on-node peer in ns, both calling equally often; negative
+  // where time ran out, here or there.
   double probe_latency(int peer, int rounds, double timeout_s);
 
   Engine& engine;

@@ -81,3 +81,25 @@ def test_a_progress_thread_by_itself_only_where_threads_may_call_mpi(
         nodes=[[0, 1]], size=2, cores=8, in_process=False, mpi=object()
     )
     assert world.progress_mode(job) is (level == "multiple")
+
+
+def probe(comm: Communicator, rounds: int, timeout_s: float) -> float:
+    return float(comm._probe_latency_ns(1 - comm.rank, rounds, timeout_s))
+
+
+def test_a_probe_that_ran_out_of_time_does_not_disturb_the_next() -> None:
+    with LocalRanks(2) as ranks:
+        for rank in (1, 0):
+            assert probe(ranks.comms[rank], 20, 0.001) == -1
+        assert min(ranks.each(lambda comm: probe(comm, 20, 20.0))) > 0
+
+
+def test_a_probe_is_not_answered_by_an_earlier_or_later_one() -> None:
+    with LocalRanks(2) as ranks:
+        first, second = ranks.comms
+        for _ in range(2):
+            assert probe(first, 1, 0.001) == -1
+        # The peer has given up its first probe and gone on: there was no round trip.
+        for _ in range(2):
+            assert probe(second, 1, 20.0) == -1
+        assert min(ranks.each(lambda comm: probe(comm, 1, 20.0))) > 0

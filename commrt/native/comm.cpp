@@ -154,9 +154,8 @@ bool Comm::progress() {
   lane_refused_ = false;
   bool ended = false;
   for (size_t i = 0; i < active_.size(); ++i) {
-    // Point-to-point operations advance in p2p->progress() above.
     Op& op = *active_[i];
-    if (!op.finished() && op.p2p == nullptr && op.advance()) any = true;
+    if (!op.finished() && (fail_after_own(op) || op.advance())) any = true;
     ended = ended || op.finished();
   }
   if (ended) {
@@ -204,11 +203,20 @@ void Comm::break_down(const std::string& why) {
 }
 
 void Comm::tell_failure(uint64_t seq) {
+  failed_from = std::min(failed_from, seq);
   if (arena == nullptr) return;
   std::atomic<uint64_t>& failed = header(member_index_[rank])->failed;
   if (failed.load(std::memory_order_relaxed) == 0) {
     failed.store(seq + 1, std::memory_order_release);
   }
+}
+
+// MPI would hand it the messages of the one that failed, and the other ranks end it too.
+bool Comm::fail_after_own(Op& op) {
+  if (op.seq < failed_from) return false;
+  op.given_up = true;
+  op.fail("this rank gave up at operation #" + std::to_string(failed_from) + ": " + failure);
+  return true;
 }
 
 bool Comm::fail_after_peer(Op& op) {

@@ -121,9 +121,17 @@ void P2P::deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader&
     c.control.push_back({PacketKind::Cts, header.tag, header.nbytes, header.send_id,
                          too_long ? kDiscard : task.id, 0});
     lingering_ = true;
-  } else if (!too_long) {
-    if (header.nbytes != 0) std::memcpy(task.recv_buffer, payload, header.nbytes);
-    task.moved = header.nbytes;
+  } else {
+    if (!too_long) {
+      if (header.nbytes != 0) std::memcpy(task.recv_buffer, payload, header.nbytes);
+      task.moved = header.nbytes;
+    }
+    c.eager_in += source == comm_.rank ? 0 : header.nbytes + kEagerOverhead;
+    if (c.eager_in >= kEagerBytes / 4) {
+      c.control.push_back({PacketKind::Credit, 0, c.eager_in, 0, 0, 0});
+      c.eager_in = 0;
+      lingering_ = true;
+    }
   }
   if (too_long) {
     complete(op, "message of " + std::to_string(header.nbytes) + " bytes from rank " +
@@ -138,6 +146,10 @@ void P2P::deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader&
 }
 
 void P2P::arrived(int source, const PacketHeader& header, const unsigned char* payload) {
+  if (header.kind == PacketKind::Credit) {
+    channels_[source].eager_out -= header.nbytes;
+    return;
+  }
   if (header.kind == PacketKind::Cts) {
     const auto it = announced_.find(header.send_id);
     if (it == announced_.end()) return;
@@ -316,13 +328,15 @@ bool P2P::flush(int peer) {
   while (!c.unannounced.empty()) {
     auto op = c.unannounced.front();
     P2PTask& task = *op->p2p;
-    const bool eager = task.nbytes <= kPacketBytes;
+    const uint64_t held = task.nbytes + kEagerOverhead;  // there, until it is received
+    const bool eager = task.nbytes <= kPacketBytes && c.eager_out + held <= kEagerBytes;
     PacketHeader header{eager ? PacketKind::Eager : PacketKind::Rts, task.tag, task.nbytes,
                         task.id, 0, 0};
     if (!push(peer, header, task.send_buffer, eager ? task.nbytes : 0)) break;
     c.unannounced.pop_front();
     any = true;
     if (eager) {
+      c.eager_out += held;
       complete(op);
     } else {
       announced_.emplace(task.id, std::move(op));

@@ -5,6 +5,10 @@
 // (RTS); the receiver answers when a matching receive is posted (CTS), and the sender
 // streams DATA packets addressed to that receive. Messages of one pair are announced in the
 // order of their sends and matched in the order of arrival, so equal tags never overtake.
+//
+// A message that no receive has asked for waits at its receiver. So that memory has a bound,
+// a sender counts what of its EAGER messages is not known to be received (CREDIT tells it),
+// and announces even short messages where that is too much.
 #pragma once
 
 #include <cstdint>
@@ -22,12 +26,17 @@ namespace commrt {
 constexpr int kAnySource = -1;
 constexpr int kAnyTag = -1;
 
-enum class PacketKind : uint32_t { Eager, Rts, Cts, Data };
+// What a rank holds of one peer's short messages that it has not received, at most; each
+// counts with what its place in the list of such messages takes.
+constexpr uint64_t kEagerBytes = 4 << 20;
+constexpr uint64_t kEagerOverhead = 128;
+
+enum class PacketKind : uint32_t { Eager, Rts, Cts, Data, Credit };
 
 struct PacketHeader {
   PacketKind kind;
   int32_t tag;
-  uint64_t nbytes;   // of the whole message; of the payload for Data
+  uint64_t nbytes;   // of the whole message; of the payload for Data; received, for Credit
   uint64_t send_id;  // the sender's name for the message
   uint64_t recv_id;  // the receiver's name for it (Cts, Data)
   uint64_t offset;   // Data: where the payload belongs
@@ -78,6 +87,8 @@ class P2P {
     const unsigned char* in_packets = nullptr;
     const Ack* acked = nullptr;
     Ack* ack = nullptr;
+    uint64_t eager_out = 0;  // of what was sent there, not known to be received
+    uint64_t eager_in = 0;   // received from there, not yet told
     std::string failure;     // why MPI reaches this peer no more
     std::deque<PacketHeader> control;             // answers that wait for room
     std::deque<std::shared_ptr<Op>> unannounced;  // sends, in order

@@ -36,6 +36,7 @@ FUNCTIONS = (
     "MPI_Cancel",
     "MPI_Comm_dup",
     "MPI_Comm_free",
+    "MPI_Error_class",
     "MPI_Error_string",
     "MPI_Gather",
     "MPI_Get_count",

@@ -250,7 +250,9 @@ class kernels:  # noqa: N801
     def use_isa(name: str) -> bool:
         """Force an instruction set; false where the machine lacks it."""
 
-def load_mpi(arg0: Mapping[str, int], arg1: int, arg2: int, /) -> None: ...
+def load_mpi(
+    addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int
+) -> None: ...
 def make_native_plan(
     *,
     coll: int,

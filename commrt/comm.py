@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from commrt import _libmpi, _native, backends, calls
+from commrt import _libmpi, _native, algorithms, backends, calls
 from commrt.backends import planning
 from commrt.backends.base import PlanSpec
 from commrt.backends.planning import LANE_NBYTES
@@ -287,6 +288,11 @@ class Communicator(GroupCreation, Operations):
         return found
 
     def _cost(self, query: Query, candidate: Candidate) -> float:
+        coll, name = query.coll, candidate.algorithm
+        if name in algorithms.names(coll):
+            own, _ = planning.split_params(candidate.params)
+            if planning.why_not(self, coll, name, query.root or 0, own) is not None:
+                return math.inf
         return predicted_us(self.facts, query, candidate)
 
     def candidates(

@@ -202,7 +202,7 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Value:
         return variable.parse(text)
     except ValueError as error:
         raise UsageError(
-            f"environment variable {name}={text!r}: {error}. "
+            f"environment variable {name}={text!r}: {str(error).rstrip('.')}. "
             f"Expected {variable.values}; unset it for the default "
             f"({variable.default or 'none'})."
         ) from None

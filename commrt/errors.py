@@ -90,5 +90,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
     """Return the tail of a message about an unknown name: guesses, then all names."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{hint} Known: {', '.join(names)}." if names else hint
+    if not names:
+        return ""
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return f"{hint} Known: {', '.join(names)}."

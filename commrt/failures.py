@@ -11,6 +11,7 @@ from commrt import _native
 from commrt.arena import Arena
 from commrt.calls import check_timeout
 from commrt.errors import (
+    BackendError,
     ClosedError,
     MismatchError,
     RevokedError,
@@ -26,6 +27,7 @@ __all__ = ["Guarded", "watch_forks"]
 
 
 _KINDS: dict[str, type[Exception]] = {
+    "backend": BackendError,
     "mismatch": MismatchError,
     "revoked": RevokedError,
     "truncation": TruncationError,

@@ -30,8 +30,9 @@ class PointToPoint(Guarded):
     ) -> Request | None:
         """Send ``x`` to rank ``dest``; a receive there must ask for the same tag.
 
-        A blocking send returns when ``x`` may be changed, which for a short message is
-        before the receive has been called, and for a long one after.
+        A blocking send returns when ``x`` may be changed. For a message of up to 16 KiB
+        that is before the receive has been called, unless ``dest`` already holds 4 MiB
+        of such messages that it has not received; for a longer one it is after.
         """
         self._check_usable()
         nonblocking = check_flag("send", "nonblocking", nonblocking)

@@ -249,7 +249,9 @@ def _difference(rank: int, theirs: str, first: str) -> str:
 
 def _load_mpi(world: World) -> None:
     addresses, constants = _libmpi.mpi_table(), _libmpi.mpi_constants()
-    _native.load_mpi(addresses, constants["BYTE"], constants["IN_PLACE"])
+    _native.load_mpi(
+        addresses, constants["BYTE"], constants["IN_PLACE"], constants["ERR_TRUNCATE"]
+    )
     world.mpi_tag_ub = constants["TAG_UB"]
 
 

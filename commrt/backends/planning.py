@@ -9,15 +9,17 @@ schedule, over all ranks, never from one rank's program.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from commrt import _native, algorithms
 from commrt.backends.base import PlanSpec
 from commrt.dtypes import ReduceOp
-from commrt.errors import UsageError, suggest
+from commrt.errors import ScheduleError, UsageError, suggest
+from commrt.schedule.engine_model import LINES, EngineModel
 from commrt.schedule.ir import Op
 from commrt.schedule.lower import Lowered, lower
 from commrt.select.facts import Candidate, LinkClass, ParamValue
@@ -28,11 +30,14 @@ __all__ = [
     "distinct",
     "schedule_plan",
     "split_params",
+    "why_not",
 ]
 
 LANE_NBYTES = 4 << 20
 """Payload memory of one operation in flight, per rank."""
 _LINE_NBYTES = 64
+_FRAGMENTS_PROVED = 3
+"""As many as ``verify_lowered`` runs: later ones wait for the like of what these do."""
 _STORES = {"plain": 0, "stream": 1, "stream_slots": 2, "stream_both": 3}
 _LEARN_FROM_NBYTES = 4096
 """``store=auto`` learns for messages from this length on; shorter ones are plain."""
@@ -103,6 +108,8 @@ class Footprint:
     """At most so many different payloads of one rank are unread at once."""
     slices: tuple[tuple[int, int, tuple[int, int]], ...]
     """(blocks, blocks of the space, scale) of every message."""
+    messages: int
+    """At most so many messages go from one rank to another in a fragment."""
 
     def largest_nbytes(self, num_elements: int, itemsize: int, fragments: int) -> int:
         """Return an upper bound of any message of any fragment."""
@@ -145,16 +152,60 @@ def footprint(
     coll: str, algorithm: str, size: int, root: int, params: tuple[tuple[str, int], ...]
 ) -> Footprint:
     """Return the footprint of a schedule, over the programs of all ranks."""
-    publishes = 0
+    publishes = messages = 0
     slices: set[tuple[int, int, tuple[int, int]]] = set()
     schedule = algorithms.schedule(coll, algorithm, size, root, dict(params))
     for program in schedule.programs():
-        sends = [s.src for s in program.steps if s.op is Op.SEND and s.src is not None]
+        sends = [step for step in program.steps if step.op is Op.SEND]
         publishes = max(publishes, len(sends))
-        for src in sends:
-            space = program.spaces[src.space]
-            slices.add((src.hi - src.lo, space.nblk, space.scale))
-    return Footprint(publishes, tuple(sorted(slices)))
+        messages = max(messages, *Counter(step.peer for step in sends).values(), 0)
+        for step in sends:
+            assert step.src is not None
+            space = program.spaces[step.src.space]
+            slices.add((step.src.hi - step.src.lo, space.nblk, space.scale))
+    return Footprint(publishes, tuple(sorted(slices)), messages)
+
+
+def why_not(
+    comm: Any, coll: str, algorithm: str, root: int, params: Mapping[str, int]
+) -> str | None:
+    """Return why a schedule would wait for itself on these ranks, None if it does not.
+
+    Every rank says the same. Where a fragment has no more messages from one rank to
+    another than there are lines for them, nothing can go wrong; with more of them, the
+    model of the engine decides.
+    """
+    own = tuple(sorted(params.items()))
+    if algorithms.get(coll, algorithm).built_in:
+        return None
+    if footprint(coll, algorithm, comm.size, root, own).messages <= LINES:
+        return None
+    node_of = {rank: i for i, ranks in enumerate(comm.nodes) for rank in ranks}
+    nodes = tuple(node_of[rank] for rank in range(comm.size))
+    return _deadlock(coll, algorithm, root, own, nodes)
+
+
+@lru_cache(maxsize=256)
+def _deadlock(
+    coll: str,
+    algorithm: str,
+    root: int,
+    params: tuple[tuple[str, int], ...],
+    nodes: tuple[int, ...],
+) -> str | None:
+    def share_memory(rank: int, peer: int) -> bool:
+        return nodes[rank] == nodes[peer]
+
+    schedule = algorithms.schedule(coll, algorithm, len(nodes), root, dict(params))
+    lowered = [
+        lower(schedule, rank, partial(share_memory, rank)) for rank in range(len(nodes))
+    ]
+    try:
+        for _ in EngineModel(lowered, _FRAGMENTS_PROVED, has_lines=share_memory):
+            pass
+    except ScheduleError as error:
+        return str(error)
+    return None
 
 
 _LARGEST_COMPARED = 8
@@ -199,6 +250,13 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
     """Return the native plan of this rank for a schedule algorithm."""
     own, transport = split_params(spec.candidate.params)
     coll, name = spec.op.name, spec.candidate.algorithm
+    reason = why_not(comm, coll, name, spec.root, own)
+    if reason is not None:
+        raise UsageError(
+            f"{spec.candidate} cannot run {coll} on these {comm.size} ranks, because "
+            f"it needs more than {LINES} messages on their way from one rank to "
+            f"another: {reason}; send fewer, or receive them as they are sent"
+        )
     schedule = algorithms.schedule(coll, name, comm.size, spec.root, own)
     lowered = lower(schedule, comm.rank, comm.shares_memory_with)
     bound = footprint(coll, name, comm.size, spec.root, tuple(sorted(own.items())))

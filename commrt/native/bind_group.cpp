@@ -31,7 +31,6 @@ nb::object send(nb::handle self, uint64_t data, uint64_t nbytes, int dest, int t
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(group.engine->mutex);
     op = group.comm->p2p->send(reinterpret_cast<const void*>(data), nbytes, dest, tag);
-    if (!op->finished()) group.comm->submit(op);
   }
   return start_p2p(self, std::move(op), keep, nb::none(), operation, nonblocking, timeout_s);
 }
@@ -44,7 +43,6 @@ nb::object recv(nb::handle self, uint64_t data, uint64_t capacity, int source, i
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(group.engine->mutex);
     op = group.comm->p2p->recv(reinterpret_cast<void*>(data), capacity, source, tag);
-    if (!op->finished()) group.comm->submit(op);
   }
   return start_p2p(self, std::move(op), keep, keep, operation, true, timeout_s);
 }
@@ -214,12 +212,13 @@ void bind_group(nb::module_& m) {
   }, "(address, count, dtype code, writable) of a plain numpy array, else None.");
   m.def("register_numpy_type", &register_numpy_type);
   m.def("load_mpi", [](const std::unordered_map<std::string, uint64_t>& addresses,
-                       uint64_t byte_type, uint64_t in_place) {
+                       uint64_t byte_type, uint64_t in_place, int err_truncate) {
     const std::string missing = mpi().load(addresses);
     if (!missing.empty()) throw nb::value_error(("libmpi has no " + missing).c_str());
     mpi().byte_type = static_cast<Handle>(byte_type);
     mpi().in_place = reinterpret_cast<void*>(in_place);
-  });
+    mpi().err_truncate = err_truncate;
+  }, nb::arg("addresses"), nb::arg("byte_type"), nb::arg("in_place"), nb::arg("err_truncate"));
   m.def("mpi_abort", [](uint64_t comm, int code) {
     if (mpi().loaded) mpi().abort(static_cast<Handle>(comm), code);
   });

@@ -171,9 +171,8 @@ bool Comm::progress() {
   lane_refused_ = false;
   bool ended = false;
   for (size_t i = 0; i < active_.size(); ++i) {
-    // Point-to-point operations advance in p2p->progress() above.
     Op& op = *active_[i];
-    if (!op.finished() && op.p2p == nullptr && op.advance()) any = true;
+    if (!op.finished() && (fail_after_own(op) || op.advance())) any = true;
     ended = ended || op.finished();
   }
   if (ended) {
@@ -221,11 +220,20 @@ void Comm::break_down(const std::string& why) {
 }
 
 void Comm::tell_failure(uint64_t seq) {
+  failed_from = std::min(failed_from, seq);
   if (arena == nullptr) return;
   std::atomic<uint64_t>& failed = header(member_index_[rank])->failed;
   if (failed.load(std::memory_order_relaxed) == 0) {
     failed.store(seq + 1, std::memory_order_release);
   }
+}
+
+// MPI would hand it the messages of the one that failed, and the other ranks end it too.
+bool Comm::fail_after_own(Op& op) {
+  if (op.seq < failed_from) return false;
+  op.given_up = true;
+  op.fail("this rank gave up at operation #" + std::to_string(failed_from) + ": " + failure);
+  return true;
 }
 
 bool Comm::fail_after_peer(Op& op) {
@@ -260,15 +268,27 @@ double Comm::probe_latency(int peer, int rounds, double timeout_s) {
   };
   std::atomic<uint64_t>& mine = probe_word(rank, peer);
   const std::atomic<uint64_t>& theirs = probe_word(peer, rank);
+  // A word holds the number of the probe above and its round below. Both ranks make the
+  // same probes, so one that ran out of time is told from the next; its last round says so.
+  constexpr int kShift = 32;
+  constexpr uint64_t kGaveUp = (uint64_t{1} << kShift) - 1;
+  const uint64_t probe = ((mine.load(std::memory_order_relaxed) >> kShift) + 1) << kShift;
   const bool first = rank < peer;
-  const uint64_t base = mine.load(std::memory_order_relaxed);
   double best_ns = -1;
   for (int i = 1; i <= rounds; ++i) {
     const auto begin = clock::now();
-    const uint64_t value = base + static_cast<uint64_t>(i);
+    const uint64_t value = probe + static_cast<uint64_t>(i);
     if (first) mine.store(value, std::memory_order_release);
-    for (unsigned spin = 0; theirs.load(std::memory_order_acquire) < value; ++spin) {
-      if ((spin & 255) == 255 && clock::now() > deadline) return -1;
+    uint64_t seen;
+    for (unsigned spin = 0; (seen = theirs.load(std::memory_order_acquire)) < value; ++spin) {
+      if ((spin & 255) == 255 && clock::now() > deadline) {
+        seen = probe + kGaveUp;
+        break;
+      }
+    }
+    if (seen >= probe + kGaveUp) {  // out of time, here or there
+      mine.store(probe + kGaveUp, std::memory_order_release);
+      return -1;
     }
     if (!first) mine.store(value, std::memory_order_release);
     const double ns = std::chrono::duration<double, std::nano>(clock::now() - begin).count() / 2;

@@ -63,12 +63,16 @@ enum class OpState : int { Running = 0, Done = 1, Failed = 2 };
 // Point-to-point messages have peers and tags instead of a plan.
 struct P2PTask;
 
-struct MpiStep {  // an instruction that receives over MPI, until its messages are there
-  std::vector<MpiRequest> requests;
-  std::vector<int> peers;  // rank of the communicator, per request
-  std::vector<bool> done;
-  std::vector<std::unique_ptr<unsigned char[]>> staging;
-  std::vector<const unsigned char*> sources;  // per input of the instruction
+struct MpiInput {  // one message of an instruction that comes over MPI
+  MpiRequest request;
+  size_t index = 0;  // of the instruction's inputs
+  bool posted = false, done = false;
+  std::unique_ptr<unsigned char[]> staging;  // null: received where it belongs
+};
+
+struct MpiStep {  // an instruction with MPI's messages, until it has run
+  std::vector<MpiInput> inputs;
+  std::vector<unsigned char*> sources;  // per input of the instruction
 };
 
 struct MpiSend {  // a message on its way; nothing but the end of the operation waits for it
@@ -91,7 +95,9 @@ class Op {
   std::unique_ptr<unsigned char[]> tmp_storage;
   std::atomic<int> state{static_cast<int>(OpState::Running)};
   std::string error;
-  bool given_up = false;  // failed because a peer did
+  bool given_up = false;  // failed because a peer did, or this rank earlier
+  bool by_mpi = false;    // failed because the MPI library did
+  bool held = false;      // failed, and MPI may still use the buffers: they are kept for ever
   std::unique_ptr<P2PTask> p2p;
   void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
 
@@ -134,9 +140,17 @@ class Op {
   bool deps_done(const Instr& ins, uint64_t first) const;
   bool run(int64_t fragment, int index);
   bool run_mpi(int64_t fragment, int index);
-  bool all_arrived(MpiStep& step, size_t nbytes);
+  MpiStep prepare_mpi(const Instr& ins, int64_t fragment, size_t nbytes, bool one_piece);
+  bool all_posted(MpiStep& step, const Instr& ins, int64_t fragment, size_t nbytes);
+  bool all_arrived(MpiStep& step, const Instr& ins, size_t nbytes);
   bool all_sent();
   void abandon_mpi();
+  void hold(MpiInput& one);
+  void fail_mpi(const char* function, int code, const std::string& what);
+  bool over_mpi(const Ref& ref) const;
+  int rank_of(const Ref& ref) const { return plan->peers[ref.peer].rank; }
+  // Where a fragment of a local slice begins; the slice is one block, or uncut.
+  unsigned char* start_of(const Ref& ref, int64_t fragment) const;
   bool inputs_arrived(const Instr& ins, int64_t fragment);
   bool outputs_free(const Instr& ins, int64_t fragment);
   void compute_and_send(const Instr& ins, int64_t fragment,
@@ -192,7 +206,6 @@ class Comm {
   // the operation), or null.
   std::shared_ptr<Op> start(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
                             void* const* keep, bool timed = false);
-  void submit(std::shared_ptr<Op> op) { active_.push_back(std::move(op)); }  // in flight
   // A short plan with nothing else in flight: null when complete, else the Op it became.
   // Spins at most `spins` times for a message.
   std::shared_ptr<Op> run_short(const std::shared_ptr<const Plan>& plan, const void* in,
@@ -200,13 +213,15 @@ class Comm {
   // The store kind of a run. Timed runs of a plan that learns are reported at their end.
   Store store_for_run(const Plan& plan, bool timed);
   void report_run(const Plan& plan, uint64_t took_ticks);
-  bool quiet() const { return active_.empty(); }
+  bool quiet() const { return active_.empty() && messages_in_flight == 0; }
   void recycle(std::shared_ptr<Op> op);  // a finished operation nobody refers to
   bool progress();
   bool idle() const;
   Link& link(int rank) { return links_[rank]; }
   int member_of(int rank) const { return member_index_[rank]; }
 
+  // Ends an operation behind one that failed on this rank; true if there is one.
+  bool fail_after_own(Op& op);
   // Ends an operation that an on-node peer has given up; true if it did.
   bool fail_after_peer(Op& op);
   // Lets the ranks of this node know that they wait in vain from operation `seq` on.
@@ -216,13 +231,16 @@ class Comm {
 
   // Ranks of this node that have not started operation `seq` yet.
   std::vector<int> not_started(uint64_t seq) const;
-  // Best half round trip to an on-node peer in ns, both calling; negative on timeout.
+  // Best half round trip to an on-node peer in ns, both calling equally often; negative
+  // where time ran out, here or there.
   double probe_latency(int peer, int rounds, double timeout_s);
 
   Engine& engine;
   const int rank, size;
   const std::string name;
   uint64_t next_seq = 0;
+  size_t messages_in_flight = 0;  // point-to-point sends and receives not complete
+  uint64_t failed_from = ~uint64_t{0};  // operations from this one on do not complete here
   std::string failure;  // why the communicator can't be used any more; written once
   std::atomic<bool> broken{false};  // release: `failure` is written
   uint64_t fork_epoch = 0;

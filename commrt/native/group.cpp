@@ -121,7 +121,7 @@ void keep_alive(Op& op, PyObject* first, PyObject* second) {
 void drop_ended(Engine& engine) {
   for (auto& op : engine.take_ended()) {
     for (void*& kept : op->keep) {
-      Py_XDECREF(static_cast<PyObject*>(kept));
+      if (!op->held) Py_XDECREF(static_cast<PyObject*>(kept));
       kept = nullptr;
     }
   }
@@ -201,7 +201,10 @@ nb::object Request::outcome() {
   }
   if (is_failed()) {
     if (!error_.is_valid()) {
-      const char* kind = op_->p2p ? "truncation" : op_->given_up ? "revoked" : "mismatch";
+      const char* kind = op_->by_mpi     ? "backend"
+                         : op_->p2p      ? "truncation"
+                         : op_->given_up ? "revoked"
+                                         : "mismatch";
       error_ = group_.attr("_operation_error")(what(), op_->error, kind);
     }
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error_.ptr())), error_.ptr());
@@ -247,7 +250,7 @@ bool Request::test() {
 }
 
 int64_t Request::received_nbytes() const {
-  return op_->p2p ? static_cast<int64_t>(op_->p2p->moved) : -1;
+  return op_->p2p && !op_->p2p->is_send ? static_cast<int64_t>(op_->p2p->moved) : -1;
 }
 
 int Request::source() const { return op_->p2p ? op_->p2p->source : -1; }
@@ -325,10 +328,11 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
     }
     return value;
   }
-  if (!op->finished()) {
+  if (!op->finished() || op->held) {
     // The engine may touch the buffers until the operation ends, which may be never.
     std::lock_guard<std::mutex> lock(engine.mutex);
-    if (!op->finished() && !op->has_keep()) keep_alive(*op, keep_x.ptr(), keep_out.ptr());
+    const bool needed = !op->finished() || op->held;
+    if (needed && !op->has_keep()) keep_alive(*op, keep_x.ptr(), keep_out.ptr());
   }
   if (ended == WaitResult::Interrupted) throw nb::python_error();
   nb::object request = nb::cast(

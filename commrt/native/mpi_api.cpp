@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Fills the MPI function table from looked-up addresses.
+// Fills the MPI function table from looked-up addresses, and puts its errors into words.
 #include "mpi_api.hpp"
+
+#include <algorithm>
 
 namespace commrt {
 
@@ -26,6 +28,8 @@ std::string MpiApi::load(const std::unordered_map<std::string, uint64_t>& addres
   bind("MPI_Iprobe", iprobe);
   bind("MPI_Get_count", get_count);
   bind("MPI_Abort", abort);
+  bind("MPI_Error_class", error_class);
+  bind("MPI_Error_string", error_string);
   bind("MPI_Iallreduce", iallreduce);
   bind("MPI_Ireduce", ireduce);
   bind("MPI_Ibcast", ibcast);
@@ -37,6 +41,23 @@ std::string MpiApi::load(const std::unordered_map<std::string, uint64_t>& addres
   bind("MPI_Ibarrier", ibarrier);
   loaded = missing.empty();
   return missing;
+}
+
+bool MpiApi::is_truncation(int code) const {
+  int which = 0;
+  return code != 0 && error_class(code, &which) == 0 && which == err_truncate;
+}
+
+std::string MpiApi::describe(const char* function, int code) const {
+  // MPI_MAX_ERROR_STRING is 256 to 1024 in known libraries.
+  char text[8192] = {0};
+  int length = 0;
+  std::string said;
+  if (error_string(code, text, &length) == 0) said = text;
+  std::replace(said.begin(), said.end(), '\n', ' ');
+  const std::string number = "error code " + std::to_string(code);
+  return std::string(function) + " failed" +
+         (said.empty() ? " with " + number : ": " + said + " (" + number + ")");
 }
 
 }  // namespace commrt

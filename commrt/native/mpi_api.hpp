@@ -34,6 +34,8 @@ struct MpiApi {
   int (*iprobe)(int, int, Handle, int*, void*) = nullptr;
   int (*get_count)(const void*, Handle, int*) = nullptr;
   int (*abort)(Handle, int) = nullptr;
+  int (*error_class)(int, int*) = nullptr;
+  int (*error_string)(int, char*, int*) = nullptr;
   int (*iallreduce)(const void*, void*, int, Handle, Handle, Handle, void*) = nullptr;
   int (*ireduce)(const void*, void*, int, Handle, Handle, int, Handle, void*) = nullptr;
   int (*ibcast)(void*, int, Handle, int, Handle, void*) = nullptr;
@@ -46,13 +48,22 @@ struct MpiApi {
 
   Handle byte_type = 0;
   void* in_place = nullptr;
-  Handle request_null = 0;
+  int err_truncate = 0;
 
   // Fills the table from addresses and constants that Python looked up; returns the name of
   // the first missing symbol, empty when complete.
   std::string load(const std::unordered_map<std::string, uint64_t>& addresses);
+
+  // Whether a message was longer than the receive that it met.
+  bool is_truncation(int code) const;
+  // "MPI_Isend failed: invalid rank (error code 6)"
+  std::string describe(const char* function, int code) const;
 };
 
 MpiApi& mpi();
+
+// What to do where a call of MPI has failed.
+constexpr const char* kAfterMpiFailure =
+    "messages may be lost: make a new communicator or end the job";
 
 }  // namespace commrt

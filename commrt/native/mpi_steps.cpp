@@ -12,25 +12,87 @@
 
 namespace commrt {
 
-// Whether every message has come, each of the length that is expected here. The operation
-// may have failed afterwards.
-bool Op::all_arrived(MpiStep& step, size_t nbytes) {
+bool Op::over_mpi(const Ref& ref) const {
+  return ref.is_message && comm->link(rank_of(ref)).kind == LinkKind::Mpi;
+}
+
+unsigned char* Op::start_of(const Ref& ref, int64_t fragment) const {
+  const auto& at = plan->spaces[ref.space].offsets;
+  const int64_t lo = at[ref.lo];
+  const int64_t cut = plan->fragments == 1 ? 0 : plan->cut(at[ref.lo + 1] - lo, fragment);
+  return const_cast<unsigned char*>(base(ref.space)) +
+         static_cast<size_t>(lo + cut) * plan->itemsize;
+}
+
+void Op::fail_mpi(const char* function, int code, const std::string& what) {
+  const std::string why = what + ": " + mpi().describe(function, code);
+  by_mpi = true;
+  comm->break_down(why);
+  fail(why + "; " + kAfterMpiFailure);
+}
+
+// Posts what may be posted: ids of a pair in their order, whatever instructions they belong
+// to. Whether all is posted; the operation may have failed afterwards.
+bool Op::all_posted(MpiStep& step, const Instr& ins, int64_t fragment, size_t nbytes) {
   bool all = true;
-  for (size_t i = 0; i < step.requests.size(); ++i) {
-    if (step.done[i]) continue;
+  for (MpiInput& one : step.inputs) {
+    if (one.posted) continue;
+    const Ref& ref = ins.inputs[one.index];
+    Link& link = comm->link(rank_of(ref));
+    if (link.mpi_in != in_id(ref, fragment)) {
+      all = false;
+      continue;
+    }
+    const int rc = mpi().irecv(step.sources[one.index], static_cast<int>(nbytes),
+                               mpi().byte_type, link.mpi_rank, comm->mpi_tag, comm->mpi_comm,
+                               &one.request);
+    if (rc != 0) {
+      fail_mpi("MPI_Irecv", rc, "no message from rank " + std::to_string(rank_of(ref)));
+      return false;
+    }
+    one.posted = true;
+    ++link.mpi_in;
+  }
+  return all;
+}
+
+// MPI may write to where this message belongs at any time.
+void Op::hold(MpiInput& one) {
+  if (one.staging == nullptr) held = true;
+  static_cast<void>(one.staging.release());
+}
+
+// Whether every posted message has come, each of the length that is expected here. The
+// operation may have failed afterwards.
+bool Op::all_arrived(MpiStep& step, const Instr& ins, size_t nbytes) {
+  bool all = true;
+  for (MpiInput& one : step.inputs) {
+    if (!one.posted || one.done) continue;
+    const int rank = rank_of(ins.inputs[one.index]);
+    auto lost = [&](const char* function, int code) {
+      fail_mpi(function, code, "no message from rank " + std::to_string(rank));
+      return false;
+    };
     MpiStatus status;
     int flag = 0, count = -1;
-    const int rc = mpi().test(&step.requests[i], &flag, &status);
+    const int rc = mpi().test(&one.request, &flag, &status);
     if (rc == 0 && !flag) {
       all = false;
       continue;
     }
-    step.done[i] = true;
-    if (rc == 0) mpi().get_count(&status, mpi().byte_type, &count);
+    one.done = true;
+    if (rc != 0 && !mpi().is_truncation(rc)) {
+      hold(one);  // nobody knows whether the request has ended
+      return lost("MPI_Test", rc);
+    }
+    if (rc == 0) {
+      const int counted = mpi().get_count(&status, mpi().byte_type, &count);
+      if (counted != 0) return lost("MPI_Get_count", counted);
+    }
     if (count != static_cast<int>(nbytes)) {
-      fail("rank " + std::to_string(step.peers[i]) + " sent a message of another length than the " +
-           std::to_string(nbytes) + " bytes expected here (MPI's error code: " +
-           std::to_string(rc) + "): the ranks called with different arguments");
+      fail("rank " + std::to_string(rank) + " sent a message of another length than the " +
+           std::to_string(nbytes) +
+           " bytes expected here: the ranks called with different arguments");
       return false;
     }
   }
@@ -44,7 +106,7 @@ bool Op::all_sent() {
     int flag = 0;
     const int rc = mpi().test(&it->request, &flag, &status);
     if (rc != 0) {
-      fail("the MPI library could not send a message, error code " + std::to_string(rc));
+      fail_mpi("MPI_Test", rc, "a message was not sent");
       return false;
     }
     it = flag ? mpi_sends_.erase(it) : std::next(it);
@@ -52,39 +114,63 @@ bool Op::all_sent() {
   return mpi_sends_.empty();
 }
 
-// What MPI may still write to is taken back, and what it may still read is kept for ever.
+// What MPI may still write to is taken back where it can be; what it may still read or
+// write is kept for ever.
 void Op::abandon_mpi() {
   for (auto& [position, step] : mpi_steps_) {
-    bool left = false;
-    for (size_t i = 0; i < step.requests.size(); ++i) {
-      if (step.done[i]) continue;
+    for (MpiInput& one : step.inputs) {
+      if (!one.posted || one.done) continue;
       // A receive that has no message yet ends at once when it is cancelled.
-      mpi().cancel(&step.requests[i]);
+      mpi().cancel(&one.request);
       MpiStatus status;
       int flag = 0;
       for (int tries = 0; tries < 1000 && !flag; ++tries) {
-        if (mpi().test(&step.requests[i], &flag, &status) != 0) break;
+        if (mpi().test(&one.request, &flag, &status) != 0) break;
       }
-      step.done[i] = true;
-      left = left || !flag;
+      one.done = true;
+      if (!flag) hold(one);
     }
-    if (left) static_cast<void>(new auto(std::move(step.staging)));
   }
-  if (!mpi_sends_.empty()) static_cast<void>(new auto(std::move(mpi_sends_)));
+  for (MpiSend& send : mpi_sends_) {
+    MpiStatus status;
+    int flag = 0;
+    if (mpi().test(&send.request, &flag, &status) == 0 && flag) continue;
+    if (send.staging == nullptr) held = true;
+    static_cast<void>(send.staging.release());
+  }
+  if (native_started_) held = true;
+  if (held) static_cast<void>(tmp_storage.release());
+}
+
+// Everything that the instruction's messages need, before any is posted.
+MpiStep Op::prepare_mpi(const Instr& ins, int64_t fragment, size_t nbytes, bool one_piece) {
+  MpiStep step;
+  step.sources.assign(ins.inputs.size(), nullptr);
+  const bool direct = one_piece && ins.inputs.size() == 1 && ins.local_outs.size() == 1 &&
+                      ins.sends.empty();
+  for (size_t i = 0; i < ins.inputs.size(); ++i) {
+    if (!over_mpi(ins.inputs[i])) continue;
+    MpiInput& one = step.inputs.emplace_back();
+    one.index = i;
+    if (direct) {
+      step.sources[i] = start_of(ins.local_outs[0], fragment);
+    } else {
+      one.staging.reset(new unsigned char[nbytes + 1]);
+      step.sources[i] = one.staging.get();
+    }
+  }
+  return step;
 }
 
 // Receives what the instruction needs, computes, and sends. A send is done once posted: the
 // schedule may rely on messages being buffered, so what is sent is copied, unless nothing
-// can overwrite it before the operation ends.
+// can overwrite it before the operation ends. True also where the operation has failed.
 bool Op::run_mpi(int64_t fragment, int index) {
   const Plan& p = *plan;
   const Instr& ins = p.instrs[index];
   const uint64_t pos =
       static_cast<uint64_t>(fragment) * p.instrs.size() + static_cast<uint64_t>(index);
-  auto link_of = [&](const Ref& ref) -> Link& { return comm->link(p.peers[ref.peer].rank); };
-  auto over_mpi = [&](const Ref& ref) {
-    return ref.is_message && link_of(ref).kind == LinkKind::Mpi;
-  };
+  auto crosses = [this](const Ref& ref) { return over_mpi(ref); };
 
   // Where this fragment of the value lies, if in one piece.
   const Ref* shape = nullptr;
@@ -101,59 +187,28 @@ bool Op::run_mpi(int64_t fragment, int index) {
       nbytes += static_cast<size_t>(p.cut(len, fragment + 1) - p.cut(len, fragment)) * p.itemsize;
     }
   }
-  auto contiguous = [&](const Ref& ref) -> unsigned char* {
-    const auto& at = p.spaces[ref.space].offsets;
-    const int64_t lo = at[ref.lo];
-    const int64_t cut = p.fragments == 1 ? 0 : p.cut(at[ref.lo + 1] - lo, fragment);
-    return const_cast<unsigned char*>(base(ref.space)) +
-           static_cast<size_t>(lo + cut) * p.itemsize;
-  };
 
   auto it = mpi_steps_.find(pos);
   if (it == mpi_steps_.end()) {
-    for (const Ref& ref : ins.inputs) {
-      if (over_mpi(ref) && link_of(ref).mpi_in != in_id(ref, fragment)) return false;
-    }
-    MpiStep step;
-    step.sources.assign(ins.inputs.size(), nullptr);
-    const bool direct = one_piece && ins.inputs.size() == 1 && ins.local_outs.size() == 1 &&
-                        ins.sends.empty();
-    for (size_t i = 0; i < ins.inputs.size(); ++i) {
-      const Ref& ref = ins.inputs[i];
-      if (!over_mpi(ref)) continue;
-      step.peers.push_back(p.peers[ref.peer].rank);
-      unsigned char* into;
-      if (direct) {
-        into = contiguous(ins.local_outs[0]);
-      } else {
-        step.staging.emplace_back(new unsigned char[nbytes + 1]);
-        into = step.staging.back().get();
-      }
-      step.sources[i] = into;
-      step.requests.emplace_back();
-      mpi().irecv(into, static_cast<int>(nbytes), mpi().byte_type, link_of(ref).mpi_rank,
-                  comm->mpi_tag, comm->mpi_comm, &step.requests.back());
-      ++link_of(ref).mpi_in;
-    }
-    step.done.assign(step.requests.size(), false);
-    it = mpi_steps_.emplace(pos, std::move(step)).first;
+    it = mpi_steps_.emplace(pos, prepare_mpi(ins, fragment, nbytes, one_piece)).first;
   }
-
   MpiStep& step = it->second;
-  if (!all_arrived(step, nbytes) || !inputs_arrived(ins, fragment) ||
-      !outputs_free(ins, fragment)) {
+  const bool posted = all_posted(step, ins, fragment, nbytes);
+  const bool arrived = !finished() && all_arrived(step, ins, nbytes);
+  if (finished()) return true;
+  if (!posted || !arrived || !inputs_arrived(ins, fragment) || !outputs_free(ins, fragment)) {
     return false;
   }
-  const bool any_mpi_send = std::any_of(ins.sends.begin(), ins.sends.end(), over_mpi);
+  const bool any_mpi_send = std::any_of(ins.sends.begin(), ins.sends.end(), crosses);
   for (const Ref& ref : ins.sends) {
-    if (over_mpi(ref) && link_of(ref).mpi_out != out_id(ref, fragment)) return false;
+    if (over_mpi(ref) && comm->link(rank_of(ref)).mpi_out != out_id(ref, fragment)) return false;
   }
   // A few fragments may be on their way; one must, see above.
   if (any_mpi_send && !mpi_sends_.empty() && mpi_sends_.front().fragment + p.depth <= fragment &&
       !all_sent() && (finished() || mpi_sends_.front().fragment + p.depth <= fragment)) {
-    return false;
+    return finished();
   }
-  const bool only_mpi_sends = std::all_of(ins.sends.begin(), ins.sends.end(), over_mpi);
+  const bool only_mpi_sends = std::all_of(ins.sends.begin(), ins.sends.end(), crosses);
   if (!(ins.local_outs.empty() && any_mpi_send && only_mpi_sends)) {
     compute_and_send(ins, fragment, step.sources.data());
     if (finished()) return true;
@@ -168,15 +223,22 @@ bool Op::run_mpi(int64_t fragment, int index) {
     send.fragment = fragment;
     const unsigned char* value;
     if (stays) {
-      value = contiguous(source);
+      value = start_of(source, fragment);
     } else {
       send.staging.reset(new unsigned char[nbytes + 1]);
       pack(ins, fragment, send.staging.get());
       value = send.staging.get();
     }
-    mpi().isend(value, static_cast<int>(nbytes), mpi().byte_type, link_of(ref).mpi_rank,
-                comm->mpi_tag, comm->mpi_comm, &send.request);
-    ++link_of(ref).mpi_out;
+    Link& link = comm->link(rank_of(ref));
+    const int rc = mpi().isend(value, static_cast<int>(nbytes), mpi().byte_type, link.mpi_rank,
+                               comm->mpi_tag, comm->mpi_comm, &send.request);
+    if (rc != 0) {
+      static_cast<void>(send.staging.release());
+      mpi_sends_.pop_back();  // it has no request that could be tested
+      fail_mpi("MPI_Isend", rc, "no message to rank " + std::to_string(rank_of(ref)));
+      return true;
+    }
+    ++link.mpi_out;
   }
   mpi_steps_.erase(it);
   return true;
@@ -202,6 +264,12 @@ void Op::pack(const Instr& ins, int64_t fragment, unsigned char* to) {
     to += elems * p.itemsize;
   }
 }
+
+constexpr const char* kFunctions[] = {"MPI_Iallreduce", "MPI_Ireduce",
+                                      "MPI_Ibcast",     "MPI_Iallgather",
+                                      "MPI_Ireduce_scatter_block", "MPI_Ialltoall",
+                                      "MPI_Igather",    "MPI_Iscatter",
+                                      "MPI_Ibarrier"};
 
 bool Op::advance_native() {
   const NativeCall& call = plan->call;
@@ -263,7 +331,7 @@ bool Op::advance_native() {
         return true;
     }
     if (rc != 0) {
-      fail("the MPI library refused the collective with error code " + std::to_string(rc));
+      fail_mpi(kFunctions[plan->coll], rc, "the MPI library refused the collective");
       return true;
     }
     native_started_ = true;
@@ -271,8 +339,13 @@ bool Op::advance_native() {
   MpiStatus status;
   int flag = 0;
   const int rc = api.test(&native_request_, &flag, &status);
+  if (mpi().is_truncation(rc)) {
+    fail("the MPI library's collective met a message of another length: the ranks called with "
+         "different arguments");
+    return true;
+  }
   if (rc != 0) {
-    fail("the MPI library failed the collective with error code " + std::to_string(rc));
+    fail_mpi("MPI_Test", rc, "the MPI library failed the collective");
     return true;
   }
   if (!flag) return false;

@@ -38,49 +38,46 @@ void P2P::attach() {
   }
 }
 
-std::shared_ptr<Op> P2P::send(const void* buffer, uint64_t nbytes, int dest, int tag) {
+std::shared_ptr<Op> P2P::begin(int peer, int tag, uint64_t nbytes) {
   if (!attached_) attach();
   auto op = std::make_shared<Op>();
   op->comm = &comm_;
   op->p2p = std::make_unique<P2PTask>();
+  op->p2p->peer = peer;
+  op->p2p->tag = tag;
+  op->p2p->nbytes = nbytes;
+  op->p2p->id = next_id_++;
+  ++comm_.messages_in_flight;
+  return op;
+}
+
+std::shared_ptr<Op> P2P::send(const void* buffer, uint64_t nbytes, int dest, int tag) {
+  auto op = begin(dest, tag, nbytes);
   P2PTask& task = *op->p2p;
   task.is_send = true;
-  task.peer = dest;
-  task.tag = tag;
   task.send_buffer = static_cast<const unsigned char*>(buffer);
-  task.nbytes = nbytes;
-  task.id = next_id_++;
-  ++live_;
   if (dest == comm_.rank) {
     PacketHeader header{PacketKind::Eager, tag, nbytes, task.id, 0, 0};
     arrived(dest, header, task.send_buffer);
-    complete(*op);
+    complete(op);
     return op;
   }
+  if (refused(op, dest)) return op;
   channels_[dest].unannounced.push_back(op);
   progress();
   return op;
 }
 
 std::shared_ptr<Op> P2P::recv(void* buffer, uint64_t capacity, int source, int tag) {
-  if (!attached_) attach();
-  auto op = std::make_shared<Op>();
-  op->comm = &comm_;
-  op->p2p = std::make_unique<P2PTask>();
+  auto op = begin(source, tag, capacity);
   P2PTask& task = *op->p2p;
-  task.peer = source;
-  task.tag = tag;
   task.recv_buffer = static_cast<unsigned char*>(buffer);
-  task.nbytes = capacity;
-  task.id = next_id_++;
-  ++live_;
+  if (refused(op, source)) return op;
   for (auto it = unexpected_.begin(); it != unexpected_.end(); ++it) {
     if (!matches(task, it->source, it->header.tag)) continue;
     Incoming message = std::move(*it);
     unexpected_.erase(it);
-    if (message.header.kind == PacketKind::Rts) receiving_.push_back(op);
-    deliver(*op, message.source, message.header, message.payload.data());
-    if (op->finished()) receiving_.remove(op);
+    deliver(op, message.source, message.header, message.payload.data());
     progress();
     return op;
   }
@@ -89,82 +86,102 @@ std::shared_ptr<Op> P2P::recv(void* buffer, uint64_t capacity, int source, int t
   return op;
 }
 
+bool P2P::refused(const std::shared_ptr<Op>& op, int peer) {
+  if (peer == kAnySource || channels_[peer].failure.empty()) return false;
+  op->by_mpi = true;
+  complete(op, channels_[peer].failure + "; " + kAfterMpiFailure);
+  return true;
+}
+
 bool P2P::matches(const P2PTask& task, int source, int tag) {
   return (task.peer == kAnySource || task.peer == source) &&
          (task.tag == kAnyTag || task.tag == tag);
 }
 
-void P2P::complete(Op& op, std::string error) {
-  --live_;
-  op.error = std::move(error);
-  const OpState state = op.error.empty() ? OpState::Done : OpState::Failed;
-  op.state.store(static_cast<int>(state), std::memory_order_release);
+void P2P::complete(const std::shared_ptr<Op>& op, std::string error) {
+  --comm_.messages_in_flight;
+  op->error = std::move(error);
+  const OpState state = op->error.empty() ? OpState::Done : OpState::Failed;
+  op->state.store(static_cast<int>(state), std::memory_order_release);
+  // Python objects are dropped later, by someone who holds the GIL.
+  if (op->has_keep()) comm_.engine.discard(std::shared_ptr<Op>(op));
 }
 
+bool P2P::idle() const { return comm_.messages_in_flight == 0 && !lingering_; }
+
 // A message has met its receive.
-void P2P::deliver(Op& op, int source, const PacketHeader& header,
+void P2P::deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader& header,
                   const unsigned char* payload) {
-  P2PTask& task = *op.p2p;
+  P2PTask& task = *op->p2p;
+  Channel& c = channels_[source];
   task.source = source;
   task.expected = header.nbytes;
   const bool too_long = header.nbytes > task.nbytes;
   if (header.kind == PacketKind::Rts) {
-    PacketHeader answer{PacketKind::Cts, header.tag, header.nbytes, header.send_id,
-                        too_long ? kDiscard : task.id, 0};
-    channels_[source].control.push_back(answer);
+    c.control.push_back({PacketKind::Cts, header.tag, header.nbytes, header.send_id,
+                         too_long ? kDiscard : task.id, 0});
     lingering_ = true;
-  } else if (!too_long) {
-    if (header.nbytes != 0) std::memcpy(task.recv_buffer, payload, header.nbytes);
-    task.moved = header.nbytes;
+  } else {
+    if (!too_long) {
+      if (header.nbytes != 0) std::memcpy(task.recv_buffer, payload, header.nbytes);
+      task.moved = header.nbytes;
+    }
+    c.eager_in += source == comm_.rank ? 0 : header.nbytes + kEagerOverhead;
+    if (c.eager_in >= kEagerBytes / 4) {
+      c.control.push_back({PacketKind::Credit, 0, c.eager_in, 0, 0, 0});
+      c.eager_in = 0;
+      lingering_ = true;
+    }
   }
   if (too_long) {
     complete(op, "message of " + std::to_string(header.nbytes) + " bytes from rank " +
-                     std::to_string(source) + " (tag " + std::to_string(header.tag) +
-                     ") is longer than the receive buffer of " + std::to_string(task.nbytes) +
-                     " bytes");
+                      std::to_string(source) + " (tag " + std::to_string(header.tag) +
+                      ") is longer than the receive buffer of " + std::to_string(task.nbytes) +
+                      " bytes");
   } else if (header.kind == PacketKind::Eager) {
     complete(op);
   } else {
-    task.streaming = true;
+    receiving_.emplace(task.id, op);
   }
 }
 
 void P2P::arrived(int source, const PacketHeader& header, const unsigned char* payload) {
+  if (header.kind == PacketKind::Credit) {
+    channels_[source].eager_out -= header.nbytes;
+    return;
+  }
   if (header.kind == PacketKind::Cts) {
-    for (auto it = announced_.begin(); it != announced_.end(); ++it) {
-      if ((*it)->p2p->id != header.send_id) continue;
-      auto op = *it;
-      announced_.erase(it);
-      if (header.recv_id == kDiscard) {
-        complete(*op);
-      } else {
-        op->p2p->peer_id = header.recv_id;
-        channels_[source].streaming.push_back(std::move(op));
-      }
-      return;
+    const auto it = announced_.find(header.send_id);
+    if (it == announced_.end()) return;
+    auto op = std::move(it->second);
+    announced_.erase(it);
+    if (header.recv_id == kDiscard) {
+      complete(op);
+    } else {
+      op->p2p->peer_id = header.recv_id;
+      channels_[source].streaming.push_back(std::move(op));
     }
     return;
   }
   if (header.kind == PacketKind::Data) {
-    for (auto it = receiving_.begin(); it != receiving_.end(); ++it) {
-      P2PTask& task = *(*it)->p2p;
-      if (task.id != header.recv_id) continue;
+    const auto it = receiving_.find(header.recv_id);
+    if (it == receiving_.end()) return;
+    P2PTask& task = *it->second->p2p;
+    if (header.nbytes != 0) {
       std::memcpy(task.recv_buffer + header.offset, payload, header.nbytes);
-      task.moved += header.nbytes;
-      if (task.moved == task.expected) {
-        complete(**it);
-        receiving_.erase(it);
-      }
-      return;
+    }
+    task.moved += header.nbytes;
+    if (task.moved == task.expected) {
+      complete(it->second);
+      receiving_.erase(it);
     }
     return;
   }
   for (auto it = posted_.begin(); it != posted_.end(); ++it) {
     if (!matches(*(*it)->p2p, source, header.tag)) continue;
-    auto op = *it;
+    const auto op = *it;
     posted_.erase(it);
-    deliver(*op, source, header, payload);
-    if (!op->finished()) receiving_.push_back(std::move(op));
+    deliver(op, source, header, payload);
     return;
   }
   Incoming message{source, header, {}};
@@ -172,6 +189,35 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     message.payload.assign(payload, payload + header.nbytes);
   }
   unexpected_.push_back(std::move(message));
+}
+
+// MPI has failed for this peer: what needs it ends with an error. True, as this is progress.
+bool P2P::lose(int peer, const char* function, int code) {
+  Channel& c = channels_[peer];
+  c.failure = "no messages to and from rank " + std::to_string(peer) + ": " +
+              mpi().describe(function, code);
+  comm_.break_down(c.failure);
+  comm_.tell_failure(comm_.next_seq);
+  std::vector<std::shared_ptr<Op>> ended(c.unannounced.begin(), c.unannounced.end());
+  ended.insert(ended.end(), c.streaming.begin(), c.streaming.end());
+  for (const auto& op : posted_) if (op->p2p->peer == peer) ended.push_back(op);
+  for (const auto& [id, op] : announced_) if (op->p2p->peer == peer) ended.push_back(op);
+  for (const auto& [id, op] : receiving_) if (op->p2p->source == peer) ended.push_back(op);
+  for (const auto& op : ended) {
+    posted_.remove(op);
+    announced_.erase(op->p2p->id);
+    receiving_.erase(op->p2p->id);
+    refused(op, peer);
+  }
+  c.unannounced.clear();
+  c.streaming.clear();
+  c.control.clear();
+  // MPI may still read and write what its requests are about.
+  for (auto* packets : {&c.mpi_sending, &c.mpi_arriving}) {
+    for (MpiPacket& packet : *packets) static_cast<void>(packet.bytes.release());
+    packets->clear();
+  }
+  return true;
 }
 
 bool P2P::push(int peer, const PacketHeader& header, const unsigned char* payload,
@@ -192,12 +238,14 @@ bool P2P::push(int peer, const PacketHeader& header, const unsigned char* payloa
   constexpr size_t kMaxSending = 8;
   if (c.mpi_sending.size() >= kMaxSending) return false;
   MpiPacket& packet = c.mpi_sending.emplace_back();
-  packet.bytes.resize(sizeof header + nbytes);
-  std::memcpy(packet.bytes.data(), &header, sizeof header);
-  if (nbytes != 0) std::memcpy(packet.bytes.data() + sizeof header, payload, nbytes);
-  mpi().isend(packet.bytes.data(), static_cast<int>(packet.bytes.size()), mpi().byte_type,
-              link.mpi_rank, comm_.mpi_tag + 1, comm_.mpi_comm, &packet.request);
-  return true;
+  packet.nbytes = sizeof header + nbytes;
+  packet.bytes.reset(new unsigned char[packet.nbytes]);
+  std::memcpy(packet.bytes.get(), &header, sizeof header);
+  if (nbytes != 0) std::memcpy(packet.bytes.get() + sizeof header, payload, nbytes);
+  const int rc =
+      mpi().isend(packet.bytes.get(), static_cast<int>(packet.nbytes), mpi().byte_type,
+                  link.mpi_rank, comm_.mpi_tag + 1, comm_.mpi_comm, &packet.request);
+  return rc == 0 || !lose(peer, "MPI_Isend", rc);
 }
 
 bool P2P::pull(int peer) {
@@ -220,30 +268,51 @@ bool P2P::pull(int peer) {
 bool P2P::pull_mpi(int peer) {
   Channel& c = channels_[peer];
   const Link& link = comm_.link(peer);
+  const int tag = comm_.mpi_tag + 1;
   bool any = false;
   for (;;) {
     MpiStatus status;
     int flag = 0, count = 0;
-    mpi().iprobe(link.mpi_rank, comm_.mpi_tag + 1, comm_.mpi_comm, &flag, &status);
+    int rc = mpi().iprobe(link.mpi_rank, tag, comm_.mpi_comm, &flag, &status);
+    if (rc != 0) return lose(peer, "MPI_Iprobe", rc);
     if (!flag) break;
-    mpi().get_count(&status, mpi().byte_type, &count);
+    rc = mpi().get_count(&status, mpi().byte_type, &count);
+    if (rc != 0) return lose(peer, "MPI_Get_count", rc);
     MpiPacket& packet = c.mpi_arriving.emplace_back();
-    packet.bytes.resize(static_cast<size_t>(count));
-    mpi().irecv(packet.bytes.data(), count, mpi().byte_type, link.mpi_rank, comm_.mpi_tag + 1,
-                comm_.mpi_comm, &packet.request);
+    packet.nbytes = static_cast<size_t>(count);
+    packet.bytes.reset(new unsigned char[packet.nbytes]);
+    rc = mpi().irecv(packet.bytes.get(), count, mpi().byte_type, link.mpi_rank, tag,
+                     comm_.mpi_comm, &packet.request);
+    if (rc != 0) return lose(peer, "MPI_Irecv", rc);
     any = true;
   }
   while (!c.mpi_arriving.empty()) {
     MpiPacket& packet = c.mpi_arriving.front();
     MpiStatus status;
     int flag = 0;
-    mpi().test(&packet.request, &flag, &status);
+    const int rc = mpi().test(&packet.request, &flag, &status);
+    if (rc != 0) return lose(peer, "MPI_Test", rc);
     if (!flag) break;
     PacketHeader header;
-    std::memcpy(&header, packet.bytes.data(), sizeof header);
-    arrived(peer, header, packet.bytes.data() + sizeof header);
+    std::memcpy(&header, packet.bytes.get(), sizeof header);
+    arrived(peer, header, packet.bytes.get() + sizeof header);
     c.mpi_arriving.pop_front();
     any = true;
+  }
+  return any;
+}
+
+// Forgets packets that MPI has sent.
+bool P2P::reap(int peer) {
+  Channel& c = channels_[peer];
+  bool any = false;
+  for (auto it = c.mpi_sending.begin(); it != c.mpi_sending.end();) {
+    MpiStatus status;
+    int flag = 0;
+    const int rc = mpi().test(&it->request, &flag, &status);
+    if (rc != 0) return lose(peer, "MPI_Test", rc);
+    it = flag ? c.mpi_sending.erase(it) : std::next(it);
+    any = any || flag;
   }
   return any;
 }
@@ -251,13 +320,7 @@ bool P2P::pull_mpi(int peer) {
 // Sends what waits for this peer: answers first, then announcements in order, then data.
 bool P2P::flush(int peer) {
   Channel& c = channels_[peer];
-  bool any = false;
-  for (auto it = c.mpi_sending.begin(); it != c.mpi_sending.end();) {
-    MpiStatus status;
-    int flag = 0;
-    mpi().test(&it->request, &flag, &status);
-    it = flag ? c.mpi_sending.erase(it) : std::next(it);
-  }
+  bool any = reap(peer);
   while (!c.control.empty() && push(peer, c.control.front(), nullptr, 0)) {
     c.control.pop_front();
     any = true;
@@ -265,16 +328,18 @@ bool P2P::flush(int peer) {
   while (!c.unannounced.empty()) {
     auto op = c.unannounced.front();
     P2PTask& task = *op->p2p;
-    const bool eager = task.nbytes <= kPacketBytes;
+    const uint64_t held = task.nbytes + kEagerOverhead;  // there, until it is received
+    const bool eager = task.nbytes <= kPacketBytes && c.eager_out + held <= kEagerBytes;
     PacketHeader header{eager ? PacketKind::Eager : PacketKind::Rts, task.tag, task.nbytes,
                         task.id, 0, 0};
     if (!push(peer, header, task.send_buffer, eager ? task.nbytes : 0)) break;
     c.unannounced.pop_front();
     any = true;
     if (eager) {
-      complete(*op);
+      c.eager_out += held;
+      complete(op);
     } else {
-      announced_.push_back(std::move(op));
+      announced_.emplace(task.id, std::move(op));
     }
   }
   const size_t packet =
@@ -288,7 +353,7 @@ bool P2P::flush(int peer) {
     task.moved += nbytes;
     any = true;
     if (task.moved == task.nbytes) {
-      complete(*op);
+      complete(op);
       c.streaming.pop_front();
     }
   }
@@ -302,7 +367,7 @@ bool P2P::on_the_way() const {
 }
 
 bool P2P::progress() {
-  if (live_ == 0 && !lingering_) {
+  if (idle()) {
     // A peer's messages are taken in even by a rank that waits for something else: sends do
     // not wait for receives until memory ends. Rarely, as a look costs a cache line per peer.
     constexpr unsigned kLookEvery = 64;
@@ -313,9 +378,9 @@ bool P2P::progress() {
   bool any = false;
   for (int peer = 0; peer < comm_.size; ++peer) {
     const LinkKind kind = comm_.link(peer).kind;
-    if (kind == LinkKind::Self) continue;
+    if (kind == LinkKind::Self || !channels_[peer].failure.empty()) continue;
     if (kind == LinkKind::Shared ? pull(peer) : pull_mpi(peer)) any = true;
-    if (flush(peer)) any = true;
+    if (channels_[peer].failure.empty() && flush(peer)) any = true;
   }
   lingering_ = on_the_way();
   return any;

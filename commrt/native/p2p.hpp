@@ -5,6 +5,10 @@
 // (RTS); the receiver answers when a matching receive is posted (CTS), and the sender
 // streams DATA packets addressed to that receive. Messages of one pair are announced in the
 // order of their sends and matched in the order of arrival, so equal tags never overtake.
+//
+// A message that no receive has asked for waits at its receiver. So that memory has a bound,
+// a sender counts what of its EAGER messages is not known to be received (CREDIT tells it),
+// and announces even short messages where that is too much.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +16,7 @@
 #include <list>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "comm.hpp"
@@ -21,12 +26,17 @@ namespace commrt {
 constexpr int kAnySource = -1;
 constexpr int kAnyTag = -1;
 
-enum class PacketKind : uint32_t { Eager, Rts, Cts, Data };
+// What a rank holds of one peer's short messages that it has not received, at most; each
+// counts with what its place in the list of such messages takes.
+constexpr uint64_t kEagerBytes = 4 << 20;
+constexpr uint64_t kEagerOverhead = 128;
+
+enum class PacketKind : uint32_t { Eager, Rts, Cts, Data, Credit };
 
 struct PacketHeader {
   PacketKind kind;
   int32_t tag;
-  uint64_t nbytes;   // of the whole message; of the payload for Data
+  uint64_t nbytes;   // of the whole message; of the payload for Data; received, for Credit
   uint64_t send_id;  // the sender's name for the message
   uint64_t recv_id;  // the receiver's name for it (Cts, Data)
   uint64_t offset;   // Data: where the payload belongs
@@ -44,7 +54,6 @@ struct P2PTask {
   uint64_t expected = 0;    // receive: length of the matched message
   uint64_t id = 0;
   uint64_t peer_id = 0;
-  bool streaming = false;   // send: CTS has come; receive: matched
   int source = -1;          // receive: whose message it was
 };
 
@@ -56,7 +65,7 @@ class P2P {
   std::shared_ptr<Op> recv(void* buffer, uint64_t capacity, int source, int tag);
   bool progress();
   // Nothing is in flight, packets of sends that are over included.
-  bool idle() const { return live_ == 0 && !lingering_; }
+  bool idle() const;
 
  private:
   struct Incoming {  // arrived and not matched
@@ -66,8 +75,10 @@ class P2P {
   };
   struct MpiPacket {
     MpiRequest request;
-    std::vector<unsigned char> bytes;
+    size_t nbytes = 0;
+    std::unique_ptr<unsigned char[]> bytes;
   };
+  using Tasks = std::unordered_map<uint64_t, std::shared_ptr<Op>>;  // by the task's id
   struct Channel {
     uint64_t out = 0, acked_seen = 0, in = 0;
     Line* out_lines = nullptr;
@@ -76,6 +87,9 @@ class P2P {
     const unsigned char* in_packets = nullptr;
     const Ack* acked = nullptr;
     Ack* ack = nullptr;
+    uint64_t eager_out = 0;  // of what was sent there, not known to be received
+    uint64_t eager_in = 0;   // received from there, not yet told
+    std::string failure;     // why MPI reaches this peer no more
     std::deque<PacketHeader> control;             // answers that wait for room
     std::deque<std::shared_ptr<Op>> unannounced;  // sends, in order
     std::deque<std::shared_ptr<Op>> streaming;
@@ -84,25 +98,29 @@ class P2P {
   };
 
   void attach();
+  std::shared_ptr<Op> begin(int peer, int tag, uint64_t nbytes);
   bool push(int peer, const PacketHeader& header, const unsigned char* payload, size_t nbytes);
   bool pull(int peer);
   bool pull_mpi(int peer);
   bool on_the_way() const;
   bool flush(int peer);
+  bool reap(int peer);
+  bool lose(int peer, const char* function, int code);
   void arrived(int source, const PacketHeader& header, const unsigned char* payload);
-  void deliver(Op& op, int source, const PacketHeader& header, const unsigned char* payload);
-  void complete(Op& op, std::string error = {});
+  void deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader& header,
+               const unsigned char* payload);
+  bool refused(const std::shared_ptr<Op>& op, int peer);  // because MPI reaches the peer no more
+  void complete(const std::shared_ptr<Op>& op, std::string error = {});
   static bool matches(const P2PTask& task, int source, int tag);
 
   Comm& comm_;
   bool attached_ = false;
   std::vector<Channel> channels_;
   std::list<std::shared_ptr<Op>> posted_;     // receives without a message
-  std::list<std::shared_ptr<Op>> receiving_;  // receives with one
-  std::list<std::shared_ptr<Op>> announced_;  // sends that wait for their CTS
+  Tasks receiving_;                           // receives with one
+  Tasks announced_;                           // sends that wait for their CTS
   std::list<Incoming> unexpected_;
   uint64_t next_id_ = 1;
-  size_t live_ = 0;         // tasks not complete
   bool lingering_ = false;  // packets were on their way after the last pass
   unsigned idle_passes_ = 0;
 };

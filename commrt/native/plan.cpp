@@ -64,7 +64,8 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
     for (auto& ref : ins.inputs) settle(ref);
     for (auto& ref : ins.local_outs) settle(ref);
     // Without outputs there is nothing to compute: its messages are only taken.
-    if (local == nullptr && !(ins.local_outs.empty() && ins.sends.empty())) {
+    const bool only_takes = ins.local_outs.empty() && ins.sends.empty() && !ins.has_mpi;
+    if (local == nullptr && !only_takes) {
       throw std::invalid_argument("instruction " + std::to_string(i) + " has no local operand");
     }
     if (!ins.sends.empty()) {

@@ -18,7 +18,7 @@ instruction never disables another, so one maximal run decides for all.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from commrt.errors import ScheduleError
 from commrt.schedule.lower import MESSAGE, Entry, Lowered
@@ -27,6 +27,8 @@ __all__ = ["LINES", "EngineModel"]
 
 LINES = 64
 """Message lines per ordered pair of ranks."""
+_NAMED = 3
+"""How many reasons for a deadlock its message names."""
 
 Fact = tuple[str, int, int, int]
 """("done", rank, position, 0), ("sent" or "acked", from, to, message id)."""
@@ -35,14 +37,27 @@ Node = tuple[int, int]
 
 
 class EngineModel:
-    """One run of all ranks. Iterate over (rank, fragment, instruction) as they run."""
+    """One run of all ranks. Iterate over (rank, fragment, instruction) as they run.
+
+    Args:
+        lowered: the programs of all ranks.
+        fragments: how many fragments they run.
+        lines: message lines per ordered pair of ranks.
+        has_lines: whether a rank's messages to a peer use lines and slots, as they do
+            in shared memory; others are buffered without a bound.
+    """
 
     def __init__(
-        self, lowered: Sequence[Lowered], fragments: int, lines: int = LINES
+        self,
+        lowered: Sequence[Lowered],
+        fragments: int,
+        lines: int = LINES,
+        has_lines: Callable[[int, int], bool] = lambda rank, peer: True,
     ) -> None:
         self.lowered = lowered
         self.fragments = fragments
         self.lines = lines
+        self.has_lines = has_lines
         self._entries = [
             [
                 (one.inputs_of(i), one.outputs_of(i), one.deps_of(i))
@@ -95,6 +110,8 @@ class EngineModel:
             message = fragment * self.lowered[rank].messages_in[peer] + k
             needs.add(("sent", peer, rank, message))
         for peer, k in _messages(outputs):
+            if not self.has_lines(rank, peer):
+                continue
             count = self.lowered[rank].messages_out[peer]
             message = fragment * count + k
             if message >= self.lines:
@@ -137,9 +154,12 @@ class EngineModel:
                 continue
             fragment, index = divmod(self._first[rank], len(own))
             missing = sorted(self._needs(rank, fragment, index) - self._facts)
+            named = ", ".join(map(_describe, missing[:_NAMED]))
+            more = len(missing) - _NAMED
             raise ScheduleError(
                 f"lowered program deadlocks: rank {rank} fragment {fragment} "
-                f"instruction {index} waits for {', '.join(map(_describe, missing))}"
+                f"instruction {index} waits for {named}"
+                f"{f' and {more} more' if more > 0 else ''}"
             )
 
 

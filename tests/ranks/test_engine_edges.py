@@ -8,11 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_mpi import FakeMpi
 
-from commrt import world
+from commrt import algorithms, world
+from commrt.algorithms import _registry
 from commrt.backends.local import LocalRanks, run
 from commrt.comm import Communicator
-from commrt.errors import CommError
+from commrt.errors import CommError, ScheduleError, UsageError
+from commrt.schedule.builder import Builder
+from commrt.schedule.verify import verify
+from commrt.schedule.verify_lowered import verify_lowered
 
 
 def test_an_operation_that_failed_touches_its_buffers_no_more() -> None:
@@ -81,3 +86,126 @@ def test_a_progress_thread_by_itself_only_where_threads_may_call_mpi(
         nodes=[[0, 1]], size=2, cores=8, in_process=False, mpi=object()
     )
     assert world.progress_mode(job) is (level == "multiple")
+
+
+def probe(comm: Communicator, rounds: int, timeout_s: float) -> float:
+    return float(comm._probe_latency_ns(1 - comm.rank, rounds, timeout_s))
+
+
+def test_a_probe_that_ran_out_of_time_does_not_disturb_the_next() -> None:
+    with LocalRanks(2) as ranks:
+        for rank in (1, 0):
+            assert probe(ranks.comms[rank], 20, 0.001) == -1
+        assert min(ranks.each(lambda comm: probe(comm, 20, 20.0))) > 0
+
+
+def test_a_probe_is_not_answered_by_an_earlier_or_later_one() -> None:
+    with LocalRanks(2) as ranks:
+        first, second = ranks.comms
+        for _ in range(2):
+            assert probe(first, 1, 0.001) == -1
+        # The peer has given up its first probe and gone on: there was no round trip.
+        for _ in range(2):
+            assert probe(second, 1, 20.0) == -1
+        assert min(ranks.each(lambda comm: probe(comm, 1, 20.0))) > 0
+
+
+PARTS = 100  # more than a pair of ranks has message lines
+
+
+def in_one_burst(b: Builder) -> None:
+    """The same block again and again, which is one instruction of the sender."""
+    b.blocks(1)
+    scratch = b.tmp(PARTS)
+    if b.rank == b.root:
+        b.copy(b.out[0], b.inp[0])
+    for part in range(PARTS):
+        if b.rank == b.root:
+            b.send(b.inp[0], b.root + 1)
+        else:
+            b.recv(scratch[part], b.root)
+    if b.rank != b.root:
+        b.copy(b.out[0], scratch[PARTS - 1])
+
+
+def one_by_one(b: Builder) -> None:
+    """As many messages, each of its own block."""
+    b.blocks(PARTS)
+    for part in range(PARTS):
+        if b.rank == b.root:
+            b.copy(b.out[part], b.inp[part])
+            b.send(b.inp[part], b.root + 1)
+        else:
+            b.recv(b.out[part], b.root)
+
+
+def register(monkeypatch: pytest.MonkeyPatch, author: Any) -> str:
+    """Register a broadcast for two ranks under its function's name."""
+    monkeypatch.setattr(_registry, "_ALGORITHMS", dict(_registry._ALGORITHMS))
+    name: str = author.__name__
+    two = {"supports": lambda size: size == 2, "latency": True, "bandwidth": True}
+    algorithms.algorithm("bcast", name, **two)(author)
+    verify(algorithms.schedule("bcast", name, 2))
+    return name
+
+
+def test_more_messages_than_lines_are_refused_where_they_would_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = register(monkeypatch, in_one_burst)
+    with pytest.raises(ScheduleError, match="acknowledge message"):
+        verify_lowered(algorithms.schedule("bcast", name, 2))
+
+    def main(comm: Communicator) -> str:
+        x = np.full(3, float(comm.rank))
+        with pytest.raises(UsageError) as refused:
+            comm.bcast(x, algorithm=name)
+        # Nothing was sent, and nobody gets it unasked.
+        assert comm.next_seq == 0
+        comm.bcast(x)
+        assert (x == 0).all()
+        told = {
+            str(no.candidate): no.reason for no in comm.explain("bcast", 24).rejected
+        }
+        assert told[f"local/{name}"] == "no estimate"
+        return str(refused.value)
+
+    first, second = run(2, main, timeout_s=20)
+    assert first == second
+    assert first.startswith(
+        f"local/{name} cannot run bcast on these 2 ranks, because it needs more than "
+        f"64 messages on their way from one rank to another: lowered program deadlocks"
+    )
+    assert first.endswith("and 33 more; send fewer, or receive them as they are sent")
+
+
+def test_any_number_of_messages_goes_over_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = register(monkeypatch, in_one_burst)
+    with FakeMpi().ranks([[0], [1]]) as ranks:
+        xs = [np.full(3, 7.0 - rank) for rank in range(2)]
+        requests = [
+            comm.bcast(x, algorithm=name, nonblocking=True)
+            for comm, x in zip(ranks.comms, xs, strict=True)
+        ]
+        for _ in range(10 * PARTS):
+            ranks.step(0)
+            ranks.step(1)
+        assert [request.wait()[0] for request in requests] == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("number", [0, 99, 40_000])
+def test_more_messages_than_lines_run_where_they_can(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    name = register(monkeypatch, one_by_one)
+    verify_lowered(algorithms.schedule("bcast", name, 2))
+
+    def main(comm: Communicator) -> bool:
+        for i in range(3):
+            x = np.arange(number) + float(i if comm.rank == 0 else -1)
+            comm.bcast(x, algorithm=name, params={"chunk": 64})
+            if not np.array_equal(x, np.arange(number) + float(i)):
+                return False
+        return True
+
+    assert run(2, main, timeout_s=20) == [True, True]

@@ -15,6 +15,9 @@ from commrt.request import wait_all
 
 # Nothing, inline, one packet exactly, one more byte, and many packets.
 LENGTHS = (0, 1, 40, 16384, 16385, 1_000_003)
+IDLE_PASSES = 70
+"""So many without progress, and nothing will happen: a rank that needs nothing looks
+for messages in every 64th."""
 
 
 @pytest.mark.parametrize("nbytes", LENGTHS)
@@ -70,17 +73,86 @@ def test_messages_of_a_tag_do_not_overtake_and_tags_select(seed: int) -> None:
         assert all((outs[i] == i).all() for i in order)
 
 
+def settle(ranks: LocalRanks) -> None:
+    """Step both ranks until nothing moves."""
+    idle = 0
+    while idle < IDLE_PASSES:
+        idle = 0 if ranks.step(0) | ranks.step(1) else idle + 1
+
+
+def flood(comm: Any, messages: list[Any], tags: list[int]) -> list[Any]:
+    """Send every message to rank 1; return the requests that are complete at once."""
+    return [
+        comm.send(message, dest=1, tag=tag, nonblocking=True)
+        for message, tag in zip(messages, tags, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("number", "nbytes"), [(1000, 16384), (100_000, 8), (1, 0)])
+def test_a_rank_holds_a_bounded_part_of_what_it_has_not_received(
+    number: int, nbytes: int
+) -> None:
+    bound = 4 << 20
+    message = np.zeros(nbytes, np.uint8)
+    with LocalRanks(2) as ranks:
+        sender, receiver = ranks.comms
+        messages = [np.full(nbytes // 8, i) for i in range(number)]
+        sends = flood(sender, messages, [0] * number)
+        settle(ranks)
+        away = [request.done for request in sends]
+        assert away == sorted(away, reverse=True)
+        assert sum(away) == min(number, bound // (nbytes + 128))
+        # The receiver is late, gets all of them in order, and gives room again.
+        outs = [np.full(nbytes // 8, -1) for _ in range(number)]
+        recvs = [receiver.recv(out, source=0, nonblocking=True) for out in outs]
+        settle(ranks)
+        wait_all([*sends, *recvs])
+        assert all((out == i).all() for i, out in enumerate(outs))
+        again = flood(sender, [message] * 100, [1] * 100)
+        settle(ranks)
+        assert all(request.done for request in again)
+        wait_all(again)
+
+
+def test_order_holds_where_short_messages_are_announced(seed: int) -> None:
+    rng = random.Random(seed)
+    number = 1500
+    lengths = [rng.choice([0, 1, 2000, 2048, 2049]) for _ in range(number)]
+    tags = [rng.randrange(3) for _ in lengths]
+    order = sorted(range(number), key=lambda i: (-tags[i], i))
+    with LocalRanks(2) as ranks:
+        sender, receiver = ranks.comms
+        messages = [np.full(n, i) for i, n in enumerate(lengths)]
+        sends = flood(sender, messages, tags)
+        settle(ranks)
+        assert not all(request.done for request in sends)
+        outs = {i: np.full(2049, -1) for i in order}
+        recvs = {
+            i: receiver.recv(outs[i], source=0, tag=tags[i], nonblocking=True)
+            for i in order
+        }
+        settle(ranks)
+        wait_all([*sends, *recvs.values()])
+        for i in order:
+            assert recvs[i].received_nbytes == 8 * lengths[i]
+            assert (outs[i][: lengths[i]] == i).all()
+            assert (outs[i][lengths[i] :] == -1).all()
+
+
 def test_short_message_reports_its_length() -> None:
     def rank_main(comm: Any) -> list[Any]:
         if comm.rank == 0:
-            comm.send(np.arange(3.0), dest=1)
-            return []
+            request = comm.send(np.arange(3.0), dest=1, nonblocking=True)
+            request.wait()
+            return [request.received_nbytes, request.source]
         out = np.full(5, -1.0)
         request = comm.recv(out, source=0, nonblocking=True)
         request.wait()
         return [request.received_nbytes, request.source, out.tolist()]
 
-    assert run(2, rank_main)[1] == [24, 0, [0.0, 1.0, 2.0, -1.0, -1.0]]
+    sent, received = run(2, rank_main)
+    assert sent == [-1, -1]
+    assert received == [24, 0, [0.0, 1.0, 2.0, -1.0, -1.0]]
 
 
 @pytest.mark.parametrize("sent", [10, 100_000])

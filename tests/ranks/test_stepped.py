@@ -11,7 +11,7 @@ import pytest
 from cases import Attempt, Case, sample
 
 from commrt.backends.local import LocalRanks
-from commrt.errors import MismatchError, UsageError
+from commrt.errors import MismatchError, RevokedError, UsageError
 from commrt.operations import COLLECTIVES
 
 MOST_STEPS = 200_000
@@ -121,6 +121,21 @@ def test_lengths_that_differ_are_found_by_the_engine() -> None:
         with pytest.raises(MismatchError) as second:
             request.wait()
         assert second.value is first.value
+
+
+def test_an_operation_behind_a_failed_one_ends_with_it() -> None:
+    ranks = LocalRanks(2)
+    first, second = ranks.comms
+    how: dict[str, Any] = {"nonblocking": True, "algorithm": "recursive_doubling"}
+    failing = [first.allreduce(np.ones(4), **how)]
+    behind = first.allreduce(np.ones(4), **how)
+    failing.append(second.allreduce(np.ones(5), **how))
+    step_until_done(ranks, [failing, [behind]], random.Random(0))
+    for request in failing:
+        with pytest.raises(MismatchError, match="another length"):
+            request.wait()
+    with pytest.raises(RevokedError, match=r"gave up at operation #0: .* length"):
+        behind.wait()
 
 
 def test_calls_that_exchange_run_on_all_ranks_at_once() -> None:

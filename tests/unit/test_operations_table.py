@@ -17,7 +17,7 @@ from commrt.dtypes import (
     dtype_by_name,
     reduce_op,
 )
-from commrt.errors import UsageError
+from commrt.errors import UsageError, suggest
 from commrt.operations import COLLECTIVES, OPERATIONS, operation, rule_nbytes
 from commrt.signatures import Operations, docstring, signature
 
@@ -75,6 +75,12 @@ def test_unknown_names_suggest() -> None:
     for wrong in (None, 3, ["sum"]):
         with pytest.raises(UsageError, match="unknown reduction"):
             reduce_op(wrong)  # type: ignore[arg-type]
+
+
+def test_names_without_a_near_one_are_listed_in_a_sentence_of_their_own() -> None:
+    with pytest.raises(UsageError, match=r"^unknown dtype 'words'\. Known: bfloat16, "):
+        dtype_by_name("words")
+    assert suggest("anything", ()) == ""
 
 
 def test_legal_pairs_are_those_of_the_contract() -> None:

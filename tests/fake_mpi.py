@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An MPI library in Python, for ranks of one process: messages, and errors on demand.
+
+    with FakeMpi().ranks([[0], [1]]) as ranks:      # two nodes of one rank each
+        ranks.mpi.fail("MPI_Isend", after=2)        # the third call fails
+
+The engine knows MPI as a table of function addresses; here they are ctypes callbacks.
+A communicator's handle says which rank calls, so all ranks may share a thread, and
+every test is repeatable. Short messages are complete when sent; others when received.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from commrt import _libmpi, _native
+from commrt.backends import local
+from commrt.backends.local import LocalRanks
+from commrt.comm import Communicator
+from commrt.launch import LaunchInfo
+from commrt.world import connect_world
+
+__all__ = ["ERR_OTHER", "ERR_TRUNCATE", "FakeMpi", "MpiRanks", "prototype"]
+
+ERR_OTHER, ERR_TRUNCATE = 16, 15
+_FIRST_HANDLE = 1000
+_EAGER_NBYTES = 1024
+_COUNT_AT = 0  # where a status holds the length of its message
+
+_TYPES = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int,
+    "h": ctypes.c_uint64,
+}
+_SIGNATURES = {
+    "MPI_Isend": "pihiihp",
+    "MPI_Irecv": "pihiihp",
+    "MPI_Test": "ppp",
+    "MPI_Cancel": "p",
+    "MPI_Iprobe": "iihpp",
+    "MPI_Get_count": "php",
+    "MPI_Error_class": "ip",
+    "MPI_Error_string": "ipp",
+    "MPI_Iallreduce": "ppihhhp",
+}
+
+# Callbacks must outlive every engine that may still call them.
+_KEPT: list[Any] = []
+
+
+@dataclass
+class _Message:
+    source: int
+    dest: int
+    tag: int
+    data: bytes
+    address: int
+    """Where a long message lies until it is received."""
+    nbytes: int
+    taken: bool = False
+
+
+@dataclass
+class _Receive:
+    dest: int
+    source: int
+    tag: int
+    address: int
+    room: int
+    message: _Message | None = None
+    cancelled: bool = False
+
+
+def prototype(name: str) -> Any:
+    """Return the ctypes type of one of MPI's functions, as the engine calls it."""
+    types = [_TYPES[code] for code in _SIGNATURES.get(name, "")]
+    return ctypes.CFUNCTYPE(ctypes.c_int, *types)
+
+
+class FakeMpi:
+    """The library. ``fail`` makes calls fail, ``hold`` keeps messages from arriving."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.held = False
+        self._failures: dict[str, tuple[int, int]] = {}
+        self._messages: list[_Message] = []
+        self._receives: list[_Receive] = []
+        self._requests: dict[int, _Message | _Receive | None] = {}
+        self._next_request = 1
+        table = dict.fromkeys(_libmpi.FUNCTIONS, 0)
+        for name in _libmpi.FUNCTIONS:
+            callback = prototype(name)(self._entry(name))
+            _KEPT.append(callback)
+            address = ctypes.cast(callback, ctypes.c_void_p).value
+            assert address is not None
+            table[name] = address
+        _native.load_mpi(table, 0, 0, ERR_TRUNCATE)
+
+    def ranks(self, nodes: Sequence[Sequence[int]]) -> MpiRanks:
+        """Return all ranks of ``nodes``, joined by this library."""
+        return MpiRanks(self, [list(ranks) for ranks in nodes])
+
+    def fail(self, name: str, code: int = ERR_OTHER, *, after: int = 0) -> None:
+        """Make the call of ``name`` that follows ``after`` others return ``code``."""
+        self._failures[name] = (after, code)
+
+    def on_the_way(self) -> int:
+        """Return how many messages nobody has received."""
+        return sum(not message.taken for message in self._messages)
+
+    def _entry(self, name: str) -> Callable[..., int]:
+        function = getattr(self, "_" + name.removeprefix("MPI_").lower(), None)
+
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            if name in self._failures:
+                after, code = self._failures.pop(name)
+                if after == 0:
+                    return code
+                self._failures[name] = (after - 1, code)
+            return int(function(*arguments)) if function is not None else ERR_OTHER
+
+        return call
+
+    # -- the functions, without their prefix -------------------------------------------
+
+    def _isend(
+        self,
+        address: int,
+        count: int,
+        _type: int,
+        dest: int,
+        tag: int,
+        comm: int,
+        request: int,
+    ) -> int:
+        short = count <= _EAGER_NBYTES
+        data = ctypes.string_at(address, count) if short and count else b""
+        source = comm - _FIRST_HANDLE
+        message = _Message(source, dest, tag, data, address or 0, count)
+        self._messages.append(message)
+        self._start(request, None if short else message)
+        return 0
+
+    def _irecv(
+        self,
+        address: int,
+        count: int,
+        _type: int,
+        source: int,
+        tag: int,
+        comm: int,
+        request: int,
+    ) -> int:
+        receive = _Receive(comm - _FIRST_HANDLE, source, tag, address or 0, count)
+        self._receives.append(receive)
+        self._start(request, receive)
+        self._deliver()
+        return 0
+
+    def _test(self, request: int, flag: int, status: int) -> int:
+        number = ctypes.c_uint64.from_address(request).value
+        pending = self._requests.get(number)
+        self._deliver()
+        done, code = True, 0
+        if isinstance(pending, _Message):
+            done = pending.taken
+        elif isinstance(pending, _Receive):
+            done = pending.message is not None or pending.cancelled
+            if pending.message is not None:
+                arrived = pending.message.nbytes
+                ctypes.c_int64.from_address(status + _COUNT_AT).value = arrived
+                code = ERR_TRUNCATE if arrived > pending.room else 0
+        ctypes.c_int.from_address(flag).value = done
+        if done:
+            self._requests.pop(number, None)
+            ctypes.c_uint64.from_address(request).value = 0
+        return code
+
+    def _cancel(self, request: int) -> int:
+        pending = self._requests[ctypes.c_uint64.from_address(request).value]
+        if isinstance(pending, _Receive) and pending.message is None:
+            pending.cancelled = True
+            self._receives.remove(pending)
+        return 0
+
+    def _iprobe(self, source: int, tag: int, comm: int, flag: int, status: int) -> int:
+        wanted = (source, comm - _FIRST_HANDLE, tag)
+        found = [] if self.held else self._untaken(wanted)
+        ctypes.c_int.from_address(flag).value = bool(found)
+        if found:
+            ctypes.c_int64.from_address(status + _COUNT_AT).value = found[0].nbytes
+        return 0
+
+    def _get_count(self, status: int, _type: int, count: int) -> int:
+        nbytes = ctypes.c_int64.from_address(status + _COUNT_AT).value
+        ctypes.c_int.from_address(count).value = nbytes
+        return 0
+
+    def _error_class(self, code: int, found: int) -> int:
+        ctypes.c_int.from_address(found).value = code
+        return 0
+
+    def _error_string(self, code: int, text: int, length: int) -> int:
+        said = f"pretended error {code}\nin two lines".encode()
+        ctypes.memmove(text, said + b"\0", len(said) + 1)
+        ctypes.c_int.from_address(length).value = len(said)
+        return 0
+
+    def _iallreduce(self, *arguments: int) -> int:
+        self._start(arguments[-1], _Message(0, 0, 0, b"", 0, 0))  # never complete
+        return 0
+
+    # -- matching ------------------------------------------------------------------
+
+    def _start(self, request: int, pending: _Message | _Receive | None) -> None:
+        self._requests[self._next_request] = pending
+        ctypes.c_uint64.from_address(request).value = self._next_request
+        self._next_request += 1
+
+    def _untaken(self, wanted: tuple[int, int, int]) -> list[_Message]:
+        return [
+            m
+            for m in self._messages
+            if not m.taken and (m.source, m.dest, m.tag) == wanted
+        ]
+
+    def _deliver(self) -> None:
+        if self.held:
+            return
+        for receive in list(self._receives):
+            found = self._untaken((receive.source, receive.dest, receive.tag))
+            if not found:
+                continue
+            message = found[0]
+            nbytes = min(message.nbytes, receive.room)
+            if nbytes:
+                ctypes.memmove(receive.address, message.data or message.address, nbytes)
+            message.taken = True
+            receive.message = message
+            self._receives.remove(receive)
+        self._messages = [m for m in self._messages if not m.taken]
+
+
+class MpiRanks(LocalRanks):
+    """LocalRanks on pretended nodes: between them messages go through a FakeMpi."""
+
+    def __init__(self, mpi: FakeMpi, nodes: list[list[int]]) -> None:
+        self.mpi = mpi
+
+        def connect(world: Any, rank: int, size: int, timeout_s: float) -> Communicator:
+            launch = LaunchInfo("single", rank, size, "threads of one process")
+            mine = connect_world(world.bootstrap(rank), launch, in_process=True)
+            mine.timeout_s, mine.nodes = timeout_s, nodes
+            mine.mpi = _FIRST_HANDLE + rank
+            identity = mine.agree_id(range(size), "world")
+            return Communicator(mine, range(size), "local", identity)
+
+        with (
+            mock.patch.object(local, "_connect", connect),
+            mock.patch.object(_libmpi, "handle", lambda comm: comm),
+        ):
+            super().__init__(sum(map(len, nodes)))

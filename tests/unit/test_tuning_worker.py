@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a tuning launch: which calls are timed, in which turns, what is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tuning_recordings import DIRECT, NEAR
+
+from commrt.errors import UsageError
+from commrt.operations import operation
+from commrt.select.facts import Candidate
+from commrt.tuning import turns, worker
+from commrt.tuning.job import Item, Job
+from commrt.tuning.samples import Recording
+
+JOB = Job(("allreduce",), "float32", 1 << 16, False, 1, 1e9)
+
+
+class FakeSession:
+    """A session of one rank whose candidates do what the test wants."""
+
+    rank, size, facts = 0, 1, replace(NEAR, size=1, ppn=1, link_class="single")
+
+    def __init__(self, **calls: Callable[[Any], None]) -> None:
+        self._calls = calls
+        self.turns: list[int] = []
+        self.links: list[str] = []
+
+    def software(self) -> dict[str, object]:
+        return {"commrt": "0"}
+
+    def barrier(self) -> None: ...
+
+    def candidates(self, op: str, nbytes: int, dtype: str) -> Sequence[Candidate]:
+        return [Candidate("shm", name) for name in self._calls]
+
+    def model_us(self, op: str, nbytes: int, dtype: str, candidate: Candidate) -> float:
+        return 1e9 if candidate.algorithm == "hopeless" else 1.0
+
+    def buffers(self, op: str, nbytes: int, dtype: str) -> Any:
+        trial = SimpleNamespace(
+            x=np.empty(nbytes // 4, np.float32),
+            out=np.zeros(nbytes // 4, np.float32),
+            spec=operation(op).__dict__,
+            coll=op,
+            root=0,
+            num_x=nbytes // 4,
+        )
+        trial.fill_out = lambda: trial.out.fill(0)
+        return trial
+
+    def bind(self, trial: Any, candidate: Candidate) -> Callable[[], None]:
+        return lambda: self._calls[candidate.algorithm](trial)
+
+    def link_class(self) -> str:
+        return self.links.pop(0) if self.links else "near"
+
+    def turn_of(self, index: int) -> None:
+        self.turns.append(index)
+
+    def worst(self, values: list[float]) -> list[float]:
+        return values
+
+    def agree(self, value: float) -> float:
+        return value
+
+
+def _copy(trial: Any) -> None:
+    trial.out[:] = trial.x
+
+
+def _refuse(trial: Any) -> None:
+    raise UsageError("not for this size")
+
+
+def _measured(
+    job: Job = JOB, links: Sequence[str] = (), **calls: Callable[[Any], None]
+) -> list[dict[str, Any]]:
+    session = FakeSession(**calls)
+    session.links = list(links)
+    return _measured_by(session, job)
+
+
+def _measured_by(session: Any, job: Job) -> list[dict[str, Any]]:
+    lines: list[str] = []
+    worker.measure(session, replace(job, max_repetitions=4), lines.append)
+    return [json.loads(text) for text in lines]
+
+
+def _of(messages: list[dict[str, Any]], kind: str) -> set[str]:
+    return {message["candidate"] for message in messages if message["tune"] == kind}
+
+
+def test_only_right_results_are_timed() -> None:
+    def lazy(trial: Any) -> None: ...
+
+    messages = _measured(direct=_copy, lazy=lazy, refuse=_refuse)
+    assert _of(messages, "sample") == {"shm/direct"}
+    assert _of(messages, "wrong") == {"shm/lazy", "shm/refuse"}
+    assert messages[-1] == {"tune": "end"}
+
+
+def test_the_model_and_earlier_failures_shorten_the_list() -> None:
+    job = replace(JOB, excluded=(("allreduce", "shm/ring"),))
+    job = replace(job, skipped=(Item("allreduce", 8, "shm/direct"),))
+    messages = _measured(job, direct=_copy, ring=_copy, hopeless=_copy)
+    timed = [(m["candidate"], m["nbytes"]) for m in messages if m["tune"] == "begin"]
+    assert {candidate for candidate, _ in timed} == {"shm/direct"}
+    assert ("shm/direct", 8) not in timed
+    assert ("shm/direct", 32) in timed
+
+
+def test_the_order_is_random_by_seed_and_keeps_a_size_together() -> None:
+    def order(seed: int) -> list[tuple[int, str]]:
+        messages = _measured(replace(JOB, seed=seed), direct=_copy, ring=_copy)
+        begun = [m for m in messages if m["tune"] == "begin"]
+        return [(message["nbytes"], message["candidate"]) for message in begun]
+
+    assert order(1) == order(1) != order(2)
+    sizes_met = [nbytes for nbytes, _ in order(1)]
+    assert all(a == b for a, b in zip(sizes_met[::2], sizes_met[1::2], strict=True))
+
+
+class Clock:
+    """Time that passes only in calls, as long as each is said to take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now_ns = 0
+        monkeypatch.setattr(turns, "time", self)
+
+    def perf_counter_ns(self) -> int:
+        return self._now_ns
+
+    def monotonic(self) -> float:
+        return self._now_ns / 1e9
+
+    def copying_in(self, us: float) -> Callable[[Any], None]:
+        def call(trial: Any) -> None:
+            self._now_ns += round(us * 1000)
+            _copy(trial)
+
+        return call
+
+
+def test_the_candidates_of_a_size_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    session: Any = FakeSession(direct=clock.copying_in(1.0), ring=clock.copying_in(1.2))
+    job = replace(JOB, max_nbytes=8, relative_ci=-1.0)  # never narrow enough
+    worker.measure(session, replace(job, max_repetitions=20), lambda _: None)
+    numbers = session.turns[2:]
+    rounds = [set(numbers[at : at + 2]) for at in range(0, len(numbers), 2)]
+    assert len(rounds) >= 4
+    assert all(both == {0, 1} for both in rounds)
+    assert len({tuple(numbers[at : at + 2]) for at in range(0, len(numbers), 2)}) == 2
+
+
+def test_one_that_has_lost_gets_no_more_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    calls = {"direct": clock.copying_in(100), "slow": clock.copying_in(160)}
+    session: Any = FakeSession(**calls)
+    lines: list[str] = []
+    job = replace(JOB, max_nbytes=8, relative_ci=-1.0, max_repetitions=50)
+    worker.measure(session, job, lines.append)
+    messages = [json.loads(text) for text in lines]
+    counts = {m["candidate"]: len(m["us"]) for m in messages if m["tune"] == "sample"}
+    assert counts["shm/direct"] >= 50
+    assert counts["shm/slow"] <= 10
+
+
+def test_three_repetitions_are_enough_when_time_is_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    session: Any = FakeSession(direct=clock.copying_in(1e6))
+    lines: list[str] = []
+    job = replace(JOB, max_nbytes=8, relative_ci=-1.0, budget_s=1.0)
+    worker.measure(session, job, lines.append)
+    (sample,) = (m for m in map(json.loads, lines) if m["tune"] == "sample")
+    assert sample["us"] == [1e6] * 3
+
+
+def test_a_size_is_measured_once_more_when_the_links_change() -> None:
+    job = replace(JOB, max_nbytes=8)
+    messages = _measured(job, links=["near", "far", "far", "far"], direct=_copy)
+    assert [m["tune"] for m in messages if m["tune"] in ("begin", "sample")] == [
+        "begin",
+        "begin",
+        "sample",
+    ]
+    assert messages[-2]["link_class"] == "far"
+    changing = ["near", "far", "near", "far"]
+    assert "sample" not in {m["tune"] for m in _measured(job, changing, direct=_copy)}
+
+
+def test_samples_are_compared_within_the_state_they_were_taken_in() -> None:
+    recording = Recording()
+    facts = NEAR.__dict__
+    recording.add(0, False, {"tune": "hello", "facts": facts, "software": {}})
+    item = {"tune": "sample", "op": "bcast", "nbytes": 8, "candidate": str(DIRECT)}
+    recording.add(0, False, {**item, "us": [1.0]})
+    recording.add(0, False, {**item, "us": [2.0], "link_class": "far"})
+    near, far = recording.groups()
+    assert (near.link_class, far.link_class) == ("near", "far")
+    assert [one.us for one in recording.of(far, held_out=False)] == [(2.0,)]
+
+
+def test_a_spent_budget_ends_the_launch_cleanly() -> None:
+    messages = _measured(replace(JOB, budget_s=0.0), direct=_copy)
+    assert [message["tune"] for message in messages][-2:] == ["unfinished", "end"]

@@ -119,12 +119,43 @@ _INSTALL = (
 
 
 def load() -> Any:
-    """Import and return ``mpi4py.MPI``, which initialises MPI.
+    """Return ``mpi4py.MPI``, initialised as mpi4py does it on import.
 
     Raises BackendError with the package to install where mpi4py or libmpi is missing.
     """
+    mpi = imported()
+    if mpi4py_initialises() and not mpi.Is_initialized():
+        import mpi4py
+
+        level = getattr(mpi, f"THREAD_{mpi4py.rc.thread_level.upper()}")
+        mpi.Init_thread(level if mpi4py.rc.threads else mpi.THREAD_SINGLE)
+    return mpi
+
+
+def mpi4py_initialises() -> bool:
+    """Return whether the program left it to mpi4py to initialise MPI."""
+    import mpi4py
+
+    return bool(mpi4py.rc.initialize)
+
+
+def imported() -> Any:
+    """Return ``mpi4py.MPI``; MPI is not initialised unless it was imported before.
+
+    A library may end the process where it is started by the launcher of another one, so
+    its name is looked at first.
+    """
     try:
-        from mpi4py import MPI
+        import mpi4py
+
+        wanted = mpi4py.rc.initialize, mpi4py.rc.finalize
+        if wanted[1] is None:
+            mpi4py.rc.finalize = wanted[0]
+        mpi4py.rc.initialize = False
+        try:
+            from mpi4py import MPI
+        finally:
+            mpi4py.rc.initialize, mpi4py.rc.finalize = wanted
     except ImportError as error:
         raise BackendError(
             f"mpi4py cannot be imported ({error}): {_INSTALL}"

@@ -16,7 +16,7 @@ from typing import Literal
 from commrt import env
 from commrt.errors import UsageError
 
-__all__ = ["Kind", "LaunchInfo", "check_mpi_size", "detect"]
+__all__ = ["Kind", "LaunchInfo", "check_mpi_library", "check_mpi_size", "detect"]
 
 Kind = Literal["mpi", "torchrun", "slurm", "single"]
 
@@ -42,6 +42,16 @@ _MPI_VARIABLES = (
     ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
 )
 
+# Those that Open MPI's launcher cannot start; other names may be its descendants.
+_NOT_OPEN_MPI = ("MPICH", "Intel", "MVAPICH")
+
+_FOREIGN = (
+    "the launcher belongs to another MPI than the one mpi4py uses. Start the program "
+    "with that library's own mpiexec (for MPI from PyPI: the one in the bin folder of "
+    "this virtual environment, beside python), or reinstall mpi4py for the MPI of the "
+    "launcher. If MPI is not wanted here, set COMMRT_LAUNCH=single."
+)
+
 
 def detect(environ: Mapping[str, str] | None = None) -> LaunchInfo:
     """Return who started this process; ``COMMRT_LAUNCH`` overrides the order.
@@ -61,21 +71,30 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchInfo:
     )
 
 
+def check_mpi_library(launch: LaunchInfo, library: str) -> None:
+    """Raise UsageError where Open MPI's launcher started another library's ranks.
+
+    To be called before MPI is initialised: MPICH ends such a process in MPI_Init. (The
+    reverse is legal, as Open MPI may be started through PMI-2; check_mpi_size tells.)
+    """
+    if "OMPI_COMM_WORLD_SIZE" in launch.source and library.startswith(_NOT_OPEN_MPI):
+        raise UsageError(
+            f"{launch.source} started {launch.size} ranks, and mpi4py uses {library}: "
+            f"{_FOREIGN}"
+        )
+
+
 def check_mpi_size(launch: LaunchInfo, mpi_size: int, library: str) -> None:
     """Raise UsageError where MPI sees another number of ranks than the launcher.
 
-    MPICH's mpiexec in front of an mpi4py that is linked to Open MPI (or the reverse)
-    starts N worlds of one rank each: every rank would be 0 and nothing would talk.
+    MPICH's mpiexec in front of an mpi4py that is linked to Open MPI starts N worlds of
+    one rank each: every rank would be 0 and nothing would talk.
     """
     if launch.kind == "torchrun" or launch.size in (0, mpi_size):
         return
     raise UsageError(
         f"{launch.source} says {launch.size} ranks, but MPI ({library}) was started "
-        f"with {mpi_size}: the launcher belongs to another MPI than the one mpi4py "
-        f"uses. Start the program with that library's own mpiexec (for MPI from "
-        f"PyPI: the one in the bin folder of this virtual environment, beside "
-        f"python), or reinstall mpi4py for the MPI of the launcher. If MPI is not "
-        f"wanted here, set COMMRT_LAUNCH=single."
+        f"with {mpi_size}: {_FOREIGN}"
     )
 
 

@@ -10,7 +10,7 @@ from commrt.bootstrap.base import Bootstrap
 from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.bootstrap.single import SingleBootstrap
 from commrt.bootstrap.store import StoreBootstrap, torchrun_store
-from commrt.launch import LaunchInfo, check_mpi_size
+from commrt.launch import LaunchInfo, check_mpi_library, check_mpi_size
 
 __all__ = ["connect"]
 
@@ -30,6 +30,7 @@ def connect(launch: LaunchInfo, mpi_comm: Any = None) -> Bootstrap:
     if launch.kind == "torchrun":
         store = torchrun_store(launch.rank, launch.size, timeout_s)
         return StoreBootstrap(store, launch.rank, launch.size)
+    check_mpi_library(launch, _libmpi.library_name(_libmpi.imported()))
     mpi = _libmpi.load()
     check_mpi_size(launch, mpi.COMM_WORLD.Get_size(), _libmpi.library_name(mpi))
     return MpiBootstrap(mpi.COMM_WORLD, timeout_s)

@@ -16,6 +16,7 @@ from commrt.bench.import_cost import measure_import
 from commrt.bench.launch import PeerSpec, launch, make_job
 from commrt.bench.machine import describe_machine
 from commrt.bench.options import POINT_TO_POINT, osu_range, parse
+from commrt.console import until_reader_leaves
 from commrt.dtypes import dtype_by_name
 from commrt.errors import CommError, UsageError
 from commrt.launch import detect
@@ -29,7 +30,8 @@ _SELF = PeerSpec("commrt", "commrt", sys.executable)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return 0, 1 (a wrong result) or 2 (usage, launch)."""
     try:
-        return _dispatch(parse(argv))
+        args = parse(argv)
+        return until_reader_leaves(lambda: _dispatch(args))
     except CommError as error:
         print(f"commrt.bench: {error}", file=sys.stderr)
         return 2

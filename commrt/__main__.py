@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from commrt.console import until_reader_leaves
 from commrt.errors import CommError, suggest
 
 __all__ = ["main"]
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"commrt: unknown command {command!r}{hint}", file=sys.stderr)
         return 2
     try:
-        return _run(command, options)
+        return until_reader_leaves(lambda: _run(command, options))
     except CommError as error:
         print(f"commrt {command}: {error}", file=sys.stderr)
         return 1

@@ -119,12 +119,12 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "COMMRT_DEBUG",
-        "off|check|trace",
+        "off|check",
         "off",
         "check compares every operation across ranks before data moves, and names "
-        "the calls that differ; trace does the same so far.",
+        "the calls that differ.",
         True,
-        _choice("off", "check", "trace"),
+        _choice("off", "check"),
     ),
     Variable(
         "COMMRT_LAUNCH",

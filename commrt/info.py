@@ -106,8 +106,14 @@ def _backends() -> Iterator[str]:
 def _algorithms() -> Iterator[str]:
     from commrt import algorithms
 
+    yield "L: few steps, for short messages; B: few bytes, for long ones"
     for coll in COLLECTIVES:
-        yield f"{coll:<15} {', '.join(algorithms.names(coll))}"
+        marked = []
+        for name in algorithms.names(coll):
+            one = algorithms.get(coll, name)
+            marks = "L" * one.latency + "B" * one.bandwidth
+            marked.append(f"{name} ({marks})" if marks else name)
+        yield f"{coll:<15} {', '.join(marked)}"
 
 
 def _table() -> Iterator[str]:

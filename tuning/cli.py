@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from commrt.console import until_reader_leaves
 from commrt.dtypes import dtype_by_name
-from commrt.errors import CommError, TableError, UsageError
+from commrt.errors import CommError, TableError, UsageError, suggest
 from commrt.launch import detect
 from commrt.operations import COLLECTIVES, operation
 from commrt.select.facts import LINK_CLASSES, CommFacts, Query
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     arguments = make_parser().parse_args(argv)
     try:
-        return int(arguments.command(arguments))
+        return until_reader_leaves(lambda: int(arguments.command(arguments)))
     except CommError as error:
         print(f"commrt-tune: {error}", file=sys.stderr)
         return 1
@@ -68,7 +69,11 @@ def make_parser() -> argparse.ArgumentParser:
     explained.add_argument("nbytes", type=_nbytes, metavar="BYTES")
     explained.add_argument("--ranks", type=int, default=2)
     explained.add_argument("--nodes", type=int, default=1)
-    explained.add_argument("--link-class", choices=LINK_CLASSES, default="near")
+    explained.add_argument(
+        "--link-class",
+        choices=LINK_CLASSES,
+        help="default: near, or oversubscribed where ranks outnumber the cores here",
+    )
     explained.add_argument("--dtype", type=_dtype, default="float32")
     return parser
 
@@ -139,12 +144,14 @@ def _show(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     redop = "sum" if operation(arguments.op).reduces else None
     query = Query(arguments.op, arguments.nbytes, arguments.dtype, op=redop)
+    ppn, cores = -(-arguments.ranks // arguments.nodes), available_cores()
     facts = CommFacts(
         size=arguments.ranks,
         nodes=arguments.nodes,
-        ppn=-(-arguments.ranks // arguments.nodes),
-        cores=available_cores(),
-        link_class=arguments.link_class,
+        ppn=ppn,
+        cores=cores,
+        link_class=arguments.link_class
+        or ("near" if ppn <= cores else "oversubscribed"),
     )
     print(explain(_table(arguments.table), query, facts))
     return 0
@@ -154,7 +161,7 @@ def _lint(arguments: argparse.Namespace) -> int:
     findings = lint(_table(arguments.table))
     for finding in findings:
         print(finding)
-    print(f"{len(findings)} findings" if findings else "nothing found")
+    print(f"{len(findings) or 'nothing'} found")
     return 0
 
 
@@ -223,8 +230,10 @@ def _ops(text: str) -> tuple[str, ...]:
     ops = tuple(part.strip() for part in text.split(",") if part.strip())
     unknown = [op for op in ops if op not in COLLECTIVES]
     if unknown or not ops:
-        names = ", ".join(COLLECTIVES)
-        raise argparse.ArgumentTypeError(f"unknown operation {unknown}: known: {names}")
+        hint = suggest(unknown[0] if unknown else "", COLLECTIVES)
+        raise argparse.ArgumentTypeError(
+            f"unknown operation {', '.join(unknown)}{hint}"
+        )
     return ops
 
 

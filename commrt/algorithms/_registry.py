@@ -77,7 +77,7 @@ def algorithm(
         params: values of each integer parameter, the default first, or a function
             that returns them for a number of ranks.
         supports: whether a number of ranks is supported; all are, if left out.
-        latency: it has few steps: made for short messages. For readers and tests; the
+        latency: it has few steps: made for short messages. ``info`` shows it; the
             model counts the steps itself.
         bandwidth: it moves few bytes: made for long messages; likewise.
         ordered: contributions are combined in rank order.

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from typing import Any
 
 from commrt import algorithms
@@ -42,12 +44,24 @@ def _schedule_us(
     params: dict[str, Any],
     transport: Transport,
 ) -> float:
-    schedule = algorithms.schedule(
-        query.coll, name, facts.size, query.root or 0, params
-    )
     one = constants(facts.link_class, transport)
     full = full_nbytes(query, facts.size)
-    return cost(schedule, full, one.alpha_us, one.beta_us, one.gamma_us)
+    try:
+        schedule = algorithms.schedule(
+            query.coll, name, facts.size, query.root or 0, params
+        )
+        return cost(schedule, full, one.alpha_us, one.beta_us, one.gamma_us)
+    except Exception as error:
+        if algorithms.get(query.coll, name).built_in:
+            raise
+        # A third party's mistake must not take the others' default choice with it.
+        warnings.warn(
+            f"{query.coll} algorithm {name!r} is left out for {facts.size} ranks: "
+            f"{type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return math.inf
 
 
 def full_nbytes(query: Query, size: int) -> int:

@@ -64,6 +64,8 @@ def _load(name: str) -> str:
     """Import ``path.py:name`` or ``module:name``; return the algorithm's name."""
     where, colon, algorithm = name.rpartition(":")
     if not colon:
+        if name.endswith(".py"):
+            raise UsageError(f"{name} is a file: say which algorithm, as {name}:NAME")
         return name
     try:
         if where.endswith(".py"):

@@ -55,8 +55,8 @@ class Explanation:
     def __str__(self) -> str:
         facts = self.facts
         where = (
-            f"{facts.size} ranks, {facts.nodes} nodes, at most {facts.ppn} per node, "
-            f"{facts.cores} cores, {facts.link_class} links"
+            f"{facts.size} ranks, {facts.nodes} node{'s' * (facts.nodes > 1)}, at most "
+            f"{facts.ppn} per node, {facts.cores} cores, {facts.link_class} links"
         )
         lines = [
             f"{self.query}: {self.choice.candidate}",

@@ -183,3 +183,23 @@ def test_others_can_add_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert algorithms.get("bcast", "even_only").doc == "Say what it does."
     with pytest.raises(UsageError, match="does not support 3 ranks"):
         algorithms.schedule("bcast", "even_only", 3)
+
+
+def test_an_authors_mistake_leaves_the_others_choice_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from commrt.algorithms import _registry
+    from commrt.backends.prediction import predicted_us
+    from commrt.select.facts import Candidate, CommFacts, Query
+
+    monkeypatch.setattr(_registry, "_ALGORITHMS", dict(_registry._ALGORITHMS))
+
+    @algorithms.algorithm("bcast", "hasty")
+    def author(b: Builder) -> None:
+        raise ZeroDivisionError("ranks - 2")
+
+    facts = CommFacts(size=2, nodes=1, ppn=2, cores=2, link_class="near")
+    query = Query("bcast", 64, "float32")
+    with pytest.warns(RuntimeWarning, match="'hasty' is left out for 2 ranks: ZeroDiv"):
+        assert predicted_us(facts, query, Candidate("shm", "hasty")) == float("inf")
+    assert predicted_us(facts, query, Candidate("shm", "direct")) < 100

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 # Lowest first; modules of one layer may import each other, but not in a circle.
 LAYERS = (
-    ("errors", "dtypes", "operations", "env"),
+    ("errors", "dtypes", "operations", "env", "console"),
     ("_native",),
     ("_libmpi", "memory_limit", "launch", "bootstrap", "arena", "mpiexec"),
     ("schedule",),

@@ -11,8 +11,7 @@ WHEELS := build/wheels
 TYPED := build/types
 TUNE_ARGS ?=
 TEST_ARGS ?= -q
-# For test-torch. PyPI's build for Linux brings CUDA, gigabytes of it; one without:
-# make test-torch TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+# For test-torch; PyPI's build for Linux brings CUDA, gigabytes of it. Also a wheel file.
 TORCH ?= torch==2.13.0
 # make test SEED=123 draws the same samples as the run that printed 123.
 SEED ?=

@@ -173,6 +173,10 @@ class Request:
     def __bool__(self) -> bool: ...
     def __repr__(self) -> str: ...
     @property
+    def device(self) -> Any:
+        """Number of the device of its buffers; None for host memory."""
+
+    @property
     def done(self) -> bool:
         """Whether the operation has ended, without progress."""
 
@@ -191,6 +195,10 @@ class Request:
     @property
     def source(self) -> int:
         """Rank a receive took its message from."""
+
+    @property
+    def stream(self) -> Any:
+        """Stream it is ordered with, as an integer; None for host memory."""
 
     def synchronize(self, *, timeout_s: Any | None = None) -> Any:
         """Block the host until the operation is complete; for host arrays the same as

@@ -124,6 +124,10 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("received_nbytes", &Request::received_nbytes,
                    "Bytes that a receive has taken; -1 for other operations.")
       .def_prop_ro("source", &Request::source, "Rank a receive took its message from.")
+      .def_prop_ro("device", &Request::device,
+                   "Number of the device of its buffers; None for host memory.")
+      .def_prop_ro("stream", &Request::stream,
+                   "Stream it is ordered with, as an integer; None for host memory.")
       .def("__repr__", &Request::repr)
       .def("__bool__", [](const Request& self) -> bool {
         throw nb::type_error(("the truth of a request is not its completion: call test() or "
@@ -176,8 +180,9 @@ void bind_group(nb::module_& m) {
       .def("_not_started", [](const Group& g, uint64_t seq) { return g.comm->not_started(seq); })
       .def("_remember_plan",
            [](Group& g, int64_t count, int coll, int dtype, int redop, int root, PlanPtr plan) {
-             g.remember_plan({count, PlanKey::pack(coll, static_cast<DType>(dtype), redop), root},
-                             std::move(plan));
+             const uint32_t what =
+                 PlanKey::pack(coll, static_cast<DType>(dtype), redop, plan->device);
+             g.remember_plan({count, what, root}, std::move(plan));
            })
       .def("_forget_plans", &Group::forget_plans)
       .def("_records", &records_of)

@@ -101,7 +101,7 @@ std::shared_ptr<Op> Comm::fresh_op() {
   return op;
 }
 
-void Comm::note(uint64_t seq, const Plan& plan) {
+void Comm::note(uint64_t seq, const Plan& plan, uint64_t stream) {
   Record& record = records[seq % kRecords];
   record.seq = seq;
   record.count = std::max(plan.in_elems, plan.out_elems);
@@ -112,6 +112,8 @@ void Comm::note(uint64_t seq, const Plan& plan) {
   record.dtype = static_cast<uint8_t>(plan.dtype);
   record.redop = static_cast<uint8_t>(plan.redop);
   record.state = 0;
+  record.stream = stream;
+  record.device = plan.device;
   record.plan = &plan;
 }
 
@@ -127,7 +129,7 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
   if (arena != nullptr) {
     header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
   }
-  note(op->seq, *plan);
+  note(op->seq, *plan, op->stream);
 
   // Issue order decides: an operation may not overtake an older one that waits for a lane,
   // so with others in flight this one is only queued and run by progress().

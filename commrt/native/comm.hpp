@@ -87,6 +87,7 @@ class Op {
   std::shared_ptr<const Plan> plan;
   Comm* comm = nullptr;
   uint64_t seq = 0;
+  uint64_t stream = 0;  // the caller's, for buffers on a device
   Store store = Store::Plain;
   uint64_t timed_from = 0;  // ticks at the start of a run that is timed, else 0
   const unsigned char* in = nullptr;
@@ -184,8 +185,8 @@ struct Record {
   uint64_t end_ticks = 0;  // 0: in flight, or run from the caller's stack
   int16_t coll = 0, root = 0;
   uint8_t dtype = 0, redop = 0, state = 0, blocking = 0;
-  uint64_t stream = 0;  // device operations fill these
-  int32_t device = -1;
+  uint64_t stream = 0;  // of an operation on a device
+  int32_t device = kHost;
   const Plan* plan = nullptr;  // identity only: the plan may be gone
 };
 
@@ -263,7 +264,7 @@ class Comm {
   std::shared_ptr<Op> go_on(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
                             uint64_t seq, size_t done, int lane, const unsigned char* tmp,
                             Store store, uint64_t timed_from);
-  void note(uint64_t seq, const Plan& plan);
+  void note(uint64_t seq, const Plan& plan, uint64_t stream);
   int acquire_lane();
   void release_lane(Op& op);
   unsigned char* lane_base(int lane) const;

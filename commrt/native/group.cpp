@@ -255,6 +255,15 @@ int64_t Request::received_nbytes() const {
 
 int Request::source() const { return op_->p2p ? op_->p2p->source : -1; }
 
+nb::object Request::device() const {
+  const int device = op_->plan ? op_->plan->device : kHost;
+  return device == kHost ? nb::none() : nb::object(nb::int_(device));
+}
+
+nb::object Request::stream() const {
+  return device().is_none() ? nb::none() : nb::object(nb::int_(op_->stream));
+}
+
 nb::str Request::what() const {
   const Group& group = nb::cast<Group&>(group_);
   if (op_->p2p) return nb::str("{} on {}").format(operation_, group.comm->name);

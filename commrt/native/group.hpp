@@ -23,8 +23,8 @@ struct View {
   int64_t count = 0;
   DType dtype = DType::F32;
   bool writable = false;
-  uint64_t stream = 0;  // device arrays fill these
-  int device = -1;
+  uint64_t stream = 0;  // of an array on a device
+  int device = kHost;
 };
 
 // Fills `view` from a C-contiguous, native-endian numpy array of a known type. False, with
@@ -34,14 +34,14 @@ void register_numpy_type(int type_num, int dtype_code);
 
 struct PlanKey {
   int64_t count;
-  uint32_t what;  // operation, dtype, reduction
+  uint32_t what;  // operation, dtype, reduction, kind of device
   int32_t root;
   bool operator==(const PlanKey& other) const {
     return count == other.count && what == other.what && root == other.root;
   }
-  static uint32_t pack(int coll, DType dtype, int redop) {
+  static uint32_t pack(int coll, DType dtype, int redop, int device) {
     return static_cast<uint32_t>(coll) | static_cast<uint32_t>(dtype) << 8 |
-           static_cast<uint32_t>(redop) << 16;
+           static_cast<uint32_t>(redop) << 16 | static_cast<uint32_t>(device != kHost) << 24;
   }
 };
 
@@ -97,6 +97,8 @@ class Request {
   nb::str what() const;  // "allreduce #17 on world"
   int64_t received_nbytes() const;
   int source() const;
+  nb::object device() const;
+  nb::object stream() const;
   nb::str repr() const;
   nb::object outcome_after(WaitResult ended, double seconds);
 

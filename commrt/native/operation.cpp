@@ -136,7 +136,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
       return slow();
     }
   }
-  const PlanKey key{x.count, PlanKey::pack(self->coll, x.dtype, reduction),
+  const PlanKey key{x.count, PlanKey::pack(self->coll, x.dtype, reduction, x.device),
                     static_cast<int32_t>(root)};
   const PlanPtr* found = group.find_plan(key);
   if (found == nullptr) return slow();

@@ -92,6 +92,7 @@ class Plan {
   DType dtype = DType::F32;
   RedOp redop = RedOp::Sum;
   int root = 0;
+  int device = kHost;     // where the buffers are
   int64_t in_elems = 0;   // 0 where this rank has no send buffer
   int64_t out_elems = 0;  // 0 where this rank has no output
   bool returns_out = false;  // the caller gets its array back even where nothing is written

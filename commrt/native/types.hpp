@@ -17,6 +17,8 @@ enum class RedOp : std::uint8_t {
 };
 constexpr int kNumRedOps = 12;
 
+constexpr int kHost = -1;  // as the number of a device
+
 constexpr std::size_t item_size(DType dtype) {
   constexpr std::uint8_t sizes[kNumDTypes] = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 8, 16};
   return sizes[static_cast<int>(dtype)];

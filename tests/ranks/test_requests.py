@@ -57,6 +57,7 @@ def test_request_describes_itself() -> None:
         assert repr(requests[0]) == "<commrt.Request allreduce #0 on local: pending>"
         assert (requests[0].operation, requests[0].seq) == ("allreduce", 0)
         assert (requests[0].received_nbytes, requests[0].source) == (-1, -1)
+        assert (requests[0].device, requests[0].stream) == (None, None)
         finish(ranks, *requests)
         assert repr(requests[1]) == "<commrt.Request allreduce #0 on local: done>"
         wait_all(requests)

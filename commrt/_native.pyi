@@ -208,6 +208,10 @@ class Request:
     def test(self) -> bool:
         """Run a little progress; True once complete. Raises the operation's error."""
 
+    @property
+    def timeout_s(self) -> float:
+        """Default limit of its waits, in seconds."""
+
     def wait(self, *, stream: Any | None = None, timeout_s: Any | None = None) -> Any:
         """Return the operation's output once it is complete. Idempotent; raises the
         same error every time. timeout_s defaults to the communicator's. Ctrl-C

@@ -444,7 +444,9 @@ class Communicator(GroupCreation, Operations):
         self._world.meet(self._ranks, f"comm{self._identity}/{purpose}")
         mpi = self._world.mpi
         group = mpi.Get_group().Incl(list(self._ranks))
-        created = mpi.Create_group(group, tag=1)
+        # A tag of its own: threads may make several communicators at once.
+        tag = FIRST_TAG + 2 * self._identity + (purpose == "native")
+        created = mpi.Create_group(group, tag=tag)
         group.Free()
         return created
 

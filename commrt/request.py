@@ -57,9 +57,14 @@ def _deadline(what: str, timeout_s: float | None) -> float | None:
 def wait_any(
     requests: Sequence[Request], *, timeout_s: float | None = None
 ) -> tuple[int, Any]:
-    """Wait until one request is complete; return its index and its output."""
+    """Wait until one request is complete; return its index and its output.
+
+    timeout_s defaults to the longest of the requests' own limits.
+    """
     if not requests:
         raise UsageError("wait_any: no requests given")
+    if timeout_s is None:
+        timeout_s = max(request.timeout_s for request in requests)
     deadline = _deadline("wait_any", timeout_s)
     while True:
         for index, request in enumerate(requests):

@@ -67,8 +67,8 @@ def make_parser() -> argparse.ArgumentParser:
     compared.add_argument("recordings", nargs=2, type=Path, metavar="RAW")
     explained.add_argument("op", metavar="OPERATION")
     explained.add_argument("nbytes", type=_nbytes, metavar="BYTES")
-    explained.add_argument("--ranks", type=int, default=2)
-    explained.add_argument("--nodes", type=int, default=1)
+    explained.add_argument("--ranks", type=_positive, default=2)
+    explained.add_argument("--nodes", type=_positive, default=1)
     explained.add_argument(
         "--link-class",
         choices=LINK_CLASSES,
@@ -102,7 +102,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--dtype", type=_dtype, default="float32")
     add("--seed", type=int, default=1, help="of the order of measurement")
     add("--mpiexec", metavar="PATH", help="launcher (default: beside python, or PATH)")
-    add("--hang", type=_seconds, default=10.0, metavar="S", help="silence allowed (10)")
+    add("--hang", type=_seconds, default=30.0, metavar="S", help="silence allowed (30)")
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -12,11 +12,12 @@ from typing import Any
 from commrt.dtypes import dtype_by_name
 from commrt.operations import operation
 
-__all__ = ["Item", "Job", "Turn", "size_pairs", "sizes"]
+__all__ = ["NOBODY", "Item", "Job", "Turn", "size_pairs", "sizes"]
 
 _SMALLEST_NBYTES = 8
 _TURN_NBYTES = 8
-_NOBODY = -1
+NOBODY = -1
+"""Number of no item."""
 _STEP = 4
 
 
@@ -89,17 +90,16 @@ class Turn:
     @staticmethod
     def create(path: str) -> None:
         """Write the file, for no item."""
-        Path(path).write_bytes(_NOBODY.to_bytes(_TURN_NBYTES, "little", signed=True))
+        Path(path).write_bytes(NOBODY.to_bytes(_TURN_NBYTES, "little", signed=True))
 
     def set(self, index: int) -> None:
         """Say that item ``index`` runs now."""
         self._map[:] = index.to_bytes(_TURN_NBYTES, "little", signed=True)
 
     @staticmethod
-    def read(path: str) -> int | None:
-        """Return which item ran last, None if none did."""
-        index = int.from_bytes(Path(path).read_bytes(), "little", signed=True)
-        return None if index == _NOBODY else index
+    def read(path: str) -> int:
+        """Return which item ran last; NOBODY if none did."""
+        return int.from_bytes(Path(path).read_bytes(), "little", signed=True)
 
 
 def sizes(op: str, size: int, job: Job) -> list[int]:

@@ -67,7 +67,12 @@ def run_launches(options: Options, progress: Progress, start: Start) -> Recordin
             launch = _Launch(
                 recording, options, progress, next(numbers), ranks, held_out
             )
-            launch.run(start, max(_SMALLEST_SHARE_S, share_s))
+            try:
+                launch.run(start, max(_SMALLEST_SHARE_S, share_s))
+            except BackendError as error:
+                if not recording.samples:
+                    raise
+                progress.note(f"commrt-tune: a launch is left out: {error}")
         return begin_s - progress.left_s
 
     longest_s = 0.0
@@ -114,7 +119,7 @@ class _Launch:
                 return
             item = self._running
             if ended.turn is not None:
-                item = self._begun.get(ended.turn, item)
+                item = self._begun.get(ended.turn)
             if item is None:
                 raise BackendError(
                     f"{self._ranks} ranks could not be measured: {ended.reason}"
@@ -182,8 +187,8 @@ def losers(recording: Recording, ranks: int, ratio: float = 1.5) -> list[Item]:
     """Return what later launches need not repeat.
 
     That is what took more than ``ratio`` times the best of its launch, in every launch
-    so far. The library's own collective is always repeated: it is what people compare
-    with.
+    so far and in two at least, as one may have met another state of the machine. The
+    library's own collective is always repeated: it is what people compare with.
     """
     cells: dict[tuple[int, str, int], dict[str, float]] = {}
     for sample in recording.samples:
@@ -191,14 +196,16 @@ def losers(recording: Recording, ranks: int, ratio: float = 1.5) -> list[Item]:
         if launch.facts.size == ranks and not launch.held_out and sample.us:
             cell = (sample.launch, sample.op, sample.nbytes)
             cells.setdefault(cell, {})[str(sample.candidate)] = median(sample.us)
-    lost: dict[Item, bool] = {}
+    lost: dict[Item, list[bool]] = {}
     for (_, op, nbytes), times in cells.items():
         best = min(times.values())
         for candidate, us in times.items():
-            item = Item(op, nbytes, candidate)
-            lost[item] = us > ratio * best and lost.get(item, True)
+            verdicts = lost.setdefault(Item(op, nbytes, candidate), [])
+            verdicts.append(us > ratio * best)
     return [
-        item for item, always in lost.items() if always and item.candidate != NATIVE
+        item
+        for item, verdicts in lost.items()
+        if all(verdicts) and len(verdicts) >= 2 and item.candidate != NATIVE
     ]
 
 

@@ -24,7 +24,7 @@ from commrt.bench.timing_loop import Call, Trial
 from commrt.errors import CommError
 from commrt.select.facts import Candidate
 from commrt.tuning import check
-from commrt.tuning.job import Item, Job, sizes
+from commrt.tuning.job import NOBODY, Item, Job, sizes
 from commrt.tuning.samples import line
 from commrt.tuning.table_writer import NATIVE
 from commrt.tuning.turns import ready, take_turns
@@ -97,6 +97,7 @@ def _measure_cell(
         else:
             runners.append(ready(session, item, numbers[item], call))
     take_turns(session, job, runners, share_s, session.turn_of)
+    session.turn_of(NOBODY)
     if session.link_class() != before:
         return False
     for runner in runners:

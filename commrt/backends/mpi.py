@@ -62,7 +62,9 @@ class MpiBackend:
     def _keeps_the_rules(self, query: Query) -> bool:
         constants = _constants()
         dtype = dtype_by_name(query.dtype)
-        if query.nbytes // dtype.itemsize > _INT_MAX:
+        # What only moves is counted in bytes.
+        unit = 1 if query.op is None else dtype.itemsize
+        if query.nbytes // unit > _INT_MAX:
             return False
         if query.op is None:
             return True

@@ -124,6 +124,8 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("received_nbytes", &Request::received_nbytes,
                    "Bytes that a receive has taken; -1 for other operations.")
       .def_prop_ro("source", &Request::source, "Rank a receive took its message from.")
+      .def_prop_ro("timeout_s", &Request::timeout_s,
+                   "Default limit of its waits, in seconds.")
       .def_prop_ro("device", &Request::device,
                    "Number of the device of its buffers; None for host memory.")
       .def_prop_ro("stream", &Request::stream,

@@ -20,7 +20,8 @@ class PersistentCall {
 
   nb::object run(bool nonblocking) {
     Group& group = *nb::inst_ptr<Group>(group_);
-    if (group.slow || Engine::forked.load(std::memory_order_relaxed)) {
+    if (group.slow || group.comm->broken.load(std::memory_order_relaxed) ||
+        Engine::forked.load(std::memory_order_relaxed)) {
       group_.attr("_check_usable")();
     }
     return run_plan(group_, plan_, in_, out_, keep_x_, keep_out_, result_, operation_,

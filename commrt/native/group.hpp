@@ -97,6 +97,7 @@ class Request {
   nb::str what() const;  // "allreduce #17 on world"
   int64_t received_nbytes() const;
   int source() const;
+  double timeout_s() const { return timeout_s_; }
   nb::object device() const;
   nb::object stream() const;
   nb::str repr() const;

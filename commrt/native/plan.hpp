@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -86,7 +87,9 @@ struct ShortInstr {
   size_t slot_offset;  // from the start of the lane
 };
 
-class Plan {
+// Python and the engine share plans by one count: a plan that dies in the engine, under its
+// lock, must not need the GIL.
+class Plan : public std::enable_shared_from_this<Plan> {
  public:
   int coll = 0;
   DType dtype = DType::F32;

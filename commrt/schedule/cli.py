@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as exc:
         print(f"commrt verify: {exc}", file=sys.stderr)
         return 2
-    ranks = f"{sizes[0]}..{sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
+    whole = list(sizes) == list(range(sizes[0], sizes[-1] + 1))
+    ranks = f"{sizes[0]}..{sizes[-1]}" if whole and len(sizes) > 1 else args.ranks
     verdict = "WRONG" if failures else "right"
     print(f"{name} is {verdict} for {', '.join(colls)} on {ranks} ranks")
     return 1 if failures else 0

@@ -148,7 +148,7 @@ def test_mpi4py_without_an_mpi_names_the_extra(
     """As after pip install mpi4py alone: its wheel brings no library."""
     package = tmp_path / "mpi4py"
     package.mkdir()
-    (package / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("class rc: initialize, finalize = True, None")
     (package / "MPI.py").write_text(
         "raise RuntimeError('cannot load MPI library\\nlong explanation')"
     )

@@ -17,7 +17,7 @@ from commrt.errors import UsageError
 from commrt.operations import operation
 from commrt.select.facts import Candidate
 from commrt.tuning import turns, worker
-from commrt.tuning.job import Item, Job
+from commrt.tuning.job import NOBODY, Item, Job
 from commrt.tuning.samples import Recording
 
 JOB = Job(("allreduce",), "float32", 1 << 16, False, 1, 1e9)
@@ -154,7 +154,8 @@ def test_the_candidates_of_a_size_take_turns(monkeypatch: pytest.MonkeyPatch) ->
     session: Any = FakeSession(direct=clock.copying_in(1.0), ring=clock.copying_in(1.2))
     job = replace(JOB, max_nbytes=8, relative_ci=-1.0)  # never narrow enough
     worker.measure(session, replace(job, max_repetitions=20), lambda _: None)
-    numbers = session.turns[2:]
+    *numbers, last = session.turns[2:]
+    assert last == NOBODY
     rounds = [set(numbers[at : at + 2]) for at in range(0, len(numbers), 2)]
     assert len(rounds) >= 4
     assert all(both == {0, 1} for both in rounds)

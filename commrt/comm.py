@@ -428,13 +428,17 @@ class Communicator(GroupCreation, Operations):
             ),
         )
 
+    def use_native_comm(self, mpi_comm: Any) -> None:
+        """Run the library's own collectives on ``mpi_comm``, where nobody else does."""
+        self._native_comm = mpi_comm
+
     def native_mpi_handle(self) -> int:
         """Return the MPI communicator for the library's own collectives.
 
-        Made when the first plan needs it: sub-communicators would otherwise use up
-        the few thousand that MPI libraries have. The ranks first meet through the
-        bootstrap, making progress meanwhile, so nobody waits inside MPI for a rank
-        that is still busy elsewhere.
+        Made when the first plan needs it, which is then collective: sub-communicators
+        would otherwise use up the few thousand that MPI libraries have. The ranks first
+        meet through the bootstrap, making progress meanwhile, so nobody waits inside
+        MPI for a rank that is still busy elsewhere.
         """
         if self._native_comm is None:
             self._native_comm = self._create_mpi("native")

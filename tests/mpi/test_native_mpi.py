@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -139,3 +140,59 @@ def overridden() -> str:
 def test_the_environment_can_ask_for_it(mpirun: Any) -> None:
     env = {"COMMRT_ALGORITHM": "allreduce:mpi/native"}
     assert mpirun(2, overridden, env=env) == [NATIVE] * 2
+
+
+def started_before_a_message() -> list[float]:
+    """Rank 1 comes to the collective after a message that rank 0 sends meanwhile."""
+    comm = commrt.init()
+    token, x = np.zeros(1), np.ones(3)
+    if comm.rank == 0:
+        request = comm.allreduce(x, algorithm=NATIVE, nonblocking=True)
+        comm.send(token, dest=1)
+        request.wait()
+    else:
+        if comm.rank == 1:
+            comm.recv(token, source=0)
+        comm.allreduce(x, algorithm=NATIVE)
+    total: list[float] = x.tolist()
+    return total
+
+
+def test_a_nonblocking_start_waits_for_nobody(mpirun: Any) -> None:
+    assert mpirun(3, started_before_a_message) == [[3.0] * 3] * 3
+
+
+def threads_with_communicators_of_their_own() -> list[Any]:
+    world = commrt.init()
+    wrong: list[Any] = []
+
+    def work(number: int, comm: Any) -> None:
+        for step in range(60):
+            count = (3, 100, 5000, 40000)[step % 4]
+            x = np.full(count, float(comm.rank + number + step), np.float32)
+            y = np.empty_like(x)
+            comm.allreduce(x, out=y, algorithm=NATIVE if step % 2 else None)
+            expected = sum(rank + number + step for rank in range(comm.size))
+            if not np.all(y == expected):
+                wrong.append([number, step, float(y[0]), expected])
+            if step % 20 == 0:
+                comm._forget_plans()  # so that plans die while others run
+
+    comms = [world.dup() for _ in range(3)]
+    threads = [
+        threading.Thread(target=work, args=(number, comm))
+        for number, comm in enumerate(comms)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_threads_with_communicators_of_their_own_do_not_meet(
+    mpirun: Any, size: int
+) -> None:
+    found = mpirun(size, threads_with_communicators_of_their_own)
+    assert found == [[]] * size

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +18,17 @@ from commrt.backends.base import PlanSpec
 from commrt.backends.planning import LANE_NBYTES
 from commrt.backends.prediction import predicted_us
 from commrt.dtypes import dtype_by_name, reduce_op
-from commrt.errors import UsageError
+from commrt.errors import BackendError, UsageError
 from commrt.failures import watch_forks
 from commrt.group_creation import GroupCreation
 from commrt.links import agree_link_class, measure_links, spins_for
+from commrt.native_comms import Lease
 from commrt.operations import OPERATIONS, OpSpec, operation, rule_nbytes
 from commrt.persistent import Plans
 from commrt.safety.check import Checker
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.policy import Explanation, Policy
-from commrt.world import FIRST_TAG, World
+from commrt.world import FIRST_TAG, NATIVE, World
 
 if TYPE_CHECKING:
     from commrt.signatures import Operations
@@ -71,12 +73,16 @@ class Communicator(GroupCreation, Operations):
         identity: int,
         *,
         may_check: bool = True,
+        native_comm: Any = None,
     ) -> None:
         """Collective over ``ranks`` (ranks of the world); users call ``commrt.init``.
 
         ``may_check`` is False for the communicator that check mode itself uses.
+        ``native_comm``: an mpi4py communicator of these ranks where nobody else runs
+        collectives.
         """
         watch_forks()
+        world.free_lingering()
         self._world = world
         self._ranks = tuple(ranks)
         self._identity = identity
@@ -84,6 +90,7 @@ class Communicator(GroupCreation, Operations):
         self._closed = None
         self._plans: dict[Any, Any] = {}
         self._native_comm: Any = None
+        self._lease: Lease | None = None
         self._own_mpi: Any = None
         self._derived = 0
         super().__init__(world.engine, self._ranks.index(world.rank), len(ranks), name)
@@ -92,8 +99,17 @@ class Communicator(GroupCreation, Operations):
         self._attach(identity)
         self.facts = self._agree_facts()
         self._set_spins(spins_for(self.facts))
+        self._native_comm = native_comm
+        if native_comm is None and may_check and world.picks_native(self.facts):
+            self._lease_native_comm()
+        self._unasked_native = self._native_comm is not None
         self._policy = Policy(
-            self.facts, world.table, self._candidates, self._cost, world.overrides
+            self.facts,
+            world.table,
+            self._candidates,
+            self._cost,
+            world.overrides,
+            self._only_on_request,
         )
         self._checker: Checker | None = None
         if may_check and self.size > 1 and Checker.is_wanted():
@@ -158,9 +174,36 @@ class Communicator(GroupCreation, Operations):
         self._slow = True
         self._forget_plans()
         self._plans.clear()
-        if self._arena is not None and at_rest:
+        if at_rest:
+            self._release()
+
+    def _release(self) -> None:
+        lender = self._world.native_comms
+        if lender is not None and self._lease is not None and not self._failure:
+            lender.give_back(self._lease)
+        self._lease = self._native_comm = None
+        if self._arena is not None:
             self._detach()
             self._arena.close()
+            self._arena = None
+
+    def __del__(self) -> None:
+        # Nothing that was never made has an end; a forked process owns nothing.
+        if getattr(self, "_closed", "unmade") is None and os.getpid() == self._pid:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Give memory back of a communicator that was dropped without ``free()``.
+
+        Operations in flight, and with them the peers, need it to their end.
+        """
+        if sys.is_finalizing():
+            return
+        if not self._idle:
+            self._world.lingering.append(self)
+            return
+        self._closed = "dropped"
+        self._release()
 
     def _comes_to_rest(self) -> bool:
         """Wait until nothing is in flight, for a moment: messages may be on the way."""
@@ -203,15 +246,18 @@ class Communicator(GroupCreation, Operations):
 
         On the communicator of all ranks it is the one commrt was started on (MPI's
         world, or what ``init`` was given). A sub-communicator makes one when first
-        asked: that first access is collective over its ranks.
+        asked: that first access is collective over its ranks. It is the caller's, who
+        may ``Free()`` it; ``free()`` leaves it alone.
         """
         world = self._world
-        if world.mpi is None:
+        if world.native_comms is None:
             return None
         if self._ranks == tuple(range(world.size)):
             return world.mpi_given
         if self._own_mpi is None:
-            self._own_mpi = self._create_mpi("mpi")
+            world.meet(self._ranks, f"comm{self._identity}/mpi")
+            tag = FIRST_TAG + 2 * self._identity
+            self._own_mpi = world.native_comms.create(self._ranks, tag)
         return self._own_mpi
 
     @property
@@ -428,31 +474,35 @@ class Communicator(GroupCreation, Operations):
             ),
         )
 
-    def use_native_comm(self, mpi_comm: Any) -> None:
-        """Run the library's own collectives on ``mpi_comm``, where nobody else does."""
-        self._native_comm = mpi_comm
-
     def native_mpi_handle(self) -> int:
         """Return the MPI communicator for the library's own collectives.
 
-        Made when the first plan needs it, which is then collective: sub-communicators
-        would otherwise use up the few thousand that MPI libraries have. The ranks first
-        meet through the bootstrap, making progress meanwhile, so nobody waits inside
-        MPI for a rank that is still busy elsewhere.
+        Where unasked calls may need it, it was made with this communicator. Otherwise
+        it is made for the first call that asks for it by name, which is then collective
+        even if it is nonblocking.
         """
         if self._native_comm is None:
-            self._native_comm = self._create_mpi("native")
+            self._lease_native_comm()
+        if self._native_comm is None:
+            raise BackendError(
+                f"{self.name}: no MPI communicator can be had for {NATIVE}: the "
+                f"library has no more of them, or commrt has made as many as it takes; "
+                f"free() communicators that are not needed, or use a schedule"
+            )
         return _libmpi.handle(self._native_comm)
 
-    def _create_mpi(self, purpose: str) -> Any:
-        self._world.meet(self._ranks, f"comm{self._identity}/{purpose}")
-        mpi = self._world.mpi
-        group = mpi.Get_group().Incl(list(self._ranks))
-        # A tag of its own: threads may make several communicators at once.
-        tag = FIRST_TAG + 2 * self._identity + (purpose == "native")
-        created = mpi.Create_group(group, tag=tag)
-        group.Free()
-        return created
+    def _lease_native_comm(self) -> None:
+        lender = self._world.native_comms
+        if lender is None or self.size == 1:
+            return
+        tag = FIRST_TAG + 2 * self._identity + 1
+        self._lease = lender.lend(self._ranks, self._identity, tag, self.timeout_s)
+        self._native_comm = None if self._lease is None else self._lease.mpi
+
+    def _only_on_request(self, candidate: Candidate) -> str | None:
+        if candidate.name != NATIVE or self._unasked_native:
+            return None
+        return "has no MPI communicator here until a call asks for it by name"
 
 
 def _install_operations() -> None:

@@ -27,8 +27,9 @@ class Plans:
 
     The arguments are those of the communicator's method, without ``nonblocking`` and
     ``timeout_s``. Making one is local; running one is collective. The arrays stay the
-    same: write new values into them between runs. In check mode ranks are compared when
-    the plan is made, which is then collective too.
+    same: write new values into them between runs. Making one is collective, too, in
+    check mode, where the ranks are compared then, and where ``mpi/native`` is asked for
+    by name for the first time on a communicator that has no MPI communicator yet.
     """
 
     def __init__(self, comm: Communicator) -> None:

@@ -66,10 +66,10 @@ def init(mpi_comm: Any = None) -> Communicator:
             _RUNTIME.given = mpi_comm
         world = _RUNTIME.world
         identity = world.agree_id(range(world.size), "world")
-        _RUNTIME.comm = Communicator(world, range(world.size), "world", identity)
-        # Nothing else runs collectives on the private duplicate, so the first native
-        # plan of the world needs no other rank.
-        _RUNTIME.comm.use_native_comm(world.mpi)
+        # Nothing else runs collectives on the private duplicate: that will do.
+        _RUNTIME.comm = Communicator(
+            world, range(world.size), "world", identity, native_comm=world.mpi
+        )
         if progress_mode(world):
             world.engine.start_thread()
         return _RUNTIME.comm

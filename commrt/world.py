@@ -16,13 +16,16 @@ from commrt.arena import Arena, discover_nodes, process_arena, share
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, UsageError
 from commrt.launch import LaunchInfo
-from commrt.select.facts import Candidate, LinkClass, parse_overrides
+from commrt.native_comms import NativeComms
+from commrt.select.facts import Candidate, CommFacts, LinkClass, parse_overrides
 from commrt.select.fingerprint import available_cores
 from commrt.select.locate import LocatedTable, locate
 from commrt.select.schema import Known
 from commrt.select.table import Table
 
-__all__ = ["World", "connect_world"]
+__all__ = ["FIRST_TAG", "NATIVE", "World", "connect_world"]
+
+NATIVE = "mpi/native"
 
 FIRST_TAG = 16
 """MPI tags below it belong to the bootstrap; each communicator takes two."""
@@ -58,10 +61,15 @@ class World:
     """Largest MPI tag."""
     in_process: bool = False
     """Whether the ranks are threads of this process."""
+    native_comms: NativeComms | None = None
+    """Lends MPI communicators for the library's own collectives; None without MPI."""
     links: dict[tuple[int, int], LinkClass] = field(default_factory=dict)
     """Link class of each on-node pair, by ascending rank."""
     next_id: int = 0
     """Identity of the next communicator: names its shared memory and its MPI tags."""
+    lingering: list[Any] = field(default_factory=list)
+    """Communicators that were dropped with operations in flight, until these end."""
+    _picks_native: dict[CommFacts, bool] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -76,6 +84,24 @@ class World:
     def node_of(self, rank: int) -> int:
         """Return the index of the node that ``rank`` lies on."""
         return next(i for i, ranks in enumerate(self.nodes) if rank in ranks)
+
+    def picks_native(self, facts: CommFacts) -> bool:
+        """Return whether unasked calls may run the MPI library's own collectives.
+
+        That is so where the table or COMMRT_ALGORITHM says it for such a communicator;
+        between nodes the model may, too. The same on every rank.
+        """
+        if facts not in self._picks_native:
+            asked = any(each.name == NATIVE for each in self.overrides.values())
+            tabled = self.table is not None and self.table.may_pick(facts, NATIVE)
+            self._picks_native[facts] = asked or tabled or facts.nodes > 1
+        return self._picks_native[facts]
+
+    def free_lingering(self) -> None:
+        """Free what was dropped with operations in flight that have ended since."""
+        dropped, self.lingering = self.lingering, []
+        for comm in dropped:
+            comm.let_go()
 
     def share_memory(self, ranks: Sequence[int], key: str, region_nbytes: int) -> Arena:
         """Return memory that all ``ranks`` of this node map, a region for each."""
@@ -98,7 +124,7 @@ class World:
         said = self.bootstrap.exchange(members, f"id/{key}", blob, self.timeout_s)
         chosen = max(map(int, said))
         self.next_id = chosen + 1
-        if FIRST_TAG + 2 * chosen + 1 > self.mpi_tag_ub:
+        if self.mpi is not None and FIRST_TAG + 2 * chosen + 1 > self.mpi_tag_ub:
             raise BackendError(
                 f"communicator {chosen} needs an MPI tag above this library's limit "
                 f"of {self.mpi_tag_ub}: free communicators do not give theirs back"
@@ -174,6 +200,7 @@ def connect_world(
     bootstrap.idle = world.engine.step
     world.cores = _agree_cores(world)
     if mpi is not None:
+        world.native_comms = NativeComms(mpi, bootstrap, _libmpi.load().Exception)
         _load_mpi(world)
     return world
 

@@ -23,6 +23,8 @@ __all__ = ["Candidates", "Explanation", "Policy", "Rejected"]
 
 Candidates = Callable[[Query], Sequence[Candidate]]
 """The candidates that can run a query here, simplest first."""
+OnRequest = Callable[[Candidate], str | None]
+"""Why a candidate runs only where it is asked for by name; None: it needs no asking."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Policy:
         candidates: returns what can run a query here, simplest first.
         cost: predicted microseconds of a candidate.
         overrides: what COMMRT_ALGORITHM asks for, by operation.
+        on_request: tells what only a call that names it may have, and why.
     """
 
     def __init__(
@@ -87,12 +90,14 @@ class Policy:
         candidates: Candidates,
         cost: Cost,
         overrides: Mapping[str, Candidate] | None = None,
+        on_request: OnRequest = lambda _: None,
     ) -> None:
         self.facts = facts
         self.table = table
         self.overrides = dict(overrides or {})
         self._candidates = candidates
         self._cost = cost
+        self._on_request = on_request
 
     def candidates(self, query: Query) -> list[Candidate]:
         """Return what can run ``query`` here, simplest first; at least one."""
@@ -140,7 +145,8 @@ class Policy:
                 query, subset, asked.params, "override", f"{_VARIABLE} asks for {asked}"
             )
         else:
-            choice = self._free(query, found)
+            able = [each for each in found if self._on_request(each) is None]
+            choice = self._free(query, able or found)
         if params:
             merged = {**choice.candidate.params, **params}
             choice = replace(choice, candidate=_with(choice.candidate, merged))
@@ -218,13 +224,17 @@ class Policy:
         if hit is not None and choice.rule != hit.index:
             names = {candidate.name for candidate in found}
             able = hit.rule.use.name in names
-            why = "overruled" if able else "cannot run this here"
+            reason = self._on_request(hit.rule.use)
+            why = reason or "overruled" if able else "cannot run this here"
             text = f"rule {hit.index} of the table, {why}"
             rejected.append(Rejected(hit.rule.use, text))
         for candidate in found:
             if candidate.name != choice.candidate.name:
                 cost = self._cost(query, candidate)
                 text = "no estimate" if math.isinf(cost) else f"model {_us(cost)}"
+                reason = self._on_request(candidate)
+                if reason is not None:
+                    text = f"{reason}; {text}"
                 rejected.append(Rejected(candidate, text))
         return rejected
 

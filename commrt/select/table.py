@@ -70,6 +70,29 @@ class Table:
         """Return the rule that applies, or None where the model has to decide."""
         return best_rule(self.rules, facts, query)
 
+    def may_pick(self, facts: CommFacts, name: str) -> bool:
+        """Return whether any call could find a rule that uses candidate ``name``."""
+        return any(
+            self._applies(index, facts)
+            for index, rule in enumerate(self.rules)
+            if rule.use.name == name
+        )
+
+    def _applies(self, index: int, facts: CommFacts) -> bool:
+        # The ranges of a cell tile all lengths: the closest cell is so at any of them.
+        match = self.rules[index].match
+        hit = self.lookup(
+            facts,
+            Query(
+                coll=self.rules[index].op,
+                nbytes=match.lo,
+                dtype=match.dtype or "any",
+                device=match.device or "host",
+                op=match.redop,
+            ),
+        )
+        return hit is not None and hit.index == index
+
 
 def load(text: str, name: str, known: Known) -> Table:
     """Return the checked table in ``text``.

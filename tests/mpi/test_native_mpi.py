@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,13 @@ import pytest
 from cases import Case, legal_pairs, run_cases
 
 import commrt
+from commrt.errors import BackendError
 from commrt.operations import COLLECTIVES, operation
+from commrt.select.facts import Candidate
+from commrt.select.fingerprint import this_machine
+from commrt.select.rules import Match, Rule
+from commrt.select.table import Table
+from commrt.select.write import dump
 
 NATIVE = "mpi/native"
 COUNTS = (0, 1, 5, 3001)
@@ -196,3 +204,120 @@ def test_threads_with_communicators_of_their_own_do_not_meet(
 ) -> None:
     found = mpirun(size, threads_with_communicators_of_their_own)
     assert found == [[]] * size
+
+
+def free_and_dropped_groups() -> list[Any]:
+    world = commrt.init()
+    lender = world._world.native_comms
+    before, maps = lender._made, mapped()
+    for step in range(100):
+        group = world.dup()
+        group.allreduce(np.ones(3), algorithm=NATIVE)
+        if step % 2:
+            group.free()
+        del group
+        gc.collect()
+    return [lender._made - before, mapped() - maps]
+
+
+def mapped() -> int:
+    """Count the shared memory that this process maps."""
+    with open("/proc/self/maps") as lines:
+        return sum("memfd:" in line for line in lines)
+
+
+def test_groups_give_back_what_they_had(mpirun: Any) -> None:
+    assert mpirun(2, free_and_dropped_groups) == [[1, 0]] * 2
+
+
+def dropped_in_flight() -> list[float]:
+    """A group that is dropped goes on for the sake of the others."""
+    world = commrt.init()
+    group = world.dup()
+    x = np.ones(300_000)
+    request = group.allreduce(x, nonblocking=True, algorithm="direct")
+    if world.rank == 0:
+        with pytest.warns(ResourceWarning):
+            del request
+        del group
+        gc.collect()
+    else:
+        request.wait()
+    world.barrier()
+    world.dup().barrier()  # what was dropped is gone by now
+    return [float(x[0]), len(world._world.lingering)]
+
+
+@pytest.mark.parametrize("nodes", ["", "1,1"])
+def test_a_group_dropped_in_flight_goes_on(mpirun: Any, nodes: str) -> None:
+    env = {"COMMRT_NODES": nodes} if nodes else {}
+    assert mpirun(2, dropped_in_flight, env=env) == [[2.0, 0]] * 2
+
+
+def limited() -> list[str]:
+    world = commrt.init()
+    world._world.native_comms._limit = world._world.native_comms._made + 1
+    groups = [world.dup() for _ in range(2)]
+    said = [
+        str(group.explain("allreduce", 1 << 20).choice.candidate) for group in groups
+    ]
+    for group in groups:
+        try:
+            group.allreduce(np.ones(2), algorithm=NATIVE)
+            said.append("native")
+        except BackendError as error:
+            said.append(str(error)[: len(group.name)])
+            assert float(group.allreduce(np.ones(2))[0]) == world.size
+    return said
+
+
+def test_without_mpi_communicators_schedules_go_on(mpirun: Any) -> None:
+    env = {"COMMRT_NODES": "1,1"}
+    first, second = mpirun(2, limited, env=env)
+    assert first == second
+    assert first[0] == NATIVE
+    assert first[1] != NATIVE
+    assert first[1].startswith("mpi/")
+    assert first[2:] == ["native", "world.dup2"]
+
+
+def unasked_on_a_group() -> list[float]:
+    """Rank 1 comes to the group's first collective after a message from rank 0."""
+    world = commrt.init()
+    group = world.split(0)
+    assert group is not None
+    token, x = np.zeros(1), np.ones(3)
+    if group.rank == 0:
+        request = group.allreduce(x, nonblocking=True)
+        group.send(token, dest=1)
+        request.wait()
+    else:
+        if group.rank == 1:
+            group.recv(token, source=0)
+        group.allreduce(x)
+    chosen = str(group.explain("allreduce", 24, dtype="float64").choice.candidate)
+    assert chosen.startswith("mpi/")
+    total: list[float] = x.tolist()
+    return total
+
+
+@pytest.mark.parametrize("override", ["allreduce:mpi/native", ""])
+def test_an_unasked_native_start_waits_for_nobody(mpirun: Any, override: str) -> None:
+    env = {"COMMRT_NODES": "1,2"} | ({"COMMRT_ALGORITHM": override} if override else {})
+    assert mpirun(3, unasked_on_a_group, env=env) == [[3.0] * 3] * 3
+
+
+def rejected_on_a_group() -> list[str]:
+    group = commrt.init().dup()
+    rejected = group.explain("allreduce", 8).rejected
+    return [each.reason for each in rejected if each.candidate.name == NATIVE]
+
+
+def test_explain_says_that_native_wants_asking(mpirun: Any, tmp_path: Path) -> None:
+    rule = Rule("allreduce", Match(0, None), Candidate("shm", "direct"))
+    table = tmp_path / "direct.yaml"
+    table.write_text(dump(Table(this_machine(), (rule,))))
+    env = {"COMMRT_TABLE": str(table)}
+    for reasons in mpirun(2, rejected_on_a_group, env=env):
+        assert len(reasons) == 1
+        assert "asks for it by name" in reasons[0]

@@ -30,6 +30,7 @@ LAYERS = (
         "failures",
         "group_creation",
         "links",
+        "native_comms",
         "persistent",
         "point_to_point",
         "request",

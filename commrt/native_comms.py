@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MPI communicators for the library's own collectives, lent to commrt's communicators.
+
+MPI libraries have few: MPICH ends at about 2,045 of them. So a communicator gets one
+only where its ranks may want the library's own collectives, a freed communicator's is
+used again by the next one of the same ranks, and commrt takes only a part of them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from commrt.bootstrap.base import Bootstrap
+from commrt.errors import BackendError
+
+__all__ = ["Lease", "NativeComms"]
+
+_LIMIT = 1024
+"""MPI communicators that commrt makes at most: half of what MPICH has, the rest is the
+program's."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """An MPI communicator, and who may have it."""
+
+    ranks: tuple[int, ...]
+    """Ranks of the world that it spans, in its order."""
+    number: int
+    """What the ranks know it by: the identity of the communicator it was made for."""
+    mpi: Any
+    """The mpi4py communicator."""
+
+
+class NativeComms:
+    """Makes them, and keeps those that were given back.
+
+    Args:
+        mpi: commrt's own mpi4py communicator over all ranks, or None without MPI.
+        bootstrap: lets the ranks agree.
+        refusal: what ``mpi`` raises where it has no more communicators.
+        limit: how many to make at most.
+    """
+
+    def __init__(
+        self,
+        mpi: Any,
+        bootstrap: Bootstrap,
+        refusal: type[Exception],
+        limit: int = _LIMIT,
+    ) -> None:
+        self._mpi = mpi
+        self._bootstrap = bootstrap
+        self._refusal = refusal
+        self._limit = limit
+        self._made = 0
+        self._free: dict[tuple[int, ...], dict[int, Lease]] = {}
+        self._lock = threading.Lock()
+
+    def lend(
+        self, ranks: tuple[int, ...], number: int, tag: int, timeout_s: float
+    ) -> Lease | None:
+        """Return one over ``ranks``; None where MPI has, or commrt takes, no more.
+
+        Collective over ``ranks``; every rank gets one or none does. ``number`` names a
+        new one, ``tag`` is an MPI tag that nobody else uses.
+        """
+        # Another thread may be lending to the same ranks: what one offers is its own.
+        with self._lock:
+            offered = self._free.pop(ranks, {})
+            room = self._made < self._limit
+        try:
+            mine = json.dumps([sorted(offered), room]).encode()
+            said = self._exchange(ranks, f"lend/{number}", mine, timeout_s)
+            common = set.intersection(*(set(each[0]) for each in said))
+            if common:
+                return offered.pop(min(common))
+        finally:
+            self._take_back(ranks, offered)
+        if not all(each[1] for each in said):
+            return None
+        return self._make(ranks, number, tag, timeout_s)
+
+    def give_back(self, lease: Lease) -> None:
+        """Let the next communicator of the same ranks have it; nothing may use it."""
+        self._take_back(lease.ranks, {lease.number: lease})
+
+    def create(self, ranks: Sequence[int], tag: int) -> Any:
+        """Return a new mpi4py communicator; collective over ``ranks``, which are here.
+
+        Raises BackendError where the library refuses.
+        """
+        group = self._mpi.Get_group()
+        some = group.Incl(list(ranks))
+        group.Free()
+        try:
+            return self._mpi.Create_group(some, tag=tag)
+        except self._refusal as error:
+            raise BackendError(
+                f"MPI makes no communicator of ranks {list(ranks)}: {error}"
+            ) from error
+        finally:
+            some.Free()
+
+    def _make(
+        self, ranks: tuple[int, ...], number: int, tag: int, timeout_s: float
+    ) -> Lease | None:
+        try:
+            created = self.create(ranks, tag)
+        except BackendError:
+            created = None
+        with self._lock:
+            self._made += created is not None
+        mine = json.dumps(created is not None).encode()
+        if all(self._exchange(ranks, f"lent/{number}", mine, timeout_s)):
+            return Lease(ranks, number, created)
+        return None
+
+    def _take_back(self, ranks: tuple[int, ...], leases: dict[int, Lease]) -> None:
+        if leases:
+            with self._lock:
+                self._free.setdefault(ranks, {}).update(leases)
+
+    def _exchange(
+        self, ranks: Sequence[int], key: str, blob: bytes, timeout_s: float
+    ) -> list[Any]:
+        said = self._bootstrap.exchange(ranks, key, blob, timeout_s)
+        return [json.loads(each) for each in said]

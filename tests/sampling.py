@@ -3,7 +3,8 @@
 
 ``@pytest.mark.full`` is left out of an ordinary run. ``@pytest.mark.full(sample=3)``
 keeps three of the test's cases, drawn with the run's seed, so that many ordinary runs
-cover what a full one covers. The seed is printed; ``--seed`` repeats a run.
+cover what a full one covers. ``--share 0.3`` keeps that part of every test's cases, at
+least one of each. The seed is printed; ``--seed`` repeats a run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=random.SystemRandom().randrange(1_000_000),
         help="draws the samples; printed at the end of a run",
+    )
+    group.addoption(
+        "--share",
+        type=float,
+        default=1.0,
+        help="run only this part of each test's cases; for slow builds",
     )
     group.addoption(
         "--plain-kernels",
@@ -50,6 +57,8 @@ def pytest_collection_modifyitems(
     if config.getoption("--full"):
         return
     left_out = set(_left_out(items, seed))
+    rest = [item for item in items if item not in left_out]
+    left_out |= set(_beyond(config.getoption("--share"), rest, seed))
     if left_out:
         config.stash[_NOTE] += f"; {len(left_out)} tests only with --full"
         config.hook.pytest_deselected(items=list(left_out))
@@ -66,8 +75,24 @@ def _left_out(items: list[pytest.Item], seed: int) -> Iterator[pytest.Item]:
         mark = cases[0].get_closest_marker("full")
         assert mark is not None
         number = min(mark.kwargs.get("sample", 0), len(cases))
-        kept = set(random.Random(f"{name} {seed}").sample(range(len(cases)), number))
-        yield from (case for at, case in enumerate(cases) if at not in kept)
+        yield from _all_but(number, cases, f"{name} {seed}")
+
+
+def _beyond(share: float, items: list[pytest.Item], seed: int) -> Iterator[pytest.Item]:
+    """Yield what is left out where only a share of each function's cases runs."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in groups.items():
+        number = max(1, round(share * len(cases)))
+        yield from _all_but(number, cases, f"{name} {seed} share")
+
+
+def _all_but(
+    number: int, cases: list[pytest.Item], drawn_by: str
+) -> Iterator[pytest.Item]:
+    kept = set(random.Random(drawn_by).sample(range(len(cases)), number))
+    yield from (case for at, case in enumerate(cases) if at not in kept)
 
 
 def pytest_terminal_summary(

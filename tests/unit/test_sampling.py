@@ -21,6 +21,9 @@ def test_long(): pass
 def test_matrix(case): pass
 
 def test_always(): pass
+
+@pytest.mark.parametrize("case", range(10))
+def test_many(case): pass
 """
 
 
@@ -49,16 +52,32 @@ def run(tmp_path: Path) -> object:
 
 
 def test_a_full_run_leaves_nothing_out(run: object) -> None:
-    assert len(run("--full")) == 22  # type: ignore[operator]
+    assert len(run("--full")) == 32  # type: ignore[operator]
 
 
 def test_an_ordinary_run_draws_a_sample(run: object) -> None:
     chosen = run("--seed", "1")  # type: ignore[operator]
     assert len([name for name in chosen if "test_matrix" in name]) == 3
     assert [name for name in chosen if "test_long" in name] == []
-    assert len(chosen) == 4
+    assert len(chosen) == 14
 
 
 def test_the_same_seed_draws_the_same_and_another_does_not(run: object) -> None:
     first, again, other = (run("--seed", seed) for seed in ("5", "5", "6"))  # type: ignore[operator]
     assert first == again != other
+
+
+def test_a_share_keeps_some_of_every_test(run: object) -> None:
+    chosen = run("--share", "0.3", "--seed", "1")  # type: ignore[operator]
+    number = {
+        name: len([each for each in chosen if f"::{name}" in each])
+        for name in ("test_long", "test_matrix", "test_always", "test_many")
+    }
+    assert number == {
+        "test_long": 0,
+        "test_matrix": 1,
+        "test_always": 1,
+        "test_many": 3,
+    }
+    other = run("--share", "0.3", "--seed", "2")  # type: ignore[operator]
+    assert other != chosen

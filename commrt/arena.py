@@ -132,7 +132,8 @@ def discover_nodes(
     Collective over all ranks. Ranks that look as if they shared a node (boot, user
     and network namespace) prove it by mapping a page; those that cannot are tried
     among themselves. ``pretended`` (COMMRT_NODES unless given) cuts the ranks into
-    nodes of that many consecutive ranks, between which nothing is shared.
+    nodes of that many consecutive ranks, between which nothing is shared; one number
+    repeats.
     """
     everybody = range(bootstrap.size)
     looks = bootstrap.exchange(everybody, "nodes/look", _look().encode(), timeout_s)
@@ -187,10 +188,20 @@ def _pretended_parts(size: int, pretended: Sequence[int] | None) -> list[int]:
     counts = env.read_nodes() if pretended is None else tuple(pretended)
     if counts is None:
         return [0] * size
+    text = ",".join(map(str, counts))
+    if len(counts) == 1:
+        (ranks,) = counts
+        if size % ranks:
+            raise UsageError(
+                f"COMMRT_NODES={text} means nodes of {ranks} ranks, but the {size} "
+                f"ranks there are cannot be divided so; name every node's ranks, with "
+                f"commas between, or unset it"
+            )
+        counts = counts * (size // ranks)
     if sum(counts) != size:
         raise UsageError(
-            f"COMMRT_NODES={','.join(map(str, counts))} describes {sum(counts)} "
-            f"ranks, but there are {size}"
+            f"COMMRT_NODES={text} describes {sum(counts)} ranks, but there are {size}; "
+            f"name every node's ranks, or unset it"
         )
     return [node for node, count in enumerate(counts) for _ in range(count)]
 

@@ -82,7 +82,7 @@ def test_a_good_table_is_read() -> None:
         ("ranks: 2, bytes: [0", "? {a: b} : 2, bytes: [0", "keys are names"),
         ("op: allreduce", "op: alreduce", "did you mean 'allreduce'"),
         ("backend: mpi", "backend: mpx", "unknown backend 'mpx'; did you mean 'mpi'"),
-        ("alg: native", "alg: nativ", "unknown mpi algorithm 'nativ'"),
+        ("alg: native", "alg: nativ", "unknown mpi allreduce algorithm 'nativ'"),
         ("chunk: 131072", "chunk: true", "expected an integer or a word, found True"),
         ("chunk: 131072", "chunk: 1.5", "expected an integer or a word"),
         ("store: on", "store: 'a,b=c'", "not a word of a parameter"),
@@ -292,7 +292,7 @@ def test_the_table_in_the_documentation_is_valid() -> None:
 
 def test_every_shipped_table_is_valid() -> None:
     folder = Path(__file__).parents[2] / "tables"
-    from commrt.world import known_names
+    from commrt.backends.known import known_names
 
     for path in sorted(folder.glob("*.yaml")):
         assert load_file(path, known_names()).rules, path

@@ -32,7 +32,7 @@ from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.memory_limit import check_fits
 
-__all__ = ["Arena", "discover_nodes", "process_arena", "share"]
+__all__ = ["Arena", "discover_nodes", "pretended_nodes", "process_arena", "share"]
 
 _PAGE = mmap.PAGESIZE
 _TOKEN_NBYTES = 16
@@ -137,7 +137,7 @@ def discover_nodes(
     """
     everybody = range(bootstrap.size)
     looks = bootstrap.exchange(everybody, "nodes/look", _look().encode(), timeout_s)
-    parts = _pretended_parts(bootstrap.size, pretended)
+    parts = pretended_nodes(bootstrap.size, pretended)
     mine = looks[bootstrap.rank], parts[bootstrap.rank]
     candidates = [r for r in everybody if (looks[r], parts[r]) == mine]
     if env.read_str("COMMRT_SHM") == "off":
@@ -183,8 +183,8 @@ def _look() -> str:
     return " ".join(parts)
 
 
-def _pretended_parts(size: int, pretended: Sequence[int] | None) -> list[int]:
-    """Return the number of the pretended node of each rank."""
+def pretended_nodes(size: int, pretended: Sequence[int] | None = None) -> list[int]:
+    """Return the number of each rank's pretended node (COMMRT_NODES unless given)."""
     counts = env.read_nodes() if pretended is None else tuple(pretended)
     if counts is None:
         return [0] * size

@@ -16,7 +16,7 @@ from commrt.operations import COLLECTIVES
 from commrt.select.facts import Candidate, ParamValue
 from commrt.select.schema import Known, Parameters
 
-__all__ = ["check_candidate", "known_names"]
+__all__ = ["check_candidate", "known_names", "offered"]
 
 _MANY = range(1, 129)
 """Rank counts that are asked where a rule holds for any."""
@@ -28,21 +28,21 @@ any number of them."""
 def known_names() -> Known:
     """Return what a table may name here."""
     found = {
-        name: frozenset().union(*(_offered(name, coll) for coll in COLLECTIVES))
+        name: frozenset().union(*(offered(name, coll) for coll in COLLECTIVES))
         for name in backends.all_backends()
     }
-    return Known(found, _offered, _parameters)
+    return Known(found, offered, _parameters)
 
 
 def check_candidate(coll: str, candidate: Candidate, ranks: int | None = None) -> None:
     """Raise UsageError unless such a candidate exists; it may still not run here."""
     backend, algorithm = candidate.backend, candidate.algorithm
     backends.get(backend)
-    offered = _offered(backend, coll)
-    if algorithm not in offered:
+    names = offered(backend, coll)
+    if algorithm not in names:
         raise UsageError(
             f"{backend} has no {coll} algorithm {algorithm!r}"
-            f"{suggest(algorithm, offered)}"
+            f"{suggest(algorithm, names)}"
         )
     known = _parameters(coll, backend, algorithm, ranks)
     if known is None:
@@ -57,7 +57,7 @@ def check_candidate(coll: str, candidate: Candidate, ranks: int | None = None) -
             raise UsageError(f"{candidate}: {wrong}")
 
 
-def _offered(backend: str, coll: str) -> frozenset[str]:
+def offered(backend: str, coll: str) -> frozenset[str]:
     """Return the algorithms of ``coll`` that ``backend`` has, whether usable or not."""
     can = backends.get(backend).capabilities
     own = (*can.algorithms, *["native"] * can.native)

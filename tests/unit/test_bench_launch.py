@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from commrt import mpiexec
+from commrt.bench.cli import main
 from commrt.bench.import_cost import measure_import
 from commrt.bench.launch import PeerSpec, launch, make_job
 from commrt.errors import BackendError, UsageError
@@ -190,3 +191,25 @@ def test_a_failing_launch_is_an_error_with_its_output() -> None:
     job["spec"] = {**job["spec"], "name": "vector"}
     with pytest.raises(BackendError, match="KeyError: 'vector'"):
         launch(peer, 2, job, timeout_s=60)
+
+
+@pytest.mark.mpi
+@needs_mpi
+def test_what_only_ranks_can_refuse_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMMRT_ALGORITHM", "bcast:shm/rng")
+    assert main(["bcast", "-m", "8", "-i", "5", "--timeout-s", "60"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("commrt.bench: on 2 ranks: COMMRT_ALGORITHM asks for")
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.mpi
+@needs_mpi
+def test_under_mpiexec_one_rank_prints_a_wrong_argument() -> None:
+    args = ["-m", "commrt.bench", "bcast", "-k", "5"]
+    done = mpiexec.run_ranks(sys.executable, 2, args, timeout_s=60)
+    assert done.returncode == 2
+    assert done.stderr.count("commrt.bench:") == 1
+    assert done.stdout.count("commrt.bench:") == 0

@@ -18,7 +18,7 @@ from commrt.bench.algorithm import resolve
 from commrt.bench.import_cost import measure_import
 from commrt.bench.launch import LaunchError, PeerSpec, launch, make_job
 from commrt.bench.machine import describe_machine
-from commrt.bench.options import POINT_TO_POINT, osu_range, parse
+from commrt.bench.options import POINT_TO_POINT, check_dtype, osu_range, parse
 from commrt.console import until_reader_leaves
 from commrt.dtypes import dtype_by_name
 from commrt.errors import CommError, UsageError
@@ -119,10 +119,12 @@ def _jobs(
     sizes = osu_range(args.message_size, dtype_by_name(args.dtype).itemsize)
     settings = _settings(args)
     point_to_point = args.benchmark in POINT_TO_POINT
-    if args.format == "nccl" and (point_to_point or args.nonblocking):
+    if args.format == "nccl" and (
+        point_to_point or args.nonblocking or args.benchmark == "barrier"
+    ):
         raise UsageError(
-            "--format nccl: nccl-tests has a layout for blocking collectives only; "
-            "use osu or json"
+            "--format nccl: nccl-tests has a layout for blocking collectives only, and "
+            "no barrier; use osu or json"
         )
     if point_to_point:
         if min(ranks) < 2:
@@ -167,6 +169,7 @@ def _check_collective(args: argparse.Namespace, spec: OpSpec, ranks: int) -> Non
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that every kind of job has."""
+    check_dtype(args.dtype)
     return {
         "dtype": args.dtype,
         "iterations": args.iterations,
@@ -236,7 +239,7 @@ def _text(
         coll=coll,
         mode=job["mode"],
         dtype=job["dtype"],
-        full=args.full,
+        full=getattr(args, "full", False),
         validation=args.validation,
     )
     return f"# {about(result, job)}\n{text}"
@@ -260,21 +263,17 @@ def about(result: Mapping[str, Any], job: Mapping[str, Any]) -> str:
 
 
 def _submit(args: argparse.Namespace, job: dict[str, Any], ranks: list[int]) -> int:
-    for results in _run(args, [job], ranks, {}):
-        result = results[0]
+    wrong = False
+    for (result,) in _run(args, [job], ranks, {}):
+        wrong |= any(not row["valid"] for row in result["rows"])
         if args.format == "json":
-            print(_json(job, result), end="")
+            print(_json(job, result), end="", flush=True)
             continue
         print(f"# {about(result, job)}")
         print(f"# caller time of {args.op}(..., nonblocking=True), clock subtracted")
         for row in result["rows"]:
-            ordered = sorted(row["samples_us"])
-            p99 = ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
-            print(
-                f"{row['nbytes']:<10d} {row['median_us']:8.2f} us  "
-                f"[{row['low_us']:.2f}, {row['high_us']:.2f}]  p99 {p99:.2f} us"
-            )
-    return 0
+            print(formats.submit_line(row), flush=True)
+    return 1 if wrong else 0
 
 
 def _import(args: argparse.Namespace) -> int:

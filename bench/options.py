@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -12,7 +13,15 @@ from commrt.dtypes import DTYPES, dtype_by_name
 from commrt.errors import UsageError, suggest
 from commrt.operations import OPERATIONS
 
-__all__ = ["POINT_TO_POINT", "build_parser", "doubling_sizes", "osu_range", "size_list"]
+__all__ = [
+    "POINT_TO_POINT",
+    "build_parser",
+    "check_dtype",
+    "doubling_sizes",
+    "osu_range",
+    "parse",
+    "size_list",
+]
 
 POINT_TO_POINT = ("latency", "bw", "bibw")
 
@@ -135,6 +144,15 @@ def _dtype(text: str) -> str:
     return dtype_by_name(_OSU_DTYPES.get(name, name)).name
 
 
+def check_dtype(name: str) -> None:
+    """Raise UsageError where numpy needs a package for ``name`` that is not here."""
+    if name == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
+        raise UsageError(
+            "-T bfloat16: numpy has it from the package ml_dtypes, which is not "
+            "installed: pip install ml_dtypes"
+        )
+
+
 def _rank_list(text: str) -> list[int]:
     try:
         counts = [int(part) for part in text.split(",")]
@@ -159,12 +177,12 @@ def build_parser() -> argparse.ArgumentParser:
     commands.required = True
     for spec in OPERATIONS:
         command = commands.add_parser(spec.name, help=spec.doc, description=spec.doc)
-        _osu_options(command)
+        _osu_options(command, "1048576")
         _collective_options(command)
     for name in POINT_TO_POINT:
         doc = _MODES_DOC[name]
         command = commands.add_parser(name, help=doc, description=doc)
-        _osu_options(command)
+        _osu_options(command, "4194304")
         command.add_argument(
             "-W", "--window", type=_count(1), default=64, help="messages in flight (64)"
         )
@@ -174,13 +192,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _osu_options(command: argparse.ArgumentParser) -> None:
+def _osu_options(command: argparse.ArgumentParser, largest: str) -> None:
     command.add_argument(
         "-m",
         "--message-size",
-        default="1048576",
+        default=largest,
         metavar="[MIN:]MAX",
-        help="message sizes in bytes, doubling (from one element to 1 MiB)",
+        help=f"message sizes in bytes, doubling (from one element to {largest})",
     )
     command.add_argument(
         *("-i", "--iterations"),
@@ -194,7 +212,6 @@ def _osu_options(command: argparse.ArgumentParser) -> None:
         default=10,
         help="untimed calls before each size",
     )
-    command.add_argument("-f", "--full", action="store_true", help="more columns")
     command.add_argument(
         "-c",
         "--validation",
@@ -247,6 +264,7 @@ def _budget_options(command: argparse.ArgumentParser, budget_s: float) -> None:
 
 
 def _collective_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("-f", "--full", action="store_true", help="more columns")
     command.add_argument(
         "--nonblocking",
         action="store_true",

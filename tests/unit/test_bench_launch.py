@@ -7,8 +7,10 @@ import importlib.util
 import os
 import select
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,6 +154,17 @@ def test_import_starts_nothing() -> None:
     assert cost.started == ()
     assert len(cost.samples_ms) == 1
     assert "nothing" in cost.describe()
+
+
+def test_an_import_that_does_not_end_is_an_error_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def late(argv: list[str], **options: Any) -> None:
+        raise subprocess.TimeoutExpired(argv, 60)
+
+    monkeypatch.setattr("commrt.bench.import_cost.subprocess.run", late)
+    with pytest.raises(BackendError, match="import numpy did not end within 60 s"):
+        measure_import(1)
 
 
 @pytest.mark.mpi

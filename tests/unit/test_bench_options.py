@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from commrt.bench import options
@@ -47,7 +49,8 @@ def test_every_operation_and_osu_option() -> None:
         args = options.parse([*line.split(), "--nonblocking", "-t", "3", "-k", "1"])
         assert (args.benchmark, args.ranks, args.num_test_calls) == (coll, [2, 4], 3)
     for name in options.POINT_TO_POINT:
-        assert options.parse([name, "-W", "8"]).window == 8
+        args = options.parse([name, "-W", "8"])
+        assert (args.window, args.message_size) == (8, "4194304")
 
 
 WRONG = [
@@ -83,7 +86,10 @@ WRONG = [
     ("allreduce --algorithm shm/ring --ranks 1", "1 rank here; local/ring does"),
     ("allreduce --algorithm native --ranks 1", "no backend runs it on 1 rank here"),
     ("compare --op allreduc", "did you mean 'allreduce'"),
+    ("latency -f", "unknown argument '-f'"),
+    ("barrier --format nccl", "and no barrier"),
     ("compare --load /no/such/file", "/no/such/file"),
+    ("compare --out /no/such/folder/x", "--out /no/such/folder/x: "),
     ("compare --launches 0", "'0' is not a whole number from 1 on"),
     ("compare --sizes 3:1", "1 <= MIN <= MAX"),
     ("submit --op nothing", "unknown operation 'nothing'"),
@@ -181,6 +187,15 @@ def test_a_bare_algorithm_is_enough_where_one_backend_runs_it(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert str(resolve(text, "allreduce", ranks, launch)) == expected
+
+
+@pytest.mark.parametrize("line", ["bcast -T", "compare --dtype", "submit --dtype"])
+def test_bfloat16_without_ml_dtypes_says_what_to_install(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    assert main([*line.split(), "bfloat16"]) == 2
+    assert "pip install ml_dtypes" in capsys.readouterr().err
 
 
 def test_jobs_refuse_unknown_settings() -> None:

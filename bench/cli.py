@@ -258,7 +258,7 @@ def about(result: Mapping[str, Any], job: Mapping[str, Any]) -> str:
     return (
         f"{result['library']}, {result['ranks']} rank{'s' * (result['ranks'] > 1)}, "
         f"links {'/'.join(classes)}, "
-        f"table {result['table_digest']}, inputs {inputs}"
+        f"table {result['table_digest'][:12]}, inputs {inputs}"
     )
 
 

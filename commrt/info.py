@@ -194,13 +194,15 @@ def _algorithms() -> Iterator[str]:
 
 
 def _table() -> Iterator[str]:
+    from commrt.backends.known import known_names
     from commrt.select.locate import locate
 
-    table = locate()
-    yield f"{table.path or 'none'} ({table.why})"
-    if table.error is not None:
-        yield f"error: {table.error}"
-    yield f"this machine's fingerprint: {table.fingerprint[:12]}"
+    located = locate()
+    yield f"{located.path or 'none'} ({located.why})"
+    yield f"this machine's fingerprint: {located.fingerprint[:12]}"
+    table = located.parse(known_names())
+    if table is not None:
+        yield f"rules: {len(table.rules)}, digest {table.digest[:12]}"
 
 
 def _environment() -> Iterator[str]:

@@ -80,7 +80,7 @@ def locate(
         if machine.fingerprint in text:
             why = "shipped for this kind of machine"
             return LocatedTable(shipped, text, why, machine.fingerprint)
-    why = "no table for this machine: run commrt-tune"
+    why = "no table for this machine: commrt-tune run writes one"
     return LocatedTable(None, None, why, machine.fingerprint)
 
 
@@ -92,7 +92,7 @@ def parse(located: LocatedTable, text: str, known: Known) -> Table:
         raise TableError(
             f"{name} was measured on another machine ({table.machine.cpu.model}, "
             f"fingerprint {table.machine.fingerprint[:12]}) than this one "
-            f"({located.fingerprint[:12]}). Run commrt-tune here, or set "
+            f"({located.fingerprint[:12]}). Measure here with commrt-tune run, or set "
             f"COMMRT_TABLE_ANY_MACHINE=1 to use it all the same."
         )
     return table

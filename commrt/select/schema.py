@@ -271,7 +271,9 @@ def _candidate(node: Node, where: _Where) -> Candidate:
         backend, algorithm, _optional(keys.get("params"), _params, {})
     )
     if candidate.params and known.parameters is not None:
-        _check_params(keys["params"], where, candidate)
+        allowed = known.parameters(where.coll, backend, algorithm, where.ranks)
+        if allowed is not None:
+            _check_params(keys["params"], candidate, allowed)
     return candidate
 
 
@@ -288,14 +290,8 @@ def _params(node: Node) -> dict[str, ParamValue]:
     return params
 
 
-def _check_params(node: Node, where: _Where, use: Candidate) -> None:
+def _check_params(node: Node, use: Candidate, allowed: Parameters) -> None:
     """Raise unless every parameter of ``use`` exists and may have its value."""
-    assert where.known.parameters is not None
-    allowed = where.known.parameters(
-        where.coll, use.backend, use.algorithm, where.ranks
-    )
-    if allowed is None:
-        return
     for name, child in _mapping(node).items():
         if name not in allowed:
             hint = suggest(name, allowed) or ": it takes none."

@@ -119,6 +119,17 @@ def test_no_section_but_paths_needs_more_than_100_columns() -> None:
     assert wide == []
 
 
+def test_info_says_what_is_wrong_with_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text("schema: commrt-tune/2\n")
+    done = _info({"COMMRT_TABLE": str(path)})
+    assert done.returncode == 1
+    section = done.stdout.split("Selection table\n")[1].split("\n\n")[0]
+    assert f"{path} (COMMRT_TABLE)" in section
+    assert "error: " in section
+    assert "t.yaml, line 1" in section
+
+
 def _mpi_row(path: Path) -> str:
     done = _info({"PYTHONPATH": str(path)})
     rows = done.stdout.split("\n  mpi ")[1].split("\n  local ")[0]

@@ -23,6 +23,7 @@ from commrt.operations import COLLECTIVES
 __all__ = ["main", "report"]
 
 _COLUMNS = 100
+_LONGEST_LABEL = 60
 
 
 def main(argv: Sequence[str]) -> int:
@@ -172,12 +173,15 @@ def _among(have: Sequence[str], every: Sequence[str]) -> str:
 
 
 def _row(label: str, text: str) -> Iterator[str]:
-    """Yield a label and its text, which wraps beside the label."""
-    indent = " " * (len(label) + 2)
-    width = _COLUMNS - len(indent) - 2
+    """Yield a label and its text, which wraps beside the label, or below a long one."""
+    first = f"{label}  "
+    if len(first) > _LONGEST_LABEL:
+        yield label.rstrip()
+        first = " " * 8
+    width = _COLUMNS - len(first) - 2
     lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
     for number, line in enumerate(lines):
-        yield f"{indent if number else f'{label}  '}{line}"
+        yield f"{' ' * len(first) if number else first}{line}"
 
 
 def _algorithms() -> Iterator[str]:

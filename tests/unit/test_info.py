@@ -119,6 +119,13 @@ def test_no_section_but_paths_needs_more_than_100_columns() -> None:
     assert wide == []
 
 
+def test_a_long_value_of_a_variable_has_its_meaning_below() -> None:
+    long = "allreduce:shm/ring," * 8 + "bcast:shm/ring"
+    lines = _info({"COMMRT_ALGORITHM": long}).stdout.splitlines()
+    at = lines.index(f"  {'COMMRT_ALGORITHM':<26} {long}")
+    assert lines[at + 1].strip().startswith("Override the selection")
+
+
 def test_info_says_what_is_wrong_with_the_table(tmp_path: Path) -> None:
     path = tmp_path / "t.yaml"
     path.write_text("schema: commrt-tune/2\n")

@@ -7,20 +7,23 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from commrt.bench import compare, formats
+from commrt import _libmpi
+from commrt.bench import compare, formats, worker
+from commrt.bench.algorithm import resolve
 from commrt.bench.import_cost import measure_import
-from commrt.bench.launch import PeerSpec, launch, make_job
+from commrt.bench.launch import LaunchError, PeerSpec, launch, make_job
 from commrt.bench.machine import describe_machine
-from commrt.bench.options import POINT_TO_POINT, osu_range, parse
+from commrt.bench.options import POINT_TO_POINT, check_dtype, osu_range, parse
 from commrt.console import until_reader_leaves
 from commrt.dtypes import dtype_by_name
 from commrt.errors import CommError, UsageError
-from commrt.launch import detect
-from commrt.operations import operation
+from commrt.launch import LaunchInfo, detect
+from commrt.operations import OpSpec, operation
 
 __all__ = ["about", "main"]
 
@@ -30,55 +33,107 @@ _SELF = PeerSpec("commrt", "commrt", sys.executable)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return 0, 1 (a wrong result) or 2 (usage, launch)."""
     try:
-        args = parse(argv)
-        return until_reader_leaves(lambda: _dispatch(args))
+        run = _prepare(parse(argv))
+    except UsageError as error:
+        # The same on every rank of a launcher, so one of them says it.
+        if _first_rank():
+            print(f"commrt.bench: {error}", file=sys.stderr)
+        return 2
+    try:
+        return until_reader_leaves(run)
     except CommError as error:
         print(f"commrt.bench: {error}", file=sys.stderr)
         return 2
 
 
-def _dispatch(args: argparse.Namespace) -> int:
-    if args.benchmark == "compare":
-        return compare.main(args)
-    if args.benchmark == "import":
-        return _import(args)
+def _first_rank() -> bool:
+    try:
+        return detect().rank == 0
+    except UsageError:
+        return True  # a launcher that nobody understands
+
+
+def _prepare(args: argparse.Namespace) -> Callable[[], int]:
+    """Return what runs the benchmark, once everything asked for is known to exist."""
+    own_launches = {"compare": compare.main, "import": _import}
+    if args.benchmark in own_launches:
+        if detect().kind != "single":
+            raise UsageError(
+                f"{args.benchmark} starts its own processes, one after the other: run "
+                f"it outside mpiexec"
+            )
+        return partial(own_launches[args.benchmark], args)
+    launch = detect()
+    ranks = _ranks(args, launch)
     if args.benchmark == "submit":
-        return _submit(args)
-    return _benchmark(args)
+        job = make_job(args.op, args.sizes, **_settings(args), mode="submit")
+        return partial(_submit, args, job, ranks)
+    coll, jobs = _jobs(args, ranks)
+    asked: str | None = getattr(args, "algorithm", None)
+    env = {}
+    if asked is not None:
+        for count in ranks:
+            chosen = resolve(asked, coll, count, launch)
+            env[count] = {"COMMRT_ALGORITHM": f"{coll}:{chosen}"}
+    return partial(_benchmark, args, coll, jobs, ranks, env)
 
 
-def _benchmark(args: argparse.Namespace) -> int:
-    coll, jobs = _jobs(args)
-    algorithm = getattr(args, "algorithm", None)
-    env = {"COMMRT_ALGORITHM": f"{coll}:{algorithm}"} if algorithm else {}
+def _ranks(args: argparse.Namespace, launch: LaunchInfo) -> list[int]:
+    """Return the numbers of ranks to measure: asked for, or those that are there."""
+    if launch.kind == "single":
+        return args.ranks or [2]
+    size = launch.size
+    if size == 0:  # a PMIx launcher does not tell; MPI does
+        size = int(_libmpi.load().COMM_WORLD.Get_size())
+    if args.ranks not in (None, [size]):
+        raise UsageError(
+            f"--ranks {','.join(map(str, args.ranks))}: {launch.source} has started "
+            f"{size}, and inside a launcher those are used; leave --ranks out, or run "
+            f"this without the launcher"
+        )
+    return [size]
+
+
+def _benchmark(
+    args: argparse.Namespace,
+    coll: str,
+    jobs: list[dict[str, Any]],
+    ranks: list[int],
+    env: Mapping[int, dict[str, str]],
+) -> int:
     wrong = False
-    for results in _run(args, jobs, env):
-        print(_text(args, coll, jobs, results), end="")
+    for results in _run(args, jobs, ranks, env):
+        if not any(result["rows"] for result in results):
+            raise UsageError(
+                f"-m {args.message_size}: every size is below one {args.dtype} per rank"
+            )
+        print(_text(args, coll, jobs, results), end="", flush=True)
         wrong |= any(not row["valid"] for result in results for row in result["rows"])
     return 1 if wrong else 0
 
 
-def _jobs(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+def _jobs(
+    args: argparse.Namespace, ranks: Sequence[int]
+) -> tuple[str, list[dict[str, Any]]]:
     """Return the operation and the jobs that a command line asks for."""
     sizes = osu_range(args.message_size, dtype_by_name(args.dtype).itemsize)
     settings = _settings(args)
     point_to_point = args.benchmark in POINT_TO_POINT
-    if args.format == "nccl" and (point_to_point or args.nonblocking):
+    if args.format == "nccl" and (
+        point_to_point or args.nonblocking or args.benchmark == "barrier"
+    ):
         raise UsageError(
-            "--format nccl: nccl-tests has a layout for blocking collectives only; "
-            "use osu or json"
+            "--format nccl: nccl-tests has a layout for blocking collectives only, and "
+            "no barrier; use osu or json"
         )
     if point_to_point:
-        if min(args.ranks) < 2:
+        if min(ranks) < 2:
             raise UsageError(f"{args.benchmark} needs at least 2 ranks")
         settings.update(mode=args.benchmark, window=args.window)
         # Not an operation of the table: the size is the message's, as in allreduce.
         return "allreduce", [make_job("allreduce", sizes, **settings)]
     spec = operation(args.benchmark)
-    if args.in_place and not spec.in_place:
-        raise UsageError(
-            f"--in-place: {spec.name} has no in-place form; run it without"
-        )
+    _check_collective(args, spec, min(ranks))
     settings.update(
         root=args.root_rank,
         mode="nonblocking" if args.nonblocking else "blocking",
@@ -92,8 +147,29 @@ def _jobs(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     ]
 
 
+def _check_collective(args: argparse.Namespace, spec: OpSpec, ranks: int) -> None:
+    """Raise UsageError for options that mean nothing for this operation."""
+    if args.in_place and not spec.in_place:
+        raise UsageError(
+            f"--in-place: {spec.name} has no in-place form; run it without"
+        )
+    if args.root_rank and not spec.has_root:
+        raise UsageError(
+            f"-k {args.root_rank}: {spec.name} has no root; run it without"
+        )
+    if args.root_rank >= ranks:
+        raise UsageError(
+            f"-k {args.root_rank}: not a rank; the root is one of 0..{ranks - 1}"
+        )
+    if args.num_test_calls and not args.nonblocking:
+        raise UsageError(
+            f"-t {args.num_test_calls}: test() calls belong to --nonblocking; add it"
+        )
+
+
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that every kind of job has."""
+    check_dtype(args.dtype)
     return {
         "dtype": args.dtype,
         "iterations": args.iterations,
@@ -104,22 +180,31 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(
-    args: argparse.Namespace, jobs: list[dict[str, Any]], env: dict[str, str]
+    args: argparse.Namespace,
+    jobs: list[dict[str, Any]],
+    ranks: Sequence[int],
+    env: Mapping[int, dict[str, str]],
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the jobs' results for each number of ranks; only rank 0 has any."""
     if detect().kind == "single":
-        for ranks in args.ranks:
-            yield [
-                launch(_SELF, ranks, job, timeout_s=args.timeout_s, env=env)
-                for job in jobs
-            ]
+        for count in ranks:
+            yield [_launched(args, job, count, env.get(count, {})) for job in jobs]
         return
-    from commrt.bench import worker
-
-    os.environ.update(env)
+    os.environ.update(env.get(ranks[0], {}))
     results = [result for job in jobs if (result := worker.run(job)) is not None]
     if results:
         yield results
+
+
+def _launched(
+    args: argparse.Namespace, job: dict[str, Any], ranks: int, env: dict[str, str]
+) -> dict[str, Any]:
+    try:
+        return launch(_SELF, ranks, job, timeout_s=args.timeout_s, env=env)
+    except LaunchError as error:
+        if error.refusal is not None:
+            raise UsageError(f"on {ranks} ranks: {error.refusal}") from error
+        raise
 
 
 def _command() -> list[str]:
@@ -154,7 +239,7 @@ def _text(
         coll=coll,
         mode=job["mode"],
         dtype=job["dtype"],
-        full=args.full,
+        full=getattr(args, "full", False),
         validation=args.validation,
     )
     return f"# {about(result, job)}\n{text}"
@@ -171,29 +256,24 @@ def about(result: Mapping[str, Any], job: Mapping[str, Any]) -> str:
     classes = sorted({row["link_class"] for row in result["rows"]}) or ["unknown"]
     inputs = "rewritten between calls" if job["fresh"] else "unchanged between calls"
     return (
-        f"{result['library']}, {result['ranks']} ranks, links {'/'.join(classes)}, "
-        f"table {result['table_digest']}, inputs {inputs}"
+        f"{result['library']}, {result['ranks']} rank{'s' * (result['ranks'] > 1)}, "
+        f"links {'/'.join(classes)}, "
+        f"table {result['table_digest'][:12]}, inputs {inputs}"
     )
 
 
-def _submit(args: argparse.Namespace) -> int:
-    settings = {**_settings(args), "mode": "submit"}
-    job = make_job(args.op, args.sizes, **settings)
-    for results in _run(args, [job], {}):
-        result = results[0]
+def _submit(args: argparse.Namespace, job: dict[str, Any], ranks: list[int]) -> int:
+    wrong = False
+    for (result,) in _run(args, [job], ranks, {}):
+        wrong |= any(not row["valid"] for row in result["rows"])
         if args.format == "json":
-            print(_json(job, result), end="")
+            print(_json(job, result), end="", flush=True)
             continue
         print(f"# {about(result, job)}")
         print(f"# caller time of {args.op}(..., nonblocking=True), clock subtracted")
         for row in result["rows"]:
-            ordered = sorted(row["samples_us"])
-            p99 = ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
-            print(
-                f"{row['nbytes']:<10d} {row['median_us']:8.2f} us  "
-                f"[{row['low_us']:.2f}, {row['high_us']:.2f}]  p99 {p99:.2f} us"
-            )
-    return 0
+            print(formats.submit_line(row), flush=True)
+    return 1 if wrong else 0
 
 
 def _import(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from commrt.bench.launch import (
     torch_is_installed,
 )
 from commrt.bench.machine import describe_machine
+from commrt.bench.options import check_dtype
 from commrt.bench.raw_data import read_data, write_data
 from commrt.errors import BackendError, UsageError
 from commrt.launch import detect
@@ -50,6 +51,7 @@ def main(args: argparse.Namespace) -> int:
             "run it outside mpiexec"
         )
     colls = [operation(name).name for name in args.op.split(",")]
+    check_dtype(args.dtype)
     peers = choose_peers(args.peer)
     data: dict[str, Any] = {
         "schema": SCHEMA,
@@ -61,15 +63,36 @@ def main(args: argparse.Namespace) -> int:
         "launches": [],
         "failures": [],
     }
+    if args.out:
+        _write(args.out, data)  # a folder that is not there shows now, not after hours
     for coll, ranks, round_index, peer in alternate(
         colls, args.ranks, peers, args.launches
     ):
         _one(args, data, coll, ranks, round_index, peer)
         if args.out:
             # After every launch: an interrupted comparison keeps what it has.
-            write_data(Path(args.out), json.dumps(data))
+            _write(args.out, data)
     print(report(data), end="")
-    return 2 if not data["launches"] else 0
+    if not data["launches"]:
+        return 2
+    return 1 if _wrong(data) else 0
+
+
+def _write(path: str, data: Mapping[str, Any]) -> None:
+    try:
+        write_data(Path(path), json.dumps(data))
+    except OSError as error:
+        raise UsageError(f"--out {path}: {error}") from error
+
+
+def _wrong(data: Mapping[str, Any]) -> list[str]:
+    """Return what gave a wrong result, one line each."""
+    return [
+        f"{one['coll']}, {one['ranks']} ranks, {one['peer']}, {row['nbytes']} bytes"
+        for one in data["launches"]
+        for row in one["rows"]
+        if not row.get("valid", True)
+    ]
 
 
 def choose_peers(texts: Sequence[str]) -> list[PeerSpec]:
@@ -149,9 +172,9 @@ def load(path: str) -> dict[str, Any]:
     try:
         data = json.loads(read_data(Path(path)))
     except (OSError, EOFError, ValueError) as error:
-        raise UsageError(f"--load {path}: {error}") from error
+        raise UsageError(f"{path}: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise UsageError(f"--load {path}: not a file that compare --out wrote")
+        raise UsageError(f"{path}: not a file that compare --out wrote")
     return data
 
 
@@ -170,6 +193,7 @@ def report(data: Mapping[str, Any]) -> str:
     ]
     lines += [f"- {peer}: {name}{forms[peer]}" for peer, name in libraries.items()]
     lines += ["", *map(markdown, aggregate(data["launches"]))]
+    lines += [f"Wrong result: {what}" for what in dict.fromkeys(_wrong(data))]
     for failure in data["failures"]:
         what = f"{failure['coll']}, {failure['ranks']} ranks, {failure['peer']}"
         # The second line of a failed launch's error is the reason.

@@ -9,15 +9,15 @@ Needs matplotlib (the extra ``report``).
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections import defaultdict
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from commrt.bench.raw_data import read_data
-from commrt.errors import BackendError
+from commrt.bench.compare import load
+from commrt.errors import BackendError, CommError, UsageError
 
 __all__ = ["curves", "main"]
 
@@ -60,9 +60,11 @@ def draw(data: dict[str, Any], coll: str, out: Path) -> None:
         for name in ("near", "far", "oversubscribed")
         if len(curves(data, coll, name)) > 1
     ]
+    if not classes:
+        raise UsageError(f"no link class has figures of {coll} for two libraries")
     peers = {launch["peer"] for launch in data["launches"]}
     order = sorted(peers, key=lambda peer: (peer != "commrt", peer))
-    colours = dict(zip(order, _COLOURS, strict=False))
+    colours = dict(zip(order, cycle(_COLOURS), strict=False))
     figure = Figure(figsize=(5.2 * len(classes), 3.8), layout="constrained")
     for index, link_class in enumerate(classes):
         axes = figure.add_subplot(1, len(classes), index + 1)
@@ -96,7 +98,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--op", default="allreduce")
     args = parser.parse_args(argv)
-    draw(json.loads(read_data(args.data)), args.op, args.out)
+    try:
+        draw(load(str(args.data)), args.op, args.out)
+    except CommError as error:
+        print(f"commrt.bench.figure: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

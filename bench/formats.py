@@ -23,6 +23,7 @@ __all__ = [
     "json_text",
     "nccl_text",
     "osu_text",
+    "submit_line",
 ]
 
 Row = Mapping[str, Any]
@@ -83,15 +84,16 @@ def _osu_header(coll: str, mode: str, dtype: str) -> list[str]:
         title = f"# OSU MPI {_POINT_TO_POINT[mode][0]} Test {_OSU_VERSION}"
         return [title, datatype]
     spec = operation(coll)
+    typed = [datatype] if spec.x_count != "none" else []
     if mode == "nonblocking":
         name = "All-to-All" if spec.name == "alltoall" else spec.title
         return [
             f"# OSU MPI Non-blocking {name} Latency Test {_OSU_VERSION}",
             "# Overall = Coll. Init + Compute + MPI_Test + MPI_Wait",
             "",
-            datatype,
+            *typed,
         ]
-    return [f"# OSU MPI {spec.title} Latency Test {_OSU_VERSION}", datatype]
+    return [f"# OSU MPI {spec.title} Latency Test {_OSU_VERSION}", *typed]
 
 
 def _osu_columns(mode: str, full: bool) -> list[tuple[str, str]]:
@@ -138,7 +140,9 @@ def _osu_row(
     if sized:
         text = f"{row['nbytes']:<10d}" + "".join(f"{v:{_FIELD}.2f}" for v in values)
     else:
-        text = f"{values[0]:17.2f}" + "".join(f"{v:{_FIELD}.2f}" for v in values[1:])
+        # As wide as the heading: OSU's "# Avg Latency(us)" or "# Overall(us)".
+        text = f"{values[0]:{len(columns[0][0]) + 2}.2f}"
+        text += "".join(f"{v:{_FIELD}.2f}" for v in values[1:])
     if full and mode == "blocking":
         text += f"{_iterations(row):12d}"
     if validation:
@@ -160,6 +164,18 @@ def _value(row: Row, key: str) -> float:
     if key == "compute_only_us":
         return _value(row, "compute_us") - _value(row, "test_us")
     return float(row.get(key, float("nan")))
+
+
+def submit_line(row: Row) -> str:
+    """Return one size of ``submit``: the median, its interval and the 99th percent."""
+    if "median_us" not in row:
+        return f"{row['nbytes']:<10d} wrong: {row.get('error', 'not measured')}"
+    ordered = sorted(row["samples_us"])
+    p99 = ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
+    return (
+        f"{row['nbytes']:<10d} {row['median_us']:8.2f} us  "
+        f"[{row['low_us']:.2f}, {row['high_us']:.2f}]  p99 {p99:.2f} us"
+    )
 
 
 def bus_factor(coll: str, ranks: int) -> float:

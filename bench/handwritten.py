@@ -98,12 +98,10 @@ def measure(comm: Communicator, nbytes: int, samples: int) -> list[dict[str, Any
             comm.barrier()
             spent = comm._time_plan(plan, x.ctypes.data, y.ctypes.data, repetitions, 60)
             times["engine"].append(spent / repetitions * 1e6)
-            assert np.array_equal(y, 2 * x)
-            y[:] = 0
+            _check(y, 2 * x, algorithm)
             comm.barrier()
             times["hand"].append(_by_hand(loops, loop, x, y, repetitions))
-            assert np.array_equal(y, 2 * x)
-            y[:] = 0
+            _check(y, 2 * x, f"{loop} by hand")
         engine, hand = (statistics.median(times[k][1:]) for k in ("engine", "hand"))
         ratios = [a / b for a, b in zip(times["engine"], times["hand"], strict=True)]
         rows.append(
@@ -117,6 +115,13 @@ def measure(comm: Communicator, nbytes: int, samples: int) -> list[dict[str, Any
             }
         )
     return rows
+
+
+def _check(result: Any, expected: Any, who: str) -> None:
+    """Raise unless the result is right; clear it for the next one."""
+    if not np.array_equal(result, expected):
+        raise BackendError(f"{who}: the result is wrong, so its time means nothing")
+    result[:] = 0
 
 
 def _plan(comm: Communicator, x: Any, y: Any, name: str, params: dict[str, int]) -> Any:

@@ -91,13 +91,18 @@ def measure_import(pairs: int, python: str = sys.executable) -> ImportCost:
 def _once(python: str, what: str) -> tuple[float, float, list[str]]:
     # -P: the folder that the benchmark is started in must not be what is imported.
     safe = ["-P"] if sys.version_info >= (3, 11) else []
-    answer = subprocess.run(
-        [python, *safe, "-c", _PROGRAM, what],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    try:
+        answer = subprocess.run(
+            [python, *safe, "-c", _PROGRAM, what],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BackendError(
+            f"import {what} did not end within {error.timeout:g} s in {python}"
+        ) from error
     if answer.returncode != 0:
         raise BackendError(
             f"import {what} failed in {python}:\n{answer.stderr[-2000:]}"

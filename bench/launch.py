@@ -19,16 +19,25 @@ from commrt.mpiexec import (
     Completed,
     available_cpus,
     child_environment,
+    last_words,
     run_process,
     run_ranks,
 )
 from commrt.operations import operation
 
-__all__ = ["PeerSpec", "launch", "make_job", "parse_peer"]
+__all__ = ["LaunchError", "PeerSpec", "launch", "make_job", "parse_peer"]
 
 Kind = Literal["commrt", "mpi4py", "gloo"]
 KINDS: tuple[Kind, ...] = ("commrt", "mpi4py", "gloo")
+_REFUSED = "commrt.errors.UsageError: "
 _HERE = Path(__file__).resolve().parent
+
+
+class LaunchError(BackendError):
+    """A launch that ended without a result."""
+
+    refusal: str | None = None
+    """What the ranks said, where they refused what they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ def launch(
 ) -> dict[str, Any]:
     """Run a job on ``ranks`` ranks of ``peer``; return its result.
 
-    Raises BackendError, with the end of what was printed, if the launch failed or was
+    Raises LaunchError, with the end of what was printed, if the launch failed or was
     killed at its deadline.
     """
     with tempfile.TemporaryDirectory(prefix="commrt-bench-") as folder:
@@ -128,9 +137,17 @@ def launch(
         path.write_text(json.dumps({**job, "flags": flags, "result": str(result)}))
         done = _run(peer, ranks, str(path), timeout_s, env)
         if not done.ok or not result.exists():
-            raise BackendError(f"{peer.name}: {done.describe_failure()}")
+            raise _failure(peer, done)
         measured: dict[str, Any] = json.loads(result.read_text())
     return {"peer": peer.name, "ranks": ranks, "elapsed_s": done.elapsed_s, **measured}
+
+
+def _failure(peer: PeerSpec, done: Completed) -> LaunchError:
+    error = LaunchError(f"{peer.name}: {done.describe_failure()}")
+    said = last_words(done.stderr)
+    if said.startswith(_REFUSED):
+        error.refusal = said.removeprefix(_REFUSED)
+    return error
 
 
 def _run(

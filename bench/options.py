@@ -4,13 +4,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from commrt.dtypes import DTYPES, dtype_by_name
-from commrt.errors import UsageError
+from commrt.errors import UsageError, suggest
 from commrt.operations import OPERATIONS
 
-__all__ = ["POINT_TO_POINT", "build_parser", "doubling_sizes", "osu_range", "size_list"]
+__all__ = [
+    "POINT_TO_POINT",
+    "build_parser",
+    "check_dtype",
+    "doubling_sizes",
+    "osu_range",
+    "parse",
+    "size_list",
+]
 
 POINT_TO_POINT = ("latency", "bw", "bibw")
 
@@ -28,11 +39,69 @@ _MODES_DOC = {
 }
 
 
+T = TypeVar("T")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what argparse would print and end the program with."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} ({self.prog} --help)")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        found, extra = super().parse_known_args(args, namespace)
+        if extra:
+            hint = suggest(extra[0], self._option_string_actions)
+            raise UsageError(f"unknown argument {extra[0]!r}{hint}")
+        return found, extra
+
+
+def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Let argparse show the parser's own words instead of the function's name."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def _count(smallest: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = smallest - 1
+        if number < smallest:
+            raise UsageError(f"{text!r} is not a whole number from {smallest} on")
+        return number
+
+    return _argument(parse)
+
+
+def _positive_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{text!r} is not a finite number of seconds above 0")
+    return seconds
+
+
+_seconds = _argument(_positive_seconds)
+
+
 def doubling_sizes(low: int, high: int, factor: int = 2) -> list[int]:
     """Return low, low·factor, … up to high."""
     if not (1 <= low <= high and factor >= 2):
         raise UsageError(
-            f"sizes {low}:{high}:{factor}: 1 <= MIN <= MAX and FACTOR >= 2 are needed"
+            f"sizes {low}:{high}:{factor}: 1 <= MIN <= MAX and FACTOR >= 2 are needed, "
+            f"in bytes"
         )
     sizes = []
     while low <= high:
@@ -75,6 +144,15 @@ def _dtype(text: str) -> str:
     return dtype_by_name(_OSU_DTYPES.get(name, name)).name
 
 
+def check_dtype(name: str) -> None:
+    """Raise UsageError where numpy needs a package for ``name`` that is not here."""
+    if name == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
+        raise UsageError(
+            "-T bfloat16: numpy has it from the package ml_dtypes, which is not "
+            "installed: pip install ml_dtypes"
+        )
+
+
 def _rank_list(text: str) -> list[int]:
     try:
         counts = [int(part) for part in text.split(",")]
@@ -85,9 +163,12 @@ def _rank_list(text: str) -> list[int]:
     return counts
 
 
+_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
+
+
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``python -m commrt.bench``."""
-    parser = argparse.ArgumentParser(
+    """Return the parser of ``python -m commrt.bench``; it raises UsageError."""
+    parser = _Parser(
         prog="python -m commrt.bench",
         description="Benchmarks with OSU's families, options and output. Outside "
         "mpiexec they start their own ranks; inside they use the ranks they are given.",
@@ -96,14 +177,14 @@ def build_parser() -> argparse.ArgumentParser:
     commands.required = True
     for spec in OPERATIONS:
         command = commands.add_parser(spec.name, help=spec.doc, description=spec.doc)
-        _osu_options(command)
+        _osu_options(command, "1048576")
         _collective_options(command)
     for name in POINT_TO_POINT:
         doc = _MODES_DOC[name]
         command = commands.add_parser(name, help=doc, description=doc)
-        _osu_options(command)
+        _osu_options(command, "4194304")
         command.add_argument(
-            "-W", "--window", type=int, default=64, help="messages in flight (64)"
+            "-W", "--window", type=_count(1), default=64, help="messages in flight (64)"
         )
     _add_compare(commands)
     _add_submit(commands)
@@ -111,21 +192,26 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _osu_options(command: argparse.ArgumentParser) -> None:
+def _osu_options(command: argparse.ArgumentParser, largest: str) -> None:
     command.add_argument(
         "-m",
         "--message-size",
-        default="1048576",
+        default=largest,
         metavar="[MIN:]MAX",
-        help="message sizes in bytes, doubling (from one element to 1 MiB)",
+        help=f"message sizes in bytes, doubling (from one element to {largest})",
     )
     command.add_argument(
-        "-i", "--iterations", type=int, default=1000, help="most repetitions per size"
+        *("-i", "--iterations"),
+        type=_count(1),
+        default=1000,
+        help="most repetitions per size",
     )
     command.add_argument(
-        "-x", "--warmup", type=int, default=10, help="untimed calls before each size"
+        *("-x", "--warmup"),
+        type=_count(0),
+        default=10,
+        help="untimed calls before each size",
     )
-    command.add_argument("-f", "--full", action="store_true", help="more columns")
     command.add_argument(
         "-c",
         "--validation",
@@ -136,7 +222,7 @@ def _osu_options(command: argparse.ArgumentParser) -> None:
         "-T",
         "--type",
         dest="dtype",
-        type=_dtype,
+        type=_argument(_dtype),
         default="float32",
         metavar="DTYPE",
         help="float32, mpi_char, mpi_int, mpi_float, "
@@ -151,7 +237,9 @@ def _osu_options(command: argparse.ArgumentParser) -> None:
         help="rewrite the inputs between calls, as training does",
     )
     command.add_argument(
-        "--ranks", type=_rank_list, default=[2], help="ranks to start, as in 2,4 (2)"
+        "--ranks",
+        type=_argument(_rank_list),
+        help="ranks to start, as in 2,4 (2); inside mpiexec those there are",
     )
     command.add_argument("--format", choices=["osu", "nccl", "json"], default="osu")
     _budget_options(command, 1.0)
@@ -160,12 +248,12 @@ def _osu_options(command: argparse.ArgumentParser) -> None:
 def _budget_options(command: argparse.ArgumentParser, budget_s: float) -> None:
     command.add_argument(
         "--budget-s",
-        type=float,
+        type=_seconds,
         default=budget_s,
         help=f"most seconds of repetitions per size ({budget_s:g})",
     )
     command.add_argument(
-        "--timeout-s", type=float, default=600.0, help="deadline of one launch (600)"
+        "--timeout-s", type=_seconds, default=600.0, help="deadline of one launch (600)"
     )
     command.add_argument(
         "--no-pin",
@@ -176,6 +264,7 @@ def _budget_options(command: argparse.ArgumentParser, budget_s: float) -> None:
 
 
 def _collective_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("-f", "--full", action="store_true", help="more columns")
     command.add_argument(
         "--nonblocking",
         action="store_true",
@@ -184,26 +273,34 @@ def _collective_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "-t",
         "--num-test-calls",
-        type=int,
+        type=_count(0),
         default=0,
         help="test() calls during the computation (nonblocking)",
     )
-    command.add_argument("-k", "--root-rank", type=int, default=0, help="root (0)")
+    command.add_argument(
+        "-k", "--root-rank", type=_count(0), default=0, help="root (0)"
+    )
     command.add_argument(
         "-l", "--in-place", action="store_true", help="one array for input and output"
     )
     command.add_argument(
-        "--algorithm", metavar="BACKEND/NAME", help="instead of the selected one"
+        "--algorithm",
+        metavar="[BACKEND/]NAME",
+        help="instead of the selected one, as in shm/ring{chunk=65536}",
     )
 
 
-def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_compare(commands: _Commands) -> None:
     doc = "Compare commrt with other libraries, launch by launch, in alternation."
     command = commands.add_parser("compare", help=doc, description=doc)
     command.add_argument("--op", default="allreduce", help="operations, as in a,b")
-    command.add_argument("--ranks", type=_rank_list, default=[2])
-    command.add_argument("--sizes", type=size_list, default=size_list("8:134217728:4"))
-    command.add_argument("--launches", type=int, default=5, help="of each peer (5)")
+    command.add_argument("--ranks", type=_argument(_rank_list), default=[2])
+    command.add_argument(
+        "--sizes", type=_argument(size_list), default=size_list("8:134217728:4")
+    )
+    command.add_argument(
+        "--launches", type=_count(1), default=5, help="of each peer (5)"
+    )
     command.add_argument(
         "--peer",
         action="append",
@@ -214,8 +311,8 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     command.add_argument("--fresh", action="store_true")
     command.add_argument("--in-place", action="store_true")
-    command.add_argument("--dtype", type=_dtype, default="float32")
-    command.add_argument("--iterations", type=int, default=1000)
+    command.add_argument("--dtype", type=_argument(_dtype), default="float32")
+    command.add_argument("--iterations", type=_count(1), default=1000)
     command.add_argument(
         "--markdown", action="store_true", help="tables in markdown (the default)"
     )
@@ -226,25 +323,27 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _budget_options(command, 0.5)
 
 
-def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_submit(commands: _Commands) -> None:
     doc = "Caller time of a nonblocking call, without its wait."
     command = commands.add_parser("submit", help=doc, description=doc)
     command.add_argument("--op", default="allreduce")
-    command.add_argument("--sizes", type=size_list, default=[8])
-    command.add_argument("--ranks", type=_rank_list, default=[2])
-    command.add_argument("--dtype", type=_dtype, default="float32")
-    command.add_argument("--iterations", type=int, default=2000)
+    command.add_argument("--sizes", type=_argument(size_list), default=[8])
+    command.add_argument("--ranks", type=_argument(_rank_list))
+    command.add_argument("--dtype", type=_argument(_dtype), default="float32")
+    command.add_argument("--iterations", type=_count(1), default=2000)
     command.add_argument("--format", choices=["text", "json"], default="text")
     _budget_options(command, 1.0)
 
 
-def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_import(commands: _Commands) -> None:
     doc = "Time of import commrt beyond import numpy, in fresh interpreters."
     command = commands.add_parser("import", help=doc, description=doc)
-    command.add_argument("--pairs", type=int, default=15, help="interpreter pairs (15)")
+    command.add_argument(
+        "--pairs", type=_count(1), default=15, help="interpreter pairs (15)"
+    )
     command.add_argument("--format", choices=["text", "json"], default="text")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a command line; argparse ends the program on a malformed one."""
+    """Parse a command line; UsageError for a malformed one."""
     return build_parser().parse_args(argv)

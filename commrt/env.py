@@ -82,11 +82,11 @@ def _seconds(raw: str) -> float:
 
 
 def _nodes(raw: str) -> tuple[int, ...]:
-    """Parse ``2,3`` (ranks per pretended node); one number repeats, as in ``2``."""
+    """Parse ``2,3``: ranks per pretended node."""
     try:
         counts = tuple(int(part) for part in raw.split(","))
     except ValueError:
-        raise ValueError("write ranks per node, as in 2,3") from None
+        raise ValueError("not whole numbers with commas between") from None
     if min(counts) < 1:
         raise ValueError("every node needs at least one rank")
     return counts
@@ -136,7 +136,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "COMMRT_NODES",
-        "ranks per node, as in 2,3",
+        "ranks per node, as in 2,3; one number repeats",
         None,
         "Pretend that consecutive ranks lie on different nodes (tests).",
         True,
@@ -230,7 +230,10 @@ def read_float(name: str, environ: Mapping[str, str] | None = None) -> float:
 
 
 def read_nodes(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | None:
-    """Return COMMRT_NODES: ranks per pretended node, or None."""
+    """Return COMMRT_NODES: ranks per pretended node, or None.
+
+    One number stands for nodes of that many ranks each.
+    """
     value = read("COMMRT_NODES", environ)
     assert value is None or isinstance(value, tuple)
     return value

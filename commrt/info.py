@@ -10,14 +10,20 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
+from itertools import zip_longest
 
 from commrt import env
+from commrt.backends.base import Availability, Capabilities
 from commrt.errors import CommError
 from commrt.operations import COLLECTIVES
 
 __all__ = ["main", "report"]
+
+_COLUMNS = 100
+_LONGEST_LABEL = 60
 
 
 def main(argv: Sequence[str]) -> int:
@@ -90,17 +96,92 @@ def _ranks() -> Iterator[str]:
             yield f"           {_libmpi.library_path()}"
 
 
+_HEADS = {
+    "backend": 0,
+    "here": 0,
+    "memory": 6,
+    "operations": 15,
+    "types": 11,
+    "reductions": 14,
+    "runs": 10,
+    "recover": 0,
+    "cancel": 0,
+}
+"""Columns of the table of backends, and how wide the wrapped ones may become."""
+
+
 def _backends() -> Iterator[str]:
     from commrt import backends
 
-    for found in backends.available():
-        state = "yes" if found.available else "no"
-        yield f"{found.name:<8} {state:<4} {found.reason}"
-        can = found.capabilities
-        runs = ["schedules"] * can.schedules + ["native"] * can.native
-        yield f"{'':<13} runs {' and '.join(runs)} in {', '.join(can.devices)} memory"
-        if can.limits:
-            yield f"{'':<13} limits: {can.limits}"
+    found = backends.available()
+    rows = [_cells(one) for one in found]
+    widths = [
+        max(
+            len(line) for row in (*rows, [[head] for head in _HEADS]) for line in row[i]
+        )
+        for i in range(len(_HEADS))
+    ]
+    yield _line(_HEADS, widths)
+    for one, cells in zip(found, rows, strict=True):
+        for line in zip_longest(*cells, fillvalue=""):
+            yield _line(line, widths)
+        limits = one.capabilities.limits
+        label = " " * widths[0]
+        yield from _row(label, one.reason)
+        yield from _row(label, f"limits: {limits}" if limits else "")
+
+
+def _line(cells: Iterable[str], widths: Iterable[int]) -> str:
+    padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)]
+    return "  ".join(padded).rstrip()
+
+
+def _cells(one: Availability) -> list[list[str]]:
+    """Return a backend's cells, each as its lines."""
+    can, every = one.capabilities, Capabilities()
+    texts = (
+        one.name,
+        _yes(one.available),
+        ", ".join(can.devices),
+        _among(can.operations, every.operations),
+        _among(can.dtypes, every.dtypes),
+        _among(can.reductions, every.reductions),
+        ", ".join(
+            [*["schedules"] * can.schedules, *["native"] * can.native, *can.algorithms]
+        ),
+        _yes(can.can_recover),
+        _yes(can.can_cancel),
+    )
+    return [
+        textwrap.wrap(text, width, break_long_words=False) if width else [text]
+        for text, width in zip(texts, _HEADS.values(), strict=True)
+    ]
+
+
+def _yes(can: bool) -> str:
+    return "yes" if can else "no"
+
+
+def _among(have: Sequence[str], every: Sequence[str]) -> str:
+    """Return which of ``every`` a backend has, in the fewest words."""
+    missing = [name for name in every if name not in have]
+    if not missing:
+        return f"all {len(every)}"
+    if len(missing) < len(have):
+        return f"all but {', '.join(missing)}"
+    return ", ".join(have) or "none"
+
+
+def _row(label: str, text: str) -> Iterator[str]:
+    """Yield a label and its text, which wraps beside the label, or below a long one."""
+    first = f"{label}  "
+    if len(first) > _LONGEST_LABEL:
+        yield label.rstrip()
+        first = " " * 8
+    width = _COLUMNS - len(first) - 2
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    for number, line in enumerate(lines):
+        yield f"{' ' * len(first) if number else first}{line}"
 
 
 def _algorithms() -> Iterator[str]:
@@ -113,17 +194,19 @@ def _algorithms() -> Iterator[str]:
             one = algorithms.get(coll, name)
             marks = "L" * one.latency + "B" * one.bandwidth
             marked.append(f"{name} ({marks})" if marks else name)
-        yield f"{coll:<15} {', '.join(marked)}"
+        yield from _row(f"{coll:<14}", ", ".join(marked))
 
 
 def _table() -> Iterator[str]:
+    from commrt.backends.known import known_names
     from commrt.select.locate import locate
 
-    table = locate()
-    yield f"{table.path or 'none'} ({table.why})"
-    if table.error is not None:
-        yield f"error: {table.error}"
-    yield f"this machine's fingerprint: {table.fingerprint[:12]}"
+    located = locate()
+    yield f"{located.path or 'none'} ({located.why})"
+    yield f"this machine's fingerprint: {located.fingerprint[:12]}"
+    table = located.parse(known_names())
+    if table is not None:
+        yield f"rules: {len(table.rules)}, digest {table.digest[:12]}"
 
 
 def _environment() -> Iterator[str]:
@@ -131,7 +214,8 @@ def _environment() -> Iterator[str]:
         text = env.given(variable.name)
         default = variable.default or "not set"
         state = f"{default} (default)" if text is None else text
-        yield f"{variable.name:<26} {state:<20} {variable.doc}"
+        label = f"{variable.name:<26} {state:<18}"
+        yield from _row(label, variable.doc)
     unknown = [
         name
         for name in sorted(os.environ)

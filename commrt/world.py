@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from commrt import _libmpi, _native, algorithms, backends, env
+from commrt import _libmpi, _native, env
 from commrt.arena import Arena, discover_nodes, process_arena, share
+from commrt.backends.known import known_names
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, UsageError
 from commrt.launch import LaunchInfo
@@ -20,7 +21,6 @@ from commrt.native_comms import NativeComms
 from commrt.select.facts import Candidate, CommFacts, LinkClass, parse_overrides
 from commrt.select.fingerprint import available_cores
 from commrt.select.locate import LocatedTable, locate
-from commrt.select.schema import Known
 from commrt.select.table import Table
 
 __all__ = ["FIRST_TAG", "NATIVE", "World", "connect_world"]
@@ -222,14 +222,6 @@ def _agree_cores(world: World) -> int:
         quotas = [n for cores, n in (said[r] for r in ranks) if n < len(cores)]
         poorest.append(min([len(union), *quotas]))
     return max(1, min(poorest))
-
-
-def known_names() -> Known:
-    """Return the backend and algorithm names that a table may use."""
-    from commrt.operations import COLLECTIVES
-
-    names = {name for coll in COLLECTIVES for name in algorithms.names(coll)}
-    return Known({name: names | {"native"} for name in backends.all_backends()})
 
 
 def _overrides() -> dict[str, Candidate]:

@@ -154,6 +154,6 @@ class Session:
 
 def known_names() -> Known:
     """Return every backend and algorithm name that a table may use."""
-    from commrt import world
+    from commrt.backends import known
 
-    return world.known_names()
+    return known.known_names()

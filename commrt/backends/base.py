@@ -32,6 +32,8 @@ class Capabilities:
     """Whether it runs schedule algorithms."""
     native: bool = False
     """Whether it offers the library's own collectives."""
+    algorithms: tuple[str, ...] = ()
+    """Algorithms of its own, beside schedules and ``native``."""
     can_recover: bool = False
     """Whether a communicator can go on after a rank has died."""
     can_cancel: bool = False

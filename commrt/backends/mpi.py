@@ -13,6 +13,7 @@ from commrt.backends.planning import schedule_plan
 from commrt.backends.schedules import schedule_candidates
 from commrt.dtypes import ReduceOp, dtype_by_name
 from commrt.errors import BackendError
+from commrt.launch import detect
 from commrt.select.facts import Candidate, Query
 
 __all__ = ["MpiBackend"]
@@ -39,14 +40,24 @@ class MpiBackend:
 
     name = "mpi"
     capabilities = Capabilities(
-        native=True, limits="native: counts below 2^31, not min/max of floats"
+        native=True,
+        limits="schedules: ranks on several nodes; native: sum and prod of types of 32 "
+        "bits and more, min, max and bitwise of integers, logical of integers and "
+        "bool, each where the library has the type; counts below 2^31",
     )
 
     def availability(self) -> Availability:
-        """Look for mpi4py without starting MPI."""
-        why = _libmpi.why_unavailable()
-        reason = why or "mpi4py is installed"
-        return Availability(self.name, why is None, reason, self.capabilities)
+        """Look for mpi4py and its library without starting MPI."""
+        launch = detect()
+        if launch.kind == "torchrun":
+            # Not looked for either: under torchrun mpi4py is left alone.
+            here = False
+            reason = "torchrun started these ranks, and then MPI is not used"
+        else:
+            here, reason = _libmpi.look()
+            if here and launch.kind == "single":
+                reason += ", for ranks that mpiexec or srun starts"
+        return Availability(self.name, here, reason, self.capabilities)
 
     def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
         """Return ``native`` where it keeps commrt's rules, and schedules off-node."""

@@ -47,15 +47,20 @@ class ShmBackend:
     """Every schedule over shared memory, for communicators within one node."""
 
     name = "shm"
-    capabilities = Capabilities(limits="all ranks on one node")
+    capabilities = Capabilities(limits="two or more ranks, all on one node")
 
     def availability(self) -> Availability:
         """Shared memory needs no library."""
         from commrt import env
 
-        off = env.read_str("COMMRT_SHM") == "off"
-        reason = "COMMRT_SHM=off" if off else "memfd shared memory"
-        return Availability(self.name, not off, reason, self.capabilities)
+        source = env.read_str("COMMRT_SHM")
+        reasons = {
+            "memfd": "anonymous shared memory (memfd)",
+            "devshm": "shared memory in /dev/shm (COMMRT_SHM=devshm)",
+            "off": "COMMRT_SHM=off",
+        }
+        reason = reasons[source or "memfd"]
+        return Availability(self.name, source != "off", reason, self.capabilities)
 
     def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
         """Return every schedule algorithm where all ranks share this node."""
@@ -73,7 +78,7 @@ class LocalBackend:
     """Ranks that are threads of one process, and communicators of one rank."""
 
     name = "local"
-    capabilities = Capabilities(limits="ranks of one process")
+    capabilities = Capabilities(limits="one rank, or ranks that are threads")
 
     def availability(self) -> Availability:
         """Always there."""

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from commrt import env
-from commrt.errors import TableError
+from commrt.errors import TableError, UsageError
 from commrt.select.fingerprint import Machine, this_machine
 from commrt.select.schema import Known
 from commrt.select.table import Table, load
@@ -73,14 +73,14 @@ def locate(
     if named is not None:
         allowed = env.read_bool("COMMRT_TABLE_ANY_MACHINE", environ)
         return _read(Path(named), "COMMRT_TABLE", machine, allowed)
-    mine = user_table_path(machine, environ)
-    if mine.exists():
+    mine = _users_table(machine, environ)
+    if mine is not None:
         return _read(mine, "written here by commrt-tune", machine)
     for shipped, text in _shipped():
         if machine.fingerprint in text:
             why = "shipped for this kind of machine"
             return LocatedTable(shipped, text, why, machine.fingerprint)
-    why = "no table for this machine: run commrt-tune"
+    why = "no table for this machine: commrt-tune run writes one"
     return LocatedTable(None, None, why, machine.fingerprint)
 
 
@@ -92,7 +92,7 @@ def parse(located: LocatedTable, text: str, known: Known) -> Table:
         raise TableError(
             f"{name} was measured on another machine ({table.machine.cpu.model}, "
             f"fingerprint {table.machine.fingerprint[:12]}) than this one "
-            f"({located.fingerprint[:12]}). Run commrt-tune here, or set "
+            f"({located.fingerprint[:12]}). Measure here with commrt-tune run, or set "
             f"COMMRT_TABLE_ANY_MACHINE=1 to use it all the same."
         )
     return table
@@ -101,11 +101,34 @@ def parse(located: LocatedTable, text: str, known: Known) -> Table:
 def user_table_path(
     machine: Machine | None = None, environ: Mapping[str, str] | None = None
 ) -> Path:
-    """Return where ``commrt-tune`` writes this machine's table."""
+    """Return where ``commrt-tune`` writes this machine's table.
+
+    Raises UsageError where this user has no home folder.
+    """
     environ = os.environ if environ is None else environ
     base = Path(environ.get("XDG_CONFIG_HOME") or "~/.config")
+    try:
+        base = base.expanduser()
+    except RuntimeError as error:
+        raise UsageError(
+            f"there is no folder for this user's tables ({error}): set HOME or "
+            f"XDG_CONFIG_HOME, or name a table by COMMRT_TABLE"
+        ) from error
     fingerprint = (machine or this_machine()).fingerprint
-    return base.expanduser() / "commrt" / "tables" / f"{fingerprint}.yaml"
+    return base / "commrt" / "tables" / f"{fingerprint}.yaml"
+
+
+def _users_table(machine: Machine, environ: Mapping[str, str] | None) -> Path | None:
+    """Return the user's table of this machine; None where nothing is to be found.
+
+    In a container the user may have no home, or one that another user owns. Raising
+    here, on rank 0 alone, would leave the other ranks waiting.
+    """
+    try:
+        path = user_table_path(machine, environ)
+    except UsageError:
+        return None
+    return path if os.path.exists(path) else None
 
 
 def _read(

@@ -171,16 +171,16 @@ class Policy:
     def _free(self, query: Query, found: Sequence[Candidate]) -> Choice:
         """Pick by the table, else by the model."""
         hit = None if self.table is None else self.table.lookup(self.facts, query)
-        names = {candidate.name for candidate in found}
+        able = hit is not None and _can_run(hit.rule.use, found)
         # A rule also knows the best parameters of the only candidate.
-        if len(names) == 1 and (hit is None or hit.rule.use.name not in names):
+        if len({candidate.name for candidate in found}) == 1 and not able:
             best = cheapest(query, found, self._cost)
             return Choice(best, "only", "nothing else can run this here")
         if hit is None:
             why = "no table" if self.table is None else "the table has no rule for this"
             return self._modelled(query, found, why)
         use = hit.rule.use
-        if use.name not in names:
+        if not able:
             why = f"rule {hit.index} asks for {use}, which cannot run this here"
             return self._modelled(query, found, why)
         tail = f" ({hit.extrapolated})" if hit.extrapolated else ""
@@ -222,8 +222,7 @@ class Policy:
     ) -> list[Rejected]:
         rejected = []
         if hit is not None and choice.rule != hit.index:
-            names = {candidate.name for candidate in found}
-            able = hit.rule.use.name in names
+            able = _can_run(hit.rule.use, found)
             reason = self._on_request(hit.rule.use)
             why = reason or "overruled" if able else "cannot run this here"
             text = f"rule {hit.index} of the table, {why}"
@@ -285,6 +284,18 @@ def _subset(
     raise UsageError(
         f"{who} asks for {asked!r}, which does not exist or cannot run {query}"
         f"{suggest(asked, known)}"
+    )
+
+
+def _can_run(use: Candidate, found: Sequence[Candidate]) -> bool:
+    """Whether ``use`` is one of what can run here, whatever else its parameters say.
+
+    A rule for fewer ranks may have a parameter that does not exist on so many.
+    """
+    return any(
+        use.name == candidate.name
+        and all(use.params.get(name, v) == v for name, v in candidate.params.items())
+        for candidate in found
     )
 
 

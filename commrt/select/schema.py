@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from commrt.dtypes import DTYPES, ReduceOp
 from commrt.errors import suggest
@@ -34,6 +34,7 @@ __all__ = [
     "SCHEMA",
     "SOFTWARE_KEYS",
     "Known",
+    "Parameters",
     "read_defaults",
     "read_info",
     "read_machine",
@@ -76,28 +77,42 @@ METHOD_KEYS = (
 )
 
 
+Parameters = Mapping[str, Callable[[ParamValue], str | None]]
+"""By name, what says what is wrong with a value; None: nothing."""
+
+
 @dataclass(frozen=True)
 class Known:
-    """The names a table may use; passed in, because this layer imports none of them."""
+    """What a table may name; passed in, because this layer imports none of it."""
 
     algorithms: Mapping[str, Collection[str]] = field(default_factory=dict)
     """Algorithm names by backend name, whether usable here or not."""
+    offered: Callable[[str, str], Collection[str]] | None = None
+    """Backend and operation to algorithm names; None: all of the backend's."""
+    parameters: Callable[[str, str, str, int | None], Parameters | None] | None = None
+    """Operation, backend, algorithm and ranks (None: any) to the parameters; None, or
+    its answer None: any word may be one."""
+
+    def names(self, backend: str, coll: str) -> Collection[str]:
+        """Return the algorithms that ``backend`` has for ``coll``."""
+        if self.offered is None:
+            return self.algorithms[backend]
+        return self.offered(backend, coll)
 
 
 def take(
     node: Node, required: Collection[str], optional: Collection[str]
 ) -> dict[str, Node]:
     """Return the mapping's children; unknown and missing keys are errors."""
-    if not isinstance(node.value, dict):
-        raise fail(node, f"expected a mapping, found {_kind(node)}")
+    keys = _mapping(node)
     allowed = [*required, *optional]
-    for key, child in node.value.items():
+    for key, child in keys.items():
         if key not in allowed:
             raise fail(child, f"unknown key {key!r}{suggest(key, allowed)}")
     for key in required:
-        if key not in node.value:
+        if key not in keys:
             raise fail(node, f"key {key!r} is missing")
-    return node.value
+    return keys
 
 
 def read_machine(node: Node) -> Machine:
@@ -174,9 +189,10 @@ def _rule(node: Node, known: Known) -> Rule:
     keys = take(node, ["op", "match", "use"], ["evidence"])
     op = _name(keys["op"], COLLECTIVES, "operation")
     match = _match(keys["match"])
-    use = _candidate(keys["use"], known)
+    where = _Where(op, match.ranks, known)
+    use = _candidate(keys["use"], where)
     evidence = _optional(
-        keys.get("evidence"), lambda child: _evidence(child, known), None
+        keys.get("evidence"), lambda child: _evidence(child, where), None
     )
     return Rule(op, match, use, evidence, node.line)
 
@@ -223,18 +239,47 @@ def _range(node: Node) -> tuple[int, int | None]:
     return lo, hi
 
 
-def _candidate(node: Node, known: Known) -> Candidate:
+class _Where(NamedTuple):
+    """What a candidate is checked against."""
+
+    coll: str
+    ranks: int | None
+    known: Known
+
+
+_OTHERS_BACKEND = (
+    " A backend of another package is known where that package is installed (entry "
+    "point group commrt.backends)."
+)
+_OTHERS_ALGORITHM = (
+    " An algorithm of another package (@commrt.algorithm) is known once the module "
+    "that registers it is imported: import it before commrt.init()."
+)
+
+
+def _candidate(node: Node, where: _Where) -> Candidate:
     keys = take(node, ["backend", "alg"], ["params"])
-    backend = _name(keys["backend"], known.algorithms, "backend")
-    algorithm = _name(keys["alg"], known.algorithms[backend], f"{backend} algorithm")
-    return Candidate(backend, algorithm, _optional(keys.get("params"), _params, {}))
+    known = where.known
+    backend = _name(keys["backend"], known.algorithms, "backend", _OTHERS_BACKEND)
+    algorithm = _name(
+        keys["alg"],
+        known.names(backend, where.coll),
+        f"{backend} {where.coll} algorithm",
+        _OTHERS_ALGORITHM,
+    )
+    candidate = Candidate(
+        backend, algorithm, _optional(keys.get("params"), _params, {})
+    )
+    if candidate.params and known.parameters is not None:
+        allowed = known.parameters(where.coll, backend, algorithm, where.ranks)
+        if allowed is not None:
+            _check_params(keys["params"], candidate, allowed)
+    return candidate
 
 
 def _params(node: Node) -> dict[str, ParamValue]:
-    if not isinstance(node.value, dict):
-        raise fail(node, f"expected a mapping, found {_kind(node)}")
     params: dict[str, ParamValue] = {}
-    for key, child in node.value.items():
+    for key, child in _mapping(node).items():
         value = child.value
         for word in (key, value):
             if isinstance(word, str) and not _WORD.fullmatch(word):
@@ -245,12 +290,29 @@ def _params(node: Node) -> dict[str, ParamValue]:
     return params
 
 
-def _evidence(node: Node, known: Known) -> Evidence:
+def _check_params(node: Node, use: Candidate, allowed: Parameters) -> None:
+    """Raise unless every parameter of ``use`` exists and may have its value."""
+    for name, child in _mapping(node).items():
+        if name not in allowed:
+            hint = suggest(name, allowed) or ": it takes none."
+            raise fail(child, f"unknown parameter {name!r} of {use.name}{hint}")
+        wrong = allowed[name](use.params[name])
+        if wrong is not None:
+            raise fail(child, f"{use.name}: {wrong}")
+
+
+def _mapping(node: Node) -> dict[str, Node]:
+    if not isinstance(node.value, dict):
+        raise fail(node, f"expected a mapping, found {_kind(node)}")
+    return node.value
+
+
+def _evidence(node: Node, where: _Where) -> Evidence:
     keys = take(node, ["verdict"], ["points", "runner_up", "crossover", "date"])
     return Evidence(
         cast("Verdict", _name(keys["verdict"], VERDICTS, "verdict")),
         tuple(_point(point) for point in _items(keys.get("points"))),
-        _optional(keys.get("runner_up"), lambda child: _runner_up(child, known), None),
+        _optional(keys.get("runner_up"), lambda child: _runner_up(child, where), None),
         _optional(keys.get("crossover"), _text, None),
         _optional(keys.get("date"), _text, None),
     )
@@ -268,12 +330,12 @@ def _point(node: Node) -> Point:
     )
 
 
-def _runner_up(node: Node, known: Known) -> RunnerUp:
+def _runner_up(node: Node, where: _Where) -> RunnerUp:
     keys = take(node, ["backend", "alg", "bytes", "us", "ci"], ["params"])
     use_keys = ("backend", "alg", "params")
     use: dict[str, Node] = {key: keys[key] for key in use_keys if key in keys}
     return RunnerUp(
-        _candidate(Node(use, node.path, node.line, node.source), known),
+        _candidate(Node(use, node.path, node.line, node.source), where),
         _count(keys["bytes"], smallest=0),
         _time(keys["us"]),
         _interval(keys["ci"]),
@@ -305,10 +367,10 @@ def _optional(node: Node | None, read: Callable[[Node], T], default: T) -> T:
     return default if node is None or node.value is None else read(node)
 
 
-def _name(node: Node, allowed: Collection[str], what: str) -> str:
+def _name(node: Node, allowed: Collection[str], what: str, more: str = "") -> str:
     name = _text(node)
     if name not in allowed:
-        raise fail(node, f"unknown {what} {name!r}{suggest(name, allowed)}")
+        raise fail(node, f"unknown {what} {name!r}{suggest(name, allowed)}{more}")
     return name
 
 

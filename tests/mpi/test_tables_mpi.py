@@ -53,7 +53,7 @@ BAD = [
     (GOOD.replace("shm", "shn"), "unknown backend 'shn'; did you mean 'shm'?"),
     (
         GOOD.replace("ring", "rign"),
-        "unknown shm algorithm 'rign'; did you mean 'ring'?",
+        "unknown shm allreduce algorithm 'rign'; did you mean 'ring'?",
     ),
     (GOOD[: len(GOOD) // 2], "t.yaml"),
     ("a: &a [*a, *a]", "anchors"),

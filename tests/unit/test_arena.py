@@ -238,9 +238,20 @@ def test_pretended_nodes_cut_the_ranks(
     assert _nodes(5, run_threads) == [expected] * 5
 
 
+def test_one_number_of_pretended_nodes_repeats(
+    monkeypatch: pytest.MonkeyPatch, run_threads
+) -> None:
+    monkeypatch.setenv("COMMRT_NODES", "2")
+    assert _nodes(6, run_threads) == [[[0, 1], [2, 3], [4, 5]]] * 6
+
+
 def test_pretended_nodes_must_add_up(run_threads) -> None:
     with pytest.raises(UsageError, match="describes 5 ranks, but there are 2"):
         _nodes(2, run_threads, (2, 3))
+    with pytest.raises(UsageError, match=r"=2 means nodes of 2 ranks, but the 3"):
+        _nodes(3, run_threads, (2,))
+    with pytest.raises(UsageError, match=r"=4 means nodes of 4 ranks, but the 2"):
+        _nodes(2, run_threads, (4,))
 
 
 def test_without_shared_memory_every_rank_is_a_node(

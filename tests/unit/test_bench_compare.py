@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from commrt.bench import compare
+from commrt.bench import compare, figure
 from commrt.bench.aggregate import aggregate, geometric_mean, markdown
 from commrt.bench.cli import main
 from commrt.bench.launch import PeerSpec, parse_peer
@@ -122,6 +122,35 @@ def test_report_and_load_of_recorded_data(
     assert "- mpi4py: library of mpi4py" in text
     assert "### allreduce, 2 ranks, far links" in text
     assert "gloo, launch 2: ended with status 1: no such module" in text
+
+
+def test_a_wrong_result_is_named_and_the_status_is_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where no row is left for a table."""
+
+    def wrong(peer: Any, ranks: int, job: Any, **options: Any) -> dict[str, Any]:
+        row = {"nbytes": 8, "valid": False, "link_class": "near", "error": "wrong"}
+        about = {"library": "x", "elapsed_s": 1.0, "ranks": ranks}
+        return {"peer": peer.name, **about, "rows": [row]}
+
+    monkeypatch.setattr(compare, "launch", wrong)
+    monkeypatch.setattr(compare, "torch_is_installed", lambda: False)
+    out = tmp_path / "raw.json"
+    assert main(["compare", "--launches", "2", "--out", str(out)]) == 1
+    text = capsys.readouterr().out
+    assert text.count("Wrong result: allreduce, 2 ranks, commrt, 8 bytes") == 1
+    assert text.count("Wrong result: allreduce, 2 ranks, mpi4py, 8 bytes") == 1
+    assert len(compare.load(str(out))["launches"]) == 4
+
+
+def test_the_figure_refuses_other_files_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert figure.main([str(tmp_path / "absent.json"), "x.svg"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("commrt.bench.figure: ")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "not json"])

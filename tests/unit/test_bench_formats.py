@@ -54,11 +54,24 @@ def test_osu_full_layout_with_validation() -> None:
     )
 
 
-def test_osu_barrier_has_no_size() -> None:
-    assert formats.osu_text([_row(0, 0.5)], coll="barrier").splitlines()[-2:] == [
+def test_osu_barrier_has_neither_size_nor_datatype() -> None:
+    assert formats.osu_text([_row(0, 0.5)], coll="barrier").splitlines() == [
+        "",
+        "# OSU MPI Barrier Latency Test v7.4",
         "# Avg Latency(us)",
         "             0.50",
     ]
+    row = _row(0, 20.0, overall_us=20.0, compute_us=12.5, test_us=0.5, pure_us=11.0)
+    row["overlap_percent"] = 25.0
+    text = formats.osu_text([row], coll="barrier", mode="nonblocking")
+    assert text == (
+        "\n"
+        "# OSU MPI Non-blocking Barrier Latency Test v7.4\n"
+        "# Overall = Coll. Init + Compute + MPI_Test + MPI_Wait\n"
+        "\n"
+        "# Overall(us)       Compute(us)    Pure Comm.(us)        Overlap(%)\n"
+        "        20.00             12.00             11.00             25.00\n"
+    )
 
 
 def test_osu_wrong_result_is_shown_as_fail_and_nan() -> None:
@@ -198,3 +211,11 @@ def test_json_holds_samples_command_and_link_state() -> None:
     assert (data["command"], data["machine"]["cpu"]) == (["a", "b"], "c")
     assert (data["job"]["coll"], data["job"]["fresh"]) == ("allreduce", True)
     assert data["table_digest"] == "abc"
+
+
+def test_submit_shows_the_interval_and_a_wrong_result() -> None:
+    row = _row(8, 1.0, 2.0, 3.0, low_us=1.0, high_us=3.0)
+    line = "8              2.00 us  [1.00, 3.00]  p99 3.00 us"
+    assert formats.submit_line(row) == line
+    wrong = {"nbytes": 8, "valid": False, "error": "differs; not timed"}
+    assert formats.submit_line(wrong) == "8          wrong: differs; not timed"

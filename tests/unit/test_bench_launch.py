@@ -7,12 +7,15 @@ import importlib.util
 import os
 import select
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from commrt import mpiexec
+from commrt.bench.cli import main
 from commrt.bench.import_cost import measure_import
 from commrt.bench.launch import PeerSpec, launch, make_job
 from commrt.errors import BackendError, UsageError
@@ -153,6 +156,17 @@ def test_import_starts_nothing() -> None:
     assert "nothing" in cost.describe()
 
 
+def test_an_import_that_does_not_end_is_an_error_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def late(argv: list[str], **options: Any) -> None:
+        raise subprocess.TimeoutExpired(argv, 60)
+
+    monkeypatch.setattr("commrt.bench.import_cost.subprocess.run", late)
+    with pytest.raises(BackendError, match="import numpy did not end within 60 s"):
+        measure_import(1)
+
+
 @pytest.mark.mpi
 @needs_mpi
 def test_mpi4py_peer_checks_and_times_two_real_ranks() -> None:
@@ -190,3 +204,25 @@ def test_a_failing_launch_is_an_error_with_its_output() -> None:
     job["spec"] = {**job["spec"], "name": "vector"}
     with pytest.raises(BackendError, match="KeyError: 'vector'"):
         launch(peer, 2, job, timeout_s=60)
+
+
+@pytest.mark.mpi
+@needs_mpi
+def test_what_only_ranks_can_refuse_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMMRT_ALGORITHM", "bcast:shm/rng")
+    assert main(["bcast", "-m", "8", "-i", "5", "--timeout-s", "60"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("commrt.bench: on 2 ranks: COMMRT_ALGORITHM asks for")
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.mpi
+@needs_mpi
+def test_under_mpiexec_one_rank_prints_a_wrong_argument() -> None:
+    args = ["-m", "commrt.bench", "bcast", "-k", "5"]
+    done = mpiexec.run_ranks(sys.executable, 2, args, timeout_s=60)
+    assert done.returncode == 2
+    assert done.stderr.count("commrt.bench:") == 1
+    assert done.stdout.count("commrt.bench:") == 0

@@ -111,6 +111,11 @@ def test_submit_is_measured_per_call() -> None:
     job = _quick("allreduce", [8])
     (row,) = timing_loop.run_job(AlonePeer(), job, submit_cost.measure_submit)
     assert (row["valid"], len(row["samples_us"])) == (True, 12)
+    wrong = AlonePeer(wrong=True)
+    (row,) = timing_loop.run_job(wrong, job, submit_cost.measure_submit)
+    assert not row["valid"]
+    assert "not timed" in row["error"]
+    assert "samples_us" not in row
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,19 @@ def test_a_rule_that_cannot_run_here_falls_back_and_says_so() -> None:
     assert "rule 0 of the table, cannot run this here" in str(policy.explain(_small()))
 
 
+def test_a_rule_whose_parameter_does_not_exist_on_these_ranks_falls_back() -> None:
+    """The values of an algorithm's parameter may depend on the number of ranks."""
+    here = tuple(Candidate("shm", "ring", {"k": k}) for k in (1, 2))
+    use = Candidate("shm", "ring", {"k": 4, "chunk": 64})
+    table = Table(MACHINE, (_rule(0, None, use),))
+    choice = _policy(table, found=(*here, DIRECT)).choose(_small())
+    assert (choice.candidate, choice.source) == (DIRECT, "model")
+    fits = Table(MACHINE, (_rule(0, None, Candidate("shm", "ring", {"k": 2, "c": 1})),))
+    assert _policy(fits, found=(*here, DIRECT)).choose(_small()).source == "table"
+    omits = Table(MACHINE, (_rule(0, None, RING),))
+    assert _policy(omits, found=(*here, DIRECT)).choose(_small()).source == "table"
+
+
 def test_rank_counts_not_measured_use_the_nearest_smaller_one() -> None:
     table = Table(
         MACHINE,

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commrt.errors import TableError
+from commrt.errors import TableError, UsageError
 from commrt.operations import COLLECTIVES
 from commrt.select.facts import LINK_CLASSES, Candidate
 from commrt.select.fingerprint import Cpu, Gpu, Machine, Nic
@@ -82,7 +83,7 @@ def test_a_good_table_is_read() -> None:
         ("ranks: 2, bytes: [0", "? {a: b} : 2, bytes: [0", "keys are names"),
         ("op: allreduce", "op: alreduce", "did you mean 'allreduce'"),
         ("backend: mpi", "backend: mpx", "unknown backend 'mpx'; did you mean 'mpi'"),
-        ("alg: native", "alg: nativ", "unknown mpi algorithm 'nativ'"),
+        ("alg: native", "alg: nativ", "unknown mpi allreduce algorithm 'nativ'"),
         ("chunk: 131072", "chunk: true", "expected an integer or a word, found True"),
         ("chunk: 131072", "chunk: 1.5", "expected an integer or a word"),
         ("store: on", "store: 'a,b=c'", "not a word of a parameter"),
@@ -282,6 +283,33 @@ def test_the_users_folder_is_searched_under_the_fingerprint(tmp_path: Path) -> N
     assert locate(MACHINE, environ).parse(KNOWN) == _load(GOOD)
 
 
+def test_a_user_without_a_home_has_no_table_of_his_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a container that runs as an unknown user: rank 0 must go on."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert locate(MACHINE, {}).path is None
+    with pytest.raises(UsageError, match="set HOME or XDG_CONFIG_HOME"):
+        user_table_path(MACHINE, {})
+
+
+def test_a_folder_that_others_closed_holds_no_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as closed:
+        closed.setattr(os, "stat", refused)
+        found = locate(MACHINE, _environ(XDG_CONFIG_HOME=tmp_path))
+    assert (found.path, found.error) == (None, None)
+
+
 def test_the_table_in_the_documentation_is_valid() -> None:
     text = (Path(__file__).parents[2] / "docs/selection-tables.md").read_text()
     example = text.split("```yaml\n")[1].split("```")[0]
@@ -292,7 +320,7 @@ def test_the_table_in_the_documentation_is_valid() -> None:
 
 def test_every_shipped_table_is_valid() -> None:
     folder = Path(__file__).parents[2] / "tables"
-    from commrt.world import known_names
+    from commrt.backends.known import known_names
 
     for path in sorted(folder.glob("*.yaml")):
         assert load_file(path, known_names()).rules, path

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--algorithm``: which candidate a command line means, settled before ranks start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from commrt import backends, env
+from commrt.arena import pretended_nodes
+from commrt.backends.base import serves
+from commrt.backends.known import check_candidate, offered
+from commrt.errors import UsageError, suggest
+from commrt.launch import LaunchInfo
+from commrt.select.facts import Candidate, CommFacts
+
+__all__ = ["resolve"]
+
+
+def resolve(text: str, coll: str, ranks: int, launch: LaunchInfo) -> Candidate:
+    """Return the candidate that ``text`` means for ``coll`` on so many ranks.
+
+    ``NAME`` alone is enough where one backend only can run it on these ranks. Raises
+    UsageError with the choices for anything that does not exist or cannot run.
+    """
+    try:
+        bare = "/" not in text.partition("{")[0]
+        found = Candidate.parse(f"any/{text}" if bare else text)
+        here = _backends(coll, found.algorithm, ranks, launch)
+        if not bare:
+            check_candidate(coll, found, ranks)
+            if found.backend not in here:
+                raise UsageError(
+                    f"{found.backend} does not run {found.algorithm} on "
+                    f"{_ranks(ranks)} here{_instead(here, found.algorithm)}"
+                )
+            return found
+        if len(here) != 1:
+            raise UsageError(_which(coll, found.algorithm, ranks, here))
+        found = replace(found, backend=here[0])
+        check_candidate(coll, found, ranks)
+        return found
+    except UsageError as error:
+        raise UsageError(f"--algorithm {text}: {error}") from error
+
+
+def _backends(coll: str, algorithm: str, ranks: int, launch: LaunchInfo) -> list[str]:
+    """Return the backends that may run ``algorithm`` on these ranks."""
+    having = [
+        name for name in backends.all_backends() if algorithm in offered(name, coll)
+    ]
+    nodes = _nodes(ranks, launch)
+    if nodes is None:  # MPI's ranks, wherever they are
+        return [name for name in having if (name == "local") == (ranks == 1)]
+    facts = CommFacts(ranks, nodes, -(-ranks // nodes), 1, "near")
+    return [name for name in having if _may_run(name, algorithm, facts)]
+
+
+def _may_run(backend: str, algorithm: str, facts: CommFacts) -> bool:
+    if backend not in ("shm", "mpi", "local"):
+        return True  # of another package: its own affair
+    if algorithm == "native":
+        return facts.size > 1
+    return serves(facts, backend)
+
+
+def _nodes(ranks: int, launch: LaunchInfo) -> int | None:
+    """Return the nodes that the ranks will see; None: only they can find out."""
+    if launch.kind in ("mpi", "slurm"):
+        return 1 if ranks == 1 else None
+    if env.read_str("COMMRT_SHM") == "off":
+        return ranks
+    return max(pretended_nodes(ranks)) + 1
+
+
+def _which(coll: str, algorithm: str, ranks: int, here: list[str]) -> str:
+    if here:
+        choices = ", ".join(f"{name}/{algorithm}" for name in here)
+        return f"which backend depends on where the ranks are: write one of {choices}"
+    known = {
+        name for backend in backends.all_backends() for name in offered(backend, coll)
+    }
+    if algorithm in known:
+        return f"no backend runs it on {_ranks(ranks)} here"
+    return f"{coll} has no algorithm {algorithm!r}{suggest(algorithm, known)}"
+
+
+def _instead(here: list[str], algorithm: str) -> str:
+    choices = " or ".join(f"{name}/{algorithm}" for name in here)
+    return f"; {choices} does" if choices else ""
+
+
+def _ranks(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)}"

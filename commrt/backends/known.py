@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be named: backends, their algorithms, and the parameters of those.
+
+Tables and command lines are checked against it before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache, partial
+
+from commrt import algorithms, backends
+from commrt.backends.planning import TransportParams
+from commrt.errors import UsageError, suggest
+from commrt.operations import COLLECTIVES
+from commrt.select.facts import Candidate, ParamValue
+from commrt.select.schema import Known, Parameters
+
+__all__ = ["check_candidate", "known_names", "offered"]
+
+_MANY = range(1, 129)
+"""Rank counts that are asked where a rule holds for any."""
+_MOST_RANKS = 4096
+"""An algorithm lists its values in time that grows with the ranks, and a file may say
+any number of them."""
+
+
+def known_names() -> Known:
+    """Return what a table may name here."""
+    found = {
+        name: frozenset().union(*(offered(name, coll) for coll in COLLECTIVES))
+        for name in backends.all_backends()
+    }
+    return Known(found, offered, _parameters)
+
+
+def check_candidate(coll: str, candidate: Candidate, ranks: int | None = None) -> None:
+    """Raise UsageError unless such a candidate exists; it may still not run here."""
+    backend, algorithm = candidate.backend, candidate.algorithm
+    backends.get(backend)
+    names = offered(backend, coll)
+    if algorithm not in names:
+        raise UsageError(
+            f"{backend} has no {coll} algorithm {algorithm!r}"
+            f"{suggest(algorithm, names)}"
+        )
+    known = _parameters(coll, backend, algorithm, ranks)
+    if known is None:
+        return
+    for name, value in candidate.params.items():
+        if name not in known:
+            none = f"; {candidate.name} takes none."
+            hint = suggest(name, known) or none
+            raise UsageError(f"{candidate}: unknown parameter {name!r}{hint}")
+        wrong = known[name](value)
+        if wrong is not None:
+            raise UsageError(f"{candidate}: {wrong}")
+
+
+def offered(backend: str, coll: str) -> frozenset[str]:
+    """Return the algorithms of ``coll`` that ``backend`` has, whether usable or not."""
+    can = backends.get(backend).capabilities
+    own = (*can.algorithms, *["native"] * can.native)
+    return frozenset((*own, *(algorithms.names(coll) if can.schedules else ())))
+
+
+def _parameters(
+    coll: str, backend: str, algorithm: str, ranks: int | None
+) -> Parameters | None:
+    """Return the parameters of a candidate; None where only its author knows them."""
+    one = backends.get(backend)
+    if not type(one).__module__.startswith("commrt.backends."):
+        return None
+    if algorithm == "native":
+        return {}
+    values, ends = _choices(coll, algorithm, ranks)
+    own = {name: partial(_check_choice, name, these, ends) for name, these in values}
+    transport = TransportParams.__dataclass_fields__
+    return {**own, **{name: partial(_check_transport, name) for name in transport}}
+
+
+def _choices(
+    coll: str, algorithm: str, ranks: int | None
+) -> tuple[Iterable[tuple[str, tuple[int, ...]]], bool]:
+    """Return an algorithm's own parameters with values, and whether those are all."""
+    one = algorithms.get(coll, algorithm)
+    asked = 1 if ranks is None else ranks
+    if not callable(one.choices) or (
+        ranks is not None and ranks <= _MOST_RANKS and one.supports(ranks)
+    ):
+        return algorithms.param_choices(coll, algorithm, asked).items(), True
+    return _choices_on_many(one).items(), False
+
+
+@lru_cache(maxsize=64)
+def _choices_on_many(one: algorithms.Algorithm) -> dict[str, tuple[int, ...]]:
+    found: dict[str, dict[int, None]] = {}
+    for size in filter(one.supports, _MANY):
+        for name, values in algorithms.param_choices(one.coll, one.name, size).items():
+            found.setdefault(name, {}).update(dict.fromkeys(values))
+    return {name: tuple(values) for name, values in found.items()}
+
+
+def _check_choice(
+    name: str, values: tuple[int, ...], ends: bool, value: ParamValue
+) -> str | None:
+    """Return what is wrong with the value of an algorithm's own parameter."""
+    if value in values:
+        return None
+    if not ends and isinstance(value, int) and value > max(values, default=0):
+        return None  # more ranks than were asked about may allow it
+    return f"{name}={value!r} is not one of {_few(values)}{'' if ends else ', ...'}"
+
+
+def _few(values: Iterable[int], most: int = 8) -> str:
+    ordered = [str(value) for value in sorted(values)]
+    if len(ordered) <= most:
+        return ", ".join(ordered)
+    return f"{', '.join(ordered[:most])}, ..., {ordered[-1]}"
+
+
+def _check_transport(name: str, value: ParamValue) -> str | None:
+    """Return what is wrong with the value of a parameter of the transport."""
+    default = getattr(TransportParams(), name)
+    if type(value) is not type(default):
+        return f"{name}={value!r} must be like its default, {default!r}"
+    try:
+        TransportParams(**{name: value})  # type: ignore[arg-type]
+    except UsageError as error:
+        return str(error)
+    return None

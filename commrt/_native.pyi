@@ -164,6 +164,10 @@ class Plan:
     def slots(self) -> int: ...
     @property
     def tmp_nbytes(self) -> int: ...
+    def with_factor(self, group: Group, factor: float, integer_factor: int) -> Plan:
+        """This plan of a premul_sum with another factor; the same object if it is the
+        same.
+        """
 
 class Request:
     """One started operation. Keep it, and wait() for it: the buffers belong to the
@@ -229,6 +233,7 @@ class kernels:  # noqa: N801
         srcs: Sequence[NDArray[Any]],
         scaled: Sequence[int] = [],
         factor: float = 1.0,
+        integer_factor: int = 1,
         dst2: NDArray[Any] | None = None,
         store: int = 0,
     ) -> None:
@@ -316,6 +321,7 @@ def make_schedule_plan(
     store: int,
     adaptive: bool,
     factor: float,
+    integer_factor: int,
     divisor: int,
     returns_out: bool,
 ) -> Plan: ...

@@ -17,7 +17,7 @@ from commrt.backends import planning
 from commrt.backends.base import PlanSpec
 from commrt.backends.planning import LANE_NBYTES
 from commrt.backends.prediction import predicted_us
-from commrt.dtypes import dtype_by_name, reduce_op
+from commrt.dtypes import dtype_by_name, engine_factor, reduce_op
 from commrt.errors import BackendError, UsageError
 from commrt.failures import watch_forks
 from commrt.group_creation import GroupCreation
@@ -431,6 +431,10 @@ class Communicator(GroupCreation, Operations):
                 self._plans.clear()
             plan = self._make_plan(call, bound)
             self._plans[key] = plan
+        if call.factor is not None:
+            # One plan per key, of the latest factor: they may be new in every call.
+            plan = plan.with_factor(self, *engine_factor(call.factor, bound.dtype))
+            self._plans[key] = plan
         takes_x = call.spec.x_count != "none"
         if not chosen and not params and (call.x is not None or not takes_x):
             times_size = call.spec.out_count == "times_size"
@@ -471,6 +475,7 @@ class Communicator(GroupCreation, Operations):
                 in_elements=bound.in_elements,
                 out_elements=bound.out_elements,
                 has_output=bound.result is not None,
+                factor=call.factor,
             ),
         )
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from commrt import _native, algorithms
 from commrt.backends.base import PlanSpec
-from commrt.dtypes import ReduceOp
+from commrt.dtypes import ReduceOp, engine_factor
 from commrt.errors import ScheduleError, UsageError, suggest
 from commrt.schedule.engine_model import LINES, EngineModel
 from commrt.schedule.ir import Op
@@ -265,7 +265,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
     )
     longest = bound.largest_nbytes(spec.num_elements, spec.dtype.itemsize, fragments)
     store, adaptive = transport.stores(longest, comm.facts.link_class)
-    factor, divisor = _scaling(spec, comm.size)
+    factor, integer_factor, divisor = _scaling(spec, comm.size)
     return _native.make_schedule_plan(
         comm,
         coll=spec.op.code,
@@ -290,6 +290,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         store=store,
         adaptive=adaptive,
         factor=factor,
+        integer_factor=integer_factor,
         divisor=divisor,
         returns_out=spec.has_output,
     )
@@ -312,10 +313,15 @@ def _peers(lowered: Lowered) -> list[tuple[int, int, int]]:
     ]
 
 
-def _scaling(spec: PlanSpec, size: int) -> tuple[float, int]:
-    """avg scales floats before sending and divides integers at the end."""
+def _scaling(spec: PlanSpec, size: int) -> tuple[float, int, int]:
+    """Return what to multiply floats, and integers, by before sending; the divisor.
+
+    avg scales floats before sending and divides integers at the end.
+    """
+    if spec.factor is not None:
+        return *engine_factor(spec.factor, spec.dtype), 1
     if not spec.op.reduces or spec.reduction is not ReduceOp.AVG:
-        return 1.0, 1
+        return 1.0, 1, 1
     if spec.dtype.kind in ("float", "complex"):
-        return 1.0 / size, 1
-    return 1.0, size
+        return 1.0 / size, 1, 1
+    return 1.0, 1, size

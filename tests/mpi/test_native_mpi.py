@@ -82,10 +82,12 @@ def test_not_offered_where_libraries_break_the_rules(mpirun: Any) -> None:
     assert first == second
     offered = {(dtype, op) for dtype, op in first}
     assert {("float32", "sum"), ("int64", "bxor"), ("complex128", "prod")} <= offered
-    # NaN in min and max, rounding at each step, saturation, no avg, undefined by MPI.
+    # NaN in min and max, rounding at each step, saturation, no avg or factor, undefined by MPI.
     for dtype, op in [
         ("float32", "min"),
         ("float64", "max"),
+        ("float64", "premul_sum"),
+        ("int32", "premul_sum"),
         ("float16", "sum"),
         ("bfloat16", "sum"),
         ("int16", "sum"),

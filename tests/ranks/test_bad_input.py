@@ -241,13 +241,54 @@ ARGUMENTS: list[Wrong] = [
         "reduction that is no string",
         lambda c: c.allreduce(np.zeros(4, F), op=np.add),
         UsageError,
-        "unknown reduction op=<ufunc 'add'>",
+        r"allreduce: unknown reduction op=<ufunc 'add'>: expected a name\. Known: avg",
     ),
     (
         "reduction without its factor",
         lambda c: c.allreduce(np.zeros(4, F), op="premul_sum"),
         UsageError,
-        "op='premul_sum' needs a factor, which no argument gives: scale x",
+        "allreduce: op='premul_sum' needs factor=, the number that this rank's x",
+    ),
+    (
+        "no reduction",
+        lambda c: c.allreduce(np.zeros(4, F), op=None),
+        UsageError,
+        r"allreduce: unknown reduction op=None: expected a name\. Known: avg",
+    ),
+    (
+        "factor of a plain sum",
+        lambda c: c.allreduce(np.zeros(4, F), factor=2.0),
+        UsageError,
+        r"allreduce: factor=2\.0 belongs to op='premul_sum', not to op='sum'",
+    ),
+    *(
+        (
+            f"factor {factor!r}",
+            lambda c, factor=factor: c.allreduce(
+                np.zeros(4, F), op="premul_sum", factor=factor
+            ),
+            UsageError,
+            r"allreduce: factor=.* must be a real number",
+        )
+        for factor in (True, "2", 1j, np.ones(2), [1.0])
+    ),
+    (
+        "fraction of integers",
+        lambda c: c.allreduce(np.zeros(4, int), op="premul_sum", factor=0.5),
+        UsageError,
+        r"allreduce: factor=0\.5 must be an integer for int64",
+    ),
+    (
+        "factor beyond the type",
+        lambda c: c.allreduce(np.zeros(4, np.int8), op="premul_sum", factor=200),
+        UsageError,
+        r"allreduce: factor=200 does not fit into int8: expected -128\.\.127",
+    ),
+    (
+        "scaled bool",
+        lambda c: c.allreduce(np.zeros(4, bool), op="premul_sum", factor=2),
+        UsageError,
+        "allreduce: op='premul_sum' is not defined for bool",
     ),
     (
         "bitwise on floats",

@@ -206,13 +206,16 @@ def _params(spec: OpSpec, params: Any) -> dict[str, int | str]:
             f"{spec.name}: params={params!r} must be a mapping of names to integers "
             f"or strings"
         )
+    found: dict[str, int | str] = {}
     for name, value in params.items():
-        if not isinstance(name, str) or type(value) not in (int, str):
+        known = value if isinstance(value, str) else as_integer(value)
+        if not isinstance(name, str) or known is None:
             raise UsageError(
                 f"{spec.name}: params: {name!r}: {value!r} must be a name with an "
                 f"integer or a string"
             )
-    return dict(params)
+        found[name] = known
+    return found
 
 
 def bind(call: Call, rank: int, size: int) -> Bound:

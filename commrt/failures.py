@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from commrt import _native
 from commrt.arena import Arena
-from commrt.calls import check_timeout
+from commrt.calls import as_integer, check_timeout
 from commrt.errors import (
     BackendError,
     ClosedError,
@@ -84,12 +84,14 @@ class Guarded(_native.Group):
                 f"ranks no longer agree; make a new communicator"
             )
 
-    def _check_rank(self, what: str, argument: str, rank: Any) -> None:
-        if type(rank) is not int or not 0 <= rank < self.size:
+    def _check_rank(self, what: str, argument: str, rank: Any) -> int:
+        found = as_integer(rank)
+        if found is None or not 0 <= found < self.size:
             raise UsageError(
                 f"{what}: {argument}={rank!r} is not a rank of {self.name}; expected "
                 f"0..{self.size - 1}"
             )
+        return found
 
     def _check_timeout(self, what: str, timeout_s: Any) -> float:
         return check_timeout(what, timeout_s)

@@ -388,7 +388,7 @@ ARGUMENTS: list[Wrong] = [
             UsageError,
             r"bcast: root=.* is not a rank of this communicator; expected 0\.\.1",
         )
-        for root in (2, -1, 2**32, 2**70, 1.0, True, "0", None)
+        for root in (2, -1, 2**32, 2**70, 1.0, True, np.True_, np.int64(2), "0", None)
     ),
     *(
         (
@@ -425,6 +425,53 @@ def test_refused_before_anything_is_sent(
         return comm.next_seq, float(total.sum())
 
     assert run(2, rank_main, timeout_s=20) == [(3, 8.0)] * 2
+
+
+def test_integers_of_any_library_are_ranks_and_tags() -> None:
+    class Index:
+        def __index__(self) -> int:
+            return 1
+
+    def rank_main(comm: Any) -> list[float]:
+        got = []
+        for one in (np.int64(1), np.uint8(1), np.array(1), Index()):
+            x = np.full(3, float(comm.rank))
+            comm.bcast(x, root=one)
+            comm.reduce(x, root=one)
+            if comm.rank == 0:
+                comm.send(x, dest=one, tag=one)
+                comm.sendrecv(x, dest=one, out=x.copy(), source=one, recvtag=one)
+            else:
+                zero = np.int16(0)
+                comm.recv(x, source=zero, tag=one)
+                out = x.copy()
+                comm.sendrecv(x, dest=zero, sendtag=one, out=out, source=zero)
+            comm.allreduce(x, params={"chunk": np.int64(4096)})
+            with comm.split(np.int64(3), key=np.int8(-comm.rank)) as turned:
+                assert turned.rank == 1 - comm.rank
+            with comm.create_group(np.array([1, 0])) as turned:
+                assert turned.rank == 1 - comm.rank
+            got.append(float(x[0]))
+        return got
+
+    assert run(2, rank_main, timeout_s=30) == [[2.0] * 4] * 2
+
+
+@pytest.mark.parametrize("wrong", [True, np.True_, 1.0, np.float64(0), "0", None])
+def test_what_is_no_integer_is_no_rank_and_no_tag(wrong: Any) -> None:
+    def rank_main(comm: Any) -> None:
+        x = np.zeros(3)
+        for call, message in (
+            (lambda: comm.send(x, dest=wrong), "send: dest=.* is not a rank"),
+            (lambda: comm.recv(x, source=wrong), "recv: source=.* is not a rank"),
+            (lambda: comm.send(x, dest=0, tag=wrong), "send: tag=.* must be an integ"),
+            (lambda: comm.create_group([wrong]), "create_group: ranks=.* is not a ra"),
+            (lambda: comm.split(0, wrong), "split: key=.* must be an integer"),
+        ):
+            with pytest.raises(UsageError, match=message):
+                call()
+
+    run(1, rank_main)
 
 
 def test_usage_errors_are_python_errors_too() -> None:

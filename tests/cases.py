@@ -264,8 +264,6 @@ _PLAIN: dict[str, Callable[[Any, Any], Any]] = {
 
 def _reduced(case: Case, xs: list[Array]) -> Array:
     dtype = dtype_by_name(case.dtype)
-    if case.size == 1 and case.op in ("land", "lor", "lxor"):
-        return xs[0]  # one operand is left as it is, as MPI does
     if dtype.kind == "bool":
         return reduce(_LOGICAL[case.op], xs)
     if case.op in ("land", "lor", "lxor"):

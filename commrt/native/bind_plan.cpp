@@ -121,6 +121,12 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
   plan->combine = combine_for(plan->dtype, plan->redop);
   read_instructions(*plan, *group.comm, inputs, input_ptr, outputs, output_ptr, deps, dep_ptr,
                     peer_index, factor != 1.0 || plan->redop == RedOp::PremulSum);
+  const bool logical = plan->redop >= RedOp::Land && plan->redop <= RedOp::Lxor;
+  if (group.comm->size == 1 && logical) {
+    // An operand that meets no other is copied; "and" with itself gives its truth.
+    plan->combine = combine_for(plan->dtype, RedOp::Land);
+    for (Instr& ins : plan->instrs) ins.inputs.push_back(ins.inputs[0]);
+  }
   plan->finish(fragments, static_cast<size_t>(lane_nbytes), slot_reuse);
   if (plan->run_short) plan->flatten(*group.comm);
   return plan;

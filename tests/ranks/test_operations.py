@@ -222,3 +222,34 @@ def test_short_floats_are_multiplied_in_float32(name: str) -> None:
 
     for total in run(2, rank_main):
         assert total == pytest.approx(2 * 6e-4, rel=0.01)
+
+
+@pytest.mark.parametrize("coll", ["allreduce", "reduce", "reduce_scatter"])
+@pytest.mark.parametrize("op", ["land", "lor", "lxor"])
+@pytest.mark.parametrize("name", ["int32", "uint8", "float32", "float16", "complex128"])
+def test_alone_a_logical_reduction_gives_zero_or_one(
+    coll: str, op: str, name: str
+) -> None:
+    def rank_main(comm: Any) -> list[complex]:
+        x = np.array([0, 7, 1, 2]).astype(name)
+        out = np.full_like(x, 9)
+        returned = getattr(comm, coll)(x.copy(), op=op)
+        assert (getattr(comm, coll)(x, out=out, op=op) == returned).all()
+        return [complex(value) for value in returned]
+
+    assert run(1, rank_main) == [[0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("op", ["min", "max", "sum", "prod", "avg"])
+def test_alone_a_number_is_its_own_result(op: str) -> None:
+    def rank_main(comm: Any) -> None:
+        for name in ("float32", "float64", "int16"):
+            x = np.array([-3, 0, 5]).astype(name)
+            if name != "int16":
+                x[1] = np.nan
+            np.testing.assert_array_equal(comm.allreduce(x.copy(), op=op), x)
+        if op != "avg":
+            flags = np.array([True, False])
+            assert comm.allreduce(flags.copy(), op=op).tolist() == [True, False]
+
+    run(1, rank_main)

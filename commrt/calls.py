@@ -87,6 +87,12 @@ class Bound:
         return 0 if self.x is None else self.x.count
 
     @property
+    def device(self) -> int | None:
+        """Number of the device of its memory; None for the host's."""
+        held = self.x if self.out is None else self.out
+        return None if held is None else held.device
+
+    @property
     def out_elements(self) -> int:
         """Elements of the output."""
         return 0 if self.out is None else self.out.count

@@ -309,12 +309,19 @@ class Communicator(GroupCreation, Operations):
     # -- choosing ----------------------------------------------------------------
 
     def _query(
-        self, spec: OpSpec, nbytes: int, dtype: str, op: str | None, root: int
+        self,
+        spec: OpSpec,
+        nbytes: int,
+        dtype: str,
+        op: str | None,
+        root: int,
+        device: int | None = None,
     ) -> Query:
         return Query(
             coll=spec.name,
             nbytes=nbytes,
             dtype=dtype,
+            device="host" if device is None else "cuda",
             op=op if spec.reduces else None,
             root=root if spec.has_root else None,
         )
@@ -419,6 +426,7 @@ class Communicator(GroupCreation, Operations):
             call.spec.code,
             bound.num_elements,
             bound.dtype.code,
+            bound.device,
             call.reduction,
             call.root,
             call.backend,
@@ -455,6 +463,7 @@ class Communicator(GroupCreation, Operations):
             bound.dtype.name,
             op,
             call.root,
+            bound.device,
         )
         choice = self._policy.choose(
             query, backend=call.backend, algorithm=call.algorithm, params=call.params

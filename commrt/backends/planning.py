@@ -100,6 +100,18 @@ def split_params(
     return own, TransportParams(**transport)  # type: ignore[arg-type]
 
 
+def _check_names(
+    coll: str, algorithm: str, size: int, params: Mapping[str, ParamValue]
+) -> None:
+    """Raise UsageError for a parameter that neither schedule nor transport has."""
+    known = {*algorithms.param_choices(coll, algorithm, size), *_TRANSPORT_NAMES}
+    for name in params:
+        if name not in known:
+            raise UsageError(
+                f"{coll} {algorithm}: unknown parameter {name!r}{suggest(name, known)}"
+            )
+
+
 @dataclass(frozen=True)
 class Footprint:
     """What bounds the messages of a schedule, over all of its ranks."""
@@ -248,8 +260,9 @@ def distinct(coll: str, size: int, candidates: Sequence[Candidate]) -> list[Cand
 
 def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
     """Return the native plan of this rank for a schedule algorithm."""
-    own, transport = split_params(spec.candidate.params)
     coll, name = spec.op.name, spec.candidate.algorithm
+    _check_names(coll, name, comm.size, spec.candidate.params)
+    own, transport = split_params(spec.candidate.params)
     reason = why_not(comm, coll, name, spec.root, own)
     if reason is not None:
         raise UsageError(

@@ -335,9 +335,33 @@ ARGUMENTS: list[Wrong] = [
     ),
     (
         "unknown parameter",
-        lambda c: c.allreduce(np.zeros(4, F), params={"chunks": 1}),
+        lambda c: c.allreduce(np.zeros(4, F), params={"chnk": 3}),
         UsageError,
-        "chunks",
+        r"allreduce \w+: unknown parameter 'chnk'; did you mean 'chunk'\?",
+    ),
+    (
+        "unknown parameter in a name",
+        lambda c: c.allreduce(np.zeros(4, F), algorithm="local/ring{chnk=3}"),
+        UsageError,
+        r"allreduce ring: unknown parameter 'chnk'; did you mean 'chunk'\?",
+    ),
+    (
+        "unknown parameter that is a word",
+        lambda c: c.bcast(np.zeros(4, F), params={"stor": "plain"}),
+        UsageError,
+        r"bcast \w+: unknown parameter 'stor'; did you mean 'store'\?",
+    ),
+    (
+        "unknown parameter of the algorithm",
+        lambda c: c.allreduce(np.zeros(4, F), algorithm="direct", params={"shot": 2}),
+        UsageError,
+        r"allreduce direct: unknown parameter 'shot'; did you mean 'shots'\?",
+    ),
+    (
+        "backend that is no string",
+        lambda c: c.allreduce(np.zeros(4, F), backend=3),
+        UsageError,
+        "allreduce: backend=3 must be a string or None",
     ),
     (
         "parameter out of range",

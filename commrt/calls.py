@@ -7,6 +7,7 @@ where it is decided what the call means, or what exactly is wrong with it.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,10 +30,12 @@ from commrt.dtypes import (
     ReduceOp,
     check_factor,
     check_reduction,
+    dtype_by_name,
     reduce_op,
 )
 from commrt.errors import BufferError_, UsageError, suggest
-from commrt.operations import OpSpec
+from commrt.operations import OpSpec, operation
+from commrt.select.facts import Query
 
 __all__ = [
     "Bound",
@@ -40,12 +43,28 @@ __all__ = [
     "as_integer",
     "bind",
     "check_flag",
+    "check_question",
     "check_timeout",
     "parse",
 ]
 
 _BYTE = DTYPES[5]
 _OPTIONS = ("nonblocking", "timeout_s", "algorithm", "backend", "params", "name")
+_ELSEWHERE = {
+    "async_op": "nonblocking",
+    "src": "root",
+    "dst": "root",
+    "dest": "root",
+    "source": "root",
+    "timeout": "timeout_s",
+    "tensor": "x",
+    "input": "x",
+    "sendbuf": "x",
+    "output": "out",
+    "recvbuf": "out",
+    "algo": "algorithm",
+}
+"""What torch and mpi4py call the arguments."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +126,8 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     for key in kwargs:
         if key not in allowed:
             raise TypeError(
-                f"{spec.name}() has no argument {key!r}{suggest(key, allowed)}"
+                f"{spec.name}() has no argument {key!r}"
+                f"{suggest(key, allowed, _ELSEWHERE)}"
             )
     most = 0 if spec.x_count == "none" else 1
     if len(args) > most or (args and "x" in kwargs):
@@ -163,7 +183,36 @@ def check_timeout(what: str, timeout_s: Any) -> float:
         raise UsageError(
             f"{what}: timeout_s={timeout_s!r} must be a number of seconds above 0"
         )
-    return float(timeout_s)
+    try:
+        return float(timeout_s)
+    except OverflowError:
+        return math.inf
+
+
+def check_question(
+    what: str, coll: Any, nbytes: Any, dtype: Any, op: Any, root: Any, size: int
+) -> Query:
+    """Return the query of ``explain`` and ``candidates``; UsageError if it has none."""
+    spec = operation(coll)
+    kind = dtype_by_name(dtype)
+    reduction = _reduction(spec, op)
+    if spec.reduces:
+        check_reduction(reduction, kind)
+    number = as_integer(nbytes)
+    if number is None or number < 0:
+        raise UsageError(
+            f"{what}: nbytes={nbytes!r} must be a number of bytes, an integer from 0"
+        )
+    root_rank = as_integer(root)
+    if spec.has_root:
+        check_root(spec, root if root_rank is None else root_rank, size)
+    return Query(
+        coll=spec.name,
+        nbytes=number,
+        dtype=kind.name,
+        op=reduction.name.lower() if spec.reduces else None,
+        root=root_rank if spec.has_root else None,
+    )
 
 
 def _optional_timeout(spec: OpSpec, timeout_s: Any) -> float | None:

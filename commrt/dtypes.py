@@ -79,6 +79,15 @@ class ReduceOp(IntEnum):
 
 
 _REDUCTION_NAMES = {op.name.lower(): op for op in ReduceOp}
+_ELSEWHERE = {
+    "mean": "avg",
+    "average": "avg",
+    "add": "sum",
+    "+": "sum",
+    "mul": "prod",
+    "multiply": "prod",
+    "*": "prod",
+}
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
@@ -86,7 +95,7 @@ def dtype_by_name(name: str) -> DType:
     """Return the element type called ``name``, or raise UsageError."""
     try:
         return _BY_NAME[name]
-    except KeyError:
+    except (KeyError, TypeError):
         raise UsageError(f"unknown dtype {name!r}{suggest(name, _BY_NAME)}") from None
 
 
@@ -95,11 +104,8 @@ def reduce_op(name: str) -> ReduceOp:
     try:
         return _REDUCTION_NAMES[name]
     except (KeyError, TypeError):
-        word = name if isinstance(name, str) else ""
-        expected = "" if word else ": expected a name"
-        raise UsageError(
-            f"unknown reduction op={name!r}{expected}{suggest(word, _REDUCTION_NAMES)}"
-        ) from None
+        hint = suggest(name, _REDUCTION_NAMES, _ELSEWHERE)
+        raise UsageError(f"unknown reduction op={name!r}{hint}") from None
 
 
 def check_reduction(op: ReduceOp, dtype: DType) -> None:

@@ -63,11 +63,15 @@ class TransportParams:
     def __post_init__(self) -> None:
         known = ("auto", *_STORES)
         if self.store not in known:
-            raise UsageError(f"store={self.store!r}{suggest(self.store, known)}")
+            raise UsageError(
+                f"unknown store={self.store!r}{suggest(self.store, known)}"
+            )
         for name in ("chunk", "depth", "reuse"):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= 1 << 30:
-                raise UsageError(f"{name}={value!r} must be a positive integer")
+                raise UsageError(
+                    f"parameter {name}={value!r} must be an integer in 1..{1 << 30}"
+                )
 
     def stores(self, message_nbytes: int, link_class: LinkClass) -> tuple[int, bool]:
         """Return the code of the store kind, and whether the engine learns."""

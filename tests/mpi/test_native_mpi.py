@@ -82,7 +82,8 @@ def test_not_offered_where_libraries_break_the_rules(mpirun: Any) -> None:
     assert first == second
     offered = {(dtype, op) for dtype, op in first}
     assert {("float32", "sum"), ("int64", "bxor"), ("complex128", "prod")} <= offered
-    # NaN in min and max, rounding at each step, saturation, no avg or factor, undefined by MPI.
+    # NaN in min and max, rounding at each step, saturation, avg, factors,
+    # undefined by MPI.
     for dtype, op in [
         ("float32", "min"),
         ("float64", "max"),

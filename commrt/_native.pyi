@@ -102,6 +102,10 @@ class Group:
         """
 
     @property
+    def _timeout_s(self) -> float: ...
+    @_timeout_s.setter
+    def _timeout_s(self, arg: float, /) -> None: ...
+    @property
     def name(self) -> str: ...
     @property
     def next_seq(self) -> int: ...
@@ -109,12 +113,6 @@ class Group:
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-    @property
-    def timeout_s(self) -> float:
-        """Default limit of a wait, in seconds."""
-
-    @timeout_s.setter
-    def timeout_s(self, arg: float, /) -> None: ...
 
 class PersistentCall:
     """A collective bound to its arrays; call it, or start() it."""

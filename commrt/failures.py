@@ -18,7 +18,9 @@ from commrt.errors import (
     TimeoutError_,
     TruncationError,
     UsageError,
+    suggest,
 )
+from commrt.operations import COLLECTIVES, ELSEWHERE
 
 if TYPE_CHECKING:
     from commrt.world import World
@@ -32,6 +34,9 @@ _KINDS: dict[str, type[Exception]] = {
     "revoked": RevokedError,
     "truncation": TruncationError,
 }
+
+
+_METHODS = (*COLLECTIVES, "send", "recv", "sendrecv", "split", "dup", "create_group")
 
 
 @lru_cache(maxsize=1)
@@ -52,6 +57,19 @@ class Guarded(_native.Group):
     _arena: Arena | None
     _closed: str | None
     _pid: int
+
+    def __getattr__(self, name: str) -> NoReturn:
+        hint = "" if name.startswith("_") else suggest(name, _METHODS, ELSEWHERE)
+        raise AttributeError(f"a communicator has no {name!r}{hint}")
+
+    @property
+    def timeout_s(self) -> float:
+        """Default limit of a wait, in seconds."""
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._timeout_s = check_timeout(self.name, timeout_s)
 
     def who_is_missing(self, seq: int) -> str:
         """Return who keeps operation ``seq`` waiting, as far as this node can tell."""

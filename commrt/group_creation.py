@@ -62,7 +62,14 @@ class GroupCreation(PointToPoint):
         Collective over ``ranks`` only: other ranks must not call it.
         """
         self._check_usable()
-        ranks = [self._check_rank("create_group", "ranks", rank) for rank in ranks]
+        try:
+            given = list(ranks)
+        except TypeError:
+            raise UsageError(
+                f"create_group: ranks={ranks!r} must be a sequence of ranks, such as "
+                f"[0, 1]"
+            ) from None
+        ranks = [self._check_rank("create_group", "ranks", rank) for rank in given]
         if len(set(ranks)) != len(ranks) or self.rank not in ranks:
             raise UsageError(
                 f"create_group: ranks={ranks} must be distinct and contain the "

@@ -27,6 +27,7 @@ from commrt.select.facts import Candidate, LinkClass, ParamValue
 __all__ = [
     "LANE_NBYTES",
     "TransportParams",
+    "check_params",
     "distinct",
     "schedule_plan",
     "split_params",
@@ -104,16 +105,23 @@ def split_params(
     return own, TransportParams(**transport)  # type: ignore[arg-type]
 
 
-def _check_names(
+def check_params(
     coll: str, algorithm: str, size: int, params: Mapping[str, ParamValue]
 ) -> None:
-    """Raise UsageError for a parameter that neither schedule nor transport has."""
-    known = {*algorithms.param_choices(coll, algorithm, size), *_TRANSPORT_NAMES}
+    """Raise UsageError for a parameter that neither algorithm nor transport has.
+
+    The library's own collectives have none and cross no transport of ours; but where
+    the choice is automatic a call does not know whether one of them runs.
+    """
+    known = {*_TRANSPORT_NAMES}
+    if algorithm in algorithms.names(coll):
+        known.update(algorithms.param_choices(coll, algorithm, size))
     for name in params:
         if name not in known:
             raise UsageError(
                 f"{coll} {algorithm}: unknown parameter {name!r}{suggest(name, known)}"
             )
+    split_params(params)
 
 
 @dataclass(frozen=True)
@@ -265,7 +273,7 @@ def distinct(coll: str, size: int, candidates: Sequence[Candidate]) -> list[Cand
 def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
     """Return the native plan of this rank for a schedule algorithm."""
     coll, name = spec.op.name, spec.candidate.algorithm
-    _check_names(coll, name, comm.size, spec.candidate.params)
+    check_params(coll, name, comm.size, spec.candidate.params)
     own, transport = split_params(spec.candidate.params)
     reason = why_not(comm, coll, name, spec.root, own)
     if reason is not None:

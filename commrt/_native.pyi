@@ -102,6 +102,10 @@ class Group:
         """
 
     @property
+    def _timeout_s(self) -> float: ...
+    @_timeout_s.setter
+    def _timeout_s(self, arg: float, /) -> None: ...
+    @property
     def name(self) -> str: ...
     @property
     def next_seq(self) -> int: ...
@@ -109,12 +113,6 @@ class Group:
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-    @property
-    def timeout_s(self) -> float:
-        """Default limit of a wait, in seconds."""
-
-    @timeout_s.setter
-    def timeout_s(self, arg: float, /) -> None: ...
 
 class PersistentCall:
     """A collective bound to its arrays; call it, or start() it."""
@@ -164,6 +162,10 @@ class Plan:
     def slots(self) -> int: ...
     @property
     def tmp_nbytes(self) -> int: ...
+    def with_factor(self, group: Group, factor: float, integer_factor: int) -> Plan:
+        """This plan of a premul_sum with another factor; the same object if it is the
+        same.
+        """
 
 class Request:
     """One started operation. Keep it, and wait() for it: the buffers belong to the
@@ -229,6 +231,7 @@ class kernels:  # noqa: N801
         srcs: Sequence[NDArray[Any]],
         scaled: Sequence[int] = [],
         factor: float = 1.0,
+        integer_factor: int = 1,
         dst2: NDArray[Any] | None = None,
         store: int = 0,
     ) -> None:
@@ -316,6 +319,7 @@ def make_schedule_plan(
     store: int,
     adaptive: bool,
     factor: float,
+    integer_factor: int,
     divisor: int,
     returns_out: bool,
 ) -> Plan: ...

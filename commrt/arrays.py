@@ -43,6 +43,10 @@ class HostView:
     """Of the user's array."""
     writable: bool
     """Whether results may be stored."""
+    device: int | None = None
+    """Number of the device that the memory is on; None for host memory."""
+    stream: int | None = None
+    """Stream that orders its use, as an integer; None for host memory."""
 
     @property
     def nbytes(self) -> int:

@@ -7,8 +7,11 @@ where it is decided what the call means, or what exactly is wrong with it.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -21,14 +24,47 @@ from commrt.arrays import (
     overlap,
     view,
 )
-from commrt.dtypes import DTYPES, DType, ReduceOp, check_reduction, reduce_op
+from commrt.dtypes import (
+    DTYPES,
+    DType,
+    ReduceOp,
+    check_factor,
+    check_reduction,
+    dtype_by_name,
+    reduce_op,
+)
 from commrt.errors import BufferError_, UsageError, suggest
-from commrt.operations import OpSpec
+from commrt.operations import OpSpec, operation
+from commrt.select.facts import Query
 
-__all__ = ["Bound", "Call", "bind", "check_flag", "check_timeout", "parse"]
+__all__ = [
+    "Bound",
+    "Call",
+    "as_integer",
+    "bind",
+    "check_flag",
+    "check_question",
+    "check_timeout",
+    "parse",
+]
 
 _BYTE = DTYPES[5]
 _OPTIONS = ("nonblocking", "timeout_s", "algorithm", "backend", "params", "name")
+_ELSEWHERE = {
+    "async_op": "nonblocking",
+    "src": "root",
+    "dst": "root",
+    "dest": "root",
+    "source": "root",
+    "timeout": "timeout_s",
+    "tensor": "x",
+    "input": "x",
+    "sendbuf": "x",
+    "output": "out",
+    "recvbuf": "out",
+    "algo": "algorithm",
+}
+"""What torch and mpi4py call the arguments."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +75,8 @@ class Call:
     x: Any
     out: Any
     reduction: ReduceOp
+    factor: int | float | None
+    """Of premul_sum, else None; a fact of this rank."""
     root: int
     nonblocking: bool
     timeout_s: float | None
@@ -68,6 +106,12 @@ class Bound:
         return 0 if self.x is None else self.x.count
 
     @property
+    def device(self) -> int | None:
+        """Number of the device of its memory; None for the host's."""
+        held = self.x if self.out is None else self.out
+        return None if held is None else held.device
+
+    @property
     def out_elements(self) -> int:
         """Elements of the output."""
         return 0 if self.out is None else self.out.count
@@ -77,12 +121,13 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Return the call's arguments; TypeError or UsageError if they make no sense."""
     allowed = [*_OPTIONS]
     allowed += ["x", "out"] if spec.x_count != "none" else []
-    allowed += ["op"] if spec.reduces else []
+    allowed += ["op", "factor"] if spec.reduces else []
     allowed += ["root"] if spec.has_root else []
     for key in kwargs:
         if key not in allowed:
             raise TypeError(
-                f"{spec.name}() has no argument {key!r}{suggest(key, allowed)}"
+                f"{spec.name}() has no argument {key!r}"
+                f"{suggest(key, allowed, _ELSEWHERE)}"
             )
     most = 0 if spec.x_count == "none" else 1
     if len(args) > most or (args and "x" in kwargs):
@@ -93,12 +138,16 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     if most and not args and "x" not in kwargs:
         raise TypeError(f"{spec.name}() needs an array: comm.{spec.name}(x, ...)")
     params = kwargs.get("params")
+    reduction = _reduction(spec, kwargs.get("op", "sum"))
+    root = kwargs.get("root", 0)
+    root_rank = as_integer(root)
     return Call(
         spec=spec,
         x=args[0] if args else kwargs.get("x"),
         out=kwargs.get("out"),
-        reduction=_reduction(spec, kwargs.get("op", "sum")),
-        root=kwargs.get("root", 0),
+        reduction=reduction,
+        factor=_factor(spec, reduction, kwargs.get("factor")),
+        root=root if root_rank is None else root_rank,
         nonblocking=check_flag(
             spec.name, "nonblocking", kwargs.get("nonblocking", False)
         ),
@@ -117,6 +166,16 @@ def check_flag(what: str, argument: str, value: Any) -> bool:
     return bool(value)
 
 
+def as_integer(value: Any) -> int | None:
+    """Return an integer of any library as Python's; None for bools and all else."""
+    if isinstance(value, bool | np.bool_):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def check_timeout(what: str, timeout_s: Any) -> float:
     """Return a number of seconds above 0, or raise UsageError."""
     number = isinstance(timeout_s, int | float | np.integer | np.floating)
@@ -124,7 +183,36 @@ def check_timeout(what: str, timeout_s: Any) -> float:
         raise UsageError(
             f"{what}: timeout_s={timeout_s!r} must be a number of seconds above 0"
         )
-    return float(timeout_s)
+    try:
+        return float(timeout_s)
+    except OverflowError:
+        return math.inf
+
+
+def check_question(
+    what: str, coll: Any, nbytes: Any, dtype: Any, op: Any, root: Any, size: int
+) -> Query:
+    """Return the query of ``explain`` and ``candidates``; UsageError if it has none."""
+    spec = operation(coll)
+    kind = dtype_by_name(dtype)
+    reduction = _reduction(spec, op)
+    if spec.reduces:
+        check_reduction(reduction, kind)
+    number = as_integer(nbytes)
+    if number is None or number < 0:
+        raise UsageError(
+            f"{what}: nbytes={nbytes!r} must be a number of bytes, an integer from 0"
+        )
+    root_rank = as_integer(root)
+    if spec.has_root:
+        check_root(spec, root if root_rank is None else root_rank, size)
+    return Query(
+        coll=spec.name,
+        nbytes=number,
+        dtype=kind.name,
+        op=reduction.name.lower() if spec.reduces else None,
+        root=root_rank if spec.has_root else None,
+    )
 
 
 def _optional_timeout(spec: OpSpec, timeout_s: Any) -> float | None:
@@ -140,13 +228,31 @@ def _optional_text(spec: OpSpec, argument: str, value: Any) -> str | None:
 def _reduction(spec: OpSpec, op: Any) -> ReduceOp:
     if not spec.reduces:
         return ReduceOp.SUM
-    reduction = reduce_op(op)
-    if reduction is ReduceOp.PREMUL_SUM:
+    try:
+        return reduce_op(op)
+    except UsageError as error:
+        raise UsageError(f"{spec.name}: {error}") from None
+
+
+def _factor(spec: OpSpec, reduction: ReduceOp, factor: Any) -> int | float | None:
+    if reduction is not ReduceOp.PREMUL_SUM:
+        if factor is not None:
+            raise UsageError(
+                f"{spec.name}: factor={factor!r} belongs to op='premul_sum', not to "
+                f"op={reduction.name.lower()!r}"
+            )
+        return None
+    if factor is None:
         raise UsageError(
-            f"{spec.name}: op='premul_sum' needs a factor, which no argument gives: "
-            f"scale x and use op='sum'"
+            f"{spec.name}: op='premul_sum' needs factor=, the number that this rank's "
+            f"x is multiplied by before the sum"
         )
-    return reduction
+    whole = as_integer(factor)
+    if whole is not None:
+        return whole
+    if isinstance(factor, bool | np.bool_) or not isinstance(factor, Real):
+        raise UsageError(f"{spec.name}: factor={factor!r} must be a real number")
+    return float(factor)
 
 
 def _params(spec: OpSpec, params: Any) -> dict[str, int | str]:
@@ -155,13 +261,16 @@ def _params(spec: OpSpec, params: Any) -> dict[str, int | str]:
             f"{spec.name}: params={params!r} must be a mapping of names to integers "
             f"or strings"
         )
+    found: dict[str, int | str] = {}
     for name, value in params.items():
-        if not isinstance(name, str) or type(value) not in (int, str):
+        known = value if isinstance(value, str) else as_integer(value)
+        if not isinstance(name, str) or known is None:
             raise UsageError(
                 f"{spec.name}: params: {name!r}: {value!r} must be a name with an "
                 f"integer or a string"
             )
-    return dict(params)
+        found[name] = known
+    return found
 
 
 def bind(call: Call, rank: int, size: int) -> Bound:
@@ -177,7 +286,7 @@ def bind(call: Call, rank: int, size: int) -> Bound:
         return _bind_scatter(call, is_root, size)
     x = view(call.x, f"{spec.name}: x")
     if spec.reduces:
-        check_reduction(call.reduction, x.dtype)
+        _check_reduced(call, x.dtype)
     if spec.out_count == "div_size" or spec.name == "alltoall":
         _check_divisible(spec, x, size)
     factor = size if spec.out_count == "times_size" else 1
@@ -190,6 +299,15 @@ def bind(call: Call, rank: int, size: int) -> Bound:
     else:
         _check_overlap(call, x, out)
     return Bound(x, out, _given(call, out), x.dtype, full)
+
+
+def _check_reduced(call: Call, dtype: DType) -> None:
+    try:
+        check_reduction(call.reduction, dtype)
+        if call.factor is not None:
+            check_factor(call.factor, dtype)
+    except UsageError as error:
+        raise UsageError(f"{call.spec.name}: {error}") from None
 
 
 def _own_block(x: HostView, out: HostView, rank: int, size: int) -> bool:

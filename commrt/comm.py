@@ -17,13 +17,13 @@ from commrt.backends import planning
 from commrt.backends.base import PlanSpec
 from commrt.backends.planning import LANE_NBYTES
 from commrt.backends.prediction import predicted_us
-from commrt.dtypes import dtype_by_name, reduce_op
+from commrt.dtypes import engine_factor
 from commrt.errors import BackendError, UsageError
 from commrt.failures import watch_forks
 from commrt.group_creation import GroupCreation
 from commrt.links import agree_link_class, measure_links, spins_for
 from commrt.native_comms import Lease
-from commrt.operations import OPERATIONS, OpSpec, operation, rule_nbytes
+from commrt.operations import OPERATIONS, operation, rule_nbytes
 from commrt.persistent import Plans
 from commrt.safety.check import Checker
 from commrt.select.facts import Candidate, CommFacts, Query
@@ -308,25 +308,6 @@ class Communicator(GroupCreation, Operations):
 
     # -- choosing ----------------------------------------------------------------
 
-    def _query(
-        self, spec: OpSpec, nbytes: int, dtype: str, op: str | None, root: int
-    ) -> Query:
-        return Query(
-            coll=spec.name,
-            nbytes=nbytes,
-            dtype=dtype,
-            op=op if spec.reduces else None,
-            root=root if spec.has_root else None,
-        )
-
-    @staticmethod
-    def _described(coll: str, dtype: str, op: str) -> OpSpec:
-        spec = operation(coll)
-        dtype_by_name(dtype)
-        if spec.reduces:
-            reduce_op(op)
-        return spec
-
     def _candidates(self, query: Query) -> list[Candidate]:
         found: list[Candidate] = []
         for backend in backends.all_backends().values():
@@ -356,8 +337,8 @@ class Communicator(GroupCreation, Operations):
         ``distinct`` a candidate that runs the very program of an earlier one is left
         out: on two ranks a ring and a direct exchange are one and the same.
         """
-        spec = self._described(coll, dtype, op)
-        found = self._policy.candidates(self._query(spec, nbytes, dtype, op, 0))
+        asked = ("candidates", coll, nbytes, dtype, op, 0, self.size)
+        found = self._policy.candidates(calls.check_question(*asked))
         return planning.distinct(coll, self.size, found) if distinct else found
 
     def explain(
@@ -373,8 +354,8 @@ class Communicator(GroupCreation, Operations):
 
         ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``).
         """
-        spec = self._described(coll, dtype, op)
-        return self._policy.explain(self._query(spec, nbytes, dtype, op, root))
+        asked = ("explain", coll, nbytes, dtype, op, root, self.size)
+        return self._policy.explain(calls.check_question(*asked))
 
     # -- running -----------------------------------------------------------------
 
@@ -419,6 +400,7 @@ class Communicator(GroupCreation, Operations):
             call.spec.code,
             bound.num_elements,
             bound.dtype.code,
+            bound.device,
             call.reduction,
             call.root,
             call.backend,
@@ -430,6 +412,10 @@ class Communicator(GroupCreation, Operations):
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             plan = self._make_plan(call, bound)
+            self._plans[key] = plan
+        if call.factor is not None:
+            # One plan per key, of the latest factor: they may be new in every call.
+            plan = plan.with_factor(self, *engine_factor(call.factor, bound.dtype))
             self._plans[key] = plan
         takes_x = call.spec.x_count != "none"
         if not chosen and not params and (call.x is not None or not takes_x):
@@ -444,13 +430,13 @@ class Communicator(GroupCreation, Operations):
     def _choose(self, call: calls.Call, bound: calls.Bound) -> Candidate:
         spec = call.spec
         nbytes = bound.num_elements * bound.dtype.itemsize
-        op = call.reduction.name.lower()
-        query = self._query(
-            spec,
-            rule_nbytes(spec.name, nbytes, self.size),
-            bound.dtype.name,
-            op,
-            call.root,
+        query = Query(
+            coll=spec.name,
+            nbytes=rule_nbytes(spec.name, nbytes, self.size),
+            dtype=bound.dtype.name,
+            device="host" if bound.device is None else "cuda",
+            op=call.reduction.name.lower() if spec.reduces else None,
+            root=call.root if spec.has_root else None,
         )
         choice = self._policy.choose(
             query, backend=call.backend, algorithm=call.algorithm, params=call.params
@@ -471,6 +457,7 @@ class Communicator(GroupCreation, Operations):
                 in_elements=bound.in_elements,
                 out_elements=bound.out_elements,
                 has_output=bound.result is not None,
+                factor=call.factor,
             ),
         )
 

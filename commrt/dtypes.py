@@ -16,8 +16,10 @@ __all__ = [
     "DTYPES",
     "DType",
     "ReduceOp",
+    "check_factor",
     "check_reduction",
     "dtype_by_name",
+    "engine_factor",
     "reduce_op",
 ]
 
@@ -77,6 +79,15 @@ class ReduceOp(IntEnum):
 
 
 _REDUCTION_NAMES = {op.name.lower(): op for op in ReduceOp}
+_ELSEWHERE = {
+    "mean": "avg",
+    "average": "avg",
+    "add": "sum",
+    "+": "sum",
+    "mul": "prod",
+    "multiply": "prod",
+    "*": "prod",
+}
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
@@ -84,7 +95,7 @@ def dtype_by_name(name: str) -> DType:
     """Return the element type called ``name``, or raise UsageError."""
     try:
         return _BY_NAME[name]
-    except KeyError:
+    except (KeyError, TypeError):
         raise UsageError(f"unknown dtype {name!r}{suggest(name, _BY_NAME)}") from None
 
 
@@ -93,24 +104,64 @@ def reduce_op(name: str) -> ReduceOp:
     try:
         return _REDUCTION_NAMES[name]
     except (KeyError, TypeError):
-        hint = suggest(name, _REDUCTION_NAMES) if isinstance(name, str) else ""
+        hint = suggest(name, _REDUCTION_NAMES, _ELSEWHERE)
         raise UsageError(f"unknown reduction op={name!r}{hint}") from None
 
 
 def check_reduction(op: ReduceOp, dtype: DType) -> None:
     """Raise UsageError where ``op`` has no meaning on ``dtype``.
 
-    avg on bool, bitwise on floats and complex, min and max on complex, and
-    premul_sum on anything but floats and complex are errors.
+    avg and premul_sum on bool, bitwise on floats and complex, and min and max on
+    complex are errors.
     """
     wrong = (
-        (op is ReduceOp.AVG and dtype.kind == "bool")
+        (op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and dtype.kind == "bool")
         or (op in _BITWISE and dtype.kind in ("float", "complex"))
         or (op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "complex")
-        or (op is ReduceOp.PREMUL_SUM and dtype.kind not in ("float", "complex"))
     )
     if wrong:
         raise UsageError(
             f"op={op.name.lower()!r} is not defined for {dtype.name}: "
             f"cast the array, or choose another reduction"
         )
+
+
+def check_factor(factor: int | float, dtype: DType) -> None:
+    """Raise UsageError unless ``factor`` can be multiplied in ``dtype``, as NCCL does.
+
+    Integers are multiplied in their own type, where they wrap; it must hold the factor.
+    """
+    if dtype.kind in ("float", "complex"):
+        try:
+            float(factor)
+        except OverflowError:
+            raise UsageError(
+                f"factor is an integer of {len(str(abs(int(factor))))} digits, too "
+                f"large for {dtype.name}"
+            ) from None
+        return
+    if not isinstance(factor, int):
+        raise UsageError(
+            f"factor={factor!r} must be an integer for {dtype.name}, which is "
+            f"multiplied in its own type: cast the array to a float type"
+        )
+    bits = 8 * dtype.itemsize
+    low, high = (0, 2**bits - 1) if dtype.kind == "uint" else _signed_range(bits)
+    if not low <= factor <= high:
+        raise UsageError(
+            f"factor={factor} does not fit into {dtype.name}: expected {low}..{high}"
+        )
+
+
+def _signed_range(bits: int) -> tuple[int, int]:
+    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
+
+def engine_factor(factor: int | float, dtype: DType) -> tuple[float, int]:
+    """Return what the engine multiplies by: floats the first, integers the second.
+
+    The second is the factor's low 64 bits as a signed number.
+    """
+    if dtype.kind in ("float", "complex"):
+        return float(factor), 1
+    return 1.0, (int(factor) + 2**63) % 2**64 - 2**63

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import builtins
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 __all__ = [
     "BackendError",
@@ -86,11 +86,26 @@ class ScheduleError(CommError, ValueError):
     """A schedule is not well-formed, can deadlock, races, or computes wrongly."""
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """Return the tail of a message about an unknown name: guesses, then all names."""
+def suggest(
+    word: object, known: Iterable[str], also: Mapping[str, str] | None = None
+) -> str:
+    """Return the tail of a message about an unknown name: guesses, then all names.
+
+    Args:
+        word: what was given; anything but a string is told that a name is expected.
+        known: the names there are.
+        also: names that other libraries have for some of them.
+    """
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if not names:
         return ""
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    return f"{hint} Known: {', '.join(names)}."
+    listed = f"Known: {', '.join(names)}."
+    if not isinstance(word, str):
+        return f": expected a name. {listed}"
+    guess = (also or {}).get(word.lower())
+    lower = {name.lower(): name for name in names}
+    if guess not in names:
+        close = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
+        guess = lower[close[0]] if close else None
+    hint = "." if guess is None else f"; did you mean {guess!r}?"
+    return f"{hint} {listed}"

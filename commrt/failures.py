@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from commrt import _native
 from commrt.arena import Arena
-from commrt.calls import check_timeout
+from commrt.calls import as_integer, check_timeout
 from commrt.errors import (
     BackendError,
     ClosedError,
@@ -18,7 +18,9 @@ from commrt.errors import (
     TimeoutError_,
     TruncationError,
     UsageError,
+    suggest,
 )
+from commrt.operations import COLLECTIVES, ELSEWHERE
 
 if TYPE_CHECKING:
     from commrt.world import World
@@ -32,6 +34,9 @@ _KINDS: dict[str, type[Exception]] = {
     "revoked": RevokedError,
     "truncation": TruncationError,
 }
+
+
+_METHODS = (*COLLECTIVES, "send", "recv", "sendrecv", "split", "dup", "create_group")
 
 
 @lru_cache(maxsize=1)
@@ -52,6 +57,19 @@ class Guarded(_native.Group):
     _arena: Arena | None
     _closed: str | None
     _pid: int
+
+    def __getattr__(self, name: str) -> NoReturn:
+        hint = "" if name.startswith("_") else suggest(name, _METHODS, ELSEWHERE)
+        raise AttributeError(f"a communicator has no {name!r}{hint}")
+
+    @property
+    def timeout_s(self) -> float:
+        """Default limit of a wait, in seconds."""
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._timeout_s = check_timeout(self.name, timeout_s)
 
     def who_is_missing(self, seq: int) -> str:
         """Return who keeps operation ``seq`` waiting, as far as this node can tell."""
@@ -84,12 +102,14 @@ class Guarded(_native.Group):
                 f"ranks no longer agree; make a new communicator"
             )
 
-    def _check_rank(self, what: str, argument: str, rank: Any) -> None:
-        if type(rank) is not int or not 0 <= rank < self.size:
+    def _check_rank(self, what: str, argument: str, rank: Any) -> int:
+        found = as_integer(rank)
+        if found is None or not 0 <= found < self.size:
             raise UsageError(
                 f"{what}: {argument}={rank!r} is not a rank of {self.name}; expected "
                 f"0..{self.size - 1}"
             )
+        return found
 
     def _check_timeout(self, what: str, timeout_s: Any) -> float:
         return check_timeout(what, timeout_s)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from commrt.calls import as_integer
 from commrt.errors import UsageError
 from commrt.point_to_point import PointToPoint
 
@@ -32,8 +33,8 @@ class GroupCreation(PointToPoint):
         """
         self._check_usable()
         if color is not None:
-            _check_integer("split", "color", color)
-        _check_integer("split", "key", key)
+            color = _check_integer("split", "color", color)
+        key = _check_integer("split", "key", key)
         label, title = self._label("split")
         mine = f"{'' if color is None else color}/{key}".encode()
         said = self._world.bootstrap.exchange(self._ranks, label, mine, self.timeout_s)
@@ -61,9 +62,14 @@ class GroupCreation(PointToPoint):
         Collective over ``ranks`` only: other ranks must not call it.
         """
         self._check_usable()
-        ranks = list(ranks)
-        for rank in ranks:
-            self._check_rank("create_group", "ranks", rank)
+        try:
+            given = list(ranks)
+        except TypeError:
+            raise UsageError(
+                f"create_group: ranks={ranks!r} must be a sequence of ranks, such as "
+                f"[0, 1]"
+            ) from None
+        ranks = [self._check_rank("create_group", "ranks", rank) for rank in given]
         if len(set(ranks)) != len(ranks) or self.rank not in ranks:
             raise UsageError(
                 f"create_group: ranks={ranks} must be distinct and contain the "
@@ -89,7 +95,9 @@ class GroupCreation(PointToPoint):
         return made
 
 
-def _check_integer(what: str, argument: str, value: Any) -> None:
-    if type(value) is not int:
+def _check_integer(what: str, argument: str, value: Any) -> int:
+    found = as_integer(value)
+    if found is None:
         optional = " or None" if argument == "color" else ""
         raise UsageError(f"{what}: {argument}={value!r} must be an integer{optional}")
+    return found

@@ -12,7 +12,14 @@ from typing import Literal
 
 from commrt.errors import UsageError, suggest
 
-__all__ = ["COLLECTIVES", "OPERATIONS", "OpSpec", "operation", "rule_nbytes"]
+__all__ = [
+    "COLLECTIVES",
+    "ELSEWHERE",
+    "OPERATIONS",
+    "OpSpec",
+    "operation",
+    "rule_nbytes",
+]
 
 Count = Literal["none", "same", "times_size", "div_size"]
 RuleBytes = Literal["whole", "block", "pair", "none"]
@@ -75,6 +82,16 @@ OPERATIONS: tuple[OpSpec, ...] = (
 """The collectives. Point-to-point (send, recv, sendrecv) lives beside them in comm.py:
 it has peers and tags instead of a schedule."""
 
+ELSEWHERE = {
+    "broadcast": "bcast",
+    "all_gather": "allgather",
+    "all_to_all": "alltoall",
+    "all_to_all_single": "alltoall",
+    "all_gather_into_tensor": "allgather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_block": "reduce_scatter",
+}
+"""What torch and MPI call them."""
 COLLECTIVES = tuple(spec.name for spec in OPERATIONS)
 _BY_NAME = {spec.name: spec for spec in OPERATIONS}
 
@@ -83,9 +100,9 @@ def operation(name: str) -> OpSpec:
     """Return the operation called ``name``, or raise UsageError with a suggestion."""
     try:
         return _BY_NAME[name]
-    except KeyError:
+    except (KeyError, TypeError):
         raise UsageError(
-            f"unknown operation {name!r}{suggest(name, _BY_NAME)}"
+            f"unknown operation {name!r}{suggest(name, _BY_NAME, ELSEWHERE)}"
         ) from None
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from commrt.arrays import HostView, overlap, view
-from commrt.calls import check_flag, check_timeout
+from commrt.calls import as_integer, check_flag, check_timeout
 from commrt.errors import BufferError_, UsageError
 from commrt.failures import Guarded
 from commrt.request import Request, wait_all
@@ -37,7 +37,7 @@ class PointToPoint(Guarded):
         self._check_usable()
         nonblocking = check_flag("send", "nonblocking", nonblocking)
         limit = self._limit("send", timeout_s)
-        buffer = self._outgoing("send", x, dest, "dest", tag, "tag")
+        buffer, dest, tag = self._outgoing("send", x, dest, "dest", tag, "tag")
         started: Request | None = self._start_send(
             buffer, dest, tag, nonblocking, limit
         )
@@ -61,7 +61,7 @@ class PointToPoint(Guarded):
         self._check_usable()
         nonblocking = check_flag("recv", "nonblocking", nonblocking)
         limit = self._limit("recv", timeout_s)
-        buffer = self._incoming("recv", out, source, "source", tag, "tag")
+        buffer, source, tag = self._incoming("recv", out, source, "source", tag, "tag")
         request = self._start_recv(buffer, out, source, tag, limit)
         return request if nonblocking else request.wait()
 
@@ -83,8 +83,12 @@ class PointToPoint(Guarded):
         self._check_usable()
         limit = self._limit("sendrecv", timeout_s)
         # Both sides are checked before either is started.
-        sent = self._outgoing("sendrecv", x, dest, "dest", sendtag, "sendtag")
-        got = self._incoming("sendrecv", out, source, "source", recvtag, "recvtag")
+        sent, dest, sendtag = self._outgoing(
+            "sendrecv", x, dest, "dest", sendtag, "sendtag"
+        )
+        got, source, recvtag = self._incoming(
+            "sendrecv", out, source, "source", recvtag, "recvtag"
+        )
         if overlap(sent, got):
             raise UsageError("sendrecv: out overlaps x; pass separate arrays")
         receiving = self._start_recv(got, out, source, recvtag, limit)
@@ -96,10 +100,11 @@ class PointToPoint(Guarded):
 
     def _outgoing(
         self, what: str, x: Any, dest: Any, dest_name: str, tag: Any, tag_name: str
-    ) -> HostView:
-        self._check_rank(what, dest_name, dest)
-        _check_tag(what, tag_name, tag)
-        return view(x, f"{what}: x")
+    ) -> tuple[HostView, int, int]:
+        """Return the buffer, the peer and the tag, all checked."""
+        rank = self._check_rank(what, dest_name, dest)
+        number = _check_tag(what, tag_name, tag)
+        return view(x, f"{what}: x"), rank, number
 
     def _incoming(
         self,
@@ -109,13 +114,13 @@ class PointToPoint(Guarded):
         source_name: str,
         tag: Any,
         tag_name: str,
-    ) -> HostView:
-        self._check_rank(what, source_name, source)
-        _check_tag(what, tag_name, tag)
+    ) -> tuple[HostView, int, int]:
+        rank = self._check_rank(what, source_name, source)
+        number = _check_tag(what, tag_name, tag)
         buffer = view(out, f"{what}: out")
         if not buffer.writable:
             raise BufferError_(f"{what}: out is read-only: pass a writable array")
-        return buffer
+        return buffer, rank, number
 
     def _start_send(
         self, buffer: HostView, dest: int, tag: int, nonblocking: bool, limit: float
@@ -130,8 +135,10 @@ class PointToPoint(Guarded):
         return self._recv(address, nbytes, source, tag, out, "recv", limit)
 
 
-def _check_tag(what: str, argument: str, tag: Any) -> None:
-    if type(tag) is not int or not 0 <= tag <= _MAX_TAG:
+def _check_tag(what: str, argument: str, tag: Any) -> int:
+    found = as_integer(tag)
+    if found is None or not 0 <= found <= _MAX_TAG:
         raise UsageError(
             f"{what}: {argument}={tag!r} must be an integer in 0..{_MAX_TAG}"
         )
+    return found

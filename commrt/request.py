@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from commrt._native import Request
@@ -32,6 +32,7 @@ def wait_all(
     Every request is waited for even when some fail; one failure is raised as it is,
     several together as RequestErrors. ``timeout_s`` bounds the whole call.
     """
+    requests = _listed("wait_all", requests)
     deadline = _deadline("wait_all", timeout_s)
     outputs: list[Any] = []
     errors: list[tuple[int, Exception]] = []
@@ -48,6 +49,19 @@ def wait_all(
     return outputs
 
 
+def _listed(what: str, requests: Any) -> list[Request]:
+    """Return the requests; UsageError for anything else."""
+    iterable = isinstance(requests, Iterable)
+    listed = list(requests) if iterable else [requests]
+    wrong = [each for each in listed if not iterable or not isinstance(each, Request)]
+    if wrong:
+        raise UsageError(
+            f"{what}: expected a list of requests, found {wrong[0]!r}"
+            f"{' in it' if iterable else ''}; calls with nonblocking=True return them"
+        )
+    return listed
+
+
 def _deadline(what: str, timeout_s: float | None) -> float | None:
     if timeout_s is None:
         return None
@@ -61,6 +75,7 @@ def wait_any(
 
     timeout_s defaults to the longest of the requests' own limits.
     """
+    requests = _listed("wait_any", requests)
     if not requests:
         raise UsageError("wait_any: no requests given")
     if timeout_s is None:

@@ -21,16 +21,17 @@ class Operations:
     """The collectives as a type checker sees them."""
 
     def allreduce(
-        self, x: Any, *, out: Any = None, op: str = "sum", nonblocking: bool = False,
+        self, x: Any, *, out: Any = None, op: str = "sum",
+        factor: float | None = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
     ) -> Any: ...  # fmt: skip
 
     def reduce(
-        self, x: Any, *, out: Any = None, op: str = "sum", root: int = 0,
-        nonblocking: bool = False, timeout_s: float | None = None,
-        algorithm: str | None = None, backend: str | None = None,
-        params: Params = None, name: str | None = None,
+        self, x: Any, *, out: Any = None, op: str = "sum",
+        factor: float | None = None, root: int = 0, nonblocking: bool = False,
+        timeout_s: float | None = None, algorithm: str | None = None,
+        backend: str | None = None, params: Params = None, name: str | None = None,
     ) -> Any: ...  # fmt: skip
 
     def bcast(
@@ -46,7 +47,8 @@ class Operations:
     ) -> Any: ...  # fmt: skip
 
     def reduce_scatter(
-        self, x: Any, *, out: Any = None, op: str = "sum", nonblocking: bool = False,
+        self, x: Any, *, out: Any = None, op: str = "sum",
+        factor: float | None = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
     ) -> Any: ...  # fmt: skip
@@ -79,7 +81,7 @@ class Operations:
 def signature(spec: OpSpec) -> str:
     """Return the call as documented, such as ``barrier(*, nonblocking=False, …)``."""
     parts = ["x", "*", "out=None"] if spec.x_count != "none" else ["*"]
-    parts += ['op="sum"'] if spec.reduces else []
+    parts += ['op="sum"', "factor=None"] if spec.reduces else []
     parts += ["root=0"] if spec.has_root else []
     parts += ["nonblocking=False", "timeout_s=None", "algorithm=None", "backend=None"]
     return f"{spec.name}({', '.join([*parts, 'params=None', 'name=None'])})"
@@ -106,9 +108,12 @@ def docstring(spec: OpSpec) -> str:
         lines += ["", "Args:", f"    {_X['same']}; C-contiguous, any supported dtype."]
         lines.append(f"    out: {_OUT[spec.out_count]}.")
     if spec.reduces:
-        lines.append(
-            "    op: sum, prod, min, max, avg, land, lor, lxor, band, bor, bxor."
-        )
+        lines += [
+            "    op: sum, prod, min, max, avg, land, lor, lxor, band, bor, bxor,"
+            " premul_sum.",
+            "    factor: of premul_sum: what this rank's x is multiplied by before the"
+            " sum; ranks may differ.",
+        ]
     if spec.has_root:
         lines.append("    root: the rank that the operation starts from or ends at.")
     lines += [

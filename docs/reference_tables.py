@@ -42,7 +42,7 @@ def operations_table() -> str:
     rows = [f"| {' | '.join(titles)} | meaning |", "|---" * 6 + "|"]
     for spec in OPERATIONS:
         arguments = ["`x`", "`out`"] if spec.x_count != "none" else []
-        arguments += ["`op`"] * spec.reduces + ["`root`"] * spec.has_root
+        arguments += ["`op`", "`factor`"] * spec.reduces + ["`root`"] * spec.has_root
         output = _OUTPUTS[spec.out_count]
         if spec.output_on == "root":
             output += ", on the root"

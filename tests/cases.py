@@ -29,7 +29,7 @@ CANARY = 8
 FRAGMENTED = 4096
 """A chunk so small that a few thousand elements make several fragments."""
 COUNTS = (0, 1, 3, 5, 64, 257, 5000)
-REDUCTIONS = tuple(op.name.lower() for op in ReduceOp if op is not ReduceOp.PREMUL_SUM)
+REDUCTIONS = tuple(op.name.lower() for op in ReduceOp)
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,21 @@ class Case:
         per_rank = self.coll in ("reduce_scatter", "alltoall", "scatter")
         return self.count * self.size if per_rank else self.count
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of the call, without ``out``."""
+    def factor(self, rank: int) -> int | float:
+        """Return what ``rank`` multiplies its input by in premul_sum."""
+        kind = dtype_by_name(self.dtype).kind
+        if kind in ("int", "uint"):
+            return (3, 2 if kind == "uint" else -2, 1, 7)[rank % 4]
+        return (0.3, -1.25, 1.0, 3.0)[rank % 4]
+
+    def arguments(self, rank: int) -> dict[str, Any]:
+        """Return the keyword arguments of the call on ``rank``, without ``out``."""
         spec = operation(self.coll)
         found: dict[str, Any] = {}
         if spec.reduces:
             found["op"] = self.op
+        if spec.reduces and self.op == "premul_sum":
+            found["factor"] = self.factor(rank)
         if spec.has_root:
             found["root"] = self.root
         if self.algorithm is not None:
@@ -243,6 +252,7 @@ _LOGICAL: dict[str, Callable[[Array, Array], Array]] = {
 _PLAIN: dict[str, Callable[[Any, Any], Any]] = {
     "sum": np.add,
     "avg": np.add,
+    "premul_sum": np.add,
     "prod": np.multiply,
     "min": np.minimum,
     "max": np.maximum,
@@ -254,19 +264,24 @@ _PLAIN: dict[str, Callable[[Any, Any], Any]] = {
 
 def _reduced(case: Case, xs: list[Array]) -> Array:
     dtype = dtype_by_name(case.dtype)
-    if case.size == 1 and case.op in ("land", "lor", "lxor"):
-        return xs[0]  # one operand is left as it is, as MPI does
     if dtype.kind == "bool":
         return reduce(_LOGICAL[case.op], xs)
     if case.op in ("land", "lor", "lxor"):
         return reduce(_LOGICAL[case.op], [x != 0 for x in xs]).astype(xs[0].dtype)
     if dtype.kind in ("int", "uint"):
         with np.errstate(over="ignore"):
+            xs = _scaled(case, xs)
             total = reduce(_PLAIN[case.op], xs)  # wraps, as the Contract says
         return _toward_zero(total, case.size) if case.op == "avg" else total
     wide = np.complex128 if dtype.kind == "complex" else np.float64
-    exact = reduce(_PLAIN[case.op], [x.astype(wide) for x in xs])
+    exact = reduce(_PLAIN[case.op], _scaled(case, [x.astype(wide) for x in xs]))
     return exact / case.size if case.op == "avg" else exact
+
+
+def _scaled(case: Case, xs: list[Array]) -> list[Array]:
+    if case.op != "premul_sum":
+        return xs
+    return [x * x.dtype.type(case.factor(rank)) for rank, x in enumerate(xs)]
 
 
 def _toward_zero(total: Array, size: int) -> Array:
@@ -276,6 +291,9 @@ def _toward_zero(total: Array, size: int) -> Array:
     return np.array(quotients, dtype=total.dtype)
 
 
+INEXACT = ("sum", "avg", "prod", "premul_sum")
+
+
 def difference(case: Case, xs: list[Array], got: Array, want: Array) -> str | None:
     """Return what is wrong with a result, None if it is right."""
     if got.dtype != numpy_dtype(case.dtype) or got.size != want.size:
@@ -283,7 +301,7 @@ def difference(case: Case, xs: list[Array], got: Array, want: Array) -> str | No
     got = got.reshape(-1)
     reduces = operation(case.coll).reduces
     inexact = dtype_by_name(case.dtype).kind in ("float", "complex")
-    if not (reduces and inexact and case.op in ("sum", "avg", "prod")):
+    if not (reduces and inexact and case.op in INEXACT):
         same = (got == want) | ((got != got) & (want != want))
         return None if same.all() else _first(~same, got, want)
     wide = got.astype(want.dtype)
@@ -301,7 +319,7 @@ def _tolerance(case: Case, xs: list[Array], want: Array) -> Array:
     if case.op == "prod":
         return np.abs(want) * eps
     wide = np.complex128 if itemtype.kind == "c" else np.float64
-    total = sum(np.abs(x.astype(wide)) for x in xs)
+    total = sum(np.abs(x) for x in _scaled(case, [x.astype(wide) for x in xs]))
     scale = case.size if case.op == "avg" else 1
     magnitude = total / scale
     if case.coll == "reduce_scatter":
@@ -360,7 +378,7 @@ class Attempt:
 
     def start(self, comm: Any, *, nonblocking: bool = False) -> Any:
         """Make the call; return what it returned."""
-        arguments = self.case.arguments()
+        arguments = self.case.arguments(self.rank)
         if nonblocking:
             arguments["nonblocking"] = True
         method = getattr(comm, self.case.coll)

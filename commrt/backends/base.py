@@ -24,9 +24,7 @@ class Capabilities:
     """Collectives it offers."""
     dtypes: tuple[str, ...] = tuple(dtype.name for dtype in DTYPES)
     """Element types it reduces; any type can be moved."""
-    reductions: tuple[str, ...] = tuple(
-        op.name.lower() for op in ReduceOp if op is not ReduceOp.PREMUL_SUM
-    )
+    reductions: tuple[str, ...] = tuple(op.name.lower() for op in ReduceOp)
     """Reductions it offers on at least one of its types."""
     schedules: bool = True
     """Whether it runs schedule algorithms."""
@@ -78,6 +76,8 @@ class PlanSpec:
     """Elements of this rank's output, 0 where it has none."""
     has_output: bool
     """Whether the call returns an array on this rank."""
+    factor: int | float | None = None
+    """What premul_sum multiplies this rank's input by; a fact of one rank."""
 
 
 class Backend(Protocol):

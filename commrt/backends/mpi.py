@@ -9,7 +9,7 @@ from typing import Any
 
 from commrt import _libmpi, _native
 from commrt.backends.base import Availability, Capabilities, PlanSpec, serves
-from commrt.backends.planning import schedule_plan
+from commrt.backends.planning import check_params, schedule_plan
 from commrt.backends.schedules import schedule_candidates
 from commrt.dtypes import ReduceOp, dtype_by_name
 from commrt.errors import BackendError
@@ -96,6 +96,7 @@ class MpiBackend:
         """Return the native plan of this rank."""
         if spec.candidate.algorithm != "native":
             return schedule_plan(comm, spec)
+        check_params(spec.op.name, "native", comm.size, spec.candidate.params)
         constants = _constants()
         # What only moves is bytes; what is reduced needs its type and operation.
         if spec.op.reduces:

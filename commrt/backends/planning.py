@@ -17,7 +17,7 @@ from typing import Any
 
 from commrt import _native, algorithms
 from commrt.backends.base import PlanSpec
-from commrt.dtypes import ReduceOp
+from commrt.dtypes import ReduceOp, engine_factor
 from commrt.errors import ScheduleError, UsageError, suggest
 from commrt.schedule.engine_model import LINES, EngineModel
 from commrt.schedule.ir import Op
@@ -27,6 +27,7 @@ from commrt.select.facts import Candidate, LinkClass, ParamValue
 __all__ = [
     "LANE_NBYTES",
     "TransportParams",
+    "check_params",
     "distinct",
     "schedule_plan",
     "split_params",
@@ -63,11 +64,15 @@ class TransportParams:
     def __post_init__(self) -> None:
         known = ("auto", *_STORES)
         if self.store not in known:
-            raise UsageError(f"store={self.store!r}{suggest(self.store, known)}")
+            raise UsageError(
+                f"unknown store={self.store!r}{suggest(self.store, known)}"
+            )
         for name in ("chunk", "depth", "reuse"):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= 1 << 30:
-                raise UsageError(f"{name}={value!r} must be a positive integer")
+                raise UsageError(
+                    f"parameter {name}={value!r} must be an integer in 1..{1 << 30}"
+                )
 
     def stores(self, message_nbytes: int, link_class: LinkClass) -> tuple[int, bool]:
         """Return the code of the store kind, and whether the engine learns."""
@@ -98,6 +103,25 @@ def split_params(
             )
         own[name] = value
     return own, TransportParams(**transport)  # type: ignore[arg-type]
+
+
+def check_params(
+    coll: str, algorithm: str, size: int, params: Mapping[str, ParamValue]
+) -> None:
+    """Raise UsageError for a parameter that neither algorithm nor transport has.
+
+    The library's own collectives have none and cross no transport of ours; but where
+    the choice is automatic a call does not know whether one of them runs.
+    """
+    known = {*_TRANSPORT_NAMES}
+    if algorithm in algorithms.names(coll):
+        known.update(algorithms.param_choices(coll, algorithm, size))
+    for name in params:
+        if name not in known:
+            raise UsageError(
+                f"{coll} {algorithm}: unknown parameter {name!r}{suggest(name, known)}"
+            )
+    split_params(params)
 
 
 @dataclass(frozen=True)
@@ -248,8 +272,9 @@ def distinct(coll: str, size: int, candidates: Sequence[Candidate]) -> list[Cand
 
 def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
     """Return the native plan of this rank for a schedule algorithm."""
-    own, transport = split_params(spec.candidate.params)
     coll, name = spec.op.name, spec.candidate.algorithm
+    check_params(coll, name, comm.size, spec.candidate.params)
+    own, transport = split_params(spec.candidate.params)
     reason = why_not(comm, coll, name, spec.root, own)
     if reason is not None:
         raise UsageError(
@@ -265,7 +290,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
     )
     longest = bound.largest_nbytes(spec.num_elements, spec.dtype.itemsize, fragments)
     store, adaptive = transport.stores(longest, comm.facts.link_class)
-    factor, divisor = _scaling(spec, comm.size)
+    factor, integer_factor, divisor = _scaling(spec, comm.size)
     return _native.make_schedule_plan(
         comm,
         coll=spec.op.code,
@@ -290,6 +315,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         store=store,
         adaptive=adaptive,
         factor=factor,
+        integer_factor=integer_factor,
         divisor=divisor,
         returns_out=spec.has_output,
     )
@@ -312,10 +338,15 @@ def _peers(lowered: Lowered) -> list[tuple[int, int, int]]:
     ]
 
 
-def _scaling(spec: PlanSpec, size: int) -> tuple[float, int]:
-    """avg scales floats before sending and divides integers at the end."""
+def _scaling(spec: PlanSpec, size: int) -> tuple[float, int, int]:
+    """Return what to multiply floats, and integers, by before sending; the divisor.
+
+    avg scales floats before sending and divides integers at the end.
+    """
+    if spec.factor is not None:
+        return *engine_factor(spec.factor, spec.dtype), 1
     if not spec.op.reduces or spec.reduction is not ReduceOp.AVG:
-        return 1.0, 1
+        return 1.0, 1, 1
     if spec.dtype.kind in ("float", "complex"):
-        return 1.0 / size, 1
-    return 1.0, size
+        return 1.0 / size, 1, 1
+    return 1.0, 1, size

@@ -147,7 +147,7 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("_failure", [](const Group& g) {
         return g.comm->broken.load(std::memory_order_acquire) ? g.comm->failure : std::string();
       })
-      .def_rw("timeout_s", &Group::timeout_s, "Default limit of a wait, in seconds.")
+      .def_rw("_timeout_s", &Group::timeout_s)
       .def_rw("_slow", &Group::slow)
       .def_prop_ro("_num_plans", &Group::num_plans)
       .def_prop_ro("_idle", [](const Group& g) {

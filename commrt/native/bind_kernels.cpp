@@ -38,8 +38,8 @@ Store store_of(int code) {
 }
 
 void combine(int dtype, int op, Bytes dst, const std::vector<ConstBytes>& srcs,
-             const std::vector<int>& scaled, double factor, std::optional<Bytes> dst2,
-             int store) {
+             const std::vector<int>& scaled, double factor, std::int64_t integer_factor,
+             std::optional<Bytes> dst2, int store) {
   CombineFn fn = combine_for(dtype_of(dtype), op_of(op));
   if (!fn) throw nb::value_error("the reduction is not defined for this dtype");
   if (srcs.empty()) throw nb::value_error("combine needs at least one input");
@@ -57,7 +57,8 @@ void combine(int dtype, int op, Bytes dst, const std::vector<ConstBytes>& srcs,
     bits[k / 64] |= std::uint64_t{1} << (k % 64);
   }
   fn(dst.data(), dst2 ? dst2->data() : nullptr, pointers.data(), int(pointers.size()),
-     dst.size() / item, scaled.empty() ? nullptr : bits.data(), factor, store_of(store));
+     dst.size() / item, scaled.empty() ? nullptr : bits.data(),
+     Scale{factor, integer_factor}, store_of(store));
   store_fence();
 }
 
@@ -66,8 +67,9 @@ void combine(int dtype, int op, Bytes dst, const std::vector<ConstBytes>& srcs,
 void bind_kernels(nb::module_& m) {
   nb::module_ k = m.def_submodule("kernels", "Reductions and copies of raw bytes.");
   k.def("combine", &combine, nb::arg("dtype"), nb::arg("op"), nb::arg("dst"), nb::arg("srcs"),
-        nb::arg("scaled") = std::vector<int>(), nb::arg("factor") = 1.0, nb::arg("dst2").none() = nb::none(),
-        nb::arg("store") = 0, "Reduce srcs, element by element, into dst (and dst2).");
+        nb::arg("scaled") = std::vector<int>(), nb::arg("factor") = 1.0,
+        nb::arg("integer_factor") = 1, nb::arg("dst2").none() = nb::none(), nb::arg("store") = 0,
+        "Reduce srcs, element by element, into dst (and dst2).");
   k.def(
       "copy",
       [](Bytes dst, ConstBytes src, int store) {

@@ -87,8 +87,8 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
                            const std::vector<std::tuple<int, int, int>>& peers, Table inputs,
                            Pointers input_ptr, Table outputs, Pointers output_ptr, Pointers deps,
                            Pointers dep_ptr, int64_t fragments, int64_t lane_nbytes, int depth,
-                           int slot_reuse, int store, bool adaptive, double factor, int64_t divisor,
-                           bool returns_out) {
+                           int slot_reuse, int store, bool adaptive, double factor,
+                           int64_t integer_factor, int64_t divisor, bool returns_out) {
   auto plan = std::make_shared<Plan>();
   plan->coll = coll;
   plan->dtype = static_cast<DType>(dtype);
@@ -102,7 +102,7 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
   plan->store = static_cast<Store>(store);
   plan->adaptive = adaptive;
   plan->choice.start_with(streams_second(plan->store));
-  plan->factor = factor;
+  plan->factor = {factor, integer_factor};
   plan->divide_out = divisor > 1;
   plan->divisor = divisor;
   plan->returns_out = returns_out;
@@ -120,10 +120,30 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
   }
   plan->combine = combine_for(plan->dtype, plan->redop);
   read_instructions(*plan, *group.comm, inputs, input_ptr, outputs, output_ptr, deps, dep_ptr,
-                    peer_index, factor != 1.0);
+                    peer_index, factor != 1.0 || plan->redop == RedOp::PremulSum);
+  const bool logical = plan->redop >= RedOp::Land && plan->redop <= RedOp::Lxor;
+  if (group.comm->size == 1 && logical) {
+    // An operand that meets no other is copied; "and" with itself gives its truth.
+    plan->combine = combine_for(plan->dtype, RedOp::Land);
+    for (Instr& ins : plan->instrs) ins.inputs.push_back(ins.inputs[0]);
+  }
   plan->finish(fragments, static_cast<size_t>(lane_nbytes), slot_reuse);
   if (plan->run_short) plan->flatten(*group.comm);
   return plan;
+}
+
+// A plan is never changed once it exists: operations in flight and persistent calls use it.
+PlanPtr with_factor(const PlanPtr& plan, Group& group, double factor, int64_t integer_factor) {
+  const Scale scale{factor, integer_factor};
+  if (plan->factor == scale) return plan;
+  std::lock_guard<std::mutex> lock(group.engine->mutex);  // of plan->choice
+  auto changed = std::make_shared<Plan>(*plan);
+  changed->factor = scale;
+  // They point into the instructions of the original.
+  changed->short_instrs.clear();
+  changed->short_operands.clear();
+  if (changed->run_short) changed->flatten(*group.comm);
+  return changed;
 }
 
 PlanPtr make_native_plan(int coll, int dtype, int redop, int root, int64_t in_elems,
@@ -156,6 +176,9 @@ void bind_plan(nb::module_& m) {
       .def_ro("slots", &Plan::slots)
       .def_ro("slot_nbytes", &Plan::slot_nbytes)
       .def_ro("tmp_nbytes", &Plan::tmp_nbytes)
+      .def("with_factor", &with_factor, nb::arg("group"), nb::arg("factor"),
+           nb::arg("integer_factor"), nb::call_guard<nb::gil_scoped_release>(),
+           "This plan of a premul_sum with another factor; the same object if it is the same.")
       .def_prop_ro("instructions", [](const Plan& plan) { return plan.instrs.size(); });
   m.def("make_schedule_plan", &make_schedule_plan, nb::arg("group"), nb::kw_only(),
         nb::arg("coll"), nb::arg("dtype"), nb::arg("redop"), nb::arg("root"),
@@ -163,7 +186,8 @@ void bind_plan(nb::module_& m) {
         nb::arg("peers"), nb::arg("inputs"), nb::arg("input_ptr"), nb::arg("outputs"),
         nb::arg("output_ptr"), nb::arg("deps"), nb::arg("dep_ptr"), nb::arg("fragments"),
         nb::arg("lane_nbytes"), nb::arg("depth"), nb::arg("slot_reuse"), nb::arg("store"),
-        nb::arg("adaptive"), nb::arg("factor"), nb::arg("divisor"), nb::arg("returns_out"));
+        nb::arg("adaptive"), nb::arg("factor"), nb::arg("integer_factor"), nb::arg("divisor"),
+        nb::arg("returns_out"));
   m.def("make_native_plan", &make_native_plan, nb::kw_only(), nb::arg("coll"),
         nb::arg("dtype"), nb::arg("redop"), nb::arg("root"), nb::arg("in_elems"),
         nb::arg("out_elems"), nb::arg("label"), nb::arg("datatype"), nb::arg("op"),

@@ -103,6 +103,7 @@ void Group::remember_plan(const PlanKey& key, PlanPtr plan) {
   constexpr size_t kMaxPlans = 4096;
   if (plans_.size() >= kMaxPlans) forget_plans();
   plans_[key] = std::move(plan);
+  last_key_ = PlanKey{-1, 0, 0};  // it may have been this one
 }
 
 void Group::forget_plans() {

@@ -18,6 +18,16 @@ namespace commrt {
 // that leave the cache before they are read. Publish them after store_fence().
 enum class Store : std::uint8_t { Plain = 0, Stream = 1, Stream2 = 2, StreamBoth = 3 };
 
+// What inputs are multiplied by: `real` for floats and complex, `integer` for integers, of
+// which it takes the low bits, so that every factor of the type can be said.
+struct Scale {
+  double real = 1;
+  std::int64_t integer = 1;
+  bool operator==(const Scale& other) const {
+    return real == other.real && integer == other.integer;
+  }
+};
+
 // dst[i] = srcs[0][i] op srcs[1][i] op ... op srcs[nsrc-1][i], from left to right, one pass.
 //
 // - nsrc >= 1; one input is copied, bit for bit unless scaled.
@@ -25,7 +35,7 @@ enum class Store : std::uint8_t { Plain = 0, Stream = 1, Stream2 = 2, StreamBoth
 // - dst2, unless null, receives the same values; it overlaps nothing else.
 // - Unless `scaled` is null, inputs k with bit k % 64 of scaled[k / 64] are multiplied by
 //   factor first (rounded to the type, or to float32 for the 16-bit floats). For sum, avg
-//   and premul_sum of floats and complex; ignored elsewhere.
+//   and premul_sum of floats and complex, and premul_sum of integers; ignored elsewhere.
 // - Pointers need no alignment; n counts elements.
 //
 // Integers wrap. float16 and bfloat16 are reduced in float32 and rounded once (to nearest
@@ -33,7 +43,7 @@ enum class Store : std::uint8_t { Plain = 0, Stream = 1, Stream2 = 2, StreamBoth
 // take -0 as less than +0. Logical reductions of at least two inputs give 0 or 1. avg is the
 // sum: floats scale their inputs, integers call divide_inplace on the total.
 using CombineFn = void (*)(void* dst, void* dst2, const void* const* srcs, int nsrc,
-                           std::size_t n, const std::uint64_t* scaled, double factor,
+                           std::size_t n, const std::uint64_t* scaled, Scale factor,
                            Store store);
 
 // The kernel of a pair that dtypes.check_reduction allows; nullptr for the others.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <initializer_list>
+#include <type_traits>
 
 #include "kernels.hpp"
 #include "kernels_ops.hpp"
@@ -19,9 +20,17 @@ struct Job {
   int nsrc;
   std::size_t nbytes;
   const std::uint64_t* scaled;
-  double factor;
+  Scale factor;
   bool stream, stream2;
 };
+
+template <class T>
+COMMRT_INLINE T factor_of(Scale factor) {
+  if constexpr (std::is_integral_v<T>)
+    return static_cast<T>(factor.integer);
+  else
+    return static_cast<T>(factor.real);
+}
 
 // N inputs, or any number if N = 0; Unroll vectors in each turn of the loop.
 template <class E, class Op, int N, bool Scaled, int Unroll = E::kUnroll>
@@ -49,7 +58,7 @@ struct Loop {
   COMMRT_INLINE Acc input(Raw raw, int k) const {
     if constexpr (Scaled) {
       bool chosen = (k < 64 ? scaled_first >> k : job.scaled[k / 64] >> (k % 64)) & 1;
-      return E::scale(E::widen(raw), chosen ? Factor(job.factor) : Factor(1));
+      return E::scale(E::widen(raw), chosen ? factor_of<Factor>(job.factor) : Factor(1));
     } else {
       return E::widen(raw);
     }
@@ -146,11 +155,11 @@ void copy_one(const Job& job) {
 }
 
 void copy_streaming_kernel(void* dst, const void* src, std::size_t nbytes) {
-  copy_one(Job{static_cast<Byte*>(dst), nullptr, &src, 1, nbytes, nullptr, 1, true, false});
+  copy_one(Job{static_cast<Byte*>(dst), nullptr, &src, 1, nbytes, nullptr, {}, true, false});
 }
 
 COMMRT_INLINE Job make_job(void* dst, void* dst2, const void* const* srcs, int nsrc,
-                           std::size_t nbytes, const std::uint64_t* scaled, double factor,
+                           std::size_t nbytes, const std::uint64_t* scaled, Scale factor,
                           Store store) {
   int bits = static_cast<int>(store);
   return Job{static_cast<Byte*>(dst), static_cast<Byte*>(dst2), srcs, nsrc, nbytes, scaled, factor,
@@ -161,8 +170,8 @@ COMMRT_INLINE Job make_job(void* dst, void* dst2, const void* const* srcs, int n
 // there are many of these.
 template <class E, class Op, std::size_t Parts = 1>
 void reduce(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_t n,
-            const std::uint64_t*, double, Store store) {
-  Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, nullptr, 1, store);
+            const std::uint64_t*, Scale, Store store) {
+  Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, nullptr, {}, store);
   if (nsrc == 1) return copy_one(job);
   Loop<E, Op, 0, false, (E::kUnroll + 1) / 2>(job).run();
 }
@@ -170,8 +179,8 @@ void reduce(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_
 // As reduce, with a loop of its own for each common number of inputs.
 template <class E, class Op, std::size_t Parts = 1>
 void reduce_hot(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_t n,
-                const std::uint64_t*, double, Store store) {
-  Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, nullptr, 1, store);
+                const std::uint64_t*, Scale, Store store) {
+  Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, nullptr, {}, store);
   switch (nsrc) {
     case 1: return copy_one(job);
     case 2: return Loop<E, Op, 2, false>(job).run();
@@ -183,8 +192,8 @@ void reduce_hot(void* dst, void* dst2, const void* const* srcs, int nsrc, std::s
 
 template <class E, class Op, std::size_t Parts = 1>
 void reduce_scaled(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_t n,
-                   const std::uint64_t* scaled, double factor, Store store) {
-  if (!scaled) return reduce_hot<E, Op, Parts>(dst, dst2, srcs, nsrc, n, nullptr, 1, store);
+                   const std::uint64_t* scaled, Scale factor, Store store) {
+  if (!scaled) return reduce_hot<E, Op, Parts>(dst, dst2, srcs, nsrc, n, nullptr, {}, store);
   Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, scaled, factor, store);
   if (nsrc == 2) return Loop<E, Op, 2, true>(job).run();
   Loop<E, Op, 0, true>(job).run();
@@ -211,6 +220,7 @@ constexpr void add_integers(KernelSet& set, DType signed_type, DType unsigned_ty
   for (DType dtype : {signed_type, unsigned_type}) {
     entry(set, dtype, RedOp::Sum) = reduce_hot<Same<T>, Add>;
     entry(set, dtype, RedOp::Avg) = reduce_hot<Same<T>, Add>;
+    entry(set, dtype, RedOp::PremulSum) = reduce_scaled<Same<T>, Add>;
     entry(set, dtype, RedOp::Prod) = reduce<Same<T>, Multiply>;
     entry(set, dtype, RedOp::Band) = reduce<Same<std::uint8_t>, And, sizeof(T)>;
     entry(set, dtype, RedOp::Bor) = reduce<Same<std::uint8_t>, Or, sizeof(T)>;

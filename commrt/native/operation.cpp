@@ -30,20 +30,20 @@ struct Operation {
 };
 
 struct Words {  // interned once: keyword names are compared by address
-  PyObject *out, *op, *root, *nonblocking, *call;
-  PyObject* reductions[12];
+  PyObject *out, *op, *factor, *root, *nonblocking, *call;
+  PyObject* reductions[kNumRedOps];
 };
 Words words;
 
-const char* const kReductions[12] = {"sum",  "prod", "min",  "max", "avg", "land",
+const char* const kReductions[kNumRedOps] = {"sum",  "prod", "min",  "max", "avg", "land",
                                      "lor",  "lxor", "band", "bor", "bxor", "premul_sum"};
 
 int reduction_code(PyObject* name) {
-  for (int i = 0; i < 11; ++i) {
+  for (int i = 0; i < kNumRedOps; ++i) {
     if (name == words.reductions[i]) return i;
   }
   if (!PyUnicode_CheckExact(name)) return -1;
-  for (int i = 0; i < 11; ++i) {
+  for (int i = 0; i < kNumRedOps; ++i) {
     if (PyUnicode_Compare(name, words.reductions[i]) == 0) return i;
   }
   return -1;
@@ -101,6 +101,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
 
   PyObject* out_object = nullptr;
   int reduction = 0;
+  PyObject* factor = nullptr;
   long root = 0;
   bool nonblocking = false;
   double timeout_s = group.timeout_s;
@@ -113,6 +114,9 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     } else if (key == words.op && self->reduces) {
       reduction = reduction_code(value);
       if (reduction < 0) return slow();
+    } else if (key == words.factor && self->reduces) {
+      if (!PyFloat_CheckExact(value)) return slow();
+      factor = value;
     } else if (key == words.root && self->has_root) {
       if (!PyLong_CheckExact(value)) return slow();
       root = PyLong_AsLong(value);
@@ -141,6 +145,9 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   const PlanPtr* found = group.find_plan(key);
   if (found == nullptr) return slow();
   const PlanPtr plan = *found;
+  if ((factor != nullptr) != (plan->redop == RedOp::PremulSum)) return slow();
+  if (factor != nullptr &&
+      (x.dtype < DType::F16 || plan->factor.real != PyFloat_AS_DOUBLE(factor))) return slow();
   if (self->takes_x) {
     if (plan->in_elems != 0 && plan->in_elems != x.count) return slow();
     if (plan->out_elems != 0) {
@@ -202,10 +209,11 @@ PyTypeObject* operation_type = nullptr;
 void bind_operation(nb::module_& m) {
   words.out = PyUnicode_InternFromString("out");
   words.op = PyUnicode_InternFromString("op");
+  words.factor = PyUnicode_InternFromString("factor");
   words.root = PyUnicode_InternFromString("root");
   words.nonblocking = PyUnicode_InternFromString("nonblocking");
   words.call = PyUnicode_InternFromString("_call");
-  for (int i = 0; i < 12; ++i) words.reductions[i] = PyUnicode_InternFromString(kReductions[i]);
+  for (int i = 0; i < kNumRedOps; ++i) words.reductions[i] = PyUnicode_InternFromString(kReductions[i]);
 
   PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(dealloc_operation)},
                          {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},

@@ -118,7 +118,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   bool answered = false;  // messages both ways: a run takes as long as the peers need too
   mutable StoreChoice choice;  // guarded by the engine's lock
   CombineFn combine = nullptr;
-  double factor = 1.0;
+  Scale factor;            // of what this rank contributes
   bool divide_out = false;  // integer avg: divide the result by size at the end
   int64_t divisor = 1;
 

@@ -82,10 +82,13 @@ def test_not_offered_where_libraries_break_the_rules(mpirun: Any) -> None:
     assert first == second
     offered = {(dtype, op) for dtype, op in first}
     assert {("float32", "sum"), ("int64", "bxor"), ("complex128", "prod")} <= offered
-    # NaN in min and max, rounding at each step, saturation, no avg, undefined by MPI.
+    # NaN in min and max, rounding at each step, saturation, avg, factors,
+    # undefined by MPI.
     for dtype, op in [
         ("float32", "min"),
         ("float64", "max"),
+        ("float64", "premul_sum"),
+        ("int32", "premul_sum"),
         ("float16", "sum"),
         ("bfloat16", "sum"),
         ("int16", "sum"),
@@ -321,3 +324,36 @@ def test_explain_says_that_native_wants_asking(mpirun: Any, tmp_path: Path) -> N
     for reasons in mpirun(2, rejected_on_a_group, env=env):
         assert len(reasons) == 1
         assert "asks for it by name" in reasons[0]
+
+
+def wrong_parameters() -> list[str]:
+    comm = commrt.init()
+    said = []
+    for params in ({"chnk": 3}, {"chunk": 0}):
+        try:
+            comm.allreduce(np.ones(3), algorithm=NATIVE, params=params)
+        except commrt.errors.UsageError as error:
+            said.append(str(error))
+    assert comm.next_seq == 0
+    comm.allreduce(np.ones(3), algorithm=NATIVE, params={"chunk": 4096})
+    return said
+
+
+def test_unknown_parameters_are_refused_there_too(mpirun: Any) -> None:
+    for unknown, wrong in mpirun(2, wrong_parameters):
+        assert "native: unknown parameter 'chnk'; did you mean 'chunk'?" in unknown
+        assert "parameter chunk=0 must be an integer" in wrong
+
+
+def counts_of_64_bits() -> list[str]:
+    comm = commrt.init()
+    found = []
+    for coll in ("allreduce", "bcast", "allgather", "alltoall"):
+        for nbytes in (2**31, 2**33 + 4):
+            names = {c.name for c in comm.candidates(coll, nbytes, dtype="int8")}
+            found.append(NATIVE in names)
+    return [f"{len(found)} {any(found)}"]
+
+
+def test_not_offered_where_the_library_counts_in_32_bits(mpirun: Any) -> None:
+    assert mpirun(2, counts_of_64_bits) == [["8 False"]] * 2

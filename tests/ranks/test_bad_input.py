@@ -14,351 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from wrong_calls import ARGUMENTS, BUFFERS
 
+import commrt
 from commrt.backends.local import LocalRanks, run
-from commrt.errors import BufferError_, ClosedError, UsageError
+from commrt.errors import ClosedError, UsageError
 
 F = np.float32
-
-
-def frozen(number: int = 4) -> Any:
-    """Return a read-only array."""
-    x = np.zeros(number, F)
-    x.flags.writeable = False
-    return x
-
-
-def halves() -> tuple[Any, Any]:
-    """Return two arrays that overlap without being equal."""
-    whole = np.zeros(6, F)
-    return whole[:4], whole[2:]
-
-
-Wrong = tuple[str, Callable[[Any], Any], type[Exception], str]
-
-BUFFERS: list[Wrong] = [
-    (
-        "strided",
-        lambda c: c.allreduce(np.zeros(8, F)[::2]),
-        BufferError_,
-        r"allreduce: x with shape \(4,\) and strides \(8,\) is not C-contiguous.*"
-        r"ascontiguousarray",
-    ),
-    (
-        "fortran order",
-        lambda c: c.bcast(np.zeros((2, 3), F, order="F")),
-        BufferError_,
-        "bcast: x .* not C-contiguous",
-    ),
-    (
-        "broadcast view",
-        lambda c: c.allgather(np.broadcast_to(np.zeros(1, F), (4,))),
-        BufferError_,
-        r"allgather: x .* strides \(0,\) is not C-contiguous",
-    ),
-    (
-        "unaligned",
-        lambda c: c.allreduce(np.zeros(17, np.uint8)[1:].view(F)),
-        BufferError_,
-        "not C-contiguous and aligned",
-    ),
-    (
-        "read-only in place",
-        lambda c: c.allreduce(frozen()),
-        BufferError_,
-        "allreduce: the output array is read-only: pass a writable out=",
-    ),
-    (
-        "read-only out",
-        lambda c: c.allreduce(np.zeros(4, F), out=frozen()),
-        BufferError_,
-        "read-only",
-    ),
-    (
-        "objects",
-        lambda c: c.allreduce(np.zeros(4, object)),
-        BufferError_,
-        "x has dtype object, which cannot be communicated; supported: bool, int8",
-    ),
-    (
-        "strings",
-        lambda c: c.bcast(np.array(["a", "b"])),
-        BufferError_,
-        "dtype <U1",
-    ),
-    (
-        "structured",
-        lambda c: c.allreduce(np.zeros(4, [("a", "f4"), ("b", "i4")])),
-        BufferError_,
-        "which cannot be communicated",
-    ),
-    (
-        "big-endian",
-        lambda c: c.allreduce(np.zeros(4, ">f4")),
-        BufferError_,
-        r"foreign byte order \(>f4\): convert it with x.astype",
-    ),
-    (
-        "datetime",
-        lambda c: c.allreduce(np.zeros(4, "datetime64[ns]")),
-        BufferError_,
-        r"datetime64\[ns\], which cannot be communicated",
-    ),
-    (
-        "long double",
-        lambda c: c.allreduce(np.zeros(4, np.longdouble)),
-        BufferError_,
-        "cannot be communicated",
-    ),
-    (
-        "masked",
-        lambda c: c.allreduce(np.ma.masked_less(np.zeros(4, F), 1)),
-        BufferError_,
-        r"masked array, whose mask would be lost: pass x.filled",
-    ),
-    (
-        "list",
-        lambda c: c.allreduce([1.0, 2.0]),
-        BufferError_,
-        "allreduce: x is a list: expected a numpy array",
-    ),
-    (
-        "number",
-        lambda c: c.allreduce(1.5),
-        BufferError_,
-        "x is a float: expected a numpy array",
-    ),
-    ("none", lambda c: c.allreduce(None), BufferError_, "x is a NoneType"),
-    (
-        "bytes as output",
-        lambda c: c.allreduce(b"1234"),
-        BufferError_,
-        "read-only",
-    ),
-    (
-        "out of another type",
-        lambda c: c.allreduce(np.zeros(4, F), out=np.zeros(4)),
-        BufferError_,
-        "allreduce: out has dtype float64, x has float32; they must be equal",
-    ),
-    (
-        "out too short",
-        lambda c: c.allgather(np.zeros(4, F), out=np.zeros(7, F)),
-        UsageError,
-        r"allgather: out has 7 elements \(shape \(7,\)\), expected 8 for x of 4",
-    ),
-    (
-        "out too long",
-        lambda c: c.reduce_scatter(np.zeros(4, F), out=np.zeros(4, F)),
-        UsageError,
-        "reduce_scatter: out has 4 elements .* expected 2",
-    ),
-    (
-        "overlap",
-        lambda c: (lambda x, out: c.allreduce(x, out=out))(*halves()),
-        UsageError,
-        "allreduce: out overlaps x; pass separate arrays, or out=x",
-    ),
-    (
-        "overlap with a foreign block",
-        lambda c: (lambda out: c.allgather(out[2 - 2 * c.rank :][:2], out=out))(
-            np.zeros(4, F)
-        ),
-        UsageError,
-        "allgather: out overlaps x; pass separate arrays, or this rank's own block",
-    ),
-    (
-        "not divisible",
-        lambda c: c.reduce_scatter(np.zeros(5, F)),
-        UsageError,
-        "reduce_scatter: x has 5 elements, which is not a multiple of the 2 ranks; pad",
-    ),
-    (
-        "alltoall not divisible",
-        lambda c: c.alltoall(np.zeros(3, F)),
-        UsageError,
-        "not a multiple of the 2 ranks",
-    ),
-    (
-        "scatter not divisible",
-        lambda c: c.scatter(np.zeros(3, F), root=1),
-        UsageError,
-        "not a multiple of the 2 ranks",
-    ),
-    (
-        "scatter without x on the root",
-        lambda c: c.scatter(None, root=c.rank),
-        UsageError,
-        "scatter: pass x on the root",
-    ),
-    (
-        "scatter without anything",
-        lambda c: c.scatter(None, root=1 - c.rank),
-        UsageError,
-        "scatter: pass out= where x is None",
-    ),
-]
-
-ARGUMENTS: list[Wrong] = [
-    (
-        "unknown keyword",
-        lambda c: c.allreduce(np.zeros(4, F), non_blocking=True),
-        TypeError,
-        r"allreduce\(\) has no argument 'non_blocking'; did you mean 'nonblocking'\?",
-    ),
-    (
-        "root where there is none",
-        lambda c: c.allreduce(np.zeros(4, F), root=0),
-        TypeError,
-        r"allreduce\(\) has no argument 'root'",
-    ),
-    (
-        "op where there is none",
-        lambda c: c.allgather(np.zeros(4, F), op="sum"),
-        TypeError,
-        r"allgather\(\) has no argument 'op'",
-    ),
-    (
-        "positional out",
-        lambda c: c.allreduce(np.zeros(4, F), np.zeros(4, F)),
-        TypeError,
-        r"allreduce\(\) takes the array; everything else is passed by keyword",
-    ),
-    ("no array", lambda c: c.allreduce(), TypeError, r"allreduce\(\) needs an array"),
-    (
-        "array for a barrier",
-        lambda c: c.barrier(np.zeros(4, F)),
-        TypeError,
-        r"barrier\(\) takes no array",
-    ),
-    (
-        "unknown reduction",
-        lambda c: c.allreduce(np.zeros(4, F), op="summ"),
-        UsageError,
-        r"unknown reduction op='summ'; did you mean 'sum'\? Known: avg, band",
-    ),
-    (
-        "reduction that is no string",
-        lambda c: c.allreduce(np.zeros(4, F), op=np.add),
-        UsageError,
-        "unknown reduction op=<ufunc 'add'>",
-    ),
-    (
-        "reduction without its factor",
-        lambda c: c.allreduce(np.zeros(4, F), op="premul_sum"),
-        UsageError,
-        "op='premul_sum' needs a factor, which no argument gives: scale x",
-    ),
-    (
-        "bitwise on floats",
-        lambda c: c.allreduce(np.zeros(4, F), op="bxor"),
-        UsageError,
-        "op='bxor' is not defined for float32: cast the array",
-    ),
-    (
-        "average of bool",
-        lambda c: c.allreduce(np.zeros(4, bool), op="avg"),
-        UsageError,
-        "op='avg' is not defined for bool",
-    ),
-    (
-        "order of complex",
-        lambda c: c.allreduce(np.zeros(4, np.complex64), op="max"),
-        UsageError,
-        "op='max' is not defined for complex64",
-    ),
-    (
-        "unknown algorithm",
-        lambda c: c.allreduce(np.zeros(4, F), algorithm="rign"),
-        UsageError,
-        r"asks for 'rign', which does not exist or cannot run allreduce\(16 B.*"
-        r"did you mean 'ring'\?",
-    ),
-    (
-        "algorithm of another operation",
-        lambda c: c.allreduce(np.zeros(4, F), algorithm="pairwise"),
-        UsageError,
-        r"asks for 'pairwise'.*\)\. Known: direct",
-    ),
-    (
-        "unknown backend",
-        lambda c: c.allreduce(np.zeros(4, F), backend="locl"),
-        UsageError,
-        r"asks for 'locl'.*did you mean 'local'\?",
-    ),
-    (
-        "contradiction",
-        lambda c: c.allreduce(np.zeros(4, F), backend="local", algorithm="mpi/ring"),
-        UsageError,
-        "contradicts",
-    ),
-    (
-        "unknown parameter",
-        lambda c: c.allreduce(np.zeros(4, F), params={"chunks": 1}),
-        UsageError,
-        "chunks",
-    ),
-    (
-        "parameter out of range",
-        lambda c: c.allreduce(np.zeros(4, F), params={"chunk": 0}),
-        UsageError,
-        "chunk=0 must be a positive integer",
-    ),
-    (
-        "parameter of another kind",
-        lambda c: c.allreduce(np.zeros(4, F), params={"chunk": 1.5}),
-        UsageError,
-        "'chunk': 1.5 must be a name with an integer or a string",
-    ),
-    (
-        "unknown store",
-        lambda c: c.allreduce(np.zeros(4, F), params={"store": "strem"}),
-        UsageError,
-        r"store='strem'; did you mean 'stream'\?",
-    ),
-    (
-        "parameters that are no mapping",
-        lambda c: c.allreduce(np.zeros(4, F), params=[1]),
-        UsageError,
-        r"params=\[1\] must be a mapping",
-    ),
-    (
-        "algorithm that is no string",
-        lambda c: c.allreduce(np.zeros(4, F), algorithm=3),
-        UsageError,
-        "algorithm=3 must be a string or None",
-    ),
-    (
-        "name that is no string",
-        lambda c: c.barrier(name=7),
-        UsageError,
-        "barrier: name=7 must be a string",
-    ),
-    (
-        "nonblocking that is no bool",
-        lambda c: c.allreduce(np.zeros(4, F), nonblocking="no"),
-        UsageError,
-        "nonblocking='no' must be True or False",
-    ),
-    *(
-        (
-            f"root {root!r}",
-            lambda c, root=root: c.bcast(np.zeros(4, F), root=root),
-            UsageError,
-            r"bcast: root=.* is not a rank of this communicator; expected 0\.\.1",
-        )
-        for root in (2, -1, 2**32, 2**70, 1.0, True, "0", None)
-    ),
-    *(
-        (
-            f"timeout {timeout_s!r}",
-            lambda c, t=timeout_s: c.barrier(timeout_s=t),
-            UsageError,
-            "barrier: timeout_s=.* must be a number of seconds above 0",
-        )
-        for timeout_s in (-1, 0, float("nan"), "5", True)
-    ),
-]
 
 
 @pytest.mark.parametrize(
@@ -384,6 +46,53 @@ def test_refused_before_anything_is_sent(
         return comm.next_seq, float(total.sum())
 
     assert run(2, rank_main, timeout_s=20) == [(3, 8.0)] * 2
+
+
+def test_integers_of_any_library_are_ranks_and_tags() -> None:
+    class Index:
+        def __index__(self) -> int:
+            return 1
+
+    def rank_main(comm: Any) -> list[float]:
+        got = []
+        for one in (np.int64(1), np.uint8(1), np.array(1), Index()):
+            x = np.full(3, float(comm.rank))
+            comm.bcast(x, root=one)
+            comm.reduce(x, root=one)
+            if comm.rank == 0:
+                comm.send(x, dest=one, tag=one)
+                comm.sendrecv(x, dest=one, out=x.copy(), source=one, recvtag=one)
+            else:
+                zero = np.int16(0)
+                comm.recv(x, source=zero, tag=one)
+                out = x.copy()
+                comm.sendrecv(x, dest=zero, sendtag=one, out=out, source=zero)
+            comm.allreduce(x, params={"chunk": np.int64(4096)})
+            with comm.split(np.int64(3), key=np.int8(-comm.rank)) as turned:
+                assert turned.rank == 1 - comm.rank
+            with comm.create_group(np.array([1, 0])) as turned:
+                assert turned.rank == 1 - comm.rank
+            got.append(float(x[0]))
+        return got
+
+    assert run(2, rank_main, timeout_s=30) == [[2.0] * 4] * 2
+
+
+@pytest.mark.parametrize("wrong", [True, np.True_, 1.0, np.float64(0), "0", None])
+def test_what_is_no_integer_is_no_rank_and_no_tag(wrong: Any) -> None:
+    def rank_main(comm: Any) -> None:
+        x = np.zeros(3)
+        for call, message in (
+            (lambda: comm.send(x, dest=wrong), "send: dest=.* is not a rank"),
+            (lambda: comm.recv(x, source=wrong), "recv: source=.* is not a rank"),
+            (lambda: comm.send(x, dest=0, tag=wrong), "send: tag=.* must be an integ"),
+            (lambda: comm.create_group([wrong]), "create_group: ranks=.* is not a ra"),
+            (lambda: comm.split(0, wrong), "split: key=.* must be an integer"),
+        ):
+            with pytest.raises(UsageError, match=message):
+                call()
+
+    run(1, rank_main)
 
 
 def test_usage_errors_are_python_errors_too() -> None:
@@ -463,6 +172,73 @@ def test_questions_about_what_does_not_exist() -> None:
             comm.candidates("allreduce", 8, dtype="float23")
         with pytest.raises(UsageError, match="did you mean 'sum'"):
             comm.explain("allreduce", 8, op="sun")
+        for call, message in (
+            (lambda: comm.explain(None, 8), "unknown operation None: expected a name"),
+            (lambda: comm.explain("bcast", "8"), "explain: nbytes='8' must be a num"),
+            (lambda: comm.explain("bcast", 1.5), "explain: nbytes=1.5 must be a num"),
+            (lambda: comm.candidates("bcast", -8), "candidates: nbytes=-8 must be a"),
+            (lambda: comm.explain("bcast", 8, root=1), "bcast: root=1 is not a rank"),
+            (
+                lambda: comm.explain("bcast", 8, dtype=np.float32),
+                r"unknown dtype <class 'numpy.float32'>: expected a name\. Known: bfl",
+            ),
+            (
+                lambda: comm.explain("allreduce", 8, op="bxor"),
+                "op='bxor' is not defined for float32",
+            ),
+        ):
+            with pytest.raises(UsageError, match=message):
+                call()
+        assert comm.explain("bcast", np.int64(8), root=np.int8(0)).query.nbytes == 8
+
+    run(1, rank_main)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("all_reduce", "allreduce"), ("broadcast", "bcast"), ("Allgather", "allgather")],
+)
+def test_other_libraries_names_of_operations(name: str, known: str) -> None:
+    def rank_main(comm: Any) -> None:
+        message = f"a communicator has no '{name}'; did you mean '{known}'"
+        with pytest.raises(AttributeError, match=message):
+            getattr(comm, name)
+        assert not hasattr(comm, "_repr_html_")
+
+    run(1, rank_main)
+
+
+@pytest.mark.parametrize("wrong", [-1, 0, "5", None, True])
+def test_a_default_deadline_is_a_time(wrong: Any) -> None:
+    def rank_main(comm: Any) -> None:
+        comm.timeout_s = 7
+        with pytest.raises(UsageError, match=r"local: timeout_s=.* must be a number"):
+            comm.timeout_s = wrong
+        assert comm.timeout_s == 7.0
+
+    run(1, rank_main)
+
+
+@pytest.mark.parametrize("wait", [commrt.wait_all, commrt.wait_any])
+def test_what_is_no_list_of_requests(wait: Any) -> None:
+    def rank_main(comm: Any) -> None:
+        request = comm.barrier(nonblocking=True)
+        with pytest.raises(UsageError, match="expected a list of requests, found <"):
+            wait(request)
+        with pytest.raises(UsageError, match="expected a list of requests, found None"):
+            wait(None)
+        with pytest.raises(UsageError, match="found 1 in it; calls with nonblocking"):
+            wait([request, 1])
+        wait(each for each in [request])
+
+    run(1, rank_main)
+
+
+@pytest.mark.parametrize("ranks", [0, None])
+def test_groups_of_no_sequence(ranks: Any) -> None:
+    def rank_main(comm: Any) -> None:
+        with pytest.raises(UsageError, match=r"create_group: ranks=.* such as"):
+            comm.create_group(ranks)
 
     run(1, rank_main)
 

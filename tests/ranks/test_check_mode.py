@@ -213,3 +213,11 @@ def test_derived_communicators_are_checked_too() -> None:
 
 def test_one_rank_is_not_checked() -> None:
     assert run(1, lambda comm: float(ones(comm)[0])) == [1.0]
+
+
+def test_factors_may_differ() -> None:
+    def rank_main(comm: Any) -> list[float]:
+        x = np.ones(3, F)
+        return comm.allreduce(x, op="premul_sum", factor=1.0 + comm.rank).tolist()
+
+    assert run(3, rank_main, timeout_s=30) == [[6.0] * 3] * 3

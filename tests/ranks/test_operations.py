@@ -14,7 +14,7 @@ import pytest
 from cases import Case, everything, legal_pairs, run_cases, sample
 
 from commrt import algorithms
-from commrt.backends.local import run
+from commrt.backends.local import LocalRanks, run
 from commrt.dtypes import DTYPES
 from commrt.operations import COLLECTIVES
 
@@ -149,3 +149,107 @@ def test_multidimensional_arrays_keep_their_shapes() -> None:
 
     shapes = [(4, 3), (2, 4, 3), (2, 3), (2, 3), (), (2,)]
     assert run(2, rank_main) == [shapes] * 2
+
+
+def test_every_rank_scales_by_a_factor_of_its_own() -> None:
+    def rank_main(comm: Any) -> list[list[float]]:
+        factor = (0.5, -1.0, 4.0)[comm.rank]
+        found = []
+        for name in algorithms.names("allreduce"):
+            x = np.full(5000, comm.rank + 1.0, np.float32)
+            out = np.empty_like(x)
+            arguments = {"op": "premul_sum", "factor": factor, "algorithm": name}
+            assert comm.allreduce(x, out=out, **arguments) is out
+            assert (x == comm.rank + 1).all()
+            assert comm.allreduce(x, **arguments) is x
+            found.append([*{*x.tolist(), *out.tolist()}])
+        return found
+
+    for found in run(3, rank_main):
+        assert found == [[0.5 - 2.0 + 12.0]] * len(algorithms.names("allreduce"))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_plans_never_keep_the_factor_of_another_call(size: int) -> None:
+    def rank_main(comm: Any) -> list[int]:
+        factors = [2.0, 0.5, 0.5, 3, -1.0, 0.0, 2.0, np.float32(0.25)]
+        x = np.full(3, 8.0, np.float32)
+        comm.allreduce(x, out=np.empty_like(x), op="premul_sum", factor=1.0)
+        before = comm.stats().plans, len(comm._plans)
+        for factor in [*factors, *range(100)]:
+            for number, kind in ((3, "float32"), (5000, "float64")):
+                x = np.full(number, 8, kind)
+                comm.allreduce(x, op="premul_sum", factor=factor)
+                assert (x == 8 * factor * comm.size).all(), factor
+            ints = np.full(3, 8)
+            comm.allreduce(ints, op="premul_sum", factor=int(factor))
+            assert (ints == 8 * int(factor) * comm.size).all()
+        return [
+            now - then
+            for now, then in zip(
+                (comm.stats().plans, len(comm._plans)), before, strict=True
+            )
+        ]
+
+    # The two lengths and types that were new, whatever the number of factors.
+    assert run(size, rank_main) == [[2, 2]] * size
+
+
+def test_a_request_in_flight_keeps_its_factor() -> None:
+    with LocalRanks(2) as ranks:
+        requests = []
+        for factor in (2.0, 5.0):
+            for comm in ranks.comms:
+                x = np.ones(3000, np.float32)
+                requests.append(
+                    comm.allreduce(x, op="premul_sum", factor=factor, nonblocking=True)
+                )
+        while not all(request.done for request in requests):
+            ranks.step(0)
+            ranks.step(1)
+        totals = [float(request.wait()[0]) for request in requests]
+    assert totals == [4.0, 4.0, 10.0, 10.0]
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_short_floats_are_multiplied_in_float32(name: str) -> None:
+    kind = ml_dtypes.bfloat16 if name == "bfloat16" else name
+
+    def rank_main(comm: Any) -> float:
+        # A factor of float16 would be 0, its product too.
+        x = np.array([60000.0]).astype(kind)
+        return float(comm.allreduce(x, op="premul_sum", factor=1e-8)[0])
+
+    for total in run(2, rank_main):
+        assert total == pytest.approx(2 * 6e-4, rel=0.01)
+
+
+@pytest.mark.parametrize("coll", ["allreduce", "reduce", "reduce_scatter"])
+@pytest.mark.parametrize("op", ["land", "lor", "lxor"])
+@pytest.mark.parametrize("name", ["int32", "uint8", "float32", "float16", "complex128"])
+def test_alone_a_logical_reduction_gives_zero_or_one(
+    coll: str, op: str, name: str
+) -> None:
+    def rank_main(comm: Any) -> list[complex]:
+        x = np.array([0, 7, 1, 2]).astype(name)
+        out = np.full_like(x, 9)
+        returned = getattr(comm, coll)(x.copy(), op=op)
+        assert (getattr(comm, coll)(x, out=out, op=op) == returned).all()
+        return [complex(value) for value in returned]
+
+    assert run(1, rank_main) == [[0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("op", ["min", "max", "sum", "prod", "avg"])
+def test_alone_a_number_is_its_own_result(op: str) -> None:
+    def rank_main(comm: Any) -> None:
+        for name in ("float32", "float64", "int16"):
+            x = np.array([-3, 0, 5]).astype(name)
+            if name != "int16":
+                x[1] = np.nan
+            np.testing.assert_array_equal(comm.allreduce(x.copy(), op=op), x)
+        if op != "avg":
+            flags = np.array([True, False])
+            assert comm.allreduce(flags.copy(), op=op).tolist() == [True, False]
+
+    run(1, rank_main)

@@ -67,3 +67,17 @@ def test_misuse_is_named() -> None:
             plan()
 
     run(2, main)
+
+
+def test_plans_keep_their_factor() -> None:
+    def main(comm: Communicator) -> None:
+        x, out = np.ones(1000, np.float32), np.empty(1000, np.float32)
+        arguments = {"out": out, "op": "premul_sum"}
+        double = comm.plan.allreduce(x, factor=2.0, **arguments)
+        triple = comm.plan.allreduce(x, factor=3.0, **arguments)
+        for plan, factor in ((double, 2), (triple, 3), (double, 2)):
+            assert (plan() == factor * comm.size).all()
+        comm.allreduce(x, factor=5.0, **arguments)
+        assert (double() == 2 * comm.size).all()
+
+    run(2, main)

@@ -30,6 +30,7 @@ def test_numpy_arrays_of_every_type(dtype: Any) -> None:
     assert seen.dtype is dtype
     assert seen.nbytes == x.nbytes
     assert seen.writable
+    assert (seen.device, seen.stream) == (None, None)
     assert seen.array is seen.owner is x
     # The dispatcher sees the same, ml_dtypes' types once they were seen here.
     assert view_of_numpy(x) == (x.ctypes.data, 6, dtype.code, True)

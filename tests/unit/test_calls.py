@@ -126,6 +126,7 @@ def test_flags_and_times() -> None:
     assert check_timeout("f", np.float32(0.5)) == 0.5
     assert check_timeout("f", 3) == 3.0
     assert check_timeout("f", float("inf")) == float("inf")
+    assert check_timeout("f", 10**400) == float("inf")
     for wrong in (1, "yes", None):
         with pytest.raises(UsageError, match=r"f: a=.* must be True or False"):
             check_flag("f", "a", wrong)

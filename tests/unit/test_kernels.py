@@ -281,6 +281,34 @@ def test_chosen_inputs_are_scaled_first(dtype: DType, op: ReduceOp) -> None:
                     assert same_bits(got, expected), (isa, nsrc, n, mask)
 
 
+INTEGERS = [d for d in DTYPES if d.kind in ("int", "uint")]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda d: d.name)
+def test_integers_are_multiplied_in_their_own_type(dtype: DType) -> None:
+    limits = np.iinfo(dtype.name)
+    for factor in (3, limits.max, limits.min):
+        signed = (factor + 2**63) % 2**64 - 2**63
+        for nsrc, n in ((1, 37), (2, 300), (3, 5)):
+            inputs = [random_array(dtype, n, seed) for seed in range(nsrc)]
+            with np.errstate(over="ignore"):
+                first = inputs[0] * inputs[0].dtype.type(factor)
+                expected = functools.reduce(np.add, [first, *inputs[1:]])
+            for isa in kernels.isas():
+                assert kernels.use_isa(isa)
+                dst = np.zeros_like(expected)
+                kernels.combine(
+                    dtype.code,
+                    int(ReduceOp.PREMUL_SUM),
+                    dst.view(np.uint8),
+                    [x.view(np.uint8) for x in inputs],
+                    scaled=[0],
+                    factor=0.5,
+                    integer_factor=signed,
+                )
+                assert dst.tobytes() == expected.tobytes(), (isa, factor, nsrc)
+
+
 @pytest.mark.parametrize("places", [(0, 63), (64,), (3, 65, 69)])
 def test_any_of_many_inputs_can_be_scaled(places: tuple[int, ...]) -> None:
     dtype = dtype_by_name("float64")

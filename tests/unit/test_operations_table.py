@@ -13,8 +13,10 @@ from commrt.comm import Communicator
 from commrt.dtypes import (
     DTYPES,
     ReduceOp,
+    check_factor,
     check_reduction,
     dtype_by_name,
+    engine_factor,
     reduce_op,
 )
 from commrt.errors import UsageError, suggest
@@ -93,5 +95,34 @@ def test_legal_pairs_are_those_of_the_contract() -> None:
                 illegal.add((dtype.kind, op.name.lower()))
     bitwise = {(k, op) for k in ("float", "complex") for op in ("band", "bor", "bxor")}
     ordered = {("complex", "min"), ("complex", "max")}
-    premul = {(kind, "premul_sum") for kind in ("bool", "int", "uint")}
-    assert illegal == bitwise | ordered | premul | {("bool", "avg")}
+    scaled = {("bool", "avg"), ("bool", "premul_sum")}
+    assert illegal == bitwise | ordered | scaled
+
+
+@pytest.mark.parametrize(
+    ("factor", "dtype"),
+    [(2**63 - 1, "int64"), (-(2**63), "int64"), (2**64 - 1, "uint64"), (-128, "int8")],
+)
+def test_the_engine_gets_every_bit_of_an_integer_factor(
+    factor: int, dtype: str
+) -> None:
+    check_factor(factor, dtype_by_name(dtype))
+    _, integer = engine_factor(factor, dtype_by_name(dtype))
+    assert -(2**63) <= integer < 2**63
+    assert (integer - factor) % 2**64 == 0
+
+
+@pytest.mark.parametrize(
+    ("factor", "dtype", "message"),
+    [
+        (128, "int8", r"factor=128 does not fit into int8: expected -128\.\.127"),
+        (-1, "uint16", r"factor=-1 does not fit into uint16: expected 0\.\.65535"),
+        (2.0, "int32", "factor=2.0 must be an integer for int32.*cast the array"),
+        (10**400, "float64", "factor is an integer of 401 digits, too large"),
+    ],
+)
+def test_factors_that_the_type_cannot_hold(
+    factor: float, dtype: str, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_factor(factor, dtype_by_name(dtype))

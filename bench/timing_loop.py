@@ -26,12 +26,14 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "PROBE_STEP",
     "FlagBarrier",
     "Measure",
     "Peer",
@@ -60,6 +62,15 @@ Measure = Callable[["Peer", Mapping[str, Any], int, Call], "dict[str, Any] | Non
 _LINE = 64
 NEAR_BELOW_NS = 200.0
 """One-way flag latency, measured from Python, that separates near from far links."""
+
+_SPINS = 3000
+"""Polls, some 100 µs, before a rank that waits lets others have its CPU: longer than a
+peer with a CPU of its own is late, and far below what a scheduler gives at a time."""
+PROBE_STEP = 2000
+"""By how much the flag values of ``probe_link`` must grow from probe to probe."""
+_PROBE_NS = 2_000_000
+"""Time for one pair; an undisturbed one takes half of it, or less."""
+_PROBE_BATCHES, _PROBE_ROUNDS = 15, 100
 
 _BATCH = 10
 _CHUNK = 1 << 18
@@ -137,8 +148,9 @@ class FlagBarrier:
         self._words = flags.words
         self._mine = flags.word(0, rank)
         self._others = [flags.word(0, r) for r in range(flags.size) if r != rank]
-        # A rank without a CPU of its own must let the others run.
-        self._yields = oversubscribed
+        # A rank without a CPU of its own must let the others run at once; one with a
+        # CPU may have to share it with other programs.
+        self._spins = 0 if oversubscribed else _SPINS
         self._epoch = 0
 
     def __call__(self) -> None:
@@ -147,8 +159,11 @@ class FlagBarrier:
         self._epoch = epoch = self._epoch + 1
         words[self._mine] = epoch
         for other in self._others:
-            while words[other] < epoch:
-                if self._yields:
+            for _ in repeat(None, self._spins):
+                if words[other] >= epoch:
+                    break
+            else:
+                while words[other] < epoch:
                     os.sched_yield()
 
 
@@ -157,37 +172,68 @@ def probe_link(flags: SharedFlags, rank: int, start: int) -> float:
 
     A ping-pong on two lines of shared memory, written in Python: some 50 ns of the
     figure are the interpreter's. Every rank takes part, each with a CPU of its own;
-    ``start`` must grow by 2000 from probe to probe. Right on rank 0, 0 elsewhere.
+    ``start`` must grow by ``PROBE_STEP`` from probe to probe. Right on rank 0, 0
+    elsewhere; -1 if a pair was never on two CPUs at once within its 2 ms.
     """
-    return max(
-        (_ping_pong(flags, rank, other, start) for other in range(1, flags.size)),
-        default=0.0,
-    )
+    if rank != 0:
+        _echo(flags, rank, start)
+        return 0.0
+    found = [_ping_pong(flags, other, start) for other in range(1, flags.size)]
+    return -1.0 if math.inf in found else max(found, default=0.0)
 
 
-def _ping_pong(flags: SharedFlags, rank: int, other: int, start: int) -> float:
-    words, ping, pong = flags.words, flags.word(1, other), flags.word(2, other)
-    rounds, batches, best = 300, 5, math.inf
-    for first in range(start + 1, start + 1 + batches * rounds, rounds):
-        if rank == 0:
-            begin = time.perf_counter_ns()
-            for value in range(first, first + rounds):
-                words[ping] = value
-                while words[pong] != value:
-                    pass
-            best = min(best, (time.perf_counter_ns() - begin) / (2 * rounds))
-        elif rank == other:
-            for value in range(first, first + rounds):
-                while words[ping] != value:
-                    pass
-                words[pong] = value
-    return best if rank == 0 else 0.0
+def _ping_pong(flags: SharedFlags, other: int, start: int) -> float:
+    """Return rank 0's best batch, infinity without any; the 2 ms are its to keep."""
+    words, ping = flags.words, flags.word(1, other)
+    end_ns, best = time.perf_counter_ns() + _PROBE_NS, math.inf
+    for batch in range(_PROBE_BATCHES):
+        first = start + 1 + batch * _PROBE_ROUNDS
+        best = min(best, _batch(words, ping, flags.word(2, other), first, end_ns))
+        if time.perf_counter_ns() >= end_ns:
+            break
+    words[ping] = start + PROBE_STEP - 1  # the other one's sign to leave
+    return best
+
+
+def _batch(
+    words: memoryview[int], ping: int, pong: int, first: int, end_ns: int
+) -> float:
+    """Return ns one way, infinity if time ran out before the last answer."""
+    polls = repeat(None, _SPINS)  # for all rounds together: one undisturbed needs few
+    begin_ns = time.perf_counter_ns()
+    for value in range(first, first + _PROBE_ROUNDS):
+        words[ping] = value
+        for _ in polls:
+            if words[pong] == value:
+                break
+        else:
+            while words[pong] != value:
+                if time.perf_counter_ns() >= end_ns:
+                    return math.inf
+                os.sched_yield()
+    return (time.perf_counter_ns() - begin_ns) / (2 * _PROBE_ROUNDS)
+
+
+def _echo(flags: SharedFlags, rank: int, start: int) -> None:
+    """Answer what rank 0 asks, until it is done or out of time."""
+    words, ping, pong = flags.words, flags.word(1, rank), flags.word(2, rank)
+    value, last = start, start + PROBE_STEP - 1
+    while value != last:
+        for _ in repeat(None, _SPINS):
+            asked = words[ping]
+            if asked > value:
+                words[pong] = value = asked
+                break
+        else:
+            os.sched_yield()
 
 
 def link_class_of(latency_ns: float, ranks: int, cpus: int) -> str:
-    """Return near, far or oversubscribed."""
+    """Return near, far or oversubscribed; unknown where the probe ran out of time."""
     if ranks > cpus:
         return "oversubscribed"
+    if latency_ns < 0:
+        return "unknown"
     return "near" if latency_ns < NEAR_BELOW_NS else "far"
 
 
@@ -438,7 +484,7 @@ class _LinkWatch:
             return 0.0
         self._count += 1
         self.barrier()
-        return probe_link(self._flags, self._rank, self._count * 2000)
+        return probe_link(self._flags, self._rank, self._count * PROBE_STEP)
 
     def label(self, row: dict[str, Any], before_ns: float, after_ns: float) -> None:
         """Write both measurements and the class; mixed if the state changed."""

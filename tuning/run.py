@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from json import loads
 from pathlib import Path
+from types import FrameType
 
 from commrt.bench.raw_data import check_replaceable
 from commrt.errors import TableError, UsageError
@@ -26,10 +29,17 @@ from commrt.tuning.summary import describe_failure, summarise
 from commrt.tuning.table_writer import make_table, write_table
 from commrt.tuning.tuner import Options, jobs_within, run_launches
 
-__all__ = ["check_outputs", "finish", "launched", "within"]
+__all__ = [
+    "check_outputs",
+    "finish",
+    "launched",
+    "terminated_like_interrupted",
+    "within",
+]
 
 _BUSY_LOAD = 0.7
 """Runnable processes, averaged over a minute, before any rank was started."""
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 _SHARES = (0.75, 0.25)
 """Of the budget: to shape the table, to judge it."""
 
@@ -57,7 +67,8 @@ def launched(
         return start_ranks(job, ranks, on_message, launcher=launcher, hang_s=hang_s)
 
     try:
-        recording = run_launches(options, progress, start)
+        with terminated_like_interrupted():
+            recording = run_launches(options, progress, start)
     finally:
         progress.close()
     return finish(recording, options, out=out, raw=raw)
@@ -91,6 +102,21 @@ def within(options: Options, *, out: Path | None, raw: Path | None) -> str | Non
     summary = finish(recording, options, out=out, raw=raw) if not session.rank else None
     session.barrier()
     return summary
+
+
+@contextlib.contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """Make SIGTERM and a closed terminal what Ctrl-C is: ranks must not outlive us."""
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {one: signal.signal(one, interrupt) for one in _ENDING}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def check_outputs(out: Path | None, raw: Path | None) -> None:

@@ -64,7 +64,8 @@ def summarise(
     lines = ["Picked, by bytes of the call:"]
     for group in dict.fromkeys(decision.group for decision in decisions):
         launches = len({one.launch for one in recording.of(group, held_out=False)})
-        lines += ["", f"{describe_group(group)} ({launches} launches)"]
+        plural = "" if launches == 1 else "es"
+        lines += ["", f"{describe_group(group)} ({launches} launch{plural})"]
         for decision in decisions:
             lines += _ranges(decision) if decision.group == group else []
     lines += ["", *_hardly_seen(recording, decisions), *_not_reached(recording)]
@@ -178,7 +179,9 @@ def _quality(recording: Recording, regret: Regret) -> list[str]:
             f"collective (mpi/native)"
         )
     if regret.unmeasured:
+        plural = "" if regret.unmeasured == 1 else "s"
         lines.append(
-            f"  at {regret.unmeasured} further sizes what auto picks was not measured"
+            f"  at {regret.unmeasured} further size{plural} what auto picks was not "
+            f"measured"
         )
     return lines

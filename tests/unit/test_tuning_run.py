@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +29,7 @@ from commrt.tuning.job import NOBODY, Item, Job, Turn, size_pairs, sizes
 from commrt.tuning.launch import Ended, Message
 from commrt.tuning.lint import lint
 from commrt.tuning.progress import Progress
-from commrt.tuning.run import finish
+from commrt.tuning.run import finish, terminated_like_interrupted
 from commrt.tuning.samples import Recording
 from commrt.tuning.show import explain, show
 from commrt.tuning.summary import human_nbytes
@@ -395,6 +397,27 @@ def _listen(script: str, hang_s: float = 30.0) -> tuple[Ended, list[Message]]:
     messages: list[Message] = []
     argv = [sys.executable, "-c", script]
     return launch.listen(argv, {}, messages.append, hang_s), messages
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_tuner_that_is_terminated_leaves_no_rank_behind(number: int) -> None:
+    script = """if True:
+        import json, os, signal
+        print(json.dumps({"tune": "begin", "pid": os.getpid()}), flush=True)
+        signal.pause()"""
+    pids: list[int] = []
+
+    def terminated(message: Message) -> None:
+        pids.append(message["pid"])
+        signal.raise_signal(number)
+
+    before = signal.getsignal(number)
+    argv = [sys.executable, "-c", script]
+    with pytest.raises(KeyboardInterrupt), terminated_like_interrupted():
+        launch.listen(argv, {}, terminated, 30.0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+    assert signal.getsignal(number) == before
 
 
 def test_messages_are_taken_and_noise_is_not() -> None:

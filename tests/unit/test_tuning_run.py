@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tuning_recordings import DIRECT, DOUBLING, NATIVE, NEAR, RING, TRUTH, record
 
-from commrt.bench.timing_loop import element_counts
+from commrt.bench.timing_loop import element_counts, numpy_dtype
 from commrt.errors import BackendError, TableError, UsageError
 from commrt.operations import COLLECTIVES, operation
 from commrt.select.facts import Candidate, Query
@@ -111,6 +111,25 @@ def test_the_check_accepts_the_right_result_and_no_other(coll: str, size: int) -
             wrong = result.copy()
             wrong[position] += 1
             assert not check.is_right(coll, wrong, **where)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("size", [2, 32, 128])
+def test_rounding_in_short_types_is_not_a_wrong_result(name: str, size: int) -> None:
+    dtype = numpy_dtype(name)
+    total: Any = np.zeros(700, dtype)
+    for rank in range(size):
+        x = np.empty(700, dtype)
+        check.fill(x, rank)
+        total = (total + x).astype(dtype)
+    where = {"rank": 0, "size": size, "root": 0, "num_x": 700}
+    assert check.is_right("allreduce", total, **where)
+    zero = total.copy()
+    zero[350] = 0
+    assert not check.is_right("allreduce", zero, **where)
+    if name != "int8":
+        zero[350] = np.nan
+        assert not check.is_right("allreduce", zero, **where)
 
 
 # -- the run ---------------------------------------------------------------------------

@@ -68,9 +68,11 @@ _SPINS = 3000
 peer with a CPU of its own is late, and far below what a scheduler gives at a time."""
 PROBE_STEP = 2000
 """By how much the flag values of ``probe_link`` must grow from probe to probe."""
-_PROBE_NS = 2_000_000
-"""Time for one pair; an undisturbed one takes half of it, or less."""
-_PROBE_BATCHES, _PROBE_ROUNDS = 15, 100
+_PROBE_NS, _PROBE_MOST_NS = 2_000_000, 20_000_000
+"""Time for one pair; where other programs leave it no undisturbed batch, at most."""
+_PROBE_BATCHES, _PROBE_ROUNDS = 19, 100
+_DISTURBED_NS = 5000.0
+"""One way; no two CPUs are as far apart, so one of the ranks was not on its own."""
 
 _BATCH = 10
 _CHUNK = 1 << 18
@@ -173,7 +175,7 @@ def probe_link(flags: SharedFlags, rank: int, start: int) -> float:
     A ping-pong on two lines of shared memory, written in Python: some 50 ns of the
     figure are the interpreter's. Every rank takes part, each with a CPU of its own;
     ``start`` must grow by ``PROBE_STEP`` from probe to probe. Right on rank 0, 0
-    elsewhere; -1 if a pair was never on two CPUs at once within its 2 ms.
+    elsewhere; -1 if a pair was hardly on two CPUs at once for 20 ms.
     """
     if rank != 0:
         _echo(flags, rank, start)
@@ -183,13 +185,16 @@ def probe_link(flags: SharedFlags, rank: int, start: int) -> float:
 
 
 def _ping_pong(flags: SharedFlags, other: int, start: int) -> float:
-    """Return rank 0's best batch, infinity without any; the 2 ms are its to keep."""
+    """Return rank 0's best batch, infinity without any; the time is its to keep."""
     words, ping = flags.words, flags.word(1, other)
-    end_ns, best = time.perf_counter_ns() + _PROBE_NS, math.inf
+    begin_ns, best = time.perf_counter_ns(), math.inf
+    end_ns = begin_ns + _PROBE_MOST_NS
     for batch in range(_PROBE_BATCHES):
         first = start + 1 + batch * _PROBE_ROUNDS
-        best = min(best, _batch(words, ping, flags.word(2, other), first, end_ns))
-        if time.perf_counter_ns() >= end_ns:
+        found = _batch(words, ping, flags.word(2, other), first, end_ns)
+        best = min(best, found if found < _DISTURBED_NS else math.inf)
+        most_ns = _PROBE_NS if best < math.inf else _PROBE_MOST_NS
+        if time.perf_counter_ns() - begin_ns >= most_ns:
             break
     words[ping] = start + PROBE_STEP - 1  # the other one's sign to leave
     return best
@@ -495,6 +500,8 @@ class _LinkWatch:
         classes = {
             link_class_of(ns, self._ranks, self._cpus) for ns in (before_ns, after_ns)
         }
+        if len(classes) == 2:
+            classes.discard("unknown")  # what could not be seen contradicts nothing
         row["link_class"] = classes.pop() if len(classes) == 1 else "mixed"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,40 @@ def test_a_probe_lets_the_other_rank_answer(
     _while_time_passes(monkeypatch, 1)
     assert 0 < probe_link(flags, 0, 0) < 100
     assert flags.words[ping] == PROBE_STEP - 1
+
+
+def test_a_batch_that_was_interrupted_does_not_make_links_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first answer comes after 4 ms, as from a rank that was not on a CPU."""
+    flags = _flags(tmp_path)
+    ping, pong = flags.word(1, 1), flags.word(2, 1)
+    now_ns = 0
+
+    def other_runs() -> None:
+        nonlocal now_ns
+        now_ns += 4_000_000 if flags.words[ping] == 1 else 60
+        flags.words[pong] = flags.words[ping]
+
+    monkeypatch.setattr(timing_loop.os, "sched_yield", other_runs)
+    monkeypatch.setattr(timing_loop.time, "perf_counter_ns", lambda: now_ns)
+    assert 25 <= probe_link(flags, 0, 0) <= 30
+
+
+def test_what_was_not_seen_contradicts_nothing(tmp_path: Path) -> None:
+    job = {"cpus": 2, "flags": None}
+    peer: Any = SimpleNamespace(rank=0, size=2, barrier=None)
+    watch = timing_loop._LinkWatch(peer, job)
+    watch._flags = _flags(tmp_path)
+    for before_ns, after_ns, link_class in (
+        (60.0, -1.0, "near"),
+        (-1.0, 300.0, "far"),
+        (-1.0, -1.0, "unknown"),
+        (60.0, 300.0, "mixed"),
+    ):
+        row: dict[str, Any] = {}
+        watch.label(row, before_ns, after_ns)
+        assert row["link_class"] == link_class
 
 
 def test_a_probe_without_an_answer_leaves_the_last_class(

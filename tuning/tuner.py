@@ -117,9 +117,10 @@ class _Run:
         """Note what was done instead, as the budget ended too soon."""
         options = self._options
         self.recording.notes.append(
-            f"--budget {options.budget_s:g} allowed {done} of {options.launches} "
-            f"launches per rank count, and none to judge the table: all of them take "
-            f"{self._needed_s:.0f} s here, or more"
+            f"--budget {options.budget_s:g} allowed {done} launch"
+            f"{'' if done == 1 else 'es'} per rank count, and none to judge the table: "
+            f"{options.launches} and one that judges take {self._needed_s:.0f} s here, "
+            f"or more"
         )
 
     def round(self, rounds_left: int, held_out: bool) -> None:

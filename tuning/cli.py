@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return until_reader_leaves(lambda: int(arguments.command(arguments)))
     except CommError as error:
         print(f"commrt-tune: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print("commrt-tune: interrupted; no table was written", file=sys.stderr)
         return 130

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median, median_low
+from typing import NamedTuple
 
 from commrt.select.facts import Candidate
 from commrt.tuning.fit import Curve
@@ -39,6 +40,8 @@ _SIGNIFICANT = 0.05
 _LESS_SIMPLE = 0.004
 """What one place further down the list, simplest first, must save, relative."""
 _MOST_PRICED = 5
+_NARROWEST_NBYTES = 8
+"""A range that holds no second size of the common element types is none."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,7 @@ def divide(curves: Mapping[Candidate, Curve], margin: float) -> tuple[Range, ...
     sets = [tied(curves, nbytes, margin) for nbytes in grid]
     path = _cheapest_path(curves, grid, sets)
     switches = [at for at in range(1, len(path)) if path[at] != path[at - 1]]
-    starts: list[tuple[int, str | None]] = [(0, None)]
+    starts: list[_Start] = [_Start(0, path[0], None)]
     for at in switches:
         earlier, later = path[at - 1], path[at]
         # The switch may lie anywhere where both are tied; the crossing says where.
@@ -231,14 +234,38 @@ def divide(curves: Mapping[Candidate, Curve], margin: float) -> tuple[Range, ...
         ):
             last += 1
         cut, why = _boundary(curves, earlier, later, grid[first], grid[last])
-        cut = max(cut, starts[-1][0] + 1)  # rounding at the smallest sizes
-        starts.append((cut, f"{why} at {cut} B"))
-    ends = [lo for lo, _ in starts[1:]]
-    chosen = [path[0], *(path[at] for at in switches)]
+        if cut <= grid[first] and later not in sets[first]:
+            # Where only one was measured their lines say nothing.
+            cut = math.ceil(math.sqrt(grid[first] * grid[first + 1]))
+            why = f"{earlier} was not measured beyond; {later}"
+        while len(starts) > 1 and cut < _least_end(starts[-1].lo):
+            # What lies between is too narrow to be a range: its neighbours meet there.
+            low, high = sorted((starts.pop().lo, cut))
+            earlier = starts[-1].candidate
+            if earlier == later:
+                break
+            cut, why = _boundary(curves, earlier, later, low, high)
+        if starts[-1].candidate != later:
+            cut = max(cut, starts[-1].lo + 1)  # the smallest size may be 1
+            starts.append(_Start(cut, later, f"{why} at {cut} B"))
+    ends = [start.lo for start in starts[1:]]
     return tuple(
-        Range(lo, hi, candidate, why)
-        for (lo, why), hi, candidate in zip(starts, [*ends, None], chosen, strict=True)
+        Range(start.lo, hi, start.candidate, start.why)
+        for start, hi in zip(starts, [*ends, None], strict=True)
     )
+
+
+class _Start(NamedTuple):
+    """Where a range begins, with what, and why there."""
+
+    lo: int
+    candidate: Candidate
+    why: str | None
+
+
+def _least_end(lo: int) -> float:
+    """Return where a range from ``lo`` may end: a step of the grid wide, or 8 bytes."""
+    return max(lo * 2 ** (1 / _PER_OCTAVE), lo + _NARROWEST_NBYTES)
 
 
 def _cheapest_path(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from commrt.operations import operation
 __all__ = ["NOBODY", "Item", "Job", "Turn", "size_pairs", "sizes"]
 
 _SMALLEST_NBYTES = 8
-_TURN_NBYTES = 8
+_TURN = struct.Struct("<qQ")
 NOBODY = -1
 """Number of no item."""
 _STEP = 4
@@ -81,25 +82,32 @@ class Job:
 
 
 class Turn:
-    """A file with the number of the item that runs; written without a system call."""
+    """A file with the number of the item that runs, and how many turns began.
+
+    Written without a system call, before each turn: so the parent sees that the ranks
+    live, and whom to blame if they do not.
+    """
 
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _TURN_NBYTES)
+            self._map = mmap.mmap(file.fileno(), _TURN.size)
+        self._begun = 0
 
     @staticmethod
     def create(path: str) -> None:
         """Write the file, for no item."""
-        Path(path).write_bytes(NOBODY.to_bytes(_TURN_NBYTES, "little", signed=True))
+        Path(path).write_bytes(_TURN.pack(NOBODY, 0))
 
     def set(self, index: int) -> None:
-        """Say that item ``index`` runs now."""
-        self._map[:] = index.to_bytes(_TURN_NBYTES, "little", signed=True)
+        """Say that a turn of item ``index`` begins now."""
+        self._begun += 1
+        self._map[:] = _TURN.pack(index, self._begun)
 
     @staticmethod
-    def read(path: str) -> int:
-        """Return which item ran last; NOBODY if none did."""
-        return int.from_bytes(Path(path).read_bytes(), "little", signed=True)
+    def read(path: str) -> tuple[int, int]:
+        """Return which item ran last, NOBODY if none did, and how many turns began."""
+        index, begun = _TURN.unpack(Path(path).read_bytes())
+        return index, begun
 
 
 def sizes(op: str, size: int, job: Job) -> list[int]:

@@ -29,6 +29,8 @@ Start = Callable[[Job, int, Callable[[Message], None]], "Ended"]
 
 _STARTUP_S = 60.0
 _END_S = 10.0
+_LOOKS = 10
+"""For signs of life, within the silence that is allowed."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,10 @@ def start_ranks(
     launcher: Launcher,
     hang_s: float,
 ) -> Ended:
-    """Run the job; kill all ranks when rank 0 is silent for ``hang_s``.
+    """Run the job; kill all ranks when no turn of theirs ends within ``hang_s``.
+
+    A turn is one call, or a few within milliseconds. However long a size takes as a
+    whole, its turns are signs of life.
 
     The existing tables and overrides of the user do not reach the ranks: tuning must
     also work where the table to be replaced is broken.
@@ -84,8 +89,8 @@ def start_ranks(
             },
             launcher=launcher,
         )
-        ended = listen(argv, environ, on_message, hang_s)
-        return replace(ended, turn=Turn.read(turn))
+        ended = listen(argv, environ, on_message, hang_s, lambda: Turn.read(turn))
+        return replace(ended, turn=Turn.read(turn)[0])
 
 
 def listen(
@@ -93,10 +98,14 @@ def listen(
     environ: Mapping[str, str],
     on_message: Callable[[Message], None],
     hang_s: float,
+    alive: Callable[[], object] = lambda: None,
 ) -> Ended:
-    """Run a command, hand over its messages; no descendant of it survives."""
+    """Run a command, hand over its messages; no descendant of it survives.
+
+    It hangs when for ``hang_s`` no message has come and ``alive`` has not changed.
+    """
     with tempfile.TemporaryFile() as errors:
-        return _listen(argv, environ, errors, on_message, hang_s)
+        return _listen(argv, environ, errors, on_message, hang_s, alive)
 
 
 def _listen(
@@ -105,6 +114,7 @@ def _listen(
     errors: IO[bytes],
     on_message: Callable[[Message], None],
     hang_s: float,
+    alive: Callable[[], object],
 ) -> Ended:
     process = subprocess.Popen(
         argv,
@@ -119,9 +129,9 @@ def _listen(
     reader = threading.Thread(
         target=_pump, args=(process.stdout, lines), daemon=True, name="tune-reader"
     )
-    reader.start()
     try:
-        reason = _follow(lines, on_message, hang_s)
+        reader.start()
+        reason = _follow(lines, on_message, hang_s, alive)
         if reason == "end":
             _wait(process)
             return Ended(True, "")
@@ -132,22 +142,28 @@ def _listen(
         return Ended(False, f"{reason}{_tail(errors)}")
     finally:
         kill_tree(process)
-        reader.join(_END_S)
+        if reader.is_alive():
+            reader.join(_END_S)
 
 
 def _follow(
     lines: queue.SimpleQueue[bytes | None],
     on_message: Callable[[Message], None],
     hang_s: float,
+    alive: Callable[[], object],
 ) -> str:
     """Hand over messages until the end, a silence, or the closed pipe; say which."""
-    patience_s = _STARTUP_S
+    patience_s, started = max(_STARTUP_S, hang_s), False
+    heard_s, sign = time.monotonic(), alive()
     while True:
-        deadline_s = time.monotonic() + patience_s
         try:
-            raw = lines.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            raw = lines.get(timeout=patience_s / _LOOKS)
         except queue.Empty:
-            return f"nothing was heard for {patience_s:g} s"
+            if (now := alive()) != sign:
+                heard_s, sign = time.monotonic(), now
+            elif time.monotonic() - heard_s >= patience_s:
+                return _silence(patience_s, started)
+            continue
         if raw is None:
             return "closed"
         message = _message(raw)
@@ -156,7 +172,16 @@ def _follow(
         on_message(message)
         if message["tune"] == "end":
             return "end"
-        patience_s = hang_s
+        heard_s, patience_s, started = time.monotonic(), hang_s, True
+
+
+def _silence(patience_s: float, started: bool) -> str:
+    if not started:
+        return f"the ranks did not start within {patience_s:g} s"
+    return (
+        f"no call ended within {patience_s:g} s (raise --hang if one may take that "
+        f"long)"
+    )
 
 
 def _message(raw: bytes) -> Message | None:

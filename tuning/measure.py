@@ -14,6 +14,7 @@ import numpy as np
 
 from commrt.backends.prediction import predicted_us
 from commrt.bench.timing_loop import (
+    PROBE_STEP,
     Array,
     Call,
     FlagBarrier,
@@ -29,10 +30,6 @@ from commrt.select.schema import Known
 from commrt.tuning.job import Turn
 
 __all__ = ["Session", "known_names"]
-
-
-_PROBE_STEP = 2000
-"""By how much the flag values of probe_link must grow."""
 
 
 class _CandidatePeer(CommrtPeer):
@@ -84,6 +81,7 @@ class Session:
         self.barrier: Callable[[], object] = self._comm.barrier
         self._flags: SharedFlags | None = None
         self._probes = 0
+        self._links: str = self.facts.link_class
         if flags is not None and self.size > 1:
             shared = SharedFlags(flags, self.size)
             crowded = self.facts.link_class == "oversubscribed"
@@ -92,16 +90,20 @@ class Session:
         self._turn = Turn(turn) if turn is not None and self.rank == 0 else None
 
     def link_class(self) -> str:
-        """Return the class of the links now; collective, equal on all ranks."""
-        if self._flags is None:
-            return self.facts.link_class
-        self.barrier()
-        worst_ns = probe_link(self._flags, self.rank, self._probes)
-        self._probes += _PROBE_STEP
-        return link_class_of(self.agree(worst_ns), self.size, self.size)
+        """Return the class of the links now; collective, equal on all ranks.
+
+        A probe that other programs left no time says nothing: the last class holds.
+        """
+        if self._flags is not None:
+            self.barrier()
+            worst_ns = probe_link(self._flags, self.rank, self._probes)
+            self._probes += PROBE_STEP
+            seen = link_class_of(self.agree(worst_ns), self.size, self.size)
+            self._links = self._links if seen == "unknown" else seen
+        return self._links
 
     def turn_of(self, index: int) -> None:
-        """Note whose turn it is."""
+        """Note whose turn it is; each note is a sign of life."""
         if self._turn is not None:
             self._turn.set(index)
 

@@ -38,9 +38,14 @@ class Progress:
         self._tty = stream.isatty()
 
     @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._start_s
+
+    @property
     def left_s(self) -> float:
         """Seconds of the budget that are left; never below 0."""
-        return max(0.0, self._budget_s - (self._clock() - self._start_s))
+        return max(0.0, self._budget_s - self.elapsed_s)
 
     def show(self, what: str) -> None:
         """Say what is being measured; most calls write nothing."""

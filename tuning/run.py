@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from json import loads
 from pathlib import Path
+from types import FrameType
 
-from commrt.errors import TableError
+from commrt.bench.raw_data import check_replaceable
+from commrt.errors import TableError, UsageError
 from commrt.select.fingerprint import this_machine
 from commrt.select.locate import user_table_path
 from commrt.select.schema import DEFAULT_TIE_MARGIN
@@ -21,14 +25,21 @@ from commrt.tuning.launch import Ended, Message, choose_launcher, start_ranks
 from commrt.tuning.progress import Progress
 from commrt.tuning.regret import Regret, held_out_regret
 from commrt.tuning.samples import Recording
-from commrt.tuning.summary import summarise
+from commrt.tuning.summary import describe_failure, summarise
 from commrt.tuning.table_writer import make_table, write_table
 from commrt.tuning.tuner import Options, jobs_within, run_launches
 
-__all__ = ["finish", "launched", "within"]
+__all__ = [
+    "check_outputs",
+    "finish",
+    "launched",
+    "terminated_like_interrupted",
+    "within",
+]
 
 _BUSY_LOAD = 0.7
 """Runnable processes, averaged over a minute, before any rank was started."""
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 _SHARES = (0.75, 0.25)
 """Of the budget: to shape the table, to judge it."""
 
@@ -42,6 +53,7 @@ def launched(
     hang_s: float,
 ) -> str:
     """Start ranks of our own, measure, write the table; return the summary."""
+    check_outputs(out, raw)
     launcher = choose_launcher(mpiexec)
     progress = Progress(options.budget_s)
     load = os.getloadavg()[0]
@@ -55,7 +67,8 @@ def launched(
         return start_ranks(job, ranks, on_message, launcher=launcher, hang_s=hang_s)
 
     try:
-        recording = run_launches(options, progress, start)
+        with terminated_like_interrupted():
+            recording = run_launches(options, progress, start)
     finally:
         progress.close()
     return finish(recording, options, out=out, raw=raw)
@@ -70,6 +83,16 @@ def within(options: Options, *, out: Path | None, raw: Path | None) -> str | Non
     from commrt.tuning.worker import measure
 
     session = Session(None)
+    problem: UsageError | None = None
+    if session.rank == 0:
+        try:
+            check_outputs(out, raw)
+        except UsageError as error:
+            problem = error
+    if session.agree(float(problem is not None)):
+        if problem is not None:
+            raise problem
+        return None  # rank 0 says why
     recording = Recording()
     progress = Progress(options.budget_s)
     for number, share in enumerate(_SHARES):
@@ -79,6 +102,36 @@ def within(options: Options, *, out: Path | None, raw: Path | None) -> str | Non
     summary = finish(recording, options, out=out, raw=raw) if not session.rank else None
     session.barrier()
     return summary
+
+
+@contextlib.contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """Make SIGTERM and a closed terminal what Ctrl-C is: ranks must not outlive us."""
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {one: signal.signal(one, interrupt) for one in _ENDING}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def check_outputs(out: Path | None, raw: Path | None) -> None:
+    """Raise UsageError, before anything is measured, if a file cannot be written."""
+    table = out or user_table_path(this_machine())
+    if raw is not None and raw.absolute() == table.absolute():
+        raise UsageError(f"--raw {raw} is the table's file, too: give it another name")
+    for option, path in (("--out", table), ("--raw", raw)):
+        try:
+            if path is not None:
+                check_replaceable(path)
+        except OSError as error:
+            raise UsageError(
+                f"{option} {path} cannot be written, so nothing was measured: {error}"
+            ) from error
 
 
 def _take(recording: Recording, progress: Progress, number: int, line: str) -> None:
@@ -103,11 +156,7 @@ def finish(
         recording.save(raw)
     decisions = decide(recording, DEFAULT_TIE_MARGIN)
     if not decisions:
-        why = "raise --budget"
-        if recording.failures:
-            first = recording.failures[0]
-            why = f"{first.candidate} for {first.op}, the first to fail: {first.reason}"
-        raise TableError(f"nothing was measured, so no table was written: {why}")
+        raise TableError(f"no table was written: {'; '.join(_why_nothing(recording))}")
     regret = held_out_regret(recording, decisions)
     machine = this_machine()
     path = out or user_table_path(machine)
@@ -121,6 +170,29 @@ def finish(
     )
     write_table(table, path)
     return summarise(recording, decisions, regret, str(path), in_force=out is None)
+
+
+def _why_nothing(recording: Recording) -> list[str]:
+    """Return why there is nothing to decide from."""
+    reasons = []
+    if recording.failures:
+        # One that failed at any size is left out, whatever it did at the others.
+        failed = {(one.op, one.candidate, one.ranks) for one in recording.failures}
+        reasons.append(
+            f"every candidate that was tried failed somewhere, {len(failed)} in all; "
+            f"the first was {describe_failure(recording.failures[0])}"
+        )
+    if late := recording.missing("budget"):
+        reasons.append(
+            f"the budget ended before {len(late)} operations and sizes were measured: "
+            f"raise --budget"
+        )
+    if moved := recording.missing("links"):
+        reasons.append(
+            f"the links between the ranks changed during {len(moved)} measurements: "
+            f"tune again when the machine is quieter"
+        )
+    return reasons or ["no size of these operations fits into --max-bytes"]
 
 
 def _method(options: Options, regret: Regret) -> Mapping[str, object]:

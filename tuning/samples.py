@@ -95,6 +95,11 @@ class Recording:
     """By operation: every candidate seen, simplest first."""
     software: dict[str, Any] = field(default_factory=dict)
     """Versions that the ranks reported."""
+    unfinished: dict[tuple[int, str, int], str] = field(default_factory=dict)
+    """What a launch that shapes the table did not measure, by ranks, operation and
+    bytes: ``budget`` or ``links``. Not saved."""
+    notes: list[str] = field(default_factory=list)
+    """What else the summary has to say about the run. Not saved."""
 
     def add(self, launch: int, held_out: bool, message: Mapping[str, Any]) -> None:
         """Take one line of a worker; kinds that only report progress are ignored."""
@@ -111,6 +116,10 @@ class Recording:
             us = tuple(float(value) for value in message["us"])
             links = str(message.get("link_class", ""))
             self.samples.append(Sample(launch, op, nbytes, candidate, us, links))
+        elif kind == "unfinished" and not held_out:
+            ranks = self.launches[launch].facts.size
+            for op, nbytes in message["cells"]:
+                self.unfinished[ranks, op, nbytes] = message["why"]
         elif kind == "wrong":
             self.fail(self.launches[launch].facts.size, message, message["reason"])
 
@@ -119,6 +128,19 @@ class Recording:
         candidate = Candidate.parse(item["candidate"])
         op, nbytes = str(item["op"]), int(item["nbytes"])
         self.failures.append(Failure(ranks, op, nbytes, candidate, reason))
+
+    def missing(self, why: str) -> list[tuple[int, str, int]]:
+        """Return ranks, operation and bytes that no launch measured for this reason."""
+        measured = {
+            (self.launches[one.launch].facts.size, one.op, one.nbytes)
+            for one in self.samples
+            if not self.launches[one.launch].held_out
+        }
+        return sorted(
+            cell
+            for cell, reason in self.unfinished.items()
+            if reason == why and cell not in measured
+        )
 
     def _merge_order(self, op: str, candidates: list[str]) -> None:
         known = self.orders.setdefault(op, [])
@@ -162,7 +184,12 @@ class Recording:
 
     def save(self, path: Path) -> None:
         """Write the recording to a file, compressed where its name ends in .gz."""
-        write_data(path, self.to_json())
+        try:
+            write_data(path, self.to_json())
+        except OSError as error:
+            raise TableError(
+                f"cannot write the recording to {path}: {error}"
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> Recording:

@@ -6,11 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from commrt.operations import COLLECTIVES
+from commrt.select.facts import Candidate
 from commrt.tuning.decide import ENOUGH_LAUNCHES, Decision
 from commrt.tuning.regret import Regret
-from commrt.tuning.samples import Group, Recording
+from commrt.tuning.samples import Failure, Group, Recording
 
-__all__ = ["describe_group", "human_nbytes", "summarise"]
+__all__ = ["describe_failure", "describe_group", "human_nbytes", "summarise"]
+
+_SHOWN = 3
+"""Sizes named one by one."""
 
 _IN_FORCE = (
     "From now on commrt chooses from it here. To look into it:",
@@ -60,11 +64,13 @@ def summarise(
     lines = ["Picked, by bytes of the call:"]
     for group in dict.fromkeys(decision.group for decision in decisions):
         launches = len({one.launch for one in recording.of(group, held_out=False)})
-        lines += ["", f"{describe_group(group)} ({launches} launches)"]
+        plural = "" if launches == 1 else "es"
+        lines += ["", f"{describe_group(group)} ({launches} launch{plural})"]
         for decision in decisions:
             lines += _ranges(decision) if decision.group == group else []
-    lines += ["", *_hardly_seen(recording, decisions), *_unmeasured(decisions)]
-    lines += [*_failures(recording), *_quality(regret)]
+    lines += ["", *_hardly_seen(recording, decisions), *_not_reached(recording)]
+    lines += [*_undecided(recording, decisions), *_failures(recording)]
+    lines += [*recording.notes, *_quality(recording, regret)]
     lines += ["", f"Written to {path}", *(_IN_FORCE if in_force else _NAMED)]
     return "\n".join(lines)
 
@@ -90,29 +96,77 @@ def _hardly_seen(recording: Recording, decisions: Iterable[Decision]) -> Iterato
             )
 
 
-def _unmeasured(decisions: Iterable[Decision]) -> list[str]:
-    measured = {decision.op for decision in decisions}
-    missing = [coll for coll in COLLECTIVES if coll not in measured]
-    if not missing:
-        return []
-    return [f"Not measured, so the model goes on choosing: {', '.join(missing)}"]
+def _not_reached(recording: Recording) -> Iterator[str]:
+    """Yield a line per rank count and reason, with the sizes that have no times."""
+    said = False
+    for why, words in (
+        ("budget", "Not reached within the budget"),
+        ("links", "Not measured, as the links kept changing"),
+    ):
+        missing = recording.missing(why)
+        for ranks in sorted({ranks for ranks, _, _ in missing}):
+            ops: dict[str, list[int]] = {}
+            for _, op, nbytes in (cell for cell in missing if cell[0] == ranks):
+                ops.setdefault(op, []).append(nbytes)
+            sizes = "; ".join(f"{op} {_some(each)}" for op, each in ops.items())
+            yield f"{words}, {ranks} ranks: {sizes}"
+            said = True
+    if said:
+        yield (
+            "  There the measured sizes beside them decide; an operation without any "
+            "stays with the model, or with what fewer ranks picked."
+        )
+
+
+def _some(sizes: Sequence[int]) -> str:
+    """Return a few sizes for people."""
+    shown = ", ".join(human_nbytes(nbytes) for nbytes in sizes[:_SHOWN])
+    more = len(sizes) - _SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _undecided(recording: Recording, decisions: Iterable[Decision]) -> list[str]:
+    """Return a line for operations without times, and one for those without winners."""
+    decided = {decision.op for decision in decisions}
+    failed = {failure.op for failure in recording.failures} - decided
+    missing = [one for one in COLLECTIVES if one not in decided | failed]
+    lines = []
+    if missing:
+        lines.append(
+            f"Not measured, so the model goes on choosing: {', '.join(missing)}"
+        )
+    if failed:
+        lines.append(
+            f"Every candidate that was tried failed, so the model goes on choosing: "
+            f"{', '.join(sorted(failed))}"
+        )
+    return lines
 
 
 def _failures(recording: Recording) -> list[str]:
-    worst = {
-        (failure.op, failure.candidate, failure.ranks): failure
-        for failure in recording.failures
-    }
-    return [
-        f"Left out: {one.candidate} for {one.op} with {one.ranks} ranks: {one.reason} "
-        f"at {human_nbytes(one.nbytes)}"
-        for one in worst.values()
-    ]
+    first: dict[tuple[str, Candidate, int], Failure] = {}
+    for one in recording.failures:
+        first.setdefault((one.op, one.candidate, one.ranks), one)
+    return [f"Left out: {describe_failure(one)}" for one in first.values()]
 
 
-def _quality(regret: Regret) -> list[str]:
+def describe_failure(failure: Failure) -> str:
+    """Return what failed where, and the first line of why."""
+    return (
+        f"{failure.candidate} for {failure.op} with {failure.ranks} ranks: "
+        f"{failure.reason.splitlines()[0].rstrip(':')} "
+        f"at {human_nbytes(failure.nbytes)}"
+    )
+
+
+def _quality(recording: Recording, regret: Regret) -> list[str]:
     if not regret.cells:
-        return ["Not checked: no further launch saw the same link class."]
+        if not any(one.held_out for one in recording.launches.values()):
+            return ["Not checked: there was no launch to judge the table."]
+        return [
+            "Not checked: the launch to judge the table measured nothing of what auto "
+            "picks with the same ranks and links."
+        ]
     lines = [
         f"Checked by a further launch, {regret.cells} times at sizes in between "
         f"(geometric means):",
@@ -125,7 +179,9 @@ def _quality(regret: Regret) -> list[str]:
             f"collective (mpi/native)"
         )
     if regret.unmeasured:
+        plural = "" if regret.unmeasured == 1 else "s"
         lines.append(
-            f"  at {regret.unmeasured} further sizes what auto picks was not measured"
+            f"  at {regret.unmeasured} further size{plural} what auto picks was not "
+            f"measured"
         )
     return lines

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from commrt.bench.raw_data import replace_file
 from commrt.errors import TableError
 from commrt.select.facts import Candidate
 from commrt.select.fingerprint import Machine
@@ -42,11 +42,8 @@ def make_table(
 
 def write_table(table: Table, path: Path) -> None:
     """Write the table so that a reader sees the old one or the new one, never half."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(dump(table), encoding="utf-8")
-        part.replace(path)
+        replace_file(path, dump(table).encode())
     except OSError as error:
         raise TableError(f"cannot write the table to {path}: {error}") from error
 

@@ -23,8 +23,9 @@ __all__ = ["Options", "jobs_within", "losers", "run_launches"]
 
 _MAX_RESTARTS = 8
 _STARTUP_S = 1.5
-"""What starting and ending the ranks takes of a launch's share of the budget."""
+"""What starting and ending ranks takes of the budget, until it was seen."""
 _SMALLEST_SHARE_S = 1.0
+"""A launch that could measure for less time is not worth its start."""
 
 
 @dataclass(frozen=True)
@@ -54,36 +55,98 @@ def run_launches(options: Options, progress: Progress, start: Start) -> Recordin
 
     Rank counts alternate, so that a slow minute of the machine hits all of them. What
     is left of the budget after the launches asked for goes into further ones: the
-    launch is the sample. The last one of each rank count judges the table.
+    launch is the sample. The last one of each rank count judges the table. Where the
+    budget is too short for that there are fewer launches, and the notes say so.
     """
-    recording = Recording()
-    numbers = count()
+    run = _Run(options, progress, start)
+    run.announce()
+    longest_s, done = 0.0, 0
+    while done < max(options.launches, options.most_launches):
+        if done >= options.launches and progress.left_s < 2 * longest_s:
+            break
+        if done and not run.affordable:
+            break
+        rounds_left = 1 + max(1, options.launches - done)
+        begin_s = progress.elapsed_s
+        run.round(max(1, min(rounds_left, run.affordable)), held_out=False)
+        longest_s = max(longest_s, progress.elapsed_s - begin_s)
+        done += 1
+    if run.affordable:
+        run.round(1, held_out=True)
+    else:
+        run.fell_short(done)
+    return run.recording
 
-    def launch_all(rounds_left: int, held_out: bool) -> float:
-        begin_s = progress.left_s
-        for place, ranks in enumerate(options.ranks):
-            launches_left = rounds_left * len(options.ranks) - place
-            share_s = progress.left_s / launches_left - _STARTUP_S
+
+class _Run:
+    """Rounds of launches, one per rank count, and what each needs of the budget."""
+
+    def __init__(self, options: Options, progress: Progress, start: Start) -> None:
+        self.recording = Recording()
+        self._options = options
+        self._progress = progress
+        self._start = start
+        self._numbers = count()
+        self._startup_s = dict.fromkeys(options.ranks, _STARTUP_S)
+
+    @property
+    def _round_s(self) -> float:
+        """The least that a round takes."""
+        return sum(one + _SMALLEST_SHARE_S for one in self._startup_s.values())
+
+    @property
+    def _needed_s(self) -> float:
+        return (self._options.launches + 1) * self._round_s
+
+    @property
+    def affordable(self) -> int:
+        """Rounds that the rest of the budget allows."""
+        return int(self._progress.left_s / self._round_s)
+
+    def announce(self) -> None:
+        """Say before the work if the budget is too short for the launches asked for."""
+        options = self._options
+        if options.budget_s < self._needed_s:
+            self._progress.note(
+                f"commrt-tune: --budget {options.budget_s:g} is short: "
+                f"{options.launches} launches per rank count and one to judge the "
+                f"table take about {self._needed_s:.0f} s; there will be fewer"
+            )
+
+    def fell_short(self, done: int) -> None:
+        """Note what was done instead, as the budget ended too soon."""
+        options = self._options
+        self.recording.notes.append(
+            f"--budget {options.budget_s:g} allowed {done} launch"
+            f"{'' if done == 1 else 'es'} per rank count, and none to judge the table: "
+            f"{options.launches} and one that judges take {self._needed_s:.0f} s here, "
+            f"or more"
+        )
+
+    def round(self, rounds_left: int, held_out: bool) -> None:
+        """Launch every rank count once, with a fair share of the budget."""
+        progress, every = self._progress, self._options.ranks
+        for place, ranks in enumerate(every):
+            launches_left = rounds_left * len(every) - place
+            share_s = progress.left_s / launches_left - self._startup_s[ranks]
             launch = _Launch(
-                recording, options, progress, next(numbers), ranks, held_out
+                self.recording,
+                self._options,
+                progress,
+                next(self._numbers),
+                ranks,
+                held_out,
             )
             try:
-                launch.run(start, max(_SMALLEST_SHARE_S, share_s))
+                launch.run(self._start, max(_SMALLEST_SHARE_S, share_s))
             except BackendError as error:
-                if not recording.samples:
+                if not self.recording.samples:
                     raise
                 progress.note(f"commrt-tune: a launch is left out: {error}")
-        return begin_s - progress.left_s
-
-    longest_s = 0.0
-    for number in range(max(options.launches, options.most_launches)):
-        further = number >= options.launches
-        if further and progress.left_s < 2 * longest_s:
-            break
-        rounds_left = 1 + max(1, options.launches - number)
-        longest_s = max(longest_s, launch_all(rounds_left, held_out=False))
-    launch_all(1, held_out=True)
-    return recording
+                first = str(error).partition("\n")[0]
+                self.recording.notes.append(f"A launch is left out: {first}")
+                continue
+            self._startup_s[ranks] = launch.startup_s or self._startup_s[ranks]
 
 
 class _Launch:
@@ -107,15 +170,22 @@ class _Launch:
         self._begun: dict[int, Item] = {}
         self._running: Item | None = None
         self._done: list[Item] = []
+        self._span_s: tuple[float, float] | None = None
+        self.startup_s = 0.0
+        """Seconds that starting and ending the ranks took, if they have ended well."""
 
     def run(self, start: Start, share_s: float) -> None:
         """Start the ranks until the job is done; BackendError if they cannot start."""
         until_s = self._progress.left_s - share_s
         for _ in range(_MAX_RESTARTS):
             left_s = max(_SMALLEST_SHARE_S / 2, self._progress.left_s - until_s)
-            self._begun, self._running = {}, None
+            self._begun, self._running, self._span_s = {}, None, None
+            begin_s = self._progress.elapsed_s
             ended = start(self._job(left_s), self._ranks, self._take)
             if ended.ok:
+                first_s, last_s = self._span_s or (0.0, 0.0)
+                took_s = self._progress.elapsed_s - begin_s
+                self.startup_s = took_s - (last_s - first_s)
                 return
             item = self._running
             if ended.turn is not None:
@@ -165,7 +235,9 @@ class _Launch:
         return [*moved, *self._done]
 
     def _take(self, message: Message) -> None:
-        kind = message["tune"]
+        kind, now_s = message["tune"], self._progress.elapsed_s
+        if kind in ("begin", "end"):
+            self._span_s = (self._span_s or (now_s, now_s))[0], now_s
         if kind == "begin":
             self._running = self._begun[message["index"]] = _item(message)
             number = f"{message['index'] + 1}/{message['items']}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from statistics import median
@@ -62,6 +62,7 @@ def ready(session: Session, item: Item, index: int, call: Call) -> Runner:
     calls, call_us = 1, 0.0
     # A short call's first estimates still hold cold caches and ask for too few calls.
     for _ in range(3):
+        session.turn_of(index)
         slowest = session.worst([_repetition(session, call, calls)])
         call_us = max(session.agree(slowest[0] if slowest else 0.0), 0.01)
         calls = max(1, math.ceil(_FLOOR_US / call_us))
@@ -76,16 +77,18 @@ def take_turns(
     job: Job,
     runners: Sequence[Runner],
     share_s: float,
-    turn_of: Callable[[int], None],
-) -> None:
-    """Fill every runner's times; the same sequence of turns on all ranks.
+    left_s: float,
+) -> bool:
+    """Fill every runner's times; False if time ran out before each had enough.
+
+    The same sequence of turns on all ranks.
 
     Args:
         session: the ranks.
         job: when repetitions are enough.
         runners: who takes turns; one that has clearly lost is left out soon.
         share_s: seconds after which three repetitions of each are enough.
-        turn_of: is told whose turn it is, so that a hang can be blamed.
+        left_s: seconds after which nothing is worth waiting for.
     """
     start_s = time.monotonic()
     chance = random.Random(f"{job.seed} {runners[0].item}" if runners else "")
@@ -95,22 +98,28 @@ def take_turns(
         best_us = min((median(one.us) for one in live if one.us), default=math.inf)
         verdicts = []
         for runner in live:
-            turn_of(runner.index)
+            session.turn_of(runner.index)
             mine = [
                 _repetition(session, runner.call, runner.calls)
                 for _ in range(runner.repetitions)
             ]
             runner.us += session.worst(mine)
             verdicts.append(int(session.agree(_verdict(runner.us, job, best_us))))
-        late = time.monotonic() - start_s >= share_s
-        ends = late and min(len(one.us) for one in live) >= _MIN_REPETITIONS
-        if session.agree(float(ends)) or _Verdict.GOES_ON not in verdicts:
-            return
+        if _Verdict.GOES_ON not in verdicts:
+            return True
+        took_s = time.monotonic() - start_s
+        enough = min(len(one.us) for one in live) >= _MIN_REPETITIONS
+        ends = took_s >= share_s if enough else took_s >= left_s
+        # Rank 0 knows; the others have no times.
+        said = session.agree(float(1 + enough if ends else 0))
+        if said:
+            return said == 2
         live = [
             runner
             for runner, verdict in zip(live, verdicts, strict=True)
             if verdict != _Verdict.LOST
         ]
+    return True
 
 
 def _verdict(us: list[float], job: Job, best_us: float) -> float:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from commrt.bench.timing_loop import Call, Trial
 from commrt.errors import CommError
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["main", "measure"]
 
 _PR_SET_PDEATHSIG = 1
+_RIGHT, _WRONG, _RAISED = 0.0, 1.0, 2.0
 
 Emit = Callable[[str], None]
 
@@ -57,22 +58,29 @@ def measure(session: Session, job: Job, emit: Emit) -> None:
     numbers = {
         item: n for n, item in enumerate(item for cell in cells for item in cell)
     }
-    start_s = time.monotonic()
+    end_s = time.monotonic() + job.budget_s
+
+    def left_s() -> float:
+        return session.agree(end_s - time.monotonic())
+
     repeated: set[Item] = set()
-    while cells:
-        left = sum(map(len, cells))
-        left_s = session.agree(job.budget_s - (time.monotonic() - start_s))
-        if left_s <= 0:
-            say("unfinished", left=left)
-            break
+    moved: list[list[Item]] = []
+    while cells and (now_left_s := left_s()) > 0:
         cell = cells.popleft()
         # Most cells need less than their share, so the others may have two.
-        share_s = 2 * left_s * len(cell) / left
-        if _measure_cell(session, job, cell, numbers, share_s, say):
-            continue
-        if cell[0] not in repeated:
-            repeated.add(cell[0])
+        left = len(cell) + sum(map(len, cells))
+        share_s = min(1.0, 2 * len(cell) / left) * now_left_s
+        outcome = _measure_cell(session, job, cell, numbers, share_s, left_s, say)
+        if outcome == "late":
             cells.append(cell)
+            break
+        if outcome == "moved":
+            (moved if cell[0] in repeated else cells).append(cell)
+            repeated.add(cell[0])
+    for why, missing in (("budget", cells), ("links", moved)):
+        if missing:
+            reached = [(cell[0].op, cell[0].nbytes) for cell in missing]
+            say("unfinished", why=why, cells=sorted(reached))
     say("end")
 
 
@@ -82,9 +90,15 @@ def _measure_cell(
     cell: Sequence[Item],
     numbers: Mapping[Item, int],
     share_s: float,
+    left_s: Callable[[], float],
     say: Callable[..., None],
-) -> bool:
-    """Time the candidates of one operation and size; False if the links changed."""
+) -> Literal["done", "late", "moved"]:
+    """Time the candidates of one operation and size.
+
+    ``late``: the budget ended first; ``moved``: the links changed meanwhile. Neither
+    leaves times behind, as only whole cells can be compared.
+    """
+    session.turn_of(NOBODY)
     before = session.link_class()
     trial = session.buffers(cell[0].op, cell[0].nbytes, job.dtype)
     runners = []
@@ -96,14 +110,17 @@ def _measure_cell(
             say("wrong", **asdict(item), reason=call)
         else:
             runners.append(ready(session, item, numbers[item], call))
-    take_turns(session, job, runners, share_s, session.turn_of)
+        if (now_left_s := left_s()) <= 0:
+            return "late"
+    if not take_turns(session, job, runners, share_s, now_left_s):
+        return "late"
     session.turn_of(NOBODY)
     if session.link_class() != before:
-        return False
+        return "moved"
     for runner in runners:
         us = [round(us, 4) for us in runner.us]
         say("sample", **asdict(runner.item), us=us, link_class=before)
-    return True
+    return "done"
 
 
 def _cells(session: Session, job: Job, say: Callable[..., None]) -> list[list[Item]]:
@@ -117,6 +134,7 @@ def _cells(session: Session, job: Job, say: Callable[..., None]) -> list[list[It
     for op in job.ops:
         order: dict[Candidate, None] = {}
         for nbytes in sizes(op, session.size, job):
+            session.turn_of(NOBODY)  # many ranks have long schedules
             candidates = session.candidates(op, nbytes, job.dtype)
             order.update(dict.fromkeys(candidates))
             cell = [
@@ -148,17 +166,19 @@ def _promising(
 
 def _checked(session: Session, trial: Trial, item: Item) -> Call | str:
     """Return a call whose result was right on all ranks, or why it must not be used."""
-    problem, call = "", None
+    problem, kind, call = "", _RIGHT, None
     try:
         call = session.bind(trial, Candidate.parse(item.candidate))
         if not _is_right(session, trial, call):
-            problem = "wrong result"
+            problem, kind = "wrong result", _WRONG
     except CommError as error:
-        problem = f"{type(error).__name__}: {error}"
-    worst = session.worst([1.0 if problem else 0.0])
-    if session.agree(worst[0] if worst else 0.0) or call is None:
-        return problem or "wrong result on another rank"
-    return call
+        problem, kind = f"{type(error).__name__}: {error}", _RAISED
+    worst = session.worst([kind])
+    everywhere = session.agree(worst[0] if worst else _RIGHT)
+    if everywhere == _RIGHT and call is not None:
+        return call
+    what = "an error" if everywhere == _RAISED else "wrong result"
+    return problem or f"{what} on another rank"
 
 
 def _is_right(session: Session, trial: Trial, call: Call) -> bool:

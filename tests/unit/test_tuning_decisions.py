@@ -183,6 +183,24 @@ def test_ranges_tile_whatever_was_measured(seed: int, candidates: int) -> None:
         assert one.candidate != following.candidate
 
 
+@pytest.mark.parametrize("size", GRID)
+def test_one_size_alone_is_no_range(size: int) -> None:
+    curves = _curves(lambda n: 10.0)
+    curves[RING] = Curve({size: _exact(1.0)})
+    ranges = divide(curves, MARGIN)  # type: ignore[arg-type]
+    assert ranges[0].lo == 0
+    for one, following in itertools.pairwise(ranges):
+        assert one.hi == following.lo
+    for one in ranges:
+        assert one.hi is None or one.hi - one.lo > 8
+    best_at_an_end = size in (GRID[0], GRID[-1])
+    assert (RING in {one.candidate for one in ranges}) is best_at_an_end
+    if best_at_an_end:
+        (decided,) = (one for one in ranges if one.candidate == RING)
+        assert decided.lo <= size
+        assert decided.hi is None or size < decided.hi
+
+
 def test_the_true_winners_are_found_with_their_crossings() -> None:
     ranges = _only(record(seed=1)).ranges
     assert [one.candidate for one in ranges] in (

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 from tuning_recordings import DIRECT, DOUBLING, NATIVE, NEAR, RING, TRUTH, record
 
-from commrt.bench.timing_loop import element_counts
+from commrt.bench.timing_loop import element_counts, numpy_dtype
 from commrt.errors import BackendError, TableError, UsageError
 from commrt.operations import COLLECTIVES, operation
 from commrt.select.facts import Candidate, Query
@@ -27,7 +29,7 @@ from commrt.tuning.job import NOBODY, Item, Job, Turn, size_pairs, sizes
 from commrt.tuning.launch import Ended, Message
 from commrt.tuning.lint import lint
 from commrt.tuning.progress import Progress
-from commrt.tuning.run import finish
+from commrt.tuning.run import finish, terminated_like_interrupted
 from commrt.tuning.samples import Recording
 from commrt.tuning.show import explain, show
 from commrt.tuning.summary import human_nbytes
@@ -111,6 +113,25 @@ def test_the_check_accepts_the_right_result_and_no_other(coll: str, size: int) -
             assert not check.is_right(coll, wrong, **where)
 
 
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("size", [2, 32, 128])
+def test_rounding_in_short_types_is_not_a_wrong_result(name: str, size: int) -> None:
+    dtype = numpy_dtype(name)
+    total: Any = np.zeros(700, dtype)
+    for rank in range(size):
+        x = np.empty(700, dtype)
+        check.fill(x, rank)
+        total = (total + x).astype(dtype)
+    where = {"rank": 0, "size": size, "root": 0, "num_x": 700}
+    assert check.is_right("allreduce", total, **where)
+    zero = total.copy()
+    zero[350] = 0
+    assert not check.is_right("allreduce", zero, **where)
+    if name != "int8":
+        zero[350] = np.nan
+        assert not check.is_right("allreduce", zero, **where)
+
+
 # -- the run ---------------------------------------------------------------------------
 
 
@@ -188,6 +209,37 @@ def test_what_is_left_of_the_budget_goes_into_further_launches() -> None:
     assert len(jobs) == 26
 
 
+def _starting_in(
+    seconds: float, clock: list[float], start: Callable[..., Ended]
+) -> Callable[..., Ended]:
+    def slow_start(job: Job, *args: Any) -> Ended:
+        clock[0] += seconds
+        ended = start(job, *args)
+        clock[0] += 0.1
+        return ended
+
+    return slow_start
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "shaping", "judging"), [(4, 1, 0), (6, 2, 0), (20, 3, 1)]
+)
+def test_a_budget_too_short_for_all_launches_gets_fewer(
+    budget_s: float, shaping: int, judging: int
+) -> None:
+    _, start = _played()
+    clock, stream = [0.0], io.StringIO()
+    progress = Progress(budget_s, stream, lambda: clock[0])
+    options = replace(OPTIONS, budget_s=budget_s)
+    recording = run_launches(options, progress, _starting_in(2.0, clock, start))
+    held_out = [one.held_out for one in recording.launches.values()]
+    assert held_out == [False] * shaping + [True] * judging
+    short = judging == 0
+    assert ("launches per rank count and one to judge" in stream.getvalue()) is short
+    notes = " ".join(recording.notes)
+    assert (f"allowed {shaping} launch" in notes) is short
+
+
 def test_a_hang_is_blamed_on_whose_turn_it_was(tmp_path: Path) -> None:
     _, start = _played(hangs=str(LOOP))
     first = str(next(iter(TRUTH)))
@@ -200,9 +252,11 @@ def test_a_hang_is_blamed_on_whose_turn_it_was(tmp_path: Path) -> None:
     assert str(recording.failures[0].candidate) == first
     path = str(tmp_path / "turn")
     Turn.create(path)
-    assert Turn.read(path) == NOBODY
-    Turn(path).set(12)
-    assert Turn.read(path) == 12
+    assert Turn.read(path) == (NOBODY, 0)
+    turn = Turn(path)
+    turn.set(12)
+    turn.set(12)
+    assert Turn.read(path) == (12, 2)
 
 
 def test_ranks_that_cannot_start_end_the_run_with_the_reason() -> None:
@@ -268,12 +322,91 @@ def test_the_table_of_a_run_reads_back_and_the_summary_says_what_matters(
 
 def test_a_run_without_any_measurement_writes_no_table(tmp_path: Path) -> None:
     recording, path = Recording(), tmp_path / "t.yaml"
-    with pytest.raises(TableError, match="raise --budget"):
+    with pytest.raises(TableError, match="no size of these operations fits"):
         finish(recording, OPTIONS, out=path)
-    recording.fail(2, {"op": "bcast", "nbytes": 8, "candidate": str(LOOP)}, "hung")
-    with pytest.raises(TableError, match="shm/loop for bcast, the first to fail: hung"):
-        finish(recording, OPTIONS, out=path)
+    recording.add(0, False, {"tune": "hello", "facts": NEAR.__dict__, "software": {}})
+    for why, words in (("budget", "raise --budget"), ("links", "links .* changed")):
+        cells = [["bcast", 8]] if why == "budget" else [["bcast", 32]]
+        recording.add(0, False, {"tune": "unfinished", "why": why, "cells": cells})
+        with pytest.raises(TableError, match=words):
+            finish(recording, OPTIONS, out=path)
     assert not path.exists()
+
+
+def test_a_candidate_that_failed_at_one_size_is_said_to_have_failed(
+    tmp_path: Path,
+) -> None:
+    """It was measured elsewhere, so the budget is not to blame."""
+    recording, path = record(seed=4, truth={DIRECT: TRUTH[DIRECT]}), tmp_path / "t.yaml"
+    item = {"op": "allreduce", "nbytes": 32, "candidate": str(DIRECT)}
+    recording.fail(2, item, "wrong result:\nstack")
+    with pytest.raises(TableError) as raised:
+        finish(recording, OPTIONS, out=path)
+    assert str(raised.value) == (
+        "no table was written: every candidate that was tried failed somewhere, 1 in "
+        "all; the first was shm/direct for allreduce with 2 ranks: wrong result at 32"
+    )
+
+
+def test_the_summary_names_what_was_not_reached(tmp_path: Path) -> None:
+    recording = record(seed=4)
+    cells = [
+        ["allreduce", 8],
+        ["bcast", 8],
+        ["bcast", 32],
+        *([["bcast", n] for n in (128, 4096)]),
+    ]
+    message = {"tune": "unfinished", "why": "budget", "cells": cells}
+    recording.add(0, False, message)
+    recording.fail(2, {"op": "gather", "nbytes": 8, "candidate": str(LOOP)}, "hung")
+    summary = finish(recording, OPTIONS, out=tmp_path / "t.yaml")
+    assert (
+        "Not reached within the budget, 2 ranks: bcast 8, 32, 128 and 1 more\n"
+        in summary
+    )
+    assert "stays with the model" in summary
+    assert "failed, so the model goes on choosing: gather\n" in summary
+    assert "choosing: reduce, bcast, allgather, reduce_scatter" in summary
+
+
+@pytest.mark.parametrize("option", ["--out", "--raw"])
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(
+    option: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(*_: Any) -> Any:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("commrt.tuning.run.choose_launcher", start)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "x", tmp_path):
+        status, text = _main(capsys, "run", option, path)
+        assert (status, text.count("\n")) == (2, 1)
+        assert text.startswith(f"commrt-tune: {option} {path} cannot be written")
+    same = tmp_path / "same"
+    assert _main(capsys, "run", "--out", same, "--raw", same)[0] == 2
+    assert not same.exists()
+
+
+def test_a_recording_is_replaced_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "raw.json"
+    path.write_text("old")
+
+    def half(self: Path, raw: bytes) -> None:
+        with self.open("wb") as file:
+            file.write(raw[:5])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(TableError, match="No space left"):
+        record(seed=1).save(path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 # -- real processes, no MPI ------------------------------------------------------------
@@ -283,6 +416,27 @@ def _listen(script: str, hang_s: float = 30.0) -> tuple[Ended, list[Message]]:
     messages: list[Message] = []
     argv = [sys.executable, "-c", script]
     return launch.listen(argv, {}, messages.append, hang_s), messages
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_tuner_that_is_terminated_leaves_no_rank_behind(number: int) -> None:
+    script = """if True:
+        import json, os, signal
+        print(json.dumps({"tune": "begin", "pid": os.getpid()}), flush=True)
+        signal.pause()"""
+    pids: list[int] = []
+
+    def terminated(message: Message) -> None:
+        pids.append(message["pid"])
+        signal.raise_signal(number)
+
+    before = signal.getsignal(number)
+    argv = [sys.executable, "-c", script]
+    with pytest.raises(KeyboardInterrupt), terminated_like_interrupted():
+        launch.listen(argv, {}, terminated, 30.0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+    assert signal.getsignal(number) == before
 
 
 def test_messages_are_taken_and_noise_is_not() -> None:
@@ -302,8 +456,24 @@ def test_a_silent_launch_is_killed() -> None:
     script = 'import signal\nprint(\'{"tune": "begin"}\', flush=True)\nsignal.pause()'
     ended, messages = _listen(script, hang_s=0.05)
     assert not ended.ok
-    assert "nothing was heard for 0.05 s" in ended.reason
+    assert "no call ended within 0.05 s (raise --hang" in ended.reason
     assert len(messages) == 1
+
+
+def test_a_launch_whose_turns_go_on_is_not_silent() -> None:
+    """Here it lives until it was asked often enough; only then it is silent."""
+    script = 'import signal\nprint(\'{"tune": "begin"}\', flush=True)\nsignal.pause()'
+    turns = iter(range(30))
+    seen: list[int] = []
+
+    def alive() -> int:
+        seen.append(next(turns, 30))
+        return seen[-1]
+
+    argv = [sys.executable, "-c", script]
+    ended = launch.listen(argv, {}, lambda _: None, 0.05, alive)
+    assert not ended.ok
+    assert seen[:31] == list(range(31))
 
 
 def test_a_launcher_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -494,7 +664,7 @@ def test_inside_mpiexec_other_ranks_cannot_be_asked_for(
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     status, text = _main(capsys, "run", "--ranks", "2")
-    assert status == 1
+    assert status == 2
     assert "leave --ranks and --mpiexec out" in text
 
 

@@ -154,8 +154,11 @@ def test_the_candidates_of_a_size_take_turns(monkeypatch: pytest.MonkeyPatch) ->
     session: Any = FakeSession(direct=clock.copying_in(1.0), ring=clock.copying_in(1.2))
     job = replace(JOB, max_nbytes=8, relative_ci=-1.0)  # never narrow enough
     worker.measure(session, replace(job, max_repetitions=20), lambda _: None)
-    *numbers, last = session.turns[2:]
+    *numbers, last = session.turns
     assert last == NOBODY
+    # Twice nobody, then each one's check and three warm-ups.
+    assert set(numbers[:2]) == {NOBODY}
+    numbers = numbers[10:]
     rounds = [set(numbers[at : at + 2]) for at in range(0, len(numbers), 2)]
     assert len(rounds) >= 4
     assert all(both == {0, 1} for both in rounds)
@@ -181,10 +184,52 @@ def test_three_repetitions_are_enough_when_time_is_up(
     clock = Clock(monkeypatch)
     session: Any = FakeSession(direct=clock.copying_in(1e6))
     lines: list[str] = []
-    job = replace(JOB, max_nbytes=8, relative_ci=-1.0, budget_s=1.0)
+    job = replace(JOB, max_nbytes=8, relative_ci=-1.0, budget_s=3.0)
     worker.measure(session, job, lines.append)
     (sample,) = (m for m in map(json.loads, lines) if m["tune"] == "sample")
     assert sample["us"] == [1e6] * 3
+
+
+def test_a_size_that_outlasts_the_budget_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    session: Any = FakeSession(direct=clock.copying_in(1e6))
+    lines: list[str] = []
+    job = replace(JOB, max_nbytes=8, relative_ci=-1.0, budget_s=1.0)
+    worker.measure(session, job, lines.append)
+    *_, unfinished, end = map(json.loads, lines)
+    assert unfinished == {
+        "tune": "unfinished",
+        "why": "budget",
+        "cells": [["allreduce", 8]],
+    }
+    assert end == {"tune": "end"}
+    assert not any(json.loads(text)["tune"] == "sample" for text in lines)
+
+
+def test_every_turn_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a size may last long in all, and only a call that does not end hangs."""
+    clock = Clock(monkeypatch)
+    calls = 0
+    most = 0
+    session: Any = FakeSession()
+
+    def call(trial: Any) -> None:
+        nonlocal calls, most
+        calls += 1
+        most = max(most, calls)
+        clock.copying_in(1e5)(trial)
+
+    def turn_of(index: int) -> None:
+        nonlocal calls
+        calls = 0
+
+    session._calls = {"direct": call}
+    session.turn_of = turn_of
+    job = replace(JOB, max_nbytes=8, relative_ci=-1.0, max_repetitions=20)
+    worker.measure(session, job, lambda _: None)
+    assert most == 1
 
 
 def test_a_size_is_measured_once_more_when_the_links_change() -> None:
@@ -197,7 +242,10 @@ def test_a_size_is_measured_once_more_when_the_links_change() -> None:
     ]
     assert messages[-2]["link_class"] == "far"
     changing = ["near", "far", "near", "far"]
-    assert "sample" not in {m["tune"] for m in _measured(job, changing, direct=_copy)}
+    messages = _measured(job, changing, direct=_copy)
+    assert "sample" not in {m["tune"] for m in messages}
+    assert messages[-2]["why"] == "links"
+    assert messages[-2]["cells"] == [["allreduce", 8]]
 
 
 def test_samples_are_compared_within_the_state_they_were_taken_in() -> None:
@@ -215,3 +263,20 @@ def test_samples_are_compared_within_the_state_they_were_taken_in() -> None:
 def test_a_spent_budget_ends_the_launch_cleanly() -> None:
     messages = _measured(replace(JOB, budget_s=0.0), direct=_copy)
     assert [message["tune"] for message in messages][-2:] == ["unfinished", "end"]
+    assert len(messages[-2]["cells"]) == 7
+
+
+def test_an_error_on_another_rank_is_not_called_a_wrong_result() -> None:
+    class Other(FakeSession):
+        def worst(self, values: list[float]) -> list[float]:
+            return [max(value, self.others) for value in values]
+
+    for others, words in ((1.0, "wrong result"), (2.0, "an error")):
+        session: Any = Other(direct=_copy)
+        session.others = others
+        (wrong,) = (
+            m
+            for m in _measured_by(session, replace(JOB, max_nbytes=8))
+            if m["tune"] == "wrong"
+        )
+        assert wrong["reason"] == f"{words} on another rank"

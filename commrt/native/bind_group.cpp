@@ -62,7 +62,7 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
     if (op == nullptr) continue;
     Backoff backoff(group.comm->spin_before_yield);
     while (!op->finished()) {
-      if (engine.step_locked()) {
+      if (engine.step_locked(kNoLimit)) {
         backoff.reset();
         continue;
       }
@@ -97,7 +97,8 @@ void bind_group(nb::module_& m) {
   nb::class_<Engine>(m, "Engine", "Progress for every communicator of one rank.")
       .def(nb::init<>())
       .def("step", &Engine::step, nb::call_guard<nb::gil_scoped_release>(),
-           "Run one pass over all operations in flight; True if anything advanced.")
+           "Run one pass over all operations in flight, a slice of each; True if anything "
+           "advanced.")
       .def("start_thread", &Engine::start_thread)
       .def("stop_thread", &Engine::stop_thread, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("has_thread", &Engine::has_thread)

@@ -118,7 +118,7 @@ void Comm::note(uint64_t seq, const Plan& plan, uint64_t stream) {
 }
 
 std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const void* in,
-                                void* out, void* const* keep, bool timed) {
+                                void* out, void* const* keep, bool timed, uint64_t limit) {
   std::shared_ptr<Op> op = fresh_op();
   op->bind(plan, in, out);  // first: without memory for scratch, nothing has happened
   op->store = store_for_run(*plan, timed);
@@ -135,7 +135,7 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
   // so with others in flight this one is only queued and run by progress().
   if (active_.empty()) {
     lane_refused_ = false;
-    op->advance();
+    op->advance(limit);
     if (op->finished()) {
       if (op->has_keep()) engine.discard(std::shared_ptr<Op>(op));
       return op;
@@ -168,13 +168,13 @@ void Comm::recycle(std::shared_ptr<Op> op) {
 
 bool Comm::idle() const { return active_.empty() && p2p->idle(); }
 
-bool Comm::progress() {
+bool Comm::progress(uint64_t limit) {
   bool any = p2p->progress();
   lane_refused_ = false;
   bool ended = false;
   for (size_t i = 0; i < active_.size(); ++i) {
     Op& op = *active_[i];
-    if (!op.finished() && (fail_after_own(op) || op.advance())) any = true;
+    if (!op.finished() && (fail_after_own(op) || op.advance(limit))) any = true;
     ended = ended || op.finished();
   }
   if (ended) {

@@ -51,6 +51,16 @@ bool fill_dtype_codes() {
   return true;
 }
 
+constexpr int64_t kLongBytes = 32768;
+
+bool is_long(const Plan& plan) {
+  return (plan.in_elems + plan.out_elems) * static_cast<int64_t>(plan.itemsize) > kLongBytes;
+}
+
+bool is_long(const Op& op) {
+  return op.p2p != nullptr ? op.p2p->nbytes > kLongBytes : is_long(*op.plan);
+}
+
 int dtype_code(int type_num) {
   static const bool filled = fill_dtype_codes();
   (void)filled;
@@ -131,10 +141,10 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
   constexpr int kSpinsWithGil = 24;  // about 2 us
   constexpr double kSignalPeriod_s = 0.05;
   Engine& engine = *group.engine;
-  for (int i = 0; i < kSpinsWithGil; ++i) {
+  for (int i = 0; i < kSpinsWithGil && !is_long(*op); ++i) {
     if (op->finished()) return WaitResult::Done;
     if (engine.mutex.try_lock()) {
-      engine.step_locked();
+      engine.step_locked(kSliceBytes);
       engine.mutex.unlock();
     }
   }
@@ -153,7 +163,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
         }
         bool advanced = false;
         if (engine.mutex.try_lock()) {
-          advanced = engine.step_locked();
+          advanced = engine.step_locked(kNoLimit);
           engine.mutex.unlock();
         }
         if (advanced) {
@@ -242,7 +252,13 @@ nb::object Request::wait(nb::object stream, nb::object timeout) {
 bool Request::test() {
   if (!op_->finished()) {
     if (Engine::forked.load(std::memory_order_relaxed)) group_.attr("_check_usable")();
-    nb::cast<Group&>(group_).engine->step();
+    Engine& engine = *nb::cast<Group&>(group_).engine;
+    if (is_long(*op_)) {
+      nb::gil_scoped_release release;
+      engine.step();
+    } else {
+      engine.step();
+    }
   }
   if (!op_->finished()) return false;
   outcome();
@@ -281,9 +297,7 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
   Group& group = *nb::inst_ptr<Group>(group_object);
   Engine& engine = *group.engine;
   // Long copies happen outside the GIL; short operations are over sooner than it is released.
-  constexpr int64_t kLong = 32768;
-  const bool is_long =
-      (plan->in_elems + plan->out_elems) * static_cast<int64_t>(plan->itemsize) > kLong;
+  const bool outside = is_long(*plan);
   std::shared_ptr<Op> op;
   std::unique_lock<std::mutex> lock(engine.mutex, std::defer_lock);
   if (!nonblocking && plan->run_short && lock.try_lock()) {
@@ -300,13 +314,14 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
   void* kept[2] = {nonblocking ? keep_x.ptr() : nullptr,
                    nonblocking ? keep_out.ptr() : nullptr};
   for (void* object : kept) Py_XINCREF(static_cast<PyObject*>(object));
-  if (!is_long && lock.try_lock()) {
-    op = group.comm->start(plan, in, out, kept, !nonblocking);
+  const uint64_t limit = nonblocking ? kSliceBytes : kNoLimit;
+  if (!outside && lock.try_lock()) {
+    op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
     lock.unlock();
   } else {
     nb::gil_scoped_release release;
     lock.lock();
-    op = group.comm->start(plan, in, out, kept, !nonblocking);
+    op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
     lock.unlock();
   }
   return finish_call(group_object, std::move(op), keep_x, keep_out, result, operation,

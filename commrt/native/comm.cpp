@@ -24,7 +24,7 @@ uint64_t ticks() {
 }
 
 Comm::Comm(Engine& engine_, int rank_, int size_, std::string name_)
-    : engine(engine_), rank(rank_), size(size_), name(std::move(name_)), records(kRecords),
+    : engine(engine_), rank(rank_), size(size_), name(std::move(name_)), records(kRecords), message_records(kRecords),
       links_(static_cast<size_t>(size_)), member_index_(static_cast<size_t>(size_), -1) {
   for (auto& lane : lanes_) lane.last.assign(static_cast<size_t>(size), 0);
   p2p = std::make_unique<P2P>(*this);
@@ -114,7 +114,6 @@ void Comm::note(uint64_t seq, const Plan& plan, uint64_t stream) {
   record.state = 0;
   record.stream = stream;
   record.device = plan.device;
-  record.plan = &plan;
 }
 
 std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const void* in,
@@ -238,8 +237,10 @@ bool Comm::fail_after_own(Op& op) {
   return true;
 }
 
-bool Comm::fail_after_peer(Op& op) {
-  if (arena == nullptr || op.p2p != nullptr) return false;
+bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
+  Op& op = *given;
+  if (op.p2p != nullptr) return p2p->fail_after_peer(given);
+  if (arena == nullptr) return false;
   for (size_t i = 0; i < members.size(); ++i) {
     const uint64_t failed = header(static_cast<int>(i))->failed.load(std::memory_order_acquire);
     if (failed == 0 || failed - 1 > op.seq || members[i] == rank) continue;

@@ -191,11 +191,11 @@ struct Record {
   int64_t count = 0;
   uint64_t start_ticks = 0;
   uint64_t end_ticks = 0;  // 0: in flight, or run from the caller's stack
-  int16_t coll = 0, root = 0;
+  int16_t coll = 0, root = 0;  // for a message kSendCode or kRecvCode
   uint8_t dtype = 0, redop = 0, state = 0, blocking = 0;
   uint64_t stream = 0;  // of an operation on a device
   int32_t device = kHost;
-  const Plan* plan = nullptr;  // identity only: the plan may be gone
+  int32_t peer = -1, tag = -1;  // of a message
 };
 
 class Comm {
@@ -232,8 +232,8 @@ class Comm {
 
   // Ends an operation behind one that failed on this rank; true if there is one.
   bool fail_after_own(Op& op);
-  // Ends an operation that an on-node peer has given up; true if it did.
-  bool fail_after_peer(Op& op);
+  // Ends an operation that an on-node peer has given up; true if it has ended.
+  bool fail_after_peer(const std::shared_ptr<Op>& op);
   // Lets the ranks of this node know that they wait in vain from operation `seq` on.
   void tell_failure(uint64_t seq);
   // Makes the communicator unusable; the first reason stays.
@@ -264,7 +264,7 @@ class Comm {
   int mpi_tag = 0;
 
   static constexpr size_t kRecords = 256;
-  std::vector<Record> records;
+  std::vector<Record> records, message_records;  // each by its own sequence number
 
  private:
   friend class Op;

@@ -317,6 +317,11 @@ void Op::fail(std::string message) {
   abandon_mpi();
   comm->break_down(error);
   comm->tell_failure(seq);
+  Record& record = comm->records[seq % Comm::kRecords];
+  if (record.seq == seq) {
+    record.end_ticks = ticks();
+    record.state = static_cast<uint8_t>(OpState::Failed);
+  }
   state.store(static_cast<int>(OpState::Failed), std::memory_order_release);
 }
 

@@ -180,7 +180,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
     if (finished || op->finished()) return WaitResult::Done;
     {
       std::lock_guard<std::mutex> lock(engine.mutex);
-      if (!op->finished() && group.comm->fail_after_peer(*op)) return WaitResult::Done;
+      if (!op->finished() && group.comm->fail_after_peer(op)) return WaitResult::Done;
     }
     if (PyErr_CheckSignals() != 0) return WaitResult::Interrupted;
     const double now = now_s();
@@ -212,8 +212,8 @@ nb::object Request::outcome() {
   if (is_failed()) {
     if (!error_.is_valid()) {
       const char* kind = op_->by_mpi     ? "backend"
-                         : op_->p2p      ? "truncation"
                          : op_->given_up ? "revoked"
+                         : op_->p2p      ? "truncation"
                                          : "mismatch";
       error_ = group_.attr("_operation_error")(what(), op_->error, kind);
     }
@@ -226,7 +226,13 @@ nb::object Request::outcome() {
 nb::object Request::outcome_after(WaitResult ended, double seconds) {
   observed_ = true;
   if (ended == WaitResult::TimedOut) {
-    group_.attr("_timed_out")(what(), op_->seq, seconds, op_->p2p != nullptr, nb::find(*this));
+    std::string waits_for;
+    if (op_->p2p != nullptr) {
+      const Group& group = nb::cast<Group&>(group_);
+      std::lock_guard<std::mutex> lock(group.engine->mutex);
+      if (!op_->finished()) waits_for = group.comm->p2p->waits_for(*op_);
+    }
+    group_.attr("_timed_out")(what(), op_->seq, seconds, waits_for, nb::find(*this));
   }
   return outcome();
 }
@@ -260,16 +266,31 @@ bool Request::test() {
       engine.step();
     }
   }
-  if (!op_->finished()) return false;
+  if (!op_->finished() && !peers_gave_up()) return false;
   outcome();
   return true;
 }
 
-int64_t Request::received_nbytes() const {
-  return op_->p2p && !op_->p2p->is_send ? static_cast<int64_t>(op_->p2p->moved) : -1;
+// What wait() would notice: whether the operation has ended with a peer that gave up.
+bool Request::peers_gave_up() {
+  Group& group = nb::cast<Group&>(group_);
+  std::lock_guard<std::mutex> lock(group.engine->mutex);
+  return op_->finished() || group.comm->fail_after_peer(op_);
 }
 
-int Request::source() const { return op_->p2p ? op_->p2p->source : -1; }
+int64_t Request::received_nbytes() const {
+  if (op_->p2p == nullptr || op_->p2p->is_send) return -1;
+  if (op_->finished()) return static_cast<int64_t>(op_->p2p->moved);
+  const Group& group = nb::cast<Group&>(group_);
+  if (Engine::forked.load(std::memory_order_relaxed)) return 0;
+  std::lock_guard<std::mutex> lock(group.engine->mutex);
+  return static_cast<int64_t>(op_->p2p->moved);
+}
+
+int Request::source() const {
+  // Written before the end, and by whoever has the lock.
+  return op_->p2p != nullptr && op_->finished() ? op_->p2p->source : -1;
+}
 
 nb::object Request::device() const {
   const int device = op_->plan ? op_->plan->device : kHost;
@@ -282,8 +303,11 @@ nb::object Request::stream() const {
 
 nb::str Request::what() const {
   const Group& group = nb::cast<Group&>(group_);
-  if (op_->p2p) return nb::str("{} on {}").format(operation_, group.comm->name);
-  return nb::str("{} #{} on {}").format(operation_, op_->seq, group.comm->name);
+  if (op_->p2p == nullptr) {
+    return nb::str("{} #{} on {}").format(operation_, op_->seq, group.comm->name);
+  }
+  return nb::str("{} #{} {}, on {}")
+      .format(operation_, op_->seq, P2P::whom(*op_), group.comm->name);
 }
 
 nb::str Request::repr() const {

@@ -23,7 +23,9 @@ class Engine:
 
     def start_thread(self) -> None: ...
     def step(self) -> bool:
-        """Run one pass over all operations in flight; True if anything advanced."""
+        """Run one pass over all operations in flight, a slice of each; True if
+        anything advanced.
+        """
 
     def stop_thread(self) -> None: ...
 
@@ -45,7 +47,13 @@ class Group:
     @property
     def _num_plans(self) -> int: ...
     def _probe_latency_ns(self, arg0: int, arg1: int, arg2: float, /) -> float: ...
-    def _records(self) -> list[Any]: ...
+    def _records(self) -> list[Any]:
+        """The last operations, oldest first: (seq, coll, dtype, redop, count, root,
+        state, start_ticks, end_ticks, stream, device, peer, tag). Collectives and
+        messages are numbered each by themselves; a message has 64 (send) or 65
+        (recv) for coll.
+        """
+
     def _recv(
         self,
         data: int,
@@ -78,6 +86,22 @@ class Group:
         dest: int,
         tag: int,
         keep: Any | None,
+        operation: Any,
+        nonblocking: bool,
+        timeout_s: float,
+    ) -> Any: ...
+    def _sendrecv(
+        self,
+        data: int,
+        nbytes: int,
+        dest: int,
+        sendtag: int,
+        out_data: int,
+        capacity: int,
+        source: int,
+        recvtag: int,
+        keep_x: Any | None,
+        keep_out: Any | None,
         operation: Any,
         nonblocking: bool,
         timeout_s: float,

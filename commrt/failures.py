@@ -124,10 +124,9 @@ class Guarded(_native.Group):
         )
 
     def _timed_out(
-        self, what: str, seq: int, seconds: float, is_p2p: bool, request: Any = None
+        self, what: str, seq: int, seconds: float, waits_for: str, request: Any = None
     ) -> NoReturn:
-        unmatched = "no matching call of the peer"
-        who = unmatched if is_p2p else self.who_is_missing(seq)
+        who = waits_for or self.who_is_missing(seq)
         error = TimeoutError_(
             f"{what}, rank {self.rank}: not complete within {seconds:g} s: {who}; it "
             f"stays in flight and its buffers stay alive: wait() for it again (the "

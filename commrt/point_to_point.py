@@ -9,7 +9,7 @@ from commrt.arrays import HostView, overlap, view
 from commrt.calls import as_integer, check_flag, check_timeout
 from commrt.errors import BufferError_, UsageError
 from commrt.failures import Guarded
-from commrt.request import Request, wait_all
+from commrt.request import Request
 
 __all__ = ["PointToPoint"]
 
@@ -74,13 +74,16 @@ class PointToPoint(Guarded):
         source: int,
         sendtag: int = 0,
         recvtag: int = 0,
+        nonblocking: bool = False,
         timeout_s: float | None = None,
     ) -> Any:
         """Send ``x`` to ``dest`` and receive ``out`` from ``source``; return ``out``.
 
-        The two arrays must not overlap.
+        The two arrays must not overlap. It ends, nonblocking as one request, when both
+        messages have; an error says which of them failed, or that both did.
         """
         self._check_usable()
+        nonblocking = check_flag("sendrecv", "nonblocking", nonblocking)
         limit = self._limit("sendrecv", timeout_s)
         # Both sides are checked before either is started.
         sent, dest, sendtag = self._outgoing(
@@ -91,9 +94,21 @@ class PointToPoint(Guarded):
         )
         if overlap(sent, got):
             raise UsageError("sendrecv: out overlaps x; pass separate arrays")
-        receiving = self._start_recv(got, out, source, recvtag, limit)
-        sending = self._start_send(sent, dest, sendtag, True, limit)
-        return wait_all([receiving, sending], timeout_s=limit)[0]
+        return self._sendrecv(
+            sent.address,
+            sent.nbytes,
+            dest,
+            sendtag,
+            got.address,
+            got.nbytes,
+            source,
+            recvtag,
+            sent.owner,
+            out,
+            "sendrecv",
+            nonblocking,
+            limit,
+        )
 
     def _limit(self, what: str, timeout_s: float | None) -> float:
         return self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)

@@ -5,6 +5,8 @@
 #include <nanobind/stl/unordered_map.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "group.hpp"
 #include "p2p.hpp"
 
@@ -13,13 +15,13 @@ namespace commrt {
 namespace {
 
 nb::object start_p2p(nb::handle self, std::shared_ptr<Op> op, nb::handle keep,
-                     nb::handle result, nb::handle operation, bool nonblocking,
+                     nb::handle keep_out, nb::handle result, nb::handle operation, bool nonblocking,
                      double timeout_s) {
   if (!op->finished()) {
     std::lock_guard<std::mutex> lock(nb::inst_ptr<Group>(self)->engine->mutex);
-    if (!op->finished()) keep_alive(*op, keep.ptr(), nullptr);
+    if (!op->finished()) keep_alive(*op, keep.ptr(), keep_out.ptr());
   }
-  return finish_call(self, std::move(op), keep, nb::handle(), result, operation, nonblocking,
+  return finish_call(self, std::move(op), keep, keep_out, result, operation, nonblocking,
                      timeout_s);
 }
 
@@ -32,7 +34,8 @@ nb::object send(nb::handle self, uint64_t data, uint64_t nbytes, int dest, int t
     std::lock_guard<std::mutex> lock(group.engine->mutex);
     op = group.comm->p2p->send(reinterpret_cast<const void*>(data), nbytes, dest, tag);
   }
-  return start_p2p(self, std::move(op), keep, nb::none(), operation, nonblocking, timeout_s);
+  return start_p2p(self, std::move(op), keep, nb::handle(), nb::none(), operation, nonblocking,
+                   timeout_s);
 }
 
 nb::object recv(nb::handle self, uint64_t data, uint64_t capacity, int source, int tag,
@@ -44,7 +47,23 @@ nb::object recv(nb::handle self, uint64_t data, uint64_t capacity, int source, i
     std::lock_guard<std::mutex> lock(group.engine->mutex);
     op = group.comm->p2p->recv(reinterpret_cast<void*>(data), capacity, source, tag);
   }
-  return start_p2p(self, std::move(op), keep, keep, operation, true, timeout_s);
+  return start_p2p(self, std::move(op), keep, nb::handle(), keep, operation, true, timeout_s);
+}
+
+nb::object sendrecv(nb::handle self, uint64_t data, uint64_t nbytes, int dest, int sendtag,
+                    uint64_t out_data, uint64_t capacity, int source, int recvtag,
+                    nb::handle keep_x, nb::handle keep_out, nb::handle operation,
+                    bool nonblocking, double timeout_s) {
+  Group& group = *nb::inst_ptr<Group>(self);
+  std::shared_ptr<Op> op;
+  {
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock(group.engine->mutex);
+    op = group.comm->p2p->sendrecv(reinterpret_cast<const void*>(data), nbytes, dest, sendtag,
+                                   reinterpret_cast<void*>(out_data), capacity, source, recvtag);
+  }
+  return start_p2p(self, std::move(op), keep_x, keep_out, keep_out, operation, nonblocking,
+                   timeout_s);
 }
 
 double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, int repetitions,
@@ -62,7 +81,7 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
     if (op == nullptr) continue;
     Backoff backoff(group.comm->spin_before_yield);
     while (!op->finished()) {
-      if (engine.step_locked()) {
+      if (engine.step_locked(kNoLimit)) {
         backoff.reset();
         continue;
       }
@@ -77,16 +96,24 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
 }
 
 nb::list records_of(const Group& group) {
-  nb::list rows;
-  const auto [end, records] = [&] {
+  std::vector<Record> last;
+  auto take = [&last](const std::vector<Record>& ring, uint64_t end) {
+    for (uint64_t seq = end > Comm::kRecords ? end - Comm::kRecords : 0; seq < end; ++seq) {
+      last.push_back(ring[seq % Comm::kRecords]);
+    }
+  };
+  {
     std::lock_guard<std::mutex> lock(group.engine->mutex);
-    return std::make_pair(group.comm->next_seq, group.comm->records);
-  }();
-  const uint64_t begin = end > Comm::kRecords ? end - Comm::kRecords : 0;
-  for (uint64_t seq = begin; seq < end; ++seq) {
-    const Record& r = records[seq % Comm::kRecords];
+    take(group.comm->records, group.comm->next_seq);
+    take(group.comm->message_records, group.comm->p2p->next_seq());
+  }
+  std::stable_sort(last.begin(), last.end(), [](const Record& a, const Record& b) {
+    return a.start_ticks < b.start_ticks;
+  });
+  nb::list rows;
+  for (const Record& r : last) {
     rows.append(nb::make_tuple(r.seq, r.coll, r.dtype, r.redop, r.count, r.root, r.state,
-                               r.start_ticks, r.end_ticks, r.stream, r.device));
+                               r.start_ticks, r.end_ticks, r.stream, r.device, r.peer, r.tag));
   }
   return rows;
 }
@@ -97,7 +124,8 @@ void bind_group(nb::module_& m) {
   nb::class_<Engine>(m, "Engine", "Progress for every communicator of one rank.")
       .def(nb::init<>())
       .def("step", &Engine::step, nb::call_guard<nb::gil_scoped_release>(),
-           "Run one pass over all operations in flight; True if anything advanced.")
+           "Run one pass over all operations in flight, a slice of each; True if anything "
+           "advanced.")
       .def("start_thread", &Engine::start_thread)
       .def("stop_thread", &Engine::stop_thread, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("has_thread", &Engine::has_thread)
@@ -187,7 +215,10 @@ void bind_group(nb::module_& m) {
              g.remember_plan({count, what, root}, std::move(plan));
            })
       .def("_forget_plans", &Group::forget_plans)
-      .def("_records", &records_of)
+      .def("_records", &records_of,
+           "The last operations, oldest first: (seq, coll, dtype, redop, count, root, state, "
+           "start_ticks, end_ticks, stream, device, peer, tag). Collectives and messages are "
+           "numbered each by themselves; a message has 64 (send) or 65 (recv) for coll.")
       .def("_run_plan",
            [](nb::handle self, PlanPtr plan, uint64_t in, uint64_t out, nb::handle keep_x,
               nb::handle keep_out, nb::handle result, nb::handle operation, bool nonblocking,
@@ -206,7 +237,11 @@ void bind_group(nb::module_& m) {
            nb::arg("keep").none(), nb::arg("operation"), nb::arg("nonblocking"),
            nb::arg("timeout_s"))
       .def("_recv", &recv, nb::arg("data"), nb::arg("capacity"), nb::arg("source"),
-           nb::arg("tag"), nb::arg("keep").none(), nb::arg("operation"), nb::arg("timeout_s"));
+           nb::arg("tag"), nb::arg("keep").none(), nb::arg("operation"), nb::arg("timeout_s"))
+      .def("_sendrecv", &sendrecv, nb::arg("data"), nb::arg("nbytes"), nb::arg("dest"),
+           nb::arg("sendtag"), nb::arg("out_data"), nb::arg("capacity"), nb::arg("source"),
+           nb::arg("recvtag"), nb::arg("keep_x").none(), nb::arg("keep_out").none(),
+           nb::arg("operation"), nb::arg("nonblocking"), nb::arg("timeout_s"));
 
   m.def("region_nbytes", [](int members, uint64_t lane_nbytes) {
     return RegionLayout(members, lane_nbytes).nbytes;

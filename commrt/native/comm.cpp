@@ -24,7 +24,7 @@ uint64_t ticks() {
 }
 
 Comm::Comm(Engine& engine_, int rank_, int size_, std::string name_)
-    : engine(engine_), rank(rank_), size(size_), name(std::move(name_)), records(kRecords),
+    : engine(engine_), rank(rank_), size(size_), name(std::move(name_)), records(kRecords), message_records(kRecords),
       links_(static_cast<size_t>(size_)), member_index_(static_cast<size_t>(size_), -1) {
   for (auto& lane : lanes_) lane.last.assign(static_cast<size_t>(size), 0);
   p2p = std::make_unique<P2P>(*this);
@@ -114,11 +114,10 @@ void Comm::note(uint64_t seq, const Plan& plan, uint64_t stream) {
   record.state = 0;
   record.stream = stream;
   record.device = plan.device;
-  record.plan = &plan;
 }
 
 std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const void* in,
-                                void* out, void* const* keep, bool timed) {
+                                void* out, void* const* keep, bool timed, uint64_t limit) {
   std::shared_ptr<Op> op = fresh_op();
   op->bind(plan, in, out);  // first: without memory for scratch, nothing has happened
   op->store = store_for_run(*plan, timed);
@@ -135,7 +134,7 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
   // so with others in flight this one is only queued and run by progress().
   if (active_.empty()) {
     lane_refused_ = false;
-    op->advance();
+    op->advance(limit);
     if (op->finished()) {
       if (op->has_keep()) engine.discard(std::shared_ptr<Op>(op));
       return op;
@@ -168,13 +167,13 @@ void Comm::recycle(std::shared_ptr<Op> op) {
 
 bool Comm::idle() const { return active_.empty() && p2p->idle(); }
 
-bool Comm::progress() {
+bool Comm::progress(uint64_t limit) {
   bool any = p2p->progress();
   lane_refused_ = false;
   bool ended = false;
   for (size_t i = 0; i < active_.size(); ++i) {
     Op& op = *active_[i];
-    if (!op.finished() && (fail_after_own(op) || op.advance())) any = true;
+    if (!op.finished() && (fail_after_own(op) || op.advance(limit))) any = true;
     ended = ended || op.finished();
   }
   if (ended) {
@@ -238,8 +237,10 @@ bool Comm::fail_after_own(Op& op) {
   return true;
 }
 
-bool Comm::fail_after_peer(Op& op) {
-  if (arena == nullptr || op.p2p != nullptr) return false;
+bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
+  Op& op = *given;
+  if (op.p2p != nullptr) return p2p->fail_after_peer(given);
+  if (arena == nullptr) return false;
   for (size_t i = 0; i < members.size(); ++i) {
     const uint64_t failed = header(static_cast<int>(i))->failed.load(std::memory_order_acquire);
     if (failed == 0 || failed - 1 > op.seq || members[i] == rank) continue;

@@ -58,6 +58,11 @@ struct Link {
   }
 };
 
+// What one pass does for one operation, at most, in bytes of values; one instruction is never
+// cut. A wait has nothing better to do than all that can be done.
+constexpr uint64_t kSliceBytes = 128 * 1024;
+constexpr uint64_t kNoLimit = ~uint64_t{0};
+
 enum class OpState : int { Running = 0, Done = 1, Failed = 2 };
 
 // Point-to-point messages have peers and tags instead of a plan.
@@ -109,13 +114,15 @@ class Op {
   // The same for an operation whose first `done` instructions are done already.
   void resume(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_,
               size_t done, int lane);
-  // Runs whatever can run now; true if anything did.
-  bool advance();
+  // Runs what can run now, and stops after `limit` bytes of it; true if anything did.
+  bool advance(uint64_t limit);
 
  private:
   friend class Comm;
   uint64_t head_ = 0, total_ = 0;  // position = fragment * instructions + instruction
   uint64_t head_fragment_ = 0;
+  uint64_t worked_ = 0;   // bytes in this call of advance()
+  size_t divided_ = 0;    // elements of the result that are divided already
   std::vector<uint64_t> done_bits_;
   uint64_t done_mask_ = 0;  // window size - 1
   std::vector<uint64_t> out_base_, in_base_;  // first id of this operation, per plan peer
@@ -158,6 +165,7 @@ class Op {
                         const unsigned char* const* arrived);
   void pack(const Instr& ins, int64_t fragment, unsigned char* to);
   void take_inputs(const Instr& ins, int64_t fragment);
+  bool divide(uint64_t limit);
   bool advance_native();
   void fail(std::string message);
   void finish();
@@ -183,11 +191,11 @@ struct Record {
   int64_t count = 0;
   uint64_t start_ticks = 0;
   uint64_t end_ticks = 0;  // 0: in flight, or run from the caller's stack
-  int16_t coll = 0, root = 0;
+  int16_t coll = 0, root = 0;  // for a message kSendCode or kRecvCode
   uint8_t dtype = 0, redop = 0, state = 0, blocking = 0;
   uint64_t stream = 0;  // of an operation on a device
   int32_t device = kHost;
-  const Plan* plan = nullptr;  // identity only: the plan may be gone
+  int32_t peer = -1, tag = -1;  // of a message
 };
 
 class Comm {
@@ -204,9 +212,9 @@ class Comm {
   void attach_mpi(Handle mpi_comm, int tag, const std::vector<int>& mpi_ranks);
 
   // `keep` are the owners of the buffers of a nonblocking call (references handed over to
-  // the operation), or null.
+  // the operation), or null. Does at most `limit` bytes of the work at once.
   std::shared_ptr<Op> start(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
-                            void* const* keep, bool timed = false);
+                            void* const* keep, bool timed = false, uint64_t limit = kNoLimit);
   // A short plan with nothing else in flight: null when complete, else the Op it became.
   // Spins at most `spins` times for a message.
   std::shared_ptr<Op> run_short(const std::shared_ptr<const Plan>& plan, const void* in,
@@ -216,15 +224,16 @@ class Comm {
   void report_run(const Plan& plan, uint64_t took_ticks);
   bool quiet() const { return active_.empty() && messages_in_flight == 0; }
   void recycle(std::shared_ptr<Op> op);  // a finished operation nobody refers to
-  bool progress();
+  // One pass, with at most `limit` bytes of every operation.
+  bool progress(uint64_t limit);
   bool idle() const;
   Link& link(int rank) { return links_[rank]; }
   int member_of(int rank) const { return member_index_[rank]; }
 
   // Ends an operation behind one that failed on this rank; true if there is one.
   bool fail_after_own(Op& op);
-  // Ends an operation that an on-node peer has given up; true if it did.
-  bool fail_after_peer(Op& op);
+  // Ends an operation that an on-node peer has given up; true if it has ended.
+  bool fail_after_peer(const std::shared_ptr<Op>& op);
   // Lets the ranks of this node know that they wait in vain from operation `seq` on.
   void tell_failure(uint64_t seq);
   // Makes the communicator unusable; the first reason stays.
@@ -255,7 +264,7 @@ class Comm {
   int mpi_tag = 0;
 
   static constexpr size_t kRecords = 256;
-  std::vector<Record> records;
+  std::vector<Record> records, message_records;  // each by its own sequence number
 
  private:
   friend class Op;

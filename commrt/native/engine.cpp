@@ -40,15 +40,15 @@ void Engine::remove(Comm* comm) {
   comms_.erase(std::remove(comms_.begin(), comms_.end(), comm), comms_.end());
 }
 
-bool Engine::step_locked() {
+bool Engine::step_locked(uint64_t limit) {
   bool any = false;
-  for (Comm* comm : comms_) any = comm->progress() || any;
+  for (Comm* comm : comms_) any = comm->progress(limit) || any;
   return any;
 }
 
 bool Engine::step() {
   std::lock_guard<std::mutex> lock(mutex);
-  return step_locked();
+  return step_locked(kSliceBytes);
 }
 
 bool Engine::busy_locked() const {
@@ -94,7 +94,7 @@ void Engine::thread_main() {
       std::unique_lock<std::mutex> lock(mutex);
       parked_->wait(lock, [this] { return stopping_ || busy_locked(); });
       if (stopping_) return;
-      advanced = step_locked();
+      advanced = step_locked(kSliceBytes);
     }
     // Between passes the lock is free, so that callers can submit and wait.
     if (advanced) backoff.reset();

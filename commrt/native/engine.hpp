@@ -23,10 +23,11 @@ class Engine {
   void add(Comm* comm);
   void remove(Comm* comm);
 
-  // One pass over all operations in flight; true if anything advanced. Takes the lock.
+  // One pass over all operations in flight, a slice of each; true if anything advanced.
+  // Takes the lock.
   bool step();
-  // The same for callers that hold the lock.
-  bool step_locked();
+  // The same for callers that hold the lock. One that waits needs no slices.
+  bool step_locked(uint64_t limit);
 
   // Progress thread: runs while operations are in flight, parks when there are none.
   void start_thread();

@@ -3,7 +3,8 @@
 //
 // The position of instruction i of fragment f in an operation's stream is f * m + i.
 // Positions below head_ are done; above it, up to `depth` fragments are tried, in order, so
-// that a rank waiting for one message does whatever else it can.
+// that a rank waiting for one message does whatever else it can. A call does one slice of the
+// work, or, for whoever waits anyway, all that can be done.
 #include <algorithm>
 #include <cstring>
 
@@ -45,6 +46,7 @@ void Op::adopt(const std::shared_ptr<const Plan>& plan_, const void* in_, void* 
   lane_ = -1;
   head_ = 0;
   head_fragment_ = 0;
+  divided_ = 0;
   const Plan& p = *plan;
   if (p.native) return;
   const uint64_t m = p.instrs.size();
@@ -88,7 +90,7 @@ bool Op::deps_done(const Instr& ins, uint64_t first) const {
   return true;
 }
 
-bool Op::advance() {
+bool Op::advance(uint64_t limit) {
   const Plan& p = *plan;
   if (p.native) return advance_native();
   bool any = false;
@@ -98,6 +100,7 @@ bool Op::advance() {
     any = true;
   }
   const uint64_t m = p.instrs.size();
+  worked_ = 0;
   for (bool again = true; again && !finished();) {
     again = false;
     uint64_t index = head_ - head_fragment_ * m;
@@ -113,12 +116,13 @@ bool Op::advance() {
         index = 0;
         ++head_fragment_;
       }
+      if (worked_ >= limit && head_ < total_) return true;
     }
     // Once failed, the buffers may be gone: whoever waits has been told.
     if (finished()) return true;
     if (head_ == total_) {
       if (!all_sent()) return any;
-      if (!finished()) finish();
+      if (!finished() && divide(limit)) finish();
       return true;
     }
     const uint64_t limit =
@@ -135,6 +139,7 @@ bool Op::advance() {
       if (finished()) return true;
       set_done(pos);
       any = again = true;
+      if (worked_ >= limit) return true;
     }
   }
   return any;
@@ -173,9 +178,13 @@ bool Op::outputs_free(const Instr& ins, int64_t fragment) {
 
 bool Op::run(int64_t fragment, int index) {
   const Instr& ins = plan->instrs[index];
-  if (ins.has_mpi) return run_mpi(fragment, index);
-  if (!inputs_arrived(ins, fragment) || !outputs_free(ins, fragment)) return false;
-  compute_and_send(ins, fragment, nullptr);
+  if (ins.has_mpi) {
+    if (!run_mpi(fragment, index)) return false;
+  } else {
+    if (!inputs_arrived(ins, fragment) || !outputs_free(ins, fragment)) return false;
+    compute_and_send(ins, fragment, nullptr);
+  }
+  worked_ += ins.slice_nbytes;
   return true;
 }
 
@@ -308,14 +317,28 @@ void Op::fail(std::string message) {
   abandon_mpi();
   comm->break_down(error);
   comm->tell_failure(seq);
+  Record& record = comm->records[seq % Comm::kRecords];
+  if (record.seq == seq) {
+    record.end_ticks = ticks();
+    record.state = static_cast<uint8_t>(OpState::Failed);
+  }
   state.store(static_cast<int>(OpState::Failed), std::memory_order_release);
+}
+
+// The mean of integers: divides the result; true once all of it is divided.
+bool Op::divide(uint64_t limit) {
+  const Plan& p = *plan;
+  if (!p.divide_out) return true;
+  const size_t elems = static_cast<size_t>(p.out_elems);
+  const size_t piece = std::min<uint64_t>(elems - divided_, limit / p.itemsize);
+  divide_inplace(p.dtype, out + divided_ * p.itemsize, piece, p.divisor);
+  divided_ += piece;
+  return divided_ == elems;
 }
 
 void Op::finish() {
   const Plan& p = *plan;
-  if (p.divide_out && p.out_elems > 0) {
-    divide_inplace(p.dtype, out, static_cast<size_t>(p.out_elems), p.divisor);
-  }
+  divide(kNoLimit);  // what a vendor collective leaves
   if (timed_from != 0) comm->report_run(p, ticks() - timed_from);
   comm->release_lane(*this);
   Record& record = comm->records[seq % Comm::kRecords];

@@ -51,6 +51,16 @@ bool fill_dtype_codes() {
   return true;
 }
 
+constexpr int64_t kLongBytes = 32768;
+
+bool is_long(const Plan& plan) {
+  return (plan.in_elems + plan.out_elems) * static_cast<int64_t>(plan.itemsize) > kLongBytes;
+}
+
+bool is_long(const Op& op) {
+  return op.p2p != nullptr ? op.p2p->nbytes > kLongBytes : is_long(*op.plan);
+}
+
 int dtype_code(int type_num) {
   static const bool filled = fill_dtype_codes();
   (void)filled;
@@ -132,10 +142,10 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
   constexpr int kSpinsWithGil = 24;  // about 2 us
   constexpr double kSignalPeriod_s = 0.05;
   Engine& engine = *group.engine;
-  for (int i = 0; i < kSpinsWithGil; ++i) {
+  for (int i = 0; i < kSpinsWithGil && !is_long(*op); ++i) {
     if (op->finished()) return WaitResult::Done;
     if (engine.mutex.try_lock()) {
-      engine.step_locked();
+      engine.step_locked(kSliceBytes);
       engine.mutex.unlock();
     }
   }
@@ -154,7 +164,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
         }
         bool advanced = false;
         if (engine.mutex.try_lock()) {
-          advanced = engine.step_locked();
+          advanced = engine.step_locked(kNoLimit);
           engine.mutex.unlock();
         }
         if (advanced) {
@@ -171,7 +181,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
     if (finished || op->finished()) return WaitResult::Done;
     {
       std::lock_guard<std::mutex> lock(engine.mutex);
-      if (!op->finished() && group.comm->fail_after_peer(*op)) return WaitResult::Done;
+      if (!op->finished() && group.comm->fail_after_peer(op)) return WaitResult::Done;
     }
     if (PyErr_CheckSignals() != 0) return WaitResult::Interrupted;
     const double now = now_s();
@@ -203,8 +213,8 @@ nb::object Request::outcome() {
   if (is_failed()) {
     if (!error_.is_valid()) {
       const char* kind = op_->by_mpi     ? "backend"
-                         : op_->p2p      ? "truncation"
                          : op_->given_up ? "revoked"
+                         : op_->p2p      ? "truncation"
                                          : "mismatch";
       error_ = group_.attr("_operation_error")(what(), op_->error, kind);
     }
@@ -217,7 +227,13 @@ nb::object Request::outcome() {
 nb::object Request::outcome_after(WaitResult ended, double seconds) {
   observed_ = true;
   if (ended == WaitResult::TimedOut) {
-    group_.attr("_timed_out")(what(), op_->seq, seconds, op_->p2p != nullptr, nb::find(*this));
+    std::string waits_for;
+    if (op_->p2p != nullptr) {
+      const Group& group = nb::cast<Group&>(group_);
+      std::lock_guard<std::mutex> lock(group.engine->mutex);
+      if (!op_->finished()) waits_for = group.comm->p2p->waits_for(*op_);
+    }
+    group_.attr("_timed_out")(what(), op_->seq, seconds, waits_for, nb::find(*this));
   }
   return outcome();
 }
@@ -243,18 +259,39 @@ nb::object Request::wait(nb::object stream, nb::object timeout) {
 bool Request::test() {
   if (!op_->finished()) {
     if (Engine::forked.load(std::memory_order_relaxed)) group_.attr("_check_usable")();
-    nb::cast<Group&>(group_).engine->step();
+    Engine& engine = *nb::cast<Group&>(group_).engine;
+    if (is_long(*op_)) {
+      nb::gil_scoped_release release;
+      engine.step();
+    } else {
+      engine.step();
+    }
   }
-  if (!op_->finished()) return false;
+  if (!op_->finished() && !peers_gave_up()) return false;
   outcome();
   return true;
 }
 
-int64_t Request::received_nbytes() const {
-  return op_->p2p && !op_->p2p->is_send ? static_cast<int64_t>(op_->p2p->moved) : -1;
+// What wait() would notice: whether the operation has ended with a peer that gave up.
+bool Request::peers_gave_up() {
+  Group& group = nb::cast<Group&>(group_);
+  std::lock_guard<std::mutex> lock(group.engine->mutex);
+  return op_->finished() || group.comm->fail_after_peer(op_);
 }
 
-int Request::source() const { return op_->p2p ? op_->p2p->source : -1; }
+int64_t Request::received_nbytes() const {
+  if (op_->p2p == nullptr || op_->p2p->is_send) return -1;
+  if (op_->finished()) return static_cast<int64_t>(op_->p2p->moved);
+  const Group& group = nb::cast<Group&>(group_);
+  if (Engine::forked.load(std::memory_order_relaxed)) return 0;
+  std::lock_guard<std::mutex> lock(group.engine->mutex);
+  return static_cast<int64_t>(op_->p2p->moved);
+}
+
+int Request::source() const {
+  // Written before the end, and by whoever has the lock.
+  return op_->p2p != nullptr && op_->finished() ? op_->p2p->source : -1;
+}
 
 nb::object Request::device() const {
   const int device = op_->plan ? op_->plan->device : kHost;
@@ -267,8 +304,11 @@ nb::object Request::stream() const {
 
 nb::str Request::what() const {
   const Group& group = nb::cast<Group&>(group_);
-  if (op_->p2p) return nb::str("{} on {}").format(operation_, group.comm->name);
-  return nb::str("{} #{} on {}").format(operation_, op_->seq, group.comm->name);
+  if (op_->p2p == nullptr) {
+    return nb::str("{} #{} on {}").format(operation_, op_->seq, group.comm->name);
+  }
+  return nb::str("{} #{} {}, on {}")
+      .format(operation_, op_->seq, P2P::whom(*op_), group.comm->name);
 }
 
 nb::str Request::repr() const {
@@ -282,9 +322,7 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
   Group& group = *nb::inst_ptr<Group>(group_object);
   Engine& engine = *group.engine;
   // Long copies happen outside the GIL; short operations are over sooner than it is released.
-  constexpr int64_t kLong = 32768;
-  const bool is_long =
-      (plan->in_elems + plan->out_elems) * static_cast<int64_t>(plan->itemsize) > kLong;
+  const bool outside = is_long(*plan);
   std::shared_ptr<Op> op;
   std::unique_lock<std::mutex> lock(engine.mutex, std::defer_lock);
   if (!nonblocking && plan->run_short && lock.try_lock()) {
@@ -301,13 +339,14 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
   void* kept[2] = {nonblocking ? keep_x.ptr() : nullptr,
                    nonblocking ? keep_out.ptr() : nullptr};
   for (void* object : kept) Py_XINCREF(static_cast<PyObject*>(object));
-  if (!is_long && lock.try_lock()) {
-    op = group.comm->start(plan, in, out, kept, !nonblocking);
+  const uint64_t limit = nonblocking ? kSliceBytes : kNoLimit;
+  if (!outside && lock.try_lock()) {
+    op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
     lock.unlock();
   } else {
     nb::gil_scoped_release release;
     lock.lock();
-    op = group.comm->start(plan, in, out, kept, !nonblocking);
+    op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
     lock.unlock();
   }
   return finish_call(group_object, std::move(op), keep_x, keep_out, result, operation,

@@ -88,6 +88,7 @@ class Request {
 
   nb::object wait(nb::object stream, nb::object timeout_s);
   bool test();
+  bool peers_gave_up();
   bool done() const { return op_->finished(); }
   bool is_failed() const {
     return op_->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed);

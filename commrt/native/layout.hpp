@@ -54,7 +54,9 @@ struct alignas(kLineBytes) Ack {
 
 struct alignas(kLineBytes) RankHeader {
   std::atomic<uint64_t> started;  // collectives this rank has started on this communicator
-  std::atomic<uint64_t> failed;   // 1 + sequence number of the operation that failed here
+  // 1 + sequence number of the operation that failed here. On a line of its own: peers look
+  // at it again and again, and it is written once.
+  alignas(kLineBytes) std::atomic<uint64_t> failed;
 };
 
 // Where things lie in a region. Every member computes the same layout.

@@ -13,6 +13,7 @@ static_assert(sizeof(PacketHeader) <= kInlineBytes);
 
 namespace {
 constexpr size_t kMpiPacketBytes = 1 << 20;
+constexpr int kMaxSending = 8;  // packets that one peer is sent at once over MPI
 }
 
 P2P::P2P(Comm& comm) : comm_(comm), channels_(static_cast<size_t>(comm.size)) {}
@@ -38,75 +39,6 @@ void P2P::attach() {
   }
 }
 
-std::shared_ptr<Op> P2P::begin(int peer, int tag, uint64_t nbytes) {
-  if (!attached_) attach();
-  auto op = std::make_shared<Op>();
-  op->comm = &comm_;
-  op->p2p = std::make_unique<P2PTask>();
-  op->p2p->peer = peer;
-  op->p2p->tag = tag;
-  op->p2p->nbytes = nbytes;
-  op->p2p->id = next_id_++;
-  ++comm_.messages_in_flight;
-  return op;
-}
-
-std::shared_ptr<Op> P2P::send(const void* buffer, uint64_t nbytes, int dest, int tag) {
-  auto op = begin(dest, tag, nbytes);
-  P2PTask& task = *op->p2p;
-  task.is_send = true;
-  task.send_buffer = static_cast<const unsigned char*>(buffer);
-  if (dest == comm_.rank) {
-    PacketHeader header{PacketKind::Eager, tag, nbytes, task.id, 0, 0};
-    arrived(dest, header, task.send_buffer);
-    complete(op);
-    return op;
-  }
-  if (refused(op, dest)) return op;
-  channels_[dest].unannounced.push_back(op);
-  progress();
-  return op;
-}
-
-std::shared_ptr<Op> P2P::recv(void* buffer, uint64_t capacity, int source, int tag) {
-  auto op = begin(source, tag, capacity);
-  P2PTask& task = *op->p2p;
-  task.recv_buffer = static_cast<unsigned char*>(buffer);
-  if (refused(op, source)) return op;
-  for (auto it = unexpected_.begin(); it != unexpected_.end(); ++it) {
-    if (!matches(task, it->source, it->header.tag)) continue;
-    Incoming message = std::move(*it);
-    unexpected_.erase(it);
-    deliver(op, message.source, message.header, message.payload.data());
-    progress();
-    return op;
-  }
-  posted_.push_back(op);
-  progress();
-  return op;
-}
-
-bool P2P::refused(const std::shared_ptr<Op>& op, int peer) {
-  if (peer == kAnySource || channels_[peer].failure.empty()) return false;
-  op->by_mpi = true;
-  complete(op, channels_[peer].failure + "; " + kAfterMpiFailure);
-  return true;
-}
-
-bool P2P::matches(const P2PTask& task, int source, int tag) {
-  return (task.peer == kAnySource || task.peer == source) &&
-         (task.tag == kAnyTag || task.tag == tag);
-}
-
-void P2P::complete(const std::shared_ptr<Op>& op, std::string error) {
-  --comm_.messages_in_flight;
-  op->error = std::move(error);
-  const OpState state = op->error.empty() ? OpState::Done : OpState::Failed;
-  op->state.store(static_cast<int>(state), std::memory_order_release);
-  // Python objects are dropped later, by someone who holds the GIL.
-  if (op->has_keep()) comm_.engine.discard(std::shared_ptr<Op>(op));
-}
-
 bool P2P::idle() const { return comm_.messages_in_flight == 0 && !lingering_; }
 
 // A message has met its receive.
@@ -115,6 +47,7 @@ void P2P::deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader&
   P2PTask& task = *op->p2p;
   Channel& c = channels_[source];
   task.source = source;
+  task.stage = Stage::Matched;
   task.expected = header.nbytes;
   const bool too_long = header.nbytes > task.nbytes;
   if (header.kind == PacketKind::Rts) {
@@ -152,9 +85,16 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
   }
   if (header.kind == PacketKind::Cts) {
     const auto it = announced_.find(header.send_id);
-    if (it == announced_.end()) return;
+    if (it == announced_.end()) {
+      if (header.recv_id == kDiscard) return;
+      channels_[source].control.push_back(
+          {PacketKind::Gone, header.tag, 0, header.send_id, header.recv_id, 0});
+      lingering_ = true;
+      return;
+    }
     auto op = std::move(it->second);
     announced_.erase(it);
+    op->p2p->stage = Stage::Matched;
     if (header.recv_id == kDiscard) {
       complete(op);
     } else {
@@ -177,18 +117,26 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     }
     return;
   }
-  for (auto it = posted_.begin(); it != posted_.end(); ++it) {
-    if (!matches(*(*it)->p2p, source, header.tag)) continue;
-    const auto op = *it;
-    posted_.erase(it);
+  if (header.kind == PacketKind::Gone) {
+    const auto it = receiving_.find(header.recv_id);
+    if (it == receiving_.end()) return;
+    const auto op = std::move(it->second);
+    receiving_.erase(it);
+    give_up(op, "rank " + std::to_string(source) + " gave the message up");
+    return;
+  }
+  if (const auto it = posted_.find(key(source, header.tag)); it != posted_.end()) {
+    const auto op = std::move(it->second.front());
+    it->second.pop_front();
+    if (it->second.empty()) posted_.erase(it);
     deliver(op, source, header, payload);
     return;
   }
-  Incoming message{source, header, {}};
+  Incoming message{header, {}};
   if (header.kind == PacketKind::Eager && header.nbytes != 0) {
     message.payload.assign(payload, payload + header.nbytes);
   }
-  unexpected_.push_back(std::move(message));
+  unexpected_[key(source, header.tag)].push_back(std::move(message));
 }
 
 // MPI has failed for this peer: what needs it ends with an error. True, as this is progress.
@@ -200,11 +148,14 @@ bool P2P::lose(int peer, const char* function, int code) {
   comm_.tell_failure(comm_.next_seq);
   std::vector<std::shared_ptr<Op>> ended(c.unannounced.begin(), c.unannounced.end());
   ended.insert(ended.end(), c.streaming.begin(), c.streaming.end());
-  for (const auto& op : posted_) if (op->p2p->peer == peer) ended.push_back(op);
+  for (auto it = posted_.begin(); it != posted_.end();) {
+    const bool lost = static_cast<int>(it->first >> 32) == peer;
+    if (lost) ended.insert(ended.end(), it->second.begin(), it->second.end());
+    it = lost ? posted_.erase(it) : std::next(it);
+  }
   for (const auto& [id, op] : announced_) if (op->p2p->peer == peer) ended.push_back(op);
   for (const auto& [id, op] : receiving_) if (op->p2p->source == peer) ended.push_back(op);
   for (const auto& op : ended) {
-    posted_.remove(op);
     announced_.erase(op->p2p->id);
     receiving_.erase(op->p2p->id);
     refused(op, peer);
@@ -235,7 +186,6 @@ bool P2P::push(int peer, const PacketHeader& header, const unsigned char* payloa
     c.out_lines[i].seq.store(++c.out, std::memory_order_release);
     return true;
   }
-  constexpr size_t kMaxSending = 8;
   if (c.mpi_sending.size() >= kMaxSending) return false;
   MpiPacket& packet = c.mpi_sending.emplace_back();
   packet.nbytes = sizeof header + nbytes;
@@ -250,17 +200,17 @@ bool P2P::push(int peer, const PacketHeader& header, const unsigned char* payloa
 
 bool P2P::pull(int peer) {
   Channel& c = channels_[peer];
-  bool any = false;
-  for (;;) {
+  int taken = 0;
+  for (; taken < kPacketLines; ++taken) {
     const uint64_t i = c.in % kPacketLines;
     const Line& line = c.in_lines[i];
-    if (line.seq.load(std::memory_order_acquire) != c.in + 1) return any;
+    if (line.seq.load(std::memory_order_acquire) != c.in + 1) break;
     PacketHeader header;
     std::memcpy(&header, line.payload, sizeof header);
     arrived(peer, header, c.in_packets + i * kPacketBytes);
     c.ack->consumed.store(++c.in, std::memory_order_release);
-    any = true;
   }
+  return taken != 0;
 }
 
 // Large packets need the sender's help to arrive, so their receives are polled, never waited
@@ -270,7 +220,7 @@ bool P2P::pull_mpi(int peer) {
   const Link& link = comm_.link(peer);
   const int tag = comm_.mpi_tag + 1;
   bool any = false;
-  for (;;) {
+  for (int found = 0; found < kMaxSending; ++found) {
     MpiStatus status;
     int flag = 0, count = 0;
     int rc = mpi().iprobe(link.mpi_rank, tag, comm_.mpi_comm, &flag, &status);
@@ -286,7 +236,7 @@ bool P2P::pull_mpi(int peer) {
     if (rc != 0) return lose(peer, "MPI_Irecv", rc);
     any = true;
   }
-  while (!c.mpi_arriving.empty()) {
+  for (size_t copied = 0; copied < kMpiPacketBytes && !c.mpi_arriving.empty();) {
     MpiPacket& packet = c.mpi_arriving.front();
     MpiStatus status;
     int flag = 0;
@@ -296,6 +246,7 @@ bool P2P::pull_mpi(int peer) {
     PacketHeader header;
     std::memcpy(&header, packet.bytes.get(), sizeof header);
     arrived(peer, header, packet.bytes.get() + sizeof header);
+    copied += packet.nbytes;
     c.mpi_arriving.pop_front();
     any = true;
   }
@@ -321,11 +272,17 @@ bool P2P::reap(int peer) {
 bool P2P::flush(int peer) {
   Channel& c = channels_[peer];
   bool any = reap(peer);
+  // As much as a peer's lines hold, or one packet of MPI's: a pass is bounded, however fast
+  // the peer takes it all.
+  const size_t packet =
+      comm_.link(peer).kind == LinkKind::Shared ? kPacketBytes : kMpiPacketBytes;
+  const size_t most = std::max(kMpiPacketBytes / 4, packet);
+  size_t pushed = 0;
   while (!c.control.empty() && push(peer, c.control.front(), nullptr, 0)) {
     c.control.pop_front();
     any = true;
   }
-  while (!c.unannounced.empty()) {
+  while (!c.unannounced.empty() && pushed < most) {
     auto op = c.unannounced.front();
     P2PTask& task = *op->p2p;
     const uint64_t held = task.nbytes + kEagerOverhead;  // there, until it is received
@@ -335,22 +292,23 @@ bool P2P::flush(int peer) {
     if (!push(peer, header, task.send_buffer, eager ? task.nbytes : 0)) break;
     c.unannounced.pop_front();
     any = true;
+    pushed += kEagerOverhead + (eager ? task.nbytes : 0);
     if (eager) {
       c.eager_out += held;
       complete(op);
     } else {
+      task.stage = Stage::Announced;
       announced_.emplace(task.id, std::move(op));
     }
   }
-  const size_t packet =
-      comm_.link(peer).kind == LinkKind::Shared ? kPacketBytes : kMpiPacketBytes;
-  while (!c.streaming.empty()) {
+  while (!c.streaming.empty() && pushed < most) {
     auto op = c.streaming.front();
     P2PTask& task = *op->p2p;
     const uint64_t nbytes = std::min<uint64_t>(packet, task.nbytes - task.moved);
     PacketHeader header{PacketKind::Data, task.tag, nbytes, task.id, task.peer_id, task.moved};
     if (!push(peer, header, task.send_buffer + task.moved, nbytes)) break;
     task.moved += nbytes;
+    pushed += nbytes;
     any = true;
     if (task.moved == task.nbytes) {
       complete(op);
@@ -362,8 +320,26 @@ bool P2P::flush(int peer) {
 
 bool P2P::on_the_way() const {
   return std::any_of(channels_.begin(), channels_.end(), [](const Channel& c) {
-    return !c.control.empty() || !c.mpi_sending.empty() || !c.mpi_arriving.empty();
+    return c.on_the_way();
   });
+}
+
+// What concerns one peer.
+bool P2P::serve(int peer) {
+  const LinkKind kind = comm_.link(peer).kind;
+  if (kind == LinkKind::Self || !channels_[peer].failure.empty()) return false;
+  bool any = kind == LinkKind::Shared ? pull(peer) : pull_mpi(peer);
+  const Channel& c = channels_[peer];
+  if (c.failure.empty() && flush(peer)) any = true;
+  lingering_ = lingering_ || c.on_the_way();
+  return any;
+}
+
+// All that an on-node peer has sent so far.
+bool P2P::drain(int peer) {
+  bool any = false;
+  while (pull(peer)) any = true;
+  return any;
 }
 
 bool P2P::progress() {
@@ -377,10 +353,7 @@ bool P2P::progress() {
   }
   bool any = false;
   for (int peer = 0; peer < comm_.size; ++peer) {
-    const LinkKind kind = comm_.link(peer).kind;
-    if (kind == LinkKind::Self || !channels_[peer].failure.empty()) continue;
-    if (kind == LinkKind::Shared ? pull(peer) : pull_mpi(peer)) any = true;
-    if (channels_[peer].failure.empty() && flush(peer)) any = true;
+    any = serve(peer) || any;
   }
   lingering_ = on_the_way();
   return any;

@@ -23,15 +23,16 @@
 
 namespace commrt {
 
-constexpr int kAnySource = -1;
-constexpr int kAnyTag = -1;
-
 // What a rank holds of one peer's short messages that it has not received, at most; each
 // counts with what its place in the list of such messages takes.
 constexpr uint64_t kEagerBytes = 4 << 20;
-constexpr uint64_t kEagerOverhead = 128;
+constexpr uint64_t kEagerOverhead = 192;
 
-enum class PacketKind : uint32_t { Eager, Rts, Cts, Data, Credit };
+// What stands in a record for the code of a collective.
+constexpr int16_t kSendCode = 64, kRecvCode = 65;
+
+// Gone answers a CTS for a message that its sender has given up meanwhile.
+enum class PacketKind : uint32_t { Eager, Rts, Cts, Data, Credit, Gone };
 
 struct PacketHeader {
   PacketKind kind;
@@ -43,8 +44,16 @@ struct PacketHeader {
 };
 constexpr uint64_t kDiscard = ~uint64_t{0};
 
+enum class Stage : uint8_t {
+  Queued,     // send: its peer has not been told of it
+  Announced,  // send: it has
+  Posted,     // receive: without a message
+  Matched     // both sides know of each other
+};
+
 struct P2PTask {
   bool is_send = false;
+  Stage stage = Stage::Queued;
   int peer = 0;
   int tag = 0;
   const unsigned char* send_buffer = nullptr;
@@ -55,6 +64,9 @@ struct P2PTask {
   uint64_t id = 0;
   uint64_t peer_id = 0;
   int source = -1;          // receive: whose message it was
+  int dest = -1, sendtag = 0;      // of a sendrecv, beside peer and tag of its receive
+  std::shared_ptr<Op> whole;       // of a half: the sendrecv that it belongs to
+  std::shared_ptr<Op> halves[2];   // of a sendrecv: receive and send, until both have ended
 };
 
 class P2P {
@@ -63,16 +75,31 @@ class P2P {
 
   std::shared_ptr<Op> send(const void* buffer, uint64_t nbytes, int dest, int tag);
   std::shared_ptr<Op> recv(void* buffer, uint64_t capacity, int source, int tag);
+  // Both at once, as one operation that ends when both have.
+  std::shared_ptr<Op> sendrecv(const void* buffer, uint64_t nbytes, int dest, int sendtag,
+                               void* out, uint64_t capacity, int source, int recvtag);
+  // One pass over all peers, with a bounded number of packets each.
   bool progress();
+  // Ends what an on-node peer that has given up will never answer; true if `op` has ended.
+  bool fail_after_peer(const std::shared_ptr<Op>& op);
+  // "from rank 3, tag 7", and what an operation waits for.
+  static std::string whom(const Op& op);
+  std::string waits_for(const Op& op) const;
+  uint64_t next_seq() const { return next_id_ - 1; }
   // Nothing is in flight, packets of sends that are over included.
   bool idle() const;
 
  private:
   struct Incoming {  // arrived and not matched
-    int source;
     PacketHeader header;
     std::vector<unsigned char> payload;
   };
+  // By source and tag, in order of arrival; a queue that is empty is not kept.
+  template <class T>
+  using Queues = std::unordered_map<uint64_t, std::list<T>>;
+  static uint64_t key(int source, int tag) {
+    return static_cast<uint64_t>(source) << 32 | static_cast<uint32_t>(tag);
+  }
   struct MpiPacket {
     MpiRequest request;
     size_t nbytes = 0;
@@ -95,10 +122,18 @@ class P2P {
     std::deque<std::shared_ptr<Op>> streaming;
     std::list<MpiPacket> mpi_sending;
     std::list<MpiPacket> mpi_arriving;  // in the order of their headers
+
+    bool on_the_way() const {
+      return !control.empty() || !mpi_sending.empty() || !mpi_arriving.empty();
+    }
   };
 
   void attach();
-  std::shared_ptr<Op> begin(int peer, int tag, uint64_t nbytes);
+  std::shared_ptr<Op> begin(bool is_send, int peer, int tag, uint64_t nbytes);
+  void launch(const std::shared_ptr<Op>& op);  // a send
+  void post(const std::shared_ptr<Op>& op);    // a receive
+  bool serve(int peer);
+  bool drain(int peer);
   bool push(int peer, const PacketHeader& header, const unsigned char* payload, size_t nbytes);
   bool pull(int peer);
   bool pull_mpi(int peer);
@@ -111,15 +146,20 @@ class P2P {
                const unsigned char* payload);
   bool refused(const std::shared_ptr<Op>& op, int peer);  // because MPI reaches the peer no more
   void complete(const std::shared_ptr<Op>& op, std::string error = {});
-  static bool matches(const P2PTask& task, int source, int tag);
+  void end(const std::shared_ptr<Op>& op, std::string error);
+  void join(const std::shared_ptr<Op>& whole);
+  void forget(const std::shared_ptr<Op>& op);
+  bool fail_half(const std::shared_ptr<Op>& op);
+  void give_up(const std::shared_ptr<Op>& op, const std::string& why);
+  std::string others_waiting(const P2PTask& task) const;
 
   Comm& comm_;
   bool attached_ = false;
   std::vector<Channel> channels_;
-  std::list<std::shared_ptr<Op>> posted_;     // receives without a message
+  Queues<std::shared_ptr<Op>> posted_;        // receives without a message
   Tasks receiving_;                           // receives with one
   Tasks announced_;                           // sends that wait for their CTS
-  std::list<Incoming> unexpected_;
+  Queues<Incoming> unexpected_;
   uint64_t next_id_ = 1;
   bool lingering_ = false;  // packets were on their way after the last pass
   unsigned idle_passes_ = 0;

@@ -10,6 +10,11 @@
 namespace commrt {
 
 namespace {
+// Where there is nobody to agree with, work is cut for the sake of bounded slices.
+constexpr size_t kAloneBytes = 128 * 1024;
+// Of an instruction without payload.
+constexpr uint64_t kLeastWork = 256;
+
 size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 }  // namespace
 
@@ -35,6 +40,12 @@ size_t Plan::largest_fragment(const Ref& ref) const {
 
 void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
   fragments = fragments_;
+  if (peers.empty()) {
+    for (const auto& space : spaces) {
+      const size_t nbytes = static_cast<size_t>(space.offsets.back()) * itemsize;
+      fragments = std::max(fragments, static_cast<int64_t>(nbytes / kAloneBytes));
+    }
+  }
   depth = static_cast<int>(std::min<int64_t>(depth, fragments));
   for (auto& space : spaces) {
     if (space.kind != SpaceKind::Tmp) continue;
@@ -68,6 +79,8 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
     if (local == nullptr && !only_takes) {
       throw std::invalid_argument("instruction " + std::to_string(i) + " has no local operand");
     }
+    const uint64_t nbytes = static_cast<uint64_t>(ins.elems) * itemsize;
+    ins.slice_nbytes = kLeastWork + nbytes / static_cast<uint64_t>(fragments);
     if (!ins.sends.empty()) {
       largest = std::max(largest, static_cast<size_t>(ins.elems) * itemsize);
       ins.publish = npublish++;

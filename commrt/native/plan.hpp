@@ -44,6 +44,7 @@ struct Instr {
   std::vector<uint64_t> scaled_bits;  // inputs multiplied by the plan's factor; empty: none
   int publish = -1;          // index among instructions with sends, or -1
   int64_t elems = 0;         // unfragmented length
+  uint64_t slice_nbytes = 0;  // what one run counts for where work is bounded
   bool has_mpi = false;      // some message crosses MPI
 
   const uint64_t* scaled() const {

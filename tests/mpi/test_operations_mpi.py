@@ -112,6 +112,17 @@ def point_to_point() -> list[Any]:
         out = np.full(n, -1.0)
         comm.sendrecv(np.full(n, float(comm.rank)), dest=right, out=out, source=left)
         seen.append(bool((out == left).all()))
+    # Around in both directions at once, each a request that waits for two messages.
+    ins = [np.full(90_000, -1.0), np.full(3, -1.0)]
+    both = [
+        comm.sendrecv(np.full(out.size, float(comm.rank)), dest=to, out=out,
+                      source=source, sendtag=tag, recvtag=tag, nonblocking=True)
+        for tag, (out, to, source) in enumerate(
+            zip(ins, (right, left), (left, right), strict=True)
+        )
+    ]  # fmt: skip
+    commrt.wait_all(both)
+    seen.append(bool((ins[0] == left).all() and (ins[1] == right).all()))
     # Everybody to everybody, long before short, tags in reverse.
     outs = {
         (r, t): np.zeros(90_000 if t else 3) for r in range(comm.size) for t in (0, 1)
@@ -133,7 +144,7 @@ def point_to_point() -> list[Any]:
 @pytest.mark.parametrize(("size", "where"), [(2, ""), (2, "1,1"), (4, "2,2")])
 def test_point_to_point(mpirun: Any, size: int, where: str) -> None:
     got = mpirun(size, point_to_point, env=nodes(where))
-    assert got == [[True] * 6] * size
+    assert got == [[True] * 7] * size
 
 
 def one_way() -> float:

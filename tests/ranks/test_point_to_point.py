@@ -3,15 +3,23 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 
 from commrt.backends.local import LocalRanks, run
-from commrt.errors import BufferError_, TimeoutError_, TruncationError, UsageError
-from commrt.request import wait_all
+from commrt.errors import (
+    BufferError_,
+    RevokedError,
+    TimeoutError_,
+    TruncationError,
+    UsageError,
+)
+from commrt.request import Request, wait_all
 
 # Nothing, inline, one packet exactly, one more byte, and many packets.
 LENGTHS = (0, 1, 40, 16384, 16385, 1_000_003)
@@ -101,7 +109,7 @@ def test_a_rank_holds_a_bounded_part_of_what_it_has_not_received(
         settle(ranks)
         away = [request.done for request in sends]
         assert away == sorted(away, reverse=True)
-        assert sum(away) == min(number, bound // (nbytes + 128))
+        assert sum(away) == min(number, bound // (nbytes + 192))
         # The receiver is late, gets all of them in order, and gives room again.
         outs = [np.full(nbytes // 8, -1) for _ in range(number)]
         recvs = [receiver.recv(out, source=0, nonblocking=True) for out in outs]
@@ -205,6 +213,8 @@ def test_wrong_arguments_post_nothing() -> None:
             comm.sendrecv(np.ones(6)[::2], out=out, **both)
         with pytest.raises(UsageError, match="sendrecv: out overlaps x"):
             comm.sendrecv(x, out=x, **both)
+        with pytest.raises(UsageError, match="sendrecv: nonblocking=1 must be True or"):
+            comm.sendrecv(x, out=out, nonblocking=1, **both)
         with pytest.raises(UsageError, match="timeout_s=-1 must be a number"):
             comm.recv(out, source=peer, timeout_s=-1)
         # Had one of these posted a receive, it would now take this message.
@@ -228,3 +238,277 @@ def test_receive_without_a_message_times_out_and_stays_pending() -> None:
         return float(out[0])
 
     assert run(2, rank_main, timeout_s=20)[0] == 4.0
+
+
+def swap(comm: Any, x: Any, out: Any, **how: Any) -> Any:
+    """Start a sendrecv with the other of two ranks."""
+    peer = 1 - comm.rank
+    return comm.sendrecv(x, dest=peer, out=out, source=peer, nonblocking=True, **how)
+
+
+@pytest.mark.parametrize("nbytes", LENGTHS)
+def test_nonblocking_sendrecv_is_one_request(nbytes: int) -> None:
+    with LocalRanks(2) as ranks:
+        xs = [np.full(nbytes, rank, np.uint8) for rank in range(2)]
+        outs = [np.full(nbytes + 1, 99, np.uint8) for _ in range(2)]
+        requests = [
+            swap(
+                comm,
+                xs[comm.rank],
+                outs[comm.rank],
+                sendtag=comm.rank,
+                recvtag=1 - comm.rank,
+            )
+            for comm in ranks.comms
+        ]
+        assert all(type(request) is Request for request in requests)
+        assert repr(requests[0]) == (
+            "<commrt.Request sendrecv #0 to rank 1, tag 0, from rank 1, tag 1, "
+            "on local: pending>"
+        )
+        settle(ranks)
+        for rank, request in enumerate(requests):
+            assert request.test()
+            assert request.wait() is outs[rank]
+            assert (request.received_nbytes, request.source) == (nbytes, 1 - rank)
+            assert (outs[rank][:-1] == 1 - rank).all()
+            assert outs[rank][-1] == 99
+
+
+def test_nonblocking_sendrecv_ends_with_the_later_half() -> None:
+    with LocalRanks(2) as ranks:
+        first, second = ranks.comms
+        x, out = np.ones(50_000), np.zeros(1)
+        request = swap(first, x, out)
+        second.send(np.full(1, 3.0), dest=0)
+        settle(ranks)
+        assert out[0] == 3.0
+        assert not request.done, "its own message has not been received"
+        taken = np.zeros(50_000)
+        other = second.recv(taken, source=0, nonblocking=True)
+        settle(ranks)
+        assert request.wait() is out
+        assert other.wait().all()
+
+
+def test_failed_half_of_a_sendrecv_is_reported_once_both_have_ended() -> None:
+    with LocalRanks(2) as ranks:
+        first, second = ranks.comms
+        request = swap(first, np.ones(50_000), np.zeros(1))
+        second.send(np.ones(2), dest=0)
+        settle(ranks)
+        assert not request.done
+        says = "message of 16 bytes from rank 1 .tag 0. is longer"
+        with pytest.raises(TimeoutError_, match=f"failed: {says}.*; send to rank 1"):
+            request.wait(timeout_s=0.01)
+        other = second.recv(np.zeros(50_000), source=0, nonblocking=True)
+        settle(ranks)
+        other.wait()
+        for _ in range(2):
+            with pytest.raises(
+                TruncationError, match=f"recv from rank 1, tag 0: {says}"
+            ):
+                request.wait()
+
+
+def test_dropped_sendrecv_warns_and_its_buffers_outlive_it() -> None:
+    with LocalRanks(2) as ranks:
+        alive: list[weakref.ref[Any]] = []
+
+        def start_and_drop() -> None:
+            x, out = np.full(50_000, 1.0), np.zeros(50_000)
+            alive.extend([weakref.ref(x), weakref.ref(out)])
+            swap(ranks.comms[0], x, out)
+
+        with pytest.warns(
+            ResourceWarning, match="sendrecv #0 to rank 1, .* was dropped"
+        ):
+            start_and_drop()
+        gc.collect()
+        assert all(ref() is not None for ref in alive)
+        other = swap(ranks.comms[1], np.full(50_000, 2.0), np.zeros(50_000))
+        settle(ranks)
+        assert other.wait()[-1] == 1.0
+        dropped = alive[1]()
+        assert dropped is not None
+        assert dropped[-1] == 2.0
+        del dropped
+        # Ended references are dropped by the next call.
+        wait_all(flood(ranks.comms[0], [np.zeros(0)], [9]))
+        gc.collect()
+        assert all(ref() is None for ref in alive)
+        ranks.comms[1].recv(np.zeros(0), source=0, tag=9)
+
+
+def test_timeout_names_peer_tag_and_number_and_what_is_missing() -> None:
+    with LocalRanks(3) as ranks:
+        first, second, _ = ranks.comms
+        second.send(np.ones(1), dest=0, tag=5)
+        receiving = first.recv(np.zeros(1), source=1, tag=7, nonblocking=True)
+        sending = first.send(np.ones(50_000), dest=2, tag=8, nonblocking=True)
+        for request, text in (
+            (
+                receiving,
+                r"^recv #0 from rank 1, tag 7, on local, rank 0: not complete within "
+                r"0\.01 s: no matching call: rank 1 has sent no message with tag 7 for "
+                r"it; messages of it wait for their receives, tag 5; it stays in",
+            ),
+            (
+                sending,
+                r"^send #1 to rank 2, tag 8, on local, rank 0: .*: rank 2 has called "
+                r"no recv from rank 0 with tag 8 for it; it stays",
+            ),
+        ):
+            with pytest.raises(TimeoutError_, match=text):
+                request.wait(timeout_s=0.01)
+        assert (receiving.seq, sending.seq) == (0, 1)
+        second.send(np.ones(1), dest=0, tag=7)
+        taken = ranks.comms[2].recv(np.zeros(50_000), source=0, tag=8, nonblocking=True)
+        for _ in range(IDLE_PASSES):
+            for rank in range(3):
+                ranks.step(rank)
+        wait_all([receiving, sending, taken])
+        first.recv(np.zeros(1), source=1, tag=5)
+
+
+def test_timeout_of_a_message_on_its_way_says_how_far_it_is() -> None:
+    with LocalRanks(2) as ranks:
+        first, second = ranks.comms
+        sending = first.send(np.ones(100_000), dest=1, nonblocking=True)
+        taken = second.recv(np.zeros(100_000), source=0, nonblocking=True)
+        with pytest.raises(
+            TimeoutError_, match="262144 of 800000 bytes are on their way"
+        ):
+            sending.wait(timeout_s=0.01)
+        with pytest.raises(
+            TimeoutError_, match="262144 of 800000 bytes have come from"
+        ):
+            taken.wait(timeout_s=0.01)
+        settle(ranks)
+        wait_all([sending, taken])
+
+
+# -- peers that have given up -------------------------------------------------------
+
+GAVE_UP = r"rank 1 gave up at operation #0 and makes no matching call any more"
+
+
+@pytest.mark.parametrize("how", ["wait", "test"])
+@pytest.mark.parametrize("call", ["recv", "send", "sendrecv"])
+def test_what_a_peer_that_gave_up_will_not_answer_ends(call: str, how: str) -> None:
+    ranks = LocalRanks(2)
+    first, second = ranks.comms
+    x, out = np.ones(50_000), np.zeros(3)
+    request = {
+        "recv": lambda: first.recv(out, source=1, tag=7, nonblocking=True),
+        "send": lambda: first.send(x, dest=1, tag=7, nonblocking=True),
+        "sendrecv": lambda: swap(first, x, out),
+    }[call]()
+    assert not request.test()
+    second.give_up("it had enough")
+    with pytest.raises(
+        RevokedError, match=rf"{call} #0 .* on local, rank 0: .*{GAVE_UP}"
+    ):
+        request.wait(timeout_s=20) if how == "wait" else request.test()
+    with pytest.raises(RevokedError, match="failed in an earlier operation"):
+        first.barrier()
+    # Nothing of it is left.
+    first.free()
+
+
+def test_a_collective_that_a_peer_gave_up_ends_in_test() -> None:
+    ranks = LocalRanks(2)
+    first, second = ranks.comms
+    request = first.allreduce(np.ones(3), nonblocking=True)
+    assert not request.test()
+    second.give_up("it had enough")
+    with pytest.raises(RevokedError, match="rank 1 gave up at operation #0"):
+        request.test()
+
+
+def test_what_was_sent_before_its_sender_gave_up_arrives() -> None:
+    ranks = LocalRanks(2)
+    first, second = ranks.comms
+    for tag in (1, 2):
+        second.send(np.full(3, float(tag)), dest=0, tag=tag)
+    second.give_up("it had enough")
+    for tag in (2, 1):
+        out = first.recv(np.zeros(3), source=1, tag=tag, nonblocking=True)
+        assert out.test()
+        assert out.wait()[0] == tag
+    with pytest.raises(RevokedError, match=GAVE_UP):
+        first.recv(np.zeros(3), source=1, tag=1, timeout_s=20)
+
+
+def test_a_matched_message_outlives_its_peer_giving_up() -> None:
+    ranks = LocalRanks(2)
+    first, second = ranks.comms
+    taken = second.recv(np.zeros(50_000), source=0, nonblocking=True)
+    sending = first.send(np.ones(50_000), dest=1, nonblocking=True)
+    second._world.engine.step()
+    second.give_up("it had enough")
+    assert not sending.test()
+    settle(ranks)
+    assert sending.test()
+    assert taken.wait().all()
+
+
+def test_a_receive_whose_sender_gave_the_message_up_ends() -> None:
+    ranks = LocalRanks(2)
+    first, second = ranks.comms
+    taken = second.recv(np.zeros(50_000), source=0, nonblocking=True)
+    sending = first.send(np.ones(50_000), dest=1, nonblocking=True)
+    second.give_up("it had enough")
+    # The receiver has not seen the announcement yet, so its answer comes too late.
+    with pytest.raises(RevokedError, match=GAVE_UP):
+        sending.test()
+    settle(ranks)
+    with pytest.raises(RevokedError, match="rank 0 gave the message up"):
+        taken.test()
+
+
+def test_a_message_to_oneself_ends_with_the_communicator() -> None:
+    ranks = LocalRanks(1)
+    comm = ranks.comms[0]
+    request = comm.recv(np.zeros(1), source=0, nonblocking=True)
+    assert not request.test()
+    comm.give_up("I had enough")
+    with pytest.raises(RevokedError, match="this rank gave up: I had enough"):
+        request.test()
+    comm.free()
+
+
+def test_every_message_leaves_a_record() -> None:
+    send, recv, uint8 = 64, 65, 5
+    with LocalRanks(2) as ranks:
+        first, second = ranks.comms
+        request = first.allreduce(np.ones(3), nonblocking=True)
+        receiving = first.recv(np.zeros(1), source=1, tag=7, nonblocking=True)
+        first.send(np.ones(2), dest=1, tag=4)
+        (one, two, three) = first._records()
+        assert one[1] == 0
+        assert (one[11], one[12]) == (-1, -1)
+        assert two[:7] == (0, recv, uint8, 0, 8, 0, 0)
+        assert three[:7] == (1, send, uint8, 0, 16, 0, 1)
+        assert [row[11:] for row in (two, three)] == [(1, 7), (1, 4)]
+        assert two[8] == 0
+        assert three[8] >= three[7] >= two[7] >= one[7]
+        other = second.allreduce(np.ones(3), nonblocking=True)
+        taken = second.recv(np.zeros(1), source=0, tag=4, nonblocking=True)
+        second.send(np.ones(1), dest=0, tag=7)
+        settle(ranks)
+        wait_all([request, other, receiving])
+        with pytest.raises(TruncationError):
+            taken.wait()
+        assert [row[6] for row in first._records()] == [1, 1, 1]
+        assert [row[6] for row in second._records()] == [1, 2, 1]
+        many = flood(first, [np.ones(0)] * 300, [0] * 300)
+        settle(ranks)
+        wait_all(many)
+        rows = [row for row in first._records() if row[1] == send]
+        assert [row[0] for row in rows] == list(range(302 - 256, 302))
+        taken = [
+            second.recv(np.zeros(0), source=0, nonblocking=True) for _ in range(300)
+        ]
+        settle(ranks)
+        wait_all(taken)

@@ -91,6 +91,75 @@ def test_nothing_happens_between_steps() -> None:
         assert all((request.wait() == 3.0).all() for request in requests)
 
 
+SLICE_NBYTES = 256 * 1024
+"""More than a call may do of an operation, in bytes; far less than all of it."""
+
+
+def test_a_nonblocking_call_does_a_slice_of_its_work() -> None:
+    x = np.ones(1 << 19)
+    with LocalRanks(1) as ranks:
+        out = np.zeros_like(x)
+        request = ranks.comms[0].allreduce(x, out=out, nonblocking=True)
+        assert 0 < np.count_nonzero(out) * 8 <= SLICE_NBYTES
+        # So does every look, and every step.
+        for advance in (request.test, lambda: ranks.step(0)):
+            before = np.count_nonzero(out)
+            advance()
+            assert 0 < (np.count_nonzero(out) - before) * 8 <= SLICE_NBYTES
+        assert request.wait().all()
+
+
+def test_operations_in_flight_take_turns() -> None:
+    with LocalRanks(1) as ranks:
+        outs = [np.zeros(1 << 19) for _ in range(3)]
+        requests = [
+            ranks.comms[0].allreduce(np.ones(1 << 19), out=out, nonblocking=True)
+            for out in outs
+        ]
+        for _ in range(4):
+            ranks.step(0)
+        done = [np.count_nonzero(out) * 8 for out in outs]
+        assert min(done) > 0
+        assert max(done) - min(done) <= 2 * SLICE_NBYTES
+        step_until_done(ranks, [requests], random.Random(0))
+        assert all(request.wait().all() for request in requests)
+
+
+def test_what_can_be_sent_at_once_is_sent_slice_by_slice() -> None:
+    params = {"chunk": 65536, "depth": 64, "reuse": 64}
+    with LocalRanks(2) as ranks:
+        x = [np.full(1 << 19, 1.0 + rank) for rank in range(2)]
+        requests = [
+            ranks.comms[0].allreduce(
+                x[0], nonblocking=True, algorithm="ring", params=params
+            )
+        ]
+        # Half of the array can be on its way before rank 1 has called.
+        steps = 0
+        while ranks.step(0):
+            steps += 1
+        assert steps >= x[0].nbytes // 2 // SLICE_NBYTES - 1
+        requests.append(
+            ranks.comms[1].allreduce(
+                x[1], nonblocking=True, algorithm="ring", params=params
+            )
+        )
+        step_until_done(ranks, [requests], random.Random(0))
+        assert all((request.wait() == 3.0).all() for request in requests)
+
+
+def test_the_mean_of_long_integers_is_divided_slice_by_slice() -> None:
+    with LocalRanks(2) as ranks:
+        x = [np.arange(200_000) * (1 + 2 * rank) for rank in range(2)]
+        requests = [
+            [comm.allreduce(x[comm.rank], op="avg", nonblocking=True)]
+            for comm in ranks.comms
+        ]
+        step_until_done(ranks, requests, random.Random(0))
+        for (request,) in requests:
+            assert np.array_equal(request.wait(), np.arange(200_000) * 2)
+
+
 def test_a_rank_that_is_never_stepped_holds_the_others_up() -> None:
     with LocalRanks(3) as ranks:
         x = [np.ones(4) for _ in range(3)]

@@ -61,6 +61,11 @@ def view(array: Any, what: str) -> HostView:
     with DLPack on the host, and objects with a buffer. All C-contiguous, of a type in
     ``commrt.dtypes``, in native byte order.
     """
+    plain = _native.view_of_numpy(array) if type(array) is np.ndarray else None
+    if plain is not None:
+        address, count, code, writable = plain
+        shape = array.shape
+        return HostView(array, array, address, count, DTYPES[code], shape, writable)
     if isinstance(array, np.ndarray):
         return _view_numpy(array, array, what)
     if _is_tensor(array):

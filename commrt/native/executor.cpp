@@ -125,11 +125,11 @@ bool Op::advance(uint64_t limit) {
       if (!finished() && divide(limit)) finish();
       return true;
     }
-    const uint64_t limit =
+    const uint64_t window_end =
         std::min(total_, (head_fragment_ + static_cast<uint64_t>(p.depth)) * m);
     uint64_t fragment = head_fragment_;
     ++index;
-    for (uint64_t pos = head_ + 1; pos < limit; ++pos, ++index) {
+    for (uint64_t pos = head_ + 1; pos < window_end; ++pos, ++index) {
       if (index >= m) {
         index = 0;
         ++fragment;

@@ -89,7 +89,7 @@ WRONG = [
     ("latency -f", "unknown argument '-f'"),
     ("barrier --format nccl", "and no barrier"),
     ("compare --load /no/such/file", "/no/such/file"),
-    ("compare --out /no/such/folder/x", "--out /no/such/folder/x: "),
+    ("compare --out /dev/null/x", "--out /dev/null/x: "),
     ("compare --launches 0", "'0' is not a whole number from 1 on"),
     ("compare --sizes 3:1", "1 <= MIN <= MAX"),
     ("submit --op nothing", "unknown operation 'nothing'"),

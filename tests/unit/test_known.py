@@ -39,7 +39,7 @@ def _load(use: str, op: str = "allreduce", ranks: object = "any") -> Table:
     ("params", "words"),
     [
         ("chnk: 3", r"params\.chnk: unknown parameter 'chnk' of shm/ring; did you"),
-        ("chunk: -1", r"params\.chunk: .*chunk=-1 must be a positive integer"),
+        ("chunk: -1", r"params\.chunk: .*chunk=-1 must be an integer in 1"),
         ("chunk: 0", r"params\.chunk: .*chunk=0 must be"),
         ("chunk: 2147483648", r"params\.chunk: .*chunk=2147483648 must be"),
         ("chunk: big", r"params\.chunk: .*chunk='big' must be like .* 131072"),

@@ -52,6 +52,11 @@ def init(mpi_comm: Any = None) -> Communicator:
             the launcher belongs to another MPI than mpi4py.
         BackendError: a library that is needed is missing.
     """
+    if mpi_comm is not None and not hasattr(mpi_comm, "Get_rank"):
+        raise UsageError(
+            f"commrt.init: mpi_comm={mpi_comm!r} is not a communicator of mpi4py, such "
+            f"as MPI.COMM_WORLD"
+        )
     with _RUNTIME.lock:
         if _RUNTIME.comm is not None and _RUNTIME.comm._closed is None:
             if mpi_comm is not None and mpi_comm is not _RUNTIME.given:

@@ -133,7 +133,7 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
   // Issue order decides: an operation may not overtake an older one that waits for a lane,
   // so with others in flight this one is only queued and run by progress().
   if (active_.empty()) {
-    lane_refused_ = false;
+    lane_refused_ = native_refused_ = false;
     op->advance(limit);
     if (op->finished()) {
       if (op->has_keep()) engine.discard(std::shared_ptr<Op>(op));
@@ -169,7 +169,7 @@ bool Comm::idle() const { return active_.empty() && p2p->idle(); }
 
 bool Comm::progress(uint64_t limit) {
   bool any = p2p->progress();
-  lane_refused_ = false;
+  lane_refused_ = native_refused_ = false;
   bool ended = false;
   for (size_t i = 0; i < active_.size(); ++i) {
     Op& op = *active_[i];

@@ -129,6 +129,7 @@ class Op {
   int lane_ = -1;
   MpiRequest native_request_;
   bool native_started_ = false;
+  size_t copied_ = 0;     // bytes of what a vendor collective wants copied
   std::unordered_map<uint64_t, MpiStep> mpi_steps_;
   std::list<MpiSend> mpi_sends_;  // in the order of their posts
 
@@ -166,7 +167,8 @@ class Op {
   void pack(const Instr& ins, int64_t fragment, unsigned char* to);
   void take_inputs(const Instr& ins, int64_t fragment);
   bool divide(uint64_t limit);
-  bool advance_native();
+  bool copy_slice(void* to, const void* from, int64_t elems, uint64_t limit);
+  bool advance_native(uint64_t limit);
   void fail(std::string message);
   void finish();
   uint64_t in_id(const Ref& ref, int64_t fragment) const {
@@ -286,6 +288,7 @@ class Comm {
   Lane lanes_[kLanes];
   int learned_ = -1;  // whether slots are streamed, by the last plan that changed; -1: none
   bool lane_refused_ = false;  // an older operation waits for a lane in this pass
+  bool native_refused_ = false;  // an older vendor collective has not started in this pass
  public:
   std::unique_ptr<class P2P> p2p;
 };

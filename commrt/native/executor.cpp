@@ -43,6 +43,7 @@ void Op::adopt(const std::shared_ptr<const Plan>& plan_, const void* in_, void* 
   out = static_cast<unsigned char*>(out_);
   error.clear();
   native_started_ = false;
+  copied_ = 0;
   lane_ = -1;
   head_ = 0;
   head_fragment_ = 0;
@@ -92,7 +93,7 @@ bool Op::deps_done(const Instr& ins, uint64_t first) const {
 
 bool Op::advance(uint64_t limit) {
   const Plan& p = *plan;
-  if (p.native) return advance_native();
+  if (p.native) return advance_native(limit);
   bool any = false;
   if (p.needs_lane && lane_ < 0) {
     lane_ = comm->acquire_lane();

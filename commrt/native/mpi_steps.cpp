@@ -271,11 +271,25 @@ constexpr const char* kFunctions[] = {"MPI_Iallreduce", "MPI_Ireduce",
                                       "MPI_Igather",    "MPI_Iscatter",
                                       "MPI_Ibarrier"};
 
-bool Op::advance_native() {
+// Copies at most `limit` bytes of what is left of a buffer; true once all of it is there.
+bool Op::copy_slice(void* to, const void* from, int64_t elems, uint64_t limit) {
+  const size_t nbytes = static_cast<size_t>(elems) * plan->itemsize;
+  const size_t piece = std::min<uint64_t>(nbytes - copied_, limit);
+  if (piece != 0) {
+    std::memcpy(static_cast<unsigned char*>(to) + copied_,
+                static_cast<const unsigned char*>(from) + copied_, piece);
+    copied_ += piece;
+  }
+  return copied_ == nbytes;
+}
+
+bool Op::advance_native(uint64_t limit) {
   const NativeCall& call = plan->call;
   const MpiApi& api = mpi();
+  const bool copies_root = plan->coll == 2 && comm->rank == plan->root && in != out;
   if (!native_started_) {
     // The library matches collectives by the order of the calls: start in sequence order.
+    if (comm->native_refused_) return false;
     const bool in_place = static_cast<const void*>(in) == static_cast<void*>(out);
     const void* send = in_place ? api.in_place : static_cast<const void*>(in);
     void* request = &native_request_;
@@ -290,10 +304,7 @@ bool Op::advance_native() {
                          call.comm, request);
         break;
       case 2:
-        if (is_root && !in_place) {
-          std::memcpy(out, in, static_cast<size_t>(plan->out_elems) * plan->itemsize);
-        }
-        rc = api.ibcast(out, call.count, call.datatype, plan->root, call.comm, request);
+        rc = api.ibcast(copies_root ? const_cast<unsigned char*>(in) : out, call.count, call.datatype, plan->root, call.comm, request);
         break;
       case 3:
         rc = api.iallgather(in, call.count, call.datatype, out, call.count, call.datatype,
@@ -307,9 +318,14 @@ bool Op::advance_native() {
         // MPI wants "in place" from all ranks or none; here it is one rank's own business.
         send = in;
         if (in_place && plan->in_elems != 0) {
-          const size_t nbytes = static_cast<size_t>(plan->in_elems) * plan->itemsize;
-          tmp_storage.reset(new unsigned char[nbytes]);
-          std::memcpy(tmp_storage.get(), in, nbytes);
+          if (copied_ == 0) {
+            const size_t nbytes = static_cast<size_t>(plan->in_elems) * plan->itemsize;
+            tmp_storage.reset(new unsigned char[nbytes]);
+          }
+          if (!copy_slice(tmp_storage.get(), in, plan->in_elems, limit)) {
+            comm->native_refused_ = true;
+            return true;
+          }
           send = tmp_storage.get();
         }
         rc = api.ialltoall(send, call.count, call.datatype, out, call.count, call.datatype,
@@ -349,7 +365,7 @@ bool Op::advance_native() {
     return true;
   }
   if (!flag) return false;
-  finish();
+  if (!copies_root || copy_slice(out, in, plan->out_elems, limit)) finish();
   return true;
 }
 

@@ -357,3 +357,33 @@ def counts_of_64_bits() -> list[str]:
 
 def test_not_offered_where_the_library_counts_in_32_bits(mpirun: Any) -> None:
     assert mpirun(2, counts_of_64_bits) == [["8 False"]] * 2
+
+
+def long_copies() -> list[list[float]]:
+    """What the library's collectives want copied is copied in slices, in order."""
+    comm = commrt.init()
+    count = 300_000 * comm.size
+    step = comm._world.engine.step
+    requests = []
+    for number in range(4):
+        x = np.full(count, float(10 * comm.rank + number))
+        requests.append(comm.alltoall(x, nonblocking=True, algorithm=NATIVE))
+        y = np.empty_like(x)
+        mine = np.full(count, float(comm.rank + 100 * number))
+        root = number % comm.size
+        requests.append(
+            comm.bcast(mine, out=y, root=root, nonblocking=True, algorithm=NATIVE)
+        )
+        step()
+    found = [request.wait() for request in reversed(requests)][::-1]
+    return [[float(each[0]), float(each[-1])] for each in found]
+
+
+@pytest.mark.parametrize("progress", ["on", "off"])
+def test_long_copies_keep_the_order(mpirun: Any, progress: str) -> None:
+    expected = []
+    for number in range(4):
+        expected.append([float(number), 10.0 * 2 + number])
+        expected.append([number % 3 + 100.0 * number] * 2)
+    env = {"COMMRT_PROGRESS": progress}
+    assert mpirun(3, long_copies, env=env) == [expected] * 3

@@ -243,6 +243,12 @@ def test_groups_of_no_sequence(ranks: Any) -> None:
     run(1, rank_main)
 
 
+@pytest.mark.parametrize("given", [3, "world", [0, 1]])
+def test_init_over_what_is_no_mpi_communicator(given: Any) -> None:
+    with pytest.raises(UsageError, match="is not a communicator of mpi4py"):
+        commrt.init(given)
+
+
 def test_buffers_of_other_libraries_and_subclasses_work() -> None:
     class Tagged(np.ndarray):  # type: ignore[type-arg]
         pass

@@ -139,9 +139,7 @@ PlanPtr with_factor(const PlanPtr& plan, Group& group, double factor, int64_t in
   std::lock_guard<std::mutex> lock(group.engine->mutex);  // of plan->choice
   auto changed = std::make_shared<Plan>(*plan);
   changed->factor = scale;
-  // They point into the instructions of the original.
-  changed->short_instrs.clear();
-  changed->short_operands.clear();
+  // What it looked up points into the instructions of the original.
   if (changed->run_short) changed->flatten(*group.comm);
   return changed;
 }

@@ -275,6 +275,8 @@ class Comm {
   std::shared_ptr<Op> go_on(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
                             uint64_t seq, size_t done, int lane, const unsigned char* tmp,
                             Store store, uint64_t timed_from);
+  std::shared_ptr<Op> run_tiny(const std::shared_ptr<const Plan>& plan, const void* in,
+                               void* out, int spins);
   void note(uint64_t seq, const Plan& plan, uint64_t stream);
   int acquire_lane();
   void release_lane(Op& op);

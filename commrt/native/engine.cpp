@@ -105,11 +105,7 @@ void Engine::thread_main() {
 void Backoff::pause() {
   ++count_;
   if (count_ <= spins_) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#else
-    asm volatile("yield");
-#endif
+    relax();
     return;
   }
   constexpr int kYields = 20000;

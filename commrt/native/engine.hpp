@@ -14,6 +14,15 @@
 
 namespace commrt {
 
+// Lets the core's other half run while a loop looks at memory.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  asm volatile("yield");
+#endif
+}
+
 // How a wait ended.
 enum class WaitResult { Done, TimedOut, Interrupted };
 

@@ -38,9 +38,12 @@ inline uint64_t pack_meta(uint64_t offset, bool is_inline, size_t nbytes) {
 }
 // Shows a line whose payload is written: in the line itself, or at `offset` of the arena.
 // Release: the payload and the meta word are visible before the sequence word.
-inline void publish(Line& line, uint64_t id, bool is_inline, uint64_t offset, size_t nbytes) {
-  line.meta = pack_meta(offset, is_inline, nbytes);
+inline void publish(Line& line, uint64_t id, uint64_t meta) {
+  line.meta = meta;
   line.seq.store(id + 1, std::memory_order_release);
+}
+inline void publish(Line& line, uint64_t id, bool is_inline, uint64_t offset, size_t nbytes) {
+  publish(line, id, pack_meta(offset, is_inline, nbytes));
 }
 inline bool meta_length_is(uint64_t meta, size_t nbytes) {
   return (meta >> kLengthShift) == (nbytes & kLengthMask);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels.hpp"
+#include "kernels_few.hpp"
 #include "mpi_api.hpp"
 #include "store_choice.hpp"
 #include "types.hpp"
@@ -88,6 +89,25 @@ struct ShortInstr {
   size_t slot_offset;  // from the start of the lane
 };
 
+// The same where a value fits into a message line and an instruction combines at most one
+// message with one own value, for at most one place here and one peer: most of what runs at
+// such lengths. Written out, it takes half the instructions.
+struct TinyInstr {
+  Link* from;       // whose message it waits for, or null
+  Link* to;         // to whom it sends the value, or null
+  int32_t from_k, to_k;
+  int32_t own, result;  // SpaceKind of the own operand and of the result here; negative: none
+  int64_t own_offset, result_offset;
+  uint64_t meta;    // of its messages, both ways
+  uint32_t elems, nbytes;
+  bool message_first;  // of the two that are combined
+};
+
+struct LinkUse {  // messages of one run
+  Link* link;
+  uint32_t sends, recvs;
+};
+
 // Python and the engine share plans by one count: a plan that dies in the engine, under its
 // lock, must not need the GIL.
 class Plan : public std::enable_shared_from_this<Plan> {
@@ -126,6 +146,9 @@ class Plan : public std::enable_shared_from_this<Plan> {
   bool run_short = false;  // is_short(), settled by finish()
   std::vector<ShortInstr> short_instrs;  // where run_short
   std::vector<ShortOperand> short_operands;
+  std::vector<LinkUse> short_links;
+  std::vector<TinyInstr> tiny_instrs;  // all of them or none
+  FewSum few = FewSum::None;  // for these, where there is one
 
   // vendor collective
   bool native = false;
@@ -169,6 +192,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
 
  private:
   bool is_short() const;
+  bool add_tiny(const ShortInstr& flat);
   static constexpr size_t kAlign = 64;
   int64_t slice_elems(const Ref& ref) const;
   size_t largest_fragment(const Ref& ref) const;

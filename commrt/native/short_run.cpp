@@ -13,18 +13,6 @@
 
 namespace commrt {
 
-namespace {
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  asm volatile("yield");
-#endif
-}
-
-}  // namespace
-
 bool Plan::is_short() const {
   if (native || fragments != 1 || tmp_nbytes > kShortTmpBytes) return false;
   if (peers.size() > kShortPeers) return false;
@@ -34,6 +22,10 @@ bool Plan::is_short() const {
 }
 
 void Plan::flatten(Comm& comm) {
+  short_instrs.clear();
+  short_operands.clear();
+  short_links.clear();
+  tiny_instrs.clear();
   auto add = [&](const std::vector<Ref>& refs) {
     for (const Ref& ref : refs) {
       if (ref.is_message) {
@@ -60,11 +52,22 @@ void Plan::flatten(Comm& comm) {
     if (ins.publish >= 0) flat.slot_offset = static_cast<size_t>(ins.publish) * slot_nbytes;
     short_instrs.push_back(flat);
   }
+  for (const PeerUse& peer : peers) {
+    short_links.push_back({&comm.link(peer.rank), static_cast<uint32_t>(peer.sends_per_fragment),
+                           static_cast<uint32_t>(peer.recvs_per_fragment)});
+  }
+  const bool tiny = !needs_lane && !divide_out && std::all_of(
+      short_instrs.begin(), short_instrs.end(), [&](const ShortInstr& flat) {
+        return add_tiny(flat);
+      });
+  if (!tiny) tiny_instrs.clear();
+  few = few_sum_of(dtype, redop);
 }
 
 std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, const void* in,
                                     void* out, int spins) {
   const Plan& p = *plan;
+  if (!p.tiny_instrs.empty()) return run_tiny(plan, in, out, spins);
   int lane = -1;
   if (p.needs_lane) {
     lane_refused_ = false;

@@ -77,8 +77,12 @@ std::shared_ptr<Op> Comm::run_tiny(const std::shared_ptr<const Plan>& plan, cons
   const Plan& p = *plan;
   const uint64_t seq = next_seq++;
   alignas(64) unsigned char tmp[kShortTmpBytes];
-  unsigned char* const bases[] = {static_cast<unsigned char*>(const_cast<void*>(in)),
-                                  static_cast<unsigned char*>(out), tmp};
+  // Looked up in memory, a base would be one load more on the way to the line.
+  auto base = [&](int32_t where) {
+    return where == 0 ? static_cast<unsigned char*>(const_cast<void*>(in))
+           : where == 1 ? static_cast<unsigned char*>(out)
+                        : tmp;
+  };
   // The books are kept while the first message is on its way: that costs nothing. Nobody
   // sees them before the end, as nobody else has the lock.
   bool noted = false;
@@ -98,9 +102,9 @@ std::shared_ptr<Op> Comm::run_tiny(const std::shared_ptr<const Plan>& plan, cons
       return go_on(plan, in, out, seq, static_cast<size_t>(ins - begin), -1, tmp, p.store, 0);
     };
     const unsigned char* const own =
-        ins->own >= 0 ? bases[ins->own] + ins->own_offset : nullptr;
+        ins->own >= 0 ? base(ins->own) + ins->own_offset : nullptr;
     unsigned char* const result =
-        ins->result >= 0 ? bases[ins->result] + ins->result_offset : nullptr;
+        ins->result >= 0 ? base(ins->result) + ins->result_offset : nullptr;
     Line* shown = nullptr;
     uint64_t out_id = 0, in_id = 0;
     if (ins->to != nullptr) {

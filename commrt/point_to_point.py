@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between two ranks: send, recv, sendrecv."""
+"""Messages between two ranks: send, recv, sendrecv.
+
+What stands here runs for calls that ``native/p2p_operation.cpp`` does not recognise at
+a glance, and says what is wrong with a call.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from commrt import _native
 from commrt.arrays import HostView, overlap, view
 from commrt.calls import as_integer, check_flag, check_timeout
 from commrt.errors import BufferError_, UsageError
@@ -38,8 +43,15 @@ class PointToPoint(Guarded):
         nonblocking = check_flag("send", "nonblocking", nonblocking)
         limit = self._limit("send", timeout_s)
         buffer, dest, tag = self._outgoing("send", x, dest, "dest", tag, "tag")
-        started: Request | None = self._start_send(
-            buffer, dest, tag, nonblocking, limit
+        started: Request | None = self._send(
+            buffer.address,
+            buffer.nbytes,
+            dest,
+            tag,
+            buffer.owner,
+            "send",
+            nonblocking,
+            limit,
         )
         return started
 
@@ -62,8 +74,17 @@ class PointToPoint(Guarded):
         nonblocking = check_flag("recv", "nonblocking", nonblocking)
         limit = self._limit("recv", timeout_s)
         buffer, source, tag = self._incoming("recv", out, source, "source", tag, "tag")
-        request = self._start_recv(buffer, out, source, tag, limit)
-        return request if nonblocking else request.wait()
+        return self._recv(
+            buffer.address,
+            buffer.nbytes,
+            source,
+            tag,
+            buffer.owner,
+            out,
+            "recv",
+            nonblocking,
+            limit,
+        )
 
     def sendrecv(
         self,
@@ -104,6 +125,7 @@ class PointToPoint(Guarded):
             source,
             recvtag,
             sent.owner,
+            got.owner,
             out,
             "sendrecv",
             nonblocking,
@@ -137,18 +159,6 @@ class PointToPoint(Guarded):
             raise BufferError_(f"{what}: out is read-only: pass a writable array")
         return buffer, rank, number
 
-    def _start_send(
-        self, buffer: HostView, dest: int, tag: int, nonblocking: bool, limit: float
-    ) -> Any:
-        address, nbytes, owner = buffer.address, buffer.nbytes, buffer.owner
-        return self._send(address, nbytes, dest, tag, owner, "send", nonblocking, limit)
-
-    def _start_recv(
-        self, buffer: HostView, out: Any, source: int, tag: int, limit: float
-    ) -> Any:
-        address, nbytes = buffer.address, buffer.nbytes
-        return self._recv(address, nbytes, source, tag, out, "recv", limit)
-
 
 def _check_tag(what: str, argument: str, tag: Any) -> int:
     found = as_integer(tag)
@@ -157,3 +167,14 @@ def _check_tag(what: str, argument: str, tag: Any) -> int:
             f"{what}: {argument}={tag!r} must be an integer in 0..{_MAX_TAG}"
         )
     return found
+
+
+def _install_methods() -> None:
+    """Put a native method in front of each: it takes the calls of every day."""
+    for kind, name in enumerate(("send", "recv", "sendrecv")):
+        function = getattr(PointToPoint, name)
+        method = _native.make_message_method(name, kind, function)
+        setattr(PointToPoint, name, method)
+
+
+_install_methods()

@@ -14,58 +14,6 @@ namespace commrt {
 
 namespace {
 
-nb::object start_p2p(nb::handle self, std::shared_ptr<Op> op, nb::handle keep,
-                     nb::handle keep_out, nb::handle result, nb::handle operation, bool nonblocking,
-                     double timeout_s) {
-  if (!op->finished()) {
-    std::lock_guard<std::mutex> lock(nb::inst_ptr<Group>(self)->engine->mutex);
-    if (!op->finished()) keep_alive(*op, keep.ptr(), keep_out.ptr());
-  }
-  return finish_call(self, std::move(op), keep, keep_out, result, operation, nonblocking,
-                     timeout_s);
-}
-
-nb::object send(nb::handle self, uint64_t data, uint64_t nbytes, int dest, int tag,
-                nb::handle keep, nb::handle operation, bool nonblocking, double timeout_s) {
-  Group& group = *nb::inst_ptr<Group>(self);
-  std::shared_ptr<Op> op;
-  {
-    nb::gil_scoped_release release;
-    std::lock_guard<std::mutex> lock(group.engine->mutex);
-    op = group.comm->p2p->send(reinterpret_cast<const void*>(data), nbytes, dest, tag);
-  }
-  return start_p2p(self, std::move(op), keep, nb::handle(), nb::none(), operation, nonblocking,
-                   timeout_s);
-}
-
-nb::object recv(nb::handle self, uint64_t data, uint64_t capacity, int source, int tag,
-                nb::handle keep, nb::handle operation, double timeout_s) {
-  Group& group = *nb::inst_ptr<Group>(self);
-  std::shared_ptr<Op> op;
-  {
-    nb::gil_scoped_release release;
-    std::lock_guard<std::mutex> lock(group.engine->mutex);
-    op = group.comm->p2p->recv(reinterpret_cast<void*>(data), capacity, source, tag);
-  }
-  return start_p2p(self, std::move(op), keep, nb::handle(), keep, operation, true, timeout_s);
-}
-
-nb::object sendrecv(nb::handle self, uint64_t data, uint64_t nbytes, int dest, int sendtag,
-                    uint64_t out_data, uint64_t capacity, int source, int recvtag,
-                    nb::handle keep_x, nb::handle keep_out, nb::handle operation,
-                    bool nonblocking, double timeout_s) {
-  Group& group = *nb::inst_ptr<Group>(self);
-  std::shared_ptr<Op> op;
-  {
-    nb::gil_scoped_release release;
-    std::lock_guard<std::mutex> lock(group.engine->mutex);
-    op = group.comm->p2p->sendrecv(reinterpret_cast<const void*>(data), nbytes, dest, sendtag,
-                                   reinterpret_cast<void*>(out_data), capacity, source, recvtag);
-  }
-  return start_p2p(self, std::move(op), keep_x, keep_out, keep_out, operation, nonblocking,
-                   timeout_s);
-}
-
 double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, int repetitions,
                  double timeout_s) {
   nb::gil_scoped_release release;
@@ -233,14 +181,35 @@ void bind_group(nb::module_& m) {
            nb::arg("repetitions"), nb::arg("timeout_s"),
            "Seconds of `repetitions` blocking runs back to back, without Python in between; the "
            "engine's lock is held throughout unless a run has to wait for long.")
-      .def("_send", &send, nb::arg("data"), nb::arg("nbytes"), nb::arg("dest"), nb::arg("tag"),
+      .def("_send",
+           [](nb::handle self, uint64_t data, uint64_t nbytes, int dest, int tag,
+              nb::handle keep, nb::handle operation, bool nonblocking, double timeout_s) {
+             const Side x{reinterpret_cast<void*>(data), nbytes, dest, tag, keep};
+             return run_send(self, x, operation, nonblocking, timeout_s);
+           }, nb::arg("data"), nb::arg("nbytes"), nb::arg("dest"), nb::arg("tag"),
            nb::arg("keep").none(), nb::arg("operation"), nb::arg("nonblocking"),
            nb::arg("timeout_s"))
-      .def("_recv", &recv, nb::arg("data"), nb::arg("capacity"), nb::arg("source"),
-           nb::arg("tag"), nb::arg("keep").none(), nb::arg("operation"), nb::arg("timeout_s"))
-      .def("_sendrecv", &sendrecv, nb::arg("data"), nb::arg("nbytes"), nb::arg("dest"),
-           nb::arg("sendtag"), nb::arg("out_data"), nb::arg("capacity"), nb::arg("source"),
-           nb::arg("recvtag"), nb::arg("keep_x").none(), nb::arg("keep_out").none(),
+      .def("_recv",
+           [](nb::handle self, uint64_t data, uint64_t capacity, int source, int tag,
+              nb::handle keep, nb::handle result, nb::handle operation, bool nonblocking,
+              double timeout_s) {
+             const Side out{reinterpret_cast<void*>(data), capacity, source, tag, keep};
+             return run_recv(self, out, result, operation, nonblocking, timeout_s);
+           }, nb::arg("data"), nb::arg("capacity"), nb::arg("source"), nb::arg("tag"),
+           nb::arg("keep").none(), nb::arg("result"), nb::arg("operation"),
+           nb::arg("nonblocking"), nb::arg("timeout_s"))
+      .def("_sendrecv",
+           [](nb::handle self, uint64_t data, uint64_t nbytes, int dest, int sendtag,
+              uint64_t out_data, uint64_t capacity, int source, int recvtag, nb::handle keep_x,
+              nb::handle keep_out, nb::handle result, nb::handle operation, bool nonblocking,
+              double timeout_s) {
+             const Side x{reinterpret_cast<void*>(data), nbytes, dest, sendtag, keep_x};
+             const Side out{reinterpret_cast<void*>(out_data), capacity, source, recvtag,
+                            keep_out};
+             return run_sendrecv(self, x, out, result, operation, nonblocking, timeout_s);
+           }, nb::arg("data"), nb::arg("nbytes"), nb::arg("dest"), nb::arg("sendtag"),
+           nb::arg("out_data"), nb::arg("capacity"), nb::arg("source"), nb::arg("recvtag"),
+           nb::arg("keep_x").none(), nb::arg("keep_out").none(), nb::arg("result"),
            nb::arg("operation"), nb::arg("nonblocking"), nb::arg("timeout_s"));
 
   m.def("region_nbytes", [](int members, uint64_t lane_nbytes) {

@@ -138,11 +138,11 @@ void drop_ended(Engine& engine) {
   }
 }
 
-WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s) {
-  constexpr int kSpinsWithGil = 24;  // about 2 us
+WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s, bool spun) {
+  const int spins_with_gil = spun ? 0 : 24;  // about 2 us
   constexpr double kSignalPeriod_s = 0.05;
   Engine& engine = *group.engine;
-  for (int i = 0; i < kSpinsWithGil && !is_long(*op); ++i) {
+  for (int i = 0; i < spins_with_gil && !is_long(*op); ++i) {
     if (op->finished()) return WaitResult::Done;
     if (engine.mutex.try_lock()) {
       engine.step_locked(kSliceBytes);
@@ -355,7 +355,7 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
 
 nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::handle keep_x,
                        nb::handle keep_out, nb::handle result, nb::handle operation,
-                       bool nonblocking, double timeout_s) {
+                       bool nonblocking, double timeout_s, bool spun) {
   Group& group = *nb::inst_ptr<Group>(group_object);
   Engine& engine = *group.engine;
   if (engine.has_ended()) drop_ended(engine);
@@ -366,7 +366,7 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
                     nb::rv_policy::take_ownership);
   }
   WaitResult ended = WaitResult::Done;
-  if (!op->finished()) ended = wait_for(group, op, timeout_s);
+  if (!op->finished()) ended = wait_for(group, op, timeout_s, spun);
   if (ended == WaitResult::Done &&
       op->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Done)) {
     // A receive reports how much came through its request; nothing else looks at the op.

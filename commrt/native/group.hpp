@@ -117,8 +117,9 @@ class Request {
 
 // Runs progress until the operation ends, the deadline passes or a signal handler raises
 // (then a Python error is set). Holds the GIL on entry and exit, and for at most 2 us of
-// spinning in between.
-WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s);
+// spinning in between; with `spun` the caller has spun as long.
+WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s,
+                    bool spun = false);
 
 // Drops the Python objects of ended operations. Needs the GIL.
 void drop_ended(Engine& engine);
@@ -129,14 +130,30 @@ void keep_alive(Op& op, PyObject* first, PyObject* second);
 nb::object run_plan(nb::handle group, const PlanPtr& plan, const void* in, void* out,
                     nb::handle keep_x, nb::handle keep_out, nb::handle result,
                     nb::handle operation, bool nonblocking, double timeout_s);
-// The same for an operation that is already in the communicator's hands.
+// The same for an operation that is already in the communicator's hands. With `spun` the
+// caller has waited as long as the GIL may be held.
 nb::object finish_call(nb::handle group, std::shared_ptr<Op> op, nb::handle keep_x,
                        nb::handle keep_out, nb::handle result, nb::handle operation,
-                       bool nonblocking, double timeout_s);
+                       bool nonblocking, double timeout_s, bool spun = false);
+
+// A message to or from another rank, with everything checked. `keep` owns the memory.
+struct Side {
+  void* data;
+  uint64_t nbytes;
+  int peer, tag;
+  nb::handle keep;
+};
+nb::object run_send(nb::handle group, const Side& x, nb::handle operation, bool nonblocking,
+                    double timeout_s);
+nb::object run_recv(nb::handle group, const Side& out, nb::handle result, nb::handle operation,
+                    bool nonblocking, double timeout_s);
+nb::object run_sendrecv(nb::handle group, const Side& x, const Side& out, nb::handle result,
+                        nb::handle operation, bool nonblocking, double timeout_s);
 
 void bind_group(nb::module_& m);
 void bind_plan(nb::module_& m);
 void bind_operation(nb::module_& m);
+void bind_p2p_operation(nb::module_& m);
 void bind_persistent(nb::module_& m);
 
 }  // namespace commrt

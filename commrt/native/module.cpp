@@ -21,5 +21,6 @@ NB_MODULE(_native, m) {
   commrt::bind_plan(m);
   commrt::bind_group(m);
   commrt::bind_operation(m);
+  commrt::bind_p2p_operation(m);
   commrt::bind_persistent(m);
 }

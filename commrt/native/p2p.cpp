@@ -41,30 +41,38 @@ void P2P::attach() {
 
 bool P2P::idle() const { return comm_.messages_in_flight == 0 && !lingering_; }
 
+void P2P::answer(int peer, const PacketHeader& header) {
+  channels_[peer].control.push_back(header);
+  lingering_ = true;
+}
+
+// An EAGER message is the receiver's no more.
+void P2P::count_received(int source, uint64_t nbytes) {
+  if (source == comm_.rank) return;
+  uint64_t& received = channels_[source].eager_in;
+  received += nbytes + kEagerOverhead;
+  if (received < kEagerBytes / 4) return;
+  answer(source, {PacketKind::Credit, 0, received, 0, 0, 0});
+  received = 0;
+}
+
 // A message has met its receive.
 void P2P::deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader& header,
                   const unsigned char* payload) {
   P2PTask& task = *op->p2p;
-  Channel& c = channels_[source];
   task.source = source;
   task.stage = Stage::Matched;
   task.expected = header.nbytes;
   const bool too_long = header.nbytes > task.nbytes;
   if (header.kind == PacketKind::Rts) {
-    c.control.push_back({PacketKind::Cts, header.tag, header.nbytes, header.send_id,
-                         too_long ? kDiscard : task.id, 0});
-    lingering_ = true;
+    answer(source, {PacketKind::Cts, header.tag, header.nbytes, header.send_id,
+                    too_long ? kDiscard : task.id, 0});
   } else {
     if (!too_long) {
       if (header.nbytes != 0) std::memcpy(task.recv_buffer, payload, header.nbytes);
       task.moved = header.nbytes;
     }
-    c.eager_in += source == comm_.rank ? 0 : header.nbytes + kEagerOverhead;
-    if (c.eager_in >= kEagerBytes / 4) {
-      c.control.push_back({PacketKind::Credit, 0, c.eager_in, 0, 0, 0});
-      c.eager_in = 0;
-      lingering_ = true;
-    }
+    count_received(source, header.nbytes);
   }
   if (too_long) {
     complete(op, "message of " + std::to_string(header.nbytes) + " bytes from rank " +
@@ -87,9 +95,7 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     const auto it = announced_.find(header.send_id);
     if (it == announced_.end()) {
       if (header.recv_id == kDiscard) return;
-      channels_[source].control.push_back(
-          {PacketKind::Gone, header.tag, 0, header.send_id, header.recv_id, 0});
-      lingering_ = true;
+      answer(source, {PacketKind::Gone, header.tag, 0, header.send_id, header.recv_id, 0});
       return;
     }
     auto op = std::move(it->second);
@@ -181,9 +187,16 @@ bool P2P::push(int peer, const PacketHeader& header, const unsigned char* payloa
       if (c.out - kPacketLines >= c.acked_seen) return false;
     }
     const uint64_t i = c.out % kPacketLines;
-    if (nbytes != 0) std::memcpy(c.out_packets + i * kPacketBytes, payload, nbytes);
-    std::memcpy(c.out_lines[i].payload, &header, sizeof header);
-    c.out_lines[i].seq.store(++c.out, std::memory_order_release);
+    Line& line = c.out_lines[i];
+    unsigned char* to = c.out_packets + i * kPacketBytes;
+    if (rides_in_line(header)) {
+      std::memcpy(line.payload, &header, kEagerHeaderBytes);
+      to = line.payload + kEagerHeaderBytes;
+    } else {
+      std::memcpy(line.payload, &header, sizeof header);
+    }
+    if (nbytes != 0) std::memcpy(to, payload, nbytes);
+    line.seq.store(++c.out, std::memory_order_release);
     return true;
   }
   if (c.mpi_sending.size() >= kMaxSending) return false;
@@ -198,17 +211,23 @@ bool P2P::push(int peer, const PacketHeader& header, const unsigned char* payloa
   return rc == 0 || !lose(peer, "MPI_Isend", rc);
 }
 
+const unsigned char* P2P::read(const Channel& c, PacketHeader& header) {
+  if (!c.waiting(1)) return nullptr;
+  const Line& line = c.in_line(c.in);
+  std::memcpy(&header, line.payload, sizeof header);
+  return rides_in_line(header) ? line.payload + kEagerHeaderBytes
+                               : c.in_packets + c.in % kPacketLines * kPacketBytes;
+}
+
 bool P2P::pull(int peer) {
   Channel& c = channels_[peer];
   int taken = 0;
   for (; taken < kPacketLines; ++taken) {
-    const uint64_t i = c.in % kPacketLines;
-    const Line& line = c.in_lines[i];
-    if (line.seq.load(std::memory_order_acquire) != c.in + 1) break;
     PacketHeader header;
-    std::memcpy(&header, line.payload, sizeof header);
-    arrived(peer, header, c.in_packets + i * kPacketBytes);
-    c.ack->consumed.store(++c.in, std::memory_order_release);
+    const unsigned char* payload = read(c, header);
+    if (payload == nullptr) break;
+    arrived(peer, header, payload);
+    c.took_packet();
   }
   return taken != 0;
 }

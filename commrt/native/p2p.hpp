@@ -11,6 +11,7 @@
 // and announces even short messages where that is too much.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <list>
@@ -44,6 +45,14 @@ struct PacketHeader {
 };
 constexpr uint64_t kDiscard = ~uint64_t{0};
 
+// Of an EAGER packet in shared memory only the first members count; a payload that fits
+// behind them rides in the line, so that one cache line brings it all.
+constexpr size_t kEagerHeaderBytes = offsetof(PacketHeader, send_id);
+constexpr size_t kEagerInlineBytes = kInlineBytes - kEagerHeaderBytes;
+inline bool rides_in_line(const PacketHeader& header) {
+  return header.kind == PacketKind::Eager && header.nbytes <= kEagerInlineBytes;
+}
+
 enum class Stage : uint8_t {
   Queued,     // send: its peer has not been told of it
   Announced,  // send: it has
@@ -75,9 +84,19 @@ class P2P {
 
   std::shared_ptr<Op> send(const void* buffer, uint64_t nbytes, int dest, int tag);
   std::shared_ptr<Op> recv(void* buffer, uint64_t capacity, int source, int tag);
-  // Both at once, as one operation that ends when both have.
+  // Both at once, as one operation that ends when both have. With `sent` the message is away.
   std::shared_ptr<Op> sendrecv(const void* buffer, uint64_t nbytes, int dest, int sendtag,
-                               void* out, uint64_t capacity, int source, int recvtag);
+                               void* out, uint64_t capacity, int source, int recvtag,
+                               bool sent);
+  // Whether starting a message to or from this peer takes no longer than one packet does.
+  bool calm(int peer, uint64_t nbytes) const;
+  // A message that is away at once, without an operation. False: nothing has happened; send().
+  bool send_now(const void* buffer, uint64_t nbytes, int dest, int tag);
+  // A message that is here, or comes within `spins` looks. False: recv() as if nothing had been.
+  bool recv_now(void* buffer, uint64_t capacity, int source, int tag, int spins);
+  enum class Now { Nothing, Sent, Both };
+  Now sendrecv_now(const void* buffer, uint64_t nbytes, int dest, int sendtag, void* out,
+                   uint64_t capacity, int source, int recvtag, int spins);
   // One pass over all peers, with a bounded number of packets each.
   bool progress();
   // Ends what an on-node peer that has given up will never answer; true if `op` has ended.
@@ -123,12 +142,25 @@ class P2P {
     std::list<MpiPacket> mpi_sending;
     std::list<MpiPacket> mpi_arriving;  // in the order of their headers
 
+    const Line& in_line(uint64_t i) const { return in_lines[i % kPacketLines]; }
+    // Whether the peer has put as many packets here that this rank has not taken.
+    bool waiting(uint64_t packets) const {
+      const uint64_t last = in + packets - 1;
+      return in_line(last).seq.load(std::memory_order_acquire) == last + 1;
+    }
+    void took_packet() { ack->consumed.store(++in, std::memory_order_release); }
+
     bool on_the_way() const {
       return !control.empty() || !mpi_sending.empty() || !mpi_arriving.empty();
     }
   };
 
   void attach();
+  Record& note(bool is_send, int peer, int tag, uint64_t nbytes);
+  void close(Record& record);
+  bool push_now(const void* buffer, uint64_t nbytes, int dest, int tag);
+  Record* take_now(void* buffer, uint64_t capacity, int source, int tag, int spins);
+  bool take_arrived(void* buffer, uint64_t capacity, int source, uint64_t which);
   std::shared_ptr<Op> begin(bool is_send, int peer, int tag, uint64_t nbytes);
   void launch(const std::shared_ptr<Op>& op);  // a send
   void post(const std::shared_ptr<Op>& op);    // a receive
@@ -141,6 +173,10 @@ class P2P {
   bool flush(int peer);
   bool reap(int peer);
   bool lose(int peer, const char* function, int code);
+  // The next packet of an on-node peer, if there is one.
+  static const unsigned char* read(const Channel& c, PacketHeader& header);
+  void answer(int peer, const PacketHeader& header);
+  void count_received(int source, uint64_t nbytes);
   void arrived(int source, const PacketHeader& header, const unsigned char* payload);
   void deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader& header,
                const unsigned char* payload);

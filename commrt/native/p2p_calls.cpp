@@ -7,6 +7,21 @@
 
 namespace commrt {
 
+// The record of the next message to start.
+Record& P2P::note(bool is_send, int peer, int tag, uint64_t nbytes) {
+  const uint64_t seq = next_seq();
+  Record& record = comm_.message_records[seq % Comm::kRecords];
+  record = Record{};
+  record.seq = seq;
+  record.count = static_cast<int64_t>(nbytes);
+  record.start_ticks = ticks();
+  record.coll = is_send ? kSendCode : kRecvCode;
+  record.dtype = static_cast<uint8_t>(DType::U8);
+  record.peer = peer;
+  record.tag = tag;
+  return record;
+}
+
 std::shared_ptr<Op> P2P::begin(bool is_send, int peer, int tag, uint64_t nbytes) {
   if (!attached_) attach();
   auto op = std::make_shared<Op>();
@@ -17,17 +32,9 @@ std::shared_ptr<Op> P2P::begin(bool is_send, int peer, int tag, uint64_t nbytes)
   op->p2p->peer = peer;
   op->p2p->tag = tag;
   op->p2p->nbytes = nbytes;
+  note(is_send, peer, tag, nbytes);
   op->p2p->id = next_id_++;
   ++comm_.messages_in_flight;
-  Record& record = comm_.message_records[op->seq % Comm::kRecords];
-  record = Record{};
-  record.seq = op->seq;
-  record.count = static_cast<int64_t>(nbytes);
-  record.start_ticks = ticks();
-  record.coll = is_send ? kSendCode : kRecvCode;
-  record.dtype = static_cast<uint8_t>(DType::U8);
-  record.peer = peer;
-  record.tag = tag;
   return op;
 }
 
@@ -46,7 +53,8 @@ std::shared_ptr<Op> P2P::recv(void* buffer, uint64_t capacity, int source, int t
 }
 
 std::shared_ptr<Op> P2P::sendrecv(const void* buffer, uint64_t nbytes, int dest, int sendtag,
-                                  void* out, uint64_t capacity, int source, int recvtag) {
+                                  void* out, uint64_t capacity, int source, int recvtag,
+                                  bool sent) {
   auto whole = std::make_shared<Op>();
   auto receiving = begin(false, source, recvtag, capacity);
   auto sending = begin(true, dest, sendtag, nbytes);
@@ -64,7 +72,11 @@ std::shared_ptr<Op> P2P::sendrecv(const void* buffer, uint64_t nbytes, int dest,
   whole->p2p->halves[1] = sending;
   receiving->p2p->whole = sending->p2p->whole = whole;
   post(receiving);
-  launch(sending);
+  if (sent) {
+    complete(sending);
+  } else {
+    launch(sending);
+  }
   return whole;
 }
 

@@ -1,0 +1,319 @@
+// SPDX-License-Identifier: Apache-2.0
+// send, recv and sendrecv: one callable each, without detours for plain arrays.
+//
+// A MessageMethod is a method descriptor with a vectorcall, as an Operation is. It knows
+// plain numpy arrays, ints in range and bools; every other call goes to the Python function
+// that it wraps, which runs it or raises the precise error.
+#include "group.hpp"
+#include "p2p.hpp"
+
+#include <structmember.h>
+
+namespace commrt {
+
+namespace {
+
+enum class Kind : int { Send, Recv, SendRecv };
+
+struct MessageMethod {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  PyObject* name;
+  PyObject* doc;
+  PyObject* function;  // in Python
+  Kind kind;
+};
+
+struct Words {  // interned once: keyword names are compared by address
+  PyObject *out, *dest, *source, *tag, *sendtag, *recvtag, *nonblocking, *timeout_s;
+};
+Words words;
+
+constexpr int kSpins = 40;  // about 2 us
+
+// An exact int in 0..most.
+bool read_int(PyObject* value, long most, int& number) {
+  if (!PyLong_CheckExact(value)) return false;
+  int overflow = 0;
+  const long found = PyLong_AsLongAndOverflow(value, &overflow);
+  if (overflow != 0 || found < 0 || found > most) return false;
+  number = static_cast<int>(found);
+  return true;
+}
+
+struct Arguments {
+  PyObject* x = nullptr;
+  PyObject* out = nullptr;
+  int dest = -1, source = -1, sendtag = 0, recvtag = 0;
+  bool nonblocking = false;
+};
+
+// False: not what is known at a glance.
+bool parse(Kind kind, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames, int size,
+           Arguments& found) {
+  if (nargs != 2) return false;
+  const bool sends = kind != Kind::Recv, receives = kind != Kind::Send;
+  (sends ? found.x : found.out) = args[1];
+  const Py_ssize_t nkw = kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0;
+  for (Py_ssize_t i = 0; i < nkw; ++i) {
+    PyObject* key = PyTuple_GET_ITEM(kwnames, i);
+    PyObject* value = args[nargs + i];
+    bool known = false;
+    if (key == words.dest && sends) {
+      known = read_int(value, size - 1, found.dest);
+    } else if (key == words.source && receives) {
+      known = read_int(value, size - 1, found.source);
+    } else if (key == words.out && kind == Kind::SendRecv) {
+      found.out = value;
+      known = true;
+    } else if (key == words.tag && kind != Kind::SendRecv) {
+      known = read_int(value, INT32_MAX, sends ? found.sendtag : found.recvtag);
+    } else if (key == words.sendtag && kind == Kind::SendRecv) {
+      known = read_int(value, INT32_MAX, found.sendtag);
+    } else if (key == words.recvtag && kind == Kind::SendRecv) {
+      known = read_int(value, INT32_MAX, found.recvtag);
+    } else if (key == words.nonblocking) {
+      known = PyBool_Check(value);
+      found.nonblocking = value == Py_True;
+    } else if (key == words.timeout_s) {
+      known = value == Py_None;
+    }
+    if (!known) return false;
+  }
+  return (!sends || found.dest >= 0) && (!receives || (found.source >= 0 && found.out != nullptr));
+}
+
+bool side_of(PyObject* array, int peer, int tag, bool written, Side& side) {
+  View view;
+  if (!view_of_numpy(array, view) || (written && !view.writable)) return false;
+  side = {view.data, static_cast<uint64_t>(view.count) * item_size(view.dtype), peer, tag, array};
+  return true;
+}
+
+bool overlap(const Side& a, const Side& b) {
+  const auto* a0 = static_cast<const unsigned char*>(a.data);
+  const auto* b0 = static_cast<const unsigned char*>(b.data);
+  return a0 < b0 + b.nbytes && b0 < a0 + a.nbytes;
+}
+
+PyObject* call_method(PyObject* callable, PyObject* const* args, size_t nargsf,
+                      PyObject* kwnames) {
+  auto* self = reinterpret_cast<MessageMethod*>(callable);
+  const Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
+  auto slow = [&] { return PyObject_Vectorcall(self->function, args, nargsf, kwnames); };
+  if (nargs < 1 || !nb::isinstance<Group>(nb::handle(args[0]))) return slow();
+  const nb::handle group_object = args[0];
+  const Group& group = *nb::inst_ptr<Group>(group_object);
+  if (group.slow || group.comm->broken.load(std::memory_order_relaxed) ||
+      Engine::forked.load(std::memory_order_relaxed)) return slow();
+  Arguments a;
+  if (!parse(self->kind, args, nargs, kwnames, group.comm->size, a)) return slow();
+  Side x{}, out{};
+  if (a.x != nullptr && !side_of(a.x, a.dest, a.sendtag, false, x)) return slow();
+  if (a.out != nullptr && !side_of(a.out, a.source, a.recvtag, true, out)) return slow();
+  if (self->kind == Kind::SendRecv && overlap(x, out)) return slow();
+  try {
+    nb::object result;
+    switch (self->kind) {
+      case Kind::Send:
+        result = run_send(group_object, x, self->name, a.nonblocking, group.timeout_s);
+        break;
+      case Kind::Recv:
+        result = run_recv(group_object, out, a.out, self->name, a.nonblocking, group.timeout_s);
+        break;
+      case Kind::SendRecv:
+        result = run_sendrecv(group_object, x, out, a.out, self->name, a.nonblocking,
+                              group.timeout_s);
+        break;
+    }
+    return result.release().ptr();
+  } catch (nb::python_error& e) {
+    e.restore();
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+  }
+  return nullptr;
+}
+
+void dealloc_method(PyObject* object) {
+  auto* self = reinterpret_cast<MessageMethod*>(object);
+  PyTypeObject* type = Py_TYPE(object);
+  Py_XDECREF(self->name);
+  Py_XDECREF(self->doc);
+  Py_XDECREF(self->function);
+  PyObject_Free(object);
+  Py_DECREF(type);
+}
+
+PyObject* bind_to_instance(PyObject* self, PyObject* instance, PyObject*) {
+  if (instance == nullptr || instance == Py_None) {
+    Py_INCREF(self);
+    return self;
+  }
+  return PyMethod_New(self, instance);
+}
+
+PyObject* repr_method(PyObject* object) {
+  return PyUnicode_FromFormat("<commrt operation %U>",
+                              reinterpret_cast<MessageMethod*>(object)->name);
+}
+
+PyMemberDef members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(MessageMethod, vectorcall), READONLY, nullptr},
+    {"__name__", T_OBJECT, offsetof(MessageMethod, name), READONLY, nullptr},
+    {"__qualname__", T_OBJECT, offsetof(MessageMethod, name), READONLY, nullptr},
+    {"__doc__", T_OBJECT, offsetof(MessageMethod, doc), READONLY, nullptr},
+    // inspect finds the signature through it.
+    {"__wrapped__", T_OBJECT, offsetof(MessageMethod, function), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyTypeObject* method_type = nullptr;
+
+// Starts a message under the lock: as it is where that is had and takes no time, else
+// without the GIL. What is still in flight then keeps `first` and `second` alive; a caller
+// that waits holds them itself.
+template <class Start>
+std::shared_ptr<Op> start(Engine& engine, std::unique_lock<std::mutex>& lock, bool brief,
+                          nb::handle first, nb::handle second, const Start& launch) {
+  std::shared_ptr<Op> op;
+  first.inc_ref();
+  second.inc_ref();
+  bool kept = false;
+  auto under_lock = [&] {
+    op = launch();
+    kept = !op->finished();
+    if (!kept) return;
+    op->keep[0] = first.ptr();
+    op->keep[1] = second.ptr();
+  };
+  if (brief) {
+    under_lock();
+    lock.unlock();
+  } else {
+    if (lock.owns_lock()) lock.unlock();
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> own(engine.mutex);
+    under_lock();
+  }
+  if (!kept) {
+    first.dec_ref();
+    second.dec_ref();
+  }
+  return op;
+}
+
+void tidy(Engine& engine) {
+  if (engine.has_ended()) drop_ended(engine);
+}
+
+}  // namespace
+
+nb::object run_send(nb::handle group_object, const Side& x, nb::handle operation,
+                    bool nonblocking, double timeout_s) {
+  Comm& comm = *nb::inst_ptr<Group>(group_object)->comm;
+  std::unique_lock<std::mutex> lock(comm.engine.mutex, std::try_to_lock);
+  if (!nonblocking && lock.owns_lock() && comm.p2p->send_now(x.data, x.nbytes, x.peer, x.tag)) {
+    lock.unlock();
+    tidy(comm.engine);
+    return nb::none();
+  }
+  const bool brief = lock.owns_lock() && comm.p2p->calm(x.peer, x.nbytes);
+  auto op = start(comm.engine, lock, brief, nonblocking ? x.keep : nb::handle(), {}, [&] {
+    return comm.p2p->send(x.data, x.nbytes, x.peer, x.tag);
+  });
+  return finish_call(group_object, std::move(op), x.keep, {}, nb::none(), operation, nonblocking,
+                     timeout_s);
+}
+
+nb::object run_recv(nb::handle group_object, const Side& out, nb::handle result,
+                    nb::handle operation, bool nonblocking, double timeout_s) {
+  Comm& comm = *nb::inst_ptr<Group>(group_object)->comm;
+  std::unique_lock<std::mutex> lock(comm.engine.mutex, std::try_to_lock);
+  bool spins = false;
+  if (!nonblocking && lock.owns_lock()) {
+    spins = comm.quiet();  // what is in flight needs more than a look at one peer
+    if (comm.p2p->recv_now(out.data, out.nbytes, out.peer, out.tag, spins ? kSpins : 0)) {
+      lock.unlock();
+      tidy(comm.engine);
+      return nb::borrow(result);
+    }
+  }
+  const bool brief = lock.owns_lock() && comm.p2p->calm(out.peer, out.nbytes);
+  auto op = start(comm.engine, lock, brief, nonblocking ? out.keep : nb::handle(), {}, [&] {
+    return comm.p2p->recv(out.data, out.nbytes, out.peer, out.tag);
+  });
+  return finish_call(group_object, std::move(op), out.keep, {}, result, operation, nonblocking,
+                     timeout_s, spins);
+}
+
+nb::object run_sendrecv(nb::handle group_object, const Side& x, const Side& out,
+                        nb::handle result, nb::handle operation, bool nonblocking,
+                        double timeout_s) {
+  Comm& comm = *nb::inst_ptr<Group>(group_object)->comm;
+  std::unique_lock<std::mutex> lock(comm.engine.mutex, std::try_to_lock);
+  bool spins = false, sent = false;
+  if (!nonblocking && lock.owns_lock()) {
+    spins = comm.quiet();
+    const auto now = comm.p2p->sendrecv_now(x.data, x.nbytes, x.peer, x.tag, out.data, out.nbytes,
+                                      out.peer, out.tag, spins ? kSpins : 0);
+    if (now == P2P::Now::Both) {
+      lock.unlock();
+      tidy(comm.engine);
+      return nb::borrow(result);
+    }
+    sent = now == P2P::Now::Sent;
+  }
+  const bool brief =
+      lock.owns_lock() && comm.p2p->calm(x.peer, x.nbytes) && comm.p2p->calm(out.peer, out.nbytes);
+  auto op = start(comm.engine, lock, brief, nonblocking ? x.keep : nb::handle(),
+                  nonblocking ? out.keep : nb::handle(), [&] {
+    return comm.p2p->sendrecv(x.data, x.nbytes, x.peer, x.tag, out.data, out.nbytes, out.peer,
+                        out.tag, sent);
+  });
+  return finish_call(group_object, std::move(op), x.keep, out.keep, result, operation,
+                     nonblocking, timeout_s, spins && sent);
+}
+
+void bind_p2p_operation(nb::module_& m) {
+  words.out = PyUnicode_InternFromString("out");
+  words.dest = PyUnicode_InternFromString("dest");
+  words.source = PyUnicode_InternFromString("source");
+  words.tag = PyUnicode_InternFromString("tag");
+  words.sendtag = PyUnicode_InternFromString("sendtag");
+  words.recvtag = PyUnicode_InternFromString("recvtag");
+  words.nonblocking = PyUnicode_InternFromString("nonblocking");
+  words.timeout_s = PyUnicode_InternFromString("timeout_s");
+
+  PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(dealloc_method)},
+                         {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+                         {Py_tp_descr_get, reinterpret_cast<void*>(bind_to_instance)},
+                         {Py_tp_repr, reinterpret_cast<void*>(repr_method)},
+                         {Py_tp_members, members},
+                         {0, nullptr}};
+  PyType_Spec spec = {"commrt._native.MessageMethod", sizeof(MessageMethod), 0,
+                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_METHOD_DESCRIPTOR |
+                          Py_TPFLAGS_HAVE_VECTORCALL,
+                      slots};
+  method_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  if (method_type == nullptr) throw nb::python_error();
+  m.attr("MessageMethod") = nb::borrow(reinterpret_cast<PyObject*>(method_type));
+
+  m.def("make_message_method",
+        [](nb::str name, int kind, nb::object function) -> nb::object {
+          auto* self = PyObject_New(MessageMethod, method_type);
+          if (self == nullptr) throw nb::python_error();
+          self->vectorcall = call_method;
+          PyObject* interned = name.release().ptr();
+          PyUnicode_InternInPlace(&interned);
+          self->name = interned;
+          self->doc = nb::object(function.attr("__doc__")).release().ptr();
+          self->function = function.release().ptr();
+          self->kind = static_cast<Kind>(kind);
+          return nb::steal(reinterpret_cast<PyObject*>(self));
+        },
+        nb::arg("name"), nb::arg("kind"), nb::arg("function"),
+        "Make the method descriptor of send (0), recv (1) or sendrecv (2) around the Python "
+        "function that takes all other calls.");
+}
+
+}  // namespace commrt

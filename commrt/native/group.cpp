@@ -353,6 +353,21 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
                      nonblocking, timeout_s);
 }
 
+namespace {
+
+// In the memory of the Python object: one allocation less than nb::cast of a new one.
+nb::object make_request(nb::handle group, std::shared_ptr<Op> op, nb::handle result,
+                        nb::handle operation, double timeout_s) {
+  nb::object request = nb::inst_alloc(nb::type<Request>());
+  new (nb::inst_ptr<Request>(request)) Request(nb::borrow(group), std::move(op),
+                                               nb::borrow(result), nb::borrow(operation),
+                                               timeout_s);
+  nb::inst_mark_ready(request);
+  return request;
+}
+
+}  // namespace
+
 nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::handle keep_x,
                        nb::handle keep_out, nb::handle result, nb::handle operation,
                        bool nonblocking, double timeout_s, bool spun) {
@@ -361,9 +376,7 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
   if (engine.has_ended()) drop_ended(engine);
   if (nonblocking) {
     if (engine.has_thread()) engine.wake();
-    return nb::cast(new Request(nb::borrow(group_object), std::move(op), nb::borrow(result),
-                                nb::borrow(operation), timeout_s),
-                    nb::rv_policy::take_ownership);
+    return make_request(group_object, std::move(op), result, operation, timeout_s);
   }
   WaitResult ended = WaitResult::Done;
   if (!op->finished()) ended = wait_for(group, op, timeout_s, spun);
@@ -384,10 +397,7 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
     if (needed && !op->has_keep()) keep_alive(*op, keep_x.ptr(), keep_out.ptr());
   }
   if (ended == WaitResult::Interrupted) throw nb::python_error();
-  nb::object request = nb::cast(
-      new Request(nb::borrow(group_object), op, nb::borrow(result), nb::borrow(operation),
-                  timeout_s),
-      nb::rv_policy::take_ownership);
+  nb::object request = make_request(group_object, op, result, operation, timeout_s);
   return nb::cast<Request&>(request).outcome_after(ended, timeout_s);
 }
 

@@ -21,8 +21,9 @@ from commrt.errors import (
 )
 from commrt.request import Request, wait_all
 
-# Nothing, inline, one packet exactly, one more byte, and many packets.
-LENGTHS = (0, 1, 40, 16384, 16385, 1_000_003)
+# Nothing, in the line, all that fits there, one more byte, one packet exactly, one more
+# byte, and many packets.
+LENGTHS = (0, 1, 32, 33, 16384, 16385, 1_000_003)
 IDLE_PASSES = 70
 """So many without progress, and nothing will happen: a rank that needs nothing looks
 for messages in every 64th."""

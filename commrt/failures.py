@@ -18,9 +18,7 @@ from commrt.errors import (
     TimeoutError_,
     TruncationError,
     UsageError,
-    suggest,
 )
-from commrt.operations import COLLECTIVES, ELSEWHERE
 
 if TYPE_CHECKING:
     from commrt.world import World
@@ -34,9 +32,6 @@ _KINDS: dict[str, type[Exception]] = {
     "revoked": RevokedError,
     "truncation": TruncationError,
 }
-
-
-_METHODS = (*COLLECTIVES, "send", "recv", "sendrecv", "split", "dup", "create_group")
 
 
 @lru_cache(maxsize=1)
@@ -57,10 +52,6 @@ class Guarded(_native.Group):
     _arena: Arena | None
     _closed: str | None
     _pid: int
-
-    def __getattr__(self, name: str) -> NoReturn:
-        hint = "" if name.startswith("_") else suggest(name, _METHODS, ELSEWHERE)
-        raise AttributeError(f"a communicator has no {name!r}{hint}")
 
     @property
     def timeout_s(self) -> float:

@@ -194,20 +194,6 @@ def test_questions_about_what_does_not_exist() -> None:
     run(1, rank_main)
 
 
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [("all_reduce", "allreduce"), ("broadcast", "bcast"), ("Allgather", "allgather")],
-)
-def test_other_libraries_names_of_operations(name: str, known: str) -> None:
-    def rank_main(comm: Any) -> None:
-        message = f"a communicator has no '{name}'; did you mean '{known}'"
-        with pytest.raises(AttributeError, match=message):
-            getattr(comm, name)
-        assert not hasattr(comm, "_repr_html_")
-
-    run(1, rank_main)
-
-
 @pytest.mark.parametrize("wrong", [-1, 0, "5", None, True])
 def test_a_default_deadline_is_a_time(wrong: Any) -> None:
     def rank_main(comm: Any) -> None:

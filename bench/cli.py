@@ -31,13 +31,18 @@ _SELF = PeerSpec("commrt", "commrt", sys.executable)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; return 0, 1 (a wrong result) or 2 (usage, launch)."""
+    """Run a command line; return 0, 1 (a wrong result) or 2 (usage, launch).
+
+    Where the usage is wrong, ranks of a launcher other than the first return 0.
+    """
     try:
         run = _prepare(parse(argv))
     except UsageError as error:
-        # The same on every rank of a launcher, so one of them says it.
-        if _first_rank():
-            print(f"commrt.bench: {error}", file=sys.stderr)
+        # The same on every rank of a launcher, so one of them says it. A launcher may
+        # end all ranks at the first bad status: that must not come before the words.
+        if not _first_rank():
+            return 0
+        print(f"commrt.bench: {error}", file=sys.stderr)
         return 2
     try:
         return until_reader_leaves(run)

@@ -152,13 +152,14 @@ def finish(
     date: str | None = None,
 ) -> str:
     """Decide, write the table, return the summary; TableError without measurements."""
+    machine = recording.machine = this_machine()
+    recording.date = date or datetime.date.today().isoformat()
     if raw is not None:
         recording.save(raw)
     decisions = decide(recording, DEFAULT_TIE_MARGIN)
     if not decisions:
         raise TableError(f"no table was written: {'; '.join(_why_nothing(recording))}")
     regret = held_out_regret(recording, decisions)
-    machine = this_machine()
     path = out or user_table_path(machine)
     table = make_table(
         decisions,
@@ -166,7 +167,7 @@ def finish(
         software=recording.software,
         method=_method(options, regret),
         tie_margin=DEFAULT_TIE_MARGIN,
-        date=date or datetime.date.today().isoformat(),
+        date=recording.date,
     )
     write_table(table, path)
     return summarise(recording, decisions, regret, str(path), in_force=out is None)

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from commrt.bench.raw_data import read_data, write_data
 from commrt.errors import TableError
 from commrt.select.facts import Candidate, CommFacts
+from commrt.select.fingerprint import Cpu, Gpu, Machine, Nic
+from commrt.select.plain import plain_machine
 
 __all__ = ["Failure", "Group", "Launch", "Recording", "Sample", "line"]
 
@@ -95,6 +97,10 @@ class Recording:
     """By operation: every candidate seen, simplest first."""
     software: dict[str, Any] = field(default_factory=dict)
     """Versions that the ranks reported."""
+    machine: Machine | None = None
+    """Where it was measured; None: by a commrt that did not record it."""
+    date: str = ""
+    """When it was measured, ISO 8601; empty: by a commrt that did not record it."""
     unfinished: dict[tuple[int, str, int], str] = field(default_factory=dict)
     """What a launch that shapes the table did not measure, by ranks, operation and
     bytes: ``budget`` or ``links``. Not saved."""
@@ -179,6 +185,8 @@ class Recording:
                 "failures": [_plain(failure) for failure in self.failures],
                 "orders": {op: list(map(str, c)) for op, c in self.orders.items()},
                 "software": self.software,
+                "machine": self.machine and plain_machine(self.machine),
+                "date": self.date,
             }
         )
 
@@ -206,6 +214,9 @@ class Recording:
         """Return what ``to_json`` wrote."""
         plain = json.loads(text)
         recording = cls(software=plain["software"])
+        if plain.get("machine"):
+            recording.machine = _machine(plain["machine"])
+        recording.date = str(plain.get("date", ""))
         for launch in plain["launches"]:
             facts = CommFacts(**launch.pop("facts"))
             recording.launches[launch["index"]] = Launch(facts=facts, **launch)
@@ -219,6 +230,16 @@ class Recording:
         for op, candidates in plain["orders"].items():
             recording.orders[op] = [Candidate.parse(text) for text in candidates]
         return recording
+
+
+def _machine(plain: Mapping[str, Any]) -> Machine:
+    return Machine(
+        Cpu(**plain["cpu"]),
+        tuple(Gpu(**gpu) for gpu in plain["gpus"]),
+        tuple(Nic(**nic) for nic in plain["nics"]),
+        plain["kernel"],
+        plain["host"],
+    )
 
 
 def _plain(item: Sample | Failure) -> dict[str, Any]:

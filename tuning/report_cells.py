@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a report shows: cell by cell, measured times, choices, how good they are.
+
+A cell is one operation with one rank count, placement and link class. Times of every
+candidate are in a recording only; a table alone has those of its choices, of the MPI
+library's own collective, and of the next best at one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from commrt.select.facts import LINK_CLASSES, Candidate, CommFacts, LinkClass, Query
+from commrt.select.rules import Cell, Rule
+from commrt.select.table import Table
+from commrt.tuning.decide import curves_of, tied
+from commrt.tuning.samples import Group, Recording
+from commrt.tuning.statistics import Estimate
+from commrt.tuning.table_writer import NATIVE
+
+__all__ = ["Judged", "ReportCell", "Seen", "cells_of"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One candidate's time at one size."""
+
+    us: float
+    """Median over launches."""
+    ci: tuple[float, float] | None
+    """Interval of the median, where it is known."""
+    launches: int | None
+    """Launches that measured it, where it is known."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A choice at one size of a launch that did not shape the table."""
+
+    nbytes: int
+    """Rule bytes."""
+    choice: Candidate
+    """What ``auto`` picks."""
+    best: Candidate
+    """The fastest there."""
+    ratio: float
+    """Time of the choice over that of the best; 1 is perfect."""
+
+
+@dataclass(frozen=True)
+class ReportCell:
+    """One operation on one kind of communicator."""
+
+    op: str
+    """Operation."""
+    title: str
+    """Ranks, nodes and links for people."""
+    link_class: str
+    """How far apart the ranks are; ``any`` where rules do not say."""
+    ranks: int
+    """Ranks; 0 where rules do not say."""
+    times: Mapping[Candidate, Mapping[int, Seen]]
+    """By candidate, simplest first, and size."""
+    rules: Sequence[Rule]
+    """The choices, ascending."""
+    tied: Mapping[int, frozenset[Candidate]]
+    """By measured size, what is as good as the best there."""
+    judged: Sequence[Judged]
+    """Held-out sizes, ascending."""
+    unjudged: int
+    """Held-out sizes whose choice was not measured."""
+    note: str
+    """What else is to be said, for instance what stands in; empty: nothing."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Measured sizes, ascending."""
+        return sorted({size for seen in self.times.values() for size in seen})
+
+    def at(self, nbytes: int) -> Rule | None:
+        """Return the rule for a size, None where the model decides."""
+        for rule in self.rules:
+            hi = rule.match.hi
+            if rule.match.lo <= nbytes and (hi is None or nbytes < hi):
+                return rule
+        return None
+
+
+def cells_of(table: Table, recording: Recording | None) -> list[ReportCell]:
+    """Return what is known of every cell, by ranks, links and operation.
+
+    With a recording its cells come first, and those that only the table has follow.
+    """
+    cells = [] if recording is None else list(_recorded(table, recording))
+    shown = {rule.cell for cell in cells if not cell.note for rule in cell.rules}
+    groups: dict[Cell, list[Rule]] = {}
+    for rule in table.rules:
+        if rule.cell not in shown:
+            groups.setdefault(rule.cell, []).append(rule)
+    note = "" if recording is None else _TABLE_ALONE
+    cells += [_tabled(cell, rules, note) for cell, rules in groups.items()]
+    order: dict[str, int] = {name: place for place, name in enumerate(LINK_CLASSES)}
+    return sorted(cells, key=lambda one: (one.ranks, order.get(one.link_class, 99)))
+
+
+_TABLE_ALONE = (
+    "Not in the recording: of each range the times of its choice, of the MPI library's "
+    "own collective, and of the next best at one size."
+)
+
+
+def _tabled(cell: Cell, rules: Sequence[Rule], note: str) -> ReportCell:
+    """Return what the evidence of a table's rules tells."""
+    times: dict[Candidate, dict[int, Seen]] = {}
+    native: dict[int, Seen] = {}
+    ordered = sorted(rules, key=lambda rule: rule.match.lo)
+    for rule in ordered:
+        evidence = rule.evidence
+        if evidence is None:
+            continue
+        mine = times.setdefault(rule.use, {})
+        for point in evidence.points:
+            mine[point.nbytes] = Seen(point.us, point.ci, point.launches)
+            if point.native_us is not None:
+                native[point.nbytes] = Seen(point.native_us, None, point.launches)
+        second = evidence.runner_up
+        if second is not None:
+            seen = times.setdefault(second.candidate, {})
+            seen.setdefault(second.nbytes, Seen(second.us, second.ci, None))
+    own = times.setdefault(Candidate.parse(NATIVE), {})
+    for nbytes, at in native.items():
+        own.setdefault(nbytes, at)
+    return ReportCell(
+        cell.op,
+        _title(cell),
+        cell.link_class or "any",
+        cell.ranks or 0,
+        {one: seen for one, seen in times.items() if seen},
+        ordered,
+        {},
+        (),
+        0,
+        note,
+    )
+
+
+def _title(cell: Cell) -> str:
+    ranks = "any number of" if cell.ranks is None else str(cell.ranks)
+    nodes = "" if cell.nodes in (None, 1) else f" on {cell.nodes} nodes"
+    extra = [name for name in (cell.dtype, cell.redop) if name is not None]
+    if cell.device not in (None, "host"):
+        extra.append(f"{cell.device} memory")
+    links = f"{cell.link_class or 'any'} links"
+    return ", ".join([f"{ranks} ranks{nodes}", links, *extra])
+
+
+def _recorded(table: Table, recording: Recording) -> Iterator[ReportCell]:
+    for group in recording.groups():
+        for op in recording.orders:
+            curves = curves_of(recording, group, op)
+            if not curves:
+                continue
+            rules, note = _rules(table, recording, group, op)
+            sizes = sorted({size for curve in curves.values() for size in curve.sizes})
+            judged, unjudged = _judge(recording, group, op, rules)
+            yield ReportCell(
+                op,
+                _title(Cell(op, *group, None, None, None)),
+                group.link_class,
+                group.ranks,
+                {one: _seen(curve.estimates) for one, curve in curves.items()},
+                rules,
+                {
+                    size: frozenset(tied(curves, size, table.tie_margin))
+                    for size in sizes
+                },
+                judged,
+                unjudged,
+                note,
+            )
+
+
+def _seen(estimates: Mapping[int, Estimate]) -> dict[int, Seen]:
+    return {
+        nbytes: Seen(one.us, one.ci, len(one.launches))
+        for nbytes, one in sorted(estimates.items())
+    }
+
+
+def _rules(
+    table: Table, recording: Recording, group: Group, op: str
+) -> tuple[list[Rule], str]:
+    """Return the rules that apply, and a remark where they were made for others."""
+    link_class: LinkClass = next(
+        name for name in LINK_CLASSES if name == group.link_class
+    )
+    cores = next(
+        one.facts.cores
+        for one in recording.launches.values()
+        if one.facts.size == group.ranks
+    )
+    facts = CommFacts(group.ranks, group.nodes, group.ppn, cores, link_class)
+    hit = table.lookup(facts, Query(op, 0, _DTYPE))
+    if hit is None:
+        return [], "The table has no rule for this: the model decides."
+    cell = hit.rule.cell
+    rules = [rule for rule in table.rules if rule.cell == cell]
+    rules.sort(key=lambda rule: rule.match.lo)
+    if hit.extrapolated is None:
+        return rules, ""
+    return rules, f"The rules of another cell stand in here: {hit.extrapolated}."
+
+
+_DTYPE = "float32"
+
+
+def _judge(
+    recording: Recording, group: Group, op: str, rules: Sequence[Rule]
+) -> tuple[list[Judged], int]:
+    """Return how good the choices are on held-out launches, and how many are unknown.
+
+    As in ``regret``, only the same launch is compared with itself.
+    """
+    rows: dict[tuple[int, int], dict[Candidate, float]] = {}
+    for sample in recording.of(group, held_out=True):
+        if sample.op == op and sample.us:
+            row = rows.setdefault((sample.nbytes, sample.launch), {})
+            row[sample.candidate] = median(sample.us)
+    judged, unjudged = [], 0
+    for (nbytes, _), row in sorted(rows.items()):
+        choice = next(
+            (
+                rule.use
+                for rule in rules
+                if rule.match.lo <= nbytes
+                and (rule.match.hi is None or nbytes < rule.match.hi)
+            ),
+            None,
+        )
+        if choice is None or choice not in row:
+            unjudged += 1
+            continue
+        best = min(row, key=row.__getitem__)
+        judged.append(Judged(nbytes, choice, best, row[choice] / row[best]))
+    return judged, unjudged

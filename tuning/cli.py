@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt-tune``: run, show, explain, lint, compare."""
+"""``commrt-tune``: run, show, explain, lint, compare; report, merge, export."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from commrt.launch import detect
 from commrt.operations import COLLECTIVES, operation
 from commrt.select.facts import LINK_CLASSES, CommFacts, Query
 from commrt.select.fingerprint import available_cores
-from commrt.select.locate import LocatedTable, locate
 from commrt.select.schema import DEFAULT_TIE_MARGIN
-from commrt.select.table import Table, load_file
-from commrt.tuning import measure, run
+from commrt.tuning import run
 from commrt.tuning.agreement import agreements, overall
 from commrt.tuning.decide import decide
+from commrt.tuning.file_commands import add_commands, table_of
 from commrt.tuning.lint import lint
 from commrt.tuning.samples import Recording
 from commrt.tuning.show import explain, show
@@ -65,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     compared = commands.add_parser("compare", help="do two runs choose alike?")
     compared.set_defaults(command=_compare)
     compared.add_argument("recordings", nargs=2, type=Path, metavar="RAW")
+    add_commands(commands)
     explained.add_argument("op", metavar="OPERATION")
     explained.add_argument("nbytes", type=_nbytes, metavar="BYTES")
     explained.add_argument("--ranks", type=_positive, default=2)
@@ -137,7 +137,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    print(show(_table(arguments.table)))
+    print(show(table_of(arguments.table)))
     return 0
 
 
@@ -153,12 +153,12 @@ def _explain(arguments: argparse.Namespace) -> int:
         link_class=arguments.link_class
         or ("near" if ppn <= cores else "oversubscribed"),
     )
-    print(explain(_table(arguments.table), query, facts))
+    print(explain(table_of(arguments.table), query, facts))
     return 0
 
 
 def _lint(arguments: argparse.Namespace) -> int:
-    findings = lint(_table(arguments.table))
+    findings = lint(table_of(arguments.table))
     for finding in findings:
         print(finding)
     print(f"{len(findings) or 'nothing'} found")
@@ -180,17 +180,6 @@ def _compare(arguments: argparse.Namespace) -> int:
         print(f"{name:<48}{one.same:>7.0%}{one.tied:>7.0%}{other:>7.0%}")
     print(f"same or tied over {overall(found):.1%} of the range")
     return 0
-
-
-def _table(path: Path | None) -> Table:
-    known = measure.known_names()
-    if path is not None:
-        return load_file(path, known)
-    located: LocatedTable = locate()
-    table = located.parse(known)
-    if table is None:
-        raise TableError(f"no table is in force here: {located.why}")
-    return table
 
 
 def _ranks(text: str) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from commrt.select.table import Table
 from commrt.tuning.export import Exported, cells_to_say, comment, rule_words
 from commrt.tuning.table_writer import NATIVE
 
-__all__ = ["export_openmpi"]
+__all__ = ["OPENMPI", "export_openmpi"]
 
 
 class _Collective(NamedTuple):
@@ -36,7 +36,7 @@ class _Collective(NamedTuple):
     """Ours to its number, where both send the same blocks to the same ranks."""
 
 
-_OURS: Mapping[str, _Collective] = {
+OPENMPI: Mapping[str, _Collective] = {
     "allgather": _Collective(
         0, True, False, {"dissemination": 2, "recursive_doubling": 3, "ring": 4}
     ),
@@ -91,7 +91,7 @@ def export_openmpi(table: Table) -> Exported:
     said: dict[str, dict[int, list[_Line]]] = {}
     count = 0
     for cell, rules in cells:
-        if cell.ranks is None or cell.op not in _OURS:
+        if cell.ranks is None or cell.op not in OPENMPI:
             left_out += [
                 f"{rule_words(rule)}: for any number of ranks" for rule in rules
             ]
@@ -113,7 +113,7 @@ def export_openmpi(table: Table) -> Exported:
         else (comment(_HEADER))
     )
     text += f"{len(said)}  # collectives\n"
-    for op in sorted(said, key=lambda one: _OURS[one].number):
+    for op in sorted(said, key=lambda one: OPENMPI[one].number):
         text += _collective(op, said[op])
     return Exported(text, count, tuple(left_out))
 
@@ -123,7 +123,7 @@ def _collective(op: str, by_ranks: Mapping[int, Sequence[_Line]]) -> str:
     sets = dict(by_ranks)
     for ranks in by_ranks:
         sets.setdefault(ranks + 1, stop)
-    text = f"{_OURS[op].number}  # {op}\n{len(sets)}  # numbers of ranks\n"
+    text = f"{OPENMPI[op].number}  # {op}\n{len(sets)}  # numbers of ranks\n"
     for ranks in sorted(sets):
         text += f"{ranks}  # ranks\n{len(sets[ranks])}  # ranges\n"
         for line in sets[ranks]:
@@ -135,7 +135,7 @@ def _lines(
     cell: Cell, ranks: int, rules: Sequence[Rule]
 ) -> tuple[list[_Line], list[str]]:
     """Return a cell's entries, and why some of them leave the decision to Open MPI."""
-    ours = _OURS[cell.op]
+    ours = OPENMPI[cell.op]
     if ours.sizes_differ and len({rule.use for rule in rules}) > 1:
         # A root in place, and ranks that only receive, count other bytes than the rest:
         # they would run another algorithm, and wait for ever.
@@ -161,7 +161,7 @@ def _number(cell: Cell, ranks: int, rule: Rule) -> tuple[int, str]:
         return _OWN_DECISION, ""
     if use.backend not in ("shm", "mpi"):
         return _OWN_DECISION, f"Open MPI has no {use.backend}"
-    number = _OURS[cell.op].algorithms.get(use.algorithm)
+    number = OPENMPI[cell.op].algorithms.get(use.algorithm)
     if number is None:
         return _OWN_DECISION, f"Open MPI has no such {cell.op}"
     odd = ranks & (ranks - 1) != 0

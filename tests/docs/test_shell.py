@@ -36,6 +36,7 @@ EXPECTED = {
         "Picked, by bytes of the call:",
     ),
     "commrt-tune show": ("", "allreduce (ranks=2, "),
+    "commrt-tune report": ("", "Written to commrt-tune-report.html"),
     "commrt-tune explain allreduce 4096": ("", "allreduce(4096 B, float32, host"),
     "commrt-tune lint": ("", "found"),
 }

@@ -13,13 +13,35 @@ from typing import Any
 
 import pytest
 
-from commrt.mpiexec import Completed, launch_command, run_process
+from commrt.mpiexec import (
+    Completed,
+    child_environment,
+    find_launcher,
+    launch_command,
+    run_process,
+)
 from commrt.select.facts import Candidate
 from commrt.select.fingerprint import Cpu, Machine
 from commrt.select.rules import Match, Rule
 from commrt.select.table import Table
-from commrt.tuning.export_openmpi import export_openmpi
+from commrt.tuning.export_openmpi import OPENMPI, export_openmpi
 
+SAME = {
+    "allgather": {"dissemination": "bruck"},
+    "allreduce": {"halving_doubling": "rabenseifner"},
+    "alltoall": {"direct": "linear", "dissemination": "modified_bruck"},
+    "barrier": {"dissemination": "bruck"},
+    "bcast": {
+        "direct": "basic_linear",
+        "halving_doubling": "scatter_allgather",
+        "ring": "scatter_allgather_ring",
+    },
+    "gather": {"direct": "basic_linear"},
+    "reduce": {"direct": "linear", "halving_doubling": "rabenseifner"},
+    "reduce_scatter": {"halving_doubling": "recursive_halving"},
+    "scatter": {"direct": "basic_linear"},
+}
+"""Open MPI's words for ours, where they differ."""
 RANKS = 2
 FROM = 4096
 """Rule bytes at which the second rule begins."""
@@ -124,3 +146,18 @@ def test_openmpi_follows_the_rules(
     for rank in range(RANKS):
         line = " ".join(["rank", str(rank), *(expected * len(FIRST))])
         assert line in done.stdout
+
+
+def test_the_numbers_are_those_of_this_openmpi(mpirun: Any) -> None:
+    if mpirun.flavour != "openmpi":
+        pytest.skip("the numbers are Open MPI's")
+    info = Path(find_launcher(sys.executable).mpiexec).with_name("ompi_info")
+    words = [str(info), "--param", "coll", "tuned", "--level", "9", "--parsable"]
+    done = run_process(words, child_environment(sys.executable), timeout_s=60)
+    assert done.ok, done.describe_failure()
+    for op, ours in OPENMPI.items():
+        coll = "reduce_scatter_block" if op == "reduce_scatter" else op
+        for name, number in ours.algorithms.items():
+            word = SAME[op].get(name, name)
+            line = f"coll_tuned_{coll}_algorithm:enumerator:value:{number}:{word}\n"
+            assert line in done.stdout, line

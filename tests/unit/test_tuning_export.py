@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from commrt.select.table import Table
 from commrt.tuning.cli import main
 from commrt.tuning.export import Exported
 from commrt.tuning.export_nccl import export_nccl
-from commrt.tuning.export_openmpi import export_openmpi
+from commrt.tuning.export_openmpi import OPENMPI, export_openmpi
 from commrt.tuning.table_writer import write_table
 
 HERE = Machine(Cpu("some", 1, 8))
@@ -111,10 +112,17 @@ def test_each_collective_has_its_numbers_and_its_bytes(
 
 
 def test_every_algorithm_that_is_translated_exists_here() -> None:
-    from commrt.tuning.export_openmpi import _OURS
-
-    for op, ours in _OURS.items():
+    for op, ours in OPENMPI.items():
         assert set(ours.algorithms) <= set(algorithms.names(op)), op
+
+
+def test_the_documented_numbers_are_these() -> None:
+    page = Path(__file__).parents[2] / "docs" / "selection-tables.md"
+    text = " ".join(page.read_text().split("*Open MPI 5*")[1].split("\n\n")[0].split())
+    for op, ours in OPENMPI.items():
+        (said,) = (part for part in text.split(";") if f" {op} " in f" {part}")
+        found = dict(re.findall(r"`(\w+)` (\d+)", said))
+        assert found == {name: str(number) for name, number in ours.algorithms.items()}
 
 
 @pytest.mark.parametrize(

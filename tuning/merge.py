@@ -269,12 +269,14 @@ def _choose(
 
 
 def _place(cell: Cell) -> tuple[int, int, int, int, str]:
-    links = [*LINK_CLASSES, None]
+    # Unknown names come last, and the check of the whole table names them.
+    links: list[str] = [*LINK_CLASSES, str(cell.link_class)]
+    ops: list[str] = [*COLLECTIVES, cell.op]
     return (
         cell.ranks or 0,
         cell.nodes or 0,
-        [str(one) for one in links].index(str(cell.link_class)),
-        COLLECTIVES.index(cell.op),
+        links.index(str(cell.link_class)),
+        ops.index(cell.op),
         str(cell),
     )
 

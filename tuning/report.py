@@ -116,8 +116,8 @@ def _quality(
             f"over {len(judged)} sizes of launches that did not shape the table "
             "(geometric mean).</p>",
             f"<p>Worst: {op} of {human_nbytes(worst.nbytes)} bytes, where "
-            f"{worst.choice} took {human_ratio(worst.ratio)} the time of "
-            f"{worst.best}.</p>",
+            f"{escape(str(worst.choice))} took {human_ratio(worst.ratio)} the time of "
+            f"{escape(str(worst.best))}.</p>",
         ]
         if unjudged := sum(cell.unjudged for cell in cells):
             lines.append(f"<p>At {unjudged} more, the choice was not measured.</p>")
@@ -138,8 +138,8 @@ def _quality(
         shaping = len(recording.launches) - held
         repetitions = sum(len(one.us) for one in recording.samples)
         lines.append(
-            f'<p class="soft">{shaping} {_launches(shaping)} shaped the choices, '
-            f"{held} judged them; {repetitions} repetitions of "
+            f'<p class="soft">Recorded: {shaping} {_launches(shaping)} to decide from, '
+            f"{held} to judge; {repetitions} repetitions of "
             f"{len(recording.samples)} measurements.</p>"
         )
     return "".join(lines)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from commrt.errors import TableError
 from commrt.select.facts import LINK_CLASSES, Candidate, CommFacts, LinkClass, Query
 from commrt.select.rules import Cell, Rule
 from commrt.select.table import Table
@@ -76,8 +77,8 @@ class ReportCell:
 
     @property
     def sizes(self) -> list[int]:
-        """Measured sizes, ascending."""
-        return sorted({size for seen in self.times.values() for size in seen})
+        """Measured sizes above 0, ascending: axes are logarithmic."""
+        return sorted({n for seen in self.times.values() for n in seen if n > 0})
 
     def at(self, nbytes: int) -> Rule | None:
         """Return the rule for a size, None where the model decides."""
@@ -193,9 +194,14 @@ def _rules(
     table: Table, recording: Recording, group: Group, op: str
 ) -> tuple[list[Rule], str]:
     """Return the rules that apply, and a remark where they were made for others."""
-    link_class: LinkClass = next(
-        name for name in LINK_CLASSES if name == group.link_class
+    link_class: LinkClass | None = next(
+        (name for name in LINK_CLASSES if name == group.link_class), None
     )
+    if link_class is None:
+        raise TableError(
+            f"the recording has links of class {group.link_class!r}: expected one of "
+            f"{', '.join(LINK_CLASSES)}"
+        )
     cores = next(
         one.facts.cores
         for one in recording.launches.values()

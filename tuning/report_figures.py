@@ -50,7 +50,8 @@ def figures(cell: ReportCell, looks: Mapping[Candidate, Look], margin: float) ->
     """Return the charts; where only one size was measured, a table of times."""
     if not cell.times:
         return '<p class="soft">No times are recorded.</p>'
-    if len(cell.sizes) < 2:
+    lines = _lines(cell, looks)
+    if len({nbytes for line in lines for nbytes, _, _ in line.points}) < 2:
         return _one_size(cell)
     spans = picks(cell, looks)
     tied = [
@@ -60,7 +61,7 @@ def figures(cell: ReportCell, looks: Mapping[Candidate, Look], margin: float) ->
     drawn = [row for row in tied if row[1]]
     ratios = _relative(cell, looks)
     charts = [
-        chart("Time per call", _lines(cell, looks), spans, human_us, tied=drawn),
+        chart("Time per call", lines, spans, human_us, tied=drawn),
         chart(
             "Bandwidth: bytes over time", _bandwidths(cell, looks), spans, human_mbps
         ),
@@ -80,15 +81,17 @@ def figures(cell: ReportCell, looks: Mapping[Candidate, Look], margin: float) ->
 
 
 def _lines(cell: ReportCell, looks: Mapping[Candidate, Look]) -> list[Line]:
-    return [
-        Line(
-            str(one),
-            looks[one],
-            [(size, at.us, at.ci) for size, at in sorted(seen.items()) if at.us > 0],
-        )
-        for one, seen in cell.times.items()
-        if any(at.us > 0 for at in seen.values())
-    ]
+    """Return the times that have a logarithm: tables by hand may hold others."""
+    lines = []
+    for one, seen in cell.times.items():
+        points = [
+            (size, at.us, at.ci)
+            for size, at in sorted(seen.items())
+            if size > 0 and at.us > 0
+        ]
+        if points:
+            lines.append(Line(str(one), looks[one], points))
+    return lines
 
 
 def _bandwidths(cell: ReportCell, looks: Mapping[Candidate, Look]) -> list[Line]:

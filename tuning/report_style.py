@@ -52,7 +52,7 @@ a{{color:var(--c0)}}
 code{{font:13px/1.5 ui-monospace,"SFMono-Regular",Menlo,Consolas,"DejaVu Sans Mono",
 monospace;overflow-wrap:anywhere}}
 .facts{{display:grid;grid-template-columns:repeat(auto-fit,minmax(330px,1fr));gap:16px;
-margin:18px 0}}
+margin:18px 0;align-items:start}}
 .card,section.cell{{background:var(--card);border:1px solid var(--rule);
 border-radius:8px;padding:14px 18px}}
 section.cell{{margin:16px 0;scroll-margin-top:8px}}

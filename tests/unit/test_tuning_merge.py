@@ -26,6 +26,14 @@ THERE = Machine(Cpu("other", 1, 8))
 KNOWN = Known({"mpi": ("native",), "shm": ("direct", "recursive_doubling", "ring")})
 
 
+def renamed(op: str) -> Recording:
+    """Return a recording of an operation that does not exist."""
+    recording = record(seed=1)
+    recording.samples = [replace(one, op=op) for one in recording.samples]
+    recording.orders = {op: recording.orders["allreduce"]}
+    return recording
+
+
 def rule(
     use: Candidate,
     lo: int = 0,
@@ -177,6 +185,18 @@ def test_a_recording_without_a_machine_is_taken_on_request_only() -> None:
     with pytest.raises(TableError, match="raw does not say on which machine"):
         merged(*inputs)
     assert merged(*inputs, same_machine=True).table.machine == HERE
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        record(seed=1, facts=replace(NEAR, link_class="telepathic")),  # type: ignore[arg-type]
+        renamed("allreduce_twice"),
+    ],
+)
+def test_what_no_table_can_hold_is_a_typed_error(strange: Recording) -> None:
+    with pytest.raises(TableError, match=r"merged table.*(telepathic|twice)"):
+        merged(recorded(strange), table(rule(DIRECT)))
 
 
 def test_nothing_to_merge_is_an_error() -> None:

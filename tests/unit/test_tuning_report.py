@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tuning_recordings import NATIVE, RING, TRUTH, record
+from tuning_recordings import NATIVE, NEAR, RING, TRUTH, record
 
+from commrt.errors import TableError
 from commrt.select.facts import Candidate
 from commrt.select.fingerprint import Cpu, Machine
-from commrt.select.rules import Match, Rule
+from commrt.select.rules import Evidence, Match, Point, Rule
 from commrt.select.table import Table
 from commrt.tuning.cli import main
 from commrt.tuning.decide import decide
@@ -101,7 +103,7 @@ def test_every_cell_of_a_real_recording_is_shown_with_its_choices() -> None:
         "2 ranks, near links",
         "2 ranks, far links",
         "4 ranks, oversubscribed links",
-        "20 launches shaped the choices, 2 judged them",
+        "20 launches to decide from, 2 to judge",
         "not seen: network",
         "which the model decides: reduce, gather, scatter, barrier",
         "Some &lt;CPU&gt; &amp; Co",
@@ -156,6 +158,30 @@ def test_a_cell_that_only_the_table_has_follows_the_recorded_ones() -> None:
     ops = [cell.op for cell in cells_of(both, recording)]
     assert sorted(ops) == ["allreduce", "bcast"]
     assert "No times are recorded" in report(both, recording, "")
+
+
+def test_times_and_sizes_of_0_are_no_reason_to_fail() -> None:
+    points = [Point(n, us, (0.0, us), 1, 1, us) for n, us in ((0, 1.0), (8, 0.0))]
+    for given in (points, [*points, Point(64, 2.0, (0.0, 2.0), 1, 1)], []):
+        evidence = Evidence("only", tuple(given))
+        odd = Table(MACHINE, (Rule("bcast", Match(0, None), RING, evidence),))
+        assert "<h3>bcast</h3>" in report(odd, None, "")
+    assert "<h3>bcast</h3>" not in report(Table(MACHINE, ()), None, "")
+
+
+def test_names_from_a_recording_cannot_become_markup() -> None:
+    sly = Candidate("shm", "ring", {"x": "<script>alert(1)</script>"})
+    recording = record(seed=4, truth={NATIVE: TRUTH[NATIVE], sly: lambda n: 1e-3 * n})
+    page = report(table_for(recording), recording, "<script>")
+    assert "<script" not in page
+    assert "&lt;script" in page
+
+
+def test_unknown_links_are_a_typed_error() -> None:
+    strange = replace(NEAR, link_class="telepathic")  # type: ignore[arg-type]
+    recording = record(seed=4, facts=strange)
+    with pytest.raises(TableError, match="'telepathic'"):
+        report(Table(MACHINE, ()), recording, "")
 
 
 def test_no_two_candidates_look_alike() -> None:

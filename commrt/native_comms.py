@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,9 @@ class NativeComms:
         self._limit = limit
         self._made = 0
         self._free: dict[tuple[int, ...], dict[int, Lease]] = {}
+        # Communicators that the garbage collector finds give theirs back at any moment,
+        # also while this thread has the lock: they only leave them here.
+        self._returned: deque[Lease] = deque()
         self._lock = threading.Lock()
 
     def lend(
@@ -71,6 +75,9 @@ class NativeComms:
         """
         # Another thread may be lending to the same ranks: what one offers is its own.
         with self._lock:
+            while self._returned:
+                lease = self._returned.popleft()
+                self._free.setdefault(lease.ranks, {})[lease.number] = lease
             offered = self._free.pop(ranks, {})
             room = self._made < self._limit
         try:
@@ -80,14 +87,14 @@ class NativeComms:
             if common:
                 return offered.pop(min(common))
         finally:
-            self._take_back(ranks, offered)
+            self._returned.extend(offered.values())
         if not all(each[1] for each in said):
             return None
         return self._make(ranks, number, tag, timeout_s)
 
     def give_back(self, lease: Lease) -> None:
         """Let the next communicator of the same ranks have it; nothing may use it."""
-        self._take_back(lease.ranks, {lease.number: lease})
+        self._returned.append(lease)
 
     def create(self, ranks: Sequence[int], tag: int) -> Any:
         """Return a new mpi4py communicator; collective over ``ranks``, which are here.
@@ -119,11 +126,6 @@ class NativeComms:
         if all(self._exchange(ranks, f"lent/{number}", mine, timeout_s)):
             return Lease(ranks, number, created)
         return None
-
-    def _take_back(self, ranks: tuple[int, ...], leases: dict[int, Lease]) -> None:
-        if leases:
-            with self._lock:
-                self._free.setdefault(ranks, {}).update(leases)
 
     def _exchange(
         self, ranks: Sequence[int], key: str, blob: bytes, timeout_s: float

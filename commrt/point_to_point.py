@@ -36,7 +36,7 @@ class PointToPoint(Guarded):
         """Send ``x`` to rank ``dest``; a receive there must ask for the same tag.
 
         A blocking send returns when ``x`` may be changed. For a message of up to 16 KiB
-        that is before the receive has been called, unless ``dest`` already holds 4 MiB
+        that is before the receive has been called, unless ``dest`` holds 3 MiB or more
         of such messages that it has not received; for a longer one it is after.
         """
         self._check_usable()

@@ -135,7 +135,8 @@ class World:
 class _SharedByThreads(Arena):
     """Memory of ranks that are threads: unmapped when the last one closes it."""
 
-    _lock = threading.Lock()
+    # The garbage collector may close another arena while this thread has it.
+    _lock = threading.RLock()
     _open: ClassVar[dict[int, _SharedByThreads]] = {}
 
     @classmethod
@@ -160,9 +161,11 @@ class _SharedByThreads(Arena):
         """Unmap once every thread has called this."""
         with self._lock:
             self.users -= 1
-            if self.users == 0:
+            last = self.users == 0
+            if last:
                 del self._open[self.address]
-                super().close()
+        if last:
+            super().close()
 
 
 def connect_world(

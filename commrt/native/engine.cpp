@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <new>
 #include <utility>
 
 namespace commrt {
@@ -94,7 +95,11 @@ void Engine::thread_main() {
       std::unique_lock<std::mutex> lock(mutex);
       parked_->wait(lock, [this] { return stopping_ || busy_locked(); });
       if (stopping_) return;
-      advanced = step_locked(kSliceBytes);
+      try {
+        advanced = step_locked(kSliceBytes);
+      } catch (const std::bad_alloc&) {
+        // Those who wait learn of it by themselves; here the next pass may have memory.
+      }
     }
     // Between passes the lock is free, so that callers can submit and wait.
     if (advanced) backoff.reset();

@@ -8,6 +8,7 @@
 #include <numpy/arrayobject.h>
 
 #include <algorithm>
+#include <new>
 
 #include "p2p.hpp"
 
@@ -144,10 +145,9 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
   Engine& engine = *group.engine;
   for (int i = 0; i < spins_with_gil && !is_long(*op); ++i) {
     if (op->finished()) return WaitResult::Done;
-    if (engine.mutex.try_lock()) {
-      engine.step_locked(kSliceBytes);
-      engine.mutex.unlock();
-    }
+    // Not by hand: a pass that runs out of memory must leave the lock free.
+    const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
+    if (lock.owns_lock()) engine.step_locked(kSliceBytes);
   }
   const double start = now_s();
   const double deadline = start + timeout_s;
@@ -163,9 +163,9 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
           break;
         }
         bool advanced = false;
-        if (engine.mutex.try_lock()) {
+        if (const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
+            lock.owns_lock()) {
           advanced = engine.step_locked(kNoLimit);
-          engine.mutex.unlock();
         }
         if (advanced) {
           backoff.reset();
@@ -340,14 +340,19 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
                    nonblocking ? keep_out.ptr() : nullptr};
   for (void* object : kept) Py_XINCREF(static_cast<PyObject*>(object));
   const uint64_t limit = nonblocking ? kSliceBytes : kNoLimit;
-  if (!outside && lock.try_lock()) {
-    op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
-    lock.unlock();
-  } else {
-    nb::gil_scoped_release release;
-    lock.lock();
-    op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
-    lock.unlock();
+  try {
+    if (!outside && lock.try_lock()) {
+      op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
+      lock.unlock();
+    } else {
+      nb::gil_scoped_release release;
+      const std::lock_guard<std::mutex> own(engine.mutex);
+      op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
+    }
+  } catch (...) {  // no memory for what it needs: nothing has started
+    if (lock.owns_lock()) lock.unlock();
+    for (void* object : kept) Py_XDECREF(static_cast<PyObject*>(object));
+    throw;
   }
   return finish_call(group_object, std::move(op), keep_x, keep_out, result, operation,
                      nonblocking, timeout_s);
@@ -378,8 +383,19 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
     if (engine.has_thread()) engine.wake();
     return make_request(group_object, std::move(op), result, operation, timeout_s);
   }
+  // The engine may touch the buffers until the operation ends, which may be never.
+  auto keep_while_needed = [&] {
+    std::lock_guard<std::mutex> lock(engine.mutex);
+    const bool needed = !op->finished() || op->held;
+    if (needed && !op->has_keep()) keep_alive(*op, keep_x.ptr(), keep_out.ptr());
+  };
   WaitResult ended = WaitResult::Done;
-  if (!op->finished()) ended = wait_for(group, op, timeout_s, spun);
+  try {
+    if (!op->finished()) ended = wait_for(group, op, timeout_s, spun);
+  } catch (const std::bad_alloc&) {  // of a pass; the operation is in flight
+    keep_while_needed();
+    throw;
+  }
   if (ended == WaitResult::Done &&
       op->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Done)) {
     // A receive reports how much came through its request; nothing else looks at the op.
@@ -390,12 +406,7 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
     }
     return value;
   }
-  if (!op->finished() || op->held) {
-    // The engine may touch the buffers until the operation ends, which may be never.
-    std::lock_guard<std::mutex> lock(engine.mutex);
-    const bool needed = !op->finished() || op->held;
-    if (needed && !op->has_keep()) keep_alive(*op, keep_x.ptr(), keep_out.ptr());
-  }
+  if (!op->finished() || op->held) keep_while_needed();
   if (ended == WaitResult::Interrupted) throw nb::python_error();
   nb::object request = make_request(group_object, op, result, operation, timeout_s);
   return nb::cast<Request&>(request).outcome_after(ended, timeout_s);

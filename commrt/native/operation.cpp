@@ -14,6 +14,8 @@
 
 #include <structmember.h>
 
+#include <new>
+
 namespace commrt {
 
 namespace {
@@ -166,6 +168,9 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     return value.release().ptr();
   } catch (nb::python_error& e) {
     e.restore();
+    return nullptr;
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
     return nullptr;
   } catch (const std::exception& e) {
     PyErr_SetString(PyExc_RuntimeError, e.what());

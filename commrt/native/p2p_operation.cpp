@@ -9,6 +9,8 @@
 
 #include <structmember.h>
 
+#include <new>
+
 namespace commrt {
 
 namespace {
@@ -129,6 +131,8 @@ PyObject* call_method(PyObject* callable, PyObject* const* args, size_t nargsf,
     return result.release().ptr();
   } catch (nb::python_error& e) {
     e.restore();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
   } catch (const std::exception& e) {
     PyErr_SetString(PyExc_RuntimeError, e.what());
   }

@@ -146,3 +146,20 @@ def test_threads_that_lend_to_the_same_ranks_do_not_share(lenders: Any) -> None:
         return len({each.number for each in got if each is not None})
 
     assert lenders(3, work) == [2, 2, 2]
+
+
+def test_a_collected_communicator_gives_back_while_another_is_lent(
+    lenders: Any,
+) -> None:
+    """The garbage collector runs on any thread, also on one that has the lock."""
+
+    def work(rank: int, lender: NativeComms) -> list[int]:
+        first = lend(lender, 0)
+        assert first is not None
+        with lender._lock:
+            lender.give_back(first)
+        second = lend(lender, 1)
+        assert second is not None
+        return [second.number, lender._mpi.made]
+
+    assert lenders(3, work) == [[0, 1]] * 3

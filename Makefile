@@ -76,7 +76,7 @@ test-openmpi: $(VENV)/.installed ## Tests with ranks of Open MPI.
 test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, with MPICH.
 	cmp $(VENV)/lib/python*/site-packages/commrt/_native.*.so \
 	  $(VENV_MPICH)/lib/python*/site-packages/commrt/_native.*.so
-	$(VENV_MPICH)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS)
+	$(VENV_MPICH)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.5)
 
 .PHONY: test-torch
 test-torch: $(VENV_TORCH)/.installed ## Tests with torch: torchrun's ranks, tensors, gloo.

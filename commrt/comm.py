@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
+
 from commrt import _libmpi, _native, algorithms, backends, calls
 from commrt.backends import planning
 from commrt.backends.base import PlanSpec
@@ -28,6 +30,7 @@ from commrt.persistent import Plans
 from commrt.safety.check import Checker
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.policy import Explanation, Policy
+from commrt.symmetric import SymmetricHeap, as_array, parse_request
 from commrt.world import FIRST_TAG, NATIVE, World
 
 if TYPE_CHECKING:
@@ -96,6 +99,7 @@ class Communicator(GroupCreation, Operations):
         super().__init__(world.engine, self._ranks.index(world.rank), len(ranks), name)
         self.timeout_s = world.timeout_s
         self._arena = None
+        self._heap: SymmetricHeap | None = None
         self._attach(identity)
         self.facts = self._agree_facts()
         self._set_spins(spins_for(self.facts))
@@ -186,6 +190,9 @@ class Communicator(GroupCreation, Operations):
             self._detach()
             self._arena.close()
             self._arena = None
+        if self._heap is not None:
+            self._heap.close()
+            self._heap = None
 
     def __del__(self) -> None:
         # Nothing that was never made has an end; a forked process owns nothing.
@@ -305,6 +312,63 @@ class Communicator(GroupCreation, Operations):
     def __repr__(self) -> str:
         state = f", {self._closed}" if self._closed else ""
         return f"<Communicator {self.name}: rank {self.rank} of {self.size}{state}>"
+
+    # -- symmetric memory --------------------------------------------------------
+
+    def empty(self, shape: Any, dtype: Any = "float32") -> Any:
+        """Return a zero-filled array that every rank of this node has mapped.
+
+        Collectives of this communicator use such arrays in place, as ``x`` and as ``out``,
+        whole or in contiguous parts; from 32 KiB on that saves copies. Ranks may mix them
+        with ordinary arrays as they like. Elsewhere they are arrays like any other.
+
+        Collective over the ranks of a node, which must ask for the same number of bytes.
+        Dropping the array is local, and its memory is given out again by a later
+        ``empty`` once every rank has dropped its own. It stays valid after ``free()``.
+
+        Args:
+            shape: number of elements, or several.
+            dtype: numpy's dtype or name; or a ``torch.dtype``, for a tensor.
+
+        Raises:
+            UsageError: shape or dtype are wrong; nothing was sent.
+            MismatchError: ranks of a node asked for different numbers of bytes; on all
+                of them.
+            BackendError: there is no memory; on all ranks of the node.
+            TimeoutError_: a rank did not come within the communicator's ``timeout_s``.
+        """
+        self._check_usable()
+        sizes, plain, torch_dtype = parse_request(shape, dtype)
+        nbytes = math.prod(sizes) * plain.itemsize
+        if self._arena is None:
+            memory = np.zeros(nbytes, np.uint8)
+        else:
+            memory = self._symmetric_heap().take(nbytes, self.timeout_s)
+        return as_array(memory, sizes, plain, torch_dtype)
+
+    @property
+    def has_heap(self) -> bool:
+        """Whether there is symmetric memory; the same on all ranks of a node."""
+        return self._heap is not None
+
+    def _symmetric_heap(self) -> SymmetricHeap:
+        if self._heap is None:
+            world = self._world
+            on_node = [self._ranks[rank] for rank in sorted(self._members)]
+            key = f"heap/{self._identity}/{world.node_of(world.rank)}"
+            self._heap = SymmetricHeap(
+                world.bootstrap,
+                on_node,
+                self.name,
+                key,
+                world.share_memory,
+                self._attach_to_heap,
+            )
+        return self._heap
+
+    def _attach_to_heap(self, arena: Any) -> None:
+        self._attach_segment(arena.address, arena.region_nbytes)
+        self._plans.clear()  # they do not know what peers may reach
 
     # -- choosing ----------------------------------------------------------------
 

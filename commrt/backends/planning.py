@@ -15,17 +15,21 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
+
 from commrt import _native, algorithms
 from commrt.backends.base import PlanSpec
 from commrt.dtypes import ReduceOp, engine_factor
 from commrt.errors import ScheduleError, UsageError, suggest
 from commrt.schedule.engine_model import LINES, EngineModel
+from commrt.schedule.exposure import Reach, reaches
 from commrt.schedule.ir import Op
 from commrt.schedule.lower import Lowered, lower
 from commrt.select.facts import Candidate, LinkClass, ParamValue
 
 __all__ = [
     "LANE_NBYTES",
+    "SYMMETRIC_NBYTES",
     "TransportParams",
     "check_params",
     "distinct",
@@ -36,6 +40,9 @@ __all__ = [
 
 LANE_NBYTES = 4 << 20
 """Payload memory of one operation in flight, per rank."""
+SYMMETRIC_NBYTES = 32768
+"""From this full vector on, buffers in the symmetric heap are used in place: below,
+what a copy saves costs more than it takes."""
 _LINE_NBYTES = 64
 _FRAGMENTS_PROVED = 3
 """As many as ``verify_lowered`` runs: later ones wait for the like of what these do."""
@@ -204,9 +211,7 @@ def why_not(
         return None
     if footprint(coll, algorithm, comm.size, root, own).messages <= LINES:
         return None
-    node_of = {rank: i for i, ranks in enumerate(comm.nodes) for rank in ranks}
-    nodes = tuple(node_of[rank] for rank in range(comm.size))
-    return _deadlock(coll, algorithm, root, own, nodes)
+    return _deadlock(coll, algorithm, root, own, node_numbers(comm))
 
 
 @lru_cache(maxsize=256)
@@ -270,6 +275,70 @@ def distinct(coll: str, size: int, candidates: Sequence[Candidate]) -> list[Cand
     return list(found.values())
 
 
+_REACHED_RANKS = 64
+"""Beyond, finding out what peers may reach costs more than it saves."""
+
+
+@lru_cache(maxsize=256)
+def _reaches(
+    coll: str,
+    algorithm: str,
+    root: int,
+    params: tuple[tuple[str, int], ...],
+    nodes: tuple[int, ...],
+) -> tuple[tuple[Reach, ...], tuple[Lowered, ...]]:
+    def share_memory(rank: int, peer: int) -> bool:
+        return nodes[rank] == nodes[peer]
+
+    schedule = algorithms.schedule(coll, algorithm, len(nodes), root, dict(params))
+    programs = [
+        lower(schedule, rank, partial(share_memory, rank)) for rank in range(len(nodes))
+    ]
+    return tuple(reaches(programs, share_memory)), tuple(programs)
+
+
+def _reach(comm: Any, spec: PlanSpec, own: Mapping[str, int]) -> dict[str, Any]:
+    """Return what the engine is told about buffers in the symmetric heap."""
+    nothing = np.zeros(0, np.uint8)
+    told = {
+        "shows_result": spec.num_elements * spec.dtype.itemsize >= SYMMETRIC_NBYTES,
+        "exposable": nothing,
+        "operand_exposable": nothing,
+        "deliverable": nothing,
+        "landings": np.zeros(0, np.int64),
+    }
+    wanted = told["shows_result"] and comm.has_heap and comm.size <= _REACHED_RANKS
+    if not wanted:
+        return told
+    found, programs = _reaches(
+        spec.op.name,
+        spec.candidate.algorithm,
+        spec.root,
+        tuple(sorted(own.items())),
+        node_numbers(comm),
+    )
+    mine = found[comm.rank]
+    landings = np.zeros(len(mine.landings), np.int64)
+    for row, landing in enumerate(mine.landings):
+        if landing is not None:
+            peer, (space, lo, _) = landing
+            bounds = programs[peer].spaces[space].bounds(spec.num_elements)
+            landings[row] = bounds[lo]
+    told.update(
+        exposable=mine.exposable,
+        operand_exposable=mine.operand_exposable,
+        deliverable=mine.deliverable,
+        landings=landings,
+    )
+    return told
+
+
+def node_numbers(comm: Any) -> tuple[int, ...]:
+    """Return the number of the node that each rank lies on."""
+    node_of = {rank: i for i, ranks in enumerate(comm.nodes) for rank in ranks}
+    return tuple(node_of[rank] for rank in range(comm.size))
+
+
 def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
     """Return the native plan of this rank for a schedule algorithm."""
     coll, name = spec.op.name, spec.candidate.algorithm
@@ -318,6 +387,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         integer_factor=integer_factor,
         divisor=divisor,
         returns_out=spec.has_output,
+        **_reach(comm, spec, own),
     )
 
 

@@ -23,7 +23,7 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
   for (int i = 0; i < repetitions; ++i) {
     const void* from = reinterpret_cast<const void*>(in);
     void* to = reinterpret_cast<void*>(out);
-    const bool is_short = plan->run_short && group.comm->quiet();
+    const bool is_short = group.comm->may_run_short(*plan) && group.comm->quiet();
     auto op = is_short ? group.comm->run_short(plan, from, to, 40)
                        : group.comm->start(plan, from, to, nullptr, true);
     if (op == nullptr) continue;
@@ -142,6 +142,13 @@ void bind_group(nb::module_& m) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->attach_arena(reinterpret_cast<void*>(address), region, lane, members);
            })
+      .def("_attach_segment",
+           [](Group& g, uint64_t address, uint64_t part_nbytes) {
+             std::lock_guard<std::mutex> lock(g.engine->mutex);
+             g.comm->attach_segment(reinterpret_cast<void*>(address), part_nbytes);
+             g.forget_plans();  // those made so far do not know what peers may reach
+           }, nb::arg("address"), nb::arg("part_nbytes"), nb::call_guard<nb::gil_scoped_release>(),
+           "Add a segment to the symmetric heap: a part for each on-node rank.")
       .def("_detach",
            [](Group& g) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);

@@ -17,6 +17,15 @@ namespace {
 
 using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Pointers = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bits = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Landings = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// What peers may do with buffers in the symmetric heap; empty where there is none.
+struct Reach {
+  Bits exposable, operand_exposable;  // per instruction
+  Bits deliverable;  // per output
+  Landings landings; // per output, in elements of the peer's result
+};
 
 constexpr int kLocal = 0;
 
@@ -46,7 +55,14 @@ void read_instructions(Plan& plan, const Comm& comm, const Table& inputs,
                        const Pointers& input_ptr, const Table& outputs,
                        const Pointers& output_ptr, const Pointers& deps,
                        const Pointers& dep_ptr, const std::vector<int>& peer_index,
-                       bool scales) {
+                       bool scales, const Reach& reach) {
+  const bool reaches = reach.exposable.shape(0) != 0;
+  if (reaches && (reach.exposable.shape(0) != dep_ptr.shape(0) - 1 ||
+                  reach.operand_exposable.shape(0) != dep_ptr.shape(0) - 1 ||
+                  reach.deliverable.shape(0) != outputs.shape(0) ||
+                  reach.landings.shape(0) != outputs.shape(0))) {
+    throw std::invalid_argument("what peers may reach does not fit the program");
+  }
   const size_t m = dep_ptr.shape(0) - 1;
   auto rows = [](const Table& table, int32_t at) { return table.data() + at * 4; };
   plan.instrs.resize(m);
@@ -65,11 +81,19 @@ void read_instructions(Plan& plan, const Comm& comm, const Table& inputs,
       ins.inputs.push_back(ref);
     }
     for (int32_t at = output_ptr.data()[i]; at < output_ptr.data()[i + 1]; ++at) {
-      const Ref ref = read_ref(plan, peer_index, rows(outputs, at));
+      Ref ref = read_ref(plan, peer_index, rows(outputs, at));
+      if (reaches && ref.is_message) {
+        ref.deliverable = reach.deliverable.data()[at];
+        ref.landing_nbytes = reach.landings.data()[at] * static_cast<int64_t>(plan.itemsize);
+      }
       (ref.is_message ? ins.sends : ins.local_outs).push_back(ref);
     }
     for (int32_t at = dep_ptr.data()[i]; at < dep_ptr.data()[i + 1]; ++at) {
       ins.deps.push_back(deps.data()[at]);
+    }
+    if (reaches) {
+      ins.exposable = reach.exposable.data()[i];
+      ins.operand_exposable = reach.operand_exposable.data()[i];
     }
     if (ins.inputs.empty()) throw std::invalid_argument("instruction without input");
     auto over_mpi = [&](const Ref& ref) {
@@ -88,8 +112,11 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
                            Pointers input_ptr, Table outputs, Pointers output_ptr, Pointers deps,
                            Pointers dep_ptr, int64_t fragments, int64_t lane_nbytes, int depth,
                            int slot_reuse, int store, bool adaptive, double factor,
-                           int64_t integer_factor, int64_t divisor, bool returns_out) {
+                           int64_t integer_factor, int64_t divisor, bool returns_out,
+                           bool shows_result, Bits exposable, Bits operand_exposable,
+                           Bits deliverable, Landings landings) {
   auto plan = std::make_shared<Plan>();
+  plan->shows_result = shows_result;
   plan->coll = coll;
   plan->dtype = static_cast<DType>(dtype);
   plan->redop = static_cast<RedOp>(redop);
@@ -102,6 +129,7 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
   plan->store = static_cast<Store>(store);
   plan->adaptive = adaptive;
   plan->choice.start_with(streams_second(plan->store));
+  plan->heap_choice.start_with(streams_second(plan->store));
   plan->factor = {factor, integer_factor};
   plan->divide_out = divisor > 1;
   plan->divisor = divisor;
@@ -120,7 +148,8 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
   }
   plan->combine = combine_for(plan->dtype, plan->redop);
   read_instructions(*plan, *group.comm, inputs, input_ptr, outputs, output_ptr, deps, dep_ptr,
-                    peer_index, factor != 1.0 || plan->redop == RedOp::PremulSum);
+                    peer_index, factor != 1.0 || plan->redop == RedOp::PremulSum,
+                    {exposable, operand_exposable, deliverable, landings});
   const bool logical = plan->redop >= RedOp::Land && plan->redop <= RedOp::Lxor;
   if (group.comm->size == 1 && logical) {
     // An operand that meets no other is copied; "and" with itself gives its truth.
@@ -185,7 +214,8 @@ void bind_plan(nb::module_& m) {
         nb::arg("output_ptr"), nb::arg("deps"), nb::arg("dep_ptr"), nb::arg("fragments"),
         nb::arg("lane_nbytes"), nb::arg("depth"), nb::arg("slot_reuse"), nb::arg("store"),
         nb::arg("adaptive"), nb::arg("factor"), nb::arg("integer_factor"), nb::arg("divisor"),
-        nb::arg("returns_out"));
+        nb::arg("returns_out"), nb::arg("shows_result"), nb::arg("exposable"),
+        nb::arg("operand_exposable"), nb::arg("deliverable"), nb::arg("landings"));
   m.def("make_native_plan", &make_native_plan, nb::kw_only(), nb::arg("coll"),
         nb::arg("dtype"), nb::arg("redop"), nb::arg("root"), nb::arg("in_elems"),
         nb::arg("out_elems"), nb::arg("label"), nb::arg("datatype"), nb::arg("op"),

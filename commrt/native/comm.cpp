@@ -75,6 +75,7 @@ void Comm::detach() {
   for (auto& link : links_) link = Link{};
   p2p = std::make_unique<P2P>(*this);
   arena = nullptr;
+  heap_.clear();
 }
 
 void Comm::attach_mpi(Handle comm_handle, int tag, const std::vector<int>& mpi_ranks) {
@@ -120,9 +121,10 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
                                 void* out, void* const* keep, bool timed, uint64_t limit) {
   std::shared_ptr<Op> op = fresh_op();
   op->bind(plan, in, out);  // first: without memory for scratch, nothing has happened
-  op->store = store_for_run(*plan, timed);
-  op->timed_from = timed && plan->learns() ? ticks() : 0;
   op->seq = next_seq++;
+  if (plan->shows_result && has_heap()) op->find_in_heap();
+  op->store = store_for_run(*plan, timed, op->uses_heap());
+  op->timed_from = timed && plan->learns() ? ticks() : 0;
   op->keep[0] = keep != nullptr ? keep[0] : nullptr;
   op->keep[1] = keep != nullptr ? keep[1] : nullptr;
   if (arena != nullptr) {
@@ -144,8 +146,13 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
   return op;
 }
 
-Store Comm::store_for_run(const Plan& plan, bool timed) {
+Store Comm::store_for_run(const Plan& plan, bool timed, bool in_heap) {
   if (!plan.adaptive) return plan.store;
+  if (in_heap) {
+    StoreChoice& choice = plan.heap_choice;
+    const bool streams = plan.learns() && timed ? choice.next() : choice.current();
+    return streams ? Store::StreamBoth : Store::Plain;
+  }
   bool streaming = plan.choice.current();
   if (plan.learns()) {
     if (timed) streaming = plan.choice.next();
@@ -157,7 +164,11 @@ Store Comm::store_for_run(const Plan& plan, bool timed) {
   return streaming ? Store::Stream2 : Store::Plain;
 }
 
-void Comm::report_run(const Plan& plan, uint64_t took_ticks) {
+void Comm::report_run(const Plan& plan, uint64_t took_ticks, bool in_heap) {
+  if (in_heap) {
+    plan.heap_choice.report(took_ticks);
+    return;
+  }
   if (plan.choice.report(took_ticks)) learned_ = plan.choice.current() ? 1 : 0;
 }
 

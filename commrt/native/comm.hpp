@@ -105,8 +105,10 @@ class Op {
   bool by_mpi = false;    // failed because the MPI library did
   bool held = false;      // failed, and MPI may still use the buffers: they are kept for ever
   std::unique_ptr<P2PTask> p2p;
+  bool in_heap = false;  // may meet buffers in the symmetric heap (symmetric.cpp)
   void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
 
+  bool uses_heap() const { return in_place_ != 0 || out_place_ != 0; }
   bool has_keep() const { return keep[0] != nullptr || keep[1] != nullptr; }
   bool finished() const { return state.load(std::memory_order_acquire) != 0; }
 
@@ -133,6 +135,23 @@ class Op {
   std::unordered_map<uint64_t, MpiStep> mpi_steps_;
   std::list<MpiSend> mpi_sends_;  // in the order of their posts
 
+  // Buffers in the symmetric heap.
+  struct Result {  // of a peer
+    bool known = false;
+    uint8_t sharing = 0;
+    unsigned char* at = nullptr;  // null: not in the heap
+  };
+  struct Route {  // of a message to a peer that shares memory
+    enum class By : uint8_t { Slot, Exposed, Delivered } by;
+    unsigned char* to;  // Delivered: the first fragment's place
+  };
+  Place in_place_ = 0, out_place_ = 0;
+  uint8_t sharing_ = 0;
+  bool shown_ = false;             // peers know where the result is wanted
+  std::vector<Result> results_;    // per plan peer
+  std::vector<uint64_t> exposed_;  // per plan peer: one past the last message read from here
+  std::vector<Route> routes_;      // of the instruction that is about to run
+
   bool is_done(uint64_t pos) const {
     const uint64_t i = pos & done_mask_;
     return (done_bits_[i >> 6] >> (i & 63)) & 1;
@@ -146,6 +165,13 @@ class Op {
     done_bits_[i >> 6] &= ~(uint64_t{1} << (i & 63));
   }
   void adopt(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_);
+  void find_in_heap();
+  bool show_result();
+  void stop_showing();
+  const Result& result_of(int peer);
+  bool choose_routes(const Instr& ins);
+  Place source_in_heap(const Instr& ins) const;
+  bool all_taken();
   bool deps_done(const Instr& ins, uint64_t first) const;
   bool run(int64_t fragment, int index);
   bool run_mpi(int64_t fragment, int index);
@@ -182,6 +208,12 @@ class Op {
   const unsigned char* base(int space) const;
 };
 
+// Memory that all on-node ranks map: each has a part of it, in the order of the members.
+struct Segment {
+  unsigned char* base;
+  size_t part_nbytes;
+};
+
 struct Lane {
   bool busy = false;
   std::vector<uint64_t> last;  // per rank: one past the last message published from here
@@ -208,7 +240,16 @@ class Comm {
   // On-node peers: members[i] is the rank whose region is the i-th of the arena.
   void attach_arena(void* base, size_t region_nbytes, size_t lane_nbytes,
                     const std::vector<int>& members);
-  // Forgets the arena, which is about to be unmapped. Nothing may be in flight.
+  // Adds a segment to the symmetric heap; collective over the on-node ranks.
+  void attach_segment(void* base, size_t part_nbytes) {
+    heap_.push_back({static_cast<unsigned char*>(base), part_nbytes});
+  }
+  bool has_heap() const { return !heap_.empty(); }
+  // Whether a call may run from the caller's stack.
+  bool may_run_short(const Plan& plan) const {
+    return plan.run_short && !(plan.shows_result && has_heap());
+  }
+  // Forgets arena and heap, which are about to be unmapped. Nothing may be in flight.
   void detach();
   // Off-node peers, reached over MPI: ranks in `mpi_comm`, all messages under `tag`.
   void attach_mpi(Handle mpi_comm, int tag, const std::vector<int>& mpi_ranks);
@@ -222,8 +263,9 @@ class Comm {
   std::shared_ptr<Op> run_short(const std::shared_ptr<const Plan>& plan, const void* in,
                                 void* out, int spins);
   // The store kind of a run. Timed runs of a plan that learns are reported at their end.
-  Store store_for_run(const Plan& plan, bool timed);
-  void report_run(const Plan& plan, uint64_t took_ticks);
+  // With `in_heap`, buffers in the symmetric heap: another kind may be best for them.
+  Store store_for_run(const Plan& plan, bool timed, bool in_heap = false);
+  void report_run(const Plan& plan, uint64_t took_ticks, bool in_heap = false);
   bool quiet() const { return active_.empty() && messages_in_flight == 0; }
   void recycle(std::shared_ptr<Op> op);  // a finished operation nobody refers to
   // One pass, with at most `limit` bytes of every operation.
@@ -282,7 +324,16 @@ class Comm {
   void release_lane(Op& op);
   unsigned char* lane_base(int lane) const;
   RankHeader* header(int member) const;
+  CallLine& call_line(int member, uint64_t seq) const;
+  Place place_in_heap(const void* data, size_t nbytes) const;
+  unsigned char* address_of(int member, Place place) const {
+    const Segment& segment = heap_[segment_of(place)];
+    return segment.base + static_cast<size_t>(member) * segment.part_nbytes + offset_of(place);
+  }
+  bool is_place(Place place) const { return place != 0 && segment_of(place) < heap_.size(); }
 
+  std::vector<Segment> heap_;
+  bool showing_[kCallLines] = {};  // which call lines belong to operations in flight
   std::vector<Link> links_;
   std::vector<int> member_index_;  // rank -> index in the arena, -1 off node
   std::vector<std::shared_ptr<Op>> active_;

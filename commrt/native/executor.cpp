@@ -20,6 +20,8 @@ namespace {
 struct Operands {
   std::vector<const void*> inputs;
   std::vector<const unsigned char*> messages;
+  std::vector<bool> exposed;  // a message that lies in the peer's buffer, as the blocks there
+  std::vector<unsigned char*> targets;  // in peers' buffers
 };
 thread_local Operands operands;
 
@@ -48,7 +50,13 @@ void Op::adopt(const std::shared_ptr<const Plan>& plan_, const void* in_, void* 
   head_ = 0;
   head_fragment_ = 0;
   divided_ = 0;
+  in_heap = shown_ = false;
+  in_place_ = out_place_ = 0;
   const Plan& p = *plan;
+  if (p.shows_result) {
+    results_.assign(p.peers.size(), Result{});
+    exposed_.assign(p.peers.size(), 0);
+  }
   if (p.native) return;
   const uint64_t m = p.instrs.size();
   total_ = m * static_cast<uint64_t>(p.fragments);
@@ -95,6 +103,7 @@ bool Op::advance(uint64_t limit) {
   const Plan& p = *plan;
   if (p.native) return advance_native(limit);
   bool any = false;
+  if (in_heap && !shown_) any = show_result();
   if (p.needs_lane && lane_ < 0) {
     lane_ = comm->acquire_lane();
     if (lane_ < 0) return false;
@@ -122,7 +131,7 @@ bool Op::advance(uint64_t limit) {
     // Once failed, the buffers may be gone: whoever waits has been told.
     if (finished()) return true;
     if (head_ == total_) {
-      if (!all_sent()) return any;
+      if (!all_sent() || !all_taken()) return any;
       if (!finished() && divide(limit)) finish();
       return true;
     }
@@ -165,6 +174,11 @@ bool Op::outputs_free(const Instr& ins, int64_t fragment) {
     if (link.kind == LinkKind::Shared && !link.line_free(out_id(ref, fragment))) return false;
   }
   if (ins.publish < 0 || !plan->needs_lane) return true;
+  if (in_heap) {
+    if (!choose_routes(ins)) return false;
+    const auto in_slot = [](const Route& route) { return route.by == Route::By::Slot; };
+    if (std::none_of(routes_.begin(), routes_.end(), in_slot)) return true;
+  }
   const int64_t per_fragment = static_cast<int64_t>(plan->publish_instr.size());
   const int64_t previous = fragment * per_fragment + ins.publish - plan->slots;
   if (previous < 0) return true;
@@ -226,8 +240,19 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     total += static_cast<size_t>(piece_elems(piece)) * item;
   }
 
+  // From the start of a slice that has the same blocks.
+  auto within = [&](int piece) -> size_t {
+    if (whole) return 0;
+    const int64_t lo = offsets[shape->lo + piece];
+    const int64_t len = offsets[shape->lo + piece + 1] - lo;
+    return static_cast<size_t>(lo - offsets[shape->lo] + p.cut(len, fragment)) * item;
+  };
+
   auto& messages = operands.messages;
+  auto& exposed = operands.exposed;
   messages.resize(static_cast<size_t>(nin));
+  exposed.assign(static_cast<size_t>(nin), false);
+  bool delivered = false;
   for (int i = 0; i < nin; ++i) {
     const Ref& ref = ins.inputs[i];
     if (!ref.is_message) continue;
@@ -245,14 +270,34 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
       return;
     }
     messages[i] = (meta & kInlineFlag) ? line.payload : comm->arena + (meta & kOffsetMask);
+    if ((meta & (kExposedFlag | kDeliveredFlag)) == 0) continue;
+    Place place;
+    std::memcpy(&place, line.payload, sizeof place);
+    delivered = (meta & kDeliveredFlag) != 0;
+    if (!in_heap || !(delivered ? nin == 1 && !ins.local_outs.empty() : comm->is_place(place))) {
+      fail("rank " + std::to_string(p.peers[ref.peer].rank) +
+           " refers to a shared buffer where none is expected: the ranks called with different "
+           "arguments");
+      return;
+    }
+    if (delivered) continue;
+    exposed[i] = true;
+    messages[i] = comm->address_of(comm->member_of(p.peers[ref.peer].rank), place);
   }
 
-  const bool has_shared_send =
-      !ins.sends.empty() &&
-      std::any_of(ins.sends.begin(), ins.sends.end(), [&](const Ref& ref) {
-        return comm->link(p.peers[ref.peer].rank).kind == LinkKind::Shared;
-      });
   const bool inline_send = total <= kInlineBytes;
+  auto route_of = [&](size_t s) { return in_heap ? routes_[s].by : Route::By::Slot; };
+  auto& targets = operands.targets;
+  targets.clear();
+  bool has_shared_send = false;
+  for (size_t s = 0; s < ins.sends.size(); ++s) {
+    if (comm->link(p.peers[ins.sends[s].peer].rank).kind != LinkKind::Shared) continue;
+    if (inline_send || route_of(s) == Route::By::Slot) {
+      has_shared_send = true;
+    } else if (route_of(s) == Route::By::Delivered) {
+      targets.push_back(routes_[s].to);
+    }
+  }
   unsigned char small[kInlineBytes];
   unsigned char* slot = nullptr;
   if (has_shared_send) {
@@ -273,15 +318,26 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     const size_t nbytes = elems * item;
     for (int i = 0; i < nin; ++i) {
       const Ref& ref = ins.inputs[i];
-      inputs[i] = ref.is_message ? messages[i] + cursor : local(ref, piece);
+      inputs[i] = !ref.is_message ? local(ref, piece)
+                  : exposed[i]   ? messages[i] + within(piece)
+                                 : messages[i] + cursor;
     }
     unsigned char* first = nullptr;
     if (!ins.local_outs.empty()) {
       first = const_cast<unsigned char*>(local(ins.local_outs[0], piece));
     }
+    if (delivered) inputs[0] = first;
     unsigned char* second = slot != nullptr ? slot + cursor : nullptr;
+    size_t done = 0;  // targets
+    if (second == nullptr && !targets.empty()) second = targets[done++] + within(piece);
     if (nbytes != 0) {
-      p.compute(ins, store, first, second, inputs.data(), elems);
+      if (first != nullptr || second != nullptr) {
+        p.compute(ins, store, first, second, inputs.data(), elems);
+      }
+      for (; done < targets.size(); ++done) {
+        copy(targets[done] + within(piece), first != nullptr ? first : second, nbytes,
+             streams_second(store));
+      }
       for (size_t i = 1; i < ins.local_outs.size(); ++i) {
         auto* more = const_cast<unsigned char*>(local(ins.local_outs[i], piece));
         if (more != first) copy(more, first, nbytes);
@@ -292,11 +348,23 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
 
   // Peers read the slot, and after the end another thread of this rank may read the result.
   if (store != Store::Plain) store_fence();
-  for (const Ref& ref : ins.sends) {
+  for (size_t s = 0; s < ins.sends.size(); ++s) {
+    const Ref& ref = ins.sends[s];
     Link& link = comm->link(p.peers[ref.peer].rank);
     if (link.kind != LinkKind::Shared) continue;
     const uint64_t id = out_id(ref, fragment);
     Line& line = link.out_lines[id & (kLines - 1)];
+    if (!inline_send && route_of(s) != Route::By::Slot) {
+      uint64_t flag = kDeliveredFlag;
+      if (route_of(s) == Route::By::Exposed) {
+        const Place place = source_in_heap(ins);
+        std::memcpy(line.payload, &place, sizeof place);
+        exposed_[ref.peer] = std::max(exposed_[ref.peer], id + 1);
+        flag = kExposedFlag;
+      }
+      publish(line, id, pack_meta(0, flag, total));
+      continue;
+    }
     if (!inline_send) comm->lanes_[lane_].last[p.peers[ref.peer].rank] = id + 1;
     if (inline_send) std::memcpy(line.payload, small, total);
     publish(line, id, inline_send,
@@ -316,6 +384,7 @@ void Op::take_inputs(const Instr& ins, int64_t fragment) {
 void Op::fail(std::string message) {
   error = std::move(message);
   abandon_mpi();
+  stop_showing();
   comm->break_down(error);
   comm->tell_failure(seq);
   Record& record = comm->records[seq % Comm::kRecords];
@@ -340,8 +409,9 @@ bool Op::divide(uint64_t limit) {
 void Op::finish() {
   const Plan& p = *plan;
   divide(kNoLimit);  // what a vendor collective leaves
-  if (timed_from != 0) comm->report_run(p, ticks() - timed_from);
+  if (timed_from != 0) comm->report_run(p, ticks() - timed_from, uses_heap());
   comm->release_lane(*this);
+  stop_showing();
   Record& record = comm->records[seq % Comm::kRecords];
   if (record.seq == seq) {
     record.end_ticks = ticks();

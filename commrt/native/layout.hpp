@@ -13,6 +13,7 @@ constexpr size_t kLineBytes = 64;
 constexpr int kLines = 64;         // messages in flight per ordered pair
 constexpr size_t kInlineBytes = 48;  // payload that rides in the line itself
 constexpr int kLanes = 8;          // operations with payload in flight per rank
+constexpr int kCallLines = 64;     // long operations in flight that show where their result goes
 constexpr int kPacketLines = 16;   // point-to-point packets in flight per ordered pair
 constexpr size_t kPacketBytes = 16384;
 
@@ -27,14 +28,19 @@ static_assert(sizeof(Line) == kLineBytes);
 
 constexpr uint64_t kOffsetMask = (uint64_t{1} << 40) - 1;
 constexpr uint64_t kInlineFlag = uint64_t{1} << 40;
-constexpr int kLengthShift = 41;
-constexpr uint64_t kLengthMask = (uint64_t{1} << 23) - 1;
+// The payload is the sender's own buffer in the symmetric heap: the offset is into its part of
+// the segment whose number rides in the line.
+constexpr uint64_t kExposedFlag = uint64_t{1} << 41;
+// The sender has written the payload to where the receiver wants it.
+constexpr uint64_t kDeliveredFlag = uint64_t{1} << 42;
+constexpr int kLengthShift = 43;
+constexpr uint64_t kLengthMask = (uint64_t{1} << 21) - 1;
 
 // Offset into the arena, whether the payload is inline, and the low bits of its length: the
 // receiver knows the length too, and a difference means that the ranks called with
 // different arguments.
-inline uint64_t pack_meta(uint64_t offset, bool is_inline, size_t nbytes) {
-  return offset | (is_inline ? kInlineFlag : 0) | ((nbytes & kLengthMask) << kLengthShift);
+inline uint64_t pack_meta(uint64_t offset, uint64_t flag, size_t nbytes) {
+  return offset | flag | ((nbytes & kLengthMask) << kLengthShift);
 }
 // Shows a line whose payload is written: in the line itself, or at `offset` of the arena.
 // Release: the payload and the meta word are visible before the sequence word.
@@ -43,7 +49,7 @@ inline void publish(Line& line, uint64_t id, uint64_t meta) {
   line.seq.store(id + 1, std::memory_order_release);
 }
 inline void publish(Line& line, uint64_t id, bool is_inline, uint64_t offset, size_t nbytes) {
-  publish(line, id, pack_meta(offset, is_inline, nbytes));
+  publish(line, id, pack_meta(offset, is_inline ? kInlineFlag : 0, nbytes));
 }
 inline bool meta_length_is(uint64_t meta, size_t nbytes) {
   return (meta >> kLengthShift) == (nbytes & kLengthMask);
@@ -53,6 +59,28 @@ inline bool meta_length_is(uint64_t meta, size_t nbytes) {
 // sender reads it only when it has used up its lines.
 struct alignas(kLineBytes) Ack {
   std::atomic<uint64_t> consumed;
+};
+
+// A buffer in the symmetric heap, as (number of the segment + 1) << 40 | offset into the part
+// of its rank; 0: not in the heap.
+using Place = uint64_t;
+constexpr int kSegmentShift = 40;
+inline Place place_of(size_t segment, uint64_t offset) {
+  return (static_cast<uint64_t>(segment + 1) << kSegmentShift) | offset;
+}
+inline size_t segment_of(Place place) { return static_cast<size_t>(place >> kSegmentShift) - 1; }
+inline uint64_t offset_of(Place place) { return place & kOffsetMask; }
+
+// How a rank's send and receive buffer lie to each other. Bits: what a schedule allows in each
+// case is a set of them.
+enum class Sharing : uint8_t { Apart = 1, InPlace = 2, OwnBlock = 4 };
+
+// Where an operation's result is wanted, for peers that could write it there. `seq` is
+// written last.
+struct alignas(kLineBytes) CallLine {
+  std::atomic<uint64_t> seq;  // sequence number + 1
+  Place out;
+  uint8_t sharing;
 };
 
 struct alignas(kLineBytes) RankHeader {
@@ -66,7 +94,7 @@ struct alignas(kLineBytes) RankHeader {
 struct RegionLayout {
   int members = 0;
   size_t lane_nbytes = 0;
-  size_t probes = 0, acks = 0, lines = 0, packet_acks = 0, packet_lines = 0, packets = 0, lanes = 0;
+  size_t calls = 0, probes = 0, acks = 0, lines = 0, packet_acks = 0, packet_lines = 0, packets = 0, lanes = 0;
   size_t nbytes = 0;
 
   RegionLayout() = default;
@@ -79,6 +107,7 @@ struct RegionLayout {
       at += nbytes;
       return here;
     };
+    calls = take(kCallLines * sizeof(CallLine), kLineBytes);
     probes = take(g * sizeof(Ack), kLineBytes);
     acks = take(g * sizeof(Ack), kLineBytes);
     lines = take(g * kLines * sizeof(Line), kLineBytes);

@@ -35,6 +35,10 @@ struct Ref {
   int peer;  // message: index into Plan::peers
   int k;
   int64_t offset_nbytes;  // local, unfragmented: from the start of the space
+  // A message that the peer only stores: in which cases (Sharing, of the peer's buffers) it may
+  // be written there at once, and where, in bytes from the start of the peer's result.
+  uint8_t deliverable = 0;
+  int64_t landing_nbytes = 0;
 };
 
 struct Instr {
@@ -47,6 +51,9 @@ struct Instr {
   int64_t elems = 0;         // unfragmented length
   uint64_t slice_nbytes = 0;  // what one run counts for where work is bounded
   bool has_mpi = false;      // some message crosses MPI
+  // In which cases (Sharing) peers may read what is sent out of this rank's own buffer.
+  uint8_t exposable = 0;  // out of the result here
+  uint8_t operand_exposable = 0;  // out of the only operand
 
   const uint64_t* scaled() const {
     return scaled_bits.empty() ? nullptr : scaled_bits.data();
@@ -138,6 +145,8 @@ class Plan : public std::enable_shared_from_this<Plan> {
   bool adaptive = false;  // about slots is decided by experience, instead of by `store`
   bool answered = false;  // messages both ways: a run takes as long as the peers need too
   mutable StoreChoice choice;  // guarded by the engine's lock
+  bool shows_result = false;  // long enough for buffers in the symmetric heap to matter
+  mutable StoreChoice heap_choice;  // the same for buffers there: all stores, or none
   CombineFn combine = nullptr;
   Scale factor;            // of what this rank contributes
   bool divide_out = false;  // integer avg: divide the result by size at the end

@@ -132,7 +132,8 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
         }
       }
       const uint64_t meta = line.meta;
-      if (!meta_length_is(meta, ins.nbytes) && !takes_only) return wait_longer(ins);
+      const bool elsewhere = (meta & (kExposedFlag | kDeliveredFlag)) != 0;
+      if ((elsewhere || !meta_length_is(meta, ins.nbytes)) && !takes_only) return wait_longer(ins);
       inputs[i] = (meta & kInlineFlag) ? line.payload : arena + (meta & kOffsetMask);
     }
 

@@ -41,7 +41,7 @@ bool Plan::add_tiny(const ShortInstr& flat) {
   tiny.own = tiny.result = -1;
   tiny.elems = static_cast<uint32_t>(flat.elems);
   tiny.nbytes = static_cast<uint32_t>(flat.nbytes);
-  tiny.meta = pack_meta(0, true, flat.nbytes);
+  tiny.meta = pack_meta(0, kInlineFlag, flat.nbytes);
   if (flat.nbytes > kInlineBytes || flat.num_inputs > 2 || flat.num_local_outs > 1 ||
       flat.num_sends > 1 || flat.full->scaled() != nullptr) {
     return false;

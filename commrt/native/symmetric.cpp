@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+// Buffers in the symmetric heap: memory that every on-node peer has mapped.
+//
+// A payload then need not pass through a slot. A sender may *expose* its own buffer, which the
+// peer reads in place; the operation ends once it has been read. Or it may *deliver* the value
+// to where the peer wants it: for that each rank shows, as a long operation starts, where its
+// result goes. The line of the message says which of the three it was, so what lies in the heap
+// is each rank's own affair, and any mixture works. Whether memory may be read later, or
+// written earlier, than the schedule's steps do is settled beforehand (schedule/exposure.py).
+#include <algorithm>
+
+#include "comm.hpp"
+
+namespace commrt {
+
+CallLine& Comm::call_line(int member, uint64_t seq) const {
+  unsigned char* region = arena + static_cast<size_t>(member) * region_nbytes;
+  return reinterpret_cast<CallLine*>(region + layout.calls)[seq % kCallLines];
+}
+
+Place Comm::place_in_heap(const void* data, size_t nbytes) const {
+  const auto* start = static_cast<const unsigned char*>(data);
+  const size_t me = static_cast<size_t>(member_index_[rank]);
+  for (size_t i = 0; i < heap_.size(); ++i) {
+    const Segment& segment = heap_[i];
+    const unsigned char* mine = segment.base + me * segment.part_nbytes;
+    if (start < mine || start + nbytes > mine + segment.part_nbytes) continue;
+    return place_of(i, static_cast<uint64_t>(start - mine));
+  }
+  return 0;
+}
+
+// Looks where the buffers lie. Where they overlap in a way that no schedule knows of, they
+// count as ordinary ones.
+void Op::find_in_heap() {
+  const Plan& p = *plan;
+  in_heap = true;
+  sharing_ = 0;
+  const size_t in_nbytes = static_cast<size_t>(p.in_elems) * p.itemsize;
+  const size_t out_nbytes = static_cast<size_t>(p.out_elems) * p.itemsize;
+  const unsigned char* const in_end = in + in_nbytes;
+  const unsigned char* const out_end = out + out_nbytes;
+  Sharing sharing = Sharing::Apart;
+  if (in_nbytes != 0 && out_nbytes != 0 && in < out_end && out < in_end) {
+    const bool in_inside = in >= out && in_end <= out_end;
+    const size_t part = in_inside ? in_nbytes : out_nbytes;
+    const size_t at = static_cast<size_t>(in_inside ? in - out : out - in);
+    if (in == out && in_nbytes == out_nbytes) {
+      sharing = Sharing::InPlace;
+    } else if ((in_inside || (out >= in && out_end <= in_end)) &&
+               at == part * static_cast<size_t>(comm->rank)) {
+      sharing = Sharing::OwnBlock;
+    } else {
+      return;
+    }
+  }
+  sharing_ = static_cast<uint8_t>(sharing);
+  if (in_nbytes != 0) in_place_ = comm->place_in_heap(in, in_nbytes);
+  if (out_nbytes != 0) out_place_ = comm->place_in_heap(out, out_nbytes);
+}
+
+// Tells the peers where the result goes, or that it lies where they cannot reach it.
+bool Op::show_result() {
+  bool& taken = comm->showing_[seq % kCallLines];
+  if (taken) return false;  // by an operation in flight that is so much older
+  taken = shown_ = true;
+  CallLine& line = comm->call_line(comm->member_of(comm->rank), seq);
+  line.out = out_place_;
+  line.sharing = sharing_;
+  line.seq.store(seq + 1, std::memory_order_release);
+  return true;
+}
+
+void Op::stop_showing() {
+  if (shown_) comm->showing_[seq % kCallLines] = false;
+  shown_ = false;
+}
+
+// Where a peer wants its result; not known before it has started the operation. It cannot show
+// another one in the same line as long as it waits for this rank's message.
+const Op::Result& Op::result_of(int peer) {
+  Result& result = results_[peer];
+  if (result.known) return result;
+  const int member = comm->member_of(plan->peers[peer].rank);
+  const CallLine& line = comm->call_line(member, seq);
+  if (line.seq.load(std::memory_order_acquire) != seq + 1) return result;
+  result.known = true;
+  result.sharing = line.sharing;
+  if (comm->is_place(line.out)) result.at = comm->address_of(member, line.out);
+  return result;
+}
+
+// The place from which peers may read what an instruction sends, or 0: its only operand or its
+// result here.
+Place Op::source_in_heap(const Instr& ins) const {
+  auto place = [&](const Ref& ref) -> Place {
+    if (ref.is_message) return 0;
+    const SpaceKind kind = plan->spaces[ref.space].kind;
+    const Place buffer = kind == SpaceKind::In    ? in_place_
+                         : kind == SpaceKind::Out ? out_place_
+                                                  : 0;
+    return buffer == 0 ? 0 : buffer + static_cast<uint64_t>(ref.offset_nbytes);
+  };
+  Place found = 0;
+  if ((ins.exposable & sharing_) != 0) found = place(ins.local_outs[0]);
+  const bool as_it_is = ins.scaled() == nullptr;
+  if (found == 0 && as_it_is && (ins.operand_exposable & sharing_) != 0) {
+    found = place(ins.inputs[0]);
+  }
+  return found;
+}
+
+// Decides how each message of an instruction travels; false if that is not known yet. What
+// is computed here is written to the peer while it is at hand. What already lies in memory is
+// left there for the peers to read, each on its own core.
+bool Op::choose_routes(const Instr& ins) {
+  const bool exposes = source_in_heap(ins) != 0;
+  const bool delivers = ins.inputs.size() > 1 || (!exposes && ins.sends.size() == 1);
+  routes_.clear();
+  for (const Ref& ref : ins.sends) {
+    Route route{exposes ? Route::By::Exposed : Route::By::Slot, nullptr};
+    if (delivers && ref.deliverable != 0) {
+      const Result& result = result_of(ref.peer);
+      // A rank that uses the heap itself expects its peers to: the slot would cost more than
+      // waiting for them to start.
+      if (!result.known && uses_heap()) return false;
+      if (result.at != nullptr && (ref.deliverable & result.sharing) != 0) {
+        route = {Route::By::Delivered, result.at + ref.landing_nbytes};
+      }
+    }
+    routes_.push_back(route);
+  }
+  return true;
+}
+
+// Whether the peers have read what was exposed to them.
+bool Op::all_taken() {
+  if (!uses_heap()) return true;
+  for (size_t i = 0; i < exposed_.size(); ++i) {
+    if (exposed_[i] == 0) continue;
+    if (!comm->link(plan->peers[i].rank).is_acked(exposed_[i] - 1)) return false;
+  }
+  return true;
+}
+
+}  // namespace commrt

@@ -143,6 +143,7 @@ def _jobs(
         root=args.root_rank,
         mode="nonblocking" if args.nonblocking else "blocking",
         num_tests=args.num_test_calls,
+        symmetric=args.symmetric,
     )
     modes = [args.in_place]
     if args.format == "nccl" and spec.in_place and not args.in_place:

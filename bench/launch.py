@@ -27,8 +27,8 @@ from commrt.operations import operation
 
 __all__ = ["LaunchError", "PeerSpec", "launch", "make_job", "parse_peer"]
 
-Kind = Literal["commrt", "mpi4py", "gloo"]
-KINDS: tuple[Kind, ...] = ("commrt", "mpi4py", "gloo")
+Kind = Literal["commrt", "symmetric", "mpi4py", "gloo"]
+KINDS: tuple[Kind, ...] = ("commrt", "symmetric", "mpi4py", "gloo")
 _REFUSED = "commrt.errors.UsageError: "
 _HERE = Path(__file__).resolve().parent
 
@@ -55,7 +55,8 @@ class PeerSpec:
 def parse_peer(text: str) -> PeerSpec:
     """Parse ``--peer``: ``gloo``, ``NAME=PATH/python`` or ``NAME=KIND:PATH/python``.
 
-    The kind is mpi4py unless given, or gloo for the name gloo.
+    The kind is mpi4py unless given, or gloo for the name gloo; symmetric is commrt with
+    its symmetric buffers.
     """
     name, equals, rest = text.partition("=")
     if not equals:
@@ -95,6 +96,7 @@ def make_job(coll: str, sizes: list[int], **settings: Any) -> dict[str, Any]:
         "dtype": "float32",
         "root": 0,
         "in_place": False,
+        "symmetric": False,
         "fresh": False,
         "check": True,
         "warmup": 10,
@@ -134,7 +136,9 @@ def launch(
         flags, result = f"{folder}/flags", Path(folder, "result.json")
         SharedFlags.create(flags, ranks)
         path = Path(folder, "job.json")
-        path.write_text(json.dumps({**job, "flags": flags, "result": str(result)}))
+        own = {"flags": flags, "result": str(result)}
+        own_arrays = {"symmetric": True} if peer.kind == "symmetric" else {}
+        path.write_text(json.dumps({**job, **own_arrays, **own}))
         done = _run(peer, ranks, str(path), timeout_s, env)
         if not done.ok or not result.exists():
             raise _failure(peer, done)

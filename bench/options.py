@@ -284,6 +284,9 @@ def _collective_options(command: argparse.ArgumentParser) -> None:
         "-l", "--in-place", action="store_true", help="one array for input and output"
     )
     command.add_argument(
+        "--symmetric", action="store_true", help="arrays from comm.empty"
+    )
+    command.add_argument(
         "--algorithm",
         metavar="[BACKEND/]NAME",
         help="instead of the selected one, as in shm/ring{chunk=65536}",
@@ -306,8 +309,9 @@ def _add_compare(commands: _Commands) -> None:
         action="append",
         default=[],
         metavar="NAME[=[KIND:]PYTHON]",
-        help="a further competitor: gloo, or NAME=PATH/python with mpi4py over "
-        "another MPI, or NAME=KIND:PATH/python with KIND commrt, mpi4py or gloo",
+        help="a further competitor: gloo, or symmetric (commrt with arrays from "
+        "comm.empty), or NAME=PATH/python with mpi4py over another MPI, or "
+        "NAME=KIND:PATH/python with KIND commrt, symmetric, mpi4py or gloo",
     )
     command.add_argument("--fresh", action="store_true")
     command.add_argument("--in-place", action="store_true")

@@ -27,7 +27,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +96,13 @@ class Peer(Protocol):
 
     def bind(self, coll: str, x: Array, out: Array | None, root: int) -> Call:
         """Return a call of ``coll``; without ``out`` it works in place."""
+
+
+class SharesMemory(Peer, Protocol):
+    """A peer with arrays that its ranks share."""
+
+    def empty(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Return an array in shared memory; collective."""
 
 
 def rank_and_size(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
@@ -335,10 +342,13 @@ class Trial:
         dtype = numpy_dtype(job["dtype"])
         counts = element_counts(self.spec, nbytes, dtype.itemsize, peer.size)
         self.num_x, self.num_out = counts
-        self.x = np.empty(self.num_x, dtype)
+        allocate: Callable[..., Array] = np.empty
+        if job["symmetric"]:
+            allocate = cast(SharesMemory, peer).empty
+        self.x = allocate(self.num_x, dtype)
         # bcast has one buffer; the other operations that can work in place do if asked.
         in_place = job["in_place"] or self.coll in ("bcast", "barrier")
-        self.out = None if in_place else np.empty(self.num_out, dtype)
+        self.out = None if in_place else allocate(self.num_out, dtype)
         self.fill_out()
         self.call = peer.bind(self.coll, self.x, self.out, self.root)
 
@@ -512,10 +522,10 @@ def run_job(
     """Run every size of the job; return the rows (complete on rank 0 only).
 
     A job: ``spec`` (a row of commrt's table of operations), ``sizes``, ``dtype``,
-    ``root``, ``in_place``, ``fresh``, ``check``, ``warmup``, ``iterations``,
-    ``min_iterations``, ``min_s``, ``floor_us``, ``max_relative_ci``, ``budget_s``,
-    ``cpus`` and ``flags`` (path of the shared flags; None if ranks span machines).
-    ``measure`` replaces the timing of one size (overlap, point-to-point).
+    ``root``, ``in_place``, ``symmetric``, ``fresh``, ``check``, ``warmup``,
+    ``iterations``, ``min_iterations``, ``min_s``, ``floor_us``, ``max_relative_ci``,
+    ``budget_s``, ``cpus`` and ``flags`` (path of the shared flags; None if ranks span
+    machines). ``measure`` replaces the timing of one size (overlap, point-to-point).
     """
     watch = _LinkWatch(peer, job)
     rows: list[dict[str, Any]] = []

@@ -46,6 +46,11 @@ class CommrtPeer:
         self.comm.bcast(shared, root=0)
         return float(shared[0])
 
+    def empty(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Return an array in symmetric memory; collective."""
+        array: Array = self.comm.empty(count, dtype)
+        return array
+
     def bind(self, coll: str, x: Array, out: Array | None, root: int) -> Call:
         """Return a blocking call of ``coll``; without ``out`` it works in place."""
         return self._bound(coll, x, out, root, {})

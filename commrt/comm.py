@@ -318,12 +318,13 @@ class Communicator(GroupCreation, Operations):
     def empty(self, shape: Any, dtype: Any = "float32") -> Any:
         """Return a zero-filled array that every rank of this node has mapped.
 
-        Collectives of this communicator use such arrays in place, as ``x`` and as ``out``,
-        whole or in contiguous parts; from 32 KiB on that saves copies. Ranks may mix them
-        with ordinary arrays as they like. Elsewhere they are arrays like any other.
+        Collectives of this communicator use such arrays in place, as ``x`` and as
+        ``out``, whole or in contiguous parts; from 32 KiB on that saves copies. Ranks
+        may mix them with ordinary arrays as they like. Elsewhere they are arrays like
+        any other.
 
-        Collective over the ranks of a node, which must ask for the same number of bytes.
-        Dropping the array is local, and its memory is given out again by a later
+        Collective over the ranks of a node, which must ask for the same number of
+        bytes. Dropping the array is local, and its memory is given out again by a later
         ``empty`` once every rank has dropped its own. It stays valid after ``free()``.
 
         Args:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symmetric buffers: arrays in memory that every rank of the node has mapped.
 
-``comm.empty`` is collective over the node's ranks and gives each of them an array of the
-same length. Long collectives then read and write the peers' arrays in place, where they
-otherwise copy through shared slots (native/symmetric.cpp).
+``comm.empty`` is collective over the node's ranks and gives each of them an array of
+the same length. Long collectives then read and write the peers' arrays in place, where
+they otherwise copy through shared slots (native/symmetric.cpp).
 
 The heap consists of segments, each with a part for every rank. All ranks make the same
-requests in the same order, so each keeps the books of the whole heap by itself. Dropping an
-array is local: its owner mentions it at the next ``empty``, and once every rank has done so
-its slot may be given out again.
+requests in the same order, so each keeps the books of the whole heap by itself.
+Dropping an array is local: its owner mentions it at the next ``empty``, and once every
+rank has done so its slot may be given out again.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class SymmetricHeap:
     ) -> None:
         """``ranks`` are the world's ranks that share it, ``key`` names it to them.
 
-        ``share(ranks, key, part_nbytes)`` maps memory of all ranks, and ``attach`` makes
-        it known to the engine.
+        ``share(ranks, key, part_nbytes)`` maps memory of all ranks, and ``attach``
+        makes it known to the engine.
         """
         self._bootstrap = bootstrap
         self._ranks = list(ranks)
@@ -177,7 +177,9 @@ class SymmetricHeap:
         """Bytes of all parts of all segments."""
         return sum(segment.arena.nbytes for segment in self._segments)
 
-    def take(self, nbytes: int, timeout_s: float) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def take(
+        self, nbytes: int, timeout_s: float
+    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return ``nbytes`` zero bytes that all ranks have mapped; collective.
 
         Raises MismatchError on every rank where they ask for different lengths, and
@@ -218,7 +220,7 @@ class SymmetricHeap:
         return memory
 
     def close(self) -> None:
-        """Let go of the memory; what arrays refer to stays mapped until they are gone."""
+        """Let go of the memory; arrays keep what they refer to."""
         for segment in self._segments:
             segment.drop()
         self._segments.clear()
@@ -250,8 +252,8 @@ class SymmetricHeap:
             raise BackendError(
                 f"{self._name}: empty() asks for {nbytes} bytes on each of "
                 f"{len(self._ranks)} ranks; with the {total} bytes of symmetric memory "
-                f"that there are this is more than the {limit_nbytes} that this machine "
-                f"or container may use: drop arrays, or raise the limit"
+                f"that there are this is more than the {limit_nbytes} that this "
+                f"machine or container may use: drop arrays, or raise the limit"
             )
         arena = self._share(self._ranks, f"{key}/segment", part)
         self._segments.append(_Segment(arena))
@@ -264,6 +266,7 @@ def parse_request(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any
 
     Raises UsageError for what no array can have.
     """
+    sizes: tuple[int, ...]
     try:
         sizes = (operator.index(shape),)
     except TypeError:
@@ -282,7 +285,9 @@ def parse_request(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any
     except TypeError as error:
         raise UsageError(f"dtype={dtype!r}: {error}") from None
     if parsed.hasobject or parsed.itemsize == 0:
-        raise UsageError(f"dtype={dtype!r}: elements must have a size and be plain bytes")
+        raise UsageError(
+            f"dtype={dtype!r}: elements must have a size and be plain bytes"
+        )
     return sizes, parsed, None
 
 

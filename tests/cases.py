@@ -336,15 +336,27 @@ def _first(wrong: Array, got: Array, want: Array) -> str:
 # -- the call ---------------------------------------------------------------------
 
 
-class Attempt:
-    """One rank's part of a case: buffers with canaries, the call, the verdict."""
+def plain_memory(nbytes: int) -> Array:
+    """Return ordinary memory."""
+    return np.empty(nbytes, np.uint8)
 
-    def __init__(self, case: Case, rank: int) -> None:
+
+class Attempt:
+    """One rank's part of a case: buffers with canaries, the call, the verdict.
+
+    ``memory(nbytes)`` gives the bytes that a buffer and its canaries lie in.
+    """
+
+    def __init__(
+        self, case: Case, rank: int, memory: Callable[[int], Array] = plain_memory
+    ) -> None:
         self.case = case
         self.rank = rank
+        self.memory = memory
+        self.guarded: list[Array] = []
         self.xs = inputs(case)
         self.want = expected(case, self.xs)[rank]
-        self.x = _guarded(case, self.xs[rank].size)
+        self.x = self._guarded(self.xs[rank].size)
         self.x[:] = self.xs[rank]
         if case.coll == "bcast" and rank != case.root:
             self.x[:] = np.zeros(1, self.x.dtype)
@@ -360,14 +372,14 @@ class Attempt:
             return self.x
         if self.case.in_place and spec.name in ("allgather", "reduce_scatter"):
             return self._own_block()
-        out = _guarded(self.case, self.want.size)
+        out = self._guarded(self.want.size)
         out[:] = np.ones(1, out.dtype)
         return out
 
     def _own_block(self) -> Array:
         """NCCL's form: one array is this rank's block of the other."""
         if self.case.coll == "allgather":
-            out = _guarded(self.case, self.x.size * self.case.size)
+            out = self._guarded(self.x.size * self.case.size)
             mine = slice(self.rank * self.x.size, (self.rank + 1) * self.x.size)
             out[mine] = self.x
             self.x = out[mine]
@@ -375,6 +387,18 @@ class Attempt:
         assert self.want is not None
         n = self.want.size
         return self.x[self.rank * n : (self.rank + 1) * n]
+
+    def _guarded(self, number: int) -> Array:
+        """Return an array that lies between canaries."""
+        dtype = numpy_dtype(self.case.dtype)
+        raw = self.memory((number + 2 * CANARY) * dtype.itemsize)
+        raw[:] = 0xA5
+        self.guarded.append(raw)
+        return raw.view(dtype)[CANARY : CANARY + number]
+
+    def _canaries_live(self, raw: Array) -> bool:
+        edge = CANARY * numpy_dtype(self.case.dtype).itemsize
+        return bool((raw[:edge] == 0xA5).all() and (raw[-edge:] == 0xA5).all())
 
     def start(self, comm: Any, *, nonblocking: bool = False) -> Any:
         """Make the call; return what it returned."""
@@ -402,7 +426,7 @@ class Attempt:
             return "did not return the output array"
         assert self.out is not None
         wrong = difference(self.case, self.xs, self.out, self.want)
-        if wrong is None and not _canaries_live(self.out):
+        if wrong is None and not all(map(self._canaries_live, self.guarded)):
             wrong = "wrote beside the output"
         separate = not self.case.in_place
         if wrong is None and separate and self.out is not self.x:
@@ -413,11 +437,15 @@ class Attempt:
         return None if now.tobytes() == before.tobytes() else "changed its input"
 
 
-def run_cases(comm: Any, cases: Iterable[Case]) -> list[str]:
+def run_cases(
+    comm: Any,
+    cases: Iterable[Case],
+    memory: Callable[[int], Array] = plain_memory,
+) -> list[str]:
     """Run cases on one rank, one after the other; return what was wrong."""
     wrong = []
     for case in cases:
-        attempt = Attempt(case, comm.rank)
+        attempt = Attempt(case, comm.rank, memory)
         try:
             attempt.start(comm)
         except CommError as error:
@@ -425,20 +453,3 @@ def run_cases(comm: Any, cases: Iterable[Case]) -> list[str]:
         if (verdict := attempt.verdict()) is not None:
             wrong.append(f"rank {comm.rank}: {verdict} ({case})")
     return wrong
-
-
-def _guarded(case: Case, number: int) -> Array:
-    """Return an array that lies between canaries."""
-    dtype = numpy_dtype(case.dtype)
-    whole = np.full((number + 2 * CANARY) * dtype.itemsize, 0xA5, np.uint8).view(dtype)
-    return whole[CANARY : CANARY + number]
-
-
-def _canaries_live(array: Array) -> bool:
-    """Whether the bytes around a guarded array, or the one it lies in, are as made."""
-    base = array
-    while isinstance(base.base, np.ndarray):
-        base = base.base
-    raw = base.view(np.uint8)
-    edge = CANARY * array.dtype.itemsize
-    return bool((raw[:edge] == 0xA5).all() and (raw[-edge:] == 0xA5).all())

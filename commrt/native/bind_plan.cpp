@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "group.hpp"
@@ -129,7 +130,10 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
   plan->store = static_cast<Store>(store);
   plan->adaptive = adaptive;
   plan->choice.start_with(streams_second(plan->store));
-  plan->heap_choice.start_with(streams_second(plan->store));
+  // Results that do not stay in the cache anyway: each line is then read before it is written.
+  constexpr int64_t kBeyondCache = 16 << 20;
+  plan->heap_choice.start_with(std::max(in_elems, out_elems) *
+                                   static_cast<int64_t>(plan->itemsize) >= kBeyondCache);
   plan->factor = {factor, integer_factor};
   plan->divide_out = divisor > 1;
   plan->divisor = divisor;

@@ -97,8 +97,7 @@ class _Analysis:
             self.first.append(self.first[-1] + len(program))
         # (sender, receiver, k) -> the instruction that sends, or takes, the message.
         self.sender = {
-            (rank, peer, k): index
-            for rank, index, peer, k in _messages(self.outputs)
+            (rank, peer, k): index for rank, index, peer, k in _messages(self.outputs)
         }
         self.receiver = {
             (peer, rank, k): index for rank, index, peer, k in _messages(self.inputs)
@@ -114,7 +113,12 @@ class _Analysis:
         if self.before is not None:
             self._fill(exposable, deliverable, landings)
         return [
-            Reach(*exposable[rank], deliverable[rank], tuple(landings[rank]))
+            Reach(
+                exposable[rank][0],
+                exposable[rank][1],
+                deliverable[rank],
+                tuple(landings[rank]),
+            )
             for rank in range(len(self.programs))
         ]
 
@@ -150,7 +154,7 @@ class _Analysis:
         return bool(self.before[other[0]][other[1]] & self._bit(one))
 
     def _order(self) -> list[list[int]] | None:
-        """Return, per instruction, the set of all that come before it; None if cyclic."""
+        """Return what comes before each instruction, as a set; None if cyclic."""
         waits: dict[Node, int] = {}
         follows: dict[Node, list[Node]] = {}
         for rank, program in enumerate(self.programs):
@@ -253,7 +257,7 @@ class _Analysis:
         )
 
     def _shape(self, node: Node) -> Slice | None:
-        """Return the slice that says how an instruction's value is cut, as the engine."""
+        """Return the slice whose blocks say how the engine cuts a value."""
         outs = _slices(self.outputs[node[0]][node[1]])
         local = outs or _slices(self.inputs[node[0]][node[1]])
         return local[-1] if local else None

@@ -84,12 +84,25 @@ def killed() -> None:
     comm.barrier(timeout_s=FOR_EVER_S)
 
 
+def killed_with_symmetric_arrays() -> None:
+    """The others read and write the arrays of the one that is gone."""
+    comm = commrt.init()
+    x, out = comm.empty(100_000), comm.empty(100_000)
+    comm.allreduce(x, out=out)
+    if comm.rank == 1:
+        comm.allreduce(x, out=out, nonblocking=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(3):
+        comm.allreduce(x, out=out, timeout_s=FOR_EVER_S)
+
+
 @pytest.mark.parametrize("memory", ["memfd", "devshm"])
+@pytest.mark.parametrize("function", [killed, killed_with_symmetric_arrays])
 def test_killed_rank_ends_the_job_and_leaves_no_shared_memory(
-    mpirun: Any, memory: str
+    mpirun: Any, memory: str, function: Any
 ) -> None:
     before = shared_memory()
-    done = mpirun.failing(3, killed, env={"COMMRT_SHM": memory})
+    done = mpirun.failing(3, function, env={"COMMRT_SHM": memory})
     assert not done.timed_out
     assert done.returncode != 0
     assert shared_memory() <= before

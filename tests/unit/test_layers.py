@@ -36,6 +36,7 @@ LAYERS = (
         "request",
         "runtime",
         "signatures",
+        "symmetric",
         "world",
     ),
     ("tuning", "bench", "tables", "info", "schedule.cli", "backends.local", "__main__"),

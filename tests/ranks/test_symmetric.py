@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Symmetric buffers among ranks that are threads: every operation, any mixture."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import Attempt, Case, run_cases, sample
+from heap_memory import HeapMemory
+
+from commrt import symmetric
+from commrt.backends import planning
+from commrt.backends.local import run
+from commrt.errors import (
+    BackendError,
+    ClosedError,
+    CommError,
+    MismatchError,
+    UsageError,
+)
+from commrt.operations import COLLECTIVES
+
+POOL_NBYTES = 4 << 20
+IN_FLIGHT = 80
+"""More than there are lines to show results in."""
+
+
+@pytest.fixture(autouse=True)
+def short_messages_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "SYMMETRIC_NBYTES", 64)
+
+
+@pytest.mark.full(sample=24)
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("coll", COLLECTIVES)
+def test_any_mixture_agrees_with_numpy(coll: str, size: int, seed: int) -> None:
+    cases = sample(coll, size, seed, 40)
+
+    def rank_main(comm: Any) -> list[str]:
+        memory = HeapMemory(comm, POOL_NBYTES, str(seed))
+        return run_cases(comm, cases, memory)
+
+    assert run(size, rank_main) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_many_in_flight(size: int, seed: int) -> None:
+    drawn = [case for coll in COLLECTIVES for case in sample(coll, size, seed, 20)]
+    cases = random.Random(seed).sample(drawn, IN_FLIGHT)
+
+    def rank_main(comm: Any) -> list[str]:
+        memory = HeapMemory(comm, 64 << 20, str(seed))
+        attempts = [Attempt(case, comm.rank, memory) for case in cases]
+        requests = [attempt.start(comm, nonblocking=True) for attempt in attempts]
+        order = random.Random(seed + comm.rank).sample(range(len(cases)), len(cases))
+        for index in order:
+            attempts[index].result = requests[index].wait()
+        return [f"{wrong} {a.case}" for a in attempts if (wrong := a.verdict())]
+
+    assert run(size, rank_main) == [[]] * size
+
+
+def test_plans_made_before_there_was_a_heap_go_on() -> None:
+    def rank_main(comm: Any) -> list[float]:
+        x = np.full(20_000, 1.0 + comm.rank)
+        plan = comm.plan.allreduce(x, algorithm="direct", params={"shots": 2})
+        plan()
+        y = comm.empty(20_000, "float64")
+        y[:] = comm.rank
+        comm.allreduce(y, algorithm="direct", params={"shots": 2})
+        plan()
+        return [x[0], x[-1], y[0], y[-1]]
+
+    assert run(2, rank_main) == [[6.0, 6.0, 1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("op", ["avg", "premul_sum"])
+@pytest.mark.parametrize("dtype", ["int32", "float32"])
+def test_scaled_operands(op: str, dtype: str) -> None:
+    cases = [
+        Case("allreduce", 3, name, {}, dtype, op, count=5000, in_place=in_place)
+        for name in ("direct", "ring", "recursive_doubling")
+        for in_place in (False, True)
+    ]
+
+    def rank_main(comm: Any) -> list[str]:
+        memory = HeapMemory(comm, POOL_NBYTES, "scaled")
+        memory.share = 1.0
+        return run_cases(comm, cases, memory)
+
+    assert run(3, rank_main) == [[]] * 3
+
+
+# -- the memory -------------------------------------------------------------------
+
+
+def test_arrays_are_zero_and_of_the_wanted_kind() -> None:
+    def rank_main(comm: Any) -> list[Any]:
+        made = [
+            comm.empty(5),
+            comm.empty((2, 3), "int16"),
+            comm.empty((), np.complex128),
+            comm.empty((0, 4), bool),
+        ]
+        assert not any(array.any() for array in made)
+        return [(array.shape, array.dtype.name) for array in made]
+
+    kinds = [((5,), "float32"), ((2, 3), "int16"), ((), "complex128"), ((0, 4), "bool")]
+    for size in (1, 3):
+        assert run(size, rank_main) == [kinds] * size
+
+
+def test_memory_is_given_out_again_once_every_rank_has_dropped_it() -> None:
+    def rank_main(comm: Any) -> list[bool]:
+        first = comm.empty(10_000)
+        address = first.ctypes.data
+        first[:] = 7
+        kept = first[5:6] if comm.rank == 0 else None
+        del first
+        gc.collect()
+        second = comm.empty(10_000)
+        apart = second.ctypes.data != address
+        del kept
+        gc.collect()
+        comm.barrier()
+        third = comm.empty(10_000)
+        return [apart, third.ctypes.data == address, not third.any()]
+
+    assert run(2, rank_main) == [[True] * 3] * 2
+
+
+def test_arrays_outlive_their_communicator() -> None:
+    def rank_main(comm: Any) -> float:
+        other = comm.split(color=0)
+        x = other.empty(50_000)
+        x[:] = comm.rank
+        other.allreduce(x)
+        other.free()
+        with pytest.raises(ClosedError):
+            other.empty(3)
+        x += 1
+        return float(comm.allreduce(x)[-1])
+
+    assert run(3, rank_main) == [12.0] * 3
+
+
+def test_different_lengths_are_an_error_on_every_rank() -> None:
+    def rank_main(comm: Any) -> Any:
+        with pytest.raises(MismatchError, match="rank 0 12, rank 1 16, rank 2 20"):
+            comm.empty(3 + comm.rank)
+        return comm.allreduce(comm.empty(40_000) + 1)[-1]
+
+    assert run(3, rank_main) == [3.0] * 3
+
+
+def test_what_does_not_fit_is_an_error_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(symmetric, "memory_limit_nbytes", lambda: 1 << 20)
+
+    def rank_main(comm: Any) -> float:
+        kept = comm.empty(1000)
+        with pytest.raises(BackendError, match="asks for 800000 bytes on each of 2"):
+            comm.empty(200_000)
+        kept += 1
+        more = comm.empty(1000)
+        return float(comm.allreduce(kept + more)[0])
+
+    assert run(2, rank_main) == [2.0] * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        (-1, "float32", "sizes must not be negative"),
+        ("ab", "float32", "expected a number of elements"),
+        ((2, 1.5), "float32", "expected a number of elements"),
+        (3, "flaot32", "dtype='flaot32'"),
+        (3, object, "plain bytes"),
+        (3, "S0", "have a size"),
+    ],
+)
+def test_wrong_requests_send_nothing(shape: Any, dtype: Any, message: str) -> None:
+    def rank_main(comm: Any) -> tuple[int, ...]:
+        if comm.rank == 0:
+            with pytest.raises(UsageError, match=message):
+                comm.empty(shape, dtype)
+        found: tuple[int, ...] = comm.empty((2, 2)).shape
+        return found
+
+    assert run(2, rank_main) == [(2, 2)] * 2
+
+
+def test_other_arguments_are_found_out() -> None:
+    def rank_main(comm: Any) -> str:
+        x = comm.empty(20_000)
+        with pytest.raises(CommError) as caught:
+            comm.allreduce(x[: 10_000 + 5000 * comm.rank], timeout_s=5)
+        return type(caught.value).__name__
+
+    found = run(2, rank_main)
+    assert "MismatchError" in found
+    assert set(found) <= {"MismatchError", "RevokedError"}

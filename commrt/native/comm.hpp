@@ -167,6 +167,7 @@ class Op {
   void adopt(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_);
   void find_in_heap();
   bool show_result();
+  void mark_shown();
   void stop_showing();
   const Result& result_of(int peer);
   bool choose_routes(const Instr& ins);
@@ -245,10 +246,6 @@ class Comm {
     heap_.push_back({static_cast<unsigned char*>(base), part_nbytes});
   }
   bool has_heap() const { return !heap_.empty(); }
-  // Whether a call may run from the caller's stack.
-  bool may_run_short(const Plan& plan) const {
-    return plan.run_short && !(plan.shows_result && has_heap());
-  }
   // Forgets arena and heap, which are about to be unmapped. Nothing may be in flight.
   void detach();
   // Off-node peers, reached over MPI: ranks in `mpi_comm`, all messages under `tag`.
@@ -316,9 +313,12 @@ class Comm {
   std::shared_ptr<Op> fresh_op();
   std::shared_ptr<Op> go_on(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
                             uint64_t seq, size_t done, int lane, const unsigned char* tmp,
-                            Store store, uint64_t timed_from);
+                            Store store, uint64_t timed_from, bool shown);
   std::shared_ptr<Op> run_tiny(const std::shared_ptr<const Plan>& plan, const void* in,
                                void* out, int spins);
+  // Before a short run of ordinary buffers: tells peers that use the heap. False where the run
+  // is none of these.
+  bool show_ordinary(const Plan& plan, const void* in, const void* out);
   void note(uint64_t seq, const Plan& plan, uint64_t stream);
   int acquire_lane();
   void release_lane(Op& op);

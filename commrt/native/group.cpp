@@ -325,7 +325,7 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
   const bool outside = is_long(*plan);
   std::shared_ptr<Op> op;
   std::unique_lock<std::mutex> lock(engine.mutex, std::defer_lock);
-  if (!nonblocking && group.comm->may_run_short(*plan) && lock.try_lock()) {
+  if (!nonblocking && plan->run_short && lock.try_lock()) {
     if (group.comm->quiet()) {
       constexpr int kSpinsWithGil = 40;  // about 2 us
       op = group.comm->run_short(plan, in, out, kSpinsWithGil);

@@ -67,7 +67,9 @@ void Plan::flatten(Comm& comm) {
 std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, const void* in,
                                     void* out, int spins) {
   const Plan& p = *plan;
-  if (!p.tiny_instrs.empty()) return run_tiny(plan, in, out, spins);
+  const bool shows = p.shows_result && has_heap();
+  if (!p.tiny_instrs.empty() && !shows) return run_tiny(plan, in, out, spins);
+  if (shows && !show_ordinary(p, in, out)) return start(plan, in, out, nullptr, true);
   int lane = -1;
   if (p.needs_lane) {
     lane_refused_ = false;
@@ -106,7 +108,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
   auto wait_longer = [&](const ShortInstr& ins) {
     note_start();
     const size_t done = static_cast<size_t>(&ins - p.short_instrs.data());
-    return go_on(plan, in, out, seq, done, lane, tmp, store, timed_from);
+    return go_on(plan, in, out, seq, done, lane, tmp, store, timed_from, shows);
   };
 
   for (const ShortInstr& ins : p.short_instrs) {
@@ -132,9 +134,13 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
         }
       }
       const uint64_t meta = line.meta;
-      const bool elsewhere = (meta & (kExposedFlag | kDeliveredFlag)) != 0;
-      if ((elsewhere || !meta_length_is(meta, ins.nbytes)) && !takes_only) return wait_longer(ins);
+      if (!meta_length_is(meta, ins.nbytes) && !takes_only) return wait_longer(ins);
       inputs[i] = (meta & kInlineFlag) ? line.payload : arena + (meta & kOffsetMask);
+      if ((meta & (kExposedFlag | kDeliveredFlag)) == 0) continue;
+      Place place;
+      std::memcpy(&place, line.payload, sizeof place);
+      if (!shows || (meta & kDeliveredFlag) || !is_place(place)) return wait_longer(ins);
+      inputs[i] = address_of(member_of(operand.where), place);
     }
 
     unsigned char small[kInlineBytes];
@@ -191,13 +197,15 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
 // Turns a short operation that has to wait into an Op whose first `done` instructions are done.
 std::shared_ptr<Op> Comm::go_on(const std::shared_ptr<const Plan>& plan, const void* in,
                                 void* out, uint64_t seq, size_t done, int lane,
-                                const unsigned char* tmp, Store store, uint64_t timed_from) {
+                                const unsigned char* tmp, Store store, uint64_t timed_from,
+                                bool shown) {
   std::shared_ptr<Op> op = fresh_op();
   op->seq = seq;
   op->keep[0] = op->keep[1] = nullptr;
   op->store = store;
   op->timed_from = timed_from;
   op->resume(plan, in, out, done, lane);
+  if (shown) op->mark_shown();
   if (plan->tmp_nbytes != 0) std::memcpy(op->tmp, tmp, plan->tmp_nbytes);
   active_.push_back(op);
   return op;

@@ -71,6 +71,26 @@ bool Op::show_result() {
   return true;
 }
 
+bool Comm::show_ordinary(const Plan& plan, const void* in, const void* out) {
+  const size_t item = plan.itemsize;
+  if (showing_[next_seq % kCallLines] ||
+      place_in_heap(in, static_cast<size_t>(plan.in_elems) * item) != 0 ||
+      place_in_heap(out, static_cast<size_t>(plan.out_elems) * item) != 0) {
+    return false;
+  }
+  CallLine& line = call_line(member_of(rank), next_seq);
+  line.out = 0;
+  line.seq.store(next_seq + 1, std::memory_order_release);
+  return true;
+}
+
+// What show_ordinary() has shown belongs to this operation from now on.
+void Op::mark_shown() {
+  in_heap = shown_ = true;
+  sharing_ = 0;
+  comm->showing_[seq % kCallLines] = true;
+}
+
 void Op::stop_showing() {
   if (shown_) comm->showing_[seq % kCallLines] = false;
   shown_ = false;

@@ -99,7 +99,8 @@ std::shared_ptr<Op> Comm::run_tiny(const std::shared_ptr<const Plan>& plan, cons
   for (const TinyInstr* ins = begin; ins != end; ++ins) {
     auto wait_longer = [&] {
       keep_books(OpState::Running);
-      return go_on(plan, in, out, seq, static_cast<size_t>(ins - begin), -1, tmp, p.store, 0);
+      return go_on(plan, in, out, seq, static_cast<size_t>(ins - begin), -1, tmp, p.store, 0,
+                   false);
     };
     const unsigned char* const own =
         ins->own >= 0 ? base(ins->own) + ins->own_offset : nullptr;

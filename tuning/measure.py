@@ -121,7 +121,8 @@ class Session:
     def buffers(self, op: str, nbytes: int, dtype: str) -> Trial:
         """Return the buffers that all candidates share."""
         spec = operation(op)
-        job = {"spec": spec.__dict__, "dtype": dtype, "root": 0, "in_place": False}
+        kind = {"root": 0, "in_place": False, "symmetric": False}
+        job = {"spec": spec.__dict__, "dtype": dtype, **kind}
         return Trial(_CandidatePeer(self._comm), job, nbytes)
 
     def bind(self, trial: Trial, candidate: Candidate) -> Call:

@@ -98,3 +98,18 @@ def test_a_gradient_is_averaged_in_place() -> None:
         return float(weight.grad[3])
 
     assert run(SIZE, rank_main, timeout_s=20) == [2.0] * SIZE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_symmetric_tensors(name: str) -> None:
+    dtype = getattr(torch, name)
+
+    def rank_main(comm: Any) -> list[Any]:
+        x, out = comm.empty((200, 300), dtype), comm.empty((200, 300), dtype)
+        assert (x.dtype, tuple(x.shape), bool(x.any())) == (dtype, (200, 300), False)
+        x[:] = int(comm.rank == 1)
+        comm.allreduce(x, out=out)
+        scalar = comm.empty((), dtype)
+        return [out[0, 0].item(), out[-1, -1].item(), tuple(scalar.shape)]
+
+    assert run(SIZE, rank_main, timeout_s=20) == [[1, 1, ()]] * SIZE

@@ -145,12 +145,17 @@ class Op {
     enum class By : uint8_t { Slot, Exposed, Delivered } by;
     unsigned char* to;  // Delivered: the first fragment's place
   };
+  struct Source {  // of what an instruction sends
+    Place place = 0;
+    bool is_operand = false;
+  };
   Place in_place_ = 0, out_place_ = 0;
   uint8_t sharing_ = 0;
   bool shown_ = false;             // peers know where the result is wanted
   std::vector<Result> results_;    // per plan peer
   std::vector<uint64_t> exposed_;  // per plan peer: one past the last message read from here
   std::vector<Route> routes_;      // of the instruction that is about to run
+  Source source_;                  // of the same
 
   bool is_done(uint64_t pos) const {
     const uint64_t i = pos & done_mask_;
@@ -171,7 +176,8 @@ class Op {
   void stop_showing();
   const Result& result_of(int peer);
   bool choose_routes(const Instr& ins);
-  Place source_in_heap(const Instr& ins) const;
+  Source source_in_heap(const Instr& ins) const;
+  void expose(const Instr& ins, int64_t fragment, size_t nbytes);
   bool all_taken();
   bool deps_done(const Instr& ins, uint64_t first) const;
   bool run(int64_t fragment, int index);

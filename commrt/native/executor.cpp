@@ -289,15 +289,19 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
   auto route_of = [&](size_t s) { return in_heap ? routes_[s].by : Route::By::Slot; };
   auto& targets = operands.targets;
   targets.clear();
-  bool has_shared_send = false;
+  bool has_shared_send = false, exposes = false;
   for (size_t s = 0; s < ins.sends.size(); ++s) {
     if (comm->link(p.peers[ins.sends[s].peer].rank).kind != LinkKind::Shared) continue;
     if (inline_send || route_of(s) == Route::By::Slot) {
       has_shared_send = true;
     } else if (route_of(s) == Route::By::Delivered) {
       targets.push_back(routes_[s].to);
+    } else {
+      exposes = true;
     }
   }
+  // An operand is there already: peers may read it while this rank is at work.
+  if (exposes && source_.is_operand) expose(ins, fragment, total);
   unsigned char small[kInlineBytes];
   unsigned char* slot = nullptr;
   if (has_shared_send) {
@@ -355,14 +359,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     const uint64_t id = out_id(ref, fragment);
     Line& line = link.out_lines[id & (kLines - 1)];
     if (!inline_send && route_of(s) != Route::By::Slot) {
-      uint64_t flag = kDeliveredFlag;
-      if (route_of(s) == Route::By::Exposed) {
-        const Place place = source_in_heap(ins);
-        std::memcpy(line.payload, &place, sizeof place);
-        exposed_[ref.peer] = std::max(exposed_[ref.peer], id + 1);
-        flag = kExposedFlag;
-      }
-      publish(line, id, pack_meta(0, flag, total));
+      if (route_of(s) == Route::By::Delivered) publish(line, id, pack_meta(0, kDeliveredFlag, total));
       continue;
     }
     if (!inline_send) comm->lanes_[lane_].last[p.peers[ref.peer].rank] = id + 1;
@@ -370,6 +367,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     publish(line, id, inline_send,
             inline_send ? 0 : static_cast<uint64_t>(slot - comm->arena), total);
   }
+  if (exposes && !source_.is_operand) expose(ins, fragment, total);
   take_inputs(ins, fragment);
 }
 

@@ -8,6 +8,7 @@
 // is each rank's own affair, and any mixture works. Whether memory may be read later, or
 // written earlier, than the schedule's steps do is settled beforehand (schedule/exposure.py).
 #include <algorithm>
+#include <cstring>
 
 #include "comm.hpp"
 
@@ -110,9 +111,9 @@ const Op::Result& Op::result_of(int peer) {
   return result;
 }
 
-// The place from which peers may read what an instruction sends, or 0: its only operand or its
-// result here.
-Place Op::source_in_heap(const Instr& ins) const {
+// From where peers may read what an instruction sends: its only operand, which is there before
+// the instruction runs, or its result here.
+Op::Source Op::source_in_heap(const Instr& ins) const {
   auto place = [&](const Ref& ref) -> Place {
     if (ref.is_message) return 0;
     const SpaceKind kind = plan->spaces[ref.space].kind;
@@ -121,20 +122,34 @@ Place Op::source_in_heap(const Instr& ins) const {
                                                   : 0;
     return buffer == 0 ? 0 : buffer + static_cast<uint64_t>(ref.offset_nbytes);
   };
-  Place found = 0;
-  if ((ins.exposable & sharing_) != 0) found = place(ins.local_outs[0]);
-  const bool as_it_is = ins.scaled() == nullptr;
-  if (found == 0 && as_it_is && (ins.operand_exposable & sharing_) != 0) {
-    found = place(ins.inputs[0]);
+  if (ins.scaled() == nullptr && (ins.operand_exposable & sharing_) != 0) {
+    const Place operand = place(ins.inputs[0]);
+    if (operand != 0) return {operand, true};
   }
-  return found;
+  if ((ins.exposable & sharing_) != 0) return {place(ins.local_outs[0]), false};
+  return {0, false};
+}
+
+// Shows peers where they may read a value of `nbytes`.
+void Op::expose(const Instr& ins, int64_t fragment, size_t nbytes) {
+  for (size_t s = 0; s < ins.sends.size(); ++s) {
+    const Ref& ref = ins.sends[s];
+    Link& link = comm->link(plan->peers[ref.peer].rank);
+    if (link.kind != LinkKind::Shared || routes_[s].by != Route::By::Exposed) continue;
+    const uint64_t id = out_id(ref, fragment);
+    Line& line = link.out_lines[id & (kLines - 1)];
+    std::memcpy(line.payload, &source_.place, sizeof source_.place);
+    exposed_[ref.peer] = std::max(exposed_[ref.peer], id + 1);
+    publish(line, id, pack_meta(0, kExposedFlag, nbytes));
+  }
 }
 
 // Decides how each message of an instruction travels; false if that is not known yet. What
 // is computed here is written to the peer while it is at hand. What already lies in memory is
 // left there for the peers to read, each on its own core.
 bool Op::choose_routes(const Instr& ins) {
-  const bool exposes = source_in_heap(ins) != 0;
+  source_ = source_in_heap(ins);
+  const bool exposes = source_.place != 0;
   const bool delivers = ins.inputs.size() > 1 || (!exposes && ins.sends.size() == 1);
   routes_.clear();
   for (const Ref& ref : ins.sends) {

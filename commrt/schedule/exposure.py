@@ -228,14 +228,14 @@ class _Analysis:
             takers = self._takers(rank, index)
             for source in self._sources(rank, index) if takers else ():
                 lo, hi = memory.where(source)
-                # A write of its own into what it sends comes before the sending.
+                # The instruction itself may write there only what is there.
                 later = [
                     (rank, touch.index)
                     for touch in touches
                     if touch.writes
-                    and touch.index != index
                     and touch.lo < hi
                     and lo < touch.hi
+                    and (touch.index, touch.lo, touch.hi) != (index, lo, hi)
                     and not self._comes_before((rank, touch.index), (rank, index))
                 ]
                 if all(

@@ -58,6 +58,8 @@ class Job:
     """(op, candidate) that failed earlier."""
     skipped: tuple[Item, ...] = ()
     """Clear losers of earlier launches, and what a restarted launch has done."""
+    variants: tuple[Item, ...] = ()
+    """What to measure beside the candidates that the ranks find."""
     model_ratio: float = 30.0
     """Candidates this much above the model's best are not tried; it is only a model."""
     loss_ratio: float = 1.5
@@ -77,7 +79,8 @@ class Job:
         plain: dict[str, Any] = json.loads(text)
         plain["ops"] = tuple(plain["ops"])
         plain["excluded"] = tuple((op, one) for op, one in plain["excluded"])
-        plain["skipped"] = tuple(Item(**item) for item in plain["skipped"])
+        for name in ("skipped", "variants"):
+            plain[name] = tuple(Item(**item) for item in plain[name])
         return cls(**plain)
 
 

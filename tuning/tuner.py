@@ -18,6 +18,7 @@ from commrt.tuning.launch import Message, Start
 from commrt.tuning.progress import Progress
 from commrt.tuning.samples import Recording
 from commrt.tuning.table_writer import NATIVE
+from commrt.tuning.variants import variants_to_try
 
 __all__ = ["Options", "jobs_within", "losers", "run_launches"]
 
@@ -218,7 +219,19 @@ class _Launch:
             budget_s=left_s,
             excluded=tuple(sorted(failed)),
             skipped=tuple(self._skipped(lost)),
+            variants=self._variants(),
         )
+
+    def _variants(self) -> tuple[Item, ...]:
+        options = self._options
+        found = variants_to_try(
+            self._recording,
+            self._ranks,
+            options.dtype,
+            options.max_nbytes,
+            held_out=self._held_out,
+        )
+        return tuple(item for item in found if item.op in options.ops)
 
     def _skipped(self, lost: Sequence[Item]) -> list[Item]:
         if not self._held_out:

@@ -142,6 +142,11 @@ def _cells(session: Session, job: Job, say: Callable[..., None]) -> list[list[It
                 for candidate in _promising(session, job, op, nbytes, candidates)
                 if (op, str(candidate)) not in excluded
             ]
+            variants = [
+                item for item in job.variants if (item.op, item.nbytes) == (op, nbytes)
+            ]
+            order.update((Candidate.parse(item.candidate), None) for item in variants)
+            cell += variants
             cell = [item for item in cell if item not in skipped]
             if cell:
                 cells.append(cell)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other ways for a schedule's messages to cross shared memory, for the tuner to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from commrt import algorithms
+from commrt.backends.planning import (
+    LANE_NBYTES,
+    TransportParams,
+    footprint,
+    split_params,
+)
+from commrt.dtypes import dtype_by_name
+from commrt.select.facts import Candidate, ParamValue
+
+__all__ = ["transport_variants"]
+
+_CHUNKS = (65536, 262144, 524288)
+_BY_FRAGMENT: tuple[dict[str, ParamValue], ...] = (
+    {"depth": 4},
+    {"reuse": 1},
+    {"reuse": 4},
+)
+_STREAMED_FROM_NBYTES = 1 << 20
+"""Below, caches keep what a transport writes, and plain stores win anywhere."""
+
+
+def transport_variants(
+    coll: str, candidate: Candidate, size: int, full_nbytes: int, dtype: str
+) -> list[Candidate]:
+    """Return ``candidate`` with one parameter of the transport changed at a time.
+
+    ``full_nbytes`` is the operation's full vector. Left out is what would run the same:
+    chunks that cut messages into as many fragments, or how fragments overlap where
+    there is only one.
+    """
+    if candidate.algorithm not in algorithms.names(coll):
+        return []
+    own, transport = split_params(candidate.params)
+    if transport != TransportParams():
+        return []
+    itemsize = dtype_by_name(dtype).itemsize
+    num_elements = full_nbytes // itemsize
+    bound = footprint(coll, candidate.algorithm, size, 0, tuple(sorted(own.items())))
+
+    def fragments(chunk: int) -> int:
+        return bound.fragments(num_elements, itemsize, chunk, LANE_NBYTES)
+
+    def changes() -> Iterator[Mapping[str, ParamValue]]:
+        seen = {fragments(transport.chunk)}
+        yield from ({"chunk": c} for c in _CHUNKS if _is_new(fragments(c), seen))
+        if fragments(transport.chunk) > 1:
+            yield from _BY_FRAGMENT
+        if full_nbytes >= _STREAMED_FROM_NBYTES:
+            yield {"store": "stream"}
+            yield {"store": "stream_both"}
+
+    return [
+        Candidate(candidate.backend, candidate.algorithm, {**own, **change})
+        for change in changes()
+    ]
+
+
+def _is_new(value: int, seen: set[int]) -> bool:
+    if value in seen:
+        return False
+    seen.add(value)
+    return True

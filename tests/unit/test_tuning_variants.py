@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which transport parameters the tuner tries, and when it gives them up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tuning_recordings import DIRECT, NATIVE, Truth, record
+
+from commrt.backends.variants import transport_variants
+from commrt.select.facts import Candidate
+from commrt.tuning.samples import Failure
+from commrt.tuning.variants import variants_to_try
+
+TWO_SHOTS = Candidate("shm", "direct", {"shots": 2})
+WIDE = Candidate("shm", "direct", {"chunk": 262144})
+DEEP = Candidate("shm", "direct", {"depth": 4})
+TRUTH: Truth = {
+    DIRECT: lambda n: 0.20 + 6e-5 * n,
+    NATIVE: lambda n: 0.75 + 5e-5 * n,
+    WIDE: lambda n: 0.20 + 5e-5 * n,
+    DEEP: lambda n: 0.20 + 6e-5 * n,
+}
+MAX_NBYTES = 32 << 20
+
+
+def tried(
+    truth: Truth, launches: int, held_out: bool = False
+) -> dict[int, set[Candidate]]:
+    recording = record(3, truth, launches=launches, held_out=0)
+    found: dict[int, set[Candidate]] = {}
+    for item in variants_to_try(recording, 2, "float32", MAX_NBYTES, held_out=held_out):
+        found.setdefault(item.nbytes, set()).add(Candidate.parse(item.candidate))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("candidate", "nbytes", "names"),
+    [
+        (NATIVE, 1 << 20, set()),
+        (DIRECT, 4096, set()),
+        (WIDE, 1 << 20, set()),
+        (TWO_SHOTS, 131072, set()),
+        (TWO_SHOTS, 262144, {"chunk"}),
+        (TWO_SHOTS, 524288, {"chunk", "depth", "reuse"}),
+        (TWO_SHOTS, 1 << 20, {"chunk", "depth", "reuse", "store"}),
+        (Candidate("shm", "no_such_algorithm"), 1 << 20, set()),
+    ],
+)
+def test_one_parameter_at_a_time_where_it_changes_something(
+    candidate: Candidate, nbytes: int, names: set[str]
+) -> None:
+    found = transport_variants("allreduce", candidate, 2, nbytes, "float32")
+    changed = [
+        dict(set(one.params.items()) - set(candidate.params.items())) for one in found
+    ]
+    assert {name for change in changed for name in change} == names
+    assert all(len(change) == 1 for change in changed)
+    assert len(set(found)) == len(found)
+
+
+def test_chunks_that_cut_alike_are_one() -> None:
+    # Two messages of 256 KiB: 262144 and 524288 bytes leave each of them whole.
+    found = transport_variants("allreduce", TWO_SHOTS, 2, 1 << 19, "float32")
+    chunks = [one.params["chunk"] for one in found if "chunk" in one.params]
+    assert chunks == [65536, 262144]
+
+
+def test_the_leader_s_are_tried_and_what_does_not_win_is_given_up() -> None:
+    first = tried(TRUTH, launches=1)
+    assert {WIDE, DEEP} <= first[8388608]
+    assert min(first) > 8192
+    later = tried(TRUTH, launches=3)
+    assert WIDE in later[8388608]
+    assert all(DEEP not in variants for variants in later.values())
+
+
+def test_a_slower_schedule_has_no_variants() -> None:
+    faster = Candidate("shm", "recursive_doubling")
+    truth = {**TRUTH, faster: lambda n: 0.1 + 1e-5 * n}
+    found = tried(truth, launches=1)
+    assert {one.algorithm for variants in found.values() for one in variants} == {
+        "recursive_doubling"
+    }
+
+
+def test_what_failed_is_not_tried_again() -> None:
+    recording = record(3, TRUTH, launches=1, held_out=0)
+    recording.failures.append(Failure(2, "allreduce", 8388608, WIDE, "hung"))
+    items = variants_to_try(recording, 2, "float32", MAX_NBYTES, held_out=False)
+    assert items
+    assert str(WIDE) not in {item.candidate for item in items}
+    elsewhere = replace(recording.failures[0], ranks=4)
+    recording.failures[:] = [elsewhere]
+    items = variants_to_try(recording, 2, "float32", MAX_NBYTES, held_out=False)
+    assert str(WIDE) in {item.candidate for item in items}
+
+
+def test_a_judging_launch_measures_what_would_be_chosen() -> None:
+    between = tried(TRUTH, launches=3, held_out=True)
+    assert all(nbytes not in tried(TRUTH, launches=1) for nbytes in between)
+    assert WIDE in between[-(-8388608 * 9 // 20) * 4]

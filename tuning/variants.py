@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which transport parameters a launch tries: those of whoever leads so far.
+
+Every candidate with every parameter would take hours. So launches begin with the
+defaults; from the second one on, the leader of each size is tried with one parameter
+changed at a time; and what is not ahead of it in two launches is not tried again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from statistics import median
+
+from commrt.backends.planning import TransportParams, split_params
+from commrt.backends.prediction import full_nbytes
+from commrt.backends.variants import transport_variants
+from commrt.select.facts import Candidate, Query
+from commrt.select.schema import DEFAULT_TIE_MARGIN
+from commrt.tuning.decide import decide
+from commrt.tuning.job import Item, size_pairs
+from commrt.tuning.samples import Recording
+from commrt.tuning.table_writer import NATIVE
+
+__all__ = ["variants_to_try"]
+
+_AHEAD = 0.98
+"""Time of a variant over that of its leader that is worth a further launch."""
+_TRIED = 2
+"""Launches after which a variant must be ahead."""
+
+Cell = tuple[str, int]
+"""Operation, rule bytes."""
+
+
+def variants_to_try(
+    recording: Recording, ranks: int, dtype: str, max_nbytes: int, *, held_out: bool
+) -> list[Item]:
+    """Return what the next launch is to measure beside the candidates it finds.
+
+    A launch that judges the table measures, at its sizes off the grid, what would be
+    chosen there and what was still in the running at the grid's sizes on both sides.
+    """
+    alive = {
+        cell: variants
+        for cell, variants in _in_the_running(recording, ranks, dtype)
+        if variants
+    }
+    if not held_out:
+        return [
+            Item(op, nbytes, str(one))
+            for (op, nbytes), variants in alive.items()
+            for one in variants
+        ]
+    found: dict[Item, None] = {}
+    decisions = decide(recording, DEFAULT_TIE_MARGIN)
+    for op in recording.orders:
+        pairs = size_pairs(op, ranks, dtype, max_nbytes)
+        for at, (grid, between) in enumerate(pairs):
+            above = pairs[min(at + 1, len(pairs) - 1)][0]
+            variants = [*alive.get((op, grid), ()), *alive.get((op, above), ())]
+            variants += [
+                one.at(between)
+                for one in decisions
+                if (one.op, one.group.ranks) == (op, ranks)
+            ]
+            for one in filter(_is_variant, variants):
+                found[Item(op, between, str(one))] = None
+    return list(found)
+
+
+def _in_the_running(
+    recording: Recording, ranks: int, dtype: str
+) -> Iterator[tuple[Cell, list[Candidate]]]:
+    """Yield, per cell, the variants that have not lost."""
+    failed = {
+        (one.op, one.candidate) for one in recording.failures if one.ranks == ranks
+    }
+    for (op, nbytes), ratios in _ratios(recording, ranks).items():
+        schedules = {one: r for one, r in ratios.items() if one.name != NATIVE}
+        plain = {one: median(r) for one, r in schedules.items() if not _is_variant(one)}
+        if not plain:
+            continue
+        leader = min(plain, key=lambda one: plain[one])
+        full = full_nbytes(Query(op, nbytes, dtype), ranks)
+        yield (
+            (op, nbytes),
+            [
+                one
+                for one in transport_variants(op, leader, ranks, full, dtype)
+                if (op, one) not in failed
+                and _may_win(schedules.get(one, []), plain[leader])
+            ],
+        )
+
+
+def _may_win(ratios: list[float], leader: float) -> bool:
+    return len(ratios) < _TRIED or median(ratios) < _AHEAD * leader
+
+
+def _is_variant(candidate: Candidate) -> bool:
+    return split_params(candidate.params)[1] != TransportParams()
+
+
+def _ratios(
+    recording: Recording, ranks: int
+) -> dict[Cell, dict[Candidate, list[float]]]:
+    """Return every candidate's time over the best of its launch, per cell."""
+    times: dict[tuple[int, str, int], dict[Candidate, float]] = defaultdict(dict)
+    for sample in recording.samples:
+        launch = recording.launches[sample.launch]
+        if launch.facts.size == ranks and not launch.held_out and sample.us:
+            cell = times[sample.launch, sample.op, sample.nbytes]
+            cell[sample.candidate] = median(sample.us)
+    found: dict[Cell, dict[Candidate, list[float]]] = {}
+    for (_, op, nbytes), by_candidate in times.items():
+        best = min(by_candidate.values())
+        cell_ratios = found.setdefault((op, nbytes), {})
+        for candidate, us in by_candidate.items():
+            cell_ratios.setdefault(candidate, []).append(us / best)
+    return found

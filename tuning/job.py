@@ -20,6 +20,8 @@ _TURN = struct.Struct("<qQ")
 NOBODY = -1
 """Number of no item."""
 _STEP = 4
+_SHORT_STEP_AT = 32
+"""From here to 128 bytes payloads leave the lines of their messages: one more size."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Turn:
 
 
 def sizes(op: str, size: int, job: Job) -> list[int]:
-    """Return the rule bytes to measure: 8 and its multiples by 4, or sizes between."""
+    """Return the rule bytes to measure: 8, 32, 64, 128 and on by 4; or between."""
     pairs = size_pairs(op, size, job.dtype, job.max_nbytes)
     column = [between if job.held_out else grid for grid, between in pairs]
     ranks = _blocks(op, size)
@@ -136,7 +138,7 @@ def size_pairs(
     while nbytes * _blocks(op, size) <= max_nbytes:
         between = nbytes * 9 // 5
         pairs.append((-(-nbytes // unit) * unit, -(-between // unit) * unit))
-        nbytes *= _STEP
+        nbytes *= 2 if nbytes in (_SHORT_STEP_AT, 2 * _SHORT_STEP_AT) else _STEP
     return pairs
 
 

@@ -142,11 +142,7 @@ def merge(
     method = _method(tables)
     held_out = held_out_regret(joined, decisions)
     if held_out.cells:
-        method["held_out"] = {
-            "cells": held_out.cells,
-            "regret": float(f"{held_out.regret:.4g}"),
-            "worst": float(f"{held_out.worst:.4g}"),
-        }
+        method["held_out"] = held_out.for_table()
     decided = make_table(
         decisions,
         machine,

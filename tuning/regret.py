@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from statistics import median
 
+from commrt.bench.timing_loop import median_interval
 from commrt.select.facts import Candidate
 from commrt.tuning.decide import Decision, decide
 from commrt.tuning.samples import Group, Launch, Recording
@@ -20,6 +20,8 @@ from commrt.tuning.table_writer import NATIVE
 
 __all__ = ["Regret", "held_out_regret", "leave_one_out"]
 
+_Interval = tuple[float, float, float]
+"""Median, low and high end, in µs."""
 Choose = Callable[[Group, str, int], Candidate | None]
 
 
@@ -33,10 +35,19 @@ class Regret:
     """Time of the choice over that of the best; 1 is perfect."""
     worst: float
     """The largest single ratio."""
+    beyond: float
+    """The largest ratio of the low end of the choice's interval to the high end of the
+    best one's; 1 where they overlap everywhere."""
     versus_native: float | None
     """Time of the choice over that of mpi/native, None where it was not measured."""
     unmeasured: int
     """Cells without a rule, or whose choice was not measured."""
+
+    def for_table(self) -> dict[str, int | float]:
+        """Return what a table records."""
+        ratios = {"regret": self.regret, "worst": self.worst, "beyond_ci": self.beyond}
+        rounded = {name: float(f"{value:.4g}") for name, value in ratios.items()}
+        return {"cells": self.cells, **rounded}
 
 
 @dataclass
@@ -44,24 +55,30 @@ class _Tally:
     """Ratios collected cell by cell."""
 
     ratios: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
     natives: list[float] = field(default_factory=list)
     unmeasured: int = 0
 
     def add(self, recording: Recording, launch: Launch, choose: Choose) -> None:
         """Judge ``choose`` on every cell of one launch."""
-        cells: dict[tuple[Group, str, int], dict[Candidate, float]] = defaultdict(dict)
+        cells: dict[tuple[Group, str, int], dict[Candidate, _Interval]] = defaultdict(
+            dict
+        )
         for sample in recording.samples:
             if sample.launch == launch.index and sample.us:
                 times = cells[recording.group_of(sample), sample.op, sample.nbytes]
-                times[sample.candidate] = median(sample.us)
+                times[sample.candidate] = median_interval(list(sample.us))
         for (group, op, nbytes), times in cells.items():
             choice = choose(group, op, nbytes)
             if choice is None or choice not in times:
                 self.unmeasured += 1
                 continue
-            self.ratios.append(times[choice] / min(times.values()))
-            native = [us for one, us in times.items() if one.name == NATIVE]
-            self.natives += [times[choice] / us for us in native[:1]]
+            us, low_us, _ = times[choice]
+            best_us, _, best_high_us = min(times.values())
+            self.ratios.append(us / best_us)
+            self.gaps.append(low_us / best_high_us)
+            native = [seen[0] for one, seen in times.items() if one.name == NATIVE]
+            self.natives += [us / native_us for native_us in native[:1]]
 
     def result(self) -> Regret:
         """Return the geometric means."""
@@ -69,6 +86,7 @@ class _Tally:
             len(self.ratios),
             geometric_mean(self.ratios),
             max(self.ratios, default=1.0),
+            max([1.0, *self.gaps]),
             geometric_mean(self.natives) if self.natives else None,
             self.unmeasured,
         )

@@ -210,10 +210,6 @@ def _method(options: Options, regret: Regret) -> Mapping[str, object]:
         "outliers": "none",
         "dtype": options.dtype,
         "budget_s": options.budget_s,
-        "held_out": {
-            "cells": regret.cells,
-            "regret": float(f"{regret.regret:.4g}"),
-            "worst": float(f"{regret.worst:.4g}"),
-        },
+        "held_out": regret.for_table(),
         "command": " ".join(["commrt-tune", *sys.argv[1:]]),
     }

@@ -171,7 +171,7 @@ def _quality(recording: Recording, regret: Regret) -> list[str]:
         f"Checked by a further launch, {regret.cells} times at sizes in between "
         f"(geometric means):",
         f"  what auto picks takes {regret.regret:.2f} of the best candidate's time "
-        f"(at worst {regret.worst:.3g})",
+        f"(at worst {regret.worst:.3g}, and {regret.beyond:.3g} beyond the intervals)",
     ]
     if regret.versus_native is not None:
         lines.append(

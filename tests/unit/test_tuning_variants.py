@@ -20,7 +20,7 @@ TRUTH: Truth = {
     DIRECT: lambda n: 0.20 + 6e-5 * n,
     NATIVE: lambda n: 0.75 + 5e-5 * n,
     WIDE: lambda n: 0.20 + 5e-5 * n,
-    DEEP: lambda n: 0.20 + 6e-5 * n,
+    DEEP: lambda n: 0.25 + 7e-5 * n,
 }
 MAX_NBYTES = 32 << 20
 

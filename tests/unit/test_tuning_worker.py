@@ -263,7 +263,7 @@ def test_samples_are_compared_within_the_state_they_were_taken_in() -> None:
 def test_a_spent_budget_ends_the_launch_cleanly() -> None:
     messages = _measured(replace(JOB, budget_s=0.0), direct=_copy)
     assert [message["tune"] for message in messages][-2:] == ["unfinished", "end"]
-    assert len(messages[-2]["cells"]) == 7
+    assert len(messages[-2]["cells"]) == 8
 
 
 def test_an_error_on_another_rank_is_not_called_a_wrong_result() -> None:

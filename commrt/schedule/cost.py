@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a schedule costs in the alpha-beta-gamma model; the tuner's prior.
 
-time = alpha (steps + share * further messages) + beta sent bytes + gamma reduced bytes
+time = alpha rounds + beta (moved N + fill min(N, a fragment)) + gamma reduced N
 
-*Steps* are the messages on the longest chain; *sent* and *reduced* belong to the
-busiest rank (a rank that receives more than it sends counts by what it receives).
-*Further messages* are those of the busiest rank that are not on the chain: they
-overlap, but each costs its sender a part of alpha.
+*Rounds* is how long the messages take, each one round from start to end, if a port can
+start another one after a quarter of a round. *Moved* and *reduced* are bytes of the
+busiest rank (what it sends or what it receives, whichever is more). Further bytes lie
+on the path where nothing overlaps them, as on the way down a tree: *fill*. Long vectors
+run in fragments that follow one another: of those bytes only one fragment's count.
 
 The counts do not depend on the message length and are kept per schedule.
 """
@@ -14,15 +15,21 @@ The counts do not depend on the message length and are kept per schedule.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from commrt.schedule.execute import Execution, match
 from commrt.schedule.ir import Op, RankProgram, Schedule, Slice
+from commrt.schedule.makespan import makespan
 
 __all__ = ["Counts", "cost", "counts"]
 
 MESSAGE_SHARE = 0.25
-"""Part of alpha that a message costs its sender even when others overlap it."""
+"""Part of alpha that a message costs its ranks even when others overlap it."""
+CHUNK_NBYTES = 131072
+"""Bytes of a fragment's largest message; the default of the transport's ``chunk``."""
+_ROUNDING = 1e-9
+"""What sums of parts differ by in floating point."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +38,16 @@ class Counts:
 
     steps: int
     """Messages on the longest chain."""
-    messages: int
-    """Messages sent, or received, by the busiest rank."""
     moved: float
     """Bytes sent, or received, by the busiest rank."""
     reduced: float
     """Bytes of operands that the busiest rank adds to others."""
+    rounds: float
+    """Time of the messages, were they empty, in times of one message."""
+    fill: float
+    """Time of the bytes beyond ``moved``, were messages free, in times of N bytes."""
+    largest: float
+    """Bytes of the largest message."""
 
 
 _COUNTS: WeakKeyDictionary[Schedule, Counts] = WeakKeyDictionary()
@@ -46,39 +57,60 @@ def counts(schedule: Schedule) -> Counts:
     """Return the counts of ``schedule``; the first call runs it symbolically."""
     if schedule not in _COUNTS:
         programs = schedule.programs()
-        execution = Execution(programs, match(programs))
+        partners = match(programs)
+        execution = Execution(programs, partners)
         for _ in execution:
             pass
         ranks = [_rank_counts(program) for program in programs]
+        widths = [_widths(program) for program in programs]
+
+        def bytes_of(rank: int, where: Slice) -> tuple[float, float]:
+            part = (where.hi - where.lo) * widths[rank][where.space]
+            return part, part
+
+        moved = max(one.moved for one in ranks)
+        rounds = makespan(programs, partners, lambda rank, where: (1.0, MESSAGE_SHARE))
+        fill = makespan(programs, partners, bytes_of) - moved
         _COUNTS[schedule] = Counts(
             execution.num_steps,
-            max(messages for messages, _, _ in ranks),
-            max(moved for _, moved, _ in ranks),
-            max(reduced for _, _, reduced in ranks),
+            moved,
+            max(one.reduced for one in ranks),
+            rounds,
+            fill if fill > _ROUNDING else 0.0,
+            max(one.largest for one in ranks),
         )
     return _COUNTS[schedule]
 
 
-def _rank_counts(program: RankProgram) -> tuple[int, float, float]:
-    widths = [
+def _widths(program: RankProgram) -> list[float]:
+    """Return the part of the full vector in a block of each space."""
+    return [
         space.scale[0] / space.scale[1] / max(space.nblk, 1) for space in program.spaces
     ]
+
+
+class _RankCounts(NamedTuple):
+    moved: float
+    reduced: float
+    largest: float
+
+
+def _rank_counts(program: RankProgram) -> _RankCounts:
+    widths = _widths(program)
 
     def part(where: Slice | None) -> float:
         return (where.hi - where.lo) * widths[where.space] if where else 0.0
 
-    num_out = num_in = 0
-    sent = received = reduced = 0.0
+    sent = received = reduced = largest = 0.0
     for op, src, dst, *_ in program.steps:
         if op is Op.SEND:
-            num_out += 1
             sent += part(src)
+            largest = max(largest, part(src))
         elif op in (Op.RECV, Op.RRED):
-            num_in += 1
             received += part(dst)
         if op in (Op.RRED, Op.RED):
             reduced += part(dst)
-    return max(num_out, num_in), max(sent, received), reduced
+    return _RankCounts(max(sent, received), reduced, largest)
 
 
 def cost(
@@ -98,9 +130,10 @@ def cost(
         gamma_us_per_byte: time per byte reduced.
     """
     found = counts(schedule)
-    further = max(0, found.messages - found.steps)
+    fragment = CHUNK_NBYTES / found.largest if found.largest else nbytes
+    filling = found.fill * min(nbytes, fragment)
     return (
-        alpha_us * (found.steps + MESSAGE_SHARE * further)
-        + beta_us_per_byte * found.moved * nbytes
+        alpha_us * found.rounds
+        + beta_us_per_byte * (found.moved * nbytes + filling)
         + gamma_us_per_byte * found.reduced * nbytes
     )

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 from commrt.algorithms import (
+    bidirectional_ring,
     binomial,
     direct,
     dissemination,
     halving_doubling,
+    neighbor_exchange,
     pairwise,
+    pipelined_trees,
     recursive_doubling,
     ring,
+    scatter_allgather,
     shifted_halving_doubling,
 )
 from commrt.algorithms._registry import (
@@ -32,12 +36,16 @@ __all__ = [
 ]
 
 _BUILT_IN = (
+    bidirectional_ring,
     binomial,
     direct,
     dissemination,
     halving_doubling,
+    neighbor_exchange,
     pairwise,
+    pipelined_trees,
     recursive_doubling,
     ring,
+    scatter_allgather,
     shifted_halving_doubling,
 )

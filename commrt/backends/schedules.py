@@ -33,7 +33,13 @@ _SIMPLEST_FIRST = (
     "dissemination",
     "pairwise",
     "ring",
+    "bidirectional_ring",
+    "neighbor_exchange",
     "halving_doubling",
+    "scatter_allgather",
+    "reduce_scatter_gather",
+    "chain",
+    "binary_tree",
     "shifted_halving_doubling",
 )
 

@@ -13,7 +13,7 @@ from commrt import algorithms
 from commrt.errors import UsageError
 from commrt.operations import COLLECTIVES, operation
 from commrt.schedule.builder import Builder
-from commrt.schedule.cost import cost, counts
+from commrt.schedule.cost import CHUNK_NBYTES, MESSAGE_SHARE, cost, counts
 from commrt.schedule.ir import Op, Schedule
 from commrt.schedule.verify import verify
 from commrt.schedule.verify_lowered import verify_lowered
@@ -22,7 +22,9 @@ EVERY = [(coll, name) for coll in COLLECTIVES for name in algorithms.names(coll)
 
 
 def schedules(coll: str, name: str, size: int) -> Iterator[Schedule]:
-    """All parameters, and the first, a middle and the last root."""
+    """All parameters, and the first, a middle and the last root, where supported."""
+    if not algorithms.get(coll, name).supports(size):
+        return
     roots = {0, size // 2, size - 1} if operation(coll).has_root else {0}
     choices = algorithms.param_choices(coll, name, size)
     for root, values in itertools.product(roots, itertools.product(*choices.values())):
@@ -84,13 +86,19 @@ def test_each_operation_has_one_for_latency_and_one_for_bandwidth(coll: str) -> 
     ("coll", "name", "steps", "moved"),
     [
         ("allreduce", "ring", lambda p: 2 * (p - 1), lambda p: 2 * (p - 1) / p),
+        ("allreduce", "bidirectional_ring", lambda p: p, lambda p: 2 * (p - 1) / p),
         ("allreduce", "recursive_doubling", log2, log2),
         ("allreduce", "halving_doubling", lambda p: 2 * log2(p), lambda p: 2 - 2 / p),
         ("bcast", "binomial", log2, log2),
         ("reduce", "binomial", log2, log2),
+        ("bcast", "chain", lambda p: p - 1, lambda p: 1),
+        ("reduce", "chain", lambda p: p - 1, lambda p: 1),
+        ("allgather", "bidirectional_ring", lambda p: p / 2, lambda p: 1 - 1 / p),
+        ("allgather", "neighbor_exchange", lambda p: p / 2, lambda p: 1 - 1 / p),
         ("allgather", "dissemination", log2, lambda p: 1 - 1 / p),
         ("allgather", "recursive_doubling", log2, lambda p: 1 - 1 / p),
         ("reduce_scatter", "halving_doubling", log2, lambda p: 1 - 1 / p),
+        ("reduce_scatter", "bidirectional_ring", lambda p: p / 2, lambda p: 1 - 1 / p),
         ("reduce_scatter", "pairwise", lambda p: p - 1, lambda p: 1 - 1 / p),
         ("alltoall", "pairwise", lambda p: p - 1, lambda p: 1 - 1 / p),
         ("alltoall", "dissemination", log2, lambda p: log2(p) / 2),
@@ -122,6 +130,59 @@ def test_cost_prefers_few_steps_for_short_and_few_bytes_for_long_vectors() -> No
     assert cost(doubling, 8, *model) < cost(ring, 8, *model)
     assert cost(ring, 1 << 24, *model) < cost(doubling, 1 << 24, *model)
     assert cost(ring, 0, 1.0, 1.0, 1.0) == counts(ring).steps
+
+
+def test_cost_of_a_tree_counts_the_way_down_once_per_fragment() -> None:
+    chain = algorithms.schedule("bcast", "chain", 5)
+    found = counts(chain)
+    # An eighth of the vector goes over four links, the rest comes right behind it.
+    assert (found.moved, found.rounds) == (1, 4 + 7 * MESSAGE_SHARE)
+    assert found.fill == pytest.approx(3 / 8)
+    short, long = CHUNK_NBYTES, 64 * CHUNK_NBYTES
+    assert cost(chain, short, 0, 1, 0) == pytest.approx(short * 11 / 8)
+    assert cost(chain, long, 0, 1, 0) == pytest.approx(long + 3 * CHUNK_NBYTES)
+
+
+def test_cost_takes_the_usual_fragments() -> None:
+    from commrt.backends.planning import TransportParams
+
+    assert TransportParams().chunk == CHUNK_NBYTES
+
+
+@pytest.mark.parametrize("coll", ["bcast", "reduce"])
+def test_cost_chooses_a_tree_of_many_ranks_by_length(coll: str) -> None:
+    names = ("binomial", "halving_doubling", "chain")
+    some = {name: algorithms.schedule(coll, name, 16) for name in names}
+
+    def cheapest(nbytes: int) -> str:
+        return min(names, key=lambda name: cost(some[name], nbytes, 1.0, 1e-4, 1e-5))
+
+    assert [cheapest(1 << shift) for shift in (3, 17, 25)] == list(names)
+
+
+def test_cost_counts_who_waits_for_one_receiver() -> None:
+    # Everyone sends to the root at once, which takes one after the other.
+    gather = counts(algorithms.schedule("gather", "direct", 5))
+    assert (gather.steps, gather.rounds) == (1, 1 + 3 * MESSAGE_SHARE)
+    assert gather.moved == pytest.approx(4 / 5)
+    assert gather.fill == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("coll", "name", "sizes"),
+    [
+        ("allgather", "neighbor_exchange", (2, 4, 6, 8)),
+        ("bcast", "chain", (1, 2, 3, 4, 5, 6, 7, 8)),
+        ("allreduce", "chain", (3, 4, 5, 6, 7, 8)),
+        ("allreduce", "binary_tree", (5, 6, 7, 8)),
+        ("reduce", "binary_tree", (5, 6, 7, 8)),
+    ],
+)
+def test_where_an_algorithm_makes_no_sense_it_does_not_exist(
+    coll: str, name: str, sizes: tuple[int, ...]
+) -> None:
+    one = algorithms.get(coll, name)
+    assert tuple(size for size in range(1, 9) if one.supports(size)) == sizes
 
 
 def test_shifted_ranks_of_a_switch_use_different_links_at_a_time() -> None:

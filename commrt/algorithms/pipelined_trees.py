@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelined trees: every rank passes each part of the vector on as soon as it has it.
+
+*chain*: ranks stand in a line, counted from the root. *binary_tree*: rank v (from the
+root) has the children 2v+1 and 2v+2. *Broadcast* goes down, *reduce* comes up, adding
+the children's sums; *allreduce* reduces to rank 0 and broadcasts from there, and each
+part turns round as soon as rank 0 has its sum.
+
+The vector is cut into m = 8 parts; further parts follow while the first is on its way.
+The executor cuts long vectors into fragments besides, which follow one another
+likewise: the parts are for vectors of medium length. On up to four ranks a binary tree
+is no shallower than `binomial`, and on two an allreduce is one exchange: there these do
+not exist (a call that names them raises UsageError).
+
+Cost of a broadcast: chain (P-1 + m-1) (alpha + N/m beta), binary tree
+2 (log2 P + m-1) (alpha + N/m beta); reduce also adds as many N/m gamma; allreduce is
+both, overlapped. For long vectors the chain moves N, the binary tree 2 N: it is the
+better one where ranks are many and vectors not that long.
+
+Pjesivac-Grbovic, Angskun, Bosilca, Fagg, Gabriel and Dongarra, "Performance analysis of
+MPI collective operations", Cluster Computing 10 (2007): chain and binary trees with
+segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from commrt.algorithms._registry import algorithm
+from commrt.schedule.builder import Buffer, Builder
+
+_PARTS = 8
+
+
+class Links(NamedTuple):
+    """Whom a rank of a tree talks to; rank 0 has no parent."""
+
+    parent: int
+    children: tuple[int, ...]
+
+
+Tree = Callable[[int, int], Links]
+"""The links of a rank among so many."""
+
+
+def chain(rank: int, size: int) -> Links:
+    """One after the other."""
+    return Links(rank - 1, (rank + 1,) if rank + 1 < size else ())
+
+
+def binary_tree(rank: int, size: int) -> Links:
+    """Two children each, level by level."""
+    children = (2 * rank + 1, 2 * rank + 2)
+    return Links((rank - 1) // 2, tuple(one for one in children if one < size))
+
+
+def _cut(b: Builder) -> None:
+    """Cut the vector into parts; on two ranks nobody passes anything on."""
+    b.blocks(_PARTS if b.size > 2 else 1)
+
+
+def _from_root(b: Builder) -> Builder:
+    return b.sub((b.root + v) % b.size for v in range(b.size))
+
+
+def _bcast(ranks: Builder, tree: Tree) -> None:
+    """Record a broadcast of all parts from rank 0 of ``ranks``, which has them."""
+    own = tree(ranks.rank, ranks.size)
+    for part in range(ranks.nblk):
+        if ranks.rank:
+            ranks.recv(ranks.out[part], own.parent)
+        for child in own.children:
+            ranks.send(ranks.out[part], child)
+
+
+def _reduce(ranks: Builder, tree: Tree, sums: Buffer) -> None:
+    """Record a reduction of all parts to rank 0 of ``ranks``."""
+    own = tree(ranks.rank, ranks.size)
+    for part in range(ranks.nblk):
+        ranks.copy(sums[part], ranks.inp[part])
+        for child in own.children:
+            ranks.rred(sums[part], child)
+        if ranks.rank:
+            ranks.send(sums[part], own.parent)
+
+
+def _register(name: str, tree: Tree, above: int) -> None:
+    """Register a tree's operations for more than so many ranks."""
+
+    @algorithm("bcast", name, supports=lambda size: size > above, bandwidth=True)
+    def bcast(b: Builder) -> None:
+        """Receive each part from the parent, pass it on to the children."""
+        _cut(b)
+        if b.rank == b.root:
+            b.copy(b.out[:], b.inp[:])
+        _bcast(_from_root(b), tree)
+
+    @algorithm("reduce", name, supports=lambda size: size > above, bandwidth=True)
+    def reduce(b: Builder) -> None:
+        """Add what the children send of each part, send it on to the parent."""
+        _cut(b)
+        sums = b.out if b.rank == b.root else b.tmp(b.nblk)
+        _reduce(_from_root(b), tree, sums)
+
+    @algorithm(
+        "allreduce", name, supports=lambda size: size > max(above, 2), bandwidth=True
+    )
+    def allreduce(b: Builder) -> None:
+        """Reduce each part to rank 0, which sends it back down the tree."""
+        _cut(b)
+        _reduce(b, tree, b.out)
+        _bcast(b, tree)
+
+
+_register("chain", chain, 0)
+_register("binary_tree", binary_tree, 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m commrt info`` and ``python -m commrt verify``."""
+"""``python -m commrt info``, ``verify`` and ``draw``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from commrt.errors import CommError, suggest
 
 __all__ = ["main"]
 
+COMMANDS = ("draw", "info", "verify")
 USAGE = """\
 usage: python -m commrt COMMAND [OPTIONS]
 
 commands:
   info     show backends, algorithms, the table in force, ranks and the environment
+  draw     make a picture of an algorithm: draw ring --ranks 8 --out ring.svg
   verify   check an algorithm for many rank counts: verify ring --ranks 1..64
 
 Other programs: python -m commrt.bench (benchmarks), commrt-tune (selection tables).
@@ -29,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, end="")
         return 0 if arguments else 2
     command, *options = arguments
-    if command not in ("info", "verify"):
-        hint = suggest(command, ("info", "verify"))
+    if command not in COMMANDS:
+        hint = suggest(command, COMMANDS)
         print(f"commrt: unknown command {command!r}{hint}", file=sys.stderr)
         return 2
     try:
@@ -46,6 +48,10 @@ def _run(command: str, options: list[str]) -> int:
         from commrt import info
 
         return info.main(options)
+    if command == "draw":
+        from commrt.schedule import draw_cli
+
+        return draw_cli.main(options)
     from commrt.schedule import cli
 
     return cli.main(options)

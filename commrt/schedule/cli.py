@@ -18,15 +18,15 @@ from commrt.operations import COLLECTIVES, operation
 from commrt.schedule.verify import Report, verify
 from commrt.schedule.verify_lowered import verify_lowered
 
-__all__ = ["main"]
+__all__ = ["collectives_of", "load", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Verify an algorithm; return 0 if it is right, 1 if not, 2 for a wrong call."""
     args = _parser().parse_args(argv)
     try:
-        name = _load(args.name)
-        colls = _collectives(name, args.coll)
+        name = load(args.name)
+        colls = collectives_of(name, args.coll)
         sizes = _range(args.ranks)
         failures = sum(
             not _verify_all(coll, name, size, args.root)
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(name: str) -> str:
+def load(name: str) -> str:
     """Import ``path.py:name`` or ``module:name``; return the algorithm's name."""
     where, colon, algorithm = name.rpartition(":")
     if not colon:
@@ -89,7 +89,8 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _collectives(name: str, coll: str | None) -> list[str]:
+def collectives_of(name: str, coll: str | None) -> list[str]:
+    """Return the operations that have the algorithm, or the one asked for."""
     having = [one for one in COLLECTIVES if name in algorithms.names(one)]
     if not having:
         known = {each for one in COLLECTIVES for each in algorithms.names(one)}

@@ -15,7 +15,7 @@ from commrt.mpiexec import child_environment, run_ranks
 PAGE = (Path(__file__).parents[2] / "docs" / "write-an-algorithm.md").read_text()
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.S | re.M)
 CONSOLE = re.compile(r"^```console\n\$ (.*?)\n(.*?)^```$", re.S | re.M)
-PLAIN = re.compile(r"^```\n(.*?)^```$", re.S | re.M)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 DEADLINE_S = 60.0
 
 
@@ -56,6 +56,21 @@ def test_the_verifier_prints_what_the_page_shows() -> None:
     assert len(lines) == 17
 
 
+@pytest.mark.usefixtures("my_ring")
+def test_the_picture_is_drawn_as_the_page_says() -> None:
+    command = "python -m commrt draw my_ring.py:my_ring --ranks 4 --out my_ring.svg"
+    done = subprocess.run(
+        [sys.executable, *command.split()[1:]],
+        env=child_environment(sys.executable),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.stdout.splitlines() == printed(command), done.stderr
+    assert "allreduce my_ring on 4 ranks" in Path("my_ring.svg").read_text()
+
+
 def test_the_file_runs_on_four_ranks(my_ring: Path) -> None:
     (line,) = printed("mpiexec -n 4 python my_ring.py")
     for env in ({}, {"COMMRT_NODES": "2,2"}):
@@ -66,7 +81,8 @@ def test_the_file_runs_on_four_ranks(my_ring: Path) -> None:
 
 @pytest.mark.usefixtures("my_ring")
 def test_it_can_be_timed_and_chosen(tmp_path: Path) -> None:
-    (program,) = [block for block in PLAIN.findall(PAGE) if "import my_ring" in block]
+    plain = [text for language, text in BLOCK.findall(PAGE) if not language]
+    (program,) = [text for text in plain if "import my_ring" in text]
     (tmp_path / "bench.py").write_text(program)
     limits = ["-m", "8:64", "-i", "5", "--budget-s", "0.1"]
     for name in ("shm/my_ring", "mpi/native"):

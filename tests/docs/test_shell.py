@@ -31,6 +31,7 @@ EXPECTED = {
         "--ranks 1..8",
         "ring is right for allreduce, reduce, bcast, allgather, reduce_scatter on 1..8",
     ),
+    "python -m commrt draw ring --ranks 8": ("", "allreduce-ring-8.svg: allreduce"),
     TUNE: (
         "--budget 5 --ops allreduce --max-bytes 4K",
         "Picked, by bytes of the call:",

@@ -39,10 +39,19 @@ LAYERS = (
         "symmetric",
         "world",
     ),
-    ("tuning", "bench", "tables", "info", "schedule.cli", "backends.local", "__main__"),
+    (
+        "tuning",
+        "bench",
+        "tables",
+        "info",
+        "schedule.cli",
+        "schedule.draw_cli",
+        "backends.local",
+        "__main__",
+    ),
 )
 # Programs over the whole package that lie beside what they are about.
-ON_TOP = ("schedule.cli", "backends.local")
+ON_TOP = ("schedule.cli", "schedule.draw_cli", "backends.local")
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # Folders beside commrt/ that install as part of it.

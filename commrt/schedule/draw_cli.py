@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m commrt draw``: a picture of an algorithm's schedule."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from commrt import algorithms
+from commrt.errors import ScheduleError, UsageError
+from commrt.operations import COLLECTIVES
+from commrt.schedule.cli import collectives_of, load
+from commrt.schedule.draw import draw
+from commrt.schedule.verify import verify
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write a picture; return 0 if it was, 1 if not, 2 for a wrong call.
+
+    A wrong algorithm has a picture, too, unless it never ends: seeing it may help.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        name = load(args.name)
+        known = collectives_of(name, args.coll)
+        params = _params(args.params)
+        schedule = algorithms.schedule(known[0], name, args.ranks, args.root, params)
+        picture = draw(schedule)
+        out = Path(args.out or f"{known[0]}-{name}-{args.ranks}.svg")
+        out.write_text(picture, encoding="utf-8")
+    except UsageError as error:
+        print(f"commrt draw: {error}", file=sys.stderr)
+        return 2
+    except (ScheduleError, OSError) as error:
+        print(f"commrt draw: no picture: {error}", file=sys.stderr)
+        return 1
+    others = ", ".join(known[1:])
+    also = f"; {name} is also one for {others}: choose by --coll" if others else ""
+    print(f"{out}: {known[0]}{also}")
+    try:
+        verify(schedule)
+    except ScheduleError as error:
+        print(f"commrt draw: the algorithm is wrong: {error}", file=sys.stderr)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m commrt draw",
+        description="Draw an algorithm's schedule as SVG: a lane per rank, a column "
+        "per message of the critical path, and what every message carries.",
+    )
+    parser.add_argument(
+        "name", help="an algorithm, path.py:algorithm or module:algorithm"
+    )
+    parser.add_argument(
+        "--coll",
+        choices=COLLECTIVES,
+        help="the operation (default: the first that has the algorithm)",
+    )
+    parser.add_argument("--ranks", type=int, default=8, help="number of ranks (8)")
+    parser.add_argument("--root", type=int, default=0, help="a rank (0)")
+    parser.add_argument(
+        "--params", default="", help="parameters, as k=2 or k=2,parts=4"
+    )
+    parser.add_argument("--out", help="file to write (default: COLL-NAME-RANKS.svg)")
+    return parser
+
+
+def _params(text: str) -> dict[str, int]:
+    params = {}
+    for one in filter(None, text.split(",")):
+        key, _, value = one.partition("=")
+        if not key.isidentifier() or not value.isdecimal():
+            raise UsageError(f"--params {text!r}: expected k=2 or k=2,parts=4")
+        params[key] = int(value)
+    return params

@@ -14,13 +14,14 @@ The counts do not depend on the message length and are kept per schedule.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from commrt.schedule.execute import Execution, match
-from commrt.schedule.ir import Op, RankProgram, Schedule, Slice
-from commrt.schedule.makespan import makespan
+from commrt.schedule.ir import Op, RankProgram, Schedule, Slice, Step
+from commrt.schedule.makespan import Timeline
 
 __all__ = ["Counts", "cost", "counts"]
 
@@ -61,16 +62,18 @@ def counts(schedule: Schedule) -> Counts:
         execution = Execution(programs, partners)
         for _ in execution:
             pass
-        ranks = [_rank_counts(program) for program in programs]
+        steps = [list(program.steps) for program in programs]
         widths = [_widths(program) for program in programs]
+        ranks = list(map(_rank_counts, steps, widths))
+        timeline = Timeline(steps, partners)
 
         def bytes_of(rank: int, where: Slice) -> tuple[float, float]:
             part = (where.hi - where.lo) * widths[rank][where.space]
             return part, part
 
         moved = max(one.moved for one in ranks)
-        rounds = makespan(programs, partners, lambda rank, where: (1.0, MESSAGE_SHARE))
-        fill = makespan(programs, partners, bytes_of) - moved
+        rounds = timeline.makespan(lambda rank, where: (1.0, MESSAGE_SHARE))
+        fill = timeline.makespan(bytes_of) - moved
         _COUNTS[schedule] = Counts(
             execution.num_steps,
             moved,
@@ -95,14 +98,12 @@ class _RankCounts(NamedTuple):
     largest: float
 
 
-def _rank_counts(program: RankProgram) -> _RankCounts:
-    widths = _widths(program)
-
+def _rank_counts(steps: Sequence[Step], widths: Sequence[float]) -> _RankCounts:
     def part(where: Slice | None) -> float:
         return (where.hi - where.lo) * widths[where.space] if where else 0.0
 
     sent = received = reduced = largest = 0.0
-    for op, src, dst, *_ in program.steps:
+    for op, src, dst, *_ in steps:
         if op is Op.SEND:
             sent += part(src)
             largest = max(largest, part(src))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from commrt.errors import ScheduleError
 from commrt.schedule.ir import Op, RankProgram, Step
 
-__all__ = ["Event", "Execution", "match"]
+__all__ = ["Event", "Execution", "followers_of", "match"]
 
 Place = tuple[int, int]
 """rank, step."""
@@ -64,7 +64,7 @@ class Execution:
     def __iter__(self) -> Iterator[Event]:
         steps = self._steps = [list(program.steps) for program in self.programs]
         self._waiting = [[len(step.deps) for step in own] for own in steps]
-        self._followers = [_followers(own) for own in steps]
+        self._followers = [followers_of(own) for own in steps]
         self._level = [[0] * len(own) for own in steps]
         self._posted: set[Place] = set()
         self._ready = [
@@ -142,7 +142,8 @@ class Execution:
         return rank, next(dep for dep in step.deps if blocked[dep] >= 0)
 
 
-def _followers(steps: Sequence[Step]) -> list[list[int]]:
+def followers_of(steps: Sequence[Step]) -> list[list[int]]:
+    """Return the steps that wait for each step."""
     followers: list[list[int]] = [[] for _ in steps]
     for index, step in enumerate(steps):
         for dep in step.deps:

@@ -13,95 +13,99 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from commrt.schedule.execute import Place
-from commrt.schedule.ir import Op, RankProgram, Slice
+from commrt.schedule.execute import Place, followers_of
+from commrt.schedule.ir import Op, Slice, Step
 
-__all__ = ["makespan"]
+__all__ = ["Timeline"]
 
 
-def makespan(
-    programs: Sequence[RankProgram],
-    partners: Mapping[Place, Place],
-    takes: Callable[[int, Slice], tuple[float, float]],
-) -> float:
-    """Return when the last message has arrived, with everyone starting at 0.
+class Timeline:
+    """The steps of all ranks, which must end, to be played with different messages.
 
     Args:
-        programs: of all ranks; they must end.
+        steps: of each rank.
         partners: the other end of each message.
-        takes: length and occupancy of a message of these blocks of this rank.
     """
-    steps = [list(program.steps) for program in programs]
-    waiting = [[len(step.deps) for step in own] for own in steps]
-    ready = [[0.0] * len(own) for own in steps]
-    followers: list[list[list[int]]] = [[[] for _ in own] for own in steps]
-    for rank, own in enumerate(steps):
-        for index, step in enumerate(own):
-            for dep in step.deps:
-                followers[rank][dep].append(index)
-    port_out, port_in = [0.0] * len(steps), [0.0] * len(steps)
-    sends: list[list[tuple[float, int]]] = [[] for _ in steps]
-    # Who sends next: at most one valid entry per rank, the one with its time in `turn`.
-    queue: list[tuple[float, int, int]] = []
-    turn = [math.inf] * len(steps)
-    arrived: dict[Place, float] = {}
-    posted: set[Place] = set()
-    last = 0.0
-    todo = [
-        (rank, index)
-        for rank, own in enumerate(waiting)
-        for index, count in enumerate(own)
-        if not count
-    ]
 
-    def finish(rank: int, index: int, time: float) -> None:
-        for follower in followers[rank][index]:
-            ready[rank][follower] = max(ready[rank][follower], time)
-            waiting[rank][follower] -= 1
-            if not waiting[rank][follower]:
-                todo.append((rank, follower))
+    def __init__(
+        self, steps: Sequence[Sequence[Step]], partners: Mapping[Place, Place]
+    ) -> None:
+        self._steps = steps
+        self._partners = partners
+        self._followers = [followers_of(own) for own in steps]
 
-    def take_turn(rank: int) -> None:
-        if sends[rank]:
-            time, index = sends[rank][0]
-            time = max(time, port_out[rank])
-            if time < turn[rank]:
-                turn[rank] = time
-                heapq.heappush(queue, (time, index, rank))
+    def makespan(self, takes: Callable[[int, Slice], tuple[float, float]]) -> float:
+        """Return when the last message has arrived, with everyone starting at 0.
 
-    while todo or queue:
-        while todo:
-            rank, index = todo.pop()
-            step = steps[rank][index]
-            if step.op is Op.SEND:
-                heapq.heappush(sends[rank], (ready[rank][index], index))
-                take_turn(rank)
-            elif step.peer < 0:
-                finish(rank, index, ready[rank][index])
-            elif (rank, index) in arrived:
-                at = max(arrived[rank, index], ready[rank][index])
-                finish(rank, index, at)
+        Args:
+            takes: length and occupancy of a message of these blocks of this rank.
+        """
+        steps, partners, followers = self._steps, self._partners, self._followers
+        waiting = [[len(step.deps) for step in own] for own in steps]
+        ready = [[0.0] * len(own) for own in steps]
+        port_out, port_in = [0.0] * len(steps), [0.0] * len(steps)
+        sends: list[list[tuple[float, int]]] = [[] for _ in steps]
+        # Who sends next: of a rank, only the entry with the time in `turn` is valid.
+        queue: list[tuple[float, int, int]] = []
+        turn = [math.inf] * len(steps)
+        arrived: dict[Place, float] = {}
+        posted: set[Place] = set()
+        last = 0.0
+        todo = [
+            (rank, index)
+            for rank, own in enumerate(waiting)
+            for index, count in enumerate(own)
+            if not count
+        ]
+
+        def finish(rank: int, index: int, time: float) -> None:
+            for follower in followers[rank][index]:
+                ready[rank][follower] = max(ready[rank][follower], time)
+                waiting[rank][follower] -= 1
+                if not waiting[rank][follower]:
+                    todo.append((rank, follower))
+
+        def take_turn(rank: int) -> None:
+            if sends[rank]:
+                time, index = sends[rank][0]
+                time = max(time, port_out[rank])
+                if time < turn[rank]:
+                    turn[rank] = time
+                    heapq.heappush(queue, (time, index, rank))
+
+        while todo or queue:
+            while todo:
+                rank, index = todo.pop()
+                step = steps[rank][index]
+                if step.op is Op.SEND:
+                    heapq.heappush(sends[rank], (ready[rank][index], index))
+                    take_turn(rank)
+                elif step.peer < 0:
+                    finish(rank, index, ready[rank][index])
+                elif (rank, index) in arrived:
+                    at = max(arrived[rank, index], ready[rank][index])
+                    finish(rank, index, at)
+                else:
+                    posted.add((rank, index))
+            if not queue:
+                break
+            time, _, rank = heapq.heappop(queue)
+            if time != turn[rank]:
+                continue
+            turn[rank] = math.inf
+            _, index = heapq.heappop(sends[rank])
+            where, peer = steps[rank][index].src, steps[rank][index].peer
+            start = max(time, port_in[peer])
+            assert where is not None
+            length, occupancy = takes(rank, where)
+            port_out[rank] = port_in[peer] = start + occupancy
+            last = max(last, start + length)
+            take_turn(rank)
+            # Its blocks may be written again when it is through, not when it has left.
+            finish(rank, index, start + length)
+            other = partners[rank, index]
+            if other in posted:
+                finish(*other, max(start + length, ready[peer][other[1]]))
             else:
-                posted.add((rank, index))
-        if not queue:
-            break
-        time, _, rank = heapq.heappop(queue)
-        if time != turn[rank]:
-            continue
-        turn[rank] = math.inf
-        _, index = heapq.heappop(sends[rank])
-        where, peer = steps[rank][index].src, steps[rank][index].peer
-        start = max(time, port_in[peer])
-        assert where is not None
-        length, occupancy = takes(rank, where)
-        port_out[rank] = port_in[peer] = start + occupancy
-        last = max(last, start + length)
-        take_turn(rank)
-        # Its blocks may be written again when it is through, not when it has left.
-        finish(rank, index, start + length)
-        other = partners[rank, index]
-        if other in posted:
-            finish(*other, max(start + length, ready[peer][other[1]]))
-        else:
-            arrived[other] = start + length
-    return last
+                arrived[other] = start + length
+        return last

@@ -103,9 +103,7 @@ def legal_pairs() -> list[tuple[str, str]]:
 def ways(coll: str, size: int) -> list[tuple[str | None, dict[str, int | str]]]:
     """Return (algorithm, parameters) of every schedule for ``coll``, and automatic."""
     found: list[tuple[str | None, dict[str, int | str]]] = [(None, {})]
-    for name in algorithms.names(coll):
-        if not algorithms.get(coll, name).supports(size):
-            continue
+    for name in algorithms.names(coll, size):
         found.append((name, {}))
         for param, values in algorithms.param_choices(coll, name, size).items():
             found.extend((name, {param: value}) for value in values[1:])

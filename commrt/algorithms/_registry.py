@@ -112,10 +112,21 @@ def algorithm(
     return register
 
 
-def names(coll: str) -> tuple[str, ...]:
-    """Return the names of the algorithms of ``coll``, sorted."""
+def names(coll: str, size: int | None = None) -> tuple[str, ...]:
+    """Return the names of the algorithms of ``coll``, sorted.
+
+    Args:
+        coll: the operation.
+        size: only those that exist for so many ranks.
+    """
     operation(coll)
-    return tuple(sorted(name for which, name in _ALGORITHMS if which == coll))
+    return tuple(
+        sorted(
+            name
+            for (which, name), one in _ALGORITHMS.items()
+            if which == coll and (size is None or one.supports(size))
+        )
+    )
 
 
 def get(coll: str, name: str) -> Algorithm:

@@ -32,8 +32,7 @@ def predicted_us(facts: CommFacts, query: Query, candidate: Candidate) -> float:
         return _schedule_us(facts, query, candidate.algorithm, own, transport)
     return min(
         _schedule_us(facts, query, name, {}, transport)
-        for name in known
-        if algorithms.get(query.coll, name).supports(facts.size)
+        for name in algorithms.names(query.coll, facts.size)
     )
 
 

@@ -17,10 +17,8 @@ __all__ = ["LocalBackend", "ShmBackend", "schedule_candidates"]
 
 def schedule_candidates(comm: Any, query: Query, backend: str) -> Iterator[Candidate]:
     """Yield every schedule algorithm that can run ``query``, simplest first."""
-    ranked = sorted(algorithms.names(query.coll), key=_simplicity)
+    ranked = sorted(algorithms.names(query.coll, comm.size), key=_simplicity)
     for name in ranked:
-        if not algorithms.get(query.coll, name).supports(comm.size):
-            continue
         choices = algorithms.param_choices(query.coll, name, comm.size)
         for values in product(*choices.values()):
             yield Candidate(backend, name, dict(zip(choices, values, strict=True)))

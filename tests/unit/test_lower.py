@@ -98,7 +98,7 @@ def test_sends_over_mpi_are_instructions_of_their_own() -> None:
 
 def test_one_rank_copies_and_sends_nothing() -> None:
     for coll in ("allreduce", "reduce", "bcast", "alltoall"):
-        for name in algorithms.names(coll):
+        for name in algorithms.names(coll, 1):
             lowered = lower(algorithms.schedule(coll, name, 1), 0)
             assert not lowered.messages_in
             assert text(lowered) == ["out[0:1] = in[0:1]"]

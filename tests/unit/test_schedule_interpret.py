@@ -71,7 +71,8 @@ def assert_equal(found: list[Array | None], wanted: list[Array | None]) -> None:
 def test_schedule_and_lowered_form_agree_with_numpy(
     coll: str, name: str, data: st.DataObject
 ) -> None:
-    size = data.draw(st.integers(1, 9), label="size")
+    sizes = [size for size in range(1, 10) if name in algorithms.names(coll, size)]
+    size = data.draw(st.sampled_from(sizes), label="size")
     count = data.draw(st.sampled_from([0, 1, 2, 3, 7, 16, 33]), label="count")
     has_root = operation(coll).has_root
     root = data.draw(st.integers(0, size - 1), label="root") if has_root else 0
@@ -115,6 +116,8 @@ def test_direct_adds_in_rank_order_so_all_ranks_get_the_same_bits(size: int) -> 
 def test_every_allreduce_gives_all_ranks_the_same_bits(name: str) -> None:
     rng = np.random.default_rng(11)
     for size in (2, 3, 6, 8):
+        if name not in algorithms.names("allreduce", size):
+            continue
         xs = [rng.standard_normal(40).astype(np.float32) for _ in range(size)]
         schedule = algorithms.schedule("allreduce", name, size)
         lowered = [lower(schedule, rank) for rank in range(size)]

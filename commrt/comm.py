@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,7 +19,7 @@ from commrt import _libmpi, _native, algorithms, backends, calls
 from commrt.backends import planning
 from commrt.backends.base import PlanSpec
 from commrt.backends.planning import LANE_NBYTES
-from commrt.backends.prediction import predicted_us
+from commrt.backends.prediction import floor_us, predicted_us
 from commrt.dtypes import engine_factor
 from commrt.errors import BackendError, UsageError
 from commrt.failures import watch_forks
@@ -114,6 +115,7 @@ class Communicator(GroupCreation, Operations):
             self._cost,
             world.overrides,
             self._only_on_request,
+            partial(floor_us, self.facts),
         )
         self._checker: Checker | None = None
         if may_check and self.size > 1 and Checker.is_wanted():

@@ -9,11 +9,12 @@ from typing import Any
 
 from commrt import algorithms
 from commrt.backends.planning import split_params
-from commrt.schedule.cost import cost
+from commrt.schedule.core_cost import core_cost, core_floor
+from commrt.schedule.cost import cost, counts, floor
 from commrt.select.facts import Candidate, CommFacts, Query
-from commrt.select.model import Transport, constants
+from commrt.select.model import Transport, cheapest, constants
 
-__all__ = ["predicted_us"]
+__all__ = ["floor_us", "predicted_us"]
 
 
 def predicted_us(facts: CommFacts, query: Query, candidate: Candidate) -> float:
@@ -24,16 +25,34 @@ def predicted_us(facts: CommFacts, query: Query, candidate: Candidate) -> float:
     """
     if facts.size == 1:
         return 0.0
-    on_node = facts.nodes == 1 and candidate.algorithm != "native"
-    transport: Transport = "shm" if on_node else "mpi"
-    known = algorithms.names(query.coll)
-    if candidate.algorithm in known:
+    return _predicted(facts, query, candidate, only_floor=False)
+
+
+def floor_us(facts: CommFacts, query: Query, candidate: Candidate) -> float:
+    """Return what ``predicted_us`` is at least: found from a few ranks' programs."""
+    if facts.size == 1:
+        return 0.0
+    return _predicted(facts, query, candidate, only_floor=True)
+
+
+def _predicted(
+    facts: CommFacts, query: Query, candidate: Candidate, only_floor: bool
+) -> float:
+    if candidate.algorithm in algorithms.names(query.coll):
         own, _ = split_params(candidate.params)
-        return _schedule_us(facts, query, candidate.algorithm, own, transport)
-    return min(
-        _schedule_us(facts, query, name, {}, transport)
-        for name in algorithms.names(query.coll, facts.size)
-    )
+        on_node = facts.nodes == 1 and candidate.algorithm != "native"
+        transport: Transport = "shm" if on_node else "mpi"
+        return _schedule_us(
+            facts, query, candidate.algorithm, own, transport, only_floor
+        )
+
+    def by(name: str, only_floor: bool) -> float:
+        return _schedule_us(facts, query, name, {}, "mpi", only_floor)
+
+    known = algorithms.names(query.coll, facts.size)
+    if only_floor:
+        return min(by(name, True) for name in known)
+    return cheapest(known, lambda name: by(name, False), lambda name: by(name, True))[1]
 
 
 def _schedule_us(
@@ -42,14 +61,25 @@ def _schedule_us(
     name: str,
     params: dict[str, Any],
     transport: Transport,
+    only_floor: bool,
 ) -> float:
     one = constants(facts.link_class, transport)
-    full = full_nbytes(query, facts.size)
+    root = query.root or 0
+    prices = full_nbytes(query, facts.size), one.alpha_us, one.beta_us, one.gamma_us
     try:
-        schedule = algorithms.schedule(
-            query.coll, name, facts.size, query.root or 0, params
-        )
-        return cost(schedule, full, one.alpha_us, one.beta_us, one.gamma_us)
+        schedule = algorithms.schedule(query.coll, name, facts.size, root, params)
+        # The root, its neighbours, and two that are far from it.
+        few = {(root + far) % facts.size for far in (0, 1, -1, facts.size // 2)}
+        if facts.nodes > 1:
+            return (
+                floor(schedule, few, *prices) if only_floor else cost(schedule, *prices)
+            )
+        if not (only_floor or algorithms.get(query.coll, name).built_in):
+            counts(schedule)  # raises where ranks would wait for each other
+        shares, crowd = transport == "shm", max(1.0, facts.ppn / facts.cores)
+        if only_floor:
+            return core_floor(schedule, few, *prices, shares=shares, crowd=crowd)
+        return core_cost(schedule, *prices, shares=shares, crowd=crowd)
     except Exception as error:
         if algorithms.get(query.coll, name).built_in:
             raise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule costs in the alpha-beta-gamma model; the tuner's prior.
+"""What a schedule costs between ranks with one port each: between nodes.
 
 time = alpha rounds + beta (moved N + fill min(N, a fragment)) + gamma reduced N
 
@@ -9,12 +9,13 @@ busiest rank (what it sends or what it receives, whichever is more). Further byt
 on the path where nothing overlaps them, as on the way down a tree: *fill*. Long vectors
 run in fragments that follow one another: of those bytes only one fragment's count.
 
-The counts do not depend on the message length and are kept per schedule.
+The counts do not depend on the message length and are kept per schedule. On one node
+there are no ports, and cores move the data: `core_cost`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -23,13 +24,13 @@ from commrt.schedule.execute import Execution, match
 from commrt.schedule.ir import Op, RankProgram, Schedule, Slice, Step
 from commrt.schedule.makespan import Timeline
 
-__all__ = ["Counts", "cost", "counts"]
+__all__ = ["Counts", "cost", "counts", "floor", "widths"]
 
 MESSAGE_SHARE = 0.25
 """Part of alpha that a message costs its ranks even when others overlap it."""
 CHUNK_NBYTES = 131072
 """Bytes of a fragment's largest message; the default of the transport's ``chunk``."""
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 """What sums of parts differ by in floating point."""
 
 
@@ -63,12 +64,12 @@ def counts(schedule: Schedule) -> Counts:
         for _ in execution:
             pass
         steps = [list(program.steps) for program in programs]
-        widths = [_widths(program) for program in programs]
-        ranks = list(map(_rank_counts, steps, widths))
+        width = [widths(program) for program in programs]
+        ranks = list(map(_rank_counts, steps, width))
         timeline = Timeline(steps, partners)
 
         def bytes_of(rank: int, where: Slice) -> tuple[float, float]:
-            part = (where.hi - where.lo) * widths[rank][where.space]
+            part = (where.hi - where.lo) * width[rank][where.space]
             return part, part
 
         moved = max(one.moved for one in ranks)
@@ -79,13 +80,13 @@ def counts(schedule: Schedule) -> Counts:
             moved,
             max(one.reduced for one in ranks),
             rounds,
-            fill if fill > _ROUNDING else 0.0,
+            fill if fill > ROUNDING else 0.0,
             max(one.largest for one in ranks),
         )
     return _COUNTS[schedule]
 
 
-def _widths(program: RankProgram) -> list[float]:
+def widths(program: RankProgram) -> list[float]:
     """Return the part of the full vector in a block of each space."""
     return [
         space.scale[0] / space.scale[1] / max(space.nblk, 1) for space in program.spaces
@@ -93,25 +94,29 @@ def _widths(program: RankProgram) -> list[float]:
 
 
 class _RankCounts(NamedTuple):
+    messages: int
     moved: float
     reduced: float
     largest: float
 
 
-def _rank_counts(steps: Sequence[Step], widths: Sequence[float]) -> _RankCounts:
+def _rank_counts(steps: Iterable[Step], width: Sequence[float]) -> _RankCounts:
     def part(where: Slice | None) -> float:
-        return (where.hi - where.lo) * widths[where.space] if where else 0.0
+        return (where.hi - where.lo) * width[where.space] if where else 0.0
 
+    sends = receives = 0
     sent = received = reduced = largest = 0.0
     for op, src, dst, *_ in steps:
         if op is Op.SEND:
+            sends += 1
             sent += part(src)
             largest = max(largest, part(src))
         elif op in (Op.RECV, Op.RRED):
+            receives += 1
             received += part(dst)
         if op in (Op.RRED, Op.RED):
             reduced += part(dst)
-    return _RankCounts(max(sent, received), reduced, largest)
+    return _RankCounts(max(sends, receives), max(sent, received), reduced, largest)
 
 
 def cost(
@@ -137,4 +142,23 @@ def cost(
         alpha_us * found.rounds
         + beta_us_per_byte * (found.moved * nbytes + filling)
         + gamma_us_per_byte * found.reduced * nbytes
+    )
+
+
+def floor(
+    schedule: Schedule,
+    ranks: Iterable[int],
+    nbytes: int,
+    alpha_us: float,
+    beta_us_per_byte: float,
+    gamma_us_per_byte: float,
+) -> float:
+    """Return what ``cost`` is at least, from the programs of some ranks alone."""
+    programs = [schedule.program(rank) for rank in ranks]
+    found = [_rank_counts(one.steps, widths(one)) for one in programs]
+    messages = max(one.messages for one in found)
+    return (
+        alpha_us * max(MESSAGE_SHARE * messages, min(messages, 1))
+        + beta_us_per_byte * max(one.moved for one in found) * nbytes
+        + gamma_us_per_byte * max(one.reduced for one in found) * nbytes
     )

@@ -2,35 +2,22 @@
 """The default without a table: a latency-bandwidth model that is always there.
 
 The model only has to avoid bad choices; ``commrt-tune`` replaces it by measurements.
-Its constants are round numbers near what float32 allreduce took on two cores of a small
+Its constants are round numbers near what collectives took on two cores of a small
 virtual machine (docs/performance.md), not promises about any other machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
-from commrt.select.facts import Candidate, LinkClass, Query
+from commrt.select.facts import LinkClass
 
-__all__ = ["Constants", "Cost", "Transport", "Work", "cheapest", "constants", "time_us"]
+__all__ = ["Constants", "Transport", "cheapest", "constants"]
 
-Cost = Callable[[Query, Candidate], float]
-"""Predicted microseconds of a candidate for a query; ``inf`` means never."""
 Transport = Literal["shm", "mpi"]
-
-
-@dataclass(frozen=True)
-class Work:
-    """What lies on a schedule's critical path."""
-
-    rounds: float
-    """Messages one after the other."""
-    sent_nbytes: float
-    """Bytes one after the other through one link."""
-    reduced_nbytes: float = 0.0
-    """Bytes reduced one after the other."""
+One = TypeVar("One")
 
 
 @dataclass(frozen=True)
@@ -38,26 +25,27 @@ class Constants:
     """What work costs."""
 
     alpha_us: float
-    """Per message."""
+    """Per message; on one node multiplied by the ranks that share a core."""
     beta_us: float
-    """Per byte moved."""
+    """Per byte that a core copies, or that a port moves between nodes."""
     gamma_us: float
     """Per byte reduced."""
 
 
-_ON_NODE_GAMMA = 2e-5
+_GAMMA = 1e-5
 _CONSTANTS: dict[tuple[LinkClass, Transport], Constants] = {
-    ("single", "shm"): Constants(0.05, 2e-5, _ON_NODE_GAMMA),
-    ("single", "mpi"): Constants(0.5, 4e-5, _ON_NODE_GAMMA),
-    ("near", "shm"): Constants(0.13, 4e-5, _ON_NODE_GAMMA),
-    ("near", "mpi"): Constants(0.7, 1.2e-4, _ON_NODE_GAMMA),
-    ("far", "shm"): Constants(0.6, 1.2e-4, _ON_NODE_GAMMA),
-    ("far", "mpi"): Constants(1.0, 1.5e-4, _ON_NODE_GAMMA),
+    ("single", "shm"): Constants(0.25, 2e-5, _GAMMA),
+    ("single", "mpi"): Constants(0.7, 6e-5, _GAMMA),
+    ("near", "shm"): Constants(0.25, 2e-5, _GAMMA),
+    ("near", "mpi"): Constants(0.7, 6e-5, _GAMMA),
+    ("far", "shm"): Constants(0.5, 4e-5, _GAMMA),
+    ("far", "mpi"): Constants(1.0, 8e-5, _GAMMA),
     # A round costs a hand-over of the core to the next rank.
-    ("oversubscribed", "shm"): Constants(6.0, 1e-4, 2 * _ON_NODE_GAMMA),
-    ("oversubscribed", "mpi"): Constants(4.0, 2e-4, 2 * _ON_NODE_GAMMA),
-    ("network", "shm"): Constants(0.3, 8e-5, _ON_NODE_GAMMA),
-    ("network", "mpi"): Constants(2.0, 1.5e-4, _ON_NODE_GAMMA),
+    ("oversubscribed", "shm"): Constants(2.0, 3e-5, 1.5 * _GAMMA),
+    ("oversubscribed", "mpi"): Constants(3.0, 6e-5, 1.5 * _GAMMA),
+    # Between nodes all messages are MPI's.
+    ("network", "shm"): Constants(2.0, 1.5e-4, 2 * _GAMMA),
+    ("network", "mpi"): Constants(2.0, 1.5e-4, 2 * _GAMMA),
 }
 
 
@@ -66,15 +54,25 @@ def constants(link_class: LinkClass, transport: Transport) -> Constants:
     return _CONSTANTS[link_class, transport]
 
 
-def time_us(work: Work, cost: Constants) -> float:
-    """Return the modelled microseconds of ``work``."""
-    return (
-        work.rounds * cost.alpha_us
-        + work.sent_nbytes * cost.beta_us
-        + work.reduced_nbytes * cost.gamma_us
-    )
+def cheapest(
+    candidates: Iterable[One],
+    cost: Callable[[One], float],
+    floor: Callable[[One], float] | None = None,
+) -> tuple[One, float]:
+    """Return what costs least, and its cost; of equals the earlier (simpler) one.
 
-
-def cheapest(query: Query, candidates: Sequence[Candidate], cost: Cost) -> Candidate:
-    """Return the candidate of lowest cost; of equals the earlier (simpler) one."""
-    return min(candidates, key=lambda candidate: cost(query, candidate))
+    Args:
+        candidates: at least one.
+        cost: predicted microseconds; ``inf`` means never.
+        floor: what the cost is at least, and quicker to find: what cannot be the
+            cheapest is then not costed at all.
+    """
+    found = list(candidates)
+    lowest = [floor(one) if floor else 0.0 for one in found]
+    best: tuple[float, int] | None = None
+    for bound, index in sorted((low, index) for index, low in enumerate(lowest)):
+        if best is None or bound <= best[0]:
+            this = cost(found[index]), index
+            best = this if best is None else min(best, this)
+    assert best is not None
+    return found[best[1]], best[0]

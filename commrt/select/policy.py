@@ -11,15 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from commrt.errors import UsageError, suggest
 from commrt.select.facts import Candidate, Choice, CommFacts, Query, Source
 from commrt.select.match import Hit
-from commrt.select.model import Cost, cheapest
+from commrt.select.model import cheapest
 from commrt.select.rules import Evidence
 from commrt.select.table import Table
 
-__all__ = ["Candidates", "Explanation", "Policy", "Rejected"]
+__all__ = ["Candidates", "Cost", "Explanation", "Policy", "Rejected"]
+
+Cost = Callable[[Query, Candidate], float]
+"""Predicted microseconds of a candidate for a query; ``inf`` means never."""
 
 Candidates = Callable[[Query], Sequence[Candidate]]
 """The candidates that can run a query here, simplest first."""
@@ -81,6 +85,7 @@ class Policy:
         cost: predicted microseconds of a candidate.
         overrides: what COMMRT_ALGORITHM asks for, by operation.
         on_request: tells what only a call that names it may have, and why.
+        floor: what the cost is at least, where that is quicker to find.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class Policy:
         cost: Cost,
         overrides: Mapping[str, Candidate] | None = None,
         on_request: OnRequest = lambda _: None,
+        floor: Cost = lambda query, candidate: 0.0,
     ) -> None:
         self.facts = facts
         self.table = table
@@ -98,6 +104,7 @@ class Policy:
         self._candidates = candidates
         self._cost = cost
         self._on_request = on_request
+        self._floor = floor
 
     def candidates(self, query: Query) -> list[Candidate]:
         """Return what can run ``query`` here, simplest first; at least one."""
@@ -174,7 +181,7 @@ class Policy:
         able = hit is not None and _can_run(hit.rule.use, found)
         # A rule also knows the best parameters of the only candidate.
         if len({candidate.name for candidate in found}) == 1 and not able:
-            best = cheapest(query, found, self._cost)
+            best, _ = self._cheapest(query, found)
             return Choice(best, "only", "nothing else can run this here")
         if hit is None:
             why = "no table" if self.table is None else "the table has no rule for this"
@@ -187,9 +194,13 @@ class Policy:
         return Choice(use, "table", f"{_rule_text(hit)}{tail}", hit.index)
 
     def _modelled(self, query: Query, found: Sequence[Candidate], why: str) -> Choice:
-        best = cheapest(query, found, self._cost)
-        cost = self._cost(query, best)
+        best, cost = self._cheapest(query, found)
         return Choice(best, "model", f"{why}; the model expects {_us(cost)}")
+
+    def _cheapest(
+        self, query: Query, found: Sequence[Candidate]
+    ) -> tuple[Candidate, float]:
+        return cheapest(found, partial(self._cost, query), partial(self._floor, query))
 
     def _forced(
         self,

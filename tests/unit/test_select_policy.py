@@ -10,7 +10,6 @@ import pytest
 from commrt.errors import UsageError
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.fingerprint import Cpu, Machine
-from commrt.select.model import Work, cheapest, constants, time_us
 from commrt.select.policy import Policy
 from commrt.select.rules import Evidence, Match, Point, Rule, RunnerUp
 from commrt.select.table import Table
@@ -203,11 +202,23 @@ def test_explain_prints_choice_evidence_and_the_rejected() -> None:
 
 
 def test_the_model_keeps_the_simpler_of_equals() -> None:
-    assert cheapest(_small(), [RING, DIRECT, NATIVE], lambda query, one: 1.0) == RING
+    found = [RING, DIRECT, NATIVE]
+    policy = Policy(NEAR2, None, lambda query: found, lambda query, one: 1.0)
+    assert policy.choose(_small()).candidate == RING
 
 
-def test_modelled_time_adds_messages_bytes_and_reductions() -> None:
-    near = constants("near", "shm")
-    work = Work(rounds=2, sent_nbytes=1000, reduced_nbytes=500)
-    expected = 2 * near.alpha_us + 1000 * near.beta_us + 500 * near.gamma_us
-    assert time_us(work, near) == pytest.approx(expected)
+def test_the_model_costs_nothing_that_cannot_win() -> None:
+    costed = []
+
+    def cost(query: Query, one: Candidate) -> float:
+        costed.append(one)
+        return _cost(query, one)
+
+    found = [RING, DIRECT, NATIVE]
+    floor = {RING: 3.5, DIRECT: 1.5, NATIVE: 1.0}
+    policy = Policy(
+        NEAR2, None, lambda query: found, cost, floor=lambda query, one: floor[one]
+    )
+    choice = policy.choose(_small())
+    assert (choice.candidate, costed) == (DIRECT, [NATIVE, DIRECT])
+    assert "the model expects 2 us" in choice.reason

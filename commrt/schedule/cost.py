@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from commrt.schedule.execute import Execution, match
 from commrt.schedule.ir import Op, RankProgram, Schedule, Slice, Step
-from commrt.schedule.makespan import Timeline
+from commrt.schedule.makespan import play
 
 __all__ = ["Counts", "cost", "counts", "floor", "widths"]
 
@@ -60,26 +60,20 @@ def counts(schedule: Schedule) -> Counts:
     if schedule not in _COUNTS:
         programs = schedule.programs()
         partners = match(programs)
-        execution = Execution(programs, partners)
-        for _ in execution:
-            pass
         steps = [list(program.steps) for program in programs]
         width = [widths(program) for program in programs]
         ranks = list(map(_rank_counts, steps, width))
-        timeline = Timeline(steps, partners)
-
-        def bytes_of(rank: int, where: Slice) -> tuple[float, float]:
-            part = (where.hi - where.lo) * width[rank][where.space]
-            return part, part
-
         moved = max(one.moved for one in ranks)
-        rounds = timeline.makespan(lambda rank, where: (1.0, MESSAGE_SHARE))
-        fill = timeline.makespan(bytes_of) - moved
+        ends = play(steps, partners, width, MESSAGE_SHARE)
+        if not ends.complete:
+            for _ in Execution(programs, partners):
+                pass  # says who waits for whom
+        fill = ends.data - moved
         _COUNTS[schedule] = Counts(
-            execution.num_steps,
+            ends.steps,
             moved,
             max(one.reduced for one in ranks),
-            rounds,
+            ends.rounds,
             fill if fill > ROUNDING else 0.0,
             max(one.largest for one in ranks),
         )

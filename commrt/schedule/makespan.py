@@ -5,107 +5,135 @@ A message starts when its send may start and the ports of both ranks are free, t
 its *length*, and keeps both ports busy for its *occupancy*. A rank's sends leave in the
 order in which they may start, and none passes one that waits for its receiver's port. A
 rank's port out and its port in work side by side; local steps take no time.
+
+Two clocks run at once. For one messages are empty: each takes 1 and keeps the ports
+busy for a share of it. For the other they are nothing but bytes. The first one says in
+which order the messages leave.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from commrt.schedule.execute import Place, followers_of
-from commrt.schedule.ir import Op, Slice, Step
+from commrt.schedule.ir import Op, Step
 
-__all__ = ["Timeline"]
+__all__ = ["Ends", "play"]
 
 
-class Timeline:
-    """The steps of all ranks, which must end, to be played with different messages.
+class Ends(NamedTuple):
+    """When the last message has arrived, with everyone starting at 0."""
+
+    steps: int
+    """Messages on the longest chain."""
+    rounds: float
+    """With empty messages."""
+    data: float
+    """With messages that are nothing but bytes."""
+    complete: bool
+    """Whether all did arrive."""
+
+
+def play(
+    steps: Sequence[Sequence[Step]],
+    partners: Mapping[Place, Place],
+    width: Sequence[Sequence[float]],
+    share: float,
+) -> Ends:
+    """Return when the steps of all ranks end.
 
     Args:
         steps: of each rank.
         partners: the other end of each message.
+        width: for each rank and space, the bytes of a block.
+        share: how long an empty message keeps the ports busy.
     """
+    followers = [followers_of(own) for own in steps]
+    waiting = [[len(step.deps) for step in own] for own in steps]
+    # What each step waits for is done then: messages before it, and the two clocks.
+    level = [[0] * len(own) for own in steps]
+    ready = [[0.0] * len(own) for own in steps]
+    byte_ready = [[0.0] * len(own) for own in steps]
+    port_out, port_in = [0.0] * len(steps), [0.0] * len(steps)
+    bytes_out, bytes_in = [0.0] * len(steps), [0.0] * len(steps)
+    sends: list[list[tuple[float, int]]] = [[] for _ in steps]
+    # Who sends next: of a rank, only the entry with the time in `turn` is valid.
+    queue: list[tuple[float, int, int]] = []
+    turn = [math.inf] * len(steps)
+    arrived: dict[Place, tuple[int, float, float]] = {}
+    posted: set[Place] = set()
+    longest, last, byte_last, left = 0, 0.0, 0.0, len(partners) // 2
+    todo = [
+        (rank, index)
+        for rank, own in enumerate(waiting)
+        for index, count in enumerate(own)
+        if not count
+    ]
 
-    def __init__(
-        self, steps: Sequence[Sequence[Step]], partners: Mapping[Place, Place]
-    ) -> None:
-        self._steps = steps
-        self._partners = partners
-        self._followers = [followers_of(own) for own in steps]
+    def finish(rank: int, index: int, hops: int, time: float, byte_time: float) -> None:
+        hops = max(hops, level[rank][index])
+        for follower in followers[rank][index]:
+            level[rank][follower] = max(level[rank][follower], hops)
+            ready[rank][follower] = max(ready[rank][follower], time)
+            byte_ready[rank][follower] = max(byte_ready[rank][follower], byte_time)
+            waiting[rank][follower] -= 1
+            if not waiting[rank][follower]:
+                todo.append((rank, follower))
 
-    def makespan(self, takes: Callable[[int, Slice], tuple[float, float]]) -> float:
-        """Return when the last message has arrived, with everyone starting at 0.
+    def take_turn(rank: int) -> None:
+        if sends[rank]:
+            time, index = sends[rank][0]
+            time = max(time, port_out[rank])
+            if time < turn[rank]:
+                turn[rank] = time
+                heapq.heappush(queue, (time, index, rank))
 
-        Args:
-            takes: length and occupancy of a message of these blocks of this rank.
-        """
-        steps, partners, followers = self._steps, self._partners, self._followers
-        waiting = [[len(step.deps) for step in own] for own in steps]
-        ready = [[0.0] * len(own) for own in steps]
-        port_out, port_in = [0.0] * len(steps), [0.0] * len(steps)
-        sends: list[list[tuple[float, int]]] = [[] for _ in steps]
-        # Who sends next: of a rank, only the entry with the time in `turn` is valid.
-        queue: list[tuple[float, int, int]] = []
-        turn = [math.inf] * len(steps)
-        arrived: dict[Place, float] = {}
-        posted: set[Place] = set()
-        last = 0.0
-        todo = [
-            (rank, index)
-            for rank, own in enumerate(waiting)
-            for index, count in enumerate(own)
-            if not count
-        ]
+    def receive(place: Place, hops: int, time: float, byte_time: float) -> None:
+        rank, index = place
+        time = max(time, ready[rank][index])
+        finish(*place, hops, time, max(byte_time, byte_ready[rank][index]))
 
-        def finish(rank: int, index: int, time: float) -> None:
-            for follower in followers[rank][index]:
-                ready[rank][follower] = max(ready[rank][follower], time)
-                waiting[rank][follower] -= 1
-                if not waiting[rank][follower]:
-                    todo.append((rank, follower))
-
-        def take_turn(rank: int) -> None:
-            if sends[rank]:
-                time, index = sends[rank][0]
-                time = max(time, port_out[rank])
-                if time < turn[rank]:
-                    turn[rank] = time
-                    heapq.heappush(queue, (time, index, rank))
-
-        while todo or queue:
-            while todo:
-                rank, index = todo.pop()
-                step = steps[rank][index]
-                if step.op is Op.SEND:
-                    heapq.heappush(sends[rank], (ready[rank][index], index))
-                    take_turn(rank)
-                elif step.peer < 0:
-                    finish(rank, index, ready[rank][index])
-                elif (rank, index) in arrived:
-                    at = max(arrived[rank, index], ready[rank][index])
-                    finish(rank, index, at)
-                else:
-                    posted.add((rank, index))
-            if not queue:
-                break
-            time, _, rank = heapq.heappop(queue)
-            if time != turn[rank]:
-                continue
-            turn[rank] = math.inf
-            _, index = heapq.heappop(sends[rank])
-            where, peer = steps[rank][index].src, steps[rank][index].peer
-            start = max(time, port_in[peer])
-            assert where is not None
-            length, occupancy = takes(rank, where)
-            port_out[rank] = port_in[peer] = start + occupancy
-            last = max(last, start + length)
-            take_turn(rank)
-            # Its blocks may be written again when it is through, not when it has left.
-            finish(rank, index, start + length)
-            other = partners[rank, index]
-            if other in posted:
-                finish(*other, max(start + length, ready[peer][other[1]]))
+    while todo or queue:
+        while todo:
+            rank, index = todo.pop()
+            step = steps[rank][index]
+            if step.op is Op.SEND:
+                heapq.heappush(sends[rank], (ready[rank][index], index))
+                take_turn(rank)
+            elif step.peer < 0:
+                finish(rank, index, 0, ready[rank][index], byte_ready[rank][index])
+            elif (rank, index) in arrived:
+                receive((rank, index), *arrived[rank, index])
             else:
-                arrived[other] = start + length
-        return last
+                posted.add((rank, index))
+        if not queue:
+            break
+        time, _, rank = heapq.heappop(queue)
+        if time != turn[rank]:
+            continue
+        turn[rank] = math.inf
+        _, index = heapq.heappop(sends[rank])
+        where, peer = steps[rank][index].src, steps[rank][index].peer
+        assert where is not None
+        nbytes = (where.hi - where.lo) * width[rank][where.space]
+        start = max(time, port_in[peer])
+        port_out[rank] = port_in[peer] = start + share
+        end = start + 1
+        byte_start = max(byte_ready[rank][index], bytes_out[rank], bytes_in[peer])
+        byte_end = bytes_out[rank] = bytes_in[peer] = byte_start + nbytes
+        hops = level[rank][index] + 1
+        left -= 1
+        longest = max(longest, hops)
+        last, byte_last = max(last, end), max(byte_last, byte_end)
+        take_turn(rank)
+        # Its blocks may be written again when it is through, not when it has left.
+        finish(rank, index, 0, end, byte_end)
+        other = partners[rank, index]
+        if other in posted:
+            receive(other, hops, end, byte_end)
+        else:
+            arrived[other] = hops, end, byte_end
+    return Ends(longest, last, byte_last, left == 0 and len(posted) <= len(partners))

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every algorithm between real ranks, on one node and across nodes of unequal size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cases import Case, run_cases, ways
+
+import commrt
+from commrt.operations import COLLECTIVES
+
+COUNTS = (0, 1, 1003)
+FRAGMENTS = {"chunk": 512}
+"""So little that 1003 elements are several fragments."""
+
+
+def every_way() -> list[Any]:
+    """Run every algorithm with every parameter; return what was wrong, and how many."""
+    comm = commrt.init()
+    cases = [
+        Case(coll, comm.size, name, {**own, **FRAGMENTS}, dtype, root=root, count=count)
+        for coll in COLLECTIVES
+        for name, own in ways(coll, comm.size)
+        if name is not None
+        for count in COUNTS
+        for dtype, root in (("float32", 0), ("float64", comm.size - 1))
+    ]
+    shifted = [case for case in cases if case.algorithm == "shifted_halving_doubling"]
+    widths = sorted({case.params.get("k", 0) for case in shifted})
+    return [run_cases(comm, cases), comm.facts.nodes, widths]
+
+
+@pytest.mark.full(sample=2)
+@pytest.mark.parametrize(
+    ("size", "where", "widths"),
+    [
+        (3, "1,2", [0, 3]),
+        (5, "2,3", [0, 5]),
+        # Groups of 2 and 3 that fit no node: 6 = 3 groups of 2 = 2 groups of 3.
+        (6, "1,2,3", [0, 1, 3, 6]),
+        (6, "", [0, 1, 3, 6]),
+        (7, "3,4", [0, 7]),
+    ],
+)
+def test_every_algorithm_agrees_with_numpy(
+    mpirun: Any, size: int, where: str, widths: list[int]
+) -> None:
+    env = {"COMMRT_NODES": where, "COMMRT_TIMEOUT_S": "20"} if where else {}
+    got = mpirun(size, every_way, env=env, deadline_s=60)
+    assert got == [[[], where.count(",") + 1, widths]] * size

@@ -17,6 +17,8 @@ from commrt.schedule.verify import verify
 
 __all__ = ["main"]
 
+MOST_RANKS = 128
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write a picture; return 0 if it was, 1 if not, 2 for a wrong call.
@@ -27,6 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name = load(args.name)
         known = collectives_of(name, args.coll)
+        if args.ranks > MOST_RANKS:
+            raise UsageError(
+                f"--ranks {args.ranks}: nobody could read the picture; draw at most "
+                f"{MOST_RANKS}"
+            )
+        size = max(args.ranks, 1)
+        known = [one for one in known if name in algorithms.names(one, size)] or known
         params = _params(args.params)
         schedule = algorithms.schedule(known[0], name, args.ranks, args.root, params)
         picture = draw(schedule)

@@ -144,6 +144,9 @@ def test_what_never_ends_has_no_picture(
     [
         (["rign"], 2, "did you mean 'ring'"),
         (["ring", "--ranks", "0"], 2, "size=0 is not a number of ranks"),
+        (["ring", "--ranks", "1000000"], 2, "draw at most 128"),
+        (["ring", "--coll", "alltoall"], 2, "unknown alltoall algorithm 'ring'"),
+        (["ring", "--root", "8"], 2, "root=8 is not a rank below 8"),
         (["direct", "--params", "shots"], 2, "expected k=2"),
         (["direct", "--params", "shots=3"], 2, "not one of 1, 2"),
         (["neighbor_exchange", "--ranks", "5"], 2, "does not support 5 ranks"),
@@ -154,7 +157,19 @@ def test_wrong_calls_say_what_is_wrong(
     argv: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == status
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_takes_the_operation_that_exists_for_so_many_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "chain.svg"
+    # On two ranks an allreduce along a chain would be one exchange.
+    assert main(["chain", "--ranks", "2", "--out", str(out)]) == 0
+    assert texts(out.read_text())[0] == "reduce chain on 2 ranks, root 0"
+    assert "also one for bcast: choose by --coll" in capsys.readouterr().out
 
 
 def test_the_figure_of_the_documents_is_what_the_command_makes(tmp_path: Path) -> None:

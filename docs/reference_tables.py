@@ -22,6 +22,7 @@ PAGE = Path(__file__).with_name("reference.md")
 
 _RANKS = 8
 """Parameters may depend on the number of ranks; these are shown."""
+_SIZES = range(1, 33)
 _OUTPUTS = {
     "none": "none",
     "same": "like `x`",
@@ -94,6 +95,32 @@ def parameters_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def algorithms_table() -> str:
+    """Return the built-in algorithms and the operations that have them."""
+    rows = ["| algorithm | what it does | operations |", "|---|---|---|"]
+    found: dict[str, list[str]] = {}
+    for coll in COLLECTIVES:
+        for name in algorithms.names(coll):
+            found.setdefault(name, []).append(coll + _ranks_of(coll, name))
+    for name, colls in sorted(found.items()):
+        author = algorithms.get(colls[0].partition(" ")[0], name).author
+        prose = " ".join((inspect.getdoc(inspect.getmodule(author)) or "").split())
+        sentence = prose.partition(". ")[0]
+        rows.append(f"| `{name}` | {sentence} | {', '.join(colls)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _ranks_of(coll: str, name: str) -> str:
+    """Return on which numbers of ranks an algorithm exists, nothing if on all."""
+    sizes = [size for size in _SIZES if name in algorithms.names(coll, size)]
+    if sizes == list(_SIZES):
+        return ""
+    if sizes == [size for size in _SIZES if size % 2 == 0]:
+        return " (even numbers of ranks)"
+    assert sizes == list(range(sizes[0], _SIZES.stop)), (coll, name)
+    return f" (from {sizes[0]} ranks)"
+
+
 def transport_table() -> str:
     """Return the parameters that every schedule takes."""
     rows = ["| parameter | default | meaning |", "|---|---|---|"]
@@ -113,6 +140,7 @@ def _meaning(name: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "operations": operations_table,
     "reductions": reductions_table,
+    "algorithms": algorithms_table,
     "parameters": parameters_table,
     "transport": transport_table,
     "environment": env.markdown_table,

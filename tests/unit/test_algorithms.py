@@ -115,6 +115,22 @@ def test_costs_are_those_of_the_textbook(
         assert found.moved == pytest.approx(moved(size))  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "depth"),
+    [("chain", 3, 2), ("chain", 8, 7), ("binary_tree", 8, 3), ("binary_tree", 15, 3)],
+)
+def test_an_allreduce_on_a_tree_turns_each_part_round_at_the_root(
+    name: str, size: int, depth: int
+) -> None:
+    both, up, down = (
+        counts(algorithms.schedule(coll, name, size))
+        for coll in ("allreduce", "reduce", "bcast")
+    )
+    assert (both.steps, up.steps, down.steps) == (2 * depth, depth, depth)
+    # The last part goes up while the first ones come down.
+    assert both.rounds < up.rounds + down.rounds - 1
+
+
 @pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 33])
 def test_folding_costs_two_messages_and_dissemination_none(size: int) -> None:
     doubling = counts(algorithms.schedule("allreduce", "recursive_doubling", size))

@@ -64,25 +64,21 @@ def _from_root(b: Builder) -> Builder:
     return b.sub((b.root + v) % b.size for v in range(b.size))
 
 
-def _bcast(ranks: Builder, tree: Tree) -> None:
-    """Record a broadcast of all parts from rank 0 of ``ranks``, which has them."""
-    own = tree(ranks.rank, ranks.size)
-    for part in range(ranks.nblk):
-        if ranks.rank:
-            ranks.recv(ranks.out[part], own.parent)
-        for child in own.children:
-            ranks.send(ranks.out[part], child)
+def _down(ranks: Builder, own: Links, part: int) -> None:
+    """Receive one part from the parent, pass it on to the children."""
+    if ranks.rank:
+        ranks.recv(ranks.out[part], own.parent)
+    for child in own.children:
+        ranks.send(ranks.out[part], child)
 
 
-def _reduce(ranks: Builder, tree: Tree, sums: Buffer) -> None:
-    """Record a reduction of all parts to rank 0 of ``ranks``."""
-    own = tree(ranks.rank, ranks.size)
-    for part in range(ranks.nblk):
-        ranks.copy(sums[part], ranks.inp[part])
-        for child in own.children:
-            ranks.rred(sums[part], child)
-        if ranks.rank:
-            ranks.send(sums[part], own.parent)
+def _up(ranks: Builder, own: Links, sums: Buffer, part: int) -> None:
+    """Add what the children send of one part, send the sum to the parent."""
+    ranks.copy(sums[part], ranks.inp[part])
+    for child in own.children:
+        ranks.rred(sums[part], child)
+    if ranks.rank:
+        ranks.send(sums[part], own.parent)
 
 
 def _register(name: str, tree: Tree, above: int) -> None:
@@ -94,14 +90,18 @@ def _register(name: str, tree: Tree, above: int) -> None:
         _cut(b)
         if b.rank == b.root:
             b.copy(b.out[:], b.inp[:])
-        _bcast(_from_root(b), tree)
+        ranks = _from_root(b)
+        for part in range(b.nblk):
+            _down(ranks, tree(ranks.rank, b.size), part)
 
     @algorithm("reduce", name, supports=lambda size: size > above, bandwidth=True)
     def reduce(b: Builder) -> None:
         """Add what the children send of each part, send it on to the parent."""
         _cut(b)
         sums = b.out if b.rank == b.root else b.tmp(b.nblk)
-        _reduce(_from_root(b), tree, sums)
+        ranks = _from_root(b)
+        for part in range(b.nblk):
+            _up(ranks, tree(ranks.rank, b.size), sums, part)
 
     @algorithm(
         "allreduce", name, supports=lambda size: size > max(above, 2), bandwidth=True
@@ -109,8 +109,13 @@ def _register(name: str, tree: Tree, above: int) -> None:
     def allreduce(b: Builder) -> None:
         """Reduce each part to rank 0, which sends it back down the tree."""
         _cut(b)
-        _reduce(b, tree, b.out)
-        _bcast(b, tree)
+        own = tree(b.rank, b.size)
+        for part in range(b.nblk):
+            _up(b, own, b.out, part)
+            if b.rank == 0:
+                _down(b, own, part)
+        for part in range(b.nblk if b.rank else 0):
+            _down(b, own, part)
 
 
 _register("chain", chain, 0)

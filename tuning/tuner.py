@@ -25,6 +25,8 @@ __all__ = ["Options", "jobs_within", "losers", "run_launches"]
 _MAX_RESTARTS = 8
 _STARTUP_S = 1.5
 """What starting and ending ranks takes of the budget, until it was seen."""
+_THOROUGH_S = 150.0
+"""A budget from which every parameter of the transport is tried."""
 _SMALLEST_SHARE_S = 1.0
 """A launch that could measure for less time is not worth its start."""
 
@@ -230,6 +232,7 @@ class _Launch:
             options.dtype,
             options.max_nbytes,
             held_out=self._held_out,
+            thorough=options.budget_s >= _THOROUGH_S,
         )
         return tuple(item for item in found if item.op in options.ops)
 

@@ -34,7 +34,13 @@ Cell = tuple[str, int]
 
 
 def variants_to_try(
-    recording: Recording, ranks: int, dtype: str, max_nbytes: int, *, held_out: bool
+    recording: Recording,
+    ranks: int,
+    dtype: str,
+    max_nbytes: int,
+    *,
+    held_out: bool,
+    thorough: bool = True,
 ) -> list[Item]:
     """Return what the next launch is to measure beside the candidates it finds.
 
@@ -43,7 +49,7 @@ def variants_to_try(
     """
     alive = {
         cell: variants
-        for cell, variants in _in_the_running(recording, ranks, dtype)
+        for cell, variants in _in_the_running(recording, ranks, dtype, thorough)
         if variants
     }
     if not held_out:
@@ -70,7 +76,7 @@ def variants_to_try(
 
 
 def _in_the_running(
-    recording: Recording, ranks: int, dtype: str
+    recording: Recording, ranks: int, dtype: str, thorough: bool
 ) -> Iterator[tuple[Cell, list[Candidate]]]:
     """Yield, per cell, the variants that have not lost."""
     failed = {
@@ -87,7 +93,9 @@ def _in_the_running(
             (op, nbytes),
             [
                 one
-                for one in transport_variants(op, leader, ranks, full, dtype)
+                for one in transport_variants(
+                    op, leader, ranks, full, dtype, thorough=thorough
+                )
                 if (op, one) not in failed
                 and _may_win(schedules.get(one, []), plain[leader])
             ],

@@ -23,16 +23,23 @@ _BY_FRAGMENT: tuple[dict[str, ParamValue], ...] = (
     {"reuse": 1},
     {"reuse": 4},
 )
-_STREAMED_FROM_NBYTES = 1 << 20
+_STREAMED_FROM_NBYTES = 4 << 20
 """Below, caches keep what a transport writes, and plain stores win anywhere."""
 
 
 def transport_variants(
-    coll: str, candidate: Candidate, size: int, full_nbytes: int, dtype: str
+    coll: str,
+    candidate: Candidate,
+    size: int,
+    full_nbytes: int,
+    dtype: str,
+    *,
+    thorough: bool = True,
 ) -> list[Candidate]:
     """Return ``candidate`` with one parameter of the transport changed at a time.
 
-    ``full_nbytes`` is the operation's full vector. Left out is what would run the same:
+    ``full_nbytes`` is the operation's full vector. Unless ``thorough``, only what has
+    been seen to matter: the chunk, and stores of long vectors. Left out is what would run the same:
     chunks that cut messages into as many fragments, or how fragments overlap where
     there is only one.
     """
@@ -51,7 +58,7 @@ def transport_variants(
     def changes() -> Iterator[Mapping[str, ParamValue]]:
         seen = {fragments(transport.chunk)}
         yield from ({"chunk": c} for c in _CHUNKS if _is_new(fragments(c), seen))
-        if fragments(transport.chunk) > 1:
+        if thorough and fragments(transport.chunk) > 1:
             yield from _BY_FRAGMENT
         if full_nbytes >= _STREAMED_FROM_NBYTES:
             yield {"store": "stream"}

@@ -44,7 +44,7 @@ def tried(
         (TWO_SHOTS, 131072, set()),
         (TWO_SHOTS, 262144, {"chunk"}),
         (TWO_SHOTS, 524288, {"chunk", "depth", "reuse"}),
-        (TWO_SHOTS, 1 << 20, {"chunk", "depth", "reuse", "store"}),
+        (TWO_SHOTS, 8 << 20, {"chunk", "depth", "reuse", "store"}),
         (Candidate("shm", "no_such_algorithm"), 1 << 20, set()),
     ],
 )
@@ -58,6 +58,14 @@ def test_one_parameter_at_a_time_where_it_changes_something(
     assert {name for change in changed for name in change} == names
     assert all(len(change) == 1 for change in changed)
     assert len(set(found)) == len(found)
+
+
+def test_a_short_budget_tries_what_matters_most() -> None:
+    found = transport_variants(
+        "allreduce", TWO_SHOTS, 2, 8 << 20, "float32", thorough=False
+    )
+    names = {name for one in found for name in one.params}
+    assert names == {"shots", "chunk", "store"}
 
 
 def test_chunks_that_cut_alike_are_one() -> None:

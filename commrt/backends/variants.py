@@ -39,9 +39,9 @@ def transport_variants(
     """Return ``candidate`` with one parameter of the transport changed at a time.
 
     ``full_nbytes`` is the operation's full vector. Unless ``thorough``, only what has
-    been seen to matter: the chunk, and stores of long vectors. Left out is what would run the same:
-    chunks that cut messages into as many fragments, or how fragments overlap where
-    there is only one.
+    been seen to matter: the chunk, and stores of long vectors. Left out is what would
+    run the same: chunks that cut messages into as many fragments, or how fragments
+    overlap where there is only one.
     """
     if candidate.algorithm not in algorithms.names(coll):
         return []

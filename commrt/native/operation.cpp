@@ -8,11 +8,8 @@
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
 #define PY_ARRAY_UNIQUE_SYMBOL commrt_numpy
 #define NO_IMPORT_ARRAY
-
-
 #include "group.hpp"
-
-#include <structmember.h>
+#include "method_descriptor.hpp"
 
 #include <new>
 
@@ -20,13 +17,8 @@ namespace commrt {
 
 namespace {
 
-
-
 struct Operation {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
-  PyObject* name;
-  PyObject* doc;
+  MethodDescriptor head;
   int coll;
   bool takes_x, has_root, reduces, in_place;
 };
@@ -54,7 +46,7 @@ int reduction_code(PyObject* name) {
 PyObject* hand_over(Operation* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
   if (nargs < 1) {
     PyErr_Format(PyExc_TypeError, "%U() needs a communicator: call it as comm.%U(...)",
-                 self->name, self->name);
+                 self->head.name, self->head.name);
     return nullptr;
   }
   PyObject* method = PyObject_GetAttr(args[0], words.call);
@@ -73,7 +65,7 @@ PyObject* hand_over(Operation* self, PyObject* const* args, Py_ssize_t nargs, Py
       fine = PyDict_SetItem(keywords, PyTuple_GET_ITEM(kwnames, i), args[nargs + i]) == 0;
     }
     if (fine) {
-      result = PyObject_CallFunctionObjArgs(method, self->name, positional, keywords, nullptr);
+      result = PyObject_CallFunctionObjArgs(method, self->head.name, positional, keywords, nullptr);
     }
   }
   Py_XDECREF(positional);
@@ -164,7 +156,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     nb::object value = run_plan(nb::handle(args[0]), plan, x.data, out.data,
                                 self->takes_x ? nb::handle(args[1]) : nb::handle(),
                                 nb::handle(out_object), nb::handle(result),
-                                nb::handle(self->name), nonblocking, timeout_s);
+                                nb::handle(self->head.name), nonblocking, timeout_s);
     return value.release().ptr();
   } catch (nb::python_error& e) {
     e.restore();
@@ -177,35 +169,6 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     return nullptr;
   }
 }
-
-void dealloc_operation(PyObject* object) {
-  auto* self = reinterpret_cast<Operation*>(object);
-  PyTypeObject* type = Py_TYPE(object);
-  Py_XDECREF(self->name);
-  Py_XDECREF(self->doc);
-  PyObject_Free(object);
-  Py_DECREF(type);
-}
-
-PyObject* bind_to_instance(PyObject* self, PyObject* instance, PyObject*) {
-  if (instance == nullptr || instance == Py_None) {
-    Py_INCREF(self);
-    return self;
-  }
-  return PyMethod_New(self, instance);
-}
-
-PyObject* repr_operation(PyObject* object) {
-  return PyUnicode_FromFormat("<commrt operation %U>",
-                              reinterpret_cast<Operation*>(object)->name);
-}
-
-PyMemberDef members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Operation, vectorcall), READONLY, nullptr},
-    {"__name__", T_OBJECT, offsetof(Operation, name), READONLY, nullptr},
-    {"__qualname__", T_OBJECT, offsetof(Operation, name), READONLY, nullptr},
-    {"__doc__", T_OBJECT, offsetof(Operation, doc), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr}};
 
 PyTypeObject* operation_type = nullptr;
 
@@ -220,30 +183,17 @@ void bind_operation(nb::module_& m) {
   words.call = PyUnicode_InternFromString("_call");
   for (int i = 0; i < kNumRedOps; ++i) words.reductions[i] = PyUnicode_InternFromString(kReductions[i]);
 
-  PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(dealloc_operation)},
-                         {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-                         {Py_tp_descr_get, reinterpret_cast<void*>(bind_to_instance)},
-                         {Py_tp_repr, reinterpret_cast<void*>(repr_operation)},
-                         {Py_tp_members, members},
-                         {0, nullptr}};
-  PyType_Spec spec = {"commrt._native.Operation", sizeof(Operation), 0,
-                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_METHOD_DESCRIPTOR |
-                          Py_TPFLAGS_HAVE_VECTORCALL,
-                      slots};
-  operation_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  operation_type = make_descriptor_type("commrt._native.Operation", sizeof(Operation));
   if (operation_type == nullptr) throw nb::python_error();
   m.attr("Operation") = nb::borrow(reinterpret_cast<PyObject*>(operation_type));
 
   m.def("make_operation",
         [](nb::str name, nb::str doc, int coll, bool takes_x, bool has_root, bool reduces,
            bool in_place) -> nb::object {
-          auto* self = PyObject_New(Operation, operation_type);
+          auto* self = reinterpret_cast<Operation*>(
+              make_descriptor(operation_type, call_operation, name.release().ptr(),
+                              doc.release().ptr(), nullptr));
           if (self == nullptr) throw nb::python_error();
-          self->vectorcall = call_operation;
-          PyObject* interned = name.release().ptr();
-          PyUnicode_InternInPlace(&interned);
-          self->name = interned;
-          self->doc = doc.release().ptr();
           self->coll = coll;
           self->takes_x = takes_x;
           self->has_root = has_root;

@@ -5,9 +5,8 @@
 // plain numpy arrays, ints in range and bools; every other call goes to the Python function
 // that it wraps, which runs it or raises the precise error.
 #include "group.hpp"
+#include "method_descriptor.hpp"
 #include "p2p.hpp"
-
-#include <structmember.h>
 
 #include <new>
 
@@ -18,11 +17,7 @@ namespace {
 enum class Kind : int { Send, Recv, SendRecv };
 
 struct MessageMethod {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
-  PyObject* name;
-  PyObject* doc;
-  PyObject* function;  // in Python
+  MethodDescriptor head;
   Kind kind;
 };
 
@@ -102,7 +97,7 @@ PyObject* call_method(PyObject* callable, PyObject* const* args, size_t nargsf,
                       PyObject* kwnames) {
   auto* self = reinterpret_cast<MessageMethod*>(callable);
   const Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
-  auto slow = [&] { return PyObject_Vectorcall(self->function, args, nargsf, kwnames); };
+  auto slow = [&] { return PyObject_Vectorcall(self->head.function, args, nargsf, kwnames); };
   if (nargs < 1 || !nb::isinstance<Group>(nb::handle(args[0]))) return slow();
   const nb::handle group_object = args[0];
   const Group& group = *nb::inst_ptr<Group>(group_object);
@@ -118,13 +113,13 @@ PyObject* call_method(PyObject* callable, PyObject* const* args, size_t nargsf,
     nb::object result;
     switch (self->kind) {
       case Kind::Send:
-        result = run_send(group_object, x, self->name, a.nonblocking, group.timeout_s);
+        result = run_send(group_object, x, self->head.name, a.nonblocking, group.timeout_s);
         break;
       case Kind::Recv:
-        result = run_recv(group_object, out, a.out, self->name, a.nonblocking, group.timeout_s);
+        result = run_recv(group_object, out, a.out, self->head.name, a.nonblocking, group.timeout_s);
         break;
       case Kind::SendRecv:
-        result = run_sendrecv(group_object, x, out, a.out, self->name, a.nonblocking,
+        result = run_sendrecv(group_object, x, out, a.out, self->head.name, a.nonblocking,
                               group.timeout_s);
         break;
     }
@@ -138,38 +133,6 @@ PyObject* call_method(PyObject* callable, PyObject* const* args, size_t nargsf,
   }
   return nullptr;
 }
-
-void dealloc_method(PyObject* object) {
-  auto* self = reinterpret_cast<MessageMethod*>(object);
-  PyTypeObject* type = Py_TYPE(object);
-  Py_XDECREF(self->name);
-  Py_XDECREF(self->doc);
-  Py_XDECREF(self->function);
-  PyObject_Free(object);
-  Py_DECREF(type);
-}
-
-PyObject* bind_to_instance(PyObject* self, PyObject* instance, PyObject*) {
-  if (instance == nullptr || instance == Py_None) {
-    Py_INCREF(self);
-    return self;
-  }
-  return PyMethod_New(self, instance);
-}
-
-PyObject* repr_method(PyObject* object) {
-  return PyUnicode_FromFormat("<commrt operation %U>",
-                              reinterpret_cast<MessageMethod*>(object)->name);
-}
-
-PyMemberDef members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(MessageMethod, vectorcall), READONLY, nullptr},
-    {"__name__", T_OBJECT, offsetof(MessageMethod, name), READONLY, nullptr},
-    {"__qualname__", T_OBJECT, offsetof(MessageMethod, name), READONLY, nullptr},
-    {"__doc__", T_OBJECT, offsetof(MessageMethod, doc), READONLY, nullptr},
-    // inspect finds the signature through it.
-    {"__wrapped__", T_OBJECT, offsetof(MessageMethod, function), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr}};
 
 PyTypeObject* method_type = nullptr;
 
@@ -288,30 +251,17 @@ void bind_p2p_operation(nb::module_& m) {
   words.nonblocking = PyUnicode_InternFromString("nonblocking");
   words.timeout_s = PyUnicode_InternFromString("timeout_s");
 
-  PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(dealloc_method)},
-                         {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-                         {Py_tp_descr_get, reinterpret_cast<void*>(bind_to_instance)},
-                         {Py_tp_repr, reinterpret_cast<void*>(repr_method)},
-                         {Py_tp_members, members},
-                         {0, nullptr}};
-  PyType_Spec spec = {"commrt._native.MessageMethod", sizeof(MessageMethod), 0,
-                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_METHOD_DESCRIPTOR |
-                          Py_TPFLAGS_HAVE_VECTORCALL,
-                      slots};
-  method_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  method_type = make_descriptor_type("commrt._native.MessageMethod", sizeof(MessageMethod));
   if (method_type == nullptr) throw nb::python_error();
   m.attr("MessageMethod") = nb::borrow(reinterpret_cast<PyObject*>(method_type));
 
   m.def("make_message_method",
         [](nb::str name, int kind, nb::object function) -> nb::object {
-          auto* self = PyObject_New(MessageMethod, method_type);
+          PyObject* doc = nb::object(function.attr("__doc__")).release().ptr();
+          auto* self = reinterpret_cast<MessageMethod*>(
+              make_descriptor(method_type, call_method, name.release().ptr(), doc,
+                              function.release().ptr()));
           if (self == nullptr) throw nb::python_error();
-          self->vectorcall = call_method;
-          PyObject* interned = name.release().ptr();
-          PyUnicode_InternInPlace(&interned);
-          self->name = interned;
-          self->doc = nb::object(function.attr("__doc__")).release().ptr();
-          self->function = function.release().ptr();
           self->kind = static_cast<Kind>(kind);
           return nb::steal(reinterpret_cast<PyObject*>(self));
         },

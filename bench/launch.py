@@ -27,8 +27,8 @@ from commrt.operations import operation
 
 __all__ = ["LaunchError", "PeerSpec", "launch", "make_job", "parse_peer"]
 
-Kind = Literal["commrt", "symmetric", "mpi4py", "gloo"]
-KINDS: tuple[Kind, ...] = ("commrt", "symmetric", "mpi4py", "gloo")
+Kind = Literal["commrt", "symmetric", "mpi4py", "gloo", "copy"]
+KINDS: tuple[Kind, ...] = ("commrt", "symmetric", "mpi4py", "gloo", "copy")
 _REFUSED = "commrt.errors.UsageError: "
 _HERE = Path(__file__).resolve().parent
 
@@ -56,7 +56,7 @@ def parse_peer(text: str) -> PeerSpec:
     """Parse ``--peer``: ``gloo``, ``NAME=PATH/python`` or ``NAME=KIND:PATH/python``.
 
     The kind is mpi4py unless given, or gloo for the name gloo; symmetric is commrt with
-    its symmetric buffers.
+    its symmetric buffers, and copy no library but the bound (peer_copy.py).
     """
     name, equals, rest = text.partition("=")
     if not equals:
@@ -166,6 +166,8 @@ def _run(
         environ = {**child_environment(peer.python), **(env or {})}
         return run_process(argv, environ, timeout_s=timeout_s)
     args = ["-m", "commrt.bench.worker", job]
+    if peer.kind == "copy":
+        args = ["-m", "commrt.bench.peer_copy", job]
     if peer.kind == "mpi4py":
         args = [str(_HERE / "peer_mpi4py.py"), job]
     return run_ranks(peer.python, ranks, args, timeout_s=timeout_s, env=env)

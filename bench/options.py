@@ -310,8 +310,9 @@ def _add_compare(commands: _Commands) -> None:
         default=[],
         metavar="NAME[=[KIND:]PYTHON]",
         help="a further competitor: gloo, or symmetric (commrt with arrays from "
-        "comm.empty), or NAME=PATH/python with mpi4py over another MPI, or "
-        "NAME=KIND:PATH/python with KIND commrt, symmetric, mpi4py or gloo",
+        "comm.empty), or copy (the bound), or NAME=PATH/python with mpi4py over "
+        "another MPI, or NAME=KIND:PATH/python with KIND commrt, symmetric, mpi4py, "
+        "gloo or copy",
     )
     command.add_argument("--fresh", action="store_true")
     command.add_argument("--in-place", action="store_true")

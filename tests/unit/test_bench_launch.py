@@ -17,7 +17,7 @@ import pytest
 from commrt import mpiexec
 from commrt.bench.cli import main
 from commrt.bench.import_cost import measure_import
-from commrt.bench.launch import PeerSpec, launch, make_job
+from commrt.bench.launch import PeerSpec, launch, make_job, parse_peer
 from commrt.errors import BackendError, UsageError
 from commrt.mpiexec import Launcher
 
@@ -194,6 +194,18 @@ def test_commrt_checks_and_times_two_real_ranks(mode: str) -> None:
         assert [row["nbytes"] for row in result["rows"]] == [4, 4096]
         assert all(row["valid"] and row["samples_us"] for row in result["rows"])
         assert result["engine_link_class"]
+
+
+@pytest.mark.mpi
+@needs_mpi
+def test_the_copy_peer_times_every_collective_on_two_real_ranks() -> None:
+    limits = {"iterations": 5, "min_iterations": 2, "budget_s": 0.2, "check": False}
+    for coll, in_place in (("allreduce", True), ("allgather", False), ("bcast", True)):
+        job = make_job(coll, [4, 65536], in_place=in_place, fresh=True, **limits)
+        result = launch(parse_peer("copy"), 2, job, timeout_s=60)
+        assert [row["nbytes"] for row in result["rows"]] == [4, 65536]
+        assert all(row["median_us"] > 0 for row in result["rows"])
+        assert (result["peer"], result["ranks"]) == ("copy", 2)
 
 
 @pytest.mark.mpi

@@ -354,7 +354,7 @@ def make_schedule_plan(
     depth: int,
     slot_reuse: int,
     store: int,
-    adaptive: bool,
+    adaptive: int,
     factor: float,
     integer_factor: int,
     divisor: int,

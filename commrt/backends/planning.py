@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,7 +51,21 @@ _FRAGMENTS_PROVED = 3
 _STORES = {"plain": 0, "stream": 1, "stream_slots": 2, "stream_both": 3}
 _LEARN_FROM_NBYTES = 4096
 """``store=auto`` learns for messages from this length on; shorter ones are plain."""
+_CACHES_LEFT = 2
+"""So many times the last cache, and nothing of a result stays there for its reader."""
+_CACHE_NBYTES = 32 << 20
+"""The last cache, where the kernel does not tell."""
 _KINDS = {"in": 0, "out": 1, "tmp": 2}
+
+
+@lru_cache(maxsize=1)
+def last_level_cache_nbytes() -> int:
+    """Return the size of the largest cache that the first CPU has."""
+    largest = 0
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            largest = max(largest, int(path.read_text().strip().removesuffix("K")))
+    return largest << 10 or _CACHE_NBYTES
 
 
 @dataclass(frozen=True)
@@ -60,8 +76,9 @@ class TransportParams:
     """Wanted bytes per message of a fragment."""
     store: str = "auto"
     """Which writes are non-temporal: none (``plain``), results (``stream``), shared
-    slots (``stream_slots``), both (``stream_both``). ``auto`` starts with plain stores
-    where cores are near and streamed slots elsewhere, and goes on with what proves
+    slots (``stream_slots``), both (``stream_both``). ``auto`` starts with plain slots
+    where cores are near and streamed ones elsewhere, and with streamed results where
+    the node's buffers are twice what the cache holds; it goes on with what proves
     faster, rank by rank (native/store_choice.hpp)."""
     depth: int = 2
     """Fragments tried at once."""
@@ -81,14 +98,22 @@ class TransportParams:
                     f"parameter {name}={value!r} must be an integer in 1..{1 << 30}"
                 )
 
-    def stores(self, message_nbytes: int, link_class: LinkClass) -> tuple[int, bool]:
-        """Return the code of the store kind, and whether the engine learns."""
+    def stores(
+        self, message_nbytes: int, node_nbytes: int, link_class: LinkClass
+    ) -> tuple[int, int]:
+        """Return the codes of the store kind and of what the engine learns about.
+
+        ``node_nbytes`` is what the buffers of all ranks of this node take together:
+        where it stays in their cache, results do so too.
+        """
         if self.store != "auto":
-            return _STORES[self.store], False
+            return _STORES[self.store], 0
         if message_nbytes < _LEARN_FROM_NBYTES:
-            return _STORES["plain"], False
+            return _STORES["plain"], 0
         near = link_class in ("near", "single")
-        return _STORES["plain" if near else "stream_slots"], True
+        if node_nbytes < _CACHES_LEFT * last_level_cache_nbytes():
+            return _STORES["plain" if near else "stream_slots"], _STORES["stream_slots"]
+        return _STORES["stream" if near else "stream_both"], _STORES["stream_both"]
 
 
 _TRANSPORT_NAMES = tuple(TransportParams.__dataclass_fields__)
@@ -168,6 +193,8 @@ class Footprint:
             return 1
         fragments = max(1, -(-whole // chunk))
         limit = lane_nbytes // max(1, self.publishes)
+        # A payload may start anywhere in the first line of its slot.
+        limit -= _LINE_NBYTES
         while self.largest_nbytes(num_elements, itemsize, fragments) > limit:
             if fragments > num_elements:
                 raise UsageError(
@@ -358,7 +385,11 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         spec.num_elements, spec.dtype.itemsize, transport.chunk, LANE_NBYTES
     )
     longest = bound.largest_nbytes(spec.num_elements, spec.dtype.itemsize, fragments)
-    store, adaptive = transport.stores(longest, comm.facts.link_class)
+    buffers = (spec.in_elements + spec.out_elements) * spec.dtype.itemsize
+    on_node = max(len(ranks) for ranks in comm.nodes)
+    store, adaptive = transport.stores(
+        longest, buffers * on_node, comm.facts.link_class
+    )
     factor, integer_factor, divisor = _scaling(spec, comm.size)
     return _native.make_schedule_plan(
         comm,

@@ -112,7 +112,7 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
                            const std::vector<std::tuple<int, int, int>>& peers, Table inputs,
                            Pointers input_ptr, Table outputs, Pointers output_ptr, Pointers deps,
                            Pointers dep_ptr, int64_t fragments, int64_t lane_nbytes, int depth,
-                           int slot_reuse, int store, bool adaptive, double factor,
+                           int slot_reuse, int store, int adaptive, double factor,
                            int64_t integer_factor, int64_t divisor, bool returns_out,
                            bool shows_result, Bits exposable, Bits operand_exposable,
                            Bits deliverable, Landings landings) {
@@ -128,12 +128,14 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
   plan->itemsize = item_size(plan->dtype);
   plan->depth = depth;
   plan->store = static_cast<Store>(store);
-  plan->adaptive = adaptive;
-  plan->choice.start_with(streams_second(plan->store));
+  plan->adaptive = static_cast<Store>(adaptive);
+  plan->choice.start_with(plan->store, plan->adaptive);
   // Results that do not stay in the cache anyway: each line is then read before it is written.
   constexpr int64_t kBeyondCache = 16 << 20;
-  plan->heap_choice.start_with(std::max(in_elems, out_elems) *
-                                   static_cast<int64_t>(plan->itemsize) >= kBeyondCache);
+  plan->heap_choice.start_with(
+      store_of(false, std::max(in_elems, out_elems) *
+                          static_cast<int64_t>(plan->itemsize) >= kBeyondCache),
+      Store::Stream2);
   plan->factor = {factor, integer_factor};
   plan->divide_out = divisor > 1;
   plan->divisor = divisor;

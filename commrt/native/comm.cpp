@@ -147,21 +147,16 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
 }
 
 Store Comm::store_for_run(const Plan& plan, bool timed, bool in_heap) {
-  if (!plan.adaptive) return plan.store;
-  if (in_heap) {
+  if (in_heap && plan.adaptive != Store::Plain) {
     StoreChoice& choice = plan.heap_choice;
-    const bool streams = plan.learns() && timed ? choice.next() : choice.current();
-    return streams ? Store::StreamBoth : Store::Plain;
+    const Store kind = plan.learns() && timed ? choice.next() : choice.current();
+    return streams_second(kind) ? Store::StreamBoth : Store::Plain;
   }
-  bool streaming = plan.choice.current();
-  if (plan.learns()) {
-    if (timed) streaming = plan.choice.next();
-  } else if (learned_ >= 0) {
-    // A rank that only sends is done before its peers have read: by its own time it would
-    // choose what is best to write. It does as the plans that wait for answers do.
-    streaming = learned_ == 1;
-  }
-  return streaming ? Store::Stream2 : Store::Plain;
+  if (plan.learns()) return timed ? plan.choice.next() : plan.choice.current();
+  if (!streams_second(plan.adaptive) || learned_ < 0) return plan.store;
+  // A rank that only sends is done before its peers have read: by its own time it would
+  // choose what is best to write. It does as the plans that wait for answers do.
+  return store_of(streams_first(plan.store), learned_ == 1);
 }
 
 void Comm::report_run(const Plan& plan, uint64_t took_ticks, bool in_heap) {
@@ -169,7 +164,7 @@ void Comm::report_run(const Plan& plan, uint64_t took_ticks, bool in_heap) {
     plan.heap_choice.report(took_ticks);
     return;
   }
-  if (plan.choice.report(took_ticks)) learned_ = plan.choice.current() ? 1 : 0;
+  if (plan.choice.report(took_ticks)) learned_ = streams_second(plan.choice.current()) ? 1 : 0;
 }
 
 void Comm::recycle(std::shared_ptr<Op> op) {

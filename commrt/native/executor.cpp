@@ -311,6 +311,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
       const int64_t publish =
           fragment * static_cast<int64_t>(p.publish_instr.size()) + ins.publish;
       slot = comm->lane_base(lane_) + static_cast<size_t>(publish % p.slots) * p.slot_nbytes;
+      slot += p.slot_shift(local(ins.local_outs.empty() ? *shape : ins.local_outs[0], 0));
     }
   }
 

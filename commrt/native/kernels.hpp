@@ -64,6 +64,9 @@ inline void copy(void* dst, const void* src, std::size_t nbytes, bool streaming 
 
 inline bool streams_first(Store store) { return (static_cast<int>(store) & 1) != 0; }
 inline bool streams_second(Store store) { return (static_cast<int>(store) & 2) != 0; }
+inline Store store_of(bool first, bool second) {
+  return static_cast<Store>((first ? 1 : 0) | (second ? 2 : 0));
+}
 // The store kind for a kernel whose only destination is what is the second elsewhere.
 inline Store store_of_second(Store store) {
   return streams_second(store) ? Store::Stream : Store::Plain;

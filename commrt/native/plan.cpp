@@ -38,6 +38,18 @@ size_t Plan::largest_fragment(const Ref& ref) const {
   return nbytes;
 }
 
+bool Plan::reads_again(const Ref& written) const {
+  for (const Instr& ins : instrs) {
+    for (const Ref& ref : ins.inputs) {
+      if (!ref.is_message && ref.space == written.space && ref.lo < written.hi &&
+          written.lo < ref.hi) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
 void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
   fragments = fragments_;
   if (peers.empty()) {
@@ -55,6 +67,7 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
 
   // An instruction's length is that of its local operands; a pure forward (message in,
   // message out) does not occur: lowering always has a local side.
+  const bool may_stream = shows_result || streams_first(store) || streams_first(adaptive);
   size_t largest = 0;
   int npublish = 0;
   publish_instr.clear();
@@ -79,6 +92,9 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
     if (local == nullptr && !only_takes) {
       throw std::invalid_argument("instruction " + std::to_string(i) + " has no local operand");
     }
+    ins.gives_result = may_stream && !ins.local_outs.empty() &&
+                       spaces[ins.local_outs[0].space].kind == SpaceKind::Out &&
+                       !reads_again(ins.local_outs[0]);
     const uint64_t nbytes = static_cast<uint64_t>(ins.elems) * itemsize;
     ins.slice_nbytes = kLeastWork + nbytes / static_cast<uint64_t>(fragments);
     if (!ins.sends.empty()) {
@@ -107,6 +123,7 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
     for (const auto& ref : ins.local_outs) local = &ref;
     slot_nbytes = std::max(slot_nbytes, round_up(largest_fragment(*local), kAlign));
   }
+  slot_nbytes += kAlign;  // slot_shift()
   // A whole fragment fits, so a schedule that needs no bound on buffering needs none here.
   const size_t fit = lane_nbytes / slot_nbytes;
   if (fit < static_cast<size_t>(npublish)) {

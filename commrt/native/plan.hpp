@@ -54,6 +54,7 @@ struct Instr {
   // In which cases (Sharing) peers may read what is sent out of this rank's own buffer.
   uint8_t exposable = 0;  // out of the result here
   uint8_t operand_exposable = 0;  // out of the only operand
+  bool gives_result = false;  // its first local output is read by no instruction
 
   const uint64_t* scaled() const {
     return scaled_bits.empty() ? nullptr : scaled_bits.data();
@@ -142,7 +143,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   size_t tmp_nbytes = 0;
   size_t itemsize = 1;
   Store store = Store::Plain;
-  bool adaptive = false;  // about slots is decided by experience, instead of by `store`
+  Store adaptive = Store::Plain;  // which destinations are decided by experience
   bool answered = false;  // messages both ways: a run takes as long as the peers need too
   mutable StoreChoice choice;  // guarded by the engine's lock
   bool shows_result = false;  // long enough for buffers in the symmetric heap to matter
@@ -175,6 +176,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   void compute(const Instr& ins, Store kind, unsigned char* local, unsigned char* sent,
                const void* const* inputs, size_t elems) const {
     const int nin = static_cast<int>(ins.inputs.size());
+    if (!ins.gives_result) kind = store_of(false, streams_second(kind));
     if (nin == 1 && ins.scaled() == nullptr) {
       const size_t nbytes = elems * itemsize;
       if (local != nullptr && local != inputs[0]) {
@@ -196,8 +198,14 @@ class Plan : public std::enable_shared_from_this<Plan> {
     return len * f / fragments / align * align;
   }
 
+  // Where in its slot a payload starts that is written together with `local`: on the same
+  // place in a line, so that both can be streamed.
+  size_t slot_shift(const void* local) const {
+    return reinterpret_cast<uintptr_t>(local) % kAlign;
+  }
+
   // Whether runs are timed to learn from them.
-  bool learns() const { return adaptive && answered; }
+  bool learns() const { return adaptive != Store::Plain && answered; }
 
  private:
   bool is_short() const;
@@ -205,6 +213,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   static constexpr size_t kAlign = 64;
   int64_t slice_elems(const Ref& ref) const;
   size_t largest_fragment(const Ref& ref) const;
+  bool reads_again(const Ref& written) const;
 };
 
 }  // namespace commrt

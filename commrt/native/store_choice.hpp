@@ -1,33 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
-// Learns, run by run, which stores into shared slots are faster for a plan.
+// Learns, run by run, which kind of stores is faster for a plan.
 //
-// Near each other's core, plain stores win (by 1.4 to 1.7 at 512 KiB to 8 MiB); far from
-// it, non-temporal ones do (by 4), because a line that the peer has just read need not be
-// fetched back. Virtual machines move between the two within seconds, and ranks need not
-// agree: how a rank writes its own slots is its own affair. So each plan tries the other
-// kind now and then, and at once when its runs have become slow.
+// Slots: near each other's core, plain stores win (by 1.4 to 1.7 at 512 KiB to 8 MiB); far
+// from it, non-temporal ones do (by 4), because a line that the peer has just read need not
+// be fetched back. Results too large for the cache: non-temporal stores spare memory the
+// reading of what is overwritten (1.1 to 1.2 from 16 MiB on, in both states).
+// Virtual machines move between near and far within seconds, and ranks need not agree: how a
+// rank writes is its own affair. So each plan tries the other kinds now and then, and at once
+// when its runs have become slow.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels.hpp"
+
 namespace commrt {
 
 class StoreChoice {
  public:
-  void start_with(bool streaming) { streaming_ = streaming; }
+  // `open`: which of the two destinations is decided here, Stream2 (slots) among them; the
+  // others stay as in `first`.
+  void start_with(Store first, Store open) {
+    kind_ = bits(first);
+    open_ = bits(open);
+  }
 
   // The kind for a run that is not timed.
-  bool current() const { return streaming_; }
+  Store current() const { return static_cast<Store>(kind_); }
 
   // The kind for the next timed run; report() must follow before the next call.
-  bool next() {
+  Store next() {
     if (trials_left_ == 0 && (++runs_ % kPeriod == kFirst || slow_runs_ >= kSlowRuns)) {
-      trials_left_ = kTrials;
-      best_trial_ = UINT64_MAX;
       slow_runs_ = 0;
+      flipped_ = 0;
+      best_trial_ = UINT64_MAX;
+      try_another();
     }
-    return trials_left_ > 0 ? !streaming_ : streaming_;
+    return static_cast<Store>(trials_left_ > 0 ? kind_ ^ flipped_ : kind_);
   }
 
   // True if the kind has changed.
@@ -38,12 +48,15 @@ class StoreChoice {
       recent_[place_++ % kRecent] = ticks;
       return false;
     }
-    best_trial_ = std::min(best_trial_, ticks);
-    if (--trials_left_ > 0) return false;
+    if (ticks < best_trial_) {
+      best_trial_ = ticks;
+      best_flip_ = flipped_;
+    }
+    if (--trials_left_ > 0 || try_another()) return false;
     // Compared with the last few runs, not with the best ever: the state may have changed.
     const uint64_t best = best_recent();
     if (best_trial_ >= best - best / 8) return false;
-    streaming_ = !streaming_;
+    kind_ ^= best_flip_;
     for (uint64_t& run : recent_) run = best_trial_;
     return true;
   }
@@ -52,9 +65,20 @@ class StoreChoice {
   static constexpr uint32_t kPeriod = 1024, kFirst = 8;
   static constexpr int kTrials = 3, kRecent = 4, kSlowRuns = 3;
 
+  static unsigned bits(Store kind) { return static_cast<unsigned>(kind); }
   uint64_t best_recent() const { return *std::min_element(recent_, recent_ + kRecent); }
 
-  bool streaming_ = false;
+  // Goes on to the next combination of what is open; false after the last one.
+  bool try_another() {
+    do {
+      if (++flipped_ > bits(Store::StreamBoth)) return false;
+    } while ((flipped_ & ~open_) != 0);
+    trials_left_ = kTrials;
+    return true;
+  }
+
+  unsigned kind_ = 0, open_ = 0;
+  unsigned flipped_ = 0, best_flip_ = 0;  // what the present, and the best, trial changes
   uint32_t runs_ = 0, place_ = 0;
   int trials_left_ = 0, slow_runs_ = 0;
   uint64_t best_trial_ = UINT64_MAX;

@@ -12,6 +12,7 @@ from fake_mpi import FakeMpi
 
 from commrt import algorithms, world
 from commrt.algorithms import _registry
+from commrt.backends import planning
 from commrt.backends.local import LocalRanks, run
 from commrt.comm import Communicator
 from commrt.errors import CommError, ScheduleError, UsageError
@@ -209,3 +210,27 @@ def test_more_messages_than_lines_run_where_they_can(
         return True
 
     assert run(2, main, timeout_s=20) == [True, True]
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "recursive_doubling", "ring"])
+def test_results_are_right_while_a_plan_tries_every_kind_of_stores(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # To a cache of nothing, every result is too large for it.
+    monkeypatch.setattr(planning, "last_level_cache_nbytes", lambda: 0)
+    number, runs = 40_011, 40  # trials begin at the eighth run
+
+    def main(comm: Communicator) -> None:
+        room = np.empty(number + 16, np.float32)
+        x, total = np.empty(number, np.float32), comm.size * (comm.size + 1) // 2
+        for step in range(runs):
+            # Wherever the result starts in its cache line.
+            out = room[step % 16 : step % 16 + number]
+            x[:] = np.arange(number) % 1000 + step
+            x *= comm.rank + 1
+            room[:] = -1
+            comm.allreduce(x, out=out, algorithm=algorithm, params={"chunk": 16384})
+            assert (out == (np.arange(number) % 1000 + step) * total).all()
+            assert (room == -1).sum() == 16
+
+    run(3, main)

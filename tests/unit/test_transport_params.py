@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which stores a plan starts with, and which ones experience decides."""
+
+from __future__ import annotations
+
+import pytest
+
+from commrt.backends import planning
+from commrt.backends.planning import TransportParams
+from commrt.select.facts import LinkClass
+
+PLAIN, STREAM, STREAM_SLOTS, STREAM_BOTH = 0, 1, 2, 3
+CACHE = 1 << 20
+cache_of_this_machine = planning.last_level_cache_nbytes
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "last_level_cache_nbytes", lambda: CACHE)
+
+
+@pytest.mark.parametrize(
+    ("link_class", "in_cache", "beyond"),
+    [
+        ("near", PLAIN, STREAM),
+        ("far", STREAM_SLOTS, STREAM_BOTH),
+        ("oversubscribed", STREAM_SLOTS, STREAM_BOTH),
+    ],
+)
+def test_results_are_streamed_where_no_cache_would_keep_them(
+    link_class: LinkClass, in_cache: int, beyond: int
+) -> None:
+    def start(message_nbytes: int, node_nbytes: int) -> tuple[int, int]:
+        return TransportParams().stores(message_nbytes, node_nbytes, link_class)
+
+    assert start(65536, 2 * CACHE - 1) == (in_cache, STREAM_SLOTS)
+    assert start(65536, 2 * CACHE) == (beyond, STREAM_BOTH)
+    assert start(1024, 2 * CACHE) == (PLAIN, PLAIN)
+
+
+@pytest.mark.parametrize("store", ["plain", "stream", "stream_slots", "stream_both"])
+def test_a_named_kind_of_stores_is_kept(store: str) -> None:
+    params = TransportParams(store=store)
+    names = ["plain", "stream", "stream_slots", "stream_both"]
+    for nbytes in (64, 65536):
+        assert params.stores(nbytes, 1 << 30, "near") == (names.index(store), 0)
+
+
+def test_the_cache_is_as_large_as_caches_are() -> None:
+    assert 1 << 17 <= cache_of_this_machine() <= 1 << 36

@@ -2,6 +2,8 @@
 // The reductions of two vectors.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels_vector.hpp"
 
 namespace commrt {
@@ -29,17 +31,71 @@ struct Multiply {
   }
 };
 
+// Element i of the result is element (i & And) ^ Xor of v: with pairs of (real, imaginary),
+// <~1, 0> spreads the real parts, <~1, 1> the imaginary ones, and <~0, 1> swaps the two.
+template <int And, int Xor, class V>
+COMMRT_INLINE V pick(V v) {
+  constexpr int kCount = sizeof(V) / sizeof(v[0]);
+#if defined(__clang__)
+  V picked{};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) picked[i] = v[(i & And) ^ Xor];
+  return picked;
+#else
+  decltype(v == v) from{};
+#pragma GCC unroll 16
+  for (int i = 0; i < kCount; ++i) from[i] = (i & And) ^ Xor;
+  return __builtin_shuffle(v, from);
+#endif
+}
+
+// x < y of 64-bit integers where there is no such comparison: the sign of the difference, or
+// that of the operand which decides.
+#if defined(__SSE2__) && !defined(__SSE4_2__)
+constexpr bool kCompares64 = false;
+#else
+constexpr bool kCompares64 = true;
+#endif
+
+template <class T>
+COMMRT_INLINE Vec<T> lesser_wide(Vec<T> x, Vec<T> y, Vec<T> otherwise) {
+  Vec<T> decides = T(-1) < T(0) ? x & ~y : ~x & y;
+  Vec<T> sign = decides | (~(x ^ y) & (x - y));
+  using Halves = Vec<std::int32_t>;
+  Vec<T> less = (Vec<T>)(pick<~1, 1>((Halves)sign) >> 31);
+  return (x & less) | (otherwise & ~less);
+}
+
+// x < y ? x : y, and x > y ? x : y.
+template <class V>
+COMMRT_INLINE V lesser(V x, V y) {
+  using T = std::remove_reference_t<decltype(x[0])>;
+  if constexpr (std::is_integral_v<T> && sizeof(T) == 8 && !kCompares64)
+    return lesser_wide<T>(x, y, y);
+  else
+    return x < y ? x : y;
+}
+
+template <class V>
+COMMRT_INLINE V greater(V x, V y) {
+  using T = std::remove_reference_t<decltype(x[0])>;
+  if constexpr (std::is_integral_v<T> && sizeof(T) == 8 && !kCompares64)
+    return x ^ y ^ lesser(x, y);
+  else
+    return x > y ? x : y;
+}
+
 struct Least {
   template <class V>
   static COMMRT_INLINE V apply(V x, V y) {
-    return x < y ? x : y;
+    return lesser(x, y);
   }
 };
 
 struct Greatest {
   template <class V>
   static COMMRT_INLINE V apply(V x, V y) {
-    return x > y ? x : y;
+    return greater(x, y);
   }
 };
 
@@ -50,23 +106,55 @@ COMMRT_INLINE Vec<double> quiet_nan(Vec<double>) {
   return (Vec<double>)splat<std::uint64_t>(0x7ff8000000000000u);
 }
 
-// Where x == y their bits are equal, or they are zeros, of which "or" keeps the negative.
-struct LeastFloat {
-  template <class V>
-  static COMMRT_INLINE V apply(V x, V y) {
-    auto equal = x == y;
-    auto least = (decltype(equal))(x < y ? x : y) | ((decltype(equal))x & equal);
-    return ((x == x) & (y == y)) ? (V)least : quiet_nan(x);
+// Floats to be compared; for the greatest, with their signs flipped. (Not by "-": compilers
+// then turn the comparisons round, and miss that they are minimums.)
+template <class T, bool kGreatest>
+struct Ordered : Same<T> {
+  using Acc = Vec<T>;
+  static COMMRT_INLINE Acc flip(Acc acc) {
+    using Word = std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>;
+    constexpr Word kSign = kGreatest ? Word(1) << (8 * sizeof(T) - 1) : 0;
+    return (Acc)((Vec<Word>)acc ^ splat<Word>(kSign));
+  }
+  static COMMRT_INLINE Acc widen(Raw raw) { return flip((Acc)raw); }
+  static COMMRT_INLINE Raw narrow(Acc acc) {
+    return (Raw)(acc == acc ? flip(acc) : quiet_nan(acc));
   }
 };
 
-// As LeastFloat; "and" keeps the positive zero.
-struct GreatestFloat {
+// The second of two that are equal or not ordered is taken, once in each order. The bits of
+// both together are those of either, or of -0 and 0, of which "or" keeps the negative, or
+// have all of a NaN's exponent.
+struct LeastOrdered {
   template <class V>
   static COMMRT_INLINE V apply(V x, V y) {
-    auto equal = x == y;
-    auto greatest = (decltype(equal))(x > y ? x : y) & ((decltype(equal))x | ~equal);
-    return ((x == x) & (y == y)) ? (V)greatest : quiet_nan(x);
+    using Bits = decltype(x == y);
+    return (V)((Bits)lesser(x, y) | (Bits)lesser(y, x));
+  }
+};
+
+// 16-bit floats to be compared, as integers in the same order: those below zero have their
+// other bits flipped. Then all of them are moved by the number of NaNs of one sign, so that
+// the NaNs of both signs come to lie before -infinity, or for the greatest after infinity.
+template <std::uint16_t kInfinity, std::uint16_t kQuiet, bool kGreatest>
+struct OrderedHalf : Same<std::int16_t> {
+  using Bits = Vec<std::uint16_t>;
+  static constexpr std::uint16_t kNaNs = 0x7fff - kInfinity;
+  static constexpr auto kMoved = static_cast<std::uint16_t>(kGreatest ? -kNaNs : kNaNs);
+  static constexpr auto kLast =
+      static_cast<std::uint16_t>((kGreatest ? kInfinity : ~kInfinity) + kMoved);
+
+  static COMMRT_INLINE Bits fold(Bits bits) {
+    return bits ^ ((Bits)((Acc)bits >> 15) & splat<std::uint16_t>(0x7fff));
+  }
+  static COMMRT_INLINE Acc widen(Raw raw) {
+    return (Acc)(fold((Bits)raw) + splat<std::uint16_t>(kMoved));
+  }
+  static COMMRT_INLINE Raw narrow(Acc acc) {
+    Bits value = fold((Bits)acc - splat<std::uint16_t>(kMoved));
+    Acc last = (Acc)splat<std::uint16_t>(kLast);
+    Bits nan = kGreatest ? (Bits)(acc > last) : (Bits)(acc < last);
+    return (Raw)((value & ~nan) | (splat<std::uint16_t>(kQuiet) & nan));
   }
 };
 
@@ -91,33 +179,56 @@ struct Xor {
   }
 };
 
-// An element is true if any bit of Value is set; true is written as One. Floats leave the
-// sign bit out of Value, so that -0 is false.
-template <class Op, class T, T Value, T One>
-struct Logical {
-  static COMMRT_INLINE Vec<T> apply(Vec<T> x, Vec<T> y) {
-    auto truth = Op::apply((x & splat<T>(Value)) != 0, (y & splat<T>(Value)) != 0);
-    return (Vec<T>)truth & splat<T>(One);
+// All bits of an element are set where x is zero.
+template <class T>
+COMMRT_INLINE auto zeros(Vec<T> x) {
+  using Mask = decltype(x == x);
+  if constexpr (sizeof(T) == 8 && !kCompares64) {
+    auto parts = (Vec<std::uint32_t>)x == 0;
+    return (Mask)(parts & pick<~0, 1>(parts));
+  } else {
+    return x == 0;
+  }
+}
+
+// For logical reductions: whether an element is false. It is true if any bit of Value is
+// set, which leaves out the sign of floats: -0 is false. True is written as One.
+template <class T, T Value, T One>
+struct Falsity : Same<T> {
+  using Acc = decltype(Vec<T>{} == Vec<T>{});
+  static COMMRT_INLINE Acc widen(Raw raw) { return zeros<T>((Vec<T>)raw & splat<T>(Value)); }
+  static COMMRT_INLINE Raw narrow(Acc acc) { return (Raw)((Vec<T>)~acc & splat<T>(One)); }
+};
+
+// complex128 is wider than a vector's element: both lanes of a pair learn its falsity.
+struct FalsityComplex : Same<double> {
+  using Acc = Vec<std::int64_t>;
+  static COMMRT_INLINE Acc widen(Raw raw) {
+    auto parts = (Vec<double>)raw == 0;
+    return (Acc)(parts & pick<~0, 1>(parts));
+  }
+  static COMMRT_INLINE Raw narrow(Acc acc) {
+    return (Raw)(~acc & (Acc)pick<1, 0>(Vec<double>{1, 0}));
   }
 };
 
-// Element i of the result is element (i & And) ^ Xor of v: with pairs of (real, imaginary),
-// <~1, 0> spreads the real parts, <~1, 1> the imaginary ones, and <~0, 1> swaps the two.
-template <int And, int Xor, class V>
-COMMRT_INLINE V pick(V v) {
-  constexpr int kCount = sizeof(V) / sizeof(v[0]);
-#if defined(__clang__)
-  V picked{};
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) picked[i] = v[(i & And) ^ Xor];
-  return picked;
-#else
-  decltype(v == v) from{};
-#pragma GCC unroll 16
-  for (int i = 0; i < kCount; ++i) from[i] = (i & And) ^ Xor;
-  return __builtin_shuffle(v, from);
-#endif
-}
+struct NotXor {
+  template <class V>
+  static COMMRT_INLINE V apply(V x, V y) {
+    return ~(x ^ y);
+  }
+};
+
+// Products of bytes, of which no instruction set has any: as those of 16 bits, where the low
+// byte is right whatever the high ones are.
+struct MultiplyBytes {
+  static COMMRT_INLINE Vec<std::uint8_t> apply(Vec<std::uint8_t> x, Vec<std::uint8_t> y) {
+    using Pairs = Vec<std::uint16_t>;
+    Pairs low = (Pairs)x * (Pairs)y & splat<std::uint16_t>(0xff);
+    Pairs high = ((Pairs)x >> 8) * ((Pairs)y & splat<std::uint16_t>(0xff00));
+    return (Vec<std::uint8_t>)(low | high);
+  }
+};
 
 // (a, b)(c, d) = (ac - bd, ad + bc), as a sum with the sign of bd flipped: GCC 12 turns
 // alternating differences and sums into fused ones even under -ffp-contract=off.
@@ -128,21 +239,6 @@ struct MultiplyComplex {
     V signs = pick<1, 1>(V{0, -0.0});  // -0 at the real parts
     using Bits = decltype(x == x);
     return pick<~1, 0>(x) * y + (V)((Bits)cross ^ (Bits)signs);
-  }
-};
-
-// complex128 is wider than a vector's element: both lanes of a pair learn its truth.
-template <class Op>
-struct LogicalComplex {
-  template <class V>
-  static COMMRT_INLINE auto truth(V x) {
-    auto parts = x != 0;
-    return parts | pick<~0, 1>(parts);
-  }
-  template <class V>
-  static COMMRT_INLINE V apply(V x, V y) {
-    auto one = (decltype(x == x))pick<1, 0>(V{1, 0});
-    return (V)(Op::apply(truth(x), truth(y)) & one);
   }
 };
 

@@ -89,8 +89,12 @@ struct Loop {
         acc[u] = Op::apply(acc[u], input(load(p + u * kVec), k));
     }
     Raw value[Count];
+    if constexpr (E::kTogether) {
+      E::template narrow_all<Count>(acc, value);
+    } else {
 #pragma GCC unroll 8
-    for (int u = 0; u < Count; ++u) value[u] = E::narrow(acc[u]);
+      for (int u = 0; u < Count; ++u) value[u] = E::narrow(acc[u]);
+    }
     put<Count>(job.dst + at, value, stream);
     if (job.dst2) put<Count>(job.dst2 + at, value, stream2);
   }
@@ -166,13 +170,14 @@ COMMRT_INLINE Job make_job(void* dst, void* dst2, const void* const* srcs, int n
              (bits & 1) != 0, dst2 && (bits & 2) != 0};
 }
 
-// Parts = 2 treats a complex element as two floats. One loop for all counts, and a short one:
-// there are many of these.
+// Parts = 2 treats a complex element as two floats. One loop for two inputs and one, a short
+// one, for all other counts: there are many of these.
 template <class E, class Op, std::size_t Parts = 1>
 void reduce(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_t n,
             const std::uint64_t*, Scale, Store store) {
   Job job = make_job(dst, dst2, srcs, nsrc, n * E::kItem * Parts, nullptr, {}, store);
   if (nsrc == 1) return copy_one(job);
+  if (nsrc == 2) return Loop<E, Op, 2, false>(job).run();
   Loop<E, Op, 0, false, (E::kUnroll + 1) / 2>(job).run();
 }
 
@@ -205,9 +210,9 @@ constexpr CombineFn& entry(KernelSet& set, DType dtype, RedOp op) {
 
 template <class T, T Value, T One>
 constexpr void add_logical(KernelSet& set, DType dtype) {
-  entry(set, dtype, RedOp::Land) = reduce<Same<T>, Logical<And, T, Value, One>>;
-  entry(set, dtype, RedOp::Lor) = reduce<Same<T>, Logical<Or, T, Value, One>>;
-  entry(set, dtype, RedOp::Lxor) = reduce<Same<T>, Logical<Xor, T, Value, One>>;
+  entry(set, dtype, RedOp::Land) = reduce<Falsity<T, Value, One>, Or>;
+  entry(set, dtype, RedOp::Lor) = reduce<Falsity<T, Value, One>, And>;
+  entry(set, dtype, RedOp::Lxor) = reduce<Falsity<T, Value, One>, NotXor>;
 }
 
 // sum, prod and the bitwise ones are the same for signed and unsigned: both wrap.
@@ -221,7 +226,8 @@ constexpr void add_integers(KernelSet& set, DType signed_type, DType unsigned_ty
     entry(set, dtype, RedOp::Sum) = reduce_hot<Same<T>, Add>;
     entry(set, dtype, RedOp::Avg) = reduce_hot<Same<T>, Add>;
     entry(set, dtype, RedOp::PremulSum) = reduce_scaled<Same<T>, Add>;
-    entry(set, dtype, RedOp::Prod) = reduce<Same<T>, Multiply>;
+    using Product = std::conditional_t<sizeof(T) == 1, MultiplyBytes, Multiply>;
+    entry(set, dtype, RedOp::Prod) = reduce<Same<T>, Product>;
     entry(set, dtype, RedOp::Band) = reduce<Same<std::uint8_t>, And, sizeof(T)>;
     entry(set, dtype, RedOp::Bor) = reduce<Same<std::uint8_t>, Or, sizeof(T)>;
     entry(set, dtype, RedOp::Bxor) = reduce<Same<std::uint8_t>, Xor, sizeof(T)>;
@@ -229,19 +235,25 @@ constexpr void add_integers(KernelSet& set, DType signed_type, DType unsigned_ty
   }
 }
 
-template <class E, class Sum, class Prod, class Min, class Max>
-constexpr void add_floats(KernelSet& set, DType dtype) {
+template <class E, class Sum, class Prod>
+constexpr void add_sums(KernelSet& set, DType dtype) {
   for (RedOp op : {RedOp::Sum, RedOp::Avg, RedOp::PremulSum})
     entry(set, dtype, op) = reduce_scaled<E, Sum>;
   entry(set, dtype, RedOp::Prod) = reduce<E, Prod>;
-  entry(set, dtype, RedOp::Min) = reduce<E, Min>;
-  entry(set, dtype, RedOp::Max) = reduce<E, Max>;
 }
 
-template <class E>
+template <class T>
+constexpr void add_floats(KernelSet& set, DType dtype) {
+  add_sums<Same<T>, Add, Multiply>(set, dtype);
+  entry(set, dtype, RedOp::Min) = reduce<Ordered<T, false>, LeastOrdered>;
+  entry(set, dtype, RedOp::Max) = reduce<Ordered<T, true>, LeastOrdered>;
+}
+
+template <class E, std::uint16_t Infinity, std::uint16_t Quiet>
 constexpr void add_halves(KernelSet& set, DType dtype) {
-  add_floats<E, Widened<Add>, Widened<Multiply>, Widened<LeastFloat>, Widened<GreatestFloat>>(
-      set, dtype);
+  add_sums<E, Widened<Add>, Widened<Multiply>>(set, dtype);
+  entry(set, dtype, RedOp::Min) = reduce<OrderedHalf<Infinity, Quiet, false>, Least>;
+  entry(set, dtype, RedOp::Max) = reduce<OrderedHalf<Infinity, Quiet, true>, Greatest>;
 }
 
 template <class T>
@@ -269,10 +281,10 @@ constexpr KernelSet make_kernel_set(const char* name) {
   add_integers<std::int16_t, std::uint16_t>(set, DType::I16, DType::U16);
   add_integers<std::int32_t, std::uint32_t>(set, DType::I32, DType::U32);
   add_integers<std::int64_t, std::uint64_t>(set, DType::I64, DType::U64);
-  add_halves<Float16>(set, DType::F16);
-  add_halves<BFloat16>(set, DType::BF16);
-  add_floats<Same<float>, Add, Multiply, LeastFloat, GreatestFloat>(set, DType::F32);
-  add_floats<Same<double>, Add, Multiply, LeastFloat, GreatestFloat>(set, DType::F64);
+  add_halves<Float16, 0x7c00, 0x7e00>(set, DType::F16);
+  add_halves<BFloat16, 0x7f80, 0x7fc0>(set, DType::BF16);
+  add_floats<float>(set, DType::F32);
+  add_floats<double>(set, DType::F64);
   add_logical<std::uint16_t, 0x7fff, 0x3c00>(set, DType::F16);
   add_logical<std::uint16_t, 0x7fff, 0x3f80>(set, DType::BF16);
   add_logical<std::uint32_t, 0x7fffffff, 0x3f800000>(set, DType::F32);
@@ -281,9 +293,9 @@ constexpr KernelSet make_kernel_set(const char* name) {
   add_complex<double>(set, DType::C128);
   // Both parts of a complex64 in one 64-bit element, the real part in its lower half.
   add_logical<std::uint64_t, 0x7fffffff7fffffff, 0x000000003f800000>(set, DType::C64);
-  entry(set, DType::C128, RedOp::Land) = reduce<Same<double>, LogicalComplex<And>, 2>;
-  entry(set, DType::C128, RedOp::Lor) = reduce<Same<double>, LogicalComplex<Or>, 2>;
-  entry(set, DType::C128, RedOp::Lxor) = reduce<Same<double>, LogicalComplex<Xor>, 2>;
+  entry(set, DType::C128, RedOp::Land) = reduce<FalsityComplex, Or, 2>;
+  entry(set, DType::C128, RedOp::Lor) = reduce<FalsityComplex, And, 2>;
+  entry(set, DType::C128, RedOp::Lxor) = reduce<FalsityComplex, NotXor, 2>;
   return set;
 }
 

@@ -126,13 +126,15 @@ COMMRT_INLINE void store_some(Byte* p, Raw v, std::size_t nbytes) {
 #endif
 
 // An element type is: kItem bytes; Acc, what is reduced; widen and narrow between the bytes
-// in memory and Acc; scale. kUnroll vectors are in flight at once.
+// in memory and Acc; scale. kUnroll vectors are in flight at once. With kTogether, narrow_all
+// does so many at a time.
 template <class T>
 struct Same {
   using Acc = Vec<T>;
   using Factor = T;
   static constexpr std::size_t kItem = sizeof(T);
   static constexpr int kUnroll = 8;
+  static constexpr bool kTogether = false;
   static COMMRT_INLINE Acc widen(Raw raw) { return (Acc)raw; }
   static COMMRT_INLINE Raw narrow(Acc acc) { return (Raw)acc; }
   static COMMRT_INLINE Acc scale(Acc acc, T factor) { return acc * splat<T>(factor); }
@@ -148,26 +150,79 @@ struct Half {
   using Factor = float;
   static constexpr std::size_t kItem = 2;
   static constexpr int kUnroll = 4;
+  static constexpr bool kTogether = false;
   static COMMRT_INLINE Acc scale(Acc acc, float factor) {
     return {acc.a * splat<float>(factor), acc.b * splat<float>(factor)};
   }
 };
 
+// All bits of an element are set where x or y is a NaN.
+COMMRT_INLINE U32s unordered(F32s x, F32s y) {
+#if COMMRT_VEC_BYTES == 64
+  return (U32s)_mm512_movm_epi32(_mm512_cmp_ps_mask((__m512)x, (__m512)y, _CMP_UNORD_Q));
+#elif COMMRT_VEC_BYTES == 32
+  return (U32s)_mm256_cmp_ps((__m256)x, (__m256)y, _CMP_UNORD_Q);
+#elif defined(__x86_64__)
+  return (U32s)_mm_cmpunord_ps((__m128)x, (__m128)y);
+#else
+  return (U32s)~((x == x) & (y == y));
+#endif
+}
+
+COMMRT_INLINE bool any(U32s mask) {
+#if COMMRT_VEC_BYTES == 64
+  return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif COMMRT_VEC_BYTES == 32
+  return _mm256_movemask_ps((__m256)mask) != 0;
+#elif defined(__x86_64__)
+  return _mm_movemask_ps((__m128)mask) != 0;
+#else
+  return vmaxvq_u32((uint32x4_t)mask) != 0;
+#endif
+}
+
 // bfloat16 is the upper half of a float32: a = elements 0, 2, 4 ..., b = 1, 3, 5 ...
 struct BFloat16 : Half {
+  static constexpr bool kTogether = true;
+
   static COMMRT_INLINE Acc widen(Raw raw) {
     U32s pairs = (U32s)raw;
     return {(F32s)(pairs << 16), (F32s)(pairs & splat<std::uint32_t>(0xffff0000u))};
   }
-  // Nearest even; a NaN stays one because its quiet bit is set instead of rounding.
+  // To nearest even in the upper half; not for NaNs.
   static COMMRT_INLINE U32s round(F32s value) {
     U32s u = (U32s)value;
-    U32s rounded = u + (((u >> 16) & splat<std::uint32_t>(1)) + splat<std::uint32_t>(0x7fff));
-    U32s quiet = u | splat<std::uint32_t>(0x00400000u);
-    return value == value ? rounded : quiet;
+    return u + (((u >> 16) & splat<std::uint32_t>(1)) + splat<std::uint32_t>(0x7fff));
+  }
+  // A NaN stays one because its quiet bit is set instead of rounding.
+  static COMMRT_INLINE U32s round_any(F32s value) {
+    U32s quiet = (U32s)value | splat<std::uint32_t>(0x00400000u);
+    return value == value ? round(value) : quiet;
+  }
+  static COMMRT_INLINE Raw upper_halves(U32s a, U32s b) {
+#if COMMRT_VEC_BYTES == 64
+    return (Raw)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)(a >> 16), (__m512i)b);
+#elif COMMRT_VEC_BYTES == 32
+    return (Raw)_mm256_blend_epi16((__m256i)(a >> 16), (__m256i)b, 0xaa);
+#else
+    return (Raw)((a >> 16) | (b & splat<std::uint32_t>(0xffff0000u)));
+#endif
   }
   static COMMRT_INLINE Raw narrow(Acc acc) {
-    return (Raw)((round(acc.a) >> 16) | (round(acc.b) & splat<std::uint32_t>(0xffff0000u)));
+    return upper_halves(round_any(acc.a), round_any(acc.b));
+  }
+  // NaNs are rare, so all vectors together are asked for one.
+  template <int Count>
+  static COMMRT_INLINE void narrow_all(const Acc* acc, Raw* out) {
+    U32s nan{};
+#pragma GCC unroll 8
+    for (int u = 0; u < Count; ++u) nan |= unordered(acc[u].a, acc[u].b);
+    if (__builtin_expect(any(nan), false)) {
+      for (int u = 0; u < Count; ++u) out[u] = narrow(acc[u]);
+      return;
+    }
+#pragma GCC unroll 8
+    for (int u = 0; u < Count; ++u) out[u] = upper_halves(round(acc[u].a), round(acc[u].b));
   }
 };
 
@@ -210,34 +265,37 @@ struct Float16 : Half {
   }
 };
 #else
-// In integer arithmetic, as the hardware does it (https://gist.github.com/rygorous/2156668):
-// a = elements 0, 2, 4 ..., b = 1, 3, 5 ... Adding and subtracting normal numbers makes the
-// subnormals right even where the process flushes subnormals to zero.
+// In integer arithmetic (after https://gist.github.com/rygorous/2156668): a = elements 0, 2,
+// 4 ..., b = 1, 3, 5 ... Adding and subtracting normal numbers makes the subnormals right
+// even where the process flushes subnormals to zero. Comparisons are of signed integers, the
+// only ones there are, and choices are masks, which compilers do not make of "?:" here.
 struct Float16 : Half {
   static constexpr int kUnroll = 1;
+  using I32s = Vec<std::int32_t>;
   static COMMRT_INLINE U32s u32(std::uint32_t value) { return splat<std::uint32_t>(value); }
+  static COMMRT_INLINE U32s less(U32s x, U32s y) { return (U32s)((I32s)x < (I32s)y); }
   static COMMRT_INLINE F32s to_float(U32s h) {
     U32s u = (h & u32(0x7fff)) << 13;
-    U32s exponent = u & u32(0x0f800000);
-    U32s normal = u + u32(112u << 23);
-    U32s special = (u + u32(224u << 23)) | ((u & u32(0x007fe000)) != 0 ? u32(1u << 22) : u32(0));
-    U32s subnormal = (U32s)((F32s)(u + u32(113u << 23)) - (F32s)u32(113u << 23));
-    U32s value = exponent == u32(0x0f800000) ? special : exponent == 0 ? subnormal : normal;
+    U32s subnormal = less(u, u32(1u << 23));     // or zero
+    U32s special = less(u32(0x0f7fffff), u);     // infinity or NaN
+    // Subnormals get the exponent of the least normal number, which is then taken away.
+    U32s value = u + u32(112u << 23) + (subnormal & u32(1u << 23)) + (special & u32(112u << 23));
+    value = (U32s)((F32s)value - (F32s)(subnormal & u32(113u << 23)));
     return (F32s)(value | ((h & u32(0x8000)) << 16));
   }
   static COMMRT_INLINE U32s from_float(F32s value) {
     U32s u = (U32s)value;
     U32s magnitude = u & u32(0x7fffffff);
-    U32s nan = u32(0x7e00) | ((magnitude >> 13) & u32(0x1ff));
-    U32s special = magnitude > u32(0x7f800000) ? nan : u32(0x7c00);
+    U32s nan = less(u32(0x7f800000), magnitude) & u32(0x7e00);
+    // From 65536 on all are infinite, as that is after rounding.
+    U32s large = less(u32(143u << 23), magnitude);
+    U32s m = (magnitude & ~large) | (u32(143u << 23) & large);
     U32s shift = u32(126u << 23);  // 0.5, whose last place is float16's smallest subnormal
-    U32s subnormal = (U32s)((F32s)magnitude + (F32s)shift) - shift;
-    U32s odd = (magnitude >> 13) & u32(1);
-    U32s normal = (magnitude - u32(112u << 23) + u32(0xfff) + odd) >> 13;
-    U32s half = magnitude >= u32(143u << 23)  ? special
-                : magnitude < u32(113u << 23) ? subnormal
-                                              : normal;
-    return half | ((u >> 16) & u32(0x8000));
+    U32s subnormal = (U32s)((F32s)m + (F32s)shift) - shift;
+    U32s normal = (m - u32((112u << 23) - 0xfff) + ((m >> 13) & u32(1))) >> 13;
+    U32s small = less(m, u32(113u << 23));
+    U32s half = (subnormal & small) | (normal & ~small);
+    return half | nan | ((u >> 16) & u32(0x8000));
   }
   static COMMRT_INLINE Acc widen(Raw raw) {
     U32s pairs = (U32s)raw;

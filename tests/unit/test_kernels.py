@@ -309,6 +309,29 @@ def test_integers_are_multiplied_in_their_own_type(dtype: DType) -> None:
                 assert dst.tobytes() == expected.tobytes(), (isa, factor, nsrc)
 
 
+@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda d: d.name)
+def test_integers_are_compared_right_at_their_ends(dtype: DType) -> None:
+    limits = np.iinfo(dtype.name)
+    ends = [limits.min, limits.min + 1, limits.max - 1, limits.max, limits.max // 2]
+    values = np.array([*ends, 0, 1, 2, limits.max // 2 + 1], dtype.name)
+    x, y = (np.ascontiguousarray(a.ravel()) for a in np.meshgrid(values, values))
+    for op, expected in ((ReduceOp.MIN, np.minimum), (ReduceOp.MAX, np.maximum)):
+        for isa in kernels.isas():
+            assert kernels.use_isa(isa)
+            got = combine(dtype, op, [x, y])
+            assert got.tobytes() == expected(x, y).tobytes(), (isa, op)
+
+
+@pytest.mark.parametrize("name", ["int8", "uint8"])
+def test_every_pair_of_bytes_is_multiplied_modulo_256(name: str) -> None:
+    values = np.arange(256, dtype=np.uint8).view(name)
+    x, y = (np.ascontiguousarray(a.ravel()) for a in np.meshgrid(values, values))
+    for isa in kernels.isas():
+        assert kernels.use_isa(isa)
+        got = combine(dtype_by_name(name), ReduceOp.PROD, [x, y])
+        assert got.tobytes() == (x * y).tobytes(), isa
+
+
 @pytest.mark.parametrize("places", [(0, 63), (64,), (3, 65, 69)])
 def test_any_of_many_inputs_can_be_scaled(places: tuple[int, ...]) -> None:
     dtype = dtype_by_name("float64")
@@ -342,6 +365,35 @@ def test_halves_are_rounded_once_for_all_inputs(name: str) -> None:
     quarter = np.full(100, tiny / 4).astype(np_dtype(dtype))
     got = combine(dtype, ReduceOp.SUM, [ones, quarter, quarter, quarter, quarter])
     assert (got.astype(np.float64) == 1 + tiny).all()
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_one_nan_changes_no_other_half(name: str) -> None:
+    dtype = dtype_by_name(name)
+    x = random_array(dtype, 700, 1)
+    y = random_array(dtype, 700, 2)
+    for at in (0, 130, 699):
+        x[at] = np.nan
+    for isa in kernels.isas():
+        assert kernels.use_isa(isa)
+        got = combine(dtype, ReduceOp.SUM, [x, y])
+        assert same_bits(got, reference(dtype, ReduceOp.SUM, [x, y])), isa
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_every_half_is_ordered_as_the_number_it_is(name: str) -> None:
+    dtype = dtype_by_name(name)
+    every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(np_dtype(dtype))
+    tiny = np.array(1, np.uint16).view(np_dtype(dtype))[()]
+    for value in (0.0, -0.0, 1.5, -2.0, np.inf, -np.inf, tiny, -tiny, np.nan):
+        pivot = np.full_like(every, value)
+        for op in (ReduceOp.MIN, ReduceOp.MAX):
+            expected = reference(dtype, op, [every, pivot])
+            for isa in kernels.isas():
+                assert kernels.use_isa(isa)
+                for inputs in ([every, pivot], [pivot, every], [pivot, every, pivot]):
+                    got = combine(dtype, op, inputs)
+                    assert same_bits(got, expected), (isa, value, op)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.name)

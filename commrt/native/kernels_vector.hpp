@@ -156,30 +156,38 @@ struct Half {
   }
 };
 
-// All bits of an element are set where x or y is a NaN.
-COMMRT_INLINE U32s unordered(F32s x, F32s y) {
+// Whether there was a NaN in any of the vectors seen.
 #if COMMRT_VEC_BYTES == 64
-  return (U32s)_mm512_movm_epi32(_mm512_cmp_ps_mask((__m512)x, (__m512)y, _CMP_UNORD_Q));
+struct NanSearch {
+  __mmask16 numbers = 0xffff;
+  COMMRT_INLINE void see(Floats v) {
+    numbers = _mm512_mask_cmp_ps_mask(numbers, (__m512)v.a, (__m512)v.b, _CMP_ORD_Q);
+  }
+  COMMRT_INLINE bool found() const { return numbers != 0xffff; }
+};
 #elif COMMRT_VEC_BYTES == 32
-  return (U32s)_mm256_cmp_ps((__m256)x, (__m256)y, _CMP_UNORD_Q);
+struct NanSearch {
+  U32s nans{};
+  COMMRT_INLINE void see(Floats v) {
+    nans |= (U32s)_mm256_cmp_ps((__m256)v.a, (__m256)v.b, _CMP_UNORD_Q);
+  }
+  COMMRT_INLINE bool found() const { return _mm256_movemask_ps((__m256)nans) != 0; }
+};
 #elif defined(__x86_64__)
-  return (U32s)_mm_cmpunord_ps((__m128)x, (__m128)y);
+struct NanSearch {
+  U32s nans{};
+  COMMRT_INLINE void see(Floats v) {
+    nans |= (U32s)_mm_cmpunord_ps((__m128)v.a, (__m128)v.b);
+  }
+  COMMRT_INLINE bool found() const { return _mm_movemask_ps((__m128)nans) != 0; }
+};
 #else
-  return (U32s)~((x == x) & (y == y));
+struct NanSearch {
+  U32s nans{};
+  COMMRT_INLINE void see(Floats v) { nans |= (U32s)((v.a != v.a) | (v.b != v.b)); }
+  COMMRT_INLINE bool found() const { return vmaxvq_u32((uint32x4_t)nans) != 0; }
+};
 #endif
-}
-
-COMMRT_INLINE bool any(U32s mask) {
-#if COMMRT_VEC_BYTES == 64
-  return _mm512_movepi32_mask((__m512i)mask) != 0;
-#elif COMMRT_VEC_BYTES == 32
-  return _mm256_movemask_ps((__m256)mask) != 0;
-#elif defined(__x86_64__)
-  return _mm_movemask_ps((__m128)mask) != 0;
-#else
-  return vmaxvq_u32((uint32x4_t)mask) != 0;
-#endif
-}
 
 // bfloat16 is the upper half of a float32: a = elements 0, 2, 4 ..., b = 1, 3, 5 ...
 struct BFloat16 : Half {
@@ -214,10 +222,10 @@ struct BFloat16 : Half {
   // NaNs are rare, so all vectors together are asked for one.
   template <int Count>
   static COMMRT_INLINE void narrow_all(const Acc* acc, Raw* out) {
-    U32s nan{};
+    NanSearch search;
 #pragma GCC unroll 8
-    for (int u = 0; u < Count; ++u) nan |= unordered(acc[u].a, acc[u].b);
-    if (__builtin_expect(any(nan), false)) {
+    for (int u = 0; u < Count; ++u) search.see(acc[u]);
+    if (__builtin_expect(search.found(), false)) {
       for (int u = 0; u < Count; ++u) out[u] = narrow(acc[u]);
       return;
     }

@@ -234,3 +234,30 @@ def test_results_are_right_while_a_plan_tries_every_kind_of_stores(
             assert (room == -1).sum() == 16
 
     run(3, main)
+
+
+def test_a_payload_that_starts_within_a_line_leaves_the_next_one_alone() -> None:
+    number, line = 8192, 16  # elements; whole lines fill their slots
+    rooms = [np.empty(number + 2 * line, np.float32) for _ in range(4)]
+    arrays = []
+    for room, at in zip(rooms, (12, 12, 0, 0), strict=True):
+        start = (-room.ctypes.data // 4 + at) % line
+        arrays.append(room[start : start + number])
+    ranks = LocalRanks(2)
+    for rank in (0, 1):
+        arrays[rank][:] = np.arange(number) * (rank + 1)
+    # The second one to start publishes its sum before the first has read its input.
+    requests = [
+        ranks.comms[rank].allreduce(
+            arrays[rank],
+            out=arrays[2 + rank],
+            algorithm="direct",
+            params={"shots": 2},
+            nonblocking=True,
+        )
+        for rank in (0, 1)
+    ]
+    while not all([request.test() for request in requests]):
+        pass
+    for out in arrays[2:]:
+        np.testing.assert_array_equal(out, np.arange(number) * 3)

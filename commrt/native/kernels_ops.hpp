@@ -59,8 +59,9 @@ constexpr bool kCompares64 = true;
 
 template <class T>
 COMMRT_INLINE Vec<T> lesser_wide(Vec<T> x, Vec<T> y, Vec<T> otherwise) {
+  using Wraps = Vec<std::uint64_t>;
   Vec<T> decides = T(-1) < T(0) ? x & ~y : ~x & y;
-  Vec<T> sign = decides | (~(x ^ y) & (x - y));
+  Vec<T> sign = decides | (~(x ^ y) & (Vec<T>)((Wraps)x - (Wraps)y));
   using Halves = Vec<std::int32_t>;
   Vec<T> less = (Vec<T>)(pick<~1, 1>((Halves)sign) >> 31);
   return (x & less) | (otherwise & ~less);

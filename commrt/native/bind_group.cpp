@@ -24,7 +24,7 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
     const void* from = reinterpret_cast<const void*>(in);
     void* to = reinterpret_cast<void*>(out);
     const bool is_short = plan->run_short && group.comm->quiet();
-    auto op = is_short ? group.comm->run_short(plan, from, to, 40)
+    auto op = is_short ? group.comm->run_short(plan, from, to, group.comm->spins_with_gil())
                        : group.comm->start(plan, from, to, nullptr, true);
     if (op == nullptr) continue;
     Backoff backoff(group.comm->spin_before_yield);

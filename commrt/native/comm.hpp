@@ -2,6 +2,7 @@
 // A communicator inside the engine: links to its peers, operations in flight, records.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <list>
@@ -62,6 +63,8 @@ struct Link {
 // cut. A wait has nothing better to do than all that can be done.
 constexpr uint64_t kSliceBytes = 128 * 1024;
 constexpr uint64_t kNoLimit = ~uint64_t{0};
+
+constexpr int kSpinsWithGil = 40;  // about 2 us
 
 enum class OpState : int { Running = 0, Done = 1, Failed = 2 };
 
@@ -302,6 +305,8 @@ class Comm {
   std::atomic<bool> broken{false};  // release: `failure` is written
   uint64_t fork_epoch = 0;
   int spin_before_yield = 2000;
+  // Polls while the GIL is held: about 2 us; none where a peer waits for this core.
+  int spins_with_gil() const { return std::min(kSpinsWithGil, spin_before_yield); }
 
   unsigned char* arena = nullptr;
   size_t region_nbytes = 0;

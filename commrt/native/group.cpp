@@ -140,10 +140,11 @@ void drop_ended(Engine& engine) {
 }
 
 WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s, bool spun) {
-  const int spins_with_gil = spun ? 0 : 24;  // about 2 us
+  constexpr int kPassesWithGil = 24;  // about 2 us
+  const int passes = spun ? 0 : std::min(kPassesWithGil, group.comm->spin_before_yield);
   constexpr double kSignalPeriod_s = 0.05;
   Engine& engine = *group.engine;
-  for (int i = 0; i < spins_with_gil && !is_long(*op); ++i) {
+  for (int i = 0; i < passes && !is_long(*op); ++i) {
     if (op->finished()) return WaitResult::Done;
     // Not by hand: a pass that runs out of memory must leave the lock free.
     const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
@@ -327,8 +328,7 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
   std::unique_lock<std::mutex> lock(engine.mutex, std::defer_lock);
   if (!nonblocking && plan->run_short && lock.try_lock()) {
     if (group.comm->quiet()) {
-      constexpr int kSpinsWithGil = 40;  // about 2 us
-      op = group.comm->run_short(plan, in, out, kSpinsWithGil);
+      op = group.comm->run_short(plan, in, out, group.comm->spins_with_gil());
       lock.unlock();
       if (op == nullptr) return nb::borrow(result);
       return finish_call(group_object, std::move(op), keep_x, keep_out, result, operation,

@@ -26,8 +26,6 @@ struct Words {  // interned once: keyword names are compared by address
 };
 Words words;
 
-constexpr int kSpins = 40;  // about 2 us
-
 // An exact int in 0..most.
 bool read_int(PyObject* value, long most, int& number) {
   if (!PyLong_CheckExact(value)) return false;
@@ -199,7 +197,7 @@ nb::object run_recv(nb::handle group_object, const Side& out, nb::handle result,
   bool spins = false;
   if (!nonblocking && lock.owns_lock()) {
     spins = comm.quiet();  // what is in flight needs more than a look at one peer
-    if (comm.p2p->recv_now(out.data, out.nbytes, out.peer, out.tag, spins ? kSpins : 0)) {
+    if (comm.p2p->recv_now(out.data, out.nbytes, out.peer, out.tag, spins ? comm.spins_with_gil() : 0)) {
       lock.unlock();
       tidy(comm.engine);
       return nb::borrow(result);
@@ -222,7 +220,7 @@ nb::object run_sendrecv(nb::handle group_object, const Side& x, const Side& out,
   if (!nonblocking && lock.owns_lock()) {
     spins = comm.quiet();
     const auto now = comm.p2p->sendrecv_now(x.data, x.nbytes, x.peer, x.tag, out.data, out.nbytes,
-                                      out.peer, out.tag, spins ? kSpins : 0);
+                                      out.peer, out.tag, spins ? comm.spins_with_gil() : 0);
     if (now == P2P::Now::Both) {
       lock.unlock();
       tidy(comm.engine);

@@ -37,9 +37,13 @@ def wait_all(
     outputs: list[Any] = []
     errors: list[tuple[int, Exception]] = []
     for index, request in enumerate(requests):
-        left_s = None if deadline is None else max(1e-3, deadline - time.monotonic())
         try:
-            outputs.append(request.wait(timeout_s=left_s))
+            if deadline is None:
+                output = request.wait()
+            else:
+                left_s = max(1e-3, deadline - time.monotonic())
+                output = request.wait(timeout_s=left_s)
+            outputs.append(output)
         except CommError as error:
             errors.append((index, error))
     if len(errors) == 1:

@@ -132,15 +132,13 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
   }
   note(op->seq, *plan, op->stream);
 
-  // Issue order decides: an operation may not overtake an older one that waits for a lane,
-  // so with others in flight this one is only queued and run by progress().
-  if (active_.empty()) {
-    lane_refused_ = native_refused_ = false;
-    op->advance(limit);
-    if (op->finished()) {
-      if (op->has_keep()) engine.discard(std::shared_ptr<Op>(op));
-      return op;
-    }
+  // Issue order decides: an operation may not overtake an older one that waits for a lane.
+  // With others in flight, what the last pass refused is still refused.
+  if (active_.empty()) lane_refused_ = native_refused_ = false;
+  if (!fail_after_own(*op)) op->advance(limit);
+  if (op->finished()) {
+    if (op->has_keep()) engine.discard(std::shared_ptr<Op>(op));
+    return op;
   }
   active_.push_back(op);
   return op;
@@ -177,10 +175,16 @@ bool Comm::progress(uint64_t limit) {
   bool any = p2p->progress();
   lane_refused_ = native_refused_ = false;
   bool ended = false;
-  for (size_t i = 0; i < active_.size(); ++i) {
-    Op& op = *active_[i];
-    if (!op.finished() && (fail_after_own(op) || op.advance(limit))) any = true;
-    ended = ended || op.finished();
+  try {
+    for (size_t i = 0; i < active_.size(); ++i) {
+      Op& op = *active_[i];
+      if (!op.finished() && (fail_after_own(op) || op.advance(limit))) any = true;
+      ended = ended || op.finished();
+    }
+  } catch (...) {
+    // What this pass did not reach may wait for a lane: nothing starts before it.
+    lane_refused_ = native_refused_ = true;
+    throw;
   }
   if (ended) {
     for (auto& op : active_) {

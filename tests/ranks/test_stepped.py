@@ -91,6 +91,30 @@ def test_nothing_happens_between_steps() -> None:
         assert all((request.wait() == 3.0).all() for request in requests)
 
 
+LANES = 8
+"""Operations with payload in flight; native/layout.hpp."""
+
+
+def test_an_operation_starts_at_once_beside_others_in_flight() -> None:
+    how: dict[str, Any] = {"nonblocking": True, "algorithm": "direct"}
+    with LocalRanks(2) as ranks:
+        first, second = ranks.comms
+        x = [[np.full(1024, 1.0 + rank) for _ in range(LANES + 2)] for rank in (0, 1)]
+        sent = [first.allreduce(each, **how) for each in x[0]]
+        met = [second.allreduce(each, **how) for each in x[1]]
+        assert not any(request.done for request in sent)
+        # What the other rank sent is there; the last two wait for memory to send from.
+        assert [request.done for request in met] == [True] * LANES + [False] * 2
+        # A short one needs none, and what waits for it is not overtaken by a long one.
+        short = [comm.allreduce(np.ones(2), **how) for comm in ranks.comms]
+        assert [request.done for request in short] == [False, True]
+        late = [comm.allreduce(np.ones(1024), **how) for comm in ranks.comms]
+        step_until_done(ranks, [sent, met, short, late], random.Random(0))
+        for request in (*sent, *met):
+            assert (request.wait() == 3.0).all()
+        assert all((request.wait() == 2.0).all() for request in (*short, *late))
+
+
 SLICE_NBYTES = 256 * 1024
 """More than a call may do of an operation, in bytes; far less than all of it."""
 

@@ -59,6 +59,7 @@ def main(args: argparse.Namespace) -> int:
         "machine": describe_machine(),
         "fresh": args.fresh,
         "in_place": args.in_place,
+        "outstanding": args.outstanding,
         "dtype": args.dtype,
         "launches": [],
         "failures": [],
@@ -146,6 +147,7 @@ def _one(
         fresh=args.fresh,
         check=peer.kind != "copy",  # whose result is nobody's
         in_place=in_place and operation(coll).in_place,
+        outstanding=args.outstanding,
         iterations=args.iterations,
         budget_s=args.budget_s,
         pin=args.pin,
@@ -192,6 +194,12 @@ def report(data: Mapping[str, Any]) -> str:
         f"{data['dtype']}, inputs {inputs}.",
         "",
     ]
+    if data.get("outstanding"):
+        lines += [
+            f"A call is {data['outstanding']} nonblocking operations, each with its "
+            f"own arrays, and a wait for all; times are those of the whole call.",
+            "",
+        ]
     lines += [f"- {peer}: {name}{forms[peer]}" for peer, name in libraries.items()]
     lines += ["", *map(markdown, aggregate(data["launches"]))]
     lines += [f"Wrong result: {what}" for what in dict.fromkeys(_wrong(data))]

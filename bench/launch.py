@@ -97,6 +97,7 @@ def make_job(coll: str, sizes: list[int], **settings: Any) -> dict[str, Any]:
         "root": 0,
         "in_place": False,
         "symmetric": False,
+        "outstanding": 0,
         "fresh": False,
         "check": True,
         "warmup": 10,

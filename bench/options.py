@@ -316,6 +316,14 @@ def _add_compare(commands: _Commands) -> None:
     )
     command.add_argument("--fresh", action="store_true")
     command.add_argument("--in-place", action="store_true")
+    command.add_argument(
+        "--outstanding",
+        type=_count(0),
+        default=0,
+        metavar="N",
+        help="a call is N nonblocking operations, each with its own arrays, and a "
+        "wait for all of them (0: one blocking operation)",
+    )
     command.add_argument("--dtype", type=_argument(_dtype), default="float32")
     command.add_argument("--iterations", type=_count(1), default=1000)
     command.add_argument(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from commrt.bench import timing_loop
-    from commrt.bench.timing_loop import Array, Call
+    from commrt.bench.timing_loop import Array, Call, Parts
 else:
     import timing_loop  # beside this file
 
@@ -55,6 +55,23 @@ class GlooPeer:
         gloo reduces in place only: out of place, the input is copied first, as a user
         would have to.
         """
+        return self._bound(coll, x, out, root)
+
+    def bind_outstanding(self, coll: str, parts: Parts, root: int) -> Call:
+        """Return a call that submits ``coll`` for all parts, then waits for all."""
+        submits: list[Any] = [
+            self._bound(coll, *part, root, async_op=True) for part in parts
+        ]
+
+        def call() -> None:
+            for work in [submit() for submit in submits]:
+                work.wait()
+
+        return call
+
+    def _bound(
+        self, coll: str, x: Array, out: Array | None, root: int, **how: bool
+    ) -> Call:
         dist, at_root = self._dist, self.rank == root
         source = self._torch.from_numpy(x)
         target = None if out is None else self._torch.from_numpy(out)
@@ -62,11 +79,11 @@ class GlooPeer:
             reduce = dist.all_reduce if coll == "allreduce" else dist.reduce
             extra = () if coll == "allreduce" else (root,)
             if target is None:
-                return partial(reduce, source, *extra)
+                return partial(reduce, source, *extra, **how)
 
-            def copied() -> None:
+            def copied() -> Any:
                 target.copy_(source)
-                reduce(target, *extra)
+                return reduce(target, *extra, **how)
 
             return copied
         parts = None
@@ -74,13 +91,15 @@ class GlooPeer:
             whole = target if coll == "gather" else source
             parts = list(whole.chunk(self.size)) if whole is not None else None
         calls: dict[str, Call] = {
-            "bcast": partial(dist.broadcast, source, root),
-            "allgather": partial(dist.all_gather_into_tensor, target, source),
-            "reduce_scatter": partial(dist.reduce_scatter_tensor, target, source),
-            "alltoall": partial(dist.all_to_all_single, target, source),
-            "gather": partial(dist.gather, source, parts, root),
-            "scatter": partial(dist.scatter, target, parts, root),
-            "barrier": dist.barrier,
+            "bcast": partial(dist.broadcast, source, root, **how),
+            "allgather": partial(dist.all_gather_into_tensor, target, source, **how),
+            "reduce_scatter": partial(
+                dist.reduce_scatter_tensor, target, source, **how
+            ),
+            "alltoall": partial(dist.all_to_all_single, target, source, **how),
+            "gather": partial(dist.gather, source, parts, root, **how),
+            "scatter": partial(dist.scatter, target, parts, root, **how),
+            "barrier": partial(dist.barrier, **how),
         }
         return calls[coll]
 

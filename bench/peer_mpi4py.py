@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from commrt.bench import timing_loop
-    from commrt.bench.timing_loop import Array, Call
+    from commrt.bench.timing_loop import Array, Call, Parts
 else:
     import timing_loop  # beside this file
 
@@ -43,24 +43,48 @@ class Mpi4pyPeer:
 
     def bind(self, coll: str, x: Array, out: Array | None, root: int) -> Call:
         """Return a call of ``coll``; without ``out`` it works in place."""
+        return self._bound(coll, x, out, root)
+
+    def bind_outstanding(self, coll: str, parts: Parts, root: int) -> Call:
+        """Return a call that submits ``coll`` for all parts, then waits for all."""
         from mpi4py import MPI
 
-        comm, at_root = self._comm, self.rank == root
+        submits: list[Any] = [
+            self._bound(coll, *part, root, nonblocking=True) for part in parts
+        ]
+        wait_all = MPI.Request.Waitall
+        return lambda: wait_all([submit() for submit in submits])
+
+    def _bound(
+        self,
+        coll: str,
+        x: Array,
+        out: Array | None,
+        root: int,
+        *,
+        nonblocking: bool = False,
+    ) -> Call:
+        from mpi4py import MPI
+
+        def method(name: str) -> Any:
+            return getattr(self._comm, f"I{name.lower()}" if nonblocking else name)
+
+        at_root = self.rank == root
         source: Any = x if out is not None else MPI.IN_PLACE
         target: Any = out if out is not None else x
         if coll == "reduce":
             source = source if at_root else x
             target = target if at_root else None
         calls: dict[str, Call] = {
-            "allreduce": partial(comm.Allreduce, source, target),
-            "reduce": partial(comm.Reduce, source, target, MPI.SUM, root),
-            "bcast": partial(comm.Bcast, x, root),
-            "allgather": partial(comm.Allgather, x, out),
-            "reduce_scatter": partial(comm.Reduce_scatter_block, x, out),
-            "alltoall": partial(comm.Alltoall, source, target),
-            "gather": partial(comm.Gather, x, out if at_root else None, root),
-            "scatter": partial(comm.Scatter, x if at_root else None, out, root),
-            "barrier": comm.Barrier,
+            "allreduce": partial(method("Allreduce"), source, target),
+            "reduce": partial(method("Reduce"), source, target, MPI.SUM, root),
+            "bcast": partial(method("Bcast"), x, root),
+            "allgather": partial(method("Allgather"), x, out),
+            "reduce_scatter": partial(method("Reduce_scatter_block"), x, out),
+            "alltoall": partial(method("Alltoall"), source, target),
+            "gather": partial(method("Gather"), x, out if at_root else None, root),
+            "scatter": partial(method("Scatter"), x if at_root else None, out, root),
+            "barrier": method("Barrier"),
         }
         return calls[coll]
 

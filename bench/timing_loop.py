@@ -25,7 +25,7 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any, Protocol, cast
 
@@ -37,6 +37,7 @@ __all__ = [
     "Array",
     "FlagBarrier",
     "Measure",
+    "Parts",
     "Peer",
     "SharedFlags",
     "Trial",
@@ -57,6 +58,7 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
+Parts = Sequence[tuple[Array, "Array | None"]]  # x and out, for operations in flight
 Call = Callable[[], object]
 Measure = Callable[["Peer", Mapping[str, Any], int, Call], "dict[str, Any] | None"]
 
@@ -96,6 +98,9 @@ class Peer(Protocol):
 
     def bind(self, coll: str, x: Array, out: Array | None, root: int) -> Call:
         """Return a call of ``coll``; without ``out`` it works in place."""
+
+    def bind_outstanding(self, coll: str, parts: Parts, root: int) -> Call:
+        """Return a call that submits ``coll`` for all parts, then waits for all."""
 
 
 class SharesMemory(Peer, Protocol):
@@ -345,12 +350,20 @@ class Trial:
         allocate: Callable[..., Array] = np.empty
         if job["symmetric"]:
             allocate = cast(SharesMemory, peer).empty
-        self.x = allocate(self.num_x, dtype)
+        outstanding: int = job.get("outstanding", 0)
+        copies = max(1, outstanding)
+        self.x = allocate(copies * self.num_x, dtype)
         # bcast has one buffer; the other operations that can work in place do if asked.
         in_place = job["in_place"] or self.coll in ("bcast", "barrier")
-        self.out = None if in_place else allocate(self.num_out, dtype)
+        self.out = None if in_place else allocate(copies * self.num_out, dtype)
         self.fill_out()
+        self.parts: Parts = [(self.x, self.out)]
         self.call = peer.bind(self.coll, self.x, self.out, self.root)
+        if outstanding:
+            xs = np.split(self.x, copies)
+            outs = [None] * copies if self.out is None else np.split(self.out, copies)
+            self.parts = list(zip(xs, outs, strict=True))
+            self.call = peer.bind_outstanding(self.coll, self.parts, self.root)
 
     @property
     def empty(self) -> bool:
@@ -368,15 +381,19 @@ class Trial:
 
     def is_right(self) -> bool:
         """Run one call on known data; return whether this rank's result is right."""
-        for low in range(0, self.num_x, _CHUNK):
-            high = min(low + _CHUNK, self.num_x)
-            self.x[low:high] = _pattern(self.peer.rank, low, high)
+        for x, _ in self.parts:
+            for low in range(0, self.num_x, _CHUNK):
+                high = min(low + _CHUNK, self.num_x)
+                x[low:high] = _pattern(self.peer.rank, low, high)
         self.call()
-        if self.coll == "barrier":
+        only_root = self.spec["output_on"] == "root" and self.peer.rank != self.root
+        if self.coll == "barrier" or only_root:
             return True
-        if self.spec["output_on"] == "root" and self.peer.rank != self.root:
-            return True
-        result = self.x if self.out is None else self.out
+        return all(
+            self._is_expected(x if out is None else out) for x, out in self.parts
+        )
+
+    def _is_expected(self, result: Array) -> bool:
         where = (self.coll, self.peer.rank, self.peer.size, self.root, self.num_x)
         for low in range(0, self.num_out, _CHUNK):
             high = min(low + _CHUNK, self.num_out)
@@ -522,10 +539,11 @@ def run_job(
     """Run every size of the job; return the rows (complete on rank 0 only).
 
     A job: ``spec`` (a row of commrt's table of operations), ``sizes``, ``dtype``,
-    ``root``, ``in_place``, ``symmetric``, ``fresh``, ``check``, ``warmup``,
-    ``iterations``, ``min_iterations``, ``min_s``, ``floor_us``, ``max_relative_ci``,
-    ``budget_s``, ``cpus`` and ``flags`` (path of the shared flags; None if ranks span
-    machines). ``measure`` replaces the timing of one size (overlap, point-to-point).
+    ``root``, ``in_place``, ``symmetric``, ``outstanding``, ``fresh``, ``check``,
+    ``warmup``, ``iterations``, ``min_iterations``, ``min_s``, ``floor_us``,
+    ``max_relative_ci``, ``budget_s``, ``cpus`` and ``flags`` (path of the shared flags;
+    None if ranks span machines). ``measure`` replaces the timing of one size (overlap,
+    point-to-point).
     """
     watch = _LinkWatch(peer, job)
     rows: list[dict[str, Any]] = []

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from commrt.bench import overlap, point_to_point, submit_cost, timing_loop
-from commrt.bench.timing_loop import Array, Call, Measure
+from commrt.bench.timing_loop import Array, Call, Measure, Parts
 from commrt.operations import operation
 
 __all__ = ["CommrtPeer", "connect", "measure_of", "run"]
@@ -60,6 +60,15 @@ class CommrtPeer:
     ) -> Call:
         """Return a call that submits ``coll`` and returns the request."""
         return self._bound(coll, x, out, root, {"nonblocking": True})
+
+    def bind_outstanding(self, coll: str, parts: Parts, root: int) -> Call:
+        """Return a call that submits ``coll`` for all parts, then waits for all."""
+        from commrt.request import wait_all
+
+        submits: list[Any] = [
+            self.bind_nonblocking(coll, x, out, root) for x, out in parts
+        ]
+        return lambda: wait_all([submit() for submit in submits])
 
     def _bound(
         self, coll: str, x: Array, out: Array | None, root: int, extra: dict[str, Any]

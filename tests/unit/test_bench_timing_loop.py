@@ -57,6 +57,10 @@ class AlonePeer:
 
         return call
 
+    def bind_outstanding(self, coll: str, parts: Any, root: int) -> Any:
+        calls = [self.bind(coll, x, out, root) for x, out in parts]
+        return lambda: [call() for call in calls]
+
     def bind_nonblocking(self, *args: Any) -> Any:
         call = self.bind(*args)
         return lambda: _Done(call)
@@ -78,6 +82,23 @@ def test_every_operation_is_checked_then_timed(coll: str, fresh: bool) -> None:
         assert 3 <= len(row["samples_us"]) <= 12
         assert row["low_us"] <= row["median_us"] <= row["high_us"]
         assert row["link_class"] == "single"
+
+
+@pytest.mark.parametrize("coll", COLLECTIVES)
+def test_each_of_the_outstanding_operations_has_its_own_arrays(coll: str) -> None:
+    job = make_job(coll, [64], outstanding=3)
+    peer = AlonePeer()
+    trial = timing_loop.Trial(peer, job, 64)
+    assert len(trial.parts) == 3
+    assert trial.is_right()
+    assert peer.num_calls == 3
+    if coll != "barrier":
+        x, out = trial.parts[-1]
+        last = x if out is None else out
+        last[-1] += 1
+        assert not trial._is_expected(last)
+        assert not np.shares_memory(last, trial.parts[0][0])
+        assert trial._is_expected(trial.parts[0][1] if out is not None else trial.x)
 
 
 def test_a_wrong_result_is_never_timed() -> None:

@@ -61,6 +61,21 @@ def test_calls_follow_the_contract(
     ]
 
 
+def test_outstanding_calls_are_all_submitted_before_the_first_wait() -> None:
+    comm = _RecordingComm(0)
+    waited: list[int] = []
+    x = np.zeros(4, np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("commrt.request.wait_all", lambda all_: waited.append(len(all_)))
+        call = CommrtPeer(comm).bind_outstanding("allreduce", [(x, None), (x, x)], 0)
+        call()
+    assert waited == [2]
+    assert comm.calls == [
+        ("allreduce", 1, {"nonblocking"}),
+        ("allreduce", 1, {"nonblocking", "out"}),
+    ]
+
+
 def test_barrier_takes_no_array() -> None:
     comm = _RecordingComm(0)
     CommrtPeer(comm).bind("barrier", np.zeros(0), None, 0)()

@@ -23,6 +23,10 @@ class Engine:
     def idle(self) -> bool:
         """Whether nothing is in flight."""
 
+    @property
+    def is_parked(self) -> bool:
+        """Whether its thread sleeps until something is started."""
+
     def start_thread(self) -> None: ...
     def step(self) -> bool:
         """Run one pass over all operations in flight, a slice of each; True if

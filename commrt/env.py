@@ -146,8 +146,9 @@ VARIABLES: tuple[Variable, ...] = (
         "COMMRT_PROGRESS",
         "off|on|auto",
         "auto",
-        "Progress thread; auto starts one only where at least 2 cores per "
-        "on-node rank are available.",
+        "Progress thread: without one, operations move only in calls; on needs MPI "
+        "with THREAD_MULTIPLE; auto starts one only where at least 2 cores per on-node "
+        "rank are available.",
         True,
         _choice("off", "on", "auto"),
     ),

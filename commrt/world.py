@@ -282,7 +282,9 @@ def progress_mode(world: World) -> bool:
     mode = env.read_str("COMMRT_PROGRESS")
     if mode == "auto":
         ranks_here = max(len(ranks) for ranks in world.nodes)
-        enough = world.size > 1 and world.cores >= 2 * ranks_here
+        # Ranks may be bound to unequal shares of the node's cores.
+        mine = len(os.sched_getaffinity(0))
+        enough = world.size > 1 and world.cores >= 2 * ranks_here and mine >= 2
         return enough and not world.in_process and _threads_may_call_mpi(world)
     if mode == "on" and not _threads_may_call_mpi(world):
         raise UsageError(

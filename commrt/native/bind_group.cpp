@@ -77,6 +77,8 @@ void bind_group(nb::module_& m) {
       .def("start_thread", &Engine::start_thread)
       .def("stop_thread", &Engine::stop_thread, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("has_thread", &Engine::has_thread)
+      .def_prop_ro("is_parked", &Engine::is_parked,
+                   "Whether its thread sleeps until something is started.")
       .def_prop_ro("idle", &Engine::idle, nb::call_guard<nb::gil_scoped_release>(),
                    "Whether nothing is in flight.");
 

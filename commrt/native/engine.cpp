@@ -2,7 +2,9 @@
 // Progress over all communicators, the parking thread, and how to wait politely.
 #include "engine.hpp"
 
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <time.h>
 
 #include <algorithm>
@@ -70,7 +72,18 @@ std::vector<std::shared_ptr<Op>> Engine::take_ended() {
 void Engine::start_thread() {
   if (thread_.joinable()) return;
   stopping_ = false;
-  thread_ = std::thread([this] { thread_main(); });
+  // Signals are for the threads of the program: Python's handlers run in its main thread,
+  // and what that one sleeps in is to be interrupted.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    thread_ = std::thread([this] { thread_main(); });
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void Engine::stop_thread() {
@@ -87,14 +100,29 @@ void Engine::wake() {
   if (thread_.joinable()) parked_->notify_one();
 }
 
+// Whether ranks outnumber cores: a thread that spins would keep another rank from its core.
+bool Engine::crowded_locked() const {
+  return std::any_of(comms_.begin(), comms_.end(),
+                     [](const Comm* c) { return c->spin_before_yield == 0; });
+}
+
 void Engine::thread_main() {
-  Backoff backoff(200);
+  pthread_setname_np(pthread_self(), "commrt-progress");
+  constexpr int kSpins = 200;
+  Backoff backoff(kSpins);
   for (;;) {
     bool advanced = false;
     {
       std::unique_lock<std::mutex> lock(mutex);
-      parked_->wait(lock, [this] { return stopping_ || busy_locked(); });
+      auto needed = [this] { return stopping_ || busy_locked(); };
+      if (!needed()) {
+        is_parked_.store(true, std::memory_order_release);
+        parked_->wait(lock, needed);
+        is_parked_.store(false, std::memory_order_release);
+        backoff.reset();
+      }
       if (stopping_) return;
+      backoff.spin_at_most(crowded_locked() ? 0 : kSpins);
       try {
         advanced = step_locked(kSliceBytes);
       } catch (const std::bad_alloc&) {

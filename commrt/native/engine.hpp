@@ -42,6 +42,9 @@ class Engine {
   void start_thread();
   void stop_thread();
   bool has_thread() const { return thread_.joinable(); }
+  // Whether the thread sleeps until there is something to do.
+  bool is_parked() const { return is_parked_.load(std::memory_order_acquire); }
+  // After something was started, or left in flight, that its caller does not wait for.
   void wake();
   bool idle();
 
@@ -60,6 +63,7 @@ class Engine {
 
  private:
   bool busy_locked() const;
+  bool crowded_locked() const;
   void thread_main();
 
   std::vector<Comm*> comms_;
@@ -70,6 +74,7 @@ class Engine {
   // not exist there.
   std::unique_ptr<std::condition_variable> parked_ = std::make_unique<std::condition_variable>();
   bool stopping_ = false;
+  std::atomic<bool> is_parked_{false};
 };
 
 // Waiting without the work: spin, then yield, then sleep.
@@ -77,6 +82,7 @@ class Backoff {
  public:
   explicit Backoff(int spins) : spins_(spins) {}
   void reset() { count_ = 0; }
+  void spin_at_most(int spins) { spins_ = spins; }
   void pause();
 
  private:

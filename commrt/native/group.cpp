@@ -400,6 +400,12 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
       op->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Done)) {
     // A receive reports how much came through its request; nothing else looks at the op.
     nb::object value = nb::borrow(result);
+    if (op->p2p != nullptr && engine.has_thread()) {
+      std::unique_lock<std::mutex> lock(engine.mutex);
+      const bool rest = !group.comm->p2p->idle();
+      lock.unlock();
+      if (rest) engine.wake();  // answers, packets on their way
+    }
     if (op->p2p == nullptr && engine.mutex.try_lock()) {
       group.comm->recycle(std::move(op));
       engine.mutex.unlock();
@@ -407,6 +413,7 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
     return value;
   }
   if (!op->finished() || op->held) keep_while_needed();
+  if (engine.has_thread()) engine.wake();  // nobody waits for it any more
   if (ended == WaitResult::Interrupted) throw nb::python_error();
   nb::object request = make_request(group_object, op, result, operation, timeout_s);
   return nb::cast<Request&>(request).outcome_after(ended, timeout_s);

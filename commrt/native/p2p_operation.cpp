@@ -167,8 +167,13 @@ std::shared_ptr<Op> start(Engine& engine, std::unique_lock<std::mutex>& lock, bo
   return op;
 }
 
-void tidy(Engine& engine) {
-  if (engine.has_ended()) drop_ended(engine);
+// After a message that needed no operation. What it leaves (answers, packets on their way) is
+// for the progress thread, where there is one.
+void tidy(Comm& comm, std::unique_lock<std::mutex>& lock) {
+  const bool rest = comm.engine.has_thread() && !comm.p2p->idle();
+  lock.unlock();
+  if (rest) comm.engine.wake();
+  if (comm.engine.has_ended()) drop_ended(comm.engine);
 }
 
 }  // namespace
@@ -178,8 +183,7 @@ nb::object run_send(nb::handle group_object, const Side& x, nb::handle operation
   Comm& comm = *nb::inst_ptr<Group>(group_object)->comm;
   std::unique_lock<std::mutex> lock(comm.engine.mutex, std::try_to_lock);
   if (!nonblocking && lock.owns_lock() && comm.p2p->send_now(x.data, x.nbytes, x.peer, x.tag)) {
-    lock.unlock();
-    tidy(comm.engine);
+    tidy(comm, lock);
     return nb::none();
   }
   const bool brief = lock.owns_lock() && comm.p2p->calm(x.peer, x.nbytes);
@@ -197,9 +201,9 @@ nb::object run_recv(nb::handle group_object, const Side& out, nb::handle result,
   bool spins = false;
   if (!nonblocking && lock.owns_lock()) {
     spins = comm.quiet();  // what is in flight needs more than a look at one peer
-    if (comm.p2p->recv_now(out.data, out.nbytes, out.peer, out.tag, spins ? comm.spins_with_gil() : 0)) {
-      lock.unlock();
-      tidy(comm.engine);
+    if (comm.p2p->recv_now(out.data, out.nbytes, out.peer, out.tag,
+                           spins ? comm.spins_with_gil() : 0)) {
+      tidy(comm, lock);
       return nb::borrow(result);
     }
   }
@@ -222,8 +226,7 @@ nb::object run_sendrecv(nb::handle group_object, const Side& x, const Side& out,
     const auto now = comm.p2p->sendrecv_now(x.data, x.nbytes, x.peer, x.tag, out.data, out.nbytes,
                                       out.peer, out.tag, spins ? comm.spins_with_gil() : 0);
     if (now == P2P::Now::Both) {
-      lock.unlock();
-      tidy(comm.engine);
+      tidy(comm, lock);
       return nb::borrow(result);
     }
     sent = now == P2P::Now::Sent;

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -176,15 +177,26 @@ def test_variables_that_differ_are_the_same_error_everywhere(
 
 
 def mode_of_progress() -> list[Any]:
+    from mpi4py import MPI
+
     comm = commrt.init()
-    total = comm.allreduce(np.ones(50_000), nonblocking=True).wait()
-    return [comm._world.engine.has_thread, float(total[-1])]
+    # Longer than the slice of a call.
+    request = comm.allreduce(np.ones(1 << 18), nonblocking=True)
+    has_thread = comm._world.engine.has_thread
+    if has_thread:
+        sys.setswitchinterval(1000)  # the GIL stays here: the thread must not need it
+        deadline = time.monotonic() + 20
+        while not request.done and time.monotonic() < deadline:
+            pass
+        sys.setswitchinterval(0.005)
+    MPI.COMM_WORLD.Barrier()
+    return [has_thread, request.done, float(request.wait()[-1])]
 
 
 @pytest.mark.parametrize(("mode", "thread"), [("on", True), ("off", False)])
 def test_progress_thread_as_asked(mpirun: Any, mode: str, thread: bool) -> None:
     got = mpirun(2, mode_of_progress, env={"COMMRT_PROGRESS": mode})
-    assert got == [[thread, 2.0]] * 2
+    assert got == [[thread, thread, 2.0]] * 2
 
 
 def too_few_threads() -> str:

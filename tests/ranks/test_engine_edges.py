@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +84,7 @@ def test_a_progress_thread_by_itself_only_where_threads_may_call_mpi(
     mpi = SimpleNamespace(Query_thread=lambda: levels[level], THREAD_MULTIPLE=3)
     monkeypatch.setattr(world._libmpi, "load", lambda: mpi)
     monkeypatch.setenv("COMMRT_PROGRESS", "auto")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     job: Any = SimpleNamespace(
         nodes=[[0, 1]], size=2, cores=8, in_process=False, mpi=object()
     )

@@ -137,7 +137,10 @@ void bind_group(nb::module_& m) {
         g.comm->break_down(why);
         g.comm->tell_failure(g.comm->next_seq);
       })
-      .def("_set_spins", [](Group& g, int spins) { g.comm->spin_before_yield = spins; })
+      .def("_set_spins", [](Group& g, int spins) {
+        std::lock_guard<std::mutex> lock(g.engine->mutex);  // a progress thread looks at it
+        g.comm->spin_before_yield = spins;
+      })
       .def("_attach_arena",
            [](Group& g, uint64_t address, uint64_t region, uint64_t lane,
               const std::vector<int>& members) {

@@ -305,7 +305,7 @@ class Comm {
   std::atomic<bool> broken{false};  // release: `failure` is written
   uint64_t fork_epoch = 0;
   int spin_before_yield = 2000;
-  // Polls while the GIL is held: about 2 us; none where a peer waits for this core.
+  // Polls while the GIL is held: about 2 us; hardly any where a peer waits for this core.
   int spins_with_gil() const { return std::min(kSpinsWithGil, spin_before_yield); }
 
   unsigned char* arena = nullptr;

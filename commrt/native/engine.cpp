@@ -100,16 +100,16 @@ void Engine::wake() {
   if (thread_.joinable()) parked_->notify_one();
 }
 
-// Whether ranks outnumber cores: a thread that spins would keep another rank from its core.
-bool Engine::crowded_locked() const {
-  return std::any_of(comms_.begin(), comms_.end(),
-                     [](const Comm* c) { return c->spin_before_yield == 0; });
+// How often the thread polls before it yields: where ranks outnumber cores, hardly.
+int Engine::spins_locked() const {
+  int spins = 200;
+  for (const Comm* comm : comms_) spins = std::min(spins, comm->spin_before_yield);
+  return spins;
 }
 
 void Engine::thread_main() {
   pthread_setname_np(pthread_self(), "commrt-progress");
-  constexpr int kSpins = 200;
-  Backoff backoff(kSpins);
+  Backoff backoff(0);
   for (;;) {
     bool advanced = false;
     {
@@ -122,7 +122,7 @@ void Engine::thread_main() {
         backoff.reset();
       }
       if (stopping_) return;
-      backoff.spin_at_most(crowded_locked() ? 0 : kSpins);
+      backoff.spin_at_most(spins_locked());
       try {
         advanced = step_locked(kSliceBytes);
       } catch (const std::bad_alloc&) {

@@ -63,7 +63,7 @@ class Engine {
 
  private:
   bool busy_locked() const;
-  bool crowded_locked() const;
+  int spins_locked() const;
   void thread_main();
 
   std::vector<Comm*> comms_;

@@ -141,7 +141,9 @@ void drop_ended(Engine& engine) {
 
 WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s, bool spun) {
   constexpr int kPassesWithGil = 24;  // about 2 us
-  const int passes = spun ? 0 : std::min(kPassesWithGil, group.comm->spin_before_yield);
+  // Ranks that share cores go straight to the loop below, which yields.
+  const bool crowded = group.comm->spin_before_yield < kPassesWithGil;
+  const int passes = spun || crowded ? 0 : kPassesWithGil;
   constexpr double kSignalPeriod_s = 0.05;
   Engine& engine = *group.engine;
   for (int i = 0; i < passes && !is_long(*op); ++i) {

@@ -53,9 +53,8 @@ def test_nodes_and_crowds_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert agree_link_class(world, [0, 2], 1) == "network"
 
 
-def test_crowded_ranks_yield_at_once() -> None:
+def test_crowded_ranks_yield_soon() -> None:
     crowded = CommFacts(4, 1, 4, 2, "oversubscribed")
     some_of_a_crowd = CommFacts(2, 1, 2, 2, "oversubscribed")
     roomy = CommFacts(4, 1, 4, 8, "near")
-    assert spins_for(crowded) == spins_for(some_of_a_crowd) == 0
-    assert spins_for(roomy) > 100
+    assert spins_for(crowded) == spins_for(some_of_a_crowd) < 24 < spins_for(roomy)

@@ -93,9 +93,9 @@ def spins_for(facts: CommFacts) -> int:
     """Return how often a wait polls before it yields its core to another rank.
 
     Where ranks outnumber cores, what a rank waits for is most likely still to be done
-    by one that waits for this core. So few polls, 0.3 us of them, are for what a rank on
-    another core is just finishing: without them long messages took 10 to 20 % longer.
-    The class tells of all ranks of the node; the communicator may have only some.
+    by one that waits for this core. The few polls are for what a rank on another core
+    is just finishing: without them long messages took 10 to 20 % longer. The class
+    tells of all ranks of the node; the communicator may have only some.
     """
     crowded = facts.link_class == "oversubscribed" or facts.ppn > facts.cores
     return _SPINS_OVERSUBSCRIBED if crowded else _SPINS

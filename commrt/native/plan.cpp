@@ -131,8 +131,12 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
                                 std::to_string(npublish) + " blocks of " +
                                 std::to_string(slot_nbytes) + " bytes, more than a lane holds");
   }
-  slots = std::max(npublish, static_cast<int>(std::min<size_t>(
-                                 fit, static_cast<size_t>(npublish) * std::max(1, slot_reuse))));
+  // Whole fragments of slots: a slot then always holds what one instruction sends. Where only
+  // some of these messages use it (symmetric.cpp), the last one's being read tells that all
+  // earlier ones are.
+  const size_t fragments_held = std::min(fit / static_cast<size_t>(npublish),
+                                         static_cast<size_t>(std::max(1, slot_reuse)));
+  slots = npublish * static_cast<int>(fragments_held);
 }
 
 }  // namespace commrt

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from commrt.operations import COLLECTIVES
 POOL_NBYTES = 4 << 20
 IN_FLIGHT = 80
 """More than there are lines to show results in."""
+DEADLINE_S = 60
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +95,36 @@ def test_scaled_operands(op: str, dtype: str) -> None:
         return run_cases(comm, cases, memory)
 
     assert run(3, rank_main) == [[]] * 3
+
+
+def test_slots_keep_what_one_peer_has_not_read_while_others_need_none() -> None:
+    # A lane holds seven slots, one fragment has five messages.
+    params = {"chunk": 524288, "reuse": 2}
+    block = 1 << 19
+    started, blocked = threading.Event(), threading.Event()
+
+    def rank_main(comm: Any) -> bool:
+        symmetric_out = comm.empty(block)
+        out = symmetric_out if comm.rank == 3 else np.zeros(block, np.float32)
+        x = np.arange(comm.size * block, dtype="float32") if comm.rank == 0 else None
+        waits_for = {0: started, 1: blocked}.get(comm.rank)
+        if waits_for is not None:
+            assert waits_for.wait(DEADLINE_S)
+        request = comm.scatter(
+            x, out=out, algorithm="direct", params=params, nonblocking=True
+        )
+        request.test()
+        if comm.rank == 3:
+            started.set()
+        elif comm.rank == 0:
+            for _ in range(20_000):  # as far as it gets without rank 1
+                request.test()
+            blocked.set()
+        request.wait(timeout_s=DEADLINE_S)
+        first = comm.rank * block
+        return np.array_equal(out, np.arange(first, first + block, dtype="float32"))
+
+    assert run(6, rank_main) == [True] * 6
 
 
 # -- the memory -------------------------------------------------------------------

@@ -55,6 +55,7 @@ void Comm::attach_arena(void* base, size_t region, size_t lane_nbytes,
   members = ranks;
   layout = RegionLayout(static_cast<int>(ranks.size()), lane_nbytes);
   if (layout.nbytes > region) throw std::invalid_argument("arena region is too small");
+  if (region * ranks.size() > kSlotMask) throw std::invalid_argument("arena is too large");
   for (size_t i = 0; i < ranks.size(); ++i) member_index_[ranks[i]] = static_cast<int>(i);
   const size_t me = static_cast<size_t>(member_index_[rank]);
   unsigned char* mine = arena + me * region;

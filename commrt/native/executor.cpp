@@ -269,7 +269,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
            " bytes expected here: the ranks called with different arguments");
       return;
     }
-    messages[i] = (meta & kInlineFlag) ? line.payload : comm->arena + (meta & kOffsetMask);
+    messages[i] = (meta & kInlineFlag) ? line.payload : comm->arena + (meta & kSlotMask);
     if ((meta & (kExposedFlag | kDeliveredFlag)) == 0) continue;
     Place place;
     std::memcpy(&place, line.payload, sizeof place);

@@ -26,15 +26,17 @@ struct alignas(kLineBytes) Line {
 };
 static_assert(sizeof(Line) == kLineBytes);
 
-constexpr uint64_t kOffsetMask = (uint64_t{1} << 40) - 1;
-constexpr uint64_t kInlineFlag = uint64_t{1} << 40;
-// The payload is the sender's own buffer in the symmetric heap: the offset is into its part of
-// the segment whose number rides in the line.
-constexpr uint64_t kExposedFlag = uint64_t{1} << 41;
+// An arena is smaller by far: the length needs the bits, because it must tell all messages
+// that fit into a lane apart.
+constexpr int kSlotBits = 38;
+constexpr uint64_t kSlotMask = (uint64_t{1} << kSlotBits) - 1;
+constexpr uint64_t kInlineFlag = uint64_t{1} << kSlotBits;
+// The payload is in the sender's own buffer in the symmetric heap: its Place rides in the line.
+constexpr uint64_t kExposedFlag = uint64_t{2} << kSlotBits;
 // The sender has written the payload to where the receiver wants it.
-constexpr uint64_t kDeliveredFlag = uint64_t{1} << 42;
-constexpr int kLengthShift = 43;
-constexpr uint64_t kLengthMask = (uint64_t{1} << 21) - 1;
+constexpr uint64_t kDeliveredFlag = uint64_t{4} << kSlotBits;
+constexpr int kLengthShift = kSlotBits + 3;
+constexpr uint64_t kLengthMask = (uint64_t{1} << 23) - 1;
 
 // Offset into the arena, whether the payload is inline, and the low bits of its length: the
 // receiver knows the length too, and a difference means that the ranks called with
@@ -65,6 +67,7 @@ struct alignas(kLineBytes) Ack {
 // of its rank; 0: not in the heap.
 using Place = uint64_t;
 constexpr int kSegmentShift = 40;
+constexpr uint64_t kOffsetMask = (uint64_t{1} << kSegmentShift) - 1;
 inline Place place_of(size_t segment, uint64_t offset) {
   return (static_cast<uint64_t>(segment + 1) << kSegmentShift) | offset;
 }

@@ -135,7 +135,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
       }
       const uint64_t meta = line.meta;
       if (!meta_length_is(meta, ins.nbytes) && !takes_only) return wait_longer(ins);
-      inputs[i] = (meta & kInlineFlag) ? line.payload : arena + (meta & kOffsetMask);
+      inputs[i] = (meta & kInlineFlag) ? line.payload : arena + (meta & kSlotMask);
       if ((meta & (kExposedFlag | kDeliveredFlag)) == 0) continue;
       Place place;
       std::memcpy(&place, line.payload, sizeof place);

@@ -216,6 +216,24 @@ def test_lengths_that_differ_are_found_by_the_engine() -> None:
         assert second.value is first.value
 
 
+def test_lengths_that_differ_by_millions_are_found_by_the_engine() -> None:
+    # One fragment each, so that only the lengths of the messages differ.
+    ranks = LocalRanks(2)
+    requests = [
+        comm.bcast(
+            np.ones((1 + 2 * comm.rank) << 20, np.uint8),
+            nonblocking=True,
+            algorithm="direct",
+            params={"chunk": 3 << 20},
+        )
+        for comm in ranks.comms
+    ]
+    step_until_done(ranks, [requests], random.Random(0))
+    requests[0].wait()
+    with pytest.raises(MismatchError, match="another length"):
+        requests[1].wait()
+
+
 def test_an_operation_behind_a_failed_one_ends_with_it() -> None:
     ranks = LocalRanks(2)
     first, second = ranks.comms

@@ -235,9 +235,16 @@ void Comm::tell_failure(uint64_t seq) {
   failed_from = std::min(failed_from, seq);
   if (arena == nullptr) return;
   std::atomic<uint64_t>& failed = header(member_index_[rank])->failed;
-  if (failed.load(std::memory_order_relaxed) == 0) {
-    failed.store(seq + 1, std::memory_order_release);
-  }
+  const uint64_t told = failed.load(std::memory_order_relaxed);
+  if (told == 0 || told > seq + 1) failed.store(seq + 1, std::memory_order_release);
+  // Before the caller writes to buffers that peers still read (gave_up()).
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+bool Comm::gave_up(int peer, uint64_t seq) const {
+  std::atomic_thread_fence(std::memory_order_acquire);
+  const uint64_t failed = header(member_of(peer))->failed.load(std::memory_order_acquire);
+  return failed != 0 && failed - 1 <= seq;
 }
 
 // MPI would hand it the messages of the one that failed, and the other ranks end it too.

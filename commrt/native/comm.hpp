@@ -286,6 +286,9 @@ class Comm {
   bool fail_after_peer(const std::shared_ptr<Op>& op);
   // Lets the ranks of this node know that they wait in vain from operation `seq` on.
   void tell_failure(uint64_t seq);
+  // Whether an on-node peer's operation `seq` failed: then what has been read from its buffers
+  // until now may be anything, because they are its own again.
+  bool gave_up(int peer, uint64_t seq) const;
   // Makes the communicator unusable; the first reason stays.
   void break_down(const std::string& why);
 

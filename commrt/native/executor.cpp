@@ -350,6 +350,13 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     }
     cursor += nbytes;
   }
+  for (int i = 0; i < nin; ++i) {
+    if (!exposed[i] || !comm->gave_up(p.peers[ins.inputs[i].peer].rank, seq)) continue;
+    given_up = true;
+    fail("rank " + std::to_string(p.peers[ins.inputs[i].peer].rank) +
+         " gave up while its array was read");
+    return;
+  }
 
   // Peers read the slot, and after the end another thread of this rank may read the result.
   if (store != Store::Plain) store_fence();

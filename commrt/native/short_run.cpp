@@ -118,6 +118,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     const bool takes_only = ins.num_local_outs == 0 && ins.num_sends == 0;
 
     const void* inputs[kShortInputs];
+    bool exposed = false;
     for (int i = 0; i < ins.num_inputs; ++i) {
       const ShortOperand& operand = ins_inputs[i];
       if (operand.link == nullptr) {
@@ -141,6 +142,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
       std::memcpy(&place, line.payload, sizeof place);
       if (!shows || (meta & kDeliveredFlag) || !is_place(place)) return wait_longer(ins);
       inputs[i] = address_of(member_of(operand.where), place);
+      exposed = true;
     }
 
     unsigned char small[kInlineBytes];
@@ -160,6 +162,12 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
       p.compute(*ins.full, store, first, second, inputs, ins.elems);
       for (int o = 1; o < ins.num_local_outs; ++o) {
         if (local(o) != first) copy(local(o), first, ins.nbytes);
+      }
+      // An Op looks again, and fails.
+      for (int i = 0; exposed && i < ins.num_inputs; ++i) {
+        if (ins_inputs[i].link != nullptr && gave_up(ins_inputs[i].where, seq)) {
+          return wait_longer(ins);
+        }
       }
     }
     if (store != Store::Plain && ins.num_sends != 0 && !in_line) store_fence();

@@ -127,6 +127,25 @@ def test_slots_keep_what_one_peer_has_not_read_while_others_need_none() -> None:
     assert run(6, rank_main) == [True] * 6
 
 
+def test_an_array_given_back_by_an_error_is_not_read_as_a_result() -> None:
+    given_back = threading.Event()
+
+    def rank_main(comm: Any) -> str:
+        x = comm.empty(100_000)
+        x[:] = 1
+        if comm.rank == 1:
+            assert given_back.wait(DEADLINE_S)
+        mine = x[:-5000] if comm.rank == 2 else x
+        with pytest.raises(CommError) as caught:
+            comm.bcast(mine, algorithm="direct", timeout_s=DEADLINE_S)
+        if comm.rank == 0:
+            x[:] = 7
+            given_back.set()
+        return type(caught.value).__name__
+
+    assert run(3, rank_main) == ["RevokedError", "RevokedError", "MismatchError"]
+
+
 # -- the memory -------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from commrt.errors import BackendError, UsageError
 from commrt.failures import watch_forks
 from commrt.group_creation import GroupCreation
 from commrt.links import agree_link_class, measure_links, spins_for
+from commrt.memory_limit import check_fits
 from commrt.native_comms import Lease
 from commrt.operations import OPERATIONS, operation, rule_nbytes
 from commrt.persistent import Plans
@@ -337,13 +338,15 @@ class Communicator(GroupCreation, Operations):
             UsageError: shape or dtype are wrong; nothing was sent.
             MismatchError: ranks of a node asked for different numbers of bytes; on all
                 of them.
-            BackendError: there is no memory; on all ranks of the node.
+            BackendError: there is no memory, or an earlier ``empty`` ended on some
+                ranks only; on all ranks of the node.
             TimeoutError_: a rank did not come within the communicator's ``timeout_s``.
         """
         self._check_usable()
         sizes, plain, torch_dtype = parse_request(shape, dtype)
         nbytes = math.prod(sizes) * plain.itemsize
         if self._arena is None:
+            check_fits(nbytes)
             memory = np.zeros(nbytes, np.uint8)
         else:
             memory = self._symmetric_heap().take(nbytes, self.timeout_s)

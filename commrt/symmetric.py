@@ -60,11 +60,14 @@ class Slots:
         self._taken: dict[int, Slot] = {}
         self._segments = 0
         self._next = 0
+        self.changes = 0
+        """How often the books changed: equal on all ranks, or they differ."""
 
     def add_segment(self, nbytes: int) -> None:
         """Add a segment with ``nbytes`` for every rank."""
         self._free.append((self._segments, 0, nbytes))
         self._segments += 1
+        self.changes += 1
 
     def take(self, nbytes: int) -> Slot | None:
         """Return a new slot of at least ``nbytes``, None if no piece is long enough."""
@@ -81,11 +84,13 @@ class Slots:
         slot = Slot(self._next, segment, offset, wanted)
         self._next += 1
         self._taken[slot.number] = slot
+        self.changes += 1
         return slot
 
     def give_back(self, number: int) -> None:
         """Free a slot; its neighbours that are free join it."""
         slot = self._taken.pop(number)
+        self.changes += 1
         self._free.append((slot.segment, slot.offset, slot.nbytes))
         self._free.sort()
         joined: list[tuple[int, int, int]] = []
@@ -151,13 +156,13 @@ class SymmetricHeap:
         ranks: Sequence[int],
         name: str,
         key: str,
-        share: Callable[[Sequence[int], str, int], Arena],
+        share: Callable[[Sequence[int], str, int, float], Arena],
         attach: Callable[[Arena], None],
     ) -> None:
         """``ranks`` are the world's ranks that share it, ``key`` names it to them.
 
-        ``share(ranks, key, part_nbytes)`` maps memory of all ranks, and ``attach``
-        makes it known to the engine.
+        ``share(ranks, key, part_nbytes, timeout_s)`` maps memory of all ranks, and
+        ``attach`` makes it known to the engine.
         """
         self._bootstrap = bootstrap
         self._ranks = list(ranks)
@@ -183,7 +188,8 @@ class SymmetricHeap:
         """Return ``nbytes`` zero bytes that all ranks have mapped; collective.
 
         Raises MismatchError on every rank where they ask for different lengths, and
-        BackendError on every rank where there is no memory.
+        BackendError on every rank where there is no memory, or where an earlier call
+        ended on some ranks only, so that their books differ.
         """
         key = f"{self._key}/{self._requests}"
         self._requests += 1
@@ -192,6 +198,7 @@ class SymmetricHeap:
         mine = {
             "nbytes": nbytes,
             "dropped": sorted(self._dropped),
+            "books": self._slots.changes,
             "limit_nbytes": memory_limit_nbytes(),
         }
         said = [
@@ -200,6 +207,7 @@ class SymmetricHeap:
                 self._ranks, key, json.dumps(mine).encode(), timeout_s
             )
         ]
+        self._check_books([one["books"] for one in said])
         self._reuse([one["dropped"] for one in said])
         self._check_equal([one["nbytes"] for one in said])
         if nbytes == 0:
@@ -207,7 +215,8 @@ class SymmetricHeap:
         slot = self._slots.take(nbytes)
         fresh = slot is None
         if slot is None:
-            self._grow(nbytes, min(one["limit_nbytes"] for one in said), key)
+            limit_nbytes = min(one["limit_nbytes"] for one in said)
+            self._grow(nbytes, limit_nbytes, key, timeout_s)
             slot = self._slots.take(nbytes)
             assert slot is not None
         segment = self._segments[slot.segment]
@@ -231,6 +240,15 @@ class SymmetricHeap:
             self._slots.give_back(number)
         self._dropped -= by_all
 
+    def _check_books(self, books: list[int]) -> None:
+        if len(set(books)) > 1:
+            raise BackendError(
+                f"{self._name}: an earlier empty() ended on some ranks only, by a "
+                f"deadline or Ctrl-C, and their symmetric memory differs since: use "
+                f"the arrays there are, or take new ones from another communicator, "
+                f"of dup()"
+            )
+
     def _check_equal(self, sizes: list[int]) -> None:
         if len(set(sizes)) > 1:
             asked = ", ".join(
@@ -242,7 +260,7 @@ class SymmetricHeap:
                 f"a node; asked for: {asked}"
             )
 
-    def _grow(self, nbytes: int, limit_nbytes: int, key: str) -> None:
+    def _grow(self, nbytes: int, limit_nbytes: int, key: str, timeout_s: float) -> None:
         # Doubling keeps segments few: every operation looks through them.
         total = self.nbytes
         part = _round_up(max(nbytes, total // len(self._ranks)), _SEGMENT_NBYTES)
@@ -255,7 +273,7 @@ class SymmetricHeap:
                 f"that there are this is more than the {limit_nbytes} that this "
                 f"machine or container may use: drop arrays, or raise the limit"
             )
-        arena = self._share(self._ranks, f"{key}/segment", part)
+        arena = self._share(self._ranks, f"{key}/segment", part, timeout_s)
         self._segments.append(_Segment(arena))
         self._slots.add_segment(arena.region_nbytes)
         self._attach(arena)

@@ -103,15 +103,22 @@ class World:
         for comm in dropped:
             comm.let_go()
 
-    def share_memory(self, ranks: Sequence[int], key: str, region_nbytes: int) -> Arena:
+    def share_memory(
+        self,
+        ranks: Sequence[int],
+        key: str,
+        region_nbytes: int,
+        timeout_s: float | None = None,
+    ) -> Arena:
         """Return memory that all ``ranks`` of this node map, a region for each."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         if not self.in_process:
-            return share(self.bootstrap, ranks, key, region_nbytes, self.timeout_s)
+            return share(self.bootstrap, ranks, key, region_nbytes, timeout_s)
         mine = b""
         if self.rank == ranks[0]:
             arena = _SharedByThreads.create(len(ranks), region_nbytes)
             mine = str(arena.address).encode()
-        said = self.bootstrap.exchange(ranks, key, mine, self.timeout_s)
+        said = self.bootstrap.exchange(ranks, key, mine, timeout_s)
         return _SharedByThreads.of(int(said[0]))
 
     def meet(self, members: Sequence[int], key: str) -> None:

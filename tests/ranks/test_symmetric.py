@@ -21,6 +21,7 @@ from commrt.errors import (
     ClosedError,
     CommError,
     MismatchError,
+    TimeoutError_,
     UsageError,
 )
 from commrt.operations import COLLECTIVES
@@ -224,6 +225,16 @@ def test_what_does_not_fit_is_an_error_on_every_rank(
     assert run(2, rank_main) == [2.0] * 2
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_more_than_any_machine_has(size: int) -> None:
+    def rank_main(comm: Any) -> None:
+        for shape in (1 << 60, 1 << 70):
+            with pytest.raises(BackendError, match=r"asks for|asked for"):
+                comm.empty(shape)
+
+    run(size, rank_main)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "message"),
     [
@@ -256,3 +267,47 @@ def test_other_arguments_are_found_out() -> None:
     found = run(2, rank_main)
     assert "MismatchError" in found
     assert set(found) <= {"MismatchError", "RevokedError"}
+
+
+def test_a_deadline_that_not_all_ranks_missed() -> None:
+    late = threading.Event()
+
+    def rank_main(comm: Any) -> float:
+        kept = comm.empty(40_000)
+        if comm.rank == 0:
+            comm.timeout_s = 0.01
+            with pytest.raises(TimeoutError_):
+                comm.empty(10)
+            late.set()
+        else:
+            assert late.wait(DEADLINE_S)
+            comm.empty(10)  # finds what rank 0 had said
+        comm.timeout_s = DEADLINE_S
+        for _ in range(2):
+            with pytest.raises(BackendError, match="ended on some ranks only"):
+                comm.empty(10)
+        other = comm.dup()
+        kept += 1
+        return float(comm.allreduce(kept)[0] + other.allreduce(other.empty(10) + 1)[0])
+
+    assert run(2, rank_main) == [4.0] * 2
+
+
+def test_a_deadline_that_all_ranks_missed_changes_nothing() -> None:
+    first = threading.Event()
+
+    def rank_main(comm: Any) -> float:
+        if comm.rank == 0:
+            comm.timeout_s = 0.01
+            with pytest.raises(TimeoutError_):
+                comm.empty(10)  # a new heap: the other one waits to map it
+            first.set()
+        else:
+            assert first.wait(DEADLINE_S)
+            comm.timeout_s = 0.01
+            with pytest.raises(TimeoutError_):
+                comm.empty(10)
+        comm.timeout_s = DEADLINE_S
+        return float(comm.allreduce(comm.empty(40_000) + 1)[0])
+
+    assert run(2, rank_main) == [2.0] * 2

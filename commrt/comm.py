@@ -326,8 +326,8 @@ class Communicator(GroupCreation, Operations):
         may mix them with ordinary arrays as they like. Elsewhere they are arrays like
         any other.
 
-        Collective over the ranks of a node, which must ask for the same number of
-        bytes. Dropping the array is local, and its memory is given out again by a later
+        Collective over the ranks of a node, in the order of all their calls; they must
+        ask for the same number of bytes. Dropping the array is local, and its memory is given out again by a later
         ``empty`` once every rank has dropped its own. It stays valid after ``free()``.
 
         Args:

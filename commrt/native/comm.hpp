@@ -150,7 +150,7 @@ class Op {
   };
   struct Source {  // of what an instruction sends
     Place place = 0;
-    bool is_operand = false;
+    bool constant = false;  // until the operation ends
   };
   Place in_place_ = 0, out_place_ = 0;
   uint8_t sharing_ = 0;

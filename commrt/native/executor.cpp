@@ -300,8 +300,8 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
       exposes = true;
     }
   }
-  // An operand is there already: peers may read it while this rank is at work.
-  if (exposes && source_.is_operand) expose(ins, fragment, total);
+  // Peers may read it while this rank is at work.
+  if (exposes && source_.constant) expose(ins, fragment, total);
   unsigned char small[kInlineBytes];
   unsigned char* slot = nullptr;
   if (has_shared_send) {
@@ -367,7 +367,9 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     const uint64_t id = out_id(ref, fragment);
     Line& line = link.out_lines[id & (kLines - 1)];
     if (!inline_send && route_of(s) != Route::By::Slot) {
-      if (route_of(s) == Route::By::Delivered) publish(line, id, pack_meta(0, kDeliveredFlag, total));
+      if (route_of(s) == Route::By::Delivered) {
+        publish(line, id, pack_meta(0, kDeliveredFlag, total));
+      }
       continue;
     }
     if (!inline_send) comm->lanes_[lane_].last[p.peers[ref.peer].rank] = id + 1;
@@ -375,7 +377,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     publish(line, id, inline_send,
             inline_send ? 0 : static_cast<uint64_t>(slot - comm->arena), total);
   }
-  if (exposes && !source_.is_operand) expose(ins, fragment, total);
+  if (exposes && !source_.constant) expose(ins, fragment, total);
   take_inputs(ins, fragment);
 }
 

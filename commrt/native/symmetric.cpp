@@ -66,6 +66,8 @@ bool Op::show_result() {
   if (taken) return false;  // by an operation in flight that is so much older
   taken = shown_ = true;
   CallLine& line = comm->call_line(comm->member_of(comm->rank), seq);
+  // A run from the caller's stack that found no lane has shown the same already.
+  if (line.seq.load(std::memory_order_relaxed) == seq + 1) return true;
   line.out = out_place_;
   line.sharing = sharing_;
   line.seq.store(seq + 1, std::memory_order_release);
@@ -111,8 +113,8 @@ const Op::Result& Op::result_of(int peer) {
   return result;
 }
 
-// From where peers may read what an instruction sends: its only operand, which is there before
-// the instruction runs, or its result here.
+// From where peers may read what an instruction sends: its only operand, or its result here. A
+// send buffer apart from the result is written by nobody: peers may read it at once.
 Op::Source Op::source_in_heap(const Instr& ins) const {
   auto place = [&](const Ref& ref) -> Place {
     if (ref.is_message) return 0;
@@ -124,7 +126,9 @@ Op::Source Op::source_in_heap(const Instr& ins) const {
   };
   if (ins.scaled() == nullptr && (ins.operand_exposable & sharing_) != 0) {
     const Place operand = place(ins.inputs[0]);
-    if (operand != 0) return {operand, true};
+    const bool is_input = plan->spaces[ins.inputs[0].space].kind == SpaceKind::In;
+    const bool is_apart = sharing_ == static_cast<uint8_t>(Sharing::Apart);
+    if (operand != 0) return {operand, is_input && is_apart};
   }
   if ((ins.exposable & sharing_) != 0) return {place(ins.local_outs[0]), false};
   return {0, false};

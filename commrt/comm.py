@@ -327,8 +327,9 @@ class Communicator(GroupCreation, Operations):
         any other.
 
         Collective over the ranks of a node, in the order of all their calls; they must
-        ask for the same number of bytes. Dropping the array is local, and its memory is given out again by a later
-        ``empty`` once every rank has dropped its own. It stays valid after ``free()``.
+        ask for the same number of bytes. Dropping the array is local, and its memory is
+        given out again by a later ``empty`` once every rank has dropped its own. It
+        stays valid after ``free()``.
 
         Args:
             shape: number of elements, or several.

@@ -94,9 +94,9 @@ TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
 # only the plain ones, which do the same by the same source; a full run has all.
 # Not capturing descriptors lets through what a sanitizer prints.
 SCOPE := $(if $(FULL),-full)
-# They are five to ten times slower: a third of each test's cases, others in each run. A
+# They are five to ten times slower: a quarter of each test's cases, others in each run. A
 # full run has them all, but draws from the matrix of operations as an ordinary run does.
-SHARE := 0.34
+SHARE := 0.25
 SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks $(TEST_ARGS) \
   $(if $(SEED),--seed $(SEED)) --capture=sys $(if $(FULL),,--plain-kernels --share $(SHARE))
 

@@ -23,12 +23,14 @@ __all__ = ["curves", "main"]
 
 Curves = dict[str, dict[int, float]]
 """library -> bytes -> median over launches, µs."""
-_COLOURS = ("#c2410c", "#2563eb", "#059669", "#7c3aed", "#57534e")
+_COLOURS = ("#c2410c", "#2563eb", "#059669", "#7c3aed", "#57534e", "#eab308")
 _NAMES = {
     "mpi4py": "mpi4py + Open MPI",
     "intel": "mpi4py + Intel MPI",
     "mpich": "mpi4py + MPICH",
     "gloo": "torch gloo",
+    "symmetric": "commrt, symmetric buffers",
+    "copy": "copying on all ranks",
 }
 
 
@@ -47,6 +49,11 @@ def curves(data: dict[str, Any], coll: str, link_class: str) -> Curves:
     }
 
 
+def _comparable(found: Curves) -> bool:
+    """Whether there is enough of two libraries for a panel: some sizes of each."""
+    return sum(len(sizes) > 1 for sizes in found.values()) > 1
+
+
 def draw(data: dict[str, Any], coll: str, out: Path) -> None:
     """Write one panel per link class that occurred."""
     try:
@@ -58,7 +65,7 @@ def draw(data: dict[str, Any], coll: str, out: Path) -> None:
     classes = [
         name
         for name in ("near", "far", "oversubscribed")
-        if len(curves(data, coll, name)) > 1
+        if _comparable(curves(data, coll, name))
     ]
     if not classes:
         raise UsageError(f"no link class has figures of {coll} for two libraries")

@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """How good the choices are on launches that did not shape them.
 
-Regret at a size is the time of the choice over the time of the best candidate measured
-in the same held-out launch. Held-out sizes lie off the tuner's grid.
+At a size, the choice is compared with every other candidate within each held-out launch
+that measured both; what counts is the median of these ratios over the launches, and
+the regret is the largest. Held-out sizes lie off the tuner's grid.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
 
 from commrt.bench.timing_loop import median_interval
 from commrt.select.facts import Candidate
 from commrt.tuning.decide import Decision, decide
-from commrt.tuning.samples import Group, Launch, Recording
+from commrt.tuning.samples import Group, Recording
 from commrt.tuning.statistics import geometric_mean
 from commrt.tuning.table_writer import NATIVE
 
-__all__ = ["Regret", "held_out_regret", "leave_one_out"]
+__all__ = ["Regret", "Verdict", "held_out_regret", "judge", "leave_one_out"]
 
-_Interval = tuple[float, float, float]
-"""Median, low and high end, in µs."""
 Choose = Callable[[Group, str, int], Candidate | None]
+_Row = Mapping[Candidate, Sequence[float]]
+"""Of one launch: the µs of each candidate's repetitions."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,13 @@ class Regret:
     """Geometric means over held-out cells."""
 
     cells: int
-    """Cells (launch, operation, size) where the choice was measured."""
+    """Cells (links, operation, size) where the choice was measured."""
     regret: float
     """Time of the choice over that of the best; 1 is perfect."""
     worst: float
     """The largest single ratio."""
     beyond: float
-    """The largest ratio of the low end of the choice's interval to the high end of the
-    best one's; 1 where they overlap everywhere."""
+    """The largest low end of a ratio's interval; 1 where they all reach down to 1."""
     versus_native: float | None
     """Time of the choice over that of mpi/native, None where it was not measured."""
     unmeasured: int
@@ -50,71 +51,101 @@ class Regret:
         return {"cells": self.cells, **rounded}
 
 
-@dataclass
-class _Tally:
-    """Ratios collected cell by cell."""
+@dataclass(frozen=True)
+class Verdict:
+    """How a choice did at one size."""
 
-    ratios: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    natives: list[float] = field(default_factory=list)
-    unmeasured: int = 0
+    choice: Candidate
+    """What was chosen."""
+    best: Candidate
+    """What was best; the choice itself where nothing was better."""
+    ratio: float
+    """Time of the choice over that of the best: median over launches; at least 1."""
+    beyond: float
+    """Low end of the ratio's interval."""
+    versus_native: float | None
+    """Time of the choice over that of mpi/native, None where it was not measured."""
 
-    def add(self, recording: Recording, launch: Launch, choose: Choose) -> None:
-        """Judge ``choose`` on every cell of one launch."""
-        cells: dict[tuple[Group, str, int], dict[Candidate, _Interval]] = defaultdict(
-            dict
-        )
-        for sample in recording.samples:
-            if sample.launch == launch.index and sample.us:
-                times = cells[recording.group_of(sample), sample.op, sample.nbytes]
-                times[sample.candidate] = median_interval(list(sample.us))
-        for (group, op, nbytes), times in cells.items():
-            choice = choose(group, op, nbytes)
-            if choice is None or choice not in times:
-                self.unmeasured += 1
-                continue
-            us, low_us, _ = times[choice]
-            best_us, _, best_high_us = min(times.values())
-            self.ratios.append(us / best_us)
-            self.gaps.append(low_us / best_high_us)
-            native = [seen[0] for one, seen in times.items() if one.name == NATIVE]
-            self.natives += [us / native_us for native_us in native[:1]]
 
-    def result(self) -> Regret:
-        """Return the geometric means."""
-        return Regret(
-            len(self.ratios),
-            geometric_mean(self.ratios),
-            max(self.ratios, default=1.0),
-            max([1.0, *self.gaps]),
-            geometric_mean(self.natives) if self.natives else None,
-            self.unmeasured,
-        )
+def judge(choice: Candidate | None, launches: Iterable[_Row]) -> Verdict | None:
+    """Return how ``choice`` did in these launches; None where none measured it."""
+    if choice is None:
+        return None
+    rows = [row for row in launches if choice in row]
+    if not rows:
+        return None
+    ratios: dict[Candidate, tuple[float, float]] = {choice: (1.0, 1.0)}
+    for other in {one: None for row in rows for one in row}:
+        both = [row for row in rows if other in row]
+        # What few of the launches measured has met fewer states of the machine.
+        if other != choice and 2 * len(both) >= len(rows):
+            ratios[other] = _ratio(choice, other, both)
+    best = max(ratios, key=lambda one: ratios[one][0])
+    native = next((ratios[one][0] for one in ratios if one.name == NATIVE), None)
+    return Verdict(choice, best, *ratios[best], native)
+
+
+def _ratio(
+    choice: Candidate, other: Candidate, rows: Sequence[_Row]
+) -> tuple[float, float]:
+    """Return the ratio of times, launch by launch: its median and low end.
+
+    A single launch has only the intervals of its repetitions.
+    """
+    middle, low, _ = median_interval(
+        [median(row[choice]) / median(row[other]) for row in rows]
+    )
+    if len(rows) == 1:
+        _, low_us, _ = median_interval(list(rows[0][choice]))
+        _, _, high_us = median_interval(list(rows[0][other]))
+        low = low_us / high_us
+    return middle, low
+
+
+def _judged(
+    recording: Recording, launches: Collection[int], choose: Choose
+) -> list[Verdict | None]:
+    """Return a verdict per cell that these launches measured."""
+    cells: dict[tuple[Group, str, int], dict[int, dict[Candidate, Sequence[float]]]]
+    cells = defaultdict(lambda: defaultdict(dict))
+    for sample in recording.samples:
+        if sample.launch in launches and sample.us:
+            cell = cells[recording.group_of(sample), sample.op, sample.nbytes]
+            cell[sample.launch][sample.candidate] = sample.us
+    return [judge(choose(*cell), rows.values()) for cell, rows in cells.items()]
+
+
+def _regret(verdicts: Sequence[Verdict | None]) -> Regret:
+    known = [one for one in verdicts if one is not None]
+    natives = [one.versus_native for one in known if one.versus_native is not None]
+    return Regret(
+        len(known),
+        geometric_mean(one.ratio for one in known),
+        max((one.ratio for one in known), default=1.0),
+        max([1.0, *(one.beyond for one in known)]),
+        geometric_mean(natives) if natives else None,
+        len(verdicts) - len(known),
+    )
 
 
 def held_out_regret(recording: Recording, decisions: Iterable[Decision]) -> Regret:
     """Return the regret on the launches that were held out of the tuning."""
-    tally, choose = _Tally(), _chooser(decisions)
-    for launch in recording.launches.values():
-        if launch.held_out:
-            tally.add(recording, launch, choose)
-    return tally.result()
+    held = {index for index, one in recording.launches.items() if one.held_out}
+    return _regret(_judged(recording, held, _chooser(decisions)))
 
 
 def leave_one_out(recording: Recording, margin: float) -> Regret:
     """Return the regret where each launch in turn is judged by all the others."""
-    tally = _Tally()
-    for launch in recording.launches.values():
-        others = decide(_without(recording, launch), margin)
-        tally.add(recording, launch, _chooser(others))
-    return tally.result()
+    verdicts: list[Verdict | None] = []
+    for index in recording.launches:
+        others = decide(_without(recording, index), margin)
+        verdicts += _judged(recording, {index}, _chooser(others))
+    return _regret(verdicts)
 
 
-def _without(recording: Recording, launch: Launch) -> Recording:
+def _without(recording: Recording, left_out: int) -> Recording:
     kept = {
-        index: other
-        for index, other in recording.launches.items()
-        if index != launch.index
+        index: other for index, other in recording.launches.items() if index != left_out
     }
     samples = [sample for sample in recording.samples if sample.launch in kept]
     return Recording(kept, samples, recording.failures, recording.orders)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from commrt.errors import TableError
 from commrt.select.facts import LINK_CLASSES, Candidate, CommFacts, LinkClass, Query
 from commrt.select.rules import Cell, Rule
 from commrt.select.table import Table
 from commrt.tuning.decide import curves_of, tied
+from commrt.tuning.regret import judge
 from commrt.tuning.samples import Group, Recording
 from commrt.tuning.statistics import Estimate
 from commrt.tuning.table_writer import NATIVE
@@ -38,7 +38,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Judged:
-    """A choice at one size of a launch that did not shape the table."""
+    """A choice at one size of the launches that did not shape the table."""
 
     nbytes: int
     """Rule bytes."""
@@ -47,7 +47,7 @@ class Judged:
     best: Candidate
     """The fastest there."""
     ratio: float
-    """Time of the choice over that of the best; 1 is perfect."""
+    """Time of the choice over that of the best, median over launches; at least 1."""
 
 
 @dataclass(frozen=True)
@@ -227,15 +227,15 @@ def _judge(
 ) -> tuple[list[Judged], int]:
     """Return how good the choices are on held-out launches, and how many are unknown.
 
-    As in ``regret``, only the same launch is compared with itself.
+    A choice is compared with others within each launch, as in ``regret``.
     """
-    rows: dict[tuple[int, int], dict[Candidate, float]] = {}
+    rows: dict[int, dict[int, dict[Candidate, Sequence[float]]]] = {}
     for sample in recording.of(group, held_out=True):
         if sample.op == op and sample.us:
-            row = rows.setdefault((sample.nbytes, sample.launch), {})
-            row[sample.candidate] = median(sample.us)
+            launches = rows.setdefault(sample.nbytes, {})
+            launches.setdefault(sample.launch, {})[sample.candidate] = sample.us
     judged, unjudged = [], 0
-    for (nbytes, _), row in sorted(rows.items()):
+    for nbytes, launches in sorted(rows.items()):
         choice = next(
             (
                 rule.use
@@ -245,9 +245,9 @@ def _judge(
             ),
             None,
         )
-        if choice is None or choice not in row:
+        verdict = judge(choice, launches.values())
+        if verdict is None:
             unjudged += 1
-            continue
-        best = min(row, key=row.__getitem__)
-        judged.append(Judged(nbytes, choice, best, row[choice] / row[best]))
+        else:
+            judged.append(Judged(nbytes, verdict.choice, verdict.best, verdict.ratio))
     return judged, unjudged

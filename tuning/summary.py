@@ -160,16 +160,17 @@ def describe_failure(failure: Failure) -> str:
 
 
 def _quality(recording: Recording, regret: Regret) -> list[str]:
+    judges = sum(one.held_out for one in recording.launches.values())
     if not regret.cells:
-        if not any(one.held_out for one in recording.launches.values()):
+        if not judges:
             return ["Not checked: there was no launch to judge the table."]
         return [
-            "Not checked: the launch to judge the table measured nothing of what auto "
-            "picks with the same ranks and links."
+            "Not checked: the launches to judge the table measured nothing of what "
+            "auto picks with the same ranks and links."
         ]
+    by = "a further launch" if judges == 1 else f"{judges} further launches"
     lines = [
-        f"Checked by a further launch, {regret.cells} times at sizes in between "
-        f"(geometric means):",
+        f"Checked by {by} at {regret.cells} sizes in between (geometric means):",
         f"  what auto picks takes {regret.regret:.2f} of the best candidate's time "
         f"(at worst {regret.worst:.3g}, and {regret.beyond:.3g} beyond the intervals)",
     ]

@@ -27,6 +27,9 @@ _STARTUP_S = 1.5
 """What starting and ending ranks takes of the budget, until it was seen."""
 _THOROUGH_S = 150.0
 """A budget from which every parameter of the transport is tried."""
+_SHAPING_PER_JUDGE = 3
+_MOST_JUDGES = 5
+"""The launch is the sample also of what the table is worth: one of them may be odd."""
 _SMALLEST_SHARE_S = 1.0
 """A launch that could measure for less time is not worth its start."""
 
@@ -40,7 +43,7 @@ class Options:
     ops: tuple[str, ...]
     """Operations."""
     launches: int = 3
-    """Launches per rank count that shape the table, at least; one more judges it."""
+    """Launches per rank count that shape the table, at least; more judge it."""
     most_launches: int = 50
     """As many if the budget lasts; at least ``launches``."""
     budget_s: float = 60.0
@@ -58,14 +61,16 @@ def run_launches(options: Options, progress: Progress, start: Start) -> Recordin
 
     Rank counts alternate, so that a slow minute of the machine hits all of them. What
     is left of the budget after the launches asked for goes into further ones: the
-    launch is the sample. The last one of each rank count judges the table. Where the
-    budget is too short for that there are fewer launches, and the notes say so.
+    launch is the sample. The last ones of each rank count judge the table: one for
+    three that shape it. Where the budget is too short there are fewer launches, and
+    the notes say so.
     """
     run = _Run(options, progress, start)
     run.announce()
     longest_s, done = 0.0, 0
     while done < max(options.launches, options.most_launches):
-        if done >= options.launches and progress.left_s < 2 * longest_s:
+        further = done >= options.launches
+        if further and progress.left_s < (1 + _judges(done + 1)) * longest_s:
             break
         if done and not run.affordable:
             break
@@ -74,11 +79,18 @@ def run_launches(options: Options, progress: Progress, start: Start) -> Recordin
         run.round(max(1, min(rounds_left, run.affordable)), held_out=False)
         longest_s = max(longest_s, progress.elapsed_s - begin_s)
         done += 1
-    if run.affordable:
-        run.round(1, held_out=True)
-    else:
+    judges = min(_judges(done), run.affordable)
+    for judged in range(judges):
+        if run.affordable:
+            run.round(min(judges - judged, run.affordable), held_out=True)
+    if not judges:
         run.fell_short(done)
     return run.recording
+
+
+def _judges(shaping: int) -> int:
+    """Return how many launches are to judge what ``shaping`` ones say."""
+    return max(1, min(_MOST_JUDGES, shaping // _SHAPING_PER_JUDGE))
 
 
 class _Run:

@@ -71,7 +71,8 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
     launch = detect()
     ranks = _ranks(args, launch)
     if args.benchmark == "submit":
-        job = make_job(args.op, args.sizes, **_settings(args), mode="submit")
+        mode, op = ("root_call", "bcast") if args.root_call else ("submit", args.op)
+        job = make_job(op, args.sizes, **_settings(args), mode=mode)
         return partial(_submit, args, job, ranks)
     coll, jobs = _jobs(args, ranks)
     asked: str | None = getattr(args, "algorithm", None)
@@ -276,7 +277,12 @@ def _submit(args: argparse.Namespace, job: dict[str, Any], ranks: list[int]) -> 
             print(_json(job, result), end="", flush=True)
             continue
         print(f"# {about(result, job)}")
-        print(f"# caller time of {args.op}(..., nonblocking=True), clock subtracted")
+        what = (
+            "bcast(...) at its root"
+            if args.root_call
+            else f"{args.op}(..., nonblocking=True)"
+        )
+        print(f"# caller time of {what}, clock subtracted")
         for row in result["rows"]:
             print(formats.submit_line(row), flush=True)
     return 1 if wrong else 0

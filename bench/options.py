@@ -340,6 +340,12 @@ def _add_submit(commands: _Commands) -> None:
     doc = "Caller time of a nonblocking call, without its wait."
     command = commands.add_parser("submit", help=doc, description=doc)
     command.add_argument("--op", default="allreduce")
+    command.add_argument(
+        "--root-call",
+        action="store_true",
+        help="a blocking broadcast at its root, which waits for nobody, instead: from "
+        "the call to the store that others see, and back",
+    )
     command.add_argument("--sizes", type=_argument(size_list), default=[8])
     command.add_argument("--ranks", type=_argument(_rank_list))
     command.add_argument("--dtype", type=_argument(_dtype), default="float32")

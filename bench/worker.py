@@ -115,6 +115,7 @@ def measure_of(mode: str) -> Measure | None:
         "bw": point_to_point.measure_bandwidth,
         "bibw": point_to_point.measure_bandwidth,
         "submit": submit_cost.measure_submit,
+        "root_call": submit_cost.measure_root_call,
     }
     return modes[mode]
 

@@ -112,7 +112,7 @@ def _quality(
         )
         lines = [
             f'<p><span class="big">{_regret(mean)}</span> regret: what <em>auto</em> '
-            "picks takes this much longer than the best candidate of the same launches, "
+            "picks takes this much longer than the best candidate of its launches, "
             f"over {len(judged)} sizes of launches that did not shape the table "
             "(geometric mean).</p>",
             f"<p>Worst: {op} of {human_nbytes(worst.nbytes)} bytes, where "

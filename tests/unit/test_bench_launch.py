@@ -184,11 +184,11 @@ def test_mpi4py_peer_checks_and_times_two_real_ranks() -> None:
 
 @pytest.mark.mpi
 @needs_mpi
-@pytest.mark.parametrize("mode", ["blocking", "nonblocking", "submit"])
+@pytest.mark.parametrize("mode", ["blocking", "nonblocking", "submit", "root_call"])
 def test_commrt_checks_and_times_two_real_ranks(mode: str) -> None:
     peer = PeerSpec("commrt", "commrt", sys.executable)
     limits = {"iterations": 5, "min_iterations": 2, "budget_s": 0.2}
-    for coll in ("allreduce", "scatter"):
+    for coll in ("bcast",) if mode == "root_call" else ("allreduce", "scatter"):
         job = make_job(coll, [4, 4096], mode=mode, **limits)
         result = launch(peer, 2, job, timeout_s=60)
         assert [row["nbytes"] for row in result["rows"]] == [4, 4096]

@@ -128,6 +128,13 @@ def test_overlap_rows_have_every_phase() -> None:
     assert 0 <= row["overlap_percent"] <= 100
 
 
+def test_calls_of_the_root_are_timed_there_in_streams() -> None:
+    job = _quick("bcast", [8])
+    (row,) = timing_loop.run_job(AlonePeer(), job, submit_cost.measure_root_call)
+    assert (row["valid"], len(row["samples_us"])) == (True, 12)
+    assert row["low_us"] <= row["median_us"] <= row["high_us"]
+
+
 def test_submit_is_measured_per_call() -> None:
     job = _quick("allreduce", [8])
     (row,) = timing_loop.run_job(AlonePeer(), job, submit_cost.measure_submit)

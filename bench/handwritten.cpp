@@ -5,6 +5,7 @@
 // `exchange` is recursive doubling: each rank shows its whole vector, both add.
 // `direct` is reduce-scatter and allgather: per chunk, show the peer's half, add the own
 // half from the own input and the peer's slot, show the sum, take the peer's sum.
+// `cross` is the bound of both: each rank shows its vector and only reads the other's.
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -101,6 +102,26 @@ void handwritten_exchange(void* side, const float* in, float* out, size_t n, siz
       took(s);
     }
   }
+}
+
+// Reads a float of every line: what is left is writing a slot and moving its lines.
+float handwritten_cross(void* side, const float* in, size_t n, size_t chunk, int repetitions) {
+  Side& s = *static_cast<Side*>(side);
+  float seen = 0;
+  for (int r = 0; r < repetitions; ++r) {
+    for (size_t at = 0; at < n; at += chunk) {
+      const size_t m = n - at < chunk ? n - at : chunk;
+      may_reuse(s, s.sent);
+      std::memcpy(slot(s.mine, s.sent, chunk * 4), in + at, m * 4);
+      show(s);
+      wait_for(s.theirs->lines[s.taken & 63], s.taken + 1);
+      const auto* value = reinterpret_cast<const float*>(
+          slot(const_cast<Region*>(s.theirs), s.taken, chunk * 4));
+      for (size_t i = 0; i < m; i += 16) seen += value[i];
+      took(s);
+    }
+  }
+  return seen;
 }
 
 void handwritten_direct(void* side, int rank, const float* in, float* out, size_t n,

@@ -2,7 +2,9 @@
 """The schedule engine against loops written by hand for two ranks.
 
 Both run in the same two processes, in alternation, without Python between calls, so the
-ratio is what schedules cost. Needs g++; run it as
+ratio is what schedules cost. Beside them stands the bound of any exchange through
+slots: each rank writes its vector to shared memory and reads the other's, and does
+nothing with it. Needs g++; run it as
 
     mpiexec -n 2 python -m commrt.bench.handwritten [--bytes 8,8388608]
 """
@@ -68,12 +70,14 @@ class Loops:
         )
 
     def run(self, name: str, x: Any, y: Any, repetitions: int, chunk: int) -> None:
-        """Run ``exchange`` or ``direct`` so often."""
+        """Run ``exchange``, ``direct`` or ``cross`` so often."""
         ends = ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(y.ctypes.data)
         sizes = ctypes.c_size_t(x.size), ctypes.c_size_t(chunk // 4)
         count = ctypes.c_int(repetitions)
         if name == "exchange":
             self.library.handwritten_exchange(self.side, *ends, *sizes, count)
+        elif name == "cross":
+            self.library.handwritten_cross(self.side, ends[0], *sizes, count)
         else:
             self.library.handwritten_direct(self.side, self.rank, *ends, *sizes, count)
 
@@ -92,7 +96,7 @@ def measure(comm: Communicator, nbytes: int, samples: int) -> list[dict[str, Any
     rows = []
     for algorithm, params, loop in _PAIRS:
         plan = _plan(comm, x, y, algorithm, params)
-        times: dict[str, list[float]] = {"engine": [], "hand": []}
+        times: dict[str, list[float]] = {"engine": [], "hand": [], "cross": []}
         repetitions = _repetitions(comm, plan, x, y)
         for _ in range(samples + 1):
             comm.barrier()
@@ -102,7 +106,9 @@ def measure(comm: Communicator, nbytes: int, samples: int) -> list[dict[str, Any
             comm.barrier()
             times["hand"].append(_by_hand(loops, loop, x, y, repetitions))
             _check(y, 2 * x, f"{loop} by hand")
-        engine, hand = (statistics.median(times[k][1:]) for k in ("engine", "hand"))
+            comm.barrier()
+            times["cross"].append(_by_hand(loops, "cross", x, y, repetitions))
+        engine, hand, cross = (statistics.median(times[k][1:]) for k in times)
         ratios = [a / b for a, b in zip(times["engine"], times["hand"], strict=True)]
         rows.append(
             {
@@ -110,6 +116,7 @@ def measure(comm: Communicator, nbytes: int, samples: int) -> list[dict[str, Any
                 "nbytes": nbytes,
                 "engine_us": engine,
                 "hand_us": hand,
+                "cross_us": cross,
                 "ratio": statistics.median(ratios[1:]),
                 "samples": times,
             }
@@ -161,12 +168,12 @@ def main(argv: list[str] | None = None) -> int:
         rows += measure(comm, int(text), args.samples)
     if comm.rank == 0:
         print(f"link class {comm.facts.link_class}")
-        print("| allreduce | bytes | engine µs | by hand µs | ratio |")
-        print("|---|---|---|---|---|")
+        print("| allreduce | bytes | engine µs | by hand µs | ratio | crossing µs |")
+        print("|---|---|---|---|---|---|")
         for row in rows:
             print(
                 f"| {row['algorithm']} | {row['nbytes']} | {row['engine_us']:.3g} "
-                f"| {row['hand_us']:.3g} | {row['ratio']:.2f} |"
+                f"| {row['hand_us']:.3g} | {row['ratio']:.2f} | {row['cross_us']:.3g} |"
             )
         if args.out:
             data = {"machine": describe_machine(), "rows": rows}

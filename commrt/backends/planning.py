@@ -51,8 +51,10 @@ _FRAGMENTS_PROVED = 3
 _STORES = {"plain": 0, "stream": 1, "stream_slots": 2, "stream_both": 3}
 _LEARN_FROM_NBYTES = 4096
 """``store=auto`` learns for messages from this length on; shorter ones are plain."""
-_CACHES_LEFT = 2
-"""So many times the last cache, and nothing of a result stays there for its reader."""
+_CACHES_LEFT = 1.5
+"""So many times the last cache, and what stays there of a result is worth less to its
+reader than what streaming saves: half of the time or more from here on, where cores are
+near; between a half and one cache a fifth, and the whole result would stay."""
 _CACHE_NBYTES = 32 << 20
 """The last cache, where the kernel does not tell."""
 _KINDS = {"in": 0, "out": 1, "tmp": 2}
@@ -78,7 +80,7 @@ class TransportParams:
     """Which writes are non-temporal: none (``plain``), results (``stream``), shared
     slots (``stream_slots``), both (``stream_both``). ``auto`` starts with plain slots
     where cores are near and streamed ones elsewhere, and with streamed results where
-    the node's buffers are twice what the cache holds; it goes on with what proves
+    the node's buffers are well beyond what the cache holds; it goes on with what proves
     faster, rank by rank (native/store_choice.hpp)."""
     depth: int = 2
     """Fragments tried at once."""

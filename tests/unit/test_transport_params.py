@@ -33,7 +33,7 @@ def test_results_are_streamed_where_no_cache_would_keep_them(
     def start(message_nbytes: int, node_nbytes: int) -> tuple[int, int]:
         return TransportParams().stores(message_nbytes, node_nbytes, link_class)
 
-    assert start(65536, 2 * CACHE - 1) == (in_cache, STREAM_SLOTS)
+    assert start(65536, CACHE) == (in_cache, STREAM_SLOTS)
     assert start(65536, 2 * CACHE) == (beyond, STREAM_BOTH)
     assert start(1024, 2 * CACHE) == (PLAIN, PLAIN)
 

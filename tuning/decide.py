@@ -34,8 +34,8 @@ __all__ = [
 ENOUGH_LAUNCHES = 3
 """Launches on which a choice should rest."""
 _PER_OCTAVE = 8
-_SWITCH = 0.05 * _PER_OCTAVE
-"""What a further range must save: five per cent over one octave, or less over more."""
+_SWITCH = 0.03 * _PER_OCTAVE
+"""What a further range must save: three per cent over one octave, or less over more."""
 _SIGNIFICANT = 0.05
 _LESS_SIMPLE = 0.004
 """What one place further down the list, simplest first, must save, relative."""

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 SCHEMA = "commrt-tune/1"
-DEFAULT_TIE_MARGIN = 0.05
+DEFAULT_TIE_MARGIN = 0.04
 DEVICES = ("host", "cuda")
 _DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES)
 _REDOP_NAMES = tuple(op.name.lower() for op in ReduceOp)

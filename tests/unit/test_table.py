@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from commrt.errors import TableError, UsageError
 from commrt.operations import COLLECTIVES
+from commrt.select import schema
 from commrt.select.facts import LINK_CLASSES, Candidate
 from commrt.select.fingerprint import Cpu, Gpu, Machine, Nic
 from commrt.select.locate import LocatedTable, locate, user_table_path
@@ -48,7 +49,7 @@ def test_a_good_table_is_read() -> None:
     table = _load(GOOD)
     assert [rule.match.lo for rule in table.rules] == [0, 4096]
     assert str(table.rules[1].use) == "shm/ring{chunk=131072,store=on}"
-    assert table.tie_margin == 0.05
+    assert table.tie_margin == schema.DEFAULT_TIE_MARGIN
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@
 // reading of what is overwritten (1.1 to 1.2 from 16 MiB on, in both states).
 // Virtual machines move between near and far within seconds, and ranks need not agree: how a
 // rank writes is its own affair. So each plan tries the other kinds now and then, and at once
-// when its runs have become slow.
+// when its runs have become slow. What won a trial, three runs that may just have met a better
+// moment, has to prove itself in the next runs, or it is given up again.
 #pragma once
 
 #include <algorithm>
@@ -31,8 +32,9 @@ class StoreChoice {
 
   // The kind for the next timed run; report() must follow before the next call.
   Store next() {
-    if (trials_left_ == 0 && (++runs_ % kPeriod == kFirst || slow_runs_ >= kSlowRuns)) {
-      slow_runs_ = 0;
+    const bool settled = trials_left_ == 0 && on_probation_ == 0;
+    if (settled && (++runs_ % kPeriod == kFirst || slow_runs_ >= kSlowRuns)) {
+      if (slow_runs_ >= kSlowRuns) slow_runs_ = 0;  // else they may have only begun
       flipped_ = 0;
       best_trial_ = UINT64_MAX;
       try_another();
@@ -46,7 +48,7 @@ class StoreChoice {
       const uint64_t best = best_recent();
       slow_runs_ = best != UINT64_MAX && ticks > best + best / 2 + best / 4 ? slow_runs_ + 1 : 0;
       recent_[place_++ % kRecent] = ticks;
-      return false;
+      return on_probation_ > 0 && --on_probation_ == 0 && gives_up();
     }
     if (ticks < best_trial_) {
       best_trial_ = ticks;
@@ -57,16 +59,25 @@ class StoreChoice {
     const uint64_t best = best_recent();
     if (best_trial_ >= best - best / 8) return false;
     kind_ ^= best_flip_;
-    for (uint64_t& run : recent_) run = best_trial_;
+    best_before_ = best;
+    on_probation_ = kRecent;
     return true;
   }
 
  private:
   static constexpr uint32_t kPeriod = 1024, kFirst = 8;
-  static constexpr int kTrials = 3, kRecent = 4, kSlowRuns = 3;
+  // As many slow runs as are remembered: trials are then compared with slow ones alone.
+  static constexpr int kTrials = 3, kRecent = 4, kSlowRuns = kRecent;
 
   static unsigned bits(Store kind) { return static_cast<unsigned>(kind); }
   uint64_t best_recent() const { return *std::min_element(recent_, recent_ + kRecent); }
+
+  // After the first runs of a new kind: back to the old one unless they were faster.
+  bool gives_up() {
+    if (best_recent() < best_before_ - best_before_ / 16) return false;
+    kind_ ^= best_flip_;
+    return true;
+  }
 
   // Goes on to the next combination of what is open; false after the last one.
   bool try_another() {
@@ -80,7 +91,8 @@ class StoreChoice {
   unsigned kind_ = 0, open_ = 0;
   unsigned flipped_ = 0, best_flip_ = 0;  // what the present, and the best, trial changes
   uint32_t runs_ = 0, place_ = 0;
-  int trials_left_ = 0, slow_runs_ = 0;
+  int trials_left_ = 0, slow_runs_ = 0, on_probation_ = 0;
+  uint64_t best_before_ = 0;  // of the kind that the present one has replaced
   uint64_t best_trial_ = UINT64_MAX;
   uint64_t recent_[kRecent] = {UINT64_MAX, UINT64_MAX, UINT64_MAX, UINT64_MAX};
 };

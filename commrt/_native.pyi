@@ -52,6 +52,10 @@ class Group:
     def _forget_plans(self) -> None: ...
     @property
     def _idle(self) -> bool: ...
+    @property
+    def _least_spins(self) -> int:
+        """How often a wait looks now before it yields."""
+
     def _not_started(self, arg: int, /) -> list[int]: ...
     @property
     def _num_plans(self) -> int: ...
@@ -357,6 +361,7 @@ def make_schedule_plan(
     lane_nbytes: int,
     depth: int,
     slot_reuse: int,
+    spins: int,
     store: int,
     adaptive: int,
     factor: float,

@@ -25,7 +25,7 @@ NEAR_NS = 90.0
 _BUDGET_S = 0.002
 _ROUNDS = 200
 _SPINS = 20000
-_SPINS_OVERSUBSCRIBED = 4
+_SPINS_OVERSUBSCRIBED = 2
 _ORDER: tuple[LinkClass, ...] = ("single", "near", "far", "oversubscribed", "network")
 
 
@@ -94,8 +94,9 @@ def spins_for(facts: CommFacts) -> int:
 
     Where ranks outnumber cores, what a rank waits for is most likely still to be done
     by one that waits for this core. The few polls are for what a rank on another core
-    is just finishing: without them long messages took 10 to 20 % longer. The class
-    tells of all ranks of the node; the communicator may have only some.
+    is just finishing; docs/performance.md has what other numbers cost. The class tells
+    of all ranks of the node; the communicator may have only some. A call, or a rule of
+    a table, may say another number (the parameter ``spins``).
     """
     crowded = facts.link_class == "oversubscribed" or facts.ppn > facts.cores
     return _SPINS_OVERSUBSCRIBED if crowded else _SPINS

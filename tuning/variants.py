@@ -82,6 +82,11 @@ def _in_the_running(
     failed = {
         (one.op, one.candidate) for one in recording.failures if one.ranks == ranks
     }
+    crowded = any(
+        one.facts.link_class == "oversubscribed"
+        for one in recording.launches.values()
+        if one.facts.size == ranks
+    )
     for (op, nbytes), ratios in _ratios(recording, ranks).items():
         schedules = {one: r for one, r in ratios.items() if one.name != NATIVE}
         plain = {one: median(r) for one, r in schedules.items() if not _is_variant(one)}
@@ -94,7 +99,9 @@ def _in_the_running(
             [
                 one
                 for one in transport_variants(
-                    op, leader, ranks, full, dtype, thorough=thorough
+                    *(op, leader, ranks, full, dtype),
+                    thorough=thorough,
+                    crowded=crowded,
                 )
                 if (op, one) not in failed
                 and _may_win(schedules.get(one, []), plain[leader])

@@ -57,6 +57,10 @@ reader than what streaming saves: half of the time or more from here on, where c
 near; between a half and one cache a fifth, and the whole result would stay."""
 _CACHE_NBYTES = 32 << 20
 """The last cache, where the kernel does not tell."""
+_MOST_SPINS = 1 << 20
+"""A look takes tens of nanoseconds: some 50 ms, as often as a wait checks signals."""
+_BY_LINK_CLASS = -1
+"""What the engine is told for ``spins=auto``."""
 _KINDS = {"in": 0, "out": 1, "tmp": 2}
 
 
@@ -86,6 +90,10 @@ class TransportParams:
     """Fragments tried at once."""
     reuse: int = 2
     """Fragments whose payload may be unread at once; small keeps slots in cache."""
+    spins: int | str = "auto"
+    """How often a rank that waits looks for what it waits for before it lets another
+    rank have its core; ``auto``: 2 where ranks outnumber cores, else 20000. Of several
+    operations in flight, the least counts."""
 
     def __post_init__(self) -> None:
         known = ("auto", *_STORES)
@@ -99,6 +107,17 @@ class TransportParams:
                 raise UsageError(
                     f"parameter {name}={value!r} must be an integer in 1..{1 << 30}"
                 )
+        self._check_spins()
+
+    def _check_spins(self) -> None:
+        looks = self.spins
+        if looks == "auto":
+            return
+        if type(looks) is not int or not 0 <= looks <= _MOST_SPINS:
+            raise UsageError(
+                f"parameter spins={looks!r} must be an integer in 0..{_MOST_SPINS}, "
+                f"or auto"
+            )
 
     def stores(
         self, message_nbytes: int, node_nbytes: int, link_class: LinkClass
@@ -414,6 +433,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         lane_nbytes=LANE_NBYTES,
         depth=transport.depth,
         slot_reuse=transport.reuse,
+        spins=transport.spins if isinstance(transport.spins, int) else _BY_LINK_CLASS,
         store=store,
         adaptive=adaptive,
         factor=factor,

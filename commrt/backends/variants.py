@@ -26,6 +26,10 @@ _BY_FRAGMENT: tuple[dict[str, ParamValue], ...] = (
 _STREAMED_FROM_NBYTES = 4 << 20
 """Below, caches keep what a transport writes, and plain stores win anywhere."""
 
+_SPINS = (0, 4)
+_YIELDS_SHOW_NBYTES = 1 << 19
+"""Beyond, the switch from one rank to the next is a small part of the time."""
+
 
 def transport_variants(
     coll: str,
@@ -35,11 +39,13 @@ def transport_variants(
     dtype: str,
     *,
     thorough: bool = True,
+    crowded: bool = False,
 ) -> list[Candidate]:
     """Return ``candidate`` with one parameter of the transport changed at a time.
 
-    ``full_nbytes`` is the operation's full vector. Unless ``thorough``, only what has
-    been seen to matter: the chunk, and stores of long vectors. Left out is what would
+    ``full_nbytes`` is the operation's full vector; ``crowded``: ranks outnumber cores.
+    Unless ``thorough``, only what has been seen to matter: the chunk, stores of long
+    vectors, and how soon a rank of a crowd yields. Left out is what would
     run the same: chunks that cut messages into as many fragments, or how fragments
     overlap where there is only one.
     """
@@ -63,6 +69,8 @@ def transport_variants(
         if full_nbytes >= _STREAMED_FROM_NBYTES:
             yield {"store": "stream"}
             yield {"store": "stream_both"}
+        if crowded and full_nbytes <= _YIELDS_SHOW_NBYTES:
+            yield from ({"spins": looks} for looks in _SPINS[: None if thorough else 1])
 
     return [
         Candidate(candidate.backend, candidate.algorithm, {**own, **change})

@@ -24,10 +24,11 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
     const void* from = reinterpret_cast<const void*>(in);
     void* to = reinterpret_cast<void*>(out);
     const bool is_short = plan->run_short && group.comm->quiet();
-    auto op = is_short ? group.comm->run_short(plan, from, to, group.comm->spins_with_gil())
-                       : group.comm->start(plan, from, to, nullptr, true);
+    auto op = is_short
+                  ? group.comm->run_short(plan, from, to, group.comm->spins_with_gil(plan.get()))
+                  : group.comm->start(plan, from, to, nullptr, true);
     if (op == nullptr) continue;
-    Backoff backoff(group.comm->spin_before_yield);
+    Backoff backoff(group.comm->spins_of(plan.get()));
     while (!op->finished()) {
       if (engine.step_locked(kNoLimit)) {
         backoff.reset();
@@ -141,6 +142,10 @@ void bind_group(nb::module_& m) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);  // a progress thread looks at it
         g.comm->spin_before_yield = spins;
       })
+      .def_prop_ro("_least_spins", [](const Group& g) {
+        std::lock_guard<std::mutex> lock(g.engine->mutex);
+        return g.engine->spins_locked(g.comm->spin_before_yield);
+      }, "How often a wait looks now before it yields.")
       .def("_attach_arena",
            [](Group& g, uint64_t address, uint64_t region, uint64_t lane,
               const std::vector<int>& members) {

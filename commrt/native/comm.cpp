@@ -170,6 +170,11 @@ void Comm::recycle(std::shared_ptr<Op> op) {
   if (op->p2p == nullptr) spare_ = std::move(op);
 }
 
+int Comm::least_spins(int otherwise) const {
+  for (const auto& op : active_) otherwise = std::min(otherwise, spins_of(op->plan.get()));
+  return otherwise;
+}
+
 bool Comm::idle() const { return active_.empty() && p2p->idle(); }
 
 bool Comm::progress(uint64_t limit) {

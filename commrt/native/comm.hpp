@@ -308,8 +308,16 @@ class Comm {
   std::atomic<bool> broken{false};  // release: `failure` is written
   uint64_t fork_epoch = 0;
   int spin_before_yield = 2000;
+  // Looks of who waits for a run of the plan before it lets another rank have the core.
+  int spins_of(const Plan* plan) const {
+    return plan != nullptr && plan->spins >= 0 ? plan->spins : spin_before_yield;
+  }
+  // The least of the collectives in flight; `otherwise` where there is none.
+  int least_spins(int otherwise) const;
   // Polls while the GIL is held: about 2 us; hardly any where a peer waits for this core.
-  int spins_with_gil() const { return std::min(kSpinsWithGil, spin_before_yield); }
+  int spins_with_gil(const Plan* plan = nullptr) const {
+    return std::min(kSpinsWithGil, spins_of(plan));
+  }
 
   unsigned char* arena = nullptr;
   size_t region_nbytes = 0;

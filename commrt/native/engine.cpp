@@ -100,16 +100,15 @@ void Engine::wake() {
   if (thread_.joinable()) parked_->notify_one();
 }
 
-// How often the thread polls before it yields: where ranks outnumber cores, hardly.
-int Engine::spins_locked() const {
-  int spins = 200;
-  for (const Comm* comm : comms_) spins = std::min(spins, comm->spin_before_yield);
-  return spins;
+int Engine::spins_locked(int own) const {
+  for (const Comm* comm : comms_) own = comm->least_spins(own);
+  return own;
 }
 
 void Engine::thread_main() {
   pthread_setname_np(pthread_self(), "commrt-progress");
   Backoff backoff(0);
+  constexpr int kSpins = 200;
   for (;;) {
     bool advanced = false;
     {
@@ -122,7 +121,9 @@ void Engine::thread_main() {
         backoff.reset();
       }
       if (stopping_) return;
-      backoff.spin_at_most(spins_locked());
+      int spins = kSpins;  // where ranks outnumber cores, hardly any
+      for (const Comm* comm : comms_) spins = std::min(spins, comm->spin_before_yield);
+      backoff.spin_at_most(spins_locked(spins));
       try {
         advanced = step_locked(kSliceBytes);
       } catch (const std::bad_alloc&) {

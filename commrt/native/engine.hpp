@@ -47,6 +47,9 @@ class Engine {
   // After something was started, or left in flight, that its caller does not wait for.
   void wake();
   bool idle();
+  // Looks between yields of who waits: the least of what is in flight, at most `own`. For
+  // callers that hold the lock.
+  int spins_locked(int own) const;
 
   // Ended operations keep their buffers until someone who may drop them calls this.
   void discard(std::shared_ptr<Op>&& op) {
@@ -63,7 +66,6 @@ class Engine {
 
  private:
   bool busy_locked() const;
-  int spins_locked() const;
   void thread_main();
 
   std::vector<Comm*> comms_;

@@ -142,7 +142,8 @@ void drop_ended(Engine& engine) {
 WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s, bool spun) {
   constexpr int kPassesWithGil = 24;  // about 2 us
   // Ranks that share cores go straight to the loop below, which yields.
-  const bool crowded = group.comm->spin_before_yield < kPassesWithGil;
+  const int spins = group.comm->spins_of(op->plan.get());
+  const bool crowded = spins < kPassesWithGil;
   const int passes = spun || crowded ? 0 : kPassesWithGil;
   constexpr double kSignalPeriod_s = 0.05;
   Engine& engine = *group.engine;
@@ -155,7 +156,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
   const double start = now_s();
   const double deadline = start + timeout_s;
   double next_signal_check = start + kSignalPeriod_s;
-  Backoff backoff(group.comm->spin_before_yield);
+  Backoff backoff(spins);
   for (;;) {
     bool finished = false;
     {
@@ -169,6 +170,8 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
         if (const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
             lock.owns_lock()) {
           advanced = engine.step_locked(kNoLimit);
+          // It serves all that is in flight, and waits like the most impatient of these.
+          if (i == 0) backoff.spin_at_most(engine.spins_locked(spins));
         }
         if (advanced) {
           backoff.reset();
@@ -330,7 +333,7 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
   std::unique_lock<std::mutex> lock(engine.mutex, std::defer_lock);
   if (!nonblocking && plan->run_short && lock.try_lock()) {
     if (group.comm->quiet()) {
-      op = group.comm->run_short(plan, in, out, group.comm->spins_with_gil());
+      op = group.comm->run_short(plan, in, out, group.comm->spins_with_gil(plan.get()));
       lock.unlock();
       if (op == nullptr) return nb::borrow(result);
       return finish_call(group_object, std::move(op), keep_x, keep_out, result, operation,

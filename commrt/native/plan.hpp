@@ -137,6 +137,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   std::vector<int> publish_instr;  // publish index -> instruction
   int64_t fragments = 1;
   int depth = 2;          // fragments in flight
+  int spins = -1;         // looks of a rank that waits, before it yields; negative: the communicator's
   size_t slot_nbytes = 0;
   int slots = 0;
   bool needs_lane = false;

@@ -7,6 +7,7 @@ Two ranks that chose by different tables would wait for each other for ever.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import commrt
 from commrt.errors import TableError
 from commrt.launch import detect
-from commrt.select.facts import Candidate
+from commrt.select.facts import Candidate, ParamValue
 from commrt.select.fingerprint import Cpu, Machine, this_machine
 from commrt.select.locate import user_table_path
 from commrt.select.rules import Match, Rule
@@ -24,9 +25,11 @@ from commrt.select.table import Table
 from commrt.select.write import dump
 
 
-def table_of(machine: Machine, algorithm: str) -> str:
+def table_of(
+    machine: Machine, algorithm: str, params: Mapping[str, ParamValue] | None = None
+) -> str:
     """Return a table that runs every allreduce by one algorithm."""
-    use = Candidate("shm", algorithm)
+    use = Candidate("shm", algorithm, params or {})
     return dump(Table(machine, (Rule("allreduce", Match(0, None), use),)))
 
 
@@ -120,3 +123,23 @@ def test_a_named_table_beats_the_users(mpirun: Any, tmp_path: Path) -> None:
     got = mpirun(2, in_force, env=env)
     assert got == [got[0]] * 2
     assert got[0][0].endswith(": shm/recursive_doubling")
+
+
+def waits(way: str) -> list[Any]:
+    """Return what the table chose, and results of both kinds of calls."""
+    comm: Any = commrt.init()
+    found = str(comm.explain("allreduce", 4096)).splitlines()[0]
+    once = comm.allreduce(np.ones(1024, "f4"))
+    request = comm.allreduce(np.ones(1024, "f4"), algorithm=way, nonblocking=True)
+    return [found, float(once[-1]), float(request.wait()[0])]
+
+
+def test_a_rule_and_a_call_may_say_how_often_a_waiting_rank_looks(
+    mpirun: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "t.yaml"
+    file.write_text(table_of(this_machine(), "direct", {"spins": 0}))
+    got = mpirun(3, waits, env={"COMMRT_TABLE": str(file)}, way="shm/ring{spins=9}")
+    assert got == [got[0]] * 3
+    assert got[0][0].endswith(": shm/direct{spins=0}")
+    assert got[0][1:] == [3.0, 3.0]

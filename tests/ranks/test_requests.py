@@ -271,3 +271,38 @@ def test_hundreds_in_flight_are_waited_for_in_any_order(seed: int) -> None:
 def test_public_names() -> None:
     assert commrt.wait_all is wait_all
     assert commrt.wait_any is wait_any
+
+
+def test_a_wait_looks_as_often_as_the_least_of_what_is_in_flight_says() -> None:
+    with LocalRanks(2) as ranks:
+        first, second = ranks.comms
+        by_links = first._least_spins
+
+        def start(comm: Any, spins: int | str) -> Any:
+            way = f"direct{{spins={spins}}}"
+            return comm.allreduce(np.ones(3), algorithm=way, nonblocking=True)
+
+        started = []
+        for spins, looks in ((300, 300), (7, 7), (40, 7), ("auto", 7)):
+            started.append(start(first, spins))
+            assert first._least_spins == min(looks, by_links)
+        started += [start(second, spins) for spins in (300, 7, 40, "auto")]
+        finish(ranks, *started)
+        assert first._least_spins == by_links
+        wait_all(started)
+
+
+@pytest.mark.parametrize("spins", [0, 1, 5000])
+def test_who_does_not_spin_gets_the_same(spins: int) -> None:
+    way = f"local/direct{{spins={spins}}}"
+
+    def main(comm: Any) -> list[float]:
+        short, long = np.ones(3), np.ones(100_000)
+        comm.allreduce(short, algorithm=way)
+        request = comm.allreduce(long, algorithm=way, nonblocking=True)
+        plan = comm.plan.allreduce(short, algorithm=way)
+        request.wait()
+        plan()
+        return [float(short[-1]), float(long[-1])]
+
+    assert run(3, main) == [[9.0, 3.0]] * 3

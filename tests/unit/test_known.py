@@ -47,6 +47,12 @@ def _load(use: str, op: str = "allreduce", ranks: object = "any") -> Table:
         ("reuse: x", r"params\.reuse: .*reuse='x' must be"),
         ("store: strem", r"params\.store: .*store='strem'; did you mean 'stream'"),
         ("store: 1", r"params\.store: .*store=1 must be like its default, 'auto'"),
+        (
+            "spins: -1",
+            r"params\.spins: .*spins=-1 must be an integer in 0\.\.1048576, or",
+        ),
+        ("spins: 1048577", r"params\.spins: .*spins=1048577 must be"),
+        ("spins: never", r"params\.spins: .*spins='never' must be"),
         ("S: 0", r"params\.S: unknown parameter 'S'"),
     ],
 )
@@ -76,6 +82,14 @@ def test_values_depend_on_the_ranks_of_the_rule(
 def test_values_that_some_ranks_allow_are_accepted(ranks: object, k: int) -> None:
     use = f"backend: shm, alg: shifted_halving_doubling, params: {{k: {k}, chunk: 64}}"
     assert _load(use, ranks=ranks).rules[0].use.params["k"] == k
+
+
+@pytest.mark.parametrize("spins", [0, 16, 1 << 20, "auto"])
+def test_how_long_to_spin_is_a_number_or_follows_the_links(spins: int | str) -> None:
+    rule = _load(f"backend: shm, alg: ring, params: {{spins: {spins}}}").rules[0]
+    assert rule.use.params["spins"] == spins
+    assert Candidate.parse(str(rule.use)) == rule.use
+    check_candidate("bcast", Candidate("shm", "direct", {"spins": spins}))
 
 
 def test_what_is_not_a_schedule_takes_no_parameters() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tuning_recordings import DIRECT, NATIVE, Truth, record
 
 from commrt.backends.variants import transport_variants
-from commrt.select.facts import Candidate
+from commrt.select.facts import Candidate, CommFacts, LinkClass
 from commrt.tuning.samples import Failure
 from commrt.tuning.variants import variants_to_try
 
@@ -66,6 +66,35 @@ def test_a_short_budget_tries_what_matters_most() -> None:
     )
     names = {name for one in found for name in one.params}
     assert names == {"shots", "chunk", "store"}
+
+
+@pytest.mark.parametrize(
+    ("crowded", "nbytes", "thorough", "found"),
+    [
+        (True, 8, True, [0, 4]),
+        (True, 1 << 19, False, [0]),
+        (True, 1 << 20, True, []),
+        (False, 8, True, []),
+    ],
+)
+def test_how_soon_to_yield_is_tried_where_ranks_share_cores_and_switches_show(
+    crowded: bool, nbytes: int, thorough: bool, found: list[int]
+) -> None:
+    variants = transport_variants(
+        *("allreduce", TWO_SHOTS, 4, nbytes, "float32"),
+        thorough=thorough,
+        crowded=crowded,
+    )
+    assert [one.params["spins"] for one in variants if "spins" in one.params] == found
+
+
+@pytest.mark.parametrize("link_class", ["oversubscribed", "near"])
+def test_a_crowd_is_known_by_its_link_class(link_class: LinkClass) -> None:
+    facts = CommFacts(4, 1, 4, 2, link_class)
+    recording = record(3, TRUTH, launches=1, held_out=0, facts=facts)
+    items = variants_to_try(recording, 4, "float32", MAX_NBYTES, held_out=False)
+    tried_spins = any("spins" in item.candidate for item in items)
+    assert tried_spins == (link_class == "oversubscribed")
 
 
 def test_chunks_that_cut_alike_are_one() -> None:

@@ -261,6 +261,10 @@ class Request:
         """
 
 def drop_ended(arg: Engine, /) -> None: ...
+def inline_nbytes() -> tuple[int, int]:
+    """Bytes that a message's line has room for, and with the lines that belong to
+    it.
+    """
 
 class kernels:  # noqa: N801
     @staticmethod
@@ -362,6 +366,7 @@ def make_schedule_plan(
     depth: int,
     slot_reuse: int,
     spins: int,
+    most_inline: int,
     store: int,
     adaptive: int,
     factor: float,

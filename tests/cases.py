@@ -114,7 +114,7 @@ TRANSPORTS: tuple[dict[str, int | str], ...] = (
     {},
     {"chunk": FRAGMENTED},
     {"chunk": FRAGMENTED, "depth": 1, "reuse": 1},
-    {"spins": 0},
+    {"spins": 0, "inline": 48},
     {"chunk": FRAGMENTED, "depth": 8, "store": "stream"},
     {"chunk": 512, "reuse": 8, "store": "stream_both"},
 )

@@ -30,6 +30,7 @@ from commrt.schedule.lower import Lowered, lower
 from commrt.select.facts import Candidate, LinkClass, ParamValue
 
 __all__ = [
+    "INLINE_NBYTES",
     "LANE_NBYTES",
     "SYMMETRIC_NBYTES",
     "TransportParams",
@@ -42,6 +43,8 @@ __all__ = [
 
 LANE_NBYTES = 4 << 20
 """Payload memory of one operation in flight, per rank."""
+INLINE_NBYTES = _native.inline_nbytes()
+"""What a message's line has room for, and what with the lines that belong to it."""
 SYMMETRIC_NBYTES = 32768
 """From this full vector on, buffers in the symmetric heap are used in place: below,
 what a copy saves costs more than it takes."""
@@ -90,6 +93,10 @@ class TransportParams:
     """Fragments tried at once."""
     reuse: int = 2
     """Fragments whose payload may be unread at once; small keeps slots in cache."""
+    inline: int = INLINE_NBYTES[1]
+    """Most bytes of a message to one peer that ride in lines of their own; a longer
+    one, or one to several peers beyond a line's 48 bytes, lies in a slot, to which its
+    line points."""
     spins: int | str = "auto"
     """How often a rank that waits looks for what it waits for before it lets another
     rank have its core; ``auto``: 2 where ranks outnumber cores, else 20000. Of several
@@ -107,6 +114,12 @@ class TransportParams:
                 raise UsageError(
                     f"parameter {name}={value!r} must be an integer in 1..{1 << 30}"
                 )
+        least, most = INLINE_NBYTES
+        if not isinstance(self.inline, int) or not least <= self.inline <= most:
+            raise UsageError(
+                f"parameter inline={self.inline!r} must be an integer in "
+                f"{least}..{most}"
+            )
         self._check_spins()
 
     def _check_spins(self) -> None:
@@ -433,6 +446,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         lane_nbytes=LANE_NBYTES,
         depth=transport.depth,
         slot_reuse=transport.reuse,
+        most_inline=transport.inline,
         spins=transport.spins if isinstance(transport.spins, int) else _BY_LINK_CLASS,
         store=store,
         adaptive=adaptive,

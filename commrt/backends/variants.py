@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from commrt import algorithms
 from commrt.backends.planning import (
+    INLINE_NBYTES,
     LANE_NBYTES,
     TransportParams,
     footprint,
@@ -61,11 +62,20 @@ def transport_variants(
     def fragments(chunk: int) -> int:
         return bound.fragments(num_elements, itemsize, chunk, LANE_NBYTES)
 
+    least, most = INLINE_NBYTES
+
+    def rides_in_lines() -> bool:
+        parts = fragments(transport.chunk)
+        # An upper bound, rounded up to whole lines.
+        return bound.largest_nbytes(num_elements, itemsize, parts) < most + least
+
     def changes() -> Iterator[Mapping[str, ParamValue]]:
         seen = {fragments(transport.chunk)}
         yield from ({"chunk": c} for c in _CHUNKS if _is_new(fragments(c), seen))
         if thorough and fragments(transport.chunk) > 1:
             yield from _BY_FRAGMENT
+        if thorough and full_nbytes > least and rides_in_lines():
+            yield {"inline": least}
         if full_nbytes >= _STREAMED_FROM_NBYTES:
             yield {"store": "stream"}
             yield {"store": "stream_both"}

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Binds Engine, Group (the communicator's native base) and Request.
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unordered_map.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "group.hpp"
 #include "p2p.hpp"
@@ -232,6 +234,8 @@ void bind_group(nb::module_& m) {
   m.def("region_nbytes", [](int members, uint64_t lane_nbytes) {
     return RegionLayout(members, lane_nbytes).nbytes;
   }, "Bytes of shared memory per rank for a group of `members` on-node ranks.");
+  m.def("inline_nbytes", [] { return std::pair(kInlineBytes, kMostInlineBytes); },
+        "Bytes that a message's line has room for, and with the lines that belong to it.");
   m.def("view_of_numpy", [](nb::handle object) -> nb::object {
     View view;
     if (!view_of_numpy(object.ptr(), view)) return nb::none();

@@ -112,7 +112,8 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
                            const std::vector<std::tuple<int, int, int>>& peers, Table inputs,
                            Pointers input_ptr, Table outputs, Pointers output_ptr, Pointers deps,
                            Pointers dep_ptr, int64_t fragments, int64_t lane_nbytes, int depth,
-                           int slot_reuse, int spins, int store, int adaptive, double factor,
+                           int slot_reuse, int spins, int64_t most_inline, int store, int adaptive,
+                           double factor,
                            int64_t integer_factor, int64_t divisor, bool returns_out,
                            bool shows_result, Bits exposable, Bits operand_exposable,
                            Bits deliverable, Landings landings) {
@@ -128,6 +129,7 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
   plan->itemsize = item_size(plan->dtype);
   plan->depth = depth;
   plan->spins = spins;
+  plan->inline_nbytes = std::clamp(static_cast<size_t>(most_inline), kInlineBytes, kMostInlineBytes);
   plan->store = static_cast<Store>(store);
   plan->adaptive = static_cast<Store>(adaptive);
   plan->choice.start_with(plan->store, plan->adaptive);
@@ -219,7 +221,7 @@ void bind_plan(nb::module_& m) {
         nb::arg("in_elems"), nb::arg("out_elems"), nb::arg("label"), nb::arg("spaces"),
         nb::arg("peers"), nb::arg("inputs"), nb::arg("input_ptr"), nb::arg("outputs"),
         nb::arg("output_ptr"), nb::arg("deps"), nb::arg("dep_ptr"), nb::arg("fragments"),
-        nb::arg("lane_nbytes"), nb::arg("depth"), nb::arg("slot_reuse"), nb::arg("spins"), nb::arg("store"),
+        nb::arg("lane_nbytes"), nb::arg("depth"), nb::arg("slot_reuse"), nb::arg("spins"), nb::arg("most_inline"), nb::arg("store"),
         nb::arg("adaptive"), nb::arg("factor"), nb::arg("integer_factor"), nb::arg("divisor"),
         nb::arg("returns_out"), nb::arg("shows_result"), nb::arg("exposable"),
         nb::arg("operand_exposable"), nb::arg("deliverable"), nb::arg("landings"));

@@ -67,6 +67,8 @@ void Comm::attach_arena(void* base, size_t region, size_t lane_nbytes,
     link.kind = LinkKind::Shared;
     link.out_lines = reinterpret_cast<Line*>(mine + layout.lines) + other * kLines;
     link.in_lines = reinterpret_cast<const Line*>(theirs + layout.lines) + me * kLines;
+    link.out_more = reinterpret_cast<More*>(mine + layout.more) + other * kLines;
+    link.in_more = reinterpret_cast<const More*>(theirs + layout.more) + me * kLines;
     link.ack = reinterpret_cast<Ack*>(mine + layout.acks) + other;
     link.acked = reinterpret_cast<const Ack*>(theirs + layout.acks) + me;
   }

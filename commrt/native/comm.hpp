@@ -28,6 +28,8 @@ struct Link {
   LinkKind kind = LinkKind::Self;
   Line* out_lines = nullptr;             // in this rank's region
   const Line* in_lines = nullptr;        // in the peer's region
+  More* out_more = nullptr;              // beside out_lines
+  const More* in_more = nullptr;         // beside in_lines
   const Ack* acked = nullptr;            // written by the peer
   Ack* ack = nullptr;                    // written by this rank
   uint64_t next_out = 0, next_in = 0;    // ids for the next operation to start
@@ -336,6 +338,7 @@ class Comm {
   std::shared_ptr<Op> go_on(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
                             uint64_t seq, size_t done, int lane, const unsigned char* tmp,
                             Store store, uint64_t timed_from, bool shown);
+  template <bool kHasMore>
   std::shared_ptr<Op> run_tiny(const std::shared_ptr<const Plan>& plan, const void* in,
                                void* out, int spins);
   // Before a short run of ordinary buffers: tells peers that use the heap. False where the run

@@ -22,6 +22,7 @@ struct Operands {
   std::vector<const unsigned char*> messages;
   std::vector<bool> exposed;  // a message that lies in the peer's buffer, as the blocks there
   std::vector<unsigned char*> targets;  // in peers' buffers
+  std::vector<unsigned char> gathered;  // payloads that came in several lines
 };
 thread_local Operands operands;
 
@@ -270,6 +271,12 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
       return;
     }
     messages[i] = (meta & kInlineFlag) ? line.payload : comm->arena + (meta & kSlotMask);
+    if ((meta & kInlineFlag) && total > kInlineBytes) {
+      operands.gathered.resize(static_cast<size_t>(nin) * kMostInlineBytes);
+      unsigned char* const whole_of = &operands.gathered[static_cast<size_t>(i) * kMostInlineBytes];
+      gather(whole_of, line, link.in_more[in_id(ref, fragment) & (kLines - 1)], total);
+      messages[i] = whole_of;
+    }
     if ((meta & (kExposedFlag | kDeliveredFlag)) == 0) continue;
     Place place;
     std::memcpy(&place, line.payload, sizeof place);
@@ -285,7 +292,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     messages[i] = comm->address_of(comm->member_of(p.peers[ref.peer].rank), place);
   }
 
-  const bool inline_send = total <= kInlineBytes;
+  const bool inline_send = total <= ins.inline_nbytes;
   auto route_of = [&](size_t s) { return in_heap ? routes_[s].by : Route::By::Slot; };
   auto& targets = operands.targets;
   targets.clear();
@@ -302,7 +309,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
   }
   // Peers may read it while this rank is at work.
   if (exposes && source_.constant) expose(ins, fragment, total);
-  unsigned char small[kInlineBytes];
+  alignas(64) unsigned char small[kMostInlineBytes];
   unsigned char* slot = nullptr;
   if (has_shared_send) {
     if (inline_send) {
@@ -373,7 +380,11 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
       continue;
     }
     if (!inline_send) comm->lanes_[lane_].last[p.peers[ref.peer].rank] = id + 1;
-    if (inline_send) std::memcpy(line.payload, small, total);
+    if (inline_send && total > kInlineBytes) {
+      spread(line, link.out_more[id & (kLines - 1)], small, total);
+    } else if (inline_send) {
+      std::memcpy(line.payload, small, total);
+    }
     publish(line, id, inline_send,
             inline_send ? 0 : static_cast<uint64_t>(slot - comm->arena), total);
   }

@@ -12,6 +12,8 @@ namespace commrt {
 constexpr size_t kLineBytes = 64;
 constexpr int kLines = 64;         // messages in flight per ordered pair
 constexpr size_t kInlineBytes = 48;  // payload that rides in the line itself
+constexpr size_t kMoreBytes = 512;   // and of what may ride in lines that belong to it
+constexpr size_t kMostInlineBytes = kInlineBytes + kMoreBytes;
 constexpr int kLanes = 8;          // operations with payload in flight per rank
 constexpr int kCallLines = 64;     // long operations in flight that show where their result goes
 constexpr int kPacketLines = 16;   // point-to-point packets in flight per ordered pair
@@ -25,6 +27,22 @@ struct alignas(kLineBytes) Line {
   unsigned char payload[kInlineBytes];
 };
 static_assert(sizeof(Line) == kLineBytes);
+
+// The rest of a payload that rides in lines. Where it lies follows from the message's id: the
+// receiver's core may fetch it beside the line, not after it, as what the line points to.
+struct alignas(kLineBytes) More {
+  unsigned char payload[kMoreBytes];
+};
+
+// Payloads of more than kInlineBytes and at most kMostInlineBytes, to and from such lines.
+inline void spread(Line& line, More& more, const unsigned char* from, size_t nbytes) {
+  std::memcpy(line.payload, from, kInlineBytes);
+  std::memcpy(more.payload, from + kInlineBytes, nbytes - kInlineBytes);
+}
+inline void gather(unsigned char* to, const Line& line, const More& more, size_t nbytes) {
+  std::memcpy(to, line.payload, kInlineBytes);
+  std::memcpy(to + kInlineBytes, more.payload, nbytes - kInlineBytes);
+}
 
 // An arena is smaller by far: the length needs the bits, because it must tell all messages
 // that fit into a lane apart.
@@ -55,6 +73,11 @@ inline void publish(Line& line, uint64_t id, bool is_inline, uint64_t offset, si
 }
 inline bool meta_length_is(uint64_t meta, size_t nbytes) {
   return (meta >> kLengthShift) == (nbytes & kLengthMask);
+}
+// A payload of this length in a slot, to which the line points.
+inline bool is_in_slot(uint64_t meta, size_t nbytes) {
+  return meta_length_is(meta, nbytes) &&
+         (meta & (kInlineFlag | kExposedFlag | kDeliveredFlag)) == 0;
 }
 
 // How many messages of one sender a receiver has consumed; on a line of its own because the
@@ -97,7 +120,8 @@ struct alignas(kLineBytes) RankHeader {
 struct RegionLayout {
   int members = 0;
   size_t lane_nbytes = 0;
-  size_t calls = 0, probes = 0, acks = 0, lines = 0, packet_acks = 0, packet_lines = 0, packets = 0, lanes = 0;
+  size_t calls = 0, probes = 0, acks = 0, lines = 0, more = 0;
+  size_t packet_acks = 0, packet_lines = 0, packets = 0, lanes = 0;
   size_t nbytes = 0;
 
   RegionLayout() = default;
@@ -114,6 +138,7 @@ struct RegionLayout {
     probes = take(g * sizeof(Ack), kLineBytes);
     acks = take(g * sizeof(Ack), kLineBytes);
     lines = take(g * kLines * sizeof(Line), kLineBytes);
+    more = take(g * kLines * sizeof(More), kLineBytes);
     packet_acks = take(g * sizeof(Ack), kLineBytes);
     packet_lines = take(g * kPacketLines * sizeof(Line), kLineBytes);
     packets = take(g * kPacketLines * kPacketBytes, 4096);

@@ -68,7 +68,6 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
   // An instruction's length is that of its local operands; a pure forward (message in,
   // message out) does not occur: lowering always has a local side.
   const bool may_stream = shows_result || streams_first(store) || streams_first(adaptive);
-  size_t largest = 0;
   int npublish = 0;
   publish_instr.clear();
   for (size_t i = 0; i < instrs.size(); ++i) {
@@ -98,7 +97,9 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
     const uint64_t nbytes = static_cast<uint64_t>(ins.elems) * itemsize;
     ins.slice_nbytes = kLeastWork + nbytes / static_cast<uint64_t>(fragments);
     if (!ins.sends.empty()) {
-      largest = std::max(largest, static_cast<size_t>(ins.elems) * itemsize);
+      // A slot holds a payload once for all of its readers.
+      ins.inline_nbytes = ins.sends.size() == 1 ? inline_nbytes : kInlineBytes;
+      needs_lane = needs_lane || nbytes > ins.inline_nbytes;
       ins.publish = npublish++;
       publish_instr.push_back(static_cast<int>(i));
     }
@@ -109,7 +110,6 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
                        [count](const PeerUse& peer) { return peer.*count > 0; });
   };
   answered = any(&PeerUse::sends_per_fragment) && any(&PeerUse::recvs_per_fragment);
-  needs_lane = largest > kInlineBytes;
   run_short = is_short();
   if (!needs_lane) {
     slots = 1;

@@ -49,6 +49,7 @@ struct Instr {
   std::vector<uint64_t> scaled_bits;  // inputs multiplied by the plan's factor; empty: none
   int publish = -1;          // index among instructions with sends, or -1
   int64_t elems = 0;         // unfragmented length
+  size_t inline_nbytes = 0;  // payloads up to this ride in lines
   uint64_t slice_nbytes = 0;  // what one run counts for where work is bounded
   bool has_mpi = false;      // some message crosses MPI
   // In which cases (Sharing) peers may read what is sent out of this rank's own buffer.
@@ -138,6 +139,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   int64_t fragments = 1;
   int depth = 2;          // fragments in flight
   int spins = -1;         // looks of a rank that waits, before it yields; negative: the communicator's
+  size_t inline_nbytes = 0;  // payloads for one peer ride in lines up to this; kInlineBytes at least
   size_t slot_nbytes = 0;
   int slots = 0;
   bool needs_lane = false;
@@ -160,6 +162,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   std::vector<LinkUse> short_links;
   std::vector<TinyInstr> tiny_instrs;  // all of them or none
   FewSum few = FewSum::None;  // for these, where there is one
+  bool has_more = false;  // some of their values are longer than a line
 
   // vendor collective
   bool native = false;

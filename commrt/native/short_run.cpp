@@ -61,6 +61,9 @@ void Plan::flatten(Comm& comm) {
         return add_tiny(flat);
       });
   if (!tiny) tiny_instrs.clear();
+  has_more = std::any_of(short_instrs.begin(), short_instrs.end(), [](const ShortInstr& flat) {
+    return flat.nbytes > kInlineBytes;
+  });
   few = few_sum_of(dtype, redop);
 }
 
@@ -68,7 +71,10 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
                                     void* out, int spins) {
   const Plan& p = *plan;
   const bool shows = p.shows_result && has_heap();
-  if (!p.tiny_instrs.empty() && !shows) return run_tiny(plan, in, out, spins);
+  if (!p.tiny_instrs.empty() && !shows) {
+    return p.has_more ? run_tiny<true>(plan, in, out, spins)
+                      : run_tiny<false>(plan, in, out, spins);
+  }
   if (shows && !show_ordinary(p, in, out)) return start(plan, in, out, nullptr, true);
   int lane = -1;
   if (p.needs_lane) {
@@ -118,6 +124,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     const bool takes_only = ins.num_local_outs == 0 && ins.num_sends == 0;
 
     const void* inputs[kShortInputs];
+    alignas(64) unsigned char gathered[kShortInputs][kMostInlineBytes];
     bool exposed = false;
     for (int i = 0; i < ins.num_inputs; ++i) {
       const ShortOperand& operand = ins_inputs[i];
@@ -137,6 +144,10 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
       const uint64_t meta = line.meta;
       if (!meta_length_is(meta, ins.nbytes) && !takes_only) return wait_longer(ins);
       inputs[i] = (meta & kInlineFlag) ? line.payload : arena + (meta & kSlotMask);
+      if (ins.nbytes > kInlineBytes && (meta & kInlineFlag) && !takes_only) {
+        gather(gathered[i], line, operand.link->in_more[id & (kLines - 1)], ins.nbytes);
+        inputs[i] = gathered[i];
+      }
       if ((meta & (kExposedFlag | kDeliveredFlag)) == 0) continue;
       Place place;
       std::memcpy(&place, line.payload, sizeof place);
@@ -145,15 +156,15 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
       exposed = true;
     }
 
-    unsigned char small[kInlineBytes];
+    alignas(64) unsigned char small[kMostInlineBytes];
     unsigned char* second = nullptr;
-    const bool in_line = ins.nbytes <= kInlineBytes;
+    const bool in_line = ins.nbytes <= ins.full->inline_nbytes;
     if (ins.num_sends != 0) {
       for (int s = 0; s < ins.num_sends; ++s) {
         if (!sends[s].link->line_free(out_id(sends[s]))) return wait_longer(ins);
       }
       second = !in_line              ? slots + ins.slot_offset
-               : ins.num_sends == 1 ? out_line(sends[0]).payload
+               : ins.num_sends == 1 && ins.nbytes <= kInlineBytes ? out_line(sends[0]).payload
                                     : small;
     }
     if (ins.nbytes != 0 && !takes_only) {
@@ -175,7 +186,11 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
       Line& line = out_line(sends[s]);
       const uint64_t id = out_id(sends[s]);
       if (in_line) {
-        if (second == small) std::memcpy(line.payload, small, ins.nbytes);
+        if (ins.nbytes > kInlineBytes) {
+          spread(line, sends[s].link->out_more[id & (kLines - 1)], small, ins.nbytes);
+        } else if (second == small) {
+          std::memcpy(line.payload, small, ins.nbytes);
+        }
         publish(line, id, true, 0, ins.nbytes);
       } else {
         lanes_[lane].last[sends[s].where] = id + 1;

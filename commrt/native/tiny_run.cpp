@@ -42,7 +42,7 @@ bool Plan::add_tiny(const ShortInstr& flat) {
   tiny.elems = static_cast<uint32_t>(flat.elems);
   tiny.nbytes = static_cast<uint32_t>(flat.nbytes);
   tiny.meta = pack_meta(0, kInlineFlag, flat.nbytes);
-  if (flat.nbytes > kInlineBytes || flat.num_inputs > 2 || flat.num_local_outs > 1 ||
+  if (flat.nbytes > kMostInlineBytes || flat.num_inputs > 2 || flat.num_local_outs > 1 ||
       flat.num_sends > 1 || flat.full->scaled() != nullptr) {
     return false;
   }
@@ -71,12 +71,15 @@ bool Plan::add_tiny(const ShortInstr& flat) {
   return tiny.to != nullptr || tiny.result >= 0;
 }
 
-// run_short() for tiny instructions.
+// run_short() for tiny instructions. With `kHasMore`, values may go on beyond a line.
+template <bool kHasMore>
 std::shared_ptr<Op> Comm::run_tiny(const std::shared_ptr<const Plan>& plan, const void* in,
                                    void* out, int spins) {
   const Plan& p = *plan;
   const uint64_t seq = next_seq++;
   alignas(64) unsigned char tmp[kShortTmpBytes];
+  constexpr size_t kValueBytes = kHasMore ? kMostInlineBytes : 1;
+  alignas(64) unsigned char gathered[kValueBytes], sum[kValueBytes];
   // Looked up in memory, a base would be one load more on the way to the line.
   auto base = [&](int32_t where) {
     return where == 0 ? static_cast<unsigned char*>(const_cast<void*>(in))
@@ -108,6 +111,7 @@ std::shared_ptr<Op> Comm::run_tiny(const std::shared_ptr<const Plan>& plan, cons
         ins->result >= 0 ? base(ins->result) + ins->result_offset : nullptr;
     Line* shown = nullptr;
     uint64_t out_id = 0, in_id = 0;
+    const bool has_more = kHasMore && ins->nbytes > kInlineBytes;
     if (ins->to != nullptr) {
       out_id = ins->to->next_out + static_cast<uint64_t>(ins->to_k);
       if (!ins->to->line_free(out_id)) return wait_longer();
@@ -124,23 +128,42 @@ std::shared_ptr<Op> Comm::run_tiny(const std::shared_ptr<const Plan>& plan, cons
           relax();
         }
       }
-      if (line.meta != ins->meta) return wait_longer();
-      theirs = line.payload;
+      if (has_more && is_in_slot(line.meta, ins->nbytes)) {
+        theirs = arena + (line.meta & kSlotMask);  // it goes to other ranks, too
+      } else if (line.meta != ins->meta) {
+        return wait_longer();
+      } else if (has_more) {
+        unsigned char* const whole = own == nullptr && result != nullptr ? result : gathered;
+        gather(whole, line, ins->from->in_more[in_id & (kLines - 1)], ins->nbytes);
+        theirs = whole;
+      } else {
+        theirs = line.payload;
+      }
     }
-    unsigned char* const first = shown != nullptr ? shown->payload : result;
-    if (theirs != nullptr && own != nullptr) {
-      const void* both[] = {ins->message_first ? theirs : own,
-                            ins->message_first ? own : theirs};
-      if (!add_few(p.few, first, both[0], both[1], ins->elems)) {
-        p.combine(first, nullptr, both, 2, ins->elems, nullptr, p.factor, Store::Plain);
+    const bool combines = theirs != nullptr && own != nullptr;
+    const void* both[] = {ins->message_first ? theirs : own, ins->message_first ? own : theirs};
+    if (has_more) {
+      const unsigned char* value = theirs != nullptr ? theirs : own;
+      if (combines) {
+        unsigned char* const to = result != nullptr ? result : sum;
+        p.combine(to, nullptr, both, 2, ins->elems, nullptr, p.factor, Store::Plain);
+        value = to;
+      } else if (result != nullptr && result != value) {
+        std::memcpy(result, value, ins->nbytes);
+      }
+      if (shown != nullptr) {
+        spread(*shown, ins->to->out_more[out_id & (kLines - 1)], value, ins->nbytes);
       }
     } else {
-      copy_few(first, theirs != nullptr ? theirs : own, ins->nbytes);
+      unsigned char* const first = shown != nullptr ? shown->payload : result;
+      if (!combines) {
+        copy_few(first, theirs != nullptr ? theirs : own, ins->nbytes);
+      } else if (!add_few(p.few, first, both[0], both[1], ins->elems)) {
+        p.combine(first, nullptr, both, 2, ins->elems, nullptr, p.factor, Store::Plain);
+      }
+      if (shown != nullptr && result != nullptr) copy_few(result, first, ins->nbytes);
     }
-    if (shown != nullptr) {
-      if (result != nullptr) copy_few(result, first, ins->nbytes);
-      publish(*shown, out_id, ins->meta);
-    }
+    if (shown != nullptr) publish(*shown, out_id, ins->meta);
     if (ins->from != nullptr) ins->from->consume(in_id);
   }
   for (const LinkUse& use : p.short_links) {
@@ -150,5 +173,10 @@ std::shared_ptr<Op> Comm::run_tiny(const std::shared_ptr<const Plan>& plan, cons
   if (!noted) keep_books(OpState::Done);
   return nullptr;
 }
+
+template std::shared_ptr<Op> Comm::run_tiny<false>(const std::shared_ptr<const Plan>&,
+                                                  const void*, void*, int);
+template std::shared_ptr<Op> Comm::run_tiny<true>(const std::shared_ptr<const Plan>&, const void*,
+                                                 void*, int);
 
 }  // namespace commrt

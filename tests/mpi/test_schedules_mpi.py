@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from cases import Case, run_cases, ways
 
@@ -50,3 +51,28 @@ def test_every_algorithm_agrees_with_numpy(
     env = {"COMMRT_NODES": where, "COMMRT_TIMEOUT_S": "20"} if where else {}
     got = mpirun(size, every_way, env=env, deadline_s=60)
     assert got == [[[], where.count(",") + 1, widths]] * size
+
+
+def rides_in_lines_or_not() -> list[int]:
+    """Return the lengths, in bytes, of which an allreduce or a bcast was wrong."""
+    comm: Any = commrt.init()
+    wrong = []
+    for inline in (48, 100, 560):
+        for nbytes in (8, 48, 56, 96, 104, 112, 304, 560, 568):
+            x = np.arange(nbytes // 8) + comm.rank
+            want = comm.size * x + sum(range(comm.size)) - comm.size * comm.rank
+            for name in ("ring", "direct"):
+                way = f"shm/{name}{{inline={inline}}}"
+                request = comm.allreduce(x.copy(), algorithm=way, nonblocking=True)
+                found = comm.allreduce(x.copy(), algorithm=way)
+                sent = comm.bcast(x.copy(), root=1, algorithm=way)
+                right = [want, want, np.arange(nbytes // 8) + 1]
+                pairs = zip((request.wait(), found, sent), right, strict=True)
+                if not all(np.array_equal(one, other) for one, other in pairs):
+                    wrong.append(nbytes)
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_payloads_in_lines_of_their_own_arrive_whole(mpirun: Any, size: int) -> None:
+    assert mpirun(size, rides_in_lines_or_not) == [[]] * size

@@ -18,7 +18,7 @@ from commrt.select.facts import Candidate, ParamValue
 
 __all__ = ["transport_variants"]
 
-_CHUNKS = (65536, 262144, 524288)
+_CHUNKS = (65536, 131072, 262144, 524288)
 _BY_FRAGMENT: tuple[dict[str, ParamValue], ...] = (
     {"depth": 4},
     {"reuse": 1},
@@ -65,14 +65,15 @@ def transport_variants(
     least, most = INLINE_NBYTES
 
     def rides_in_lines() -> bool:
-        parts = fragments(transport.chunk)
+        parts = fragments(bound.chunk_nbytes(transport))
         # An upper bound, rounded up to whole lines.
         return bound.largest_nbytes(num_elements, itemsize, parts) < most + least
 
     def changes() -> Iterator[Mapping[str, ParamValue]]:
-        seen = {fragments(transport.chunk)}
+        by_default = fragments(bound.chunk_nbytes(transport))
+        seen = {by_default}
         yield from ({"chunk": c} for c in _CHUNKS if _is_new(fragments(c), seen))
-        if thorough and fragments(transport.chunk) > 1:
+        if thorough and by_default > 1:
             yield from _BY_FRAGMENT
         if thorough and full_nbytes > least and rides_in_lines():
             yield {"inline": least}

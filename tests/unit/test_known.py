@@ -42,7 +42,7 @@ def _load(use: str, op: str = "allreduce", ranks: object = "any") -> Table:
         ("chunk: -1", r"params\.chunk: .*chunk=-1 must be an integer in 1"),
         ("chunk: 0", r"params\.chunk: .*chunk=0 must be"),
         ("chunk: 2147483648", r"params\.chunk: .*chunk=2147483648 must be"),
-        ("chunk: big", r"params\.chunk: .*chunk='big' must be like .* 131072"),
+        ("chunk: big", r"params\.chunk: .*chunk='big' must be an integer .* or auto"),
         ("depth: 0", r"params\.depth: .*depth=0 must be"),
         ("reuse: x", r"params\.reuse: .*reuse='x' must be"),
         ("store: strem", r"params\.store: .*store='strem'; did you mean 'stream'"),

@@ -14,7 +14,7 @@ from commrt.tuning.samples import Failure
 from commrt.tuning.variants import variants_to_try
 
 TWO_SHOTS = Candidate("shm", "direct", {"shots": 2})
-WIDE = Candidate("shm", "direct", {"chunk": 262144})
+WIDE = Candidate("shm", "direct", {"chunk": 524288})
 DEEP = Candidate("shm", "direct", {"depth": 4})
 TRUTH: Truth = {
     DIRECT: lambda n: 0.20 + 6e-5 * n,
@@ -48,7 +48,8 @@ def tried(
         (WIDE, 1 << 20, set()),
         (TWO_SHOTS, 131072, set()),
         (TWO_SHOTS, 262144, {"chunk"}),
-        (TWO_SHOTS, 524288, {"chunk", "depth", "reuse"}),
+        (TWO_SHOTS, 524288, {"chunk"}),
+        (TWO_SHOTS, 1 << 20, {"chunk", "depth", "reuse"}),
         (TWO_SHOTS, 8 << 20, {"chunk", "depth", "reuse", "store"}),
         (Candidate("shm", "no_such_algorithm"), 1 << 20, set()),
     ],
@@ -103,10 +104,16 @@ def test_a_crowd_is_known_by_its_link_class(link_class: LinkClass) -> None:
 
 
 def test_chunks_that_cut_alike_are_one() -> None:
-    # Two messages of 256 KiB: 262144 and 524288 bytes leave each of them whole.
+    # Two messages of 256 KiB: by default they are left whole, as by 524288 bytes.
     found = transport_variants("allreduce", TWO_SHOTS, 2, 1 << 19, "float32")
     chunks = [one.params["chunk"] for one in found if "chunk" in one.params]
-    assert chunks == [65536, 262144]
+    assert chunks == [65536, 131072]
+
+
+def test_what_flows_one_way_is_cut_smaller() -> None:
+    found = transport_variants("bcast", DIRECT, 2, 1 << 19, "float32")
+    chunks = [one.params["chunk"] for one in found if "chunk" in one.params]
+    assert chunks == [65536, 262144, 524288]
 
 
 def test_the_leader_s_are_tried_and_what_does_not_win_is_given_up() -> None:

@@ -202,6 +202,8 @@ class Op {
   bool outputs_free(const Instr& ins, int64_t fragment);
   void compute_and_send(const Instr& ins, int64_t fragment,
                         const unsigned char* const* arrived);
+  void compute_from_own_part(const Instr& ins, unsigned char* first, unsigned char* second,
+                             std::vector<const void*>& inputs, size_t elems) const;
   void pack(const Instr& ins, int64_t fragment, unsigned char* to);
   void take_inputs(const Instr& ins, int64_t fragment);
   bool divide(uint64_t limit);

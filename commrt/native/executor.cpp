@@ -253,7 +253,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
   auto& exposed = operands.exposed;
   messages.resize(static_cast<size_t>(nin));
   exposed.assign(static_cast<size_t>(nin), false);
-  bool delivered = false;
+  bool delivered = false, reads_peer = false;
   for (int i = 0; i < nin; ++i) {
     const Ref& ref = ins.inputs[i];
     if (!ref.is_message) continue;
@@ -288,7 +288,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
       return;
     }
     if (delivered) continue;
-    exposed[i] = true;
+    exposed[i] = reads_peer = true;
     messages[i] = comm->address_of(comm->member_of(p.peers[ref.peer].rank), place);
   }
 
@@ -343,7 +343,9 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     size_t done = 0;  // targets
     if (second == nullptr && !targets.empty()) second = targets[done++] + within(piece);
     if (nbytes != 0) {
-      if (first != nullptr || second != nullptr) {
+      if (nin > 1 && reads_peer) {
+        compute_from_own_part(ins, first, second, inputs, elems);
+      } else if (first != nullptr || second != nullptr) {
         p.compute(ins, store, first, second, inputs.data(), elems);
       }
       for (; done < targets.size(); ++done) {

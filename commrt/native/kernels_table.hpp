@@ -36,6 +36,7 @@ COMMRT_INLINE T factor_of(Scale factor) {
 template <class E, class Op, int N, bool Scaled, int Unroll = E::kUnroll>
 struct Loop {
   using Acc = typename E::Acc;
+  using Out = typename E::Out;
   using Factor = typename E::Factor;
   static constexpr std::size_t kBlock = kVec * Unroll;
 
@@ -54,18 +55,25 @@ struct Loop {
     return N ? fixed[k] : static_cast<const Byte*>(job.srcs[k]);
   }
 
+  static COMMRT_INLINE Acc fetch(const Byte* p) {
+    if constexpr (E::kFetches)
+      return E::fetch(p);
+    else
+      return E::widen(load(p));
+  }
+
   // Multiplying by one is exact, so unscaled inputs need no code of their own.
-  COMMRT_INLINE Acc input(Raw raw, int k) const {
+  COMMRT_INLINE Acc input(Acc widened, int k) const {
     if constexpr (Scaled) {
       bool chosen = (k < 64 ? scaled_first >> k : job.scaled[k / 64] >> (k % 64)) & 1;
-      return E::scale(E::widen(raw), chosen ? factor_of<Factor>(job.factor) : Factor(1));
+      return E::scale(widened, chosen ? factor_of<Factor>(job.factor) : Factor(1));
     } else {
-      return E::widen(raw);
+      return widened;
     }
   }
 
   template <int Count>
-  static COMMRT_INLINE void put(Byte* p, const Raw* value, bool stream) {
+  static COMMRT_INLINE void put(Byte* p, const Out* value, bool stream) {
     if (stream) {
 #pragma GCC unroll 8
       for (int u = 0; u < Count; ++u) store_stream(p + u * kVec, value[u]);
@@ -81,14 +89,14 @@ struct Loop {
     Acc acc[Count];
     const Byte* p = src(0) + at;
 #pragma GCC unroll 8
-    for (int u = 0; u < Count; ++u) acc[u] = input(load(p + u * kVec), 0);
+    for (int u = 0; u < Count; ++u) acc[u] = input(fetch(p + u * kVec), 0);
     for (int k = 1; k < nsrc(); ++k) {
       p = src(k) + at;
 #pragma GCC unroll 8
       for (int u = 0; u < Count; ++u)
-        acc[u] = Op::apply(acc[u], input(load(p + u * kVec), k));
+        acc[u] = Op::apply(acc[u], input(fetch(p + u * kVec), k));
     }
-    Raw value[Count];
+    Out value[Count];
     if constexpr (E::kTogether) {
       E::template narrow_all<Count>(acc, value);
     } else {
@@ -101,10 +109,10 @@ struct Loop {
 
   // Fewer than kVec bytes.
   COMMRT_INLINE void part(std::size_t at, std::size_t rest) const {
-    Acc acc = input(load_some(src(0) + at, rest), 0);
+    Acc acc = input(E::widen(load_some(src(0) + at, rest)), 0);
     for (int k = 1; k < nsrc(); ++k)
-      acc = Op::apply(acc, input(load_some(src(k) + at, rest), k));
-    Raw value = E::narrow(acc);
+      acc = Op::apply(acc, input(E::widen(load_some(src(k) + at, rest)), k));
+    Out value = E::narrow(acc);
     store_some(job.dst + at, value, rest);
     if (job.dst2) store_some(job.dst2 + at, value, rest);
   }
@@ -115,6 +123,12 @@ struct Loop {
     Loop loop(job);
     for (; at + kVec <= end; at += kVec) loop.template block<1>(at, false, false);
     if (at < end) loop.part(at, end - at);
+  }
+
+  // The lines of all inputs that hold bytes [at, end).
+  COMMRT_INLINE void prefetch(std::size_t at, std::size_t end) const {
+    for (; at < end; at += kLine)
+      for (int k = 0; k < nsrc(); ++k) __builtin_prefetch(src(k) + at);
   }
 
   // Streams whole lines from an aligned address on; a second streamed destination that is
@@ -133,6 +147,13 @@ struct Loop {
                                 reinterpret_cast<std::uintptr_t>(job.dst2)) % kLine)
         stream2 = false;
       if (at) edge(job, 0, at);
+    }
+    if constexpr (E::kAhead > 0) {
+      prefetch(at, job.nbytes < at + E::kAhead ? job.nbytes : at + E::kAhead);
+      for (; at + kBlock + E::kAhead <= job.nbytes; at += kBlock) {
+        prefetch(at + E::kAhead, at + E::kAhead + kBlock);
+        block<Unroll>(at, stream, stream2);
+      }
     }
     for (; at + kBlock <= job.nbytes; at += kBlock) block<Unroll>(at, stream, stream2);
     if (at < job.nbytes) edge(job, at, job.nbytes);
@@ -249,9 +270,9 @@ constexpr void add_floats(KernelSet& set, DType dtype) {
   entry(set, dtype, RedOp::Max) = reduce<Ordered<T, true>, LeastOrdered>;
 }
 
-template <class E, std::uint16_t Infinity, std::uint16_t Quiet>
+template <class E, class Sum, std::uint16_t Infinity, std::uint16_t Quiet>
 constexpr void add_halves(KernelSet& set, DType dtype) {
-  add_sums<E, Widened<Add>, Widened<Multiply>>(set, dtype);
+  add_sums<E, Widened<Sum>, Widened<Multiply>>(set, dtype);
   entry(set, dtype, RedOp::Min) = reduce<OrderedHalf<Infinity, Quiet, false>, Least>;
   entry(set, dtype, RedOp::Max) = reduce<OrderedHalf<Infinity, Quiet, true>, Greatest>;
 }
@@ -281,8 +302,8 @@ constexpr KernelSet make_kernel_set(const char* name) {
   add_integers<std::int16_t, std::uint16_t>(set, DType::I16, DType::U16);
   add_integers<std::int32_t, std::uint32_t>(set, DType::I32, DType::U32);
   add_integers<std::int64_t, std::uint64_t>(set, DType::I64, DType::U64);
-  add_halves<Float16, 0x7c00, 0x7e00>(set, DType::F16);
-  add_halves<BFloat16, 0x7f80, 0x7fc0>(set, DType::BF16);
+  add_halves<Float16, AddFused, 0x7c00, 0x7e00>(set, DType::F16);
+  add_halves<BFloat16, Add, 0x7f80, 0x7fc0>(set, DType::BF16);
   add_floats<float>(set, DType::F32);
   add_floats<double>(set, DType::F64);
   add_logical<std::uint16_t, 0x7fff, 0x3c00>(set, DType::F16);

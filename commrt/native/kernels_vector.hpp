@@ -126,15 +126,19 @@ COMMRT_INLINE void store_some(Byte* p, Raw v, std::size_t nbytes) {
 #endif
 
 // An element type is: kItem bytes; Acc, what is reduced; widen and narrow between the bytes
-// in memory and Acc; scale. kUnroll vectors are in flight at once. With kTogether, narrow_all
-// does so many at a time.
+// in memory (written as Out) and Acc; scale. kUnroll vectors are in flight at once. With
+// kTogether, narrow_all does so many at a time; with kFetches, fetch is load and widen.
+// Inputs are fetched into the cache kAhead bytes before they are used.
 template <class T>
 struct Same {
   using Acc = Vec<T>;
+  using Out = Raw;
   using Factor = T;
   static constexpr std::size_t kItem = sizeof(T);
   static constexpr int kUnroll = 8;
   static constexpr bool kTogether = false;
+  static constexpr bool kFetches = false;
+  static constexpr std::size_t kAhead = 0;  // the processor itself looks as far ahead
   static COMMRT_INLINE Acc widen(Raw raw) { return (Acc)raw; }
   static COMMRT_INLINE Raw narrow(Acc acc) { return (Raw)acc; }
   static COMMRT_INLINE Acc scale(Acc acc, T factor) { return acc * splat<T>(factor); }
@@ -147,10 +151,15 @@ struct Floats {
 
 struct Half {
   using Acc = Floats;
+  using Out = Raw;
   using Factor = float;
   static constexpr std::size_t kItem = 2;
   static constexpr int kUnroll = 4;
   static constexpr bool kTogether = false;
+  static constexpr bool kFetches = false;
+  // With so many instructions for a line, the processor has few lines in view at a time; what
+  // another core has just written then comes slowly, above all from far away.
+  static constexpr std::size_t kAhead = 1536;
   static COMMRT_INLINE Acc scale(Acc acc, float factor) {
     return {acc.a * splat<float>(factor), acc.b * splat<float>(factor)};
   }
@@ -219,6 +228,25 @@ struct BFloat16 : Half {
   static COMMRT_INLINE Raw narrow(Acc acc) {
     return upper_halves(round_any(acc.a), round_any(acc.b));
   }
+  // Without NaNs.
+  static COMMRT_INLINE Raw narrow_numbers(Acc acc) {
+#if COMMRT_VEC_BYTES == 64
+    // All elements at once: their upper halves are one more where the lower ones are above
+    // the middle, or in the middle with an odd upper half.
+    const __m512i swap = _mm512_broadcast_i32x4(
+        _mm_set_epi8(13, 12, 15, 14, 9, 8, 11, 10, 5, 4, 7, 6, 1, 0, 3, 2));
+    constexpr __mmask64 kEven = 0x3333333333333333;
+    __m512i a = (__m512i)acc.a, b = (__m512i)acc.b;
+    __m512i upper = _mm512_mask_shuffle_epi8(b, kEven, a, swap);
+    __m512i lower = _mm512_mask_shuffle_epi8(a, ~kEven, b, swap);
+    constexpr int kOrAnd = 0xf8;  // lower | (upper & 1)
+    lower = _mm512_ternarylogic_epi32(lower, upper, _mm512_set1_epi16(1), kOrAnd);
+    __mmask32 up = _mm512_cmpgt_epu16_mask(lower, _mm512_set1_epi16(-0x8000));
+    return (Raw)_mm512_mask_sub_epi16(upper, up, upper, _mm512_set1_epi16(-1));
+#else
+    return upper_halves(round(acc.a), round(acc.b));
+#endif
+  }
   // NaNs are rare, so all vectors together are asked for one.
   template <int Count>
   static COMMRT_INLINE void narrow_all(const Acc* acc, Raw* out) {
@@ -230,35 +258,67 @@ struct BFloat16 : Half {
       return;
     }
 #pragma GCC unroll 8
-    for (int u = 0; u < Count; ++u) out[u] = upper_halves(round(acc[u].a), round(acc[u].b));
+    for (int u = 0; u < Count; ++u) out[u] = narrow_numbers(acc[u]);
   }
 };
 
+#if COMMRT_VEC_BYTES >= 32
+// The bytes of a vector as two halves. Conversions between them and memory need no moves
+// between the halves of a register, which keep the same units busy as conversions do.
 #if COMMRT_VEC_BYTES == 64
-struct Float16 : Half {
-  static COMMRT_INLINE Acc widen(Raw raw) {
-    __m512i v = (__m512i)raw;
-    return {(F32s)_mm512_cvtph_ps(_mm512_castsi512_si256(v)),
-            (F32s)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(v, 1))};
-  }
-  static COMMRT_INLINE Raw narrow(Acc acc) {
-    __m256i lo = _mm512_cvtps_ph((__m512)acc.a, _MM_FROUND_TO_NEAREST_INT);
-    __m256i hi = _mm512_cvtps_ph((__m512)acc.b, _MM_FROUND_TO_NEAREST_INT);
-    return (Raw)_mm512_inserti64x4(_mm512_castsi256_si512(lo), hi, 1);
-  }
+using HalfRaw = __m256i;
+COMMRT_INLINE HalfRaw load_half(const Byte* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+COMMRT_INLINE F32s from_float16(HalfRaw v) { return (F32s)_mm512_cvtph_ps(v); }
+COMMRT_INLINE HalfRaw to_float16(F32s v) {
+  return _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+}
+COMMRT_INLINE HalfRaw upper_half(Raw v) { return _mm512_extracti64x4_epi64((__m512i)v, 1); }
+COMMRT_INLINE HalfRaw lower_half(Raw v) { return _mm512_castsi512_si256((__m512i)v); }
+COMMRT_INLINE Raw joined(HalfRaw lower, HalfRaw upper) {
+  return (Raw)_mm512_inserti64x4(_mm512_castsi256_si512(lower), upper, 1);
+}
+#else
+using HalfRaw = __m128i;
+COMMRT_INLINE HalfRaw load_half(const Byte* p) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+}
+COMMRT_INLINE F32s from_float16(HalfRaw v) { return (F32s)_mm256_cvtph_ps(v); }
+COMMRT_INLINE HalfRaw to_float16(F32s v) {
+  return _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+}
+COMMRT_INLINE HalfRaw upper_half(Raw v) { return _mm256_extracti128_si256((__m256i)v, 1); }
+COMMRT_INLINE HalfRaw lower_half(Raw v) { return _mm256_castsi256_si128((__m256i)v); }
+COMMRT_INLINE Raw joined(HalfRaw lower, HalfRaw upper) {
+  return (Raw)_mm256_inserti128_si256(_mm256_castsi128_si256(lower), upper, 1);
+}
+#endif
+
+struct Halves {
+  HalfRaw lower, upper;
+  COMMRT_INLINE Raw whole() const { return joined(lower, upper); }
 };
-#elif COMMRT_VEC_BYTES == 32
+
+COMMRT_INLINE void store(Byte* p, Halves v) {
+  __builtin_memcpy(p, &v.lower, kVec / 2);
+  __builtin_memcpy(p + kVec / 2, &v.upper, kVec / 2);
+}
+COMMRT_INLINE void store_stream(Byte* p, Halves v) { store_stream(p, v.whole()); }
+COMMRT_INLINE void store_some(Byte* p, Halves v, std::size_t nbytes) {
+  store_some(p, v.whole(), nbytes);
+}
+
 struct Float16 : Half {
+  using Out = Halves;
+  static constexpr bool kFetches = true;
   static COMMRT_INLINE Acc widen(Raw raw) {
-    __m256i v = (__m256i)raw;
-    return {(F32s)_mm256_cvtph_ps(_mm256_castsi256_si128(v)),
-            (F32s)_mm256_cvtph_ps(_mm256_extracti128_si256(v, 1))};
+    return {from_float16(lower_half(raw)), from_float16(upper_half(raw))};
   }
-  static COMMRT_INLINE Raw narrow(Acc acc) {
-    __m128i lo = _mm256_cvtps_ph((__m256)acc.a, _MM_FROUND_TO_NEAREST_INT);
-    __m128i hi = _mm256_cvtps_ph((__m256)acc.b, _MM_FROUND_TO_NEAREST_INT);
-    return (Raw)_mm256_inserti128_si256(_mm256_castsi128_si256(lo), hi, 1);
+  static COMMRT_INLINE Acc fetch(const Byte* p) {
+    return {from_float16(load_half(p)), from_float16(load_half(p + kVec / 2))};
   }
+  static COMMRT_INLINE Out narrow(Acc acc) { return {to_float16(acc.a), to_float16(acc.b)}; }
 };
 #elif defined(__aarch64__)
 struct Float16 : Half {

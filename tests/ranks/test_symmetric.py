@@ -98,6 +98,29 @@ def test_scaled_operands(op: str, dtype: str) -> None:
     assert run(3, rank_main) == [[]] * 3
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("dtype", ["int8", "float16", "complex128"])
+def test_every_element_is_right_wherever_each_rank_begins(
+    dtype: str, size: int
+) -> None:
+    # Peers' arrays are read from another page on by each rank.
+    page = 4096 // np.dtype(dtype).itemsize
+    counts = [page, 2 * page - 1, size * page, size * page + 7, 3 * size * page + 1]
+
+    def rank_main(comm: Any) -> list[int]:
+        wrong = []
+        for count in counts:
+            x, out = comm.empty(count, dtype), comm.empty(count, dtype)
+            x[:] = np.arange(count) % 7 + comm.rank
+            comm.allreduce(x, out=out, algorithm="direct", params={"shots": 1})
+            expected = (np.arange(count) % 7) * size + sum(range(size))
+            if not np.array_equal(out, expected.astype(dtype)):
+                wrong.append(count)
+        return wrong
+
+    assert run(size, rank_main) == [[]] * size
+
+
 def test_slots_keep_what_one_peer_has_not_read_while_others_need_none() -> None:
     # A lane holds seven slots, one fragment has five messages.
     params = {"chunk": 524288, "reuse": 2}

@@ -358,6 +358,31 @@ def test_every_half_survives_widening_and_rounds_to_nearest_even(name: str) -> N
 
 
 @pytest.mark.parametrize("name", HALVES)
+def test_sums_in_and_beside_the_middle_of_two_halves_are_rounded_right(
+    name: str,
+) -> None:
+    dtype = dtype_by_name(name)
+    half = np_dtype(dtype)
+    every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(half)
+    every = every[np.isfinite(every.astype(np.float32))]
+    digits = 11 if name == "float16" else 8
+    exponent = np.frexp(every.astype(np.float64))[1]
+    middle = np.ldexp(1.0, exponent - digits - 1)
+    for towards in (1, -1):
+        for inputs in (
+            [every, (middle * towards).astype(half)],
+            [every, (middle * towards).astype(half), (middle / 64).astype(half)],
+            [every, (middle * towards).astype(half), (middle / -64).astype(half)],
+        ):
+            expected = reference(dtype, ReduceOp.SUM, inputs)
+            for isa in kernels.isas():
+                assert kernels.use_isa(isa)
+                for offsets in ((0,), (2,)):
+                    got = combine(dtype, ReduceOp.SUM, inputs, offsets=offsets)
+                    assert same_bits(got, expected), (isa, towards, len(inputs))
+
+
+@pytest.mark.parametrize("name", HALVES)
 def test_halves_are_rounded_once_for_all_inputs(name: str) -> None:
     dtype = dtype_by_name(name)
     tiny = np.finfo(np.float16).eps if name == "float16" else 2.0**-7

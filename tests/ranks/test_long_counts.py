@@ -82,9 +82,9 @@ def test_plans_hold_every_bit_of_a_count(coll: str) -> None:
             (plan,) = comm._plans.values()
             assert plan.out_elems == times * number
             assert plan.in_elems == (0 if coll == "bcast" and comm.rank else number)
-            # Pieces of a block of at least a half of it, none much above 128 KiB.
-            assert plan.fragments >= number // 2 // 131072
-            assert plan.slot_nbytes <= 132000 * 2
+            # Pieces of a block of at least a half of it, none much above 256 KiB.
+            assert plan.fragments >= number // 2 // 262144
+            assert plan.slot_nbytes <= 264000 * 2
 
     run(2, rank_main)
 

@@ -22,6 +22,8 @@ NOBODY = -1
 _STEP = 4
 _SHORT_STEP_AT = 32
 """From here to 128 bytes payloads leave the lines of their messages: one more size."""
+_SHORT_STEPS_FROM = 8 << 20
+"""From here on buffers outgrow the last cache, some candidates' sooner than others'."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Turn:
 
 
 def sizes(op: str, size: int, job: Job) -> list[int]:
-    """Return the rule bytes to measure: 8, 32, 64, 128 and on by 4; or between."""
+    """Return the rule bytes to measure, as of ``size_pairs``: the grid's, or between."""
     pairs = size_pairs(op, size, job.dtype, job.max_nbytes)
     column = [between if job.held_out else grid for grid, between in pairs]
     ranks = _blocks(op, size)
@@ -128,6 +130,7 @@ def size_pairs(
 ) -> list[tuple[int, int]]:
     """Return the grid's sizes, each with the held-out size above it.
 
+    The grid: 8, 32, 64, 128 bytes, then by 4 to 8 MiB, then by 2.
     Every size is a whole number of elements of the operation: of one element per rank
     where x is cut into blocks.
     """
@@ -138,7 +141,8 @@ def size_pairs(
     while nbytes * _blocks(op, size) <= max_nbytes:
         between = nbytes * 9 // 5
         pairs.append((-(-nbytes // unit) * unit, -(-between // unit) * unit))
-        nbytes *= 2 if nbytes in (_SHORT_STEP_AT, 2 * _SHORT_STEP_AT) else _STEP
+        leaves = nbytes in (_SHORT_STEP_AT, 2 * _SHORT_STEP_AT)
+        nbytes *= 2 if leaves or nbytes >= _SHORT_STEPS_FROM else _STEP
     return pairs
 
 

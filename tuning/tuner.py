@@ -67,17 +67,18 @@ def run_launches(options: Options, progress: Progress, start: Start) -> Recordin
     """
     run = _Run(options, progress, start)
     run.announce()
-    longest_s, done = 0.0, 0
+    took_s, done = [0.0], 0
     while done < max(options.launches, options.most_launches):
         further = done >= options.launches
-        if further and progress.left_s < (1 + _judges(done + 1)) * longest_s:
+        # Rounds become shorter as losers are left out.
+        if further and progress.left_s < (1 + _judges(done + 1)) * max(took_s[-2:]):
             break
         if done and not run.affordable:
             break
         rounds_left = 1 + max(1, options.launches - done)
         begin_s = progress.elapsed_s
         run.round(max(1, min(rounds_left, run.affordable)), held_out=False)
-        longest_s = max(longest_s, progress.elapsed_s - begin_s)
+        took_s.append(progress.elapsed_s - begin_s)
         done += 1
     judges = min(_judges(done), run.affordable)
     for judged in range(judges):

@@ -165,7 +165,12 @@ void Comm::report_run(const Plan& plan, uint64_t took_ticks, bool in_heap) {
     plan.heap_choice.report(took_ticks);
     return;
   }
-  if (plan.choice.report(took_ticks)) learned_ = streams_second(plan.choice.current()) ? 1 : 0;
+  plan.choice.report(took_ticks);
+  // By the latest run, not by the latest change: who changed in another state of the machine
+  // and did not run since may never change back.
+  if (streams_second(plan.adaptive) && plan.choice.has_tried()) {
+    learned_ = streams_second(plan.choice.current()) ? 1 : 0;
+  }
 }
 
 void Comm::recycle(std::shared_ptr<Op> op) {

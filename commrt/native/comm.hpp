@@ -366,7 +366,7 @@ class Comm {
   std::vector<std::shared_ptr<Op>> active_;
   std::shared_ptr<Op> spare_;
   Lane lanes_[kLanes];
-  int learned_ = -1;  // whether slots are streamed, by the last plan that changed; -1: none
+  int learned_ = -1;  // whether slots are streamed, by the last plan that knows; -1: none
   bool lane_refused_ = false;  // an older operation waits for a lane in this pass
   bool native_refused_ = false;  // an older vendor collective has not started in this pass
  public:

@@ -30,6 +30,9 @@ class StoreChoice {
   // The kind for a run that is not timed.
   Store current() const { return static_cast<Store>(kind_); }
 
+  // Whether current() is what has proved faster, and not only where it began.
+  bool has_tried() const { return tried_ && trials_left_ == 0 && on_probation_ == 0; }
+
   // The kind for the next timed run; report() must follow before the next call.
   Store next() {
     const bool settled = trials_left_ == 0 && on_probation_ == 0;
@@ -42,26 +45,27 @@ class StoreChoice {
     return static_cast<Store>(trials_left_ > 0 ? kind_ ^ flipped_ : kind_);
   }
 
-  // True if the kind has changed.
-  bool report(uint64_t ticks) {
+  // What the run took for which next() was asked.
+  void report(uint64_t ticks) {
     if (trials_left_ == 0) {
       const uint64_t best = best_recent();
       slow_runs_ = best != UINT64_MAX && ticks > best + best / 2 + best / 4 ? slow_runs_ + 1 : 0;
       recent_[place_++ % kRecent] = ticks;
-      return on_probation_ > 0 && --on_probation_ == 0 && gives_up();
+      if (on_probation_ > 0 && --on_probation_ == 0) prove();
+      return;
     }
     if (ticks < best_trial_) {
       best_trial_ = ticks;
       best_flip_ = flipped_;
     }
-    if (--trials_left_ > 0 || try_another()) return false;
+    if (--trials_left_ > 0 || try_another()) return;
+    tried_ = true;
     // Compared with the last few runs, not with the best ever: the state may have changed.
     const uint64_t best = best_recent();
-    if (best_trial_ >= best - best / 8) return false;
+    if (best_trial_ >= best - best / 8) return;
     kind_ ^= best_flip_;
     best_before_ = best;
     on_probation_ = kRecent;
-    return true;
   }
 
  private:
@@ -73,10 +77,8 @@ class StoreChoice {
   uint64_t best_recent() const { return *std::min_element(recent_, recent_ + kRecent); }
 
   // After the first runs of a new kind: back to the old one unless they were faster.
-  bool gives_up() {
-    if (best_recent() < best_before_ - best_before_ / 16) return false;
-    kind_ ^= best_flip_;
-    return true;
+  void prove() {
+    if (best_recent() >= best_before_ - best_before_ / 16) kind_ ^= best_flip_;
   }
 
   // Goes on to the next combination of what is open; false after the last one.
@@ -88,6 +90,7 @@ class StoreChoice {
     return true;
   }
 
+  bool tried_ = false;
   unsigned kind_ = 0, open_ = 0;
   unsigned flipped_ = 0, best_flip_ = 0;  // what the present, and the best, trial changes
   uint32_t runs_ = 0, place_ = 0;

@@ -22,7 +22,8 @@ void* make(int first, int open) {
 }
 using Choice = StoreChoice*;
 int next(void* c) { return static_cast<int>(static_cast<Choice>(c)->next()); }
-int report(void* c, uint64_t t) { return static_cast<Choice>(c)->report(t); }
+void report(void* c, uint64_t t) { static_cast<Choice>(c)->report(t); }
+bool has_tried(void* c) { return static_cast<Choice>(c)->has_tried(); }
 int current(void* c) { return static_cast<int>(static_cast<Choice>(c)->current()); }
 void drop(void* c) { delete static_cast<Choice>(c); }
 }
@@ -41,6 +42,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     subprocess.run([*command, folder / "harness.cpp", "-o", built], check=True)
     loaded = ctypes.CDLL(str(built))
     loaded.make.restype = ctypes.c_void_p
+    loaded.has_tried.restype = ctypes.c_bool
     return loaded
 
 
@@ -55,6 +57,10 @@ class Learner:
     @property
     def current(self) -> int:
         return int(self._library.current(self._choice))
+
+    @property
+    def has_tried(self) -> bool:
+        return bool(self._library.has_tried(self._choice))
 
     def kinds(self, runs: int, time: Time) -> Iterator[int]:
         """Yield the kind of each of the next runs, which take ``time(run, kind)``."""
@@ -94,6 +100,17 @@ def test_the_fastest_kind_is_found(
 ) -> None:
     one = learner(first, STREAM_BOTH)
     assert one.settle(100, lambda run, kind: 600 if kind == best else 1000) == best
+
+
+def test_it_knows_after_a_trial_and_its_probation(
+    learner: Callable[[int, int], Learner],
+) -> None:
+    one = learner(PLAIN, STREAM_SLOTS)
+    seen = []
+    for _ in one.kinds(40, lambda run, kind: 600 if kind == STREAM_SLOTS else 1000):
+        seen.append(one.has_tried)
+    assert not any(seen[:13])
+    assert all(seen[14:])
 
 
 def test_what_is_not_open_stays(learner: Callable[[int, int], Learner]) -> None:

@@ -118,7 +118,7 @@ class Turn:
 
 
 def sizes(op: str, size: int, job: Job) -> list[int]:
-    """Return the rule bytes to measure, as of ``size_pairs``: the grid's, or between."""
+    """Return the rule bytes to measure: the grid of ``size_pairs``, or between."""
     pairs = size_pairs(op, size, job.dtype, job.max_nbytes)
     column = [between if job.held_out else grid for grid, between in pairs]
     ranks = _blocks(op, size)

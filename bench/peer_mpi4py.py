@@ -85,6 +85,8 @@ class Mpi4pyPeer:
             "gather": partial(method("Gather"), x, out if at_root else None, root),
             "scatter": partial(method("Scatter"), x if at_root else None, out, root),
             "barrier": method("Barrier"),
+            "scan": partial(method("Scan"), source, target),
+            "exscan": partial(method("Exscan"), source, target),
         }
         return calls[coll]
 

@@ -317,10 +317,11 @@ def expected_chunk(
 ) -> npt.NDArray[np.int64]:
     """Return elements [low, high) of what ``coll`` must leave on ``rank``."""
     index = np.arange(low, high, dtype=np.int64)
-    if coll in ("allreduce", "reduce", "reduce_scatter"):
+    if coll in ("allreduce", "reduce", "reduce_scatter", "scan", "exscan"):
         offset = rank * (x_elements // size) if coll == "reduce_scatter" else 0
-        total: npt.NDArray[np.int64] = size * ((index + offset) % 7)
-        return total + size * (size + 1) // 2
+        ranks = {"scan": rank + 1, "exscan": rank}.get(coll, size)
+        result: npt.NDArray[np.int64] = ranks * ((index + offset) % 7)
+        return result + ranks * (ranks + 1) // 2
     if coll == "bcast":
         return _pattern(root, low, high)
     if coll == "scatter":
@@ -331,8 +332,7 @@ def expected_chunk(
     else:  # alltoall
         block = max(x_elements // size, 1)
         offset = rank * block
-    source = index // block
-    result: npt.NDArray[np.int64] = (index % block + offset) % 7 + source + 1
+    result = (index % block + offset) % 7 + index // block + 1
     return result
 
 
@@ -386,10 +386,9 @@ class Trial:
                 high = min(low + _CHUNK, self.num_x)
                 x[low:high] = _pattern(self.peer.rank, low, high)
         self.call()
-        only_root = self.spec["output_on"] == "root" and self.peer.rank != self.root
-        if self.coll == "barrier" or only_root:
-            return True
-        return all(
+        rank = self.peer.rank
+        none_on = {"root": rank != self.root, "all but rank 0": rank == 0, "none": True}
+        return none_on.get(self.spec["output_on"], False) or all(
             self._is_expected(x if out is None else out) for x, out in self.parts
         )
 

@@ -79,7 +79,7 @@ class CommrtPeer:
             return partial(method, **extra)
         if spec.has_root:
             extra = {**extra, "root": root}
-        if out is not None and (spec.output_on == "all" or self.rank == root):
+        if out is not None and (spec.output_on != "root" or self.rank == root):
             extra = {**extra, "out": out}
         return partial(method, x, **extra)
 

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
+    "CartCommunicator",
     "Communicator",
+    "Mesh",
     "Request",
     "algorithm",
     "errors",
@@ -26,7 +28,9 @@ __all__ = [
 ]
 
 _HOME = {
+    "CartCommunicator": "commrt.comm",
     "Communicator": "commrt.comm",
+    "Mesh": "commrt.mesh",
     "Request": "commrt.request",
     "algorithm": "commrt.algorithms",
     "init": "commrt.runtime",
@@ -38,7 +42,9 @@ _HOME = {
 if TYPE_CHECKING:
     from commrt import errors as errors
     from commrt.algorithms import algorithm as algorithm
+    from commrt.comm import CartCommunicator as CartCommunicator
     from commrt.comm import Communicator as Communicator
+    from commrt.mesh import Mesh as Mesh
     from commrt.request import Request as Request
     from commrt.request import wait_all as wait_all
     from commrt.request import wait_any as wait_any

@@ -372,6 +372,7 @@ def make_schedule_plan(
     factor: float,
     integer_factor: int,
     divisor: int,
+    alone: bool,
     returns_out: bool,
     shows_result: bool,
     exposable: NDArray[Any],

@@ -229,9 +229,16 @@ def _reduction(spec: OpSpec, op: Any) -> ReduceOp:
     if not spec.reduces:
         return ReduceOp.SUM
     try:
-        return reduce_op(op)
+        found = reduce_op(op)
     except UsageError as error:
         raise UsageError(f"{spec.name}: {error}") from None
+    if spec.prefix != "none" and found is ReduceOp.AVG:
+        contributors = "rank + 1" if spec.prefix == "inclusive" else "rank"
+        raise UsageError(
+            f"{spec.name}: op='avg' would divide by another number on every rank: take "
+            f"op='sum' and divide by {contributors}"
+        )
+    return found
 
 
 def _factor(spec: OpSpec, reduction: ReduceOp, factor: Any) -> int | float | None:

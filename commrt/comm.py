@@ -23,6 +23,7 @@ from commrt.backends.prediction import floor_us, predicted_us
 from commrt.dtypes import engine_factor
 from commrt.errors import BackendError, UsageError
 from commrt.failures import watch_forks
+from commrt.grids import Cartesian
 from commrt.group_creation import GroupCreation
 from commrt.links import agree_link_class, measure_links, spins_for
 from commrt.memory_limit import check_fits
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 else:
     Operations = object
 
-__all__ = ["CommStats", "Communicator"]
+__all__ = ["CartCommunicator", "CommStats", "Communicator"]
 
 
 _NO_DTYPE = 11
@@ -561,6 +562,13 @@ class Communicator(GroupCreation, Operations):
         if candidate.name != NATIVE or self._unasked_native:
             return None
         return "has no MPI communicator here until a call asks for it by name"
+
+
+class CartCommunicator(Cartesian, Communicator):
+    """A communicator whose ranks lie in a grid; get one from ``comm.cart``."""
+
+
+Communicator._plain, Communicator._cart = Communicator, CartCommunicator
 
 
 def _install_operations() -> None:

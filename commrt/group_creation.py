@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New communicators from old ones: split, dup, create_group."""
+"""New communicators from old ones: split, dup, create_group, cart, mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from commrt.calls import as_integer
-from commrt.errors import UsageError
+from commrt.errors import MismatchError, UsageError
+from commrt.grids import Grid, make_grid
+from commrt.mesh import Mesh, parse_axes
 from commrt.point_to_point import PointToPoint
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.comm import CartCommunicator, Communicator
 
 __all__ = ["GroupCreation"]
 
@@ -22,6 +24,8 @@ class GroupCreation(PointToPoint):
 
     _identity: int
     _derived: int
+    _plain: ClassVar[type[Communicator]]
+    _cart: ClassVar[type[CartCommunicator]]
 
     def split(
         self, color: int | None, key: int = 0, *, name: str | None = None
@@ -79,6 +83,57 @@ class GroupCreation(PointToPoint):
         label = f"comm{self._identity}/group{ranks}"
         return self._derive(world_ranks, label, name or f"{self.name}.group{ranks}")
 
+    def cart(
+        self,
+        dims: Sequence[int],
+        periodic: bool | Sequence[bool] = False,
+        *,
+        name: str | None = None,
+    ) -> CartCommunicator:
+        """Return a communicator of the same ranks in a Cartesian grid.
+
+            grid = comm.cart((0, 0), periodic=(True, False))
+            source, dest = grid.shift(0)
+
+        The product of ``dims`` is the number of ranks; every 0 is chosen so, and as
+        evenly as can be. Ranks stay as they are, the last coordinate fastest.
+        Collective over all ranks, with equal arguments.
+        """
+        self._check_usable()
+        grid = make_grid(self.size, dims, periodic)
+        label, title = self._label("cart")
+        self._check_equal("cart", label, f"dims={grid.dims}, periodic={grid.periodic}")
+        return self._derive_cart(grid, range(self.size), label, name or title)
+
+    def mesh(self, axes: Mapping[str, int] | Sequence[tuple[str, int]]) -> Mesh:
+        """Return the ranks as a grid with named axes, and communicators along them.
+
+            mesh = comm.mesh({"data": 0, "tensor": 4})
+            mesh["tensor"].allreduce(x)
+
+        The product of the numbers is the number of ranks; a 0 is chosen so. The last
+        axis is the fastest. Collective over all ranks, with equal arguments.
+        """
+        self._check_usable()
+        shape = parse_axes(self.size, axes)
+        label, title = self._label("mesh")
+        self._check_equal("mesh", label, str(shape))
+        whole: Any = self  # a Communicator, which this class is a base of
+        return Mesh(whole, shape, label, title)
+
+    def _check_equal(self, what: str, label: str, mine: str) -> None:
+        """Raise the same MismatchError on all ranks unless all of them say the same."""
+        said = self._world.bootstrap.exchange(
+            self._ranks, f"{label}/equal", mine.encode(), self.timeout_s
+        )
+        texts = [each.decode() for each in said]
+        if len({*texts}) > 1:
+            lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
+            raise MismatchError(
+                f"{what} on {self.name}: the ranks disagree; pass equal arguments:\n"
+                + "\n".join(lines)
+            )
+
     def _label(self, how: str) -> tuple[str, str]:
         """Return the key under which the ranks meet, and the new name for people.
 
@@ -90,9 +145,21 @@ class GroupCreation(PointToPoint):
 
     def _derive(self, ranks: Sequence[int], label: str, name: str) -> Communicator:
         identity = self._world.agree_id(ranks, label)
-        communicator: Any = type(self)
-        made: Communicator = communicator(self._world, ranks, name, identity)
+        return self._plain(self._world, ranks, name, identity)
+
+    def _derive_cart(
+        self, grid: Grid, ranks: Sequence[int], label: str, name: str
+    ) -> CartCommunicator:
+        """Return a communicator over a grid of ``ranks`` of this one."""
+        world_ranks = [self._ranks[rank] for rank in ranks]
+        identity = self._world.agree_id(world_ranks, label)
+        made = self._cart(self._world, world_ranks, name, identity)
+        made.grid = grid
         return made
+
+    def _derive_from(self, ranks: Sequence[int], label: str, name: str) -> Communicator:
+        """Return a communicator of ``ranks`` of this one."""
+        return self._derive([self._ranks[rank] for rank in ranks], label, name)
 
 
 def _check_integer(what: str, argument: str, value: Any) -> int:

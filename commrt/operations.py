@@ -23,6 +23,7 @@ __all__ = [
 
 Count = Literal["none", "same", "times_size", "div_size"]
 RuleBytes = Literal["whole", "block", "pair", "none"]
+Prefix = Literal["none", "inclusive", "exclusive"]
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,18 @@ class OpSpec:
     """Whether the operation takes ``op=``."""
     in_place: bool
     """Whether a call without ``out`` works in place and returns ``x``."""
-    output_on: Literal["all", "root", "none"]
+    output_on: Literal["all", "root", "all but rank 0", "none"]
     """Which ranks have an output."""
     rule_bytes: RuleBytes
     """Which bytes select a rule: the whole buffer, a per-rank block, or one pair's."""
     doc: str
     """One imperative line for the docstring and the reference page."""
+    prefix: Prefix = "none"
+    """Whether a rank's result combines only the ranks up to itself, or below it."""
+
+    def num_contributors(self, rank: int, size: int) -> int:
+        """Return how many ranks' arrays a reduction combines on ``rank``."""
+        return {"none": size, "inclusive": rank + 1, "exclusive": rank}[self.prefix]
 
 
 # fmt: off
@@ -77,6 +84,13 @@ OPERATIONS: tuple[OpSpec, ...] = (
            "block", "Give rank i the i-th of size equal blocks of the root's array."),
     OpSpec("barrier", 8, "Barrier", "none", "none", False, False, False, "none",
            "none", "Return once every rank has called it."),
+    OpSpec("scan", 9, "Scan", "same", "same", False, True, True, "all", "whole",
+           "Reduce elementwise over the ranks up to this one, its own array included.",
+           "inclusive"),
+    OpSpec("exscan", 10, "Exscan", "same", "same", False, True, True, "all but rank 0",
+           "whole",
+           "Reduce elementwise over the ranks below this one; rank 0's output is left "
+           "untouched.", "exclusive"),
 )
 # fmt: on
 """The collectives. Point-to-point (send, recv, sendrecv) lives beside them in comm.py:
@@ -112,12 +126,13 @@ def rule_nbytes(coll: str, nbytes: int, size: int) -> int:
     Args:
         coll: the operation.
         nbytes: bytes of the *full* vector of the operation: of ``x`` for allreduce,
-            reduce, bcast, reduce_scatter and alltoall; of the gathered vector for
-            allgather and gather; of the root's ``x`` for scatter.
+            reduce, bcast, reduce_scatter, alltoall, scan and exscan; of the gathered
+            vector for allgather and gather; of the root's ``x`` for scatter.
         size: ranks in the communicator.
 
-    The whole buffer for allreduce, reduce, bcast and reduce_scatter; the per-rank
-    block for allgather, gather and scatter; the block of one pair for alltoall.
+    The whole buffer for allreduce, reduce, bcast, reduce_scatter, scan and exscan;
+    the per-rank block for allgather, gather and scatter; the block of one pair for
+    alltoall.
     """
     kind = operation(coll).rule_bytes
     if kind == "whole":

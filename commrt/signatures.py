@@ -77,6 +77,20 @@ class Operations:
         params: Params = None, name: str | None = None,
     ) -> Any: ...  # fmt: skip
 
+    def scan(
+        self, x: Any, *, out: Any = None, op: str = "sum",
+        factor: float | None = None, nonblocking: bool = False,
+        timeout_s: float | None = None, algorithm: str | None = None,
+        backend: str | None = None, params: Params = None, name: str | None = None,
+    ) -> Any: ...  # fmt: skip
+
+    def exscan(
+        self, x: Any, *, out: Any = None, op: str = "sum",
+        factor: float | None = None, nonblocking: bool = False,
+        timeout_s: float | None = None, algorithm: str | None = None,
+        backend: str | None = None, params: Params = None, name: str | None = None,
+    ) -> Any: ...  # fmt: skip
+
 
 def signature(spec: OpSpec) -> str:
     """Return the call as documented, such as ``barrier(*, nonblocking=False, …)``."""
@@ -108,8 +122,9 @@ def docstring(spec: OpSpec) -> str:
         lines += ["", "Args:", f"    {_X['same']}; C-contiguous, any supported dtype."]
         lines.append(f"    out: {_OUT[spec.out_count]}.")
     if spec.reduces:
+        average = " avg," if spec.prefix == "none" else ""
         lines += [
-            "    op: sum, prod, min, max, avg, land, lor, lxor, band, bor, bxor,"
+            f"    op: sum, prod, min, max,{average} land, lor, lxor, band, bor, bxor,"
             " premul_sum.",
             "    factor: of premul_sum: what this rank's x is multiplied by before the"
             " sum; ranks may differ.",

@@ -47,6 +47,8 @@ def operations_table() -> str:
         output = _OUTPUTS[spec.out_count]
         if spec.output_on == "root":
             output += ", on the root"
+        elif spec.output_on == "all but rank 0":
+            output += ", on all ranks but 0"
         cells = [
             f"`{spec.name}`",
             ", ".join(arguments),

@@ -87,11 +87,14 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
-def legal_pairs() -> list[tuple[str, str]]:
-    """Return every (dtype, reduction) that the Contract allows."""
+def legal_pairs(coll: str = "allreduce") -> list[tuple[str, str]]:
+    """Return every (dtype, reduction) that the Contract allows in ``coll``."""
     pairs = []
+    prefix = operation(coll).prefix != "none"
     for dtype in DTYPES:
         for op in REDUCTIONS:
+            if prefix and op == "avg":
+                continue
             try:
                 check_reduction(ReduceOp[op.upper()], dtype)
             except UsageError:
@@ -123,7 +126,7 @@ TRANSPORTS: tuple[dict[str, int | str], ...] = (
 def sample(coll: str, size: int, seed: int, number: int) -> list[Case]:
     """Return ``number`` random cases; the same for the same arguments."""
     rng = random.Random(f"{coll}/{size}/{seed}")
-    pairs, found = legal_pairs(), ways(coll, size)
+    pairs, found = legal_pairs(coll), ways(coll, size)
     return [_draw(coll, size, rng, pairs, found) for _ in range(number)]
 
 
@@ -158,7 +161,7 @@ def everything(coll: str, size: int) -> Iterator[Case]:
     placements and transports with rotating types.
     """
     spec = operation(coll)
-    pairs = legal_pairs() if spec.reduces else [(d.name, "sum") for d in DTYPES]
+    pairs = legal_pairs(coll) if spec.reduces else [(d.name, "sum") for d in DTYPES]
     roots = range(size) if spec.has_root else (0,)
     for algorithm, params in ways(coll, size):
         for i, (dtype, op) in enumerate(pairs):
@@ -223,6 +226,10 @@ def expected(case: Case, xs: list[Array]) -> list[Array | None]:
             return list(np.split(total, size))
         everywhere = coll == "allreduce"
         return [total if everywhere or r == case.root else None for r in range(size)]
+    if coll == "scan":
+        return [_reduced(case, xs[: rank + 1]) for rank in range(size)]
+    if coll == "exscan":
+        return [None, *(_reduced(case, xs[:rank]) for rank in range(1, size))]
     if coll == "bcast":
         return [xs[case.root]] * size
     if coll in ("allgather", "gather"):
@@ -365,13 +372,13 @@ class Attempt:
 
     def _output(self) -> Array | None:
         spec = operation(self.case.coll)
-        if self.want is None:
+        if self.want is None and spec.output_on != "all but rank 0":
             return None
         if self.case.in_place and spec.in_place:
             return self.x
         if self.case.in_place and spec.name in ("allgather", "reduce_scatter"):
             return self._own_block()
-        out = self._guarded(self.want.size)
+        out = self._guarded(self.x.size if self.want is None else self.want.size)
         out[:] = np.ones(1, out.dtype)
         return out
 
@@ -417,13 +424,10 @@ class Attempt:
 
     def verdict(self) -> str | None:
         """Return what is wrong, None if all is right."""
-        if self.want is None:
-            if self.result is not None:
-                return f"returned {type(self.result).__name__}, expected None"
-            return self._unchanged(self.x, self.before)
         if self.result is not self.out:
-            return "did not return the output array"
-        assert self.out is not None
+            return f"returned {type(self.result).__name__}, not the output"
+        if self.out is None or self.want is None:
+            return self._untouched()
         wrong = difference(self.case, self.xs, self.out, self.want)
         if wrong is None and not all(map(self._canaries_live, self.guarded)):
             wrong = "wrote beside the output"
@@ -431,6 +435,12 @@ class Attempt:
         if wrong is None and separate and self.out is not self.x:
             wrong = self._unchanged(self.x, self.before)
         return wrong
+
+    def _untouched(self) -> str | None:
+        """Of a rank without a result: what it gave is as it was."""
+        if self.out is not None and self.out is not self.x and (self.out != 1).any():
+            return "changed an output that has no result"
+        return self._unchanged(self.x, self.before)
 
     def _unchanged(self, now: Array, before: Array) -> str | None:
         return None if now.tobytes() == before.tobytes() else "changed its input"

@@ -193,6 +193,25 @@ BUFFERS: list[Wrong] = [
 
 ARGUMENTS: list[Wrong] = [
     (
+        "average of a prefix",
+        lambda c: c.scan(np.zeros(4, F), op="avg"),
+        UsageError,
+        r"scan: op='avg' would divide by another number on every rank: take op='sum' "
+        r"and divide by rank \+ 1",
+    ),
+    (
+        "average of the ranks below",
+        lambda c: c.explain("exscan", 64, op="avg"),
+        UsageError,
+        "exscan: op='avg' would divide .* divide by rank$",
+    ),
+    (
+        "exscan into a short output",
+        lambda c: c.exscan(np.zeros(4, F), out=np.zeros(3, F)),
+        UsageError,
+        "exscan: out has 3 elements .* expected 4",
+    ),
+    (
         "unknown keyword",
         lambda c: c.allreduce(np.zeros(4, F), non_blocking=True),
         TypeError,

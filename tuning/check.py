@@ -53,10 +53,12 @@ def _pieces(
     coll: str, num_out: int, rank: int, size: int, root: int, num_x: int
 ) -> list[_Piece]:
     spec = operation(coll)
-    total = size * (size + 1) // 2
     if spec.reduces:
         first = rank * num_out if spec.out_count == "div_size" else 0
-        return [_Piece(0, num_out, first, size, total)]
+        ranks = spec.num_contributors(rank, size)
+        if not ranks:  # nothing is promised
+            return []
+        return [_Piece(0, num_out, first, ranks, ranks * (ranks + 1) // 2)]
     if coll in ("bcast", "scatter"):
         first = rank * num_out if spec.out_count == "div_size" else 0
         return [_Piece(0, num_out, first, 1, root + 1)]

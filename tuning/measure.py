@@ -48,7 +48,7 @@ class _CandidatePeer(CommrtPeer):
         }
         if spec.has_root:
             given["root"] = root
-        if out is not None and (spec.output_on == "all" or self.rank == root):
+        if out is not None and (spec.output_on != "root" or self.rank == root):
             given["out"] = out
         plan = getattr(self.comm.plan, coll)
         call: Call = plan(**given) if spec.x_count == "none" else plan(x, **given)

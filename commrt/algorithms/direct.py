@@ -5,12 +5,15 @@
 in rank order. *shots=2*: everyone sends block j to rank j, which adds P blocks in rank
 order and sends the sum to everyone. The other operations are what their definitions
 say. In step t rank r talks to rank r+t, so that no rank is everybody's next peer.
+*Scan and exscan, shots=1*: everyone sends its whole vector to all ranks above it, and
+adds what came from those below, in rank order. *shots=2*: everyone sends block j to
+rank j, which adds them in rank order and sends each rank the sum so far.
 
 Cost on one port: allreduce (P-1)(alpha + N beta + N gamma) with one shot, 2(P-1) alpha
-+ 2(P-1)/P N beta + (P-1)/P N gamma with two; allgather, reduce_scatter and alltoall
-(P-1) alpha + (P-1)/P N beta. In shared memory the P-1 messages go out at once: latency
-of one message per shot, and no rank copies data for others, so it is also bandwidth-
-optimal there (two shots).
++ 2(P-1)/P N beta + (P-1)/P N gamma with two, scan and exscan alike; allgather,
+reduce_scatter and alltoall (P-1) alpha + (P-1)/P N beta. In shared memory the P-1
+messages go out at once: latency of one message per shot, and no rank copies data for
+others, so it is also bandwidth-optimal there (two shots).
 
 Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all
 communications in multiport message-passing systems", IEEE TPDS 8 (1997), section 2 (the
@@ -149,3 +152,97 @@ def barrier(b: Builder) -> None:
     b.copy(b.out[0], b.inp[0])
     for peer in peers(b):
         b.rred(b.out[0], peer)
+
+
+def _send_up(b: Builder) -> None:
+    """Send the whole vector to every rank above this one."""
+    for peer in range(b.rank + 1, b.size):
+        b.send(b.inp[:], peer)
+
+
+def _scan_blocks(b: Builder, *, inclusive: bool) -> None:
+    """Add up block r of all ranks on rank r, which sends each rank its sum."""
+    added = range(b.size if inclusive else b.size - 1)
+    for peer in peers(b) if b.rank in added else ():
+        b.send(b.inp[peer], peer)
+    # The same place everywhere: another block could have another length. Two places for
+    # sums, so that a rank's share is received whether or not it has taken the last sum.
+    even, odd, arrived = (b.tmp(b.size)[b.rank] for _ in range(3))
+    # In place, an exscan's result would overwrite this rank's share too early.
+    own = b.out[b.rank] if inclusive else b.tmp(b.size)[b.rank]
+    for rank in added:
+        total, before = (odd, even) if rank % 2 else (even, odd)
+        _add_share(b, total, before, arrived, rank)
+        heir = rank if inclusive else rank + 1
+        if heir == b.rank:
+            b.copy(own, total)
+        else:
+            b.send(total, heir)
+    if inclusive or b.rank:
+        b.copy(b.out[b.rank], own)
+        for peer in peers(b):
+            b.recv(b.out[peer], peer)
+
+
+def _add_share(
+    b: Builder, total: Slice, before: Slice, arrived: Slice, rank: int
+) -> None:
+    """Put the sum ``before`` and what ``rank`` has of the same block into ``total``."""
+    if rank > b.rank:
+        b.rred(total, rank, src=before)
+        return
+    share = b.inp[rank]
+    if rank < b.rank:
+        # Reduced as it comes, a lower rank's share would go before the sum.
+        share = arrived if rank else total
+        b.recv(share, rank)
+    if rank:
+        b.copy(total, before)
+        b.reduce(total, share)
+    elif b.rank == 0:
+        b.copy(total, share)
+
+
+@algorithm(
+    "scan",
+    "direct",
+    params={"shots": (1, 2)},
+    latency=True,
+    bandwidth=True,
+    ordered=True,
+)
+def scan(b: Builder) -> None:
+    """Whole vectors to all above (1 shot), or blocks and then their sums (2)."""
+    if b.params["shots"] == 2:
+        _scan_blocks(b, inclusive=True)
+        return
+    b.blocks(1)
+    _send_up(b)
+    total = b.tmp(1)
+    b.copy(total[:], b.inp[:])
+    for peer in reversed(range(b.rank)):
+        b.rred(total[:], peer)
+    b.copy(b.out[:], total[:])
+
+
+@algorithm(
+    "exscan",
+    "direct",
+    params={"shots": (1, 2)},
+    latency=True,
+    bandwidth=True,
+    ordered=True,
+)
+def exscan(b: Builder) -> None:
+    """As scan, without this rank's own vector."""
+    if b.params["shots"] == 2:
+        _scan_blocks(b, inclusive=False)
+        return
+    b.blocks(1)
+    _send_up(b)
+    if b.rank:
+        total = b.tmp(1)
+        b.recv(total[:], b.rank - 1)
+        for peer in reversed(range(b.rank - 1)):
+            b.rred(total[:], peer)
+        b.copy(b.out[:], total[:])

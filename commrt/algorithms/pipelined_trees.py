@@ -4,7 +4,8 @@
 *chain*: ranks stand in a line, counted from the root. *binary_tree*: rank v (from the
 root) has the children 2v+1 and 2v+2. *Broadcast* goes down, *reduce* comes up, adding
 the children's sums; *allreduce* reduces to rank 0 and broadcasts from there, and each
-part turns round as soon as rank 0 has its sum.
+part turns round as soon as rank 0 has its sum. *Scan* and *exscan* go down the chain:
+rank r adds its own part to the sum of those before it and sends that on.
 
 The vector is cut into m = 8 parts; further parts follow while the first is on its way.
 The executor cuts long vectors into fragments besides, which follow one another
@@ -14,12 +15,14 @@ not exist (a call that names them raises UsageError).
 
 Cost of a broadcast: chain (P-1 + m-1) (alpha + N/m beta), binary tree
 2 (log2 P + m-1) (alpha + N/m beta); reduce also adds as many N/m gamma; allreduce is
-both, overlapped. For long vectors the chain moves N, the binary tree 2 N: it is the
-better one where ranks are many and vectors not that long.
+both, overlapped; a scan costs what a reduce does. For long vectors the chain moves N,
+the binary tree 2 N: it is the better one where ranks are many and vectors not that
+long.
 
 Pjesivac-Grbovic, Angskun, Bosilca, Fagg, Gabriel and Dongarra, "Performance analysis of
 MPI collective operations", Cluster Computing 10 (2007): chain and binary trees with
-segments.
+segments; Sanders and Traff, "Parallel prefix (scan) algorithms for MPI", EuroPVM/MPI
+2006: the linear pipeline.
 """
 
 from __future__ import annotations
@@ -120,3 +123,34 @@ def _register(name: str, tree: Tree, above: int) -> None:
 
 _register("chain", chain, 0)
 _register("binary_tree", binary_tree, 4)
+
+
+@algorithm("scan", "chain", bandwidth=True, ordered=True)
+def scan(b: Builder) -> None:
+    """Add each part to the sum that the rank before sends; send that on."""
+    _cut(b)
+    for part in range(b.nblk):
+        if b.rank:
+            b.rred(b.out[part], b.rank - 1, src=b.inp[part])
+        else:
+            b.copy(b.out[part], b.inp[part])
+        if b.rank + 1 < b.size:
+            b.send(b.out[part], b.rank + 1)
+
+
+@algorithm("exscan", "chain", bandwidth=True, ordered=True)
+def exscan(b: Builder) -> None:
+    """The same; what the rank before sends is the result, what goes on is more."""
+    _cut(b)
+    below, upto = b.tmp(b.nblk), b.tmp(b.nblk)
+    for part in range(b.nblk):
+        known = b.inp[part]
+        if b.rank:
+            b.recv(below[part], b.rank - 1)
+            b.copy(upto[part], below[part])
+            b.reduce(upto[part], known)
+            known = upto[part]
+        if b.rank + 1 < b.size:
+            b.send(known, b.rank + 1)
+        if b.rank:
+            b.copy(b.out[part], below[part])

@@ -8,11 +8,21 @@ known so far, twice as many in each step.
 For P that is no power of two, the first 2(P-Q) ranks, Q = 2^floor(log2 P), pair up: the
 odd rank gives its data to the even one before it, waits, and gets the result (*fold*).
 
+A *scan* needs no exchange and no folding. In step t rank r sends the sum over its
+*window*, the last 2^t ranks up to r (fewer where there are none), to rank r+2^t, which
+puts it before its own: its window doubles. Once it begins at rank 0, that is the
+result.
+An *exscan* keeps two sums: of the window without r itself, which is the result in the
+end, and, as long as there is somebody to send it to, that sum and r's own share.
+
 Cost for a power of two: allreduce log2 P (alpha + N beta + N gamma); allgather
-log2 P alpha + (P-1)/P N beta. Folding adds 2 messages. Latency-optimal.
+log2 P alpha + (P-1)/P N beta. Folding adds 2 messages. Scan, for any P,
+ceil(log2 P) (alpha + N beta + N gamma); exscan twice the gamma. Latency-optimal.
 
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
-MPICH", IJHPCA 19 (2005), sections 4.1 and 4.5.
+MPICH", IJHPCA 19 (2005), sections 4.1 and 4.5; Hillis and Steele, "Data parallel
+algorithms", CACM 29 (1986), for the scan; Sanders and Traff, "Parallel prefix (scan)
+algorithms for MPI", EuroPVM/MPI 2006, for both scans among ranks.
 """
 
 from __future__ import annotations
@@ -85,3 +95,46 @@ def allgather(b: Builder) -> None:
     double_blocks(fold.group(), b.out, fold.blocks)
     if fold.folds:
         b.send(b.out[:], b.rank + 1)
+
+
+@algorithm("scan", "recursive_doubling", latency=True, ordered=True)
+def scan(b: Builder) -> None:
+    """Send the sum so far to the rank 1, 2, 4, ... further; put its sum before it."""
+    b.blocks(1)
+    steps = (b.size - 1).bit_length()
+    sums = b.tmp(max(1, steps))
+    known = b.inp[:]
+    for t in range(steps):
+        distance = 1 << t
+        if b.rank + distance < b.size:
+            b.send(known, b.rank + distance)
+        if b.rank >= distance:
+            b.rred(sums[t], b.rank - distance, src=known)
+            known = sums[t]
+    b.copy(b.out[:], known)
+
+
+@algorithm("exscan", "recursive_doubling", latency=True, ordered=True)
+def exscan(b: Builder) -> None:
+    """As scan, with one more sum: of the same ranks without this one."""
+    b.blocks(1)
+    steps = (b.size - 1).bit_length()
+    below, upto = b.tmp(max(1, steps)), b.tmp(max(1, steps))
+    total, known = None, b.inp[:]
+    for t in range(steps):
+        distance = 1 << t
+        if b.rank + distance < b.size:
+            b.send(known, b.rank + distance)
+        if b.rank < distance:
+            continue
+        if total is None:
+            b.recv(below[t], b.rank - distance)
+        else:
+            b.rred(below[t], b.rank - distance, src=total)
+        total = below[t]
+        if b.rank + 2 * distance < b.size:
+            b.copy(upto[t], total)
+            b.reduce(upto[t], b.inp[:])
+            known = upto[t]
+    if total is not None:
+        b.copy(b.out[:], total)

@@ -14,6 +14,7 @@ from commrt.backends.schedules import schedule_candidates
 from commrt.dtypes import ReduceOp, dtype_by_name
 from commrt.errors import BackendError
 from commrt.launch import detect
+from commrt.operations import operation
 from commrt.select.facts import Candidate, Query
 
 __all__ = ["MpiBackend"]
@@ -88,6 +89,10 @@ class MpiBackend:
             return False
         if dtype.itemsize < 4 and reduction in _ARITHMETIC:
             # Open MPI's vectorised sums of short integers saturate instead of wrapping.
+            return False
+        is_prefix = operation(query.coll).prefix != "none"
+        if is_prefix and reduction in _LOGICAL and dtype.kind != "bool":
+            # The first rank's contribution would come as it is, not as 0 or 1.
             return False
         has_op = f"op:{query.op}" in constants
         return has_op and f"dtype:{dtype.name}" in constants

@@ -478,6 +478,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         factor=factor,
         integer_factor=integer_factor,
         divisor=divisor,
+        alone=spec.op.reduces and spec.op.num_contributors(comm.rank, comm.size) == 1,
         returns_out=spec.has_output,
         **_reach(comm, spec, own),
     )

@@ -113,8 +113,8 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
                            Pointers input_ptr, Table outputs, Pointers output_ptr, Pointers deps,
                            Pointers dep_ptr, int64_t fragments, int64_t lane_nbytes, int depth,
                            int slot_reuse, int spins, int64_t most_inline, int store, int adaptive,
-                           double factor,
-                           int64_t integer_factor, int64_t divisor, bool returns_out,
+                           double factor, int64_t integer_factor, int64_t divisor, bool alone,
+                           bool returns_out,
                            bool shows_result, Bits exposable, Bits operand_exposable,
                            Bits deliverable, Landings landings) {
   auto plan = std::make_shared<Plan>();
@@ -160,11 +160,8 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
                     peer_index, factor != 1.0 || plan->redop == RedOp::PremulSum,
                     {exposable, operand_exposable, deliverable, landings});
   const bool logical = plan->redop >= RedOp::Land && plan->redop <= RedOp::Lxor;
-  if (group.comm->size == 1 && logical) {
-    // An operand that meets no other is copied; "and" with itself gives its truth.
-    plan->combine = combine_for(plan->dtype, RedOp::Land);
-    for (Instr& ins : plan->instrs) ins.inputs.push_back(ins.inputs[0]);
-  }
+  // An operand that meets no other is copied; "and" with itself gives its truth.
+  if (alone && logical) plan->truth = combine_for(plan->dtype, RedOp::Land);
   plan->finish(fragments, static_cast<size_t>(lane_nbytes), slot_reuse);
   if (plan->run_short) plan->flatten(*group.comm);
   return plan;
@@ -223,7 +220,7 @@ void bind_plan(nb::module_& m) {
         nb::arg("output_ptr"), nb::arg("deps"), nb::arg("dep_ptr"), nb::arg("fragments"),
         nb::arg("lane_nbytes"), nb::arg("depth"), nb::arg("slot_reuse"), nb::arg("spins"), nb::arg("most_inline"), nb::arg("store"),
         nb::arg("adaptive"), nb::arg("factor"), nb::arg("integer_factor"), nb::arg("divisor"),
-        nb::arg("returns_out"), nb::arg("shows_result"), nb::arg("exposable"),
+        nb::arg("alone"), nb::arg("returns_out"), nb::arg("shows_result"), nb::arg("exposable"),
         nb::arg("operand_exposable"), nb::arg("deliverable"), nb::arg("landings"));
   m.def("make_native_plan", &make_native_plan, nb::kw_only(), nb::arg("coll"),
         nb::arg("dtype"), nb::arg("redop"), nb::arg("root"), nb::arg("in_elems"),

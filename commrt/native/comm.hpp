@@ -129,7 +129,7 @@ class Op {
   uint64_t head_ = 0, total_ = 0;  // position = fragment * instructions + instruction
   uint64_t head_fragment_ = 0;
   uint64_t worked_ = 0;   // bytes in this call of advance()
-  size_t divided_ = 0;    // elements of the result that are divided already
+  size_t completed_ = 0;  // elements of the result that nothing is left to do with
   std::vector<uint64_t> done_bits_;
   uint64_t done_mask_ = 0;  // window size - 1
   std::vector<uint64_t> out_base_, in_base_;  // first id of this operation, per plan peer
@@ -206,7 +206,7 @@ class Op {
                              std::vector<const void*>& inputs, size_t elems) const;
   void pack(const Instr& ins, int64_t fragment, unsigned char* to);
   void take_inputs(const Instr& ins, int64_t fragment);
-  bool divide(uint64_t limit);
+  bool complete(uint64_t limit);
   bool copy_slice(void* to, const void* from, int64_t elems, uint64_t limit);
   bool advance_native(uint64_t limit);
   void fail(std::string message);

@@ -50,7 +50,7 @@ void Op::adopt(const std::shared_ptr<const Plan>& plan_, const void* in_, void* 
   lane_ = -1;
   head_ = 0;
   head_fragment_ = 0;
-  divided_ = 0;
+  completed_ = 0;
   in_heap = shown_ = false;
   in_place_ = out_place_ = 0;
   const Plan& p = *plan;
@@ -133,7 +133,7 @@ bool Op::advance(uint64_t limit) {
     if (finished()) return true;
     if (head_ == total_) {
       if (!all_sent() || !all_taken()) return any;
-      if (!finished() && divide(limit)) finish();
+      if (!finished() && complete(limit)) finish();
       return true;
     }
     const uint64_t window_end =
@@ -416,20 +416,20 @@ void Op::fail(std::string message) {
   state.store(static_cast<int>(OpState::Failed), std::memory_order_release);
 }
 
-// The mean of integers: divides the result; true once all of it is divided.
-bool Op::divide(uint64_t limit) {
+// Does what is left to do with the result; true once all of it is complete.
+bool Op::complete(uint64_t limit) {
   const Plan& p = *plan;
-  if (!p.divide_out) return true;
+  if (!p.completes()) return true;
   const size_t elems = static_cast<size_t>(p.out_elems);
-  const size_t piece = std::min<uint64_t>(elems - divided_, limit / p.itemsize);
-  divide_inplace(p.dtype, out + divided_ * p.itemsize, piece, p.divisor);
-  divided_ += piece;
-  return divided_ == elems;
+  const size_t piece = std::min<uint64_t>(elems - completed_, limit / p.itemsize);
+  p.complete(out + completed_ * p.itemsize, piece);
+  completed_ += piece;
+  return completed_ == elems;
 }
 
 void Op::finish() {
   const Plan& p = *plan;
-  divide(kNoLimit);  // what a vendor collective leaves
+  complete(kNoLimit);  // what a vendor collective leaves
   if (timed_from != 0) comm->report_run(p, ticks() - timed_from, uses_heap());
   comm->release_lane(*this);
   stop_showing();

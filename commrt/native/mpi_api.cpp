@@ -38,6 +38,8 @@ std::string MpiApi::load(const std::unordered_map<std::string, uint64_t>& addres
   bind("MPI_Ialltoall", ialltoall);
   bind("MPI_Igather", igather);
   bind("MPI_Iscatter", iscatter);
+  bind("MPI_Iscan", iscan);
+  bind("MPI_Iexscan", iexscan);
   bind("MPI_Ibarrier", ibarrier);
   loaded = missing.empty();
   return missing;

@@ -44,6 +44,8 @@ struct MpiApi {
   int (*ialltoall)(const void*, int, Handle, void*, int, Handle, Handle, void*) = nullptr;
   int (*igather)(const void*, int, Handle, void*, int, Handle, int, Handle, void*) = nullptr;
   int (*iscatter)(const void*, int, Handle, void*, int, Handle, int, Handle, void*) = nullptr;
+  int (*iscan)(const void*, void*, int, Handle, Handle, Handle, void*) = nullptr;
+  int (*iexscan)(const void*, void*, int, Handle, Handle, Handle, void*) = nullptr;
   int (*ibarrier)(Handle, void*) = nullptr;
 
   Handle byte_type = 0;

@@ -269,7 +269,8 @@ constexpr const char* kFunctions[] = {"MPI_Iallreduce", "MPI_Ireduce",
                                       "MPI_Ibcast",     "MPI_Iallgather",
                                       "MPI_Ireduce_scatter_block", "MPI_Ialltoall",
                                       "MPI_Igather",    "MPI_Iscatter",
-                                      "MPI_Ibarrier"};
+                                      "MPI_Ibarrier",   "MPI_Iscan",
+                                      "MPI_Iexscan"};
 
 // Copies at most `limit` bytes of what is left of a buffer; true once all of it is there.
 bool Op::copy_slice(void* to, const void* from, int64_t elems, uint64_t limit) {
@@ -341,6 +342,18 @@ bool Op::advance_native(uint64_t limit) {
         break;
       case 8:
         rc = api.ibarrier(call.comm, request);
+        break;
+      case 9:
+        rc = api.iscan(send, out, call.count, call.datatype, call.op, call.comm, request);
+        break;
+      case 10:
+        // MPI leaves rank 0's result undefined, but in place untouched: so be it there.
+        if (comm->rank == 0) {
+          rc = api.iexscan(api.in_place, const_cast<unsigned char*>(in), call.count,
+                           call.datatype, call.op, call.comm, request);
+        } else {
+          rc = api.iexscan(send, out, call.count, call.datatype, call.op, call.comm, request);
+        }
         break;
       default:
         fail("no vendor collective for this operation");

@@ -155,6 +155,9 @@ class Plan : public std::enable_shared_from_this<Plan> {
   Scale factor;            // of what this rank contributes
   bool divide_out = false;  // integer avg: divide the result by size at the end
   int64_t divisor = 1;
+  // Of a logical reduction whose result here is a single contribution, as it came: turns it
+  // into 0 or 1 at the end.
+  CombineFn truth = nullptr;
 
   bool run_short = false;  // is_short(), settled by finish()
   std::vector<ShortInstr> short_instrs;  // where run_short
@@ -191,6 +194,17 @@ class Plan : public std::enable_shared_from_this<Plan> {
       combine(sent, nullptr, inputs, nin, elems, ins.scaled(), factor, store_of_second(kind));
     } else {
       combine(local, sent, inputs, nin, elems, ins.scaled(), factor, kind);
+    }
+  }
+
+  // Whether a result is not yet one when all instructions are done.
+  bool completes() const { return divide_out || truth != nullptr; }
+  // What is left to do with `elems` elements of it.
+  void complete(unsigned char* result, size_t elems) const {
+    if (divide_out) divide_inplace(dtype, result, elems, divisor);
+    if (truth != nullptr && elems != 0) {
+      const void* twice[] = {result, result};
+      truth(result, nullptr, twice, 2, elems, nullptr, factor, Store::Plain);
     }
   }
 

@@ -56,7 +56,7 @@ void Plan::flatten(Comm& comm) {
     short_links.push_back({&comm.link(peer.rank), static_cast<uint32_t>(peer.sends_per_fragment),
                            static_cast<uint32_t>(peer.recvs_per_fragment)});
   }
-  const bool tiny = !needs_lane && !divide_out && std::all_of(
+  const bool tiny = !needs_lane && !completes() && std::all_of(
       short_instrs.begin(), short_instrs.end(), [&](const ShortInstr& flat) {
         return add_tiny(flat);
       });
@@ -208,8 +208,8 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     link.next_in += static_cast<uint64_t>(peer.recvs_per_fragment);
   }
   note_start();
-  if (p.divide_out && p.out_elems > 0) {
-    divide_inplace(p.dtype, out, static_cast<size_t>(p.out_elems), p.divisor);
+  if (p.completes() && p.out_elems > 0) {
+    p.complete(static_cast<unsigned char*>(out), static_cast<size_t>(p.out_elems));
   }
   if (timed_from != 0) report_run(p, ticks() - timed_from);
   if (lane >= 0) lanes_[lane].busy = false;

@@ -123,7 +123,12 @@ class _Recorder:
         is_root = self.rank == self.root
         only_root_in = spec.name in ("bcast", "scatter")
         has_in = is_root or not only_root_in
-        has_out = spec.output_on == "all" or (spec.output_on == "root" and is_root)
+        has_out = {
+            "all": True,
+            "root": is_root,
+            "all but rank 0": self.rank != 0,
+            "none": False,
+        }[spec.output_on]
         share_in = spec.out_count == "times_size"
         share_out = spec.out_count == "div_size"
         inp = self._space("in", has_in, share_in, None)

@@ -52,5 +52,7 @@ class Goal:
             share = nblk // self.size
             return [(block, 1 << (block // share)) for block in range(nblk)]
         first = rank * nblk if spec.out_count == "div_size" else 0
-        holders = everyone if spec.reduces or self.idempotent else 1 << self.root
+        holders = 1 << self.root
+        if spec.reduces or self.idempotent:
+            holders = everyone >> self.size - spec.num_contributors(rank, self.size)
         return [(first + block, holders) for block in range(nblk)]

@@ -7,8 +7,8 @@ The steps are read once, in order. On the way
 
 - a copy is only noted; reads of its destination read its source instead, and what is
   left of it at the end becomes a further output of the instruction that made the value;
-- receive-and-reduces into one block join into one instruction with many inputs, in rank
-  order, the local contribution at its own rank's place;
+- a receive and receive-and-reduces into one block join into one instruction with many
+  inputs, in rank order, the local contribution at its own rank's place;
 - a send becomes a further output of the instruction that wrote its block, or of an
   earlier send of the same block, so one payload serves all receivers.
 
@@ -90,7 +90,7 @@ class _Instruction:
     inputs: list[Entry]
     outputs: list[Entry]
     joins: bool = False
-    """A receive-and-reduce that may take more inputs."""
+    """A receive, reducing or not, that may take more inputs."""
     after: set[int] = field(default_factory=set)
     """Instructions that the author asked to wait for."""
 
@@ -350,7 +350,7 @@ class _Lowering:
         assert step.dst is not None
         message = self._message_in(step.peer)
         self._before_write(step.dst)
-        return self._emit([message], [(LOCAL, *step.dst)])
+        return self._emit([message], [(LOCAL, *step.dst)], joins=True)
 
     def _rred(self, step: Step) -> int:
         assert step.src is not None

@@ -34,7 +34,7 @@ def is_offered(comm: Any, case: Case) -> bool:
 def run_native(coll: str) -> list[Any]:
     comm = commrt.init()
     pairs = (
-        legal_pairs()
+        legal_pairs(coll)
         if operation(coll).reduces
         else [("int16", "sum"), ("bool", "sum")]
     )

@@ -53,6 +53,10 @@ def _expected(
         if name == "reduce":
             return total if rank == root else None
         return total[mine] if name == "reduce_scatter" else total
+    if name in ("scan", "exscan"):
+        number = rank + 1 if name == "scan" else rank
+        combine = np.max if reduction == "max" else np.sum
+        return combine(inputs[:number], axis=0) if number else None
     if name == "bcast":
         return inputs[root]
     if name == "scatter":
@@ -121,7 +125,8 @@ class _Rank:
         if name in ("reduce_scatter", "alltoall", "scatter"):
             count = count // size * size
         options: dict[str, Any] = {"nonblocking": nonblocking}
-        reduction = draw.choice(("sum", "max", "avg")) if spec.reduces else "sum"
+        reductions = ("sum", "max", "avg") if spec.prefix == "none" else ("sum", "max")
+        reduction = draw.choice(reductions) if spec.reduces else "sum"
         if spec.reduces:
             options["op"] = reduction
         if spec.has_root:

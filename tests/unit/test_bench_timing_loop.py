@@ -92,7 +92,7 @@ def test_each_of_the_outstanding_operations_has_its_own_arrays(coll: str) -> Non
     assert len(trial.parts) == 3
     assert trial.is_right()
     assert peer.num_calls == 3
-    if coll != "barrier":
+    if coll not in ("barrier", "exscan"):  # alone, an exscan has no result
         x, out = trial.parts[-1]
         last = x if out is None else out
         last[-1] += 1
@@ -165,7 +165,7 @@ def test_overlap_formula(
 
 
 @given(
-    spec=st.sampled_from(OPERATIONS[:-1]),
+    spec=st.sampled_from([one for one in OPERATIONS if one.name != "barrier"]),
     blocks=st.integers(1, 1000),
     itemsize=st.sampled_from([1, 2, 4, 8, 16]),
     size=st.integers(1, 9),
@@ -196,6 +196,9 @@ def _reference(coll: str, size: int, root: int, count: int) -> list[Any]:
         return [total] * size
     if coll == "reduce_scatter":
         return list(np.split(total, size))
+    if coll in ("scan", "exscan"):
+        sums = np.cumsum(inputs, axis=0)
+        return list(sums if coll == "scan" else sums - np.array(inputs))
     if coll == "bcast":
         return [inputs[root]] * size
     if coll in ("allgather", "gather"):

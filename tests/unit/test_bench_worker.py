@@ -46,6 +46,9 @@ class _RecordingComm:
         ("gather", 0, False, {"out", "root"}),
         ("gather", 1, False, {"root"}),
         ("scatter", 1, False, {"out", "root"}),
+        ("scan", 1, False, {"out"}),
+        ("exscan", 0, False, {"out"}),
+        ("exscan", 1, True, set()),
     ],
 )
 def test_calls_follow_the_contract(

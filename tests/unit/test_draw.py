@@ -112,7 +112,7 @@ def test_names_file_and_operation_by_itself(
     assert (tmp_path / "allreduce-recursive_doubling-3.svg").exists()
     assert capsys.readouterr().out == (
         "allreduce-recursive_doubling-3.svg: allreduce; recursive_doubling is also one "
-        "for allgather: choose by --coll\n"
+        "for allgather, scan, exscan: choose by --coll\n"
     )
 
 
@@ -169,7 +169,9 @@ def test_takes_the_operation_that_exists_for_so_many_ranks(
     # On two ranks an allreduce along a chain would be one exchange.
     assert main(["chain", "--ranks", "2", "--out", str(out)]) == 0
     assert texts(out.read_text())[0] == "reduce chain on 2 ranks, root 0"
-    assert "also one for bcast: choose by --coll" in capsys.readouterr().out
+    assert (
+        "also one for bcast, scan, exscan: choose by --coll" in capsys.readouterr().out
+    )
 
 
 def test_the_figure_of_the_documents_is_what_the_command_makes(tmp_path: Path) -> None:

@@ -45,6 +45,14 @@ def test_direct_is_one_publish_and_one_sum() -> None:
     ]
 
 
+def test_an_exscan_sums_in_one_pass_and_its_first_receive_takes_part() -> None:
+    assert lowered_text("exscan", "direct", 4, 3) == ["out[0:1] = m0.0 m1.0 m2.0"]
+    assert lowered_text("scan", "direct", 4, 2) == [
+        "m3.0 = in[0:1]",
+        "out[0:1] = m0.0 m1.0 in[0:1]",
+    ]
+
+
 def test_direct_in_two_shots_writes_the_sum_through_to_everyone() -> None:
     assert lowered_text("allreduce", "direct", 3, 1, shots=2) == [
         "m2.0 = in[2:3]",

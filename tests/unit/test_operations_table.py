@@ -61,6 +61,8 @@ def test_every_operation_has_a_latency_and_a_bandwidth_algorithm(coll: str) -> N
         ("scatter", 300),
         ("alltoall", 300),
         ("barrier", 0),
+        ("scan", 1200),
+        ("exscan", 1200),
     ],
 )
 def test_bytes_that_select_a_rule(coll: str, bytes_of_rule: int) -> None:

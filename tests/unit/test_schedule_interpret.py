@@ -33,6 +33,9 @@ def expected(coll: str, root: int, xs: list[Array]) -> list[Array | None]:
         return [
             total if coll == "allreduce" or is_root else None for is_root in only_root
         ]
+    if coll in ("scan", "exscan"):
+        sums = list(np.cumsum(xs, axis=0))
+        return [*sums] if coll == "scan" else [None, *sums[:-1]]
     if coll == "bcast":
         return [xs[root]] * size
     if coll in ("allgather", "gather"):
@@ -145,3 +148,26 @@ def test_a_schedule_from_json_runs() -> None:
     assert isinstance(copy.program(0), RankProgram)
     outs = run(copy, [np.arange(5)] * 3)
     assert_equal(outs, [3 * np.arange(5)] * 3)
+
+
+@pytest.mark.parametrize("coll", ["scan", "exscan"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_scan_combines_in_rank_order(coll: str, in_place: bool) -> None:
+    """Shown by strings: joining them is associative, but not commutative."""
+    for size in range(1, 34):
+        letters = [chr(ord("!") + rank) for rank in range(size)]
+        xs = [np.full(5, letter, f"U{size}") for letter in letters]
+        shift = 1 if coll == "scan" else 0
+        wanted = ["".join(letters[: rank + shift]) for rank in range(size)]
+        for name in algorithms.names(coll, size):
+            for shots in algorithms.param_choices(coll, name, size).get("shots", (0,)):
+                params = {"shots": shots} if shots else {}
+                schedule = algorithms.schedule(coll, name, size, 0, params)
+                lowered = [lower(schedule, rank) for rank in range(size)]
+                for outs in (
+                    run(schedule, xs, np.char.add, in_place=in_place),
+                    run_lowered(schedule, lowered, xs, np.char.add, in_place=in_place),
+                ):
+                    for rank, out in enumerate(outs):
+                        found = "" if out is None else "/".join({*out.tolist()})
+                        assert found == wanted[rank], (name, size, rank)

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks in a Cartesian grid: who lies where, and who is next to whom.
+
+Places are counted as in C arrays, and as MPI counts them: rank 0 is at the origin, and
+the last coordinate changes fastest. ``Grid`` is the geometry alone; a communicator over
+a grid (``comm.cart(...)``) has it as its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from commrt.calls import as_integer
+from commrt.errors import UsageError
+
+if TYPE_CHECKING:
+    from commrt.comm import CartCommunicator
+    from commrt.group_creation import GroupCreation
+else:
+    GroupCreation = object  # the communicator that it is mixed into is one
+
+__all__ = ["Cartesian", "Grid", "fill_dims", "make_grid", "ranks_along"]
+
+Coords = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A Cartesian grid of places, one per rank."""
+
+    dims: tuple[int, ...]
+    """Places in each dimension."""
+    periodic: tuple[bool, ...]
+    """Whether a dimension's last place is followed by its first."""
+
+    @property
+    def size(self) -> int:
+        """Places in all."""
+        return math.prod(self.dims)
+
+    def coords_of(self, rank: int) -> Coords:
+        """Return where ``rank`` lies."""
+        number = as_integer(rank)
+        if number is None or not 0 <= number < self.size:
+            raise UsageError(
+                f"coords_of: rank={rank!r} is not a rank of the grid; expected "
+                f"0..{self.size - 1}"
+            )
+        found = []
+        for extent in reversed(self.dims):
+            number, place = divmod(number, extent)
+            found.append(place)
+        return tuple(reversed(found))
+
+    def rank_at(self, coords: Sequence[int]) -> int:
+        """Return who lies at ``coords``; periodic dimensions wrap around."""
+        places = _integers("rank_at", "coords", coords)
+        if len(places) != len(self.dims):
+            raise UsageError(
+                f"rank_at: coords={places} has {len(places)} numbers, expected "
+                f"{len(self.dims)}, one per dimension of {_times(self.dims)}"
+            )
+        rank = self._find(places)
+        if rank is None:
+            raise UsageError(
+                f"rank_at: coords={places} is outside {_times(self.dims)}, periodic "
+                f"{self.periodic}"
+            )
+        return rank
+
+    def at_offset(self, rank: int, offset: Sequence[int]) -> int | None:
+        """Return who lies ``offset`` places from ``rank``; None beyond an open end."""
+        here = self.coords_of(rank)
+        return self._find([a + b for a, b in zip(here, offset, strict=True)])
+
+    def shift(self, rank: int, dim: int, disp: int) -> tuple[int | None, int | None]:
+        """Return who lies ``disp`` places before ``rank`` in a dimension, and after."""
+        offset = [0] * len(self.dims)
+        offset[dim] = disp
+        before = self.at_offset(rank, [-places for places in offset])
+        return before, self.at_offset(rank, offset)
+
+    def neighbors(self, rank: int) -> tuple[int | None, ...]:
+        """Return the ranks beside ``rank``: -x, +x, -y, +y, …; None at open ends."""
+        pairs = [self.shift(rank, dim, 1) for dim in range(len(self.dims))]
+        return tuple(beside for pair in pairs for beside in pair)
+
+    def check_dim(self, what: str, dim: Any) -> int:
+        """Return a dimension's number, from the end if negative; UsageError if none."""
+        number, count = as_integer(dim), len(self.dims)
+        if number is None or not -count <= number < count:
+            raise UsageError(
+                f"{what}: dim={dim!r} is not a dimension of {_times(self.dims)}; "
+                f"expected 0..{count - 1}"
+            )
+        return number % count
+
+    def _find(self, places: Sequence[int]) -> int | None:
+        rank = 0
+        for place, extent, wraps in zip(places, self.dims, self.periodic, strict=True):
+            if not wraps and not 0 <= place < extent:
+                return None
+            rank = rank * extent + place % extent
+        return rank
+
+
+def make_grid(size: int, dims: Any, periodic: Any) -> Grid:
+    """Return the grid of ``size`` ranks that ``cart`` is asked for, or UsageError."""
+    extents = fill_dims("cart", size, dims)
+    if isinstance(periodic, bool):
+        return Grid(extents, (periodic,) * len(extents))
+    try:
+        wraps = tuple(periodic)
+    except TypeError:
+        wraps = ()
+    if len(wraps) != len(extents) or not all(isinstance(one, bool) for one in wraps):
+        raise UsageError(
+            f"cart: periodic={periodic!r} must be True or False, or one of them for "
+            f"each of the {len(extents)} dimensions"
+        )
+    return Grid(extents, wraps)
+
+
+def fill_dims(what: str, size: int, dims: Any) -> tuple[int, ...]:
+    """Return ``dims`` with every 0 replaced, so that they have ``size`` places.
+
+    The chosen ones are as near to each other as can be, the largest first.
+    """
+    given = _integers(what, "dims", dims)
+    if not given or min(given) < 0:
+        raise UsageError(
+            f"{what}: dims={given} must be one or more numbers from 1, or 0 where one "
+            f"is to be chosen"
+        )
+    fixed = math.prod(extent for extent in given if extent)
+    free = given.count(0)
+    if not free and fixed != size:
+        raise UsageError(
+            f"{what}: dims={given} have {fixed} places, expected {size}, one for each "
+            f"rank; put 0 where a number is to be chosen, or split() ranks off first"
+        )
+    if size % fixed:
+        raise UsageError(
+            f"{what}: dims={given} cannot be filled in for {size} ranks: expected a "
+            f"divisor of {size} where {fixed} is given"
+        )
+    chosen: Iterator[int] = iter(_balanced(size // fixed, free, size) or ())
+    return tuple(extent or next(chosen) for extent in given)
+
+
+def _balanced(number: int, count: int, most: int) -> list[int] | None:
+    """Return ``count`` factors of a number, up to ``most``, with the largest smallest.
+
+    None if there are none. 1 is a factor, so with ``most=number`` there always are.
+    """
+    if count == 0:
+        return [] if number == 1 else None
+    for factor in range(1, min(number, most) + 1):
+        if number % factor == 0 and factor**count >= number:
+            rest = _balanced(number // factor, count - 1, factor)
+            if rest is not None:
+                return [factor, *rest]
+    return None
+
+
+def _integers(what: str, argument: str, values: Any) -> tuple[int, ...]:
+    try:
+        found = [as_integer(value) for value in values]
+    except TypeError:
+        found = [None]
+    if any(value is None for value in found):
+        raise UsageError(
+            f"{what}: {argument}={values!r} must be a sequence of integers, such as "
+            f"(2, 2)"
+        )
+    return tuple(value for value in found if value is not None)
+
+
+def _times(dims: Sequence[int]) -> str:
+    return "x".join(map(str, dims))
+
+
+class Cartesian(GroupCreation):
+    """What a communicator over a grid has besides; see ``GroupCreation.cart``."""
+
+    grid: Grid
+    """Its geometry, without ranks."""
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Ranks in each dimension."""
+        return self.grid.dims
+
+    @property
+    def periodic(self) -> tuple[bool, ...]:
+        """Whether each dimension's ends are neighbours."""
+        return self.grid.periodic
+
+    @cached_property
+    def coords(self) -> Coords:
+        """Where this rank lies."""
+        return self.grid.coords_of(self.rank)
+
+    @cached_property
+    def neighbors(self) -> tuple[int | None, ...]:
+        """The ranks beside this one: -x, +x, -y, +y, …; None beyond an open end."""
+        return self.grid.neighbors(self.rank)
+
+    def coords_of(self, rank: int) -> Coords:
+        """Return where ``rank`` lies; local."""
+        return self.grid.coords_of(rank)
+
+    def rank_at(self, coords: Sequence[int]) -> int:
+        """Return who lies at ``coords``; periodic dimensions wrap around. Local."""
+        return self.grid.rank_at(coords)
+
+    def shift(self, dim: int, disp: int = 1) -> tuple[int | None, int | None]:
+        """Return (source, dest) of a message that moves ``disp`` places along ``dim``.
+
+        Each is None beyond an open end. Local.
+        """
+        moved = as_integer(disp)
+        if moved is None:
+            raise UsageError(f"shift: disp={disp!r} must be an integer")
+        return self.grid.shift(self.rank, self.grid.check_dim("shift", dim), moved)
+
+    def sub(
+        self, dims: int | Sequence[int], *, name: str | None = None
+    ) -> CartCommunicator:
+        """Return the grid along ``dims`` (numbers of dimensions) through this rank.
+
+        Its ranks have the other coordinates in common with this one; its dimensions
+        are in the order given. Collective over all ranks: each gets its own.
+        """
+        self._check_usable()
+        numbers = dims if isinstance(dims, Sequence) else (dims,)
+        kept = [self.grid.check_dim("sub", number) for number in numbers]
+        if len({*kept}) != len(kept) or not kept:
+            raise UsageError(
+                f"sub: dims={dims!r} must be one or more different dimensions of "
+                f"{_times(self.dims)}"
+            )
+        part = Grid(
+            tuple(self.dims[dim] for dim in kept),
+            tuple(self.periodic[dim] for dim in kept),
+        )
+        ranks = ranks_along(self.grid, kept, self.coords)
+        label, title = self._label(f"sub{kept}")
+        return self._derive_cart(part, ranks, label, name or title)
+
+    def dup(self, *, name: str | None = None) -> CartCommunicator:
+        """Return a communicator over the same grid with a sequence of its own."""
+        self._check_usable()
+        label, title = self._label("dup")
+        return self._derive_cart(self.grid, range(self.size), label, name or title)
+
+    def __repr__(self) -> str:
+        plain = super().__repr__().removesuffix(">")
+        return f"{plain}, at {self.coords} of {_times(self.dims)}>"
+
+
+def ranks_along(grid: Grid, dims: Sequence[int], here: Coords) -> list[int]:
+    """Return the ranks that differ from ``here`` in ``dims`` only, the last fastest."""
+    places = list(here)
+    ranks = []
+    along = Grid(tuple(grid.dims[dim] for dim in dims), (False,) * len(dims))
+    for index in range(along.size):
+        for dim, place in zip(dims, along.coords_of(index), strict=True):
+            places[dim] = place
+        ranks.append(grid.rank_at(places))
+    return ranks

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A grid of ranks with named axes, and a communicator along each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from commrt.errors import ClosedError, UsageError, suggest
+from commrt.grids import Grid, fill_dims, ranks_along
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
+__all__ = ["Mesh", "parse_axes"]
+
+
+class Mesh:
+    """The ranks of a communicator in a grid with named axes, the last one fastest.
+
+        mesh = comm.mesh({"data": 2, "tensor": 4})
+        mesh["tensor"].allreduce(partial)          # among 4 ranks
+        mesh["data"].allreduce(grad, op="avg")     # among 2 ranks
+        mesh["data", "tensor"].barrier()           # both axes, as one
+
+    The communicators along single axes are made with the mesh; one along several axes
+    is made when it is first asked for, which is then collective over its ranks.
+    """
+
+    def __init__(
+        self, comm: Communicator, shape: Mapping[str, int], label: str, title: str
+    ) -> None:
+        """Collective over ``comm``; users call ``comm.mesh``."""
+        self._names = names = tuple(shape)
+        self._grid = Grid(tuple(shape.values()), (False,) * len(names))
+        self._comm = comm
+        self._label, self._title = label, title
+        self._coords = self._grid.coords_of(comm.rank)
+        self._made: dict[tuple[str, ...], Communicator] = {}
+        self._closed = False
+        for name in names:
+            self._along((name,))
+
+    @property
+    def comm(self) -> Communicator:
+        """The communicator of all ranks that the mesh was made of; it stays yours."""
+        return self._comm
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes, the last one fastest."""
+        return self._names
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Ranks along each axis."""
+        return dict(zip(self._names, self._grid.dims, strict=True))
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """Where this rank lies on each axis."""
+        return dict(zip(self._names, self._coords, strict=True))
+
+    def size(self, axis: str) -> int:
+        """Return how many ranks lie along ``axis``."""
+        return self._grid.dims[self._number(axis)]
+
+    def rank_at(self, coords: Mapping[str, int]) -> int:
+        """Return who lies at ``coords``, which names every axis; a rank of ``comm``."""
+        for axis in coords:
+            self._number(axis)
+        missing = [name for name in self._names if name not in coords]
+        if missing:
+            raise UsageError(
+                f"mesh.rank_at: coords={dict(coords)} lacks {', '.join(missing)}; "
+                f"expected a place on each axis of {self.shape}"
+            )
+        return self._grid.rank_at([coords[name] for name in self._names])
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> Communicator:
+        """Return the communicator along one axis, or along several flattened into one.
+
+        Its ranks are ordered by their places, the last of the named axes fastest.
+        """
+        if self._closed:
+            raise ClosedError(f"{self._title} was freed: make another mesh")
+        names = axes if isinstance(axes, tuple) else (axes,)
+        if len({*map(self._number, names)}) != len(names) or not names:
+            raise UsageError(
+                f"mesh[{', '.join(map(repr, names))}]: name one or more different axes "
+                f"of {self.shape}"
+            )
+        return self._comm if names == self._names else self._along(names)
+
+    def free(self) -> None:
+        """Release the communicators that the mesh has made; local, idempotent."""
+        for made in self._made.values():
+            made.free()
+        self._closed = True
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.free()
+
+    def __repr__(self) -> str:
+        state = ", freed" if self._closed else ""
+        return f"<Mesh {self._title}: {self.shape}, at {self.coords}{state}>"
+
+    def _number(self, axis: Any) -> int:
+        if axis not in self._names:
+            raise UsageError(f"mesh: unknown axis {axis!r}{suggest(axis, self._names)}")
+        return self._names.index(axis)
+
+    def _along(self, names: tuple[str, ...]) -> Communicator:
+        if names not in self._made:
+            dims = [self._number(name) for name in names]
+            ranks = ranks_along(self._grid, dims, self._coords)
+            text = ",".join(names)
+            self._made[names] = self._comm._derive_from(
+                ranks, f"{self._label}/{text}", f"{self._title}[{text}]"
+            )
+        return self._made[names]
+
+
+def parse_axes(size: int, axes: Any) -> dict[str, int]:
+    """Return the ranks along each axis that ``mesh`` is asked for, or UsageError."""
+    try:
+        pairs = [*axes.items()] if isinstance(axes, Mapping) else [*axes]
+        names = tuple(name for name, _ in pairs)
+        sizes = tuple(size for _, size in pairs)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"mesh: axes={axes!r} must be names with numbers of ranks, such as "
+            f"{{'data': 2, 'tensor': 4}}"
+        ) from None
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise UsageError(f"mesh: axis {name!r} must be a name, such as 'data'")
+        if names.count(name) > 1:
+            raise UsageError(f"mesh: axis {name!r} is named twice; expected once each")
+    return dict(zip(names, fill_dims("mesh", size, sizes), strict=True))

@@ -85,6 +85,7 @@ def draw(data: dict[str, Any], coll: str, out: Path) -> None:
                 label=_NAMES.get(peer, peer),
                 color=colours[peer],
                 linewidth=width,
+                linestyle="--" if peer == "symmetric" else "-",
             )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -94,7 +95,19 @@ def draw(data: dict[str, Any], coll: str, out: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         if index == 0:
             axes.set_ylabel("time per call, µs (lower is better)")
-            axes.legend(frameon=False, fontsize=9)
+    named = {
+        label: line
+        for axes in figure.axes
+        for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        list(named.values()),
+        list(named),
+        loc="outside lower center",
+        ncols=min(4, len(named)),
+        frameon=False,
+        fontsize=9,
+    )
     figure.savefig(out, format=out.suffix.lstrip("."), metadata={"Date": None})
 
 

@@ -176,7 +176,8 @@ def main(argv: list[str] | None = None) -> int:
                 f"| {row['hand_us']:.3g} | {row['ratio']:.2f} | {row['cross_us']:.3g} |"
             )
         if args.out:
-            data = {"machine": describe_machine(), "rows": rows}
+            links = str(comm.facts.link_class)
+            data = {"machine": describe_machine(), "link_class": links, "rows": rows}
             args.out.write_text(json.dumps(data))
     return 0
 

@@ -60,6 +60,16 @@ void show(Side& s) {
   ++s.sent;
 }
 
+// Shows m values in a slot and returns the other rank's, once they are there.
+const float* trade(Side& s, const float* values, size_t m, size_t chunk) {
+  may_reuse(s, s.sent);
+  std::memcpy(slot(s.mine, s.sent, chunk * 4), values, m * 4);
+  show(s);
+  wait_for(s.theirs->lines[s.taken & 63], s.taken + 1);
+  return reinterpret_cast<const float*>(
+      slot(const_cast<Region*>(s.theirs), s.taken, chunk * 4));
+}
+
 void took(Side& s) { s.mine->consumed.store(++s.taken, std::memory_order_release); }
 
 }  // namespace
@@ -92,12 +102,7 @@ void handwritten_exchange(void* side, const float* in, float* out, size_t n, siz
     }
     for (size_t at = 0; at < n; at += chunk) {
       const size_t m = n - at < chunk ? n - at : chunk;
-      may_reuse(s, s.sent);
-      std::memcpy(slot(s.mine, s.sent, chunk * 4), in + at, m * 4);
-      show(s);
-      wait_for(s.theirs->lines[s.taken & 63], s.taken + 1);
-      const auto* value = reinterpret_cast<const float*>(
-          slot(const_cast<Region*>(s.theirs), s.taken, chunk * 4));
+      const float* value = trade(s, in + at, m, chunk);
       add(out + at, nullptr, in + at, value, m);
       took(s);
     }
@@ -111,12 +116,7 @@ float handwritten_cross(void* side, const float* in, size_t n, size_t chunk, int
   for (int r = 0; r < repetitions; ++r) {
     for (size_t at = 0; at < n; at += chunk) {
       const size_t m = n - at < chunk ? n - at : chunk;
-      may_reuse(s, s.sent);
-      std::memcpy(slot(s.mine, s.sent, chunk * 4), in + at, m * 4);
-      show(s);
-      wait_for(s.theirs->lines[s.taken & 63], s.taken + 1);
-      const auto* value = reinterpret_cast<const float*>(
-          slot(const_cast<Region*>(s.theirs), s.taken, chunk * 4));
+      const float* value = trade(s, in + at, m, chunk);
       for (size_t i = 0; i < m; i += 16) seen += value[i];
       took(s);
     }

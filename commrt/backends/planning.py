@@ -51,6 +51,10 @@ chunk took 0.92 to 0.98 of the time on two ranks, near and far, and on four; one
 took up to 1.13."""
 INLINE_NBYTES = _native.inline_nbytes()
 """What a message's line has room for, and what with the lines that belong to it."""
+_INLINE_COMBINED_NBYTES = 560
+"""A sum is copied once more on its way into lines and out of them: between near cores
+an allreduce of 1 to 1.5 KiB took 1.05 to 1.09 of its time through a slot, between far
+ones 0.84 to 0.91; a bcast or an allgather took 0.60 to 0.82 on either."""
 SYMMETRIC_NBYTES = 32768
 """From this full vector on, buffers in the symmetric heap are used in place: below,
 what a copy saves costs more than it takes."""
@@ -101,10 +105,11 @@ class TransportParams:
     """Fragments tried at once."""
     reuse: int = 2
     """Fragments whose payload may be unread at once; small keeps slots in cache."""
-    inline: int = INLINE_NBYTES[1]
+    inline: int | str = "auto"
     """Most bytes of a message to one peer that ride in lines of their own; a longer
     one, or one to several peers beyond a line's 48 bytes, lies in a slot, to which its
-    line points."""
+    line points. ``auto``: 560 where values are combined between near cores, 1584
+    elsewhere."""
     spins: int | str = "auto"
     """How often a rank that waits looks for what it waits for before it lets another
     rank have its core; ``auto``: 2 where ranks outnumber cores, else 20000. Of several
@@ -125,13 +130,19 @@ class TransportParams:
                     f"parameter {name}={value!r} must be an integer in 1..{1 << 30}"
                     f"{', or auto' if name == 'chunk' else ''}"
                 )
-        least, most = INLINE_NBYTES
-        if not isinstance(self.inline, int) or not least <= self.inline <= most:
-            raise UsageError(
-                f"parameter inline={self.inline!r} must be an integer in "
-                f"{least}..{most}"
-            )
+        self._check_inline()
         self._check_spins()
+
+    def _check_inline(self) -> None:
+        wanted = self.inline
+        least, most = INLINE_NBYTES
+        if wanted == "auto":
+            return
+        if type(wanted) is not int or not least <= wanted <= most:
+            raise UsageError(
+                f"parameter inline={wanted!r} must be an integer in {least}..{most}, "
+                f"or auto"
+            )
 
     def _check_spins(self) -> None:
         looks = self.spins
@@ -142,6 +153,13 @@ class TransportParams:
                 f"parameter spins={looks!r} must be an integer in 0..{_MOST_SPINS}, "
                 f"or auto"
             )
+
+    def most_inline(self, reduces: bool, link_class: LinkClass) -> int:
+        """Return how many bytes of a message ride in lines at most."""
+        if isinstance(self.inline, int):
+            return self.inline
+        near = link_class in ("near", "single")
+        return _INLINE_COMBINED_NBYTES if reduces and near else INLINE_NBYTES[1]
 
     def stores(
         self, message_nbytes: int, node_nbytes: int, link_class: LinkClass
@@ -471,7 +489,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         lane_nbytes=LANE_NBYTES,
         depth=transport.depth,
         slot_reuse=transport.reuse,
-        most_inline=transport.inline,
+        most_inline=transport.most_inline(spec.op.reduces, comm.facts.link_class),
         spins=transport.spins if isinstance(transport.spins, int) else _BY_LINK_CLASS,
         store=store,
         adaptive=adaptive,

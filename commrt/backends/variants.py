@@ -14,6 +14,7 @@ from commrt.backends.planning import (
     split_params,
 )
 from commrt.dtypes import dtype_by_name
+from commrt.operations import operation
 from commrt.select.facts import Candidate, ParamValue
 
 __all__ = ["transport_variants"]
@@ -64,10 +65,14 @@ def transport_variants(
 
     least, most = INLINE_NBYTES
 
-    def rides_in_lines() -> bool:
+    def other_inlines() -> Iterator[int]:
         parts = fragments(bound.chunk_nbytes(transport))
         # An upper bound, rounded up to whole lines.
-        return bound.largest_nbytes(num_elements, itemsize, parts) < most + least
+        longest = bound.largest_nbytes(num_elements, itemsize, parts) - least
+        if longest < most:
+            yield least
+        if transport.most_inline(operation(coll).reduces, "near") <= longest < most:
+            yield most
 
     def changes() -> Iterator[Mapping[str, ParamValue]]:
         by_default = fragments(bound.chunk_nbytes(transport))
@@ -75,8 +80,8 @@ def transport_variants(
         yield from ({"chunk": c} for c in _CHUNKS if _is_new(fragments(c), seen))
         if thorough and by_default > 1:
             yield from _BY_FRAGMENT
-        if thorough and full_nbytes > least and rides_in_lines():
-            yield {"inline": least}
+        if thorough and full_nbytes > least:
+            yield from ({"inline": nbytes} for nbytes in other_inlines())
         if full_nbytes >= _STREAMED_FROM_NBYTES:
             yield {"store": "stream"}
             yield {"store": "stream_both"}

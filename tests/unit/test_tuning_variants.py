@@ -42,7 +42,8 @@ def tried(
         (DIRECT, 48, set()),
         (DIRECT, 64, {"inline"}),
         (DIRECT, 560, {"inline"}),
-        (DIRECT, 640, set()),
+        (DIRECT, 640, {"inline"}),
+        (DIRECT, 1664, set()),
         (TWO_SHOTS, 1024, {"inline"}),
         (DIRECT, 4096, set()),
         (WIDE, 1 << 20, set()),
@@ -103,6 +104,22 @@ def test_a_crowd_is_known_by_its_link_class(link_class: LinkClass) -> None:
     assert tried_spins == (link_class == "oversubscribed")
 
 
+@pytest.mark.parametrize(
+    ("coll", "nbytes", "found"),
+    [
+        ("allreduce", 512, [48]),
+        ("allreduce", 1024, [48, 1584]),
+        ("bcast", 1024, [48]),
+        ("bcast", 4096, []),
+    ],
+)
+def test_lines_are_tried_where_they_would_be_used_and_otherwise_where_not(
+    coll: str, nbytes: int, found: list[int]
+) -> None:
+    variants = transport_variants(coll, DIRECT, 2, nbytes, "float32")
+    assert [one.params["inline"] for one in variants if "inline" in one.params] == found
+
+
 def test_chunks_that_cut_alike_are_one() -> None:
     # Two messages of 256 KiB: by default they are left whole, as by 524288 bytes.
     found = transport_variants("allreduce", TWO_SHOTS, 2, 1 << 19, "float32")
@@ -119,7 +136,7 @@ def test_what_flows_one_way_is_cut_smaller() -> None:
 def test_the_leader_s_are_tried_and_what_does_not_win_is_given_up() -> None:
     first = tried(TRUTH, launches=1)
     assert {WIDE, DEEP} <= first[8388608]
-    assert not [nbytes for nbytes in first if 560 < nbytes <= 8192]
+    assert not [nbytes for nbytes in first if 1584 < nbytes <= 8192]
     later = tried(TRUTH, launches=3)
     assert WIDE in later[8388608]
     assert all(DEEP not in variants for variants in later.values())

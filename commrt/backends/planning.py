@@ -51,10 +51,10 @@ chunk took 0.92 to 0.98 of the time on two ranks, near and far, and on four; one
 took up to 1.13."""
 INLINE_NBYTES = _native.inline_nbytes()
 """What a message's line has room for, and what with the lines that belong to it."""
-_INLINE_COMBINED_NBYTES = 560
-"""A sum is copied once more on its way into lines and out of them: between near cores
-an allreduce of 1 to 1.5 KiB took 1.05 to 1.09 of its time through a slot, between far
-ones 0.84 to 0.91; a bcast or an allgather took 0.60 to 0.82 on either."""
+_INLINE_COMBINED_NBYTES = 1072
+"""A sum is copied once more on its way into lines and out of them: an allreduce of 1 KiB
+took 0.90 (far) to 1.00 (near) of its time through a slot, one of 2 KiB 1.08; a bcast or
+an allgather of 1.5 to 2 KiB 0.80 to 0.94."""
 SYMMETRIC_NBYTES = 32768
 """From this full vector on, buffers in the symmetric heap are used in place: below,
 what a copy saves costs more than it takes."""
@@ -108,8 +108,7 @@ class TransportParams:
     inline: int | str = "auto"
     """Most bytes of a message to one peer that ride in lines of their own; a longer
     one, or one to several peers beyond a line's 48 bytes, lies in a slot, to which its
-    line points. ``auto``: 560 where values are combined between near cores, 1584
-    elsewhere."""
+    line points. ``auto``: 1072 where values are combined, else 2096."""
     spins: int | str = "auto"
     """How often a rank that waits looks for what it waits for before it lets another
     rank have its core; ``auto``: 2 where ranks outnumber cores, else 20000. Of several
@@ -154,12 +153,11 @@ class TransportParams:
                 f"or auto"
             )
 
-    def most_inline(self, reduces: bool, link_class: LinkClass) -> int:
+    def most_inline(self, reduces: bool) -> int:
         """Return how many bytes of a message ride in lines at most."""
         if isinstance(self.inline, int):
             return self.inline
-        near = link_class in ("near", "single")
-        return _INLINE_COMBINED_NBYTES if reduces and near else INLINE_NBYTES[1]
+        return _INLINE_COMBINED_NBYTES if reduces else INLINE_NBYTES[1]
 
     def stores(
         self, message_nbytes: int, node_nbytes: int, link_class: LinkClass
@@ -489,7 +487,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         lane_nbytes=LANE_NBYTES,
         depth=transport.depth,
         slot_reuse=transport.reuse,
-        most_inline=transport.most_inline(spec.op.reduces, comm.facts.link_class),
+        most_inline=transport.most_inline(spec.op.reduces),
         spins=transport.spins if isinstance(transport.spins, int) else _BY_LINK_CLASS,
         store=store,
         adaptive=adaptive,

@@ -71,7 +71,7 @@ def transport_variants(
         longest = bound.largest_nbytes(num_elements, itemsize, parts) - least
         if longest < most:
             yield least
-        if transport.most_inline(operation(coll).reduces, "near") <= longest < most:
+        if transport.most_inline(operation(coll).reduces) <= longest < most:
             yield most
 
     def changes() -> Iterator[Mapping[str, ParamValue]]:

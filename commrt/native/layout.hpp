@@ -12,7 +12,7 @@ namespace commrt {
 constexpr size_t kLineBytes = 64;
 constexpr int kLines = 64;         // messages in flight per ordered pair
 constexpr size_t kInlineBytes = 48;  // payload that rides in the line itself
-constexpr size_t kMoreBytes = 1536; // and of what may ride in lines that belong to it
+constexpr size_t kMoreBytes = 2048; // and of what may ride in lines that belong to it
 constexpr size_t kMostInlineBytes = kInlineBytes + kMoreBytes;
 constexpr int kLanes = 8;          // operations with payload in flight per rank
 constexpr int kCallLines = 64;     // long operations in flight that show where their result goes

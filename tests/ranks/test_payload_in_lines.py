@@ -17,7 +17,7 @@ from commrt.request import wait_all
 LEAST, MOST = INLINE_NBYTES
 LENGTHS = (
     *(1, 47, 48, 49, 63, 64, 65, 111, 112, 113, 255, 256, 257),
-    *(559, 560, 561, 1023, 1024, 1583, 1584, 1585, 1700),
+    *(559, 560, 561, 1071, 1072, 1073, 2095, 2096, 2097, 2300),
 )
 """A line's payload, whole lines behind it, all of them, and their neighbours."""
 LINES = 64
@@ -111,7 +111,7 @@ def test_more_messages_than_lines_wait_until_theirs_are_read() -> None:
             assert np.array_equal(x, numbers(number, x.nbytes)), number
 
 
-@pytest.mark.parametrize(("one", "other"), list(pairwise((40, 64, 100, 560, 1584, 1600))))
+@pytest.mark.parametrize(("one", "other"), list(pairwise((40, 64, 100, 560, 2096, 2200))))
 def test_lengths_that_differ_are_noticed(one: int, other: int) -> None:
     with LocalRanks(2) as ranks:
         options = {"algorithm": f"direct{{inline={MOST}}}", "nonblocking": True}

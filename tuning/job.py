@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import struct
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ from typing import Any
 from commrt.dtypes import dtype_by_name
 from commrt.operations import operation
 
-__all__ = ["NOBODY", "Item", "Job", "Turn", "size_pairs", "sizes"]
+__all__ = ["NOBODY", "Item", "Job", "Turn", "middle", "size_pairs", "sizes"]
 
 _SMALLEST_NBYTES = 8
 _TURN = struct.Struct("<qQ")
@@ -64,6 +65,8 @@ class Job:
     """Clear losers of earlier launches, and what a restarted launch has done."""
     variants: tuple[Item, ...] = ()
     """What to measure beside the candidates that the ranks find."""
+    refined: tuple[tuple[str, int], ...] = ()
+    """(op, rule bytes) to measure beside the grid."""
     model_ratio: float = 30.0
     """Candidates this much above the model's best are not tried; it is only a model."""
     loss_ratio: float = 1.5
@@ -82,7 +85,8 @@ class Job:
         """Return what ``to_json`` wrote."""
         plain: dict[str, Any] = json.loads(text)
         plain["ops"] = tuple(plain["ops"])
-        plain["excluded"] = tuple((op, one) for op, one in plain["excluded"])
+        for name in ("excluded", "refined"):
+            plain[name] = tuple((op, one) for op, one in plain[name])
         for name in ("skipped", "variants"):
             plain[name] = tuple(Item(**item) for item in plain[name])
         return cls(**plain)
@@ -121,6 +125,7 @@ def sizes(op: str, size: int, job: Job) -> list[int]:
     """Return the rule bytes to measure: the grid of ``size_pairs``, or between."""
     pairs = size_pairs(op, size, job.dtype, job.max_nbytes)
     column = [between if job.held_out else grid for grid, between in pairs]
+    column += [nbytes for refined_op, nbytes in job.refined if refined_op == op]
     ranks = _blocks(op, size)
     return sorted({nbytes for nbytes in column if nbytes * ranks <= job.max_nbytes})
 
@@ -136,7 +141,7 @@ def size_pairs(
     """
     if operation(op).rule_bytes == "none":
         return [(1, 1)]  # a barrier has no bytes; any number stands for it
-    unit = dtype_by_name(dtype).itemsize * (size if op == "reduce_scatter" else 1)
+    unit = _unit(op, size, dtype)
     pairs, nbytes = [], _SMALLEST_NBYTES
     while nbytes * _blocks(op, size) <= max_nbytes:
         between = nbytes * 9 // 5
@@ -144,6 +149,19 @@ def size_pairs(
         leaves = nbytes in (_SHORT_STEP_AT, 2 * _SHORT_STEP_AT)
         nbytes *= 2 if leaves or nbytes >= _SHORT_STEPS_FROM else _STEP
     return pairs
+
+
+def middle(op: str, size: int, dtype: str, low: int, high: int) -> int:
+    """Return the size halfway between two of the grid; ``low`` if there is none."""
+    if low < 1 or high <= 2 * low:
+        return low
+    unit = _unit(op, size, dtype)
+    return round(math.sqrt(low * high) / unit) * unit
+
+
+def _unit(op: str, size: int, dtype: str) -> int:
+    """Return what the rule's bytes must be a multiple of."""
+    return dtype_by_name(dtype).itemsize * (size if op == "reduce_scatter" else 1)
 
 
 def _blocks(op: str, size: int) -> int:

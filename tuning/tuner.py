@@ -18,7 +18,7 @@ from commrt.tuning.launch import Message, Start
 from commrt.tuning.progress import Progress
 from commrt.tuning.samples import Recording
 from commrt.tuning.table_writer import NATIVE
-from commrt.tuning.variants import variants_to_try
+from commrt.tuning.variants import sizes_to_refine, variants_to_try
 
 __all__ = ["Options", "jobs_within", "losers", "run_launches"]
 
@@ -235,7 +235,15 @@ class _Launch:
             excluded=tuple(sorted(failed)),
             skipped=tuple(self._skipped(lost)),
             variants=self._variants(),
+            refined=() if self._held_out else self._refined(),
         )
+
+    def _refined(self) -> tuple[tuple[str, int], ...]:
+        options = self._options
+        found = sizes_to_refine(
+            self._recording, self._ranks, options.dtype, options.max_nbytes
+        )
+        return tuple(cell for cell in found if cell[0] in options.ops)
 
     def _variants(self) -> tuple[Item, ...]:
         options = self._options
@@ -260,7 +268,11 @@ class _Launch:
                 op, self._ranks, self._options.dtype, self._options.max_nbytes
             )
         }
-        moved = [Item(one.op, above[one.op, one.nbytes], one.candidate) for one in lost]
+        moved = [
+            Item(one.op, above[one.op, one.nbytes], one.candidate)
+            for one in lost
+            if (one.op, one.nbytes) in above
+        ]
         return [*moved, *self._done]
 
     def _take(self, message: Message) -> None:

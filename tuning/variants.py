@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import median
 
 from commrt.backends.planning import TransportParams, split_params
@@ -18,11 +19,11 @@ from commrt.backends.variants import transport_variants
 from commrt.select.facts import Candidate, Query
 from commrt.select.schema import DEFAULT_TIE_MARGIN
 from commrt.tuning.decide import decide
-from commrt.tuning.job import Item, size_pairs
+from commrt.tuning.job import Item, middle, size_pairs
 from commrt.tuning.samples import Recording
 from commrt.tuning.table_writer import NATIVE
 
-__all__ = ["variants_to_try"]
+__all__ = ["sizes_to_refine", "variants_to_try"]
 
 _AHEAD = 0.98
 """Time of a variant over that of its leader that is worth a further launch."""
@@ -72,6 +73,35 @@ def variants_to_try(
             ]
             for one in filter(_is_variant, variants):
                 found[Item(op, between, str(one))] = None
+    return list(found)
+
+
+def sizes_to_refine(
+    recording: Recording, ranks: int, dtype: str, max_nbytes: int
+) -> list[Cell]:
+    """Return the sizes off the grid that the next launch is to measure, too.
+
+    Where the choice changes between two sizes of the grid, the one halfway says more
+    about where than the straight lines of both. A size once begun is gone on with.
+    """
+    found: dict[Cell, None] = {}
+    grids = {
+        op: [grid for grid, _ in size_pairs(op, ranks, dtype, max_nbytes)]
+        for op in recording.orders
+    }
+    for sample in recording.samples:
+        launch = recording.launches[sample.launch]
+        shapes = launch.facts.size == ranks and not launch.held_out
+        if shapes and sample.nbytes not in grids[sample.op]:
+            found[sample.op, sample.nbytes] = None
+    for one in decide(recording, DEFAULT_TIE_MARGIN):
+        if one.group.ranks != ranks:
+            continue
+        for low, high in pairwise(grids[one.op]):
+            changes = any(low < part.lo <= high for part in one.ranges)
+            between = middle(one.op, ranks, dtype, low, high)
+            if changes and low < between < high:
+                found[one.op, between] = None
     return list(found)
 
 

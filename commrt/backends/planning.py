@@ -52,9 +52,9 @@ took up to 1.13."""
 INLINE_NBYTES = _native.inline_nbytes()
 """What a message's line has room for, and what with the lines that belong to it."""
 _INLINE_COMBINED_NBYTES = 1072
-"""A sum is copied once more on its way into lines and out of them: an allreduce of 1 KiB
-took 0.90 (far) to 1.00 (near) of its time through a slot, one of 2 KiB 1.08; a bcast or
-an allgather of 1.5 to 2 KiB 0.80 to 0.94."""
+"""A sum is copied once more on its way into lines and out of them: an allreduce of
+1 KiB took 0.90 (far) to 1.00 (near) of its time through a slot, one of 2 KiB 1.08; a
+bcast or an allgather of 1.5 to 2 KiB 0.80 to 0.94."""
 SYMMETRIC_NBYTES = 32768
 """From this full vector on, buffers in the symmetric heap are used in place: below,
 what a copy saves costs more than it takes."""

@@ -111,7 +111,7 @@ def test_more_messages_than_lines_wait_until_theirs_are_read() -> None:
             assert np.array_equal(x, numbers(number, x.nbytes)), number
 
 
-@pytest.mark.parametrize(("one", "other"), list(pairwise((40, 64, 100, 560, 2096, 2200))))
+@pytest.mark.parametrize(("one", "other"), list(pairwise((40, 64, 100, 2096, 2200))))
 def test_lengths_that_differ_are_noticed(one: int, other: int) -> None:
     with LocalRanks(2) as ranks:
         options = {"algorithm": f"direct{{inline={MOST}}}", "nonblocking": True}

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 from tuning_recordings import DIRECT, NATIVE, Truth, record
+from tuning_recordings import TRUTH as CROSSING
 
 from commrt.backends.variants import transport_variants
 from commrt.select.facts import Candidate, CommFacts, LinkClass
+from commrt.tuning.job import middle
 from commrt.tuning.samples import Failure
-from commrt.tuning.variants import variants_to_try
+from commrt.tuning.variants import sizes_to_refine, variants_to_try
 
 TWO_SHOTS = Candidate("shm", "direct", {"shots": 2})
 WIDE = Candidate("shm", "direct", {"chunk": 524288})
@@ -168,3 +170,36 @@ def test_a_judging_launch_measures_what_would_be_chosen() -> None:
     between = tried(TRUTH, launches=3, held_out=True)
     assert all(nbytes not in tried(TRUTH, launches=1) for nbytes in between)
     assert WIDE in between[-(-8388608 * 9 // 20) * 4]
+
+
+def test_where_the_choice_changes_later_launches_measure_the_size_between() -> None:
+    # With TRUTH of the recordings: crossings at 1667 B and at 240 000 B.
+    recording = record(3, CROSSING, launches=3, held_out=1)
+    found = sizes_to_refine(recording, 2, "float32", MAX_NBYTES)
+    assert found == [("allreduce", 1024), ("allreduce", 262144)]
+    assert sizes_to_refine(recording, 4, "float32", MAX_NBYTES) == []
+
+
+def test_a_size_once_begun_is_gone_on_with() -> None:
+    recording = record(3, TRUTH, launches=3, held_out=0)
+    before = sizes_to_refine(recording, 2, "float32", MAX_NBYTES)
+    assert ("allreduce", 4096) not in before
+    begun = replace(recording.samples[0], nbytes=4096)
+    recording.samples.append(begun)
+    after = sizes_to_refine(recording, 2, "float32", MAX_NBYTES)
+    assert ("allreduce", 4096) in after
+
+
+@pytest.mark.parametrize(
+    ("op", "ranks", "low", "high", "found"),
+    [
+        ("allreduce", 2, 512, 2048, 1024),
+        ("allreduce", 2, 8 << 20, 16 << 20, 8 << 20),
+        ("reduce_scatter", 3, 516, 2052, 1032),
+        ("barrier", 2, 0, 1, 0),
+    ],
+)
+def test_halfway_is_a_whole_number_of_elements(
+    op: str, ranks: int, low: int, high: int, found: int
+) -> None:
+    assert middle(op, ranks, "float32", low, high) == found

@@ -49,12 +49,23 @@ def test_the_choice_is_nearly_the_best_of_held_out_launches(
     assert found.versus_native < 0.5
 
 
-def test_several_launches_find_next_to_nothing_better_than_the_choice() -> None:
+@pytest.mark.parametrize("number", [4, 5])
+def test_several_launches_find_next_to_nothing_better_than_the_choice(
+    number: int,
+) -> None:
     """By five launches that a run of 230 s held out, near."""
-    found = held_out_regret(_recording(4), _decisions(4))
+    found = held_out_regret(_recording(number), _decisions(number))
     assert found.cells > 60
     assert 1.0 <= found.regret <= 1.02
     assert found.beyond <= 1.05
+
+
+@pytest.mark.parametrize("number", [6, 7])
+def test_runs_of_a_minute_choose_nearly_as_well(number: int) -> None:
+    """By two launches that each held out, far."""
+    found = held_out_regret(_recording(number), _decisions(number))
+    assert found.cells > 60
+    assert 1.0 <= found.regret <= 1.02
 
 
 def test_every_launch_is_judged_by_all_the_others() -> None:

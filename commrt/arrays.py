@@ -57,7 +57,7 @@ class HostView:
 def view(array: Any, what: str) -> HostView:
     """Return the view of ``array``, or raise BufferError_ that names ``what``.
 
-    Accepted: numpy arrays (ml_dtypes' bfloat16 included), torch CPU tensors, anything
+    Accepted: numpy arrays (ml_dtypes' types included), torch CPU tensors, anything
     with DLPack on the host, and objects with a buffer. All C-contiguous, of a type in
     ``commrt.dtypes``, in native byte order.
     """
@@ -96,8 +96,8 @@ def _view_numpy(array: np.ndarray[Any, Any], given: Any, what: str) -> HostView:
     dtype = _BY_NAME.get(array.dtype.name)
     if dtype is None or array.dtype.names is not None:
         raise BufferError_(
-            f"{what} has dtype {array.dtype}, which cannot be communicated; "
-            f"supported: {', '.join(_BY_NAME)}"
+            f"{what} has dtype {array.dtype}, which cannot be communicated as it is: "
+            f"{_way_out(array.dtype)}; supported: {', '.join(_BY_NAME)}"
         )
     if not array.dtype.isnative:
         raise BufferError_(
@@ -109,7 +109,7 @@ def _view_numpy(array: np.ndarray[Any, Any], given: Any, what: str) -> HostView:
             f"{what} with shape {array.shape} and strides {array.strides} is not "
             f"C-contiguous and aligned: pass numpy.ascontiguousarray(x)"
         )
-    if dtype.name == "bfloat16":
+    if dtype.needs_ml_dtypes:
         _native.register_numpy_type(array.dtype.num, dtype.code)
     return HostView(
         given,
@@ -120,6 +120,19 @@ def _view_numpy(array: np.ndarray[Any, Any], given: Any, what: str) -> HostView:
         array.shape,
         bool(array.flags.writeable),
     )
+
+
+def _way_out(dtype: np.dtype[Any]) -> str:
+    """Return what to do with an array of a type that the engine does not know."""
+    if dtype.hasobject:
+        return "its elements are references to objects of this process"
+    if dtype.kind in "mM":
+        return "pass x.view('int64'), in which NaT is the least integer"
+    if dtype.kind in "fc":
+        # Its format is the processor's own, and no vector unit knows it.
+        smaller = "float64" if dtype.kind == "f" else "complex128"
+        return f"pass x.astype({smaller!r}), or x.view('uint8') to move its bytes"
+    return "pass x.view('uint8') to move its bytes"
 
 
 def _is_tensor(array: Any) -> bool:

@@ -39,6 +39,16 @@ class DType:
     kind: Kind
     """Which reductions are defined."""
 
+    @property
+    def is_short_float(self) -> bool:
+        """Whether it is reduced in float32, and rounded once for all inputs."""
+        return self.kind == "float" and self.itemsize < 4
+
+    @property
+    def needs_ml_dtypes(self) -> bool:
+        """Whether numpy has it only from the package ml_dtypes."""
+        return self.is_short_float and self.name != "float16"
+
 
 DTYPES: tuple[DType, ...] = (
     DType("bool", 0, 1, "bool"),
@@ -56,6 +66,8 @@ DTYPES: tuple[DType, ...] = (
     DType("float64", 12, 8, "float"),
     DType("complex64", 13, 8, "complex"),
     DType("complex128", 14, 16, "complex"),
+    DType("float8_e4m3fn", 15, 1, "float"),
+    DType("float8_e5m2", 16, 1, "float"),
 )
 
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}

@@ -82,8 +82,8 @@ class MpiBackend:
             return True
         reduction = ReduceOp[query.op.upper()]
         ordered_float = reduction in _ORDERED and dtype.kind == "float"
-        if ordered_float or dtype.name in ("float16", "bfloat16"):
-            # NaN rules differ between libraries; 16-bit floats round at every step.
+        if ordered_float or dtype.is_short_float:
+            # NaN rules differ between libraries; short floats round at every step.
             return False
         if reduction not in _DEFINED_BY_MPI[dtype.kind]:
             return False

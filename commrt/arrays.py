@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -19,7 +20,16 @@ from commrt import _native
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_
 
-__all__ = ["HostView", "block_shape", "copy_of", "empty_like_array", "overlap", "view"]
+__all__ = [
+    "HostView",
+    "block_shape",
+    "copy_of",
+    "empty_like_array",
+    "numpy_type",
+    "overlap",
+    "view",
+    "view_any",
+]
 
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 _DLPACK_HOST = (1, 3, 10, 13)  # CPU, CUDA pinned, ROCm pinned, CUDA managed
@@ -52,6 +62,42 @@ class HostView:
     def nbytes(self) -> int:
         """Bytes from the first to the last element."""
         return self.count * self.dtype.itemsize
+
+
+@cache
+def record_type(dtype: np.dtype[Any]) -> DType:
+    """Return the element type of records, which the engine moves as bytes."""
+    return DType(str(dtype), _BY_NAME["uint8"].code, dtype.itemsize, "bytes")
+
+
+def numpy_type(seen: HostView) -> np.dtype[Any]:
+    """Return numpy's type of the elements; BufferError_ where numpy has none."""
+    if isinstance(seen.array, np.ndarray):
+        given: np.dtype[Any] = seen.array.dtype
+        return given
+    if not seen.dtype.needs_ml_dtypes:
+        return np.dtype(seen.dtype.name)
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise BufferError_(
+            f"numpy has {seen.dtype.name} from the package ml_dtypes, which is not "
+            f"installed: pip install ml_dtypes"
+        ) from None
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, seen.dtype.name))
+    return found
+
+
+def view_any(array: Any, what: str) -> HostView:
+    """As ``view``, and numpy arrays of any plain bytes, such as records."""
+    if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
+        dtype = array.dtype
+        known = _BY_NAME.get(dtype.name)
+        if (known is None or dtype.names is not None) and (
+            dtype.itemsize and not dtype.hasobject
+        ):
+            return _checked(array, array, record_type(dtype), what)
+    return view(array, what)
 
 
 def view(array: Any, what: str) -> HostView:
@@ -104,6 +150,12 @@ def _view_numpy(array: np.ndarray[Any, Any], given: Any, what: str) -> HostView:
             f"{what} is stored in foreign byte order ({array.dtype.str}): convert it "
             f"with x.astype(x.dtype.newbyteorder('='))"
         )
+    return _checked(array, given, dtype, what)
+
+
+def _checked(
+    array: np.ndarray[Any, Any], given: Any, dtype: DType, what: str
+) -> HostView:
     if not array.flags.c_contiguous or not array.flags.aligned:
         raise BufferError_(
             f"{what} with shape {array.shape} and strides {array.strides} is not "

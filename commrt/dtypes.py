@@ -20,10 +20,11 @@ __all__ = [
     "check_reduction",
     "dtype_by_name",
     "engine_factor",
+    "is_known",
     "reduce_op",
 ]
 
-Kind = Literal["bool", "int", "uint", "float", "complex"]
+Kind = Literal["bool", "int", "uint", "float", "complex", "bytes"]
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,11 @@ def reduce_op(name: str) -> ReduceOp:
     except (KeyError, TypeError):
         hint = suggest(name, _REDUCTION_NAMES, _ELSEWHERE)
         raise UsageError(f"unknown reduction op={name!r}{hint}") from None
+
+
+def is_known(op: str) -> bool:
+    """Return whether ``op`` names one of commrt's reductions."""
+    return op in _REDUCTION_NAMES
 
 
 def check_reduction(op: ReduceOp, dtype: DType) -> None:

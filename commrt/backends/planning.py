@@ -496,6 +496,9 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         divisor=divisor,
         alone=spec.op.reduces and spec.op.num_contributors(comm.rank, comm.size) == 1,
         returns_out=spec.has_output,
+        itemsize=spec.dtype.itemsize,
+        user_function=0 if spec.user is None else spec.user.address,
+        user_owner=spec.user,
         **_reach(comm, spec, own),
     )
 

@@ -12,6 +12,7 @@
 #include "mpi_api.hpp"
 #include "store_choice.hpp"
 #include "types.hpp"
+#include "user_reduction.hpp"
 
 namespace commrt {
 
@@ -152,6 +153,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   bool shows_result = false;  // long enough for buffers in the symmetric heap to matter
   mutable StoreChoice heap_choice;  // the same for buffers there: all stores, or none
   CombineFn combine = nullptr;
+  UserReduction user;      // instead of combine
   Scale factor;            // of what this rank contributes
   bool divide_out = false;  // integer avg: divide the result by size at the end
   int64_t divisor = 1;
@@ -190,6 +192,9 @@ class Plan : public std::enable_shared_from_this<Plan> {
         copy(local, inputs[0], nbytes, streams_first(kind));
       }
       if (sent != nullptr) copy(sent, inputs[0], nbytes, streams_second(kind));
+    } else if (user.fn != nullptr) {
+      combine_by(user.fn, itemsize, local != nullptr ? local : sent,
+                 local != nullptr ? sent : nullptr, inputs, nin, elems);
     } else if (local == nullptr) {
       combine(sent, nullptr, inputs, nin, elems, ins.scaled(), factor, store_of_second(kind));
     } else {

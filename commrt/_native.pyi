@@ -381,6 +381,7 @@ def make_schedule_plan(
     itemsize: int,
     user_function: int,
     user_owner: Any | None,
+    rounds_scaled: bool,
     shows_result: bool,
     exposable: NDArray[Any],
     operand_exposable: NDArray[Any],

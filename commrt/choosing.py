@@ -33,7 +33,6 @@ class Choosing(GroupCreation):
     facts: CommFacts
     _policy: Policy
     _unasked_native: bool
-    _deterministic: bool
 
     @property
     def deterministic(self) -> bool:

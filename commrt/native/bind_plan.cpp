@@ -115,7 +115,7 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
                            int slot_reuse, int spins, int64_t most_inline, int store, int adaptive,
                            double factor, int64_t integer_factor, int64_t divisor, bool alone,
                            bool returns_out, int64_t itemsize, uint64_t user_function,
-                           nb::object user_owner,
+                           nb::object user_owner, bool rounds_scaled,
                            bool shows_result, Bits exposable, Bits operand_exposable,
                            Bits deliverable, Landings landings) {
   auto plan = std::make_shared<Plan>();
@@ -145,6 +145,7 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
                           static_cast<int64_t>(plan->itemsize) >= kBeyondCache),
       Store::Stream2);
   plan->factor = {factor, integer_factor};
+  plan->rounds_scaled = rounds_scaled;
   plan->divide_out = divisor > 1;
   plan->divisor = divisor;
   plan->returns_out = returns_out;
@@ -226,7 +227,7 @@ void bind_plan(nb::module_& m) {
         nb::arg("lane_nbytes"), nb::arg("depth"), nb::arg("slot_reuse"), nb::arg("spins"), nb::arg("most_inline"), nb::arg("store"),
         nb::arg("adaptive"), nb::arg("factor"), nb::arg("integer_factor"), nb::arg("divisor"),
         nb::arg("alone"), nb::arg("returns_out"), nb::arg("itemsize"), nb::arg("user_function"),
-        nb::arg("user_owner").none(), nb::arg("shows_result"), nb::arg("exposable"),
+        nb::arg("user_owner").none(), nb::arg("rounds_scaled"), nb::arg("shows_result"), nb::arg("exposable"),
         nb::arg("operand_exposable"), nb::arg("deliverable"), nb::arg("landings"));
   m.def("make_native_plan", &make_native_plan, nb::kw_only(), nb::arg("coll"),
         nb::arg("dtype"), nb::arg("redop"), nb::arg("root"), nb::arg("in_elems"),

@@ -124,6 +124,29 @@ def test_results_are_bitwise_equal_on_all_ranks() -> None:
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.parametrize("op", ["avg", "premul_sum"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("size", [3, 4])
+def test_averages_of_short_floats_are_bitwise_equal_on_all_ranks(
+    size: int, name: str, op: str
+) -> None:
+    def rank_main(comm: Any) -> list[bytes]:
+        rng = np.random.default_rng(comm.rank)
+        # Some of float16's quotients are subnormal, which are rounded too.
+        values = rng.normal(size=1000) * 10.0 ** rng.integers(-4, 1, 1000)
+        x = values.astype(numpy_dtype(name))
+        factor = {} if op == "avg" else {"factor": 0.3}
+        return [
+            comm.allreduce(
+                x.copy(), op=op, algorithm=each.algorithm, params=each.params, **factor
+            ).tobytes()
+            for each in comm.candidates("allreduce", 4000, dtype=name, op=op)
+        ]
+
+    results = run(size, rank_main, timeout_s=20)
+    assert all(result == results[0] for result in results)
+
+
 @pytest.mark.parametrize("coll", ["allreduce", "alltoall", "bcast", "reduce"])
 def test_ranks_may_differ_in_place_and_out_of_place(coll: str) -> None:
     def rank_main(comm: Any) -> list[str]:

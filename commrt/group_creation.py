@@ -184,18 +184,18 @@ class GroupCreation(PointToPoint):
         return self._plain(self._world, ranks, name, identity, deterministic=wish)
 
     def _derive_cart(
-        self, grid: Grid, ranks: Sequence[int], label: str, name: str
+        self,
+        grid: Grid,
+        ranks: Sequence[int],
+        label: str,
+        name: str,
+        deterministic: bool | None = None,
     ) -> CartCommunicator:
         """Return a communicator over a grid of ``ranks`` of this one."""
         world_ranks = [self._ranks[rank] for rank in ranks]
-        identity = self._world.agree_id(world_ranks, label)
-        made = self._cart(
-            self._world,
-            world_ranks,
-            name,
-            identity,
-            deterministic=self._deterministic,
-        )
+        wish = self._deterministic if deterministic is None else deterministic
+        identity = self._world.agree_id(world_ranks, label, f"deterministic={wish}")
+        made = self._cart(self._world, world_ranks, name, identity, deterministic=wish)
         made.grid = grid
         return made
 

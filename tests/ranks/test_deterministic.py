@@ -13,6 +13,7 @@ from rounding import REDUCING, TYPES, from_the_left, same_numbers, telling
 
 import commrt
 from commrt.backends.local import LocalRanks, run
+from commrt.bench.determinism_cost import measure
 from commrt.dtypes import dtype_by_name
 from commrt.errors import MismatchError, UsageError
 
@@ -161,9 +162,10 @@ def test_it_is_inherited_and_may_be_said_anew() -> None:
             other = [
                 same.dup(deterministic=False),
                 same.split(0, deterministic=False),
+                made[-1].dup(deterministic=False),
                 comm.create_group(range(comm.size), deterministic=True),
             ]
-            assert [each.deterministic for each in other] == [False, False, True]
+            assert [each.deterministic for each in other] == [False] * 3 + [True]
             for each in (*made, *other):
                 each.free()
         with pytest.raises(UsageError, match="deterministic=1 must be True or False"):
@@ -281,6 +283,16 @@ def test_arrays_of_the_symmetric_heap_and_repetition() -> None:
             return right
 
     assert run(3, rank_main, timeout_s=60) == [{True}] * 3
+
+
+def test_its_price_can_be_measured() -> None:
+    def rank_main(comm: Any) -> list[str]:
+        return measure(comm, "reduce_scatter", "bfloat16", 4096, 2)
+
+    for row in run(3, rank_main, timeout_s=30):
+        assert row[0] == "4096"
+        assert all(float(cell) > 0 for cell in row[1:4])
+        assert row[5].startswith("local/")
 
 
 def test_the_reference_is_one_rounding_for_short_floats() -> None:

@@ -146,9 +146,10 @@ def _dtype(text: str) -> str:
 
 def check_dtype(name: str) -> None:
     """Raise UsageError where numpy needs a package for ``name`` that is not here."""
-    if name == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
+    needed = dtype_by_name(name).needs_ml_dtypes
+    if needed and importlib.util.find_spec("ml_dtypes") is None:
         raise UsageError(
-            "-T bfloat16: numpy has it from the package ml_dtypes, which is not "
+            f"-T {name}: numpy has it from the package ml_dtypes, which is not "
             "installed: pip install ml_dtypes"
         )
 

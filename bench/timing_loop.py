@@ -32,6 +32,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from commrt.dtypes import dtype_by_name
+
 __all__ = [
     "PROBE_STEP",
     "Array",
@@ -274,13 +276,12 @@ def median_interval(samples: list[float]) -> tuple[float, float, float]:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype called ``name``; bfloat16 comes from ml_dtypes."""
-    if name == "bfloat16":
-        import ml_dtypes
+    """Return the numpy dtype called ``name``; some come from ml_dtypes."""
+    if not dtype_by_name(name).needs_ml_dtypes:
+        return np.dtype(name)
+    import ml_dtypes
 
-        name = ml_dtypes.bfloat16
-    dtype: np.dtype[Any] = np.dtype(name)
-    return dtype
+    return cast("np.dtype[Any]", np.dtype(getattr(ml_dtypes, name)))
 
 
 def element_counts(

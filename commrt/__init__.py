@@ -22,6 +22,7 @@ __all__ = [
     "algorithm",
     "errors",
     "init",
+    "reduction",
     "synchronize",
     "wait_all",
     "wait_any",
@@ -34,6 +35,7 @@ _HOME = {
     "Request": "commrt.request",
     "algorithm": "commrt.algorithms",
     "init": "commrt.runtime",
+    "reduction": "commrt.user_reduction",
     "synchronize": "commrt.runtime",
     "wait_all": "commrt.request",
     "wait_any": "commrt.request",
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from commrt.request import wait_any as wait_any
     from commrt.runtime import init as init
     from commrt.runtime import synchronize as synchronize
+    from commrt.user_reduction import reduction as reduction
 
 
 def __getattr__(name: str) -> Any:

@@ -259,7 +259,8 @@ def mpi_constants() -> dict[str, int]:
         values[f"sizeof_{name}"] = int(mpi._sizeof(getattr(mpi, name)))
     values.update(_status_offsets(mpi))
     for dtype in DTYPES:
-        mpi_type = getattr(mpi, _MPI_TYPES[dtype.name], mpi.DATATYPE_NULL)
+        name = _MPI_TYPES.get(dtype.name, "")  # MPI has no 8-bit floats
+        mpi_type = getattr(mpi, name, mpi.DATATYPE_NULL)
         if mpi_type != mpi.DATATYPE_NULL:
             values[f"dtype:{dtype.name}"] = handle(mpi_type)
     for op, name in _MPI_OPS.items():

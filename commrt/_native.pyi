@@ -282,6 +282,10 @@ class kernels:  # noqa: N801
         """Reduce srcs, element by element, into dst (and dst2)."""
 
     @staticmethod
+    def compose_address() -> int:
+        """Address of a C function for tests of users' reductions."""
+
+    @staticmethod
     def copy(dst: NDArray[Any], src: NDArray[Any], store: int = 0) -> None:
         """Copy src to dst."""
 
@@ -374,6 +378,10 @@ def make_schedule_plan(
     divisor: int,
     alone: bool,
     returns_out: bool,
+    itemsize: int,
+    user_function: int,
+    user_owner: Any | None,
+    rounds_scaled: bool,
     shows_result: bool,
     exposable: NDArray[Any],
     operand_exposable: NDArray[Any],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -19,7 +20,16 @@ from commrt import _native
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_
 
-__all__ = ["HostView", "block_shape", "copy_of", "empty_like_array", "overlap", "view"]
+__all__ = [
+    "HostView",
+    "block_shape",
+    "copy_of",
+    "empty_like_array",
+    "numpy_type",
+    "overlap",
+    "view",
+    "view_any",
+]
 
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 _DLPACK_HOST = (1, 3, 10, 13)  # CPU, CUDA pinned, ROCm pinned, CUDA managed
@@ -54,10 +64,46 @@ class HostView:
         return self.count * self.dtype.itemsize
 
 
+@cache
+def record_type(dtype: np.dtype[Any]) -> DType:
+    """Return the element type of records, which the engine moves as bytes."""
+    return DType(str(dtype), _BY_NAME["uint8"].code, dtype.itemsize, "bytes")
+
+
+def numpy_type(seen: HostView) -> np.dtype[Any]:
+    """Return numpy's type of the elements; BufferError_ where numpy has none."""
+    if isinstance(seen.array, np.ndarray):
+        given: np.dtype[Any] = seen.array.dtype
+        return given
+    if not seen.dtype.needs_ml_dtypes:
+        return np.dtype(seen.dtype.name)
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise BufferError_(
+            f"numpy has {seen.dtype.name} from the package ml_dtypes, which is not "
+            f"installed: pip install ml_dtypes"
+        ) from None
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, seen.dtype.name))
+    return found
+
+
+def view_any(array: Any, what: str) -> HostView:
+    """As ``view``, and numpy arrays of any plain bytes, such as records."""
+    if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
+        dtype = array.dtype
+        known = _BY_NAME.get(dtype.name)
+        if (known is None or dtype.names is not None) and (
+            dtype.itemsize and not dtype.hasobject
+        ):
+            return _checked(array, array, record_type(dtype), what)
+    return view(array, what)
+
+
 def view(array: Any, what: str) -> HostView:
     """Return the view of ``array``, or raise BufferError_ that names ``what``.
 
-    Accepted: numpy arrays (ml_dtypes' bfloat16 included), torch CPU tensors, anything
+    Accepted: numpy arrays (ml_dtypes' types included), torch CPU tensors, anything
     with DLPack on the host, and objects with a buffer. All C-contiguous, of a type in
     ``commrt.dtypes``, in native byte order.
     """
@@ -96,20 +142,26 @@ def _view_numpy(array: np.ndarray[Any, Any], given: Any, what: str) -> HostView:
     dtype = _BY_NAME.get(array.dtype.name)
     if dtype is None or array.dtype.names is not None:
         raise BufferError_(
-            f"{what} has dtype {array.dtype}, which cannot be communicated; "
-            f"supported: {', '.join(_BY_NAME)}"
+            f"{what} has dtype {array.dtype}, which cannot be communicated as it is: "
+            f"{_way_out(array.dtype)}; supported: {', '.join(_BY_NAME)}"
         )
     if not array.dtype.isnative:
         raise BufferError_(
             f"{what} is stored in foreign byte order ({array.dtype.str}): convert it "
             f"with x.astype(x.dtype.newbyteorder('='))"
         )
+    return _checked(array, given, dtype, what)
+
+
+def _checked(
+    array: np.ndarray[Any, Any], given: Any, dtype: DType, what: str
+) -> HostView:
     if not array.flags.c_contiguous or not array.flags.aligned:
         raise BufferError_(
             f"{what} with shape {array.shape} and strides {array.strides} is not "
             f"C-contiguous and aligned: pass numpy.ascontiguousarray(x)"
         )
-    if dtype.name == "bfloat16":
+    if dtype.needs_ml_dtypes:
         _native.register_numpy_type(array.dtype.num, dtype.code)
     return HostView(
         given,
@@ -120,6 +172,19 @@ def _view_numpy(array: np.ndarray[Any, Any], given: Any, what: str) -> HostView:
         array.shape,
         bool(array.flags.writeable),
     )
+
+
+def _way_out(dtype: np.dtype[Any]) -> str:
+    """Return what to do with an array of a type that the engine does not know."""
+    if dtype.hasobject:
+        return "its elements are references to objects of this process"
+    if dtype.kind in "mM":
+        return "pass x.view('int64'), in which NaT is the least integer"
+    if dtype.kind in "fc":
+        # Its format is the processor's own, and no vector unit knows it.
+        smaller = "float64" if dtype.kind == "f" else "complex128"
+        return f"pass x.astype({smaller!r}), or x.view('uint8') to move its bytes"
+    return "pass x.view('uint8') to move its bytes"
 
 
 def _is_tensor(array: Any) -> bool:

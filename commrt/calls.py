@@ -21,8 +21,10 @@ from commrt.arrays import (
     block_shape,
     copy_of,
     empty_like_array,
+    numpy_type,
     overlap,
     view,
+    view_any,
 )
 from commrt.dtypes import (
     DTYPES,
@@ -36,6 +38,7 @@ from commrt.dtypes import (
 from commrt.errors import BufferError_, UsageError, suggest
 from commrt.operations import OpSpec, operation
 from commrt.select.facts import Query
+from commrt.user_reduction import Reduction
 
 __all__ = [
     "Bound",
@@ -84,6 +87,20 @@ class Call:
     backend: str | None
     params: Mapping[str, int | str] | None
     name: str | None
+    user: Reduction | None = None
+    """The user's own reduction; ``reduction`` then says nothing."""
+
+    def view(self, array: Any, argument: str) -> HostView:
+        """Return the view of an argument, of a type that this call takes."""
+        look = view if self.user is None else view_any
+        return look(array, f"{self.spec.name}: {argument}")
+
+    @property
+    def op(self) -> str | None:
+        """What combines, for messages and selection; None if nothing does."""
+        if not self.spec.reduces:
+            return None
+        return self.reduction.name.lower() if self.user is None else self.user.label
 
 
 @dataclass(frozen=True)
@@ -138,7 +155,9 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     if most and not args and "x" not in kwargs:
         raise TypeError(f"{spec.name}() needs an array: comm.{spec.name}(x, ...)")
     params = kwargs.get("params")
-    reduction = _reduction(spec, kwargs.get("op", "sum"))
+    op = kwargs.get("op", "sum")
+    user = op if isinstance(op, Reduction) else None
+    reduction = ReduceOp.SUM if user is not None else _reduction(spec, op)
     root = kwargs.get("root", 0)
     root_rank = as_integer(root)
     return Call(
@@ -156,6 +175,7 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         backend=_optional_text(spec, "backend", kwargs.get("backend")),
         params=None if params is None else _params(spec, params),
         name=_optional_text(spec, "name", kwargs.get("name")),
+        user=user,
     )
 
 
@@ -291,9 +311,9 @@ def bind(call: Call, rank: int, size: int) -> Bound:
         return _bind_bcast(call, is_root)
     if spec.name == "scatter":
         return _bind_scatter(call, is_root, size)
-    x = view(call.x, f"{spec.name}: x")
+    x = call.view(call.x, "x")
     if spec.reduces:
-        _check_reduced(call, x.dtype)
+        _check_reduced(call, x)
     if spec.out_count == "div_size" or spec.name == "alltoall":
         _check_divisible(spec, x, size)
     factor = size if spec.out_count == "times_size" else 1
@@ -308,7 +328,16 @@ def bind(call: Call, rank: int, size: int) -> Bound:
     return Bound(x, out, _given(call, out), x.dtype, full)
 
 
-def _check_reduced(call: Call, dtype: DType) -> None:
+def _check_reduced(call: Call, x: HostView) -> None:
+    dtype = x.dtype
+    if call.user is not None:
+        wanted = call.user.dtype
+        if wanted is not None and wanted != numpy_type(x):
+            raise UsageError(
+                f"{call.spec.name}: x has dtype {numpy_type(x)}, and the reduction "
+                f"{call.user.name} takes {wanted} only"
+            )
+        return
     try:
         check_reduction(call.reduction, dtype)
         if call.factor is not None:
@@ -387,8 +416,8 @@ def _output(call: Call, x: HostView, size: int) -> HostView:
             return x
         times = spec.out_count == "times_size"
         shape = (size, *x.shape) if times else block_shape(x, size)
-        return view(empty_like_array(x, shape), f"{spec.name}: out")
-    out = view(call.out, f"{spec.name}: out")
+        return call.view(empty_like_array(x, shape), "out")
+    out = call.view(call.out, "out")
     count = x.count
     if spec.out_count == "times_size":
         count = x.count * size

@@ -15,25 +15,26 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from commrt import _libmpi, _native, algorithms, backends, calls
-from commrt.backends import planning
+from commrt import _libmpi, _native, backends, calls
+from commrt.arrays import numpy_type
 from commrt.backends.base import PlanSpec
 from commrt.backends.planning import LANE_NBYTES
-from commrt.backends.prediction import floor_us, predicted_us
+from commrt.backends.prediction import floor_us
+from commrt.choosing import Choosing
 from commrt.dtypes import engine_factor
 from commrt.errors import BackendError, UsageError
 from commrt.failures import watch_forks
 from commrt.grids import Cartesian
-from commrt.group_creation import GroupCreation
 from commrt.links import agree_link_class, measure_links, spins_for
 from commrt.memory_limit import check_fits
 from commrt.native_comms import Lease
-from commrt.operations import OPERATIONS, operation, rule_nbytes
+from commrt.operations import OPERATIONS, operation
 from commrt.persistent import Plans
 from commrt.safety.check import Checker
-from commrt.select.facts import Candidate, CommFacts, Query
-from commrt.select.policy import Explanation, Policy
+from commrt.select.facts import CommFacts
+from commrt.select.policy import Policy
 from commrt.symmetric import SymmetricHeap, as_array, parse_request
+from commrt.user_reduction import BoundReduction
 from commrt.world import FIRST_TAG, NATIVE, World
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class CommStats:
     """Whether operations are in flight."""
 
 
-class Communicator(GroupCreation, Operations):
+class Communicator(Choosing, Operations):
     """A group of ranks. Get one from ``commrt.init()``, ``split`` or ``create_group``.
 
     Collectives must be called by all ranks of the communicator in the same order.
@@ -79,6 +80,7 @@ class Communicator(GroupCreation, Operations):
         identity: int,
         *,
         may_check: bool = True,
+        deterministic: bool = False,
         native_comm: Any = None,
     ) -> None:
         """Collective over ``ranks`` (ranks of the world); users call ``commrt.init``.
@@ -99,6 +101,7 @@ class Communicator(GroupCreation, Operations):
         self._lease: Lease | None = None
         self._own_mpi: Any = None
         self._derived = 0
+        self._deterministic = deterministic
         super().__init__(world.engine, self._ranks.index(world.rank), len(ranks), name)
         self.timeout_s = world.timeout_s
         self._arena = None
@@ -118,6 +121,7 @@ class Communicator(GroupCreation, Operations):
             world.overrides,
             self._only_on_request,
             partial(floor_us, self.facts),
+            self._refused,
         )
         self._checker: Checker | None = None
         if may_check and self.size > 1 and Checker.is_wanted():
@@ -378,57 +382,6 @@ class Communicator(GroupCreation, Operations):
         self._attach_segment(arena.address, arena.region_nbytes)
         self._plans.clear()  # they do not know what peers may reach
 
-    # -- choosing ----------------------------------------------------------------
-
-    def _candidates(self, query: Query) -> list[Candidate]:
-        found: list[Candidate] = []
-        for backend in backends.all_backends().values():
-            found.extend(backend.candidates(self, query))
-        return found
-
-    def _cost(self, query: Query, candidate: Candidate) -> float:
-        coll, name = query.coll, candidate.algorithm
-        if name in algorithms.names(coll):
-            own, _ = planning.split_params(candidate.params)
-            if planning.why_not(self, coll, name, query.root or 0, own) is not None:
-                return math.inf
-        return predicted_us(self.facts, query, candidate)
-
-    def candidates(
-        self,
-        coll: str,
-        nbytes: int,
-        *,
-        dtype: str = "float32",
-        op: str = "sum",
-        distinct: bool = False,
-    ) -> list[Candidate]:
-        """Return everything that can run ``coll`` here, simplest first.
-
-        ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``). With
-        ``distinct`` a candidate that runs the very program of an earlier one is left
-        out: on two ranks a ring and a direct exchange are one and the same.
-        """
-        asked = ("candidates", coll, nbytes, dtype, op, 0, self.size)
-        found = self._policy.candidates(calls.check_question(*asked))
-        return planning.distinct(coll, self.size, found) if distinct else found
-
-    def explain(
-        self,
-        coll: str,
-        nbytes: int,
-        *,
-        dtype: str = "float32",
-        op: str = "sum",
-        root: int = 0,
-    ) -> Explanation:
-        """Return what a call would run, why, and what was rejected; print it.
-
-        ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``).
-        """
-        asked = ("explain", coll, nbytes, dtype, op, root, self.size)
-        return self._policy.explain(calls.check_question(*asked))
-
     # -- running -----------------------------------------------------------------
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -471,9 +424,9 @@ class Communicator(GroupCreation, Operations):
         key = (
             call.spec.code,
             bound.num_elements,
-            bound.dtype.code,
+            bound.dtype.name,
             bound.device,
-            call.reduction,
+            call.reduction if call.user is None else call.user,
             call.root,
             call.backend,
             call.algorithm,
@@ -490,6 +443,8 @@ class Communicator(GroupCreation, Operations):
             plan = plan.with_factor(self, *engine_factor(call.factor, bound.dtype))
             self._plans[key] = plan
         takes_x = call.spec.x_count != "none"
+        if call.user is not None:
+            return plan
         if not chosen and not params and (call.x is not None or not takes_x):
             times_size = call.spec.out_count == "times_size"
             count = bound.num_elements // (self.size if times_size else 1)
@@ -499,24 +454,11 @@ class Communicator(GroupCreation, Operations):
             self._remember_plan(count, code, dtype, reduction, call.root, plan)
         return plan
 
-    def _choose(self, call: calls.Call, bound: calls.Bound) -> Candidate:
-        spec = call.spec
-        nbytes = bound.num_elements * bound.dtype.itemsize
-        query = Query(
-            coll=spec.name,
-            nbytes=rule_nbytes(spec.name, nbytes, self.size),
-            dtype=bound.dtype.name,
-            device="host" if bound.device is None else "cuda",
-            op=call.reduction.name.lower() if spec.reduces else None,
-            root=call.root if spec.has_root else None,
-        )
-        choice = self._policy.choose(
-            query, backend=call.backend, algorithm=call.algorithm, params=call.params
-        )
-        return choice.candidate
-
     def _make_plan(self, call: calls.Call, bound: calls.Bound) -> Any:
         candidate = self._choose(call, bound)
+        user = None
+        if call.user is not None and bound.x is not None:
+            user = BoundReduction(call.user, numpy_type(bound.x))
         return backends.get(candidate.backend).plan(
             self,
             PlanSpec(
@@ -530,6 +472,7 @@ class Communicator(GroupCreation, Operations):
                 out_elements=bound.out_elements,
                 has_output=bound.result is not None,
                 factor=call.factor,
+                user=user,
             ),
         )
 
@@ -557,11 +500,6 @@ class Communicator(GroupCreation, Operations):
         tag = FIRST_TAG + 2 * self._identity + 1
         self._lease = lender.lend(self._ranks, self._identity, tag, self.timeout_s)
         self._native_comm = None if self._lease is None else self._lease.mpi
-
-    def _only_on_request(self, candidate: Candidate) -> str | None:
-        if candidate.name != NATIVE or self._unasked_native:
-            return None
-        return "has no MPI communicator here until a call asks for it by name"
 
 
 class CartCommunicator(Cartesian, Communicator):

@@ -20,10 +20,11 @@ __all__ = [
     "check_reduction",
     "dtype_by_name",
     "engine_factor",
+    "is_known",
     "reduce_op",
 ]
 
-Kind = Literal["bool", "int", "uint", "float", "complex"]
+Kind = Literal["bool", "int", "uint", "float", "complex", "bytes"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,16 @@ class DType:
     """Bytes per element."""
     kind: Kind
     """Which reductions are defined."""
+
+    @property
+    def is_short_float(self) -> bool:
+        """Whether it is reduced in float32, and rounded once for all inputs."""
+        return self.kind == "float" and self.itemsize < 4
+
+    @property
+    def needs_ml_dtypes(self) -> bool:
+        """Whether numpy has it only from the package ml_dtypes."""
+        return self.is_short_float and self.name != "float16"
 
 
 DTYPES: tuple[DType, ...] = (
@@ -56,6 +67,8 @@ DTYPES: tuple[DType, ...] = (
     DType("float64", 12, 8, "float"),
     DType("complex64", 13, 8, "complex"),
     DType("complex128", 14, 16, "complex"),
+    DType("float8_e4m3fn", 15, 1, "float"),
+    DType("float8_e5m2", 16, 1, "float"),
 )
 
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
@@ -106,6 +119,11 @@ def reduce_op(name: str) -> ReduceOp:
     except (KeyError, TypeError):
         hint = suggest(name, _REDUCTION_NAMES, _ELSEWHERE)
         raise UsageError(f"unknown reduction op={name!r}{hint}") from None
+
+
+def is_known(op: str) -> bool:
+    """Return whether ``op`` names one of commrt's reductions."""
+    return op in _REDUCTION_NAMES
 
 
 def check_reduction(op: ReduceOp, dtype: DType) -> None:

@@ -127,6 +127,15 @@ VARIABLES: tuple[Variable, ...] = (
         _choice("off", "check"),
     ),
     Variable(
+        "COMMRT_DETERMINISTIC",
+        "0|1",
+        "0",
+        "Bitwise the same results whatever algorithm runs, at a given number of ranks; "
+        "init and the makers of communicators take deterministic=, too.",
+        True,
+        _flag,
+    ),
+    Variable(
         "COMMRT_LAUNCH",
         "mpi|torchrun|slurm|single",
         None,

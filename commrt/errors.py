@@ -9,6 +9,7 @@ CommError
 ├── TimeoutError_ (TimeoutError)   an operation did not finish in time
 ├── PeerFailedError                a peer died
 ├── RevokedError                   the communicator failed earlier
+├── ReductionError                 a reduction of the user's own raised something
 ├── TruncationError                a message was longer than its receive buffer
 ├── BackendError (RuntimeError)    a backend or library is missing or failed
 ├── TableError (ValueError)        a selection table is malformed or foreign
@@ -28,6 +29,7 @@ __all__ = [
     "CommError",
     "MismatchError",
     "PeerFailedError",
+    "ReductionError",
     "RevokedError",
     "ScheduleError",
     "TableError",
@@ -68,6 +70,10 @@ class PeerFailedError(CommError):
 
 class RevokedError(CommError):
     """The communicator failed in an earlier operation and must be replaced."""
+
+
+class ReductionError(CommError):
+    """A reduction of the user's own failed; its exception is the cause."""
 
 
 class TruncationError(CommError):

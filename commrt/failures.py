@@ -14,6 +14,7 @@ from commrt.errors import (
     BackendError,
     ClosedError,
     MismatchError,
+    ReductionError,
     RevokedError,
     TimeoutError_,
     TruncationError,
@@ -29,6 +30,7 @@ __all__ = ["Guarded", "watch_forks"]
 _KINDS: dict[str, type[Exception]] = {
     "backend": BackendError,
     "mismatch": MismatchError,
+    "reduction": ReductionError,
     "revoked": RevokedError,
     "truncation": TruncationError,
 }

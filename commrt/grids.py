@@ -252,11 +252,15 @@ class Cartesian(GroupCreation):
         label, title = self._label(f"sub{kept}")
         return self._derive_cart(part, ranks, label, name or title)
 
-    def dup(self, *, name: str | None = None) -> CartCommunicator:
+    def dup(
+        self, *, name: str | None = None, deterministic: bool | None = None
+    ) -> CartCommunicator:
         """Return a communicator over the same grid with a sequence of its own."""
         self._check_usable()
         label, title = self._label("dup")
-        return self._derive_cart(self.grid, range(self.size), label, name or title)
+        wish = self._wish("dup", deterministic)
+        ranks = range(self.size)
+        return self._derive_cart(self.grid, ranks, label, name or title, wish)
 
     def __repr__(self) -> str:
         plain = super().__repr__().removesuffix(">")

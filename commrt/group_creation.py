@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from commrt.calls import as_integer
+from commrt.calls import as_integer, check_flag
 from commrt.errors import MismatchError, UsageError
 from commrt.grids import Grid, make_grid
 from commrt.mesh import Mesh, parse_axes
@@ -24,18 +24,26 @@ class GroupCreation(PointToPoint):
 
     _identity: int
     _derived: int
+    _deterministic: bool
     _plain: ClassVar[type[Communicator]]
     _cart: ClassVar[type[CartCommunicator]]
 
     def split(
-        self, color: int | None, key: int = 0, *, name: str | None = None
+        self,
+        color: int | None,
+        key: int = 0,
+        *,
+        name: str | None = None,
+        deterministic: bool | None = None,
     ) -> Communicator | None:
         """Return the communicator of the ranks that passed the same ``color``.
 
         Collective over all ranks. Ranks are ordered by ``key``, then by rank here.
-        With ``color=None`` a rank takes part and gets None.
+        With ``color=None`` a rank takes part and gets None. ``deterministic``: results
+        are bitwise the same whatever algorithm runs; None: as here.
         """
         self._check_usable()
+        wish = self._wish("split", deterministic)
         if color is not None:
             color = _check_integer("split", "color", color)
         key = _check_integer("split", "key", key)
@@ -50,22 +58,37 @@ class GroupCreation(PointToPoint):
         if color is None:
             return None
         ranks = [self._ranks[rank] for _, rank in sorted(chosen)]
-        return self._derive(ranks, f"{label}[{color}]", name or f"{title}[{color}]")
+        title = f"{title}[{color}]"
+        return self._derive(ranks, f"{label}[{color}]", name or title, wish)
 
-    def dup(self, *, name: str | None = None) -> Communicator:
-        """Return a communicator of the same ranks with a sequence of its own."""
+    def dup(
+        self, *, name: str | None = None, deterministic: bool | None = None
+    ) -> Communicator:
+        """Return a communicator of the same ranks with a sequence of its own.
+
+        ``deterministic``: results are bitwise the same whatever algorithm runs; None:
+        as here.
+        """
         self._check_usable()
+        wish = self._wish("dup", deterministic)
         label, title = self._label("dup")
-        return self._derive(self._ranks, label, name or title)
+        return self._derive(self._ranks, label, name or title, wish)
 
     def create_group(
-        self, ranks: Sequence[int], *, name: str | None = None
+        self,
+        ranks: Sequence[int],
+        *,
+        name: str | None = None,
+        deterministic: bool | None = None,
     ) -> Communicator:
         """Return the communicator of ``ranks`` (ranks of this one, in that order).
 
         Collective over ``ranks`` only: other ranks must not call it.
+        ``deterministic``: results are bitwise the same whatever algorithm runs; None:
+        as here.
         """
         self._check_usable()
+        wish = self._wish("create_group", deterministic)
         try:
             given = list(ranks)
         except TypeError:
@@ -81,7 +104,8 @@ class GroupCreation(PointToPoint):
             )
         world_ranks = [self._ranks[rank] for rank in ranks]
         label = f"comm{self._identity}/group{ranks}"
-        return self._derive(world_ranks, label, name or f"{self.name}.group{ranks}")
+        title = f"{self.name}.group{ranks}"
+        return self._derive(world_ranks, label, name or title, wish)
 
     def cart(
         self,
@@ -143,17 +167,35 @@ class GroupCreation(PointToPoint):
         key = f"comm{self._identity}/{how}{self._derived}"
         return key, f"{self.name}.{how}{self._derived}"
 
-    def _derive(self, ranks: Sequence[int], label: str, name: str) -> Communicator:
-        identity = self._world.agree_id(ranks, label)
-        return self._plain(self._world, ranks, name, identity)
+    def _wish(self, what: str, deterministic: bool | None) -> bool:
+        if deterministic is None:
+            return self._deterministic
+        return check_flag(what, "deterministic", deterministic)
+
+    def _derive(
+        self,
+        ranks: Sequence[int],
+        label: str,
+        name: str,
+        deterministic: bool | None = None,
+    ) -> Communicator:
+        wish = self._deterministic if deterministic is None else deterministic
+        identity = self._world.agree_id(ranks, label, f"deterministic={wish}")
+        return self._plain(self._world, ranks, name, identity, deterministic=wish)
 
     def _derive_cart(
-        self, grid: Grid, ranks: Sequence[int], label: str, name: str
+        self,
+        grid: Grid,
+        ranks: Sequence[int],
+        label: str,
+        name: str,
+        deterministic: bool | None = None,
     ) -> CartCommunicator:
         """Return a communicator over a grid of ``ranks`` of this one."""
         world_ranks = [self._ranks[rank] for rank in ranks]
-        identity = self._world.agree_id(world_ranks, label)
-        made = self._cart(self._world, world_ranks, name, identity)
+        wish = self._deterministic if deterministic is None else deterministic
+        identity = self._world.agree_id(world_ranks, label, f"deterministic={wish}")
+        made = self._cart(self._world, world_ranks, name, identity, deterministic=wish)
         made.grid = grid
         return made
 

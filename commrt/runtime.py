@@ -12,6 +12,7 @@ from typing import Any
 
 from commrt import env
 from commrt.bootstrap import connect
+from commrt.calls import check_flag
 from commrt.comm import Communicator
 from commrt.errors import UsageError
 from commrt.launch import detect
@@ -37,7 +38,7 @@ class _Runtime:
 _RUNTIME = _Runtime()
 
 
-def init(mpi_comm: Any = None) -> Communicator:
+def init(mpi_comm: Any = None, *, deterministic: bool | None = None) -> Communicator:
     """Return the communicator of all ranks; idempotent.
 
     Ranks are found in this order: MPI's launcher variables with a size above 1, then
@@ -46,10 +47,13 @@ def init(mpi_comm: Any = None) -> Communicator:
 
     Args:
         mpi_comm: an mpi4py communicator to use instead of MPI's world.
+        deterministic: whether results are bitwise the same, at a given number of
+            ranks, whatever algorithm runs; None: as COMMRT_DETERMINISTIC says.
 
     Raises:
         UsageError: a COMMRT_ variable is unknown, wrong or differs across ranks, or
             the launcher belongs to another MPI than mpi4py.
+        MismatchError: the ranks disagree about ``deterministic``.
         BackendError: a library that is needed is missing.
     """
     if mpi_comm is not None and not hasattr(mpi_comm, "Get_rank"):
@@ -57,6 +61,8 @@ def init(mpi_comm: Any = None) -> Communicator:
             f"commrt.init: mpi_comm={mpi_comm!r} is not a communicator of mpi4py, such "
             f"as MPI.COMM_WORLD"
         )
+    if deterministic is not None:
+        deterministic = check_flag("commrt.init", "deterministic", deterministic)
     with _RUNTIME.lock:
         if _RUNTIME.comm is not None and _RUNTIME.comm._closed is None:
             if mpi_comm is not None and mpi_comm is not _RUNTIME.given:
@@ -64,16 +70,30 @@ def init(mpi_comm: Any = None) -> Communicator:
                     "commrt.init() was called before with other ranks; make further "
                     "groups with split() or create_group()"
                 )
+            if deterministic not in (None, _RUNTIME.comm.deterministic):
+                raise UsageError(
+                    f"commrt.init() was called before with deterministic="
+                    f"{_RUNTIME.comm.deterministic}; make another communicator with "
+                    f"comm.dup(deterministic={deterministic})"
+                )
             return _RUNTIME.comm
         env.check_names()
         if _RUNTIME.world is None:
             _RUNTIME.world = _start(mpi_comm)
             _RUNTIME.given = mpi_comm
         world = _RUNTIME.world
-        identity = world.agree_id(range(world.size), "world")
+        if deterministic is None:
+            deterministic = env.read_bool("COMMRT_DETERMINISTIC")
+        same = f"deterministic={deterministic}"
+        identity = world.agree_id(range(world.size), "world", same)
         # Nothing else runs collectives on the private duplicate: that will do.
         _RUNTIME.comm = Communicator(
-            world, range(world.size), "world", identity, native_comm=world.mpi
+            world,
+            range(world.size),
+            "world",
+            identity,
+            native_comm=world.mpi,
+            deterministic=deterministic,
         )
         if progress_mode(world):
             world.engine.start_thread()

@@ -15,7 +15,7 @@ from commrt import _libmpi, _native, env
 from commrt.arena import Arena, discover_nodes, process_arena, share
 from commrt.backends.known import known_names
 from commrt.bootstrap.base import Bootstrap
-from commrt.errors import BackendError, UsageError
+from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.launch import LaunchInfo
 from commrt.native_comms import NativeComms
 from commrt.select.facts import Candidate, CommFacts, LinkClass, parse_overrides
@@ -125,11 +125,25 @@ class World:
         """Wait until all ``members`` are here, making progress meanwhile."""
         self.bootstrap.exchange(members, key, b"", self.timeout_s)
 
-    def agree_id(self, members: Sequence[int], key: str) -> int:
-        """Return an identity that no communicator of any member uses."""
-        blob = str(self.next_id).encode()
+    def agree_id(self, members: Sequence[int], key: str, same: str = "") -> int:
+        """Return an identity that no communicator of any member uses.
+
+        Raises MismatchError on all of them unless they say the ``same``.
+        """
+        blob = f"{self.next_id} {same}".encode()
         said = self.bootstrap.exchange(members, f"id/{key}", blob, self.timeout_s)
-        chosen = max(map(int, said))
+        parts = [text.decode().partition(" ") for text in said]
+        wishes = [wish for _, _, wish in parts]
+        if len({*wishes}) > 1:
+            lines = [
+                f"  rank {rank} of the job: {wish}"
+                for rank, wish in zip(members, wishes, strict=True)
+            ]
+            raise MismatchError(
+                "the ranks of a new communicator disagree; pass equal arguments:\n"
+                + "\n".join(lines)
+            )
+        chosen = max(int(number) for number, _, _ in parts)
         self.next_id = chosen + 1
         if self.mpi is not None and FIRST_TAG + 2 * chosen + 1 > self.mpi_tag_ub:
             raise BackendError(

@@ -83,8 +83,9 @@ class Case:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return numpy's type, with bfloat16 from ml_dtypes."""
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    """Return numpy's type; those that numpy lacks come from ml_dtypes."""
+    owner: Any = ml_dtypes if dtype_by_name(name).needs_ml_dtypes else np
+    return np.dtype(getattr(owner, "bool_" if name == "bool" else name))
 
 
 def legal_pairs(coll: str = "allreduce") -> list[tuple[str, str]]:
@@ -319,7 +320,8 @@ def difference(case: Case, xs: list[Array], got: Array, want: Array) -> str | No
 def _tolerance(case: Case, xs: list[Array], want: Array) -> Array:
     """Every addition or product may round once; complex products round four times."""
     itemtype = numpy_dtype(case.dtype)
-    finfo = ml_dtypes.finfo if case.dtype == "bfloat16" else np.finfo
+    needs_ml_dtypes = dtype_by_name(case.dtype).needs_ml_dtypes
+    finfo = ml_dtypes.finfo if needs_ml_dtypes else np.finfo
     steps = (case.size + 2) * (4 if itemtype.kind == "c" else 1)
     eps = float(finfo(itemtype).eps) * steps
     if case.op == "prod":

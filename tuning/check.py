@@ -18,7 +18,12 @@ from commrt.operations import operation
 __all__ = ["fill", "is_right"]
 
 _PERIOD = 7
-_EXACT_UP_TO = {"bfloat16": 256, "float16": 2048}
+_EXACT_UP_TO = {
+    "bfloat16": 256,
+    "float16": 2048,
+    "float8_e4m3fn": 16,
+    "float8_e5m2": 8,
+}
 """Integers up to here have no rounding; sums over many ranks go beyond."""
 _WINDOW = _PERIOD << 14
 """Elements compared at a time; a multiple of the period."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from commrt.dtypes import DTYPES, DType, ReduceOp
 from commrt.operations import COLLECTIVES, OpSpec
 from commrt.select.facts import Candidate, CommFacts, Query
+from commrt.user_reduction import BoundReduction
 
 __all__ = ["Availability", "Backend", "Capabilities", "PlanSpec"]
 
@@ -78,6 +79,8 @@ class PlanSpec:
     """Whether the call returns an array on this rank."""
     factor: int | float | None = None
     """What premul_sum multiplies this rank's input by; a fact of one rank."""
+    user: BoundReduction | None = None
+    """The user's own reduction, instead of ``reduction``."""
 
 
 class Backend(Protocol):

@@ -11,7 +11,7 @@ from commrt import _libmpi, _native
 from commrt.backends.base import Availability, Capabilities, PlanSpec, serves
 from commrt.backends.planning import check_params, schedule_plan
 from commrt.backends.schedules import schedule_candidates
-from commrt.dtypes import ReduceOp, dtype_by_name
+from commrt.dtypes import ReduceOp, dtype_by_name, is_known
 from commrt.errors import BackendError
 from commrt.launch import detect
 from commrt.operations import operation
@@ -80,10 +80,13 @@ class MpiBackend:
             return False
         if query.op is None:
             return True
+        if query.order != "any" or not is_known(query.op):
+            # The library combines as it likes, and knows no reductions of users.
+            return False
         reduction = ReduceOp[query.op.upper()]
         ordered_float = reduction in _ORDERED and dtype.kind == "float"
-        if ordered_float or dtype.name in ("float16", "bfloat16"):
-            # NaN rules differ between libraries; 16-bit floats round at every step.
+        if ordered_float or dtype.is_short_float:
+            # NaN rules differ between libraries; short floats round at every step.
             return False
         if reduction not in _DEFINED_BY_MPI[dtype.kind]:
             return False

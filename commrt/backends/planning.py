@@ -496,6 +496,12 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         divisor=divisor,
         alone=spec.op.reduces and spec.op.num_contributors(comm.rank, comm.size) == 1,
         returns_out=spec.has_output,
+        itemsize=spec.dtype.itemsize,
+        user_function=0 if spec.user is None else spec.user.address,
+        user_owner=spec.user,
+        # Ranks that add the same numbers must get the same, whose ever they are.
+        rounds_scaled=spec.dtype.is_short_float
+        and (comm.deterministic or coll == "allreduce"),
         **_reach(comm, spec, own),
     )
 

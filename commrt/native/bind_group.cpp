@@ -74,7 +74,17 @@ nb::list records_of(const Group& group) {
 void bind_group(nb::module_& m) {
   nb::class_<Engine>(m, "Engine", "Progress for every communicator of one rank.")
       .def(nb::init<>())
-      .def("step", &Engine::step, nb::call_guard<nb::gil_scoped_release>(),
+      .def("step",
+           [](Engine& engine) {
+             bool advanced;
+             {
+               nb::gil_scoped_release release;
+               advanced = engine.step();
+             }
+             if (!engine.wants_python()) return advanced;
+             if (!run_wanted(engine)) throw nb::python_error();
+             return true;
+           },
            "Run one pass over all operations in flight, a slice of each; True if anything "
            "advanced.")
       .def("start_thread", &Engine::start_thread)

@@ -62,6 +62,22 @@ void combine(int dtype, int op, Bytes dst, const std::vector<ConstBytes>& srcs,
   store_fence();
 }
 
+// A user's reduction in C, for tests: first x -> scale * x + shift of the lower ranks, then
+// that of the higher ones, modulo 2^64. Associative, and not commutative.
+void compose(const void* in, void* inout, std::size_t count) {
+  struct Map {
+    std::uint64_t scale, shift;
+  };
+  for (std::size_t i = 0; i < count; ++i) {
+    Map first, then;
+    std::memcpy(&first, static_cast<const unsigned char*>(in) + i * sizeof(Map), sizeof(Map));
+    auto* place = static_cast<unsigned char*>(inout) + i * sizeof(Map);
+    std::memcpy(&then, place, sizeof(Map));
+    then = {first.scale * then.scale, first.shift * then.scale + then.shift};
+    std::memcpy(place, &then, sizeof(Map));
+  }
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
@@ -92,6 +108,8 @@ void bind_kernels(nb::module_& m) {
   k.def(
       "item_size", [](int dtype) { return item_size(dtype_of(dtype)); }, nb::arg("dtype"),
       "Bytes per element.");
+  k.def("compose_address", [] { return reinterpret_cast<std::uint64_t>(&compose); },
+        "Address of a C function for tests of users' reductions.");
   k.def("isa", [] { return std::string(isa()); }, "The instruction set in use.");
   k.def(
       "isas",

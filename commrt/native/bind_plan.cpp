@@ -114,7 +114,8 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
                            Pointers dep_ptr, int64_t fragments, int64_t lane_nbytes, int depth,
                            int slot_reuse, int spins, int64_t most_inline, int store, int adaptive,
                            double factor, int64_t integer_factor, int64_t divisor, bool alone,
-                           bool returns_out,
+                           bool returns_out, int64_t itemsize, uint64_t user_function,
+                           nb::object user_owner, bool rounds_scaled,
                            bool shows_result, Bits exposable, Bits operand_exposable,
                            Bits deliverable, Landings landings) {
   auto plan = std::make_shared<Plan>();
@@ -126,7 +127,11 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
   plan->in_elems = in_elems;
   plan->out_elems = out_elems;
   plan->label = label;
-  plan->itemsize = item_size(plan->dtype);
+  plan->itemsize = static_cast<size_t>(itemsize);
+  if (!user_owner.is_none()) {
+    plan->user = {reinterpret_cast<UserFn>(user_function), user_function == 0,
+                  own_object(user_owner.ptr())};
+  }
   plan->depth = depth;
   plan->spins = spins;
   plan->inline_nbytes = std::clamp(static_cast<size_t>(most_inline), kInlineBytes, kMostInlineBytes);
@@ -140,6 +145,7 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
                           static_cast<int64_t>(plan->itemsize) >= kBeyondCache),
       Store::Stream2);
   plan->factor = {factor, integer_factor};
+  plan->rounds_scaled = rounds_scaled;
   plan->divide_out = divisor > 1;
   plan->divisor = divisor;
   plan->returns_out = returns_out;
@@ -155,7 +161,7 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
     peer_index[rank] = static_cast<int>(plan->peers.size());
     plan->peers.push_back({rank, sends, recvs});
   }
-  plan->combine = combine_for(plan->dtype, plan->redop);
+  if (!plan->user) plan->combine = combine_for(plan->dtype, plan->redop);
   read_instructions(*plan, *group.comm, inputs, input_ptr, outputs, output_ptr, deps, dep_ptr,
                     peer_index, factor != 1.0 || plan->redop == RedOp::PremulSum,
                     {exposable, operand_exposable, deliverable, landings});
@@ -220,7 +226,8 @@ void bind_plan(nb::module_& m) {
         nb::arg("output_ptr"), nb::arg("deps"), nb::arg("dep_ptr"), nb::arg("fragments"),
         nb::arg("lane_nbytes"), nb::arg("depth"), nb::arg("slot_reuse"), nb::arg("spins"), nb::arg("most_inline"), nb::arg("store"),
         nb::arg("adaptive"), nb::arg("factor"), nb::arg("integer_factor"), nb::arg("divisor"),
-        nb::arg("alone"), nb::arg("returns_out"), nb::arg("shows_result"), nb::arg("exposable"),
+        nb::arg("alone"), nb::arg("returns_out"), nb::arg("itemsize"), nb::arg("user_function"),
+        nb::arg("user_owner").none(), nb::arg("rounds_scaled"), nb::arg("shows_result"), nb::arg("exposable"),
         nb::arg("operand_exposable"), nb::arg("deliverable"), nb::arg("landings"));
   m.def("make_native_plan", &make_native_plan, nb::kw_only(), nb::arg("coll"),
         nb::arg("dtype"), nb::arg("redop"), nb::arg("root"), nb::arg("in_elems"),

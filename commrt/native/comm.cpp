@@ -237,6 +237,16 @@ void Comm::release_lane(Op& op) {
   op.lane_ = -1;
 }
 
+std::shared_ptr<Op> Comm::take_wanted() {
+  for (const auto& op : active_) {
+    if (op->finished() || !op->user_value) continue;
+    if (op->user_value->state != UserValue::State::Wanted) continue;
+    op->user_value->state = UserValue::State::Running;
+    return op;
+  }
+  return nullptr;
+}
+
 void Comm::break_down(const std::string& why) {
   if (broken.load(std::memory_order_relaxed)) return;
   failure = why;

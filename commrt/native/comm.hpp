@@ -108,6 +108,8 @@ class Op {
   std::string error;
   bool given_up = false;  // failed because a peer did, or this rank earlier
   bool by_mpi = false;    // failed because the MPI library did
+  bool by_user = false;   // failed because the user's reduction did
+  std::unique_ptr<UserValue> user_value;  // what is on its way through Python, or null
   bool held = false;      // failed, and MPI may still use the buffers: they are kept for ever
   std::unique_ptr<P2PTask> p2p;
   bool in_heap = false;  // may meet buffers in the symmetric heap (symmetric.cpp)
@@ -123,6 +125,7 @@ class Op {
               size_t done, int lane);
   // Runs what can run now, and stops after `limit` bytes of it; true if anything did.
   bool advance(uint64_t limit);
+  void fail_by_user(const std::string& why);
 
  private:
   friend class Comm;
@@ -200,6 +203,8 @@ class Op {
   unsigned char* start_of(const Ref& ref, int64_t fragment) const;
   bool inputs_arrived(const Instr& ins, int64_t fragment);
   bool outputs_free(const Instr& ins, int64_t fragment);
+  bool value_ready(const Instr& ins, int64_t fragment, int index,
+                   const unsigned char* const* arrived);
   void compute_and_send(const Instr& ins, int64_t fragment,
                         const unsigned char* const* arrived);
   void compute_from_own_part(const Instr& ins, unsigned char* first, unsigned char* second,
@@ -295,6 +300,8 @@ class Comm {
   bool gave_up(int peer, uint64_t seq) const;
   // Makes the communicator unusable; the first reason stays.
   void break_down(const std::string& why);
+  // An operation in flight whose value wants Python, marked as Running, or null.
+  std::shared_ptr<Op> take_wanted();
 
   // Ranks of this node that have not started operation `seq` yet.
   std::vector<int> not_started(uint64_t seq) const;

@@ -69,6 +69,14 @@ std::vector<std::shared_ptr<Op>> Engine::take_ended() {
   return std::exchange(ended_, {});
 }
 
+std::shared_ptr<Op> Engine::take_wanted_locked() {
+  for (Comm* comm : comms_) {
+    if (std::shared_ptr<Op> op = comm->take_wanted()) return op;
+  }
+  wants_python_.store(false, std::memory_order_release);
+  return nullptr;
+}
+
 void Engine::start_thread() {
   if (thread_.joinable()) return;
   stopping_ = false;

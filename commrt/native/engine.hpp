@@ -60,6 +60,12 @@ class Engine {
   // A hint, without the lock.
   bool has_ended() const { return has_ended_.load(std::memory_order_relaxed); }
 
+  // Values that want Python (user_reduction.hpp). A hint, without the lock.
+  bool wants_python() const { return wants_python_.load(std::memory_order_acquire); }
+  void want_python() { wants_python_.store(true, std::memory_order_release); }
+  // An operation with such a value, marked as Running; null if there is none.
+  std::shared_ptr<Op> take_wanted_locked();
+
   std::mutex mutex;
   // Set in the child after fork: the shared memory and MPI belong to the parent.
   static std::atomic<bool> forked;
@@ -71,6 +77,7 @@ class Engine {
   std::vector<Comm*> comms_;
   std::vector<std::shared_ptr<Op>> ended_;
   std::atomic<bool> has_ended_{false};
+  std::atomic<bool> wants_python_{false};
   std::thread thread_;
   // On the heap: in a forked process it is left alone, as the thread that waits on it does
   // not exist there.

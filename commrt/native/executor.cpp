@@ -198,10 +198,32 @@ bool Op::run(int64_t fragment, int index) {
     if (!run_mpi(fragment, index)) return false;
   } else {
     if (!inputs_arrived(ins, fragment) || !outputs_free(ins, fragment)) return false;
+    if (!value_ready(ins, fragment, index, nullptr)) return finished();
     compute_and_send(ins, fragment, nullptr);
   }
   worked_ += ins.slice_nbytes;
   return true;
+}
+
+// Whether all but copying is done where the instruction needs Python: first its inputs are
+// gathered, and until the value is there nothing else of the operation gets to Python.
+bool Op::value_ready(const Instr& ins, int64_t fragment, int index,
+                     const unsigned char* const* arrived) {
+  const bool used = !ins.local_outs.empty() || !ins.sends.empty();
+  if (!plan->user.python || ins.inputs.size() < 2 || !used) return true;
+  const uint64_t position =
+      static_cast<uint64_t>(fragment) * plan->instrs.size() + static_cast<uint64_t>(index);
+  if (user_value != nullptr) {
+    return user_value->position == position && user_value->state == UserValue::State::Done;
+  }
+  user_value = std::make_unique<UserValue>();
+  user_value->position = position;
+  compute_and_send(ins, fragment, arrived);
+  if (finished()) return false;
+  const bool empty = user_value->nbytes == 0;
+  user_value->state = empty ? UserValue::State::Done : UserValue::State::Wanted;
+  if (!empty) comm->engine.want_python();
+  return empty;
 }
 
 // Reduces the instruction's inputs, stores the value to its local outputs and publishes it.
@@ -240,6 +262,11 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
   for (int piece = 0; piece < pieces; ++piece) {
     total += static_cast<size_t>(piece_elems(piece)) * item;
   }
+
+  UserValue* const by_python = p.user.python && nin > 1 ? user_value.get() : nullptr;
+  const bool gathers =
+      by_python != nullptr && by_python->state == UserValue::State::Gathering;
+  if (gathers) by_python->gather(nin, total);
 
   // From the start of a slice that has the same blocks.
   auto within = [&](int piece) -> size_t {
@@ -308,7 +335,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     }
   }
   // Peers may read it while this rank is at work.
-  if (exposes && source_.constant) expose(ins, fragment, total);
+  if (exposes && source_.constant && !gathers) expose(ins, fragment, total);
   alignas(64) unsigned char small[kMostInlineBytes];
   unsigned char* slot = nullptr;
   if (has_shared_send) {
@@ -334,6 +361,13 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
                   : exposed[i]   ? messages[i] + within(piece)
                                  : messages[i] + cursor;
     }
+    if (gathers) {
+      for (int i = 0; i < nin; ++i) {
+        std::memcpy(by_python->inputs[i].get() + cursor, inputs[i], nbytes);
+      }
+      cursor += nbytes;
+      continue;
+    }
     unsigned char* first = nullptr;
     if (!ins.local_outs.empty()) {
       first = const_cast<unsigned char*>(local(ins.local_outs[0], piece));
@@ -343,7 +377,11 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     size_t done = 0;  // targets
     if (second == nullptr && !targets.empty()) second = targets[done++] + within(piece);
     if (nbytes != 0) {
-      if (nin > 1 && reads_peer) {
+      if (by_python != nullptr) {
+        const unsigned char* value = by_python->inputs[0].get() + cursor;
+        if (first != nullptr) copy(first, value, nbytes);
+        if (second != nullptr) copy(second, value, nbytes);
+      } else if (nin > 1 && reads_peer) {
         compute_from_own_part(ins, first, second, inputs, elems);
       } else if (first != nullptr || second != nullptr) {
         p.compute(ins, store, first, second, inputs.data(), elems);
@@ -359,6 +397,8 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     }
     cursor += nbytes;
   }
+  if (gathers) return;
+  if (by_python != nullptr) user_value.reset();
   for (int i = 0; i < nin; ++i) {
     if (!exposed[i] || !comm->gave_up(p.peers[ins.inputs[i].peer].rank, seq)) continue;
     given_up = true;
@@ -400,6 +440,11 @@ void Op::take_inputs(const Instr& ins, int64_t fragment) {
     Link& link = comm->link(plan->peers[ref.peer].rank);
     if (link.kind == LinkKind::Shared) link.consume(in_id(ref, fragment));
   }
+}
+
+void Op::fail_by_user(const std::string& why) {
+  by_user = true;
+  fail(why);
 }
 
 void Op::fail(std::string message) {

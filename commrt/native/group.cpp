@@ -149,6 +149,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
   Engine& engine = *group.engine;
   for (int i = 0; i < passes && !is_long(*op); ++i) {
     if (op->finished()) return WaitResult::Done;
+    if (engine.wants_python()) break;
     // Not by hand: a pass that runs out of memory must leave the lock free.
     const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
     if (lock.owns_lock()) engine.step_locked(kSliceBytes);
@@ -166,6 +167,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
           finished = true;
           break;
         }
+        if (engine.wants_python()) break;
         bool advanced = false;
         if (const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
             lock.owns_lock()) {
@@ -185,6 +187,10 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
       }
     }
     if (finished || op->finished()) return WaitResult::Done;
+    if (engine.wants_python()) {
+      if (!run_wanted(engine)) return WaitResult::Interrupted;
+      backoff.reset();
+    }
     {
       std::lock_guard<std::mutex> lock(engine.mutex);
       if (!op->finished() && group.comm->fail_after_peer(op)) return WaitResult::Done;
@@ -218,11 +224,16 @@ nb::object Request::outcome() {
   }
   if (is_failed()) {
     if (!error_.is_valid()) {
-      const char* kind = op_->by_mpi     ? "backend"
+      const char* kind = op_->by_user    ? "reduction"
+                         : op_->by_mpi   ? "backend"
                          : op_->given_up ? "revoked"
                          : op_->p2p      ? "truncation"
                                          : "mismatch";
       error_ = group_.attr("_operation_error")(what(), op_->error, kind);
+      if (op_->by_user) {
+        nb::handle reduction(op_->plan->user.owner.get());
+        error_.attr("__cause__") = nb::getattr(reduction, "error", nb::none());
+      }
     }
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error_.ptr())), error_.ptr());
     throw nb::python_error();
@@ -270,6 +281,10 @@ bool Request::test() {
       nb::gil_scoped_release release;
       engine.step();
     } else {
+      engine.step();
+    }
+    if (engine.wants_python()) {
+      if (!run_wanted(engine)) throw nb::python_error();
       engine.step();
     }
   }
@@ -385,6 +400,7 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
   Engine& engine = *group.engine;
   if (engine.has_ended()) drop_ended(engine);
   if (nonblocking) {
+    if (engine.wants_python() && !run_wanted(engine)) throw nb::python_error();
     if (engine.has_thread()) engine.wake();
     return make_request(group_object, std::move(op), result, operation, timeout_s);
   }

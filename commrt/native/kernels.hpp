@@ -34,12 +34,13 @@ struct Scale {
 // - dst may be exactly one of the srcs (any one); any other overlap is not allowed.
 // - dst2, unless null, receives the same values; it overlaps nothing else.
 // - Unless `scaled` is null, inputs k with bit k % 64 of scaled[k / 64] are multiplied by
-//   factor first (rounded to the type, or to float32 for the 16-bit floats). For sum, avg
+//   factor first (rounded to the type, or to float32 for the 8- and 16-bit floats). For sum, avg
 //   and premul_sum of floats and complex, and premul_sum of integers; ignored elsewhere.
 // - Pointers need no alignment; n counts elements.
 //
-// Integers wrap. float16 and bfloat16 are reduced in float32 and rounded once (to nearest
-// even). min and max give the quiet NaN 0x7fc0... if any of at least two inputs is NaN, and
+// Integers wrap. The 8- and 16-bit floats are reduced in float32 and rounded once (to nearest
+// even; float8_e4m3fn, which has no infinity, goes beyond 464 to NaN). min and max give the
+// quiet NaN 0x7fc0... if any of at least two inputs is NaN, and
 // take -0 as less than +0. Logical reductions of at least two inputs give 0 or 1. avg is the
 // sum: floats scale their inputs, integers call divide_inplace on the total.
 using CombineFn = void (*)(void* dst, void* dst2, const void* const* srcs, int nsrc,

@@ -9,11 +9,15 @@
 namespace commrt {
 namespace {
 
-// Applies Op to both halves of a vector of 16-bit floats.
+// Applies Op to all parts of a vector of 16-bit or 8-bit floats.
 template <class Op>
 struct Widened {
   static COMMRT_INLINE Floats apply(Floats x, Floats y) {
     return {Op::apply(x.a, y.a), Op::apply(x.b, y.b)};
+  }
+  static COMMRT_INLINE Quarters apply(Quarters x, Quarters y) {
+    return {Op::apply(x.a, y.a), Op::apply(x.b, y.b), Op::apply(x.c, y.c),
+            Op::apply(x.d, y.d)};
   }
 };
 
@@ -146,28 +150,33 @@ struct LeastOrdered {
   }
 };
 
-// 16-bit floats to be compared, as integers in the same order: those below zero have their
+// 16-bit and 8-bit floats (as the signed integer T) to be compared, as integers in the same order: those below zero have their
 // other bits flipped. Then all of them are moved by the number of NaNs of one sign, so that
 // the NaNs of both signs come to lie before -infinity, or for the greatest after infinity.
-template <std::uint16_t kInfinity, std::uint16_t kQuiet, bool kGreatest>
-struct OrderedHalf : Same<std::int16_t> {
-  using Bits = Vec<std::uint16_t>;
-  static constexpr std::uint16_t kNaNs = 0x7fff - kInfinity;
-  static constexpr auto kMoved = static_cast<std::uint16_t>(kGreatest ? -kNaNs : kNaNs);
+template <class T, class Word, Word kInfinity, Word kQuiet, bool kGreatest>
+struct OrderedShort : Same<T> {
+  using typename Same<T>::Acc;
+  using Bits = Vec<Word>;
+  static constexpr Word kMagnitude = static_cast<Word>(Word(~Word(0)) >> 1);
+  static constexpr Word kNaNs = kMagnitude - kInfinity;
+  static constexpr auto kMoved = static_cast<Word>(kGreatest ? -kNaNs : kNaNs);
   static constexpr auto kLast =
-      static_cast<std::uint16_t>((kGreatest ? kInfinity : ~kInfinity) + kMoved);
+      static_cast<Word>((kGreatest ? kInfinity : ~kInfinity) + kMoved);
 
   static COMMRT_INLINE Bits fold(Bits bits) {
-    return bits ^ ((Bits)((Acc)bits >> 15) & splat<std::uint16_t>(0x7fff));
+    if constexpr (sizeof(T) == 1)  // no instruction set shifts bytes
+      return bits ^ ((Bits)((Acc)bits < splat<T>(0)) & splat<Word>(kMagnitude));
+    else
+      return bits ^ ((Bits)((Acc)bits >> 15) & splat<Word>(kMagnitude));
   }
   static COMMRT_INLINE Acc widen(Raw raw) {
-    return (Acc)(fold((Bits)raw) + splat<std::uint16_t>(kMoved));
+    return (Acc)(fold((Bits)raw) + splat<Word>(kMoved));
   }
   static COMMRT_INLINE Raw narrow(Acc acc) {
-    Bits value = fold((Bits)acc - splat<std::uint16_t>(kMoved));
-    Acc last = (Acc)splat<std::uint16_t>(kLast);
+    Bits value = fold((Bits)acc - splat<Word>(kMoved));
+    Acc last = (Acc)splat<Word>(kLast);
     Bits nan = kGreatest ? (Bits)(acc > last) : (Bits)(acc < last);
-    return (Raw)((value & ~nan) | (splat<std::uint16_t>(kQuiet) & nan));
+    return (Raw)((value & ~nan) | (splat<Word>(kQuiet) & nan));
   }
 };
 

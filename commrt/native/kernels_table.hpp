@@ -270,11 +270,23 @@ constexpr void add_floats(KernelSet& set, DType dtype) {
   entry(set, dtype, RedOp::Max) = reduce<Ordered<T, true>, LeastOrdered>;
 }
 
+template <class E, class Sum, class T, class Word, Word Infinity, Word Quiet>
+constexpr void add_short_floats(KernelSet& set, DType dtype) {
+  add_sums<E, Widened<Sum>, Widened<Multiply>>(set, dtype);
+  entry(set, dtype, RedOp::Min) = reduce<OrderedShort<T, Word, Infinity, Quiet, false>, Least>;
+  entry(set, dtype, RedOp::Max) =
+      reduce<OrderedShort<T, Word, Infinity, Quiet, true>, Greatest>;
+}
+
 template <class E, class Sum, std::uint16_t Infinity, std::uint16_t Quiet>
 constexpr void add_halves(KernelSet& set, DType dtype) {
-  add_sums<E, Widened<Sum>, Widened<Multiply>>(set, dtype);
-  entry(set, dtype, RedOp::Min) = reduce<OrderedHalf<Infinity, Quiet, false>, Least>;
-  entry(set, dtype, RedOp::Max) = reduce<OrderedHalf<Infinity, Quiet, true>, Greatest>;
+  add_short_floats<E, Sum, std::int16_t, std::uint16_t, Infinity, Quiet>(set, dtype);
+}
+
+// Infinity: or the largest number, where there is no infinity.
+template <class E, std::uint8_t Infinity, std::uint8_t Quiet>
+constexpr void add_quarters(KernelSet& set, DType dtype) {
+  add_short_floats<E, Add, std::int8_t, std::uint8_t, Infinity, Quiet>(set, dtype);
 }
 
 template <class T>
@@ -304,10 +316,14 @@ constexpr KernelSet make_kernel_set(const char* name) {
   add_integers<std::int64_t, std::uint64_t>(set, DType::I64, DType::U64);
   add_halves<Float16, AddFused, 0x7c00, 0x7e00>(set, DType::F16);
   add_halves<BFloat16, Add, 0x7f80, 0x7fc0>(set, DType::BF16);
+  add_quarters<Float8E4M3, 0x7e, 0x7f>(set, DType::F8E4M3);
+  add_quarters<Float8E5M2, 0x7c, 0x7e>(set, DType::F8E5M2);
   add_floats<float>(set, DType::F32);
   add_floats<double>(set, DType::F64);
   add_logical<std::uint16_t, 0x7fff, 0x3c00>(set, DType::F16);
   add_logical<std::uint16_t, 0x7fff, 0x3f80>(set, DType::BF16);
+  add_logical<std::uint8_t, 0x7f, 0x38>(set, DType::F8E4M3);
+  add_logical<std::uint8_t, 0x7f, 0x3c>(set, DType::F8E5M2);
   add_logical<std::uint32_t, 0x7fffffff, 0x3f800000>(set, DType::F32);
   add_logical<std::uint64_t, 0x7fffffffffffffff, 0x3ff0000000000000>(set, DType::F64);
   add_complex<float>(set, DType::C64);

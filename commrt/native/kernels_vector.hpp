@@ -37,7 +37,7 @@ using F32s = Vec<float>;
 
 template <class T>
 COMMRT_INLINE Vec<T> splat(T value) {
-  return Vec<T>{} + value;
+  return value - Vec<T>{};  // a sum would turn -0 into 0
 }
 
 COMMRT_INLINE Raw load(const Byte* p) {
@@ -197,6 +197,77 @@ struct NanSearch {
   COMMRT_INLINE bool found() const { return vmaxvq_u32((uint32x4_t)nans) != 0; }
 };
 #endif
+
+// A vector of 8-bit floats as four vectors of float32: elements 0, 4, 8 ..., then 1, 5, 9 ...
+struct Quarters {
+  F32s a, b, c, d;
+};
+
+// 8-bit floats of kMantissa bits and that bias, in integer arithmetic as Float16 below. From
+// kLargest (the bits of a float32) on all numbers are written as that one, which is infinite
+// or, where there is no infinity, NaN. kNaN: the NaN that is written.
+template <int kMantissa, std::uint32_t kBias, std::uint32_t kLargest, std::uint32_t kNaN>
+struct Quarter {
+  using Acc = Quarters;
+  using Out = Raw;
+  using Factor = float;
+  using I32s = Vec<std::int32_t>;
+  static constexpr std::size_t kItem = 1;
+  static constexpr int kUnroll = 1;
+  static constexpr bool kTogether = false;
+  static constexpr bool kFetches = false;
+  static constexpr std::size_t kAhead = 1536;
+  static constexpr int kShift = 23 - kMantissa;
+  static constexpr std::uint32_t kRebias = 127 - kBias;
+  static constexpr bool kHasInfinity = kNaN != 0x7f;
+
+  static COMMRT_INLINE U32s u32(std::uint32_t value) { return splat<std::uint32_t>(value); }
+  static COMMRT_INLINE U32s less(U32s x, U32s y) { return (U32s)((I32s)x < (I32s)y); }
+  static COMMRT_INLINE F32s to_float(U32s byte) {
+    U32s u = (byte & u32(0x7f)) << kShift;
+    U32s subnormal = less(u, u32(1u << 23));  // or zero
+    // Subnormals get the exponent of the least normal number, which is then taken away.
+    U32s value = u + u32(kRebias << 23) + (subnormal & u32(1u << 23));
+    if constexpr (kHasInfinity)
+      value += less(u32((0x7cu << kShift) - 1), u) & u32(kRebias << 23);
+    else
+      value |= less(u32((0x7fu << kShift) - 1), u) & u32(0x7fc00000);
+    value = (U32s)((F32s)value - (F32s)(subnormal & u32((kRebias + 1) << 23)));
+    return (F32s)(value | ((byte & u32(0x80)) << 24));
+  }
+  // To nearest even.
+  static COMMRT_INLINE U32s from_float(F32s value) {
+    U32s u = (U32s)value;
+    U32s magnitude = u & u32(0x7fffffff);
+    U32s large = less(u32(kLargest), magnitude);
+    U32s m = (magnitude & ~large) | (u32(kLargest) & large);
+    U32s normal = (m - u32((kRebias << 23) - ((1u << (kShift - 1)) - 1)) +
+                   ((m >> kShift) & u32(1))) >> kShift;
+    // A float32 whose last place is the smallest subnormal.
+    U32s place = u32((127 + 24 - kBias - kMantissa) << 23);
+    U32s subnormal = (U32s)((F32s)m + (F32s)place) - place;
+    U32s small = less(m, u32((kRebias + 1) << 23));
+    U32s byte = (subnormal & small) | (normal & ~small);
+    if constexpr (kHasInfinity) byte |= less(u32(0x7f800000), magnitude) & u32(kNaN);
+    return byte | ((u >> 24) & u32(0x80));
+  }
+  static COMMRT_INLINE Acc widen(Raw raw) {
+    U32s fours = (U32s)raw;
+    return {to_float(fours), to_float(fours >> 8), to_float(fours >> 16),
+            to_float(fours >> 24)};
+  }
+  static COMMRT_INLINE Raw narrow(Acc acc) {
+    return (Raw)(from_float(acc.a) | (from_float(acc.b) << 8) | (from_float(acc.c) << 16) |
+                 (from_float(acc.d) << 24));
+  }
+  static COMMRT_INLINE Acc scale(Acc acc, float factor) {
+    F32s by = splat<float>(factor);
+    return {acc.a * by, acc.b * by, acc.c * by, acc.d * by};
+  }
+};
+
+using Float8E4M3 = Quarter<3, 7, 0x43f00000 /* 480 */, 0x7f>;
+using Float8E5M2 = Quarter<2, 15, 143u << 23 /* 65536 */, 0x7e>;
 
 // bfloat16 is the upper half of a float32: a = elements 0, 2, 4 ..., b = 1, 3, 5 ...
 struct BFloat16 : Half {

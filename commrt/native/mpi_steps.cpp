@@ -210,6 +210,7 @@ bool Op::run_mpi(int64_t fragment, int index) {
   }
   const bool only_mpi_sends = std::all_of(ins.sends.begin(), ins.sends.end(), crosses);
   if (!(ins.local_outs.empty() && any_mpi_send && only_mpi_sends)) {
+    if (!value_ready(ins, fragment, index, step.sources.data())) return finished();
     compute_and_send(ins, fragment, step.sources.data());
     if (finished()) return true;
   }

@@ -12,6 +12,7 @@
 #include "mpi_api.hpp"
 #include "store_choice.hpp"
 #include "types.hpp"
+#include "user_reduction.hpp"
 
 namespace commrt {
 
@@ -152,7 +153,11 @@ class Plan : public std::enable_shared_from_this<Plan> {
   bool shows_result = false;  // long enough for buffers in the symmetric heap to matter
   mutable StoreChoice heap_choice;  // the same for buffers there: all stores, or none
   CombineFn combine = nullptr;
+  UserReduction user;      // instead of combine
   Scale factor;            // of what this rank contributes
+  // Whether what is multiplied by the factor is rounded to the type before it is added, as
+  // what other ranks send is: then it does not matter which rank adds.
+  bool rounds_scaled = false;
   bool divide_out = false;  // integer avg: divide the result by size at the end
   int64_t divisor = 1;
   // Of a logical reduction whose result here is a single contribution, as it came: turns it
@@ -190,12 +195,21 @@ class Plan : public std::enable_shared_from_this<Plan> {
         copy(local, inputs[0], nbytes, streams_first(kind));
       }
       if (sent != nullptr) copy(sent, inputs[0], nbytes, streams_second(kind));
+    } else if (user.fn != nullptr) {
+      combine_by(user.fn, itemsize, local != nullptr ? local : sent,
+                 local != nullptr ? sent : nullptr, inputs, nin, elems);
+    } else if (rounds_scaled && ins.scaled() != nullptr) {
+      combine_rounded(ins, local != nullptr ? local : sent, local != nullptr ? sent : nullptr,
+                      inputs, elems);
     } else if (local == nullptr) {
       combine(sent, nullptr, inputs, nin, elems, ins.scaled(), factor, store_of_second(kind));
     } else {
       combine(local, sent, inputs, nin, elems, ins.scaled(), factor, kind);
     }
   }
+
+  void combine_rounded(const Instr& ins, unsigned char* dst, unsigned char* dst2,
+                       const void* const* inputs, size_t elems) const;
 
   // Whether a result is not yet one when all instructions are done.
   bool completes() const { return divide_out || truth != nullptr; }

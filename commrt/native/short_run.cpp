@@ -14,7 +14,7 @@
 namespace commrt {
 
 bool Plan::is_short() const {
-  if (native || fragments != 1 || tmp_nbytes > kShortTmpBytes) return false;
+  if (native || user.python || fragments != 1 || tmp_nbytes > kShortTmpBytes) return false;
   if (peers.size() > kShortPeers) return false;
   return std::all_of(instrs.begin(), instrs.end(), [](const Instr& ins) {
     return !ins.has_mpi && ins.inputs.size() <= kShortInputs;
@@ -56,7 +56,7 @@ void Plan::flatten(Comm& comm) {
     short_links.push_back({&comm.link(peer.rank), static_cast<uint32_t>(peer.sends_per_fragment),
                            static_cast<uint32_t>(peer.recvs_per_fragment)});
   }
-  const bool tiny = !needs_lane && !completes() && std::all_of(
+  const bool tiny = !needs_lane && !completes() && !user && std::all_of(
       short_instrs.begin(), short_instrs.end(), [&](const ShortInstr& flat) {
         return add_tiny(flat);
       });

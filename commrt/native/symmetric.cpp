@@ -178,7 +178,7 @@ void Op::compute_from_own_part(const Instr& ins, unsigned char* first, unsigned 
                                std::vector<const void*>& inputs, size_t elems) const {
   if (first == nullptr && second == nullptr) return;
   constexpr size_t kPage = 4096;
-  const size_t per_page = kPage / plan->itemsize;
+  const size_t per_page = std::max<size_t>(1, kPage / plan->itemsize);
   const size_t members = comm->members.size();
   const size_t me = static_cast<size_t>(comm->member_of(comm->rank));
   const size_t start = elems / members * me / per_page * per_page;

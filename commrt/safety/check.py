@@ -48,7 +48,7 @@ def describe(call: Call, bound: Bound, table: str | None) -> dict[str, Any]:
         "operation": spec.name,
         "elements": bound.num_elements,
         "dtype": bound.dtype.name,
-        "op": call.reduction.name.lower() if spec.reduces else None,
+        "op": None if call.op is None else _shortened(call.op),
         "root": call.root if spec.has_root else None,
         "algorithm": _shortened(json.dumps(asked)) if any(asked) else None,
         "name": None if call.name is None else _shortened(call.name),

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 from commrt.errors import UsageError, suggest
 from commrt.operations import COLLECTIVES
+from commrt.schedule.order import Order
 
 __all__ = [
     "LINK_CLASSES",
@@ -72,6 +73,8 @@ class Query:
     """Reduction, where the operation has one."""
     root: int | None = None
     """Root, where the operation has one."""
+    order: Order = "any"
+    """In which order the reduction's operands must meet (schedule/order.py)."""
 
     def __str__(self) -> str:
         extra = "".join(
@@ -79,6 +82,8 @@ class Query:
             for name, value in (("op", self.op), ("root", self.root))
             if value is not None
         )
+        if self.order != "any":
+            extra += f", order={self.order}"
         return f"{self.coll}({self.nbytes} B, {self.dtype}, {self.device}{extra})"
 
 

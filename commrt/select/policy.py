@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NoReturn
 
 from commrt.errors import UsageError, suggest
 from commrt.select.facts import Candidate, Choice, CommFacts, Query, Source
@@ -29,6 +30,8 @@ Candidates = Callable[[Query], Sequence[Candidate]]
 """The candidates that can run a query here, simplest first."""
 OnRequest = Callable[[Candidate], str | None]
 """Why a candidate runs only where it is asked for by name; None: it needs no asking."""
+Refused = Callable[[Query], Sequence["Rejected"]]
+"""Candidates for the operation that must not run the query, and why."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Policy:
         overrides: what COMMRT_ALGORITHM asks for, by operation.
         on_request: tells what only a call that names it may have, and why.
         floor: what the cost is at least, where that is quicker to find.
+        refused: returns what offers the operation, but must not run the query.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class Policy:
         overrides: Mapping[str, Candidate] | None = None,
         on_request: OnRequest = lambda _: None,
         floor: Cost = lambda query, candidate: 0.0,
+        refused: Refused = lambda _: (),
     ) -> None:
         self.facts = facts
         self.table = table
@@ -105,6 +110,7 @@ class Policy:
         self._cost = cost
         self._on_request = on_request
         self._floor = floor
+        self._refused = refused
 
     def candidates(self, query: Query) -> list[Candidate]:
         """Return what can run ``query`` here, simplest first; at least one."""
@@ -143,11 +149,12 @@ class Policy:
         found = self.candidates(query)
         if backend is not None or algorithm is not None:
             wanted, given = _asked(backend, algorithm)
-            subset = _subset(found, wanted, query, "the call")
+            subset = self._subset(found, wanted, query, "the call")
             choice = self._forced(query, subset, given, "call", "the call asked for it")
         elif query.coll in self.overrides:
             asked = self.overrides[query.coll]
-            subset = _subset(found, (asked.backend, asked.algorithm), query, _VARIABLE)
+            wanted = (asked.backend, asked.algorithm)
+            subset = self._subset(found, wanted, query, _VARIABLE)
             choice = self._forced(
                 query, subset, asked.params, "override", f"{_VARIABLE} asks for {asked}"
             )
@@ -219,6 +226,27 @@ class Policy:
             candidate, source, f"{reason}; of these, {inner.reason}", inner.rule
         )
 
+    def _subset(
+        self,
+        found: Sequence[Candidate],
+        wanted: tuple[str | None, str | None],
+        query: Query,
+        who: str,
+    ) -> list[Candidate]:
+        """Return the candidates that fit; UsageError that says why if none does."""
+        subset = _fitting(found, wanted)
+        if subset:
+            return subset
+        refused = self._refused(query)
+        fits = _fitting([each.candidate for each in refused], wanted)
+        for each in refused:
+            if each.candidate in fits:
+                raise UsageError(
+                    f"{who} asks for {each.candidate}, which must not run {query}: "
+                    f"{each.reason}"
+                )
+        _raise_unknown(found, wanted, query, who)
+
     def _table_line(self) -> str | None:
         if self.table is None:
             return None
@@ -246,7 +274,7 @@ class Policy:
                 if reason is not None:
                     text = f"{reason}; {text}"
                 rejected.append(Rejected(candidate, text))
-        return rejected
+        return [*rejected, *self._refused(query)]
 
 
 _VARIABLE = "COMMRT_ALGORITHM"
@@ -269,22 +297,25 @@ def _asked(
     return (backend or named, parsed.algorithm), parsed.params
 
 
-def _subset(
-    found: Sequence[Candidate],
-    wanted: tuple[str | None, str | None],
-    query: Query,
-    who: str,
+def _fitting(
+    found: Sequence[Candidate], wanted: tuple[str | None, str | None]
 ) -> list[Candidate]:
-    """Return the candidates that fit; UsageError with suggestions if none does."""
     backend, algorithm = wanted
-    subset = [
+    return [
         candidate
         for candidate in found
         if backend in (None, candidate.backend)
         and algorithm in (None, candidate.algorithm)
     ]
-    if subset:
-        return subset
+
+
+def _raise_unknown(
+    found: Sequence[Candidate],
+    wanted: tuple[str | None, str | None],
+    query: Query,
+    who: str,
+) -> NoReturn:
+    backend, algorithm = wanted
     backends = {candidate.backend for candidate in found}
     if algorithm is None:
         asked, known = str(backend), backends

@@ -19,7 +19,7 @@ from commrt.errors import BufferError_
 
 def numpy_type(name: str) -> Any:
     """Return numpy's type of that name."""
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)

@@ -47,19 +47,22 @@ def _best_isa() -> Iterator[None]:
 
 
 def np_dtype(dtype: DType) -> np.dtype[Any]:
-    if dtype.name == "bfloat16":
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(dtype.name)
+    owner = ml_dtypes if dtype.needs_ml_dtypes else np
+    return np.dtype(getattr(owner, dtype.name))
 
 
 def random_array(dtype: DType, n: int, seed: int) -> Array:
-    """Any finite bit pattern for 16-bit floats, any value for integers, some zeros."""
+    """Any finite bit pattern for short floats, any value for integers, some zeros."""
     rng = np.random.default_rng([seed, n, dtype.code])
     if dtype.kind == "bool":
         return rng.integers(0, 2, n).astype(bool)
     if dtype.kind in ("int", "uint"):
         values = rng.integers(0, 256, n * dtype.itemsize, dtype=np.uint8)
         values = values.view(np_dtype(dtype))
+    elif dtype.itemsize == 1:
+        infinity = 0x7F if dtype.name == "float8_e4m3fn" else 0x7C
+        finite = [code for code in range(256) if code & 0x7F < infinity]
+        values = rng.choice(np.array(finite, np.uint8), n).view(np_dtype(dtype))
     elif dtype.name in HALVES:
         bits = rng.integers(0, 1 << 16, n).astype(np.uint16)
         exponent, lowest = (
@@ -113,7 +116,7 @@ PLAIN = {
 def reference(
     dtype: DType, op: ReduceOp, inputs: list[Array], mask: int = 0, factor: float = 1.0
 ) -> Array:
-    """The reduction from left to right in numpy: 16-bit floats in float32."""
+    """The reduction from left to right in numpy: short floats in float32."""
     if len(inputs) == 1 and not mask:
         return inputs[0].copy()
     with np.errstate(all="ignore"):
@@ -121,7 +124,7 @@ def reference(
             return functools.reduce(LOGICAL[op], inputs).astype(inputs[0].dtype)
         if op is ReduceOp.PROD and dtype.kind == "complex":
             return functools.reduce(multiply_complex, inputs)
-        if dtype.name in HALVES:
+        if dtype.is_short_float:
             inputs = [x.astype(np.float32) for x in inputs]
         real = inputs[0].real.dtype.type
         inputs = [
@@ -430,6 +433,7 @@ def test_minimum_and_maximum_propagate_one_nan(dtype: DType) -> None:
     strange.view(unsigned)[::2] |= unsigned.type(1 << (8 * dtype.itemsize - 1))
     assert np.isnan(strange).all()
     canonical = {"float16": 0x7E00, "bfloat16": 0x7FC0, "float32": 0x7FC00000}
+    canonical |= {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7E}
     quiet = canonical.get(dtype.name, 0x7FF8000000000000)
     for isa in kernels.isas():
         assert kernels.use_isa(isa)

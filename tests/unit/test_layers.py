@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 # Lowest first; modules of one layer may import each other, but not in a circle.
 LAYERS = (
-    ("errors", "dtypes", "operations", "env", "console"),
+    ("errors", "dtypes", "operations", "env", "console", "user_reduction"),
     ("_native",),
     ("_libmpi", "memory_limit", "launch", "bootstrap", "arena", "mpiexec"),
     ("schedule",),
@@ -25,6 +25,7 @@ LAYERS = (
         "arrays",
         "bootstrap_wait",
         "calls",
+        "choosing",
         "comm",
         "commrt",
         "failures",

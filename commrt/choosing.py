@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a communicator would run, and why: what it asks of policy and backends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from commrt import algorithms, backends, calls
+from commrt.backends import planning
+from commrt.backends.ordering import wanted_order, why_refused
+from commrt.backends.prediction import predicted_us
+from commrt.dtypes import is_known
+from commrt.errors import UsageError
+from commrt.group_creation import GroupCreation
+from commrt.operations import rule_nbytes
+from commrt.select.facts import Candidate, CommFacts, Query
+from commrt.select.policy import Explanation, Policy, Rejected
+from commrt.user_reduction import Reduction
+from commrt.world import NATIVE
+
+if TYPE_CHECKING:
+    from commrt.calls import Bound, Call
+
+__all__ = ["Choosing"]
+
+
+class Choosing(GroupCreation):
+    """The part of a communicator that chooses among candidates."""
+
+    facts: CommFacts
+    _policy: Policy
+    _unasked_native: bool
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether results are bitwise the same whatever algorithm runs."""
+        return self._deterministic
+
+    def _found(self, query: Query) -> list[Candidate]:
+        """Return what backends offer, whatever order they combine in."""
+        found: list[Candidate] = []
+        for backend in backends.all_backends().values():
+            found.extend(backend.candidates(self, query))
+        return found
+
+    def _candidates(self, query: Query) -> list[Candidate]:
+        found = self._found(query)
+        return [each for each in found if why_refused(self, query, each) is None]
+
+    def _refused(self, query: Query) -> Sequence[Rejected]:
+        """Return what could run the operation, but not as this query needs it."""
+        by_user = query.op is not None and not is_known(query.op)
+        if query.order == "any" and not by_user:
+            return ()
+        allowed = {str(each) for each in self._candidates(query)}
+        plain = replace(query, order="any", op="sum" if by_user else query.op)
+        refused = []
+        for each in self._found(plain):
+            if str(each) not in allowed:
+                reason = why_refused(self, query, each) or "knows no reduction of yours"
+                refused.append(Rejected(each, reason))
+        return refused
+
+    def _cost(self, query: Query, candidate: Candidate) -> float:
+        coll, name = query.coll, candidate.algorithm
+        if name in algorithms.names(coll):
+            own, _ = planning.split_params(candidate.params)
+            if planning.why_not(self, coll, name, query.root or 0, own) is not None:
+                return math.inf
+        return predicted_us(self.facts, query, candidate)
+
+    def candidates(
+        self,
+        coll: str,
+        nbytes: int,
+        *,
+        dtype: str = "float32",
+        op: str | Reduction = "sum",
+        distinct: bool = False,
+    ) -> list[Candidate]:
+        """Return everything that can run ``coll`` here, simplest first.
+
+        ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``). With
+        ``distinct`` a candidate that runs the very program of an earlier one is left
+        out: on two ranks a ring and a direct exchange are one and the same.
+        """
+        query = self._question("candidates", coll, nbytes, dtype, op, 0)
+        found = self._policy.candidates(query)
+        return planning.distinct(coll, self.size, found) if distinct else found
+
+    def explain(
+        self,
+        coll: str,
+        nbytes: int,
+        *,
+        dtype: str = "float32",
+        op: str | Reduction = "sum",
+        root: int = 0,
+    ) -> Explanation:
+        """Return what a call would run, why, and what was rejected; print it.
+
+        ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``).
+        """
+        query = self._question("explain", coll, nbytes, dtype, op, root)
+        return self._policy.explain(query)
+
+    def _question(
+        self,
+        what: str,
+        coll: str,
+        nbytes: int,
+        dtype: str,
+        op: str | Reduction,
+        root: int,
+    ) -> Query:
+        user = op if isinstance(op, Reduction) else None
+        name = "sum" if user is not None else op
+        query = calls.check_question(what, coll, nbytes, dtype, name, root, self.size)
+        if query.op is None:
+            return query
+        order = wanted_order(self._deterministic, query.op, user, query.dtype)
+        label = query.op if user is None else user.label
+        return replace(query, op=label, order=order)
+
+    def _choose(self, call: Call, bound: Bound) -> Candidate:
+        spec = call.spec
+        nbytes = bound.num_elements * bound.dtype.itemsize
+        records = bound.dtype.kind == "bytes"
+        query = Query(
+            coll=spec.name,
+            nbytes=rule_nbytes(spec.name, nbytes, self.size),
+            dtype="uint8" if records else bound.dtype.name,
+            device="host" if bound.device is None else "cuda",
+            op=call.op,
+            root=call.root if spec.has_root else None,
+        )
+        if spec.reduces:
+            name = call.reduction.name.lower()
+            order = wanted_order(self._deterministic, name, call.user, query.dtype)
+            query = replace(query, order=order)
+        choice = self._policy.choose(
+            query, backend=call.backend, algorithm=call.algorithm, params=call.params
+        )
+        # Parameters that the call gives make it another program.
+        reason = why_refused(self, query, choice.candidate)
+        if reason is not None:
+            raise UsageError(f"{choice.candidate} must not run {query}: {reason}")
+        return choice.candidate
+
+    def _only_on_request(self, candidate: Candidate) -> str | None:
+        if candidate.name != NATIVE or self._unasked_native:
+            return None
+        return "has no MPI communicator here until a call asks for it by name"

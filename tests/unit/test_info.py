@@ -233,7 +233,7 @@ def test_the_limits_of_mpi_native_are_those_it_keeps(
 
 
 def _native(dtype: str, op: str, nbytes: int) -> bool:
-    return MpiBackend()._keeps_the_rules(Query("allreduce", nbytes, dtype, op=op))
+    return MpiBackend()._keeps_the_rules(Query("allreduce", nbytes, dtype, op=op), 2)
 
 
 def test_an_unknown_command_suggests(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from commrt.memory_limit import check_fits
 from commrt.native_comms import Lease
 from commrt.operations import OPERATIONS, operation, rule_nbytes
 from commrt.persistent import Plans
-from commrt.remembered import remember
+from commrt.remembered import Choices, remember
 from commrt.safety.check import Checker
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.policy import Explanation, Policy
@@ -119,6 +119,7 @@ class Communicator(GroupCreation, Operations):
             self._only_on_request,
             partial(floor_us, self.facts),
         )
+        self._choices = Choices(self._policy)
         self._checker: Checker | None = None
         if may_check and self.size > 1 and Checker.is_wanted():
             self._checker = Checker(self, self._private("check"))
@@ -505,10 +506,7 @@ class Communicator(GroupCreation, Operations):
             op=call.reduction.name.lower() if spec.reduces else None,
             root=call.root if spec.has_root else None,
         )
-        choice = self._policy.choose(
-            query, backend=call.backend, algorithm=call.algorithm, params=call.params
-        )
-        return choice.candidate
+        return self._choices.of(query, call)
 
     def _make_plan(self, call: calls.Call, bound: calls.Bound) -> Any:
         candidate = self._choose(call, bound)

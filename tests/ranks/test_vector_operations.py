@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ VECTOR = [spec.name for spec in OPERATIONS if spec.count_arguments]
 def ranges(counts: list[int]) -> list[Any]:
     """Return each rank's block: numbers that no other block has."""
     edges = np.cumsum([0, *counts])
-    return [np.arange(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [np.arange(a, b) for a, b in pairwise(edges)]
 
 
 counts_of = st.lists(
@@ -176,7 +177,7 @@ def test_a_list_that_has_changed_is_another_call() -> None:
 
 
 def test_equal_lengths_with_other_counts_are_another_plan() -> None:
-    # x and out have the same lengths in both calls; only the other ranks' counts differ.
+    # Of the same lengths on rank 0; only the other ranks' counts differ.
     def rank_main(comm: Any) -> list[list[int]]:
         found = []
         for counts in ((2, 1, 3), (2, 3, 1), (2, 1, 3)) * 3:

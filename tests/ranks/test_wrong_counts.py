@@ -157,6 +157,10 @@ def _right_calls(comm: Any) -> int:
     return int(comm.next_seq)
 
 
+def _small_call(comm: Any) -> None:
+    comm.allgatherv(x(1), counts=[1, 1])
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG]
 )
@@ -188,11 +192,9 @@ def test_in_check_mode_every_rank_raises_it(
 
     def rank_main(comm: Any) -> str:
         before = _right_calls(comm)
+        own = call if comm.rank == 1 else _small_call
         with pytest.raises(error, match=message) as raised:
-            if comm.rank == 1:
-                call(comm)
-            else:
-                comm.allgatherv(x(1), counts=[1, 1])
+            own(comm)
         assert comm.next_seq == before
         assert comm.allreduce(np.ones(4, F)).sum() == 8
         return str(raised.value)

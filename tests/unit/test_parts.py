@@ -103,7 +103,9 @@ def test_a_block_with_two_holders_is_no_vector_schedule() -> None:
 
 @pytest.mark.usefixtures("_own_registry")
 def test_algorithms_are_registered_for_the_plain_operation() -> None:
-    with pytest.raises(UsageError, match=r"allgatherv runs the algorithms of allgather"):
+    with pytest.raises(
+        UsageError, match=r"allgatherv runs the algorithms of allgather"
+    ):
         algorithms.algorithm("allgatherv", "mine")
 
 
@@ -134,7 +136,7 @@ def test_fragments_fit_into_a_lane_and_depend_on_the_counts_alone(
     total = sum(counts)
     number = counted.fragments(total, itemsize, chunk, LANE_NBYTES)
     longest = counted.largest_nbytes(total, itemsize, number)
-    assert 1 <= number
+    assert number >= 1
     assert (longest + 64) * bound.publishes <= LANE_NBYTES or longest <= 64
     shuffled = data.draw(st.permutations(counts))
     again = CountedFootprint(

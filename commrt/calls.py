@@ -226,7 +226,7 @@ def check_question(
         check_root(spec, root if root_rank is None else root_rank, size)
     return Query(
         coll=spec.name,
-        nbytes=number,
+        nbytes=0 if spec.rule_bytes == "any" else number,
         dtype=kind.name,
         op=reduction.name.lower() if spec.reduces else None,
         root=root_rank if spec.has_root else None,

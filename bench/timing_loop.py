@@ -342,8 +342,6 @@ class Trial:
     def __init__(self, peer: Peer, job: Mapping[str, Any], nbytes: int) -> None:
         self.spec: Mapping[str, Any] = job["spec"]
         self.coll: str = self.spec["name"]
-        # Blocks have one length here, so a vector operation does what its like does.
-        self.plain: str = self.spec["vector_of"] or self.coll
         self.peer = peer
         self.root: int = job["root"]
         dtype = numpy_dtype(job["dtype"])
@@ -395,7 +393,8 @@ class Trial:
         )
 
     def _is_expected(self, result: Array) -> bool:
-        where = (self.plain, self.peer.rank, self.peer.size, self.root, self.num_x)
+        plain = self.spec["vector_of"] or self.coll  # with blocks of one length
+        where = (plain, self.peer.rank, self.peer.size, self.root, self.num_x)
         for low in range(0, self.num_out, _CHUNK):
             high = min(low + _CHUNK, self.num_out)
             if not np.array_equal(

@@ -89,4 +89,6 @@ def test_check_mode_names_the_pair(mpirun: Any) -> None:
     first, second = mpirun(2, wrong_pair, env={"COMMRT_DEBUG": "check"})
     assert first == second
     assert "MismatchError" in first
-    assert "rank 1 sends 2 elements to rank 0 (send_counts[0]), which expects 3" in first
+    assert (
+        "rank 1 sends 2 elements to rank 0 (send_counts[0]), which expects 3" in first
+    )

@@ -78,6 +78,10 @@ def osu_text(
     return "\n".join(lines) + "\n"
 
 
+_SHORT_TITLES = {"alltoall": "All-to-All", "alltoallv": "All-to-Allv"}
+"""What OSU calls them where they do not block."""
+
+
 def _osu_header(coll: str, mode: str, dtype: str) -> list[str]:
     datatype = f"# Datatype: {_MPI_NAMES.get(dtype, dtype)}."
     if mode in _POINT_TO_POINT:
@@ -86,7 +90,7 @@ def _osu_header(coll: str, mode: str, dtype: str) -> list[str]:
     spec = operation(coll)
     typed = [datatype] if spec.x_count != "none" else []
     if mode == "nonblocking":
-        name = "All-to-All" if spec.name == "alltoall" else spec.title
+        name = _SHORT_TITLES.get(spec.name, spec.title)
         return [
             f"# OSU MPI Non-blocking {name} Latency Test {_OSU_VERSION}",
             "# Overall = Coll. Init + Compute + MPI_Test + MPI_Wait",
@@ -180,6 +184,7 @@ def submit_line(row: Row) -> str:
 
 def bus_factor(coll: str, ranks: int) -> float:
     """Return bus bandwidth over algorithm bandwidth, as nccl-tests defines it."""
+    coll = operation(coll).vector_of or coll
     if coll == "allreduce":
         return 2 * (ranks - 1) / ranks
     if coll in ("allgather", "reduce_scatter", "alltoall", "gather", "scatter"):
@@ -189,7 +194,7 @@ def bus_factor(coll: str, ranks: int) -> float:
 
 def _total_bytes(spec: OpSpec, nbytes: int, ranks: int) -> int:
     """Return nccl-tests' S: the whole vector, of all ranks where each has a part."""
-    return nbytes * ranks if spec.rule_bytes in ("block", "pair") else nbytes
+    return nbytes * ranks if spec.rule_bytes in ("block", "pair", "any") else nbytes
 
 
 def alg_bandwidth(coll: str, nbytes: int, ranks: int, time_us: float) -> float:

@@ -87,9 +87,11 @@ class GlooPeer:
 
             return copied
         parts = None
-        if at_root and coll in ("gather", "scatter"):
-            whole = target if coll == "gather" else source
+        if at_root and coll in ("gather", "scatter", "gatherv", "scatterv"):
+            whole = target if coll.startswith("gather") else source
             parts = list(whole.chunk(self.size)) if whole is not None else None
+        blocks = [] if target is None else list(target.chunk(self.size))
+        counts = [x.size // self.size] * self.size
         calls: dict[str, Call] = {
             "bcast": partial(dist.broadcast, source, root, **how),
             "allgather": partial(dist.all_gather_into_tensor, target, source, **how),
@@ -100,6 +102,13 @@ class GlooPeer:
             "gather": partial(dist.gather, source, parts, root, **how),
             "scatter": partial(dist.scatter, target, parts, root, **how),
             "barrier": partial(dist.barrier, **how),
+            # A vector operation takes a list of tensors, or the lengths of its parts.
+            "allgatherv": partial(dist.all_gather, blocks, source, **how),
+            "alltoallv": partial(
+                dist.all_to_all_single, target, source, counts, counts, **how
+            ),
+            "gatherv": partial(dist.gather, source, parts, root, **how),
+            "scatterv": partial(dist.scatter, target, parts, root, **how),
         }
         return calls[coll]
 

@@ -55,6 +55,10 @@ class Mpi4pyPeer:
         wait_all = MPI.Request.Waitall
         return lambda: wait_all([submit() for submit in submits])
 
+    def _counts(self, array: Array | None) -> list[int]:
+        whole = 0 if array is None else array.size
+        return [whole // self.size] * self.size
+
     def _bound(
         self,
         coll: str,
@@ -75,6 +79,8 @@ class Mpi4pyPeer:
         if coll == "reduce":
             source = source if at_root else x
             target = target if at_root else None
+        # Vector operations, with blocks of one length.
+        xs, outs = ([array, self._counts(array)] for array in (x, target))
         calls: dict[str, Call] = {
             "allreduce": partial(method("Allreduce"), source, target),
             "reduce": partial(method("Reduce"), source, target, MPI.SUM, root),
@@ -87,6 +93,11 @@ class Mpi4pyPeer:
             "barrier": method("Barrier"),
             "scan": partial(method("Scan"), source, target),
             "exscan": partial(method("Exscan"), source, target),
+            "allgatherv": partial(method("Allgatherv"), x, outs),
+            "alltoallv": partial(method("Alltoallv"), xs, outs),
+            "gatherv": partial(method("Gatherv"), x, outs if at_root else None, root),
+            "scatterv": partial(method("Scatterv"), xs if at_root else None, out, root),
+            "reduce_scatterv": partial(method("Reduce_scatter"), x, out, xs[1]),
         }
         return calls[coll]
 

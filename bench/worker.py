@@ -15,9 +15,9 @@ import numpy as np
 
 from commrt.bench import overlap, point_to_point, submit_cost, timing_loop
 from commrt.bench.timing_loop import Array, Call, Measure, Parts
-from commrt.operations import operation
+from commrt.operations import OpSpec, operation
 
-__all__ = ["CommrtPeer", "connect", "measure_of", "run"]
+__all__ = ["CommrtPeer", "connect", "equal_counts", "measure_of", "run"]
 
 
 class CommrtPeer:
@@ -79,9 +79,16 @@ class CommrtPeer:
             return partial(method, **extra)
         if spec.has_root:
             extra = {**extra, "root": root}
+        extra = {**extra, **equal_counts(spec, x.size, self.size)}
         if out is not None and (spec.output_on != "root" or self.rank == root):
             extra = {**extra, "out": out}
         return partial(method, x, **extra)
+
+
+def equal_counts(spec: OpSpec, num_x: int, size: int) -> dict[str, tuple[int, ...]]:
+    """Return the counts of a vector operation all of whose blocks have one length."""
+    block = num_x if spec.out_count == "times_size" else num_x // size
+    return dict.fromkeys(spec.count_arguments, (block,) * size)
 
 
 def connect() -> tuple[CommrtPeer, dict[str, Any]]:

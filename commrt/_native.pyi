@@ -82,6 +82,17 @@ class Group:
     def _remember_plan(
         self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: Plan, /
     ) -> None: ...
+    def _remember_vector_plan(
+        self,
+        arg0: int,
+        arg1: int,
+        arg2: int,
+        arg3: int,
+        arg4: int,
+        arg5: Sequence[int],
+        arg6: Plan,
+        /,
+    ) -> None: ...
     def _run_plan(
         self,
         plan: Plan,
@@ -335,6 +346,10 @@ def make_native_plan(
     comm: int,
     count: int,
     returns_out: bool,
+    send_counts: Sequence[int] = [],
+    send_at: Sequence[int] = [],
+    recv_counts: Sequence[int] = [],
+    recv_at: Sequence[int] = [],
 ) -> Plan: ...
 def make_operation(
     name: str,
@@ -344,6 +359,7 @@ def make_operation(
     has_root: bool,
     reduces: bool,
     in_place: bool,
+    num_counts: int,
 ) -> Any:
     """Make the method descriptor of one operation."""
 
@@ -387,6 +403,8 @@ def make_schedule_plan(
     operand_exposable: NDArray[Any],
     deliverable: NDArray[Any],
     landings: NDArray[Any],
+    instr_fragments: Sequence[int] = [],
+    peer_fragments: Sequence[tuple[int, int]] = [],
 ) -> Plan: ...
 def mark_forked() -> None: ...
 def mpi_abort(arg0: int, arg1: int, /) -> None: ...

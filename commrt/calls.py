@@ -46,8 +46,14 @@ __all__ = [
     "as_integer",
     "bind",
     "check_flag",
+    "check_overlap",
+    "check_pair",
     "check_question",
+    "check_reduced",
+    "check_root",
     "check_timeout",
+    "check_writable",
+    "given",
     "parse",
 ]
 
@@ -66,6 +72,10 @@ _ELSEWHERE = {
     "output": "out",
     "recvbuf": "out",
     "algo": "algorithm",
+    "recvcounts": "counts",
+    "sendcounts": "send_counts",
+    "input_split_sizes": "send_counts",
+    "output_split_sizes": "recv_counts",
 }
 """What torch and mpi4py call the arguments."""
 
@@ -89,6 +99,8 @@ class Call:
     name: str | None
     user: Reduction | None = None
     """The user's own reduction; ``reduction`` then says nothing."""
+    counts: tuple[Any, ...] = ()
+    """Values of the operation's ``count_arguments``, None where not given."""
 
     def view(self, array: Any, argument: str) -> HostView:
         """Return the view of an argument, of a type that this call takes."""
@@ -115,7 +127,11 @@ class Bound:
     """What the call returns on this rank."""
     dtype: DType
     num_elements: int
-    """Length of the operation's full vector."""
+    """Length of the operation's full vector; of an alltoallv, what this rank sends."""
+    counts: tuple[tuple[int, ...], ...] = ()
+    """Elements per rank, for each of the operation's ``count_arguments``."""
+    given_elements: int = 0
+    """Elements of ``x`` as it was given, also where it is not sent; with counts."""
 
     @property
     def in_elements(self) -> int:
@@ -140,6 +156,7 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     allowed += ["x", "out"] if spec.x_count != "none" else []
     allowed += ["op", "factor"] if spec.reduces else []
     allowed += ["root"] if spec.has_root else []
+    allowed += spec.count_arguments
     for key in kwargs:
         if key not in allowed:
             raise TypeError(
@@ -176,6 +193,7 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         params=None if params is None else _params(spec, params),
         name=_optional_text(spec, "name", kwargs.get("name")),
         user=user,
+        counts=tuple(kwargs.get(argument) for argument in spec.count_arguments),
     )
 
 
@@ -228,7 +246,7 @@ def check_question(
         check_root(spec, root if root_rank is None else root_rank, size)
     return Query(
         coll=spec.name,
-        nbytes=number,
+        nbytes=0 if spec.rule_bytes == "any" else number,
         dtype=kind.name,
         op=reduction.name.lower() if spec.reduces else None,
         root=root_rank if spec.has_root else None,
@@ -313,7 +331,7 @@ def bind(call: Call, rank: int, size: int) -> Bound:
         return _bind_scatter(call, is_root, size)
     x = call.view(call.x, "x")
     if spec.reduces:
-        _check_reduced(call, x)
+        check_reduced(call, x)
     if spec.out_count == "div_size" or spec.name == "alltoall":
         _check_divisible(spec, x, size)
     factor = size if spec.out_count == "times_size" else 1
@@ -324,11 +342,12 @@ def bind(call: Call, rank: int, size: int) -> Bound:
     if not spec.in_place and _own_block(x, out, rank, size):
         x = copy_of(x)
     else:
-        _check_overlap(call, x, out)
-    return Bound(x, out, _given(call, out), x.dtype, full)
+        check_overlap(call, x, out)
+    return Bound(x, out, given(call, out), x.dtype, full)
 
 
-def _check_reduced(call: Call, x: HostView) -> None:
+def check_reduced(call: Call, x: HostView) -> None:
+    """Raise UsageError for a reduction or a factor that the type cannot have."""
     dtype = x.dtype
     if call.user is not None:
         wanted = call.user.dtype
@@ -371,10 +390,10 @@ def _bind_bcast(call: Call, is_root: bool) -> Bound:
     x = view(call.x, "bcast: x")
     target = x if call.out is None else view(call.out, "bcast: out")
     if call.out is not None:
-        _check_pair(call, x, target, x.count)
-        _check_overlap(call, x, target)
+        check_pair(call, x, target, x.count)
+        check_overlap(call, x, target)
     if not (is_root and target is x):
-        _check_writable(call.spec, target)
+        check_writable(call.spec, target)
     result = call.x if call.out is None else call.out
     return Bound(x if is_root else None, target, result, x.dtype, x.count)
 
@@ -387,21 +406,21 @@ def _bind_scatter(call: Call, is_root: bool, size: int) -> Bound:
             missing = "x on the root" if is_root else "out= where x is None"
             raise UsageError(f"scatter: pass {missing}")
         out = view(call.out, "scatter: out")
-        _check_writable(spec, out)
+        check_writable(spec, out)
         return Bound(None, out, call.out, out.dtype, out.count * size)
     x = view(call.x, "scatter: x")
     _check_divisible(spec, x, size)
     out = _output(call, x, size)
     if not is_root:
-        return Bound(None, out, _given(call, out), x.dtype, x.count)
+        return Bound(None, out, given(call, out), x.dtype, x.count)
     if _own_block(x, out, call.root, size):
         x = copy_of(x)
     else:
-        _check_overlap(call, x, out)
-    return Bound(x, out, _given(call, out), x.dtype, x.count)
+        check_overlap(call, x, out)
+    return Bound(x, out, given(call, out), x.dtype, x.count)
 
 
-def _given(call: Call, out: HostView) -> Any:
+def given(call: Call, out: HostView) -> Any:
     """Return the object the caller knows the output by."""
     if call.out is not None:
         return call.out
@@ -412,7 +431,7 @@ def _output(call: Call, x: HostView, size: int) -> HostView:
     spec = call.spec
     if call.out is None:
         if spec.in_place:
-            _check_writable(spec, x)
+            check_writable(spec, x)
             return x
         times = spec.out_count == "times_size"
         shape = (size, *x.shape) if times else block_shape(x, size)
@@ -423,12 +442,13 @@ def _output(call: Call, x: HostView, size: int) -> HostView:
         count = x.count * size
     elif spec.out_count == "div_size":
         count = x.count // size
-    _check_pair(call, x, out, count)
-    _check_writable(spec, out)
+    check_pair(call, x, out, count)
+    check_writable(spec, out)
     return out
 
 
-def _check_pair(call: Call, x: HostView, out: HostView, count: int) -> None:
+def check_pair(call: Call, x: HostView, out: HostView, count: int) -> None:
+    """Raise unless ``out`` has ``count`` elements of the type of ``x``."""
     name = call.spec.name
     if out.dtype is not x.dtype:
         raise BufferError_(
@@ -442,16 +462,21 @@ def _check_pair(call: Call, x: HostView, out: HostView, count: int) -> None:
         )
 
 
-def _check_overlap(call: Call, x: HostView, out: HostView) -> None:
+def check_overlap(
+    call: Call, x: HostView, out: HostView, *, in_place: bool | None = None
+) -> None:
+    """Raise UsageError where ``out`` overlaps ``x``, unless it is x and may be."""
+    allowed = call.spec.in_place if in_place is None else in_place
     exact = out.address == x.address and out.count == x.count
-    if overlap(x, out) and not (exact and call.spec.in_place):
+    if overlap(x, out) and not (exact and allowed):
         also = "out=x" if call.spec.in_place else "this rank's own block"
         raise UsageError(
             f"{call.spec.name}: out overlaps x; pass separate arrays, or {also}"
         )
 
 
-def _check_writable(spec: OpSpec, out: HostView) -> None:
+def check_writable(spec: OpSpec, out: HostView) -> None:
+    """Raise BufferError_ for an output that cannot be written."""
     if not out.writable:
         raise BufferError_(
             f"{spec.name}: the output array is read-only: pass a writable out="

@@ -16,6 +16,7 @@ from commrt.dtypes import is_known
 from commrt.errors import UsageError
 from commrt.group_creation import GroupCreation
 from commrt.operations import rule_nbytes
+from commrt.remembered import Choices
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.policy import Explanation, Policy, Rejected
 from commrt.user_reduction import Reduction
@@ -32,6 +33,7 @@ class Choosing(GroupCreation):
 
     facts: CommFacts
     _policy: Policy
+    _choices: Choices
     _unasked_native: bool
 
     @property
@@ -141,14 +143,12 @@ class Choosing(GroupCreation):
             name = call.reduction.name.lower()
             order = wanted_order(self._deterministic, name, call.user, query.dtype)
             query = replace(query, order=order)
-        choice = self._policy.choose(
-            query, backend=call.backend, algorithm=call.algorithm, params=call.params
-        )
+        candidate = self._choices.of(query, call)
         # Parameters that the call gives make it another program.
-        reason = why_refused(self, query, choice.candidate)
+        reason = why_refused(self, query, candidate)
         if reason is not None:
-            raise UsageError(f"{choice.candidate} must not run {query}: {reason}")
-        return choice.candidate
+            raise UsageError(f"{candidate} must not run {query}: {reason}")
+        return candidate
 
     def _only_on_request(self, candidate: Candidate) -> str | None:
         if candidate.name != NATIVE or self._unasked_native:

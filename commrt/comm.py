@@ -30,11 +30,13 @@ from commrt.memory_limit import check_fits
 from commrt.native_comms import Lease
 from commrt.operations import OPERATIONS, operation
 from commrt.persistent import Plans
+from commrt.remembered import Choices, remember
 from commrt.safety.check import Checker
 from commrt.select.facts import CommFacts
 from commrt.select.policy import Policy
 from commrt.symmetric import SymmetricHeap, as_array, parse_request
 from commrt.user_reduction import BoundReduction
+from commrt.vector_calls import bind_call
 from commrt.world import FIRST_TAG, NATIVE, World
 
 if TYPE_CHECKING:
@@ -45,8 +47,6 @@ else:
 __all__ = ["CartCommunicator", "CommStats", "Communicator"]
 
 
-_NO_DTYPE = 11
-"""What the dispatcher's key holds where there is no array."""
 _MAX_PLANS = 4096
 _REST_S = 1.0
 
@@ -123,6 +123,7 @@ class Communicator(Choosing, Operations):
             partial(floor_us, self.facts),
             self._refused,
         )
+        self._choices = Choices(self._policy)
         self._checker: Checker | None = None
         if may_check and self.size > 1 and Checker.is_wanted():
             self._checker = Checker(self, self._private("check"))
@@ -389,7 +390,7 @@ class Communicator(Choosing, Operations):
         self._check_usable()
         spec = operation(name)
         call = calls.parse(spec, args, kwargs)
-        bound = calls.bind(call, self.rank, self.size)
+        bound = bind_call(self, call)
         plan = self._agreed_plan(call, bound)
         x, out = bound.x, bound.out
         return self._run_plan(
@@ -431,6 +432,7 @@ class Communicator(Choosing, Operations):
             call.backend,
             call.algorithm,
             params,
+            bound.counts,
         )
         plan = self._plans.get(key)
         if plan is None:
@@ -442,16 +444,8 @@ class Communicator(Choosing, Operations):
             # One plan per key, of the latest factor: they may be new in every call.
             plan = plan.with_factor(self, *engine_factor(call.factor, bound.dtype))
             self._plans[key] = plan
-        takes_x = call.spec.x_count != "none"
-        if call.user is not None:
-            return plan
-        if not chosen and not params and (call.x is not None or not takes_x):
-            times_size = call.spec.out_count == "times_size"
-            count = bound.num_elements // (self.size if times_size else 1)
-            dtype = bound.dtype.code if takes_x else _NO_DTYPE
-            reduction = int(call.reduction)
-            code = call.spec.code
-            self._remember_plan(count, code, dtype, reduction, call.root, plan)
+        if call.user is None and not chosen and not params:
+            remember(self, call, bound, plan)
         return plan
 
     def _make_plan(self, call: calls.Call, bound: calls.Bound) -> Any:
@@ -471,6 +465,7 @@ class Communicator(Choosing, Operations):
                 in_elements=bound.in_elements,
                 out_elements=bound.out_elements,
                 has_output=bound.result is not None,
+                counts=bound.counts,
                 factor=call.factor,
                 user=user,
             ),
@@ -522,6 +517,7 @@ def _install_operations() -> None:
             spec.has_root,
             spec.reduces,
             spec.in_place,
+            len(spec.count_arguments),
         )
         setattr(Communicator, spec.name, method)
 

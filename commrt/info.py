@@ -194,7 +194,7 @@ def _algorithms() -> Iterator[str]:
             one = algorithms.get(coll, name)
             marks = "L" * one.latency + "B" * one.bandwidth
             marked.append(f"{name} ({marks})" if marks else name)
-        yield from _row(f"{coll:<14}", ", ".join(marked))
+        yield from _row(f"{coll:<15}", ", ".join(marked))
 
 
 def _table() -> Iterator[str]:

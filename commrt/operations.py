@@ -16,13 +16,14 @@ __all__ = [
     "COLLECTIVES",
     "ELSEWHERE",
     "OPERATIONS",
+    "SCHEDULED",
     "OpSpec",
     "operation",
     "rule_nbytes",
 ]
 
 Count = Literal["none", "same", "times_size", "div_size"]
-RuleBytes = Literal["whole", "block", "pair", "none"]
+RuleBytes = Literal["whole", "block", "pair", "any", "none"]
 Prefix = Literal["none", "inclusive", "exclusive"]
 
 
@@ -49,11 +50,17 @@ class OpSpec:
     output_on: Literal["all", "root", "all but rank 0", "none"]
     """Which ranks have an output."""
     rule_bytes: RuleBytes
-    """Which bytes select a rule: the whole buffer, a per-rank block, or one pair's."""
+    """Which bytes select a rule: the whole buffer, a per-rank block, or one pair's;
+    ``any`` where no rank knows all lengths: one rule serves all."""
     doc: str
     """One imperative line for the docstring and the reference page."""
     prefix: Prefix = "none"
     """Whether a rank's result combines only the ranks up to itself, or below it."""
+    vector_of: str | None = None
+    """The operation that this one is with blocks of different lengths: its schedules
+    run."""
+    count_arguments: tuple[str, ...] = ()
+    """Arguments with a number of elements per rank."""
 
     def num_contributors(self, rank: int, size: int) -> int:
         """Return how many ranks' arrays a reduction combines on ``rank``."""
@@ -91,6 +98,25 @@ OPERATIONS: tuple[OpSpec, ...] = (
            "whole",
            "Reduce elementwise over the ranks below this one; rank 0's output is left "
            "untouched.", "exclusive"),
+    OpSpec("allgatherv", 11, "Allgatherv", "same", "times_size", False, False, False,
+           "all", "block",
+           "Concatenate arrays of counts[rank] elements, by rank, on every rank.",
+           "none", "allgather", ("counts",)),
+    OpSpec("alltoallv", 12, "All-to-Allv Personalized Exchange", "same", "same", False,
+           False, False, "all", "any",
+           "Send send_counts[j] elements to rank j; receive recv_counts[i] from i.",
+           "none", "alltoall", ("send_counts", "recv_counts")),
+    OpSpec("gatherv", 13, "Gatherv", "same", "times_size", True, False, False, "root",
+           "block",
+           "Concatenate arrays of counts[rank] elements, by rank, on the root.",
+           "none", "gather", ("counts",)),
+    OpSpec("scatterv", 14, "Scatterv", "same", "div_size", True, False, False, "all",
+           "block", "Give rank i the i-th block, counts[i] elements, of the root's x.",
+           "none", "scatter", ("counts",)),
+    OpSpec("reduce_scatterv", 15, "Reduce_scatterv", "same", "div_size", False, True,
+           False, "all", "whole",
+           "Reduce elementwise over all ranks; rank i gets the i-th block, counts[i] "
+           "elements.", "none", "reduce_scatter", ("counts",)),
 )
 # fmt: on
 """The collectives. Point-to-point (send, recv, sendrecv) lives beside them in comm.py:
@@ -104,9 +130,13 @@ ELSEWHERE = {
     "all_gather_into_tensor": "allgather",
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_block": "reduce_scatter",
+    "all_gather_v": "allgatherv",
+    "all_to_all_v": "alltoallv",
 }
 """What torch and MPI call them."""
 COLLECTIVES = tuple(spec.name for spec in OPERATIONS)
+SCHEDULED = tuple(spec.name for spec in OPERATIONS if spec.vector_of is None)
+"""Those that schedules are written for; the others run them, too."""
 _BY_NAME = {spec.name: spec for spec in OPERATIONS}
 
 
@@ -127,16 +157,17 @@ def rule_nbytes(coll: str, nbytes: int, size: int) -> int:
         coll: the operation.
         nbytes: bytes of the *full* vector of the operation: of ``x`` for allreduce,
             reduce, bcast, reduce_scatter, alltoall, scan and exscan; of the gathered
-            vector for allgather and gather; of the root's ``x`` for scatter.
+            vector for allgather and gather; of the root's ``x`` for scatter. The
+            vector operations are like those that they are named after.
         size: ranks in the communicator.
 
     The whole buffer for allreduce, reduce, bcast, reduce_scatter, scan and exscan;
-    the per-rank block for allgather, gather and scatter; the block of one pair for
-    alltoall.
+    the per-rank block for allgather, gather and scatter, the average one where blocks
+    differ; the block of one pair for alltoall; 0 for alltoallv.
     """
     kind = operation(coll).rule_bytes
     if kind == "whole":
         return nbytes
-    if kind == "none":
+    if kind in ("none", "any"):
         return 0
     return nbytes // size

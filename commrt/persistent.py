@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from commrt import _native, calls
 from commrt.errors import UsageError, suggest
 from commrt.operations import COLLECTIVES, operation
+from commrt.vector_calls import bind_call
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
@@ -52,7 +53,7 @@ class Plans:
                 f"plan.start(); its deadline is comm.timeout_s"
             )
         call = calls.parse(operation(name), args, kwargs)
-        bound = calls.bind(call, comm.rank, comm.size)
+        bound = bind_call(comm, call)
         plan = comm._agreed_plan(call, bound)
         x, out = bound.x, bound.out
         return _native.PersistentCall(

@@ -7,14 +7,18 @@ the signatures here and that table together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from commrt.operations import OpSpec
 
 __all__ = ["Operations", "docstring", "signature"]
 
 Params = Mapping[str, int | str] | None
+Counts = Sequence[int] | NDArray[np.integer[Any]]
 
 
 class Operations:
@@ -91,14 +95,54 @@ class Operations:
         backend: str | None = None, params: Params = None, name: str | None = None,
     ) -> Any: ...  # fmt: skip
 
+    def allgatherv(
+        self, x: Any, *, counts: Counts, out: Any = None, nonblocking: bool = False,
+        timeout_s: float | None = None, algorithm: str | None = None,
+        backend: str | None = None, params: Params = None, name: str | None = None,
+    ) -> Any: ...  # fmt: skip
+
+    def alltoallv(
+        self, x: Any, *, send_counts: Counts, recv_counts: Counts | None = None,
+        out: Any = None, nonblocking: bool = False,
+        timeout_s: float | None = None, algorithm: str | None = None,
+        backend: str | None = None, params: Params = None, name: str | None = None,
+    ) -> Any: ...  # fmt: skip
+
+    def gatherv(
+        self, x: Any, *, counts: Counts, out: Any = None, root: int = 0,
+        nonblocking: bool = False, timeout_s: float | None = None,
+        algorithm: str | None = None,
+        backend: str | None = None, params: Params = None, name: str | None = None,
+    ) -> Any: ...  # fmt: skip
+
+    def scatterv(
+        self, x: Any, *, counts: Counts, out: Any = None, root: int = 0,
+        nonblocking: bool = False, timeout_s: float | None = None,
+        algorithm: str | None = None,
+        backend: str | None = None, params: Params = None, name: str | None = None,
+    ) -> Any: ...  # fmt: skip
+
+    def reduce_scatterv(
+        self, x: Any, *, counts: Counts, out: Any = None, op: str = "sum",
+        factor: float | None = None, nonblocking: bool = False,
+        timeout_s: float | None = None, algorithm: str | None = None,
+        backend: str | None = None, params: Params = None, name: str | None = None,
+    ) -> Any: ...  # fmt: skip
+
 
 def signature(spec: OpSpec) -> str:
     """Return the call as documented, such as ``barrier(*, nonblocking=False, …)``."""
-    parts = ["x", "*", "out=None"] if spec.x_count != "none" else ["*"]
+    parts = ["x", "*", *_counts(spec), "out=None"] if spec.x_count != "none" else ["*"]
     parts += ['op="sum"', "factor=None"] if spec.reduces else []
     parts += ["root=0"] if spec.has_root else []
     parts += ["nonblocking=False", "timeout_s=None", "algorithm=None", "backend=None"]
     return f"{spec.name}({', '.join([*parts, 'params=None', 'name=None'])})"
+
+
+def _counts(spec: OpSpec) -> list[str]:
+    """Return the arguments with a number per rank; the first is always needed."""
+    first, rest = spec.count_arguments[:1], spec.count_arguments[1:]
+    return [*first, *(f"{argument}=None" for argument in rest)]
 
 
 _X = {
@@ -112,6 +156,27 @@ _OUT = {
 }
 
 
+_COUNTS = {
+    "counts": "counts: elements of each rank's block; equal on all ranks.",
+    "send_counts": "send_counts: elements of x for each rank, size numbers.",
+    "recv_counts": "recv_counts: elements that each rank sends here; without them the"
+    " ranks exchange their counts first, all or none of them.",
+}
+_OUT_OF_COUNTS = {
+    "allgatherv": "sum(counts) elements; allocated without it, of rows like those of x",
+    "gatherv": "sum(counts) elements; allocated without it, of rows like those of x",
+    "alltoallv": "sum(recv_counts) elements, or x itself where both counts are equal;"
+    " allocated without it",
+    "scatterv": "counts[rank] elements; allocated without it; where given, x may be"
+    " None but on the root",
+    "reduce_scatterv": "counts[rank] elements; allocated without it",
+}
+
+
+def _out(spec: OpSpec) -> str:
+    return _OUT_OF_COUNTS.get(spec.name) or _OUT[spec.out_count]
+
+
 def docstring(spec: OpSpec) -> str:
     """Return the docstring of the method."""
     lines = [spec.doc, "", f"Call: {signature(spec)}", ""]
@@ -120,7 +185,8 @@ def docstring(spec: OpSpec) -> str:
     )
     if spec.x_count != "none":
         lines += ["", "Args:", f"    {_X['same']}; C-contiguous, any supported dtype."]
-        lines.append(f"    out: {_OUT[spec.out_count]}.")
+        lines += [f"    {_COUNTS[argument]}" for argument in spec.count_arguments]
+        lines.append(f"    out: {_out(spec)}.")
     if spec.reduces:
         average = " avg," if spec.prefix == "none" else ""
         lines += [

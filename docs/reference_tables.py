@@ -16,7 +16,7 @@ from commrt import algorithms, env
 from commrt.backends.planning import TransportParams
 from commrt.dtypes import DTYPES, ReduceOp, check_reduction
 from commrt.errors import UsageError
-from commrt.operations import COLLECTIVES, OPERATIONS, OpSpec
+from commrt.operations import OPERATIONS, SCHEDULED, OpSpec
 
 PAGE = Path(__file__).with_name("reference.md")
 
@@ -29,10 +29,18 @@ _OUTPUTS = {
     "times_size": "`(size, *x.shape)`",
     "div_size": "`x.size / size` elements",
 }
+_OUTPUTS_OF_COUNTS = {
+    "allgatherv": "`sum(counts)` elements",
+    "gatherv": "`sum(counts)` elements",
+    "alltoallv": "`sum(recv_counts)` elements",
+    "scatterv": "`counts[rank]` elements",
+    "reduce_scatterv": "`counts[rank]` elements",
+}
 _RULE_BYTES = {
     "whole": "of the whole buffer",
     "block": "of one rank's block",
     "pair": "of one pair's block",
+    "any": "none: one rule for all",
     "none": "",
 }
 
@@ -43,8 +51,9 @@ def operations_table() -> str:
     rows = [f"| {' | '.join(titles)} | meaning |", "|---" * 6 + "|"]
     for spec in OPERATIONS:
         arguments = ["`x`", "`out`"] if spec.x_count != "none" else []
+        arguments[1:1] = [f"`{argument}`" for argument in spec.count_arguments]
         arguments += ["`op`", "`factor`"] * spec.reduces + ["`root`"] * spec.has_root
-        output = _OUTPUTS[spec.out_count]
+        output = _OUTPUTS_OF_COUNTS.get(spec.name) or _OUTPUTS[spec.out_count]
         if spec.output_on == "root":
             output += ", on the root"
         elif spec.output_on == "all but rank 0":
@@ -54,11 +63,16 @@ def operations_table() -> str:
             ", ".join(arguments),
             output,
             _without_out(spec),
-            _RULE_BYTES[spec.rule_bytes],
+            _rule_bytes(spec),
             spec.doc,
         ]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"
+
+
+def _rule_bytes(spec: OpSpec) -> str:
+    average = " on average" if spec.vector_of and spec.rule_bytes == "block" else ""
+    return _RULE_BYTES[spec.rule_bytes] + average
 
 
 def _without_out(spec: OpSpec) -> str:
@@ -89,7 +103,7 @@ def reductions_table() -> str:
 def parameters_table() -> str:
     """Return the parameters of the built-in algorithms."""
     rows = ["| algorithm | parameter | values, the default first |", "|---|---|---|"]
-    for coll in COLLECTIVES:
+    for coll in SCHEDULED:
         for name in algorithms.names(coll):
             for key, values in algorithms.param_choices(coll, name, _RANKS).items():
                 listed = ", ".join(map(str, values))
@@ -101,7 +115,7 @@ def algorithms_table() -> str:
     """Return the built-in algorithms and the operations that have them."""
     rows = ["| algorithm | what it does | operations |", "|---|---|---|"]
     found: dict[str, list[str]] = {}
-    for coll in COLLECTIVES:
+    for coll in SCHEDULED:
         for name in algorithms.names(coll):
             found.setdefault(name, []).append(coll + _ranks_of(coll, name))
     for name, colls in sorted(found.items()):

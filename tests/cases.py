@@ -29,6 +29,7 @@ CANARY = 8
 FRAGMENTED = 4096
 """A chunk so small that a few thousand elements make several fragments."""
 COUNTS = (0, 1, 3, 5, 64, 257, 5000)
+SPREADS = ("even", "ragged", "one")
 REDUCTIONS = tuple(op.name.lower() for op in ReduceOp)
 
 
@@ -47,14 +48,40 @@ class Case:
     count: int = 5
     """Elements of ``x``, or of one block where ``x`` has a block per rank."""
     in_place: bool = False
+    spread: str = "even"
+    """How a vector operation's blocks differ: ``even``, ``ragged``, or ``one`` has all
+    there is."""
 
     def describe(self) -> dict[str, Any]:
         """Return the case as plain data, for messages and for other processes."""
         return asdict(self)
 
-    @property
-    def x_elements(self) -> int:
-        """Elements of ``x``."""
+    def length(self, source: int, dest: int = 0) -> int:
+        """Return the elements of one block; ``dest`` differs in an alltoallv only."""
+        if self.spread == "ragged":
+            return self.count * ((source * 5 + dest * 3 + 1) % 4) // 2
+        if self.spread == "one":
+            full = (source, dest % self.size) == (self.count % self.size, 0)
+            return self.count * self.size if full else 0
+        return self.count
+
+    def counts(self) -> list[int]:
+        """Return the elements of each rank's block."""
+        return [self.length(rank) for rank in range(self.size)]
+
+    def pairs(self) -> list[list[int]]:
+        """Return what each rank of an alltoallv sends to each."""
+        ranks = range(self.size)
+        return [[self.length(source, dest) for dest in ranks] for source in ranks]
+
+    def x_elements(self, rank: int) -> int:
+        """Return the elements of ``x`` on ``rank``."""
+        if self.coll == "alltoallv":
+            return sum(self.pairs()[rank])
+        if self.coll in ("reduce_scatterv", "scatterv"):
+            return sum(self.counts())
+        if self.coll in ("allgatherv", "gatherv"):
+            return self.length(rank)
         per_rank = self.coll in ("reduce_scatter", "alltoall", "scatter")
         return self.count * self.size if per_rank else self.count
 
@@ -75,6 +102,11 @@ class Case:
             found["factor"] = self.factor(rank)
         if spec.has_root:
             found["root"] = self.root
+        if self.coll == "alltoallv":
+            found["send_counts"] = self.pairs()[rank]
+            found["recv_counts"] = tuple(row[rank] for row in self.pairs())
+        elif spec.count_arguments:
+            found["counts"] = self.counts()
         if self.algorithm is not None:
             found["algorithm"] = self.algorithm
         if self.params:
@@ -114,6 +146,9 @@ def ways(coll: str, size: int) -> list[tuple[str | None, dict[str, int | str]]]:
     return found
 
 
+OWN_BLOCK = ("allgather", "allgatherv", "reduce_scatter", "reduce_scatterv")
+"""Where one array may be this rank's block of the other."""
+
 TRANSPORTS: tuple[dict[str, int | str], ...] = (
     {},
     {"chunk": FRAGMENTED},
@@ -140,6 +175,7 @@ def _draw(
 ) -> Case:
     dtype, op = rng.choice(pairs)
     algorithm, own = rng.choice(found)
+    spreads = SPREADS if operation(coll).count_arguments else SPREADS[:1]
     # The automatic choice is not to be told parameters of one algorithm.
     transport = rng.choice(TRANSPORTS)
     return Case(
@@ -152,6 +188,7 @@ def _draw(
         root=rng.randrange(size),
         count=rng.choice(COUNTS),
         in_place=rng.random() < 0.5,
+        spread=rng.choice(spreads),
     )
 
 
@@ -164,11 +201,21 @@ def everything(coll: str, size: int) -> Iterator[Case]:
     spec = operation(coll)
     pairs = legal_pairs(coll) if spec.reduces else [(d.name, "sum") for d in DTYPES]
     roots = range(size) if spec.has_root else (0,)
+    spreads = SPREADS if spec.count_arguments else SPREADS[:1]
     for algorithm, params in ways(coll, size):
         for i, (dtype, op) in enumerate(pairs):
             count, in_place = COUNTS[i % len(COUNTS)], i % 2 == 0
             yield Case(
-                coll, size, algorithm, params, dtype, op, i % size, count, in_place
+                coll,
+                size,
+                algorithm,
+                params,
+                dtype,
+                op,
+                i % size,
+                count,
+                in_place,
+                spreads[i % len(spreads)],
             )
         i = 0
         for root in roots:
@@ -176,9 +223,17 @@ def everything(coll: str, size: int) -> Iterator[Case]:
                 for transport in TRANSPORTS:
                     dtype, op = pairs[i % len(pairs)]
                     merged = {**params, **transport}
-                    in_place = i % 2 == 0
                     yield Case(
-                        coll, size, algorithm, merged, dtype, op, root, count, in_place
+                        coll,
+                        size,
+                        algorithm,
+                        merged,
+                        dtype,
+                        op,
+                        root,
+                        count,
+                        i % 2 == 0,
+                        spreads[i % len(spreads)],
                     )
                     i += 1
 
@@ -190,11 +245,11 @@ def inputs(case: Case) -> list[Array]:
     """Return every rank's ``x``; the placement is each rank's own business."""
     seed = zlib.crc32(repr(replace(case, in_place=False)).encode())
     rng = np.random.default_rng(seed)
-    return [_values(case, rng) for _ in range(case.size)]
+    return [_values(case, case.x_elements(rank), rng) for rank in range(case.size)]
 
 
-def _values(case: Case, rng: np.random.Generator) -> Array:
-    dtype, number = dtype_by_name(case.dtype), case.x_elements
+def _values(case: Case, number: int, rng: np.random.Generator) -> Array:
+    dtype = dtype_by_name(case.dtype)
     if dtype.kind == "bool":
         return rng.random(number) < 0.7
     if dtype.kind in ("int", "uint"):
@@ -221,8 +276,11 @@ def expected(case: Case, xs: list[Array]) -> list[Array | None]:
     size, coll = case.size, case.coll
     if coll == "barrier":
         return [None] * size
-    if coll in ("allreduce", "reduce", "reduce_scatter"):
+    edges = np.cumsum(case.counts())[:-1]
+    if coll in ("allreduce", "reduce", "reduce_scatter", "reduce_scatterv"):
         total = _reduced(case, xs)
+        if coll == "reduce_scatterv":
+            return list(np.split(total, edges))
         if coll == "reduce_scatter":
             return list(np.split(total, size))
         everywhere = coll == "allreduce"
@@ -233,14 +291,20 @@ def expected(case: Case, xs: list[Array]) -> list[Array | None]:
         return [None, *(_reduced(case, xs[:rank]) for rank in range(1, size))]
     if coll == "bcast":
         return [xs[case.root]] * size
-    if coll in ("allgather", "gather"):
+    if coll in ("allgather", "gather", "allgatherv", "gatherv"):
         joined = np.concatenate(xs)
-        everywhere = coll == "allgather"
+        everywhere = coll.startswith("all")
         return [joined if everywhere or r == case.root else None for r in range(size)]
     if coll == "scatter":
         return list(np.split(xs[case.root], size))
-    assert coll == "alltoall"
-    blocks = [np.split(x, size) for x in xs]
+    if coll == "scatterv":
+        return list(np.split(xs[case.root], edges))
+    if coll == "alltoallv":
+        pairs = zip(xs, case.pairs(), strict=True)
+        blocks = [np.split(x, np.cumsum(sent)[:-1]) for x, sent in pairs]
+    else:
+        assert coll == "alltoall"
+        blocks = [np.split(x, size) for x in xs]
     return [np.concatenate([row[rank] for row in blocks]) for rank in range(size)]
 
 
@@ -330,7 +394,7 @@ def _tolerance(case: Case, xs: list[Array], want: Array) -> Array:
     total = sum(np.abs(x) for x in _scaled(case, [x.astype(wide) for x in xs]))
     scale = case.size if case.op == "avg" else 1
     magnitude = total / scale
-    if case.coll == "reduce_scatter":
+    if case.coll in ("reduce_scatter", "reduce_scatterv"):
         # The caller compares one block; the largest sum bounds all of them.
         return np.full(want.shape, magnitude.max(initial=0.0) * eps)
     return magnitude * eps
@@ -378,23 +442,33 @@ class Attempt:
             return None
         if self.case.in_place and spec.in_place:
             return self.x
-        if self.case.in_place and spec.name in ("allgather", "reduce_scatter"):
+        if self.case.in_place and spec.name in OWN_BLOCK:
             return self._own_block()
+        if self.case.in_place and spec.name == "alltoallv" and self._swaps():
+            return self.x
         out = self._guarded(self.x.size if self.want is None else self.want.size)
         out[:] = np.ones(1, out.dtype)
         return out
 
     def _own_block(self) -> Array:
         """NCCL's form: one array is this rank's block of the other."""
-        if self.case.coll == "allgather":
-            out = self._guarded(self.x.size * self.case.size)
-            mine = slice(self.rank * self.x.size, (self.rank + 1) * self.x.size)
+        assert self.want is not None
+        gathers = self.case.coll.startswith("all")
+        one = self.x.size if gathers else self.want.size
+        vector = operation(self.case.coll).count_arguments
+        start = sum(self.case.counts()[: self.rank]) if vector else self.rank * one
+        mine = slice(start, start + one)
+        if gathers:
+            out = self._guarded(self.want.size)
             out[mine] = self.x
             self.x = out[mine]
             return out
-        assert self.want is not None
-        n = self.want.size
-        return self.x[self.rank * n : (self.rank + 1) * n]
+        return self.x[mine]
+
+    def _swaps(self) -> bool:
+        """Whether this rank sends each other as much as it gets."""
+        pairs = self.case.pairs()
+        return pairs[self.rank] == [row[self.rank] for row in pairs]
 
     def _guarded(self, number: int) -> Array:
         """Return an array that lies between canaries."""
@@ -416,13 +490,16 @@ class Attempt:
         method = getattr(comm, self.case.coll)
         if self.case.coll == "barrier":
             returned = method(**arguments)
-        elif self.out is None or self.out is self.x:
+        elif self.out is None or (self.out is self.x and self._out_is_x()):
             returned = method(self.x, **arguments)
         else:
             returned = method(self.x, out=self.out, **arguments)
         if not nonblocking:
             self.result = returned
         return returned
+
+    def _out_is_x(self) -> bool:
+        return operation(self.case.coll).in_place
 
     def verdict(self) -> str | None:
         """Return what is wrong, None if all is right."""

@@ -58,6 +58,7 @@ def _pieces(
     coll: str, num_out: int, rank: int, size: int, root: int, num_x: int
 ) -> list[_Piece]:
     spec = operation(coll)
+    coll = spec.vector_of or coll  # with blocks of equal length
     if spec.reduces:
         first = rank * num_out if spec.out_count == "div_size" else 0
         ranks = spec.num_contributors(rank, size)

@@ -23,6 +23,7 @@ NOBODY = -1
 _STEP = 4
 _SHORT_STEP_AT = 32
 """From here to 128 bytes payloads leave the lines of their messages: one more size."""
+_TYPICAL_NBYTES = 16384
 _SHORT_STEPS_FROM = 8 << 20
 """From here on buffers outgrow the last cache, some candidates' sooner than others'."""
 
@@ -142,6 +143,9 @@ def size_pairs(
     if operation(op).rule_bytes == "none":
         return [(1, 1)]  # a barrier has no bytes; any number stands for it
     unit = _unit(op, size, dtype)
+    if operation(op).rule_bytes == "any":
+        # No rank knows all lengths, so one rule is for all: one size stands for them.
+        return [(_TYPICAL_NBYTES, -(-_TYPICAL_NBYTES * 9 // 5 // unit) * unit)]
     pairs, nbytes = [], _SMALLEST_NBYTES
     while nbytes * _blocks(op, size) <= max_nbytes:
         between = nbytes * 9 // 5
@@ -161,7 +165,8 @@ def middle(op: str, size: int, dtype: str, low: int, high: int) -> int:
 
 def _unit(op: str, size: int, dtype: str) -> int:
     """Return what the rule's bytes must be a multiple of."""
-    return dtype_by_name(dtype).itemsize * (size if op == "reduce_scatter" else 1)
+    scatters = (operation(op).vector_of or op) == "reduce_scatter"
+    return dtype_by_name(dtype).itemsize * (size if scatters else 1)
 
 
 def _blocks(op: str, size: int) -> int:

@@ -23,7 +23,7 @@ from commrt.bench.timing_loop import (
     link_class_of,
     probe_link,
 )
-from commrt.bench.worker import CommrtPeer
+from commrt.bench.worker import CommrtPeer, equal_counts
 from commrt.operations import operation
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.schema import Known
@@ -48,6 +48,7 @@ class _CandidatePeer(CommrtPeer):
         }
         if spec.has_root:
             given["root"] = root
+        given.update(equal_counts(spec, x.size, self.size))
         if out is not None and (spec.output_on != "root" or self.rank == root):
             given["out"] = out
         plan = getattr(self.comm.plan, coll)

@@ -80,7 +80,7 @@ def _ranges(decision: Decision) -> Iterator[str]:
     name = decision.op
     for chosen in decision.ranges:
         end = "above" if chosen.hi is None else f"below {human_nbytes(chosen.hi)}"
-        yield f"  {name:<15}{end:<13}{chosen.candidate}"
+        yield f"  {name:<16}{end:<13}{chosen.candidate}"
         name = ""
 
 

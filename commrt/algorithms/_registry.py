@@ -15,6 +15,7 @@ from commrt.errors import UsageError, suggest
 from commrt.operations import operation
 from commrt.schedule.builder import Builder, build_program
 from commrt.schedule.ir import RankProgram, RedopClass, Schedule
+from commrt.schedule.parts import parts_of
 
 __all__ = ["Algorithm", "algorithm", "get", "names", "param_choices", "schedule"]
 
@@ -88,6 +89,10 @@ def algorithm(
             f"algorithm name {name!r}: use lower-case letters, digits and underscores, "
             f"and none of {', '.join(RESERVED)}"
         )
+    if spec.vector_of is not None:
+        raise UsageError(
+            f"{coll} runs the algorithms of {spec.vector_of}: register {name!r} there"
+        )
     if (coll, name) in _ALGORITHMS:
         raise UsageError(
             f"{coll} already has an algorithm {name!r}; choose another name"
@@ -119,21 +124,43 @@ def names(coll: str, size: int | None = None) -> tuple[str, ...]:
         coll: the operation.
         size: only those that exist for so many ranks.
     """
-    operation(coll)
+    plain = operation(coll).vector_of
     return tuple(
         sorted(
             name
             for (which, name), one in _ALGORITHMS.items()
-            if which == coll and (size is None or one.supports(size))
+            if which == (plain or coll)
+            and (size is None or one.supports(size))
+            and (plain is None or carries_counts(one))
         )
     )
 
 
+_FEW_RANKS = range(2, 9)
+
+
+@lru_cache(maxsize=256)
+def carries_counts(one: Algorithm) -> bool:
+    """Return whether an algorithm works where the ranks' blocks differ in length.
+
+    Found out on a few numbers of ranks; a plan looks at its own again.
+    """
+    if operation(one.coll).out_count == "none":
+        return False
+    for size in filter(one.supports, _FEW_RANKS):
+        own = schedule(one.coll, one.name, size, root=size // 2)
+        found = parts_of(own)
+        if found is None or not found.stays_in_pairs(own):
+            return False
+        if not found.one_pair_at_a_time(own):
+            return False
+    return True
+
+
 def get(coll: str, name: str) -> Algorithm:
     """Return algorithm ``name`` of ``coll``, or raise UsageError with a suggestion."""
-    operation(coll)
     try:
-        return _ALGORITHMS[coll, name]
+        return _ALGORITHMS[operation(coll).vector_of or coll, name]
     except KeyError:
         raise UsageError(
             f"unknown {coll} algorithm {name!r}{suggest(name, names(coll))}"

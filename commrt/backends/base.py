@@ -77,6 +77,9 @@ class PlanSpec:
     """Elements of this rank's output, 0 where it has none."""
     has_output: bool
     """Whether the call returns an array on this rank."""
+    counts: tuple[tuple[int, ...], ...] = ()
+    """Elements per rank of a vector operation, one tuple for each of the operation's
+    ``count_arguments``."""
     factor: int | float | None = None
     """What premul_sum multiplies this rank's input by; a fact of one rank."""
     user: BoundReduction | None = None

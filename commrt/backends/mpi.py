@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from commrt import _libmpi, _native
@@ -65,18 +66,20 @@ class MpiBackend:
         found: list[Candidate] = []
         if query.device != "host" or comm.mpi is None:
             return found
-        if comm.size > 1 and self._keeps_the_rules(query):
+        if comm.size > 1 and self._keeps_the_rules(query, comm.size):
             found.append(Candidate(self.name, "native"))
         if serves(comm.facts, self.name):
             found.extend(schedule_candidates(comm, query, self.name))
         return found
 
-    def _keeps_the_rules(self, query: Query) -> bool:
+    def _keeps_the_rules(self, query: Query, size: int) -> bool:
         constants = _constants()
         dtype = dtype_by_name(query.dtype)
         # What only moves is counted in bytes.
         unit = 1 if query.op is None else dtype.itemsize
-        if query.nbytes // unit > _INT_MAX:
+        # Blocks of different lengths are counted together.
+        blocks = size if operation(query.coll).count_arguments else 1
+        if blocks * query.nbytes // unit > _INT_MAX:
             return False
         if query.op is None:
             return True
@@ -114,15 +117,54 @@ class MpiBackend:
         else:
             datatype, reduction = constants["BYTE"], 0
             count = spec.num_elements * spec.dtype.itemsize
+        if spec.counts:
+            return self._plan_counted(comm, spec, datatype, reduction)
         if spec.op.name in ("allgather", "gather", "scatter", "alltoall"):
             count //= comm.size
         if spec.op.name == "reduce_scatter":
             count //= comm.size
+        self._check_count(spec, count)
+        return self._make(comm, spec, datatype, reduction, count)
+
+    def _plan_counted(
+        self, comm: Any, spec: PlanSpec, datatype: int, reduction: int
+    ) -> Any:
+        """Return the plan where blocks differ in length."""
+        unit = 1 if spec.op.reduces else spec.dtype.itemsize
+        counts = [[unit * one for one in each] for each in spec.counts]
+        own = counts[0][comm.rank]
+        largest = max(map(sum, counts))
+        self._check_count(spec, largest)
+        first = [[0, *accumulate(each[:-1])] for each in counts]
+        # Where there is one list, an operation has one use for it.
+        return self._make(
+            comm,
+            spec,
+            datatype,
+            reduction,
+            own,
+            send_counts=counts[0],
+            send_at=first[0],
+            recv_counts=counts[-1],
+            recv_at=first[-1],
+        )
+
+    def _check_count(self, spec: PlanSpec, count: int) -> None:
         if count > _INT_MAX:
             raise BackendError(
                 f"{spec.op.name} of {spec.num_elements} {spec.dtype.name}: the MPI "
                 f"library's own collectives count in 32 bits; use a schedule"
             )
+
+    def _make(
+        self,
+        comm: Any,
+        spec: PlanSpec,
+        datatype: int,
+        reduction: int,
+        count: int,
+        **counts: list[int],
+    ) -> Any:
         return _native.make_native_plan(
             coll=spec.op.code,
             dtype=spec.dtype.code,
@@ -136,4 +178,5 @@ class MpiBackend:
             comm=comm.native_mpi_handle(),
             count=count,
             returns_out=spec.has_output,
+            **counts,
         )

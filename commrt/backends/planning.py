@@ -9,8 +9,7 @@ schedule, over all ranks, never from one rank's program.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -20,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from commrt import _native, algorithms
+from commrt.backends import vectors
 from commrt.backends.base import PlanSpec
+from commrt.backends.footprint import CHUNK_NBYTES, LANE_NBYTES, footprint
 from commrt.dtypes import ReduceOp, engine_factor
 from commrt.errors import ScheduleError, UsageError, suggest
 from commrt.schedule.engine_model import LINES, EngineModel
 from commrt.schedule.exposure import Reach, reaches
-from commrt.schedule.ir import Op
 from commrt.schedule.lower import Lowered, lower
 from commrt.select.facts import Candidate, LinkClass, ParamValue
 
@@ -42,13 +42,6 @@ __all__ = [
     "why_not",
 ]
 
-LANE_NBYTES = 4 << 20
-"""Payload memory of one operation in flight, per rank."""
-CHUNK_NBYTES = 131072
-_EXCHANGED_NBYTES = 262144
-"""Ranks that exchange wait for each other anyway: from 256 KiB to 4 MiB, twice the
-chunk took 0.92 to 0.98 of the time on two ranks, near and far, and on four; one way it
-took up to 1.13."""
 INLINE_NBYTES = _native.inline_nbytes()
 """What a message's line has room for, and what with the lines that belong to it."""
 _INLINE_COMBINED_NBYTES = 1072
@@ -58,7 +51,6 @@ bcast or an allgather of 1.5 to 2 KiB 0.80 to 0.94."""
 SYMMETRIC_NBYTES = 32768
 """From this full vector on, buffers in the symmetric heap are used in place: below,
 what a copy saves costs more than it takes."""
-_LINE_NBYTES = 64
 _FRAGMENTS_PROVED = 3
 """As many as ``verify_lowered`` runs: later ones wait for the like of what these do."""
 _STORES = {"plain": 0, "stream": 1, "stream_slots": 2, "stream_both": 3}
@@ -217,85 +209,6 @@ def check_params(
     split_params(params)
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """What bounds the messages of a schedule, over all of its ranks."""
-
-    publishes: int
-    """At most so many different payloads of one rank are unread at once."""
-    slices: tuple[tuple[int, int, tuple[int, int]], ...]
-    """(blocks, blocks of the space, scale) of every message."""
-    messages: int
-    """At most so many messages go from one rank to another in a fragment."""
-    exchanges: bool
-    """Whether any two ranks send each other equally many."""
-
-    def chunk_nbytes(self, transport: TransportParams) -> int:
-        """Return the wanted bytes per message."""
-        if isinstance(transport.chunk, int):
-            return transport.chunk
-        return _EXCHANGED_NBYTES if self.exchanges else CHUNK_NBYTES
-
-    def largest_nbytes(self, num_elements: int, itemsize: int, fragments: int) -> int:
-        """Return an upper bound of any message of any fragment."""
-        largest = 0
-        for width, nblk, (num, den) in self.slices:
-            block = -(-(num_elements * num // den) // nblk)
-            if fragments == 1:
-                nbytes = width * block * itemsize
-            else:
-                piece = (block // fragments + 1) * itemsize + _LINE_NBYTES
-                nbytes = width * piece
-            largest = max(largest, nbytes)
-        return -(-largest // _LINE_NBYTES) * _LINE_NBYTES
-
-    def fragments(
-        self, num_elements: int, itemsize: int, chunk: int, lane_nbytes: int
-    ) -> int:
-        """Return into how many fragments messages of this length are cut.
-
-        Messages get about ``chunk`` bytes, and what one rank publishes in a fragment
-        fits into a lane: the operation then never waits for its own consumption.
-        """
-        whole = self.largest_nbytes(num_elements, itemsize, 1)
-        if whole <= _LINE_NBYTES:
-            return 1
-        fragments = max(1, -(-whole // chunk))
-        limit = lane_nbytes // max(1, self.publishes)
-        # A payload may start anywhere in the first line of its slot.
-        limit -= _LINE_NBYTES
-        while self.largest_nbytes(num_elements, itemsize, fragments) > limit:
-            if fragments > num_elements:
-                raise UsageError(
-                    f"{self.publishes} payloads of one rank do not fit into a lane of "
-                    f"{lane_nbytes} bytes: choose another algorithm for so many ranks"
-                )
-            fragments += max(1, fragments // 8)
-        return fragments
-
-
-@lru_cache(maxsize=1024)
-def footprint(
-    coll: str, algorithm: str, size: int, root: int, params: tuple[tuple[str, int], ...]
-) -> Footprint:
-    """Return the footprint of a schedule, over the programs of all ranks."""
-    publishes = 0
-    sent: Counter[tuple[int, int]] = Counter()
-    slices: set[tuple[int, int, tuple[int, int]]] = set()
-    schedule = algorithms.schedule(coll, algorithm, size, root, dict(params))
-    for program in schedule.programs():
-        sends = [step for step in program.steps if step.op is Op.SEND]
-        publishes = max(publishes, len(sends))
-        sent.update((program.rank, step.peer) for step in sends)
-        for step in sends:
-            assert step.src is not None
-            space = program.spaces[step.src.space]
-            slices.add((step.src.hi - step.src.lo, space.nblk, space.scale))
-    messages = max(sent.values(), default=0)
-    exchanges = all(sent[peer, rank] == times for (rank, peer), times in sent.items())
-    return Footprint(publishes, tuple(sorted(slices)), messages, exchanges)
-
-
 def why_not(
     comm: Any, coll: str, algorithm: str, root: int, params: Mapping[str, int]
 ) -> str | None:
@@ -396,11 +309,19 @@ def _reaches(
     return tuple(reaches(programs, share_memory)), tuple(programs)
 
 
-def _reach(comm: Any, spec: PlanSpec, own: Mapping[str, int]) -> dict[str, Any]:
+BoundsOf = Callable[[int, Lowered], list[list[int]]]
+"""Return the block boundaries of each space of a rank."""
+
+
+def _reach(
+    comm: Any, spec: PlanSpec, own: Mapping[str, int], bounds_of: BoundsOf
+) -> dict[str, Any]:
     """Return what the engine is told about buffers in the symmetric heap."""
     nothing = np.zeros(0, np.uint8)
+    # Of an alltoallv nobody knows the whole length: its buffers are ordinary ones.
+    long = spec.num_elements * spec.dtype.itemsize >= SYMMETRIC_NBYTES
     told = {
-        "shows_result": spec.num_elements * spec.dtype.itemsize >= SYMMETRIC_NBYTES,
+        "shows_result": long and spec.op.rule_bytes != "any",
         "exposable": nothing,
         "operand_exposable": nothing,
         "deliverable": nothing,
@@ -421,8 +342,7 @@ def _reach(comm: Any, spec: PlanSpec, own: Mapping[str, int]) -> dict[str, Any]:
     for row, landing in enumerate(mine.landings):
         if landing is not None:
             peer, (space, lo, _) = landing
-            bounds = programs[peer].spaces[space].bounds(spec.num_elements)
-            landings[row] = bounds[lo]
+            landings[row] = bounds_of(peer, programs[peer])[space][lo]
     told.update(
         exposable=mine.exposable,
         operand_exposable=mine.operand_exposable,
@@ -450,16 +370,17 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
             f"it needs more than {LINES} messages on their way from one rank to "
             f"another: {reason}; send fewer, or receive them as they are sent"
         )
-    schedule = algorithms.schedule(coll, name, comm.size, spec.root, own)
-    lowered = lower(schedule, comm.rank, comm.shares_memory_with)
-    bound = footprint(coll, name, comm.size, spec.root, tuple(sorted(own.items())))
-    fragments = bound.fragments(
-        spec.num_elements,
-        spec.dtype.itemsize,
-        bound.chunk_nbytes(transport),
-        LANE_NBYTES,
+    lowered = _lowered(
+        coll,
+        name,
+        spec.root,
+        tuple(sorted(own.items())),
+        node_numbers(comm),
+        comm.rank,
     )
-    longest = bound.largest_nbytes(spec.num_elements, spec.dtype.itemsize, fragments)
+    lengths = _layout(comm, spec, own, transport)
+    bounds_of, longest = lengths.bounds, lengths.longest_nbytes
+    peers = _peers(lowered)
     buffers = (spec.in_elements + spec.out_elements) * spec.dtype.itemsize
     on_node = max(len(ranks) for ranks in comm.nodes)
     store, adaptive = transport.stores(
@@ -475,15 +396,15 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         in_elems=spec.in_elements,
         out_elems=spec.out_elements,
         label=str(spec.candidate),
-        spaces=_spaces(lowered, spec.num_elements),
-        peers=_peers(lowered),
+        spaces=_spaces(lowered, bounds_of(comm.rank, lowered)),
+        peers=peers,
         inputs=lowered.inputs,
         input_ptr=lowered.input_ptr,
         outputs=lowered.outputs,
         output_ptr=lowered.output_ptr,
         deps=lowered.deps,
         dep_ptr=lowered.dep_ptr,
-        fragments=fragments,
+        fragments=lengths.fragments,
         lane_nbytes=LANE_NBYTES,
         depth=transport.depth,
         slot_reuse=transport.reuse,
@@ -502,17 +423,42 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         # Ranks that add the same numbers must get the same, whose ever they are.
         rounds_scaled=spec.dtype.is_short_float
         and (comm.deterministic or coll == "allreduce"),
-        **_reach(comm, spec, own),
+        **_reach(comm, spec, own, bounds_of),
+        **lengths.ragged(lowered, peers),
     )
 
 
-def _spaces(lowered: Lowered, num_elements: int) -> list[tuple[int, list[int]]]:
-    spaces = []
-    for space in lowered.spaces:
-        bounds = space.bounds(num_elements)
-        # A space that this rank does not have still needs its place in the list.
-        spaces.append((_KINDS[space.kind], bounds if len(bounds) > 1 else [0, 0]))
-    return spaces
+@lru_cache(maxsize=1024)
+def _lowered(
+    coll: str,
+    name: str,
+    root: int,
+    params: tuple[tuple[str, int], ...],
+    nodes: tuple[int, ...],
+    rank: int,
+) -> Lowered:
+    """Return a rank's program: kept, as calls may have new counts every time."""
+    schedule = algorithms.schedule(coll, name, len(nodes), root, dict(params))
+    return lower(schedule, rank, lambda peer: nodes[peer] == nodes[rank])
+
+
+def _layout(
+    comm: Any, spec: PlanSpec, own: dict[str, int], transport: TransportParams
+) -> vectors.Lengths:
+    name, params = spec.candidate.algorithm, tuple(sorted(own.items()))
+    bound = footprint(spec.op.name, name, comm.size, spec.root, params)
+    chunk = bound.chunk_nbytes(transport.chunk)
+    if spec.counts:
+        return vectors.counted_lengths(comm.rank, comm.size, spec, own, bound, chunk)
+    return vectors.even_lengths(spec, bound, chunk)
+
+
+def _spaces(lowered: Lowered, bounds: list[list[int]]) -> list[tuple[int, list[int]]]:
+    # A space that this rank does not have still needs its place in the list.
+    return [
+        (_KINDS[space.kind], edges if len(edges) > 1 else [0, 0])
+        for space, edges in zip(lowered.spaces, bounds, strict=True)
+    ]
 
 
 def _peers(lowered: Lowered) -> list[tuple[int, int, int]]:

@@ -6,13 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from commrt import algorithms
-from commrt.backends.planning import (
-    INLINE_NBYTES,
-    LANE_NBYTES,
-    TransportParams,
-    footprint,
-    split_params,
-)
+from commrt.backends.footprint import LANE_NBYTES, footprint
+from commrt.backends.planning import INLINE_NBYTES, TransportParams, split_params
 from commrt.dtypes import dtype_by_name
 from commrt.operations import operation
 from commrt.select.facts import Candidate, ParamValue
@@ -66,7 +61,7 @@ def transport_variants(
     least, most = INLINE_NBYTES
 
     def other_inlines() -> Iterator[int]:
-        parts = fragments(bound.chunk_nbytes(transport))
+        parts = fragments(bound.chunk_nbytes(transport.chunk))
         # An upper bound, rounded up to whole lines.
         longest = bound.largest_nbytes(num_elements, itemsize, parts) - least
         if longest < most:
@@ -75,7 +70,7 @@ def transport_variants(
             yield most
 
     def changes() -> Iterator[Mapping[str, ParamValue]]:
-        by_default = fragments(bound.chunk_nbytes(transport))
+        by_default = fragments(bound.chunk_nbytes(transport.chunk))
         seen = {by_default}
         yield from ({"chunk": c} for c in _CHUNKS if _is_new(fragments(c), seen))
         if thorough and by_default > 1:

@@ -191,6 +191,13 @@ void bind_group(nb::module_& m) {
                  PlanKey::pack(coll, static_cast<DType>(dtype), redop, plan->device);
              g.remember_plan({count, what, root}, std::move(plan));
            })
+      .def("_remember_vector_plan",
+           [](Group& g, int64_t count, int coll, int dtype, int redop, int root,
+              std::vector<int64_t> counts, PlanPtr plan) {
+             const uint32_t what =
+                 PlanKey::pack(coll, static_cast<DType>(dtype), redop, plan->device);
+             g.remember_vector_plan({{count, what, root}, std::move(counts)}, std::move(plan));
+           })
       .def("_forget_plans", &Group::forget_plans)
       .def("_records", &records_of,
            "The last operations, oldest first: (seq, coll, dtype, redop, count, root, state, "

@@ -117,7 +117,9 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
                            bool returns_out, int64_t itemsize, uint64_t user_function,
                            nb::object user_owner, bool rounds_scaled,
                            bool shows_result, Bits exposable, Bits operand_exposable,
-                           Bits deliverable, Landings landings) {
+                           Bits deliverable, Landings landings,
+                           const std::vector<int64_t>& instr_fragments,
+                           const std::vector<std::pair<int64_t, int64_t>>& peer_fragments) {
   auto plan = std::make_shared<Plan>();
   plan->shows_result = shows_result;
   plan->coll = coll;
@@ -158,13 +160,20 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
     if (rank < 0 || rank >= group.comm->size || rank == group.comm->rank) {
       throw std::invalid_argument("peer " + std::to_string(rank) + " is not another rank");
     }
-    peer_index[rank] = static_cast<int>(plan->peers.size());
+    const size_t index = plan->peers.size();
+    peer_index[rank] = static_cast<int>(index);
     plan->peers.push_back({rank, sends, recvs});
+    if (peer_fragments.empty()) continue;
+    plan->peers.back().send_fragments = peer_fragments.at(index).first;
+    plan->peers.back().recv_fragments = peer_fragments.at(index).second;
   }
   if (!plan->user) plan->combine = combine_for(plan->dtype, plan->redop);
   read_instructions(*plan, *group.comm, inputs, input_ptr, outputs, output_ptr, deps, dep_ptr,
                     peer_index, factor != 1.0 || plan->redop == RedOp::PremulSum,
                     {exposable, operand_exposable, deliverable, landings});
+  for (size_t i = 0; i < instr_fragments.size(); ++i) {
+    plan->instrs.at(i).fragments = instr_fragments[i];
+  }
   const bool logical = plan->redop >= RedOp::Land && plan->redop <= RedOp::Lxor;
   // An operand that meets no other is copied; "and" with itself gives its truth.
   if (alone && logical) plan->truth = combine_for(plan->dtype, RedOp::Land);
@@ -187,7 +196,9 @@ PlanPtr with_factor(const PlanPtr& plan, Group& group, double factor, int64_t in
 
 PlanPtr make_native_plan(int coll, int dtype, int redop, int root, int64_t in_elems,
                          int64_t out_elems, const std::string& label, uint64_t datatype,
-                         uint64_t op, uint64_t comm, int count, bool returns_out) {
+                         uint64_t op, uint64_t comm, int count, bool returns_out,
+                         const std::vector<int>& send_counts, const std::vector<int>& send_at,
+                         const std::vector<int>& recv_counts, const std::vector<int>& recv_at) {
   auto plan = std::make_shared<Plan>();
   plan->coll = coll;
   plan->dtype = static_cast<DType>(dtype);
@@ -200,7 +211,7 @@ PlanPtr make_native_plan(int coll, int dtype, int redop, int root, int64_t in_el
   plan->native = true;
   plan->returns_out = returns_out;
   plan->call = {static_cast<Handle>(datatype), static_cast<Handle>(op),
-                static_cast<Handle>(comm), count};
+                static_cast<Handle>(comm), count, send_counts, send_at, recv_counts, recv_at};
   return plan;
 }
 
@@ -228,11 +239,15 @@ void bind_plan(nb::module_& m) {
         nb::arg("adaptive"), nb::arg("factor"), nb::arg("integer_factor"), nb::arg("divisor"),
         nb::arg("alone"), nb::arg("returns_out"), nb::arg("itemsize"), nb::arg("user_function"),
         nb::arg("user_owner").none(), nb::arg("rounds_scaled"), nb::arg("shows_result"), nb::arg("exposable"),
-        nb::arg("operand_exposable"), nb::arg("deliverable"), nb::arg("landings"));
+        nb::arg("operand_exposable"), nb::arg("deliverable"), nb::arg("landings"),
+        nb::arg("instr_fragments") = std::vector<int64_t>{},
+        nb::arg("peer_fragments") = std::vector<std::pair<int64_t, int64_t>>{});
   m.def("make_native_plan", &make_native_plan, nb::kw_only(), nb::arg("coll"),
         nb::arg("dtype"), nb::arg("redop"), nb::arg("root"), nb::arg("in_elems"),
         nb::arg("out_elems"), nb::arg("label"), nb::arg("datatype"), nb::arg("op"),
-        nb::arg("comm"), nb::arg("count"), nb::arg("returns_out"));
+        nb::arg("comm"), nb::arg("count"), nb::arg("returns_out"),
+        nb::arg("send_counts") = std::vector<int>{}, nb::arg("send_at") = std::vector<int>{},
+        nb::arg("recv_counts") = std::vector<int>{}, nb::arg("recv_at") = std::vector<int>{});
 }
 
 }  // namespace commrt

@@ -200,7 +200,7 @@ class Op {
   bool over_mpi(const Ref& ref) const;
   int rank_of(const Ref& ref) const { return plan->peers[ref.peer].rank; }
   // Where a fragment of a local slice begins; the slice is one block, or uncut.
-  unsigned char* start_of(const Ref& ref, int64_t fragment) const;
+  unsigned char* start_of(const Instr& ins, const Ref& ref, int64_t fragment) const;
   bool inputs_arrived(const Instr& ins, int64_t fragment);
   bool outputs_free(const Instr& ins, int64_t fragment);
   bool value_ready(const Instr& ins, int64_t fragment, int index,
@@ -212,6 +212,7 @@ class Op {
   void pack(const Instr& ins, int64_t fragment, unsigned char* to);
   void take_inputs(const Instr& ins, int64_t fragment);
   bool complete(uint64_t limit);
+  const void* copied_where_in_place(uint64_t limit);
   bool copy_slice(void* to, const void* from, int64_t elems, uint64_t limit);
   bool advance_native(uint64_t limit);
   void fail(std::string message);

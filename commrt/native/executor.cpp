@@ -75,13 +75,14 @@ void Op::adopt(const std::shared_ptr<const Plan>& plan_, const void* in_, void* 
 void Op::bind(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_) {
   adopt(plan_, in_, out_);
   const Plan& p = *plan;
-  const uint64_t fragments = static_cast<uint64_t>(p.fragments);
   for (size_t i = 0; i < p.peers.size(); ++i) {
     Link& link = comm->link(p.peers[i].rank);
     out_base_[i] = link.next_out;
     in_base_[i] = link.next_in;
-    link.next_out += fragments * static_cast<uint64_t>(p.peers[i].sends_per_fragment);
-    link.next_in += fragments * static_cast<uint64_t>(p.peers[i].recvs_per_fragment);
+    link.next_out += static_cast<uint64_t>(p.peers[i].send_fragments) *
+                     static_cast<uint64_t>(p.peers[i].sends_per_fragment);
+    link.next_in += static_cast<uint64_t>(p.peers[i].recv_fragments) *
+                    static_cast<uint64_t>(p.peers[i].recvs_per_fragment);
   }
 }
 
@@ -194,6 +195,7 @@ bool Op::outputs_free(const Instr& ins, int64_t fragment) {
 
 bool Op::run(int64_t fragment, int index) {
   const Instr& ins = plan->instrs[index];
+  if (fragment >= ins.fragments) return true;
   if (ins.has_mpi) {
     if (!run_mpi(fragment, index)) return false;
   } else {
@@ -248,7 +250,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
   auto piece_elems = [&](int piece) -> int64_t {
     if (whole) return ins.elems;
     const int64_t len = offsets[shape->lo + piece + 1] - offsets[shape->lo + piece];
-    return p.cut(len, fragment + 1) - p.cut(len, fragment);
+    return p.cut(ins, len, fragment + 1) - p.cut(ins, len, fragment);
   };
   auto local = [&](const Ref& ref, int piece) -> const unsigned char* {
     const unsigned char* start = base(ref.space);
@@ -256,7 +258,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     const auto& at = p.spaces[ref.space].offsets;
     const int64_t lo = at[ref.lo + piece];
     const int64_t len = at[ref.lo + piece + 1] - lo;
-    return start + static_cast<size_t>(lo + p.cut(len, fragment)) * item;
+    return start + static_cast<size_t>(lo + p.cut(ins, len, fragment)) * item;
   };
   size_t total = 0;
   for (int piece = 0; piece < pieces; ++piece) {
@@ -273,7 +275,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     if (whole) return 0;
     const int64_t lo = offsets[shape->lo + piece];
     const int64_t len = offsets[shape->lo + piece + 1] - lo;
-    return static_cast<size_t>(lo - offsets[shape->lo] + p.cut(len, fragment)) * item;
+    return static_cast<size_t>(lo - offsets[shape->lo] + p.cut(ins, len, fragment)) * item;
   };
 
   auto& messages = operands.messages;

@@ -56,6 +56,27 @@ struct PlanKeyHash {
 
 using PlanPtr = std::shared_ptr<const Plan>;
 
+// Of an operation whose lengths differ by rank. Equal counts, never an equal hash alone, make
+// two calls the same.
+struct VectorKey {
+  PlanKey plain;
+  std::vector<int64_t> counts;
+  bool operator==(const VectorKey& other) const {
+    return plain == other.plain && counts == other.counts;
+  }
+};
+
+struct VectorKeyHash {
+  size_t operator()(const VectorKey& key) const {
+    uint64_t h = PlanKeyHash()(key.plain);
+    for (const int64_t count : key.counts) {
+      h = (h ^ static_cast<uint64_t>(count)) * 0x9E3779B97F4A7C15ull;
+      h ^= h >> 32;
+    }
+    return h;
+  }
+};
+
 // Base class of commrt.comm.Communicator.
 class Group {
  public:
@@ -68,13 +89,35 @@ class Group {
 
   const PlanPtr* find_plan(const PlanKey& key);
   void remember_plan(const PlanKey& key, PlanPtr plan);
+  // `given`: the objects that hold the counts.
+  const PlanPtr* find_vector_plan(const VectorKey& key, PyObject* const* given, int num);
+  bool is_asked_again(const PlanKey& key, PyObject* const* given, int num) const {
+    for (int i = 0; i < num; ++i) {
+      if (given[i] == nullptr || given[i] != last_given_[i].ptr()) return false;
+    }
+    return last_vector_plan_ != nullptr && key == last_vector_key_.plain;
+  }
+  const PlanPtr& last_vector_plan() const { return last_vector_plan_; }
+  // Whether the last one's first counts are also its second ones.
+  bool swaps() const {
+    const auto& counts = last_vector_key_.counts;
+    const auto half = static_cast<std::ptrdiff_t>(counts.size() / 2);
+    return std::equal(counts.begin(), counts.begin() + half, counts.begin() + half);
+  }
+  void remember_vector_plan(VectorKey key, PlanPtr plan);
   void forget_plans();
-  size_t num_plans() const { return plans_.size(); }
+  size_t num_plans() const { return plans_.size() + vector_plans_.size(); }
+
+  VectorKey asked;  // of the call that is being looked at: its memory is used again
 
  private:
   std::unordered_map<PlanKey, PlanPtr, PlanKeyHash> plans_;
   PlanKey last_key_{-1, 0, 0};
   PlanPtr last_plan_;
+  std::unordered_map<VectorKey, PlanPtr, VectorKeyHash> vector_plans_;
+  VectorKey last_vector_key_;
+  PlanPtr last_vector_plan_;  // null: the key means nothing
+  nb::object last_given_[2];  // where these are tuples, which nobody can change
 };
 
 // One started operation as Python sees it.

@@ -41,6 +41,11 @@ std::string MpiApi::load(const std::unordered_map<std::string, uint64_t>& addres
   bind("MPI_Iscan", iscan);
   bind("MPI_Iexscan", iexscan);
   bind("MPI_Ibarrier", ibarrier);
+  bind("MPI_Iallgatherv", iallgatherv);
+  bind("MPI_Ialltoallv", ialltoallv);
+  bind("MPI_Igatherv", igatherv);
+  bind("MPI_Iscatterv", iscatterv);
+  bind("MPI_Ireduce_scatter", ireduce_scatter);
   loaded = missing.empty();
   return missing;
 }

@@ -47,6 +47,15 @@ struct MpiApi {
   int (*iscan)(const void*, void*, int, Handle, Handle, Handle, void*) = nullptr;
   int (*iexscan)(const void*, void*, int, Handle, Handle, Handle, void*) = nullptr;
   int (*ibarrier)(Handle, void*) = nullptr;
+  int (*iallgatherv)(const void*, int, Handle, void*, const int*, const int*, Handle, Handle,
+                     void*) = nullptr;
+  int (*ialltoallv)(const void*, const int*, const int*, Handle, void*, const int*, const int*,
+                    Handle, Handle, void*) = nullptr;
+  int (*igatherv)(const void*, int, Handle, void*, const int*, const int*, Handle, int, Handle,
+                  void*) = nullptr;
+  int (*iscatterv)(const void*, const int*, const int*, Handle, void*, int, Handle, int, Handle,
+                   void*) = nullptr;
+  int (*ireduce_scatter)(const void*, void*, const int*, Handle, Handle, Handle, void*) = nullptr;
 
   Handle byte_type = 0;
   void* in_place = nullptr;

@@ -16,10 +16,10 @@ bool Op::over_mpi(const Ref& ref) const {
   return ref.is_message && comm->link(rank_of(ref)).kind == LinkKind::Mpi;
 }
 
-unsigned char* Op::start_of(const Ref& ref, int64_t fragment) const {
+unsigned char* Op::start_of(const Instr& ins, const Ref& ref, int64_t fragment) const {
   const auto& at = plan->spaces[ref.space].offsets;
   const int64_t lo = at[ref.lo];
-  const int64_t cut = plan->fragments == 1 ? 0 : plan->cut(at[ref.lo + 1] - lo, fragment);
+  const int64_t cut = plan->fragments == 1 ? 0 : plan->cut(ins, at[ref.lo + 1] - lo, fragment);
   return const_cast<unsigned char*>(base(ref.space)) +
          static_cast<size_t>(lo + cut) * plan->itemsize;
 }
@@ -153,7 +153,7 @@ MpiStep Op::prepare_mpi(const Instr& ins, int64_t fragment, size_t nbytes, bool 
     MpiInput& one = step.inputs.emplace_back();
     one.index = i;
     if (direct) {
-      step.sources[i] = start_of(ins.local_outs[0], fragment);
+      step.sources[i] = start_of(ins, ins.local_outs[0], fragment);
     } else {
       one.staging.reset(new unsigned char[nbytes + 1]);
       step.sources[i] = one.staging.get();
@@ -184,7 +184,7 @@ bool Op::run_mpi(int64_t fragment, int index) {
   } else {
     for (int b = shape->lo; b < shape->hi; ++b) {
       const int64_t len = offsets[b + 1] - offsets[b];
-      nbytes += static_cast<size_t>(p.cut(len, fragment + 1) - p.cut(len, fragment)) * p.itemsize;
+      nbytes += static_cast<size_t>(p.cut(ins, len, fragment + 1) - p.cut(ins, len, fragment)) * p.itemsize;
     }
   }
 
@@ -224,7 +224,7 @@ bool Op::run_mpi(int64_t fragment, int index) {
     send.fragment = fragment;
     const unsigned char* value;
     if (stays) {
-      value = start_of(source, fragment);
+      value = start_of(ins, source, fragment);
     } else {
       send.staging.reset(new unsigned char[nbytes + 1]);
       pack(ins, fragment, send.staging.get());
@@ -253,8 +253,8 @@ void Op::pack(const Instr& ins, int64_t fragment, unsigned char* to) {
   const auto& at = p.spaces[ref.space].offsets;
   for (int b = ref.lo; b < ref.hi; ++b) {
     const int64_t len = at[b + 1] - at[b];
-    const int64_t from = p.cut(len, fragment);
-    const size_t elems = static_cast<size_t>(p.cut(len, fragment + 1) - from);
+    const int64_t from = p.cut(ins, len, fragment);
+    const size_t elems = static_cast<size_t>(p.cut(ins, len, fragment + 1) - from);
     const void* source = base(ref.space) + static_cast<size_t>(at[b] + from) * p.itemsize;
     if (elems == 0) continue;
     if (scale) {
@@ -271,7 +271,9 @@ constexpr const char* kFunctions[] = {"MPI_Iallreduce", "MPI_Ireduce",
                                       "MPI_Ireduce_scatter_block", "MPI_Ialltoall",
                                       "MPI_Igather",    "MPI_Iscatter",
                                       "MPI_Ibarrier",   "MPI_Iscan",
-                                      "MPI_Iexscan"};
+                                      "MPI_Iexscan",   "MPI_Iallgatherv",
+                                      "MPI_Ialltoallv", "MPI_Igatherv",
+                                      "MPI_Iscatterv", "MPI_Ireduce_scatter"};
 
 // Copies at most `limit` bytes of what is left of a buffer; true once all of it is there.
 bool Op::copy_slice(void* to, const void* from, int64_t elems, uint64_t limit) {
@@ -283,6 +285,16 @@ bool Op::copy_slice(void* to, const void* from, int64_t elems, uint64_t limit) {
     copied_ += piece;
   }
   return copied_ == nbytes;
+}
+
+// What to send of a collective that may write its result over it.
+const void* Op::copied_where_in_place(uint64_t limit) {
+  if (static_cast<const void*>(in) != static_cast<void*>(out) || plan->in_elems == 0) return in;
+  if (copied_ == 0) {
+    const size_t nbytes = static_cast<size_t>(plan->in_elems) * plan->itemsize;
+    tmp_storage.reset(new unsigned char[nbytes]);
+  }
+  return copy_slice(tmp_storage.get(), in, plan->in_elems, limit) ? tmp_storage.get() : nullptr;
 }
 
 bool Op::advance_native(uint64_t limit) {
@@ -318,17 +330,10 @@ bool Op::advance_native(uint64_t limit) {
         break;
       case 5:
         // MPI wants "in place" from all ranks or none; here it is one rank's own business.
-        send = in;
-        if (in_place && plan->in_elems != 0) {
-          if (copied_ == 0) {
-            const size_t nbytes = static_cast<size_t>(plan->in_elems) * plan->itemsize;
-            tmp_storage.reset(new unsigned char[nbytes]);
-          }
-          if (!copy_slice(tmp_storage.get(), in, plan->in_elems, limit)) {
-            comm->native_refused_ = true;
-            return true;
-          }
-          send = tmp_storage.get();
+        send = copied_where_in_place(limit);
+        if (send == nullptr && in_place && plan->in_elems != 0) {
+          comm->native_refused_ = true;
+          return true;
         }
         rc = api.ialltoall(send, call.count, call.datatype, out, call.count, call.datatype,
                            call.comm, request);
@@ -355,6 +360,32 @@ bool Op::advance_native(uint64_t limit) {
         } else {
           rc = api.iexscan(send, out, call.count, call.datatype, call.op, call.comm, request);
         }
+        break;
+      case 11:
+        rc = api.iallgatherv(in, call.count, call.datatype, out, call.recv_counts.data(),
+                             call.recv_at.data(), call.datatype, call.comm, request);
+        break;
+      case 12:
+        send = copied_where_in_place(limit);
+        if (send == nullptr && in_place && plan->in_elems != 0) {
+          comm->native_refused_ = true;
+          return true;
+        }
+        rc = api.ialltoallv(send, call.send_counts.data(), call.send_at.data(), call.datatype,
+                            out, call.recv_counts.data(), call.recv_at.data(), call.datatype,
+                            call.comm, request);
+        break;
+      case 13:
+        rc = api.igatherv(in, call.count, call.datatype, out, call.recv_counts.data(),
+                          call.recv_at.data(), call.datatype, plan->root, call.comm, request);
+        break;
+      case 14:
+        rc = api.iscatterv(in, call.send_counts.data(), call.send_at.data(), call.datatype, out,
+                           call.count, call.datatype, plan->root, call.comm, request);
+        break;
+      case 15:
+        rc = api.ireduce_scatter(in, out, call.recv_counts.data(), call.datatype, call.op,
+                                 call.comm, request);
         break;
       default:
         fail("no vendor collective for this operation");

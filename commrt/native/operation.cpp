@@ -11,6 +11,7 @@
 #include "group.hpp"
 #include "method_descriptor.hpp"
 
+#include <algorithm>
 #include <new>
 
 namespace commrt {
@@ -21,10 +22,12 @@ struct Operation {
   MethodDescriptor head;
   int coll;
   bool takes_x, has_root, reduces, in_place;
+  int num_counts;  // arguments with a number per rank
 };
 
 struct Words {  // interned once: keyword names are compared by address
   PyObject *out, *op, *factor, *root, *nonblocking, *call;
+  PyObject *counts, *send_counts, *recv_counts;
   PyObject* reductions[kNumRedOps];
 };
 Words words;
@@ -74,6 +77,40 @@ PyObject* hand_over(Operation* self, PyObject* const* args, Py_ssize_t nargs, Py
   return result;
 }
 
+// Reads the numbers of a tuple, a list or an array of numpy; false for anything else.
+bool read_counts(PyObject* object, Py_ssize_t size, int64_t* counts) {
+  if (PyTuple_CheckExact(object) || PyList_CheckExact(object)) {
+    if (PySequence_Fast_GET_SIZE(object) != size) return false;
+    PyObject** const items = PySequence_Fast_ITEMS(object);
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      if (!PyLong_CheckExact(items[i])) return false;
+      counts[i] = PyLong_AsLongLong(items[i]);
+      if (counts[i] < 0) {  // also where it does not fit
+        PyErr_Clear();
+        return false;
+      }
+    }
+    return true;
+  }
+  View view;
+  if (!view_of_numpy(object, view) || view.dtype != DType::I64 || view.count != size) return false;
+  std::copy_n(static_cast<const int64_t*>(view.data), size, counts);
+  return true;
+}
+
+// The plan of a call with counts. The very tuples of the call before need not be read again.
+const PlanPtr* find_counted(Group& group, const PlanKey& key, PyObject* const* given, int num) {
+  if (group.is_asked_again(key, given, num)) return &group.last_vector_plan();
+  VectorKey& asked = group.asked;
+  const auto size = static_cast<Py_ssize_t>(group.comm->size);
+  asked.plain = key;
+  asked.counts.resize(static_cast<size_t>(num * size));
+  for (int i = 0; i < num; ++i) {
+    if (given[i] == nullptr || !read_counts(given[i], size, &asked.counts[i * size])) return nullptr;
+  }
+  return group.find_vector_plan(asked, given, num);
+}
+
 bool overlaps(const View& a, const View& b) {
   const auto* a0 = static_cast<const unsigned char*>(a.data);
   const auto* b0 = static_cast<const unsigned char*>(b.data);
@@ -94,6 +131,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
       Engine::forked.load(std::memory_order_relaxed)) return slow();
 
   PyObject* out_object = nullptr;
+  PyObject* counts_object[2] = {nullptr, nullptr};
   int reduction = 0;
   PyObject* factor = nullptr;
   long root = 0;
@@ -116,6 +154,12 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
       root = PyLong_AsLong(value);
       if (root == -1 && PyErr_Occurred()) PyErr_Clear();
       if (root < 0 || root >= group.comm->size) return slow();
+    } else if (self->num_counts == 1 && key == words.counts) {
+      counts_object[0] = value;
+    } else if (self->num_counts == 2 && key == words.send_counts) {
+      counts_object[0] = value;
+    } else if (self->num_counts == 2 && key == words.recv_counts) {
+      counts_object[1] = value;
     } else if (key == words.nonblocking) {
       if (!PyBool_Check(value)) return slow();
       nonblocking = value == Py_True;
@@ -125,20 +169,32 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   }
 
   View x, out;
-  if (self->takes_x) {
+  int64_t count = -1;  // of x; none where only others have one
+  if (self->num_counts != 0 && args[1] == Py_None) {
+    if (out_object == nullptr || !view_of_numpy(out_object, out)) return slow();
+    x.dtype = out.dtype;
+  } else if (self->takes_x) {
     if (!view_of_numpy(args[1], x)) return slow();
+    count = x.count;
     if (out_object == nullptr) {
-      if (!self->in_place) return slow();
       out = x;
     } else if (!view_of_numpy(out_object, out) || out.dtype != x.dtype) {
       return slow();
     }
   }
-  const PlanKey key{x.count, PlanKey::pack(self->coll, x.dtype, reduction, x.device),
+  const PlanKey key{self->takes_x ? count : x.count,
+                    PlanKey::pack(self->coll, x.dtype, reduction, x.device),
                     static_cast<int32_t>(root)};
-  const PlanPtr* found = group.find_plan(key);
+  const PlanPtr* found = nullptr;
+  if (self->num_counts == 0) {
+    found = group.find_plan(key);
+  } else {
+    found = find_counted(group, key, counts_object, self->num_counts);
+  }
   if (found == nullptr) return slow();
   const PlanPtr plan = *found;
+  const bool has_output = plan->out_elems != 0 || plan->returns_out;
+  if (self->takes_x && out_object == nullptr && !self->in_place && has_output) return slow();
   if ((factor != nullptr) != (plan->redop == RedOp::PremulSum)) return slow();
   if (factor != nullptr &&
       (x.dtype < DType::F16 || plan->factor.real != PyFloat_AS_DOUBLE(factor))) return slow();
@@ -147,14 +203,17 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     if (plan->out_elems != 0) {
       if (out.count != plan->out_elems || !out.writable) return slow();
       const bool same = out.data == x.data;
-      if ((!same && overlaps(x, out)) || (same && !self->in_place && x.count != 0)) return slow();
+      if ((!same && overlaps(x, out)) || (same && !self->in_place && x.count != 0 &&
+                                        !(self->num_counts == 2 && group.swaps()))) {
+        return slow();
+      }
     }
   }
   PyObject* result = out_object != nullptr ? out_object : self->takes_x ? args[1] : Py_None;
-  if (plan->out_elems == 0 && !plan->returns_out) result = Py_None;
+  if (!has_output) result = Py_None;
   try {
     nb::object value = run_plan(nb::handle(args[0]), plan, x.data, out.data,
-                                self->takes_x ? nb::handle(args[1]) : nb::handle(),
+                                count >= 0 ? nb::handle(args[1]) : nb::handle(),
                                 nb::handle(out_object), nb::handle(result),
                                 nb::handle(self->head.name), nonblocking, timeout_s);
     return value.release().ptr();
@@ -180,6 +239,9 @@ void bind_operation(nb::module_& m) {
   words.factor = PyUnicode_InternFromString("factor");
   words.root = PyUnicode_InternFromString("root");
   words.nonblocking = PyUnicode_InternFromString("nonblocking");
+  words.counts = PyUnicode_InternFromString("counts");
+  words.send_counts = PyUnicode_InternFromString("send_counts");
+  words.recv_counts = PyUnicode_InternFromString("recv_counts");
   words.call = PyUnicode_InternFromString("_call");
   for (int i = 0; i < kNumRedOps; ++i) words.reductions[i] = PyUnicode_InternFromString(kReductions[i]);
 
@@ -189,7 +251,7 @@ void bind_operation(nb::module_& m) {
 
   m.def("make_operation",
         [](nb::str name, nb::str doc, int coll, bool takes_x, bool has_root, bool reduces,
-           bool in_place) -> nb::object {
+           bool in_place, int num_counts) -> nb::object {
           auto* self = reinterpret_cast<Operation*>(
               make_descriptor(operation_type, call_operation, name.release().ptr(),
                               doc.release().ptr(), nullptr));
@@ -199,11 +261,12 @@ void bind_operation(nb::module_& m) {
           self->has_root = has_root;
           self->reduces = reduces;
           self->in_place = in_place;
+          self->num_counts = num_counts;
           return nb::steal(reinterpret_cast<PyObject*>(self));
         },
         nb::arg("name"), nb::arg("doc"), nb::arg("coll"), nb::arg("takes_x"),
         nb::arg("has_root"), nb::arg("reduces"), nb::arg("in_place"),
-        "Make the method descriptor of one operation.");
+        nb::arg("num_counts"), "Make the method descriptor of one operation.");
 }
 
 }  // namespace commrt

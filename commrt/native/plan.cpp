@@ -24,15 +24,15 @@ int64_t Plan::slice_elems(const Ref& ref) const {
 }
 
 // Upper bound, in bytes, of any fragment of this slice.
-size_t Plan::largest_fragment(const Ref& ref) const {
+size_t Plan::largest_fragment(const Instr& ins, const Ref& ref) const {
   const auto& offsets = spaces[ref.space].offsets;
   size_t nbytes = 0;
   for (int b = ref.lo; b < ref.hi; ++b) {
     const int64_t len = offsets[b + 1] - offsets[b];
-    if (fragments == 1) {
+    if (ins.fragments == 1) {
       nbytes += static_cast<size_t>(len) * itemsize;
     } else {
-      nbytes += static_cast<size_t>(len / fragments + 1) * itemsize + kAlign;
+      nbytes += static_cast<size_t>(len / ins.fragments + 1) * itemsize + kAlign;
     }
   }
   return nbytes;
@@ -82,6 +82,13 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
     }
   }
   depth = static_cast<int>(std::min<int64_t>(depth, fragments));
+  for (auto& ins : instrs) {
+    if (ins.fragments == 0) ins.fragments = fragments;
+  }
+  for (auto& peer : peers) {
+    if (peer.send_fragments == 0) peer.send_fragments = fragments;
+    if (peer.recv_fragments == 0) peer.recv_fragments = fragments;
+  }
   for (auto& space : spaces) {
     if (space.kind != SpaceKind::Tmp) continue;
     space.tmp_offset = tmp_nbytes;
@@ -118,7 +125,7 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
                        spaces[ins.local_outs[0].space].kind == SpaceKind::Out &&
                        !reads_again(ins.local_outs[0]);
     const uint64_t nbytes = static_cast<uint64_t>(ins.elems) * itemsize;
-    ins.slice_nbytes = kLeastWork + nbytes / static_cast<uint64_t>(fragments);
+    ins.slice_nbytes = kLeastWork + nbytes / static_cast<uint64_t>(ins.fragments);
     if (!ins.sends.empty()) {
       // A slot holds a payload once for all of its readers.
       ins.inline_nbytes = ins.sends.size() == 1 ? inline_nbytes : kInlineBytes;
@@ -144,7 +151,7 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
     const Ref* local = nullptr;
     for (const auto& ref : ins.inputs) if (!ref.is_message) local = &ref;
     for (const auto& ref : ins.local_outs) local = &ref;
-    slot_nbytes = std::max(slot_nbytes, round_up(largest_fragment(*local), kAlign));
+    slot_nbytes = std::max(slot_nbytes, round_up(largest_fragment(ins, *local), kAlign));
   }
   slot_nbytes += kAlign;  // slot_shift()
   // A whole fragment fits, so a schedule that needs no bound on buffering needs none here.

@@ -53,6 +53,7 @@ struct Instr {
   size_t inline_nbytes = 0;  // payloads up to this ride in lines
   uint64_t slice_nbytes = 0;  // what one run counts for where work is bounded
   bool has_mpi = false;      // some message crosses MPI
+  int64_t fragments = 0;     // of the plan's; later ones leave it out. 0: all of them
   // In which cases (Sharing) peers may read what is sent out of this rank's own buffer.
   uint8_t exposable = 0;  // out of the result here
   uint8_t operand_exposable = 0;  // out of the only operand
@@ -67,6 +68,9 @@ struct PeerUse {
   int rank;
   int sends_per_fragment;
   int recvs_per_fragment;
+  // Of the plan's, where not all fragments have messages with this peer; 0: all have.
+  int64_t send_fragments = 0;
+  int64_t recv_fragments = 0;
 };
 
 // The one opaque step of a vendor collective.
@@ -74,7 +78,10 @@ struct NativeCall {
   Handle datatype = 0;
   Handle op = 0;
   Handle comm = 0;
-  int count = 0;  // per-rank block for block operations
+  int count = 0;  // per-rank block for block operations; this rank's part where they differ
+  // Where they differ: elements and first element per rank, of what is sent (out of the root of
+  // a scatter, and to every rank of an alltoall) and of what is received.
+  std::vector<int> send_counts, send_at, recv_counts, recv_at;
 };
 
 // Bounds of what runs from the caller's stack (short_run.cpp).
@@ -222,12 +229,12 @@ class Plan : public std::enable_shared_from_this<Plan> {
     }
   }
 
-  // Sub-range of fragment f of a block of `len` elements.
-  int64_t cut(int64_t len, int64_t f) const {
+  // Sub-range of fragment f of a block of `len` elements, for an instruction.
+  int64_t cut(const Instr& ins, int64_t len, int64_t f) const {
     if (f == 0) return 0;
-    if (f == fragments) return len;
+    if (f == ins.fragments) return len;
     const int64_t align = itemsize >= kAlign ? 1 : static_cast<int64_t>(kAlign / itemsize);
-    return len * f / fragments / align * align;
+    return len * f / ins.fragments / align * align;
   }
 
   // Where in its slot a payload starts that is written together with `local`: on the same
@@ -244,7 +251,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   bool add_tiny(const ShortInstr& flat);
   static constexpr size_t kAlign = 64;
   int64_t slice_elems(const Ref& ref) const;
-  size_t largest_fragment(const Ref& ref) const;
+  size_t largest_fragment(const Instr& ins, const Ref& ref) const;
   bool reads_again(const Ref& written) const;
 };
 

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commrt import env
-from commrt.errors import MismatchError, TimeoutError_
+from commrt.errors import (
+    BufferError_,
+    CommError,
+    MismatchError,
+    TimeoutError_,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from commrt.calls import Bound, Call
@@ -27,9 +33,11 @@ __all__ = ["Checker", "describe"]
 
 _NBYTES = 640
 _TEXT_NBYTES = 96
+_ERROR_LENGTH = 300
 _COMPARED = (
     "operation",
     "elements",
+    "counts",
     "dtype",
     "op",
     "root",
@@ -46,7 +54,9 @@ def describe(call: Call, bound: Bound, table: str | None) -> dict[str, Any]:
     asked = [call.backend, call.algorithm, dict(call.params or {})]
     return {
         "operation": spec.name,
-        "elements": bound.num_elements,
+        # Of an alltoallv a rank's own; its counts are compared pair by pair.
+        "elements": None if spec.rule_bytes == "any" else bound.num_elements,
+        "counts": _counts(call, bound),
         "dtype": bound.dtype.name,
         "op": None if call.op is None else _shortened(call.op),
         "root": call.root if spec.has_root else None,
@@ -54,6 +64,15 @@ def describe(call: Call, bound: Bound, table: str | None) -> dict[str, Any]:
         "name": None if call.name is None else _shortened(call.name),
         "table": None if table is None else table[:12],
     }
+
+
+def _counts(call: Call, bound: Bound) -> str | None:
+    """Return what the ranks must agree on of the counts."""
+    if call.spec.rule_bytes == "any":
+        return "recv_counts exchanged" if call.counts[1] is None else "all given"
+    if not bound.counts:
+        return None
+    return _shortened(" ".join(map(str, bound.counts[0])))
 
 
 def _shortened(text: str) -> str:
@@ -69,7 +88,8 @@ class Checker:
 
     def __init__(self, comm: Communicator, channel: Communicator) -> None:
         self._comm = comm
-        self._channel = channel
+        self.channel = channel
+        """Another communicator of the same ranks."""
 
     @staticmethod
     def is_wanted() -> bool:
@@ -78,17 +98,15 @@ class Checker:
 
     def close(self) -> None:
         """Free the communicator that the comparisons go over."""
-        self._channel.free()
+        self.channel.free()
 
     def give_up(self, why: str) -> None:
         """End the waits of other ranks for this one."""
-        self._channel._set_failure(why)
+        self.channel._set_failure(why)
 
     def check(self, call: Call, bound: Bound) -> None:
         """Raise MismatchError on every rank unless all of them make the same call."""
         fields = describe(call, bound, self._comm.table_digest)
-        fields["seq"] = self._comm.next_seq
-        fields["site"] = _call_site()
         said = self._exchange(fields, call.timeout_s)
         first = said[0]
         differing = [
@@ -98,22 +116,60 @@ class Checker:
         ]
         if differing:
             raise MismatchError(_message(self._comm.name, said, differing))
+        if len(bound.counts) == 2:
+            self._check_pairs(call, *bound.counts)
+
+    def tell(self, call: Call, error: CommError) -> None:
+        """Raise this error on every rank: the others compare their calls now."""
+        fields: dict[str, Any] = {"operation": call.spec.name}
+        text = str(error).encode("ascii", "replace").decode()
+        fields["error"] = [type(error).__name__, text[:_ERROR_LENGTH]]
+        self._exchange(fields, call.timeout_s)
+
+    def _check_pairs(
+        self, call: Call, sent: tuple[int, ...], received: tuple[int, ...]
+    ) -> None:
+        """Raise MismatchError on every rank where a pair disagrees on its length."""
+        comm = self._comm
+        limit = comm.timeout_s if call.timeout_s is None else call.timeout_s
+        told = self.channel.alltoall(
+            np.array(sent, np.int64), out=np.empty(comm.size, np.int64), timeout_s=limit
+        )
+        wrong = np.flatnonzero(told != np.array(received))[:1]
+        mine = np.full(3, -1, np.int64)
+        for source in wrong:
+            mine[:] = source, told[source], received[source]
+        rows = self.channel.allgather(mine, timeout_s=limit)
+        for rank, (source, gives, wants) in enumerate(rows.tolist()):
+            if source >= 0:
+                raise MismatchError(
+                    f"{call.spec.name} #{comm.next_seq} on {comm.name}: rank {source} "
+                    f"sends {gives} elements to rank {rank} (send_counts[{rank}]), "
+                    f"which expects {wants} (recv_counts[{source}]); nothing was sent"
+                )
 
     def _exchange(
         self, fields: dict[str, Any], timeout_s: float | None
     ) -> list[dict[str, Any]]:
+        fields["seq"] = self._comm.next_seq
+        fields["site"] = _call_site()
         text = json.dumps(fields, separators=(",", ":")).encode()
         # New arrays each time: after a timeout the old ones are still in flight.
         mine = np.zeros(_NBYTES, np.uint8)
         mine[: len(text)] = np.frombuffer(text, np.uint8)
         rows = np.empty((self._comm.size, _NBYTES), np.uint8)
         limit = self._comm.timeout_s if timeout_s is None else timeout_s
-        seq = self._channel.next_seq
+        seq = self.channel.next_seq
         try:
-            self._channel.allgather(mine, out=rows, timeout_s=limit)
+            self.channel.allgather(mine, out=rows, timeout_s=limit)
         except TimeoutError_ as error:
             raise self._late(fields, seq, limit) from error
-        return [_decode(row) for row in rows]
+        said = [_decode(row) for row in rows]
+        for each in said:
+            if "error" in each:
+                kind, told = each["error"]
+                raise {"BufferError_": BufferError_}.get(kind, UsageError)(told)
+        return said
 
     def _late(self, fields: dict[str, Any], seq: int, limit: float) -> TimeoutError_:
         """Give the communicator up: the others may go on to the operation."""
@@ -122,7 +178,7 @@ class Checker:
         comm.give_up(f"check mode waited in vain before {what}")
         return TimeoutError_(
             f"{what}, rank {comm.rank}: not complete within {limit:g} s: "
-            f"{self._channel.who_is_missing(seq)} (check mode: nothing of it was sent, "
+            f"{self.channel.who_is_missing(seq)} (check mode: nothing of it was sent, "
             f"and the communicator cannot be used any more)"
         )
 

@@ -14,7 +14,7 @@ from types import ModuleType
 
 from commrt import algorithms
 from commrt.errors import ScheduleError, UsageError, suggest
-from commrt.operations import COLLECTIVES, operation
+from commrt.operations import SCHEDULED, operation
 from commrt.schedule.verify import Report, verify
 from commrt.schedule.verify_lowered import verify_lowered
 
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "name", help="an algorithm, path.py:algorithm or module:algorithm"
     )
     parser.add_argument(
-        "--coll", choices=COLLECTIVES, help="one operation (default: all)"
+        "--coll", choices=SCHEDULED, help="one operation (default: all)"
     )
     parser.add_argument("--ranks", default="1..17", help="4, 1..64 or 2,4,8 (1..17)")
     parser.add_argument("--root", default="0", help="a rank or 'all' (0)")
@@ -91,9 +91,9 @@ def _import_file(path: Path) -> ModuleType:
 
 def collectives_of(name: str, coll: str | None) -> list[str]:
     """Return the operations that have the algorithm, or the one asked for."""
-    having = [one for one in COLLECTIVES if name in algorithms.names(one)]
+    having = [one for one in SCHEDULED if name in algorithms.names(one)]
     if not having:
-        known = {each for one in COLLECTIVES for each in algorithms.names(one)}
+        known = {each for one in SCHEDULED for each in algorithms.names(one)}
         raise UsageError(f"unknown algorithm {name!r}{suggest(name, known)}")
     if coll is None:
         return having

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from commrt import algorithms
 from commrt.errors import ScheduleError, UsageError
-from commrt.operations import COLLECTIVES
+from commrt.operations import SCHEDULED
 from commrt.schedule.cli import collectives_of, load
 from commrt.schedule.draw import draw
 from commrt.schedule.verify import verify
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--coll",
-        choices=COLLECTIVES,
+        choices=SCHEDULED,
         help="the operation (default: the first that has the algorithm)",
     )
     parser.add_argument("--ranks", type=int, default=8, help="number of ranks (8)")

@@ -15,6 +15,7 @@ from functools import partial
 from typing import NoReturn
 
 from commrt.errors import UsageError, suggest
+from commrt.operations import operation
 from commrt.select.facts import Candidate, Choice, CommFacts, Query, Source
 from commrt.select.match import Hit
 from commrt.select.model import cheapest
@@ -170,7 +171,7 @@ class Policy:
         """Return what ``choose`` would pick, the evidence, and what was rejected."""
         found = self.candidates(query)
         choice = self.choose(query)
-        hit = None if self.table is None else self.table.lookup(self.facts, query)
+        hit = self._lookup(query)
         rejected = self._rejections(query, found, choice, hit)
         followed = hit is not None and choice.rule == hit.index
         return Explanation(
@@ -184,7 +185,7 @@ class Policy:
 
     def _free(self, query: Query, found: Sequence[Candidate]) -> Choice:
         """Pick by the table, else by the model."""
-        hit = None if self.table is None else self.table.lookup(self.facts, query)
+        hit = self._lookup(query)
         able = hit is not None and _can_run(hit.rule.use, found)
         # A rule also knows the best parameters of the only candidate.
         if len({candidate.name for candidate in found}) == 1 and not able:
@@ -199,6 +200,24 @@ class Policy:
             return self._modelled(query, found, why)
         tail = f" ({hit.extrapolated})" if hit.extrapolated else ""
         return Choice(use, "table", f"{_rule_text(hit)}{tail}", hit.index)
+
+    def _lookup(self, query: Query) -> Hit | None:
+        """Return the rule for ``query``.
+
+        Where a vector operation has none, that of the operation whose schedules it runs
+        holds; but the library's own two collectives are different ones.
+        """
+        if self.table is None:
+            return None
+        hit = self.table.lookup(self.facts, query)
+        spec = operation(query.coll)
+        if hit is not None or spec.vector_of is None or spec.rule_bytes == "any":
+            return hit
+        plain = self.table.lookup(self.facts, replace(query, coll=spec.vector_of))
+        if plain is None or plain.rule.use.algorithm == "native":
+            return None
+        beside = f"; {plain.extrapolated}" if plain.extrapolated else ""
+        return replace(plain, extrapolated=f"of {spec.vector_of}{beside}")
 
     def _modelled(self, query: Query, found: Sequence[Candidate], why: str) -> Choice:
         best, cost = self._cheapest(query, found)

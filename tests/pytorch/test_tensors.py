@@ -115,3 +115,22 @@ def test_symmetric_tensors(name: str) -> None:
         return [out[0, 0].item(), out[-1, -1].item(), tuple(scalar.shape)]
 
     assert run(SIZE, rank_main, timeout_s=20) == [[1, 1, ()]] * SIZE
+
+
+def test_blocks_of_different_lengths_are_tensors_too() -> None:
+    counts = [2, 0, 4]
+
+    def rank_main(comm: Any) -> list[Any]:
+        x = torch.full((counts[comm.rank] // 2, 2), float(comm.rank))
+        joined = comm.allgatherv(x, counts=torch.tensor(counts))
+        own = comm.scatterv(joined, counts=counts)
+        sent = torch.arange(3.0) + 10 * comm.rank
+        got = comm.alltoallv(sent, send_counts=[1, 1, 1], nonblocking=True).wait()
+        found = (joined, own, got)
+        assert all(isinstance(one, torch.Tensor) for one in found)
+        return [one.tolist() for one in found]
+
+    joined = [[0.0, 0.0], [2.0, 2.0], [2.0, 2.0]]
+    own = [joined[:1], [], joined[1:]]
+    for rank, found in enumerate(run(SIZE, rank_main)):
+        assert found == [joined, own[rank], [rank + 10.0 * i for i in range(SIZE)]]

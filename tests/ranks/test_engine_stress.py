@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cases import SPREADS, Attempt, Case
 
 from commrt import algorithms
 from commrt.backends.local import run
@@ -143,6 +144,9 @@ class _Rank:
         if name == "barrier":
             self._later(comm.barrier(**options), nonblocking, lambda: None)
             return
+        if spec.count_arguments:
+            self._vector(comm, draw, name, count, options)
+            return
         dtype = np.float64 if reduction == "avg" else np.int64
         inputs = [_made(key, r, count).astype(dtype) for r in range(size)]
         x = inputs[comm.rank].copy()
@@ -164,6 +168,36 @@ class _Rank:
                 or name == "bcast"
                 or (x == inputs[comm.rank]).all()
             )
+
+        self._later(result, nonblocking, check)
+
+    def _vector(
+        self,
+        comm: Any,
+        draw: random.Random,
+        name: str,
+        count: int,
+        options: dict[str, Any],
+    ) -> None:
+        case = Case(
+            name,
+            comm.size,
+            options.get("algorithm"),
+            options.get("params", {}),
+            "int64",
+            "sum",
+            options.get("root", 0),
+            min(count, 20_000),
+            draw.random() < 0.5,
+            draw.choice(SPREADS),
+        )
+        attempt = Attempt(case, comm.rank)
+        nonblocking = options["nonblocking"]
+        result = attempt.start(comm, nonblocking=nonblocking)
+
+        def check() -> None:
+            attempt.result = attempt.out
+            assert attempt.verdict() is None, case
 
         self._later(result, nonblocking, check)
 

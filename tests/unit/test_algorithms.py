@@ -11,7 +11,7 @@ import pytest
 
 from commrt import algorithms
 from commrt.errors import UsageError
-from commrt.operations import COLLECTIVES, operation
+from commrt.operations import SCHEDULED, operation
 from commrt.schedule.builder import Builder
 from commrt.schedule.core_cost import core_counts
 from commrt.schedule.cost import CHUNK_NBYTES, MESSAGE_SHARE, cost, counts
@@ -19,7 +19,7 @@ from commrt.schedule.ir import Op, Schedule
 from commrt.schedule.verify import verify
 from commrt.schedule.verify_lowered import verify_lowered
 
-EVERY = [(coll, name) for coll in COLLECTIVES for name in algorithms.names(coll)]
+EVERY = [(coll, name) for coll in SCHEDULED for name in algorithms.names(coll)]
 
 
 def schedules(coll: str, name: str, size: int) -> Iterator[Schedule]:
@@ -76,7 +76,7 @@ def test_right_as_the_engine_runs_it_on_1_to_33_ranks(coll: str, name: str) -> N
             verify_lowered(schedule)
 
 
-@pytest.mark.parametrize("coll", COLLECTIVES)
+@pytest.mark.parametrize("coll", SCHEDULED)
 def test_each_operation_has_one_for_latency_and_one_for_bandwidth(coll: str) -> None:
     known = [algorithms.get(coll, name) for name in algorithms.names(coll)]
     assert any(one.latency for one in known)

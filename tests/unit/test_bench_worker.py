@@ -49,6 +49,11 @@ class _RecordingComm:
         ("scan", 1, False, {"out"}),
         ("exscan", 0, False, {"out"}),
         ("exscan", 1, True, set()),
+        ("allgatherv", 1, False, {"counts", "out"}),
+        ("gatherv", 1, False, {"counts", "root"}),
+        ("scatterv", 1, False, {"counts", "out", "root"}),
+        ("reduce_scatterv", 0, False, {"counts", "out"}),
+        ("alltoallv", 1, False, {"send_counts", "recv_counts", "out"}),
     ],
 )
 def test_calls_follow_the_contract(

@@ -17,7 +17,7 @@ import pytest
 from cases import Case, expected, inputs, ways
 
 from commrt import algorithms
-from commrt.operations import COLLECTIVES, operation
+from commrt.operations import SCHEDULED, operation
 from commrt.schedule.exposure import Reach, Sharing, reaches
 from commrt.schedule.ir import Slice
 from commrt.schedule.lower import LOCAL, Lowered, lower
@@ -173,7 +173,7 @@ def wrong_ranks(
     programs, right = analysed(coll, name, size, params, root)
     case = Case(coll, size, name, dtype="int64", root=root, count=rng.choice((5, 24)))
     xs = [x % 1000 for x in inputs(case)]
-    full = case.x_elements * (size if coll in ("allgather", "gather") else 1)
+    full = case.x_elements(0) * (size if coll in ("allgather", "gather") else 1)
     choices = possible(coll)
     drawn = [sharing or rng.choice(choices) for _ in range(size)]
     simulation = Simulation(programs, found or right, drawn, xs, full, seed)
@@ -198,7 +198,7 @@ def possible(coll: str) -> list[Sharing]:
     return [Sharing.APART, *([Sharing.IN_PLACE] if operation(coll).in_place else [])]
 
 
-MOVING = [coll for coll in COLLECTIVES if coll != "barrier"]
+MOVING = [coll for coll in SCHEDULED if coll != "barrier"]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -228,12 +228,16 @@ def test_the_limits_of_mpi_native_are_those_it_keeps(
     }
     assert offered == expected
     assert "counts below 2^31" in limits
+    # Blocks of different lengths are counted together.
+    average = Query("allgatherv", 2**30, "int8")
+    assert MpiBackend()._keeps_the_rules(average, 1)
+    assert not MpiBackend()._keeps_the_rules(average, 2)
     assert _native("int8", "max", 2**31 - 1)
     assert not _native("int8", "max", 2**31)
 
 
 def _native(dtype: str, op: str, nbytes: int) -> bool:
-    return MpiBackend()._keeps_the_rules(Query("allreduce", nbytes, dtype, op=op))
+    return MpiBackend()._keeps_the_rules(Query("allreduce", nbytes, dtype, op=op), 2)
 
 
 def test_an_unknown_command_suggests(capsys: pytest.CaptureFixture[str]) -> None:

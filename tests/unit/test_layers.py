@@ -36,10 +36,12 @@ LAYERS = (
         "native_comms",
         "persistent",
         "point_to_point",
+        "remembered",
         "request",
         "runtime",
         "signatures",
         "symmetric",
+        "vector_calls",
         "world",
     ),
     (

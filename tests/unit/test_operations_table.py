@@ -63,6 +63,11 @@ def test_every_operation_has_a_latency_and_a_bandwidth_algorithm(coll: str) -> N
         ("barrier", 0),
         ("scan", 1200),
         ("exscan", 1200),
+        ("allgatherv", 300),
+        ("gatherv", 300),
+        ("scatterv", 300),
+        ("reduce_scatterv", 1200),
+        ("alltoallv", 0),
     ],
 )
 def test_bytes_that_select_a_rule(coll: str, bytes_of_rule: int) -> None:

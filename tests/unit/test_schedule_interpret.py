@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from commrt import algorithms
 from commrt.errors import ScheduleError
-from commrt.operations import COLLECTIVES, operation
+from commrt.operations import SCHEDULED, operation
 from commrt.schedule.interpret import run, run_lowered
 from commrt.schedule.ir import RankProgram, Schedule, full_multiple
 from commrt.schedule.lower import lower
 
-EVERY = [(coll, name) for coll in COLLECTIVES for name in algorithms.names(coll)]
+EVERY = [(coll, name) for coll in SCHEDULED for name in algorithms.names(coll)]
 Array = npt.NDArray[Any]
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from commrt import algorithms
 from commrt.errors import ScheduleError
-from commrt.operations import COLLECTIVES
+from commrt.operations import SCHEDULED
 from commrt.schedule.builder import Builder, build_program
 from commrt.schedule.ir import Op, RankProgram, Schedule, Slice, Space, Step, StepTable
 
-EVERY = [(coll, name) for coll in COLLECTIVES for name in algorithms.names(coll)]
+EVERY = [(coll, name) for coll in SCHEDULED for name in algorithms.names(coll)]
 
 
 @given(nblk=st.integers(1, 40), num_elements=st.integers(0, 1000))

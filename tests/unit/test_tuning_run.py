@@ -75,6 +75,7 @@ def test_sizes_hold_whole_elements_and_held_out_ones_lie_off_the_grid(
 
 
 def _reference(coll: str, inputs: list[np.ndarray[Any, Any]], rank: int) -> Any:
+    coll = operation(coll).vector_of or coll
     size, total = len(inputs), np.sum(inputs, axis=0)
     results = {
         "allreduce": total,

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vector operations between real ranks, on one node and across pretended nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import SPREADS, Case, run_cases, ways
+
+import commrt
+from commrt.operations import OPERATIONS
+
+VECTOR = [spec.name for spec in OPERATIONS if spec.count_arguments]
+NODES = [(2, ""), (3, "2,1"), (4, "2,2"), (5, "")]
+
+
+def nodes(text: str) -> dict[str, str]:
+    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "20"} if text else {}
+
+
+def run_every_way() -> list[str]:
+    comm = commrt.init()
+    cases = [
+        Case(
+            coll,
+            comm.size,
+            name,
+            # Several fragments, and another number of them between each pair.
+            {**params, **({"chunk": 4096} if count > 100 else {})},
+            "int64",
+            root=comm.size - 1,
+            count=count,
+            spread=spread,
+        )
+        for coll in VECTOR
+        for name, params in ways(coll, comm.size)
+        for count in (1, 3001)
+        for spread in SPREADS
+    ]
+    return run_cases(comm, cases)
+
+
+@pytest.mark.parametrize(("size", "where"), NODES)
+def test_every_algorithm_with_uneven_blocks(mpirun: Any, size: int, where: str) -> None:
+    got = mpirun(size, run_every_way, env=nodes(where), deadline_s=100)
+    assert got == [[]] * size
+
+
+def exchange_rows() -> list[bool]:
+    """Send a random number of rows to each rank, as a mixture of experts does."""
+    comm = commrt.init()
+    rng = np.random.default_rng(comm.rank)
+    right = []
+    for most in (0, 3, 2000):
+        numbers = rng.integers(0, most + 1, comm.size)
+        rows = np.repeat(np.arange(comm.size) + 100 * comm.rank, numbers)
+        x = np.repeat(rows[:, None], 4, axis=1).astype(np.float32)
+        got = comm.alltoallv(x, send_counts=numbers * 4)
+        sources, first = np.unique(got[:, 0] // 100, return_index=True)
+        right += [
+            got.shape[1] == 4,
+            bool((got % 100 == comm.rank).all()),
+            bool((np.diff(first) > 0).all()) and sources.tolist() == sorted(sources),
+        ]
+        totals = comm.allreduce(np.array([len(x), -len(got)]))
+        right.append(int(totals.sum()) == 0)
+    return right
+
+
+@pytest.mark.parametrize(("size", "where"), [(2, ""), (4, "2,2")])
+def test_counts_that_only_senders_know(mpirun: Any, size: int, where: str) -> None:
+    got = mpirun(size, exchange_rows, env=nodes(where))
+    assert got == [[True] * 12] * size
+
+
+def wrong_pair() -> str:
+    comm = commrt.init()
+    expected = [2, 2 + (comm.rank == 0)]
+    try:
+        comm.alltoallv(np.ones(4), send_counts=[2, 2], recv_counts=expected)
+    except commrt.errors.CommError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_check_mode_names_the_pair(mpirun: Any) -> None:
+    first, second = mpirun(2, wrong_pair, env={"COMMRT_DEBUG": "check"})
+    assert first == second
+    assert "MismatchError" in first
+    assert (
+        "rank 1 sends 2 elements to rank 0 (send_counts[0]), which expects 3" in first
+    )

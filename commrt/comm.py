@@ -31,6 +31,7 @@ from commrt.native_comms import Lease
 from commrt.operations import OPERATIONS, operation, rule_nbytes
 from commrt.persistent import Plans
 from commrt.safety.check import Checker
+from commrt.schedule.nodes import check_nodes
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.policy import Explanation, Policy
 from commrt.symmetric import SymmetricHeap, as_array, parse_request
@@ -118,6 +119,7 @@ class Communicator(GroupCreation, Operations):
             world.overrides,
             self._only_on_request,
             partial(floor_us, self.facts),
+            partial(planning.allows, self.facts.layout),
         )
         self._checker: Checker | None = None
         if may_check and self.size > 1 and Checker.is_wanted():
@@ -153,7 +155,8 @@ class Communicator(GroupCreation, Operations):
             world.links = measure_links(self, world)
         ppn = max(per_node.values())
         link = agree_link_class(world, self._ranks, ppn)
-        return CommFacts(self.size, len(per_node), ppn, world.cores, link)
+        layout = check_nodes(map(world.node_of, self._ranks), self.size)
+        return CommFacts(self.size, len(per_node), ppn, world.cores, link, layout)
 
     def _private(self, purpose: str) -> Communicator:
         """Return a communicator of the same ranks for commrt's own use."""
@@ -411,7 +414,7 @@ class Communicator(GroupCreation, Operations):
         """
         asked = ("candidates", coll, nbytes, dtype, op, 0, self.size)
         found = self._policy.candidates(calls.check_question(*asked))
-        return planning.distinct(coll, self.size, found) if distinct else found
+        return planning.distinct(coll, found, self.facts.layout) if distinct else found
 
     def explain(
         self,

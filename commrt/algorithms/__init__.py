@@ -16,12 +16,14 @@ from commrt.algorithms import (
     ring,
     scatter_allgather,
     shifted_halving_doubling,
+    two_level,
 )
 from commrt.algorithms._registry import (
     Algorithm,
     algorithm,
     get,
     names,
+    offered_params,
     param_choices,
     schedule,
 )
@@ -31,6 +33,7 @@ __all__ = [
     "algorithm",
     "get",
     "names",
+    "offered_params",
     "param_choices",
     "schedule",
 ]
@@ -48,4 +51,5 @@ _BUILT_IN = (
     ring,
     scatter_allgather,
     shifted_halving_doubling,
+    two_level,
 )

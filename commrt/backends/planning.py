@@ -27,7 +27,8 @@ from commrt.schedule.engine_model import LINES, EngineModel
 from commrt.schedule.exposure import Reach, reaches
 from commrt.schedule.ir import Op
 from commrt.schedule.lower import Lowered, lower
-from commrt.select.facts import Candidate, LinkClass, ParamValue
+from commrt.schedule.nodes import Nodes
+from commrt.select.facts import Candidate, LinkClass, ParamValue, Query
 
 __all__ = [
     "CHUNK_NBYTES",
@@ -35,8 +36,10 @@ __all__ = [
     "LANE_NBYTES",
     "SYMMETRIC_NBYTES",
     "TransportParams",
+    "allows",
     "check_params",
     "distinct",
+    "node_numbers",
     "schedule_plan",
     "split_params",
     "why_not",
@@ -182,19 +185,10 @@ _TRANSPORT_NAMES = tuple(TransportParams.__dataclass_fields__)
 
 def split_params(
     params: Mapping[str, ParamValue],
-) -> tuple[dict[str, int], TransportParams]:
+) -> tuple[dict[str, ParamValue], TransportParams]:
     """Split a candidate's parameters into the algorithm's and the transport's."""
     transport = {k: v for k, v in params.items() if k in _TRANSPORT_NAMES}
-    own: dict[str, int] = {}
-    for name, value in params.items():
-        if name in transport:
-            continue
-        if not isinstance(value, int):
-            raise UsageError(
-                f"parameter {name}={value!r} must be an integer"
-                f"{suggest(name, _TRANSPORT_NAMES)}"
-            )
-        own[name] = value
+    own = {k: v for k, v in params.items() if k not in transport}
     return own, TransportParams(**transport)  # type: ignore[arg-type]
 
 
@@ -215,6 +209,16 @@ def check_params(
                 f"{coll} {algorithm}: unknown parameter {name!r}{suggest(name, known)}"
             )
     split_params(params)
+
+
+def allows(nodes: Nodes, query: Query, candidate: Candidate) -> bool:
+    """Return whether a schedule may have these parameters on such ranks."""
+    coll, name = query.coll, candidate.algorithm
+    if name not in algorithms.names(coll, len(nodes), nodes):
+        return False
+    choices = algorithms.param_choices(coll, name, len(nodes), nodes)
+    own, _ = split_params(candidate.params)
+    return all(value in choices.get(key, ()) for key, value in own.items())
 
 
 @dataclass(frozen=True)
@@ -274,15 +278,24 @@ class Footprint:
         return fragments
 
 
+Own = tuple[tuple[str, ParamValue], ...]
+"""An algorithm's own parameters, by name."""
+
+
 @lru_cache(maxsize=1024)
 def footprint(
-    coll: str, algorithm: str, size: int, root: int, params: tuple[tuple[str, int], ...]
+    coll: str,
+    algorithm: str,
+    size: int,
+    root: int,
+    params: Own,
+    nodes: Nodes | None = None,
 ) -> Footprint:
     """Return the footprint of a schedule, over the programs of all ranks."""
     publishes = 0
     sent: Counter[tuple[int, int]] = Counter()
     slices: set[tuple[int, int, tuple[int, int]]] = set()
-    schedule = algorithms.schedule(coll, algorithm, size, root, dict(params))
+    schedule = algorithms.schedule(coll, algorithm, size, root, dict(params), nodes)
     for program in schedule.programs():
         sends = [step for step in program.steps if step.op is Op.SEND]
         publishes = max(publishes, len(sends))
@@ -297,7 +310,7 @@ def footprint(
 
 
 def why_not(
-    comm: Any, coll: str, algorithm: str, root: int, params: Mapping[str, int]
+    comm: Any, coll: str, algorithm: str, root: int, params: Mapping[str, ParamValue]
 ) -> str | None:
     """Return why a schedule would wait for itself on these ranks, None if it does not.
 
@@ -308,23 +321,22 @@ def why_not(
     own = tuple(sorted(params.items()))
     if algorithms.get(coll, algorithm).built_in:
         return None
-    if footprint(coll, algorithm, comm.size, root, own).messages <= LINES:
+    nodes = node_numbers(comm)
+    if footprint(coll, algorithm, comm.size, root, own, nodes).messages <= LINES:
         return None
-    return _deadlock(coll, algorithm, root, own, node_numbers(comm))
+    return _deadlock(coll, algorithm, root, own, nodes)
 
 
 @lru_cache(maxsize=256)
 def _deadlock(
-    coll: str,
-    algorithm: str,
-    root: int,
-    params: tuple[tuple[str, int], ...],
-    nodes: tuple[int, ...],
+    coll: str, algorithm: str, root: int, params: Own, nodes: Nodes
 ) -> str | None:
     def share_memory(rank: int, peer: int) -> bool:
         return nodes[rank] == nodes[peer]
 
-    schedule = algorithms.schedule(coll, algorithm, len(nodes), root, dict(params))
+    schedule = algorithms.schedule(
+        coll, algorithm, len(nodes), root, dict(params), nodes
+    )
     lowered = [
         lower(schedule, rank, partial(share_memory, rank)) for rank in range(len(nodes))
     ]
@@ -341,9 +353,9 @@ _LARGEST_COMPARED = 8
 
 @lru_cache(maxsize=1024)
 def _signature(
-    coll: str, algorithm: str, size: int, params: tuple[tuple[str, int], ...]
+    coll: str, algorithm: str, size: int, params: Own, nodes: Nodes
 ) -> bytes:
-    schedule = algorithms.schedule(coll, algorithm, size, 0, dict(params))
+    schedule = algorithms.schedule(coll, algorithm, size, 0, dict(params), nodes)
     digest = hashlib.sha256()
     for rank in range(size):
         one = lower(schedule, rank)
@@ -354,20 +366,23 @@ def _signature(
     return digest.digest()
 
 
-def distinct(coll: str, size: int, candidates: Sequence[Candidate]) -> list[Candidate]:
+def distinct(
+    coll: str, candidates: Sequence[Candidate], nodes: Nodes
+) -> list[Candidate]:
     """Return the candidates without those that run what an earlier one runs.
 
     On two ranks many algorithms are one and the same exchange. Compared are lowered
     programs, for a few ranks; more ranks tell algorithms apart.
     """
     found: dict[Any, Candidate] = {}
+    size = len(nodes)
     for candidate in candidates:
         key: Any = candidate
         known = candidate.algorithm in algorithms.names(coll)
         if known and size <= _LARGEST_COMPARED:
             own, transport = split_params(candidate.params)
             program = _signature(
-                coll, candidate.algorithm, size, tuple(sorted(own.items()))
+                coll, candidate.algorithm, size, tuple(sorted(own.items())), nodes
             )
             key = (candidate.backend, transport, program)
         found.setdefault(key, candidate)
@@ -380,23 +395,21 @@ _REACHED_RANKS = 64
 
 @lru_cache(maxsize=256)
 def _reaches(
-    coll: str,
-    algorithm: str,
-    root: int,
-    params: tuple[tuple[str, int], ...],
-    nodes: tuple[int, ...],
+    coll: str, algorithm: str, root: int, params: Own, nodes: Nodes
 ) -> tuple[tuple[Reach, ...], tuple[Lowered, ...]]:
     def share_memory(rank: int, peer: int) -> bool:
         return nodes[rank] == nodes[peer]
 
-    schedule = algorithms.schedule(coll, algorithm, len(nodes), root, dict(params))
+    schedule = algorithms.schedule(
+        coll, algorithm, len(nodes), root, dict(params), nodes
+    )
     programs = [
         lower(schedule, rank, partial(share_memory, rank)) for rank in range(len(nodes))
     ]
     return tuple(reaches(programs, share_memory)), tuple(programs)
 
 
-def _reach(comm: Any, spec: PlanSpec, own: Mapping[str, int]) -> dict[str, Any]:
+def _reach(comm: Any, spec: PlanSpec, own: Mapping[str, ParamValue]) -> dict[str, Any]:
     """Return what the engine is told about buffers in the symmetric heap."""
     nothing = np.zeros(0, np.uint8)
     told = {
@@ -432,10 +445,10 @@ def _reach(comm: Any, spec: PlanSpec, own: Mapping[str, int]) -> dict[str, Any]:
     return told
 
 
-def node_numbers(comm: Any) -> tuple[int, ...]:
+def node_numbers(comm: Any) -> Nodes:
     """Return the number of the node that each rank lies on."""
-    node_of = {rank: i for i, ranks in enumerate(comm.nodes) for rank in ranks}
-    return tuple(node_of[rank] for rank in range(comm.size))
+    found: Nodes = comm.facts.layout
+    return found
 
 
 def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
@@ -450,9 +463,12 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
             f"it needs more than {LINES} messages on their way from one rank to "
             f"another: {reason}; send fewer, or receive them as they are sent"
         )
-    schedule = algorithms.schedule(coll, name, comm.size, spec.root, own)
+    nodes = node_numbers(comm)
+    schedule = algorithms.schedule(coll, name, comm.size, spec.root, own, nodes)
     lowered = lower(schedule, comm.rank, comm.shares_memory_with)
-    bound = footprint(coll, name, comm.size, spec.root, tuple(sorted(own.items())))
+    bound = footprint(
+        *(coll, name, comm.size, spec.root, tuple(sorted(own.items())), nodes)
+    )
     fragments = bound.fragments(
         spec.num_elements,
         spec.dtype.itemsize,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import Any
 
 from commrt import algorithms
@@ -17,11 +16,10 @@ __all__ = ["LocalBackend", "ShmBackend", "schedule_candidates"]
 
 def schedule_candidates(comm: Any, query: Query, backend: str) -> Iterator[Candidate]:
     """Yield every schedule algorithm that can run ``query``, simplest first."""
-    ranked = sorted(algorithms.names(query.coll, comm.size), key=_simplicity)
-    for name in ranked:
-        choices = algorithms.param_choices(query.coll, name, comm.size)
-        for values in product(*choices.values()):
-            yield Candidate(backend, name, dict(zip(choices, values, strict=True)))
+    where = comm.size, comm.facts.layout
+    for name in sorted(algorithms.names(query.coll, *where), key=_simplicity):
+        for params in algorithms.offered_params(query.coll, name, *where):
+            yield Candidate(backend, name, params)
 
 
 _SIMPLEST_FIRST = (
@@ -39,6 +37,7 @@ _SIMPLEST_FIRST = (
     "chain",
     "binary_tree",
     "shifted_halving_doubling",
+    "two_level",
 )
 
 

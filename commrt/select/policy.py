@@ -27,6 +27,8 @@ Cost = Callable[[Query, Candidate], float]
 
 Candidates = Callable[[Query], Sequence[Candidate]]
 """The candidates that can run a query here, simplest first."""
+Allows = Callable[[Query, Candidate], bool]
+"""Whether the parameters of something that runs here may have such values, too."""
 OnRequest = Callable[[Candidate], str | None]
 """Why a candidate runs only where it is asked for by name; None: it needs no asking."""
 
@@ -86,6 +88,7 @@ class Policy:
         overrides: what COMMRT_ALGORITHM asks for, by operation.
         on_request: tells what only a call that names it may have, and why.
         floor: what the cost is at least, where that is quicker to find.
+        allows: whether a rule's parameters are allowed, beside those of the candidates.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Policy:
         overrides: Mapping[str, Candidate] | None = None,
         on_request: OnRequest = lambda _: None,
         floor: Cost = lambda query, candidate: 0.0,
+        allows: Allows = lambda query, candidate: False,
     ) -> None:
         self.facts = facts
         self.table = table
@@ -105,6 +109,7 @@ class Policy:
         self._cost = cost
         self._on_request = on_request
         self._floor = floor
+        self._allows = allows
 
     def candidates(self, query: Query) -> list[Candidate]:
         """Return what can run ``query`` here, simplest first; at least one."""
@@ -178,7 +183,7 @@ class Policy:
     def _free(self, query: Query, found: Sequence[Candidate]) -> Choice:
         """Pick by the table, else by the model."""
         hit = None if self.table is None else self.table.lookup(self.facts, query)
-        able = hit is not None and _can_run(hit.rule.use, found)
+        able = hit is not None and self._can_run(query, hit.rule.use, found)
         # A rule also knows the best parameters of the only candidate.
         if len({candidate.name for candidate in found}) == 1 and not able:
             best, _ = self._cheapest(query, found)
@@ -192,6 +197,19 @@ class Policy:
             return self._modelled(query, found, why)
         tail = f" ({hit.extrapolated})" if hit.extrapolated else ""
         return Choice(use, "table", f"{_rule_text(hit)}{tail}", hit.index)
+
+    def _can_run(
+        self, query: Query, use: Candidate, found: Sequence[Candidate]
+    ) -> bool:
+        """Whether ``use`` is one of what can run here, whatever else it says.
+
+        A rule for fewer ranks may have a parameter that does not exist on so many.
+        """
+        named = [candidate for candidate in found if candidate.name == use.name]
+        return any(
+            all(use.params.get(name, v) == v for name, v in candidate.params.items())
+            for candidate in named
+        ) or (bool(named) and self._allows(query, use))
 
     def _modelled(self, query: Query, found: Sequence[Candidate], why: str) -> Choice:
         best, cost = self._cheapest(query, found)
@@ -233,7 +251,7 @@ class Policy:
     ) -> list[Rejected]:
         rejected = []
         if hit is not None and choice.rule != hit.index:
-            able = _can_run(hit.rule.use, found)
+            able = self._can_run(query, hit.rule.use, found)
             reason = self._on_request(hit.rule.use)
             why = reason or "overruled" if able else "cannot run this here"
             text = f"rule {hit.index} of the table, {why}"
@@ -295,18 +313,6 @@ def _subset(
     raise UsageError(
         f"{who} asks for {asked!r}, which does not exist or cannot run {query}"
         f"{suggest(asked, known)}"
-    )
-
-
-def _can_run(use: Candidate, found: Sequence[Candidate]) -> bool:
-    """Whether ``use`` is one of what can run here, whatever else its parameters say.
-
-    A rule for fewer ranks may have a parameter that does not exist on so many.
-    """
-    return any(
-        use.name == candidate.name
-        and all(use.params.get(name, v) == v for name, v in candidate.params.items())
-        for candidate in found
     )
 
 

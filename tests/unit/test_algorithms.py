@@ -19,7 +19,7 @@ from commrt.schedule.ir import Op, Schedule
 from commrt.schedule.verify import verify
 from commrt.schedule.verify_lowered import verify_lowered
 
-EVERY = [(coll, name) for coll in COLLECTIVES for name in algorithms.names(coll)]
+EVERY = [(coll, name) for coll in COLLECTIVES for name in algorithms.names(coll, 8)]
 
 
 def schedules(coll: str, name: str, size: int) -> Iterator[Schedule]:

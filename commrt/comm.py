@@ -561,9 +561,9 @@ class Communicator(GroupCreation, Operations):
         self._lease = lender.lend(self._ranks, self._identity, tag, self.timeout_s)
         self._native_comm = None if self._lease is None else self._lease.mpi
 
-    def _only_on_request(self, candidate: Candidate) -> str | None:
+    def _only_on_request(self, query: Query, candidate: Candidate) -> str | None:
         if candidate.name != NATIVE or self._unasked_native:
-            return None
+            return planning.only_by_name(self.facts.layout, query.coll, candidate)
         return "has no MPI communicator here until a call asks for it by name"
 
 

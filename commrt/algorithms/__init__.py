@@ -8,6 +8,7 @@ from commrt.algorithms import (
     binomial,
     direct,
     dissemination,
+    double_tree,
     halving_doubling,
     neighbor_exchange,
     pairwise,
@@ -16,8 +17,10 @@ from commrt.algorithms import (
     ring,
     scatter_allgather,
     shifted_halving_doubling,
+    swing,
     two_level,
 )
+from commrt.algorithms._nested import run as run_nested
 from commrt.algorithms._registry import (
     Algorithm,
     algorithm,
@@ -35,6 +38,7 @@ __all__ = [
     "names",
     "offered_params",
     "param_choices",
+    "run_nested",
     "schedule",
 ]
 
@@ -43,6 +47,7 @@ _BUILT_IN = (
     binomial,
     direct,
     dissemination,
+    double_tree,
     halving_doubling,
     neighbor_exchange,
     pairwise,
@@ -51,5 +56,6 @@ _BUILT_IN = (
     ring,
     scatter_allgather,
     shifted_halving_doubling,
+    swing,
     two_level,
 )

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two-level: one algorithm inside the nodes and another one between them.
 
-The vector is cut into *lanes*, one per leader: each node has one *leader* for each
-lane. What the ranks of a node contribute to a lane comes together at its leader (on the
-node), the leaders of one lane run the operation among themselves (between nodes), and
-each gives its node the result (on the node). ``leaders=1`` sends one message between
-nodes where a flat algorithm sends many; with ``leaders=all``, the multi-leader form,
-every rank of the fullest node leads a lane, so that all cores of a node send at once.
-On a node with fewer ranks than lanes some ranks lead several. In an allgather a lane is
-made of the blocks of some ranks of each node, in an alltoall of those for some ranks.
+The vector is cut into *stripes*, one per leader: each node has one *leader* for each
+stripe. What the ranks of a node contribute to a stripe comes together at its leader (on
+the node), the leaders of one stripe run the operation among themselves (between nodes),
+and each gives its node the result (on the node). ``leaders=1`` sends one message
+between nodes where a flat algorithm sends many; with ``leaders=all``, the multi-leader
+form, every rank of the fullest node leads a stripe, so that all cores of a node send at
+once. On a node with fewer ranks than stripes some ranks lead several. In an allgather a
+stripe is made of the blocks of some ranks of each node, in an alltoall of those for
+some ranks.
 
 ``inside`` names the algorithm on the nodes (of reduce, of bcast, or one that both
 have), ``among`` that between them (of the operation itself); each with its default
 parameters. Nodes may have any numbers of ranks, and these any order.
 
 Cost: what ``inside`` costs on a node plus what ``among`` costs on as many ranks as
-there are nodes, on N/lanes for each leader. Bytes between nodes are those of ``among``,
-which for a whole node is the least there can be; a flat algorithm sends up to k times
-as many, for k ranks per node.
+there are nodes, on N/stripes for each leader. Bytes between nodes are those of
+``among``, once for a whole node; a flat algorithm sends up to k times as many, for k
+ranks per node.
 
 Karonis, de Supinski, Foster, Gropp, Lusk and Bresnahan, "Exploiting hierarchy in
 parallel computer networks to optimize collective operation performance", IPDPS 2000,
@@ -43,11 +44,11 @@ _MANY_LEADERS = 128
 
 
 class Levels:
-    """Who leads which lane, as this rank sees it.
+    """Who leads which stripe, as this rank sees it.
 
     Attributes:
         nodes: the ranks of each node; node: the number of this rank's.
-        lanes: how many lanes there are.
+        stripes: how many stripes there are.
     """
 
     def __init__(self, b: Builder) -> None:
@@ -55,7 +56,7 @@ class Levels:
         self.nodes = b.nodes
         self.node = next(i for i, own in enumerate(self.nodes) if b.rank in own)
         asked = b.params["leaders"]
-        self.lanes = max(map(len, self.nodes)) if asked == _ALL else int(asked)
+        self.stripes = max(map(len, self.nodes)) if asked == _ALL else int(asked)
         # The root, if it takes one in, leads on its node.
         self._first = [0] * len(self.nodes)
 
@@ -74,33 +75,33 @@ class Levels:
         self._first[node] = self.nodes[node].index(root)
         return self
 
-    def leader(self, node: int, lane: int) -> int:
-        """Return who leads a lane on a node."""
+    def leader(self, node: int, stripe: int) -> int:
+        """Return who leads a stripe on a node."""
         ranks = self.nodes[node]
-        at = self._first[node] + lane * len(ranks) // self.lanes
+        at = self._first[node] + stripe * len(ranks) // self.stripes
         return ranks[at % len(ranks)]
 
-    def leaders(self, lane: int) -> list[int]:
-        """Return who leads a lane, node by node."""
-        return [self.leader(node, lane) for node in range(len(self.nodes))]
+    def leaders(self, stripe: int) -> list[int]:
+        """Return who leads a stripe, node by node."""
+        return [self.leader(node, stripe) for node in range(len(self.nodes))]
 
     def place(self, rank: int) -> int:
         """Return the place of ``rank`` on this rank's node."""
         return self.own.index(rank)
 
     def led(self) -> Iterator[int]:
-        """Yield the lanes that this rank leads."""
-        for lane in range(self.lanes):
-            if self.leader(self.node, lane) == self._b.rank:
-                yield lane
+        """Yield the stripes that this rank leads."""
+        for stripe in range(self.stripes):
+            if self.leader(self.node, stripe) == self._b.rank:
+                yield stripe
 
-    def ranks_in(self, node: int, lane: int) -> list[int]:
-        """Return the ranks of a node whose blocks are in a lane."""
+    def ranks_in(self, node: int, stripe: int) -> list[int]:
+        """Return the ranks of a node whose blocks are in a stripe."""
         ranks = self.nodes[node]
         return [
             rank
             for i, rank in enumerate(ranks)
-            if ((i + 1) * self.lanes - 1) // len(ranks) == lane
+            if ((i + 1) * self.stripes - 1) // len(ranks) == stripe
         ]
 
 
@@ -167,15 +168,15 @@ def _offered(*among: str) -> Offer:
 # The operations on whole vectors
 
 
-def _lanes(b: Builder, levels: Levels, parts: list[tuple[str, str, int]]) -> int:
-    """Cut the vector into lanes of blocks; return the blocks of a lane."""
+def _stripes(b: Builder, levels: Levels, parts: list[tuple[str, str, int]]) -> int:
+    """Cut the vector into stripes of blocks; return the blocks of a stripe."""
     blocks = cut(parts)
-    b.blocks(levels.lanes * blocks)
+    b.blocks(levels.stripes * blocks)
     return blocks
 
 
-def _lane(buffer: Buffer, lane: int, blocks: int) -> Slice:
-    return buffer[lane * blocks : (lane + 1) * blocks]
+def _stripe(buffer: Buffer, stripe: int, blocks: int) -> Slice:
+    return buffer[stripe * blocks : (stripe + 1) * blocks]
 
 
 def _inside_sizes(levels: Levels) -> set[int]:
@@ -198,34 +199,34 @@ def allreduce(b: Builder) -> None:
     parts = [("allreduce", among, len(levels.nodes))]
     for size in _inside_sizes(levels):
         parts += [("reduce", inside, size), ("bcast", inside, size)]
-    blocks = _lanes(b, levels, parts)
+    blocks = _stripes(b, levels, parts)
     _reduce_inside(b, levels, blocks, b.out)
-    for lane in levels.led():
-        mine = [_lane(b.out, lane, blocks)]
-        run(b, "allreduce", among, levels.leaders(lane), inp=mine, out=mine)
+    for stripe in levels.led():
+        mine = [_stripe(b.out, stripe, blocks)]
+        run(b, "allreduce", among, levels.leaders(stripe), inp=mine, out=mine)
     _bcast_inside(b, levels, blocks)
 
 
 def _reduce_inside(b: Builder, levels: Levels, blocks: int, sums: Buffer) -> None:
-    """Give each leader of the node the sum of its lane, in ``sums``."""
-    for lane in range(levels.lanes):
-        leader = levels.leader(levels.node, lane)
+    """Give each leader of the node the sum of its stripe, in ``sums``."""
+    for stripe in range(levels.stripes):
+        leader = levels.leader(levels.node, stripe)
         run(
             b,
             "reduce",
             b.params["inside"],
             levels.own,
-            inp=[_lane(b.inp, lane, blocks)],
-            out=[_lane(sums, lane, blocks)] if leader == b.rank else [],
+            inp=[_stripe(b.inp, stripe, blocks)],
+            out=[_stripe(sums, stripe, blocks)] if leader == b.rank else [],
             root=levels.place(leader),
         )
 
 
 def _bcast_inside(b: Builder, levels: Levels, blocks: int) -> None:
-    """Give every rank of the node what each leader has in its lane of ``out``."""
-    for lane in range(levels.lanes):
-        leader = levels.leader(levels.node, lane)
-        where = [_lane(b.out, lane, blocks)]
+    """Give every rank of the node what each leader has in its stripe of ``out``."""
+    for stripe in range(levels.stripes):
+        leader = levels.leader(levels.node, stripe)
+        where = [_stripe(b.out, stripe, blocks)]
         run(
             b,
             "bcast",
@@ -252,27 +253,27 @@ def reduce(b: Builder) -> None:
     inside, among = b.params["inside"], b.params["among"]
     parts = [("reduce", among, len(levels.nodes))]
     parts += [("reduce", inside, size) for size in _inside_sizes(levels)]
-    blocks = _lanes(b, levels, parts)
+    blocks = _stripes(b, levels, parts)
     sums = b.out if b.rank == b.root else b.tmp(b.nblk)
     _reduce_inside(b, levels, blocks, sums)
     home = levels.node_of(b.root)
-    for lane in levels.led():
-        mine = [_lane(sums, lane, blocks)]
+    for stripe in levels.led():
+        mine = [_stripe(sums, stripe, blocks)]
         at_home = mine if levels.node == home else []
         run(
-            *(b, "reduce", among, levels.leaders(lane)),
+            *(b, "reduce", among, levels.leaders(stripe)),
             inp=mine,
             out=at_home,
             root=home,
         )
     if levels.node != home:
         return
-    for lane in range(levels.lanes):
-        leader = levels.leader(home, lane)
+    for stripe in range(levels.stripes):
+        leader = levels.leader(home, stripe)
         if leader == b.rank != b.root:
-            b.send(_lane(sums, lane, blocks), b.root)
+            b.send(_stripe(sums, stripe, blocks), b.root)
         if leader != b.rank == b.root:
-            b.recv(_lane(b.out, lane, blocks), leader)
+            b.recv(_stripe(b.out, stripe, blocks), leader)
 
 
 @algorithm(
@@ -290,15 +291,15 @@ def bcast(b: Builder) -> None:
     inside, among = b.params["inside"], b.params["among"]
     parts = [("bcast", among, len(levels.nodes))]
     parts += [("bcast", inside, size) for size in _inside_sizes(levels)]
-    blocks = _lanes(b, levels, parts)
+    blocks = _stripes(b, levels, parts)
     home = levels.node_of(b.root)
     if b.rank == b.root:
         b.copy(b.out[:], b.inp[:])
         # What it leads itself need not wait for anyone.
         _bcast_among(b, levels, blocks, home)
     if levels.node == home:
-        for lane in range(levels.lanes):
-            where = [_lane(b.out, lane, blocks)]
+        for stripe in range(levels.stripes):
+            where = [_stripe(b.out, stripe, blocks)]
             run(
                 *(b, "bcast", inside, levels.own),
                 inp=where if b.rank == b.root else [],
@@ -312,10 +313,10 @@ def bcast(b: Builder) -> None:
 
 
 def _bcast_among(b: Builder, levels: Levels, blocks: int, home: int) -> None:
-    for lane in levels.led():
-        where = [_lane(b.out, lane, blocks)]
+    for stripe in levels.led():
+        where = [_stripe(b.out, stripe, blocks)]
         run(
-            *(b, "bcast", b.params["among"], levels.leaders(lane)),
+            *(b, "bcast", b.params["among"], levels.leaders(stripe)),
             inp=where if levels.node == home else [],
             out=where,
             root=home,
@@ -326,10 +327,10 @@ def _bcast_among(b: Builder, levels: Levels, blocks: int, home: int) -> None:
 
 
 class Run(NamedTuple):
-    """Blocks of consecutive ranks that lie one behind the other in a lane, too."""
+    """Blocks of consecutive ranks that lie one behind the other in a stripe, too."""
 
     place: int
-    """Of the first, in the lane."""
+    """Of the first, in the stripe."""
     first: int
     """The first rank."""
     stop: int
@@ -340,16 +341,16 @@ class Run(NamedTuple):
         return buffer[self.first : self.stop]
 
     def packed(self, buffer: Buffer) -> Slice:
-        """Return them in a buffer that holds the lane."""
+        """Return them in a buffer that holds the stripe."""
         return buffer[self.place : self.place + self.stop - self.first]
 
 
-class Lane:
-    """The blocks of one lane, packed: those of a node's ranks lie together."""
+class Stripe:
+    """The blocks of one stripe, packed: those of a node's ranks lie together."""
 
-    def __init__(self, levels: Levels, lane: int) -> None:
+    def __init__(self, levels: Levels, stripe: int) -> None:
         nodes = range(len(levels.nodes))
-        self.ranks = [levels.ranks_in(node, lane) for node in nodes]
+        self.ranks = [levels.ranks_in(node, stripe) for node in nodes]
         self.starts = [sum(map(len, self.ranks[:node])) for node in nodes]
 
     def pieces(self, buffer: Buffer) -> list[Slice]:
@@ -392,22 +393,22 @@ def allgather(b: Builder) -> None:
         b.send(b.inp[0], peer)
     for peer in others:
         b.recv(b.out[peer], peer)
-    for lane_number in levels.led():
-        lane = Lane(levels, lane_number)
+    for stripe_number in levels.led():
+        stripe = Stripe(levels, stripe_number)
         packed = b.tmp(b.size)
-        for place, rank in enumerate(lane.ranks[levels.node]):
-            b.copy(packed[lane.starts[levels.node] + place], b.out[rank])
-        pieces = lane.pieces(packed)
+        for place, rank in enumerate(stripe.ranks[levels.node]):
+            b.copy(packed[stripe.starts[levels.node] + place], b.out[rank])
+        pieces = stripe.pieces(packed)
         run(
-            *(b, "allgather", b.params["among"], levels.leaders(lane_number)),
+            *(b, "allgather", b.params["among"], levels.leaders(stripe_number)),
             inp=[pieces[levels.node]],
             out=pieces,
         )
-        for each in lane.runs(without=levels.node):
+        for each in stripe.runs(without=levels.node):
             b.copy(each.of(b.out), each.packed(packed))
-    for lane_number in range(levels.lanes):
-        leader = levels.leader(levels.node, lane_number)
-        for each in Lane(levels, lane_number).runs(without=levels.node):
+    for stripe_number in range(levels.stripes):
+        leader = levels.leader(levels.node, stripe_number)
+        for each in Stripe(levels, stripe_number).runs(without=levels.node):
             where = [each.of(b.out)]
             run(
                 *(b, "bcast", b.params["inside"], levels.own),
@@ -429,10 +430,10 @@ def allgather(b: Builder) -> None:
 def reduce_scatter(b: Builder) -> None:
     """Reduce on the node, reduce-scatter between nodes, hand blocks out on the node."""
     levels = Levels(b)
-    sums = {lane: b.tmp(b.size) for lane in levels.led()}
-    for number in range(levels.lanes):
+    sums = {stripe: b.tmp(b.size) for stripe in levels.led()}
+    for number in range(levels.stripes):
         leader = levels.leader(levels.node, number)
-        for each in Lane(levels, number).runs():
+        for each in Stripe(levels, number).runs():
             run(
                 *(b, "reduce", b.params["inside"], levels.own),
                 inp=[each.of(b.inp)],
@@ -440,12 +441,12 @@ def reduce_scatter(b: Builder) -> None:
                 root=levels.place(leader),
             )
     for number, packed in sums.items():
-        lane = Lane(levels, number)
+        stripe = Stripe(levels, number)
         mine = b.tmp(b.size)
-        ranks = lane.ranks[levels.node]
+        ranks = stripe.ranks[levels.node]
         run(
             *(b, "reduce_scatter", b.params["among"], levels.leaders(number)),
-            inp=lane.pieces(packed),
+            inp=stripe.pieces(packed),
             out=[Slice(mine.space, 0, len(ranks))],
         )
         for place, rank in enumerate(ranks):
@@ -453,7 +454,7 @@ def reduce_scatter(b: Builder) -> None:
                 b.copy(b.out[0], mine[place])
             else:
                 b.send(mine[place], rank)
-    for number in range(levels.lanes):
+    for number in range(levels.stripes):
         leader = levels.leader(levels.node, number)
         if leader != b.rank and b.rank in levels.ranks_in(levels.node, number):
             b.recv(b.out[0], leader)
@@ -471,16 +472,16 @@ def reduce_scatter(b: Builder) -> None:
 def alltoall(b: Builder) -> None:
     """Hand blocks to the leader for their rank, swap between nodes, hand them out."""
     levels = Levels(b)
-    lanes = [Lane(levels, number) for number in range(levels.lanes)]
+    stripes = [Stripe(levels, number) for number in range(levels.stripes)]
     bundles = {number: b.tmp(b.size * len(levels.own)) for number in levels.led()}
-    for number, lane in enumerate(lanes):
-        _collect(b, levels, lane, levels.leader(levels.node, number), bundles, number)
+    for number, stripe in enumerate(stripes):
+        _collect(b, levels, stripe, levels.leader(levels.node, number), bundles, number)
     for number, packed in bundles.items():
-        lane = lanes[number]
-        ranks = lane.ranks[levels.node]
+        stripe = stripes[number]
+        ranks = stripe.ranks[levels.node]
         arrived = b.tmp(b.size * max(1, len(ranks)))
         nodes = range(len(levels.nodes))
-        leaving = [_part(packed, len(levels.own), lane, node) for node in nodes]
+        leaving = [_part(packed, len(levels.own), stripe, node) for node in nodes]
         arriving = _arriving(arrived, levels, len(ranks))
         run(
             *(b, "alltoall", b.params["among"], levels.leaders(number)),
@@ -488,36 +489,36 @@ def alltoall(b: Builder) -> None:
             out=arriving,
         )
         _hand_out(b, levels, ranks, arrived)
-    for number, lane in enumerate(lanes):
+    for number, stripe in enumerate(stripes):
         leader = levels.leader(levels.node, number)
-        if leader != b.rank and b.rank in lane.ranks[levels.node]:
+        if leader != b.rank and b.rank in stripe.ranks[levels.node]:
             came = b.tmp(b.size)
             b.recv(came[:], leader)
             _unpack(b, levels, came)
 
 
-def _part(packed: Buffer, members: int, lane: Lane, node: int) -> Slice:
-    """Return what goes to a node: from each member a block per rank of the lane."""
-    start, width = members * lane.starts[node], members * len(lane.ranks[node])
+def _part(packed: Buffer, members: int, stripe: Stripe, node: int) -> Slice:
+    """Return what goes to a node: from each member a block per rank of the stripe."""
+    start, width = members * stripe.starts[node], members * len(stripe.ranks[node])
     return Slice(packed.space, start, start + width)
 
 
 def _collect(
     b: Builder,
     levels: Levels,
-    lane: Lane,
+    stripe: Stripe,
     leader: int,
     bundles: Mapping[int, Buffer],
     number: int,
 ) -> None:
-    """Bring the node's blocks for the ranks of a lane to its leader."""
+    """Bring the node's blocks for the ranks of a stripe to its leader."""
     num = len(levels.own)
-    for node, ranks in enumerate(lane.ranks):
+    for node, ranks in enumerate(stripe.ranks):
         for each in _consecutive(ranks):
             if leader != b.rank:
                 b.send(b.inp[each.first : each.stop], leader)
                 continue
-            start = num * lane.starts[node] + each.place
+            start = num * stripe.starts[node] + each.place
             for place, member in enumerate(levels.own):
                 at = start + place * len(ranks)
                 where = bundles[number][at : at + each.stop - each.first]
@@ -538,7 +539,7 @@ def _consecutive(ranks: Sequence[int]) -> list[Run]:
 
 
 def _arriving(arrived: Buffer, levels: Levels, num: int) -> list[Slice]:
-    """Return where the blocks from each node arrive, for ``num`` ranks of the lane."""
+    """Return where the blocks from each node arrive, for ``num`` ranks of a stripe."""
     found: list[Slice] = []
     start = 0
     for ranks in levels.nodes:
@@ -550,7 +551,7 @@ def _arriving(arrived: Buffer, levels: Levels, num: int) -> list[Slice]:
 def _hand_out(
     b: Builder, levels: Levels, ranks: Sequence[int], arrived: Buffer
 ) -> None:
-    """Give each rank of a lane its blocks, in the order of the nodes."""
+    """Give each rank of a stripe its blocks, in the order of the nodes."""
     for place, rank in enumerate(ranks):
         own = arrived
         if len(ranks) > 1:

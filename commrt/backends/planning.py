@@ -40,6 +40,7 @@ __all__ = [
     "check_params",
     "distinct",
     "node_numbers",
+    "only_by_name",
     "schedule_plan",
     "split_params",
     "why_not",
@@ -221,6 +222,21 @@ def allows(nodes: Nodes, query: Query, candidate: Candidate) -> bool:
     return all(value in choices.get(key, ()) for key, value in own.items())
 
 
+def only_by_name(nodes: Nodes, coll: str, candidate: Candidate) -> str | None:
+    """Return why nobody has this candidate unasked; None: it needs no asking."""
+    size, name = len(nodes), candidate.algorithm
+    if name not in algorithms.names(coll, size, nodes):
+        return None
+    offered = algorithms.get(coll, name).offered
+    if offered is None:
+        return None
+    choices = algorithms.param_choices(coll, name, size, nodes)
+    own, _ = split_params(candidate.params)
+    if offered(size, {key: own.get(key, one[0]) for key, one in choices.items()}):
+        return None
+    return "is for who names it"
+
+
 @dataclass(frozen=True)
 class Footprint:
     """What bounds the messages of a schedule, over all of its ranks."""
@@ -371,12 +387,15 @@ def distinct(
 ) -> list[Candidate]:
     """Return the candidates without those that run what an earlier one runs.
 
-    On two ranks many algorithms are one and the same exchange. Compared are lowered
-    programs, for a few ranks; more ranks tell algorithms apart.
+    Without those, too, that run only where somebody names them. On two ranks many
+    algorithms are one and the same exchange. Compared are lowered programs, for a few
+    ranks; more ranks tell algorithms apart.
     """
     found: dict[Any, Candidate] = {}
     size = len(nodes)
     for candidate in candidates:
+        if only_by_name(nodes, coll, candidate) is not None:
+            continue
         key: Any = candidate
         known = candidate.algorithm in algorithms.names(coll)
         if known and size <= _LARGEST_COMPARED:

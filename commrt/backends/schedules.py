@@ -18,7 +18,8 @@ def schedule_candidates(comm: Any, query: Query, backend: str) -> Iterator[Candi
     """Yield every schedule algorithm that can run ``query``, simplest first."""
     where = comm.size, comm.facts.layout
     for name in sorted(algorithms.names(query.coll, *where), key=_simplicity):
-        for params in algorithms.offered_params(query.coll, name, *where):
+        # What nothing is offered of runs where it is named.
+        for params in list(algorithms.offered_params(query.coll, name, *where)) or [{}]:
             yield Candidate(backend, name, params)
 
 
@@ -36,8 +37,10 @@ _SIMPLEST_FIRST = (
     "reduce_scatter_gather",
     "chain",
     "binary_tree",
+    "double_tree",
     "shifted_halving_doubling",
     "two_level",
+    "swing",
 )
 
 

@@ -29,7 +29,7 @@ Candidates = Callable[[Query], Sequence[Candidate]]
 """The candidates that can run a query here, simplest first."""
 Allows = Callable[[Query, Candidate], bool]
 """Whether the parameters of something that runs here may have such values, too."""
-OnRequest = Callable[[Candidate], str | None]
+OnRequest = Callable[[Query, Candidate], str | None]
 """Why a candidate runs only where it is asked for by name; None: it needs no asking."""
 
 
@@ -98,7 +98,7 @@ class Policy:
         candidates: Candidates,
         cost: Cost,
         overrides: Mapping[str, Candidate] | None = None,
-        on_request: OnRequest = lambda _: None,
+        on_request: OnRequest = lambda query, candidate: None,
         floor: Cost = lambda query, candidate: 0.0,
         allows: Allows = lambda query, candidate: False,
     ) -> None:
@@ -157,7 +157,7 @@ class Policy:
                 query, subset, asked.params, "override", f"{_VARIABLE} asks for {asked}"
             )
         else:
-            able = [each for each in found if self._on_request(each) is None]
+            able = [each for each in found if self._on_request(query, each) is None]
             choice = self._free(query, able or found)
         if params:
             merged = {**choice.candidate.params, **params}
@@ -205,11 +205,14 @@ class Policy:
 
         A rule for fewer ranks may have a parameter that does not exist on so many.
         """
-        named = [candidate for candidate in found if candidate.name == use.name]
-        return any(
-            all(use.params.get(name, v) == v for name, v in candidate.params.items())
-            for candidate in named
-        ) or (bool(named) and self._allows(query, use))
+        known = any(
+            use.name == candidate.name
+            and all(use.params.get(k, v) == v for k, v in candidate.params.items())
+            for candidate in found
+        )
+        # The values of a rule, or all of it, may be what nobody would try unasked.
+        here = any(candidate.backend == use.backend for candidate in found)
+        return known or (here and self._allows(query, use))
 
     def _modelled(self, query: Query, found: Sequence[Candidate], why: str) -> Choice:
         best, cost = self._cheapest(query, found)
@@ -252,7 +255,7 @@ class Policy:
         rejected = []
         if hit is not None and choice.rule != hit.index:
             able = self._can_run(query, hit.rule.use, found)
-            reason = self._on_request(hit.rule.use)
+            reason = self._on_request(query, hit.rule.use)
             why = reason or "overruled" if able else "cannot run this here"
             text = f"rule {hit.index} of the table, {why}"
             rejected.append(Rejected(hit.rule.use, text))
@@ -260,7 +263,7 @@ class Policy:
             if candidate.name != choice.candidate.name:
                 cost = self._cost(query, candidate)
                 text = "no estimate" if math.isinf(cost) else f"model {_us(cost)}"
-                reason = self._on_request(candidate)
+                reason = self._on_request(query, candidate)
                 if reason is not None:
                     text = f"{reason}; {text}"
                 rejected.append(Rejected(candidate, text))

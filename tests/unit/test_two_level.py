@@ -211,14 +211,14 @@ def test_between_nodes_go_as_few_messages_as_there_are_leaders(
     coll: str, among: str, messages: int, part: float
 ) -> None:
     nodes = parse_nodes((4, 4))
-    for leaders, lanes in ((1, 1), (2, 2), ("all", 4)):
+    for leaders, stripes in ((1, 1), (2, 2), ("all", 4)):
         params = {"among": among, "leaders": leaders}
         schedule = algorithms.schedule(coll, "two_level", 8, 0, params, nodes)
         found = between(schedule)
-        assert found == (messages * lanes, pytest.approx(part)), leaders
+        assert found == (messages * stripes, pytest.approx(part)), leaders
 
 
-def test_every_rank_of_a_node_leads_a_lane() -> None:
+def test_every_rank_of_a_node_leads_a_stripe() -> None:
     nodes = parse_nodes((3, 3, 2))
     schedule = algorithms.schedule("allreduce", "two_level", 8, nodes=nodes)
     leading = {

@@ -24,8 +24,8 @@ long vectors where a single binary tree takes 2 N beta; reduce also adds N gamma
 allreduce is both, overlapped.
 
 Sanders, Speck and Traff, "Two-tree algorithms for full bandwidth broadcast, reduction
-and scan", Parallel Computing 35 (2009), sections 3 and 4; Jeaugey, "Massively scale
-your deep learning training with NCCL 2.4" (2019), for both trees over all ranks.
+and scan", Parallel Computing 35 (2009); Jeaugey, "Massively scale your deep learning
+training with NCCL 2.4" (2019), for both trees over all ranks.
 """
 
 from __future__ import annotations

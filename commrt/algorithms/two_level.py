@@ -21,11 +21,11 @@ there are nodes, on N/stripes for each leader. Bytes between nodes are those of
 ranks per node.
 
 Karonis, de Supinski, Foster, Gropp, Lusk and Bresnahan, "Exploiting hierarchy in
-parallel computer networks to optimize collective operation performance", IPDPS 2000,
-section 3; Bayatpour, Chakraborty, Subramoni, Lu and Panda, "Scalable reduction
-collectives with data partitioning-based multi-leader design", SC 2017, section 4;
+parallel computer networks to optimize collective operation performance", IPDPS 2000;
+Bayatpour, Chakraborty, Subramoni, Lu and Panda, "Scalable reduction collectives with
+data partitioning-based multi-leader design", SC 2017, section 4;
 Traff and Hunold, "Decomposing MPI collectives for exploiting multi-lane communication",
-CLUSTER 2020, section 3.
+CLUSTER 2020.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from commrt.errors import ScheduleError, UsageError, suggest
 from commrt.schedule.engine_model import LINES, EngineModel
 from commrt.schedule.exposure import Reach, reaches
 from commrt.schedule.ir import Op
-from commrt.schedule.lower import Lowered, lower
+from commrt.schedule.lower import LOCAL, Lowered, lower
 from commrt.schedule.nodes import Nodes
 from commrt.select.facts import Candidate, LinkClass, ParamValue, Query
 
@@ -537,8 +538,18 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
 
 def _spaces(lowered: Lowered, num_elements: int) -> list[tuple[int, list[int]]]:
     spaces = []
-    for space in lowered.spaces:
+    used: list[set[int]] = [set() for _ in lowered.spaces]
+    for kind, where, lo, hi in (*lowered.inputs.tolist(), *lowered.outputs.tolist()):
+        if kind == LOCAL:
+            used[where].update(range(lo, hi))
+    for number, space in enumerate(lowered.spaces):
         bounds = space.bounds(num_elements)
+        if space.kind == "tmp":
+            # Scratch of an inner algorithm is as long as the whole vector, and holds a
+            # part of it: what nothing touches takes no memory.
+            lengths = [hi - lo for lo, hi in pairwise(bounds)]
+            kept = [n * (i in used[number]) for i, n in enumerate(lengths)]
+            bounds = [0, *accumulate(kept)]
         # A space that this rank does not have still needs its place in the list.
         spaces.append((_KINDS[space.kind], bounds if len(bounds) > 1 else [0, 0]))
     return spaces

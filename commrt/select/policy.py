@@ -158,7 +158,7 @@ class Policy:
             )
         else:
             able = [each for each in found if self._on_request(query, each) is None]
-            choice = self._free(query, able or found)
+            choice = self._free(query, able or found, found)
         if params:
             merged = {**choice.candidate.params, **params}
             choice = replace(choice, candidate=_with(choice.candidate, merged))
@@ -180,10 +180,18 @@ class Policy:
             rejected=tuple(rejected),
         )
 
-    def _free(self, query: Query, found: Sequence[Candidate]) -> Choice:
-        """Pick by the table, else by the model."""
+    def _free(
+        self,
+        query: Query,
+        found: Sequence[Candidate],
+        known: Sequence[Candidate] = (),
+    ) -> Choice:
+        """Pick by the table, which may ask for anything known, else by the model."""
         hit = None if self.table is None else self.table.lookup(self.facts, query)
-        able = hit is not None and self._can_run(query, hit.rule.use, found)
+        use = None if hit is None else hit.rule.use
+        able = use is not None and (
+            self._can_run(query, use, found) or self._can_ask(query, use, known)
+        )
         # A rule also knows the best parameters of the only candidate.
         if len({candidate.name for candidate in found}) == 1 and not able:
             best, _ = self._cheapest(query, found)
@@ -205,14 +213,17 @@ class Policy:
 
         A rule for fewer ranks may have a parameter that does not exist on so many.
         """
-        known = any(
-            use.name == candidate.name
-            and all(use.params.get(k, v) == v for k, v in candidate.params.items())
-            for candidate in found
-        )
-        # The values of a rule, or all of it, may be what nobody would try unasked.
-        here = any(candidate.backend == use.backend for candidate in found)
-        return known or (here and self._allows(query, use))
+        known = [one for one in found if one.name == use.name]
+        return any(
+            all(use.params.get(name, v) == v for name, v in one.params.items())
+            for one in known
+        ) or self._can_ask(query, use, known)
+
+    def _can_ask(
+        self, query: Query, use: Candidate, known: Sequence[Candidate]
+    ) -> bool:
+        """Whether ``use`` is one of these with values that nobody would try unasked."""
+        return any(one.name == use.name for one in known) and self._allows(query, use)
 
     def _modelled(self, query: Query, found: Sequence[Candidate], why: str) -> Choice:
         best, cost = self._cheapest(query, found)

@@ -27,11 +27,13 @@ def every_way() -> list[Any]:
         if name is not None
         for count in COUNTS
         for dtype, root in (("float32", 0), ("float64", comm.size - 1))
+        # Of many inner algorithms each is tried once.
+        if name != "two_level" or (count, dtype) == (1003, "float64")
     ]
     shifted = [case for case in cases if case.algorithm == "shifted_halving_doubling"]
     widths = sorted({case.params.get("k", 0) for case in shifted})
     two_level = sum(case.algorithm == "two_level" for case in cases)
-    return [run_cases(comm, cases), comm.facts.nodes, widths, two_level > 300]
+    return [run_cases(comm, cases), comm.facts.nodes, widths, two_level > 50]
 
 
 @pytest.mark.full(sample=2)
@@ -50,7 +52,7 @@ def test_every_algorithm_agrees_with_numpy(
     mpirun: Any, size: int, where: str, widths: list[int]
 ) -> None:
     env = {"COMMRT_NODES": where, "COMMRT_TIMEOUT_S": "20"} if where else {}
-    got = mpirun(size, every_way, env=env, deadline_s=60)
+    got = mpirun(size, every_way, env=env, deadline_s=120)
     assert got == [[[], where.count(",") + 1, widths, "," in where]] * size
 
 

@@ -81,3 +81,14 @@ def test_ranks_of_one_node_hear_why_it_cannot_run() -> None:
         pytest.raises(UsageError, match="'two_level', which does not exist or cannot"),
     ):
         ranks.comms[0].allreduce(np.zeros(3), algorithm="two_level", nonblocking=True)
+
+
+def test_scratch_takes_no_more_than_what_is_touched() -> None:
+    params = {"among": "recursive_doubling", "leaders": "all"}
+    with FakeMpi().ranks([[0, 1, 2, 3], [4, 5, 6, 7]]) as ranks:
+        ranks.comms[0].plan.allreduce(
+            np.zeros(8000), algorithm="two_level", params=params
+        )
+        (plan,) = ranks.comms[0]._plans.values()
+        # This rank leads a fourth of the vector, and adds one other leader's to it.
+        assert plan.tmp_nbytes <= 8000 * 8 // 4 + 64

@@ -20,7 +20,7 @@ from commrt.algorithms import _registry
 from commrt.algorithms._nested import cut
 from commrt.algorithms._nested import run as nested
 from commrt.backends.known import check_candidate
-from commrt.backends.planning import allows, footprint
+from commrt.backends.planning import allows, footprint, only_by_name
 from commrt.backends.prediction import floor_us, predicted_us
 from commrt.errors import ScheduleError, UsageError
 from commrt.operations import COLLECTIVES, operation
@@ -34,6 +34,10 @@ from commrt.schedule.nodes import Nodes, check_nodes, members, parse_nodes
 from commrt.schedule.verify import verify
 from commrt.schedule.verify_lowered import verify_lowered
 from commrt.select.facts import Candidate, CommFacts, Query
+from commrt.select.fingerprint import Cpu, Machine
+from commrt.select.policy import Policy
+from commrt.select.rules import Match, Rule
+from commrt.select.table import Table
 
 COLLS = [
     coll
@@ -319,6 +323,44 @@ def test_a_rule_may_name_any_inner_algorithms() -> None:
     assert not allows(nodes, query, wrong)
     with pytest.raises(UsageError, match="inside='rng' is not one of"):
         check_candidate("allreduce", wrong)
+
+
+def test_a_table_may_ask_for_what_nobody_has_unasked_and_a_call_overrules_it() -> None:
+    def match(lo: int, hi: int | None) -> Match:
+        return Match(lo, hi, ranks=8, nodes=2, device="host")
+
+    rules = [
+        Rule("allreduce", match(0, 64), Candidate("mpi", "swing", {"torus": "2x4"})),
+        Rule(
+            "allreduce",
+            match(64, None),
+            Candidate("mpi", "two_level", {"inside": "ring", "leaders": 2}),
+        ),
+    ]
+    table = Table(Machine(Cpu("c", 1, 1)), tuple(rules))
+    nodes = parse_nodes((4, 4))
+    found = [
+        Candidate("mpi", name, params)
+        for name in ("direct", "swing", "two_level")
+        for params in list(algorithms.offered_params("allreduce", name, 8, nodes))
+        or [{}]
+    ]
+    policy = Policy(
+        facts_of(nodes),
+        table,
+        lambda query: found,
+        partial(predicted_us, facts_of(nodes)),
+        on_request=lambda query, one: only_by_name(nodes, query.coll, one),
+        allows=partial(allows, nodes),
+    )
+    for nbytes, rule in ((8, rules[0]), (64, rules[1])):
+        query = Query("allreduce", nbytes, op="sum")
+        assert policy.choose(query).candidate == rule.use
+        forced = policy.choose(query, algorithm="direct")
+        assert forced.candidate.algorithm == "direct"
+    bare = Policy(facts_of(nodes), None, policy._candidates, policy._cost)
+    bare._on_request = policy._on_request
+    assert bare.choose(Query("allreduce", 8, op="sum")).candidate.algorithm != "swing"
 
 
 def test_others_algorithms_may_be_inside(monkeypatch: pytest.MonkeyPatch) -> None:

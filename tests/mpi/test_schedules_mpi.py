@@ -56,6 +56,33 @@ def test_every_algorithm_agrees_with_numpy(
     assert got == [[[], where.count(",") + 1, widths, "," in where]] * size
 
 
+def knows_its_nodes() -> list[Any]:
+    """Return cores and nodes, and those of a group in an order of its own."""
+    comm: Any = commrt.init()
+    found = [comm.facts.cores, list(comm.facts.layout)]
+    if comm.rank == 2:
+        return found
+    group = comm.create_group([3, 0, 1])
+    total = group.allreduce(np.full(7, group.rank + 1.0), algorithm="two_level")
+    return [*found, list(group.facts.layout), total.tolist()]
+
+
+def test_every_rank_knows_who_shares_a_node(mpirun: Any) -> None:
+    (cores, nodes), *_ = (each[:2] for each in mpirun(4, knows_one_node))
+    assert nodes == [0, 0, 0, 0]
+    got = mpirun(4, knows_its_nodes, env={"COMMRT_NODES": "2,2"})
+    # Pretended nodes share the cores of the machine.
+    one = [max(1, cores // 2), [0, 0, 1, 1]]
+    assert got[2] == one
+    assert [got[rank] for rank in (0, 1, 3)] == [[*one, [0, 1, 1], [6.0] * 7]] * 3
+
+
+def knows_one_node() -> list[Any]:
+    """Return cores and nodes."""
+    comm = commrt.init()
+    return [comm.facts.cores, list(comm.facts.layout)]
+
+
 def rides_in_lines_or_not() -> list[int]:
     """Return the lengths, in bytes, of which an allreduce or a bcast was wrong."""
     comm: Any = commrt.init()

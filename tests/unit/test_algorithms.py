@@ -22,7 +22,7 @@ from commrt.schedule.verify_lowered import verify_lowered
 EVERY = [(coll, name) for coll in COLLECTIVES for name in algorithms.names(coll, 8)]
 
 
-MANY_VALUES = 8
+MANY_VALUES = 6
 
 
 def schedules(
@@ -30,7 +30,7 @@ def schedules(
 ) -> Iterator[Schedule]:
     """All parameters, and the first, a middle and the last root, where supported.
 
-    Of a parameter with many values the first, the last, and some between.
+    Of a parameter with many values the first, the last, and one between.
     """
     if not algorithms.get(coll, name).supports(size):
         return
@@ -38,7 +38,7 @@ def schedules(
     choices = algorithms.param_choices(coll, name, size)
     for key, values in choices.items():
         if len(values) > MANY_VALUES and not every:
-            choices[key] = (*values[:4], values[size % len(values)], *values[-2:])
+            choices[key] = (*values[:2], values[size % len(values)], values[-1])
     for root, values in itertools.product(roots, itertools.product(*choices.values())):
         params = dict(zip(choices, values, strict=True))
         yield algorithms.schedule(coll, name, size, root, params)

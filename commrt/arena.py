@@ -32,7 +32,14 @@ from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.memory_limit import check_fits
 
-__all__ = ["Arena", "discover_nodes", "pretended_nodes", "process_arena", "share"]
+__all__ = [
+    "Arena",
+    "discover_nodes",
+    "machine_identity",
+    "pretended_nodes",
+    "process_arena",
+    "share",
+]
 
 _PAGE = mmap.PAGESIZE
 _TOKEN_NBYTES = 16
@@ -173,14 +180,19 @@ def _cannot_map(
 
 def _look() -> str:
     """Return what is equal for processes that may be able to share memory."""
-    parts = [str(os.geteuid())]
+    parts = [str(os.geteuid()), machine_identity()]
+    with contextlib.suppress(OSError):  # a /proc that hides it: let the mapping decide
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)
+
+
+def machine_identity() -> str:
+    """Return what is equal for processes on one machine, in containers or not."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            parts.append(file.read().strip())
-        parts.append(os.readlink("/proc/self/ns/net"))
-    except OSError:  # a /proc that hides them: let the mapping decide
-        parts.append(socket.gethostname())
-    return " ".join(parts)
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def pretended_nodes(size: int, pretended: Sequence[int] | None = None) -> list[int]:

@@ -91,7 +91,7 @@ class Choosing(GroupCreation):
         """
         query = self._question("candidates", coll, nbytes, dtype, op, 0)
         found = self._policy.candidates(query)
-        return planning.distinct(coll, self.size, found) if distinct else found
+        return planning.distinct(coll, found, self.facts.layout) if distinct else found
 
     def explain(
         self,
@@ -150,7 +150,7 @@ class Choosing(GroupCreation):
             raise UsageError(f"{candidate} must not run {query}: {reason}")
         return candidate
 
-    def _only_on_request(self, candidate: Candidate) -> str | None:
+    def _only_on_request(self, query: Query, candidate: Candidate) -> str | None:
         if candidate.name != NATIVE or self._unasked_native:
-            return None
+            return planning.only_by_name(self.facts.layout, query.coll, candidate)
         return "has no MPI communicator here until a call asks for it by name"

@@ -18,7 +18,7 @@ import numpy as np
 from commrt import _libmpi, _native, backends, calls
 from commrt.arrays import numpy_type
 from commrt.backends.base import PlanSpec
-from commrt.backends.planning import LANE_NBYTES
+from commrt.backends.planning import LANE_NBYTES, allows
 from commrt.backends.prediction import floor_us
 from commrt.choosing import Choosing
 from commrt.dtypes import engine_factor
@@ -32,6 +32,7 @@ from commrt.operations import OPERATIONS, operation
 from commrt.persistent import Plans
 from commrt.remembered import Choices, remember
 from commrt.safety.check import Checker
+from commrt.schedule.nodes import check_nodes
 from commrt.select.facts import CommFacts
 from commrt.select.policy import Policy
 from commrt.symmetric import SymmetricHeap, as_array, parse_request
@@ -121,6 +122,7 @@ class Communicator(Choosing, Operations):
             world.overrides,
             self._only_on_request,
             partial(floor_us, self.facts),
+            partial(allows, self.facts.layout),
             self._refused,
         )
         self._choices = Choices(self._policy)
@@ -158,7 +160,8 @@ class Communicator(Choosing, Operations):
             world.links = measure_links(self, world)
         ppn = max(per_node.values())
         link = agree_link_class(world, self._ranks, ppn)
-        return CommFacts(self.size, len(per_node), ppn, world.cores, link)
+        layout = check_nodes(map(world.node_of, self._ranks), self.size)
+        return CommFacts(self.size, len(per_node), ppn, world.cores, link, layout)
 
     def _private(self, purpose: str) -> Communicator:
         """Return a communicator of the same ranks for commrt's own use."""

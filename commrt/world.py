@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from commrt import _libmpi, _native, env
-from commrt.arena import Arena, discover_nodes, process_arena, share
+from commrt.arena import (
+    Arena,
+    discover_nodes,
+    machine_identity,
+    process_arena,
+    share,
+)
 from commrt.backends.known import known_names
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
@@ -234,18 +240,23 @@ def _agree_cores(world: World) -> int:
 
     Ranks may be bound to different cores: their affinities are united, and the
     container's quota (seen as fewer available cores than the affinity) still holds.
+    Nodes on one machine share its cores, and pretended ones their container's quota.
     """
     affinity = sorted(os.sched_getaffinity(0))
-    mine = json.dumps([affinity, available_cores()]).encode()
+    mine = json.dumps([affinity, available_cores(), machine_identity()]).encode()
     everybody = range(world.size)
     blobs = world.bootstrap.exchange(everybody, "cores", mine, world.timeout_s)
     said = [json.loads(blob) for blob in blobs]
-    poorest: list[int] = []
+    pretended = env.read_nodes() is not None
+    poorest: list[float] = []
     for ranks in world.nodes:
-        union = {core for rank in ranks for core in said[rank][0]}
-        quotas = [n for cores, n in (said[r] for r in ranks) if n < len(cores)]
-        poorest.append(min([len(union), *quotas]))
-    return max(1, min(poorest))
+        beside = [r for r in everybody if said[r][2] == said[ranks[0]][2]]
+        share = len(ranks) / len(beside)
+        quotas = [n for cores, n, _ in (said[r] for r in ranks) if n < len(cores)]
+        poorest += [n * share if pretended else n for n in quotas]
+        poorest.append(len({core for r in ranks for core in said[r][0]}))
+        poorest.append(len({core for r in beside for core in said[r][0]}) * share)
+    return max(1, int(min(poorest)))
 
 
 def _overrides() -> dict[str, Candidate]:

@@ -22,6 +22,8 @@ PAGE = Path(__file__).with_name("reference.md")
 
 _RANKS = 8
 """Parameters may depend on the number of ranks; these are shown."""
+_NODES = (0, 0, 0, 0, 1, 1, 1, 1)
+"""Or on the nodes."""
 _SIZES = range(1, 33)
 _OUTPUTS = {
     "none": "none",
@@ -105,7 +107,8 @@ def parameters_table() -> str:
     rows = ["| algorithm | parameter | values, the default first |", "|---|---|---|"]
     for coll in SCHEDULED:
         for name in algorithms.names(coll):
-            for key, values in algorithms.param_choices(coll, name, _RANKS).items():
+            found = algorithms.param_choices(coll, name, _RANKS, _NODES)
+            for key, values in found.items():
                 listed = ", ".join(map(str, values))
                 rows.append(f"| {coll} `{name}` | `{key}` | {listed} |")
     return "\n".join(rows) + "\n"
@@ -128,6 +131,8 @@ def algorithms_table() -> str:
 
 def _ranks_of(coll: str, name: str) -> str:
     """Return on which numbers of ranks an algorithm exists, nothing if on all."""
+    if algorithms.get(coll, name).spans_nodes:
+        return ""
     sizes = [size for size in _SIZES if name in algorithms.names(coll, size)]
     if sizes == list(_SIZES):
         return ""

@@ -136,12 +136,14 @@ def legal_pairs(coll: str = "allreduce") -> list[tuple[str, str]]:
     return pairs
 
 
-def ways(coll: str, size: int) -> list[tuple[str | None, dict[str, int | str]]]:
+def ways(
+    coll: str, size: int, nodes: tuple[int, ...] | None = None
+) -> list[tuple[str | None, dict[str, int | str]]]:
     """Return (algorithm, parameters) of every schedule for ``coll``, and automatic."""
     found: list[tuple[str | None, dict[str, int | str]]] = [(None, {})]
-    for name in algorithms.names(coll, size):
+    for name in algorithms.names(coll, size, nodes):
         found.append((name, {}))
-        for param, values in algorithms.param_choices(coll, name, size).items():
+        for param, values in algorithms.param_choices(coll, name, size, nodes).items():
             found.extend((name, {param: value}) for value in values[1:])
     return found
 

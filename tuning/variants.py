@@ -117,6 +117,12 @@ def _in_the_running(
         for one in recording.launches.values()
         if one.facts.size == ranks
     )
+    layouts = (
+        one.facts.layout
+        for one in recording.launches.values()
+        if one.facts.size == ranks
+    )
+    nodes = next(layouts, None)
     for (op, nbytes), ratios in _ratios(recording, ranks).items():
         schedules = {one: r for one, r in ratios.items() if one.name != NATIVE}
         plain = {one: median(r) for one, r in schedules.items() if not _is_variant(one)}
@@ -132,6 +138,7 @@ def _in_the_running(
                     *(op, leader, ranks, full, dtype),
                     thorough=thorough,
                     crowded=crowded,
+                    nodes=nodes,
                 )
                 if (op, one) not in failed
                 and _may_win(schedules.get(one, []), plain[leader])

@@ -8,6 +8,7 @@ from commrt.algorithms import (
     binomial,
     direct,
     dissemination,
+    double_tree,
     halving_doubling,
     neighbor_exchange,
     pairwise,
@@ -16,12 +17,16 @@ from commrt.algorithms import (
     ring,
     scatter_allgather,
     shifted_halving_doubling,
+    swing,
+    two_level,
 )
+from commrt.algorithms._nested import run as run_nested
 from commrt.algorithms._registry import (
     Algorithm,
     algorithm,
     get,
     names,
+    offered_params,
     param_choices,
     schedule,
 )
@@ -31,7 +36,9 @@ __all__ = [
     "algorithm",
     "get",
     "names",
+    "offered_params",
     "param_choices",
+    "run_nested",
     "schedule",
 ]
 
@@ -40,6 +47,7 @@ _BUILT_IN = (
     binomial,
     direct,
     dissemination,
+    double_tree,
     halving_doubling,
     neighbor_exchange,
     pairwise,
@@ -48,4 +56,6 @@ _BUILT_IN = (
     ring,
     scatter_allgather,
     shifted_halving_doubling,
+    swing,
+    two_level,
 )

@@ -7,21 +7,35 @@ Third parties register theirs with the same decorator as the built-in ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from typing import Any
 
 from commrt.errors import UsageError, suggest
 from commrt.operations import operation
 from commrt.schedule.builder import Builder, build_program
-from commrt.schedule.ir import RankProgram, RedopClass, Schedule
+from commrt.schedule.ir import ParamValue, RankProgram, RedopClass, Schedule
+from commrt.schedule.nodes import Nodes, check_nodes
 from commrt.schedule.parts import parts_of
 
-__all__ = ["Algorithm", "algorithm", "get", "names", "param_choices", "schedule"]
+__all__ = [
+    "Algorithm",
+    "Params",
+    "algorithm",
+    "get",
+    "names",
+    "offered_params",
+    "param_choices",
+    "schedule",
+]
 
 Author = Callable[[Builder], None]
-Choices = Mapping[str, tuple[int, ...]]
+Params = Mapping[str, ParamValue]
+Choices = Mapping[str, tuple[ParamValue, ...]]
 ChoicesOf = Callable[[int], Choices]
+NodeChoices = Callable[[Nodes | None], Choices]
 
 RESERVED = ("native", "auto", "none")
 """Names with another meaning where an algorithm is named."""
@@ -35,9 +49,10 @@ class Algorithm:
     name: str
     author: Author
     """Records the steps of one rank."""
-    choices: Choices | ChoicesOf
-    """Values of each parameter, the default first; or a function of the size."""
-    supports: Callable[[int], bool]
+    choices: Choices | ChoicesOf | NodeChoices
+    """Values of each parameter, the default first; or a function of the size, or of the
+    nodes."""
+    supports_size: Callable[[int], bool]
     """Whether a number of ranks is supported."""
     latency: bool
     """Latency-optimal: few steps, for short messages."""
@@ -45,6 +60,16 @@ class Algorithm:
     """Bandwidth-optimal: few bytes, for long messages."""
     redop_class: RedopClass
     """``ordered`` if contributions are combined in rank order."""
+    spans_nodes: bool = False
+    """Whether it must know which ranks share a node: without several, it is none."""
+    offered: Callable[[int, Params], bool] | None = None
+    """Which values are candidates for any call; the others only where named."""
+
+    def supports(self, size: int, nodes: Nodes | None = None) -> bool:
+        """Return whether it exists for so many ranks, on these nodes."""
+        if self.spans_nodes and (nodes is None or not 1 < max(nodes) + 1 < size):
+            return False
+        return self.supports_size(size)
 
     @property
     def doc(self) -> str:
@@ -64,24 +89,31 @@ def algorithm(
     coll: str,
     name: str,
     *,
-    params: Choices | ChoicesOf | None = None,
+    params: Choices | ChoicesOf | NodeChoices | None = None,
     supports: Callable[[int], bool] | None = None,
     latency: bool = False,
     bandwidth: bool = False,
     ordered: bool = False,
+    spans_nodes: bool = False,
+    offered: Callable[[int, Params], bool] | None = None,
 ) -> Callable[[Author], Author]:
     """Register the decorated function as algorithm ``name`` of operation ``coll``.
 
     Args:
         coll: the operation, such as ``"allreduce"``.
         name: lower-case letters, digits and underscores; new for this operation.
-        params: values of each integer parameter, the default first, or a function
-            that returns them for a number of ranks.
+        params: values of each parameter (integers or words), the default first, or a
+            function that returns them for a number of ranks.
         supports: whether a number of ranks is supported; all are, if left out.
         latency: it has few steps: made for short messages. ``info`` shows it; the
             model counts the steps itself.
         bandwidth: it moves few bytes: made for long messages; likewise.
         ordered: contributions are combined in rank order.
+        spans_nodes: it is made for ranks on several nodes, of which at least one has
+            several ranks; ``b.nodes`` says which. A function given as ``params`` then
+            gets the number of the node of each rank, or None for all that may be.
+        offered: whether values of the parameters, for a number of ranks, are worth a
+            try where nobody names them; all are, if left out.
     """
     spec = operation(coll)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in RESERVED:
@@ -111,18 +143,23 @@ def algorithm(
             latency,
             bandwidth,
             redop_class,
+            spans_nodes,
+            offered,
         )
         return author
 
     return register
 
 
-def names(coll: str, size: int | None = None) -> tuple[str, ...]:
+def names(
+    coll: str, size: int | None = None, nodes: Nodes | None = None
+) -> tuple[str, ...]:
     """Return the names of the algorithms of ``coll``, sorted.
 
     Args:
         coll: the operation.
         size: only those that exist for so many ranks.
+        nodes: the number of the node of each rank; None: all are on one.
     """
     plain = operation(coll).vector_of
     return tuple(
@@ -130,7 +167,7 @@ def names(coll: str, size: int | None = None) -> tuple[str, ...]:
             name
             for (which, name), one in _ALGORITHMS.items()
             if which == (plain or coll)
-            and (size is None or one.supports(size))
+            and (size is None or one.supports(size, nodes))
             and (plain is None or carries_counts(one))
         )
     )
@@ -143,9 +180,10 @@ _FEW_RANKS = range(2, 9)
 def carries_counts(one: Algorithm) -> bool:
     """Return whether an algorithm works where the ranks' blocks differ in length.
 
-    Found out on a few numbers of ranks; a plan looks at its own again.
+    Found out on a few numbers of ranks; a plan looks at its own again. What spans nodes
+    cuts its inner algorithms' blocks anew, and is left out.
     """
-    if operation(one.coll).out_count == "none":
+    if one.spans_nodes or operation(one.coll).out_count == "none":
         return False
     for size in filter(one.supports, _FEW_RANKS):
         own = schedule(one.coll, one.name, size, root=size // 2)
@@ -167,11 +205,30 @@ def get(coll: str, name: str) -> Algorithm:
         ) from None
 
 
-def param_choices(coll: str, name: str, size: int) -> dict[str, tuple[int, ...]]:
-    """Return the values of each parameter on ``size`` ranks, the default first."""
-    choices = get(coll, name).choices
-    found = choices(size) if callable(choices) else choices
+def param_choices(
+    coll: str, name: str, size: int, nodes: Nodes | None = None
+) -> dict[str, tuple[ParamValue, ...]]:
+    """Return the values of each parameter on ``size`` ranks, the default first.
+
+    Without ``nodes``, an algorithm that spans nodes has all values that it may have.
+    """
+    one = get(coll, name)
+    found: Any = one.choices
+    if callable(found):
+        found = found(nodes if one.spans_nodes else size)
     return {key: tuple(values) for key, values in found.items()}
+
+
+def offered_params(
+    coll: str, name: str, size: int, nodes: Nodes | None = None
+) -> Iterator[dict[str, ParamValue]]:
+    """Yield the values of all parameters that are candidates where nobody names any."""
+    choices = param_choices(coll, name, size, nodes)
+    offered = get(coll, name).offered
+    for values in product(*choices.values()):
+        params = dict(zip(choices, values, strict=True))
+        if offered is None or offered(size, params):
+            yield params
 
 
 def schedule(
@@ -179,24 +236,39 @@ def schedule(
     name: str,
     size: int,
     root: int = 0,
-    params: Mapping[str, int] | None = None,
+    params: Params | None = None,
+    nodes: Nodes | None = None,
 ) -> Schedule:
-    """Return the schedule of an algorithm; equal arguments give the same object."""
+    """Return the schedule of an algorithm; equal arguments give the same object.
+
+    Args:
+        coll: the operation.
+        name: the algorithm.
+        size: number of ranks.
+        root: the root, where the operation has one.
+        params: values of its parameters; the defaults, where left out.
+        nodes: the number of the node of each rank, for algorithms that span nodes.
+    """
+    one = get(coll, name)
     if size < 1:
         raise UsageError(f"{coll} {name}: size={size} is not a number of ranks")
     if not 0 <= root < size:
         raise UsageError(f"{coll} {name}: root={root} is not a rank below {size}")
-    if not get(coll, name).supports(size):
-        raise UsageError(f"{coll} algorithm {name!r} does not support {size} ranks")
-    values = _check_params(coll, name, size, params or {})
+    nodes = check_nodes(nodes, size) if one.spans_nodes and nodes else None
+    if not one.supports(size, nodes):
+        where = f"{size} ranks"
+        if one.spans_nodes and one.supports_size(size):
+            where += " that are not on several nodes, two or more on one of them"
+        raise UsageError(f"{coll} algorithm {name!r} does not support {where}")
+    values = _check_params(coll, name, size, params or {}, nodes)
     root = root if operation(coll).has_root else 0
-    return _schedule(get(coll, name), size, root, tuple(sorted(values.items())))
+    return _schedule(one, size, root, tuple(sorted(values.items())), nodes)
 
 
 def _check_params(
-    coll: str, name: str, size: int, params: Mapping[str, int]
-) -> dict[str, int]:
-    choices = param_choices(coll, name, size)
+    coll: str, name: str, size: int, params: Params, nodes: Nodes | None
+) -> dict[str, ParamValue]:
+    choices = param_choices(coll, name, size, nodes)
     values = {key: allowed[0] for key, allowed in choices.items()}
     for key, value in params.items():
         if key not in choices:
@@ -214,11 +286,17 @@ def _check_params(
 
 @lru_cache(maxsize=256)
 def _schedule(
-    what: Algorithm, size: int, root: int, params: tuple[tuple[str, int], ...]
+    what: Algorithm,
+    size: int,
+    root: int,
+    params: tuple[tuple[str, ParamValue], ...],
+    nodes: Nodes | None,
 ) -> Schedule:
     values = dict(params)
 
     def make(rank: int) -> RankProgram:
-        return build_program(what.author, what.coll, rank, size, root, values)
+        return build_program(what.author, what.coll, rank, size, root, values, nodes)
 
-    return Schedule(what.coll, what.name, size, root, make, values, what.redop_class)
+    return Schedule(
+        *(what.coll, what.name, size, root, make, values, what.redop_class, nodes)
+    )

@@ -13,9 +13,13 @@ from functools import lru_cache
 
 from commrt import algorithms
 from commrt.errors import UsageError
-from commrt.schedule.ir import Op
+from commrt.schedule.ir import Op, ParamValue
+from commrt.schedule.nodes import Nodes
 
-__all__ = ["CHUNK_NBYTES", "LANE_NBYTES", "Footprint", "footprint"]
+__all__ = ["CHUNK_NBYTES", "LANE_NBYTES", "Footprint", "Own", "footprint"]
+
+Own = tuple[tuple[str, ParamValue], ...]
+"""An algorithm's own parameters, by name."""
 
 LANE_NBYTES = 4 << 20
 """Payload memory of one operation in flight, per rank."""
@@ -93,13 +97,18 @@ class Footprint:
 
 @lru_cache(maxsize=1024)
 def footprint(
-    coll: str, algorithm: str, size: int, root: int, params: tuple[tuple[str, int], ...]
+    coll: str,
+    algorithm: str,
+    size: int,
+    root: int,
+    params: Own,
+    nodes: Nodes | None = None,
 ) -> Footprint:
     """Return the footprint of a schedule, over the programs of all ranks."""
     publishes = 0
     sent: Counter[tuple[int, int]] = Counter()
     slices: set[tuple[int, int, tuple[int, int]]] = set()
-    schedule = algorithms.schedule(coll, algorithm, size, root, dict(params))
+    schedule = algorithms.schedule(coll, algorithm, size, root, dict(params), nodes)
     for program in schedule.programs():
         sends = [step for step in program.steps if step.op is Op.SEND]
         publishes = max(publishes, len(sends))

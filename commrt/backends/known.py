@@ -81,10 +81,13 @@ def _parameters(
 
 def _choices(
     coll: str, algorithm: str, ranks: int | None
-) -> tuple[Iterable[tuple[str, tuple[int, ...]]], bool]:
+) -> tuple[Iterable[tuple[str, tuple[ParamValue, ...]]], bool]:
     """Return an algorithm's own parameters with values, and whether those are all."""
     one = algorithms.get(coll, algorithm)
     asked = 1 if ranks is None else ranks
+    if one.spans_nodes:
+        # A table's rule does not say on which nodes: any number of leaders.
+        return algorithms.param_choices(coll, algorithm, asked).items(), True
     if not callable(one.choices) or (
         ranks is not None and ranks <= _MOST_RANKS and one.supports(ranks)
     ):
@@ -93,8 +96,8 @@ def _choices(
 
 
 @lru_cache(maxsize=64)
-def _choices_on_many(one: algorithms.Algorithm) -> dict[str, tuple[int, ...]]:
-    found: dict[str, dict[int, None]] = {}
+def _choices_on_many(one: algorithms.Algorithm) -> dict[str, tuple[ParamValue, ...]]:
+    found: dict[str, dict[ParamValue, None]] = {}
     for size in filter(one.supports, _MANY):
         for name, values in algorithms.param_choices(one.coll, one.name, size).items():
             found.setdefault(name, {}).update(dict.fromkeys(values))
@@ -102,18 +105,20 @@ def _choices_on_many(one: algorithms.Algorithm) -> dict[str, tuple[int, ...]]:
 
 
 def _check_choice(
-    name: str, values: tuple[int, ...], ends: bool, value: ParamValue
+    name: str, values: tuple[ParamValue, ...], ends: bool, value: ParamValue
 ) -> str | None:
     """Return what is wrong with the value of an algorithm's own parameter."""
     if value in values:
         return None
-    if not ends and isinstance(value, int) and value > max(values, default=0):
+    largest = max((one for one in values if isinstance(one, int)), default=0)
+    if not ends and isinstance(value, int) and value > largest:
         return None  # more ranks than were asked about may allow it
     return f"{name}={value!r} is not one of {_few(values)}{'' if ends else ', ...'}"
 
 
-def _few(values: Iterable[int], most: int = 8) -> str:
-    ordered = [str(value) for value in sorted(values)]
+def _few(values: Iterable[ParamValue], most: int = 8) -> str:
+    # Numbers by size, words behind them.
+    ordered = [str(value) for value in sorted(values, key=lambda v: (str(v) == v, v))]
     if len(ordered) <= most:
         return ", ".join(ordered)
     return f"{', '.join(ordered[:most])}, ..., {ordered[-1]}"

@@ -8,10 +8,12 @@ from functools import lru_cache, partial
 from typing import Any
 
 from commrt import algorithms
+from commrt.backends.footprint import Own
 from commrt.backends.planning import node_numbers, split_params
 from commrt.dtypes import dtype_by_name
 from commrt.errors import ScheduleError, UsageError
 from commrt.schedule.lower import lower
+from commrt.schedule.nodes import Nodes
 from commrt.schedule.order import Order, check_order
 from commrt.select.facts import Candidate, Query
 from commrt.user_reduction import Reduction
@@ -81,14 +83,16 @@ def _reason(
     coll: str,
     algorithm: str,
     root: int,
-    params: tuple[tuple[str, int], ...],
-    nodes: tuple[int, ...],
+    params: Own,
+    nodes: Nodes,
     wanted: Order,
 ) -> str | None:
     def share_memory(rank: int, peer: int) -> bool:
         return nodes[rank] == nodes[peer]
 
-    schedule = algorithms.schedule(coll, algorithm, len(nodes), root, dict(params))
+    schedule = algorithms.schedule(
+        coll, algorithm, len(nodes), root, dict(params), nodes
+    )
     lowered = [
         lower(schedule, rank, partial(share_memory, rank)) for rank in range(len(nodes))
     ]

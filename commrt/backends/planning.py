@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ import numpy as np
 from commrt import _native, algorithms
 from commrt.backends import vectors
 from commrt.backends.base import PlanSpec
-from commrt.backends.footprint import CHUNK_NBYTES, LANE_NBYTES, footprint
+from commrt.backends.footprint import CHUNK_NBYTES, LANE_NBYTES, Own, footprint
 from commrt.dtypes import ReduceOp, engine_factor
 from commrt.errors import ScheduleError, UsageError, suggest
 from commrt.schedule.engine_model import LINES, EngineModel
 from commrt.schedule.exposure import Reach, reaches
-from commrt.schedule.lower import Lowered, lower
-from commrt.select.facts import Candidate, LinkClass, ParamValue
+from commrt.schedule.lower import LOCAL, Lowered, lower
+from commrt.schedule.nodes import Nodes
+from commrt.select.facts import Candidate, LinkClass, ParamValue, Query
 
 __all__ = [
     "CHUNK_NBYTES",
@@ -35,8 +37,11 @@ __all__ = [
     "LANE_NBYTES",
     "SYMMETRIC_NBYTES",
     "TransportParams",
+    "allows",
     "check_params",
     "distinct",
+    "node_numbers",
+    "only_by_name",
     "schedule_plan",
     "split_params",
     "why_not",
@@ -174,19 +179,10 @@ _TRANSPORT_NAMES = tuple(TransportParams.__dataclass_fields__)
 
 def split_params(
     params: Mapping[str, ParamValue],
-) -> tuple[dict[str, int], TransportParams]:
+) -> tuple[dict[str, ParamValue], TransportParams]:
     """Split a candidate's parameters into the algorithm's and the transport's."""
     transport = {k: v for k, v in params.items() if k in _TRANSPORT_NAMES}
-    own: dict[str, int] = {}
-    for name, value in params.items():
-        if name in transport:
-            continue
-        if not isinstance(value, int):
-            raise UsageError(
-                f"parameter {name}={value!r} must be an integer"
-                f"{suggest(name, _TRANSPORT_NAMES)}"
-            )
-        own[name] = value
+    own = {k: v for k, v in params.items() if k not in transport}
     return own, TransportParams(**transport)  # type: ignore[arg-type]
 
 
@@ -209,8 +205,33 @@ def check_params(
     split_params(params)
 
 
+def allows(nodes: Nodes, query: Query, candidate: Candidate) -> bool:
+    """Return whether a schedule may have these parameters on such ranks."""
+    coll, name = query.coll, candidate.algorithm
+    if name not in algorithms.names(coll, len(nodes), nodes):
+        return False
+    choices = algorithms.param_choices(coll, name, len(nodes), nodes)
+    own, _ = split_params(candidate.params)
+    return all(value in choices.get(key, ()) for key, value in own.items())
+
+
+def only_by_name(nodes: Nodes, coll: str, candidate: Candidate) -> str | None:
+    """Return why nobody has this candidate unasked; None: it needs no asking."""
+    size, name = len(nodes), candidate.algorithm
+    if name not in algorithms.names(coll, size, nodes):
+        return None
+    offered = algorithms.get(coll, name).offered
+    if offered is None:
+        return None
+    choices = algorithms.param_choices(coll, name, size, nodes)
+    own, _ = split_params(candidate.params)
+    if offered(size, {key: own.get(key, one[0]) for key, one in choices.items()}):
+        return None
+    return "is for who names it"
+
+
 def why_not(
-    comm: Any, coll: str, algorithm: str, root: int, params: Mapping[str, int]
+    comm: Any, coll: str, algorithm: str, root: int, params: Mapping[str, ParamValue]
 ) -> str | None:
     """Return why a schedule would wait for itself on these ranks, None if it does not.
 
@@ -221,23 +242,22 @@ def why_not(
     own = tuple(sorted(params.items()))
     if algorithms.get(coll, algorithm).built_in:
         return None
-    if footprint(coll, algorithm, comm.size, root, own).messages <= LINES:
+    nodes = node_numbers(comm)
+    if footprint(coll, algorithm, comm.size, root, own, nodes).messages <= LINES:
         return None
-    return _deadlock(coll, algorithm, root, own, node_numbers(comm))
+    return _deadlock(coll, algorithm, root, own, nodes)
 
 
 @lru_cache(maxsize=256)
 def _deadlock(
-    coll: str,
-    algorithm: str,
-    root: int,
-    params: tuple[tuple[str, int], ...],
-    nodes: tuple[int, ...],
+    coll: str, algorithm: str, root: int, params: Own, nodes: Nodes
 ) -> str | None:
     def share_memory(rank: int, peer: int) -> bool:
         return nodes[rank] == nodes[peer]
 
-    schedule = algorithms.schedule(coll, algorithm, len(nodes), root, dict(params))
+    schedule = algorithms.schedule(
+        coll, algorithm, len(nodes), root, dict(params), nodes
+    )
     lowered = [
         lower(schedule, rank, partial(share_memory, rank)) for rank in range(len(nodes))
     ]
@@ -254,9 +274,9 @@ _LARGEST_COMPARED = 8
 
 @lru_cache(maxsize=1024)
 def _signature(
-    coll: str, algorithm: str, size: int, params: tuple[tuple[str, int], ...]
+    coll: str, algorithm: str, size: int, params: Own, nodes: Nodes
 ) -> bytes:
-    schedule = algorithms.schedule(coll, algorithm, size, 0, dict(params))
+    schedule = algorithms.schedule(coll, algorithm, size, 0, dict(params), nodes)
     digest = hashlib.sha256()
     for rank in range(size):
         one = lower(schedule, rank)
@@ -267,20 +287,26 @@ def _signature(
     return digest.digest()
 
 
-def distinct(coll: str, size: int, candidates: Sequence[Candidate]) -> list[Candidate]:
+def distinct(
+    coll: str, candidates: Sequence[Candidate], nodes: Nodes
+) -> list[Candidate]:
     """Return the candidates without those that run what an earlier one runs.
 
-    On two ranks many algorithms are one and the same exchange. Compared are lowered
-    programs, for a few ranks; more ranks tell algorithms apart.
+    Without those, too, that run only where somebody names them. On two ranks many
+    algorithms are one and the same exchange. Compared are lowered programs, for a few
+    ranks; more ranks tell algorithms apart.
     """
     found: dict[Any, Candidate] = {}
+    size = len(nodes)
     for candidate in candidates:
+        if only_by_name(nodes, coll, candidate) is not None:
+            continue
         key: Any = candidate
         known = candidate.algorithm in algorithms.names(coll)
         if known and size <= _LARGEST_COMPARED:
             own, transport = split_params(candidate.params)
             program = _signature(
-                coll, candidate.algorithm, size, tuple(sorted(own.items()))
+                coll, candidate.algorithm, size, tuple(sorted(own.items())), nodes
             )
             key = (candidate.backend, transport, program)
         found.setdefault(key, candidate)
@@ -293,16 +319,14 @@ _REACHED_RANKS = 64
 
 @lru_cache(maxsize=256)
 def _reaches(
-    coll: str,
-    algorithm: str,
-    root: int,
-    params: tuple[tuple[str, int], ...],
-    nodes: tuple[int, ...],
+    coll: str, algorithm: str, root: int, params: Own, nodes: Nodes
 ) -> tuple[tuple[Reach, ...], tuple[Lowered, ...]]:
     def share_memory(rank: int, peer: int) -> bool:
         return nodes[rank] == nodes[peer]
 
-    schedule = algorithms.schedule(coll, algorithm, len(nodes), root, dict(params))
+    schedule = algorithms.schedule(
+        coll, algorithm, len(nodes), root, dict(params), nodes
+    )
     programs = [
         lower(schedule, rank, partial(share_memory, rank)) for rank in range(len(nodes))
     ]
@@ -314,7 +338,7 @@ BoundsOf = Callable[[int, Lowered], list[list[int]]]
 
 
 def _reach(
-    comm: Any, spec: PlanSpec, own: Mapping[str, int], bounds_of: BoundsOf
+    comm: Any, spec: PlanSpec, own: Mapping[str, ParamValue], bounds_of: BoundsOf
 ) -> dict[str, Any]:
     """Return what the engine is told about buffers in the symmetric heap."""
     nothing = np.zeros(0, np.uint8)
@@ -352,10 +376,10 @@ def _reach(
     return told
 
 
-def node_numbers(comm: Any) -> tuple[int, ...]:
+def node_numbers(comm: Any) -> Nodes:
     """Return the number of the node that each rank lies on."""
-    node_of = {rank: i for i, ranks in enumerate(comm.nodes) for rank in ranks}
-    return tuple(node_of[rank] for rank in range(comm.size))
+    found: Nodes = comm.facts.layout
+    return found
 
 
 def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
@@ -433,20 +457,22 @@ def _lowered(
     coll: str,
     name: str,
     root: int,
-    params: tuple[tuple[str, int], ...],
-    nodes: tuple[int, ...],
+    params: Own,
+    nodes: Nodes,
     rank: int,
 ) -> Lowered:
     """Return a rank's program: kept, as calls may have new counts every time."""
-    schedule = algorithms.schedule(coll, name, len(nodes), root, dict(params))
+    schedule = algorithms.schedule(coll, name, len(nodes), root, dict(params), nodes)
     return lower(schedule, rank, lambda peer: nodes[peer] == nodes[rank])
 
 
 def _layout(
-    comm: Any, spec: PlanSpec, own: dict[str, int], transport: TransportParams
+    comm: Any, spec: PlanSpec, own: dict[str, ParamValue], transport: TransportParams
 ) -> vectors.Lengths:
     name, params = spec.candidate.algorithm, tuple(sorted(own.items()))
-    bound = footprint(spec.op.name, name, comm.size, spec.root, params)
+    bound = footprint(
+        spec.op.name, name, comm.size, spec.root, params, node_numbers(comm)
+    )
     chunk = bound.chunk_nbytes(transport.chunk)
     if spec.counts:
         return vectors.counted_lengths(comm.rank, comm.size, spec, own, bound, chunk)
@@ -454,11 +480,21 @@ def _layout(
 
 
 def _spaces(lowered: Lowered, bounds: list[list[int]]) -> list[tuple[int, list[int]]]:
-    # A space that this rank does not have still needs its place in the list.
-    return [
-        (_KINDS[space.kind], edges if len(edges) > 1 else [0, 0])
-        for space, edges in zip(lowered.spaces, bounds, strict=True)
-    ]
+    spaces = []
+    used: list[set[int]] = [set() for _ in lowered.spaces]
+    for kind, where, lo, hi in (*lowered.inputs.tolist(), *lowered.outputs.tolist()):
+        if kind == LOCAL:
+            used[where].update(range(lo, hi))
+    for number, (space, edges) in enumerate(zip(lowered.spaces, bounds, strict=True)):
+        if space.kind == "tmp":
+            # Scratch of an inner algorithm is as long as the whole vector, and holds a
+            # part of it: what nothing touches takes no memory.
+            lengths = [hi - lo for lo, hi in pairwise(edges)]
+            kept = [n * (i in used[number]) for i, n in enumerate(lengths)]
+            edges = [0, *accumulate(kept)]
+        # A space that this rank does not have still needs its place in the list.
+        spaces.append((_KINDS[space.kind], edges if len(edges) > 1 else [0, 0]))
+    return spaces
 
 
 def _peers(lowered: Lowered) -> list[tuple[int, int, int]]:

@@ -10,9 +10,9 @@ from typing import Any
 from commrt import algorithms
 from commrt.backends.planning import split_params
 from commrt.schedule.core_cost import core_cost, core_floor
-from commrt.schedule.cost import cost, counts, floor
+from commrt.schedule.cost import OnNode, cost, counts, floor
 from commrt.select.facts import Candidate, CommFacts, Query
-from commrt.select.model import Transport, cheapest, constants
+from commrt.select.model import Constants, Transport, cheapest, constants
 
 __all__ = ["floor_us", "predicted_us"]
 
@@ -67,13 +67,16 @@ def _schedule_us(
     root = query.root or 0
     prices = full_nbytes(query, facts.size), one.alpha_us, one.beta_us, one.gamma_us
     try:
-        schedule = algorithms.schedule(query.coll, name, facts.size, root, params)
+        schedule = algorithms.schedule(
+            *(query.coll, name, facts.size, root, params, facts.layout)
+        )
         # The root, its neighbours, and two that are far from it.
         few = {(root + far) % facts.size for far in (0, 1, -1, facts.size // 2)}
         if facts.nodes > 1:
-            return (
-                floor(schedule, few, *prices) if only_floor else cost(schedule, *prices)
-            )
+            on_node = _on_node(facts, one)
+            if only_floor:
+                return floor(schedule, few, *prices, on_node)
+            return cost(schedule, *prices, on_node)
         if not (only_floor or algorithms.get(query.coll, name).built_in):
             counts(schedule)  # raises where ranks would wait for each other
         shares, crowd = transport == "shm", max(1.0, facts.ppn / facts.cores)
@@ -91,6 +94,19 @@ def _schedule_us(
             stacklevel=2,
         )
         return math.inf
+
+
+def _on_node(facts: CommFacts, between: Constants) -> OnNode | None:
+    """Return what messages on a node cost, compared with those between nodes."""
+    if facts.ppn == 1:
+        return None
+    crowd = max(1.0, facts.ppn / facts.cores)
+    here = constants("near" if crowd == 1 else "oversubscribed", "shm")
+    return OnNode(
+        facts.layout,
+        min(1.0, crowd * here.alpha_us / between.alpha_us),
+        min(1.0, crowd * here.beta_us / between.beta_us),
+    )
 
 
 def full_nbytes(query: Query, size: int) -> int:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import Any
 
 from commrt import algorithms
@@ -17,11 +16,11 @@ __all__ = ["LocalBackend", "ShmBackend", "schedule_candidates"]
 
 def schedule_candidates(comm: Any, query: Query, backend: str) -> Iterator[Candidate]:
     """Yield every schedule algorithm that can run ``query``, simplest first."""
-    ranked = sorted(algorithms.names(query.coll, comm.size), key=_simplicity)
-    for name in ranked:
-        choices = algorithms.param_choices(query.coll, name, comm.size)
-        for values in product(*choices.values()):
-            yield Candidate(backend, name, dict(zip(choices, values, strict=True)))
+    where = comm.size, comm.facts.layout
+    for name in sorted(algorithms.names(query.coll, *where), key=_simplicity):
+        # What nothing is offered of runs where it is named.
+        for params in list(algorithms.offered_params(query.coll, name, *where)) or [{}]:
+            yield Candidate(backend, name, params)
 
 
 _SIMPLEST_FIRST = (
@@ -38,7 +37,10 @@ _SIMPLEST_FIRST = (
     "reduce_scatter_gather",
     "chain",
     "binary_tree",
+    "double_tree",
     "shifted_halving_doubling",
+    "two_level",
+    "swing",
 )
 
 

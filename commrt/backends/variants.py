@@ -10,6 +10,7 @@ from commrt.backends.footprint import LANE_NBYTES, footprint
 from commrt.backends.planning import INLINE_NBYTES, TransportParams, split_params
 from commrt.dtypes import dtype_by_name
 from commrt.operations import operation
+from commrt.schedule.nodes import Nodes
 from commrt.select.facts import Candidate, ParamValue
 
 __all__ = ["transport_variants"]
@@ -37,6 +38,7 @@ def transport_variants(
     *,
     thorough: bool = True,
     crowded: bool = False,
+    nodes: Nodes | None = None,
 ) -> list[Candidate]:
     """Return ``candidate`` with one parameter of the transport changed at a time.
 
@@ -53,7 +55,9 @@ def transport_variants(
         return []
     itemsize = dtype_by_name(dtype).itemsize
     num_elements = full_nbytes // itemsize
-    bound = footprint(coll, candidate.algorithm, size, 0, tuple(sorted(own.items())))
+    bound = footprint(
+        coll, candidate.algorithm, size, 0, tuple(sorted(own.items())), nodes
+    )
 
     def fragments(chunk: int) -> int:
         return bound.fragments(num_elements, itemsize, chunk, LANE_NBYTES)

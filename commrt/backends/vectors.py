@@ -15,9 +15,9 @@ from typing import Any
 
 from commrt import algorithms
 from commrt.backends.base import PlanSpec
-from commrt.backends.footprint import LANE_NBYTES, Footprint
+from commrt.backends.footprint import LANE_NBYTES, Footprint, Own
 from commrt.errors import UsageError
-from commrt.schedule.ir import Schedule, Slice
+from commrt.schedule.ir import ParamValue, Schedule, Slice
 from commrt.schedule.lower import LOCAL, Lowered
 from commrt.schedule.parts import Parts, block_length, parts_of
 
@@ -110,7 +110,7 @@ class _Counted(Lengths):
 
 @lru_cache(maxsize=256)
 def _parts(
-    coll: str, name: str, size: int, root: int, params: tuple[tuple[str, int], ...]
+    coll: str, name: str, size: int, root: int, params: Own
 ) -> Parts | None:
     schedule: Schedule = algorithms.schedule(coll, name, size, root, dict(params))
     found = parts_of(schedule)
@@ -132,7 +132,7 @@ def counted_lengths(
     rank: int,
     size: int,
     spec: PlanSpec,
-    own: dict[str, int],
+    own: dict[str, ParamValue],
     bound: Footprint,
     chunk_nbytes: int,
 ) -> Lengths:

@@ -14,15 +14,18 @@ the builder infers what must wait for what, and ``after`` adds what data does no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
+from typing import Any
 
 from commrt.errors import ScheduleError
 from commrt.operations import operation
 from commrt.schedule.dependencies import DependencyTracker
 from commrt.schedule.ir import (
     Op,
+    ParamValue,
     RankProgram,
     Slice,
     Space,
@@ -31,10 +34,13 @@ from commrt.schedule.ir import (
     StepTable,
     full_multiple,
 )
+from commrt.schedule.nodes import Nodes, members
 
-__all__ = ["Buffer", "Builder", "build_program"]
+__all__ = ["Buffer", "Builder", "Recorder", "build_program"]
 
 IN, OUT = 0, 1
+NO_STEP = -1
+"""What a step on blocks without anything in them is."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,9 @@ class Buffer:
     group: int = 1
     """How many blocks of the space make one of these."""
     name: str = ""
+    pieces: tuple[tuple[int, int], ...] | None = None
+    """Where unequal blocks begin and end, in blocks of the space; None: all are one
+    block of the space. A block may be empty: a step on it is none."""
 
     def __len__(self) -> int:
         return self.num
@@ -61,9 +70,16 @@ class Buffer:
             stop = start + 1
         else:
             raise ScheduleError(f"this rank has no {self.name!r} buffer")
-        return Slice(
-            self.space, self.lo + start * self.group, self.lo + stop * self.group
-        )
+        lo, hi = self.lo + start * self.group, self.lo + stop * self.group
+        if self.pieces is not None:
+            run = self.pieces[lo:hi]
+            if any(one[1] != two[0] for one, two in pairwise(run)):
+                raise ScheduleError(
+                    f"blocks {start} to {stop - 1} of {self.name} do not lie one "
+                    f"behind the other"
+                )
+            lo, hi = run[0][0], run[-1][1]
+        return Slice(self.space, lo, hi)
 
     def _range(self, index: slice) -> tuple[int, int]:
         start = 0 if index.start is None else index.start
@@ -81,19 +97,22 @@ class Buffer:
             raise ScheduleError(
                 f"{self.num} blocks of {self.name} are not {num} groups"
             )
-        return Buffer(self.space, self.lo, num, self.group * self.num // num, self.name)
+        return replace(self, num=num, group=self.group * self.num // num)
 
     def part(self, index: int) -> Buffer:
         """Return the blocks that make up group ``index``."""
-        where = self[index]
-        return Buffer(self.space, where.lo, self.group, 1, self.name)
+        lo = self.lo + index % self.num * self.group
+        return replace(self, lo=lo, num=self.group, group=1)
 
 
-class _Recorder:
+class Recorder:
     """The program under construction, shared by a builder and its groups."""
 
-    def __init__(self, coll: str, rank: int, size: int, root: int) -> None:
+    def __init__(
+        self, coll: str, rank: int, size: int, root: int, nodes: Nodes
+    ) -> None:
         self.coll, self.rank, self.size, self.root = coll, rank, size, root
+        self.nodes = nodes
         self.nblk = 1 if operation(coll).x_count == "none" else size
         self.steps = StepTable()
         self.scratch: list[Space] = []
@@ -163,12 +182,15 @@ class _Recorder:
 
     def after(self, steps: tuple[int, ...]) -> None:
         for step in steps:
-            if not 0 <= step < len(self.steps):
+            if not NO_STEP <= step < len(self.steps):
                 raise ScheduleError(f"after({step}): there are {len(self.steps)} steps")
-        self._after = tuple(sorted({*self._after, *steps}))
+        self._after = tuple(sorted({*self._after, *steps} - {NO_STEP}))
 
     def add(self, op: Op, src: Slice | None, dst: Slice | None, peer: int = -1) -> int:
         self._check(op, src, dst)
+        if any(end and end.lo == end.hi for end in (src, dst)):
+            self._after = ()
+            return NO_STEP
         reads = [end for end in (src, dst if op is Op.RED else None) if end]
         deps = self._track().access(len(self.steps), reads, [dst] if dst else [])
         after, self._after = self._after, ()
@@ -203,9 +225,9 @@ class Builder:
 
     def __init__(
         self,
-        recorder: _Recorder,
+        recorder: Recorder,
         ranks: tuple[int, ...],
-        params: Mapping[str, int],
+        params: Mapping[str, Any],
         root: int,
     ) -> None:
         self._recorder = recorder
@@ -214,6 +236,11 @@ class Builder:
         self.rank = ranks.index(recorder.rank)
         self.size = len(ranks)
         self.root = root
+
+    @property
+    def nodes(self) -> Sequence[Sequence[int]]:
+        """The ranks on each node; for algorithms registered with ``spans_nodes``."""
+        return members(self._recorder.nodes)
 
     @property
     def nblk(self) -> int:
@@ -277,10 +304,13 @@ class Builder:
 
         It records into the same program: use it to run an algorithm among a group.
         """
-        members = tuple(self._ranks[rank] for rank in ranks)
-        if self._recorder.rank not in members:
-            raise ScheduleError(f"rank {self._recorder.rank} is not in group {members}")
-        return Builder(self._recorder, members, self.params, root)
+        group = tuple(self._ranks[rank] for rank in ranks)
+        if self._recorder.rank not in group:
+            raise ScheduleError(f"rank {self._recorder.rank} is not in group {group}")
+        return self._among(group, root)
+
+    def _among(self, ranks: tuple[int, ...], root: int) -> Builder:
+        return Builder(self._recorder, ranks, self.params, root)
 
     def _peer(self, peer: int) -> int:
         rank = self._ranks[peer % self.size]
@@ -298,9 +328,10 @@ def build_program(
     rank: int,
     size: int,
     root: int = 0,
-    params: Mapping[str, int] | None = None,
+    params: Mapping[str, ParamValue] | None = None,
+    nodes: Nodes | None = None,
 ) -> RankProgram:
     """Run an algorithm's function for one rank and return its program."""
-    recorder = _Recorder(coll, rank, size, root)
+    recorder = Recorder(coll, rank, size, root, nodes or (0,) * size)
     author(Builder(recorder, tuple(range(size)), dict(params or {}), root))
     return RankProgram(rank, recorder.spaces(), recorder.steps)

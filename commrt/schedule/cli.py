@@ -15,10 +15,12 @@ from types import ModuleType
 from commrt import algorithms
 from commrt.errors import ScheduleError, UsageError, suggest
 from commrt.operations import SCHEDULED, operation
+from commrt.schedule.ir import ParamValue
+from commrt.schedule.nodes import Nodes, parse_nodes
 from commrt.schedule.verify import Report, verify
 from commrt.schedule.verify_lowered import verify_lowered
 
-__all__ = ["collectives_of", "load", "main"]
+__all__ = ["collectives_of", "default_nodes", "load", "main", "nodes_of"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,9 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name = load(args.name)
         colls = collectives_of(name, args.coll)
-        sizes = _range(args.ranks)
+        sizes = _sizes(args.ranks, args.nodes)
         failures = sum(
-            not _verify_all(coll, name, size, args.root)
+            not _verify_all(coll, name, size, args.root, args.nodes)
             for coll in colls
             for size in sizes
         )
@@ -37,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"commrt verify: {exc}", file=sys.stderr)
         return 2
     whole = list(sizes) == list(range(sizes[0], sizes[-1] + 1))
-    ranks = f"{sizes[0]}..{sizes[-1]}" if whole and len(sizes) > 1 else args.ranks
+    ranks = ",".join(map(str, sizes))
+    ranks = f"{sizes[0]}..{sizes[-1]}" if whole and len(sizes) > 1 else ranks
     verdict = "WRONG" if failures else "right"
     print(f"{name} is {verdict} for {', '.join(colls)} on {ranks} ranks")
     return 1 if failures else 0
@@ -56,8 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--coll", choices=SCHEDULED, help="one operation (default: all)"
     )
-    parser.add_argument("--ranks", default="1..17", help="4, 1..64 or 2,4,8 (1..17)")
+    parser.add_argument("--ranks", help="4, 1..64 or 2,4,8 (1..17)")
     parser.add_argument("--root", default="0", help="a rank or 'all' (0)")
+    parser.add_argument(
+        "--nodes", help="ranks per node, as 2,3, for algorithms that ask (several)"
+    )
     return parser
 
 
@@ -116,6 +122,12 @@ def _range(text: str) -> list[int]:
     return sizes
 
 
+def _sizes(ranks: str | None, nodes: str | None) -> list[int]:
+    if ranks is None and nodes is not None:
+        return [sum(int(part) for part in nodes.split(",") if part.isdecimal())]
+    return _range(ranks or "1..17")
+
+
 def _roots(coll: str, size: int, text: str) -> list[int]:
     if not operation(coll).has_root:
         return [0]
@@ -126,25 +138,78 @@ def _roots(coll: str, size: int, text: str) -> list[int]:
     return [min(int(text), size - 1)]
 
 
-def _parameters(coll: str, name: str, size: int) -> Iterator[dict[str, int]]:
-    choices = algorithms.param_choices(coll, name, size)
-    for values in itertools.product(*choices.values()):
-        yield dict(zip(choices, values, strict=True))
+def _parameters(
+    coll: str, name: str, size: int, nodes: Nodes | None
+) -> Iterator[dict[str, ParamValue]]:
+    choices = algorithms.param_choices(coll, name, size, nodes)
+    if nodes is None:
+        for values in itertools.product(*choices.values()):
+            yield dict(zip(choices, values, strict=True))
+        return
+    # One at a time: all combinations of inner algorithms are too many.
+    yield {}
+    for key, one in choices.items():
+        yield from ({key: value} for value in one[1:])
 
 
-def _verify_all(coll: str, name: str, size: int, roots: str) -> bool:
+def default_nodes(size: int) -> Iterator[Nodes]:
+    """Yield some ways in which so many ranks may lie on nodes, equal ones first."""
+    for counts in (
+        (size - size // 2, size // 2),
+        (1, size - 1),
+        (2, size - 3, 1),
+    ):
+        if min(counts) > 0 and max(counts) > 1:
+            yield parse_nodes(counts)
+    if size > 2:
+        # In turn, as mpiexec --map-by node has them.
+        yield tuple(rank % 2 for rank in range(size))
+
+
+def nodes_of(coll: str, name: str, size: int, text: str | None) -> list[Nodes | None]:
+    """Return the nodes that an algorithm is asked for on."""
+    if not algorithms.get(coll, name).spans_nodes:
+        return [None]
+    if text is None:
+        return [*default_nodes(size)]
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise UsageError(f"--nodes {text!r}: expected ranks per node, as 2,3")
+    nodes = parse_nodes([int(part) for part in parts])
+    if len(nodes) != size:
+        raise UsageError(f"--nodes {text!r} are {len(nodes)} ranks, not {size}")
+    return [nodes]
+
+
+def _verify_all(coll: str, name: str, size: int, roots: str, where: str | None) -> bool:
     """Verify one operation on ``size`` ranks and print a line per set of parameters."""
-    if not algorithms.get(coll, name).supports(size):
+    found = [
+        nodes
+        for nodes in nodes_of(coll, name, size, where)
+        if algorithms.get(coll, name).supports(size, nodes)
+    ]
+    if not found:
         print(f"{coll:14} {size:4} ranks  not supported")
-        return True
+    return all([_verify_on(coll, name, size, roots, nodes) for nodes in found])
+
+
+def _verify_on(
+    coll: str, name: str, size: int, roots: str, nodes: Nodes | None
+) -> bool:
     good = True
-    for params in _parameters(coll, name, size):
+
+    def can_fuse(rank: int, peer: int) -> bool:
+        return nodes is None or nodes[rank] == nodes[peer]
+
+    for params in _parameters(coll, name, size, nodes):
         label = " ".join(f"{key}={value}" for key, value in params.items())
+        if nodes is not None:
+            label = f"nodes={''.join(map(str, nodes))} {label}"
         try:
             for root in _roots(coll, size, roots):
-                schedule = algorithms.schedule(coll, name, size, root, params)
+                schedule = algorithms.schedule(coll, name, size, root, params, nodes)
                 report = verify(schedule)
-                verify_lowered(schedule)
+                verify_lowered(schedule, can_fuse=can_fuse)
             print(_line(coll, size, label, report))
         except ScheduleError as exc:
             print(f"{coll:14} {size:4} ranks  {label}  WRONG: {exc}")

@@ -23,14 +23,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from commrt.schedule.cost import CHUNK_NBYTES, MESSAGE_SHARE, ROUNDING, counts, widths
+from commrt.schedule.cost import (
+    CHUNK_NBYTES,
+    MESSAGE_SHARE,
+    READER_SHARE,
+    ROUNDING,
+    counts,
+    widths,
+)
 from commrt.schedule.ir import Op, RankProgram, Schedule, Slice
 
 __all__ = ["READER_SHARE", "CoreCounts", "core_cost", "core_counts", "core_floor"]
 
-READER_SHARE = 0.25
-"""What a further reader of a value costs its writer, as part of the copy: the cache
-that holds the value serves its readers one after the other."""
 _REDUCING = 0.5
 """gamma over beta, as far as *fill* is concerned."""
 _END = MESSAGE_SHARE / 2

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule costs between ranks with one port each: between nodes.
+"""What a schedule costs between nodes with one port each.
 
 time = alpha rounds + beta (moved N + fill min(N, a fragment)) + gamma reduced N
 
 *Rounds* is how long the messages take, each one round from start to end, if a port can
 start another one after a quarter of a round. *Moved* and *reduced* are bytes of the
-busiest rank (what it sends or what it receives, whichever is more). Further bytes lie
-on the path where nothing overlaps them, as on the way down a tree: *fill*. Long vectors
-run in fragments that follow one another: of those bytes only one fragment's count.
+busiest node and rank (what it sends or what it receives, whichever is more). Further
+bytes lie on the path where nothing overlaps them, as on the way down a tree: *fill*.
+Long vectors run in fragments that follow one another: of those bytes only one
+fragment's count.
+
+Ranks that share a node share its port. What they send each other takes a part of a
+round, and a part of beta on the core of either end; on a node all that follows one
+another: what the busiest core moves comes on top of what the port moves.
 
 The counts do not depend on the message length and are kept per schedule. On one node
 there are no ports, and cores move the data: `core_cost`.
@@ -15,21 +20,24 @@ there are no ports, and cores move the data: `core_cost`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from commrt.schedule.execute import Execution, match
-from commrt.schedule.ir import Op, RankProgram, Schedule, Slice, Step
-from commrt.schedule.makespan import play
+from commrt.schedule.ir import Op, RankProgram, Schedule, Slice
+from commrt.schedule.makespan import OnNode, play
 
-__all__ = ["Counts", "cost", "counts", "floor", "widths"]
+__all__ = ["READER_SHARE", "Counts", "OnNode", "cost", "counts", "floor", "widths"]
 
 MESSAGE_SHARE = 0.25
 """Part of alpha that a message costs its ranks even when others overlap it."""
 CHUNK_NBYTES = 131072
 """Bytes of a fragment's largest message; the default of the transport's ``chunk``."""
+READER_SHARE = 0.25
+"""What a further reader of a value costs its writer, as part of the copy: the cache
+that holds the value serves its readers one after the other."""
 ROUNDING = 1e-9
 """What sums of parts differ by in floating point."""
 
@@ -41,7 +49,7 @@ class Counts:
     steps: int
     """Messages on the longest chain."""
     moved: float
-    """Bytes sent, or received, by the busiest rank."""
+    """Bytes sent, or received, by the busiest node; and what its busiest core moves."""
     reduced: float
     """Bytes of operands that the busiest rank adds to others."""
     rounds: float
@@ -52,24 +60,25 @@ class Counts:
     """Bytes of the largest message."""
 
 
-_COUNTS: WeakKeyDictionary[Schedule, Counts] = WeakKeyDictionary()
+_COUNTS: WeakKeyDictionary[Schedule, dict[OnNode | None, Counts]] = WeakKeyDictionary()
 
 
-def counts(schedule: Schedule) -> Counts:
+def counts(schedule: Schedule, on_node: OnNode | None = None) -> Counts:
     """Return the counts of ``schedule``; the first call runs it symbolically."""
-    if schedule not in _COUNTS:
+    known = _COUNTS.setdefault(schedule, {})
+    if on_node not in known:
         programs = schedule.programs()
         partners = match(programs)
         steps = [list(program.steps) for program in programs]
         width = [widths(program) for program in programs]
-        ranks = list(map(_rank_counts, steps, width))
-        moved = max(one.moved for one in ranks)
-        ends = play(steps, partners, width, MESSAGE_SHARE)
+        ranks = [_rank_counts(program, on_node) for program in programs]
+        moved = _moved(ranks)
+        ends = play(steps, partners, width, MESSAGE_SHARE, on_node)
         if not ends.complete:
             for _ in Execution(programs, partners):
                 pass  # says who waits for whom
         fill = ends.data - moved
-        _COUNTS[schedule] = Counts(
+        known[on_node] = Counts(
             ends.steps,
             moved,
             max(one.reduced for one in ranks),
@@ -77,7 +86,7 @@ def counts(schedule: Schedule) -> Counts:
             fill if fill > ROUNDING else 0.0,
             max(one.largest for one in ranks),
         )
-    return _COUNTS[schedule]
+    return known[on_node]
 
 
 def widths(program: RankProgram) -> list[float]:
@@ -88,29 +97,60 @@ def widths(program: RankProgram) -> list[float]:
 
 
 class _RankCounts(NamedTuple):
-    messages: int
-    moved: float
+    node: int
+    messages: float
+    sent: float
+    """Between nodes."""
+    received: float
+    core: float
+    """Moved on the node, in times of bytes between nodes."""
     reduced: float
     largest: float
 
 
-def _rank_counts(steps: Iterable[Step], width: Sequence[float]) -> _RankCounts:
-    def part(where: Slice | None) -> float:
-        return (where.hi - where.lo) * width[where.space] if where else 0.0
-
-    sends = receives = 0
-    sent = received = reduced = largest = 0.0
-    for op, src, dst, *_ in steps:
+def _rank_counts(program: RankProgram, on_node: OnNode | None) -> _RankCounts:
+    """Return what one rank does, from its program alone."""
+    width = widths(program)
+    nodes = on_node.nodes if on_node else range(program.rank + 1)
+    own = nodes[program.rank]
+    sends = receives = sent = received = core = reduced = largest = 0.0
+    before: Slice | None = None
+    for op, src, dst, peer, *_ in program.steps:
+        where = src if op is Op.SEND else dst
+        assert where is not None
+        part = (where.hi - where.lo) * width[where.space]
+        near = on_node if on_node and peer >= 0 and nodes[peer] == own else None
+        length = near.alpha if near else 1
         if op is Op.SEND:
-            sends += 1
-            sent += part(src)
-            largest = max(largest, part(src))
+            sends += length
+            largest = max(largest, part)
+            if near:
+                core += part * near.beta * (READER_SHARE if src == before else 1)
+            else:
+                sent += part
         elif op in (Op.RECV, Op.RRED):
-            receives += 1
-            received += part(dst)
+            receives += length
+            if near:
+                core += part * near.beta
+            else:
+                received += part
+        before = src if op is Op.SEND else None
         if op in (Op.RRED, Op.RED):
-            reduced += part(dst)
-    return _RankCounts(max(sends, receives), max(sent, received), reduced, largest)
+            reduced += part
+    messages = max(sends, receives)
+    return _RankCounts(own, messages, sent, received, core, reduced, largest)
+
+
+def _moved(ranks: Iterable[_RankCounts]) -> float:
+    """Return what the busiest node moves, in times of bytes between nodes."""
+    nodes: dict[int, tuple[float, float, float]] = {}
+    for one in ranks:
+        sent, received, core = nodes.get(one.node, (0.0, 0.0, 0.0))
+        nodes[one.node] = (
+            *(sent + one.sent, received + one.received),
+            max(core, one.core),
+        )
+    return max(max(sent, received) + core for sent, received, core in nodes.values())
 
 
 def cost(
@@ -119,6 +159,7 @@ def cost(
     alpha_us: float,
     beta_us_per_byte: float,
     gamma_us_per_byte: float,
+    on_node: OnNode | None = None,
 ) -> float:
     """Return the modelled time in microseconds.
 
@@ -128,8 +169,9 @@ def cost(
         alpha_us: time of an empty message.
         beta_us_per_byte: time per byte moved.
         gamma_us_per_byte: time per byte reduced.
+        on_node: which ranks share nodes; None: no two do.
     """
-    found = counts(schedule)
+    found = counts(schedule, on_node)
     fragment = CHUNK_NBYTES / found.largest if found.largest else nbytes
     filling = found.fill * min(nbytes, fragment)
     return (
@@ -146,13 +188,14 @@ def floor(
     alpha_us: float,
     beta_us_per_byte: float,
     gamma_us_per_byte: float,
+    on_node: OnNode | None = None,
 ) -> float:
     """Return what ``cost`` is at least, from the programs of some ranks alone."""
-    programs = [schedule.program(rank) for rank in ranks]
-    found = [_rank_counts(one.steps, widths(one)) for one in programs]
+    found = [_rank_counts(schedule.program(rank), on_node) for rank in ranks]
+    shortest = on_node.alpha if on_node else 1
     messages = max(one.messages for one in found)
     return (
-        alpha_us * max(MESSAGE_SHARE * messages, min(messages, 1))
-        + beta_us_per_byte * max(one.moved for one in found) * nbytes
+        alpha_us * max(MESSAGE_SHARE * messages, min(messages, shortest))
+        + beta_us_per_byte * _moved(found) * nbytes
         + gamma_us_per_byte * max(one.reduced for one in found) * nbytes
     )

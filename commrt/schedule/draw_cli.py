@@ -11,8 +11,9 @@ from pathlib import Path
 from commrt import algorithms
 from commrt.errors import ScheduleError, UsageError
 from commrt.operations import SCHEDULED
-from commrt.schedule.cli import collectives_of, load
+from commrt.schedule.cli import collectives_of, load, nodes_of
 from commrt.schedule.draw import draw
+from commrt.schedule.ir import ParamValue
 from commrt.schedule.verify import verify
 
 __all__ = ["main"]
@@ -34,10 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--ranks {args.ranks}: nobody could read the picture; draw at most "
                 f"{MOST_RANKS}"
             )
+        where = next(iter(nodes_of(known[0], name, args.ranks, args.nodes)), None)
         size = max(args.ranks, 1)
-        known = [one for one in known if name in algorithms.names(one, size)] or known
+        having = [one for one in known if name in algorithms.names(one, size, where)]
+        known = having or known
         params = _params(args.params)
-        schedule = algorithms.schedule(known[0], name, args.ranks, args.root, params)
+        schedule = algorithms.schedule(
+            *(known[0], name, args.ranks, args.root, params, where)
+        )
         picture = draw(schedule)
         out = Path(args.out or f"{known[0]}-{name}-{args.ranks}.svg")
         out.write_text(picture, encoding="utf-8")
@@ -74,17 +79,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=8, help="number of ranks (8)")
     parser.add_argument("--root", type=int, default=0, help="a rank (0)")
     parser.add_argument(
+        "--nodes", help="ranks per node, as 2,3, where the algorithm asks (two halves)"
+    )
+    parser.add_argument(
         "--params", default="", help="parameters, as k=2 or k=2,parts=4"
     )
     parser.add_argument("--out", help="file to write (default: COLL-NAME-RANKS.svg)")
     return parser
 
 
-def _params(text: str) -> dict[str, int]:
-    params = {}
+def _params(text: str) -> dict[str, ParamValue]:
+    params: dict[str, ParamValue] = {}
     for one in filter(None, text.split(",")):
         key, _, value = one.partition("=")
-        if not key.isidentifier() or not value.isdecimal():
+        if not key.isidentifier() or not value.isidentifier() | value.isdecimal():
             raise UsageError(f"--params {text!r}: expected k=2 or k=2,parts=4")
-        params[key] = int(value)
+        params[key] = int(value) if value.isdecimal() else value
     return params

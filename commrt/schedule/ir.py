@@ -27,6 +27,7 @@ from commrt.operations import operation
 __all__ = [
     "VERSION",
     "Op",
+    "ParamValue",
     "RankProgram",
     "RedopClass",
     "Schedule",
@@ -41,6 +42,8 @@ __all__ = [
 VERSION = 1
 """Version of the serial form."""
 
+ParamValue = int | str
+"""Value of an algorithm's parameter."""
 RedopClass = Literal["commutative", "ordered", "none"]
 SpaceKind = Literal["in", "out", "tmp"]
 Split = Literal["even", "counts", "boxes", "dyn"]
@@ -294,9 +297,11 @@ class Schedule:
     root: int
     make_program: Callable[[int], RankProgram]
     """Return the program of a rank; called once per rank."""
-    params: dict[str, int] = field(default_factory=dict)
+    params: dict[str, ParamValue] = field(default_factory=dict)
     redop_class: RedopClass = "commutative"
     """``ordered``: contributions must also be combined in rank order."""
+    nodes: tuple[int, ...] | None = None
+    """The number of the node of each rank, where the algorithm asks for it."""
     _programs: dict[int, RankProgram] = field(default_factory=dict, repr=False)
 
     def program(self, rank: int) -> RankProgram:
@@ -311,8 +316,10 @@ class Schedule:
 
     def to_json(self) -> str:
         """Return the canonical JSON text, with the programs of all ranks."""
+        where = {} if self.nodes is None else {"nodes": self.nodes}
         return _canonical(
             {
+                **where,
                 "version": VERSION,
                 "coll": self.coll,
                 "algorithm": self.algorithm,
@@ -333,7 +340,9 @@ class Schedule:
             if version != VERSION:
                 raise ScheduleError(f"schedule version {version}, expected {VERSION}")
             programs = [RankProgram.from_dict(entry) for entry in data.pop("programs")]
-            return cls(make_program=programs.__getitem__, **data)
+            nodes = data.pop("nodes", None)
+            nodes = None if nodes is None else tuple(nodes)
+            return cls(make_program=programs.__getitem__, nodes=nodes, **data)
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             if isinstance(exc, ScheduleError):
                 raise

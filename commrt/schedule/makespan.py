@@ -6,6 +6,9 @@ its *length*, and keeps both ports busy for its *occupancy*. A rank's sends leav
 order in which they may start, and none passes one that waits for its receiver's port. A
 rank's port out and its port in work side by side; local steps take no time.
 
+Where ranks share nodes, a message on a node takes a part of the time of one between
+nodes, and the bytes between nodes go through one port out and one port in per node.
+
 Two clocks run at once. For one messages are empty: each takes 1 and keeps the ports
 busy for a share of it. For the other they are nothing but bytes. The first one says in
 which order the messages leave.
@@ -20,8 +23,20 @@ from typing import NamedTuple
 
 from commrt.schedule.execute import Place, followers_of
 from commrt.schedule.ir import Op, Step
+from commrt.schedule.nodes import Nodes
 
-__all__ = ["Ends", "play"]
+__all__ = ["Ends", "OnNode", "play"]
+
+
+class OnNode(NamedTuple):
+    """What ranks that share a node are to each other."""
+
+    nodes: Nodes
+    """The number of the node of each rank."""
+    alpha: float
+    """Time of an empty message, as part of that of one between nodes."""
+    beta: float
+    """Time of a byte, likewise."""
 
 
 class Ends(NamedTuple):
@@ -42,6 +57,7 @@ def play(
     partners: Mapping[Place, Place],
     width: Sequence[Sequence[float]],
     share: float,
+    on_node: OnNode | None = None,
 ) -> Ends:
     """Return when the steps of all ranks end.
 
@@ -49,8 +65,10 @@ def play(
         steps: of each rank.
         partners: the other end of each message.
         width: for each rank and space, the bytes of a block.
-        share: how long an empty message keeps the ports busy.
+        share: how long an empty message keeps the ports busy, as part of its time.
+        on_node: which ranks share nodes; None: no two do.
     """
+    nodes = on_node.nodes if on_node else tuple(range(len(steps)))
     followers = [followers_of(own) for own in steps]
     waiting = [[len(step.deps) for step in own] for own in steps]
     # What each step waits for is done then: messages before it, and the two clocks.
@@ -58,7 +76,8 @@ def play(
     ready = [[0.0] * len(own) for own in steps]
     byte_ready = [[0.0] * len(own) for own in steps]
     port_out, port_in = [0.0] * len(steps), [0.0] * len(steps)
-    bytes_out, bytes_in = [0.0] * len(steps), [0.0] * len(steps)
+    # Of the ranks, for what stays on a node, and then of the nodes.
+    bytes_out, bytes_in = [0.0] * 2 * len(steps), [0.0] * 2 * len(steps)
     sends: list[list[tuple[float, int]]] = [[] for _ in steps]
     # Who sends next: of a rank, only the entry with the time in `turn` is valid.
     queue: list[tuple[float, int, int]] = []
@@ -119,11 +138,19 @@ def play(
         where, peer = steps[rank][index].src, steps[rank][index].peer
         assert where is not None
         nbytes = (where.hi - where.lo) * width[rank][where.space]
+        length, way_out, way_in = (
+            1.0,
+            len(steps) + nodes[rank],
+            len(steps) + nodes[peer],
+        )
+        if on_node and nodes[rank] == nodes[peer]:
+            length, way_out, way_in = on_node.alpha, rank, peer
+            nbytes *= on_node.beta
         start = max(time, port_in[peer])
-        port_out[rank] = port_in[peer] = start + share
-        end = start + 1
-        byte_start = max(byte_ready[rank][index], bytes_out[rank], bytes_in[peer])
-        byte_end = bytes_out[rank] = bytes_in[peer] = byte_start + nbytes
+        port_out[rank] = port_in[peer] = start + share * length
+        end = start + length
+        byte_start = max(byte_ready[rank][index], bytes_out[way_out], bytes_in[way_in])
+        byte_end = bytes_out[way_out] = bytes_in[way_in] = byte_start + nbytes
         hops = level[rank][index] + 1
         left -= 1
         longest = max(longest, hops)

@@ -55,6 +55,14 @@ class CommFacts:
     """Cores available to the ranks of the poorest node."""
     link_class: LinkClass
     """How far apart the ranks are, agreed as the worst pair."""
+    layout: tuple[int, ...] = ()
+    """The number of the node of each rank; by itself, as many on each as there can be,
+    one node after the other."""
+
+    def __post_init__(self) -> None:
+        per_node = -(-self.size // self.nodes)
+        numbers = self.layout or (rank // per_node for rank in range(self.size))
+        object.__setattr__(self, "layout", tuple(numbers))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,9 @@ Cost = Callable[[Query, Candidate], float]
 
 Candidates = Callable[[Query], Sequence[Candidate]]
 """The candidates that can run a query here, simplest first."""
-OnRequest = Callable[[Candidate], str | None]
+Allows = Callable[[Query, Candidate], bool]
+"""Whether the parameters of something that runs here may have such values, too."""
+OnRequest = Callable[[Query, Candidate], str | None]
 """Why a candidate runs only where it is asked for by name; None: it needs no asking."""
 Refused = Callable[[Query], Sequence["Rejected"]]
 """Candidates for the operation that must not run the query, and why."""
@@ -90,6 +92,7 @@ class Policy:
         overrides: what COMMRT_ALGORITHM asks for, by operation.
         on_request: tells what only a call that names it may have, and why.
         floor: what the cost is at least, where that is quicker to find.
+        allows: whether a rule's parameters are allowed, beside those of the candidates.
         refused: returns what offers the operation, but must not run the query.
     """
 
@@ -100,8 +103,9 @@ class Policy:
         candidates: Candidates,
         cost: Cost,
         overrides: Mapping[str, Candidate] | None = None,
-        on_request: OnRequest = lambda _: None,
+        on_request: OnRequest = lambda query, candidate: None,
         floor: Cost = lambda query, candidate: 0.0,
+        allows: Allows = lambda query, candidate: False,
         refused: Refused = lambda _: (),
     ) -> None:
         self.facts = facts
@@ -111,6 +115,7 @@ class Policy:
         self._cost = cost
         self._on_request = on_request
         self._floor = floor
+        self._allows = allows
         self._refused = refused
 
     def candidates(self, query: Query) -> list[Candidate]:
@@ -160,8 +165,8 @@ class Policy:
                 query, subset, asked.params, "override", f"{_VARIABLE} asks for {asked}"
             )
         else:
-            able = [each for each in found if self._on_request(each) is None]
-            choice = self._free(query, able or found)
+            able = [each for each in found if self._on_request(query, each) is None]
+            choice = self._free(query, able or found, found)
         if params:
             merged = {**choice.candidate.params, **params}
             choice = replace(choice, candidate=_with(choice.candidate, merged))
@@ -183,10 +188,18 @@ class Policy:
             rejected=tuple(rejected),
         )
 
-    def _free(self, query: Query, found: Sequence[Candidate]) -> Choice:
-        """Pick by the table, else by the model."""
+    def _free(
+        self,
+        query: Query,
+        found: Sequence[Candidate],
+        known: Sequence[Candidate] = (),
+    ) -> Choice:
+        """Pick by the table, which may ask for anything known, else by the model."""
         hit = self._lookup(query)
-        able = hit is not None and _can_run(hit.rule.use, found)
+        use = None if hit is None else hit.rule.use
+        able = use is not None and (
+            self._can_run(query, use, found) or self._can_ask(query, use, known)
+        )
         # A rule also knows the best parameters of the only candidate.
         if len({candidate.name for candidate in found}) == 1 and not able:
             best, _ = self._cheapest(query, found)
@@ -218,6 +231,25 @@ class Policy:
             return None
         beside = f"; {plain.extrapolated}" if plain.extrapolated else ""
         return replace(plain, extrapolated=f"of {spec.vector_of}{beside}")
+
+    def _can_run(
+        self, query: Query, use: Candidate, found: Sequence[Candidate]
+    ) -> bool:
+        """Whether ``use`` is one of what can run here, whatever else it says.
+
+        A rule for fewer ranks may have a parameter that does not exist on so many.
+        """
+        known = [one for one in found if one.name == use.name]
+        return any(
+            all(use.params.get(name, v) == v for name, v in one.params.items())
+            for one in known
+        ) or self._can_ask(query, use, known)
+
+    def _can_ask(
+        self, query: Query, use: Candidate, known: Sequence[Candidate]
+    ) -> bool:
+        """Whether ``use`` is one of these with values that nobody would try unasked."""
+        return any(one.name == use.name for one in known) and self._allows(query, use)
 
     def _modelled(self, query: Query, found: Sequence[Candidate], why: str) -> Choice:
         best, cost = self._cheapest(query, found)
@@ -280,8 +312,8 @@ class Policy:
     ) -> list[Rejected]:
         rejected = []
         if hit is not None and choice.rule != hit.index:
-            able = _can_run(hit.rule.use, found)
-            reason = self._on_request(hit.rule.use)
+            able = self._can_run(query, hit.rule.use, found)
+            reason = self._on_request(query, hit.rule.use)
             why = reason or "overruled" if able else "cannot run this here"
             text = f"rule {hit.index} of the table, {why}"
             rejected.append(Rejected(hit.rule.use, text))
@@ -289,7 +321,7 @@ class Policy:
             if candidate.name != choice.candidate.name:
                 cost = self._cost(query, candidate)
                 text = "no estimate" if math.isinf(cost) else f"model {_us(cost)}"
-                reason = self._on_request(candidate)
+                reason = self._on_request(query, candidate)
                 if reason is not None:
                     text = f"{reason}; {text}"
                 rejected.append(Rejected(candidate, text))
@@ -345,18 +377,6 @@ def _raise_unknown(
     raise UsageError(
         f"{who} asks for {asked!r}, which does not exist or cannot run {query}"
         f"{suggest(asked, known)}"
-    )
-
-
-def _can_run(use: Candidate, found: Sequence[Candidate]) -> bool:
-    """Whether ``use`` is one of what can run here, whatever else its parameters say.
-
-    A rule for fewer ranks may have a parameter that does not exist on so many.
-    """
-    return any(
-        use.name == candidate.name
-        and all(use.params.get(name, v) == v for name, v in candidate.params.items())
-        for candidate in found
     )
 
 

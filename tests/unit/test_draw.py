@@ -104,6 +104,18 @@ def test_root_and_parameters_are_in_the_head_line(tmp_path: Path) -> None:
     assert texts(out.read_text())[0] == "allreduce direct on 4 ranks, shots=2"
 
 
+def test_an_algorithm_that_asks_for_nodes_is_drawn_on_two_or_on_those_given(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "picture.svg"
+    for extra, lanes in (([], 8), (["--nodes", "3,5"], 8)):
+        assert main(["two_level", "--ranks", "8", "--out", str(file), *extra]) == 0
+        assert len(re.findall(r">(?:rank|root) \d+<", file.read_text())) == lanes
+    words = ["--coll", "alltoall", "--params", "among=direct,leaders=1"]
+    assert main(["two_level", "--ranks", "8", "--out", str(file), *words]) == 0
+    assert "among = direct" in file.read_text() or "among=direct" in file.read_text()
+
+
 def test_names_file_and_operation_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from commrt.schedule.interpret import run, run_lowered
 from commrt.schedule.ir import RankProgram, Schedule, full_multiple
 from commrt.schedule.lower import lower
 
-EVERY = [(coll, name) for coll in SCHEDULED for name in algorithms.names(coll)]
+EVERY = [(coll, name) for coll in SCHEDULED for name in algorithms.names(coll, 8)]
 Array = npt.NDArray[Any]
 
 
@@ -115,7 +115,7 @@ def test_direct_adds_in_rank_order_so_all_ranks_get_the_same_bits(size: int) -> 
             assert out.tobytes() == in_order.tobytes()
 
 
-@pytest.mark.parametrize("name", algorithms.names("allreduce"))
+@pytest.mark.parametrize("name", algorithms.names("allreduce", 8))
 def test_every_allreduce_gives_all_ranks_the_same_bits(name: str) -> None:
     rng = np.random.default_rng(11)
     for size in (2, 3, 6, 8):

@@ -16,7 +16,7 @@ from commrt.operations import SCHEDULED
 from commrt.schedule.builder import Builder, build_program
 from commrt.schedule.ir import Op, RankProgram, Schedule, Slice, Space, Step, StepTable
 
-EVERY = [(coll, name) for coll in SCHEDULED for name in algorithms.names(coll)]
+EVERY = [(coll, name) for coll in SCHEDULED for name in algorithms.names(coll, 8)]
 
 
 @given(nblk=st.integers(1, 40), num_elements=st.integers(0, 1000))

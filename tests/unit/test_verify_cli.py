@@ -60,6 +60,41 @@ def test_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "my_flat is right for bcast on 1,5 ranks" in capsys.readouterr().out
 
 
+def test_an_algorithm_that_asks_for_nodes_is_tried_on_several(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["two_level", "--coll", "bcast", "--ranks", "1..4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["bcast", "1", "ranks", "not", "supported"]
+    tried = {word for line in lines for word in line.split() if "nodes=" in word}
+    assert tried == {
+        f"nodes={one}" for one in ("001", "011", "010", "0011", "0111")
+    } | {
+        "nodes=0012",
+        "nodes=0101",
+    }
+    assert main(["two_level", "--coll", "bcast", "--nodes", "3,1"]) == 0
+    said = capsys.readouterr().out
+    assert "nodes=0001 leaders=1" in said
+    assert said.endswith("two_level is right for bcast on 4 ranks\n")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "said"),
+    [
+        ("2,x", "4", "expected ranks per node, as 2,3"),
+        ("2,0", "2", "expected ranks per node, as 2,3"),
+        ("2,2", "5", "are 4 ranks, not 5"),
+    ],
+)
+def test_wrong_nodes_are_refused(
+    nodes: str, ranks: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["two_level", "--coll", "bcast", "--ranks", ranks, "--nodes", nodes]
+    assert main(call) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_wrong_algorithm_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running one algorithm as a part of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from math import lcm
+
+from commrt.algorithms._registry import get, names, param_choices, schedule
+from commrt.operations import operation
+from commrt.schedule.builder import Builder
+from commrt.schedule.ir import Slice
+from commrt.schedule.nested import Nested
+
+__all__ = ["common_names", "cut", "run"]
+
+_EVEN = 64
+"""Up to so many blocks, all algorithms get blocks of equal length."""
+_FINE = 4
+"""Beyond, so many blocks for each of the most that one asks for: a fifth too long at
+most."""
+
+
+def run(
+    b: Builder,
+    coll: str,
+    name: str,
+    ranks: Sequence[int],
+    *,
+    inp: Sequence[Slice],
+    out: Sequence[Slice],
+    root: int = 0,
+) -> None:
+    """Record operation ``coll`` by algorithm ``name`` among ``ranks`` of ``b``.
+
+    Args:
+        b: the builder of the whole.
+        coll: the operation.
+        name: its algorithm, with its default parameters.
+        ranks: who takes part, this rank among them.
+        inp: the send buffer: one slice, or one per rank where there is a block for
+            each; empty where this rank has none.
+        out: the receive buffer, likewise. Both may be the same.
+        root: place of the root among ``ranks``.
+    """
+    if len(ranks) == 1:
+        for dst, src in zip(out, inp, strict=False):
+            if dst != src and dst.lo < dst.hi:
+                b.copy(dst, src)
+        return
+    choices = param_choices(coll, name, len(ranks))
+    params = {key: values[0] for key, values in choices.items()}
+    inner = Nested.of(b, coll, ranks, inp=inp, out=out, root=root, params=params)
+    get(coll, name).author(inner)
+
+
+@lru_cache(maxsize=1024)
+def _blocks(coll: str, name: str, size: int) -> int:
+    """Return into how many blocks an algorithm cuts the full vector."""
+    if size == 1:
+        return 1
+    return max(space.nblk for space in schedule(coll, name, size).program(0).spaces[:2])
+
+
+def cut(parts: Iterable[tuple[str, str, int]]) -> int:
+    """Return how many blocks suit all of these (operation, algorithm, ranks)."""
+    wanted = [_blocks(*part) for part in parts]
+    even = lcm(*wanted)
+    return even if even <= _EVEN else max(_FINE * max(wanted), _EVEN)
+
+
+def common_names(colls: Iterable[str], sizes: Iterable[int]) -> list[str]:
+    """Return the algorithms that all of ``colls`` have for all of ``sizes``."""
+    several = [size for size in sizes if size > 1]
+    found = [
+        set(names(coll, size)) if size else _flat(coll)
+        for coll in colls
+        for size in (several or [0])
+    ]
+    return sorted(set.intersection(*found))
+
+
+def _flat(coll: str) -> set[str]:
+    """Return all algorithms that need not know the nodes."""
+    operation(coll)
+    return {name for name in names(coll) if not get(coll, name).spans_nodes}

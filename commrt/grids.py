@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from commrt.calls import as_integer
 from commrt.errors import UsageError
+from commrt.halo_calls import CartPlans
 
 if TYPE_CHECKING:
     from commrt.comm import CartCommunicator
@@ -199,6 +200,12 @@ class Cartesian(GroupCreation):
     def periodic(self) -> tuple[bool, ...]:
         """Whether each dimension's ends are neighbours."""
         return self.grid.periodic
+
+    @property
+    def plan(self) -> CartPlans:
+        """Persistent plans; those of halos are here besides."""
+        whole: Any = self  # a CartCommunicator
+        return CartPlans(whole)
 
     @cached_property
     def coords(self) -> Coords:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 from halo_cases import check, draw
 
 import commrt
+from commrt.mpiexec import child_environment
 
 
 def nodes(text: str) -> dict[str, str]:
@@ -57,3 +61,33 @@ def run_long() -> list[bool]:
 @pytest.mark.parametrize("where", ["", "1,1"])
 def test_long_faces_in_many_messages(mpirun: Any, where: str) -> None:
     assert mpirun(2, run_long, env=nodes(where)) == [[True, True]] * 2
+
+
+def test_the_benchmark_compares_with_mpi4py() -> None:
+    argv = [
+        sys.executable,
+        "-m",
+        "commrt.bench",
+        "halo",
+        "--format",
+        "json",
+        "--no-pin",
+    ]
+    argv += ["--shape", "6x5", "--width", "2", "-i", "10", "--timeout-s", "60"]
+    done = subprocess.run(
+        argv,
+        env=child_environment(sys.executable),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (launch,) = json.loads(done.stdout)["launches"]
+    assert launch["valid"]
+    assert launch["grid"] == [2, 1]
+    assert {name: len(us) for name, us in launch["samples_us"].items()} == {
+        "commrt": 10,
+        "mpi4py": 10,
+        "copy": 10,
+    }

@@ -289,8 +289,8 @@ def _agree(comm: CartCommunicator, halo: _Halo) -> None:
         if any(each[key] != said[0][key] for each in said):
             lines = [f"  rank {rank}: {each[key]}" for rank, each in enumerate(said)]
             raise MismatchError(
-                f"{said[0]['call']} on {comm.name}: the ranks disagree on {key}; nothing was "
-                f"sent:\n" + "\n".join(lines)
+                f"{said[0]['call']} on {comm.name}: the ranks disagree on {key}; "
+                f"nothing was sent:\n" + "\n".join(lines)
             )
     for index in range(len(halo.arrays)):
         _check_shapes(comm, halo, [each["shapes"][index] for each in said], index)

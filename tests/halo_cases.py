@@ -115,7 +115,7 @@ def _values(case: Case, shape: list[int], dtype: str, salt: int) -> Array:
     return rng.integers(0, 4, shape).astype(dtype)
 
 
-def _laid_out(rng: random.Random, values: Array) -> Array:
+def laid_out(rng: random.Random, values: Array) -> Array:
     """Return the same values in an array that may lie in any way."""
     kind = rng.randrange(4)
     if kind == 0:
@@ -224,7 +224,7 @@ def check(comm: Any, case: Case, results: list[list[Array]] | None = None) -> in
     rng = random.Random(case.seed + comm.rank)
     with comm.cart(case.dims, case.periodic) as cart:
         begin = [start(case, comm.rank, i) for i in range(len(case.dtypes))]
-        fields = [_laid_out(rng, values) for values in begin]
+        fields = [laid_out(rng, values) for values in begin]
         make = cart.plan.halo_exchange if case.op is None else cart.plan.halo_reduce
         more: dict[str, Any] = {} if case.op is None else {"op": case.op}
         call = make(

@@ -17,7 +17,7 @@ from commrt.schedule.boxes import LIMIT_NBYTES, BoxProgram, Move, compile_moves
 __all__ = ["MOST_DIMS", "ArrayLayout", "box_plan", "compile_for"]
 
 MOST_DIMS = 8
-"""Of a box, in the engine."""
+"""Of an array; in a box, each may count as two."""
 _SLOTS_NBYTES = 1 << 20
 """Payloads that may be unread at once: enough to pack ahead, and few enough to stay in
 the cache for the next exchange."""
@@ -94,8 +94,11 @@ def _table(program: BoxProgram, layouts: Sequence[ArrayLayout]) -> Any:
     for row, box in zip(table, program.boxes, strict=True):
         layout = layouts[box.array]
         rank = len(box.start)
-        offset = sum(a * b for a, b in zip(box.start, layout.strides, strict=True))
+        strides: Sequence[int] = layout.strides
+        if box.axes is not None:
+            strides = [layout.strides[axis] * step for axis, step in box.axes]
+        offset = sum(a * b for a, b in zip(box.start, strides, strict=True))
         row[:3] = box.array, layout.dtype.code, offset
         row[3 + ndim - rank : 3 + ndim] = box.shape
-        row[3 + 2 * ndim - rank :] = layout.strides
+        row[3 + 2 * ndim - rank :] = strides
     return table

@@ -10,7 +10,7 @@
 
 namespace commrt {
 
-constexpr int kMostDims = 8;
+constexpr int kMostDims = 16;  // every dimension of an array may count as two
 
 // A walk over two arrangements of the same elements: dimensions that follow each other
 // without a gap in both are one, and the innermost is a row that is contiguous in both.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that move boxes: strided n-dimensional parts of arrays, between ranks.
 
-Halo exchange, redistribution and the neighbour collectives are lists of *moves*: which
+Halo exchange and redistribution are lists of *moves*: which
 box of which array goes to whom, and where what comes belongs. ``compile_moves`` makes
 one rank's program of them: long boxes are cut and short ones share a message, alike on
 both sides, because that depends on shapes alone.
@@ -56,6 +56,9 @@ class Box:
     """The array's number."""
     start: tuple[int, ...]
     stop: tuple[int, ...]
+    axes: tuple[tuple[int, int], ...] | None = None
+    """For each dimension of the box, the array's dimension and how many elements there
+    one step goes; None: the box's dimensions are the array's."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,6 +77,7 @@ class Box:
             self.array,
             tuple(a + b for a, b in zip(self.start, low, strict=True)),
             tuple(a + b for a, b in zip(self.start, high, strict=True)),
+            self.axes,
         )
 
 

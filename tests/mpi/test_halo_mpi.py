@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from halo_cases import check, draw
+from layout_cases import move_drawn
 
 import commrt
 from commrt.mpiexec import child_environment
@@ -34,6 +35,20 @@ def test_drawn_exchanges_agree_with_numpy(
     mpirun: Any, size: int, where: str, seed: int
 ) -> None:
     assert mpirun(size, run_drawn, seed=seed, env=nodes(where)) == [True] * size
+
+
+def run_redistributions(seed: int) -> bool:
+    comm = commrt.init()
+    rng = random.Random(f"mpi layouts {comm.size} {seed}")
+    return sum(move_drawn(comm, rng) for _ in range(15)) > 0
+
+
+@pytest.mark.parametrize(("size", "where"), [(2, ""), (3, "2,1"), (4, "2,2")])
+def test_drawn_redistributions_agree_with_numpy(
+    mpirun: Any, size: int, where: str, seed: int
+) -> None:
+    done = mpirun(size, run_redistributions, seed=seed, env=nodes(where))
+    assert done == [True] * size
 
 
 def run_long() -> list[bool]:

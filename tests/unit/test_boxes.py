@@ -19,6 +19,7 @@ from commrt.schedule.boxes import Box, BoxProgram, StepKind, compile_moves, cut
 SHAPES = st.lists(st.integers(1, 7), max_size=5)
 
 
+@settings(deadline=None)
 @given(SHAPES, st.sampled_from([1, 4, 16]), st.integers(1, 3000))
 def test_parts_tile_a_box_in_order(shape: list[int], itemsize: int, limit: int) -> None:
     index = np.arange(math.prod(shape)).reshape(shape)

@@ -19,6 +19,7 @@ __all__ = [
     "CartCommunicator",
     "Communicator",
     "Cyclic",
+    "GraphCommunicator",
     "Layout",
     "Mesh",
     "Request",
@@ -35,6 +36,7 @@ _HOME = {
     "CartCommunicator": "commrt.comm",
     "Communicator": "commrt.comm",
     "Cyclic": "commrt.layouts",
+    "GraphCommunicator": "commrt.comm",
     "Layout": "commrt.layouts",
     "Mesh": "commrt.mesh",
     "Request": "commrt.request",
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from commrt.algorithms import algorithm as algorithm
     from commrt.comm import CartCommunicator as CartCommunicator
     from commrt.comm import Communicator as Communicator
+    from commrt.comm import GraphCommunicator as GraphCommunicator
     from commrt.layouts import Block as Block
     from commrt.layouts import Cyclic as Cyclic
     from commrt.layouts import Layout as Layout

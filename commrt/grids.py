@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any
 from commrt.calls import as_integer
 from commrt.errors import UsageError
 from commrt.halo_calls import CartPlans
+from commrt.neighbors import NeighborCalls, Neighborhood, grid_neighborhood
 
 if TYPE_CHECKING:
     from commrt.comm import CartCommunicator
-    from commrt.group_creation import GroupCreation
-else:
-    GroupCreation = object  # the communicator that it is mixed into is one
 
 __all__ = ["Cartesian", "Grid", "fill_dims", "make_grid", "ranks_along"]
 
@@ -185,7 +183,7 @@ def _times(dims: Sequence[int]) -> str:
     return "x".join(map(str, dims))
 
 
-class Cartesian(GroupCreation):
+class Cartesian(NeighborCalls):
     """What a communicator over a grid has besides; see ``GroupCreation.cart``."""
 
     grid: Grid
@@ -211,6 +209,11 @@ class Cartesian(GroupCreation):
     def coords(self) -> Coords:
         """Where this rank lies."""
         return self.grid.coords_of(self.rank)
+
+    @cached_property
+    def neighborhood(self) -> Neighborhood:  # type: ignore[override]
+        """The same ranks, as the neighbour collectives see them."""
+        return grid_neighborhood(self.neighbors)
 
     @cached_property
     def neighbors(self) -> tuple[int | None, ...]:

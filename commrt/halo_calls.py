@@ -14,7 +14,7 @@ from commrt.calls import as_integer, check_flag
 from commrt.dtypes import ReduceOp, check_reduction, reduce_op
 from commrt.errors import MismatchError, UsageError
 from commrt.halo import HaloShape, halo_moves
-from commrt.persistent import Plans
+from commrt.neighbors import NeighborPlans
 from commrt.strided import (
     StridedArray,
     address_table,
@@ -33,8 +33,8 @@ _CODES = {_EXCHANGE: 80, _REDUCE: 81}
 """For the engine's records, apart from those of ``operations.py`` and of messages."""
 
 
-class CartPlans(Plans):
-    """Plans of a communicator over a grid: those of any other, and of its halos."""
+class CartPlans(NeighborPlans):
+    """Plans of a communicator over a grid: also of its halos, and among neighbours."""
 
     _comm: CartCommunicator
 

@@ -36,6 +36,7 @@ LAYERS = (
         "links",
         "mesh",
         "native_comms",
+        "neighbors",
         "persistent",
         "point_to_point",
         "redistribution",

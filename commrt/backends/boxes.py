@@ -80,7 +80,7 @@ def box_plan(
         most_slots=slots,
         ahead=program.ahead,
         spins=_BY_LINK_CLASS,
-        most_inline=transport.most_inline(reduction is not None, comm.facts.link_class),
+        most_inline=transport.most_inline(reduction is not None),
         store=store & _SLOT_STORES,
         adaptive=adaptive & _SLOT_STORES,
     )

@@ -71,7 +71,7 @@ def length(program: BoxProgram, step: int, sizes: list[int]) -> list[int]:
     return [box.count * sizes[box.array] for box in boxes]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(0, 10**9), st.sampled_from([100, 700, 1 << 18]))
 def test_messages_meet_their_like(seed: int, limit: int) -> None:
     found, sizes = programs(seed, limit)
@@ -85,7 +85,7 @@ def test_messages_meet_their_like(seed: int, limit: int) -> None:
     assert sent == received
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(0, 10**9))
 def test_only_earlier_steps_are_waited_for_and_no_receive_waits_for_a_send(
     seed: int,
@@ -100,7 +100,7 @@ def test_only_earlier_steps_are_waited_for_and_no_receive_waits_for_a_send(
                 assert program.steps[dep, 0] != StepKind.SEND
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(0, 10**9))
 def test_nothing_writes_what_an_earlier_step_reads(seed: int) -> None:
     """So that no step need wait for a send."""
@@ -124,7 +124,7 @@ def meet(one: Box, other: Box) -> bool:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(0, 10**9))
 def test_programs_end_with_one_slot_per_key_and_few_steps_at_once(seed: int) -> None:
     """The engine's rules, with the least that programs ask for."""

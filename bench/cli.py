@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from commrt import _libmpi
-from commrt.bench import compare, formats, worker
+from commrt.bench import compare, formats, halo, worker
 from commrt.bench.algorithm import resolve
 from commrt.bench.import_cost import measure_import
 from commrt.bench.launch import LaunchError, PeerSpec, launch, make_job
@@ -60,7 +60,7 @@ def _first_rank() -> bool:
 
 def _prepare(args: argparse.Namespace) -> Callable[[], int]:
     """Return what runs the benchmark, once everything asked for is known to exist."""
-    own_launches = {"compare": compare.main, "import": _import}
+    own_launches = {"compare": compare.main, "halo": halo.main, "import": _import}
     if args.benchmark in own_launches:
         if detect().kind != "single":
             raise UsageError(

@@ -187,6 +187,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "-W", "--window", type=_count(1), default=64, help="messages in flight (64)"
         )
+    _add_halo(commands)
     _add_compare(commands)
     _add_submit(commands)
     _add_import(commands)
@@ -291,6 +292,49 @@ def _collective_options(command: argparse.ArgumentParser) -> None:
         "--algorithm",
         metavar="[BACKEND/]NAME",
         help="instead of the selected one, as in shm/ring{chunk=65536}",
+    )
+
+
+def _add_halo(commands: _Commands) -> None:
+    doc = "Halo exchange of a block, beside mpi4py with numpy slices and a plain copy."
+    command = commands.add_parser("halo", help=doc, description=doc)
+    command.add_argument(
+        "--shape", default="256x256x256", help="cells of a rank's block (256x256x256)"
+    )
+    command.add_argument(
+        "--width", type=_count(1), default=1, help="cells of the halo, each side (1)"
+    )
+    command.add_argument(
+        "--grid", help="ranks in each dimension, as in 2x1x1 (as even as can be)"
+    )
+    command.add_argument("--faces", action="store_true", help="without corners")
+    command.add_argument(
+        "--direct", action="store_true", help="corners from the ranks that own them"
+    )
+    command.add_argument("--open", action="store_true", help="not periodic")
+    command.add_argument(
+        "--fresh", action="store_true", help="rewrite the fields between calls"
+    )
+    command.add_argument(
+        "-T", "--type", dest="dtype", type=_argument(_dtype), default="float32"
+    )
+    command.add_argument("--ranks", type=_argument(_rank_list))
+    command.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON",
+        help="an interpreter with mpi4py over another MPI",
+    )
+    command.add_argument(
+        "-i", "--iterations", type=_count(1), default=200, help="repetitions (200)"
+    )
+    command.add_argument("--format", choices=["osu", "json"], default="osu")
+    command.add_argument(
+        "--timeout-s", type=_seconds, default=600.0, help="deadline of one launch (600)"
+    )
+    command.add_argument(
+        "--no-pin", dest="pin", action="store_false", help="do not give each rank a CPU"
     )
 
 

@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
+    "Block",
     "CartCommunicator",
     "Communicator",
+    "Cyclic",
+    "GraphCommunicator",
+    "Layout",
     "Mesh",
     "Request",
     "algorithm",
@@ -29,8 +33,12 @@ __all__ = [
 ]
 
 _HOME = {
+    "Block": "commrt.layouts",
     "CartCommunicator": "commrt.comm",
     "Communicator": "commrt.comm",
+    "Cyclic": "commrt.layouts",
+    "GraphCommunicator": "commrt.comm",
+    "Layout": "commrt.layouts",
     "Mesh": "commrt.mesh",
     "Request": "commrt.request",
     "algorithm": "commrt.algorithms",
@@ -46,6 +54,10 @@ if TYPE_CHECKING:
     from commrt.algorithms import algorithm as algorithm
     from commrt.comm import CartCommunicator as CartCommunicator
     from commrt.comm import Communicator as Communicator
+    from commrt.comm import GraphCommunicator as GraphCommunicator
+    from commrt.layouts import Block as Block
+    from commrt.layouts import Cyclic as Cyclic
+    from commrt.layouts import Layout as Layout
     from commrt.mesh import Mesh as Mesh
     from commrt.request import Request as Request
     from commrt.request import wait_all as wait_all

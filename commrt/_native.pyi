@@ -327,6 +327,30 @@ class kernels:  # noqa: N801
 def load_mpi(
     addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int
 ) -> None: ...
+def make_box_plan(
+    group: Group,
+    *,
+    coll: int,
+    label: str,
+    redop: int,
+    reduces: bool,
+    boxes: NDArray[Any],
+    steps: NDArray[Any],
+    deps: NDArray[Any],
+    dep_ptr: NDArray[Any],
+    peers: Sequence[tuple[int, int, int]],
+    lane_nbytes: int,
+    most_slots: int,
+    ahead: int,
+    spins: int,
+    most_inline: int,
+    store: int,
+    adaptive: int,
+) -> Plan:
+    """Plan of one rank that moves boxes of arrays; its buffer is a table of their
+    addresses.
+    """
+
 def make_message_method(name: str, kind: int, function: Any) -> Any:
     """Make the method descriptor of send (0), recv (1) or sendrecv (2) around the
     Python function that takes all other calls.

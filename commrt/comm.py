@@ -28,6 +28,7 @@ from commrt.grids import Cartesian
 from commrt.links import agree_link_class, measure_links, spins_for
 from commrt.memory_limit import check_fits
 from commrt.native_comms import Lease
+from commrt.neighbors import Graph
 from commrt.operations import OPERATIONS, operation
 from commrt.persistent import Plans
 from commrt.remembered import Choices, remember
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 else:
     Operations = object
 
-__all__ = ["CartCommunicator", "CommStats", "Communicator"]
+__all__ = ["CartCommunicator", "CommStats", "Communicator", "GraphCommunicator"]
 
 
 _MAX_PLANS = 4096
@@ -504,7 +505,12 @@ class CartCommunicator(Cartesian, Communicator):
     """A communicator whose ranks lie in a grid; get one from ``comm.cart``."""
 
 
+class GraphCommunicator(Graph, Communicator):
+    """A communicator whose ranks know their neighbours; from ``comm.graph``."""
+
+
 Communicator._plain, Communicator._cart = Communicator, CartCommunicator
+Communicator._graph = GraphCommunicator
 
 
 def _install_operations() -> None:

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from commrt.calls import as_integer
 from commrt.errors import UsageError
+from commrt.halo_calls import CartPlans
+from commrt.neighbors import NeighborCalls, Neighborhood, grid_neighborhood
 
 if TYPE_CHECKING:
     from commrt.comm import CartCommunicator
-    from commrt.group_creation import GroupCreation
-else:
-    GroupCreation = object  # the communicator that it is mixed into is one
 
 __all__ = ["Cartesian", "Grid", "fill_dims", "make_grid", "ranks_along"]
 
@@ -184,7 +183,7 @@ def _times(dims: Sequence[int]) -> str:
     return "x".join(map(str, dims))
 
 
-class Cartesian(GroupCreation):
+class Cartesian(NeighborCalls):
     """What a communicator over a grid has besides; see ``GroupCreation.cart``."""
 
     grid: Grid
@@ -200,10 +199,21 @@ class Cartesian(GroupCreation):
         """Whether each dimension's ends are neighbours."""
         return self.grid.periodic
 
+    @property
+    def plan(self) -> CartPlans:
+        """Persistent plans; those of halos are here besides."""
+        whole: Any = self  # a CartCommunicator
+        return CartPlans(whole)
+
     @cached_property
     def coords(self) -> Coords:
         """Where this rank lies."""
         return self.grid.coords_of(self.rank)
+
+    @cached_property
+    def neighborhood(self) -> Neighborhood:  # type: ignore[override]
+        """The same ranks, as the neighbour collectives see them."""
+        return grid_neighborhood(self.neighbors)
 
     @cached_property
     def neighbors(self) -> tuple[int | None, ...]:

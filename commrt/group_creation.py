@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,10 +11,11 @@ from commrt.calls import as_integer, check_flag
 from commrt.errors import MismatchError, UsageError
 from commrt.grids import Grid, make_grid
 from commrt.mesh import Mesh, parse_axes
+from commrt.neighbors import make_neighborhood
 from commrt.point_to_point import PointToPoint
 
 if TYPE_CHECKING:
-    from commrt.comm import CartCommunicator, Communicator
+    from commrt.comm import CartCommunicator, Communicator, GraphCommunicator
 
 __all__ = ["GroupCreation"]
 
@@ -27,6 +29,7 @@ class GroupCreation(PointToPoint):
     _deterministic: bool
     _plain: ClassVar[type[Communicator]]
     _cart: ClassVar[type[CartCommunicator]]
+    _graph: ClassVar[type[GraphCommunicator]]
 
     def split(
         self,
@@ -128,6 +131,60 @@ class GroupCreation(PointToPoint):
         label, title = self._label("cart")
         self._check_equal("cart", label, f"dims={grid.dims}, periodic={grid.periodic}")
         return self._derive_cart(grid, range(self.size), label, name or title)
+
+    def graph(
+        self,
+        sources: Sequence[int],
+        destinations: Sequence[int],
+        *,
+        name: str | None = None,
+    ) -> GraphCommunicator:
+        """Return a communicator of the same ranks that knows who sends to whom.
+
+            tree = comm.graph([parent], children)
+            tree.neighbor_alltoall(parts, out=mine)
+
+        Each rank says whom it receives from and whom it sends to, itself and any rank
+        several times included; the k-th edge from one to another is the k-th for both.
+        Collective over all ranks, which must agree on every edge.
+        """
+        self._check_usable()
+        lists = []
+        for argument, given in (("sources", sources), ("destinations", destinations)):
+            try:
+                ranks = list(given)
+            except TypeError:
+                raise UsageError(
+                    f"graph: {argument}={given!r} must be a sequence of ranks"
+                ) from None
+            lists.append([self._check_rank("graph", argument, rank) for rank in ranks])
+        label, title = self._label("graph")
+        self._check_edges(label, *lists)
+        identity = self._world.agree_id(self._ranks, label)
+        made = self._graph(self._world, self._ranks, name or title, identity)
+        made.neighborhood = make_neighborhood(*lists)
+        return made
+
+    def _check_edges(
+        self, label: str, sources: list[int], destinations: list[int]
+    ) -> None:
+        """Raise the same MismatchError on all ranks unless both ends know each edge."""
+        said = self._world.bootstrap.exchange(
+            self._ranks,
+            f"{label}/edges",
+            json.dumps([sources, destinations]).encode(),
+            self.timeout_s,
+        )
+        known = [json.loads(text) for text in said]
+        for rank, (_, to) in enumerate(known):
+            for peer, (come, _) in enumerate(known):
+                if to.count(peer) != come.count(rank):
+                    raise MismatchError(
+                        f"graph on {self.name}: the ranks disagree: rank {rank} names "
+                        f"rank {peer} {to.count(peer)} times among its destinations, "
+                        f"and rank {peer} names rank {rank} {come.count(rank)} times "
+                        f"among its sources"
+                    )
 
     def mesh(self, axes: Mapping[str, int] | Sequence[tuple[str, int]]) -> Mesh:
         """Return the ranks as a grid with named axes, and communicators along them.

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from commrt import _native, calls
 from commrt.errors import UsageError, suggest
 from commrt.operations import COLLECTIVES, operation
+from commrt.redistribution import make_redistribution
 from commrt.vector_calls import bind_call
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
+    from commrt.layouts import Layout
 
 __all__ = ["Plans"]
 
@@ -42,7 +44,33 @@ class Plans:
         return partial(self._make, name)
 
     def __dir__(self) -> list[str]:
-        return list(COLLECTIVES)
+        return [*COLLECTIVES, "redistribute"]
+
+    def redistribute(
+        self, x: Any, source: Layout, target: Layout, *, out: Any = None
+    ) -> _native.PersistentCall:
+        """Return a call that moves an array from one distribution to another.
+
+            rows = commrt.Layout((1000, 800), (comm.size,), (commrt.Block(0), None))
+            columns = commrt.Layout((1000, 800), (comm.size,), (None, commrt.Block(0)))
+            turn = comm.plan.redistribute(mine, rows, columns)
+            local = turn()                    # or: request = turn.start()
+
+        Collective: the ranks compare their layouts.
+
+        Args:
+            x: this rank's part, with any strides, of shape
+                ``source.local_shape(comm.rank)``.
+            source: how the array is distributed.
+            target: how it shall be; of the same shape, and of any grid of these ranks.
+            out: where this rank's part of that goes, with any strides; without it a
+                numpy array is allocated.
+
+        Raises:
+            UsageError: an argument is wrong here; nothing was said.
+            MismatchError: the ranks do not agree; on all of them.
+        """
+        return make_redistribution(self._comm, x, source, target, out)
 
     def _make(self, name: str, *args: Any, **kwargs: Any) -> _native.PersistentCall:
         comm = self._comm

@@ -109,9 +109,7 @@ class _Counted(Lengths):
 
 
 @lru_cache(maxsize=256)
-def _parts(
-    coll: str, name: str, size: int, root: int, params: Own
-) -> Parts | None:
+def _parts(coll: str, name: str, size: int, root: int, params: Own) -> Parts | None:
     schedule: Schedule = algorithms.schedule(coll, name, size, root, dict(params))
     found = parts_of(schedule)
     if found is None or not found.stays_in_pairs(schedule):

@@ -210,6 +210,11 @@ class Op {
   void compute_from_own_part(const Instr& ins, unsigned char* first, unsigned char* second,
                              std::vector<const void*>& inputs, size_t elems) const;
   void pack(const Instr& ins, int64_t fragment, unsigned char* to);
+  unsigned char* array_of(const Box& box) const {
+    return reinterpret_cast<unsigned char* const*>(in)[box.array];
+  }
+  void move_boxes(const Instr& ins, const unsigned char* const* messages, unsigned char* slot);
+  void pack_boxes(const Instr& ins, unsigned char* to, bool streaming) const;
   void take_inputs(const Instr& ins, int64_t fragment);
   bool complete(uint64_t limit);
   const void* copied_where_in_place(uint64_t limit);

@@ -138,7 +138,8 @@ bool Op::advance(uint64_t limit) {
       return true;
     }
     const uint64_t window_end =
-        std::min(total_, (head_fragment_ + static_cast<uint64_t>(p.depth)) * m);
+        p.ahead != 0 ? std::min(total_, head_ + p.ahead)
+                     : std::min(total_, (head_fragment_ + static_cast<uint64_t>(p.depth)) * m);
     uint64_t fragment = head_fragment_;
     ++index;
     for (uint64_t pos = head_ + 1; pos < window_end; ++pos, ++index) {
@@ -347,14 +348,17 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
       const int64_t publish =
           fragment * static_cast<int64_t>(p.publish_instr.size()) + ins.publish;
       slot = comm->lane_base(lane_) + static_cast<size_t>(publish % p.slots) * p.slot_nbytes;
-      slot += p.slot_shift(local(ins.local_outs.empty() ? *shape : ins.local_outs[0], 0));
+      if (!ins.boxed) {
+        slot += p.slot_shift(local(ins.local_outs.empty() ? *shape : ins.local_outs[0], 0));
+      }
     }
   }
 
   auto& inputs = operands.inputs;
   inputs.resize(static_cast<size_t>(nin));
+  if (ins.boxed) move_boxes(ins, messages.data(), slot);
   size_t cursor = 0;
-  for (int piece = 0; piece < pieces; ++piece) {
+  for (int piece = 0; piece < pieces && !ins.boxed; ++piece) {
     const size_t elems = static_cast<size_t>(piece_elems(piece));
     const size_t nbytes = elems * item;
     for (int i = 0; i < nin; ++i) {

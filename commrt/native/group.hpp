@@ -197,6 +197,7 @@ void bind_group(nb::module_& m);
 void bind_plan(nb::module_& m);
 void bind_operation(nb::module_& m);
 void bind_p2p_operation(nb::module_& m);
+void bind_boxes(nb::module_& m);
 void bind_persistent(nb::module_& m);
 
 }  // namespace commrt

@@ -22,5 +22,6 @@ NB_MODULE(_native, m) {
   commrt::bind_group(m);
   commrt::bind_operation(m);
   commrt::bind_p2p_operation(m);
+  commrt::bind_boxes(m);
   commrt::bind_persistent(m);
 }

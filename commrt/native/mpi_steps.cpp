@@ -146,7 +146,7 @@ void Op::abandon_mpi() {
 MpiStep Op::prepare_mpi(const Instr& ins, int64_t fragment, size_t nbytes, bool one_piece) {
   MpiStep step;
   step.sources.assign(ins.inputs.size(), nullptr);
-  const bool direct = one_piece && ins.inputs.size() == 1 && ins.local_outs.size() == 1 &&
+  const bool direct = one_piece && !ins.boxed && ins.inputs.size() == 1 && ins.local_outs.size() == 1 &&
                       ins.sends.empty();
   for (size_t i = 0; i < ins.inputs.size(); ++i) {
     if (!over_mpi(ins.inputs[i])) continue;
@@ -215,7 +215,7 @@ bool Op::run_mpi(int64_t fragment, int index) {
     if (finished()) return true;
   }
   const Ref& source = ins.local_outs.empty() ? ins.inputs[0] : ins.local_outs[0];
-  const bool stays = one_piece && ins.local_outs.empty() && ins.scaled() == nullptr &&
+  const bool stays = one_piece && !ins.boxed && ins.local_outs.empty() && ins.scaled() == nullptr &&
                      !source.is_message && p.spaces[source.space].kind == SpaceKind::In &&
                      static_cast<const void*>(in) != static_cast<void*>(out);
   for (const Ref& ref : ins.sends) {
@@ -247,6 +247,7 @@ bool Op::run_mpi(int64_t fragment, int index) {
 
 // Writes this fragment of a local slice, scaled where asked, to contiguous memory.
 void Op::pack(const Instr& ins, int64_t fragment, unsigned char* to) {
+  if (ins.boxed) return pack_boxes(ins, to, false);
   const Plan& p = *plan;
   const Ref& ref = ins.local_outs.empty() ? ins.inputs[0] : ins.local_outs[0];
   const bool scale = ins.local_outs.empty() && ins.scaled() != nullptr;

@@ -75,7 +75,8 @@ void Plan::combine_rounded(const Instr& ins, unsigned char* dst, unsigned char* 
 
 void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
   fragments = fragments_;
-  if (peers.empty()) {
+  const bool boxed = most_slots != 0;
+  if (peers.empty() && !boxed) {
     for (const auto& space : spaces) {
       const size_t nbytes = static_cast<size_t>(space.offsets.back()) * itemsize;
       fragments = std::max(fragments, static_cast<int64_t>(nbytes / kAloneBytes));
@@ -156,6 +157,12 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
   slot_nbytes += kAlign;  // slot_shift()
   // A whole fragment fits, so a schedule that needs no bound on buffering needs none here.
   const size_t fit = lane_nbytes / slot_nbytes;
+  if (boxed && fit != 0) {
+    // No receive waits for a send, so a send may wait until a peer has read an earlier one.
+    slots = static_cast<int>(std::min({fit, static_cast<size_t>(npublish),
+                                       static_cast<size_t>(most_slots)}));
+    return;
+  }
   if (fit < static_cast<size_t>(npublish)) {
     throw std::invalid_argument("a fragment of this schedule publishes " +
                                 std::to_string(npublish) + " blocks of " +

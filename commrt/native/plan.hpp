@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "boxes.hpp"
 #include "kernels.hpp"
 #include "kernels_few.hpp"
 #include "mpi_api.hpp"
@@ -26,6 +27,7 @@ struct SpaceSpec {
   SpaceKind kind;
   std::vector<int64_t> offsets;  // block i = elements [offsets[i], offsets[i+1])
   size_t tmp_offset = 0;         // byte offset in the operation's scratch, for Tmp
+  std::vector<Box> boxes = {};   // block i is boxes[i]; the buffer is a table of arrays
 };
 
 // One operand: a slice of a space, or the k-th message with a peer within one fragment.
@@ -54,6 +56,7 @@ struct Instr {
   uint64_t slice_nbytes = 0;  // what one run counts for where work is bounded
   bool has_mpi = false;      // some message crosses MPI
   int64_t fragments = 0;     // of the plan's; later ones leave it out. 0: all of them
+  bool boxed = false;        // its local operands are boxes, nothing between them is combined
   // In which cases (Sharing) peers may read what is sent out of this rank's own buffer.
   uint8_t exposable = 0;  // out of the result here
   uint8_t operand_exposable = 0;  // out of the only operand
@@ -150,6 +153,8 @@ class Plan : public std::enable_shared_from_this<Plan> {
   size_t inline_nbytes = 0;  // payloads for one peer ride in lines up to this; kInlineBytes at least
   size_t slot_nbytes = 0;
   int slots = 0;
+  uint64_t ahead = 0;     // boxed: instructions tried beyond the first that is not done
+  int most_slots = 0;     // boxed: slots to use again within the one fragment; 0: not boxed
   bool needs_lane = false;
   size_t tmp_nbytes = 0;
   size_t itemsize = 1;

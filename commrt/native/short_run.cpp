@@ -14,7 +14,8 @@
 namespace commrt {
 
 bool Plan::is_short() const {
-  if (native || user.python || fragments != 1 || tmp_nbytes > kShortTmpBytes) return false;
+  if (native || user.python || most_slots != 0 || fragments != 1 ||
+      tmp_nbytes > kShortTmpBytes) return false;
   if (peers.size() > kShortPeers) return false;
   return std::all_of(instrs.begin(), instrs.end(), [](const Instr& ins) {
     return !ins.has_mpi && ins.inputs.size() <= kShortInputs;

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Halo exchange as users call it: arguments, agreement among ranks, plans."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from commrt import _native
+from commrt.backends.boxes import box_plan, compile_for
+from commrt.calls import as_integer, check_flag
+from commrt.dtypes import ReduceOp, check_reduction, reduce_op
+from commrt.errors import MismatchError, UsageError
+from commrt.halo import HaloShape, halo_moves
+from commrt.neighbors import NeighborPlans
+from commrt.strided import (
+    StridedArray,
+    address_table,
+    check_apart,
+    check_writable,
+    strided,
+)
+
+if TYPE_CHECKING:
+    from commrt.comm import CartCommunicator
+
+__all__ = ["CartPlans"]
+
+_EXCHANGE, _REDUCE = "halo_exchange", "halo_reduce"
+_CODES = {_EXCHANGE: 80, _REDUCE: 81}
+"""For the engine's records, apart from those of ``operations.py`` and of messages."""
+
+
+class CartPlans(NeighborPlans):
+    """Plans of a communicator over a grid: also of its halos, and among neighbours."""
+
+    _comm: CartCommunicator
+
+    def halo_exchange(
+        self,
+        fields: Any,
+        width: Any,
+        *,
+        axes: Sequence[int] | None = None,
+        corners: bool = True,
+        direct: bool = False,
+    ) -> _native.PersistentCall:
+        """Return a call that fills the halos of ``fields`` with the neighbours' cells.
+
+            exchange = cart.plan.halo_exchange(u, width=1)
+            request = exchange.start()
+            ...                        # compute where the halo is not needed
+            request.wait()
+
+        A field is this rank's block, with its halo around it. Cells beyond an open end
+        of the grid are left alone. Collective: the ranks compare what they pass.
+
+        Args:
+            fields: an array of 1 to 8 dimensions with any strides, or several, which
+                then move together; they may differ in type and in other dimensions.
+            width: cells of the halo on each side: a number; or one per dimension of the
+                grid, or a pair (low, high) of them for each.
+            axes: the fields' dimension that each dimension of the grid distributes;
+                without it the first of the field is the first of the grid, and so on,
+                and there must be as many.
+            corners: whether the cells that are outside of the block in several
+                dimensions are filled, too.
+            direct: corners come from the rank that owns them, in one step and up to
+                3^n - 1 messages; otherwise dimension by dimension, in 2n messages.
+
+        Raises:
+            UsageError: an argument is wrong here; nothing was said.
+            MismatchError: the ranks do not agree; on all of them.
+        """
+        return _make(self._comm, _EXCHANGE, fields, width, axes, corners, direct, None)
+
+    def halo_reduce(
+        self,
+        fields: Any,
+        width: Any,
+        *,
+        op: str = "sum",
+        axes: Sequence[int] | None = None,
+        corners: bool = True,
+        direct: bool = False,
+    ) -> _native.PersistentCall:
+        """Return a call that combines what halos hold with the cells they stand for.
+
+        The reverse of ``halo_exchange``, with its arguments: each rank's halo goes back
+        to the ranks that own these cells, which combine it with theirs by ``op``: sum,
+        max, min, or another reduction but avg. Contributions are combined in the same
+        order in every run. What the halo holds afterwards is not defined.
+        """
+        return _make(self._comm, _REDUCE, fields, width, axes, corners, direct, op)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), _EXCHANGE, _REDUCE]
+
+
+@dataclass(frozen=True)
+class _Halo:
+    """The arguments of a call, checked as far as one rank can."""
+
+    what: str
+    arrays: list[StridedArray]
+    shape: HaloShape
+    reduction: ReduceOp | None
+
+
+def _make(
+    comm: CartCommunicator,
+    what: str,
+    fields: Any,
+    width: Any,
+    axes: Any,
+    corners: Any,
+    direct: Any,
+    op: str | None,
+) -> _native.PersistentCall:
+    comm._check_usable()
+    single = not isinstance(fields, list | tuple)
+    given = [fields] if single else list(fields)
+    if not given:
+        raise UsageError(f"{what}: fields is empty: pass one array, or several")
+    names = ["fields"] if single else [f"fields[{i}]" for i in range(len(given))]
+    arrays = [
+        strided(array, f"{what}: {name}")
+        for array, name in zip(given, names, strict=True)
+    ]
+    shape = HaloShape(
+        _widths(what, width, len(comm.dims)),
+        _axes(arrays, axes, len(comm.dims), what),
+        check_flag(what, "corners", corners),
+        check_flag(what, "direct", direct),
+    )
+    halo = _Halo(what, arrays, shape, _reduction(what, op, arrays))
+    for array in arrays:
+        check_writable(array)
+        _check_extents(comm, halo, array)
+    check_apart(arrays)
+    _agree(comm, halo)
+    return _bind(comm, halo, fields)
+
+
+def _bind(comm: CartCommunicator, halo: _Halo, fields: Any) -> _native.PersistentCall:
+    moves = halo_moves(
+        comm.grid,
+        comm.rank,
+        halo.shape,
+        [array.shape for array in halo.arrays],
+        reverse=halo.what == _REDUCE,
+    )
+    program = compile_for(
+        comm,
+        moves,
+        [array.dtype.itemsize for array in halo.arrays],
+        reduces=halo.reduction is not None,
+    )
+    plan = box_plan(
+        comm,
+        program,
+        [array.layout for array in halo.arrays],
+        coll=_CODES[halo.what],
+        label="boxes/direct" if halo.shape.direct else "boxes/by_dimension",
+        reduction=halo.reduction,
+    )
+    table = address_table(halo.arrays)
+    owners = (table, *(array.owner for array in halo.arrays))
+    return _native.PersistentCall(
+        comm, plan, table.ctypes.data, 0, owners, None, fields, halo.what
+    )
+
+
+def _reduction(
+    what: str, op: str | None, arrays: Sequence[StridedArray]
+) -> ReduceOp | None:
+    if op is None:
+        return None
+    try:
+        found = reduce_op(op)
+        if found in (ReduceOp.AVG, ReduceOp.PREMUL_SUM):
+            raise UsageError(
+                f"op={op!r}: how many ranks contribute differs from cell to cell; take "
+                f"op='sum'"
+            )
+        for array in arrays:
+            check_reduction(found, array.dtype)
+    except UsageError as error:
+        raise UsageError(f"{what}: {error}") from None
+    return found
+
+
+def _widths(what: str, width: Any, ndim: int) -> tuple[tuple[int, int], ...]:
+    """Return the pair of each dimension of the grid."""
+    one = as_integer(width)
+    given: Any = [one] * ndim if one is not None else width
+    pairs = []
+    try:
+        each: Any
+        for each in given:
+            number = as_integer(each)
+            low, high = each if number is None else (number, number)
+            pairs.append((as_integer(low), as_integer(high)))
+    except (TypeError, ValueError):
+        pairs = []
+    found = [
+        (low, high)
+        for low, high in pairs
+        if low is not None and high is not None and min(low, high) >= 0
+    ]
+    if len(found) != ndim or len(pairs) != ndim:
+        raise UsageError(
+            f"{what}: width={width!r} must be a number of cells from 0, or one or a "
+            f"pair (low, high) of them for each of the {ndim} dimensions of the grid"
+        )
+    return tuple(found)
+
+
+def _axes(
+    arrays: Sequence[StridedArray], axes: Any, ndim: int, what: str
+) -> tuple[int, ...]:
+    """Return the dimension of the arrays for each dimension of the grid."""
+    if axes is None:
+        for array in arrays:
+            if len(array.shape) != ndim:
+                raise UsageError(
+                    f"{array.what} has {len(array.shape)} dimensions and the grid "
+                    f"{ndim}: say by axes= which of them the grid distributes"
+                )
+        return tuple(range(ndim))
+    try:
+        numbers = [as_integer(axis) for axis in axes]
+    except TypeError:
+        numbers = []
+    found = [axis for axis in numbers if axis is not None]
+    least = min(len(array.shape) for array in arrays)
+    right = len(found) == len(numbers) == ndim == len({*found})
+    if not right or not all(0 <= axis < least for axis in found):
+        raise UsageError(
+            f"{what}: axes={axes!r} must be {ndim} different dimensions of the fields, "
+            f"one for each dimension of the grid; expected numbers in 0..{least - 1}"
+        )
+    return tuple(found)
+
+
+def _check_extents(comm: CartCommunicator, halo: _Halo, array: StridedArray) -> None:
+    """Raise UsageError where the block is too small for its halo or a neighbour's."""
+    for dim, (low, high) in enumerate(halo.shape.widths):
+        axis = halo.shape.axes[dim]
+        extent = array.shape[axis]
+        own = extent - low - high
+        if own < 0:
+            raise UsageError(
+                f"{array.what} has {extent} cells in dimension {axis} on rank "
+                f"{comm.rank}, less than its halo of {low} + {high}; the halo is part "
+                f"of the array"
+            )
+        before, after = comm.grid.shift(comm.rank, dim, 1)
+        needed = max(low if after is not None else 0, high if before is not None else 0)
+        if own < needed:
+            raise UsageError(
+                f"{array.what} has a block of {own} cells in dimension {axis} on rank "
+                f"{comm.rank}, and a neighbour's halo is {needed} wide: it would reach "
+                f"beyond; expected a block of {needed} cells at least, so take fewer "
+                f"ranks in dimension {dim} of the grid, or a narrower halo"
+            )
+
+
+def _agree(comm: CartCommunicator, halo: _Halo) -> None:
+    """Raise the same MismatchError on all ranks unless their arguments fit."""
+    shape = halo.shape
+    common = {
+        "call": halo.what,
+        "width": shape.widths,
+        "axes": shape.axes,
+        "corners": shape.corners,
+        "direct": shape.direct,
+        "op": None if halo.reduction is None else halo.reduction.name.lower(),
+        "dtypes": [array.dtype.name for array in halo.arrays],
+    }
+    mine = {**common, "shapes": [array.shape for array in halo.arrays]}
+    label, _ = comm._label("halo")
+    blob = json.dumps(mine).encode()
+    texts = comm._world.bootstrap.exchange(comm._ranks, label, blob, comm.timeout_s)
+    said = [json.loads(text) for text in texts]
+    for key in common:
+        if any(each[key] != said[0][key] for each in said):
+            lines = [f"  rank {rank}: {each[key]}" for rank, each in enumerate(said)]
+            raise MismatchError(
+                f"{said[0]['call']} on {comm.name}: the ranks disagree on {key}; "
+                f"nothing was sent:\n" + "\n".join(lines)
+            )
+    for index in range(len(halo.arrays)):
+        _check_shapes(comm, halo, [each["shapes"][index] for each in said], index)
+
+
+def _check_shapes(
+    comm: CartCommunicator, halo: _Halo, shapes: list[list[int]], index: int
+) -> None:
+    """Blocks at the same place of a dimension must have the same extent there."""
+    dim_of = {axis: dim for dim, axis in enumerate(halo.shape.axes)}
+    first_at: dict[tuple[int, int], int] = {}
+    for rank, extents in enumerate(shapes):
+        if len(extents) != len(shapes[0]):
+            raise MismatchError(
+                f"{halo.what} on {comm.name}: fields[{index}] has {len(extents)} "
+                f"dimensions on rank {rank} and {len(shapes[0])} on rank 0; nothing "
+                f"was sent"
+            )
+        coords = comm.grid.coords_of(rank)
+        for axis, extent in enumerate(extents):
+            dim = dim_of.get(axis)
+            place = 0 if dim is None else coords[dim]
+            other = first_at.setdefault((axis, place), rank)
+            if shapes[other][axis] == extent:
+                continue
+            where = "" if dim is None else ", at the same place of the grid there"
+            raise MismatchError(
+                f"{halo.what} on {comm.name}: fields[{index}] has {extent} cells in "
+                f"dimension {axis} on rank {rank}, but {shapes[other][axis]} on rank "
+                f"{other}{where}; nothing was sent"
+            )

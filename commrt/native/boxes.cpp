@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+// Walks over strided boxes, with loops of their own for rows of a few bytes.
+#include "boxes.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace commrt {
+
+namespace {
+
+constexpr size_t kBatchBytes = 4096;   // of short rows that are handled at once
+constexpr size_t kShortRow = 512;      // longer ones are fetched well enough by themselves
+constexpr size_t kStreamedRow = 1024;  // shorter ones leave too many half lines
+constexpr int64_t kLineBytes = 64;
+
+Walk walk_over(int ndim, const int64_t* shape, const int64_t* first, const int64_t* second,
+               size_t itemsize) {
+  Walk walk;
+  for (int dim = 0; dim < ndim; ++dim) {
+    if (shape[dim] == 1) continue;
+    if (walk.ndim > 0) {
+      const int outer = walk.ndim - 1;
+      if (walk.first[outer] == first[dim] * shape[dim] &&
+          walk.second[outer] == second[dim] * shape[dim]) {
+        walk.shape[outer] *= shape[dim];
+        walk.first[outer] = first[dim];
+        walk.second[outer] = second[dim];
+        continue;
+      }
+    }
+    walk.shape[walk.ndim] = shape[dim];
+    walk.first[walk.ndim] = first[dim];
+    walk.second[walk.ndim] = second[dim];
+    ++walk.ndim;
+  }
+  walk.row_nbytes = itemsize;
+  const int last = walk.ndim - 1;
+  const auto item = static_cast<int64_t>(itemsize);
+  if (last >= 0 && walk.first[last] == item && walk.second[last] == item) {
+    walk.row_nbytes *= static_cast<size_t>(walk.shape[last]);
+    --walk.ndim;
+  }
+  return walk;
+}
+
+// Calls run(at_first, at_second, rows, first_stride, second_stride) for all rows of a walk.
+template <class First, class Second, class Run>
+void each_run(const Walk& walk, First* first, Second* second, Run run) {
+  if (walk.ndim == 0) {
+    run(first, second, int64_t{1}, int64_t{0}, int64_t{0});
+    return;
+  }
+  const int inner = walk.ndim - 1;
+  int64_t at[kMostDims] = {};
+  for (;;) {
+    run(first, second, walk.shape[inner], walk.first[inner], walk.second[inner]);
+    int dim = inner - 1;
+    for (; dim >= 0; --dim) {
+      first += walk.first[dim];
+      second += walk.second[dim];
+      if (++at[dim] < walk.shape[dim]) break;
+      first -= walk.first[dim] * walk.shape[dim];
+      second -= walk.second[dim] * walk.shape[dim];
+      at[dim] = 0;
+    }
+    if (dim < 0) return;
+  }
+}
+
+// Several rows are loaded before they are stored: a store per load took 1.7 times as long.
+template <size_t kBytes>
+void copy_short(unsigned char* to, const unsigned char* from, int64_t rows, int64_t to_stride,
+                int64_t from_stride) {
+  constexpr int kAtOnce = 8;
+  struct Row {
+    unsigned char bytes[kBytes];
+  };
+  int64_t i = 0;
+  if (to_stride == static_cast<int64_t>(kBytes)) {
+    for (; i + kAtOnce <= rows; i += kAtOnce) {
+      Row held[kAtOnce];
+      for (int k = 0; k < kAtOnce; ++k) std::memcpy(&held[k], from + k * from_stride, kBytes);
+      std::memcpy(to, held, sizeof held);
+      to += sizeof held;
+      from += kAtOnce * from_stride;
+    }
+  } else if (from_stride == static_cast<int64_t>(kBytes)) {
+    for (; i + kAtOnce <= rows; i += kAtOnce) {
+      Row held[kAtOnce];
+      std::memcpy(held, from, sizeof held);
+      for (int k = 0; k < kAtOnce; ++k) std::memcpy(to + k * to_stride, &held[k], kBytes);
+      to += kAtOnce * to_stride;
+      from += sizeof held;
+    }
+  }
+  for (; i < rows; ++i) {
+    std::memcpy(to, from, kBytes);
+    to += to_stride;
+    from += from_stride;
+  }
+}
+
+void copy_rows(unsigned char* to, const unsigned char* from, int64_t rows, int64_t to_stride,
+               int64_t from_stride, size_t row_nbytes, bool streaming = false) {
+  switch (row_nbytes) {
+    case 1: return copy_short<1>(to, from, rows, to_stride, from_stride);
+    case 2: return copy_short<2>(to, from, rows, to_stride, from_stride);
+    case 4: return copy_short<4>(to, from, rows, to_stride, from_stride);
+    case 8: return copy_short<8>(to, from, rows, to_stride, from_stride);
+    case 12: return copy_short<12>(to, from, rows, to_stride, from_stride);
+    case 16: return copy_short<16>(to, from, rows, to_stride, from_stride);
+    case 24: return copy_short<24>(to, from, rows, to_stride, from_stride);
+    case 32: return copy_short<32>(to, from, rows, to_stride, from_stride);
+    default: break;
+  }
+  const bool streamed = streaming && row_nbytes >= kStreamedRow;
+  for (int64_t i = 0; i < rows; ++i) {
+    copy(to + i * to_stride, from + i * from_stride, row_nbytes, streamed);
+  }
+}
+
+inline void fetch_to_write(const unsigned char* line) {
+#if defined(__x86_64__)
+  asm volatile("prefetchw %0" : : "m"(*line));  // GCC's own fetches for reading, unless told
+#else
+  __builtin_prefetch(line, 1);
+#endif
+}
+
+inline void fetch_to_read(const unsigned char* line) { __builtin_prefetch(line, 0); }
+
+// Calls run(first row, rows) for batches of a message's short rows, and has the lines of the
+// next batch fetched meanwhile: they come from another core, and stores of a few bytes would
+// wait for one line after another.
+template <class Fetch, class Run>
+void each_batch(const unsigned char* message, int64_t rows, int64_t row, Fetch fetch, Run run) {
+  const int64_t batch = static_cast<int64_t>(kBatchBytes) / row;
+  auto fetch_rows = [&](int64_t first) {
+    const int64_t end = std::min(rows, first + batch) * row;
+    for (int64_t at = first * row; at < end; at += kLineBytes) fetch(message + at);
+  };
+  fetch_rows(0);
+  for (int64_t done = 0; done < rows; done += batch) {
+    fetch_rows(done + batch);
+    run(done, std::min(batch, rows - done));
+  }
+}
+
+void pack_rows(unsigned char* message, const unsigned char* from, int64_t rows,
+               int64_t from_stride, size_t row_nbytes, bool streaming) {
+  const auto row = static_cast<int64_t>(row_nbytes);
+  if (row_nbytes > kShortRow) {
+    return copy_rows(message, from, rows, row, from_stride, row_nbytes, streaming);
+  }
+  if (!streaming) {
+    return each_batch(message, rows, row, fetch_to_write, [&](int64_t first, int64_t some) {
+      copy_rows(message + first * row, from + first * from_stride, some, row, from_stride,
+                row_nbytes);
+    });
+  }
+  const auto keep = [](const unsigned char*) {};
+  each_batch(message, rows, row, keep, [&](int64_t first, int64_t some) {
+    alignas(64) unsigned char whole[kBatchBytes];  // only whole lines can be streamed
+    copy_rows(whole, from + first * from_stride, some, row, from_stride, row_nbytes);
+    copy(message + first * row, whole, static_cast<size_t>(some * row), true);
+  });
+}
+
+void unpack_rows(unsigned char* to, const unsigned char* message, int64_t rows,
+                 int64_t to_stride, size_t row_nbytes) {
+  const auto row = static_cast<int64_t>(row_nbytes);
+  if (row_nbytes > kShortRow) {
+    return copy_rows(to, message, rows, to_stride, row, row_nbytes);
+  }
+  each_batch(message, rows, row, fetch_to_read, [&](int64_t first, int64_t some) {
+    copy_rows(to + first * to_stride, message + first * row, some, to_stride, row, row_nbytes);
+  });
+}
+
+// to = to ⊕ from, row by row; short rows are collected first.
+void combine_rows(CombineFn combine, size_t itemsize, unsigned char* to,
+                  const unsigned char* from, int64_t rows, int64_t to_stride,
+                  int64_t from_stride, size_t row_nbytes) {
+  auto apply = [&](unsigned char* own, const unsigned char* other, size_t nbytes) {
+    const void* inputs[] = {own, other};
+    combine(own, nullptr, inputs, 2, nbytes / itemsize, nullptr, Scale{}, Store::Plain);
+  };
+  if (rows == 1 || row_nbytes > kBatchBytes / 4) {
+    for (int64_t i = 0; i < rows; ++i) apply(to + i * to_stride, from + i * from_stride, row_nbytes);
+    return;
+  }
+  alignas(64) unsigned char own[kBatchBytes], other[kBatchBytes];
+  const auto row = static_cast<int64_t>(row_nbytes);
+  const int64_t batch = static_cast<int64_t>(kBatchBytes) / row;
+  for (int64_t done = 0; done < rows; done += batch) {
+    const int64_t some = std::min(batch, rows - done);
+    unsigned char* const own_rows = to + done * to_stride;
+    const unsigned char* other_rows = from + done * from_stride;
+    copy_rows(own, own_rows, some, row, to_stride, row_nbytes);
+    if (from_stride != row) {
+      copy_rows(other, other_rows, some, row, from_stride, row_nbytes);
+      other_rows = other;
+    }
+    apply(own, other_rows, static_cast<size_t>(some * row));
+    copy_rows(own_rows, own, some, to_stride, row, row_nbytes);
+  }
+}
+
+Walk walk_between(const Box& box, const Box& other) {
+  return walk_over(box.ndim, box.shape, box.strides, other.strides, box.itemsize);
+}
+
+}  // namespace
+
+void Box::settle() {
+  int64_t contiguous[kMostDims];
+  nbytes = itemsize;
+  for (int dim = ndim - 1; dim >= 0; --dim) {
+    contiguous[dim] = static_cast<int64_t>(nbytes);
+    nbytes *= static_cast<size_t>(shape[dim]);
+  }
+  in_message = walk_over(ndim, shape, strides, contiguous, itemsize);
+}
+
+void pack_box(unsigned char* message, const unsigned char* array, const Box& box,
+              bool streaming) {
+  const size_t row = box.in_message.row_nbytes;
+  each_run(box.in_message, array + box.offset, message,
+           [&](const unsigned char* from, unsigned char* to, int64_t rows, int64_t from_stride,
+               int64_t) { pack_rows(to, from, rows, from_stride, row, streaming); });
+}
+
+void unpack_box(unsigned char* array, const Box& box, const unsigned char* message) {
+  const size_t row = box.in_message.row_nbytes;
+  each_run(box.in_message, array + box.offset, message,
+           [&](unsigned char* to, const unsigned char* from, int64_t rows, int64_t to_stride,
+               int64_t) { unpack_rows(to, from, rows, to_stride, row); });
+}
+
+void combine_box(unsigned char* array, const Box& box, const unsigned char* message) {
+  const size_t row = box.in_message.row_nbytes;
+  each_run(box.in_message, array + box.offset, message,
+           [&](unsigned char* to, const unsigned char* from, int64_t rows, int64_t to_stride,
+               int64_t from_stride) {
+             combine_rows(box.combine, box.itemsize, to, from, rows, to_stride, from_stride,
+                          row);
+           });
+}
+
+void copy_box(unsigned char* array, const Box& box, const unsigned char* from_array,
+              const Box& from_box) {
+  const Walk walk = walk_between(box, from_box);
+  each_run(walk, array + box.offset, from_array + from_box.offset,
+           [&](unsigned char* to, const unsigned char* from, int64_t rows, int64_t to_stride,
+               int64_t from_stride) {
+             copy_rows(to, from, rows, to_stride, from_stride, walk.row_nbytes);
+           });
+}
+
+void combine_boxes(unsigned char* array, const Box& box, const unsigned char* from_array,
+                   const Box& from_box) {
+  const Walk walk = walk_between(box, from_box);
+  each_run(walk, array + box.offset, from_array + from_box.offset,
+           [&](unsigned char* to, const unsigned char* from, int64_t rows, int64_t to_stride,
+               int64_t from_stride) {
+             combine_rows(box.combine, box.itemsize, to, from, rows, to_stride, from_stride,
+                          walk.row_nbytes);
+           });
+}
+
+}  // namespace commrt

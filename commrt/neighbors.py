@@ -1,0 +1,449 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives among neighbours, on a grid or a graph of ranks, as MPI_Neighbor_* are.
+
+Block k of what a rank sends goes to its k-th neighbour. On a grid these are, dimension
+by dimension, the one before and the one behind; what goes to the one before arrives
+there as from behind, also where both are the same rank, or this one. Where there is
+nobody, nothing is sent, and that part of the output stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from commrt import _native
+from commrt.arrays import HostView, empty_like_array, overlap, view
+from commrt.backends.boxes import ArrayLayout, box_plan, compile_for
+from commrt.calls import as_integer, check_flag, check_timeout
+from commrt.errors import BufferError_, MismatchError, UsageError
+from commrt.persistent import Plans
+from commrt.schedule.boxes import Box, Move
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+    from commrt.group_creation import GroupCreation
+else:
+    GroupCreation = object  # the communicator that it is mixed into is one
+
+__all__ = [
+    "Graph",
+    "NeighborCalls",
+    "NeighborPlans",
+    "Neighborhood",
+    "grid_neighborhood",
+    "make_neighborhood",
+]
+
+_CODES = {
+    "neighbor_allgather": 83,
+    "neighbor_allgatherv": 84,
+    "neighbor_alltoall": 85,
+    "neighbor_alltoallv": 86,
+}
+"""For the engine's records, apart from those of ``operations.py`` and of messages."""
+_X, _OUT = 0, 1
+_MOST_PLANS = 1024
+Counts = Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class Neighborhood:
+    """The ranks beside one rank, in order; None where there is nobody."""
+
+    sources: tuple[int | None, ...]
+    """Whom it receives from."""
+    destinations: tuple[int | None, ...]
+    """Whom it sends to."""
+    source_numbers: tuple[int, ...]
+    """Which of the messages from that rank it is: both say the same."""
+    destination_numbers: tuple[int, ...]
+
+
+def grid_neighborhood(neighbors: Sequence[int | None]) -> Neighborhood:
+    """Return that of a grid's -x, +x, -y, +y and so on."""
+    numbers = tuple(range(len(neighbors)))
+    return Neighborhood(
+        tuple(neighbors), tuple(neighbors), numbers, tuple(each ^ 1 for each in numbers)
+    )
+
+
+def make_neighborhood(sources: list[int], destinations: list[int]) -> Neighborhood:
+    """Return that of a graph: the k-th edge between two ranks is the k-th for both."""
+    return Neighborhood(
+        tuple(sources),
+        tuple(destinations),
+        _occurrence(sources),
+        _occurrence(destinations),
+    )
+
+
+def _occurrence(ranks: list[int]) -> tuple[int, ...]:
+    seen: Counter[int] = Counter()
+    found = []
+    for rank in ranks:
+        found.append(seen[rank])
+        seen[rank] += 1
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """One call's arrays, and the elements of each neighbour's block."""
+
+    what: str
+    x: HostView
+    out: HostView
+    result: Any
+    sends: tuple[tuple[int, int], ...]
+    """For each destination, where its block begins and ends in x."""
+    receives: tuple[tuple[int, int], ...]
+    """For each source, where its block begins and ends in out."""
+
+
+class NeighborPlans(Plans):
+    """Plans of a communicator that knows who is beside whom."""
+
+    def neighbor_allgather(self, x: Any, *, out: Any = None) -> _native.PersistentCall:
+        """Return a call bound to its arrays; see the communicator's method."""
+        return self._neighbor("neighbor_allgather", x, out, None, None)
+
+    def neighbor_allgatherv(
+        self, x: Any, *, recv_counts: Counts, out: Any = None
+    ) -> _native.PersistentCall:
+        """Return a call bound to its arrays; see the communicator's method."""
+        return self._neighbor("neighbor_allgatherv", x, out, None, recv_counts)
+
+    def neighbor_alltoall(self, x: Any, *, out: Any = None) -> _native.PersistentCall:
+        """Return a call bound to its arrays; see the communicator's method."""
+        return self._neighbor("neighbor_alltoall", x, out, None, None)
+
+    def neighbor_alltoallv(
+        self, x: Any, *, send_counts: Counts, recv_counts: Counts, out: Any = None
+    ) -> _native.PersistentCall:
+        """Return a call bound to its arrays; see the communicator's method."""
+        return self._neighbor("neighbor_alltoallv", x, out, send_counts, recv_counts)
+
+    def _neighbor(
+        self, what: str, x: Any, out: Any, sends: Counts, receives: Counts
+    ) -> _native.PersistentCall:
+        comm: Any = self._comm
+        bound = _bind(comm, what, x, out, sends, receives)
+        plan = _plan(comm, bound)
+        table = np.array([bound.x.address, bound.out.address], np.uint64)
+        owners = (table, bound.x.owner, bound.out.owner)
+        return _native.PersistentCall(
+            comm, plan, table.ctypes.data, 0, owners, None, bound.result, what
+        )
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_CODES]
+
+
+class NeighborCalls(GroupCreation):
+    """The neighbour collectives of a communicator over a grid or a graph.
+
+    Collective: all ranks call the same. ``nonblocking`` and ``timeout_s`` as ever.
+    """
+
+    neighborhood: Neighborhood
+    """Who is beside this rank."""
+
+    @cached_property
+    def _neighbor_plans(self) -> dict[Any, Any]:
+        return {}
+
+    @property
+    def plan(self) -> NeighborPlans:
+        """Persistent plans; those among neighbours are here besides."""
+        whole: Any = self  # a communicator
+        return NeighborPlans(whole)
+
+    def neighbor_allgather(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Send ``x`` to every neighbour; return theirs, in the order of the sources.
+
+        ``out`` has as many blocks as there are sources, each of the length of ``x``;
+        allocated with zeros, of shape ``(sources, *x.shape)``.
+        """
+        return self._neighbor(
+            "neighbor_allgather", x, out, None, None, nonblocking, timeout_s
+        )
+
+    def neighbor_allgatherv(
+        self,
+        x: Any,
+        *,
+        recv_counts: Counts,
+        out: Any = None,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """As ``neighbor_allgather``, with an ``x`` of any length on each rank.
+
+        ``recv_counts`` are the elements that come from each source.
+        """
+        return self._neighbor(
+            "neighbor_allgatherv", x, out, None, recv_counts, nonblocking, timeout_s
+        )
+
+    def neighbor_alltoall(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Send the k-th of equal blocks of ``x`` to the k-th destination."""
+        return self._neighbor(
+            "neighbor_alltoall", x, out, None, None, nonblocking, timeout_s
+        )
+
+    def neighbor_alltoallv(
+        self,
+        x: Any,
+        *,
+        send_counts: Counts,
+        recv_counts: Counts,
+        out: Any = None,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Send blocks of ``send_counts`` elements, one after another in ``x``.
+
+        ``recv_counts`` are the elements that come from each source.
+        """
+        return self._neighbor(
+            "neighbor_alltoallv",
+            x,
+            out,
+            send_counts,
+            recv_counts,
+            nonblocking,
+            timeout_s,
+        )
+
+    def _neighbor(
+        self,
+        what: str,
+        x: Any,
+        out: Any,
+        sends: Counts,
+        receives: Counts,
+        nonblocking: Any,
+        timeout_s: float | None,
+    ) -> Any:
+        whole: Any = self  # a communicator
+        nonblocking = check_flag(what, "nonblocking", nonblocking)
+        limit = self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
+        bound = _bind(whole, what, x, out, sends, receives)
+        plan = _plan(whole, bound)
+        table = np.array([bound.x.address, bound.out.address], np.uint64)
+        return self._run_plan(
+            plan,
+            table.ctypes.data,
+            0,
+            (table, bound.x.owner, bound.out.owner),
+            None,
+            bound.result,
+            what,
+            nonblocking,
+            limit,
+        )
+
+
+class Graph(NeighborCalls):
+    """What a communicator over a graph has besides; see ``GroupCreation.graph``."""
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The ranks that this one receives from, in order."""
+        return tuple(rank for rank in self.neighborhood.sources if rank is not None)
+
+    @property
+    def destinations(self) -> tuple[int, ...]:
+        """The ranks that this one sends to, in order."""
+        return tuple(
+            rank for rank in self.neighborhood.destinations if rank is not None
+        )
+
+
+def _bind(
+    comm: Communicator, what: str, x: Any, out: Any, sends: Counts, receives: Counts
+) -> _Bound:
+    comm._check_usable()
+    around: Neighborhood = comm.neighborhood  # type: ignore[attr-defined]
+    source = view(x, f"{what}: x")
+    outgoing, incoming = len(around.destinations), len(around.sources)
+    gathers = what.startswith("neighbor_allgather")
+    if what == "neighbor_alltoallv":
+        leaving = _ranges(_checked(what, "send_counts", sends, outgoing))
+    elif gathers:
+        leaving = ((0, source.count),) * outgoing
+    else:
+        if outgoing and source.count % outgoing:
+            raise UsageError(
+                f"{what}: x has {source.count} elements, expected a multiple of the "
+                f"{outgoing} neighbours it goes to"
+            )
+        leaving = _ranges([source.count // max(1, outgoing)] * outgoing)
+    if what.endswith("v"):
+        coming = _ranges(_checked(what, "recv_counts", receives, incoming))
+    else:
+        each = leaving[0][1] - leaving[0][0] if leaving else None
+        if each is None:
+            each = source.count if gathers else 0
+            if out is not None and incoming:
+                each = view(out, f"{what}: out").count // incoming
+        coming = _ranges([each] * incoming)
+    expected = leaving[-1][1] if leaving else source.count
+    if expected != source.count:
+        raise UsageError(
+            f"{what}: x has {source.count} elements, expected {expected}, the sum of "
+            f"send_counts"
+        )
+    total = coming[-1][1] if coming else 0
+    if out is None:
+        shape: tuple[int, ...] = (total,)
+        if incoming and total == incoming * (coming[0][1]) and not what.endswith("v"):
+            rest = source.shape if gathers else source.shape[1:]
+            divides = gathers or source.shape[:1] == (outgoing,)
+            shape = (incoming, *rest) if divides else (total,)
+        out = empty_like_array(source, shape)
+        out[...] = 0
+    target = view(out, f"{what}: out")
+    _check_out(what, source, target, total)
+    return _Bound(what, source, target, out, leaving, coming)
+
+
+def _check_out(what: str, x: HostView, out: HostView, total: int) -> None:
+    if not out.writable:
+        raise BufferError_(f"{what}: out is read-only: pass a writable array")
+    if out.dtype is not x.dtype:
+        raise BufferError_(
+            f"{what}: out has dtype {out.dtype.name}, x has {x.dtype.name}; they must "
+            f"be equal"
+        )
+    if out.count != total:
+        raise UsageError(
+            f"{what}: out has {out.count} elements, expected {total}, what the "
+            f"neighbours send"
+        )
+    if overlap(x, out):
+        raise UsageError(f"{what}: out overlaps x; pass separate arrays")
+
+
+def _checked(what: str, argument: str, counts: Any, expected: int) -> list[int]:
+    try:
+        found = [as_integer(count) for count in counts]
+    except TypeError:
+        found = [None]
+    right = [count for count in found if count is not None and count >= 0]
+    if len(right) != len(found) or len(found) != expected:
+        raise UsageError(
+            f"{what}: {argument}={counts!r} must be {expected} numbers of elements "
+            f"from 0, one for each neighbour"
+        )
+    return right
+
+
+def _ranges(counts: list[int]) -> tuple[tuple[int, int], ...]:
+    ends = np.cumsum([0, *counts]).tolist()
+    return tuple(pairwise(ends))
+
+
+def _plan(comm: Any, bound: _Bound) -> Any:
+    """Return the native plan; in check mode only where all ranks fit each other."""
+    moves = _moves(comm.neighborhood, comm.rank, bound)
+    if comm._checker is not None:
+        _compare(comm, bound, moves)
+    key = (bound.what, bound.x.dtype.code, bound.sends, bound.receives)
+    plan = comm._neighbor_plans.get(key)
+    if plan is None:
+        if len(comm._neighbor_plans) >= _MOST_PLANS:
+            comm._neighbor_plans.clear()
+        size = bound.x.dtype.itemsize
+        program = compile_for(comm, moves, [size, size], reduces=False)
+        layout = ArrayLayout(bound.x.dtype, (size,))
+        plan = box_plan(
+            comm,
+            program,
+            [layout, layout],
+            coll=_CODES[bound.what],
+            label="boxes/direct",
+        )
+        comm._neighbor_plans[key] = plan
+    return plan
+
+
+def _moves(around: Neighborhood, rank: int, bound: _Bound) -> list[Move]:
+    own: dict[int, Box] = {}
+    moves = []
+    for peer, number, (low, high) in zip(
+        around.destinations, around.destination_numbers, bound.sends, strict=True
+    ):
+        box = Box(_X, (low,), (high,))
+        if peer == rank:
+            own[number] = box
+        elif peer is not None:
+            moves.append(Move(0, number, peer, box, None))
+    for peer, number, (low, high) in zip(
+        around.sources, around.source_numbers, bound.receives, strict=True
+    ):
+        box = Box(_OUT, (low,), (high,))
+        if peer == rank:
+            if own[number].count != box.count:
+                raise UsageError(
+                    f"{bound.what}: rank {rank} sends itself {own[number].count} "
+                    f"elements and expects {box.count}; the counts must be equal"
+                )
+            moves.append(Move(0, number, None, own[number], box))
+        elif peer is not None:
+            moves.append(Move(0, number, peer, None, box))
+    return moves
+
+
+def _compare(comm: Any, bound: _Bound, moves: list[Move]) -> None:
+    """Raise the same MismatchError on all ranks unless what they send is expected."""
+    size = bound.x.dtype.itemsize
+    sent, expected = [], []
+    for move in moves:
+        if move.source is not None and move.peer is not None:
+            sent.append([comm.rank, move.peer, move.number, move.source.count * size])
+        elif move.target is not None and move.peer is not None:
+            expected.append(
+                [move.peer, comm.rank, move.number, move.target.count * size]
+            )
+    label, _ = comm._label("neighbors")
+    blob = json.dumps([bound.what, sent, expected]).encode()
+    texts = comm._world.bootstrap.exchange(comm._ranks, label, blob, comm.timeout_s)
+    said = [json.loads(text) for text in texts]
+    names = [each[0] for each in said]
+    if len({*names}) > 1:
+        lines = [f"  rank {rank}: {name}" for rank, name in enumerate(names)]
+        raise MismatchError(
+            f"collective on {comm.name}: the ranks disagree on operation; nothing was "
+            f"sent:\n" + "\n".join(lines)
+        )
+    leaving = {tuple(row[:3]): row[3] for each in said for row in each[1]}
+    coming = {tuple(row[:3]): row[3] for each in said for row in each[2]}
+    for edge, nbytes in sorted(leaving.items()):
+        if coming.get(edge) != nbytes:
+            raise MismatchError(
+                f"{names[0]} on {comm.name}: rank {edge[0]} sends {nbytes} bytes to "
+                f"rank {edge[1]}, which expects {coming.get(edge, 0)}; nothing was sent"
+            )

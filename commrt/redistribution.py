@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Redistribution: an array from one layout to another, planned once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from commrt import _native
+from commrt.arrays import empty_like_array, view
+from commrt.backends.boxes import box_plan, compile_for
+from commrt.errors import BufferError_, UsageError
+from commrt.layouts import Layout, Runs, common_runs
+from commrt.schedule.boxes import Box, Move
+from commrt.strided import (
+    StridedArray,
+    address_table,
+    check_apart,
+    check_writable,
+    strided,
+)
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
+__all__ = ["make_redistribution", "redistribution_moves"]
+
+_NAME = "redistribute"
+_CODE = 82
+"""For the engine's records, apart from those of ``operations.py`` and of messages."""
+_X, _OUT = 0, 1
+
+
+def redistribution_moves(source: Layout, target: Layout, rank: int) -> list[Move]:
+    """Return the moves of one rank; array 0 is its part before, array 1 behind."""
+    moves = []
+    for peer in range(source.size):
+        if source.holder(peer, rank):
+            to = None if peer == rank else peer
+            for number, (box, there) in enumerate(_boxes(source, rank, target, peer)):
+                whole = there if to is None else None
+                moves.append(Move(0, number, to, box, whole))
+        if peer != rank and source.holder(rank, peer):
+            for number, (_, there) in enumerate(_boxes(source, peer, target, rank)):
+                moves.append(Move(0, number, peer, None, there))
+    return moves
+
+
+def _boxes(
+    source: Layout, holder: int, target: Layout, taker: int
+) -> Iterator[tuple[Box, Box]]:
+    """Yield what one rank has that another shall have, as either of them sees it."""
+    for runs in itertools.product(*common_runs(source, holder, target, taker)):
+        yield (
+            _box(_X, runs, [(run.source, run.source_step) for run in runs]),
+            _box(_OUT, runs, [(run.target, run.target_step) for run in runs]),
+        )
+
+
+def _box(array: int, runs: tuple[Runs, ...], own: list[tuple[int, int]]) -> Box:
+    """Return the box of runs in every dimension: which run, then where in it."""
+    start, stop, axes = [], [], []
+    for axis, (run, (begin, step)) in enumerate(zip(runs, own, strict=True)):
+        if run.count > 1:
+            start.append(0)
+            stop.append(run.count)
+            axes.append((axis, step))
+        start.append(begin)
+        stop.append(begin + run.length)
+        axes.append((axis, 1))
+    return Box(array, tuple(start), tuple(stop), tuple(axes))
+
+
+def make_redistribution(
+    comm: Communicator, x: Any, source: Any, target: Any, out: Any
+) -> _native.PersistentCall:
+    """Return the persistent call; see ``Plans.redistribute``."""
+    comm._check_usable()
+    _check_layouts(comm, source, target)
+    sent = _part(comm, "x", x, source)
+    if out is None:
+        out = _allocated(x, target.local_shape(comm.rank))
+    taken = _part(comm, "out", out, target)
+    if sent.dtype is not taken.dtype:
+        raise BufferError_(
+            f"{_NAME}: out has dtype {taken.dtype.name}, x has {sent.dtype.name}; they "
+            f"must be equal"
+        )
+    check_writable(taken)
+    check_apart([sent, taken])
+    label, _ = comm._label(_NAME)
+    said = f"source={source}, target={target}, dtype={sent.dtype.name}"
+    comm._check_equal(_NAME, label, said)
+    moves = redistribution_moves(source, target, comm.rank)
+    sizes = [sent.dtype.itemsize] * 2
+    program = compile_for(comm, moves, sizes, reduces=False)
+    plan = box_plan(
+        comm, program, [sent.layout, taken.layout], coll=_CODE, label="boxes/direct"
+    )
+    table = address_table([sent, taken])
+    owners = (table, sent.owner, taken.owner)
+    return _native.PersistentCall(
+        comm, plan, table.ctypes.data, 0, owners, None, out, _NAME
+    )
+
+
+def _check_layouts(comm: Communicator, source: Any, target: Any) -> None:
+    for name, layout in (("source", source), ("target", target)):
+        if not isinstance(layout, Layout):
+            raise UsageError(f"{_NAME}: {name}={layout!r} must be a commrt.Layout")
+        if layout.size != comm.size:
+            raise UsageError(
+                f"{_NAME}: {name} has grid={layout.grid} with {layout.size} places, "
+                f"expected {comm.size}, one for each rank of {comm.name}"
+            )
+    if source.shape != target.shape:
+        raise UsageError(
+            f"{_NAME}: source has shape {source.shape} and target {target.shape}; they "
+            f"must be layouts of the same array"
+        )
+
+
+def _part(comm: Communicator, name: str, array: Any, layout: Layout) -> StridedArray:
+    found = strided(array, f"{_NAME}: {name}")
+    expected = layout.local_shape(comm.rank)
+    if found.shape != expected:
+        raise UsageError(
+            f"{found.what} has shape {found.shape} on rank {comm.rank}, expected "
+            f"{expected} by its layout"
+        )
+    return found
+
+
+def _allocated(x: Any, shape: tuple[int, ...]) -> Any:
+    if isinstance(x, np.ndarray):
+        return np.empty(shape, x.dtype)
+    return empty_like_array(view(x, f"{_NAME}: x"), shape)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts drawn by a seed, and which elements numpy says a rank has."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from halo_cases import DTYPES, laid_out
+
+from commrt import Block, Cyclic, Layout
+
+Array = np.ndarray[Any, Any]
+
+
+def draw_shape(rng: random.Random) -> tuple[int, ...]:
+    ndim = rng.randint(1, 5)
+    most = {1: 60, 2: 25, 3: 12, 4: 6, 5: 4}[ndim]
+    return tuple(
+        rng.randint(0 if rng.random() < 0.05 else 1, most) for _ in range(ndim)
+    )
+
+
+def draw_layout(rng: random.Random, shape: tuple[int, ...], size: int) -> Layout:
+    """Return any layout of an array over ``size`` ranks."""
+    grid = [1] * rng.randint(1, 3)
+    left, prime = size, 2
+    while left > 1:
+        while left % prime == 0:
+            left //= prime
+            grid[rng.randrange(len(grid))] *= prime
+        prime += 1
+    free = list(range(len(grid)))
+    rng.shuffle(free)
+    dims: list[Any] = []
+    for extent in shape:
+        kind = rng.choice(("block", "sizes", "cyclic", "cyclic", "all"))
+        if kind == "all" or not free:
+            dims.append(None)
+            continue
+        dim = free.pop()
+        if kind == "cyclic":
+            dims.append(Cyclic(dim, rng.choice((1, 1, 2, 3, 7))))
+        elif kind == "block":
+            dims.append(Block(dim))
+        else:
+            cuts = sorted(rng.randint(0, extent) for _ in range(grid[dim] - 1))
+            edges = [0, *cuts, extent]
+            sizes = tuple(b - a for a, b in pairwise(edges))
+            dims.append(Block(dim, sizes))
+    return Layout(shape, tuple(grid), tuple(dims))
+
+
+def indices(layout: Layout, rank: int) -> list[Array]:
+    """Return, per dimension of the array, the indices that a rank has."""
+    coords = np.unravel_index(rank, layout.grid)
+    found = []
+    for extent, kind in zip(layout.shape, layout.dims, strict=True):
+        index = np.arange(extent)
+        if kind is not None:
+            place, places = int(coords[kind.dim]), layout.grid[kind.dim]
+            if isinstance(kind, Cyclic):
+                index = index[index // kind.block % places == place]
+            elif kind.sizes is not None:
+                index = np.split(index, np.cumsum(kind.sizes)[:-1])[place]
+            else:
+                index = index[extent * place // places : extent * (place + 1) // places]
+        found.append(index)
+    return found
+
+
+def part(whole: Array, layout: Layout, rank: int) -> Array:
+    """Return what a rank has of the whole array."""
+    return whole[np.ix_(*indices(layout, rank))]
+
+
+def move_drawn(comm: Any, rng: random.Random) -> int:
+    """Move a drawn array between drawn layouts, twice; return the elements compared.
+
+    Every rank draws the same; how arrays lie is drawn by each for itself.
+    """
+    shape = draw_shape(rng)
+    source, target = (draw_layout(rng, shape, comm.size) for _ in range(2))
+    dtype = rng.choice(DTYPES)
+    seed = rng.randrange(1 << 30)
+    own = random.Random(seed + comm.rank)
+    compared = 0
+    x = np.empty(source.local_shape(comm.rank), dtype)
+    x = laid_out(own, x)
+    out = laid_out(own, np.zeros(target.local_shape(comm.rank), dtype))
+    given = out if own.random() < 0.7 else None
+    call = comm.plan.redistribute(x, source, target, out=given)
+    for turn in range(2):
+        whole = np.random.default_rng(seed + turn).integers(0, 99, shape).astype(dtype)
+        x[...] = part(whole, source, comm.rank)
+        got = call() if turn else call.start().wait()
+        assert given is None or got is given
+        right = part(whole, target, comm.rank)
+        np.testing.assert_array_equal(got, right, f"{source} {target} {dtype}")
+        np.testing.assert_array_equal(x, part(whole, source, comm.rank))
+        compared += right.size
+    return compared

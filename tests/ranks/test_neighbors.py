@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Neighbour collectives on grids and graphs of ranks as threads."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from neighbor_cases import check_all, draw_graph, draw_grid, grid_edges
+
+import commrt
+from commrt.backends.local import run
+from commrt.errors import BufferError_, MismatchError, UsageError
+
+SIZES = range(1, 13)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_block_arrives_on_a_grid(size: int, seed: int) -> None:
+    rng = random.Random(f"grid {size} {seed}")
+    dims, periodic = draw_grid(rng, size)
+    edges = grid_edges(dims, periodic)
+
+    def rank_main(comm: Any) -> int:
+        cart = comm.cart(dims, periodic)
+        return check_all(cart, edges, [2 * len(dims)] * size, seed)
+
+    assert min(run(size, rank_main, timeout_s=60)) > 0
+
+
+@pytest.mark.parametrize("extent", [1, 2, 3])
+@pytest.mark.parametrize("periodic", [False, True])
+def test_small_rings_keep_directions_apart(extent: int, periodic: bool) -> None:
+    edges = grid_edges((extent,), (periodic,))
+
+    def rank_main(comm: Any) -> int:
+        cart = comm.cart((extent,), periodic)
+        return check_all(cart, edges, [2] * extent, 3)
+
+    run(extent, rank_main, timeout_s=30)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_block_arrives_on_a_graph(size: int, seed: int) -> None:
+    rng = random.Random(f"graph {size} {seed}")
+    sources, destinations, edges = draw_graph(rng, size)
+
+    def rank_main(comm: Any) -> int:
+        graph = comm.graph(sources[comm.rank], destinations[comm.rank])
+        assert isinstance(graph, commrt.GraphCommunicator)
+        assert graph.sources == tuple(sources[comm.rank])
+        assert graph.destinations == tuple(destinations[comm.rank])
+        return check_all(graph, edges, list(map(len, destinations)), seed)
+
+    assert min(run(size, rank_main, timeout_s=60)) > 0
+
+
+def test_outputs_are_allocated_with_zeros_where_nobody_is() -> None:
+    def rank_main(comm: Any) -> list[Any]:
+        cart = comm.cart((3,))
+        x = np.full((2, 2), comm.rank + 1)
+        gathered = cart.neighbor_allgather(x)
+        assert gathered.shape == (2, 2, 2)
+        swapped = cart.neighbor_alltoall(x)
+        assert swapped.shape == (2, 2)
+        return [gathered[:, 0, 0].tolist(), swapped[:, 0].tolist()]
+
+    assert run(3, rank_main, timeout_s=20) == [
+        [[0, 2], [0, 2]],
+        [[1, 3], [1, 3]],
+        [[2, 0], [2, 0]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c: c.neighbor_alltoall(np.zeros(3)), UsageError, "multiple of the 2"),
+        (lambda c: c.neighbor_allgather([1.0]), BufferError_, "x is a list"),
+        (
+            lambda c: c.neighbor_allgather(np.zeros(2), out=np.zeros(3)),
+            UsageError,
+            "out has 3 elements, expected 4",
+        ),
+        (
+            lambda c: c.neighbor_allgather(np.zeros(2), out=np.zeros(4, "f")),
+            BufferError_,
+            "out has dtype float32",
+        ),
+        (
+            lambda c: c.neighbor_alltoallv(
+                np.zeros(2), send_counts=[1], recv_counts=[1, 1]
+            ),
+            UsageError,
+            r"send_counts=\[1\] must be 2 numbers",
+        ),
+        (
+            lambda c: c.neighbor_alltoallv(
+                np.zeros(3), send_counts=[1, 1], recv_counts=[1, 1]
+            ),
+            UsageError,
+            "x has 3 elements, expected 2, the sum of send_counts",
+        ),
+        (
+            lambda c: c.neighbor_allgatherv(np.zeros(3), recv_counts=[1, -1]),
+            UsageError,
+            r"recv_counts=\[1, -1\] must be",
+        ),
+        (
+            lambda c: c.neighbor_allgather(np.zeros(2), nonblocking=1),
+            UsageError,
+            "nonblocking=1",
+        ),
+        (lambda c: c.graph([5], []), UsageError, "sources=5 is not a rank"),
+        (lambda c: c.graph(3, []), UsageError, "sources=3 must be a sequence"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_sent(
+    call: Any, error: type[Exception], message: str
+) -> None:
+    def rank_main(comm: Any) -> list[float]:
+        cart = comm.cart((2,), periodic=True)
+        if comm.rank == 1:
+            with pytest.raises(error, match=message):
+                call(cart)
+        assert cart.next_seq == 0
+        found: list[float] = cart.neighbor_allgather(np.array([1.0 + comm.rank]))[:, 0]
+        return list(found)
+
+    assert run(2, rank_main, timeout_s=20) == [[2.0, 2.0], [1.0, 1.0]]
+
+
+def test_overlap_is_refused() -> None:
+    def rank_main(comm: Any) -> None:
+        whole = np.zeros(6)
+        with pytest.raises(UsageError, match="out overlaps x"):
+            comm.cart((1,)).neighbor_alltoall(whole[:4], out=whole[2:])
+
+    run(1, rank_main)
+
+
+def test_edges_that_one_end_does_not_know_are_an_error_on_all_ranks() -> None:
+    def rank_main(comm: Any) -> str:
+        with pytest.raises(MismatchError, match="names rank 2 1 times") as raised:
+            comm.graph([], [2] if comm.rank == 0 else [])
+        assert comm.allreduce(np.ones(1))[0] == 3
+        return str(raised.value)
+
+    assert len(set(run(3, rank_main, timeout_s=20))) == 1
+
+
+def test_lengths_that_differ_are_a_mismatch() -> None:
+    def rank_main(comm: Any) -> str:
+        cart = comm.cart((2,))
+        x = np.zeros(4 + comm.rank)
+        with pytest.raises(commrt.errors.CommError) as raised:
+            cart.neighbor_allgather(x)
+        return type(raised.value).__name__
+
+    assert "MismatchError" in run(2, rank_main, timeout_s=20)
+
+
+def test_check_mode_compares_counts_before_anything_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COMMRT_DEBUG", "check")
+
+    def rank_main(comm: Any) -> str:
+        cart = comm.cart((3,))
+        assert cart.neighbor_allgather(np.ones(2)).sum() in (2, 4)
+        before = cart.next_seq
+        x = np.zeros(4 + (comm.rank == 1))
+        with pytest.raises(MismatchError, match="sends 32 bytes to rank 1") as raised:
+            cart.neighbor_allgather(x)
+        assert cart.next_seq == before
+        other = cart.neighbor_alltoall if comm.rank else cart.neighbor_allgather
+        with pytest.raises(MismatchError, match="disagree on operation"):
+            other(x[:4])
+        return str(raised.value)
+
+    assert len(set(run(3, rank_main, timeout_s=20))) == 1

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Boxes: cutting, programs that fit each other on all ranks, the geometry of halos."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from halo_cases import draw
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commrt.grids import Grid
+from commrt.halo import HaloShape, directions, halo_moves
+from commrt.schedule.boxes import Box, BoxProgram, StepKind, compile_moves, cut
+
+SHAPES = st.lists(st.integers(1, 7), max_size=5)
+
+
+@settings(deadline=None)
+@given(SHAPES, st.sampled_from([1, 4, 16]), st.integers(1, 3000))
+def test_parts_tile_a_box_in_order(shape: list[int], itemsize: int, limit: int) -> None:
+    index = np.arange(math.prod(shape)).reshape(shape)
+    seen = [
+        index[tuple(map(slice, start, stop))].ravel()
+        for start, stop in cut(shape, itemsize, limit)
+    ]
+    assert all(len(part) for part in seen)
+    assert np.concatenate(seen).tolist() == list(range(index.size))
+
+
+def test_short_rows_are_cut_as_the_lines_that_they_touch() -> None:
+    face = cut((256, 256, 1), 4, 1 << 18)
+    assert len(face) == 16
+    assert len(cut((1, 256, 256), 4, 1 << 18)) == 1
+    assert cut((10,), 8, 32) == [((a,), (a + b,)) for a, b in ((0, 3), (3, 3), (6, 4))]
+
+
+def programs(seed: object, limit: int) -> tuple[list[BoxProgram], list[int]]:
+    """Return the programs of all ranks of a drawn exchange."""
+    rng = random.Random(str(seed))
+    size = rng.choice((1, 2, 3, 4, 6, 8, 12))
+    case = draw(rng, size)
+    grid = Grid(case.dims, case.periodic)
+    shape = HaloShape(case.widths, case.axes, case.corners, case.direct)
+    sizes = [np.dtype(name).itemsize for name in case.dtypes]
+    found = []
+    for rank in range(size):
+        extents = tuple(case.extents(grid.coords_of(rank)))
+        moves = halo_moves(
+            grid, rank, shape, [extents] * len(sizes), reverse=case.op is not None
+        )
+        found.append(
+            compile_moves(
+                moves,
+                sizes,
+                rank=rank,
+                size=size,
+                reduces=case.op is not None,
+                limit=limit,
+            )
+        )
+    return found, sizes
+
+
+def length(program: BoxProgram, step: int, sizes: list[int]) -> list[int]:
+    low, high = program.steps[step, 1:3]
+    boxes = program.boxes[low:high]
+    return [box.count * sizes[box.array] for box in boxes]
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(0, 10**9), st.sampled_from([100, 700, 1 << 18]))
+def test_messages_meet_their_like(seed: int, limit: int) -> None:
+    found, sizes = programs(seed, limit)
+    sent, received = {}, {}
+    for rank, program in enumerate(found):
+        for step, (kind, _, _, peer, k, _) in enumerate(program.steps.tolist()):
+            if kind == StepKind.SEND:
+                sent[rank, peer, k] = length(program, step, sizes)
+            elif kind in (StepKind.RECEIVE, StepKind.RECEIVE_REDUCE):
+                received[peer, rank, k] = length(program, step, sizes)
+    assert sent == received
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(0, 10**9))
+def test_only_earlier_steps_are_waited_for_and_no_receive_waits_for_a_send(
+    seed: int,
+) -> None:
+    found, _ = programs(seed, 300)
+    for program in found:
+        for step, (low, high) in enumerate(
+            zip(program.dep_ptr, program.dep_ptr[1:], strict=False)
+        ):
+            for dep in program.deps[low:high]:
+                assert dep < step
+                assert program.steps[dep, 0] != StepKind.SEND
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(0, 10**9))
+def test_nothing_writes_what_an_earlier_step_reads(seed: int) -> None:
+    """So that no step need wait for a send."""
+    found, _ = programs(seed, 300)
+    for program in found:
+        read: list[Box] = []
+        for kind, low, high, _, _, source in program.steps.tolist():
+            own = program.boxes[low:high]
+            if kind != StepKind.SEND:
+                assert not any(meet(box, other) for box in own for other in read)
+            if kind == StepKind.SEND:
+                read += own
+            elif source >= 0:
+                read += program.boxes[source : source + high - low]
+
+
+def meet(one: Box, other: Box) -> bool:
+    return one.array == other.array and all(
+        a < d and c < b
+        for a, b, c, d in zip(one.start, one.stop, other.start, other.stop, strict=True)
+    )
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(0, 10**9))
+def test_programs_end_with_one_slot_per_key_and_few_steps_at_once(seed: int) -> None:
+    """The engine's rules, with the least that programs ask for."""
+    found, _ = programs(seed, 200)
+    done = [[False] * len(program.steps) for program in found]
+    unread: dict[tuple[int, int, int], bool] = {}
+    for _ in range(10_000):
+        moved = False
+        for rank, program in enumerate(found):
+            moved |= run_some(rank, program, done[rank], unread)
+        if all(map(all, done)):
+            return
+        assert moved, "all ranks wait"
+    pytest.fail("does not end")
+
+
+def run_some(
+    rank: int,
+    program: BoxProgram,
+    done: list[bool],
+    unread: dict[tuple[int, int, int], bool],
+) -> bool:
+    """Run what can run in the window of a rank; return whether anything did."""
+    if all(done):
+        return False
+    head = done.index(False)
+    sends = [i for i, row in enumerate(program.steps) if row[0] == StepKind.SEND]
+    moved = False
+    for step in range(head, min(len(done), head + program.ahead)):
+        kind, _, _, peer, k, _ = program.steps[step].tolist()
+        deps = program.deps[program.dep_ptr[step] : program.dep_ptr[step + 1]]
+        if done[step] or not all(done[dep] for dep in deps):
+            continue
+        if kind == StepKind.SEND:
+            before = sends.index(step) - program.fewest_slots
+            if before >= 0:
+                _, _, _, other, number, _ = program.steps[sends[before]].tolist()
+                if unread.get((rank, other, number), True):
+                    continue
+            unread[rank, peer, k] = True
+        elif kind in (StepKind.RECEIVE, StepKind.RECEIVE_REDUCE):
+            if not unread.get((peer, rank, k), False):
+                continue
+            unread[peer, rank, k] = False
+        done[step] = moved = True
+    return moved
+
+
+def test_directions_are_faces_or_all_around() -> None:
+    faces = HaloShape(((1, 1),) * 3, (0, 1, 2), False, True)
+    around = HaloShape(((1, 1),) * 3, (0, 1, 2), True, True)
+    assert len(directions(faces)) == 6
+    assert len(directions(around)) == 26
+    assert len(set(directions(around))) == 26
+
+
+def test_messages_to_one_peer_go_together() -> None:
+    grid = Grid((2, 1), (True, False))
+    shape = HaloShape(((1, 1), (0, 0)), (0, 1), True, False)
+    moves = halo_moves(grid, 0, shape, [(6, 4), (6, 4)])
+    program = compile_moves(moves, [8, 4], rank=0, size=2)
+    assert program.steps[:, 0].tolist() == [StepKind.SEND, StepKind.RECEIVE]
+    assert program.peers == ((1, 1, 1),)
+    assert program.longest_nbytes == 2 * 4 * (8 + 4)

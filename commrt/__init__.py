@@ -19,6 +19,7 @@ __all__ = [
     "Communicator",
     "Mesh",
     "Request",
+    "SparseVector",
     "algorithm",
     "errors",
     "init",
@@ -32,6 +33,7 @@ _HOME = {
     "Communicator": "commrt.comm",
     "Mesh": "commrt.mesh",
     "Request": "commrt.request",
+    "SparseVector": "commrt.sparse.vector",
     "algorithm": "commrt.algorithms",
     "init": "commrt.runtime",
     "synchronize": "commrt.runtime",
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from commrt.request import wait_any as wait_any
     from commrt.runtime import init as init
     from commrt.runtime import synchronize as synchronize
+    from commrt.sparse.vector import SparseVector as SparseVector
 
 
 def __getattr__(name: str) -> Any:

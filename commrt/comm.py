@@ -176,6 +176,7 @@ class Communicator(GroupCreation, Operations):
                 f"{self.name} cannot be freed: operations are in flight; wait() for "
                 f"their requests first"
             )
+        self._free_sparse()
         if self._checker is not None:
             self._checker.close()
         self._closed = "freed"
@@ -229,6 +230,7 @@ class Communicator(GroupCreation, Operations):
     def give_up(self, why: str) -> None:
         """Make the communicator unusable, here and for ranks of this node that wait."""
         self._set_failure(why)
+        self._give_up_sparse(why)
         if self._checker is not None:
             self._checker.give_up(why)
 

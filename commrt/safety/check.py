@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commrt import env
-from commrt.errors import MismatchError, TimeoutError_
+from commrt.errors import MismatchError, TimeoutError_, UsageError
 
 if TYPE_CHECKING:
     from commrt.calls import Bound, Call
@@ -27,6 +27,7 @@ __all__ = ["Checker", "describe"]
 
 _NBYTES = 640
 _TEXT_NBYTES = 96
+_ERROR_CHARS = 240
 _COMPARED = (
     "operation",
     "elements",
@@ -86,18 +87,42 @@ class Checker:
 
     def check(self, call: Call, bound: Bound) -> None:
         """Raise MismatchError on every rank unless all of them make the same call."""
-        fields = describe(call, bound, self._comm.table_digest)
+        self._compare(
+            describe(call, bound, self._comm.table_digest), call.timeout_s
+        )
+
+    def compare_with_errors(
+        self, fields: dict[str, Any], error: str, timeout_s: float | None
+    ) -> None:
+        """Compare a call whose arguments may be wrong on some ranks: ``error`` says so.
+
+        Then every rank raises the same UsageError.
+        """
+        if error:
+            fields = {**fields, "error": error[:_ERROR_CHARS]}
+        said = self._compare(fields, timeout_s)
+        found = [(rank, each["error"]) for rank, each in enumerate(said) if "error" in each]
+        if found:
+            lines = [f"rank {rank}: {text}" for rank, text in found]
+            raise UsageError("; ".join(lines) + " (check mode: nothing was sent)")
+
+    def _compare(
+        self, fields: dict[str, Any], timeout_s: float | None
+    ) -> list[dict[str, Any]]:
+        """Return what every rank said; MismatchError where they do not say the same."""
         fields["seq"] = self._comm.next_seq
         fields["site"] = _call_site()
-        said = self._exchange(fields, call.timeout_s)
+        said = self._exchange(fields, timeout_s)
         first = said[0]
+        wrong = any("error" in each for each in said)
         differing = [
             key
-            for key in (*_COMPARED, "seq")
+            for key in (("operation",) if wrong else (*_COMPARED, "seq"))
             if any(each.get(key) != first.get(key) for each in said)
         ]
         if differing:
             raise MismatchError(_message(self._comm.name, said, differing))
+        return said
 
     def _exchange(
         self, fields: dict[str, Any], timeout_s: float | None

@@ -38,6 +38,8 @@ LAYERS = (
         "request",
         "runtime",
         "signatures",
+        "sparse",
+        "stepped",
         "symmetric",
         "world",
     ),

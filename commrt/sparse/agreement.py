@@ -22,9 +22,8 @@ from commrt.sparse.vector import MAX_DIMS
 __all__ = ["HEADER_FIELDS", "Header", "check_headers"]
 
 OPERATIONS = ("sparse_allreduce", "topk_allreduce")
-_OWN = 2
-"""Of the fields, so many at the end are each rank's own."""
-HEADER_FIELDS = 7 + MAX_DIMS + _OWN
+HEADER_FIELDS = 9 + MAX_DIMS
+"""The last of them, the number of entries, is each rank's own."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,11 @@ _NAMES = ("operation", "values' dtype", "index type", "result", "algorithm", "k"
 
 def check_headers(what: str, rows: Any) -> list[int]:
     """Return every rank's number of entries; MismatchError where the calls differ."""
-    shared = rows[:, :-1]
+    shared = rows[:, : HEADER_FIELDS - 1]
     if (shared == shared[0]).all():
-        counts: list[int] = rows[:, -1].tolist()
+        counts: list[int] = rows[:, HEADER_FIELDS - 1].tolist()
         return counts
-    described = [_described(row) for row in rows.tolist()]
+    described = [_described(row[:HEADER_FIELDS]) for row in rows.tolist()]
     differing = [
         name
         for name in described[0]

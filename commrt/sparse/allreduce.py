@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from commrt.sparse.agreement import Header, check_headers
+from commrt.sparse.agreement import HEADER_FIELDS, Header, check_headers
 from commrt.sparse.cost import Question, choose, estimated_fill, prices_of
 from commrt.sparse.messages import Talk
 from commrt.sparse.pieces import Piece
@@ -39,22 +40,27 @@ class SparseReport:
     received: the first that is not 0 there is where sums became dense."""
 
 
-def agree(talk: Talk, what: str, header: Header) -> Steps[list[int]]:
-    """Return every rank's number of entries, once all ranks make the same call."""
-    row = header.row()
+def agree(
+    talk: Talk, what: str, header: Header, more: Sequence[int] = ()
+) -> Steps[tuple[list[int], Any]]:
+    """Return every rank's number of entries, once all ranks make the same call.
+
+    And a row of what each of them says beside it, equally many integers.
+    """
+    row = np.concatenate([header.row(), np.asarray(more, np.int64)])
     rows = np.empty((talk.comm.size, row.size), np.int64)
     started = talk.comm.allgather(
         row, out=rows, nonblocking=True, timeout_s=talk.timeout_s
     )
     yield [started]
-    return check_headers(what, rows)
+    return check_headers(what, rows), rows[:, HEADER_FIELDS:]
 
 
 def sparse_allreduce(
     talk: Talk, what: str, header: Header, output: Output, report: SparseReport
 ) -> Steps[Any]:
     """Return the output of one call."""
-    counts = yield from agree(talk, what, header)
+    counts, _ = yield from agree(talk, what, header)
     mine = talk.elements.whole(output.given)
     report.counts = tuple(counts)
     report.estimated_fill = estimated_fill(counts, output.length)

@@ -23,7 +23,7 @@ from commrt.stepped import Steps
 if TYPE_CHECKING:
     from commrt.comm import Communicator
 
-__all__ = ["Talk", "allgather", "copy_piece", "deliver", "exchange", "tell"]
+__all__ = ["Talk", "allgather", "copy_piece", "deliver", "exchange", "share_rows", "tell"]
 
 _FIELDS = 4
 
@@ -158,6 +158,17 @@ def tell(
     sending = [talk.send_array(headers[me], rank) for rank in reversed(others)]
     yield [*arriving, *sending]
     return {rank: _announced(header) for rank, header in headers.items()}
+
+
+def share_rows(talk: Talk, row: Any) -> Steps[Any]:
+    """Return the rows of all ranks, as many integers each."""
+    ranks = range(talk.comm.size)
+    rows = np.empty((talk.comm.size, row.size), np.int64)
+    rows[talk.comm.rank] = row
+    others = _in_turn(ranks, talk.comm.rank)
+    arriving = [talk.recv_array(rows[rank], rank) for rank in others]
+    yield [*arriving, *(talk.send_array(row, rank) for rank in reversed(others))]
+    return rows
 
 
 def deliver(

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from commrt.arrays import HostView, overlap, view
@@ -14,10 +15,12 @@ from commrt.point_to_point import PointToPoint
 from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, sparse_allreduce
 from commrt.sparse.cost import ALGORITHMS
+from commrt.sparse.memory import Pool
 from commrt.sparse.messages import Talk
 from commrt.sparse.pieces import Elements
 from commrt.sparse.result import FORMATS, Output
 from commrt.sparse.ring import why_not_two_level
+from commrt.sparse.topk import Largest, topk_allreduce
 from commrt.sparse.vector import Given, parse
 from commrt.stepped import SteppedRequest, Steps
 
@@ -88,7 +91,7 @@ class SparseMethods(PointToPoint):
         limit = self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
 
         def check() -> tuple[Header, Output]:
-            output = _output(what, x, result, out)
+            output = _output(what, x, result, out, self._sparse_pool)
             self._check_algorithm(what, algorithm)
             if algorithm == "split_dense" and output.format == "sparse":
                 raise UsageError(
@@ -103,6 +106,56 @@ class SparseMethods(PointToPoint):
             return sparse_allreduce(talk, title, header, output, report)
 
         return self._start(what, header, output.elements, steps, nonblocking, limit)
+
+    def topk_allreduce(
+        self,
+        x: Any,
+        k: int,
+        *,
+        residual: Any = None,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Return the ``k`` largest elements, by magnitude, of a sum of largest elements.
+
+            update = comm.topk_allreduce(gradient, 1000, residual=residual)
+
+        Lossy: each rank contributes the ``k`` largest of its ``x`` plus ``residual``, and
+        of their sum the ``k`` largest are the result, a SparseVector, the same on all
+        ranks. What a rank had that is not in the result goes into its ``residual``, so
+        that it is sent later: the result and all residuals together are what all ranks
+        put in.
+
+        Args:
+            x: this rank's array; not changed.
+            k: how many, at most its elements.
+            residual: an array like ``x``, zeros before the first call. Without it,
+                what is not sent is lost.
+            nonblocking: return a request. ``x`` is read before it is returned;
+                ``residual`` is read then, and written when the request ends.
+            timeout_s: limit of the wait.
+        """
+        what = "topk_allreduce"
+        self._check_usable()
+        nonblocking = check_flag(what, "nonblocking", nonblocking)
+        limit = self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
+
+        def check() -> tuple[Header, Largest]:
+            mine = Largest.of(what, x, k, residual, self._sparse_pool)
+            header = self._header(what, mine.output.given, "sparse", None)
+            return replace(header, k=mine.k), mine
+
+        header, mine = self._checked(what, check, timeout_s)
+
+        def steps(talk: Talk, title: str, report: SparseReport) -> Steps[Any]:
+            return topk_allreduce(talk, title, header, mine, report)
+
+        elements = mine.output.elements
+        return self._start(what, header, elements, steps, nonblocking, limit)
+
+    @cached_property
+    def _sparse_pool(self) -> Pool:
+        return Pool()
 
     @property
     def sparse_report(self) -> SparseReport | None:
@@ -219,9 +272,9 @@ class SparseMethods(PointToPoint):
             self._sparse.channel._set_failure(why)
 
 
-def _output(what: str, x: Any, result: Any, out: Any) -> Output:
+def _output(what: str, x: Any, result: Any, out: Any, pool: Pool) -> Output:
     given = parse(what, x)
-    elements = Elements.of(what, given)
+    elements = Elements.of(what, given, pool)
     if not isinstance(result, str) or result not in FORMATS:
         raise UsageError(f"{what}: unknown result={result!r}{suggest(result, FORMATS)}")
     if out is None:

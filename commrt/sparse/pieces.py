@@ -17,6 +17,7 @@ import numpy as np
 from commrt import _native
 from commrt.dtypes import DType
 from commrt.errors import BufferError_
+from commrt.sparse.memory import Pool
 from commrt.sparse.vector import Given
 
 __all__ = ["Elements", "Piece", "even_bounds"]
@@ -57,16 +58,17 @@ class Elements:
 
     index_nbytes: int
     dtype: DType
+    pool: Pool
 
     @classmethod
-    def of(cls, what: str, given: Given) -> Elements:
+    def of(cls, what: str, given: Given, pool: Pool) -> Elements:
         """Return those of an argument; BufferError_ where the type has no sum here."""
         if given.dtype.name not in _SUMMED:
             raise BufferError_(
                 f"{what}: values have dtype {given.dtype.name}, which sparse vectors "
                 f"cannot have; supported: {', '.join(sorted(_SUMMED))}"
             )
-        return cls(given.index_nbytes, given.dtype)
+        return cls(given.index_nbytes, given.dtype, pool)
 
     @property
     def entry_nbytes(self) -> int:
@@ -86,12 +88,15 @@ class Elements:
 
     def entries(self, count: int) -> tuple[Any, Any]:
         """Return room for indices, and for values as bytes."""
-        values = np.empty(count * self.dtype.itemsize, np.uint8)
-        return np.empty(count, self.index_type), values
+        indices = self.pool.take(count * self.index_nbytes).view(self.index_type)
+        return indices, self.pool.take(count * self.dtype.itemsize)
 
-    def zeros(self, length: int) -> Any:
-        """Return so many elements, all zero, as bytes."""
-        return np.zeros(length * self.dtype.itemsize, np.uint8)
+    def elements(self, length: int, *, zero: bool) -> Any:
+        """Return room for so many elements, as bytes."""
+        memory = self.pool.take(length * self.dtype.itemsize)
+        if zero:
+            memory.fill(0)
+        return memory
 
     def piece(self, first: int, last: int, room: tuple[Any, Any], count: int) -> Piece:
         """Return the piece whose entries lie at the beginning of ``room``."""
@@ -106,7 +111,7 @@ class Elements:
     def empty_piece(self, first: int, last: int, dense: bool, count: int) -> Piece:
         """Return a piece to receive into."""
         if dense:
-            memory = np.empty((last - first) * self.dtype.itemsize, np.uint8)
+            memory = self.elements(last - first, zero=False)
             return self.dense_piece(first, last, memory)
         return self.piece(first, last, self.entries(count), count)
 
@@ -180,7 +185,7 @@ class Elements:
         """Return a piece with every element."""
         if piece.dense:
             return piece
-        dense = self.dense_piece(piece.first, piece.last, self.zeros(piece.length))
+        dense = self.dense_piece(piece.first, piece.last, self.elements(piece.length, zero=True))
         self.add_into(dense, piece)
         return dense
 

@@ -17,7 +17,7 @@ from commrt.sparse.pieces import Elements, Piece
 from commrt.sparse.vector import Given, SparseVector
 from commrt.stepped import Steps
 
-__all__ = ["FORMATS", "Output"]
+__all__ = ["FORMATS", "Output", "bytes_at", "bytes_from", "like"]
 
 FORMATS = ("auto", "sparse", "dense")
 
@@ -72,7 +72,7 @@ class Output:
                 mine = self.elements.sparsified(mine)
                 told = yield from tell(talk, ranks, [mine])
                 sizes = [told[rank][0] for rank in ranks]
-            placed, room = self._side_by_side(sizes)
+            placed, room = self.side_by_side(sizes)
             yield from deliver(talk, [mine], {rank: [placed[rank]] for rank in ranks})
             return self._sparse(room, len(room[0]))
         whole = self._dense_memory(may_hold_anything=all(p.dense for p in sizes))
@@ -101,12 +101,12 @@ class Output:
                 self.elements.add_into(whole, piece)
             return self._dense(whole)
         sparse = [self.elements.sparsified(piece) for piece in pieces]
-        placed, room = self._side_by_side(sparse)
+        placed, room = self.side_by_side(sparse)
         for piece, to in zip(sparse, placed, strict=True):
             copy_piece(self.elements, piece, to)
         return self._sparse(room, len(room[0]))
 
-    def _side_by_side(self, sizes: Sequence[Piece]) -> tuple[list[Piece], Any]:
+    def side_by_side(self, sizes: Sequence[Piece]) -> tuple[list[Piece], Any]:
         """Return successive places in one output, and that."""
         room = self.elements.entries(sum(piece.count for piece in sizes))
         whole = self.elements.piece(0, self.length, room, len(room[0]))
@@ -126,10 +126,9 @@ class Output:
     def _dense_memory(self, may_hold_anything: bool) -> Piece:
         """Return the piece of the whole output: zeros, if it must be that."""
         if self.out is None:
-            item = self.elements.dtype.itemsize
-            new = np.empty if may_hold_anything else np.zeros
-            return self.elements.dense_piece(0, self.length, new(self.length * item, "B"))
-        raw = _bytes_at(self.out)
+            memory = self.elements.elements(self.length, zero=not may_hold_anything)
+            return self.elements.dense_piece(0, self.length, memory)
+        raw = bytes_at(self.out)
         if not may_hold_anything:
             raw[:] = 0
         address = self.out.address
@@ -137,31 +136,39 @@ class Output:
 
     def _copied(self, piece: Piece) -> Piece:
         room = self.elements.entries(piece.count)
-        room[0][:] = _bytes_at(self.given.indices).view(room[0].dtype)
-        room[1][:] = _bytes_at(self.given.values)
+        room[0][:] = bytes_at(self.given.indices).view(room[0].dtype)
+        room[1][:] = bytes_at(self.given.values)
         return self.elements.piece(0, self.length, room, piece.count)
 
     def _sparse(self, room: tuple[Any, Any], count: int) -> SparseVector:
         indices, values = room
         item = self.elements.dtype.itemsize
         return SparseVector(
-            _like(self.given.indices, indices[:count].view("B")),
-            _like(self.given.values, values[: count * item]),
+            like(self.given.indices, indices[:count].view("B")),
+            like(self.given.values, values[: count * item]),
             self.given.shape,
         )
 
     def _dense(self, whole: Piece) -> Any:
         if self.out is not None:
             return self.out.array
-        return _like(self.given.values, whole.owner).reshape(self.given.shape)
+        return like(self.given.values, whole.owner).reshape(self.given.shape)
 
 
-def _bytes_at(memory: HostView) -> Any:
-    raw = (ctypes.c_ubyte * memory.nbytes).from_address(memory.address)
+def bytes_at(memory: HostView) -> Any:
+    """Return memory as an array of bytes."""
+    return bytes_from(memory.address, memory.nbytes)
+
+
+def bytes_from(address: int, nbytes: int) -> Any:
+    """Return memory as an array of bytes, without keeping it alive."""
+    if nbytes == 0:
+        return np.empty(0, np.uint8)
+    raw = (ctypes.c_ubyte * nbytes).from_address(address)
     return np.frombuffer(raw, np.uint8)
 
 
-def _like(given: HostView, raw: Any) -> Any:
+def like(given: HostView, raw: Any) -> Any:
     """Return bytes as an array of the library and type of what was given."""
     array = given.array
     if isinstance(array, np.ndarray):

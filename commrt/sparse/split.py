@@ -13,7 +13,7 @@ The sum of a range is sparse, or dense where its entries would take more bytes. 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 from commrt.sparse.messages import Talk, exchange
 from commrt.sparse.pieces import Piece, even_bounds
@@ -22,18 +22,26 @@ from commrt.stepped import Steps
 __all__ = ["split"]
 
 
-def split(talk: Talk, mine: Piece, *, dense: bool = False) -> Steps[Piece]:
-    """Return the sum of this rank's range."""
+def split(
+    talk: Talk,
+    mine: Piece,
+    *,
+    dense: bool = False,
+    bounds: Sequence[int] | None = None,
+) -> Steps[Piece]:
+    """Return the sum of this rank's range: of even ones, or of those in ``bounds``."""
     size, me = talk.comm.size, talk.comm.rank
-    parts = talk.elements.split(mine, even_bounds(mine.first, mine.last, size))
-    to = [(me + step) % size for step in range(1, size)]
-    found = yield from exchange(
-        talk, [(rank, parts[rank]) for rank in to], [(me - (r - me)) % size for r in to]
-    )
-    received = dict(zip([(me - (r - me)) % size for r in to], found, strict=True))
+    if bounds is None:
+        bounds = even_bounds(mine.first, mine.last, size)
+    parts = talk.elements.split(mine, bounds)
+    # Rotated, so that no rank is everybody's first.
+    dests = [(me + step) % size for step in range(1, size)]
+    sources = [(me - step) % size for step in range(1, size)]
+    found = yield from exchange(talk, [(r, parts[r]) for r in dests], sources)
+    received = dict(zip(sources, found, strict=True))
     in_order = [parts[me] if r == me else received[r] for r in range(size)]
     if dense:
-        in_order[0] = replace(talk.elements.densified(in_order[0]))
+        in_order[0] = talk.elements.densified(in_order[0])
         for piece in in_order[1:]:
             talk.elements.add_into(in_order[0], piece)
         return in_order[0]

@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 
 class MessageMethod: ...
 class Operation: ...
-class Engine:
 
+class Engine:
     """Progress for every communicator of one rank."""
 
     def __init__(self) -> None: ...
-
     @property
     def has_thread(self) -> bool: ...
-
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight."""
@@ -30,7 +28,6 @@ class Engine:
         """Whether its thread sleeps until something is started."""
 
     def start_thread(self) -> None: ...
-
     def step(self) -> bool:
         """Run one pass over all operations in flight, a slice of each; True if
         anything advanced.
@@ -39,39 +36,30 @@ class Engine:
     def stop_thread(self) -> None: ...
 
 class Group:
-
     """Native base of Communicator."""
 
     def __init__(self, engine: Engine, rank: int, size: int, name: str) -> None: ...
-
-    def _attach_arena(self, arg0: int, arg1: int, arg2: int, arg3: Sequence[int], /) -> None: ...
-
+    def _attach_arena(
+        self, arg0: int, arg1: int, arg2: int, arg3: Sequence[int], /
+    ) -> None: ...
     def _attach_mpi(self, arg0: int, arg1: int, arg2: Sequence[int], /) -> None: ...
-
     def _attach_segment(self, address: int, part_nbytes: int) -> None:
         """Add a segment to the symmetric heap: a part for each on-node rank."""
 
     def _detach(self) -> None: ...
-
     @property
     def _failure(self) -> str: ...
-
     def _forget_plans(self) -> None: ...
-
     @property
     def _idle(self) -> bool: ...
-
     @property
     def _least_spins(self) -> int:
         """How often a wait looks now before it yields."""
 
     def _not_started(self, arg: int, /) -> list[int]: ...
-
     @property
     def _num_plans(self) -> int: ...
-
     def _probe_latency_ns(self, arg0: int, arg1: int, arg2: float, /) -> float: ...
-
     def _records(self) -> list[Any]:
         """The last operations, oldest first: (seq, coll, dtype, redop, count, root,
         state, start_ticks, end_ticks, stream, device, peer, tag). Collectives and
@@ -79,27 +67,75 @@ class Group:
         (recv) for coll.
         """
 
-    def _recv(self, data: int, capacity: int, source: int, tag: int, keep: Any | None, result: Any, operation: Any, nonblocking: bool, timeout_s: float) -> Any: ...
-
-    def _remember_plan(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: Plan, /) -> None: ...
-
-    def _run_plan(self, plan: Plan, data_in: int, data_out: int, keep_x: Any | None, keep_out: Any | None, result: Any | None, operation: Any, nonblocking: bool, timeout_s: float) -> Any: ...
-
-    def _send(self, data: int, nbytes: int, dest: int, tag: int, keep: Any | None, operation: Any, nonblocking: bool, timeout_s: float) -> Any: ...
-
-    def _sendrecv(self, data: int, nbytes: int, dest: int, sendtag: int, out_data: int, capacity: int, source: int, recvtag: int, keep_x: Any | None, keep_out: Any | None, result: Any, operation: Any, nonblocking: bool, timeout_s: float) -> Any: ...
-
+    def _recv(
+        self,
+        data: int,
+        capacity: int,
+        source: int,
+        tag: int,
+        keep: Any | None,
+        result: Any,
+        operation: Any,
+        nonblocking: bool,
+        timeout_s: float,
+    ) -> Any: ...
+    def _remember_plan(
+        self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: Plan, /
+    ) -> None: ...
+    def _run_plan(
+        self,
+        plan: Plan,
+        data_in: int,
+        data_out: int,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        result: Any | None,
+        operation: Any,
+        nonblocking: bool,
+        timeout_s: float,
+    ) -> Any: ...
+    def _send(
+        self,
+        data: int,
+        nbytes: int,
+        dest: int,
+        tag: int,
+        keep: Any | None,
+        operation: Any,
+        nonblocking: bool,
+        timeout_s: float,
+    ) -> Any: ...
+    def _sendrecv(
+        self,
+        data: int,
+        nbytes: int,
+        dest: int,
+        sendtag: int,
+        out_data: int,
+        capacity: int,
+        source: int,
+        recvtag: int,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        result: Any,
+        operation: Any,
+        nonblocking: bool,
+        timeout_s: float,
+    ) -> Any: ...
     def _set_failure(self, arg: str, /) -> None: ...
-
     def _set_spins(self, arg: int, /) -> None: ...
-
     @property
     def _slow(self) -> bool: ...
-
     @_slow.setter
     def _slow(self, arg: bool, /) -> None: ...
-
-    def _time_plan(self, plan: Plan, data_in: int, data_out: int, repetitions: int, timeout_s: float) -> float:
+    def _time_plan(
+        self,
+        plan: Plan,
+        data_in: int,
+        data_out: int,
+        repetitions: int,
+        timeout_s: float,
+    ) -> float:
         """Seconds of `repetitions` blocking runs back to back, without Python in
         between; the engine's lock is held throughout unless a run has to wait for
         long.
@@ -107,33 +143,35 @@ class Group:
 
     @property
     def _timeout_s(self) -> float: ...
-
     @_timeout_s.setter
     def _timeout_s(self, arg: float, /) -> None: ...
-
     @property
     def name(self) -> str: ...
-
     @property
     def next_seq(self) -> int: ...
-
     @property
     def rank(self) -> int: ...
-
     @property
     def size(self) -> int: ...
 
 class PersistentCall:
-
     """A collective bound to its arrays; call it, or start() it."""
 
     def __call__(self) -> Any:
         """Run the operation and return its output."""
 
-    def __init__(self, group: Any, plan: Plan, data_in: int, data_out: int, keep_x: Any | None, keep_out: Any | None, result: Any | None, operation: Any) -> None: ...
-
+    def __init__(
+        self,
+        group: Any,
+        plan: Plan,
+        data_in: int,
+        data_out: int,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        result: Any | None,
+        operation: Any,
+    ) -> None: ...
     def __repr__(self) -> str: ...
-
     @property
     def label(self) -> str:
         """What runs it: backend/algorithm{params}."""
@@ -143,52 +181,39 @@ class PersistentCall:
         """Name of the operation."""
 
     def start(self) -> Any:
-        """Start the operation and return its Request; wait before starting it again.
-        """
+        """Start the operation and return its Request; wait before starting it again."""
 
 class Plan:
-
     """One rank's operation, ready to be started any number of times."""
 
     @property
     def fragments(self) -> int: ...
-
     @property
     def in_elems(self) -> int: ...
-
     @property
     def instructions(self) -> int: ...
-
     @property
     def label(self) -> str: ...
-
     @property
     def out_elems(self) -> int: ...
-
     @property
     def slot_nbytes(self) -> int: ...
-
     @property
     def slots(self) -> int: ...
-
     @property
     def tmp_nbytes(self) -> int: ...
-
     def with_factor(self, group: Group, factor: float, integer_factor: int) -> Plan:
         """This plan of a premul_sum with another factor; the same object if it is the
         same.
         """
 
 class Request:
-
     """One started operation. Keep it, and wait() for it: the buffers belong to the
     engine until then.
     """
 
     def __bool__(self) -> bool: ...
-
     def __repr__(self) -> str: ...
-
     @property
     def device(self) -> Any:
         """Number of the device of its buffers; None for host memory."""
@@ -223,8 +248,7 @@ class Request:
         """
 
     def test(self) -> bool:
-        """Run a little progress; True once complete. Raises the operation's error.
-        """
+        """Run a little progress; True once complete. Raises the operation's error."""
 
     @property
     def timeout_s(self) -> float:
@@ -237,16 +261,24 @@ class Request:
         """
 
 def drop_ended(arg: Engine, /) -> None: ...
-
 def inline_nbytes() -> tuple[int, int]:
     """Bytes that a message's line has room for, and with the lines that belong to
     it.
     """
 
 class kernels:  # noqa: N801
-
     @staticmethod
-    def combine(dtype: int, op: int, dst: NDArray[Any], srcs: Sequence[NDArray[Any]], scaled: Sequence[int] = [], factor: float = 1.0, integer_factor: int = 1, dst2: NDArray[Any] | None = None, store: int = 0) -> None:
+    def combine(
+        dtype: int,
+        op: int,
+        dst: NDArray[Any],
+        srcs: Sequence[NDArray[Any]],
+        scaled: Sequence[int] = [],
+        factor: float = 1.0,
+        integer_factor: int = 1,
+        dst2: NDArray[Any] | None = None,
+        store: int = 0,
+    ) -> None:
         """Reduce srcs, element by element, into dst (and dst2)."""
 
     @staticmethod
@@ -277,44 +309,104 @@ class kernels:  # noqa: N801
     def use_isa(name: str) -> bool:
         """Force an instruction set; false where the machine lacks it."""
 
-def load_mpi(addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int) -> None: ...
-
+def load_mpi(
+    addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int
+) -> None: ...
 def make_message_method(name: str, kind: int, function: Any) -> Any:
     """Make the method descriptor of send (0), recv (1) or sendrecv (2) around the
     Python function that takes all other calls.
     """
 
-def make_native_plan(*, coll: int, dtype: int, redop: int, root: int, in_elems: int, out_elems: int, label: str, datatype: int, op: int, comm: int, count: int, returns_out: bool) -> Plan: ...
-
-def make_operation(name: str, doc: str, coll: int, takes_x: bool, has_root: bool, reduces: bool, in_place: bool) -> Any:
+def make_native_plan(
+    *,
+    coll: int,
+    dtype: int,
+    redop: int,
+    root: int,
+    in_elems: int,
+    out_elems: int,
+    label: str,
+    datatype: int,
+    op: int,
+    comm: int,
+    count: int,
+    returns_out: bool,
+) -> Plan: ...
+def make_operation(
+    name: str,
+    doc: str,
+    coll: int,
+    takes_x: bool,
+    has_root: bool,
+    reduces: bool,
+    in_place: bool,
+) -> Any:
     """Make the method descriptor of one operation."""
 
-def make_schedule_plan(group: Group, *, coll: int, dtype: int, redop: int, root: int, in_elems: int, out_elems: int, label: str, spaces: Sequence[tuple[int, Sequence[int]]], peers: Sequence[tuple[int, int, int]], inputs: NDArray[Any], input_ptr: NDArray[Any], outputs: NDArray[Any], output_ptr: NDArray[Any], deps: NDArray[Any], dep_ptr: NDArray[Any], fragments: int, lane_nbytes: int, depth: int, slot_reuse: int, spins: int, most_inline: int, store: int, adaptive: int, factor: float, integer_factor: int, divisor: int, alone: bool, returns_out: bool, shows_result: bool, exposable: NDArray[Any], operand_exposable: NDArray[Any], deliverable: NDArray[Any], landings: NDArray[Any]) -> Plan: ...
-
+def make_schedule_plan(
+    group: Group,
+    *,
+    coll: int,
+    dtype: int,
+    redop: int,
+    root: int,
+    in_elems: int,
+    out_elems: int,
+    label: str,
+    spaces: Sequence[tuple[int, Sequence[int]]],
+    peers: Sequence[tuple[int, int, int]],
+    inputs: NDArray[Any],
+    input_ptr: NDArray[Any],
+    outputs: NDArray[Any],
+    output_ptr: NDArray[Any],
+    deps: NDArray[Any],
+    dep_ptr: NDArray[Any],
+    fragments: int,
+    lane_nbytes: int,
+    depth: int,
+    slot_reuse: int,
+    spins: int,
+    most_inline: int,
+    store: int,
+    adaptive: int,
+    factor: float,
+    integer_factor: int,
+    divisor: int,
+    alone: bool,
+    returns_out: bool,
+    shows_result: bool,
+    exposable: NDArray[Any],
+    operand_exposable: NDArray[Any],
+    deliverable: NDArray[Any],
+    landings: NDArray[Any],
+) -> Plan: ...
 def mark_forked() -> None: ...
-
 def mpi_abort(arg0: int, arg1: int, /) -> None: ...
-
 def region_nbytes(arg0: int, arg1: int, /) -> int:
-    """Bytes of shared memory per rank for a group of `members` on-node ranks.
-    """
+    """Bytes of shared memory per rank for a group of `members` on-node ranks."""
 
 def register_numpy_type(arg0: int, arg1: int, /) -> None: ...
 
 class sparse:  # noqa: N801
-
     @staticmethod
     def add_dense(dtype: int, x: int, dense: int, count: int) -> None:
         """Add dense elements to others."""
 
     @staticmethod
-    def add_into(index_nbytes: int, dtype: int, indices: int, values: int, count: int, first: int, dense: int) -> None:
+    def add_into(
+        index_nbytes: int,
+        dtype: int,
+        indices: int,
+        values: int,
+        count: int,
+        first: int,
+        dense: int,
+    ) -> None:
         """Add entries to the dense elements from index first on."""
 
     @staticmethod
     def count_magnitudes(dtype: int, values: int, count: int, counts: int) -> None:
-        """Add to 2048 counts of elements by the leading bits of their magnitudes.
-        """
+        """Add to 2048 counts of elements by the leading bits of their magnitudes."""
 
     @staticmethod
     def first_wrong(index_nbytes: int, indices: int, count: int, length: int) -> int:
@@ -331,23 +423,50 @@ class sparse:  # noqa: N801
         """Write the ascending positions of the k elements of largest magnitude."""
 
     @staticmethod
-    def merge(index_nbytes: int, dtype: int, indices_a: int, values_a: int, num_a: int, indices_b: int, values_b: int, num_b: int, indices: int, values: int) -> int:
+    def merge(
+        index_nbytes: int,
+        dtype: int,
+        indices_a: int,
+        values_a: int,
+        num_a: int,
+        indices_b: int,
+        values_b: int,
+        num_b: int,
+        indices: int,
+        values: int,
+    ) -> int:
         """Write the sorted union of two sets of entries; return its length."""
 
     @staticmethod
-    def sparsify(index_nbytes: int, dtype: int, dense: int, count: int, first: int, indices: int, values: int) -> int:
+    def sparsify(
+        index_nbytes: int,
+        dtype: int,
+        dense: int,
+        count: int,
+        first: int,
+        indices: int,
+        values: int,
+    ) -> int:
         """Write the entries that are not zero; return their number."""
 
     @staticmethod
-    def split(index_nbytes: int, indices: int, count: int, bounds: int, num_bounds: int, offsets: int) -> None:
+    def split(
+        index_nbytes: int,
+        indices: int,
+        count: int,
+        bounds: int,
+        num_bounds: int,
+        offsets: int,
+    ) -> None:
         """Write how many indices lie below each of the ascending bounds."""
 
     @staticmethod
-    def take_buckets(dtype: int, values: int, count: int, bucket: int, positions: int) -> int:
+    def take_buckets(
+        dtype: int, values: int, count: int, bucket: int, positions: int
+    ) -> int:
         """Write the positions of elements in this bucket or above; return their
         number.
         """
 
 def view_of_numpy(arg: Any, /) -> Any:
-    """(address, count, dtype code, writable) of a plain numpy array, else None.
-    """
+    """(address, count, dtype code, writable) of a plain numpy array, else None."""

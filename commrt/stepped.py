@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of several steps in Python, between which messages are on their way.
 
-The steps are a generator: it starts messages, yields their requests, and goes on once all
-of them are complete. Its return value is the operation's output. Steps run in the calls
-that start, test or wait for the operation; the engine moves the messages of one step by
-itself, as ever, but nobody begins the next step unless somebody asks.
+The steps are a generator: it starts messages, yields their requests, and goes on once
+all of them are complete. Its return value is the operation's output. Steps run in the
+calls that start, test or wait for the operation; the engine moves the messages of one
+step by itself, as ever, but nobody begins the next step unless somebody asks.
 """
 
 from __future__ import annotations

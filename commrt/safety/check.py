@@ -87,9 +87,7 @@ class Checker:
 
     def check(self, call: Call, bound: Bound) -> None:
         """Raise MismatchError on every rank unless all of them make the same call."""
-        self._compare(
-            describe(call, bound, self._comm.table_digest), call.timeout_s
-        )
+        self._compare(describe(call, bound, self._comm.table_digest), call.timeout_s)
 
     def compare_with_errors(
         self, fields: dict[str, Any], error: str, timeout_s: float | None
@@ -101,7 +99,9 @@ class Checker:
         if error:
             fields = {**fields, "error": error[:_ERROR_CHARS]}
         said = self._compare(fields, timeout_s)
-        found = [(rank, each["error"]) for rank, each in enumerate(said) if "error" in each]
+        found = [
+            (rank, each["error"]) for rank, each in enumerate(said) if "error" in each
+        ]
         if found:
             lines = [f"rank {rank}: {text}" for rank, text in found]
             raise UsageError("; ".join(lines) + " (check mode: nothing was sent)")

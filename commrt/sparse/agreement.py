@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The header that starts a sparse operation: what each rank calls, and how much it has.
 
-Ranks differ in how many entries they have, and the choice of an algorithm depends on all of
-them; so one small allgather goes first. It carries everything that must be equal, too:
-where that differs every rank raises the same error, and no entries have been sent.
+Ranks differ in how many entries they have, and the choice of an algorithm depends on
+all of them; so one small allgather goes first. It carries everything that must be
+equal, too: where that differs every rank raises the same error, and no entries have
+been sent.
 """
 
 from __future__ import annotations
@@ -63,7 +64,15 @@ class Header:
         )
 
 
-_NAMES = ("operation", "values' dtype", "index type", "result", "algorithm", "k", "call")
+_NAMES = (
+    "operation",
+    "values' dtype",
+    "index type",
+    "result",
+    "algorithm",
+    "k",
+    "call",
+)
 
 
 def check_headers(what: str, rows: Any) -> list[int]:

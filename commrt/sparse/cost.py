@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a sparse allreduce is predicted to take, and the rules that follow from it.
 
-What decides is how full the sum will be: 1-(1-d)^P for P ranks of density d whose entries
-lie anywhere. The model walks through an algorithm with the fill that so many contributions
-have, and counts messages, bytes and entries. Rules are made from it once per kind of call:
-each says which algorithm is the cheapest from one estimated fill to the next.
+What decides is how full the sum will be: 1-(1-d)^P for P ranks of density d whose
+entries lie anywhere. The model walks through an algorithm with the fill that so many
+contributions have, and counts messages, bytes and entries. Rules are made from it once
+per kind of call: each says which algorithm is the cheapest from one estimated fill to
+the next.
 """
 
 from __future__ import annotations

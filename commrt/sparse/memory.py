@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory for pieces and outputs, used again once nobody refers to it.
 
-Fresh memory costs a page fault per 4 KiB, as much as merging the entries that a page holds.
-A buffer is free again when only the pool refers to it: an output that the caller dropped is
-the next output.
+Fresh memory costs a page fault per 4 KiB, as much as merging the entries that a page
+holds. A buffer is free again when only the pool refers to it: an output that the caller
+dropped is the next output.
 """
 
 from __future__ import annotations

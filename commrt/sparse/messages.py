@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pieces as messages: a header that says what comes, then indices and values.
 
-Which ranks talk to which, and in which order, is fixed by the algorithm; how much they say
-is not. The receiver learns it from the header and then receives into exactly as much.
-All messages of an operation have one tag, its number on the private communicator, so
-neither the user's messages nor those of another operation can be taken for them.
+Which ranks talk to which, and in which order, is fixed by the algorithm; how much they
+say is not. The receiver learns it from the header and then receives into exactly as
+much. All messages of an operation have one tag, its number on the private communicator,
+so neither the user's messages nor those of another operation can be taken for them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,18 @@ from commrt.stepped import Steps
 if TYPE_CHECKING:
     from commrt.comm import Communicator
 
-__all__ = ["Talk", "allgather", "copy_piece", "deliver", "exchange", "share_rows", "tell"]
+__all__ = [
+    "Talk",
+    "allgather",
+    "copy_piece",
+    "deliver",
+    "exchange",
+    "share_rows",
+    "tell",
+]
 
 _FIELDS = 4
+
 
 @dataclass
 class Talk:
@@ -211,7 +220,8 @@ def allgather(
 
 
 def _in_turn(ranks: Sequence[int], me: int) -> list[int]:
-    """Return the other ranks, beginning with the one before this: nobody comes first."""
+    """Return the other ranks, beginning with the one before this: nobody comes
+    first."""
     at = list(ranks).index(me)
     return [ranks[(at - step) % len(ranks)] for step in range(1, len(ranks))]
 

@@ -116,15 +116,16 @@ class SparseMethods(PointToPoint):
         nonblocking: bool = False,
         timeout_s: float | None = None,
     ) -> Any:
-        """Return the ``k`` largest elements, by magnitude, of a sum of largest elements.
+        """Return the ``k`` largest elements, by magnitude, of a sum of largest
+        elements.
 
             update = comm.topk_allreduce(gradient, 1000, residual=residual)
 
-        Lossy: each rank contributes the ``k`` largest of its ``x`` plus ``residual``, and
-        of their sum the ``k`` largest are the result, a SparseVector, the same on all
-        ranks. What a rank had that is not in the result goes into its ``residual``, so
-        that it is sent later: the result and all residuals together are what all ranks
-        put in.
+        Lossy: each rank contributes the ``k`` largest of its ``x`` plus ``residual``,
+        and of their sum the ``k`` largest are the result, a SparseVector, the same on
+        all ranks. What a rank had that is not in the result goes into its ``residual``,
+        so that it is sent later: the result and all residuals together are what all
+        ranks put in.
 
         Args:
             x: this rank's array; not changed.
@@ -280,7 +281,9 @@ def _output(what: str, x: Any, result: Any, out: Any, pool: Pool) -> Output:
     if out is None:
         return Output(given, elements, result, None)
     if result == "sparse":
-        raise UsageError(f"{what}: out is for a dense result; leave out result='sparse'")
+        raise UsageError(
+            f"{what}: out is for a dense result; leave out result='sparse'"
+        )
     return Output(given, elements, "dense", _dense_out(what, given, out))
 
 

@@ -2,14 +2,16 @@
 """Pieces of a sparse vector, the switch from sparse to dense, and their memory.
 
 A piece holds the elements of an index range: as entries (indices and values), or dense,
-every element. It is dense from where its entries would take more bytes. Two pieces of one
-range are merged; the test takes the sum of their entries, which is known before the work.
+every element. It is dense from where its entries would take more bytes. Two pieces of
+one range are merged; the test takes the sum of their entries, which is known before the
+work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,8 +26,23 @@ __all__ = ["Elements", "Piece", "even_bounds"]
 
 _kernels = _native.sparse
 _SUMMED = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 "
-    "float64 complex64 complex128".split()
+    [
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
 )
 
 
@@ -185,7 +202,9 @@ class Elements:
         """Return a piece with every element."""
         if piece.dense:
             return piece
-        dense = self.dense_piece(piece.first, piece.last, self.elements(piece.length, zero=True))
+        dense = self.dense_piece(
+            piece.first, piece.last, self.elements(piece.length, zero=True)
+        )
         self.add_into(dense, piece)
         return dense
 
@@ -207,7 +226,7 @@ class Elements:
 
     def split(self, piece: Piece, bounds: Sequence[int]) -> list[Piece]:
         """Return the pieces between ``bounds``, which begin and end with its own."""
-        ranges = list(zip(bounds, bounds[1:], strict=False))
+        ranges = list(pairwise(bounds))
         if piece.dense:
             size = self.dtype.itemsize
             return [

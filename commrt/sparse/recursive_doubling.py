@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recursive doubling (SparCML's SSAR_Recursive_double).
 
-In round j every rank exchanges all it has with the rank whose number differs in bit j, and
-merges: after log2 P rounds everybody has the sum. Few messages, but what two ranks have in
-common is sent again and again, so it is for short vectors. Ranks beyond the largest power
-of two give their entries to a rank below it first, and get the result from there.
+In round j every rank exchanges all it has with the rank whose number differs in bit j,
+and merges: after log2 P rounds everybody has the sum. Few messages, but what two ranks
+have in common is sent again and again, so it is for short vectors. Ranks beyond the
+largest power of two give their entries to a rank below it first, and get the result
+from there.
 
-    (log2 P) α + between k·log2 P and k(P-1) entries, moved and merged
+    (log2 P) alpha + between k·log2 P and k(P-1) entries, moved and merged
 
 A sum that has become dense stays so. Both sides of each exchange decide by the same
 numbers, so all ranks end with the same format.

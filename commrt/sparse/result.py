@@ -80,9 +80,7 @@ class Output:
         landed = [
             there
             if piece.dense
-            else self.elements.empty_piece(
-                piece.first, piece.last, False, piece.count
-            )
+            else self.elements.empty_piece(piece.first, piece.last, False, piece.count)
             for piece, there in zip(
                 sizes, self.elements.split(whole, bounds), strict=True
             )
@@ -177,4 +175,3 @@ def like(given: HostView, raw: Any) -> Any:
         torch: Any = sys.modules["torch"]
         return torch.from_numpy(raw).view(array.dtype)
     return raw.view(given.dtype.name)
-

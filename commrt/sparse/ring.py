@@ -2,16 +2,17 @@
 """Ring, of all ranks or inside and between nodes (IPCCC 2019).
 
 Indices are cut into as many ranges as the ring has ranks. In each of P-1 rounds a rank
-sends one range's sum so far to its right and merges what comes from its left, so sums grow
-as they go round; each range becomes dense when its own entries say so. Ranks only ever talk
-to their neighbours, which is what a network without a switch in the middle wants.
+sends one range's sum so far to its right and merges what comes from its left, so sums
+grow as they go round; each range becomes dense when its own entries say so. Ranks only
+ever talk to their neighbours, which is what a network without a switch in the middle
+wants.
 
-    2(P-1) α + 2(P-1)/P summed entries at most
+    2(P-1) alpha + 2(P-1)/P summed entries at most
 
 The topology-aware form is a ring inside each node, then, for the range that a rank has
-summed, a ring of the ranks that have the same range on all nodes; the ranges are gathered
-in the reverse order. Between nodes only 1/L of the entries of a node go over each of L
-links. Every node must have the same number of ranks.
+summed, a ring of the ranks that have the same range on all nodes; the ranges are
+gathered in the reverse order. Between nodes only 1/L of the entries of a node go over
+each of L links. Every node must have the same number of ranks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split and allgather (SparCML's SSAR_Split_allgather and DSAR_Split_allgather).
 
-Each rank owns a range of the indices. It sends every other rank the entries of that rank's
-range, sums what it gets for its own, and all ranks gather the ranges. Every entry crosses
-once before the sum and once after it.
+Each rank owns a range of the indices. It sends every other rank the entries of that
+rank's range, sums what it gets for its own, and all ranks gather the ranges. Every
+entry crosses once before the sum and once after it.
 
-    2(P-1) α + k(P-1)/P entries out + the summed entries of P-1 ranges in
+    2(P-1) alpha + k(P-1)/P entries out + the summed entries of P-1 ranges in
 
 The sum of a range is sparse, or dense where its entries would take more bytes. With
 ``dense`` it is dense from the start: no merging, for an output that is dense anyhow.

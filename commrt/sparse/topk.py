@@ -2,16 +2,18 @@
 """The largest elements of a sum, with error feedback (Ok-Topk, PPoPP 2022).
 
 1. Each rank takes the k largest of its array plus what it still owes, its residual.
-2. Ranges are cut where the ranks' entries are, not evenly: each rank says where it would cut
+2. Ranges are cut where the ranks' entries are, not evenly: each rank says where it
+would cut
    its own, and the mean of that is taken. So all ranks have nearly as much to sum.
 3. Split: each rank sums its range.
 4. Each rank counts its sums by magnitude, in 2048 classes; all counts together say from
-   which class on there are k. Only such sums are gathered, and the k largest of them taken.
+   which class on there are k. Only such sums are gathered, and the k largest of them
+   taken.
 5. A rank's residual is what it has, without what of it came into the result.
 
-The classes make the result exactly the k largest of the sums of step 3; Ok-Topk guesses a
-threshold for both selections, and finds it anew every so many calls. It also evens out the
-gathered parts; here they stay where they were summed.
+The classes make the result exactly the k largest of the sums of step 3; Ok-Topk guesses
+a threshold for both selections, and finds it anew every so many calls. It also evens
+out the gathered parts; here they stay where they were summed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse vectors as users hold them: checked on the way in, built on the way out.
 
-Accepted are ``SparseVector``, (indices, values, shape), scipy's sparse arrays, torch's COO
-tensors, and any object with those three attributes. None of these libraries is imported:
-objects are known by what they have.
+Accepted are ``SparseVector``, (indices, values, shape), scipy's sparse arrays, torch's
+COO tensors, and any object with those three attributes. None of these libraries is
+imported: objects are known by what they have.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
     wrong = False
     for ranks in args.ranks or [2]:
         if detect().kind == "single":
-            found = _launched(job, ranks, args.timeout_s)
+            found: dict[str, Any] | None = _launched(job, ranks, args.timeout_s)
         else:
             found = measure(job)
         if found is None:

@@ -117,17 +117,17 @@ def density(fill: float, size: int) -> float:
 def prices_of(facts: CommFacts) -> Prices:
     """Return the prices on a communicator: those of the dense model, and own ones.
 
-    Merging and adding were measured on one core of an EPYC 9005 (docs/sparse.md).
+    Those of memory are of one core of an EPYC 9005, its caches cold (docs/sparse.md).
     """
     near = constants(facts.link_class, "shm")
     far = constants("network", "mpi")
     return Prices(
         alpha_us=3 * near.alpha_us,  # header, indices, values
-        beta_us=2 * near.beta_us,  # in and out of shared memory
+        beta_us=4 * near.beta_us,  # in and out of shared memory, by packets
         far_beta_us=far.beta_us,
-        merge_us=1.6e-3,
-        add_us=1.5e-3,
-        touch_us=1e-4,
+        merge_us=2.2e-3,
+        add_us=3e-3,
+        touch_us=1.4e-4,
         crowd=max(1.0, facts.ppn / facts.cores),
     )
 

@@ -162,7 +162,7 @@ def bytes_from(address: int, nbytes: int) -> Any:
     """Return memory as an array of bytes, without keeping it alive."""
     if nbytes == 0:
         return np.empty(0, np.uint8)
-    raw = (ctypes.c_ubyte * nbytes).from_address(address)
+    raw: Any = (ctypes.c_ubyte * nbytes).from_address(address)
     return np.frombuffer(raw, np.uint8)
 
 

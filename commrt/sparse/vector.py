@@ -153,10 +153,12 @@ def _index_at(given: Given, at: int) -> int:
 def check_shape(what: str, shape: Any) -> tuple[int, ...]:
     """Return a shape as a tuple of integers, or raise UsageError."""
     number = as_integer(shape)
-    try:
-        sizes = [number] if number is not None else [as_integer(n) for n in shape]
-    except TypeError:
-        sizes = [None]
+    sizes: list[int | None] = [number]
+    if number is None:
+        try:
+            sizes = [as_integer(size) for size in shape]
+        except TypeError:
+            sizes = [None]
     found = [size for size in sizes if size is not None and size >= 0]
     if len(found) != len(sizes) or len(found) > MAX_DIMS or prod(found) > _LARGEST:
         raise UsageError(

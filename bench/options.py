@@ -383,6 +383,11 @@ def _add_sparse(commands: _Commands) -> None:
     command.add_argument(
         "--kernels", action="store_true", help="the merge alone, on one core"
     )
+    command.add_argument(
+        "--warm",
+        action="store_true",
+        help="all calls of a kind in a row, with warm caches (else they take turns)",
+    )
     command.add_argument("--timeout-s", type=_seconds, default=600.0)
     command.add_argument("--format", choices=["text", "json"], default="text")
 

@@ -46,6 +46,7 @@ def main(args: argparse.Namespace) -> int:
         "algorithms": args.algorithms or [AUTO],
         "iterations": args.iterations,
         "result": args.result,
+        "warm": args.warm,
     }
     wrong = False
     for ranks in args.ranks or [2]:
@@ -118,26 +119,27 @@ def _rows(
 ) -> list[dict[str, Any]]:
     samples: dict[str, list[float]] = {name: [] for name in calls}
     ran, valid, nnz, fill, model = {}, {}, {}, 0.0, {}
-    for turn in range(iterations + 1):  # the first is not timed, but checked
-        for name, call in calls.items():
-            comm.barrier()
-            start = time.perf_counter()
-            result = call()
-            took = np.array([time.perf_counter() - start])
-            comm.allreduce(took, op="max")
-            if turn:
-                samples[name].append(1e6 * float(took[0]))
-            elif name != "dense":
-                ran[name] = comm.sparse_report.algorithm
-                nnz[name] = comm.sparse_report.output_nnz
-                whole = result.to_dense() if hasattr(result, "to_dense") else result
-                right = np.array([float(np.array_equal(whole, total))])
-                valid[name] = bool(comm.allreduce(right, op="min")[0])
-                counts = comm.sparse_report.counts
-                fill = estimated_fill(counts, len(total))
-                question = _question(comm, len(total), job["result"])
-                model[name] = predicted_us(question, ran[name], fill)
-            del result
+    turns = [(turn, name) for turn in range(iterations + 1) for name in calls]
+    if job["warm"]:
+        turns.sort(key=lambda each: list(calls).index(each[1]))
+    for turn, name in turns:  # the first of each is not timed, but checked
+        comm.barrier()
+        start = time.perf_counter()
+        result = calls[name]()
+        took = np.array([time.perf_counter() - start])
+        comm.allreduce(took, op="max")
+        if turn:
+            samples[name].append(1e6 * float(took[0]))
+        elif name != "dense":
+            report = comm.sparse_report
+            ran[name], nnz[name] = report.algorithm, report.output_nnz
+            whole = result.to_dense() if hasattr(result, "to_dense") else result
+            right = np.array([float(np.array_equal(whole, total))])
+            valid[name] = bool(comm.allreduce(right, op="min")[0])
+            fill = estimated_fill(report.counts, len(total))
+            question = _question(comm, len(total), job["result"])
+            model[name] = predicted_us(question, ran[name], fill)
+        del result
     dense_us = statistics.median(samples["dense"])
     return [
         {
@@ -167,7 +169,8 @@ def _text(job: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     lines = [
         f"# commrt sparse allreduce, {found['ranks']} ranks on {found['nodes']} "
         f"node(s), links {found['link_class']}, {job['elements']} elements float32, "
-        f"indices int32, result {job['result']}",
+        f"indices int32, result {job['result']}, "
+        f"{'calls of a kind in a row' if job['warm'] else 'kinds in turn'}",
         f"# {'Density':>9} {'Fill':>8} {'Algorithm':<19} {'Sparse(us)':>11} "
         f"{'Dense(us)':>11} {'Dense/sparse':>12} {'Model(us)':>10}",
     ]

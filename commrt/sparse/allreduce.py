@@ -12,7 +12,7 @@ import numpy as np
 from commrt.sparse.agreement import HEADER_FIELDS, Header, check_headers
 from commrt.sparse.cost import Question, choose, estimated_fill, prices_of
 from commrt.sparse.messages import Talk
-from commrt.sparse.pieces import Piece
+from commrt.sparse.pieces import Piece, even_bounds
 from commrt.sparse.recursive_doubling import recursive_doubling
 from commrt.sparse.result import Output
 from commrt.sparse.ring import ring_sum, two_level_ring, why_not_two_level
@@ -60,15 +60,18 @@ def sparse_allreduce(
     talk: Talk, what: str, header: Header, output: Output, report: SparseReport
 ) -> Steps[Any]:
     """Return the output of one call."""
-    counts, _ = yield from agree(talk, what, header)
     mine = talk.elements.whole(output.given)
+    # Told here it is nearly free; later it would be a round of headers.
+    bounds = even_bounds(0, output.length, talk.comm.size)
+    offsets = talk.elements.offsets(mine, bounds)
+    counts, per_range = yield from agree(talk, what, header, np.diff(offsets).tolist())
     report.counts = tuple(counts)
     report.estimated_fill = estimated_fill(counts, output.length)
     algorithm = header.algorithm
     if algorithm is None:
         algorithm = choose(question(talk, output), report.estimated_fill)
     report.algorithm = algorithm
-    result = yield from _run(talk, algorithm, mine, output)
+    result = yield from _run(talk, algorithm, mine, output, per_range)
     report.phases = tuple(talk.phases)
     report.output_nnz = getattr(result, "nnz", -1) if result is not output.out else -1
     return result
@@ -89,7 +92,9 @@ def question(talk: Talk, output: Output) -> Question:
     )
 
 
-def _run(talk: Talk, algorithm: str, mine: Piece, output: Output) -> Steps[Any]:
+def _run(
+    talk: Talk, algorithm: str, mine: Piece, output: Output, per_range: Any
+) -> Steps[Any]:
     if talk.comm.size == 1:
         return output.from_piece(mine)
     if algorithm == "recursive_doubling":
@@ -101,6 +106,7 @@ def _run(talk: Talk, algorithm: str, mine: Piece, output: Output) -> Steps[Any]:
     if algorithm == "ring":
         part = yield from ring_sum(talk, range(talk.comm.size), mine)
     else:
-        part = yield from split(talk, mine, dense=algorithm == "split_dense")
+        dense = algorithm == "split_dense"
+        part = yield from split(talk, mine, dense=dense, counts=per_range)
     result = yield from output.gathered(talk, part)
     return result

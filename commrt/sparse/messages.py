@@ -127,26 +127,38 @@ def _announced(header: Any) -> list[Piece]:
 
 
 def exchange(
-    talk: Talk, sends: Sequence[tuple[int, Piece]], sources: Sequence[int]
+    talk: Talk,
+    sends: Sequence[tuple[int, Piece]],
+    sources: Sequence[int],
+    told: Sequence[Piece] | None = None,
 ) -> Steps[list[Piece]]:
-    """Send pieces to ranks while receiving one from each source, in that order."""
-    headers = [np.empty((1, _FIELDS), np.int64) for _ in sources]
-    arriving = [
-        talk.recv_array(header, source)
-        for header, source in zip(headers, sources, strict=True)
-    ]
+    """Send pieces to ranks while receiving one from each source, in that order.
+
+    ``told``: their sizes, where all ranks know all of them already. Then no headers go.
+    """
     sending: list[Request] = []
-    for dest, piece in sends:
-        sending.append(talk.send_array(_header([piece]), dest))
-        sending += talk.send_piece(piece, dest)
-    yield arriving
+    if told is None:
+        headers = [np.empty((1, _FIELDS), np.int64) for _ in sources]
+        arriving = [
+            talk.recv_array(header, source)
+            for header, source in zip(headers, sources, strict=True)
+        ]
+        for dest, piece in sends:
+            sending.append(talk.send_array(_header([piece]), dest))
+            sending += talk.send_piece(piece, dest)
+        yield arriving
+        told = [_announced(header)[0] for header in headers]
+        sends_left: Sequence[tuple[int, Piece]] = ()
+    else:
+        sends_left = sends
     found = []
     rest: list[Request] = []
-    for header, source in zip(headers, sources, strict=True):
-        (told,) = _announced(header)
-        piece = talk.elements.empty_piece(told.first, told.last, told.dense, told.count)
+    for size, source in zip(told, sources, strict=True):
+        piece = talk.elements.empty_piece(size.first, size.last, size.dense, size.count)
         rest += talk.recv_piece(piece, source)
         found.append(piece)
+    for dest, piece in sends_left:
+        sending += talk.send_piece(piece, dest)
     yield [*rest, *sending]
     talk.note([piece for _, piece in sends], found)
     return found

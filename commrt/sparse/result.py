@@ -141,11 +141,11 @@ class Output:
     def _sparse(self, room: tuple[Any, Any], count: int) -> SparseVector:
         indices, values = room
         item = self.elements.dtype.itemsize
-        return SparseVector(
-            like(self.given.indices, indices[:count].view("B")),
-            like(self.given.values, values[: count * item]),
-            self.given.shape,
-        )
+        found = like(self.given.values, values[: count * item])
+        listed = indices[:count]
+        if hasattr(found, "new_empty"):  # of torch, which is there then
+            listed = sys.modules["torch"].from_numpy(listed)
+        return SparseVector(listed, found, self.given.shape)
 
     def _dense(self, whole: Piece) -> Any:
         if self.out is not None:

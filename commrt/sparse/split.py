@@ -14,6 +14,7 @@ The sum of a range is sparse, or dense where its entries would take more bytes. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from commrt.sparse.messages import Talk, exchange
 from commrt.sparse.pieces import Piece, even_bounds
@@ -28,8 +29,12 @@ def split(
     *,
     dense: bool = False,
     bounds: Sequence[int] | None = None,
+    counts: Any = None,
 ) -> Steps[Piece]:
-    """Return the sum of this rank's range: of even ones, or of those in ``bounds``."""
+    """Return the sum of this rank's range: of even ones, or of those in ``bounds``.
+
+    ``counts[s][r]``: the entries that rank s has for rank r, if all know them.
+    """
     size, me = talk.comm.size, talk.comm.rank
     if bounds is None:
         bounds = even_bounds(mine.first, mine.last, size)
@@ -37,7 +42,14 @@ def split(
     # Rotated, so that no rank is everybody's first.
     dests = [(me + step) % size for step in range(1, size)]
     sources = [(me - step) % size for step in range(1, size)]
-    found = yield from exchange(talk, [(r, parts[r]) for r in dests], sources)
+    told = None
+    if counts is not None:
+        here = parts[me]
+        told = [
+            Piece(here.first, here.last, False, int(counts[s][me]), 0, 0, None)
+            for s in sources
+        ]
+    found = yield from exchange(talk, [(r, parts[r]) for r in dests], sources, told)
     received = dict(zip(sources, found, strict=True))
     in_order = [parts[me] if r == me else received[r] for r in range(size)]
     if dense:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model of sparse allreduce against public logs, and the rules made from
-it."""
+"""The cost model of sparse allreduce against public logs, and its rules."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from commrt.sparse.cost import (
 
 LENGTH = 1 << 24
 # IPCCC 2019, ms: ranks, flat dense ring, best dense, and P*d where each breaks even
-with
-# the best dense one.
+# with the best dense one.
 LOGS = [
     (8, 20.5, 8.07, {"recursive_doubling": 0.33, "split": 0.31, "ring": 0.29}),
     (16, 22.0, 11.0, {"recursive_doubling": 0.31, "split": 0.32, "ring": 0.39}),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -123,6 +124,15 @@ class SteppedRequest:
         if self._done:
             state = "done" if self._error is None else "failed"
         return f"<commrt.Request {self._what}: {state}>"
+
+    def __del__(self) -> None:
+        if not getattr(self, "_done", True):
+            warnings.warn(
+                f"{self._what}: the request was dropped before it was complete; its "
+                f"steps end here, and the other ranks wait: keep it, and wait() for it",
+                ResourceWarning,
+                stacklevel=2,
+            )
 
     def __bool__(self) -> bool:
         raise TypeError(

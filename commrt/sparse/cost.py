@@ -40,6 +40,7 @@ ALGORITHMS = (
 )
 _GRID = 96
 _LEAST = 1e-7
+_CALL_US = 10.0
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,8 @@ def prices_of(facts: CommFacts) -> Prices:
     near = constants(facts.link_class, "shm")
     far = constants("network", "mpi")
     return Prices(
-        alpha_us=3 * near.alpha_us,  # header, indices, values
+        # Header, indices, values; started and waited for from Python.
+        alpha_us=_CALL_US + 3 * near.alpha_us,
         beta_us=4 * near.beta_us,  # in and out of shared memory, by packets
         far_beta_us=far.beta_us,
         merge_us=2.2e-3,

@@ -107,7 +107,7 @@ def estimated_fill(counts: Sequence[int], length: int) -> float:
         if count >= length:
             return 1.0
         absent += math.log1p(-count / length)
-    return -math.expm1(absent)
+    return abs(math.expm1(absent))
 
 
 def density(fill: float, size: int) -> float:

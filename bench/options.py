@@ -12,6 +12,8 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 from commrt.dtypes import DTYPES, dtype_by_name
 from commrt.errors import UsageError, suggest
 from commrt.operations import OPERATIONS
+from commrt.sparse.cost import ALGORITHMS
+from commrt.sparse.result import FORMATS
 
 __all__ = [
     "POINT_TO_POINT",
@@ -190,6 +192,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_halo(commands)
     _add_compare(commands)
     _add_submit(commands)
+    _add_sparse(commands)
     _add_import(commands)
     return parser
 
@@ -397,6 +400,53 @@ def _add_submit(commands: _Commands) -> None:
     command.add_argument("--iterations", type=_count(1), default=2000)
     command.add_argument("--format", choices=["text", "json"], default="text")
     _budget_options(command, 1.0)
+
+
+def _add_sparse(commands: _Commands) -> None:
+    doc = "Sparse allreduce against the dense one, by density and algorithm."
+    command = commands.add_parser("sparse", help=doc, description=doc)
+    command.add_argument(
+        "--elements", type=_count(1), default=1 << 24, help="of the vector (16777216)"
+    )
+    command.add_argument(
+        "--densities",
+        type=_argument(_densities),
+        default=[0.001, 0.01, 0.1],
+        metavar="LIST",
+        help="of each rank's vector, as in 0.001,0.01",
+    )
+    command.add_argument(
+        "--algorithm",
+        dest="algorithms",
+        action="append",
+        choices=["auto", *ALGORITHMS],
+        help="may be there several times (auto: the one that is chosen)",
+    )
+    command.add_argument("--result", choices=FORMATS, default="auto")
+    command.add_argument("--ranks", type=_argument(_rank_list))
+    command.add_argument("--iterations", type=_count(1), default=9)
+    command.add_argument(
+        "--kernels", action="store_true", help="the merge alone, on one core"
+    )
+    command.add_argument(
+        "--warm",
+        action="store_true",
+        help="all calls of a kind in a row, with warm caches (else they take turns)",
+    )
+    command.add_argument("--timeout-s", type=_seconds, default=600.0)
+    command.add_argument("--format", choices=["text", "json"], default="text")
+
+
+def _densities(text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 <= density <= 1 for density in found):
+        raise UsageError(
+            f"--densities {text!r}: write numbers in 0..1, as in 0.001,0.01"
+        )
+    return found
 
 
 def _add_import(commands: _Commands) -> None:

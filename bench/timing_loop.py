@@ -32,8 +32,6 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from commrt.dtypes import dtype_by_name
-
 __all__ = [
     "PROBE_STEP",
     "Array",
@@ -277,11 +275,12 @@ def median_interval(samples: list[float]) -> tuple[float, float, float]:
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the numpy dtype called ``name``; some come from ml_dtypes."""
-    if not dtype_by_name(name).needs_ml_dtypes:
+    try:
         return np.dtype(name)
-    import ml_dtypes
+    except TypeError:
+        import ml_dtypes
 
-    return cast("np.dtype[Any]", np.dtype(getattr(ml_dtypes, name)))
+        return cast("np.dtype[Any]", np.dtype(getattr(ml_dtypes, name)))
 
 
 def element_counts(

@@ -23,6 +23,7 @@ __all__ = [
     "Layout",
     "Mesh",
     "Request",
+    "SparseVector",
     "algorithm",
     "errors",
     "init",
@@ -41,6 +42,7 @@ _HOME = {
     "Layout": "commrt.layouts",
     "Mesh": "commrt.mesh",
     "Request": "commrt.request",
+    "SparseVector": "commrt.sparse.vector",
     "algorithm": "commrt.algorithms",
     "init": "commrt.runtime",
     "reduction": "commrt.user_reduction",
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from commrt.request import wait_any as wait_any
     from commrt.runtime import init as init
     from commrt.runtime import synchronize as synchronize
+    from commrt.sparse.vector import SparseVector as SparseVector
     from commrt.user_reduction import reduction as reduction
 
 

@@ -436,5 +436,87 @@ def region_nbytes(arg0: int, arg1: int, /) -> int:
     """Bytes of shared memory per rank for a group of `members` on-node ranks."""
 
 def register_numpy_type(arg0: int, arg1: int, /) -> None: ...
+
+class sparse:  # noqa: N801
+    @staticmethod
+    def add_dense(dtype: int, x: int, dense: int, count: int) -> None:
+        """Add dense elements to others."""
+
+    @staticmethod
+    def add_into(
+        index_nbytes: int,
+        dtype: int,
+        indices: int,
+        values: int,
+        count: int,
+        first: int,
+        dense: int,
+    ) -> None:
+        """Add entries to the dense elements from index first on."""
+
+    @staticmethod
+    def count_magnitudes(dtype: int, values: int, count: int, counts: int) -> None:
+        """Add to 2048 counts of elements by the leading bits of their magnitudes."""
+
+    @staticmethod
+    def first_wrong(index_nbytes: int, indices: int, count: int, length: int) -> int:
+        """Return the first position that is out of order or of range; count if none
+        is.
+        """
+
+    @staticmethod
+    def has_magnitude(dtype: int) -> bool:
+        """Whether elements have a largest one: all but complex ones."""
+
+    @staticmethod
+    def largest(dtype: int, values: int, count: int, k: int, positions: int) -> None:
+        """Write the ascending positions of the k elements of largest magnitude."""
+
+    @staticmethod
+    def merge(
+        index_nbytes: int,
+        dtype: int,
+        indices_a: int,
+        values_a: int,
+        num_a: int,
+        indices_b: int,
+        values_b: int,
+        num_b: int,
+        indices: int,
+        values: int,
+    ) -> int:
+        """Write the sorted union of two sets of entries; return its length."""
+
+    @staticmethod
+    def sparsify(
+        index_nbytes: int,
+        dtype: int,
+        dense: int,
+        count: int,
+        first: int,
+        indices: int,
+        values: int,
+    ) -> int:
+        """Write the entries that are not zero; return their number."""
+
+    @staticmethod
+    def split(
+        index_nbytes: int,
+        indices: int,
+        count: int,
+        bounds: int,
+        num_bounds: int,
+        offsets: int,
+    ) -> None:
+        """Write how many indices lie below each of the ascending bounds."""
+
+    @staticmethod
+    def take_buckets(
+        dtype: int, values: int, count: int, bucket: int, positions: int
+    ) -> int:
+        """Write the positions of elements in this bucket or above; return their
+        number.
+        """
+
 def view_of_numpy(arg: Any, /) -> Any:
     """(address, count, dtype code, writable) of a plain numpy array, else None."""

@@ -185,6 +185,7 @@ class Communicator(Choosing, Operations):
                 f"{self.name} cannot be freed: operations are in flight; wait() for "
                 f"their requests first"
             )
+        self._free_sparse()
         if self._checker is not None:
             self._checker.close()
         self._closed = "freed"
@@ -238,6 +239,7 @@ class Communicator(Choosing, Operations):
     def give_up(self, why: str) -> None:
         """Make the communicator unusable, here and for ranks of this node that wait."""
         self._set_failure(why)
+        self._give_up_sparse(why)
         if self._checker is not None:
             self._checker.give_up(why)
 

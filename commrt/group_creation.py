@@ -12,7 +12,7 @@ from commrt.errors import MismatchError, UsageError
 from commrt.grids import Grid, make_grid
 from commrt.mesh import Mesh, parse_axes
 from commrt.neighbors import make_neighborhood
-from commrt.point_to_point import PointToPoint
+from commrt.sparse.methods import SparseMethods
 
 if TYPE_CHECKING:
     from commrt.comm import CartCommunicator, Communicator, GraphCommunicator
@@ -21,7 +21,7 @@ __all__ = ["GroupCreation"]
 
 
 # A chain of bases: a native class can be reached through one base only.
-class GroupCreation(PointToPoint):
+class GroupCreation(SparseMethods):
     """The methods of a communicator that make others."""
 
     _identity: int

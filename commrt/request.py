@@ -11,6 +11,7 @@ from typing import Any
 from commrt._native import Request
 from commrt.calls import check_timeout
 from commrt.errors import CommError, TimeoutError_, UsageError
+from commrt.stepped import SteppedRequest
 
 __all__ = ["Request", "RequestErrors", "test_all", "wait_all", "wait_any"]
 
@@ -57,7 +58,8 @@ def _listed(what: str, requests: Any) -> list[Request]:
     """Return the requests; UsageError for anything else."""
     iterable = isinstance(requests, Iterable)
     listed = list(requests) if iterable else [requests]
-    wrong = [each for each in listed if not iterable or not isinstance(each, Request)]
+    kinds = (Request, SteppedRequest)
+    wrong = [each for each in listed if not iterable or not isinstance(each, kinds)]
     if wrong:
         raise UsageError(
             f"{what}: expected a list of requests, found {wrong[0]!r}"

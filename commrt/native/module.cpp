@@ -8,6 +8,7 @@
 
 namespace commrt {
 void bind_kernels(nb::module_& m);
+void bind_sparse(nb::module_& m);
 }
 
 namespace nb = nanobind;
@@ -24,4 +25,5 @@ NB_MODULE(_native, m) {
   commrt::bind_p2p_operation(m);
   commrt::bind_boxes(m);
   commrt::bind_persistent(m);
+  commrt::bind_sparse(m);
 }

@@ -108,14 +108,7 @@ class Checker:
         """Raise MismatchError on every rank unless all of them make the same call."""
         fields = describe(call, bound, self._comm.table_digest)
         said = self._exchange(fields, call.timeout_s)
-        first = said[0]
-        differing = [
-            key
-            for key in (*_COMPARED, "seq")
-            if any(each.get(key) != first.get(key) for each in said)
-        ]
-        if differing:
-            raise MismatchError(_message(self._comm.name, said, differing))
+        self._compare(said)
         if len(bound.counts) == 2:
             self._check_pairs(call, *bound.counts)
 
@@ -125,6 +118,30 @@ class Checker:
         text = str(error).encode("ascii", "replace").decode()
         fields["error"] = [type(error).__name__, text[:_ERROR_LENGTH]]
         self._exchange(fields, call.timeout_s)
+
+    def compare_with_errors(
+        self, fields: dict[str, Any], error: str, timeout_s: float | None
+    ) -> None:
+        """Compare a call whose arguments may be wrong on some ranks: ``error`` says so.
+
+        Then every rank raises the same UsageError.
+        """
+        if error:
+            text = f"rank {self._comm.rank}: {error[:_ERROR_LENGTH]}"
+            told = ["UsageError", f"{text} (check mode: nothing was sent)"]
+            fields = {"operation": fields["operation"], "error": told}
+        self._compare(self._exchange(fields, timeout_s))
+
+    def _compare(self, said: list[dict[str, Any]]) -> None:
+        """Raise MismatchError where the ranks do not say the same."""
+        first = said[0]
+        differing = [
+            key
+            for key in (*_COMPARED, "seq")
+            if any(each.get(key) != first.get(key) for each in said)
+        ]
+        if differing:
+            raise MismatchError(_message(self._comm.name, said, differing))
 
     def _check_pairs(
         self, call: Call, sent: tuple[int, ...], received: tuple[int, ...]

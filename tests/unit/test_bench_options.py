@@ -93,6 +93,7 @@ WRONG = [
     ("compare --launches 0", "'0' is not a whole number from 1 on"),
     ("compare --sizes 3:1", "1 <= MIN <= MAX"),
     ("submit --op nothing", "unknown operation 'nothing'"),
+    ("sparse --densities 2", "write numbers in 0..1"),
     ("import --pairs 0", "'0' is not a whole number from 1 on"),
 ]
 

@@ -32,7 +32,7 @@ def everybody(_rank: int, _peer: int) -> bool:
 
 
 def analysed(
-    coll: str, name: str, size: int, params: dict[str, int], root: int = 0
+    coll: str, name: str, size: int, params: algorithms.Params, root: int = 0
 ) -> tuple[list[Lowered], list[Reach]]:
     schedule = algorithms.schedule(coll, name, size, root, params)
     programs = [lower(schedule, rank) for rank in range(size)]
@@ -163,7 +163,7 @@ def wrong_ranks(
     coll: str,
     name: str,
     size: int,
-    params: dict[str, int],
+    params: algorithms.Params,
     seed: str,
     found: list[Reach] | None = None,
     sharing: Sharing | None = None,
@@ -207,10 +207,9 @@ def test_every_order_gives_the_result(coll: str, size: int, seed: int) -> None:
     for name, params in ways(coll, size):
         if name is None:
             continue
-        own = {key: int(value) for key, value in params.items()}
         for order in range(ORDERS):
             text = f"{coll}/{name}/{params}/{size}/{seed}/{order}"
-            assert wrong_ranks(coll, name, size, own, text) == [], text
+            assert wrong_ranks(coll, name, size, params, text) == [], text
 
 
 def test_allowing_everything_is_found_out() -> None:

@@ -46,6 +46,8 @@ LAYERS = (
         "runtime",
         "signatures",
         "strided",
+        "sparse",
+        "stepped",
         "symmetric",
         "vector_calls",
         "world",

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse allreduce against the dense one, and its merge kernel: ``bench sparse``.
+
+Every rank draws its own indices, evenly over the vector. Dense and sparse calls take
+turns within one run, and medians are compared; each sparse result is compared with the
+dense one before it is timed. The time is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from commrt import _native
+from commrt.bench.machine import describe_machine
+from commrt.errors import BackendError
+from commrt.launch import detect
+from commrt.mpiexec import run_ranks
+from commrt.sparse.cost import Question, estimated_fill, predicted_us, prices_of
+from commrt.sparse.memory import Pool
+
+__all__ = ["AUTO", "main", "measure", "merge_rates"]
+
+AUTO = "auto"
+"""In place of an algorithm: the one that is chosen."""
+_MARK = "commrt-sparse: "
+_FLOAT32 = 11
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run a command line; return 0, or 1 where a result was wrong."""
+    if args.kernels:
+        rates = merge_rates(args.elements, args.densities)
+        print(json.dumps(rates) if args.format == "json" else _kernel_text(rates))
+        return 0
+    job = {
+        "elements": args.elements,
+        "densities": args.densities,
+        "algorithms": args.algorithms or [AUTO],
+        "iterations": args.iterations,
+        "result": args.result,
+        "warm": args.warm,
+    }
+    wrong = False
+    for ranks in args.ranks or [2]:
+        if detect().kind == "single":
+            found: dict[str, Any] | None = _launched(job, ranks, args.timeout_s)
+        else:
+            found = measure(job)
+        if found is None:
+            continue
+        wrong |= not all(row["valid"] for row in found["rows"])
+        if args.format == "json":
+            about = {"schema": "commrt-bench/1", "machine": describe_machine()}
+            print(json.dumps({**about, "job": job, **found}), flush=True)
+        else:
+            print(_text(job, found), flush=True)
+    return 1 if wrong else 0
+
+
+def _launched(job: Mapping[str, Any], ranks: int, timeout_s: float) -> dict[str, Any]:
+    code = ["-m", "commrt.bench.sparse", json.dumps(job)]
+    done = run_ranks(sys.executable, ranks, code, timeout_s=timeout_s)
+    said = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if not done.ok or not said:
+        raise BackendError(f"sparse on {ranks} ranks: {done.describe_failure()}")
+    found: dict[str, Any] = json.loads(said[0].removeprefix(_MARK))
+    return found
+
+
+def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Run the job on the ranks this process belongs to; the result is rank 0's."""
+    import commrt
+
+    runtime: Any = commrt
+    comm = runtime.init()
+    length = int(job["elements"])
+    x, total = np.empty(length, np.float32), np.empty(length, np.float32)
+    rows = []
+    for density in job["densities"]:
+        rng = np.random.default_rng((comm.rank, int(1e9 * density)))
+        indices = np.flatnonzero(rng.random(length) < density).astype(np.int32)
+        values = rng.integers(1, 9, len(indices)).astype(np.float32)
+        x.fill(0)
+        x[indices] = values
+        calls: dict[str, Callable[[], Any]] = {
+            "dense": lambda: comm.allreduce(x, out=total)
+        }
+        for name in job["algorithms"]:
+            calls[name] = _call(comm, (indices, values, length), name, job["result"])
+        rows += _rows(comm, calls, total, density, int(job["iterations"]), job)
+    about = {
+        "ranks": comm.size,
+        "nodes": comm.facts.nodes,
+        "link_class": comm.facts.link_class,
+    }
+    return {**about, "rows": rows} if comm.rank == 0 else None
+
+
+def _call(comm: Any, x: Any, name: str, form: str) -> Callable[[], Any]:
+    algorithm = None if name == AUTO else name
+    return lambda: comm.sparse_allreduce(x, algorithm=algorithm, result=form)
+
+
+def _rows(
+    comm: Any,
+    calls: Mapping[str, Callable[[], Any]],
+    total: Any,
+    density: float,
+    iterations: int,
+    job: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    ran, valid, nnz, fill, model = {}, {}, {}, 0.0, {}
+    turns = [(turn, name) for turn in range(iterations + 1) for name in calls]
+    if job["warm"]:
+        turns.sort(key=lambda each: list(calls).index(each[1]))
+    for turn, name in turns:  # the first of each is not timed, but checked
+        comm.barrier()
+        start = time.perf_counter()
+        result = calls[name]()
+        took = np.array([time.perf_counter() - start])
+        comm.allreduce(took, op="max")
+        if turn:
+            samples[name].append(1e6 * float(took[0]))
+        elif name != "dense":
+            report = comm.sparse_report
+            ran[name], nnz[name] = report.algorithm, report.output_nnz
+            whole = result.to_dense() if hasattr(result, "to_dense") else result
+            right = np.array([float(np.array_equal(whole, total))])
+            valid[name] = bool(comm.allreduce(right, op="min")[0])
+            fill = estimated_fill(report.counts, len(total))
+            question = _question(comm, len(total), job["result"])
+            model[name] = predicted_us(question, ran[name], fill)
+        del result
+    dense_us = statistics.median(samples["dense"])
+    return [
+        {
+            "density": density,
+            "fill": fill,
+            "algorithm": name,
+            "ran": ran[name],
+            "valid": valid[name],
+            "output_nnz": nnz[name],
+            "dense_us": dense_us,
+            "median_us": statistics.median(samples[name]),
+            "model_us": model[name],
+            "samples_us": samples[name],
+        }
+        for name in calls
+        if name != "dense"
+    ]
+
+
+def _question(comm: Any, length: int, form: str) -> Question:
+    return Question(
+        comm.size, comm.facts.nodes, length, 4, 4, form, prices_of(comm.facts)
+    )
+
+
+def _text(job: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    lines = [
+        f"# commrt sparse allreduce, {found['ranks']} ranks on {found['nodes']} "
+        f"node(s), links {found['link_class']}, {job['elements']} elements float32, "
+        f"indices int32, result {job['result']}, "
+        f"{'calls of a kind in a row' if job['warm'] else 'kinds in turn'}",
+        f"# {'Density':>9} {'Fill':>8} {'Algorithm':<19} {'Sparse(us)':>11} "
+        f"{'Dense(us)':>11} {'Dense/sparse':>12} {'Model(us)':>10}",
+    ]
+    for row in found["rows"]:
+        name = row["ran"] if row["algorithm"] != AUTO else f"auto: {row['ran']}"
+        ratio = row["dense_us"] / row["median_us"]
+        lines.append(
+            f"{row['density']:>11.5f} {row['fill']:>8.5f} {name:<19} "
+            f"{row['median_us']:>11.1f} {row['dense_us']:>11.1f} {ratio:>12.2f} "
+            f"{row['model_us']:>10.1f}{'' if row['valid'] else '  WRONG'}"
+        )
+    return "\n".join(lines)
+
+
+def merge_rates(length: int, densities: list[float]) -> list[dict[str, float]]:
+    """Return entries per second that one core merges, of two vectors of a density."""
+    pool, rates = Pool(), []
+    for density in densities:
+        rng = np.random.default_rng(1)
+        both = [np.flatnonzero(rng.random(length) < density) for _ in range(2)]
+        a, b = (each.astype(np.int32) for each in both)
+        va, vb = np.ones(len(a), np.float32), np.ones(len(b), np.float32)
+        entries = len(a) + len(b)
+        outs = pool.take(4 * entries), pool.take(4 * entries)
+        took = []
+        for _ in range(30):
+            start = time.perf_counter()
+            _native.sparse.merge(
+                4,
+                _FLOAT32,
+                a.ctypes.data,
+                va.ctypes.data,
+                len(a),
+                b.ctypes.data,
+                vb.ctypes.data,
+                len(b),
+                outs[0].ctypes.data,
+                outs[1].ctypes.data,
+            )
+            took.append(time.perf_counter() - start)
+        rate = entries / statistics.median(took)
+        rates.append({"density": density, "entries": entries, "per_second": rate})
+    return rates
+
+
+def _kernel_text(rates: list[dict[str, float]]) -> str:
+    lines = ["#   Density    Entries  Merged per second and core (10^6)"]
+    lines += [
+        f"{rate['density']:>11.5f} {rate['entries']:>10.0f} "
+        f"{rate['per_second'] / 1e6:>10.0f}"
+        for rate in rates
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    _found = measure(json.loads(sys.argv[1]))
+    if _found is not None:
+        print(_MARK + json.dumps(_found), flush=True)

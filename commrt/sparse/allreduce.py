@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exact sum of sparse vectors over all ranks: the steps of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from commrt.sparse.agreement import HEADER_FIELDS, Header, check_headers
+from commrt.sparse.cost import Question, choose, estimated_fill, prices_of
+from commrt.sparse.messages import Talk
+from commrt.sparse.pieces import Piece, even_bounds
+from commrt.sparse.recursive_doubling import recursive_doubling
+from commrt.sparse.result import Output
+from commrt.sparse.ring import ring_sum, two_level_ring, why_not_two_level
+from commrt.sparse.split import split
+from commrt.stepped import Steps
+
+__all__ = ["SparseReport", "agree", "sparse_allreduce"]
+
+
+@dataclass
+class SparseReport:
+    """What one sparse operation did on this rank."""
+
+    operation: str
+    algorithm: str = ""
+    """What ran."""
+    estimated_fill: float = 0.0
+    """By which it was chosen."""
+    counts: tuple[int, ...] = ()
+    """Entries of every rank."""
+    output_nnz: int = -1
+    """Entries of the output; -1 where it is dense."""
+    phases: tuple[dict[str, int], ...] = ()
+    """Of each exchange: entries sent and received, bytes received, dense pieces
+    received: the first that is not 0 there is where sums became dense."""
+
+
+def agree(
+    talk: Talk, what: str, header: Header, more: Sequence[int] = ()
+) -> Steps[tuple[list[int], Any]]:
+    """Return every rank's number of entries, once all ranks make the same call.
+
+    And a row of what each of them says beside it, equally many integers.
+    """
+    row = np.concatenate([header.row(), np.asarray(more, np.int64)])
+    rows = np.empty((talk.comm.size, row.size), np.int64)
+    started = talk.comm.allgather(
+        row, out=rows, nonblocking=True, timeout_s=talk.timeout_s
+    )
+    yield [started]
+    return check_headers(what, rows), rows[:, HEADER_FIELDS:]
+
+
+def sparse_allreduce(
+    talk: Talk, what: str, header: Header, output: Output, report: SparseReport
+) -> Steps[Any]:
+    """Return the output of one call."""
+    mine = talk.elements.whole(output.given)
+    # Told here it is nearly free; later it would be a round of headers.
+    bounds = even_bounds(0, output.length, talk.comm.size)
+    offsets = talk.elements.offsets(mine, bounds)
+    counts, per_range = yield from agree(talk, what, header, np.diff(offsets).tolist())
+    report.counts = tuple(counts)
+    report.estimated_fill = estimated_fill(counts, output.length)
+    algorithm = header.algorithm
+    if algorithm is None:
+        algorithm = choose(question(talk, output), report.estimated_fill)
+    report.algorithm = algorithm
+    result = yield from _run(talk, algorithm, mine, output, per_range)
+    report.phases = tuple(talk.phases)
+    report.output_nnz = getattr(result, "nnz", -1) if result is not output.out else -1
+    return result
+
+
+def question(talk: Talk, output: Output) -> Question:
+    """Return the kind of call, with the length as a power of two: few kinds do."""
+    comm, elements = talk.comm, talk.elements
+    return Question(
+        size=comm.size,
+        nodes=comm.facts.nodes,
+        length=1 << max(0, output.length - 1).bit_length(),
+        index_nbytes=elements.index_nbytes,
+        item_nbytes=elements.dtype.itemsize,
+        format=output.format,
+        prices=prices_of(comm.facts),
+        even=why_not_two_level(comm.nodes) is None,
+    )
+
+
+def _run(
+    talk: Talk, algorithm: str, mine: Piece, output: Output, per_range: Any
+) -> Steps[Any]:
+    if talk.comm.size == 1:
+        return output.from_piece(mine)
+    if algorithm == "recursive_doubling":
+        whole = yield from recursive_doubling(talk, mine)
+        return output.from_piece(whole)
+    if algorithm == "two_level_ring":
+        pieces = yield from two_level_ring(talk, mine)
+        return output.joined(pieces)
+    if algorithm == "ring":
+        part = yield from ring_sum(talk, range(talk.comm.size), mine)
+    else:
+        dense = algorithm == "split_dense"
+        part = yield from split(talk, mine, dense=dense, counts=per_range)
+    result = yield from output.gathered(talk, part)
+    return result

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sparse methods of a communicator: sparse_allreduce and topk_allreduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from commrt.arrays import HostView, overlap, view
+from commrt.calls import check_flag, check_timeout
+from commrt.errors import BufferError_, MismatchError, UsageError, suggest
+from commrt.point_to_point import PointToPoint
+from commrt.sparse.agreement import Header
+from commrt.sparse.allreduce import SparseReport, sparse_allreduce
+from commrt.sparse.cost import ALGORITHMS
+from commrt.sparse.memory import Pool
+from commrt.sparse.messages import Talk
+from commrt.sparse.pieces import Elements
+from commrt.sparse.result import FORMATS, Output
+from commrt.sparse.ring import why_not_two_level
+from commrt.sparse.topk import Largest, topk_allreduce
+from commrt.sparse.vector import Given, parse
+from commrt.stepped import SteppedRequest, Steps
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+    from commrt.safety.check import Checker
+
+__all__ = ["SparseMethods"]
+
+_MAX_TAG = 2**31 - 1
+
+
+@dataclass
+class _Sparse:
+    """What a communicator keeps for its sparse operations."""
+
+    channel: Communicator
+    """Of the same ranks; nothing but sparse operations goes over it."""
+    seq: int = 0
+    pending: set[int] = field(default_factory=set)
+    """Numbers of the operations that have not ended."""
+    report: SparseReport | None = None
+
+
+class SparseMethods(PointToPoint):
+    """The methods of a communicator that sum sparse vectors."""
+
+    _checker: Checker | None
+    _sparse: _Sparse | None = None
+    _private: Callable[[str], Communicator]
+
+    def sparse_allreduce(
+        self,
+        x: Any,
+        *,
+        result: str = "auto",
+        out: Any = None,
+        algorithm: str | None = None,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Return the exact sum over all ranks of sparse vectors.
+
+            total = comm.sparse_allreduce((indices, values, shape))
+
+        Ranks may have different numbers of entries, none included. An index that no
+        rank has is zero. Sums of a vector that has become dense on its way lose the
+        entries that are zero. Ranks must agree on shape, types and arguments.
+
+        Args:
+            x: SparseVector, (indices, values, shape), a scipy or torch COO array. The
+                indices are sorted, each there once; int32 or int64.
+            result: "sparse" for a SparseVector, "dense" for an array of the shape;
+                "auto" for what takes fewer bytes, the same on all ranks.
+            out: an array to fill with the dense result.
+            algorithm: one of recursive_doubling, split, split_dense, ring,
+                two_level_ring; chosen by the estimated fill unless given.
+            nonblocking: return a request. Its steps run in ``test()`` and ``wait()``.
+            timeout_s: limit of the wait.
+
+        Raises:
+            UsageError: an argument is wrong; nothing was sent.
+            MismatchError: the ranks called different things; on all of them.
+        """
+        what = "sparse_allreduce"
+        self._check_usable()
+        nonblocking = check_flag(what, "nonblocking", nonblocking)
+        limit = self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
+
+        def check() -> tuple[Header, Output]:
+            output = _output(what, x, result, out, self._sparse_pool)
+            self._check_algorithm(what, algorithm)
+            if algorithm == "split_dense" and output.format == "sparse":
+                raise UsageError(
+                    f"{what}: algorithm='split_dense' has a dense sum; leave out "
+                    f"result='sparse', or take algorithm='split'"
+                )
+            return self._header(what, output.given, output.format, algorithm), output
+
+        header, output = self._checked(what, check, timeout_s)
+
+        def steps(talk: Talk, title: str, report: SparseReport) -> Steps[Any]:
+            return sparse_allreduce(talk, title, header, output, report)
+
+        return self._start(what, header, output.elements, steps, nonblocking, limit)
+
+    def topk_allreduce(
+        self,
+        x: Any,
+        k: int,
+        *,
+        residual: Any = None,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Return the ``k`` largest elements, by magnitude, of a sum of largest
+        elements.
+
+            update = comm.topk_allreduce(gradient, 1000, residual=residual)
+
+        Lossy: each rank contributes the ``k`` largest of its ``x`` plus ``residual``,
+        and of their sum the ``k`` largest are the result, a SparseVector, the same on
+        all ranks. What a rank had that is not in the result goes into its ``residual``,
+        so that it is sent later: the result and all residuals together are what all
+        ranks put in.
+
+        Args:
+            x: this rank's array; not changed.
+            k: how many, at most its elements.
+            residual: an array like ``x``, zeros before the first call. Without it,
+                what is not sent is lost.
+            nonblocking: return a request. ``x`` is read before it is returned;
+                ``residual`` is read then, and written when the request ends.
+            timeout_s: limit of the wait.
+        """
+        what = "topk_allreduce"
+        self._check_usable()
+        nonblocking = check_flag(what, "nonblocking", nonblocking)
+        limit = self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
+
+        def check() -> tuple[Header, Largest]:
+            mine = Largest.of(what, x, k, residual, self._sparse_pool)
+            header = self._header(what, mine.output.given, "sparse", None)
+            return replace(header, k=mine.k), mine
+
+        header, mine = self._checked(what, check, timeout_s)
+
+        def steps(talk: Talk, title: str, report: SparseReport) -> Steps[Any]:
+            return topk_allreduce(talk, title, header, mine, report)
+
+        elements = mine.output.elements
+        return self._start(what, header, elements, steps, nonblocking, limit)
+
+    @cached_property
+    def _sparse_pool(self) -> Pool:
+        return Pool()
+
+    @property
+    def sparse_report(self) -> SparseReport | None:
+        """What the sparse operation that ended last did on this rank; None before."""
+        return None if self._sparse is None else self._sparse.report
+
+    # -- starting ----------------------------------------------------------------
+
+    def _start(
+        self,
+        what: str,
+        header: Header,
+        elements: Elements,
+        steps: Callable[[Talk, str, SparseReport], Steps[Any]],
+        nonblocking: bool,
+        limit: float,
+    ) -> Any:
+        state = self._sparse
+        if state is None:  # the first one: made by all ranks together
+            state = self._sparse = _Sparse(self._private("sparse"))
+        state.channel._check_usable()
+        seq = state.seq
+        state.seq += 1
+        state.pending.add(seq)
+        talk = Talk(state.channel, seq % _MAX_TAG, elements, limit)
+        report = SparseReport(what)
+        title = f"{what} #{seq} on {self.name}"
+
+        def ended(error: BaseException | None) -> None:
+            state.pending.discard(seq)
+            state.report = report
+            if error is not None and not isinstance(error, MismatchError):
+                # The others must not wait for messages that never come.
+                state.channel._set_failure(f"{title}: {error}")
+
+        request = SteppedRequest(
+            steps(talk, title, report),
+            f"{title}, rank {self.rank}",
+            what,
+            limit,
+            ended,
+        )
+        return request if nonblocking else request.wait()
+
+    def _header(
+        self, what: str, given: Given, form: str, algorithm: str | None
+    ) -> Header:
+        seq = 0 if self._sparse is None else self._sparse.seq
+        return Header(
+            what,
+            given.dtype.name,
+            given.index_nbytes,
+            form,
+            algorithm,
+            0,
+            given.shape,
+            given.count,
+            seq,
+        )
+
+    def _checked(
+        self,
+        what: str,
+        check: Callable[[], tuple[Header, Any]],
+        timeout_s: float | None,
+    ) -> tuple[Header, Any]:
+        """Return what ``check`` does; in check mode its error is every rank's."""
+        if self._checker is None:
+            return check()
+        found: tuple[Header, Any] | None = None
+        said = ""
+        try:
+            found = check()
+        except UsageError as error:
+            said = str(error)
+        fields: dict[str, Any] = {"operation": what}
+        if found is not None:
+            header = found[0]
+            fields["dtype"] = header.dtype
+            asked = f"{header.format} {header.algorithm or ''} {header.k or ''}"
+            fields["algorithm"] = asked.strip()
+        self._checker.compare_with_errors(fields, said, timeout_s)
+        assert found is not None
+        return found
+
+    def _check_algorithm(self, what: str, algorithm: Any) -> None:
+        if algorithm is None:
+            return
+        if algorithm not in ALGORITHMS:
+            raise UsageError(
+                f"{what}: unknown algorithm={algorithm!r}"
+                f"{suggest(algorithm, ALGORITHMS)}"
+            )
+        nodes: list[list[int]] = getattr(self, "nodes")  # noqa: B009  a subclass's
+        if algorithm == "two_level_ring" and (why := why_not_two_level(nodes)):
+            raise UsageError(f"{what}: algorithm='two_level_ring' cannot run: {why}")
+
+    # -- ending ------------------------------------------------------------------
+
+    def _free_sparse(self) -> None:
+        """Free what sparse operations use; UsageError while one has not ended."""
+        state = self._sparse
+        if state is None:
+            return
+        if state.pending and not state.channel._failure:
+            raise UsageError(
+                f"{self.name} cannot be freed: {len(state.pending)} sparse operations "
+                f"have not ended; wait() for their requests first"
+            )
+        state.channel.free()
+
+    def _give_up_sparse(self, why: str) -> None:
+        if self._sparse is not None:
+            self._sparse.channel._set_failure(why)
+
+
+def _output(what: str, x: Any, result: Any, out: Any, pool: Pool) -> Output:
+    given = parse(what, x)
+    elements = Elements.of(what, given, pool)
+    if not isinstance(result, str) or result not in FORMATS:
+        raise UsageError(f"{what}: unknown result={result!r}{suggest(result, FORMATS)}")
+    if out is None:
+        return Output(given, elements, result, None)
+    if result == "sparse":
+        raise UsageError(
+            f"{what}: out is for a dense result; leave out result='sparse'"
+        )
+    return Output(given, elements, "dense", _dense_out(what, given, out))
+
+
+def _dense_out(what: str, given: Given, out: Any) -> HostView:
+    target = view(out, f"{what}: out")
+    if not target.writable:
+        raise BufferError_(f"{what}: out is read-only: pass a writable array")
+    if target.dtype is not given.dtype:
+        raise BufferError_(
+            f"{what}: out has dtype {target.dtype.name}, the values have "
+            f"{given.dtype.name}; they must be equal"
+        )
+    if target.count != given.length:
+        raise UsageError(
+            f"{what}: out has {target.count} elements (shape {target.shape}), expected "
+            f"{given.length} for shape={given.shape}"
+        )
+    if overlap(target, given.indices) or overlap(target, given.values):
+        raise UsageError(f"{what}: out overlaps indices or values; pass a separate one")
+    return target

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse vectors as users hold them: checked on the way in, built on the way out.
+
+Accepted are ``SparseVector``, (indices, values, shape), scipy's sparse arrays, torch's
+COO tensors, and any object with those three attributes. None of these libraries is
+imported: objects are known by what they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from commrt import _native
+from commrt.arrays import HostView, view
+from commrt.calls import as_integer
+from commrt.dtypes import DType
+from commrt.errors import BufferError_, UsageError
+
+__all__ = ["MAX_DIMS", "Given", "SparseVector", "check_shape", "parse"]
+
+MAX_DIMS = 8
+_LARGEST = 2**62
+
+
+@dataclass(frozen=True, eq=False)
+class SparseVector:
+    """A vector, or an array seen as one, of which only some elements are stored.
+
+    ``indices`` are positions in the array read in C order: sorted, each of them once.
+    """
+
+    indices: Any
+    """int32 or int64, ascending."""
+    values: Any
+    """As many elements; what is not listed is zero."""
+    shape: tuple[int, ...]
+    """Of the whole array."""
+
+    @property
+    def nnz(self) -> int:
+        """Number of stored elements, zeros among them included."""
+        return int(self.values.shape[0])
+
+    def to_dense(self) -> Any:
+        """Return the whole array, in the library of ``values``."""
+        values = self.values
+        if isinstance(values, np.ndarray):
+            whole: Any = np.zeros(prod(self.shape), values.dtype)
+            whole[np.asarray(self.indices)] = values
+        else:
+            whole = values.new_zeros(prod(self.shape))
+            whole[self.indices.long()] = values
+        return whole.reshape(self.shape)
+
+    def __repr__(self) -> str:
+        return (
+            f"SparseVector(nnz={self.nnz}, shape={self.shape}, "
+            f"dtype={self.values.dtype}, indices={self.indices.dtype})"
+        )
+
+
+@dataclass(frozen=True)
+class Given:
+    """An argument, checked."""
+
+    indices: HostView
+    values: HostView
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Entries."""
+        return self.values.count
+
+    @property
+    def length(self) -> int:
+        """Elements of the whole vector."""
+        return prod(self.shape)
+
+    @property
+    def index_nbytes(self) -> int:
+        """4 or 8."""
+        return self.indices.dtype.itemsize
+
+    @property
+    def dtype(self) -> DType:
+        """Type of the values."""
+        return self.values.dtype
+
+
+def parse(what: str, x: Any) -> Given:
+    """Return the sparse vector ``x``; UsageError says what is wrong with it."""
+    indices, values, shape = _parts(what, x)
+    where = f"{what}: indices"
+    of_indices, of_values = view(indices, where), view(values, f"{what}: values")
+    given = Given(of_indices, of_values, check_shape(what, shape))
+    if of_indices.dtype.name not in ("int32", "int64"):
+        raise BufferError_(
+            f"{where} has dtype {of_indices.dtype.name}; expected int32 or int64"
+        )
+    for name, one in (("indices", of_indices), ("values", of_values)):
+        if len(one.shape) != 1:
+            raise UsageError(f"{what}: {name} has shape {one.shape}; expected one axis")
+    if of_indices.count != of_values.count:
+        raise UsageError(
+            f"{what}: {of_indices.count} indices, but {of_values.count} values; there "
+            f"must be a value for each index"
+        )
+    check_indices(what, given)
+    return given
+
+
+def check_indices(what: str, given: Given) -> None:
+    """Raise UsageError unless the indices ascend and lie in the shape."""
+    if given.index_nbytes == 4 and given.length > 2**31:
+        raise UsageError(
+            f"{what}: shape={given.shape} has {given.length} elements, more than int32 "
+            f"indices can name; pass int64 indices"
+        )
+    at = _native.sparse.first_wrong(
+        given.index_nbytes, given.indices.address, given.count, given.length
+    )
+    if at == given.count:
+        return
+    index = _index_at(given, at)
+    if not 0 <= index < given.length:
+        raise UsageError(
+            f"{what}: indices[{at}] is {index}, out of range for shape={given.shape}; "
+            f"expected 0..{given.length - 1}"
+        )
+    before = _index_at(given, at - 1)
+    if index == before:
+        raise UsageError(
+            f"{what}: indices[{at - 1}] and indices[{at}] are both {index}; each index "
+            f"may be there once: add such values first"
+        )
+    raise UsageError(
+        f"{what}: indices are not sorted: indices[{at - 1}] is {before}, "
+        f"indices[{at}] is {index}; sort them, and the values with them"
+    )
+
+
+def _index_at(given: Given, at: int) -> int:
+    indices: Any = given.indices.array
+    return int(np.asarray(indices).reshape(-1)[at])
+
+
+def check_shape(what: str, shape: Any) -> tuple[int, ...]:
+    """Return a shape as a tuple of integers, or raise UsageError."""
+    number = as_integer(shape)
+    sizes: list[int | None] = [number]
+    if number is None:
+        try:
+            sizes = [as_integer(size) for size in shape]
+        except TypeError:
+            sizes = [None]
+    found = [size for size in sizes if size is not None and size >= 0]
+    if len(found) != len(sizes) or len(found) > MAX_DIMS or prod(found) > _LARGEST:
+        raise UsageError(
+            f"{what}: shape={shape!r} must be a number of elements, or up to "
+            f"{MAX_DIMS} of them, from 0 on"
+        )
+    return tuple(found)
+
+
+def _parts(what: str, x: Any) -> tuple[Any, Any, Any]:
+    if isinstance(x, SparseVector):
+        return x.indices, x.values, x.shape
+    if isinstance(x, tuple | list) and len(x) == 3:
+        indices, values, shape = x
+        return indices, values, shape
+    if callable(getattr(x, "tocoo", None)):
+        return _parts_of_scipy(what, x)
+    if callable(getattr(x, "is_coalesced", None)) and getattr(x, "is_sparse", False):
+        return _parts_of_torch(what, x)
+    parts = [getattr(x, name, None) for name in ("indices", "values", "shape")]
+    if any(part is None or callable(part) for part in parts):
+        raise UsageError(
+            f"{what}: x is a {type(x).__name__}; expected a SparseVector, (indices, "
+            f"values, shape), a scipy or torch COO array, or an object with indices, "
+            f"values and shape"
+        )
+    return parts[0], parts[1], parts[2]
+
+
+def _parts_of_scipy(what: str, x: Any) -> tuple[Any, Any, Any]:
+    coo = x.tocoo()
+    coords = getattr(coo, "coords", None) or (coo.row, coo.col)
+    return _flat(coords, x.shape), np.asarray(coo.data), tuple(x.shape)
+
+
+def _parts_of_torch(what: str, x: Any) -> tuple[Any, Any, Any]:
+    if not x.is_coalesced():
+        raise UsageError(
+            f"{what}: x is a COO tensor that is not coalesced: its indices may be "
+            f"unsorted or there twice; pass x.coalesce()"
+        )
+    if x.dense_dim():
+        raise UsageError(
+            f"{what}: x has {x.dense_dim()} dense dimensions; expected a COO tensor "
+            f"whose values are numbers"
+        )
+    coords: Sequence[Any] = list(x.indices().numpy())
+    return _flat(coords, tuple(x.shape)), x.values(), tuple(x.shape)
+
+
+def _flat(coords: Sequence[Any], shape: Sequence[int]) -> Any:
+    """Return positions in C order for a list of coordinates per axis."""
+    if len(coords) == 1:
+        return np.ascontiguousarray(coords[0])
+    flat = np.ravel_multi_index(tuple(np.asarray(c) for c in coords), tuple(shape))
+    return flat.astype(np.int32 if prod(shape) <= 2**31 else np.int64)

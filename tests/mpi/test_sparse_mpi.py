@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse operations between real ranks, on one node and across pretended nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import commrt
+from commrt.errors import UsageError
+from commrt.sparse.cost import ALGORITHMS
+
+
+def nodes(text: str) -> dict[str, str]:
+    """Return the environment that pretends these nodes."""
+    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "60"} if text else {}
+
+
+def run_sums(seed: int) -> list[Any]:
+    comm = commrt.init()
+    wrong = []
+    even = len({len(node) for node in comm.nodes}) == 1
+    for length in (7, 50_000):
+        for fill in (0.01, 0.3, 1.0):
+            parts = []
+            for rank in range(comm.size):
+                rng = np.random.default_rng((seed, rank, length))
+                uneven = fill * rank / max(1, comm.size - 1)
+                indices = np.flatnonzero(rng.random(length) < uneven)
+                parts.append((indices, rng.integers(-5, 5, len(indices)).astype("f4")))
+            want = np.zeros(length, np.float32)
+            for indices, values in parts:
+                want[indices] += values
+            for algorithm in (None, *ALGORITHMS):
+                x = (*parts[comm.rank], length)
+                if algorithm == "two_level_ring" and not even:
+                    with pytest.raises(UsageError, match="equally many on each"):
+                        comm.sparse_allreduce(x, algorithm=algorithm)
+                    continue
+                got = comm.sparse_allreduce(x, algorithm=algorithm, result="dense")
+                if not np.array_equal(got, want):
+                    wrong.append([length, fill, algorithm])
+    residual = np.zeros(1000, np.int64)
+    mine = np.arange(1000) * (comm.rank + 1)
+    top = comm.topk_allreduce(mine, 10, residual=residual)
+    total = top.to_dense() + comm.allreduce(residual.copy())
+    if not np.array_equal(total, comm.allreduce(mine.copy())):
+        wrong.append("topk")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("size", "where"),
+    [(2, ""), (2, "1,1"), (3, "2,1"), (4, ""), (4, "2,2"), (4, "1,1,1,1")],
+)
+def test_sparse_sums_are_exact(mpirun: Any, size: int, where: str, seed: int) -> None:
+    assert mpirun(size, run_sums, env=nodes(where), seed=seed) == [[]] * size

@@ -68,17 +68,17 @@ PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),--full) $(if $(SEED),--seed $(SEED))
 .PHONY: test-unit
 test-unit: $(VENV)/.installed ## Tests without MPI, ranks as threads, documents.
 	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS)
-	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.6)
+	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.35)
 
 .PHONY: test-openmpi
 test-openmpi: $(VENV)/.installed ## Tests with ranks of Open MPI.
-	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS)
+	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.6)
 
 .PHONY: test-mpich
 test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, with MPICH.
 	cmp $(VENV)/lib/python*/site-packages/commrt/_native.*.so \
 	  $(VENV_MPICH)/lib/python*/site-packages/commrt/_native.*.so
-	$(VENV_MPICH)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.4)
+	$(VENV_MPICH)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.2)
 
 .PHONY: test-torch
 test-torch: $(VENV_TORCH)/.installed ## Tests with torch: torchrun's ranks, tensors, gloo.
@@ -96,9 +96,9 @@ TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
 # only the plain ones, which do the same by the same source; a full run has all.
 # Not capturing descriptors lets through what a sanitizer prints.
 SCOPE := $(if $(FULL),-full)
-# They are five to ten times slower: a sixth of each test's cases, others in each run. A
+# They are five to ten times slower: a tenth of each test's cases, others in each run. A
 # full run has them all, but draws from the matrix of operations as an ordinary run does.
-SHARE := 0.17
+SHARE := 0.1
 SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks $(TEST_ARGS) \
   $(if $(SEED),--seed $(SEED)) --capture=sys $(if $(FULL),,--plain-kernels --share $(SHARE))
 

@@ -13,7 +13,7 @@ import numpy as np
 
 import commrt
 
-LONG = 8_000_000
+LONG = 16_000_000
 
 
 def without_memory() -> list[Any]:

@@ -68,11 +68,11 @@ PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),--full) $(if $(SEED),--seed $(SEED))
 .PHONY: test-unit
 test-unit: $(VENV)/.installed ## Tests without MPI, ranks as threads, documents.
 	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS)
-	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.35)
+	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.2)
 
 .PHONY: test-openmpi
 test-openmpi: $(VENV)/.installed ## Tests with ranks of Open MPI.
-	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.6)
+	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.4)
 
 .PHONY: test-mpich
 test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, with MPICH.

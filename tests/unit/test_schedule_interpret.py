@@ -154,7 +154,7 @@ def test_a_schedule_from_json_runs() -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_every_scan_combines_in_rank_order(coll: str, in_place: bool) -> None:
     """Shown by strings: joining them is associative, but not commutative."""
-    for size in range(1, 34):
+    for size in (*range(1, 14), 16, 17, 33):
         letters = [chr(ord("!") + rank) for rank in range(size)]
         xs = [np.full(5, letter, f"U{size}") for letter in letters]
         shift = 1 if coll == "scan" else 0

@@ -84,13 +84,14 @@ def prove(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("coll", COLLS)
 def test_right_on_3_to_33_ranks(coll: str, seed: int) -> None:
+    """A third of the sizes, other ones in each run; every combination in a full run."""
     rng = random.Random(f"{coll} {seed}")
     proved = 0
-    for size in range(3, 34):
+    for size in rng.sample(range(3, 34), 11):
         for schedule in schedules(coll, size, rng):
             verify(schedule)
             proved += 1
-    assert proved > 100
+    assert proved > 30
 
 
 @pytest.mark.parametrize("coll", COLLS)

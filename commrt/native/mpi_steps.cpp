@@ -307,6 +307,11 @@ bool Op::advance_native(uint64_t limit) {
     if (comm->native_refused_) return false;
     const bool in_place = static_cast<const void*>(in) == static_cast<void*>(out);
     const void* send = in_place ? api.in_place : static_cast<const void*>(in);
+    // MPI refuses equal buffers even where one of them is empty: where blocks differ in
+    // length, an empty block may lie at the start of another array.
+    static unsigned char nowhere[2];
+    const void* const from = plan->in_elems != 0 ? static_cast<const void*>(in) : nowhere;
+    void* const into = plan->out_elems != 0 ? static_cast<void*>(out) : nowhere + 1;
     void* request = &native_request_;
     const bool is_root = comm->rank == plan->root;
     int rc = 0;
@@ -363,7 +368,7 @@ bool Op::advance_native(uint64_t limit) {
         }
         break;
       case 11:
-        rc = api.iallgatherv(in, call.count, call.datatype, out, call.recv_counts.data(),
+        rc = api.iallgatherv(from, call.count, call.datatype, into, call.recv_counts.data(),
                              call.recv_at.data(), call.datatype, call.comm, request);
         break;
       case 12:
@@ -372,20 +377,21 @@ bool Op::advance_native(uint64_t limit) {
           comm->native_refused_ = true;
           return true;
         }
+        if (plan->in_elems == 0) send = from;
         rc = api.ialltoallv(send, call.send_counts.data(), call.send_at.data(), call.datatype,
-                            out, call.recv_counts.data(), call.recv_at.data(), call.datatype,
+                            into, call.recv_counts.data(), call.recv_at.data(), call.datatype,
                             call.comm, request);
         break;
       case 13:
-        rc = api.igatherv(in, call.count, call.datatype, out, call.recv_counts.data(),
+        rc = api.igatherv(from, call.count, call.datatype, into, call.recv_counts.data(),
                           call.recv_at.data(), call.datatype, plan->root, call.comm, request);
         break;
       case 14:
-        rc = api.iscatterv(in, call.send_counts.data(), call.send_at.data(), call.datatype, out,
+        rc = api.iscatterv(from, call.send_counts.data(), call.send_at.data(), call.datatype, into,
                            call.count, call.datatype, plan->root, call.comm, request);
         break;
       case 15:
-        rc = api.ireduce_scatter(in, out, call.recv_counts.data(), call.datatype, call.op,
+        rc = api.ireduce_scatter(from, into, call.recv_counts.data(), call.datatype, call.op,
                                  call.comm, request);
         break;
       default:

@@ -92,3 +92,40 @@ def test_check_mode_names_the_pair(mpirun: Any) -> None:
     assert (
         "rank 1 sends 2 elements to rank 0 (send_counts[0]), which expects 3" in first
     )
+
+
+def empty_blocks_of_other_arrays() -> list[bool]:
+    """By the library's own collectives: an empty array may begin where another does."""
+    comm: Any = commrt.init()
+    size, rank = comm.size, comm.rank
+    counts = [0] * size
+    counts[1] = 5
+    way = {"algorithm": "mpi/native"}
+    x = np.arange(5.0)
+    mine = x[:0] if rank != 1 else x
+    comm.reduce_scatterv(x, out=mine, counts=counts, **way)
+    summed = rank != 1 or bool((x == size * np.arange(5.0)).all())
+    whole = np.full(5, float(rank))
+    mine = whole[:0] if rank != 1 else whole
+    comm.allgatherv(mine, out=whole, counts=counts, **way)
+    gathered = bool((whole == 1.0).all())
+    sent, received = [0] * size, [0] * size
+    if rank == 1:
+        sent[0] = 5
+    if rank == 0:
+        received[1] = 5
+    target = np.zeros(5)
+    comm.alltoallv(
+        np.ones(5) if rank == 1 else target[:0],
+        out=target if rank == 0 else target[:0],
+        send_counts=sent,
+        recv_counts=received,
+        **way,
+    )
+    moved = bool((target == (1.0 if rank == 0 else 0.0)).all())
+    return [summed, gathered, moved]
+
+
+def test_an_empty_array_may_begin_where_another_does(mpirun: Any) -> None:
+    found = mpirun(3, empty_blocks_of_other_arrays)
+    assert found == [[True] * 3] * 3

@@ -96,9 +96,9 @@ TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
 # only the plain ones, which do the same by the same source; a full run has all.
 # Not capturing descriptors lets through what a sanitizer prints.
 SCOPE := $(if $(FULL),-full)
-# They are five to ten times slower: a tenth of each test's cases, others in each run. A
+# They are five to ten times slower: a twentieth of each test's cases, others in each run. A
 # full run has them all, but draws from the matrix of operations as an ordinary run does.
-SHARE := 0.1
+SHARE := 0.05
 SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks $(TEST_ARGS) \
   $(if $(SEED),--seed $(SEED)) --capture=sys $(if $(FULL),,--plain-kernels --share $(SHARE))
 

@@ -368,7 +368,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
                                  : messages[i] + cursor;
     }
     if (gathers) {
-      for (int i = 0; i < nin; ++i) {
+      for (int i = 0; nbytes != 0 && i < nin; ++i) {
         std::memcpy(by_python->inputs[i].get() + cursor, inputs[i], nbytes);
       }
       cursor += nbytes;

@@ -72,7 +72,7 @@ test-unit: $(VENV)/.installed ## Tests without MPI, ranks as threads, documents.
 
 .PHONY: test-openmpi
 test-openmpi: $(VENV)/.installed ## Tests with ranks of Open MPI.
-	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.4)
+	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.3)
 
 .PHONY: test-mpich
 test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, with MPICH.
@@ -96,9 +96,9 @@ TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
 # only the plain ones, which do the same by the same source; a full run has all.
 # Not capturing descriptors lets through what a sanitizer prints.
 SCOPE := $(if $(FULL),-full)
-# They are five to ten times slower: a twentieth of each test's cases, others in each run. A
-# full run has them all, but draws from the matrix of operations as an ordinary run does.
-SHARE := 0.05
+# They are five to ten times slower: a tenth of the cases of a third of the tests, others in
+# each run. A full run has them all, but draws from the matrix of operations as an ordinary run does.
+SHARE := 0.1 --functions 0.3
 SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks $(TEST_ARGS) \
   $(if $(SEED),--seed $(SEED)) --capture=sys $(if $(FULL),,--plain-kernels --share $(SHARE))
 

@@ -4,7 +4,8 @@
 ``@pytest.mark.full`` is left out of an ordinary run. ``@pytest.mark.full(sample=3)``
 keeps three of the test's cases, drawn with the run's seed, so that many ordinary runs
 cover what a full one covers. ``--share 0.3`` keeps that part of every test's cases, at
-least one of each. The seed is printed; ``--seed`` repeats a run.
+least one of each, and ``--functions 0.3`` that part of the tests. The seed is printed;
+``--seed`` repeats a run.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run only this part of each test's cases; for slow builds",
     )
     group.addoption(
+        "--functions",
+        type=float,
+        default=1.0,
+        help="run only this part of the tests; for slow builds",
+    )
+    group.addoption(
         "--plain-kernels",
         action="store_true",
         help="reduce with the least instruction set, the one that sanitizers see",
@@ -58,7 +65,8 @@ def pytest_collection_modifyitems(
         return
     left_out = set(_left_out(items, seed))
     rest = [item for item in items if item not in left_out]
-    left_out |= set(_beyond(config.getoption("--share"), rest, seed))
+    shares = config.getoption("--share"), config.getoption("--functions")
+    left_out |= set(_beyond(*shares, rest, seed))
     if left_out:
         config.stash[_NOTE] += f"; {len(left_out)} tests only with --full"
         config.hook.pytest_deselected(items=list(left_out))
@@ -78,13 +86,17 @@ def _left_out(items: list[pytest.Item], seed: int) -> Iterator[pytest.Item]:
         yield from _all_but(number, cases, f"{name} {seed}")
 
 
-def _beyond(share: float, items: list[pytest.Item], seed: int) -> Iterator[pytest.Item]:
-    """Yield what is left out where only a share of each function's cases runs."""
+def _beyond(
+    share: float, functions: float, items: list[pytest.Item], seed: int
+) -> Iterator[pytest.Item]:
+    """Yield what is left out where only a share of functions, and of cases, runs."""
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    many = max(1, round(functions * len(groups))) if groups else 0
+    kept = set(random.Random(f"{seed} functions").sample(sorted(groups), many))
     for name, cases in groups.items():
-        number = max(1, round(share * len(cases)))
+        number = max(1, round(share * len(cases))) if name in kept else 0
         yield from _all_but(number, cases, f"{name} {seed} share")
 
 

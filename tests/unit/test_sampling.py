@@ -81,3 +81,14 @@ def test_a_share_keeps_some_of_every_test(run: object) -> None:
     }
     other = run("--share", "0.3", "--seed", "2")  # type: ignore[operator]
     assert other != chosen
+
+
+def test_a_part_of_the_tests_is_drawn_anew_by_every_seed(run: object) -> None:
+    def names(seed: int) -> set[str]:
+        chosen = run("--functions", "0.5", "--seed", str(seed))  # type: ignore[operator]
+        return {each.partition("[")[0] for each in chosen}
+
+    drawn = [names(seed) for seed in range(12)]
+    every = set().union(*drawn)
+    assert len(every) >= 3
+    assert all(1 <= len(one) < len(every) for one in drawn)

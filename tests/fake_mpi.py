@@ -266,3 +266,16 @@ class MpiRanks(LocalRanks):
             mock.patch.object(_libmpi, "handle", lambda comm: comm),
         ):
             super().__init__(sum(map(len, nodes)))
+
+
+_IDLE_PASSES = 70
+"""So many without progress, and nothing will happen: a rank that needs nothing looks
+for messages in every 64th."""
+
+
+def settle(ranks: MpiRanks) -> None:
+    """Step all ranks until nothing moves."""
+    idle = 0
+    while idle < _IDLE_PASSES:
+        moved = [ranks.step(rank) for rank in range(len(ranks.comms))]
+        idle = 0 if any(moved) else idle + 1

@@ -34,13 +34,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from commrt.algorithms._registry import algorithm
-from commrt.algorithms.pipelined_trees import Links
-from commrt.schedule.builder import Buffer, Builder
+from commrt.algorithms.pipelined_trees import TOP, Links, down, up
+from commrt.schedule.builder import Builder
 from commrt.schedule.ir import ParamValue
 
 _PARTS = 8
-_TOP = -1
-"""The parent of a tree's top."""
 _ABOVE = 4
 _FEW = 8
 
@@ -48,7 +46,7 @@ _FEW = 8
 def _in_order(rank: int, size: int) -> Links:
     """Return the links in the tree that has its ranks in order; rank 0 is its top."""
     bit = rank & -rank if rank else 1 << (size - 1).bit_length()
-    parent = _TOP
+    parent = TOP
     if rank:
         parent = (rank ^ bit) | (bit << 1)
         if parent >= size:
@@ -72,11 +70,11 @@ def tree(number: int, rank: int, size: int) -> Links:
     if size % 2:
         found = _in_order((rank - 1) % size, size)
         places = [(one + 1) % size for one in found.children]
-        parent = _TOP if found.parent == _TOP else (found.parent + 1) % size
+        parent = TOP if found.parent == TOP else (found.parent + 1) % size
         return Links(parent, tuple(places))
     found = _in_order(size - 1 - rank, size)
     places = [size - 1 - one for one in found.children]
-    parent = _TOP if found.parent == _TOP else size - 1 - found.parent
+    parent = TOP if found.parent == TOP else size - 1 - found.parent
     return Links(parent, tuple(places))
 
 
@@ -95,7 +93,7 @@ def _rooted(b: Builder) -> tuple[Builder, list[Links]]:
     ranks = b.sub((b.root + v) % b.size for v in range(b.size))
     others = b.size - 1
     if ranks.rank == 0:
-        return ranks, [Links(_TOP, (1 + top(number, others),)) for number in range(2)]
+        return ranks, [Links(TOP, (1 + top(number, others),)) for number in range(2)]
     links = []
     for number in range(2):
         own = tree(number, ranks.rank - 1, others)
@@ -139,7 +137,7 @@ def bcast(b: Builder) -> None:
         b.copy(b.out[:], b.inp[:])
     ends, passed_on = _split(links)
     for part in (*passed_on, *ends):
-        _down(ranks, links[part % 2], part)
+        down(ranks, links[part % 2], part)
 
 
 @algorithm(
@@ -152,7 +150,7 @@ def reduce(b: Builder) -> None:
     sums = b.out if b.rank == b.root else b.tmp(_PARTS)
     ends, passed_on = _split(links)
     for part in (*ends, *passed_on):
-        _up(ranks, links[part % 2], sums, part)
+        up(ranks, links[part % 2], sums, part)
 
 
 @algorithm(
@@ -165,27 +163,10 @@ def allreduce(b: Builder) -> None:
     ends, passed_on = _split(links)
     for part in (*ends, *passed_on):
         own = links[part % 2]
-        _up(b, own, b.out, part)
-        if own.parent == _TOP:
-            _down(b, own, part)
+        up(b, own, b.out, part)
+        if own.parent == TOP:
+            down(b, own, part)
     for part in (*passed_on, *ends):
         own = links[part % 2]
-        if own.parent != _TOP:
-            _down(b, own, part)
-
-
-def _down(ranks: Builder, own: Links, part: int) -> None:
-    """Receive one part from the parent, pass it on to the children."""
-    if own.parent != _TOP:
-        ranks.recv(ranks.out[part], own.parent)
-    for child in own.children:
-        ranks.send(ranks.out[part], child)
-
-
-def _up(ranks: Builder, own: Links, sums: Buffer, part: int) -> None:
-    """Add what the children send of one part, send the sum to the parent."""
-    ranks.copy(sums[part], ranks.inp[part])
-    for child in own.children:
-        ranks.rred(sums[part], child)
-    if own.parent != _TOP:
-        ranks.send(sums[part], own.parent)
+        if own.parent != TOP:
+            down(b, own, part)

@@ -34,10 +34,12 @@ from commrt.algorithms._registry import algorithm
 from commrt.schedule.builder import Buffer, Builder
 
 _PARTS = 8
+TOP = -1
+"""The parent of a tree's top."""
 
 
 class Links(NamedTuple):
-    """Whom a rank of a tree talks to; rank 0 has no parent."""
+    """Whom a rank of a tree talks to; the parent of its top is ``TOP``."""
 
     parent: int
     children: tuple[int, ...]
@@ -67,20 +69,20 @@ def _from_root(b: Builder) -> Builder:
     return b.sub((b.root + v) % b.size for v in range(b.size))
 
 
-def _down(ranks: Builder, own: Links, part: int) -> None:
+def down(ranks: Builder, own: Links, part: int) -> None:
     """Receive one part from the parent, pass it on to the children."""
-    if ranks.rank:
+    if own.parent != TOP:
         ranks.recv(ranks.out[part], own.parent)
     for child in own.children:
         ranks.send(ranks.out[part], child)
 
 
-def _up(ranks: Builder, own: Links, sums: Buffer, part: int) -> None:
+def up(ranks: Builder, own: Links, sums: Buffer, part: int) -> None:
     """Add what the children send of one part, send the sum to the parent."""
     ranks.copy(sums[part], ranks.inp[part])
     for child in own.children:
         ranks.rred(sums[part], child)
-    if ranks.rank:
+    if own.parent != TOP:
         ranks.send(sums[part], own.parent)
 
 
@@ -95,7 +97,7 @@ def _register(name: str, tree: Tree, above: int) -> None:
             b.copy(b.out[:], b.inp[:])
         ranks = _from_root(b)
         for part in range(b.nblk):
-            _down(ranks, tree(ranks.rank, b.size), part)
+            down(ranks, tree(ranks.rank, b.size), part)
 
     @algorithm("reduce", name, supports=lambda size: size > above, bandwidth=True)
     def reduce(b: Builder) -> None:
@@ -104,7 +106,7 @@ def _register(name: str, tree: Tree, above: int) -> None:
         sums = b.out if b.rank == b.root else b.tmp(b.nblk)
         ranks = _from_root(b)
         for part in range(b.nblk):
-            _up(ranks, tree(ranks.rank, b.size), sums, part)
+            up(ranks, tree(ranks.rank, b.size), sums, part)
 
     @algorithm(
         "allreduce", name, supports=lambda size: size > max(above, 2), bandwidth=True
@@ -114,11 +116,11 @@ def _register(name: str, tree: Tree, above: int) -> None:
         _cut(b)
         own = tree(b.rank, b.size)
         for part in range(b.nblk):
-            _up(b, own, b.out, part)
+            up(b, own, b.out, part)
             if b.rank == 0:
-                _down(b, own, part)
+                down(b, own, part)
         for part in range(b.nblk if b.rank else 0):
-            _down(b, own, part)
+            down(b, own, part)
 
 
 _register("chain", chain, 0)

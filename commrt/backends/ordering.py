@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from commrt import algorithms
 from commrt.backends.footprint import Own
-from commrt.backends.planning import node_numbers, split_params
+from commrt.backends.planning import lowered_programs, node_numbers, split_params
 from commrt.dtypes import dtype_by_name
 from commrt.errors import ScheduleError, UsageError
-from commrt.schedule.lower import lower
 from commrt.schedule.nodes import Nodes
 from commrt.schedule.order import Order, check_order
 from commrt.select.facts import Candidate, Query
@@ -87,15 +86,10 @@ def _reason(
     nodes: Nodes,
     wanted: Order,
 ) -> str | None:
-    def share_memory(rank: int, peer: int) -> bool:
-        return nodes[rank] == nodes[peer]
-
     schedule = algorithms.schedule(
         coll, algorithm, len(nodes), root, dict(params), nodes
     )
-    lowered = [
-        lower(schedule, rank, partial(share_memory, rank)) for rank in range(len(nodes))
-    ]
+    lowered = lowered_programs(coll, algorithm, root, params, nodes)
     try:
         check_order(schedule, lowered, wanted)
     except ScheduleError as error:

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ __all__ = [
     "allows",
     "check_params",
     "distinct",
+    "lowered_programs",
     "node_numbers",
     "only_by_name",
     "schedule_plan",
@@ -255,12 +256,7 @@ def _deadlock(
     def share_memory(rank: int, peer: int) -> bool:
         return nodes[rank] == nodes[peer]
 
-    schedule = algorithms.schedule(
-        coll, algorithm, len(nodes), root, dict(params), nodes
-    )
-    lowered = [
-        lower(schedule, rank, partial(share_memory, rank)) for rank in range(len(nodes))
-    ]
+    lowered = lowered_programs(coll, algorithm, root, params, nodes)
     try:
         for _ in EngineModel(lowered, _FRAGMENTS_PROVED, has_lines=share_memory):
             pass
@@ -324,12 +320,7 @@ def _reaches(
     def share_memory(rank: int, peer: int) -> bool:
         return nodes[rank] == nodes[peer]
 
-    schedule = algorithms.schedule(
-        coll, algorithm, len(nodes), root, dict(params), nodes
-    )
-    programs = [
-        lower(schedule, rank, partial(share_memory, rank)) for rank in range(len(nodes))
-    ]
+    programs = lowered_programs(coll, algorithm, root, params, nodes)
     return tuple(reaches(programs, share_memory)), tuple(programs)
 
 
@@ -454,16 +445,21 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
 
 @lru_cache(maxsize=1024)
 def _lowered(
-    coll: str,
-    name: str,
-    root: int,
-    params: Own,
-    nodes: Nodes,
-    rank: int,
+    coll: str, algorithm: str, root: int, params: Own, nodes: Nodes, rank: int
 ) -> Lowered:
     """Return a rank's program: kept, as calls may have new counts every time."""
-    schedule = algorithms.schedule(coll, name, len(nodes), root, dict(params), nodes)
+    schedule = algorithms.schedule(
+        coll, algorithm, len(nodes), root, dict(params), nodes
+    )
     return lower(schedule, rank, lambda peer: nodes[peer] == nodes[rank])
+
+
+def lowered_programs(
+    coll: str, algorithm: str, root: int, params: Own, nodes: Nodes
+) -> list[Lowered]:
+    """Return the programs of all ranks."""
+    ranks = range(len(nodes))
+    return [_lowered(coll, algorithm, root, params, nodes, rank) for rank in ranks]
 
 
 def _layout(

@@ -8,6 +8,7 @@ has its own, and a rank's plan leaves out a pair whose fragments are over.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,7 +44,7 @@ class CountedFootprint(Footprint):
 
 
 @dataclass(frozen=True)
-class Lengths:
+class Lengths(ABC):
     """Lengths of blocks and numbers of fragments, on one rank."""
 
     fragments: int
@@ -51,9 +52,9 @@ class Lengths:
     longest_nbytes: int
     """No message of a fragment is longer."""
 
+    @abstractmethod
     def bounds(self, rank: int, lowered: Lowered) -> list[list[int]]:
         """Return the block boundaries of each space of ``rank``."""
-        raise NotImplementedError
 
     def ragged(
         self, lowered: Lowered, peers: Sequence[tuple[int, int, int]]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_mpi import ERR_TRUNCATE, FakeMpi, MpiRanks
+from fake_mpi import ERR_TRUNCATE, FakeMpi, settle
 
 from commrt import _native, algorithms
 from commrt.algorithms import _registry
@@ -22,17 +22,6 @@ from commrt.schedule.verify_lowered import verify_lowered
 PAIR = [[0], [1]]
 SAID = r"pretended error 16 in two lines \(error code 16\)"
 CURE = "; messages may be lost: make a new communicator or end the job"
-IDLE_PASSES = 70
-"""So many without progress, and nothing will happen: a rank that needs nothing looks
-for messages in every 64th."""
-
-
-def settle(ranks: MpiRanks) -> None:
-    """Step all ranks until nothing moves."""
-    idle = 0
-    while idle < IDLE_PASSES:
-        moved = [ranks.step(rank) for rank in range(len(ranks.comms))]
-        idle = 0 if any(moved) else idle + 1
 
 
 # -- what works ---------------------------------------------------------------------

@@ -8,24 +8,13 @@ import random
 import numpy as np
 import pytest
 from cases import Attempt, Case
-from fake_mpi import FakeMpi, MpiRanks
+from fake_mpi import FakeMpi, settle
 
 from commrt import algorithms
 from commrt.errors import UsageError
 from commrt.operations import operation
 
 COLLS = ("allreduce", "reduce", "bcast", "allgather", "reduce_scatter", "alltoall")
-IDLE_PASSES = 70
-"""So many without progress, and nothing will happen: a rank that needs nothing looks
-for messages in every 64th."""
-
-
-def settle(ranks: MpiRanks) -> None:
-    """Step all ranks until nothing moves."""
-    idle = 0
-    while idle < IDLE_PASSES:
-        moved = [ranks.step(rank) for rank in range(len(ranks.comms))]
-        idle = 0 if any(moved) else idle + 1
 
 
 @pytest.mark.full(sample=18)

@@ -383,6 +383,7 @@ def make_operation(
     has_root: bool,
     reduces: bool,
     in_place: bool,
+    scatters: bool,
     num_counts: int,
 ) -> Any:
     """Make the method descriptor of one operation."""

@@ -528,6 +528,7 @@ def _install_operations() -> None:
             spec.has_root,
             spec.reduces,
             spec.in_place,
+            spec.has_root and spec.out_count == "div_size",
             len(spec.count_arguments),
         )
         setattr(Communicator, spec.name, method)

@@ -64,7 +64,7 @@ def remember(comm: Communicator, call: Call, bound: Bound, plan: Any) -> None:
         count = _NO_X if call.x is None else bound.given_elements
         flat = [one for counts in bound.counts for one in counts]
         comm._remember_vector_plan(count, *key, flat, plan)
-    elif call.x is not None or not takes_x:
+    else:
         times_size = spec.out_count == "times_size"
         count = bound.num_elements // (comm.size if times_size else 1)
         comm._remember_plan(count, *key, plan)

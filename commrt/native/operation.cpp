@@ -22,6 +22,7 @@ struct Operation {
   MethodDescriptor head;
   int coll;
   bool takes_x, has_root, reduces, in_place;
+  bool scatters;   // only the root need have an x
   int num_counts;  // arguments with a number per rank
 };
 
@@ -170,19 +171,22 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
 
   View x, out;
   int64_t count = -1;  // of x; none where only others have one
-  if (self->num_counts != 0 && args[1] == Py_None) {
+  int64_t asked = -1;  // the plan's length, as remembered
+  const bool others_have_x = self->num_counts != 0 || (self->scatters && root != group.comm->rank);
+  if (self->takes_x && others_have_x && args[1] == Py_None) {
     if (out_object == nullptr || !view_of_numpy(out_object, out)) return slow();
     x.dtype = out.dtype;
+    if (self->num_counts == 0) asked = out.count * group.comm->size;
   } else if (self->takes_x) {
     if (!view_of_numpy(args[1], x)) return slow();
-    count = x.count;
+    count = asked = x.count;
     if (out_object == nullptr) {
       out = x;
     } else if (!view_of_numpy(out_object, out) || out.dtype != x.dtype) {
       return slow();
     }
   }
-  const PlanKey key{self->takes_x ? count : x.count,
+  const PlanKey key{self->takes_x ? asked : x.count,
                     PlanKey::pack(self->coll, x.dtype, reduction, x.device),
                     static_cast<int32_t>(root)};
   const PlanPtr* found = nullptr;
@@ -251,7 +255,7 @@ void bind_operation(nb::module_& m) {
 
   m.def("make_operation",
         [](nb::str name, nb::str doc, int coll, bool takes_x, bool has_root, bool reduces,
-           bool in_place, int num_counts) -> nb::object {
+           bool in_place, bool scatters, int num_counts) -> nb::object {
           auto* self = reinterpret_cast<Operation*>(
               make_descriptor(operation_type, call_operation, name.release().ptr(),
                               doc.release().ptr(), nullptr));
@@ -261,12 +265,13 @@ void bind_operation(nb::module_& m) {
           self->has_root = has_root;
           self->reduces = reduces;
           self->in_place = in_place;
+          self->scatters = scatters;
           self->num_counts = num_counts;
           return nb::steal(reinterpret_cast<PyObject*>(self));
         },
         nb::arg("name"), nb::arg("doc"), nb::arg("coll"), nb::arg("takes_x"),
         nb::arg("has_root"), nb::arg("reduces"), nb::arg("in_place"),
-        nb::arg("num_counts"), "Make the method descriptor of one operation.");
+        nb::arg("scatters"), nb::arg("num_counts"), "Make the method descriptor of one operation.");
 }
 
 }  // namespace commrt

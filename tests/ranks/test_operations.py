@@ -14,7 +14,9 @@ from cases import Case, everything, legal_pairs, numpy_dtype, run_cases, sample
 
 from commrt import algorithms
 from commrt.backends.local import LocalRanks, run
+from commrt.comm import Communicator
 from commrt.dtypes import DTYPES
+from commrt.errors import UsageError
 from commrt.operations import COLLECTIVES
 
 SIZES = range(1, 9)
@@ -173,6 +175,45 @@ def test_multidimensional_arrays_keep_their_shapes() -> None:
 
     shapes = [(4, 3), (2, 4, 3), (2, 3), (2, 3), (), (2,)]
     assert run(2, rank_main) == [shapes] * 2
+
+
+def test_ranks_without_an_x_are_served_by_the_dispatcher_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it does not recognise goes through ``_call``, thirty times slower."""
+    calls = []
+    slow = Communicator._call
+
+    def counted(comm: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(comm.rank)
+        return slow(comm, *args, **kwargs)
+
+    monkeypatch.setattr(Communicator, "_call", counted)
+
+    def rank_main(comm: Any) -> list[float]:
+        found = []
+        for turn in range(20):
+            root = turn % 3
+            x = np.arange(6.0) + turn if comm.rank == root else None
+            out = comm.scatter(x, out=np.empty(2), root=root)
+            found.append(float(out[1]))
+        return found
+
+    expected = [[1.0 + 2 * rank + turn for turn in range(20)] for rank in range(3)]
+    assert run(3, rank_main) == expected
+    assert sorted(calls) == [0, 0, 0, 1, 1, 1, 2, 2, 2]  # once for each root
+
+
+def test_an_x_that_is_missing_on_the_root_is_an_error_each_time() -> None:
+    def rank_main(comm: Any) -> None:
+        for number in (0, 4):
+            whole = np.ones(number)
+            out = np.empty(number)
+            comm.scatter(whole, out=out)
+            with pytest.raises(UsageError, match="pass x on the root"):
+                comm.scatter(None, out=out)
+
+    run(1, rank_main)
 
 
 def test_every_rank_scales_by_a_factor_of_its_own() -> None:

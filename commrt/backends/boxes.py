@@ -64,7 +64,9 @@ def box_plan(
     transport = TransportParams()
     slots = _SLOTS_NBYTES // max(1, program.longest_nbytes)
     slots = max(slots, program.fewest_slots, _FEWEST_SLOTS)
-    store, adaptive = transport.stores(program.longest_nbytes, 0, comm.facts.link_class)
+    store, adaptive = transport.stores(
+        program.longest_nbytes, 0, comm.facts.link_class, combines=False
+    )
     return _native.make_box_plan(
         comm,
         coll=coll,

@@ -66,6 +66,10 @@ _CACHES_LEFT = 1.5
 """So many times the last cache, and what stays there of a result is worth less to its
 reader than what streaming saves: half of the time or more from here on, where cores are
 near; between a half and one cache a fifth, and the whole result would stay."""
+_CACHES_LEFT_FAR = {True: 1.0, False: 3.0}
+"""The same where cores are far, by whether values are combined, which reads an input
+beside. Then a call and reading its result break even at 0.9 to 1.2 caches; where they
+only move at 2 to 4, and without the reading no sooner."""
 _CACHE_NBYTES = 32 << 20
 """The last cache, where the kernel does not tell."""
 _MOST_SPINS = 1 << 20
@@ -97,7 +101,7 @@ class TransportParams:
     """Which writes are non-temporal: none (``plain``), results (``stream``), shared
     slots (``stream_slots``), both (``stream_both``). ``auto`` starts with plain slots
     where cores are near and streamed ones elsewhere, and with streamed results where
-    the node's buffers are well beyond what the cache holds; it goes on with what proves
+    the node's buffers are beyond what the cache holds; it goes on with what proves
     faster, rank by rank (native/store_choice.hpp)."""
     depth: int = 2
     """Fragments tried at once."""
@@ -158,7 +162,11 @@ class TransportParams:
         return _INLINE_COMBINED_NBYTES if reduces else INLINE_NBYTES[1]
 
     def stores(
-        self, message_nbytes: int, node_nbytes: int, link_class: LinkClass
+        self,
+        message_nbytes: int,
+        node_nbytes: int,
+        link_class: LinkClass,
+        combines: bool,
     ) -> tuple[int, int]:
         """Return the codes of the store kind and of what the engine learns about.
 
@@ -170,7 +178,9 @@ class TransportParams:
         if message_nbytes < _LEARN_FROM_NBYTES:
             return _STORES["plain"], 0
         near = link_class in ("near", "single")
-        if node_nbytes < _CACHES_LEFT * last_level_cache_nbytes():
+        far = link_class == "far"
+        caches = _CACHES_LEFT_FAR[combines] if far else _CACHES_LEFT
+        if node_nbytes < caches * last_level_cache_nbytes():
             return _STORES["plain" if near else "stream_slots"], _STORES["stream_slots"]
         return _STORES["stream" if near else "stream_both"], _STORES["stream_both"]
 
@@ -399,7 +409,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
     buffers = (spec.in_elements + spec.out_elements) * spec.dtype.itemsize
     on_node = max(len(ranks) for ranks in comm.nodes)
     store, adaptive = transport.stores(
-        longest, buffers * on_node, comm.facts.link_class
+        longest, buffers * on_node, comm.facts.link_class, spec.op.reduces
     )
     factor, integer_factor, divisor = _scaling(spec, comm.size)
     return _native.make_schedule_plan(

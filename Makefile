@@ -15,6 +15,8 @@ TEST_ARGS ?= -q
 TORCH ?= torch==2.13.0
 # make test SEED=123 draws the same samples as the run that printed 123.
 SEED ?=
+# Processes that share the tests without ranks of their own.
+WORKERS ?= 2
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -67,7 +69,7 @@ PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),--full) $(if $(SEED),--seed $(SEED))
 
 .PHONY: test-unit
 test-unit: $(VENV)/.installed ## Tests without MPI, ranks as threads, documents.
-	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS)
+	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS)
 	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.2)
 
 .PHONY: test-openmpi

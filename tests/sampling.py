@@ -60,7 +60,6 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Take tests out that an ordinary run leaves out."""
     seed = config.getoption("--seed")
-    config.stash[_NOTE] = f"seed: {seed} (pytest --seed {seed} draws the same)"
     if config.getoption("--full"):
         return
     left_out = set(_left_out(items, seed))
@@ -68,7 +67,7 @@ def pytest_collection_modifyitems(
     shares = config.getoption("--share"), config.getoption("--functions")
     left_out |= set(_beyond(*shares, rest, seed))
     if left_out:
-        config.stash[_NOTE] += f"; {len(left_out)} tests only with --full"
+        config.stash[_NOTE] = f"; {len(left_out)} tests only with --full"
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
 
@@ -110,8 +109,14 @@ def _all_but(
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Say how to repeat the run."""
-    terminalreporter.write_line(config.stash.get(_NOTE, ""))
+    """Say how to repeat the run.
+
+    Workers of pytest-xdist get their options, and so the seed, from this process.
+    """
+    seed, left_out = config.getoption("--seed"), config.stash.get(_NOTE, "")
+    terminalreporter.write_line(
+        f"seed: {seed} (pytest --seed {seed} draws the same){left_out}"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -85,9 +85,11 @@ class Session:
         self._links: str = self.facts.link_class
         if flags is not None and self.size > 1:
             shared = SharedFlags(flags, self.size)
-            crowded = self.facts.link_class == "oversubscribed"
+            crowded = self.facts.ppn > self.facts.cores
             self.barrier = FlagBarrier(shared, self.rank, crowded)
-            self._flags = None if crowded else shared
+            # Between nodes, also pretended ones, and in a crowd it is one class for ever.
+            changes = self.facts.link_class in ("near", "far")
+            self._flags = shared if changes else None
         self._turn = Turn(turn) if turn is not None and self.rank == 0 else None
 
     def link_class(self) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import commrt
+from commrt.bench.timing_loop import SharedFlags
 from commrt.errors import TableError
 from commrt.launch import detect
 from commrt.select.facts import Candidate, ParamValue
@@ -23,6 +24,7 @@ from commrt.select.locate import user_table_path
 from commrt.select.rules import Match, Rule
 from commrt.select.table import Table
 from commrt.select.write import dump
+from commrt.tuning.measure import Session
 
 
 def table_of(
@@ -143,3 +145,20 @@ def test_a_rule_and_a_call_may_say_how_often_a_waiting_rank_looks(
     assert got == [got[0]] * 3
     assert got[0][0].endswith(": shm/direct{spins=0}")
     assert got[0][1:] == [3.0, 3.0]
+
+
+def tunes_for(flags: str) -> list[Any]:
+    session = Session(flags)
+    session.barrier()
+    return [session.facts.link_class, session.link_class()]
+
+
+def test_the_tuner_measures_for_the_class_that_calls_will_have(
+    mpirun: Any, tmp_path: Path
+) -> None:
+    """Pretended nodes share memory: links that it probed there would be near or far."""
+    SharedFlags.create(str(tmp_path / "flags"), 2)
+    got = mpirun(
+        2, tunes_for, env={"COMMRT_NODES": "1,1"}, flags=str(tmp_path / "flags")
+    )
+    assert got == [["network", "network"]] * 2

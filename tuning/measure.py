@@ -87,7 +87,7 @@ class Session:
             shared = SharedFlags(flags, self.size)
             crowded = self.facts.ppn > self.facts.cores
             self.barrier = FlagBarrier(shared, self.rank, crowded)
-            # Between nodes, also pretended ones, and in a crowd it is one class for ever.
+            # In a crowd, and between nodes (also pretended ones), it never changes.
             changes = self.facts.link_class in ("near", "far")
             self._flags = shared if changes else None
         self._turn = Turn(turn) if turn is not None and self.rank == 0 else None

@@ -194,6 +194,33 @@ class PersistentCall:
     def start(self) -> Any:
         """Start the operation and return its Request; wait before starting it again."""
 
+class PersistentMessages:
+    """A multi_sendrecv bound to its arrays; call it, or start() it."""
+
+    def __call__(self) -> Any:
+        """Run the operation and return its output."""
+
+    def __init__(
+        self,
+        group: Any,
+        sends: Sequence[tuple[int, int, int, int, bool]],
+        recvs: Sequence[tuple[int, int, int, int, bool]],
+        keep_sends: Any,
+        keep_recvs: Any,
+        result: Any,
+        operation: Any,
+    ) -> None:
+        """Rows are (address, nbytes, peer, tag, replaced), all checked."""
+
+    def __repr__(self) -> str: ...
+    def _run(self, nonblocking: bool, timeout_s: float) -> Any: ...
+    @property
+    def operation(self) -> Any:
+        """Name of the operation."""
+
+    def start(self) -> Any:
+        """Start the operation and return its Request; wait before starting it again."""
+
 class Plan:
     """One rank's operation, ready to be started any number of times."""
 
@@ -234,12 +261,18 @@ class Request:
         """Whether the operation has ended, without progress."""
 
     @property
+    def each_received_nbytes(self) -> list[Any]:
+        """Bytes that each receive of the operation has taken, in their order."""
+
+    @property
     def operation(self) -> Any:
         """Name of the operation."""
 
     @property
     def received_nbytes(self) -> int:
-        """Bytes that a receive has taken; -1 for other operations."""
+        """Bytes that a receive has taken, or all of a multi_sendrecv; -1 for other
+        operations.
+        """
 
     @property
     def seq(self) -> int:
@@ -352,8 +385,8 @@ def make_box_plan(
     """
 
 def make_message_method(name: str, kind: int, function: Any) -> Any:
-    """Make the method descriptor of send (0), recv (1) or sendrecv (2) around the
-    Python function that takes all other calls.
+    """Make the method descriptor of send (0), recv (1), sendrecv (2) or
+    multi_sendrecv (3) around the Python function that takes all other calls.
     """
 
 def make_native_plan(

@@ -119,8 +119,8 @@ OPERATIONS: tuple[OpSpec, ...] = (
            "elements.", "none", "reduce_scatter", ("counts",)),
 )
 # fmt: on
-"""The collectives. Point-to-point (send, recv, sendrecv) lives beside them in comm.py:
-it has peers and tags instead of a schedule."""
+"""The collectives. Point-to-point (send, recv, sendrecv, multi_sendrecv) lives beside
+them in point_to_point.py: it has peers and tags instead of a schedule."""
 
 ELSEWHERE = {
     "broadcast": "bcast",

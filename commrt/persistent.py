@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native, calls
 from commrt.errors import UsageError, suggest
+from commrt.message_lists import bind_lists
 from commrt.operations import COLLECTIVES, operation
 from commrt.redistribution import make_redistribution
 from commrt.vector_calls import bind_call
@@ -44,7 +45,22 @@ class Plans:
         return partial(self._make, name)
 
     def __dir__(self) -> list[str]:
-        return [*COLLECTIVES, "redistribute"]
+        return [*COLLECTIVES, "multi_sendrecv", "redistribute"]
+
+    def multi_sendrecv(
+        self,
+        *,
+        sends: Sequence[tuple[Any, ...]] = (),
+        recvs: Sequence[tuple[Any, ...]] = (),
+        in_place: bool = False,
+    ) -> _native.PersistentMessages:
+        """Return the communicator's call of this name, bound to its arrays.
+
+        Making one is local, and the peers need not have one: each message meets an
+        ordinary one.
+        """
+        self._comm._check_usable()
+        return bind_lists(self._comm, sends, recvs, in_place)
 
     def redistribute(
         self, x: Any, source: Layout, target: Layout, *, out: Any = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between two ranks: send, recv, sendrecv.
+"""Messages between two ranks, and lists of them: send, recv, sendrecv, multi_sendrecv.
 
 What stands here runs for calls that ``native/p2p_operation.cpp`` does not recognise at
 a glance, and says what is wrong with a call.
@@ -7,18 +7,18 @@ a glance, and says what is wrong with a call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from commrt import _native
 from commrt.arrays import HostView, overlap, view
-from commrt.calls import as_integer, check_flag, check_timeout
+from commrt.calls import check_flag, check_timeout
 from commrt.errors import BufferError_, UsageError
 from commrt.failures import Guarded
+from commrt.message_lists import bind_lists, check_tag
 from commrt.request import Request
 
 __all__ = ["PointToPoint"]
-
-_MAX_TAG = 2**31 - 1
 
 
 class PointToPoint(Guarded):
@@ -132,6 +132,42 @@ class PointToPoint(Guarded):
             limit,
         )
 
+    def multi_sendrecv(
+        self,
+        *,
+        sends: Sequence[tuple[Any, ...]] = (),
+        recvs: Sequence[tuple[Any, ...]] = (),
+        in_place: bool = False,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Send and receive any number of messages as one operation.
+
+            left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+            comm.multi_sendrecv(
+                sends=[(a, left), (b, right, 7)], recvs=[(c, left, 7), (d, right)]
+            )
+
+        Any order of the lists is free of deadlock. Each message is an ordinary one: it
+        meets a ``send``, ``recv``, ``sendrecv`` or ``multi_sendrecv`` of its peer, and
+        messages of one peer and tag keep the order of the list. It ends, nonblocking as
+        one request, when all messages have; an error says which of them failed.
+
+        Args:
+            sends: a list of (x, dest) or (x, dest, tag); arrays may overlap.
+            recvs: a list of (out, source) or (out, source, tag); no two overlap.
+            in_place: a receive may go to the very memory that a send leaves from: what
+                comes replaces what went. A message that has to wait is copied for it.
+
+        Returns:
+            The arrays received into, in the order of ``recvs``. A request says by
+            ``each_received_nbytes`` how much came.
+        """
+        self._check_usable()
+        nonblocking = check_flag("multi_sendrecv", "nonblocking", nonblocking)
+        limit = self._limit("multi_sendrecv", timeout_s)
+        return bind_lists(self, sends, recvs, in_place)._run(nonblocking, limit)
+
     def _limit(self, what: str, timeout_s: float | None) -> float:
         return self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
 
@@ -140,7 +176,7 @@ class PointToPoint(Guarded):
     ) -> tuple[HostView, int, int]:
         """Return the buffer, the peer and the tag, all checked."""
         rank = self._check_rank(what, dest_name, dest)
-        number = _check_tag(what, tag_name, tag)
+        number = check_tag(what, tag_name, tag)
         return view(x, f"{what}: x"), rank, number
 
     def _incoming(
@@ -153,25 +189,16 @@ class PointToPoint(Guarded):
         tag_name: str,
     ) -> tuple[HostView, int, int]:
         rank = self._check_rank(what, source_name, source)
-        number = _check_tag(what, tag_name, tag)
+        number = check_tag(what, tag_name, tag)
         buffer = view(out, f"{what}: out")
         if not buffer.writable:
             raise BufferError_(f"{what}: out is read-only: pass a writable array")
         return buffer, rank, number
 
 
-def _check_tag(what: str, argument: str, tag: Any) -> int:
-    found = as_integer(tag)
-    if found is None or not 0 <= found <= _MAX_TAG:
-        raise UsageError(
-            f"{what}: {argument}={tag!r} must be an integer in 0..{_MAX_TAG}"
-        )
-    return found
-
-
 def _install_methods() -> None:
     """Put a native method in front of each: it takes the calls of every day."""
-    for kind, name in enumerate(("send", "recv", "sendrecv")):
+    for kind, name in enumerate(("send", "recv", "sendrecv", "multi_sendrecv")):
         function = getattr(PointToPoint, name)
         method = _native.make_message_method(name, kind, function)
         setattr(PointToPoint, name, method)

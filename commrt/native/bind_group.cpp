@@ -113,7 +113,10 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("seq", &Request::seq, "Sequence number on its communicator.")
       .def_prop_ro("operation", &Request::operation, "Name of the operation.")
       .def_prop_ro("received_nbytes", &Request::received_nbytes,
-                   "Bytes that a receive has taken; -1 for other operations.")
+                   "Bytes that a receive has taken, or all of a multi_sendrecv; -1 for other "
+                   "operations.")
+      .def_prop_ro("each_received_nbytes", &Request::each_received_nbytes,
+                   "Bytes that each receive of the operation has taken, in their order.")
       .def_prop_ro("source", &Request::source, "Rank a receive took its message from.")
       .def_prop_ro("timeout_s", &Request::timeout_s,
                    "Default limit of its waits, in seconds.")

@@ -332,6 +332,24 @@ int64_t Request::received_nbytes() const {
   return static_cast<int64_t>(op_->p2p->moved);
 }
 
+nb::list Request::each_received_nbytes() const {
+  nb::list found;
+  const P2PTask* task = op_->p2p.get();
+  if (task == nullptr || task->parts == nullptr || !task->parts->is_list) {
+    if (const int64_t nbytes = received_nbytes(); nbytes >= 0) found.append(nbytes);
+    return found;
+  }
+  std::vector<uint64_t> lengths(task->parts->num_recvs);
+  if (op_->finished()) {
+    lengths = task->parts->received;
+  } else if (!Engine::forked.load(std::memory_order_relaxed)) {
+    std::lock_guard<std::mutex> lock(nb::cast<const Group&>(group_).engine->mutex);
+    lengths = task->parts->received;
+  }
+  for (const uint64_t nbytes : lengths) found.append(nbytes);
+  return found;
+}
+
 int Request::source() const {
   // Written before the end, and by whoever has the lock.
   return op_->p2p != nullptr && op_->finished() ? op_->p2p->source : -1;

@@ -15,6 +15,8 @@
 
 namespace commrt {
 
+struct MessageLists;
+
 namespace nb = nanobind;
 
 // What the engine needs to know of an array.
@@ -140,6 +142,7 @@ class Request {
   nb::object operation() const { return operation_; }
   nb::str what() const;  // "allreduce #17 on world"
   int64_t received_nbytes() const;
+  nb::list each_received_nbytes() const;
   int source() const;
   double timeout_s() const { return timeout_s_; }
   nb::object device() const;
@@ -190,6 +193,10 @@ nb::object run_send(nb::handle group, const Side& x, nb::handle operation, bool 
                     double timeout_s);
 nb::object run_recv(nb::handle group, const Side& out, nb::handle result, nb::handle operation,
                     bool nonblocking, double timeout_s);
+// `keep_sends` and `keep_recvs` own the memory; the latter's receives go to `result`.
+nb::object run_multi(nb::handle group, const MessageLists& lists, nb::handle keep_sends,
+                     nb::handle keep_recvs, nb::handle result, nb::handle operation,
+                     bool nonblocking, double timeout_s);
 nb::object run_sendrecv(nb::handle group, const Side& x, const Side& out, nb::handle result,
                         nb::handle operation, bool nonblocking, double timeout_s);
 
@@ -197,6 +204,7 @@ void bind_group(nb::module_& m);
 void bind_plan(nb::module_& m);
 void bind_operation(nb::module_& m);
 void bind_p2p_operation(nb::module_& m);
+void bind_multi(nb::module_& m);
 void bind_boxes(nb::module_& m);
 void bind_persistent(nb::module_& m);
 

@@ -25,5 +25,6 @@ NB_MODULE(_native, m) {
   commrt::bind_p2p_operation(m);
   commrt::bind_boxes(m);
   commrt::bind_persistent(m);
+  commrt::bind_multi(m);
   commrt::bind_sparse(m);
 }

@@ -60,6 +60,17 @@ enum class Stage : uint8_t {
   Matched     // both sides know of each other
 };
 
+// What a sendrecv (a receive and a send) or a multi_sendrecv consists of.
+struct Parts {
+  std::vector<std::shared_ptr<Op>> ops;  // until all have ended
+  size_t left = 0;                       // have not ended
+  bool is_list = false;                  // a multi_sendrecv
+  size_t num_sends = 0, num_recvs = 0;   // of a list, with those that were over at once
+  size_t first_recv = 0;                 // of a list: these were, and have no part
+  std::vector<uint64_t> received;        // of a list: bytes, for each receive
+  int dest = -1, sendtag = 0;            // of a sendrecv, beside peer and tag of its receive
+};
+
 struct P2PTask {
   bool is_send = false;
   Stage stage = Stage::Queued;
@@ -73,9 +84,34 @@ struct P2PTask {
   uint64_t id = 0;
   uint64_t peer_id = 0;
   int source = -1;          // receive: whose message it was
-  int dest = -1, sendtag = 0;      // of a sendrecv, beside peer and tag of its receive
-  std::shared_ptr<Op> whole;       // of a half: the sendrecv that it belongs to
-  std::shared_ptr<Op> halves[2];   // of a sendrecv: receive and send, until both have ended
+  std::unique_ptr<unsigned char[]> copy;  // send in place: what leaves, if it must wait
+  std::shared_ptr<Op> whole;              // of a part: the operation that it belongs to
+  std::unique_ptr<Parts> parts;           // of a whole
+};
+
+// A message of a multi_sendrecv.
+struct Message {
+  void* data;
+  uint64_t nbytes;
+  int peer, tag;
+  bool replaced;  // a send: a receive of the same list goes to the same memory
+};
+
+struct MessageLists {
+  std::vector<Message> sends, recvs;
+  bool in_place = false;  // some are replaced
+  uint64_t nbytes() const;
+  // False: memory is written twice, or both sent and written; in place it may be, where a send
+  // and a receive have the very same.
+  bool settle_overlaps(bool may_replace);
+};
+
+// How far a multi_sendrecv has come without an operation: so many of its sends and receives.
+struct Begun {
+  static constexpr size_t kMost = 32;  // messages of each kind
+  uint64_t seq = 0;
+  size_t sent = 0, received = 0;
+  uint64_t lengths[kMost];
 };
 
 class P2P {
@@ -88,6 +124,9 @@ class P2P {
   std::shared_ptr<Op> sendrecv(const void* buffer, uint64_t nbytes, int dest, int sendtag,
                                void* out, uint64_t capacity, int source, int recvtag,
                                bool sent);
+  // Any number, in any order of the peers, as one operation that ends when all have; without
+  // those that `begun` says are over.
+  std::shared_ptr<Op> multi(const MessageLists& lists, const Begun& begun);
   // Whether starting a message to or from this peer takes no longer than one packet does.
   bool calm(int peer, uint64_t nbytes) const;
   // A message that is away at once, without an operation. False: nothing has happened; send().
@@ -97,6 +136,9 @@ class P2P {
   enum class Now { Nothing, Sent, Both };
   Now sendrecv_now(const void* buffer, uint64_t nbytes, int dest, int sendtag, void* out,
                    uint64_t capacity, int source, int recvtag, int spins);
+  // True: all is over. Else `begun` says what is; spins for messages at most `spins` times.
+  bool multi_now(const MessageLists& lists, int spins, Begun& begun);
+  bool calm(const MessageLists& lists) const;
   // One pass over all peers, with a bounded number of packets each.
   bool progress();
   // Ends what an on-node peer that has given up will never answer; true if `op` has ended.
@@ -159,11 +201,15 @@ class P2P {
   Record& note(bool is_send, int peer, int tag, uint64_t nbytes);
   void close(Record& record);
   bool push_now(const void* buffer, uint64_t nbytes, int dest, int tag);
-  Record* take_now(void* buffer, uint64_t capacity, int source, int tag, int spins);
+  Record* take_now(void* buffer, uint64_t capacity, int source, int tag, int& spins);
   bool take_arrived(void* buffer, uint64_t capacity, int source, uint64_t which);
+  std::shared_ptr<Op> make(bool is_send, int peer, int tag, uint64_t nbytes);
   std::shared_ptr<Op> begin(bool is_send, int peer, int tag, uint64_t nbytes);
-  void launch(const std::shared_ptr<Op>& op);  // a send
-  void post(const std::shared_ptr<Op>& op);    // a receive
+  void number(Op& op);
+  void launch(const std::shared_ptr<Op>& op);  // a send, which its peer is then told of
+  void post(const std::shared_ptr<Op>& op);    // a receive; then what its peer says is read
+  void queue_send(const std::shared_ptr<Op>& op);
+  void queue_recv(const std::shared_ptr<Op>& op);
   bool serve(int peer);
   bool drain(int peer);
   bool push(int peer, const PacketHeader& header, const unsigned char* payload, size_t nbytes);
@@ -183,9 +229,9 @@ class P2P {
   bool refused(const std::shared_ptr<Op>& op, int peer);  // because MPI reaches the peer no more
   void complete(const std::shared_ptr<Op>& op, std::string error = {});
   void end(const std::shared_ptr<Op>& op, std::string error);
-  void join(const std::shared_ptr<Op>& whole);
+  void part_ended(const std::shared_ptr<Op>& whole);
   void forget(const std::shared_ptr<Op>& op);
-  bool fail_half(const std::shared_ptr<Op>& op);
+  bool fail_one(const std::shared_ptr<Op>& op);
   void give_up(const std::shared_ptr<Op>& op, const std::string& why);
   std::string others_waiting(const P2PTask& task) const;
 
@@ -199,6 +245,7 @@ class P2P {
   uint64_t next_id_ = 1;
   bool lingering_ = false;  // packets were on their way after the last pass
   unsigned idle_passes_ = 0;
+  uint64_t took_ = 0;  // bytes of the last message that take_now() took
 };
 
 }  // namespace commrt

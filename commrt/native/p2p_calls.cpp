@@ -22,19 +22,30 @@ Record& P2P::note(bool is_send, int peer, int tag, uint64_t nbytes) {
   return record;
 }
 
-std::shared_ptr<Op> P2P::begin(bool is_send, int peer, int tag, uint64_t nbytes) {
+std::shared_ptr<Op> P2P::make(bool is_send, int peer, int tag, uint64_t nbytes) {
   if (!attached_) attach();
   auto op = std::make_shared<Op>();
   op->comm = &comm_;
-  op->seq = next_seq();
   op->p2p = std::make_unique<P2PTask>();
   op->p2p->is_send = is_send;
   op->p2p->peer = peer;
   op->p2p->tag = tag;
   op->p2p->nbytes = nbytes;
-  note(is_send, peer, tag, nbytes);
-  op->p2p->id = next_id_++;
+  return op;
+}
+
+// Gives a message its number and its record: from here on it is in flight.
+void P2P::number(Op& op) {
+  P2PTask& task = *op.p2p;
+  op.seq = next_seq();
+  note(task.is_send, task.peer, task.tag, task.nbytes);
+  task.id = next_id_++;
   ++comm_.messages_in_flight;
+}
+
+std::shared_ptr<Op> P2P::begin(bool is_send, int peer, int tag, uint64_t nbytes) {
+  auto op = make(is_send, peer, tag, nbytes);
+  number(*op);
   return op;
 }
 
@@ -66,10 +77,12 @@ std::shared_ptr<Op> P2P::sendrecv(const void* buffer, uint64_t nbytes, int dest,
   whole->p2p->nbytes = std::max(nbytes, capacity);
   whole->p2p->peer = source;
   whole->p2p->tag = recvtag;
-  whole->p2p->dest = dest;
-  whole->p2p->sendtag = sendtag;
-  whole->p2p->halves[0] = receiving;
-  whole->p2p->halves[1] = sending;
+  whole->p2p->parts = std::make_unique<Parts>();
+  Parts& parts = *whole->p2p->parts;
+  parts.dest = dest;
+  parts.sendtag = sendtag;
+  parts.ops = {receiving, sending};
+  parts.left = 2;
   receiving->p2p->whole = sending->p2p->whole = whole;
   post(receiving);
   if (sent) {
@@ -81,6 +94,16 @@ std::shared_ptr<Op> P2P::sendrecv(const void* buffer, uint64_t nbytes, int dest,
 }
 
 void P2P::launch(const std::shared_ptr<Op>& op) {
+  queue_send(op);
+  serve(op->p2p->peer);
+}
+
+void P2P::post(const std::shared_ptr<Op>& op) {
+  queue_recv(op);
+  serve(op->p2p->peer);
+}
+
+void P2P::queue_send(const std::shared_ptr<Op>& op) {
   P2PTask& task = *op->p2p;
   if (task.peer == comm_.rank) {
     PacketHeader header{PacketKind::Eager, task.tag, task.nbytes, task.id, 0, 0};
@@ -90,10 +113,9 @@ void P2P::launch(const std::shared_ptr<Op>& op) {
   }
   if (refused(op, task.peer)) return;
   channels_[task.peer].unannounced.push_back(op);
-  serve(task.peer);
 }
 
-void P2P::post(const std::shared_ptr<Op>& op) {
+void P2P::queue_recv(const std::shared_ptr<Op>& op) {
   P2PTask& task = *op->p2p;
   if (refused(op, task.peer)) return;
   const auto it = unexpected_.find(key(task.peer, task.tag));
@@ -106,7 +128,6 @@ void P2P::post(const std::shared_ptr<Op>& op) {
     if (it->second.empty()) unexpected_.erase(it);
     deliver(op, task.peer, message.header, message.payload.data());
   }
-  serve(task.peer);
 }
 
 bool P2P::refused(const std::shared_ptr<Op>& op, int peer) {
@@ -124,7 +145,7 @@ void P2P::complete(const std::shared_ptr<Op>& op, std::string error) {
     record.state = static_cast<uint8_t>(error.empty() ? OpState::Done : OpState::Failed);
   }
   end(op, std::move(error));
-  if (const auto whole = std::move(op->p2p->whole)) join(whole);
+  if (const auto whole = std::move(op->p2p->whole)) part_ended(whole);
 }
 
 void P2P::end(const std::shared_ptr<Op>& op, std::string error) {
@@ -135,22 +156,31 @@ void P2P::end(const std::shared_ptr<Op>& op, std::string error) {
   if (op->has_keep()) comm_.engine.discard(std::shared_ptr<Op>(op));
 }
 
-// One half of a sendrecv has ended. The whole ends with the last one.
-void P2P::join(const std::shared_ptr<Op>& whole) {
+// The whole ends with the last of its parts.
+void P2P::part_ended(const std::shared_ptr<Op>& whole) {
   P2PTask& task = *whole->p2p;
+  Parts& parts = *task.parts;
+  if (--parts.left != 0) return;
+  constexpr int kMost = 4;  // errors that are told
   std::string error;
-  for (const auto& half : task.halves) {
-    if (!half->finished()) return;
-    if (half->error.empty()) continue;
-    whole->by_mpi = whole->by_mpi || half->by_mpi;
-    whole->given_up = whole->given_up || half->given_up;
+  int failed = 0;
+  size_t receive = parts.first_recv;
+  for (const auto& part : parts.ops) {
+    const P2PTask& one = *part->p2p;
+    if (!one.is_send) {
+      task.moved += one.moved;
+      task.source = parts.is_list ? -1 : one.source;
+      if (parts.is_list) parts.received[receive++] = one.moved;
+    }
+    if (part->error.empty()) continue;
+    whole->by_mpi = whole->by_mpi || part->by_mpi;
+    whole->given_up = whole->given_up || part->given_up;
+    if (++failed > kMost) continue;
     if (!error.empty()) error += "; and ";
-    error += (half->p2p->is_send ? "send " : "recv ") + whom(*half) + ": " + half->error;
+    error += (one.is_send ? "send " : "recv ") + whom(*part) + ": " + part->error;
   }
-  const P2PTask& got = *task.halves[0]->p2p;
-  task.moved = got.moved;
-  task.source = got.source;
-  for (auto& half : task.halves) half.reset();
+  if (failed > kMost) error += "; and " + std::to_string(failed - kMost) + " more";
+  parts.ops.clear();
   end(whole, std::move(error));
 }
 
@@ -179,16 +209,16 @@ void P2P::give_up(const std::shared_ptr<Op>& op, const std::string& why) {
 }
 
 bool P2P::fail_after_peer(const std::shared_ptr<Op>& op) {
-  if (op->p2p->halves[0] == nullptr) return fail_half(op);
-  const std::shared_ptr<Op> halves[] = {op->p2p->halves[0], op->p2p->halves[1]};
-  for (const auto& half : halves) {
-    if (!half->finished()) fail_half(half);
+  if (op->p2p->parts == nullptr) return fail_one(op);
+  const auto parts = op->p2p->parts->ops;  // the last one that ends empties it
+  for (const auto& part : parts) {
+    if (!part->finished()) fail_one(part);
   }
   return op->finished();
 }
 
 // What has been matched may still end, as whoever gives up makes progress until it is gone.
-bool P2P::fail_half(const std::shared_ptr<Op>& op) {
+bool P2P::fail_one(const std::shared_ptr<Op>& op) {
   P2PTask& task = *op->p2p;
   const int peer = task.peer;
   if (task.stage == Stage::Matched) return false;
@@ -217,9 +247,17 @@ std::string P2P::whom(const Op& op) {
   auto at = [](const char* towards, int rank, int tag) {
     return towards + std::to_string(rank) + ", tag " + std::to_string(tag);
   };
+  auto number = [](size_t count, const char* one) {
+    return std::to_string(count) + one + (count == 1 ? "" : "s");
+  };
   if (task.is_send) return at("to rank ", task.peer, task.tag);
+  if (task.parts != nullptr && task.parts->is_list) {
+    return "of " + number(task.parts->num_sends, " send") + " and " +
+           number(task.parts->num_recvs, " receive");
+  }
   const std::string from = at("from rank ", task.peer, task.tag);
-  return task.dest < 0 ? from : at("to rank ", task.dest, task.sendtag) + ", " + from;
+  if (task.parts == nullptr) return from;
+  return at("to rank ", task.parts->dest, task.parts->sendtag) + ", " + from;
 }
 
 // Of messages of one peer, the tags that no receive has asked for.
@@ -240,14 +278,17 @@ std::string P2P::others_waiting(const P2PTask& task) const {
 
 std::string P2P::waits_for(const Op& op) const {
   const P2PTask& task = *op.p2p;
-  if (task.halves[0] != nullptr) {
+  if (task.parts != nullptr) {
+    constexpr int kMost = 4;
     std::string text;
-    for (const auto& half : task.halves) {
-      if (half->finished() && half->error.empty()) continue;
+    int waiting = 0;
+    for (const auto& part : task.parts->ops) {
+      if ((part->finished() && part->error.empty()) || ++waiting > kMost) continue;
       if (!text.empty()) text += "; ";
-      text += (half->p2p->is_send ? "send " : "recv ") + whom(*half) + ": ";
-      text += half->finished() ? "failed: " + half->error : waits_for(*half);
+      text += (part->p2p->is_send ? "send " : "recv ") + whom(*part) + ": ";
+      text += part->finished() ? "failed: " + part->error : waits_for(*part);
     }
+    if (waiting > kMost) text += "; and " + std::to_string(waiting - kMost) + " more";
     return text;
   }
   const std::string peer = "rank " + std::to_string(task.peer);

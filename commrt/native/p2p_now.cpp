@@ -61,13 +61,14 @@ bool P2P::take_arrived(void* buffer, uint64_t capacity, int source, uint64_t whi
     std::memcpy(buffer, it->second.front().payload.data(), header.nbytes);
   }
   count_received(source, header.nbytes);
+  took_ = header.nbytes;
   it->second.pop_front();
   if (it->second.empty()) unexpected_.erase(it);
   return true;
 }
 
 // The record that is returned is of the next number; null: there was no message.
-Record* P2P::take_now(void* buffer, uint64_t capacity, int source, int tag, int spins) {
+Record* P2P::take_now(void* buffer, uint64_t capacity, int source, int tag, int& spins) {
   if (!attached_) attach();
   const LinkKind kind = comm_.link(source).kind;
   if (kind == LinkKind::Mpi) return nullptr;
@@ -100,6 +101,7 @@ Record* P2P::take_now(void* buffer, uint64_t capacity, int source, int tag, int 
     }
     if (!eager || header.nbytes > capacity) return nullptr;  // it stays where it is
     if (header.nbytes != 0) std::memcpy(buffer, payload, header.nbytes);
+    took_ = header.nbytes;
     c.took_packet();
     count_received(source, header.nbytes);
     return record != nullptr ? record : &note(false, source, tag, capacity);
@@ -124,6 +126,30 @@ P2P::Now P2P::sendrecv_now(const void* buffer, uint64_t nbytes, int dest, int se
   close(note(true, dest, sendtag, nbytes));
   if (!channels_[source].control.empty()) serve(source);
   return Now::Both;
+}
+
+// The books are kept message by message. Where a send does not fit or a message does not come,
+// the rest is for an operation; what has been is not undone.
+bool P2P::multi_now(const MessageLists& lists, int spins, Begun& begun) {
+  begun.seq = next_seq();
+  for (const Message& one : lists.sends) {
+    if (!push_now(one.data, one.nbytes, one.peer, one.tag)) return false;
+    close(note(true, one.peer, one.tag, one.nbytes));
+    ++begun.sent;
+  }
+  for (const Message& one : lists.recvs) {
+    Record* const record = take_now(one.data, one.nbytes, one.peer, one.tag, spins);
+    if (record == nullptr) return false;
+    close(*record);
+    begun.lengths[begun.received++] = took_;
+    if (!channels_[one.peer].control.empty()) serve(one.peer);
+  }
+  // As after send_now(): sends alone never look at what comes.
+  for (const Message& one : lists.sends) {
+    Channel& c = channels_[one.peer];
+    if (c.waiting(kPacketLines / 2) || !c.control.empty()) serve(one.peer);
+  }
+  return true;
 }
 
 }  // namespace commrt

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// send, recv and sendrecv: one callable each, without detours for plain arrays.
+// send, recv, sendrecv, multi_sendrecv: one callable each, without detours for plain arrays.
 //
 // A MessageMethod is a method descriptor with a vectorcall, as an Operation is. It knows
 // plain numpy arrays, ints in range and bools; every other call goes to the Python function
@@ -14,7 +14,7 @@ namespace commrt {
 
 namespace {
 
-enum class Kind : int { Send, Recv, SendRecv };
+enum class Kind : int { Send, Recv, SendRecv, Multi };
 
 struct MessageMethod {
   MethodDescriptor head;
@@ -23,6 +23,7 @@ struct MessageMethod {
 
 struct Words {  // interned once: keyword names are compared by address
   PyObject *out, *dest, *source, *tag, *sendtag, *recvtag, *nonblocking, *timeout_s;
+  PyObject *sends, *recvs, *in_place;
 };
 Words words;
 
@@ -91,6 +92,67 @@ bool overlap(const Side& a, const Side& b) {
   return a0 < b0 + b.nbytes && b0 < a0 + a.nbytes;
 }
 
+// One list of (array, peer) or (array, peer, tag); its arrays as a tuple. Null: not what is
+// known at a glance.
+nb::object read_messages(PyObject* list, int size, bool written, std::vector<Message>& found) {
+  if (!PyList_CheckExact(list) && !PyTuple_CheckExact(list)) return {};
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(list);
+  nb::object arrays = nb::steal(PyTuple_New(count));
+  if (!arrays.is_valid()) throw nb::python_error();
+  found.reserve(static_cast<size_t>(count));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* item = PySequence_Fast_GET_ITEM(list, i);
+    if (!PyTuple_CheckExact(item)) return {};
+    const Py_ssize_t fields = PyTuple_GET_SIZE(item);
+    if (fields != 2 && fields != 3) return {};
+    int peer = 0, tag = 0;
+    if (!read_int(PyTuple_GET_ITEM(item, 1), size - 1, peer)) return {};
+    if (fields == 3 && !read_int(PyTuple_GET_ITEM(item, 2), INT32_MAX, tag)) return {};
+    PyObject* array = PyTuple_GET_ITEM(item, 0);
+    Side side;
+    if (!side_of(array, peer, tag, written, side)) return {};
+    found.push_back({side.data, side.nbytes, peer, tag, false});
+    PyTuple_SET_ITEM(arrays.ptr(), i, Py_NewRef(array));
+  }
+  return arrays;
+}
+
+struct MultiArguments {
+  nb::object sent, received;  // tuples of arrays
+  MessageLists lists;
+  bool nonblocking = false;
+};
+
+bool parse_multi(PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames, int size,
+                 MultiArguments& found) {
+  if (nargs != 1) return false;
+  bool in_place = false;
+  const Py_ssize_t nkw = kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0;
+  for (Py_ssize_t i = 0; i < nkw; ++i) {
+    PyObject* key = PyTuple_GET_ITEM(kwnames, i);
+    PyObject* value = args[nargs + i];
+    bool known = false;
+    if (key == words.sends) {
+      found.sent = read_messages(value, size, false, found.lists.sends);
+      known = found.sent.is_valid();
+    } else if (key == words.recvs) {
+      found.received = read_messages(value, size, true, found.lists.recvs);
+      known = found.received.is_valid();
+    } else if (key == words.in_place) {
+      known = PyBool_Check(value);
+      in_place = value == Py_True;
+    } else if (key == words.nonblocking) {
+      known = PyBool_Check(value);
+      found.nonblocking = value == Py_True;
+    } else if (key == words.timeout_s) {
+      known = value == Py_None;
+    }
+    if (!known) return false;
+  }
+  return found.sent.is_valid() && found.received.is_valid() &&
+         found.lists.settle_overlaps(in_place);
+}
+
 PyObject* call_method(PyObject* callable, PyObject* const* args, size_t nargsf,
                       PyObject* kwnames) {
   auto* self = reinterpret_cast<MessageMethod*>(callable);
@@ -101,6 +163,21 @@ PyObject* call_method(PyObject* callable, PyObject* const* args, size_t nargsf,
   const Group& group = *nb::inst_ptr<Group>(group_object);
   if (group.slow || group.comm->broken.load(std::memory_order_relaxed) ||
       Engine::forked.load(std::memory_order_relaxed)) return slow();
+  if (self->kind == Kind::Multi) {
+    try {
+      MultiArguments a;
+      if (!parse_multi(args, nargs, kwnames, group.comm->size, a)) return slow();
+      return run_multi(group_object, a.lists, a.sent, a.received, a.received, self->head.name,
+                       a.nonblocking, group.timeout_s).release().ptr();
+    } catch (nb::python_error& e) {
+      e.restore();
+    } catch (const std::bad_alloc&) {
+      PyErr_NoMemory();
+    } catch (const std::exception& e) {
+      PyErr_SetString(PyExc_RuntimeError, e.what());
+    }
+    return nullptr;
+  }
   Arguments a;
   if (!parse(self->kind, args, nargs, kwnames, group.comm->size, a)) return slow();
   Side x{}, out{};
@@ -120,6 +197,7 @@ PyObject* call_method(PyObject* callable, PyObject* const* args, size_t nargsf,
         result = run_sendrecv(group_object, x, out, a.out, self->head.name, a.nonblocking,
                               group.timeout_s);
         break;
+      case Kind::Multi: break;  // has its own arguments, above
     }
     return result.release().ptr();
   } catch (nb::python_error& e) {
@@ -242,6 +320,32 @@ nb::object run_sendrecv(nb::handle group_object, const Side& x, const Side& out,
                      nonblocking, timeout_s, spins && sent);
 }
 
+nb::object run_multi(nb::handle group_object, const MessageLists& lists, nb::handle keep_sends,
+                     nb::handle keep_recvs, nb::handle result, nb::handle operation,
+                     bool nonblocking, double timeout_s) {
+  Comm& comm = *nb::inst_ptr<Group>(group_object)->comm;
+  constexpr uint64_t kMostWithGil = 32 * 1024;
+  const bool is_short = lists.sends.size() <= Begun::kMost &&
+                        lists.recvs.size() <= Begun::kMost && lists.nbytes() <= kMostWithGil;
+  std::unique_lock<std::mutex> lock(comm.engine.mutex, std::try_to_lock);
+  Begun begun;
+  bool spins = false;
+  if (!nonblocking && is_short && lock.owns_lock()) {
+    spins = comm.quiet();
+    if (comm.p2p->multi_now(lists, spins ? comm.spins_with_gil() : 0, begun)) {
+      tidy(comm, lock);
+      return nb::borrow(result);
+    }
+  }
+  const bool brief = is_short && lock.owns_lock() && comm.p2p->calm(lists);
+  auto op = start(comm.engine, lock, brief, nonblocking ? keep_sends : nb::handle(),
+                  nonblocking ? keep_recvs : nb::handle(),
+                  [&] { return comm.p2p->multi(lists, begun); });
+  const bool spun = spins && begun.sent == lists.sends.size();
+  return finish_call(group_object, std::move(op), keep_sends, keep_recvs, result, operation,
+                     nonblocking, timeout_s, spun);
+}
+
 void bind_p2p_operation(nb::module_& m) {
   words.out = PyUnicode_InternFromString("out");
   words.dest = PyUnicode_InternFromString("dest");
@@ -249,6 +353,9 @@ void bind_p2p_operation(nb::module_& m) {
   words.tag = PyUnicode_InternFromString("tag");
   words.sendtag = PyUnicode_InternFromString("sendtag");
   words.recvtag = PyUnicode_InternFromString("recvtag");
+  words.sends = PyUnicode_InternFromString("sends");
+  words.recvs = PyUnicode_InternFromString("recvs");
+  words.in_place = PyUnicode_InternFromString("in_place");
   words.nonblocking = PyUnicode_InternFromString("nonblocking");
   words.timeout_s = PyUnicode_InternFromString("timeout_s");
 
@@ -267,8 +374,8 @@ void bind_p2p_operation(nb::module_& m) {
           return nb::steal(reinterpret_cast<PyObject*>(self));
         },
         nb::arg("name"), nb::arg("kind"), nb::arg("function"),
-        "Make the method descriptor of send (0), recv (1) or sendrecv (2) around the Python "
-        "function that takes all other calls.");
+        "Make the method descriptor of send (0), recv (1), sendrecv (2) or multi_sendrecv (3) "
+        "around the Python function that takes all other calls.");
 }
 
 }  // namespace commrt

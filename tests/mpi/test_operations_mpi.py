@@ -141,6 +141,51 @@ def point_to_point() -> list[Any]:
     return seen
 
 
+def lists_of_messages() -> list[bool]:
+    """Everybody to everybody, itself included, in every form and any order."""
+    comm = commrt.init()
+    rng = np.random.default_rng(comm.rank)
+    ends = [(rank, tag) for rank in range(comm.size) for tag in range(4)]
+    lengths = (3, 40_000, 0, 2_100)
+    seen = []
+    for form in range(4):
+        outs = {end: np.full(lengths[end[1]], -1.0) for end in ends}
+        sends = [
+            (np.full(lengths[tag], 10.0 * comm.rank + tag), rank, tag)
+            for rank, tag in rng.permutation(ends).tolist()
+        ]
+        recvs = [
+            (outs[rank, tag], rank, tag) for rank, tag in rng.permutation(ends).tolist()
+        ]
+        lists: Any = {"sends": sends, "recvs": recvs}
+        if form == 0:
+            got = comm.multi_sendrecv(**lists)
+        elif form == 1:
+            got = comm.multi_sendrecv(**lists, nonblocking=True).wait()
+        else:
+            planned = comm.plan.multi_sendrecv(**lists)
+            got = planned() if form == 2 else planned.start().wait()
+        seen.append(all(a is b for a, (b, *_) in zip(got, recvs, strict=True)))
+        seen += [bool((outs[r, t] == 10.0 * r + t).all()) for r, t in ends]
+    # In place, around in both directions at once.
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for n in lengths:
+        x, y = np.full(n, float(comm.rank)), np.full(n, -float(comm.rank))
+        comm.multi_sendrecv(
+            sends=[(x, right, 1), (y, left, 2)],
+            recvs=[(y, right, 2), (x, left, 1)],
+            in_place=True,
+        )
+        seen.append(bool((x == left).all() and (y == -right).all()))
+    return seen
+
+
+@pytest.mark.parametrize(("size", "where"), [(1, ""), (2, ""), (3, "1,2"), (4, "2,2")])
+def test_lists_of_messages(mpirun: Any, size: int, where: str) -> None:
+    got = mpirun(size, lists_of_messages, env=nodes(where))
+    assert got == [[True] * (4 * (1 + 4 * size) + 4)] * size
+
+
 @pytest.mark.parametrize(("size", "where"), [(2, ""), (2, "1,1"), (4, "2,2")])
 def test_point_to_point(mpirun: Any, size: int, where: str) -> None:
     got = mpirun(size, point_to_point, env=nodes(where))

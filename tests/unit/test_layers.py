@@ -36,6 +36,7 @@ LAYERS = (
         "layouts",
         "links",
         "mesh",
+        "message_lists",
         "native_comms",
         "neighbors",
         "persistent",

@@ -15,6 +15,7 @@ from typing import Any
 from commrt import _libmpi
 from commrt.bench import compare, formats, halo, sparse, worker
 from commrt.bench.algorithm import resolve
+from commrt.bench.bench_operations import MULTI, bench_operation
 from commrt.bench.import_cost import measure_import
 from commrt.bench.launch import LaunchError, PeerSpec, launch, make_job
 from commrt.bench.machine import describe_machine
@@ -23,7 +24,7 @@ from commrt.console import until_reader_leaves
 from commrt.dtypes import dtype_by_name
 from commrt.errors import CommError, UsageError
 from commrt.launch import LaunchInfo, detect
-from commrt.operations import OpSpec, operation
+from commrt.operations import OpSpec
 
 __all__ = ["about", "main"]
 
@@ -140,7 +141,7 @@ def _jobs(
         settings.update(mode=args.benchmark, window=args.window)
         # Not an operation of the table: the size is the message's, as in allreduce.
         return "allreduce", [make_job("allreduce", sizes, **settings)]
-    spec = operation(args.benchmark)
+    spec = bench_operation(args.benchmark)
     _check_collective(args, spec, min(ranks))
     settings.update(
         root=args.root_rank,
@@ -158,6 +159,10 @@ def _jobs(
 
 def _check_collective(args: argparse.Namespace, spec: OpSpec, ranks: int) -> None:
     """Raise UsageError for options that mean nothing for this operation."""
+    if spec is MULTI and args.algorithm is not None:
+        raise UsageError(
+            f"--algorithm {args.algorithm}: {spec.name} is messages, and has none"
+        )
     if args.in_place and not spec.in_place:
         raise UsageError(
             f"--in-place: {spec.name} has no in-place form; run it without"

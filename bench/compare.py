@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from commrt.bench.aggregate import aggregate, markdown
+from commrt.bench.bench_operations import MULTI, bench_operation
 from commrt.bench.launch import (
     PeerSpec,
     launch,
@@ -23,7 +24,6 @@ from commrt.bench.options import check_dtype
 from commrt.bench.raw_data import read_data, write_data
 from commrt.errors import BackendError, UsageError
 from commrt.launch import detect
-from commrt.operations import operation
 
 __all__ = [
     "SCHEMA",
@@ -38,7 +38,7 @@ SCHEMA = "commrt-compare/1"
 
 # gloo has these in place only; it is compared in its own best form.
 _GLOO_IN_PLACE = ("allreduce", "reduce")
-_GLOO_LACKS = ("scan", "exscan", "reduce_scatterv")
+_GLOO_LACKS = ("scan", "exscan", "reduce_scatterv", MULTI.name)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -51,7 +51,12 @@ def main(args: argparse.Namespace) -> int:
             "compare starts its own launches, one library after the other: "
             "run it outside mpiexec"
         )
-    colls = [operation(name).name for name in args.op.split(",")]
+    colls = [bench_operation(name).name for name in args.op.split(",")]
+    if args.outstanding and MULTI.name in colls:
+        raise UsageError(
+            f"--outstanding {args.outstanding}: {MULTI.name} has several messages in "
+            f"flight by itself; leave it out"
+        )
     check_dtype(args.dtype)
     peers = choose_peers(args.peer)
     data: dict[str, Any] = {
@@ -149,7 +154,7 @@ def _one(
         dtype=args.dtype,
         fresh=args.fresh,
         check=peer.kind != "copy",  # whose result is nobody's
-        in_place=in_place and operation(coll).in_place,
+        in_place=in_place and bench_operation(coll).in_place,
         outstanding=args.outstanding,
         iterations=args.iterations,
         budget_s=args.budget_s,

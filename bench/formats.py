@@ -13,8 +13,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from commrt.bench.bench_operations import bench_operation
 from commrt.dtypes import dtype_by_name
-from commrt.operations import OpSpec, operation
+from commrt.operations import OpSpec
 
 __all__ = [
     "alg_bandwidth",
@@ -87,7 +88,7 @@ def _osu_header(coll: str, mode: str, dtype: str) -> list[str]:
     if mode in _POINT_TO_POINT:
         title = f"# OSU MPI {_POINT_TO_POINT[mode][0]} Test {_OSU_VERSION}"
         return [title, datatype]
-    spec = operation(coll)
+    spec = bench_operation(coll)
     typed = [datatype] if spec.x_count != "none" else []
     if mode == "nonblocking":
         name = _SHORT_TITLES.get(spec.name, spec.title)
@@ -184,7 +185,7 @@ def submit_line(row: Row) -> str:
 
 def bus_factor(coll: str, ranks: int) -> float:
     """Return bus bandwidth over algorithm bandwidth, as nccl-tests defines it."""
-    coll = operation(coll).vector_of or coll
+    coll = bench_operation(coll).vector_of or coll
     if coll == "allreduce":
         return 2 * (ranks - 1) / ranks
     if coll in ("allgather", "reduce_scatter", "alltoall", "gather", "scatter"):
@@ -199,7 +200,7 @@ def _total_bytes(spec: OpSpec, nbytes: int, ranks: int) -> int:
 
 def alg_bandwidth(coll: str, nbytes: int, ranks: int, time_us: float) -> float:
     """Return S/t in 10⁹ B/s; ``nbytes`` is the size that the row prints."""
-    return _total_bytes(operation(coll), nbytes, ranks) / time_us / 1000.0
+    return _total_bytes(bench_operation(coll), nbytes, ranks) / time_us / 1000.0
 
 
 def fit_float(value: float, width: int) -> str:
@@ -232,7 +233,7 @@ def nccl_text(
 
     A size that was not measured in one of the two modes has N/A there.
     """
-    spec = operation(coll)
+    spec = bench_operation(coll)
     blank = " ".join(("# " + " " * 10, " " * 12, " " * 9, " " * 7, " " * 7))
     lines = [
         f"# {library}",

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from commrt.bench.bench_operations import bench_operation
 from commrt.bench.timing_loop import SharedFlags
 from commrt.errors import BackendError, UsageError, suggest
 from commrt.mpiexec import (
@@ -23,7 +24,6 @@ from commrt.mpiexec import (
     run_process,
     run_ranks,
 )
-from commrt.operations import operation
 
 __all__ = ["LaunchError", "PeerSpec", "launch", "make_job", "parse_peer"]
 
@@ -91,7 +91,7 @@ def torch_is_installed() -> bool:
 def make_job(coll: str, sizes: list[int], **settings: Any) -> dict[str, Any]:
     """Return a job for ``timing_loop.run_job``; settings replace the defaults."""
     job: dict[str, Any] = {
-        "spec": asdict(operation(coll)),
+        "spec": asdict(bench_operation(coll)),
         "sizes": [0] if coll == "barrier" else sizes,
         "dtype": "float32",
         "root": 0,

@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
+from commrt.bench.bench_operations import MEASURED
 from commrt.dtypes import DTYPES, dtype_by_name
 from commrt.errors import UsageError, suggest
-from commrt.operations import OPERATIONS
 from commrt.sparse.cost import ALGORITHMS
 from commrt.sparse.result import FORMATS
 
@@ -178,7 +178,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK")
     commands.required = True
-    for spec in OPERATIONS:
+    for spec in MEASURED:
         command = commands.add_parser(spec.name, help=spec.doc, description=spec.doc)
         _osu_options(command, "1048576")
         _collective_options(command)

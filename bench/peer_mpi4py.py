@@ -73,6 +73,8 @@ class Mpi4pyPeer:
         def method(name: str) -> Any:
             return getattr(self._comm, f"I{name.lower()}" if nonblocking else name)
 
+        if coll == "multi_sendrecv":
+            return self._messages(x, out, MPI.Request.Waitall)
         at_root = self.rank == root
         source: Any = x if out is not None else MPI.IN_PLACE
         target: Any = out if out is not None else x
@@ -100,6 +102,18 @@ class Mpi4pyPeer:
             "reduce_scatterv": partial(method("Reduce_scatter"), x, out, xs[1]),
         }
         return calls[coll]
+
+    def _messages(self, x: Array, out: Array | None, wait_all: Any) -> Call:
+        """Return a call that exchanges a block with every rank, as messages."""
+        assert out is not None
+        block = x.size // self.size
+        starts: list[Any] = []
+        # MPI matches receives that are posted first without keeping the message.
+        for start, array in ((self._comm.Irecv, out), (self._comm.Isend, x)):
+            for rank in range(self.size):
+                part = array[rank * block : (rank + 1) * block]
+                starts.append(partial(start, part, rank))
+        return lambda: wait_all([start() for start in starts])
 
 
 def connect() -> tuple[Mpi4pyPeer, dict[str, Any]]:

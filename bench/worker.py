@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from commrt.bench import overlap, point_to_point, submit_cost, timing_loop
+from commrt.bench.bench_operations import MULTI, bench_operation
 from commrt.bench.timing_loop import Array, Call, Measure, Parts
-from commrt.operations import OpSpec, operation
+from commrt.operations import OpSpec
 
 __all__ = ["CommrtPeer", "connect", "equal_counts", "measure_of", "run"]
 
@@ -73,8 +74,13 @@ class CommrtPeer:
     def _bound(
         self, coll: str, x: Array, out: Array | None, root: int, extra: dict[str, Any]
     ) -> Call:
-        spec = operation(coll)
+        spec = bench_operation(coll)
         method = getattr(self.comm, coll)
+        if spec is MULTI:
+            assert out is not None
+            blocks = [np.split(array, self.size) for array in (x, out)]
+            lists = [list(zip(each, range(self.size), strict=True)) for each in blocks]
+            return partial(method, sends=lists[0], recvs=lists[1], **extra)
         if spec.x_count == "none":
             return partial(method, **extra)
         if spec.has_root:

@@ -535,14 +535,23 @@ class sparse:  # noqa: N801
 
     @staticmethod
     def split(
+        index_nbytes: int, indices: int, count: int, bounds: Sequence[int]
+    ) -> list[int]:
+        """Return how many indices lie below each of the ascending bounds."""
+
+    @staticmethod
+    def sum(
         index_nbytes: int,
+        dtype: int,
+        lists: Sequence[tuple[int, int, int]],
+        first: int,
+        last: int,
         indices: int,
-        count: int,
-        bounds: int,
-        num_bounds: int,
-        offsets: int,
-    ) -> None:
-        """Write how many indices lie below each of the ascending bounds."""
+        values: int,
+    ) -> int:
+        """Write the sorted union of lists of (indices, values, count); return its
+        length.
+        """
 
     @staticmethod
     def take_buckets(

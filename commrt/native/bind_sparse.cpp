@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Binds the sparse kernels as _native.sparse. Memory is said by address: commrt/sparse checks.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include "kernels.hpp"
 #include "sparse.hpp"
@@ -50,6 +52,22 @@ void bind_sparse(nb::module_& m) {
       nb::arg("indices"), nb::arg("values"), Free(),
       "Write the sorted union of two sets of entries; return its length.");
   s.def(
+      "sum",
+      [](int index, int dtype,
+         const std::vector<std::tuple<Address, Address, std::size_t>>& lists, std::int64_t first,
+         std::int64_t last, Address io, Address vo) {
+        std::vector<Entries> all;
+        all.reserve(lists.size());
+        for (const auto& [indices, values, count] : lists) {
+          all.push_back(entries(indices, values, count));
+        }
+        return sparse::sum(index_of(index), dtype_of(dtype), all.data(), all.size(), first, last,
+                           at(io), at(vo));
+      },
+      nb::arg("index_nbytes"), nb::arg("dtype"), nb::arg("lists"), nb::arg("first"),
+      nb::arg("last"), nb::arg("indices"), nb::arg("values"), Free(),
+      "Write the sorted union of lists of (indices, values, count); return its length.");
+  s.def(
       "add_into",
       [](int index, int dtype, Address indices, Address values, std::size_t count,
          std::int64_t first, Address dense) {
@@ -80,14 +98,14 @@ void bind_sparse(nb::module_& m) {
       "Write the entries that are not zero; return their number.");
   s.def(
       "split",
-      [](int index, Address indices, std::size_t count, Address bounds, std::size_t num_bounds,
-         Address offsets) {
-        sparse::split(index_of(index), at(indices), count, at<std::int64_t>(bounds), num_bounds,
-                      at<std::int64_t>(offsets));
+      [](int index, Address indices, std::size_t count, const std::vector<std::int64_t>& bounds) {
+        std::vector<std::int64_t> offsets(bounds.size());
+        sparse::split(index_of(index), at(indices), count, bounds.data(), bounds.size(),
+                      offsets.data());
+        return offsets;
       },
-      nb::arg("index_nbytes"), nb::arg("indices"), nb::arg("count"), nb::arg("bounds"),
-      nb::arg("num_bounds"), nb::arg("offsets"), Free(),
-      "Write how many indices lie below each of the ascending bounds.");
+      nb::arg("index_nbytes"), nb::arg("indices"), nb::arg("count"), nb::arg("bounds"), Free(),
+      "Return how many indices lie below each of the ascending bounds.");
   s.def(
       "first_wrong",
       [](int index, Address indices, std::size_t count, std::int64_t length) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "sparse_values.hpp"
 
@@ -88,6 +89,87 @@ std::size_t merge_two(Entries a, Entries b, I* io, typename V::Item* vo) {
   return low.out + num_high;
 }
 
+// Adds up several lists of one index range, block by block, without comparing them. A bit for
+// each element that is in one of the lists says, counted, where its entry belongs in the sum; so
+// each entry is read twice, however many lists there are, and no step waits for the one before it
+// (one core of an EPYC 9005, four lists with 1 % each: docs/sparse.md).
+template <class I, class V>
+struct Marking {
+  using Item = typename V::Item;
+  static constexpr std::int64_t kBlock = 8192;
+  const Entries* lists;
+  std::size_t num_lists;
+  std::int64_t first, last;
+  I* io;
+  Item* vo;
+
+  const I* indices(std::size_t list) const { return static_cast<const I*>(lists[list].indices); }
+  const Item* values(std::size_t list) const {
+    return static_cast<const Item*>(lists[list].values);
+  }
+
+  // Always inlined: it is compiled for more than one instruction set.
+  __attribute__((always_inline)) std::size_t run() const {
+    std::uint64_t present[kBlock / 64] = {};
+    std::size_t before[kBlock / 64];  // where the entries of each word begin
+    std::vector<std::size_t> begin(num_lists), end(num_lists);
+    std::size_t found = 0;
+    while (true) {
+      std::int64_t next = last;  // blocks without entries are passed over
+      for (std::size_t l = 0; l < num_lists; ++l) {
+        begin[l] = end[l];
+        if (end[l] != lists[l].count) next = std::min<std::int64_t>(next, indices(l)[end[l]]);
+      }
+      if (next == last) return found;
+      const std::int64_t base = first + (next - first) / kBlock * kBlock;
+      const std::int64_t limit = std::min(last, base + kBlock);
+      for (std::size_t l = 0; l < num_lists; ++l) {
+        const I* const in = indices(l);
+        const std::size_t count = lists[l].count;
+        std::size_t e = begin[l];
+        for (; e < count && in[e] < limit; ++e) {
+          const auto i = static_cast<std::uint64_t>(in[e] - base);
+          present[i / 64] |= std::uint64_t{1} << i % 64;
+        }
+        end[l] = e;
+      }
+      const std::size_t start = found;
+      for (std::int64_t w = 0; w < kBlock / 64; ++w) {
+        before[w] = found;
+        found += static_cast<std::size_t>(__builtin_popcountll(present[w]));
+      }
+      std::fill(vo + start, vo + found, V::neutral());
+      for (std::size_t l = 0; l < num_lists; ++l) {
+        const I* const in = indices(l);
+        const Item* const add = values(l);
+        for (std::size_t e = begin[l]; e < end[l]; ++e) {
+          const auto i = static_cast<std::uint64_t>(in[e] - base);
+          const std::uint64_t below = present[i / 64] & ((std::uint64_t{1} << i % 64) - 1);
+          const std::size_t at =
+              before[i / 64] + static_cast<std::size_t>(__builtin_popcountll(below));
+          io[at] = in[e];
+          vo[at] = V::add(vo[at], add[e]);
+        }
+      }
+      std::fill(std::begin(present), std::end(present), 0);
+    }
+  }
+
+  std::size_t run_plainly() const { return run(); }
+#if defined(__x86_64__)
+  __attribute__((target("popcnt,bmi,bmi2"))) std::size_t run_counting() const { return run(); }
+#endif
+};
+
+template <class I, class V>
+std::size_t sum_marked(const Marking<I, V>& marking) {
+#if defined(__x86_64__)
+  static const bool counts = __builtin_cpu_supports("popcnt") && __builtin_cpu_supports("bmi2");
+  if (counts) return marking.run_counting();
+#endif
+  return marking.run_plainly();
+}
+
 template <class V>
 constexpr int bucket_shift() {
   return V::kKeyBits > 11 ? V::kKeyBits - 11 : 0;
@@ -144,6 +226,18 @@ std::size_t merge(IndexType index, DType dtype, Entries a, Entries b, void* indi
       using V = decltype(v);
       return merge_two<I, V>(a, b, static_cast<I*>(indices),
                              static_cast<typename V::Item*>(values));
+    });
+  });
+}
+
+std::size_t sum(IndexType index, DType dtype, const Entries* lists, std::size_t num_lists,
+                std::int64_t first, std::int64_t last, void* indices, void* values) {
+  return with_indices(index, [&](auto i) {
+    return with_values(dtype, [&](auto v) {
+      using I = decltype(i);
+      using V = decltype(v);
+      return sum_marked(Marking<I, V>{lists, num_lists, first, last, static_cast<I*>(indices),
+                                      static_cast<typename V::Item*>(values)});
     });
   });
 }
@@ -205,7 +299,7 @@ std::size_t first_wrong(IndexType index, const void* indices, std::size_t n,
     const auto* x = static_cast<const I*>(indices);
     if (n == 0) return 0;
     if (x[0] < 0 || x[0] >= length) return 0;
-    constexpr std::size_t kBlock = 4096;
+    constexpr std::size_t kBlock = 8192;
     for (std::size_t at = 1; at < n; at += kBlock) {
       const std::size_t end = std::min(n, at + kBlock);
       bool wrong = false;

@@ -37,6 +37,7 @@ struct Integer {
   static Item pick(bool taken, Item v) { return either<Item>(taken, v, 0); }
   static Item add(Item a, Item b) { return static_cast<Item>(a + b); }
   static Item zero() { return 0; }
+  static Item neutral() { return 0; }
   static bool is_zero(Item v) { return v == 0; }
   static Key magnitude(Item v) {
     if constexpr (std::is_signed_v<T>) {
@@ -64,6 +65,7 @@ struct Real {
   }
   static Item add(Item a, Item b) { return a + b; }
   static Item zero() { return 0; }
+  static Item neutral() { return bits_as<T>(kSign); }
   static bool is_zero(Item v) { return v == 0; }
   static Key magnitude(Item v) { return bits_as<Word>(v) & ~kSign; }
 };
@@ -78,6 +80,7 @@ struct Complex {
   }
   static Item add(Item a, Item b) { return {a.re + b.re, a.im + b.im}; }
   static Item zero() { return {0, 0}; }
+  static Item neutral() { return {Part::neutral(), Part::neutral()}; }
   static bool is_zero(Item v) { return v.re == 0 && v.im == 0; }
 };
 
@@ -129,6 +132,7 @@ struct Half {
   static Item pick(bool taken, Item v) { return either<Item>(taken, v, 0x8000u); }
   static Item add(Item a, Item b) { return Narrow(Widen(a) + Widen(b)); }
   static Item zero() { return 0; }
+  static Item neutral() { return 0x8000u; }
   static bool is_zero(Item v) { return (v & 0x7fffu) == 0; }
   static Key magnitude(Item v) { return v & 0x7fffu; }
 };

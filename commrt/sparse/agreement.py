@@ -9,10 +9,8 @@ been sent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from commrt.dtypes import DTYPES
 from commrt.errors import MismatchError
@@ -23,6 +21,7 @@ from commrt.sparse.vector import MAX_DIMS
 __all__ = ["HEADER_FIELDS", "Header", "check_headers"]
 
 OPERATIONS = ("sparse_allreduce", "topk_allreduce")
+_CODES = {dtype.name: dtype.code for dtype in DTYPES}
 HEADER_FIELDS = 9 + MAX_DIMS
 """The last of them, the number of entries, is each rank's own."""
 
@@ -42,26 +41,22 @@ class Header:
     """Entries of this rank."""
     seq: int
 
-    def row(self) -> Any:
+    def row(self) -> list[int]:
         """Return it as integers."""
-        codes = {dtype.name: dtype.code for dtype in DTYPES}
         asked = -1 if self.algorithm is None else ALGORITHMS.index(self.algorithm)
         dims = list(self.shape) + [-1] * (MAX_DIMS - len(self.shape))
-        return np.array(
-            [
-                OPERATIONS.index(self.operation),
-                codes[self.dtype],
-                self.index_nbytes,
-                FORMATS.index(self.format),
-                asked,
-                self.k,
-                self.seq,
-                *dims,
-                len(self.shape),
-                self.count,
-            ],
-            np.int64,
-        )
+        return [
+            OPERATIONS.index(self.operation),
+            _CODES[self.dtype],
+            self.index_nbytes,
+            FORMATS.index(self.format),
+            asked,
+            self.k,
+            self.seq,
+            *dims,
+            len(self.shape),
+            self.count,
+        ]
 
 
 _NAMES = (
@@ -75,13 +70,12 @@ _NAMES = (
 )
 
 
-def check_headers(what: str, rows: Any) -> list[int]:
+def check_headers(what: str, rows: Sequence[list[int]]) -> list[int]:
     """Return every rank's number of entries; MismatchError where the calls differ."""
-    shared = rows[:, : HEADER_FIELDS - 1]
-    if (shared == shared[0]).all():
-        counts: list[int] = rows[:, HEADER_FIELDS - 1].tolist()
-        return counts
-    described = [_described(row[:HEADER_FIELDS]) for row in rows.tolist()]
+    shared = rows[0][: HEADER_FIELDS - 1]
+    if all(row[: HEADER_FIELDS - 1] == shared for row in rows):
+        return [row[HEADER_FIELDS - 1] for row in rows]
+    described = [_described(row[:HEADER_FIELDS]) for row in rows]
     differing = [
         name
         for name in described[0]

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from commrt.sparse.agreement import HEADER_FIELDS, Header, check_headers
-from commrt.sparse.cost import Question, choose, estimated_fill, prices_of
+from commrt.sparse.cost import Question, choose, estimated_fill, prices_of, rules
 from commrt.sparse.messages import Talk
 from commrt.sparse.pieces import Piece, even_bounds
 from commrt.sparse.recursive_doubling import recursive_doubling
 from commrt.sparse.result import Output
 from commrt.sparse.ring import ring_sum, two_level_ring, why_not_two_level
-from commrt.sparse.split import split
+from commrt.sparse.shared import Desk
+from commrt.sparse.split import lay_out, shared_split, split
 from commrt.stepped import Steps
 
 __all__ = ["SparseReport", "agree", "sparse_allreduce"]
@@ -35,6 +37,8 @@ class SparseReport:
     """Entries of every rank."""
     output_nnz: int = -1
     """Entries of the output; -1 where it is dense."""
+    shared: bool = False
+    """Whether ranks read each other's entries in shared memory, without messages."""
     phases: tuple[dict[str, int], ...] = ()
     """Of each exchange: entries sent and received, bytes received, dense pieces
     received: the first that is not 0 there is where sums became dense."""
@@ -42,18 +46,19 @@ class SparseReport:
 
 def agree(
     talk: Talk, what: str, header: Header, more: Sequence[int] = ()
-) -> Steps[tuple[list[int], Any]]:
+) -> Steps[tuple[list[int], list[list[int]]]]:
     """Return every rank's number of entries, once all ranks make the same call.
 
     And a row of what each of them says beside it, equally many integers.
     """
-    row = np.concatenate([header.row(), np.asarray(more, np.int64)])
-    rows = np.empty((talk.comm.size, row.size), np.int64)
-    started = talk.comm.allgather(
-        row, out=rows, nonblocking=True, timeout_s=talk.timeout_s
-    )
-    yield [started]
-    return check_headers(what, rows), rows[:, HEADER_FIELDS:]
+    row = np.array([*header.row(), talk.ended, *more], np.int64)
+    everybody = np.empty((talk.comm.size, row.size), np.int64)
+    yield [talk.comm.allgather(row, out=everybody, nonblocking=True)]
+    rows: list[list[int]] = everybody.tolist()
+    counts = check_headers(what, rows)
+    if talk.room is not None:
+        talk.room.all_ended(min(said[HEADER_FIELDS] for said in rows))
+    return counts, [said[HEADER_FIELDS + 1 :] for said in rows]
 
 
 def sparse_allreduce(
@@ -64,17 +69,32 @@ def sparse_allreduce(
     # Told here it is nearly free; later it would be a round of headers.
     bounds = even_bounds(0, output.length, talk.comm.size)
     offsets = talk.elements.offsets(mine, bounds)
-    counts, per_range = yield from agree(talk, what, header, np.diff(offsets).tolist())
+    desk = lay_out(talk, mine, offsets) if header.algorithm in (None, "split") else None
+    lengths = [end - begin for begin, end in pairwise(offsets)]
+    counts, rows = yield from agree(talk, what, header, [desk is not None, *lengths])
+    per_range = [said[1:] for said in rows]
+    if not all(said[0] for said in rows):
+        desk = None  # somebody's entries are not there
     report.counts = tuple(counts)
     report.estimated_fill = estimated_fill(counts, output.length)
     algorithm = header.algorithm
     if algorithm is None:
-        algorithm = choose(question(talk, output), report.estimated_fill)
+        algorithm = _chosen(talk, output, report.estimated_fill)
     report.algorithm = algorithm
-    result = yield from _run(talk, algorithm, mine, output, per_range)
+    result = yield from _run(talk, report, mine, output, per_range, desk)
     report.phases = tuple(talk.phases)
     report.output_nnz = getattr(result, "nnz", -1) if result is not output.out else -1
     return result
+
+
+def _chosen(talk: Talk, output: Output, fill: float) -> str:
+    elements = talk.elements
+    length_bits = max(0, output.length - 1).bit_length()
+    kind = length_bits, elements.index_nbytes, elements.dtype.itemsize, output.format
+    found = talk.rules.get(kind)
+    if found is None:
+        found = talk.rules[kind] = rules(question(talk, output))
+    return choose(found, fill)
 
 
 def question(talk: Talk, output: Output) -> Question:
@@ -93,8 +113,14 @@ def question(talk: Talk, output: Output) -> Question:
 
 
 def _run(
-    talk: Talk, algorithm: str, mine: Piece, output: Output, per_range: Any
+    talk: Talk,
+    report: SparseReport,
+    mine: Piece,
+    output: Output,
+    per_range: Sequence[Sequence[int]],
+    desk: Desk | None,
 ) -> Steps[Any]:
+    algorithm = report.algorithm
     if talk.comm.size == 1:
         return output.from_piece(mine)
     if algorithm == "recursive_doubling":
@@ -103,6 +129,11 @@ def _run(
     if algorithm == "two_level_ring":
         pieces = yield from two_level_ring(talk, mine)
         return output.joined(pieces)
+    if algorithm == "split" and desk is not None:
+        summed = yield from shared_split(talk, desk, mine, per_range)
+        if summed is not None:
+            report.shared = True
+            return output.joined(summed)
     if algorithm == "ring":
         part = yield from ring_sum(talk, range(talk.comm.size), mine)
     else:

@@ -258,7 +258,6 @@ def rules(q: Question) -> tuple[Rule, ...]:
     return tuple(found)
 
 
-def choose(q: Question, fill: float) -> str:
+def choose(found: Sequence[Rule], fill: float) -> str:
     """Return the algorithm of the rule for an estimated fill."""
-    chosen = [rule.algorithm for rule in rules(q) if rule.fill <= fill]
-    return chosen[-1]
+    return next(rule.algorithm for rule in reversed(found) if rule.fill <= fill)

@@ -17,6 +17,7 @@ import numpy as np
 __all__ = ["Pool"]
 
 _LEAST = 1 << 14
+_HUGE_NBYTES = 1 << 22
 _MOST = 1 << 28
 """Unused bytes beyond this are given back."""
 _REFERENCES = 3
@@ -60,6 +61,11 @@ class Pool:
 
 
 def _rounded(nbytes: int) -> int:
-    """Return the next of the sizes that are four, five, six or seven times 2^i."""
+    """Return the next of the sizes that are four, five, six or seven times 2^i.
+
+    From half a huge page on at least what numpy asks for huge pages for: what is not
+    touched costs nothing, and small pages cost a look-up for each.
+    """
+    nbytes = max(nbytes, _HUGE_NBYTES) if nbytes > 1 << 20 else nbytes
     step = 1 << (nbytes.bit_length() - 3)
     return -(-nbytes // step) * step

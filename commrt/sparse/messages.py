@@ -9,15 +9,16 @@ so neither the user's messages nor those of another operation can be taken for t
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commrt._native import Request
+from commrt._native import PersistentMessages, Request
+from commrt.sparse.cost import Rule
 from commrt.sparse.pieces import Elements, Piece
+from commrt.sparse.shared import Room
 from commrt.stepped import Steps
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Talk",
     "allgather",
-    "copy_piece",
     "deliver",
     "exchange",
     "share_rows",
@@ -45,6 +45,14 @@ class Talk:
     tag: int
     elements: Elements
     timeout_s: float
+    seq: int = 0
+    """The operation's number on the communicator."""
+    ended: int = 0
+    """All operations below this one have ended on this rank."""
+    room: Room | None = None
+    """Memory that all ranks share, if they do."""
+    rules: dict[Any, tuple[Rule, ...]] = field(default_factory=dict)
+    """Of the kinds of calls that there have been on the communicator."""
     phases: list[dict[str, int]] = field(default_factory=list)
     """Per exchange: entries sent and received, bytes, dense pieces received."""
 
@@ -187,8 +195,11 @@ def share_rows(talk: Talk, row: Any) -> Steps[Any]:
     rows = np.empty((talk.comm.size, row.size), np.int64)
     rows[talk.comm.rank] = row
     others = _in_turn(ranks, talk.comm.rank)
-    arriving = [talk.recv_array(rows[rank], rank) for rank in others]
-    yield [*arriving, *(talk.send_array(row, rank) for rank in reversed(others))]
+    nbytes, out = row.nbytes, rows.ctypes.data
+    sends = [(row.ctypes.data, nbytes, rank, talk.tag, False) for rank in others]
+    recvs = [(out + rank * nbytes, nbytes, rank, talk.tag, False) for rank in others]
+    messages = PersistentMessages(talk.comm, sends, recvs, row, rows, rows, "tell")
+    yield [messages._run(True, talk.timeout_s)]
     return rows
 
 
@@ -206,7 +217,7 @@ def deliver(
         for piece in mine:
             waiting += talk.send_piece(piece, rank)
     for piece, to in zip(mine, placed[me], strict=True):
-        copy_piece(talk.elements, piece, to)
+        talk.elements.copy(piece, to)
     yield waiting
     talk.note(mine, [piece for rank in others for piece in placed[rank]])
 
@@ -236,12 +247,3 @@ def _in_turn(ranks: Sequence[int], me: int) -> list[int]:
     first."""
     at = list(ranks).index(me)
     return [ranks[(at - step) % len(ranks)] for step in range(1, len(ranks))]
-
-
-def copy_piece(elements: Elements, piece: Piece, to: Piece) -> None:
-    """Copy a piece to where another of its size lies."""
-    size = elements.dtype.itemsize
-    if piece.values != to.values:
-        ctypes.memmove(to.values, piece.values, piece.count * size)
-    if not piece.dense and piece.indices != to.indices:
-        ctypes.memmove(to.indices, piece.indices, piece.count * elements.index_nbytes)

@@ -14,12 +14,13 @@ from commrt.errors import BufferError_, MismatchError, UsageError, suggest
 from commrt.point_to_point import PointToPoint
 from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, sparse_allreduce
-from commrt.sparse.cost import ALGORITHMS
+from commrt.sparse.cost import ALGORITHMS, Rule
 from commrt.sparse.memory import Pool
 from commrt.sparse.messages import Talk
 from commrt.sparse.pieces import Elements
 from commrt.sparse.result import FORMATS, Output
 from commrt.sparse.ring import why_not_two_level
+from commrt.sparse.shared import Room, make_room
 from commrt.sparse.topk import Largest, topk_allreduce
 from commrt.sparse.vector import Given, parse
 from commrt.stepped import SteppedRequest, Steps
@@ -39,9 +40,12 @@ class _Sparse:
 
     channel: Communicator
     """Of the same ranks; nothing but sparse operations goes over it."""
-    seq: int = 0
+    room: Room | None
+    """Memory in which its ranks read each other's entries."""
     pending: set[int] = field(default_factory=set)
     """Numbers of the operations that have not ended."""
+    seq: int = 0
+    rules: dict[Any, tuple[Rule, ...]] = field(default_factory=dict)
     report: SparseReport | None = None
 
 
@@ -176,12 +180,22 @@ class SparseMethods(PointToPoint):
     ) -> Any:
         state = self._sparse
         if state is None:  # the first one: made by all ranks together
-            state = self._sparse = _Sparse(self._private("sparse"))
+            channel = self._private("sparse")
+            state = self._sparse = _Sparse(channel, make_room(channel))
         state.channel._check_usable()
         seq = state.seq
         state.seq += 1
         state.pending.add(seq)
-        talk = Talk(state.channel, seq % _MAX_TAG, elements, limit)
+        talk = Talk(
+            state.channel,
+            seq % _MAX_TAG,
+            elements,
+            limit,
+            seq,
+            min(state.pending),
+            state.room,
+            state.rules,
+        )
         report = SparseReport(what)
         title = f"{what} #{seq} on {self.name}"
 
@@ -267,6 +281,8 @@ class SparseMethods(PointToPoint):
                 f"have not ended; wait() for their requests first"
             )
         state.channel.free()
+        if state.room is not None and not state.channel._failure:
+            state.room.close()
 
     def _give_up_sparse(self, why: str) -> None:
         if self._sparse is not None:

@@ -9,6 +9,7 @@ work.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -25,6 +26,8 @@ from commrt.sparse.vector import Given
 __all__ = ["Elements", "Piece", "even_bounds"]
 
 _kernels = _native.sparse
+_MARK_ELEMENTS = 96
+"""With an entry in so many elements, marking beats merging (docs/sparse.md)."""
 _SUMMED = frozenset(
     [
         "bool",
@@ -140,6 +143,64 @@ class Elements:
         addresses = given.indices.address, given.values.address
         return Piece(0, given.length, False, given.count, *addresses, owner)
 
+    def part(self, piece: Piece, low: int, high: int) -> Piece:
+        """Return some of a piece's entries, by their numbers."""
+        indices = piece.indices + low * self.index_nbytes
+        values = piece.values + low * self.dtype.itemsize
+        count = high - low
+        return Piece(
+            piece.first, piece.last, False, count, indices, values, piece.owner
+        )
+
+    def copy(self, piece: Piece, to: Piece) -> None:
+        """Copy a piece to where another of its size lies."""
+        if piece.values != to.values:
+            nbytes = piece.count * self.dtype.itemsize
+            ctypes.memmove(to.values, piece.values, nbytes)
+        if not piece.dense and piece.indices != to.indices:
+            nbytes = piece.count * self.index_nbytes
+            ctypes.memmove(to.indices, piece.indices, nbytes)
+
+    def sum_into(self, pieces: Sequence[Piece], to: Piece) -> Piece:
+        """Return the sum of entries of one range, in the memory of ``to``.
+
+        It has room for all entries, and the range; ``pieces`` are neighbours in order.
+        """
+        found = [piece for piece in pieces if piece.count]
+        if len(found) > 2 and to.count * _MARK_ELEMENTS >= to.length:
+            return replace(to, count=self._marked(found, to))
+        while len(found) > 2:
+            found = self._merged_pairs(found)
+        if len(found) == 2:
+            return replace(to, count=self._merged(found[0], found[1], to))
+        for piece in found:
+            self.copy(piece, to)
+        return replace(to, count=sum(piece.count for piece in found))
+
+    def _marked(self, pieces: Sequence[Piece], to: Piece) -> int:
+        lists = [(piece.indices, piece.values, piece.count) for piece in pieces]
+        sizes = self.index_nbytes, self.dtype.code
+        return _kernels.sum(*sizes, lists, to.first, to.last, to.indices, to.values)
+
+    def _merged(self, a: Piece, b: Piece, to: Piece) -> int:
+        return _kernels.merge(
+            self.index_nbytes,
+            self.dtype.code,
+            a.indices,
+            a.values,
+            a.count,
+            b.indices,
+            b.values,
+            b.count,
+            to.indices,
+            to.values,
+        )
+
+    def _merged_pairs(self, pieces: Sequence[Piece]) -> list[Piece]:
+        pairs = zip(pieces[::2], pieces[1::2], strict=False)
+        merged = [self.merge(a, b) for a, b in pairs]
+        return merged + list(pieces[2 * len(merged) :])
+
     def merge(self, a: Piece, b: Piece) -> Piece:
         """Return the sum of two pieces of one range.
 
@@ -154,21 +215,9 @@ class Elements:
             return a
         if not (a.count and b.count):
             return a if a.count else b
-        room = self.entries(a.count + b.count)
-        indices, values = room
-        count = _kernels.merge(
-            self.index_nbytes,
-            self.dtype.code,
-            a.indices,
-            a.values,
-            a.count,
-            b.indices,
-            b.values,
-            b.count,
-            indices.ctypes.data,
-            values.ctypes.data,
-        )
-        return self.piece(a.first, a.last, room, count)
+        total = a.count + b.count
+        to = self.piece(a.first, a.last, self.entries(total), total)
+        return replace(to, count=self._merged(a, b, to))
 
     def merge_all(self, pieces: Sequence[Piece]) -> Piece:
         """Return the sum of pieces of one range, neighbours first.
@@ -183,11 +232,11 @@ class Elements:
             for piece in found[1:]:
                 found[0] = self.merge(found[0], piece)
             return found[0]
-        while len(found) > 1:
-            pairs = zip(found[::2], found[1::2], strict=False)
-            merged = [self.merge(a, b) for a, b in pairs]
-            found = merged + found[2 * len(merged) :]
-        return found[0]
+        some = [piece for piece in found if piece.count]
+        if len(some) < 2:
+            return some[0] if some else found[0]
+        first, last = found[0].first, found[0].last
+        return self.sum_into(some, self.piece(first, last, self.entries(total), total))
 
     def add_into(self, dense: Piece, x: Piece) -> None:
         """Add the elements of ``x`` to a dense piece whose range contains its range."""
@@ -242,31 +291,15 @@ class Elements:
         offsets = self.offsets(piece, bounds)
         found = []
         for (first, last), at, end in zip(ranges, offsets, offsets[1:], strict=False):
-            one = replace(
-                piece,
-                first=first,
-                last=last,
-                count=end - at,
-                indices=piece.indices + at * self.index_nbytes,
-                values=piece.values + at * self.dtype.itemsize,
-            )
-            found.append(one)
+            found.append(replace(self.part(piece, at, end), first=first, last=last))
         return found
 
     def offsets(self, piece: Piece, bounds: Sequence[int]) -> list[int]:
         """Return for each of ascending bounds how many entries lie below it."""
-        limits = np.asarray(bounds, np.int64)
-        found = np.empty(len(limits), np.int64)
-        _kernels.split(
-            self.index_nbytes,
-            piece.indices,
-            piece.count,
-            limits.ctypes.data,
-            len(limits),
-            found.ctypes.data,
+        found: list[int] = _kernels.split(
+            self.index_nbytes, piece.indices, piece.count, bounds
         )
-        offsets: list[int] = found.tolist()
-        return offsets
+        return found
 
 
 def even_bounds(first: int, last: int, parts: int) -> list[int]:

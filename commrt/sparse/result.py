@@ -6,13 +6,13 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from commrt.arrays import HostView
-from commrt.sparse.messages import Talk, copy_piece, deliver, tell
+from commrt.sparse.messages import Talk, deliver, tell
 from commrt.sparse.pieces import Elements, Piece
 from commrt.sparse.vector import Given, SparseVector
 from commrt.stepped import Steps
@@ -101,7 +101,7 @@ class Output:
         sparse = [self.elements.sparsified(piece) for piece in pieces]
         placed, room = self.side_by_side(sparse)
         for piece, to in zip(sparse, placed, strict=True):
-            copy_piece(self.elements, piece, to)
+            self.elements.copy(piece, to)
         return self._sparse(room, len(room[0]))
 
     def side_by_side(self, sizes: Sequence[Piece]) -> tuple[list[Piece], Any]:
@@ -110,14 +110,7 @@ class Output:
         whole = self.elements.piece(0, self.length, room, len(room[0]))
         at, placed = 0, []
         for piece in sizes:
-            placed.append(
-                replace(
-                    piece,
-                    indices=whole.indices + at * self.elements.index_nbytes,
-                    values=whole.values + at * self.elements.dtype.itemsize,
-                    owner=room,
-                )
-            )
+            placed.append(self.elements.part(whole, at, at + piece.count))
             at += piece.count
         return placed, room
 

@@ -14,13 +14,16 @@ The sum of a range is sparse, or dense where its entries would take more bytes. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
 
-from commrt.sparse.messages import Talk, exchange
+import numpy as np
+
+from commrt.sparse.messages import Talk, exchange, share_rows
 from commrt.sparse.pieces import Piece, even_bounds
+from commrt.sparse.shared import Desk
 from commrt.stepped import Steps
 
-__all__ = ["split"]
+__all__ = ["lay_out", "shared_split", "split"]
 
 
 def split(
@@ -29,7 +32,7 @@ def split(
     *,
     dense: bool = False,
     bounds: Sequence[int] | None = None,
-    counts: Any = None,
+    counts: Sequence[Sequence[int]] | None = None,
 ) -> Steps[Piece]:
     """Return the sum of this rank's range: of even ones, or of those in ``bounds``.
 
@@ -46,7 +49,7 @@ def split(
     if counts is not None:
         here = parts[me]
         told = [
-            Piece(here.first, here.last, False, int(counts[s][me]), 0, 0, None)
+            Piece(here.first, here.last, False, counts[s][me], 0, 0, None)
             for s in sources
         ]
     found = yield from exchange(talk, [(r, parts[r]) for r in dests], sources, told)
@@ -58,3 +61,55 @@ def split(
             talk.elements.add_into(in_order[0], piece)
         return in_order[0]
     return talk.elements.merge_all(in_order)
+
+
+def lay_out(talk: Talk, mine: Piece, offsets: Sequence[int]) -> Desk | None:
+    """Show this rank's entries to the others before they are told of them.
+
+    None where there is no room, or where ranges will become dense anyhow.
+    """
+    room, elements = talk.room, talk.elements
+    if room is None or elements.dense_pays(mine.count * talk.comm.size, mine.length):
+        return None
+    desk = room.desk(talk.seq)
+    if desk is None or mine.count > desk.most(elements):
+        return None
+    desk.lay_out(elements, mine, [*offsets[:-1], mine.count])
+    return desk
+
+
+def shared_split(
+    talk: Talk, desk: Desk, mine: Piece, counts: Sequence[Sequence[int]]
+) -> Steps[list[Piece] | None]:
+    """Return the sums of all ranges, where their ranks have written them.
+
+    Each rank reads the entries of its range where the others have laid them out.
+    ``counts[s][r]``: the entries that rank s has for rank r. None, on all ranks, where
+    a range may become dense, or has more entries than there is room for.
+    """
+    size, me, elements = talk.comm.size, talk.comm.rank, talk.elements
+    bounds = even_bounds(mine.first, mine.last, size)
+    most = [sum(column) for column in zip(*counts, strict=True)]
+    ranges = list(pairwise(bounds))
+    if max(most) > desk.most(elements) or any(
+        elements.dense_pays(entries, last - first)
+        for entries, (first, last) in zip(most, ranges, strict=True)
+    ):
+        return None
+    found = []
+    for rank, row in enumerate(counts):
+        low, entries = sum(row[:me]), row[me]
+        if rank == me:
+            found.append(elements.part(mine, low, low + entries))
+        else:
+            found.append(desk.had(elements, rank, low, entries))
+    place = desk.summed(elements, me, most[me], *ranges[me])
+    talk.note([mine], [piece for rank, piece in enumerate(found) if rank != me])
+    summed = elements.sum_into(found, place)
+    told = yield from share_rows(talk, np.array([summed.count], np.int64))
+    pieces = [
+        desk.summed(elements, rank, entries, *ranges[rank])
+        for rank, (entries,) in enumerate(told.tolist())
+    ]
+    talk.note([summed], [piece for rank, piece in enumerate(pieces) if rank != me])
+    return pieces

@@ -32,7 +32,7 @@ from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, agree
 from commrt.sparse.cost import estimated_fill
 from commrt.sparse.memory import Pool
-from commrt.sparse.messages import Talk, allgather, copy_piece, share_rows
+from commrt.sparse.messages import Talk, allgather, share_rows
 from commrt.sparse.pieces import Elements, Piece
 from commrt.sparse.result import Output, bytes_at, bytes_from, like
 from commrt.sparse.split import split
@@ -130,7 +130,7 @@ def topk_allreduce(
     counts, said = yield from agree(talk, what, header, wanted)
     report.algorithm, report.counts = "split by what there is", tuple(counts)
     report.estimated_fill = estimated_fill(counts, output.length)
-    bounds = [0, *said.mean(axis=0).astype(np.int64).tolist(), output.length]
+    bounds = [0, *np.mean(said, axis=0).astype(np.int64).tolist(), output.length]
     summed = yield from split(talk, whole, bounds=bounds)
     summed = elements.sparsified(summed)
     candidates = yield from _above_threshold(talk, summed, mine.k)
@@ -173,7 +173,7 @@ def _final(output: Output, candidates: list[Piece], k: int) -> Any:
     elements = output.elements
     joined, room = output.side_by_side(candidates)
     for piece, to in zip(candidates, joined, strict=True):
-        copy_piece(elements, piece, to)
+        elements.copy(piece, to)
     whole = elements.piece(0, output.length, room, len(room[0]))
     code = elements.dtype.code
     at = _largest(code, whole.values, whole.count, min(k, whole.count))

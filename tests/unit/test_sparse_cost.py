@@ -81,6 +81,6 @@ def test_rules_cover_every_fill_with_what_is_cheapest(
             costs = {a: predicted_us(question, a, rule.fill) for a in ALGORITHMS}
             assert costs[rule.algorithm] == min(costs.values())
     for fill in (0.0, 1e-9, 0.01, 0.5, 1.0):
-        chosen = choose(question, fill)
+        chosen = choose(rules(question), fill)
         assert chosen != "two_level_ring" or nodes > 1
         assert chosen != "split_dense" or form != "sparse"

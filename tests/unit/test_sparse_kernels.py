@@ -66,6 +66,62 @@ shapes = st.tuples(
 
 
 @settings(max_examples=300, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.lists(st.sampled_from([0.0, 0.001, 0.05, 0.5, 1.0]), max_size=6),
+    st.sampled_from([1, 64, 65, 8192, 8193, 30_000]),
+    st.sampled_from([0, 7, 2**30]),
+    st.sampled_from([np.int32, np.int64]),
+    st.sampled_from(NAMES),
+)
+def test_sum_of_lists_is_the_sum_of_the_dense_vectors(
+    seed: int, fills: list[float], length: int, first: int, index: Any, name: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    lists = [drawn(rng, length, fill, name, index) for fill in fills]
+    shifted = [(indices + index(first), values) for indices, values in lists]
+    num = sum(len(indices) for indices, _ in lists)
+    itemsize = numpy_type(name).itemsize
+    # What is behind the room must stay as it is.
+    indices, values = (
+        np.full(num + 8, 99, index),
+        np.full((num + 8) * itemsize, 7, "u1"),
+    )
+    count = sparse.sum(
+        np.dtype(index).itemsize,
+        BY_NAME[name].code,
+        [(i.ctypes.data, v.ctypes.data, len(i)) for i, v in shifted],
+        first,
+        first + length,
+        indices.ctypes.data,
+        values.ctypes.data,
+    )
+    want = np.zeros(length, numpy_type(name))
+    for each in lists:
+        whole = dense(each, length)
+        want = (want | whole) if name == "bool" else (want + whole).astype(want.dtype)
+    there = np.unique(np.concatenate([[], *(i for i, _ in lists)])).astype(index)
+    assert count == len(there)
+    assert np.array_equal(indices[:count], there + index(first))
+    assert np.array_equal(values.view(want.dtype)[:count], want[there])
+    assert (indices[num:] == 99).all()
+    assert (values[num * itemsize :] == 7).all()
+
+
+def test_sum_of_lists_keeps_what_an_entry_alone_is() -> None:
+    """Signed zeros and NaN pass unchanged where no other list has the index."""
+    values = np.array([-0.0, 0.0, np.nan, -np.inf], np.float32)
+    lists = [(np.array([4 * i], np.int32), values[i : i + 1]) for i in range(4)]
+    out, sums = np.empty(4, np.int32), np.empty(4, np.float32)
+    given_ = [(i.ctypes.data, v.ctypes.data, 1) for i, v in lists]
+    code = BY_NAME["float32"].code
+    assert sparse.sum(4, code, given_, 0, 20, out.ctypes.data, sums.ctypes.data) == 4
+    assert out.tolist() == [0, 4, 8, 12]
+    assert np.array_equal(sums, values, equal_nan=True)
+    assert np.array_equal(np.signbit(sums[:2]), [True, False])
+
+
+@settings(max_examples=300, deadline=None)
 @given(shapes)
 def test_merge_is_the_sum_of_the_dense_vectors(shape: Any) -> None:
     seed, length, fill_a, fill_b, index, name = shape

@@ -186,41 +186,55 @@ def _text(job: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 
 def merge_rates(length: int, densities: list[float]) -> list[dict[str, float]]:
-    """Return entries per second that one core merges, of two vectors of a density."""
+    """Return entries per second that one core adds up: of two vectors of a density,
+    merged, and of four, marked."""
     pool, rates = Pool(), []
     for density in densities:
         rng = np.random.default_rng(1)
-        both = [np.flatnonzero(rng.random(length) < density) for _ in range(2)]
-        a, b = (each.astype(np.int32) for each in both)
-        va, vb = np.ones(len(a), np.float32), np.ones(len(b), np.float32)
-        entries = len(a) + len(b)
-        outs = pool.take(4 * entries), pool.take(4 * entries)
-        took = []
-        for _ in range(30):
-            start = time.perf_counter()
-            _native.sparse.merge(
-                4,
-                _FLOAT32,
-                a.ctypes.data,
-                va.ctypes.data,
-                len(a),
-                b.ctypes.data,
-                vb.ctypes.data,
-                len(b),
-                outs[0].ctypes.data,
-                outs[1].ctypes.data,
-            )
-            took.append(time.perf_counter() - start)
-        rate = entries / statistics.median(took)
-        rates.append({"density": density, "entries": entries, "per_second": rate})
+        lists, kept = [], []
+        for _ in range(4):
+            indices = np.flatnonzero(rng.random(length) < density).astype(np.int32)
+            values = np.ones(len(indices), np.float32)
+            kept.append((indices, values))
+            lists.append((indices.ctypes.data, values.ctypes.data, len(indices)))
+        two, four = (sum(count for _, _, count in lists[:n]) for n in (2, 4))
+        outs = pool.take(4 * four), pool.take(4 * four)
+        addresses = outs[0].ctypes.data, outs[1].ctypes.data
+
+        def merge(lists: Any = lists, to: Any = addresses) -> None:
+            _native.sparse.merge(4, _FLOAT32, *lists[0], *lists[1], *to)
+
+        def mark(lists: Any = lists, to: Any = addresses) -> None:
+            _native.sparse.sum(4, _FLOAT32, lists, 0, length, *to)
+
+        rates.append(
+            {
+                "density": density,
+                "entries": two,
+                "per_second": two / _median_s(merge),
+                "marked_per_second": four / _median_s(mark),
+            }
+        )
     return rates
 
 
+def _median_s(call: Callable[[], None]) -> float:
+    took = []
+    for _ in range(30):
+        start = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - start)
+    return statistics.median(took)
+
+
 def _kernel_text(rates: list[dict[str, float]]) -> str:
-    lines = ["#   Density    Entries  Merged per second and core (10^6)"]
+    lines = [
+        "# 10^6 entries per second and core: of two vectors, merged; of four, marked",
+        "#   Density    Entries     Merged     Marked",
+    ]
     lines += [
         f"{rate['density']:>11.5f} {rate['entries']:>10.0f} "
-        f"{rate['per_second'] / 1e6:>10.0f}"
+        f"{rate['per_second'] / 1e6:>10.0f} {rate['marked_per_second'] / 1e6:>10.0f}"
         for rate in rates
     ]
     return "\n".join(lines)

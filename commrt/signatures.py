@@ -187,8 +187,9 @@ def _compression(spec: OpSpec) -> list[str]:
     formats = [f"  {one.name}: {one.doc}." for one in WIRE_FORMATS]
     if spec.reduces:
         bound = (
-            "  An element of the sum is off by what one rank's part is, added up over"
-            " all ranks but one, and by what the sum is (avg: over size)."
+            "  With w(x) for that, an element of the result is off by at most w(x[r]),"
+            " added up over all ranks r but one, plus w(sum of x[r]), plus what"
+            " additions in float32 round; of avg the first over size, and w(mean)."
         )
     else:
         bound = "  What a rank sends itself is exact."

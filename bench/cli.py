@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from commrt import _libmpi
-from commrt.bench import compare, formats, halo, sparse, worker
+from commrt.bench import compare, compression, formats, halo, sparse, worker
 from commrt.bench.algorithm import resolve
 from commrt.bench.bench_operations import MULTI, bench_operation
 from commrt.bench.import_cost import measure_import
@@ -71,6 +71,8 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
         return partial(own_launches[args.benchmark], args)
     if args.benchmark == "sparse":
         return partial(sparse.main, args)
+    if args.benchmark == "compress":
+        return partial(compression.main, args)
     launch = detect()
     ranks = _ranks(args, launch)
     if args.benchmark == "submit":

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 from commrt.bench.bench_operations import MEASURED
 from commrt.dtypes import DTYPES, dtype_by_name
 from commrt.errors import UsageError, suggest
+from commrt.operations import OPERATIONS, operation
 from commrt.sparse.cost import ALGORITHMS
 from commrt.sparse.result import FORMATS
 
@@ -193,6 +194,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_compare(commands)
     _add_submit(commands)
     _add_sparse(commands)
+    _add_compress(commands)
     _add_import(commands)
     return parser
 
@@ -432,6 +434,31 @@ def _add_sparse(commands: _Commands) -> None:
         "--warm",
         action="store_true",
         help="all calls of a kind in a row, with warm caches (else they take turns)",
+    )
+    command.add_argument("--timeout-s", type=_seconds, default=600.0)
+    command.add_argument("--format", choices=["text", "json"], default="text")
+
+
+def _add_compress(commands: _Commands) -> None:
+    doc = "Compressed operations against plain ones, by size and wire format."
+    command = commands.add_parser("compress", help=doc, description=doc)
+    compressing = [one.name for one in OPERATIONS if one.compresses]
+    command.add_argument(
+        "--op",
+        choices=[name for name in compressing if not operation(name).count_arguments],
+        default="allreduce",
+    )
+    command.add_argument(
+        "--sizes",
+        type=_argument(size_list),
+        default=size_list("65536:67108864:4"),
+        help="bytes of float32 (65536:67108864:4)",
+    )
+    command.add_argument("--ranks", type=_argument(_rank_list))
+    command.add_argument("--iterations", type=_count(1), default=9)
+    command.add_argument("--residual", action="store_true", help="with error feedback")
+    command.add_argument(
+        "--kernels", action="store_true", help="the kernels alone, on one core"
     )
     command.add_argument("--timeout-s", type=_seconds, default=600.0)
     command.add_argument("--format", choices=["text", "json"], default="text")

@@ -563,3 +563,46 @@ class sparse:  # noqa: N801
 
 def view_of_numpy(arg: Any, /) -> Any:
     """(address, count, dtype code, writable) of a plain numpy array, else None."""
+
+class wire:  # noqa: N801
+    @staticmethod
+    def block(format: int) -> int:
+        """Elements of a block."""
+
+    @staticmethod
+    def decode(format: int, dtype: int, wire: int, count: int, out: int) -> None:
+        """Write what came as elements."""
+
+    @staticmethod
+    def encode(
+        format: int, dtype: int, x: int, residual: int, count: int, wire: int
+    ) -> None:
+        """Write x plus residual (0: none) as it goes over the wire."""
+
+    @staticmethod
+    def nbytes(format: int, count: int) -> int:
+        """Bytes that so many elements take."""
+
+    @staticmethod
+    def settle(
+        format: int, dtype: int, wire: int, count: int, x: int, residual: int
+    ) -> None:
+        """Leave in residual what of x plus residual did not go."""
+
+    @staticmethod
+    def sum(
+        format: int,
+        dtype: int,
+        parts: Sequence[int],
+        own: int,
+        x: int,
+        residual: int,
+        count: int,
+        divisor: float,
+        wire: int,
+        lost: int,
+    ) -> None:
+        """Write the sum of all parts (of part own: x plus residual) over divisor as it
+        goes over the wire, and to lost (0: nowhere) what that leaves out of the
+        sum.
+        """

@@ -39,6 +39,7 @@ from commrt.errors import BufferError_, UsageError, suggest
 from commrt.operations import OpSpec, operation
 from commrt.select.facts import Query
 from commrt.user_reduction import Reduction
+from commrt.wire_formats import EXACT, check_compress
 
 __all__ = [
     "Bound",
@@ -101,6 +102,10 @@ class Call:
     """The user's own reduction; ``reduction`` then says nothing."""
     counts: tuple[Any, ...] = ()
     """Values of the operation's ``count_arguments``, None where not given."""
+    compress: str | None = None
+    """The wire format, ``none`` for exact; None: whatever a table says."""
+    residual: Any = None
+    """What earlier compressed calls still owe."""
 
     def view(self, array: Any, argument: str) -> HostView:
         """Return the view of an argument, of a type that this call takes."""
@@ -157,6 +162,7 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     allowed += ["op", "factor"] if spec.reduces else []
     allowed += ["root"] if spec.has_root else []
     allowed += spec.count_arguments
+    allowed += ["compress", "residual"] if spec.compresses else []
     for key in kwargs:
         if key not in allowed:
             raise TypeError(
@@ -194,7 +200,21 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         name=_optional_text(spec, "name", kwargs.get("name")),
         user=user,
         counts=tuple(kwargs.get(argument) for argument in spec.count_arguments),
+        compress=_compress(spec, kwargs.get("compress"), kwargs.get("residual")),
+        residual=kwargs.get("residual"),
     )
+
+
+def _compress(spec: OpSpec, compress: Any, residual: Any) -> str | None:
+    try:
+        found = None if compress is None else check_compress(compress)
+    except UsageError as error:
+        raise UsageError(f"{spec.name}: {error}") from None
+    if residual is not None and found in (None, EXACT):
+        raise UsageError(
+            f"{spec.name}: residual= keeps what compression loses: give compress=, too"
+        )
+    return found
 
 
 def check_flag(what: str, argument: str, value: Any) -> bool:

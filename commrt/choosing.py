@@ -17,7 +17,7 @@ from commrt.errors import UsageError
 from commrt.group_creation import GroupCreation
 from commrt.operations import rule_nbytes
 from commrt.remembered import Choices
-from commrt.select.facts import Candidate, CommFacts, Query
+from commrt.select.facts import Candidate, CommFacts, Query, without_compression
 from commrt.select.policy import Explanation, Policy, Rejected
 from commrt.user_reduction import Reduction
 from commrt.world import NATIVE
@@ -128,6 +128,17 @@ class Choosing(GroupCreation):
         return replace(query, op=label, order=order)
 
     def _choose(self, call: Call, bound: Bound) -> Candidate:
+        query, candidate = self._asked(call, bound)
+        if call.spec.compresses:
+            candidate = without_compression(candidate)
+        # Parameters that the call gives make it another program.
+        reason = why_refused(self, query, candidate)
+        if reason is not None:
+            raise UsageError(f"{candidate} must not run {query}: {reason}")
+        return candidate
+
+    def _asked(self, call: Call, bound: Bound) -> tuple[Query, Candidate]:
+        """Return a call as a question, and the policy's answer to it."""
         spec = call.spec
         nbytes = bound.num_elements * bound.dtype.itemsize
         records = bound.dtype.kind == "bytes"
@@ -143,12 +154,7 @@ class Choosing(GroupCreation):
             name = call.reduction.name.lower()
             order = wanted_order(self._deterministic, name, call.user, query.dtype)
             query = replace(query, order=order)
-        candidate = self._choices.of(query, call)
-        # Parameters that the call gives make it another program.
-        reason = why_refused(self, query, candidate)
-        if reason is not None:
-            raise UsageError(f"{candidate} must not run {query}: {reason}")
-        return candidate
+        return query, self._choices.of(query, call)
 
     def _only_on_request(self, query: Query, candidate: Candidate) -> str | None:
         if candidate.name != NATIVE or self._unasked_native:

@@ -20,7 +20,7 @@ from commrt.arrays import numpy_type
 from commrt.backends.base import PlanSpec
 from commrt.backends.planning import LANE_NBYTES, allows
 from commrt.backends.prediction import floor_us
-from commrt.choosing import Choosing
+from commrt.compression.methods import Compressing
 from commrt.dtypes import engine_factor
 from commrt.errors import BackendError, UsageError
 from commrt.failures import watch_forks
@@ -67,7 +67,7 @@ class CommStats:
     """Whether operations are in flight."""
 
 
-class Communicator(Choosing, Operations):
+class Communicator(Compressing, Operations):
     """A group of ranks. Get one from ``commrt.init()``, ``split`` or ``create_group``.
 
     Collectives must be called by all ranks of the communicator in the same order.
@@ -186,6 +186,7 @@ class Communicator(Choosing, Operations):
                 f"their requests first"
             )
         self._free_sparse()
+        self._free_compression()
         if self._checker is not None:
             self._checker.close()
         self._closed = "freed"
@@ -240,6 +241,7 @@ class Communicator(Choosing, Operations):
         """Make the communicator unusable, here and for ranks of this node that wait."""
         self._set_failure(why)
         self._give_up_sparse(why)
+        self._give_up_compression(why)
         if self._checker is not None:
             self._checker.give_up(why)
 
@@ -397,6 +399,10 @@ class Communicator(Choosing, Operations):
         spec = operation(name)
         call = calls.parse(spec, args, kwargs)
         bound = bind_call(self, call)
+        compressed = self._bound_compressed(call, bound)
+        if compressed is not None:
+            request = compressed.start()
+            return request if call.nonblocking else request.wait()
         plan = self._agreed_plan(call, bound)
         x, out = bound.x, bound.out
         return self._run_plan(
@@ -450,7 +456,9 @@ class Communicator(Choosing, Operations):
             # One plan per key, of the latest factor: they may be new in every call.
             plan = plan.with_factor(self, *engine_factor(call.factor, bound.dtype))
             self._plans[key] = plan
-        if call.user is None and not chosen and not params:
+        # What is asked for with compress="none" may be compressed without it.
+        plain = not chosen and not params and call.compress is None
+        if call.user is None and plain:
             remember(self, call, bound, plan)
         return plan
 

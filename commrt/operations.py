@@ -61,6 +61,8 @@ class OpSpec:
     run."""
     count_arguments: tuple[str, ...] = ()
     """Arguments with a number of elements per rank."""
+    compresses: bool = False
+    """Whether the operation takes ``compress=`` and ``residual=``."""
 
     def num_contributors(self, rank: int, size: int) -> int:
         """Return how many ranks' arrays a reduction combines on ``rank``."""
@@ -70,7 +72,8 @@ class OpSpec:
 # fmt: off
 OPERATIONS: tuple[OpSpec, ...] = (
     OpSpec("allreduce", 0, "Allreduce", "same", "same", False, True, True, "all",
-           "whole", "Reduce elementwise over all ranks; every rank gets the result."),
+           "whole", "Reduce elementwise over all ranks; every rank gets the result.",
+           compresses=True),
     OpSpec("reduce", 1, "Reduce", "same", "same", True, True, True, "root",
            "whole", "Reduce elementwise over all ranks; the root gets the result."),
     OpSpec("bcast", 2, "Broadcast", "same", "same", True, False, True, "all",
@@ -84,7 +87,8 @@ OPERATIONS: tuple[OpSpec, ...] = (
            "blocks."),
     OpSpec("alltoall", 5, "All-to-All Personalized Exchange", "same", "same", False,
            False, True, "all", "pair",
-           "Send the j-th block to rank j; receive rank i's block as the i-th."),
+           "Send the j-th block to rank j; receive rank i's block as the i-th.",
+           compresses=True),
     OpSpec("gather", 6, "Gather", "same", "times_size", True, False, False, "root",
            "block", "Concatenate every rank's array, in rank order, on the root."),
     OpSpec("scatter", 7, "Scatter", "same", "div_size", True, False, False, "all",
@@ -105,7 +109,7 @@ OPERATIONS: tuple[OpSpec, ...] = (
     OpSpec("alltoallv", 12, "All-to-Allv Personalized Exchange", "same", "same", False,
            False, False, "all", "any",
            "Send send_counts[j] elements to rank j; receive recv_counts[i] from i.",
-           "none", "alltoall", ("send_counts", "recv_counts")),
+           "none", "alltoall", ("send_counts", "recv_counts"), True),
     OpSpec("gatherv", 13, "Gatherv", "same", "times_size", True, False, False, "root",
            "block",
            "Concatenate arrays of counts[rank] elements, by rank, on the root.",

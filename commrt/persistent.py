@@ -16,6 +16,7 @@ from commrt.vector_calls import bind_call
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
+    from commrt.compression.methods import CompressedCall
     from commrt.layouts import Layout
 
 __all__ = ["Plans"]
@@ -39,7 +40,9 @@ class Plans:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
-    def __getattr__(self, name: str) -> Callable[..., _native.PersistentCall]:
+    def __getattr__(
+        self, name: str
+    ) -> Callable[..., _native.PersistentCall | CompressedCall]:
         if name not in COLLECTIVES:
             raise AttributeError(f"no collective {name!r}{suggest(name, COLLECTIVES)}")
         return partial(self._make, name)
@@ -88,7 +91,9 @@ class Plans:
         """
         return make_redistribution(self._comm, x, source, target, out)
 
-    def _make(self, name: str, *args: Any, **kwargs: Any) -> _native.PersistentCall:
+    def _make(
+        self, name: str, *args: Any, **kwargs: Any
+    ) -> _native.PersistentCall | CompressedCall:
         comm = self._comm
         comm._check_usable()
         if "nonblocking" in kwargs or "timeout_s" in kwargs:
@@ -98,6 +103,9 @@ class Plans:
             )
         call = calls.parse(operation(name), args, kwargs)
         bound = bind_call(comm, call)
+        compressed = comm._bound_compressed(call, bound)
+        if compressed is not None:
+            return compressed
         plan = comm._agreed_plan(call, bound)
         x, out = bound.x, bound.out
         return _native.PersistentCall(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from commrt.select.facts import Candidate, Query
 from commrt.select.policy import Policy
+from commrt.wire_formats import COMPRESS
 
 if TYPE_CHECKING:
     from commrt.calls import Bound, Call
@@ -24,10 +25,11 @@ _NO_X = -1
 
 
 class Choices:
-    """What the policy chose for vector operations.
+    """What the policy chose for vector operations, and for what a rule compresses.
 
     Programs may have new counts in every call. An alltoallv's query is the same for all
-    of them, and asking the model takes longer than all the rest of making a plan.
+    of them, and asking the model takes longer than all the rest of making a plan. The
+    dispatcher knows no plan of what is compressed, so that is asked every time.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -43,7 +45,7 @@ class Choices:
             wishes = {"backend": call.backend, "algorithm": call.algorithm}
             choice = self._policy.choose(query, **wishes, params=call.params)
             found = choice.candidate
-            if call.spec.count_arguments:
+            if call.spec.count_arguments or COMPRESS in found.params:
                 if len(self._kept) >= _MOST_KEPT:
                     self._kept.clear()
                 self._kept[key] = found

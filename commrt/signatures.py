@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commrt.operations import OpSpec
+from commrt.wire_formats import WIRE_FORMATS
 
 __all__ = ["Operations", "docstring", "signature"]
 
@@ -26,7 +27,8 @@ class Operations:
 
     def allreduce(
         self, x: Any, *, out: Any = None, op: str = "sum",
-        factor: float | None = None, nonblocking: bool = False,
+        factor: float | None = None, compress: str | None = None,
+        residual: Any = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
     ) -> Any: ...  # fmt: skip
@@ -58,7 +60,8 @@ class Operations:
     ) -> Any: ...  # fmt: skip
 
     def alltoall(
-        self, x: Any, *, out: Any = None, nonblocking: bool = False,
+        self, x: Any, *, out: Any = None, compress: str | None = None,
+        residual: Any = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
     ) -> Any: ...  # fmt: skip
@@ -103,8 +106,9 @@ class Operations:
 
     def alltoallv(
         self, x: Any, *, send_counts: Counts, recv_counts: Counts | None = None,
-        out: Any = None, nonblocking: bool = False,
-        timeout_s: float | None = None, algorithm: str | None = None,
+        out: Any = None, compress: str | None = None, residual: Any = None,
+        nonblocking: bool = False, timeout_s: float | None = None,
+        algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
     ) -> Any: ...  # fmt: skip
 
@@ -135,6 +139,7 @@ def signature(spec: OpSpec) -> str:
     parts = ["x", "*", *_counts(spec), "out=None"] if spec.x_count != "none" else ["*"]
     parts += ['op="sum"', "factor=None"] if spec.reduces else []
     parts += ["root=0"] if spec.has_root else []
+    parts += ["compress=None", "residual=None"] if spec.compresses else []
     parts += ["nonblocking=False", "timeout_s=None", "algorithm=None", "backend=None"]
     return f"{spec.name}({', '.join([*parts, 'params=None', 'name=None'])})"
 
@@ -177,6 +182,27 @@ def _out(spec: OpSpec) -> str:
     return _OUT_OF_COUNTS.get(spec.name) or _OUT[spec.out_count]
 
 
+def _compression(spec: OpSpec) -> list[str]:
+    """Return what ``compress=`` does, and how far results may be off."""
+    formats = [f"  {one.name}: {one.doc}." for one in WIRE_FORMATS]
+    if spec.reduces:
+        bound = (
+            "  With w(x) for that, an element of the result is off by at most w(x[r]),"
+            " added up over all ranks r but one, plus w(sum of x[r]), plus what"
+            " additions in float32 round; of avg the first over size, and w(mean)."
+        )
+    else:
+        bound = "  What a rank sends itself is exact."
+    return [
+        "compress: float16, bfloat16 or int8, and so many bytes go over the wire; not"
+        " exact. none: exact, even where a table compresses. x is float32 or float64.",
+        *formats,
+        bound,
+        "residual: with compress, an array like x, zeros before the first call: it is"
+        " added to x, and gets what was lost, so that the next call sends it.",
+    ]
+
+
 def docstring(spec: OpSpec) -> str:
     """Return the docstring of the method."""
     lines = [spec.doc, "", f"Call: {signature(spec)}", ""]
@@ -197,6 +223,8 @@ def docstring(spec: OpSpec) -> str:
         ]
     if spec.has_root:
         lines.append("    root: the rank that the operation starts from or ends at.")
+    if spec.compresses:
+        lines += [f"    {line}" for line in _compression(spec)]
     lines += [
         "    nonblocking: return a Request at once; the buffers are the engine's until"
         " its wait() returns.",

@@ -55,6 +55,7 @@ def operations_table() -> str:
         arguments = ["`x`", "`out`"] if spec.x_count != "none" else []
         arguments[1:1] = [f"`{argument}`" for argument in spec.count_arguments]
         arguments += ["`op`", "`factor`"] * spec.reduces + ["`root`"] * spec.has_root
+        arguments += ["`compress`", "`residual`"] * spec.compresses
         output = _OUTPUTS_OF_COUNTS.get(spec.name) or _OUTPUTS[spec.out_count]
         if spec.output_on == "root":
             output += ", on the root"

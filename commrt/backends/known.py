@@ -12,9 +12,10 @@ from functools import lru_cache, partial
 from commrt import algorithms, backends
 from commrt.backends.planning import TransportParams
 from commrt.errors import UsageError, suggest
-from commrt.operations import COLLECTIVES
+from commrt.operations import COLLECTIVES, operation
 from commrt.select.facts import Candidate, ParamValue
 from commrt.select.schema import Known, Parameters
+from commrt.wire_formats import COMPRESS, check_compress
 
 __all__ = ["check_candidate", "known_names", "offered"]
 
@@ -76,7 +77,9 @@ def _parameters(
     values, ends = _choices(coll, algorithm, ranks)
     own = {name: partial(_check_choice, name, these, ends) for name, these in values}
     transport = TransportParams.__dataclass_fields__
-    return {**own, **{name: partial(_check_transport, name) for name in transport}}
+    of_transport = {name: partial(_check_transport, name) for name in transport}
+    compress = {COMPRESS: _check_compress} if operation(coll).compresses else {}
+    return {**own, **of_transport, **compress}
 
 
 def _choices(
@@ -114,6 +117,15 @@ def _check_choice(
     if not ends and isinstance(value, int) and value > largest:
         return None  # more ranks than were asked about may allow it
     return f"{name}={value!r} is not one of {_few(values)}{'' if ends else ', ...'}"
+
+
+def _check_compress(value: ParamValue) -> str | None:
+    """Return what is wrong with a wire format."""
+    try:
+        check_compress(value)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def _few(values: Iterable[ParamValue], most: int = 8) -> str:

@@ -29,7 +29,13 @@ from commrt.schedule.engine_model import LINES, EngineModel
 from commrt.schedule.exposure import Reach, reaches
 from commrt.schedule.lower import LOCAL, Lowered, lower
 from commrt.schedule.nodes import Nodes
-from commrt.select.facts import Candidate, LinkClass, ParamValue, Query
+from commrt.select.facts import (
+    Candidate,
+    LinkClass,
+    ParamValue,
+    Query,
+    without_compression,
+)
 
 __all__ = [
     "CHUNK_NBYTES",
@@ -222,7 +228,7 @@ def allows(nodes: Nodes, query: Query, candidate: Candidate) -> bool:
     if name not in algorithms.names(coll, len(nodes), nodes):
         return False
     choices = algorithms.param_choices(coll, name, len(nodes), nodes)
-    own, _ = split_params(candidate.params)
+    own, _ = split_params(without_compression(candidate).params)
     return all(value in choices.get(key, ()) for key, value in own.items())
 
 

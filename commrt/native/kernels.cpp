@@ -76,6 +76,10 @@ CombineFn combine_for(DType dtype, RedOp op) {
   return kernels().combine[static_cast<int>(dtype)][static_cast<int>(op)];
 }
 
+const WireKernels& wire_kernels(WireFormat format, DType dtype) {
+  return kernels().wire[static_cast<int>(format)][dtype == DType::F64];
+}
+
 void copy_streaming(void* dst, const void* src, std::size_t nbytes) {
   kernels().copy_streaming(dst, src, nbytes);
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels.hpp"
+#include "wire.hpp"
 
 namespace commrt {
 
@@ -10,6 +11,7 @@ struct KernelSet {
   const char* name;
   CombineFn combine[kNumDTypes][kNumRedOps];
   void (*copy_streaming)(void* dst, const void* src, std::size_t nbytes);
+  WireKernels wire[kNumWireFormats][2];  // of float32, of float64
 };
 
 extern const KernelSet kernels_base;  // sse2 or neon: every machine of its kind has it

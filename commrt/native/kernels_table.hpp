@@ -8,6 +8,7 @@
 #include "kernels.hpp"
 #include "kernels_ops.hpp"
 #include "kernels_set.hpp"
+#include "kernels_wire.hpp"
 
 namespace commrt {
 namespace {
@@ -305,6 +306,12 @@ constexpr void add_bool(KernelSet& set) {
   entry(set, DType::Bool, RedOp::Bxor) = entry(set, DType::Bool, RedOp::Lxor);
 }
 
+template <class W>
+constexpr void add_wire(KernelSet& set) {
+  set.wire[static_cast<int>(W::kFormat)][0] = Wire<W, float>::kernels();
+  set.wire[static_cast<int>(W::kFormat)][1] = Wire<W, double>::kernels();
+}
+
 constexpr KernelSet make_kernel_set(const char* name) {
   KernelSet set{};
   set.name = name;
@@ -333,6 +340,9 @@ constexpr KernelSet make_kernel_set(const char* name) {
   entry(set, DType::C128, RedOp::Land) = reduce<FalsityComplex, Or, 2>;
   entry(set, DType::C128, RedOp::Lor) = reduce<FalsityComplex, And, 2>;
   entry(set, DType::C128, RedOp::Lxor) = reduce<FalsityComplex, NotXor, 2>;
+  add_wire<WireFloat16>(set);
+  add_wire<WireBFloat16>(set);
+  add_wire<WireInt8>(set);
   return set;
 }
 

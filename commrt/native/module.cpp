@@ -9,6 +9,7 @@
 namespace commrt {
 void bind_kernels(nb::module_& m);
 void bind_sparse(nb::module_& m);
+void bind_wire(nb::module_& m);
 }
 
 namespace nb = nanobind;
@@ -27,4 +28,5 @@ NB_MODULE(_native, m) {
   commrt::bind_persistent(m);
   commrt::bind_multi(m);
   commrt::bind_sparse(m);
+  commrt::bind_wire(m);
 }

@@ -42,6 +42,7 @@ _COMPARED = (
     "op",
     "root",
     "algorithm",
+    "compress",
     "name",
     "table",
 )
@@ -61,6 +62,7 @@ def describe(call: Call, bound: Bound, table: str | None) -> dict[str, Any]:
         "op": None if call.op is None else _shortened(call.op),
         "root": call.root if spec.has_root else None,
         "algorithm": _shortened(json.dumps(asked)) if any(asked) else None,
+        "compress": call.compress,
         "name": None if call.name is None else _shortened(call.name),
         "table": None if table is None else table[:12],
     }

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 from commrt.errors import UsageError, suggest
 from commrt.operations import COLLECTIVES
 from commrt.schedule.order import Order
+from commrt.wire_formats import COMPRESS
 
 __all__ = [
     "LINK_CLASSES",
@@ -28,6 +29,7 @@ __all__ = [
     "Query",
     "Source",
     "parse_overrides",
+    "without_compression",
 ]
 
 LinkClass = Literal["near", "far", "oversubscribed", "network", "single"]
@@ -140,6 +142,14 @@ class Candidate:
             )
         backend, algorithm, params = found.groups()
         return cls(backend, algorithm, _parse_params(params or "", text))
+
+
+def without_compression(candidate: Candidate) -> Candidate:
+    """Return the candidate without ``compress``, which is no part of a program."""
+    if COMPRESS not in candidate.params:
+        return candidate
+    params = {name: v for name, v in candidate.params.items() if name != COMPRESS}
+    return Candidate(candidate.backend, candidate.algorithm, params)
 
 
 def _parse_params(text: str, whole: str) -> dict[str, ParamValue]:

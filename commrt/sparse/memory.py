@@ -25,7 +25,7 @@ _REFERENCES = 3
 
 
 class Pool:
-    """Buffers of the sparse operations of one communicator."""
+    """Buffers of the sparse, or the compressed, operations of one communicator."""
 
     def __init__(self) -> None:
         self._buffers: list[Any] = []

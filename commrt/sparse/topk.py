@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
-from commrt.arrays import HostView, overlap, view
+from commrt.arrays import HostView, view
 from commrt.calls import as_integer
 from commrt.errors import BufferError_, UsageError
+from commrt.residual import check_residual
 from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, agree
 from commrt.sparse.cost import estimated_fill
@@ -72,7 +73,7 @@ class Largest:
                 f"{what}: x has dtype {array.dtype.name}, whose elements have no "
                 f"largest; expected integers or floats"
             )
-        owed = None if residual is None else _residual(what, array, residual)
+        owed = None if residual is None else check_residual(what, array, residual)
         had = bytes_at(array)
         if owed is not None:
             had = pool.take(array.nbytes)
@@ -82,20 +83,6 @@ class Largest:
         given = _entries(array, had, number)
         elements = Elements.of(what, given, pool)
         return cls(number, Output(given, elements, "sparse", None), had, owed)
-
-
-def _residual(what: str, x: HostView, residual: Any) -> HostView:
-    owed = view(residual, f"{what}: residual")
-    if owed.dtype is not x.dtype or owed.count != x.count:
-        raise UsageError(
-            f"{what}: residual has {owed.count} elements of {owed.dtype.name}, x has "
-            f"{x.count} of {x.dtype.name}; they must be equal"
-        )
-    if not owed.writable:
-        raise BufferError_(f"{what}: residual is read-only: pass a writable array")
-    if overlap(owed, x):
-        raise UsageError(f"{what}: residual overlaps x; pass a separate array")
-    return owed
 
 
 def _entries(x: HostView, had: Any, k: int) -> Given:

@@ -13,7 +13,15 @@ ROOT = Path(__file__).parents[2]
 
 # Lowest first; modules of one layer may import each other, but not in a circle.
 LAYERS = (
-    ("errors", "dtypes", "operations", "env", "console", "user_reduction"),
+    (
+        "errors",
+        "dtypes",
+        "operations",
+        "env",
+        "console",
+        "user_reduction",
+        "wire_formats",
+    ),
     ("_native",),
     ("_libmpi", "memory_limit", "launch", "bootstrap", "arena", "mpiexec"),
     ("schedule",),
@@ -28,6 +36,7 @@ LAYERS = (
         "choosing",
         "comm",
         "commrt",
+        "compression",
         "failures",
         "grids",
         "group_creation",
@@ -44,6 +53,7 @@ LAYERS = (
         "remembered",
         "redistribution",
         "request",
+        "residual",
         "runtime",
         "signatures",
         "strided",

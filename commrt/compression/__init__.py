@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives whose floats go over the wire in fewer bytes."""

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a communicator does with ``compress=``, of a call or of a table's rule."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from commrt.calls import Bound, Call
+from commrt.choosing import Choosing
+from commrt.compression.exchange import Exchange
+from commrt.compression.turns import Place, Turn
+from commrt.dtypes import ReduceOp, dtype_by_name
+from commrt.errors import BufferError_, MismatchError, UsageError
+from commrt.operations import operation
+from commrt.residual import check_residual
+from commrt.safety.check import Checker
+from commrt.select.policy import Explanation
+from commrt.sparse.memory import Pool
+from commrt.stepped import SteppedRequest
+from commrt.user_reduction import Reduction
+from commrt.wire_formats import (
+    COMPRESS,
+    COMPRESSED_DTYPES,
+    EXACT,
+    WireFormat,
+    check_compress,
+    why_not_compressed,
+    wire_format,
+)
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+    from commrt.select.facts import Query
+
+__all__ = ["CompressedCall", "Compressing"]
+
+
+class _Request(SteppedRequest):
+    """Dropped before its end, it leaves the second exchange out that others make."""
+
+    def __del__(self) -> None:
+        if not getattr(self, "_done", True) and not sys.is_finalizing():
+            self._ended(UsageError("its request was dropped before it was complete"))
+        super().__del__()
+
+
+@dataclass
+class _Channels:
+    """What a communicator keeps for its compressed operations.
+
+    Two communicators of the same ranks, as each has an order of its own.
+    """
+
+    shares: Communicator
+    sums: Communicator
+    alone: bool
+    """Whether there is one rank, and both are the communicator itself."""
+    seq: int = 0
+    pending: set[int] = field(default_factory=set)
+    """Numbers of the operations that have not ended."""
+    place: Place = field(default_factory=lambda: Place(passed=True))
+    """Of the latest allreduce."""
+    latest: Callable[[], SteppedRequest | None] = field(default=lambda: None)
+
+    def fail(self, why: str) -> None:
+        """Let nobody wait for what will not come."""
+        if not self.alone:
+            self.shares._set_failure(why)
+            self.sums._set_failure(why)
+
+
+@dataclass(frozen=True, eq=False)
+class CompressedCall:
+    """A compressed operation bound to its arrays; call it, or start() it."""
+
+    comm: Compressing
+    call: Call
+    bound: Bound
+    wire: WireFormat
+
+    def __call__(self) -> Any:
+        """Run the operation and return its output."""
+        return self.comm._start_compressed(self.call, self.bound, self.wire).wait()
+
+    def start(self) -> SteppedRequest:
+        """Start the operation and return its request; wait before starting again."""
+        return self.comm._start_compressed(self.call, self.bound, self.wire)
+
+    @property
+    def operation(self) -> str:
+        """Name of the operation."""
+        return self.call.spec.name
+
+    @property
+    def label(self) -> str:
+        """What runs it."""
+        return f"compressed{{{COMPRESS}={self.wire.name}}}"
+
+    def __repr__(self) -> str:
+        return f"<commrt.CompressedCall {self.operation} by {self.label}>"
+
+
+class Compressing(Choosing):
+    """The part of a communicator that compresses."""
+
+    _checker: Checker | None
+    _compressed: _Channels | None = None
+
+    # -- whether -----------------------------------------------------------------
+
+    def _compression(self, call: Call, bound: Bound) -> WireFormat | None:
+        """Return what a call is compressed to, None where it is not.
+
+        Raises UsageError where the call asks for what cannot be; what a table's rule
+        asks for, and cannot be, is left out.
+        """
+        spec = call.spec
+        if call.compress == EXACT or not spec.compresses:
+            return None
+        users = call.user is not None
+        reason = why_not_compressed(bound.dtype, spec.reduces, call.reduction, users)
+        if call.compress is None:
+            wanted = None if reason is not None else self._asked_by_rule(call, bound)
+            return None if wanted is None else wire_format(wanted)
+        what = f"{spec.name}: compress={call.compress!r}"
+        if reason is not None:
+            fits = bound.dtype.name in COMPRESSED_DTYPES
+            raise (UsageError if fits else BufferError_)(f"{what}: {reason}")
+        given = [
+            name
+            for name in ("algorithm", "backend", "params")
+            if getattr(call, name) is not None
+        ]
+        if given:
+            raise UsageError(
+                f"{what}: {given[0]} is for what is not compressed; leave it out: the "
+                f"parts go by alltoall and allgather, which are chosen as ever"
+            )
+        return wire_format(call.compress)
+
+    def _asked_by_rule(self, call: Call, bound: Bound) -> str | None:
+        """Return what a table's rule, or what names a candidate, asks for."""
+        named = COMPRESS in (call.algorithm or "") or COMPRESS in (call.params or {})
+        if self._deterministic or not (named or self._rules_may_compress):
+            return None
+        _, candidate = self._asked(call, bound)
+        if COMPRESS not in candidate.params:
+            return None
+        found = check_compress(candidate.params[COMPRESS])
+        return None if found == EXACT else found
+
+    @cached_property
+    def _rules_may_compress(self) -> bool:
+        policy = self._policy
+        rules = () if policy.table is None else policy.table.rules
+        named = [*policy.overrides.values(), *(rule.use for rule in rules)]
+        return any(COMPRESS in candidate.params for candidate in named)
+
+    def explain(
+        self,
+        coll: str,
+        nbytes: int,
+        *,
+        dtype: str = "float32",
+        op: str | Reduction = "sum",
+        root: int = 0,
+    ) -> Explanation:
+        """Return what a call would run, why, and what was rejected; print it.
+
+        ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``).
+        """
+        found = super().explain(coll, nbytes, dtype=dtype, op=op, root=root)
+        wanted = found.choice.candidate.params.get(COMPRESS)
+        if wanted is None or wanted == EXACT:
+            return found
+        reason = self._why_rule_is_not_followed(found.query, isinstance(op, Reduction))
+        if reason is None:
+            said = (
+                f"compressed: {wanted} by alltoall"
+                f"{' and allgather' if coll == 'allreduce' else ''}, so not exact"
+            )
+        else:
+            said = f"not compressed, as {reason}"
+        choice = replace(found.choice, reason=f"{found.choice.reason}; {said}")
+        return replace(found, choice=choice)
+
+    def _why_rule_is_not_followed(self, query: Query, users: bool) -> str | None:
+        if self._deterministic:
+            return "deterministic=True leaves out what a table asks for"
+        if self.size == 1:
+            return "there is one rank"
+        reduces = operation(query.coll).reduces
+        op = ReduceOp.SUM
+        if reduces and not users and query.op is not None:
+            op = ReduceOp[query.op.upper()]
+        return why_not_compressed(dtype_by_name(query.dtype), reduces, op, users)
+
+    # -- running -----------------------------------------------------------------
+
+    def _bound_compressed(self, call: Call, bound: Bound) -> CompressedCall | None:
+        """Return the call, checked; None where it is not compressed.
+
+        In check mode all ranks are compared here.
+        """
+        wire = self._compression(call, bound)
+        if wire is None:
+            return None
+        what = call.spec.name
+        assert bound.x is not None
+        if call.residual is not None:
+            check_residual(what, bound.x, call.residual, bound.out)
+        call = replace(call, compress=wire.name)
+        if self._checker is not None:
+            self._checker.check(call, bound)
+        return CompressedCall(self, call, bound, wire)
+
+    def _start_compressed(
+        self, call: Call, bound: Bound, wire: WireFormat
+    ) -> SteppedRequest:
+        self._check_usable()
+        channels = self._compressed
+        if channels is None:  # the first one: made by all ranks together
+            one: Any = self
+            alone = self.size == 1
+            names = ("compress.shares", "compress.sums")
+            pair = [one if alone else one._private(name) for name in names]
+            channels = self._compressed = _Channels(pair[0], pair[1], alone)
+        channels.shares._check_usable()
+        seq = channels.seq
+        title = f"{call.spec.name} #{seq} (compress={wire.name!r}) on {self.name}"
+        limit = self.timeout_s if call.timeout_s is None else call.timeout_s
+        residual = None
+        if call.residual is not None:
+            assert bound.x is not None
+            residual = check_residual(call.spec.name, bound.x, call.residual)
+        place = Place()
+        exchange = Exchange(
+            call,
+            bound,
+            wire,
+            residual,
+            title,
+            seq,
+            self._compression_pool,
+            channels.shares,
+            channels.sums,
+            Turn(channels.latest(), channels.place),
+            place,
+        )
+        channels.seq += 1
+        channels.pending.add(seq)
+
+        def ended(error: BaseException | None) -> None:
+            place.passed = True
+            channels.pending.discard(seq)
+            if error is not None and not isinstance(error, MismatchError):
+                # The others must not wait for messages that never come.
+                channels.fail(f"{title}: {error}")
+
+        request = _Request(
+            exchange.steps(), f"{title}, rank {self.rank}", call.spec.name, limit, ended
+        )
+        if call.spec.reduces:  # the others have one exchange only
+            channels.place, channels.latest = place, weakref.ref(request)
+        return request
+
+    @cached_property
+    def _compression_pool(self) -> Pool:
+        return Pool()
+
+    # -- ending ------------------------------------------------------------------
+
+    def _free_compression(self) -> None:
+        """Free what compressed operations use; UsageError while one has not ended."""
+        channels = self._compressed
+        if channels is None:
+            return
+        if channels.pending and not channels.shares._failure:
+            raise UsageError(
+                f"{self.name} cannot be freed: {len(channels.pending)} compressed "
+                f"operations have not ended; wait() for their requests first"
+            )
+        if not channels.alone:
+            channels.shares.free()
+            channels.sums.free()
+
+    def _give_up_compression(self, why: str) -> None:
+        if self._compressed is not None:
+            self._compressed.fail(why)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank sends to another in a compressed operation: a header and a wire.
+
+The header says which call it belongs to. Ranks that called different things could send
+as many bytes as expected, and without it they would take them for what they are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from commrt import _native
+from commrt.dtypes import DTYPES, ReduceOp
+from commrt.errors import MismatchError
+from commrt.operations import OPERATIONS
+from commrt.sparse.memory import Pool
+from commrt.wire_formats import WIRE_FORMATS, WireFormat
+
+__all__ = ["HEADER_NBYTES", "Header", "check_headers", "part_nbytes", "take_aligned"]
+
+HEADER_NBYTES = 64
+"""A line, so that what follows lies as the kernels like it."""
+_FIELDS = HEADER_NBYTES // 8
+_FIRST = 0x436F6D6D52743031
+"""Of every header: what memory happens to hold is none."""
+
+
+def part_nbytes(wire: WireFormat, num_elements: int) -> int:
+    """Return the bytes of a part: a multiple of a line."""
+    return HEADER_NBYTES + _native.wire.nbytes(wire.code, num_elements)
+
+
+def take_aligned(pool: Pool, nbytes: int) -> Any:
+    """Return so many bytes that begin at a line."""
+    memory = pool.take(nbytes + HEADER_NBYTES)
+    first = -memory.ctypes.data % HEADER_NBYTES
+    return memory[first : first + nbytes]
+
+
+@dataclass(frozen=True)
+class Header:
+    """Which call a part belongs to; equal on all ranks, but for ``elements``."""
+
+    operation: int
+    wire: int
+    dtype: int
+    op: int
+    elements: int
+    """Of the whole vector; of alltoallv those of the pair."""
+    seq: int
+
+    def write(self, part: Any) -> None:
+        """Put it at the beginning of a part."""
+        row = part[:HEADER_NBYTES].view(np.int64)
+        row[:] = (_FIRST, *self._values(), 0)
+
+    def _values(self) -> tuple[int, ...]:
+        return (
+            self.operation,
+            self.wire,
+            self.dtype,
+            self.op,
+            self.elements,
+            self.seq,
+        )
+
+
+_NAMES = ("operation", "compress", "dtype", "op", "elements", "call")
+
+
+def check_headers(what: str, rank: int, expected: list[Header], parts: Any) -> None:
+    """Raise MismatchError unless each rank's part begins with the header expected.
+
+    Args:
+        what: names the call in messages.
+        rank: this rank.
+        expected: of each rank's part.
+        parts: what came from each rank.
+    """
+    wrong = []
+    for source, (header, part) in enumerate(zip(expected, parts, strict=True)):
+        row = part[:HEADER_NBYTES].view(np.int64).tolist()
+        if row != [_FIRST, *header._values(), 0]:
+            wrong.append((source, _described(row)))
+    if not wrong:
+        return
+    mine = _described([_FIRST, *expected[rank]._values(), 0])
+    differing = [
+        name
+        for name in _NAMES
+        if any(said.get(name) != mine[name] for _, said in wrong)
+    ]
+    lines = [
+        f"  rank {source}: " + ", ".join(f"{n}={said.get(n, '?')}" for n in differing)
+        for source, said in [(rank, mine), *wrong]
+    ]
+    raise MismatchError(
+        f"{what}: the ranks disagree on {', '.join(differing)}; x, out and residual "
+        f"are as they were:\n" + "\n".join(lines)
+    )
+
+
+def _described(row: list[int]) -> dict[str, str]:
+    if row[0] != _FIRST:
+        return {}
+    operation, wire, dtype, op, elements, seq = row[1:-1]
+    return {
+        "operation": OPERATIONS[operation].name,
+        "compress": WIRE_FORMATS[wire].name,
+        "dtype": DTYPES[dtype].name,
+        "op": ReduceOp(op).name.lower(),
+        "elements": str(elements),
+        "call": f"#{seq}",
+    }

@@ -181,6 +181,8 @@ class PersistentCall:
         keep_out: Any | None,
         result: Any | None,
         operation: Any,
+        source: int = 0,
+        nbytes: int = 0,
     ) -> None: ...
     def __repr__(self) -> str: ...
     @property

@@ -57,6 +57,8 @@ class HostView:
     """Number of the device that the memory is on; None for host memory."""
     stream: int | None = None
     """Stream that orders its use, as an integer; None for host memory."""
+    copied_from: int = 0
+    """Of a copy: the address of the first element of the user's array."""
 
     @property
     def nbytes(self) -> int:
@@ -268,8 +270,10 @@ def empty_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
 
 def copy_of(x: HostView) -> HostView:
     """Return a view of a copy of ``x``."""
-    copied = np.frombuffer(ctypes.string_at(x.address, x.nbytes), np.uint8)
-    return replace(x, owner=copied, address=copied.ctypes.data)
+    copied = np.empty(x.nbytes, np.uint8)
+    ctypes.memmove(copied.ctypes.data, x.address, x.nbytes)
+    address = copied.ctypes.data
+    return replace(x, owner=copied, address=address, copied_from=x.address)
 
 
 def block_shape(x: HostView, size: int) -> tuple[int, ...]:

@@ -113,8 +113,10 @@ class Plans:
             plan,
             0 if x is None else x.address,
             0 if out is None else out.address,
-            None if x is None else x.owner,
+            None if x is None else (x.owner, x.array),
             None if out is None else out.owner,
             bound.result,
             name,
+            0 if x is None else x.copied_from,
+            0 if x is None else x.nbytes,
         )

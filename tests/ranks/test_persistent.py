@@ -81,3 +81,26 @@ def test_plans_keep_their_factor() -> None:
         assert (double() == 2 * comm.size).all()
 
     run(2, main)
+
+
+@pytest.mark.parametrize("coll", ["allgather", "allgatherv", "reduce_scatter"])
+def test_a_plan_whose_arrays_share_a_block_sees_new_values_at_every_run(
+    coll: str,
+) -> None:
+    counts = {"counts": (2, 2, 2)} if coll == "allgatherv" else {}
+
+    def main(comm: Communicator) -> None:
+        whole = np.zeros(6)
+        mine = whole[2 * comm.rank : 2 * comm.rank + 2]
+        x, out = (whole, mine) if coll == "reduce_scatter" else (mine, whole)
+        step = getattr(comm.plan, coll)(x, out=out, **counts)
+        for i in range(3):
+            x[:] = comm.rank + 10 * i
+            result = step() if i % 2 else step.start().wait()
+            assert result is out
+            if coll == "reduce_scatter":
+                assert mine.tolist() == [3.0 + 30 * i] * 2
+            else:
+                assert whole.tolist() == [10.0 * i + r // 2 for r in range(6)]
+
+    run(3, main)

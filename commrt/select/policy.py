@@ -156,7 +156,10 @@ class Policy:
         if backend is not None or algorithm is not None:
             wanted, given = _asked(backend, algorithm)
             subset = self._subset(found, wanted, query, "the call")
-            choice = self._forced(query, subset, given, "call", "the call asked for it")
+            wishes = {**given, **(params or {})}
+            choice = self._forced(
+                query, subset, given, "call", "the call asked for it", wishes
+            )
         elif query.coll in self.overrides:
             asked = self.overrides[query.coll]
             wanted = (asked.backend, asked.algorithm)
@@ -193,8 +196,12 @@ class Policy:
         query: Query,
         found: Sequence[Candidate],
         known: Sequence[Candidate] = (),
+        wishes: Mapping[str, int | str] | None = None,
     ) -> Choice:
-        """Pick by the table, which may ask for anything known, else by the model."""
+        """Pick by the table, which may ask for anything known, else by the model.
+
+        ``wishes`` are parameters that will hold whatever is picked.
+        """
         hit = self._lookup(query)
         use = None if hit is None else hit.rule.use
         able = use is not None and (
@@ -202,7 +209,9 @@ class Policy:
         )
         # A rule also knows the best parameters of the only candidate.
         if len({candidate.name for candidate in found}) == 1 and not able:
-            best, _ = self._cheapest(query, found)
+            alike = [one for one in found if _agrees(one, wishes or {})] or found
+            # Where nothing is left to choose, nothing need be costed.
+            best = alike[0] if len(alike) == 1 else self._cheapest(query, alike)[0]
             return Choice(best, "only", "nothing else can run this here")
         if hit is None:
             why = "no table" if self.table is None else "the table has no rule for this"
@@ -267,9 +276,10 @@ class Policy:
         params: Mapping[str, int | str],
         source: Source,
         reason: str,
+        wishes: Mapping[str, int | str] | None = None,
     ) -> Choice:
         """Pick within what was asked for; table and model decide what it left open."""
-        inner = self._free(query, subset)
+        inner = self._free(query, subset, wishes=params if wishes is None else wishes)
         candidate = _with(inner.candidate, {**inner.candidate.params, **params})
         if len({other.name for other in subset}) == 1:
             return Choice(candidate, source, reason, inner.rule)
@@ -358,6 +368,10 @@ def _fitting(
         if backend in (None, candidate.backend)
         and algorithm in (None, candidate.algorithm)
     ]
+
+
+def _agrees(candidate: Candidate, wishes: Mapping[str, int | str]) -> bool:
+    return all(wishes.get(name, v) == v for name, v in candidate.params.items())
 
 
 def _raise_unknown(

@@ -222,3 +222,15 @@ def test_the_model_costs_nothing_that_cannot_win() -> None:
     choice = policy.choose(_small())
     assert (choice.candidate, costed) == (DIRECT, [NATIVE, DIRECT])
     assert "the model expects 2 us" in choice.reason
+
+
+def test_where_nothing_is_left_to_choose_nothing_is_costed() -> None:
+    def cost(query: Query, one: Candidate) -> float:
+        raise AssertionError(f"costed {one}")
+
+    found = [DIRECT, *(Candidate("shm", "ring", {"f": f}) for f in (1, 2, 3))]
+    policy = Policy(NEAR2, None, lambda query: found, cost)
+    for asked, params in (("direct", None), ("ring", {"f": 2}), ("ring{f=2}", None)):
+        chosen = policy.choose(_small(), algorithm=asked, params=params).candidate
+        assert chosen in found
+        assert chosen.algorithm == "direct" or chosen.params == {"f": 2}

@@ -12,6 +12,7 @@ every test is repeatable. Short messages are complete when sent; others when rec
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,7 @@ class FakeMpi:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self._lock = threading.Lock()
         self.held = False
         self._failures: dict[str, tuple[int, int]] = {}
         self._messages: list[_Message] = []
@@ -117,13 +119,14 @@ class FakeMpi:
         function = getattr(self, "_" + name.removeprefix("MPI_").lower(), None)
 
         def call(*arguments: Any) -> int:
-            self.calls.append(name)
-            if name in self._failures:
-                after, code = self._failures.pop(name)
-                if after == 0:
-                    return code
-                self._failures[name] = (after - 1, code)
-            return int(function(*arguments)) if function is not None else ERR_OTHER
+            with self._lock:
+                self.calls.append(name)
+                if name in self._failures:
+                    after, code = self._failures.pop(name)
+                    if after == 0:
+                        return code
+                    self._failures[name] = (after - 1, code)
+                return int(function(*arguments)) if function is not None else ERR_OTHER
 
         return call
 

@@ -34,6 +34,7 @@ SOURCES := $(NATIVE) $(shell find commrt tuning bench tables -type f \
 	-not -path '*/__pycache__/*' -not -path 'commrt/native/*')
 UNIT_TESTS := $(wildcard tests/unit tests/docs tests/gpu)
 RANKS_TESTS := $(wildcard tests/ranks)
+MATRIX_TESTS := $(wildcard tests/matrix)
 MPI_TESTS := $(wildcard tests/mpi tests/faults)
 
 .PHONY: help
@@ -71,6 +72,7 @@ PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),--full) $(if $(SEED),--seed $(SEED))
 test-unit: $(VENV)/.installed ## Tests without MPI, ranks as threads, documents.
 	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS)
 	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.2)
+	$(VENV)/bin/pytest $(MATRIX_TESTS) $(PYTEST_ARGS)
 
 .PHONY: test-openmpi
 test-openmpi: $(VENV)/.installed ## Tests with ranks of Open MPI.
@@ -99,10 +101,11 @@ TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
 # Not capturing descriptors lets through what a sanitizer prints.
 SCOPE := $(if $(FULL),-full)
 # They are five to ten times slower: a tenth of the cases of a third of the tests, others in
-# each run. A full run has them all, but draws from the matrix of operations as an ordinary run does.
+# each run. A full run has them all, as an ordinary run has elsewhere; the matrix has none.
 SHARE := 0.1 --functions 0.3
-SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks $(TEST_ARGS) \
-  $(if $(SEED),--seed $(SEED)) --capture=sys $(if $(FULL),,--plain-kernels --share $(SHARE))
+SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks tests/matrix/test_crowds.py \
+  $(TEST_ARGS) $(if $(SEED),--seed $(SEED)) --capture=sys \
+  $(if $(FULL),,--plain-kernels --share $(SHARE))
 
 .PHONY: test-sanitize
 test-sanitize: test-asan test-tsan ## Tests of the engine under sanitizers.

@@ -16,19 +16,27 @@ from typing import Any, Protocol, TypeVar
 import pytest
 from hypothesis import settings
 from sampling import (
+    case_line,
+    full,
+    num_cases,
     pytest_addoption,
     pytest_collection_modifyitems,
     pytest_configure,
     pytest_terminal_summary,
     seed,
+    tally,
 )
 
 __all__ = [
+    "case_line",
+    "full",
+    "num_cases",
     "pytest_addoption",
     "pytest_collection_modifyitems",
     "pytest_configure",
     "pytest_terminal_summary",
     "seed",
+    "tally",
 ]
 
 T = TypeVar("T")

@@ -6,16 +6,25 @@ keeps three of the test's cases, drawn with the run's seed, so that many ordinar
 cover what a full one covers. ``--share 0.3`` keeps that part of every test's cases, at
 least one of each, and ``--functions 0.3`` that part of the tests. The seed is printed;
 ``--seed`` repeats a run.
+
+The matrices draw their cases themselves, ``--cases`` of them, and say at the end how
+many they compared; tests marked ``whole`` take no part in shares. ``--case`` repeats
+one case.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import pytest
 
 _NOTE = pytest.StashKey[str]()
+_TALLY = pytest.StashKey[Counter[str]]()
+CASES, ALL_CASES = 50_200, 502_000
+"""Of the matrix of ranks in one thread, in an ordinary run and in a full one: 50,000
+and 500,000, and some for what is rounded."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=1.0,
         help="run only this part of the tests; for slow builds",
     )
+    group.addoption("--cases", type=int, help="how many cases a matrix draws")
+    group.addoption(
+        "--case", help="run only this case of a matrix, as a failure says it"
+    )
     group.addoption(
         "--plain-kernels",
         action="store_true",
@@ -49,6 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the kernels before any test."""
+    config.stash[_TALLY] = Counter()
     if config.getoption("--plain-kernels"):
         from commrt._native import kernels
 
@@ -60,12 +74,15 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Take tests out that an ordinary run leaves out."""
     seed = config.getoption("--seed")
+    one_case = config.getoption("--case") is not None
+    items[:] = [item for item in items if ("one_case" in item.keywords) == one_case]
     if config.getoption("--full"):
         return
     left_out = set(_left_out(items, seed))
     rest = [item for item in items if item not in left_out]
     shares = config.getoption("--share"), config.getoption("--functions")
-    left_out |= set(_beyond(*shares, rest, seed))
+    shared = [item for item in rest if "whole" not in item.keywords]
+    left_out |= set(_beyond(*shares, shared, seed))
     if left_out:
         config.stash[_NOTE] = f"; {len(left_out)} tests only with --full"
         config.hook.pytest_deselected(items=list(left_out))
@@ -109,10 +126,12 @@ def _all_but(
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Say how to repeat the run.
+    """Say how many cases were compared, and how to repeat the run.
 
     Workers of pytest-xdist get their options, and so the seed, from this process.
     """
+    for what, number in config.stash[_TALLY].items():
+        terminalreporter.write_line(f"compared {number:,} cases: {what}")
     seed, left_out = config.getoption("--seed"), config.stash.get(_NOTE, "")
     terminalreporter.write_line(
         f"seed: {seed} (pytest --seed {seed} draws the same){left_out}"
@@ -124,3 +143,36 @@ def seed(request: pytest.FixtureRequest) -> int:
     """The run's seed, for tests that draw their own samples."""
     value: int = request.config.getoption("--seed")
     return value
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether the whole matrix runs."""
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture(scope="session")
+def num_cases(request: pytest.FixtureRequest) -> int:
+    """How many cases the matrix of ranks in one thread draws."""
+    asked: int | None = request.config.getoption("--cases")
+    if asked is not None:
+        return asked
+    return ALL_CASES if request.config.getoption("--full") else CASES
+
+
+@pytest.fixture(scope="session")
+def case_line(request: pytest.FixtureRequest) -> str:
+    """The case that ``--case`` repeats."""
+    line: str = request.config.getoption("--case")
+    return line
+
+
+@pytest.fixture(scope="session")
+def tally(request: pytest.FixtureRequest) -> Callable[[str, int], None]:
+    """Return what counts compared cases, for the end of the run."""
+    counts = request.config.stash[_TALLY]
+
+    def add(what: str, number: int) -> None:
+        counts[what] += number
+
+    return add

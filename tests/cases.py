@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -192,52 +192,6 @@ def _draw(
         in_place=rng.random() < 0.5,
         spread=rng.choice(spreads),
     )
-
-
-def everything(coll: str, size: int) -> Iterator[Case]:
-    """Yield every way with every (dtype, reduction), root, length and placement.
-
-    Per way, all types and reductions with rotating lengths, then all lengths, roots,
-    placements and transports with rotating types.
-    """
-    spec = operation(coll)
-    pairs = legal_pairs(coll) if spec.reduces else [(d.name, "sum") for d in DTYPES]
-    roots = range(size) if spec.has_root else (0,)
-    spreads = SPREADS if spec.count_arguments else SPREADS[:1]
-    for algorithm, params in ways(coll, size):
-        for i, (dtype, op) in enumerate(pairs):
-            count, in_place = COUNTS[i % len(COUNTS)], i % 2 == 0
-            yield Case(
-                coll,
-                size,
-                algorithm,
-                params,
-                dtype,
-                op,
-                i % size,
-                count,
-                in_place,
-                spreads[i % len(spreads)],
-            )
-        i = 0
-        for root in roots:
-            for count in COUNTS:
-                for transport in TRANSPORTS:
-                    dtype, op = pairs[i % len(pairs)]
-                    merged = {**params, **transport}
-                    yield Case(
-                        coll,
-                        size,
-                        algorithm,
-                        merged,
-                        dtype,
-                        op,
-                        root,
-                        count,
-                        i % 2 == 0,
-                        spreads[i % len(spreads)],
-                    )
-                    i += 1
 
 
 # -- inputs and results -----------------------------------------------------------

@@ -8,55 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import Attempt, run_cases, sample
+from cases import Attempt, sample
 
 import commrt
 from commrt.operations import COLLECTIVES
-
-NODES = [
-    (2, ""),
-    (2, "1,1"),
-    (3, ""),
-    (3, "2,1"),
-    (3, "1,1,1"),
-    (4, ""),
-    (4, "2,2"),
-    (4, "1,3"),
-    (4, "1,2,1"),
-]
 
 
 def nodes(text: str) -> dict[str, str]:
     """Return the environment that pretends these nodes."""
     return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "20"} if text else {}
-
-
-def run_samples(seed: int, number: int) -> list[Any]:
-    comm = commrt.init()
-    wrong: list[str] = []
-    for coll in COLLECTIVES:
-        wrong += run_cases(comm, sample(coll, comm.size, seed, number))
-    return [wrong, comm.facts.nodes]
-
-
-@pytest.mark.parametrize(("size", "where"), NODES)
-def test_sample_agrees_with_numpy(
-    mpirun: Any, size: int, where: str, seed: int
-) -> None:
-    expected = [[], where.count(",") + 1]
-    got = mpirun(size, run_samples, env=nodes(where), seed=seed, number=15)
-    assert got == [expected] * size
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("size", "where"), [*NODES, (5, "2,3"), (8, "4,4")])
-def test_large_sample_agrees_with_numpy(
-    mpirun: Any, size: int, where: str, seed: int
-) -> None:
-    arguments = {"seed": seed + 1, "number": 400, "deadline_s": 500}
-    got = mpirun(size, run_samples, env=nodes(where), **arguments)
-    assert all(wrong == [] for wrong, _ in got)
 
 
 def run_nonblocking(seed: int) -> list[str]:

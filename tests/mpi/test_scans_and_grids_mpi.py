@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import Case, run_cases, ways
 
 import commrt
 
@@ -16,24 +15,6 @@ NODES = [(2, ""), (3, "2,1"), (4, "2,2"), (4, "")]
 
 def nodes(text: str) -> dict[str, str]:
     return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "20"} if text else {}
-
-
-def run_scans() -> list[str]:
-    comm = commrt.init()
-    cases = [
-        Case(coll, comm.size, name, params, dtype, op, 0, count, in_place)
-        for coll in ("scan", "exscan")
-        for name, params in ways(coll, comm.size)
-        for dtype, op in (("float32", "sum"), ("int32", "land"))
-        for count in (0, 1, 5, 20_001)
-        for in_place in (False, True)
-    ]
-    return run_cases(comm, cases)
-
-
-@pytest.mark.parametrize(("size", "where"), NODES)
-def test_every_scan_agrees_with_numpy(mpirun: Any, size: int, where: str) -> None:
-    assert mpirun(size, run_scans, env=nodes(where)) == [[]] * size
 
 
 def native_keeps_rank_0() -> list[Any]:

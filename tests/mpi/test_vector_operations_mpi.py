@@ -7,45 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import SPREADS, Case, run_cases, ways
 
 import commrt
-from commrt.operations import OPERATIONS
-
-VECTOR = [spec.name for spec in OPERATIONS if spec.count_arguments]
-NODES = [(2, ""), (3, "2,1"), (4, "2,2"), (5, "")]
 
 
 def nodes(text: str) -> dict[str, str]:
     return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "20"} if text else {}
-
-
-def run_every_way() -> list[str]:
-    comm = commrt.init()
-    cases = [
-        Case(
-            coll,
-            comm.size,
-            name,
-            # Several fragments, and another number of them between each pair.
-            {**params, **({"chunk": 4096} if count > 100 else {})},
-            "int64",
-            root=comm.size - 1,
-            count=count,
-            spread=spread,
-        )
-        for coll in VECTOR
-        for name, params in ways(coll, comm.size)
-        for count in (1, 3001)
-        for spread in SPREADS
-    ]
-    return run_cases(comm, cases)
-
-
-@pytest.mark.parametrize(("size", "where"), NODES)
-def test_every_algorithm_with_uneven_blocks(mpirun: Any, size: int, where: str) -> None:
-    got = mpirun(size, run_every_way, env=nodes(where), deadline_s=100)
-    assert got == [[]] * size
 
 
 def exchange_rows() -> list[bool]:

@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import Attempt, Case, sample
 
 from commrt.backends.local import LocalRanks
 from commrt.errors import MismatchError, RevokedError, UsageError
-from commrt.operations import COLLECTIVES
 
 MOST_STEPS = 200_000
 
@@ -29,52 +27,6 @@ def step_until_done(
         for _ in range(rng.choice([1, 1, 2, 30])):
             ranks.step(favourite)
     pytest.fail(f"not done after {MOST_STEPS} turns: {requests}")
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize("coll", COLLECTIVES)
-def test_nonblocking_operations_in_any_interleaving(
-    coll: str, size: int, seed: int
-) -> None:
-    rng = random.Random(f"{coll} {size} {seed}")
-    with LocalRanks(size) as ranks:
-        for case in sample(coll, size, seed, 6):
-            attempts = [Attempt(case, rank) for rank in range(size)]
-            requests = [
-                [attempt.start(comm, nonblocking=True)]
-                for attempt, comm in zip(attempts, ranks.comms, strict=True)
-            ]
-            step_until_done(ranks, requests, rng)
-            for attempt, row in zip(attempts, requests, strict=True):
-                attempt.result = row[0].wait()
-            wrong = [verdict for a in attempts if (verdict := a.verdict())]
-            assert wrong == [], case
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_many_different_operations_in_flight(size: int, seed: int) -> None:
-    rng = random.Random(f"many {size} {seed}")
-    cases: list[Case] = []
-    for coll in COLLECTIVES:
-        cases += sample(coll, size, seed + 1, 5)
-    rng.shuffle(cases)
-    with LocalRanks(size) as ranks:
-        rows = [[Attempt(case, rank) for case in cases] for rank in range(size)]
-        requests: list[list[Any]] = [[] for _ in range(size)]
-        # Ranks issue at different times, in the same order.
-        while any(len(row) < len(cases) for row in requests):
-            rank = rng.randrange(size)
-            if (at := len(requests[rank])) < len(cases):
-                attempt = rows[rank][at]
-                requests[rank].append(
-                    attempt.start(ranks.comms[rank], nonblocking=True)
-                )
-            ranks.step(rng.randrange(size))
-        step_until_done(ranks, requests, rng)
-        for row, done in zip(rows, requests, strict=True):
-            for attempt, request in zip(row, done, strict=True):
-                attempt.result = request.wait()
-                assert attempt.verdict() is None, attempt.case
 
 
 def test_nothing_happens_between_steps() -> None:

@@ -7,8 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pytest
-from cases import Attempt, Case, run_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,16 +92,6 @@ def test_any_counts_between_pairs(size: int, seed: int, data: Any) -> None:
         return bool(np.array_equal(got, want))
 
     assert run(size, rank_main, timeout_s=60) == [True] * size
-
-
-@pytest.mark.parametrize("coll", VECTOR)
-def test_all_blocks_empty(coll: str) -> None:
-    def rank_main(comm: Any) -> list[str]:
-        return run_cases(
-            comm, [Case(coll, 3, name, count=0) for name in algorithms.names(coll, 3)]
-        )
-
-    assert run(3, rank_main, timeout_s=30) == [[]] * 3
 
 
 def test_rows_stay_rows() -> None:
@@ -200,27 +188,6 @@ def test_calls_alike_share_one_plan() -> None:
         return comm.stats().plans
 
     assert run(2, rank_main, timeout_s=30) == [1, 1]
-
-
-@pytest.mark.parametrize("coll", VECTOR)
-def test_persistent_plans_run_again(coll: str) -> None:
-    case = Case(coll, 3, root=1, count=700, spread="ragged")
-
-    def rank_main(comm: Any) -> list[str | None]:
-        attempt = Attempt(case, comm.rank)
-        arguments = case.arguments(comm.rank)
-        if attempt.out is not None:
-            arguments["out"] = attempt.out
-        plan = getattr(comm.plan, coll)(attempt.x, **arguments)
-        verdicts = []
-        for turn in range(4):
-            if attempt.out is not None:
-                attempt.out[:] = -1
-            attempt.result = plan.start().wait() if turn % 2 else plan()
-            verdicts.append(attempt.verdict())
-        return verdicts
-
-    assert run(3, rank_main, timeout_s=30) == [[None] * 4] * 3
 
 
 def test_an_alltoallv_in_place() -> None:

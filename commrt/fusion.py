@@ -104,6 +104,7 @@ class Fusing(Compressing):
             or x.nbytes >= self._fused.nbytes
         ):
             return None
+        self._choose(call, bound)  # what nothing can run is refused now
         if self._checker is not None:
             self._checker.check(call, bound)
         return _native.fuse(

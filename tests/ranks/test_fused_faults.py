@@ -10,7 +10,7 @@ import pytest
 
 import commrt
 from commrt.backends.local import run
-from commrt.errors import CommError, MismatchError, RevokedError
+from commrt.errors import CommError, MismatchError, RevokedError, UsageError
 
 F = np.float32
 
@@ -158,3 +158,19 @@ def test_a_broken_communicator_ends_the_context() -> None:
             comm.fused()
 
     run(2, rank_main)
+
+
+def test_what_nothing_can_run_is_refused_in_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COMMRT_ALGORITHM", "allreduce:local/nonsense")
+
+    def rank_main(comm: Any) -> int:
+        with (
+            comm.fused(),
+            pytest.raises(UsageError, match="'local/nonsense', which does not exist"),
+        ):
+            comm.allreduce(np.ones(3), nonblocking=True)
+        return int(comm.next_seq)
+
+    assert run(2, rank_main) == [0, 0]

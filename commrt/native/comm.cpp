@@ -135,7 +135,7 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
 }
 
 std::shared_ptr<Op> Comm::start_bucket(const std::shared_ptr<const Plan>& plan,
-                                       std::unique_ptr<Parts> parts, void* keep,
+                                       std::unique_ptr<BucketParts> parts, void* keep,
                                        uint64_t limit) {
   const bool in_pieces = !plan->native && std::none_of(
       plan->instrs.begin(), plan->instrs.end(), [](const Instr& ins) { return ins.has_mpi; });

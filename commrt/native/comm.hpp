@@ -113,7 +113,7 @@ class Op {
   std::unique_ptr<UserValue> user_value;  // what is on its way through Python, or null
   bool held = false;      // failed, and MPI may still use the buffers: they are kept for ever
   std::unique_ptr<P2PTask> p2p;
-  std::unique_ptr<Parts> parts;  // of a bucket: its arrays, instead of `in` and `out`
+  std::unique_ptr<BucketParts> parts;  // of a bucket: its arrays, instead of `in` and `out`
   bool in_heap = false;  // may meet buffers in the symmetric heap (symmetric.cpp)
   void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
 
@@ -286,7 +286,7 @@ class Comm {
                             void* const* keep, bool timed = false, uint64_t limit = kNoLimit);
   // The same for the arrays of a bucket, one after the other.
   std::shared_ptr<Op> start_bucket(const std::shared_ptr<const Plan>& plan,
-                                   std::unique_ptr<Parts> parts, void* keep, uint64_t limit);
+                                   std::unique_ptr<BucketParts> parts, void* keep, uint64_t limit);
   // A short plan with nothing else in flight: null when complete, else the Op it became.
   // Spins at most `spins` times for a message.
   std::shared_ptr<Op> run_short(const std::shared_ptr<const Plan>& plan, const void* in,

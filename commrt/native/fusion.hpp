@@ -17,13 +17,13 @@ namespace commrt {
 // its references, too.
 struct Bucket {
   Bucket(nb::object group_, DType dtype_, RedOp redop_)
-      : group(std::move(group_)), dtype(dtype_), redop(redop_), parts(new Parts),
+      : group(std::move(group_)), dtype(dtype_), redop(redop_), parts(new BucketParts),
         arrays(nb::steal(PyList_New(0))) {}
 
   nb::object group;
   DType dtype;
   RedOp redop;
-  std::unique_ptr<Parts> parts;  // until it is sent
+  std::unique_ptr<BucketParts> parts;  // until it is sent
   // A list of what owns their memory, but for results that a request has. The operation has a
   // reference of its own.
   nb::object arrays;

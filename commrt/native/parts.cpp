@@ -27,8 +27,8 @@ thread_local Scratch scratch;
 
 }  // namespace
 
-std::unique_ptr<Parts> Parts::split(size_t at) {
-  auto rest = std::make_unique<Parts>();
+std::unique_ptr<BucketParts> BucketParts::split(size_t at) {
+  auto rest = std::make_unique<BucketParts>();
   for (size_t i = at; i < list_.size(); ++i) {
     rest->add(list_[i].in, list_[i].out, end_of(&list_[i]) - list_[i].first);
   }
@@ -37,13 +37,13 @@ std::unique_ptr<Parts> Parts::split(size_t at) {
   return rest;
 }
 
-const Part* Parts::find(int64_t at) const {
+const Part* BucketParts::find(int64_t at) const {
   const auto behind = std::upper_bound(
       list_.begin(), list_.end(), at, [](int64_t e, const Part& part) { return e < part.first; });
   return &*(behind - 1);
 }
 
-unsigned char* Parts::pack(size_t itemsize) {
+unsigned char* BucketParts::pack(size_t itemsize) {
   packed_.reset(new unsigned char[std::max<size_t>(1, static_cast<size_t>(elems_) * itemsize)]);
   is_packed_ = true;
   for (const Part& part : list_) {
@@ -55,7 +55,7 @@ unsigned char* Parts::pack(size_t itemsize) {
   return packed_.get();
 }
 
-void Parts::unpack(size_t itemsize) const {
+void BucketParts::unpack(size_t itemsize) const {
   for (const Part& part : list_) {
     const auto elems = static_cast<size_t>(end_of(&part) - part.first);
     if (elems == 0) continue;
@@ -64,7 +64,7 @@ void Parts::unpack(size_t itemsize) const {
   }
 }
 
-void Parts::complete(const Plan& plan) const {
+void BucketParts::complete(const Plan& plan) const {
   for (const Part& part : list_) {
     plan.complete(part.out, static_cast<size_t>(end_of(&part) - part.first));
   }

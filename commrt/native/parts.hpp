@@ -19,9 +19,9 @@ struct Part {
 
 // What an operation of a bucket has instead of `in` and `out`. The engine works on the parts
 // where they lie; only what MPI is to send or reduce has to be packed.
-class Parts {
+class BucketParts {
  public:
-  Parts() = default;
+  BucketParts() = default;
   // With an `itemsize`, what lies behind the last part becomes part of it.
   void add(const void* in, void* out, int64_t elems, size_t itemsize = 0) {
     if (itemsize != 0 && !list_.empty()) {
@@ -37,7 +37,7 @@ class Parts {
     elems_ += elems;
   }
   // Cuts off the parts from number `at` on.
-  std::unique_ptr<Parts> split(size_t at);
+  std::unique_ptr<BucketParts> split(size_t at);
   size_t num() const { return list_.size(); }
   int64_t elems() const { return elems_; }
   // The part that element `at` lies in; the one behind the last begins at elems().

@@ -13,7 +13,15 @@ from functools import partial
 from typing import Any
 
 from commrt import _libmpi
-from commrt.bench import compare, compression, formats, halo, sparse, worker
+from commrt.bench import (
+    compare,
+    compression,
+    formats,
+    fused,
+    halo,
+    sparse,
+    worker,
+)
 from commrt.bench.algorithm import resolve
 from commrt.bench.bench_operations import MULTI, bench_operation
 from commrt.bench.import_cost import measure_import
@@ -61,7 +69,12 @@ def _first_rank() -> bool:
 
 def _prepare(args: argparse.Namespace) -> Callable[[], int]:
     """Return what runs the benchmark, once everything asked for is known to exist."""
-    own_launches = {"compare": compare.main, "halo": halo.main, "import": _import}
+    own_launches = {
+        "compare": compare.main,
+        "fused": fused.main,
+        "halo": halo.main,
+        "import": _import,
+    }
     if args.benchmark in own_launches:
         if detect().kind != "single":
             raise UsageError(

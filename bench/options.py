@@ -191,6 +191,7 @@ def build_parser() -> argparse.ArgumentParser:
             "-W", "--window", type=_count(1), default=64, help="messages in flight (64)"
         )
     _add_halo(commands)
+    _add_fused(commands)
     _add_compare(commands)
     _add_submit(commands)
     _add_sparse(commands)
@@ -331,6 +332,44 @@ def _add_halo(commands: _Commands) -> None:
         metavar="NAME=PYTHON",
         help="an interpreter with mpi4py over another MPI",
     )
+    command.add_argument(
+        "-i", "--iterations", type=_count(1), default=200, help="repetitions (200)"
+    )
+    command.add_argument("--format", choices=["osu", "json"], default="osu")
+    command.add_argument(
+        "--timeout-s", type=_seconds, default=600.0, help="deadline of one launch (600)"
+    )
+    command.add_argument(
+        "--no-pin", dest="pin", action="store_false", help="do not give each rank a CPU"
+    )
+
+
+def _add_fused(commands: _Commands) -> None:
+    doc = "Many short allreduces, fused and not, beside one of the same bytes."
+    command = commands.add_parser("fused", help=doc, description=doc)
+    command.add_argument(
+        "-n", "--number", type=_count(1), default=1000, help="of allreduces (1000)"
+    )
+    command.add_argument(
+        "-m",
+        "--message-size",
+        type=_count(1),
+        default=4096,
+        help="bytes of each (4096)",
+    )
+    command.add_argument(
+        "--bucket-size", type=_count(1), help="bytes of a bucket (what is the default)"
+    )
+    command.add_argument(
+        "--time-limit-s", type=_seconds, help="of a bucket (none by default)"
+    )
+    command.add_argument(
+        "--fresh", action="store_true", help="rewrite the arrays between calls"
+    )
+    command.add_argument(
+        "-T", "--type", dest="dtype", type=_argument(_dtype), default="float32"
+    )
+    command.add_argument("--ranks", type=_argument(_rank_list))
     command.add_argument(
         "-i", "--iterations", type=_count(1), default=200, help="repetitions (200)"
     )

@@ -10,6 +10,29 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+class FusedRequest:
+    """One call within comm.fused(); has the methods of Request."""
+
+    @property
+    def device(self) -> None: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def operation(self) -> str: ...
+    @property
+    def received_nbytes(self) -> int: ...
+    @property
+    def seq(self) -> int: ...
+    @property
+    def source(self) -> int: ...
+    @property
+    def stream(self) -> None: ...
+    @property
+    def timeout_s(self) -> float: ...
+    def synchronize(self, *, timeout_s: float | None = None) -> Any: ...
+    def test(self) -> bool: ...
+    def wait(self, *, stream: Any = None, timeout_s: float | None = None) -> Any: ...
+
 class MessageMethod: ...
 class Operation: ...
 
@@ -254,6 +277,9 @@ class Request:
 
     def __bool__(self) -> bool: ...
     def __repr__(self) -> str: ...
+    def _be_quiet(self) -> None:
+        """Do not warn where it is dropped."""
+
     @property
     def device(self) -> Any:
         """Number of the device of its buffers; None for host memory."""
@@ -306,7 +332,34 @@ class Request:
         leaves the request pending.
         """
 
+def close_fusion(group: Group) -> None: ...
+def cut_fusion(group: Any) -> None:
+    """Send the open buckets."""
+
+def digest_fused(group: Group, call: int) -> int:
+    """What must be equal of the calls before `call`."""
+
 def drop_ended(arg: Engine, /) -> None: ...
+def fail_fused(group: Group, error: Any) -> None:
+    """End the open calls with this error."""
+
+def fuse(
+    group: Any,
+    data_in: int,
+    data_out: int,
+    count: int,
+    dtype: int,
+    redop: int,
+    keep_x: Any,
+    keep_out: Any,
+    result: Any,
+    timeout_s: float,
+) -> Any:
+    """Add an allreduce to a bucket; None where it is too long for that."""
+
+def fused_calls(group: Group) -> tuple[Any, ...]:
+    """Calls that went into buckets, and those of them that are sent."""
+
 def inline_nbytes() -> tuple[int, int]:
     """Bytes that a message's line has room for, and with the lines that belong to
     it.
@@ -468,10 +521,15 @@ def make_schedule_plan(
 ) -> Plan: ...
 def mark_forked() -> None: ...
 def mpi_abort(arg0: int, arg1: int, /) -> None: ...
+def open_fusion(group: Group, nbytes: int, limit_s: float) -> None:
+    """From now on short nonblocking allreduces go into buckets."""
+
 def region_nbytes(arg0: int, arg1: int, /) -> int:
     """Bytes of shared memory per rank for a group of `members` on-node ranks."""
 
 def register_numpy_type(arg0: int, arg1: int, /) -> None: ...
+def send_fused(group: Group, call: int) -> None:
+    """Send the buckets of the calls before `call`."""
 
 class sparse:  # noqa: N801
     @staticmethod
@@ -565,6 +623,11 @@ class sparse:  # noqa: N801
 
 def view_of_numpy(arg: Any, /) -> Any:
     """(address, count, dtype code, writable) of a plain numpy array, else None."""
+
+def wait_fused(requests: list[Any]) -> Any:
+    """Wait for the fused requests that a list begins with, and return their
+    outputs; ends before one that failed.
+    """
 
 class wire:  # noqa: N801
     @staticmethod

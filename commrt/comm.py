@@ -20,10 +20,10 @@ from commrt.arrays import numpy_type
 from commrt.backends.base import PlanSpec
 from commrt.backends.planning import LANE_NBYTES, allows
 from commrt.backends.prediction import floor_us
-from commrt.compression.methods import Compressing
 from commrt.dtypes import engine_factor
 from commrt.errors import BackendError, UsageError
 from commrt.failures import watch_forks
+from commrt.fusion import Fusing
 from commrt.grids import Cartesian
 from commrt.links import agree_link_class, measure_links, spins_for
 from commrt.memory_limit import check_fits
@@ -67,7 +67,7 @@ class CommStats:
     """Whether operations are in flight."""
 
 
-class Communicator(Compressing, Operations):
+class Communicator(Fusing, Operations):
     """A group of ranks. Get one from ``commrt.init()``, ``split`` or ``create_group``.
 
     Collectives must be called by all ranks of the communicator in the same order.
@@ -179,6 +179,10 @@ class Communicator(Compressing, Operations):
         """
         if self._closed is not None or os.getpid() != self._pid:
             return
+        if self._fused is not None:
+            raise UsageError(
+                f"{self.name} cannot be freed: a fused() of it is open; leave it first"
+            )
         at_rest = self._comes_to_rest()
         if not at_rest and not self._failure:
             raise UsageError(
@@ -403,6 +407,9 @@ class Communicator(Compressing, Operations):
         if compressed is not None:
             request = compressed.start()
             return request if call.nonblocking else request.wait()
+        fused = self._fuse(call, bound)
+        if fused is not None:
+            return fused
         plan = self._agreed_plan(call, bound)
         x, out = bound.x, bound.out
         return self._run_plan(

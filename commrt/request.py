@@ -8,12 +8,15 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from commrt._native import Request
+from commrt import _native
+from commrt._native import FusedRequest, Request
 from commrt.calls import check_timeout
 from commrt.errors import CommError, TimeoutError_, UsageError
 from commrt.stepped import SteppedRequest
 
 __all__ = ["Request", "RequestErrors", "test_all", "wait_all", "wait_any"]
+
+_KINDS = {Request, SteppedRequest, FusedRequest}
 
 
 class RequestErrors(CommError):
@@ -37,7 +40,9 @@ def wait_all(
     deadline = _deadline("wait_all", timeout_s)
     outputs: list[Any] = []
     errors: list[tuple[int, Exception]] = []
-    for index, request in enumerate(requests):
+    if deadline is None:
+        outputs = _native.wait_fused(requests)
+    for index, request in enumerate(requests[len(outputs) :], len(outputs)):
         try:
             if deadline is None:
                 output = request.wait()
@@ -58,7 +63,9 @@ def _listed(what: str, requests: Any) -> list[Request]:
     """Return the requests; UsageError for anything else."""
     iterable = isinstance(requests, Iterable)
     listed = list(requests) if iterable else [requests]
-    kinds = (Request, SteppedRequest)
+    if iterable and {*map(type, listed)} <= _KINDS:
+        return listed
+    kinds = tuple(_KINDS)
     wrong = [each for each in listed if not iterable or not isinstance(each, kinds)]
     if wrong:
         raise UsageError(

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "fusion.hpp"
 #include "group.hpp"
 #include "p2p.hpp"
 
@@ -81,6 +82,7 @@ void bind_group(nb::module_& m) {
                nb::gil_scoped_release release;
                advanced = engine.step();
              }
+             if (engine.is_timed_due() && !look_at_timed(engine)) throw nb::python_error();
              if (!engine.wants_python()) return advanced;
              if (!run_wanted(engine)) throw nb::python_error();
              return true;
@@ -109,6 +111,7 @@ void bind_group(nb::module_& m) {
            "Block the host until the operation is complete; for host arrays the same as wait().")
       .def("test", &Request::test,
            "Run a little progress; True once complete. Raises the operation's error.")
+      .def("_be_quiet", &Request::be_quiet, "Do not warn where it is dropped.")
       .def_prop_ro("done", &Request::done, "Whether the operation has ended, without progress.")
       .def_prop_ro("seq", &Request::seq, "Sequence number on its communicator.")
       .def_prop_ro("operation", &Request::operation, "Name of the operation.")

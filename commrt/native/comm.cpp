@@ -102,6 +102,7 @@ std::shared_ptr<Op> Comm::fresh_op() {
     op = std::make_shared<Op>();
   }
   op->comm = this;
+  op->parts.reset();
   return op;
 }
 
@@ -130,10 +131,33 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
   op->timed_from = timed && plan->learns() ? ticks() : 0;
   op->keep[0] = keep != nullptr ? keep[0] : nullptr;
   op->keep[1] = keep != nullptr ? keep[1] : nullptr;
+  return begin(std::move(op), limit);
+}
+
+std::shared_ptr<Op> Comm::start_bucket(const std::shared_ptr<const Plan>& plan,
+                                       std::unique_ptr<BucketParts> parts, void* keep,
+                                       uint64_t limit) {
+  const bool in_pieces = !plan->native && std::none_of(
+      plan->instrs.begin(), plan->instrs.end(), [](const Instr& ins) { return ins.has_mpi; });
+  std::shared_ptr<Op> op = fresh_op();
+  // First, as in start(): without memory nothing has happened.
+  unsigned char* const packed = in_pieces ? nullptr : parts->pack(plan->itemsize);
+  op->bind(plan, packed, packed);
+  op->parts = std::move(parts);
+  op->seq = next_seq++;
+  op->store = store_for_run(*plan, false);
+  op->timed_from = 0;
+  op->keep[0] = keep;
+  op->keep[1] = nullptr;
+  return begin(std::move(op), limit);
+}
+
+// Keeps the books, and does the first of the work.
+std::shared_ptr<Op> Comm::begin(std::shared_ptr<Op> op, uint64_t limit) {
   if (arena != nullptr) {
     header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
   }
-  note(op->seq, *plan, op->stream);
+  note(op->seq, *op->plan, op->stream);
 
   // Issue order decides: an operation may not overtake an older one that waits for a lane.
   // With others in flight, what the last pass refused is still refused.

@@ -13,6 +13,7 @@
 
 #include "layout.hpp"
 #include "mpi_api.hpp"
+#include "parts.hpp"
 #include "plan.hpp"
 
 namespace commrt {
@@ -112,6 +113,7 @@ class Op {
   std::unique_ptr<UserValue> user_value;  // what is on its way through Python, or null
   bool held = false;      // failed, and MPI may still use the buffers: they are kept for ever
   std::unique_ptr<P2PTask> p2p;
+  std::unique_ptr<BucketParts> parts;  // of a bucket: its arrays, instead of `in` and `out`
   bool in_heap = false;  // may meet buffers in the symmetric heap (symmetric.cpp)
   void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
 
@@ -215,6 +217,9 @@ class Op {
   }
   void move_boxes(const Instr& ins, const unsigned char* const* messages, unsigned char* slot);
   void pack_boxes(const Instr& ins, unsigned char* to, bool streaming) const;
+  bool in_parts() const { return parts != nullptr && !parts->is_packed(); }
+  void compute_in_parts(const Instr& ins, int64_t fragment, const unsigned char* const* messages,
+                        unsigned char* slot);
   void take_inputs(const Instr& ins, int64_t fragment);
   bool complete(uint64_t limit);
   const void* copied_where_in_place(uint64_t limit);
@@ -279,6 +284,9 @@ class Comm {
   // the operation), or null. Does at most `limit` bytes of the work at once.
   std::shared_ptr<Op> start(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
                             void* const* keep, bool timed = false, uint64_t limit = kNoLimit);
+  // The same for the arrays of a bucket, one after the other.
+  std::shared_ptr<Op> start_bucket(const std::shared_ptr<const Plan>& plan,
+                                   std::unique_ptr<BucketParts> parts, void* keep, uint64_t limit);
   // A short plan with nothing else in flight: null when complete, else the Op it became.
   // Spins at most `spins` times for a message.
   std::shared_ptr<Op> run_short(const std::shared_ptr<const Plan>& plan, const void* in,
@@ -350,6 +358,7 @@ class Comm {
   friend class Op;
   friend class P2P;
   std::shared_ptr<Op> fresh_op();
+  std::shared_ptr<Op> begin(std::shared_ptr<Op> op, uint64_t limit);
   std::shared_ptr<Op> go_on(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
                             uint64_t seq, size_t done, int lane, const unsigned char* tmp,
                             Store store, uint64_t timed_from, bool shown);

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -25,6 +26,9 @@ inline void relax() {
 
 // How a wait ended.
 enum class WaitResult { Done, TimedOut, Interrupted };
+
+double now_s();
+constexpr double kNever = std::numeric_limits<double>::infinity();
 
 class Engine {
  public:
@@ -66,6 +70,15 @@ class Engine {
   // An operation with such a value, marked as Running; null if there is none.
   std::shared_ptr<Op> take_wanted_locked();
 
+  // Communicators whose open buckets have a time limit, and when to look at them (fusion.cpp).
+  // Guarded by the GIL; whoever waits without it asks is_timed_due().
+  std::vector<class Group*> timed;
+  std::atomic<double> timed_due_s{kNever};
+  bool is_timed_due() const {
+    const double due = timed_due_s.load(std::memory_order_relaxed);
+    return due != kNever && now_s() >= due;
+  }
+
   std::mutex mutex;
   // Set in the child after fork: the shared memory and MPI belong to the parent.
   static std::atomic<bool> forked;
@@ -98,7 +111,5 @@ class Backoff {
   int spins_;
   int count_ = 0;
 };
-
-double now_s();
 
 }  // namespace commrt

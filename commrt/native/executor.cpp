@@ -348,7 +348,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
       const int64_t publish =
           fragment * static_cast<int64_t>(p.publish_instr.size()) + ins.publish;
       slot = comm->lane_base(lane_) + static_cast<size_t>(publish % p.slots) * p.slot_nbytes;
-      if (!ins.boxed) {
+      if (!ins.boxed && !in_parts()) {
         slot += p.slot_shift(local(ins.local_outs.empty() ? *shape : ins.local_outs[0], 0));
       }
     }
@@ -357,8 +357,10 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
   auto& inputs = operands.inputs;
   inputs.resize(static_cast<size_t>(nin));
   if (ins.boxed) move_boxes(ins, messages.data(), slot);
+  if (in_parts()) compute_in_parts(ins, fragment, messages.data(), slot);
+  const bool contiguous = !ins.boxed && !in_parts();
   size_t cursor = 0;
-  for (int piece = 0; piece < pieces && !ins.boxed; ++piece) {
+  for (int piece = 0; piece < pieces && contiguous; ++piece) {
     const size_t elems = static_cast<size_t>(piece_elems(piece));
     const size_t nbytes = elems * item;
     for (int i = 0; i < nin; ++i) {
@@ -472,6 +474,11 @@ bool Op::complete(uint64_t limit) {
   const Plan& p = *plan;
   if (!p.completes()) return true;
   const size_t elems = static_cast<size_t>(p.out_elems);
+  if (in_parts()) {
+    if (completed_ != elems) parts->complete(p);
+    completed_ = elems;
+    return true;
+  }
   const size_t piece = std::min<uint64_t>(elems - completed_, limit / p.itemsize);
   p.complete(out + completed_ * p.itemsize, piece);
   completed_ += piece;
@@ -481,6 +488,7 @@ bool Op::complete(uint64_t limit) {
 void Op::finish() {
   const Plan& p = *plan;
   complete(kNoLimit);  // what a vendor collective leaves
+  if (parts != nullptr && parts->is_packed()) parts->unpack(p.itemsize);
   if (timed_from != 0) comm->report_run(p, ticks() - timed_from, uses_heap());
   comm->release_lane(*this);
   stop_showing();

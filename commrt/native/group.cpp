@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <new>
 
+#include "fusion.hpp"
 #include "p2p.hpp"
 
 namespace commrt {
@@ -102,6 +103,11 @@ bool view_of_numpy(PyObject* object, View& view) {
 
 Group::Group(std::shared_ptr<Engine> engine_, int rank, int size, const std::string& name)
     : engine(std::move(engine_)), comm(std::make_unique<Comm>(*engine, rank, size, name)) {}
+
+Group::~Group() {
+  auto& timed = engine->timed;
+  timed.erase(std::remove(timed.begin(), timed.end(), this), timed.end());
+}
 
 const PlanPtr* Group::find_plan(const PlanKey& key) {
   if (key == last_key_) return &last_plan_;
@@ -204,6 +210,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
           backoff.pause();
         }
         if ((i & 63) == 63) {
+          if (engine.is_timed_due()) break;
           const double now = now_s();
           if (now > deadline || now > next_signal_check) break;
         }
@@ -214,6 +221,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
       if (!run_wanted(engine)) return WaitResult::Interrupted;
       backoff.reset();
     }
+    if (engine.is_timed_due() && !look_at_timed(engine)) return WaitResult::Interrupted;
     {
       std::lock_guard<std::mutex> lock(engine.mutex);
       if (!op->finished() && group.comm->fail_after_peer(op)) return WaitResult::Done;
@@ -310,6 +318,7 @@ bool Request::test() {
       if (!run_wanted(engine)) throw nb::python_error();
       engine.step();
     }
+    if (engine.is_timed_due() && !look_at_timed(engine)) throw nb::python_error();
   }
   if (!op_->finished() && !peers_gave_up()) return false;
   outcome();
@@ -382,6 +391,8 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
                     nb::handle keep_x, nb::handle keep_out, nb::handle result,
                     nb::handle operation, bool nonblocking, double timeout_s) {
   Group& group = *nb::inst_ptr<Group>(group_object);
+  // Every rank makes this call after the same ones.
+  if (group.fusion != nullptr && !group.fusion->cut(group_object)) throw nb::python_error();
   Engine& engine = *group.engine;
   // Long copies happen outside the GIL; short operations are over sooner than it is released.
   const bool outside = is_long(*plan);
@@ -419,8 +430,6 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
                      nonblocking, timeout_s);
 }
 
-namespace {
-
 // In the memory of the Python object: one allocation less than nb::cast of a new one.
 nb::object make_request(nb::handle group, std::shared_ptr<Op> op, nb::handle result,
                         nb::handle operation, double timeout_s) {
@@ -431,8 +440,6 @@ nb::object make_request(nb::handle group, std::shared_ptr<Op> op, nb::handle res
   nb::inst_mark_ready(request);
   return request;
 }
-
-}  // namespace
 
 nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::handle keep_x,
                        nb::handle keep_out, nb::handle result, nb::handle operation,

@@ -79,15 +79,19 @@ struct VectorKeyHash {
   }
 };
 
+class Fusion;
+
 // Base class of commrt.comm.Communicator.
 class Group {
  public:
   Group(std::shared_ptr<Engine> engine, int rank, int size, const std::string& name);
+  ~Group();
 
   std::shared_ptr<Engine> engine;
   std::unique_ptr<Comm> comm;
   double timeout_s = 600;
   bool slow = false;  // check mode or a closed communicator: every call goes through Python
+  std::unique_ptr<Fusion> fusion;  // of an open comm.fused(), else null
 
   const PlanPtr* find_plan(const PlanKey& key);
   void remember_plan(const PlanKey& key, PlanPtr plan);
@@ -135,6 +139,13 @@ class Request {
   bool test();
   bool peers_gave_up();
   bool done() const { return op_->finished(); }
+  bool is_fine() const {
+    return op_->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Done);
+  }
+  // Whether the engine, or MPI, may still use what it works on.
+  bool needs_buffers() const { return !op_->finished() || op_->held; }
+  // Nobody is to be warned that it was dropped.
+  void be_quiet() { observed_ = true; }
   bool is_failed() const {
     return op_->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed);
   }
@@ -182,6 +193,9 @@ nb::object finish_call(nb::handle group, std::shared_ptr<Op> op, nb::handle keep
                        nb::handle keep_out, nb::handle result, nb::handle operation,
                        bool nonblocking, double timeout_s, bool spun = false);
 
+nb::object make_request(nb::handle group, std::shared_ptr<Op> op, nb::handle result,
+                        nb::handle operation, double timeout_s);
+
 // A message to or from another rank, with everything checked. `keep` owns the memory.
 struct Side {
   void* data;
@@ -202,6 +216,7 @@ nb::object run_sendrecv(nb::handle group, const Side& x, const Side& out, nb::ha
 
 void bind_group(nb::module_& m);
 void bind_plan(nb::module_& m);
+void bind_fusion(nb::module_& m);
 void bind_operation(nb::module_& m);
 void bind_p2p_operation(nb::module_& m);
 void bind_multi(nb::module_& m);

@@ -22,6 +22,7 @@ NB_MODULE(_native, m) {
   commrt::bind_kernels(m);
   commrt::bind_plan(m);
   commrt::bind_group(m);
+  commrt::bind_fusion(m);
   commrt::bind_operation(m);
   commrt::bind_p2p_operation(m);
   commrt::bind_boxes(m);

@@ -134,3 +134,25 @@ def test_blocks_of_different_lengths_are_tensors_too() -> None:
     own = [joined[:1], [], joined[1:]]
     for rank, found in enumerate(run(SIZE, rank_main)):
         assert found == [joined, own[rank], [rank + 10.0 * i for i in range(SIZE)]]
+
+
+def test_tensors_go_into_buckets() -> None:
+    names = ["float32", "bfloat16", "float16", "int64"]
+
+    def rank_main(comm: Any) -> list[bool]:
+        tensors = [
+            torch.full((count,), comm.rank + 1, dtype=getattr(torch, name))
+            for name in names
+            for count in (0, 1, 77)
+        ]
+        begin = comm.next_seq
+        with comm.fused():
+            requests = [comm.allreduce(each, nonblocking=True) for each in tensors]
+        results = [request.wait() for request in requests]
+        assert comm.next_seq == begin + len(names)
+        return [
+            result is tensor and bool((tensor == 6).all())
+            for result, tensor in zip(results, tensors, strict=True)
+        ]
+
+    assert run(SIZE, rank_main) == [[True] * 12] * SIZE

@@ -3,7 +3,7 @@
 
 After a change of the bindings: ``python tests/unit/native_stub.py`` writes the stub.
 nanobind's own generator leaves out private methods, which are most of what the package
-uses, and cannot describe Operation and MessageMethod, plain C types.
+uses, and cannot describe FusedRequest, Operation and MessageMethod, plain C types.
 """
 
 from __future__ import annotations
@@ -32,6 +32,29 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+class FusedRequest:
+    """One call within comm.fused(); has the methods of Request."""
+
+    @property
+    def device(self) -> None: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def operation(self) -> str: ...
+    @property
+    def received_nbytes(self) -> int: ...
+    @property
+    def seq(self) -> int: ...
+    @property
+    def source(self) -> int: ...
+    @property
+    def stream(self) -> None: ...
+    @property
+    def timeout_s(self) -> float: ...
+    def synchronize(self, *, timeout_s: float | None = None) -> Any: ...
+    def test(self) -> bool: ...
+    def wait(self, *, stream: Any = None, timeout_s: float | None = None) -> Any: ...
+
 class MessageMethod: ...
 class Operation: ...
 '''
@@ -42,7 +65,7 @@ _PLAIN = (  # what nanobind writes, what a type checker should read
     (re.compile(r"\blist(?!\[)\b"), "list[Any]"),
     (re.compile(r"\btuple(?!\[)\b"), "tuple[Any, ...]"),
 )
-_PLAIN_TYPES = ("MessageMethod", "Operation")
+_PLAIN_TYPES = ("FusedRequest", "MessageMethod", "Operation")
 _DEFAULT = re.compile(r"\\(\d+)")
 
 

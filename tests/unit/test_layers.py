@@ -38,6 +38,8 @@ LAYERS = (
         "commrt",
         "compression",
         "failures",
+        "fusion",
+        "fusion_agreement",
         "grids",
         "group_creation",
         "halo",

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ranks agree where buckets with a time limit end.
+
+A rank whose buckets are full or old, or that waits for one of their requests, tells
+rank 0 how many calls it has made. Rank 0 sends what all ranks have called, and tells
+them. So no operation waits for calls that a rank has yet to make: docs/design.md shows
+why that cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from typing import Any, NoReturn
+
+import numpy as np
+
+from commrt import _native
+from commrt.errors import MismatchError, TimeoutError_
+from commrt.failures import Guarded
+from commrt.request import Request
+
+__all__ = ["Agreement", "Follower", "Leader"]
+
+_TAG = -2
+"""Of the messages; users' tags are not negative."""
+_MORE, _LAST, _WRONG = range(3)
+"""What a message says beside a number of calls and a digest of them: that there will be
+another one, or not, or that a rank (in place of the number) made other calls."""
+_LOOK_S = 0.1
+"""How long a wait lasts before the rank looks at its own calls again."""
+
+
+class _Channel:
+    """Messages of three numbers to and from one rank."""
+
+    def __init__(self, comm: Guarded, rank: int) -> None:
+        self._comm = comm
+        self._rank = rank
+        self._incoming = np.zeros(3, np.uint64)
+        self._coming: Request | None = None
+        self._going: list[Request] = []
+
+    def send(self, number: int, digest: int, kind: int) -> None:
+        comm, message = self._comm, np.array([number, digest, kind], np.uint64)
+        where = message.ctypes.data, message.nbytes, self._rank, _TAG, message
+        started: Request = comm._send(*where, "send", True, comm.timeout_s)
+        started._be_quiet()  # where ranks disagree, nobody asks for it any more
+        self._going.append(started)
+        self._going = [each for each in self._going if not each.test()]
+
+    def take(self) -> list[int] | None:
+        """Return the next message, None if there is none yet."""
+        comm, message = self._comm, self._incoming
+        if self._coming is None:
+            where = message.ctypes.data, message.nbytes, self._rank, _TAG, message
+            self._coming = comm._recv(*where, message, "recv", True, comm.timeout_s)
+            self._coming._be_quiet()
+        if not self._coming.test():
+            return None
+        self._coming = None
+        numbers: list[int] = message.tolist()
+        return numbers
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the next message, for so long at most."""
+        if self._coming is not None:
+            with contextlib.suppress(TimeoutError_):
+                self._coming.wait(timeout_s=max(seconds, 1e-3))
+
+    def close(self) -> None:
+        for request in self._going:
+            request.wait()
+
+
+class Agreement(ABC):
+    """This rank's part."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._is_looking = False
+        self._is_over = False
+        self._is_leaving = False
+
+    def look(self) -> None:
+        """Say what is to be said, and send what may be sent."""
+        if self._is_looking:
+            return
+        self._is_looking = True
+        try:
+            self._look()
+        finally:
+            self._is_looking = False
+
+    def drain(self) -> None:
+        """Send all calls that were made."""
+        self._until(lambda: self._calls[0] == self._calls[1], self._comm.timeout_s)
+
+    def leave(self, limit_s: float) -> None:
+        """The same, and agree that there will be no more of them."""
+        self._is_leaving = True
+        self._until(lambda: self._is_over, limit_s)
+
+    def wait_for(self, call: int, seconds: float) -> None:
+        """Have ``call`` sent, or wait so long for that."""
+        self.look()
+        if self._calls[1] <= call and seconds > 0:
+            self._wait(min(seconds, _LOOK_S))
+            self.look()
+
+    @abstractmethod
+    def _look(self) -> None: ...
+
+    @abstractmethod
+    def _wait(self, seconds: float) -> None:
+        """Wait for what another rank says next."""
+
+    @property
+    def _calls(self) -> tuple[int, int]:
+        """How many calls were made, and how many of them are sent."""
+        calls: tuple[int, int] = _native.fused_calls(self._comm)
+        return calls
+
+    def _until(self, done: Any, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while True:
+            self.look()
+            if done():
+                return
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                comm, (calls, _) = self._comm, self._calls
+                then = " and left the context" if self._is_leaving else ""
+                raise TimeoutError_(
+                    f"fused() on {comm.name}, rank {comm.rank}: not all ranks have "
+                    f"made the same {calls} calls{then} within {limit_s:g} s"
+                )
+            self._wait(min(left_s, _LOOK_S))
+
+    def _fail(self, rank: int) -> NoReturn:
+        comm = self._comm
+        text = (
+            f"fused() on {comm.name}: rank {rank} did not make the calls of rank 0; "
+            f"all ranks must make equal calls within the context, in the same order "
+            f"(COMMRT_DEBUG=check compares them one by one)"
+        )
+        self._is_over = True
+        comm.give_up(text)
+        error = MismatchError(text)
+        _native.fail_fused(comm, error)
+        raise error
+
+
+class Follower(Agreement):
+    """Of every rank but 0."""
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__(comm)
+        self._leader = _Channel(comm, 0)
+        self._told = 0, False
+
+    def _look(self) -> None:
+        if self._is_over:
+            return
+        comm, (calls, sent) = self._comm, self._calls
+        if (calls, self._is_leaving) > self._told:
+            self._told = calls, self._is_leaving
+            kind = _LAST if self._is_leaving else _MORE
+            self._leader.send(calls, _native.digest_fused(comm, calls), kind)
+        while (said := self._leader.take()) is not None:
+            number, digest, kind = said
+            if kind == _WRONG:
+                self._fail(number)
+            if digest != _native.digest_fused(comm, number):
+                self._fail(comm.rank)
+            if number > sent:
+                _native.send_fused(comm, number)
+            if kind == _LAST:
+                self._is_over = True
+                self._leader.close()
+                return
+
+    def _wait(self, seconds: float) -> None:
+        self._leader.wait(seconds)
+
+
+class Leader(Agreement):
+    """Of rank 0."""
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__(comm)
+        self._others = {rank: _Channel(comm, rank) for rank in range(1, comm.size)}
+        self._told = dict.fromkeys(self._others, (0, 0))
+        self._left: set[int] = set()
+
+    def _look(self) -> None:
+        if self._is_over:
+            return
+        for rank, other in self._others.items():
+            while rank not in self._left and (said := other.take()) is not None:
+                self._told[rank] = said[0], said[1]
+                if said[2] == _LAST:
+                    self._left.add(rank)
+        comm, (calls, sent) = self._comm, self._calls
+        for rank, (number, digest) in self._told.items():
+            if sent <= number <= calls and digest != self._digest(number):
+                self._refuse(rank)
+            few = rank in self._left and number < calls
+            if few or (self._is_leaving and number > calls):
+                self._refuse(rank)
+        common = min([calls, *(number for number, _ in self._told.values())])
+        last = self._is_leaving and len(self._left) == len(self._others)
+        if common > sent or last:
+            for other in self._others.values():
+                digest = self._digest(common)
+                other.send(common, digest, _LAST if last else _MORE)
+        if common > sent:
+            _native.send_fused(comm, common)
+        if last:
+            self._is_over = True
+            for other in self._others.values():
+                other.close()
+
+    def _digest(self, call: int) -> int:
+        digest: int = _native.digest_fused(self._comm, call)
+        return digest
+
+    def _refuse(self, rank: int) -> NoReturn:
+        for other in self._others.values():
+            other.send(rank, 0, _WRONG)
+        self._fail(rank)
+
+    def _wait(self, seconds: float) -> None:
+        behind = [r for r in self._others if r not in self._left]
+        if behind:
+            self._others[min(behind, key=self._told.__getitem__)].wait(seconds)

@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+// Adds calls to buckets, and sends these.
+#include "fusion.hpp"
+
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+namespace commrt {
+
+namespace {
+
+PyObject* name_of_allreduce() {
+  static PyObject* const name = PyUnicode_InternFromString("allreduce");
+  return name;
+}
+
+uint64_t mix(uint64_t h, uint64_t value) {
+  h = (h ^ value) * 0x9E3779B97F4A7C15ull;
+  return h ^ (h >> 32);
+}
+
+PlanPtr plan_of(nb::handle group_object, Group& group, const Bucket& bucket) {
+  const int dtype = static_cast<int>(bucket.dtype), redop = static_cast<int>(bucket.redop);
+  const int64_t count = bucket.parts->elems();
+  const PlanKey key{count, PlanKey::pack(0, bucket.dtype, redop, kHost), 0};
+  if (const PlanPtr* found = group.find_plan(key)) return *found;
+  return nb::cast<PlanPtr>(group_object.attr("_plan_bucket")(count, dtype, redop));
+}
+
+// Starts the operation; throws what a call of its own would raise.
+void send(Bucket& bucket) {
+  Group& group = *nb::inst_ptr<Group>(bucket.group);
+  if (group.comm->broken.load(std::memory_order_relaxed) ||
+      Engine::forked.load(std::memory_order_relaxed)) {
+    bucket.group.attr("_check_usable")();
+  }
+  const PlanPtr plan = plan_of(bucket.group, group, bucket);
+  std::shared_ptr<Op> op;
+  PyObject* const arrays = nb::object(bucket.arrays).release().ptr();  // the operation's
+  try {
+    nb::gil_scoped_release release;
+    const std::lock_guard<std::mutex> lock(group.engine->mutex);
+    // As a test() does it: many short calls move as much as they would one by one.
+    group.comm->progress(kSliceBytes);
+    op = group.comm->start_bucket(plan, std::move(bucket.parts), arrays, kSliceBytes);
+  } catch (...) {  // nothing has started
+    Py_DECREF(arrays);
+    throw;
+  }
+  bucket.request = finish_call(bucket.group, std::move(op), nb::handle(), nb::handle(),
+                               nb::none(), nb::handle(name_of_allreduce()), true,
+                               group.timeout_s);
+  bucket.sent = nb::inst_ptr<Request>(bucket.request);
+  bucket.sent->be_quiet();
+}
+
+}  // namespace
+
+Fusion::~Fusion() {
+  for (Bucket* bucket : open_) bucket->let_go();
+  for (Bucket* bucket : queued_) bucket->let_go();
+}
+
+Bucket* Fusion::bucket_for(nb::handle group, DType dtype, RedOp redop) {
+  for (Bucket* bucket : open_) {
+    if (bucket->dtype == dtype && bucket->redop == redop) return bucket;
+  }
+  auto bucket = std::unique_ptr<Bucket, void (*)(Bucket*)>(
+      new Bucket(nb::borrow(group), dtype, redop), [](Bucket* b) { b->let_go(); });
+  open_.push_back(bucket.get());
+  return bucket.release();
+}
+
+PyObject* Fusion::add(nb::handle group, const FusedCall& call) {
+  const int dtype = static_cast<int>(call.dtype), redop = static_cast<int>(call.redop);
+  known_[dtype] |= 1u << redop;
+  const uint64_t nbytes = call.nbytes();
+  if (open_nbytes_ + nbytes > full_nbytes_ && is_open() && !fill(group)) return nullptr;
+  Bucket* const bucket = bucket_for(group, call.dtype, call.redop);
+  PyObject* const request = make_fused_request(bucket, num_calls_, call.result, call.timeout_s);
+  if (request == nullptr) return nullptr;
+  PyObject* const arrays = bucket->arrays.ptr();
+  if ((call.keep_x != nullptr && PyList_Append(arrays, call.keep_x) != 0) ||
+      (call.keep_out != nullptr && PyList_Append(arrays, call.keep_out) != 0)) {
+    drop_fused_request(request);
+    return nullptr;
+  }
+  bucket->parts->add(call.in, call.out, call.count, agrees_ ? 0 : item_size(call.dtype));
+  const double now = agrees_ ? now_s() : 0;
+  if (agrees_) {
+    if (!is_open()) set_due(now);
+    bucket->calls.push_back(num_calls_);
+    const uint64_t kind = static_cast<uint64_t>(dtype) << 32 | static_cast<uint64_t>(redop);
+    digests_.push_back(mix(mix(digests_.back(), kind), static_cast<uint64_t>(call.count)));
+  }
+  ++num_calls_;
+  open_nbytes_ += nbytes;
+  if ((open_nbytes_ >= full_nbytes_ || (agrees_ && is_due(now))) && !fill(group)) {
+    drop_fused_request(request);
+    return nullptr;
+  }
+  return request;
+}
+
+bool Fusion::is_due(double now) {
+  if (!is_open() || now < due_s_) return false;
+  set_due(now);
+  return true;
+}
+
+void Fusion::set_due(double now) {
+  due_s_ = now + limit_s_;
+  if (due_s_ < engine_.timed_due_s.load(std::memory_order_relaxed)) {
+    engine_.timed_due_s.store(due_s_, std::memory_order_relaxed);
+  }
+}
+
+bool Fusion::ask(nb::handle group, const char* method) {
+  PyObject* const done = PyObject_CallMethod(group.ptr(), method, nullptr);
+  Py_XDECREF(done);
+  return done != nullptr;
+}
+
+bool look_at_timed(Engine& engine) {
+  const double now = now_s();
+  const std::vector<Group*> groups = engine.timed;  // what is called may change it
+  for (Group* group : groups) {
+    const auto& timed = engine.timed;
+    if (std::find(timed.begin(), timed.end(), group) == timed.end()) continue;
+    if (!group->fusion->is_due(now)) continue;
+    const nb::object object = nb::find(*group);
+    PyObject* const done = PyObject_CallMethod(object.ptr(), "_bucket_full", nullptr);
+    if (done != nullptr) {
+      Py_DECREF(done);
+    } else if (PyErr_ExceptionMatches(PyExc_Exception)) {
+      PyErr_Clear();  // the requests tell
+    } else {
+      return false;
+    }
+  }
+  double due = kNever;
+  for (const Group* group : engine.timed) due = std::min(due, group->fusion->due_s());
+  engine.timed_due_s.store(due, std::memory_order_relaxed);
+  return true;
+}
+
+// There is enough to send. Where other ranks are late, this one goes on adding.
+bool Fusion::fill(nb::handle group) {
+  if (!agrees_) return send_before(num_calls_);
+  full_nbytes_ = open_nbytes_ + most_nbytes_ / 8;
+  return ask(group, "_bucket_full");
+}
+
+bool Fusion::cut(nb::handle group) {
+  if (!is_open()) return true;
+  return agrees_ ? ask(group, "_cut_bucket") : send_before(num_calls_);
+}
+
+bool Fusion::send_before(uint64_t call) {
+  std::vector<Bucket*> later;
+  for (Bucket* bucket : open_) {
+    if (agrees_ && bucket->calls.back() >= call) {
+      if (bucket->calls.front() >= call) {
+        later.push_back(bucket);
+        continue;
+      }
+      split(*bucket, call);
+      later.push_back(bucket->next);
+    }
+    queued_.push_back(bucket);
+  }
+  // By their first calls: a rank that was told late has had them open for longer.
+  if (agrees_) {
+    std::sort(later.begin(), later.end(), [](const Bucket* a, const Bucket* b) {
+      return a->calls.front() < b->calls.front();
+    });
+  }
+  open_ = std::move(later);
+  if (agrees_) {
+    digests_.erase(digests_.begin(),
+                   digests_.begin() + static_cast<std::ptrdiff_t>(call - num_sent_));
+    set_due(now_s());
+    full_nbytes_ = most_nbytes_;
+  }
+  num_sent_ = call;
+  open_nbytes_ = 0;
+  for (const Bucket* bucket : open_) {
+    open_nbytes_ += static_cast<uint64_t>(bucket->parts->elems()) * item_size(bucket->dtype);
+  }
+  return send_queued();
+}
+
+void Fusion::fail_open(const nb::object& error) {
+  for (Bucket* bucket : open_) {
+    bucket->error = error;
+    bucket->arrays.reset();
+    bucket->let_go();
+  }
+  open_.clear();
+  num_sent_ = num_calls_;
+  digests_.assign(1, 0);
+  open_nbytes_ = 0;
+}
+
+// One thread sends, in order; another one that comes meanwhile leaves its buckets to it.
+bool Fusion::send_queued() {
+  if (is_sending_) return true;
+  is_sending_ = true;
+  nb::object interrupt;
+  while (!queued_.empty()) {
+    Bucket* const bucket = queued_.front();
+    queued_.pop_front();
+    try {
+      send(*bucket);
+    } catch (nb::python_error& error) {
+      bucket->error = nb::borrow(error.value());
+      if (!error.matches(PyExc_Exception)) interrupt = bucket->error;
+    } catch (const std::bad_alloc&) {
+      bucket->error = nb::handle(PyExc_MemoryError)();
+    } catch (const std::exception& error) {
+      bucket->error = nb::handle(PyExc_RuntimeError)(error.what());
+    }
+    // The other ranks count on the operation.
+    if (bucket->error.is_valid()) {
+      bucket->arrays.reset();
+      bucket->group.attr("give_up")("a bucket of fused() could not be sent");
+    }
+    bucket->let_go();
+  }
+  is_sending_ = false;
+  if (!interrupt.is_valid()) return true;
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(interrupt.ptr())), interrupt.ptr());
+  return false;
+}
+
+// Leaves the calls before `call` in the bucket; the others go into a new one behind it.
+void Fusion::split(Bucket& bucket, uint64_t call) {
+  const auto at = static_cast<size_t>(
+      std::lower_bound(bucket.calls.begin(), bucket.calls.end(), call) - bucket.calls.begin());
+  auto* const rest = new Bucket(bucket.group, bucket.dtype, bucket.redop);
+  rest->parts = bucket.parts->split(at);
+  rest->calls.assign(bucket.calls.begin() + static_cast<std::ptrdiff_t>(at), bucket.calls.end());
+  rest->arrays = bucket.arrays;  // of both: which array belongs to which call is not recorded
+  bucket.arrays = nb::steal(PyList_GetSlice(bucket.arrays.ptr(), 0, PyList_GET_SIZE(bucket.arrays.ptr())));
+  bucket.calls.resize(at);
+  bucket.end = call;
+  bucket.next = rest;
+  rest->hold();  // by `bucket`, and by the one who has the open ones
+}
+
+}  // namespace commrt

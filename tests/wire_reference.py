@@ -13,6 +13,7 @@ Array = np.ndarray[Any, Any]
 BLOCK = {"float16": 64, "bfloat16": 64, "int8": 256}
 _PLACES = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
 LEAST_SCALE = np.float32(2.0**-126)
+MOST_SCALE = np.float32(float.fromhex("0x1.020406p+121"))
 
 
 def through_wire(name: str, x: Array) -> Array:
@@ -31,7 +32,7 @@ def _units(block: Array) -> Array:
     most = np.abs(block).max()
     if not np.isfinite(most):
         return np.full(len(block), np.nan, np.float32)
-    scale = max(most / np.float32(127), LEAST_SCALE)
+    scale = min(max(most / np.float32(127), LEAST_SCALE), MOST_SCALE)
     per_unit = np.float32(1) / scale
     return (np.rint(block * per_unit) * scale).astype(np.float32)
 

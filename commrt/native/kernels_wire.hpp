@@ -91,6 +91,7 @@ struct WireInt8 {
   static constexpr std::size_t kBlock = wire_block(kFormat);
   static constexpr std::size_t kWords = kBlock / 4;
   static constexpr float kLeast = 0x1p-126f;  // below, a scale would lose its own places
+  static constexpr float kMost = 0x1.020406p+121f;  // above, 127 of it would be infinite
   // Beside it a number has its units in the last place of the sum.
   static constexpr float kUnits = 0x1.8p23f;
 
@@ -131,7 +132,7 @@ struct WireInt8 {
       return;
     }
     const float wanted = bits_as_float(most) / 127.0f;
-    *scale = wanted < kLeast ? kLeast : wanted;
+    *scale = wanted < kLeast ? kLeast : wanted > kMost ? kMost : wanted;
     const F32s per_unit = splat<float>(1.0f / *scale);
     const U32s byte = bits32(0xff);
     for (std::size_t w = 0; w < kWords; w += kLanes) {

@@ -142,6 +142,16 @@ def test_values_that_are_no_ordinary_numbers(name: str) -> None:
         assert np.allclose(got[256:512], 1)
 
 
+def test_the_largest_float_stays_finite() -> None:
+    largest = np.float32(np.finfo(np.float32).max)
+    for x in (largest, np.nextafter(largest, np.float32(0)), -largest):
+        values = np.full(3, x)
+        for _ in every_isa():
+            said = encoded(FORMATS["int8"], values)
+            got = decoded(FORMATS["int8"], said, 3, "float32", 0)
+            assert np.abs(got / x - 1).max() < 1e-6
+
+
 magnitudes = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 

@@ -625,8 +625,8 @@ def view_of_numpy(arg: Any, /) -> Any:
     """(address, count, dtype code, writable) of a plain numpy array, else None."""
 
 def wait_fused(requests: list[Any]) -> Any:
-    """Wait for the fused requests that a list begins with, and return their
-    outputs; ends before one that failed.
+    """Wait for a list of fused requests, and return their outputs up to one that
+    failed; none where the list has others, too.
     """
 
 class wire:  # noqa: N801

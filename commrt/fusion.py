@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_NBYTES", "Fused", "Fusing"]
 
-DEFAULT_NBYTES = 1024 * 1024
+DEFAULT_NBYTES = 4 * 1024 * 1024
 """What buckets hold unless told otherwise. Two allreduces of half as many bytes take
 longer than one of these, one of twice as many hardly less (docs/performance.md)."""
 _PATIENCE_S = 5.0

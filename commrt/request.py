@@ -36,12 +36,14 @@ def wait_all(
     Every request is waited for even when some fail; one failure is raised as it is,
     several together as RequestErrors. ``timeout_s`` bounds the whole call.
     """
+    outputs: list[Any] = []
+    if timeout_s is None and type(requests) is list:
+        outputs = _native.wait_fused(requests)
+        if outputs and len(outputs) == len(requests):
+            return outputs
     requests = _listed("wait_all", requests)
     deadline = _deadline("wait_all", timeout_s)
-    outputs: list[Any] = []
     errors: list[tuple[int, Exception]] = []
-    if deadline is None:
-        outputs = _native.wait_fused(requests)
     for index, request in enumerate(requests[len(outputs) :], len(outputs)):
         try:
             if deadline is None:

@@ -298,14 +298,15 @@ PyObject* make_fused_request(Bucket* bucket, uint64_t call, PyObject* result, do
   return reinterpret_cast<PyObject*>(self);
 }
 
-// Waits for the first of these that are fused requests; their outputs, up to the first one that
-// is none or failed.
+// Waits for a list of fused requests alone; their outputs, up to the first one that failed.
 nb::object wait_fused(nb::list requests) {
   PyObject* const list = requests.ptr();
   nb::object outputs = nb::steal(PyList_New(0));
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+    if (Py_TYPE(PyList_GET_ITEM(list, i)) != request_type) return outputs;
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
     PyObject* const request = PyList_GET_ITEM(list, i);
-    if (Py_TYPE(request) != request_type) break;
     PyObject* const output = wait(request, nullptr, 0, nullptr);
     if (output == nullptr) {
       if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();
@@ -340,10 +341,10 @@ void bind_fusion(nb::module_& m) {
   m.attr("FusedRequest") = nb::borrow(reinterpret_cast<PyObject*>(request_type));
 
   m.def("wait_fused", &wait_fused, nb::arg("requests"),
-        "Wait for the fused requests that a list begins with, and return their outputs; ends "
-        "before one that failed.");
+        "Wait for a list of fused requests, and return their outputs up to one that failed; none "
+        "where the list has others, too.");
   m.def("open_fusion", [](Group& g, uint64_t nbytes, double limit_s) {
-    g.fusion = std::make_unique<Fusion>(*g.engine, nbytes, limit_s);
+    g.fusion = std::make_unique<Fusion>(g, nbytes, limit_s);
     if (g.fusion->agrees()) g.engine->timed.push_back(&g);
   }, nb::arg("group"), nb::arg("nbytes"), nb::arg("limit_s"),
      "From now on short nonblocking allreduces go into buckets.");

@@ -66,12 +66,12 @@ class Fusion {
  public:
   // With a time limit the ranks agree where to cut (fusion_agreement.py), as clocks differ. Without
   // one it is infinite, and cuts follow from the calls alone.
-  Fusion(Engine& engine, uint64_t most_nbytes, double limit_s)
-      : engine_(engine), most_nbytes_(most_nbytes), limit_s_(limit_s),
-        agrees_(std::isfinite(limit_s)) {}
+  Fusion(Group& group, uint64_t most_nbytes, double limit_s)
+      : engine_(*group.engine), known_(group.fused_kinds), most_nbytes_(most_nbytes),
+        limit_s_(limit_s), agrees_(std::isfinite(limit_s)) {}
   ~Fusion();
 
-  // Whether calls of this kind have been found right before. What else there is to check does
+  // Whether calls of this kind have been found right before, in any context. What else there is to check does
   // not depend on the kind.
   bool knows(DType dtype, int redop) const {
     return known_[static_cast<int>(dtype)] >> redop & 1;
@@ -107,10 +107,10 @@ class Fusion {
   void set_due(double now);
 
   Engine& engine_;
+  uint32_t* const known_;  // the group's: finding out takes longer than a thousand calls
   const uint64_t most_nbytes_;
   const double limit_s_;
   const bool agrees_;
-  uint32_t known_[kNumDTypes] = {};
   std::vector<Bucket*> open_;
   std::deque<Bucket*> queued_;  // on their way out
   bool is_sending_ = false;

@@ -92,6 +92,7 @@ class Group {
   double timeout_s = 600;
   bool slow = false;  // check mode or a closed communicator: every call goes through Python
   std::unique_ptr<Fusion> fusion;  // of an open comm.fused(), else null
+  uint32_t fused_kinds[kNumDTypes] = {};  // by type, the reductions that buckets may have
 
   const PlanPtr* find_plan(const PlanKey& key);
   void remember_plan(const PlanKey& key, PlanPtr plan);

@@ -14,6 +14,7 @@ from rounding import same_numbers, telling
 
 import commrt
 from commrt.backends.local import LocalRanks, run
+from commrt.comm import Communicator
 from commrt.errors import (
     BufferError_,
     TimeoutError_,
@@ -535,3 +536,27 @@ def test_threads_add_to_the_same_buckets() -> None:
         return results
 
     assert run(2, rank_main) == [[2.0] * 200] * 2
+
+
+def test_a_kind_of_call_is_looked_into_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first such call takes, a thousand others do not."""
+    calls = []
+    slow = Communicator._call
+
+    def counted(comm: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(comm.rank)
+        return slow(comm, *args, **kwargs)
+
+    monkeypatch.setattr(Communicator, "_call", counted)
+
+    def rank_main(comm: Any) -> list[float]:
+        totals = []
+        for turn in range(5):
+            with comm.fused():
+                each = [np.full(n, 1.0 + turn) for n in (3, 1, 20)]
+                commrt.wait_all([comm.allreduce(x, nonblocking=True) for x in each])
+            totals.append(float(each[2][0]))
+        return totals
+
+    assert run(2, rank_main) == [[2.0, 4.0, 6.0, 8.0, 10.0]] * 2
+    assert sorted(calls) == [0, 1]

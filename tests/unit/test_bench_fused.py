@@ -28,7 +28,7 @@ def test_every_way_is_checked_and_timed(limits: dict[str, Any]) -> None:
     assert [result["valid"] for result in results] == [True, True]
     assert set(results[0]["samples_us"]) == set(fused.WAYS)
     assert all(len(times) == 2 for times in results[0]["samples_us"].values())
-    assert results[0]["nbytes"] == limits.get("nbytes", 1 << 20)
+    assert results[0]["nbytes"] == limits.get("nbytes", 4 << 20)
 
 
 def test_the_text_has_a_line_per_way() -> None:

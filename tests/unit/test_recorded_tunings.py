@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from statistics import geometric_mean, median
 
 import pytest
 
+from commrt.select.facts import Candidate
 from commrt.select.schema import DEFAULT_TIE_MARGIN
 from commrt.tuning.agreement import agreements, overall
 from commrt.tuning.decide import Decision, decide
@@ -66,6 +68,32 @@ def test_runs_of_a_minute_choose_nearly_as_well(number: int) -> None:
     found = held_out_regret(_recording(number), _decisions(number))
     assert found.cells > 60
     assert 1.0 <= found.regret <= 1.02
+
+
+def test_where_two_levels_are_picked_they_are_as_fast_as_flat_ones() -> None:
+    """Four ranks on two pretended nodes, by the launch that the run held out."""
+    recording = _recording(8)
+    chosen = {(one.group, one.op): one for one in _decisions(8)}
+    held_out = {at for at, launch in recording.launches.items() if launch.held_out}
+    cells: dict[tuple[str, int], dict[Candidate, float]] = {}
+    picks: dict[tuple[str, int], Candidate] = {}
+    for sample in recording.samples:
+        decision = chosen.get((recording.group_of(sample), sample.op))
+        if sample.launch in held_out and sample.us and decision is not None:
+            pick, key = decision.at(sample.nbytes), (sample.op, sample.nbytes)
+            cells.setdefault(key, {})[sample.candidate] = median(sample.us)
+            if pick is not None and pick.algorithm == "two_level":
+                picks[key] = pick
+    ratios = [
+        cells[key][pick]
+        / min(us for one, us in cells[key].items() if one.algorithm != "two_level")
+        for key, pick in picks.items()
+        if pick in cells[key]
+    ]
+    assert len(ratios) == 15
+    assert geometric_mean(ratios) < 1.01
+    assert max(ratios) < 1.36
+    assert sum(ratio > 1.1 for ratio in ratios) == 3
 
 
 def test_every_launch_is_judged_by_all_the_others() -> None:

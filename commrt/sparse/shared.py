@@ -94,14 +94,22 @@ class Desk:
         ``offsets`` of the entries where the ranges begin, and where the last one ends.
         """
         me = self.room.me
-        to = self.had(elements, me, 0, mine.count)
+        to = self.had(elements, me, 0, mine.count, mine.first, mine.last)
         for low, high in ((0, offsets[me]), (offsets[me + 1], mine.count)):
             elements.copy(elements.part(mine, low, high), elements.part(to, low, high))
 
-    def had(self, elements: Elements, rank: int, low: int, count: int) -> Piece:
-        """Return entries of a rank from number ``low`` on; not those of its own
-        range, which are not there."""
-        return self._piece(elements, rank, _HAD, low, count, 0, 0)
+    def had(
+        self,
+        elements: Elements,
+        rank: int,
+        low: int,
+        count: int,
+        first: int,
+        last: int,
+    ) -> Piece:
+        """Return entries of a rank from number ``low`` on, which lie in a range; not
+        those of its own range, which are not there."""
+        return self._piece(elements, rank, _HAD, low, count, first, last)
 
     def summed(
         self, elements: Elements, rank: int, count: int, first: int, last: int

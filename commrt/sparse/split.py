@@ -14,6 +14,7 @@ The sum of a range is sparse, or dense where its entries would take more bytes. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -100,9 +101,10 @@ def shared_split(
     for rank, row in enumerate(counts):
         low, entries = sum(row[:me]), row[me]
         if rank == me:
-            found.append(elements.part(mine, low, low + entries))
+            own = elements.part(mine, low, low + entries)
+            found.append(replace(own, first=bounds[me], last=bounds[me + 1]))
         else:
-            found.append(desk.had(elements, rank, low, entries))
+            found.append(desk.had(elements, rank, low, entries, *ranges[me]))
     place = desk.summed(elements, me, most[me], *ranges[me])
     talk.note([mine], [piece for rank, piece in enumerate(found) if rank != me])
     summed = elements.sum_into(found, place)

@@ -57,6 +57,22 @@ def test_calls_one_after_the_other_share(size: int, form: str) -> None:
     assert run(size, rank_main, timeout_s=60) == [[True] * 21] * size
 
 
+@pytest.mark.parametrize("size", [3, 4, 7])
+def test_few_entries_are_merged_in_pairs(size: int) -> None:
+    """Too few in a range to be marked, and more than two lists of them."""
+
+    def rank_main(comm: Any) -> list[bool]:
+        right = []
+        for call in range(3):
+            mine = entries(comm.rank, call, 0.0015)
+            result = comm.sparse_allreduce((*mine, LENGTH), algorithm="split")
+            right.append(bool(comm.sparse_report.shared))
+            right.append(np.array_equal(dense_of(result), total(size, call, 0.0015)))
+        return right
+
+    assert run(size, rank_main, timeout_s=60) == [[True] * 6] * size
+
+
 def test_several_in_flight_share_what_is_known_to_be_free(seed: int) -> None:
     """The first two have a half each; the third does not know that one is free."""
     size, calls = 3, 9

@@ -407,7 +407,8 @@ class Communicator(Fusing, Operations):
         if compressed is not None:
             request = compressed.start()
             return request if call.nonblocking else request.wait()
-        fused = self._fuse(call, bound)
+        # Where rules may compress, by a length that a bucket would hide, none are made.
+        fused = None if self._rules_may_compress else self._fuse(call, bound)
         if fused is not None:
             return fused
         plan = self._agreed_plan(call, bound)

@@ -65,9 +65,10 @@ class _Channel:
 
     def wait(self, seconds: float) -> None:
         """Wait for the next message, for so long at most."""
-        if self._coming is not None:
+        coming = self._coming  # another thread may take it meanwhile
+        if coming is not None:
             with contextlib.suppress(TimeoutError_):
-                self._coming.wait(timeout_s=max(seconds, 1e-3))
+                coming.wait(timeout_s=max(seconds, 1e-3))
 
     def close(self) -> None:
         for request in self._going:

@@ -5,6 +5,8 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include <sched.h>
+
 #include <algorithm>
 #include <new>
 #include <utility>
@@ -156,8 +158,14 @@ bool Fusion::fill(nb::handle group) {
 }
 
 bool Fusion::cut(nb::handle group) {
-  if (!is_open()) return true;
-  return agrees_ ? ask(group, "_cut_bucket") : send_before(num_calls_);
+  if (is_open() && !(agrees_ ? ask(group, "_cut_bucket") : send_before(num_calls_))) return false;
+  // What comes next must not overtake buckets that another thread is sending.
+  while (is_sending_ && sender_ != std::this_thread::get_id()) {
+    if (PyErr_CheckSignals() != 0) return false;
+    nb::gil_scoped_release release;
+    sched_yield();
+  }
+  return true;
 }
 
 bool Fusion::send_before(uint64_t call) {
@@ -210,6 +218,7 @@ void Fusion::fail_open(const nb::object& error) {
 bool Fusion::send_queued() {
   if (is_sending_) return true;
   is_sending_ = true;
+  sender_ = std::this_thread::get_id();
   nb::object interrupt;
   while (!queued_.empty()) {
     Bucket* const bucket = queued_.front();

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "group.hpp"
@@ -114,6 +115,7 @@ class Fusion {
   std::vector<Bucket*> open_;
   std::deque<Bucket*> queued_;  // on their way out
   bool is_sending_ = false;
+  std::thread::id sender_;
   uint64_t open_nbytes_ = 0, num_calls_ = 0, num_sent_ = 0;
   // Where ranks agree.
   std::vector<uint64_t> digests_{0};

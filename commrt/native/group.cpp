@@ -392,7 +392,10 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
                     nb::handle operation, bool nonblocking, double timeout_s) {
   Group& group = *nb::inst_ptr<Group>(group_object);
   // Every rank makes this call after the same ones.
-  if (group.fusion != nullptr && !group.fusion->cut(group_object)) throw nb::python_error();
+  if (group.fusion != nullptr) {
+    if (!group.fusion->cut(group_object)) throw nb::python_error();
+    if (group.comm->broken.load(std::memory_order_relaxed)) group_object.attr("_check_usable")();
+  }
   Engine& engine = *group.engine;
   // Long copies happen outside the GIL; short operations are over sooner than it is released.
   const bool outside = is_long(*plan);

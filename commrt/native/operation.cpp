@@ -212,7 +212,14 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
           (out.data != x.data && overlaps(x, out))) {
         return slow();
       }
-      return group.fusion->add(nb::handle(args[0]), call);
+      try {
+        return group.fusion->add(nb::handle(args[0]), call);
+      } catch (nb::python_error& e) {
+        e.restore();
+        return nullptr;
+      } catch (const std::bad_alloc&) {
+        return PyErr_NoMemory();
+      }
     }
   }
   const PlanKey key{self->takes_x ? asked : x.count,

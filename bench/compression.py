@@ -19,10 +19,7 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
-from commrt.bench.machine import describe_machine
-from commrt.errors import BackendError
-from commrt.launch import detect
-from commrt.mpiexec import run_ranks
+from commrt.bench.own_ranks import report, tell
 from commrt.wire_formats import WIRE_FORMATS, WireFormat, wire_format
 
 __all__ = [
@@ -35,7 +32,6 @@ __all__ = [
     "measure_on",
 ]
 
-_MARK = "commrt-compress: "
 _FLOAT32 = 11
 _PLAIN = "none"
 
@@ -52,31 +48,7 @@ def main(args: argparse.Namespace) -> int:
         "iterations": args.iterations,
         "residual": args.residual,
     }
-    wrong = False
-    for ranks in args.ranks or [2]:
-        if detect().kind == "single":
-            found: dict[str, Any] | None = _launched(job, ranks, args.timeout_s)
-        else:
-            found = measure(job)
-        if found is None:
-            continue
-        wrong |= not all(row["valid"] for row in found["rows"])
-        if args.format == "json":
-            about = {"schema": "commrt-bench/1", "machine": describe_machine()}
-            print(json.dumps({**about, "job": job, **found}), flush=True)
-        else:
-            print(describe(job, found), flush=True)
-    return 1 if wrong else 0
-
-
-def _launched(job: Mapping[str, Any], ranks: int, timeout_s: float) -> dict[str, Any]:
-    code = ["-m", "commrt.bench.compression", json.dumps(job)]
-    done = run_ranks(sys.executable, ranks, code, timeout_s=timeout_s)
-    said = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    if not done.ok or not said:
-        raise BackendError(f"compress on {ranks} ranks: {done.describe_failure()}")
-    found: dict[str, Any] = json.loads(said[0].removeprefix(_MARK))
-    return found
+    return report(args, job, "commrt.bench.compression", measure, describe)
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -248,4 +220,4 @@ def _kernel_text(rates: list[dict[str, Any]]) -> str:
 if __name__ == "__main__":
     _found = measure(json.loads(sys.argv[1]))
     if _found is not None:
-        print(_MARK + json.dumps(_found), flush=True)
+        tell(_found)

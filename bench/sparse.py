@@ -19,10 +19,7 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
-from commrt.bench.machine import describe_machine
-from commrt.errors import BackendError
-from commrt.launch import detect
-from commrt.mpiexec import run_ranks
+from commrt.bench.own_ranks import report, tell
 from commrt.sparse.cost import Question, estimated_fill, predicted_us, prices_of
 from commrt.sparse.memory import Pool
 
@@ -30,7 +27,6 @@ __all__ = ["AUTO", "main", "measure", "merge_rates"]
 
 AUTO = "auto"
 """In place of an algorithm: the one that is chosen."""
-_MARK = "commrt-sparse: "
 _FLOAT32 = 11
 
 
@@ -48,31 +44,7 @@ def main(args: argparse.Namespace) -> int:
         "result": args.result,
         "warm": args.warm,
     }
-    wrong = False
-    for ranks in args.ranks or [2]:
-        if detect().kind == "single":
-            found: dict[str, Any] | None = _launched(job, ranks, args.timeout_s)
-        else:
-            found = measure(job)
-        if found is None:
-            continue
-        wrong |= not all(row["valid"] for row in found["rows"])
-        if args.format == "json":
-            about = {"schema": "commrt-bench/1", "machine": describe_machine()}
-            print(json.dumps({**about, "job": job, **found}), flush=True)
-        else:
-            print(_text(job, found), flush=True)
-    return 1 if wrong else 0
-
-
-def _launched(job: Mapping[str, Any], ranks: int, timeout_s: float) -> dict[str, Any]:
-    code = ["-m", "commrt.bench.sparse", json.dumps(job)]
-    done = run_ranks(sys.executable, ranks, code, timeout_s=timeout_s)
-    said = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    if not done.ok or not said:
-        raise BackendError(f"sparse on {ranks} ranks: {done.describe_failure()}")
-    found: dict[str, Any] = json.loads(said[0].removeprefix(_MARK))
-    return found
+    return report(args, job, "commrt.bench.sparse", measure, _text)
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -243,4 +215,4 @@ def _kernel_text(rates: list[dict[str, float]]) -> str:
 if __name__ == "__main__":
     _found = measure(json.loads(sys.argv[1]))
     if _found is not None:
-        print(_MARK + json.dumps(_found), flush=True)
+        tell(_found)

@@ -264,7 +264,7 @@ def expected(case: Case, xs: list[Array]) -> list[Array | None]:
     return [np.concatenate([row[rank] for row in blocks]) for rank in range(size)]
 
 
-_LOGICAL: dict[str, Callable[[Array, Array], Array]] = {
+OF_BOOLS: dict[str, Callable[..., Any]] = {
     "land": np.logical_and,
     "lor": np.logical_or,
     "lxor": np.logical_xor,
@@ -276,7 +276,7 @@ _LOGICAL: dict[str, Callable[[Array, Array], Array]] = {
     "min": np.logical_and,
     "max": np.logical_or,
 }
-_PLAIN: dict[str, Callable[[Any, Any], Any]] = {
+OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "sum": np.add,
     "avg": np.add,
     "premul_sum": np.add,
@@ -292,16 +292,16 @@ _PLAIN: dict[str, Callable[[Any, Any], Any]] = {
 def _reduced(case: Case, xs: list[Array]) -> Array:
     dtype = dtype_by_name(case.dtype)
     if dtype.kind == "bool":
-        return reduce(_LOGICAL[case.op], xs)
+        return reduce(OF_BOOLS[case.op], xs)
     if case.op in ("land", "lor", "lxor"):
-        return reduce(_LOGICAL[case.op], [x != 0 for x in xs]).astype(xs[0].dtype)
+        return reduce(OF_BOOLS[case.op], [x != 0 for x in xs]).astype(xs[0].dtype)
     if dtype.kind in ("int", "uint"):
         with np.errstate(over="ignore"):
             xs = _scaled(case, xs)
-            total = reduce(_PLAIN[case.op], xs)  # wraps, as the Contract says
+            total = reduce(OF_NUMBERS[case.op], xs)  # wraps, as the Contract says
         return _toward_zero(total, case.size) if case.op == "avg" else total
     wide = np.complex128 if dtype.kind == "complex" else np.float64
-    exact = reduce(_PLAIN[case.op], _scaled(case, [x.astype(wide) for x in xs]))
+    exact = reduce(OF_NUMBERS[case.op], _scaled(case, [x.astype(wide) for x in xs]))
     return exact / case.size if case.op == "avg" else exact
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from affine import AFFINE, compose, in_c
-from cases import Case, numpy_dtype
+from cases import OF_BOOLS, OF_NUMBERS, Case, numpy_dtype
 from rounding import product, scaled, telling
 
 import commrt
@@ -256,11 +256,11 @@ class Problem:
             return number
 
         if dtype.kind == "bool":
-            return over(_OF_BOOLS[op], block)
+            return over(OF_BOOLS[op], block)
         if op in ("land", "lor", "lxor"):
-            return over(_OF_BOOLS[op], block != 0).astype(block.dtype)
+            return over(OF_BOOLS[op], block != 0).astype(block.dtype)
         with np.errstate(over="ignore", invalid="ignore"):
-            total = over(_OF_NUMBERS[op], self._multiplied(block, dtype))
+            total = over(OF_NUMBERS[op], self._multiplied(block, dtype))
         if op != "avg":
             return total
         return (
@@ -327,31 +327,6 @@ def _every_other(block: Array) -> Array:
     """Return it with half of the ranks' numbers zero, others in each element."""
     ranks, elements = np.indices(block.shape)
     return np.where((ranks + elements) % 2 == 0, block, block.dtype.type(0))
-
-
-_OF_BOOLS: dict[str, Callable[..., Any]] = {
-    "land": np.logical_and,
-    "lor": np.logical_or,
-    "lxor": np.logical_xor,
-    "band": np.logical_and,
-    "bor": np.logical_or,
-    "bxor": np.logical_xor,
-    "sum": np.logical_or,
-    "prod": np.logical_and,
-    "min": np.logical_and,
-    "max": np.logical_or,
-}
-_OF_NUMBERS: dict[str, Callable[..., Any]] = {
-    "sum": np.add,
-    "avg": np.add,
-    "premul_sum": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "band": np.bitwise_and,
-    "bor": np.bitwise_or,
-    "bxor": np.bitwise_xor,
-}
 
 
 # -- pools --------------------------------------------------------------------------

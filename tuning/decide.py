@@ -40,6 +40,10 @@ _SIGNIFICANT = 0.05
 _LESS_SIMPLE = 0.004
 """What one place further down the list, simplest first, must save, relative."""
 _MOST_PRICED = 5
+_TWO_LEVELS = 0.1
+"""What two levels must save over the flat ones, relative. Between real nodes they save
+more than half or nothing; there are so many of them that, by a few launches, the
+luckiest would win."""
 _NARROWEST_NBYTES = 8
 """A range that holds no second size of the common element types is none."""
 
@@ -309,6 +313,8 @@ def _lost(
     for place, (one, curve) in enumerate(curves.items()):
         ratio = curve.us(nbytes) / best_us if one in present else math.inf
         price = _LESS_SIMPLE * min(place, _MOST_PRICED)
+        if one.has_two_levels:
+            price += _TWO_LEVELS
         lost[one] = (0.0 if one in equals else math.log(ratio)) + price
     return lost
 

@@ -125,6 +125,11 @@ class Candidate:
         """``backend/algorithm`` without parameters."""
         return f"{self.backend}/{self.algorithm}"
 
+    @property
+    def has_two_levels(self) -> bool:
+        """Whether it works inside nodes first and then among them."""
+        return self.algorithm == "two_level"
+
     def __str__(self) -> str:
         if not self.params:
             return self.name

@@ -145,6 +145,22 @@ def test_ties_keep_the_simpler_candidate() -> None:
     assert divide(curves, 0.0)[0].candidate.algorithm == "c1"  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("gain", "picked"), [(0.03, False), (0.08, False), (0.2, True)]
+)
+def test_two_levels_must_save_more_than_launches_differ(
+    gain: float, picked: bool
+) -> None:
+    """Else the luckiest of many hierarchies wins, by few launches."""
+    two_level = Candidate("mpi", "two_level", {"inside": "direct", "leaders": 1})
+    curves = {
+        DIRECT: Curve({n: _exact(1 + 1e-4 * n) for n in GRID}),
+        two_level: Curve({n: _exact((1 - gain) * (1 + 1e-4 * n)) for n in GRID}),
+    }
+    (only,) = divide(curves, MARGIN)
+    assert (only.candidate == two_level) is picked
+
+
 def test_overlapping_intervals_tie_but_not_without_limit() -> None:
     for slower, both in ((1.08, True), (1.3, False)):
         curves = {

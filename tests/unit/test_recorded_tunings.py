@@ -6,6 +6,7 @@ Two virtual cores that changed between near and far meanwhile; docs/performance.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -68,6 +69,27 @@ def test_runs_of_a_minute_choose_nearly_as_well(number: int) -> None:
     found = held_out_regret(_recording(number), _decisions(number))
     assert found.cells > 60
     assert 1.0 <= found.regret <= 1.02
+
+
+@pytest.mark.parametrize(
+    ("link_class", "regret", "beyond"), [("far", 1.02, 1.02), ("near", 1.02, 1.055)]
+)
+def test_many_launches_of_one_operation_find_the_choice_as_good(
+    link_class: str, regret: float, beyond: float
+) -> None:
+    """By four to thirteen launches per size, far and near apart."""
+    recording = _recording(11)
+    held_out = {at for at, launch in recording.launches.items() if launch.held_out}
+    samples = [
+        sample
+        for sample in recording.samples
+        if sample.launch in held_out
+        and recording.group_of(sample).link_class == link_class
+    ]
+    found = held_out_regret(replace(recording, samples=samples), _decisions(11))
+    assert found.cells > 60
+    assert 1.0 <= found.regret <= regret
+    assert found.beyond <= beyond
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,15 @@ void Op::pack_boxes(const Instr& ins, unsigned char* to, bool streaming) const {
   const Ref& source = ins.inputs[0];
   const auto& boxes = plan->spaces[source.space].boxes;
   for (int i = source.lo; i < source.hi; ++i) {
-    pack_box(to, array_of(boxes[i]), boxes[i], streaming);
-    to += boxes[i].nbytes;
+    const Box& box = boxes[i];
+    if (i + 1 < source.hi && are_twins(box, boxes[i + 1])) {
+      pack_twins(to, array_of(box), box, boxes[i + 1], streaming);
+      to += box.nbytes;
+      ++i;
+    } else {
+      pack_box(to, array_of(box), box, streaming);
+    }
+    to += box.nbytes;
   }
 }
 
@@ -25,16 +32,41 @@ void Op::move_boxes(const Instr& ins, const unsigned char* const* messages,
   const auto& boxes = plan->spaces[target.space].boxes;
   const Ref& source = ins.inputs[0];
   const bool combines = ins.inputs.size() > 1;
-  const unsigned char* message = source.is_message ? messages[0] : nullptr;
-  for (int i = target.lo; i < target.hi; ++i) {
+  if (source.is_message) {
+    unpack_boxes(&boxes[target.lo], target.hi - target.lo, messages[0], combines);
+  } else {
+    copy_boxes(&boxes[target.lo], target.hi - target.lo, &boxes[source.lo], combines);
+  }
+}
+
+void Op::unpack_boxes(const Box* boxes, int count, const unsigned char* message,
+                      bool combines) const {
+  for (int i = 0; i < count; ++i) {
     const Box& box = boxes[i];
-    unsigned char* const array = array_of(box);
-    if (message != nullptr) {
-      (combines ? combine_box : unpack_box)(array, box, message);
+    if (combines) {
+      combine_box(array_of(box), box, message);
+    } else if (i + 1 < count && are_twins(box, boxes[i + 1])) {
+      unpack_twins(array_of(box), box, boxes[++i], message);
       message += box.nbytes;
     } else {
-      const Box& from = boxes[source.lo + (i - target.lo)];
-      (combines ? combine_boxes : copy_box)(array, box, array_of(from), from);
+      unpack_box(array_of(box), box, message);
+    }
+    message += box.nbytes;
+  }
+}
+
+void Op::copy_boxes(const Box* boxes, int count, const Box* from, bool combines) const {
+  for (int i = 0; i < count; ++i) {
+    unsigned char* const array = array_of(boxes[i]);
+    const unsigned char* const from_array = array_of(from[i]);
+    if (combines) {
+      combine_boxes(array, boxes[i], from_array, from[i]);
+    } else if (i + 1 < count && are_twins(boxes[i], boxes[i + 1]) &&
+               are_twins(from[i], from[i + 1])) {
+      copy_twins(array, boxes[i], boxes[i + 1], from_array, from[i], from[i + 1]);
+      ++i;
+    } else {
+      copy_box(array, boxes[i], from_array, from[i]);
     }
   }
 }

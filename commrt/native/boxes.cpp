@@ -1,18 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Walks over strided boxes, with loops of their own for rows of a few bytes.
-#include "boxes.hpp"
-
 #include <algorithm>
 #include <cstring>
+
+#include "box_rows.hpp"
 
 namespace commrt {
 
 namespace {
 
-constexpr size_t kBatchBytes = 4096;   // of short rows that are handled at once
 constexpr size_t kShortRow = 512;      // longer ones are fetched well enough by themselves
 constexpr size_t kStreamedRow = 1024;  // shorter ones leave too many half lines
-constexpr int64_t kLineBytes = 64;
 
 Walk walk_over(int ndim, const int64_t* shape, const int64_t* first, const int64_t* second,
                size_t itemsize) {
@@ -44,91 +42,27 @@ Walk walk_over(int ndim, const int64_t* shape, const int64_t* first, const int64
   return walk;
 }
 
-// Calls run(at_first, at_second, rows, first_stride, second_stride) for all rows of a walk.
-template <class First, class Second, class Run>
-void each_run(const Walk& walk, First* first, Second* second, Run run) {
-  if (walk.ndim == 0) {
-    run(first, second, int64_t{1}, int64_t{0}, int64_t{0});
-    return;
-  }
-  const int inner = walk.ndim - 1;
-  int64_t at[kMostDims] = {};
-  for (;;) {
-    run(first, second, walk.shape[inner], walk.first[inner], walk.second[inner]);
-    int dim = inner - 1;
-    for (; dim >= 0; --dim) {
-      first += walk.first[dim];
-      second += walk.second[dim];
-      if (++at[dim] < walk.shape[dim]) break;
-      first -= walk.first[dim] * walk.shape[dim];
-      second -= walk.second[dim] * walk.shape[dim];
-      at[dim] = 0;
-    }
-    if (dim < 0) return;
-  }
-}
-
-// Several rows are loaded before they are stored: a store per load took 1.7 times as long.
 template <size_t kBytes>
 void copy_short(unsigned char* to, const unsigned char* from, int64_t rows, int64_t to_stride,
                 int64_t from_stride) {
-  constexpr int kAtOnce = 8;
-  struct Row {
-    unsigned char bytes[kBytes];
-  };
-  int64_t i = 0;
-  if (to_stride == static_cast<int64_t>(kBytes)) {
-    for (; i + kAtOnce <= rows; i += kAtOnce) {
-      Row held[kAtOnce];
-      for (int k = 0; k < kAtOnce; ++k) std::memcpy(&held[k], from + k * from_stride, kBytes);
-      std::memcpy(to, held, sizeof held);
-      to += sizeof held;
-      from += kAtOnce * from_stride;
-    }
-  } else if (from_stride == static_cast<int64_t>(kBytes)) {
-    for (; i + kAtOnce <= rows; i += kAtOnce) {
-      Row held[kAtOnce];
-      std::memcpy(held, from, sizeof held);
-      for (int k = 0; k < kAtOnce; ++k) std::memcpy(to + k * to_stride, &held[k], kBytes);
-      to += kAtOnce * to_stride;
-      from += sizeof held;
-    }
-  }
-  for (; i < rows; ++i) {
-    std::memcpy(to, from, kBytes);
-    to += to_stride;
-    from += from_stride;
-  }
+  constexpr auto kWhole = static_cast<int64_t>(kBytes);
+  const auto copy_these = to_stride == kWhole     ? copy_each<kBytes, true, false>
+                          : from_stride == kWhole ? copy_each<kBytes, false, true>
+                                                  : copy_each<kBytes, false, false>;
+  copy_these(to, from, rows, to_stride, from_stride);
 }
 
 void copy_rows(unsigned char* to, const unsigned char* from, int64_t rows, int64_t to_stride,
                int64_t from_stride, size_t row_nbytes, bool streaming = false) {
-  switch (row_nbytes) {
-    case 1: return copy_short<1>(to, from, rows, to_stride, from_stride);
-    case 2: return copy_short<2>(to, from, rows, to_stride, from_stride);
-    case 4: return copy_short<4>(to, from, rows, to_stride, from_stride);
-    case 8: return copy_short<8>(to, from, rows, to_stride, from_stride);
-    case 12: return copy_short<12>(to, from, rows, to_stride, from_stride);
-    case 16: return copy_short<16>(to, from, rows, to_stride, from_stride);
-    case 24: return copy_short<24>(to, from, rows, to_stride, from_stride);
-    case 32: return copy_short<32>(to, from, rows, to_stride, from_stride);
-    default: break;
-  }
+  const bool is_short = with_short_row(row_nbytes, [&](auto row) {
+    copy_short<row>(to, from, rows, to_stride, from_stride);
+  });
+  if (is_short) return;
   const bool streamed = streaming && row_nbytes >= kStreamedRow;
   for (int64_t i = 0; i < rows; ++i) {
     copy(to + i * to_stride, from + i * from_stride, row_nbytes, streamed);
   }
 }
-
-inline void fetch_to_write(const unsigned char* line) {
-#if defined(__x86_64__)
-  asm volatile("prefetchw %0" : : "m"(*line));  // GCC's own fetches for reading, unless told
-#else
-  __builtin_prefetch(line, 1);
-#endif
-}
-
-inline void fetch_to_read(const unsigned char* line) { __builtin_prefetch(line, 0); }
 
 // Calls run(first row, rows) for batches of a message's short rows, and has the lines of the
 // next batch fetched meanwhile: they come from another core, and stores of a few bytes would
@@ -207,11 +141,11 @@ void combine_rows(CombineFn combine, size_t itemsize, unsigned char* to,
   }
 }
 
+}  // namespace
+
 Walk walk_between(const Box& box, const Box& other) {
   return walk_over(box.ndim, box.shape, box.strides, other.strides, box.itemsize);
 }
-
-}  // namespace
 
 void Box::settle() {
   int64_t contiguous[kMostDims];

@@ -46,4 +46,15 @@ void copy_box(unsigned char* array, const Box& box, const unsigned char* from_ar
 void combine_boxes(unsigned char* array, const Box& box, const unsigned char* from_array,
                    const Box& from);
 
+// Twins are two boxes of an array with the same shape and strides and short rows, such as
+// opposite faces of a block: box_twins.cpp. A box's twin follows it in the message.
+bool are_twins(const Box& box, const Box& other);
+void pack_twins(unsigned char* message, const unsigned char* array, const Box& box,
+                const Box& other, bool streaming);
+void unpack_twins(unsigned char* array, const Box& box, const Box& other,
+                  const unsigned char* message);
+// From twins to twins; neither of those overlaps one of these.
+void copy_twins(unsigned char* array, const Box& box, const Box& other,
+                const unsigned char* from_array, const Box& from_box, const Box& from_other);
+
 }  // namespace commrt

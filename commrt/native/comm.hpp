@@ -217,6 +217,8 @@ class Op {
   }
   void move_boxes(const Instr& ins, const unsigned char* const* messages, unsigned char* slot);
   void pack_boxes(const Instr& ins, unsigned char* to, bool streaming) const;
+  void unpack_boxes(const Box* boxes, int count, const unsigned char* message, bool combines) const;
+  void copy_boxes(const Box* boxes, int count, const Box* from, bool combines) const;
   bool in_parts() const { return parts != nullptr && !parts->is_packed(); }
   void compute_in_parts(const Instr& ins, int64_t fragment, const unsigned char* const* messages,
                         unsigned char* slot);

@@ -228,17 +228,6 @@ def _messages(
     moves: list[Move], itemsizes: Sequence[int], reduces: bool, limit: int
 ) -> list[_Message]:
     """Return the messages of moves in one phase, with one peer and direction."""
-    pieces = []
-    for move in moves:
-        box = move.source or move.target
-        assert box is not None
-        itemsize = itemsizes[box.array]
-        for piece, bounds in enumerate(cut(move.shape, itemsize, limit)):
-            extents = [b - a for a, b in zip(*bounds, strict=True)]
-            cost = _touched(extents, itemsize)
-            pieces.append((piece, move.number, cost, move, bounds))
-    # Parts of several boxes take turns: opposite faces of a block share cache lines.
-    pieces.sort(key=lambda one: one[:2])
     first = moves[0]
     if first.source is not None and first.target is not None:
         kind = StepKind.REDUCE if reduces else StepKind.COPY
@@ -248,18 +237,72 @@ def _messages(
         kind = StepKind.RECEIVE_REDUCE if reduces else StepKind.RECEIVE
     messages: list[_Message] = []
     held = 0
-    for _, _, cost, move, bounds in pieces:
+    for unit in _units(moves, itemsizes, limit):
+        cost = sum(piece.touched_nbytes for piece in unit)
         if not messages or held + cost > limit:
             messages.append(
                 _Message(kind, first.phase, first.peer, len(messages), [], [])
             )
             held = 0
         held += cost
-        if move.source is not None:
-            messages[-1].sources.append(move.source.part(bounds))
-        if move.target is not None:
-            messages[-1].targets.append(move.target.part(bounds))
+        for piece in unit:
+            if piece.move.source is not None:
+                messages[-1].sources.append(piece.move.source.part(piece.bounds))
+            if piece.move.target is not None:
+                messages[-1].targets.append(piece.move.target.part(piece.bounds))
     return messages
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a move."""
+
+    index: int
+    """Among the move's."""
+    array: int
+    move: Move
+    bounds: Bounds
+    touched_nbytes: int
+    has_twin: bool
+    """Whether another move has the same shape, in short rows."""
+
+
+def _units(
+    moves: list[Move], itemsizes: Sequence[int], limit: int
+) -> list[list[_Piece]]:
+    """Return what goes into one message together, in order: a piece, or two twins.
+
+    Opposite faces of a block across its fastest dimension share cache lines: the engine
+    moves both in one pass (native/box_twins.cpp).
+    """
+    ends = [(move, move.source or move.target) for move in moves]
+    alike = Counter((box.array, move.shape) for move, box in ends if box is not None)
+    pieces = []
+    for move, box in ends:
+        assert box is not None
+        itemsize = itemsizes[box.array]
+        has_twin = alike[box.array, move.shape] > 1
+        has_twin &= math.prod(move.shape[-1:]) * itemsize < _LINE_NBYTES
+        most = limit // 2 if has_twin else limit
+        for index, bounds in enumerate(cut(move.shape, itemsize, most)):
+            extents = [b - a for a, b in zip(*bounds, strict=True)]
+            touched = _touched(extents, itemsize)
+            pieces.append(_Piece(index, box.array, move, bounds, touched, has_twin))
+    # Parts of all boxes take turns: lines that they share are still in the cache then.
+    pieces.sort(key=lambda piece: (piece.index, piece.array, piece.move.number))
+    units: list[list[_Piece]] = []
+    for piece in pieces:
+        before = units[-1] if units else []
+        if (
+            len(before) == 1
+            and before[0].has_twin
+            and (before[0].index, before[0].array) == (piece.index, piece.array)
+            and before[0].move.shape == piece.move.shape
+        ):
+            before.append(piece)
+        else:
+            units.append([piece])
+    return units
 
 
 def _assemble(messages: list[_Message], itemsizes: Sequence[int]) -> BoxProgram:

@@ -72,6 +72,54 @@ def test_every_form_in_every_number_of_dimensions(
     _all_right(size, [Case(**fields)])
 
 
+SHORT_ROWS = [
+    (dtype, width)
+    for dtype in ("uint8", "int16", "float32", "float64", "complex128")
+    for width in (1, 2, 3)
+]
+
+
+def _fill_short_rows(comm: Any, dims: tuple[int, ...], gap: int) -> int:
+    """Exchange halos in rows of a few bytes, ``gap`` elements apart; count them."""
+    cells = (5, 37, 6)
+    cart = comm.cart(dims, periodic=True)
+    coords = cart.coords
+    whole = np.arange(np.prod(cells) * comm.size) % 251 + 1
+    whole = whole.reshape([a * n for a, n in zip(dims, cells, strict=True)])
+    for dtype, width in SHORT_ROWS:
+        shape = [n + 2 * width for n in cells]
+        memory = np.zeros((*shape[:-1], shape[-1] + gap), dtype)
+        field = memory[..., : shape[-1]]
+        own = (slice(width, -width),) * 3
+        places = [
+            slice(at * n, at * n + extent)
+            for at, n, extent in zip(coords, cells, shape, strict=True)
+        ]
+        wanted = np.pad(whole, width, mode="wrap")[tuple(places)].astype(dtype)
+        field[own] = wanted[own]
+        exchange = cart.plan.halo_exchange(field, width)
+        for _ in range(2):
+            exchange()
+            np.testing.assert_array_equal(field, wanted, f"{dtype}, {width} wide")
+            assert not memory[..., shape[-1] :].any()
+            field[:, :, :width] = field[:, :, -width:] = 0
+    return len(SHORT_ROWS)
+
+
+@pytest.mark.parametrize("store", ["plain", "stream_slots"])
+@pytest.mark.parametrize("dims", [(1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 1, 3)])
+def test_opposite_faces_in_one_pass(
+    dims: tuple[int, ...], store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows of each length with a loop of its own, that touch lines together."""
+    params = box_plans.TransportParams
+    monkeypatch.setattr(box_plans, "TransportParams", lambda: params(store=store))
+    size = int(np.prod(dims))
+    for gap in (0, 3):
+        done = run(size, lambda comm, gap=gap: _fill_short_rows(comm, dims, gap))
+        assert done == [len(SHORT_ROWS)] * size
+
+
 @pytest.mark.parametrize("size", [2, 3, 4, 6])
 def test_any_interleaving_of_ranks_ends(
     size: int, seed: int, monkeypatch: pytest.MonkeyPatch

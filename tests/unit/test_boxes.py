@@ -189,3 +189,16 @@ def test_messages_to_one_peer_go_together() -> None:
     assert program.steps[:, 0].tolist() == [StepKind.SEND, StepKind.RECEIVE]
     assert program.peers == ((1, 1, 1),)
     assert program.longest_nbytes == 2 * 4 * (8 + 4)
+
+
+def test_opposite_faces_of_short_rows_go_together() -> None:
+    shape = HaloShape(((1, 1),) * 3, (0, 1, 2), True, False)
+    arrays = [(66, 258, 34), (66, 258, 34)]
+    for dims, boxes in (((1, 1, 2), 2), ((2, 1, 1), 1)):
+        moves = halo_moves(Grid(dims, (True,) * 3), 0, shape, arrays)
+        program = compile_moves(moves, [4, 4], rank=0, size=2, limit=1 << 15)
+        for kind, low, high, *_ in program.steps.tolist():
+            if kind != StepKind.COPY:
+                own = program.boxes[low:high]
+                assert len(own) == boxes
+                assert len({(box.array, box.shape, box.start[:2]) for box in own}) == 1

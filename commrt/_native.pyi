@@ -280,6 +280,9 @@ class Request:
     def _be_quiet(self) -> None:
         """Do not warn where it is dropped."""
 
+    def _take_back(self, why: str) -> None:
+        """End a message that its peer does not know of, or has not asked for."""
+
     @property
     def device(self) -> Any:
         """Number of the device of its buffers; None for host memory."""
@@ -626,7 +629,7 @@ def view_of_numpy(arg: Any, /) -> Any:
 
 def wait_fused(requests: list[Any]) -> Any:
     """Wait for a list of fused requests, and return their outputs up to one that
-    failed; none where the list has others, too.
+    failed, and its error or None; no outputs where the list has others, too.
     """
 
 class wire:  # noqa: N801

@@ -8,7 +8,10 @@ follows from the calls. With one the ranks agree (``fusion_agreement.py``).
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +20,7 @@ from commrt.arrays import HostView
 from commrt.calls import Bound, Call, as_integer, check_timeout
 from commrt.compression.methods import Compressing
 from commrt.dtypes import DTYPES, ReduceOp
-from commrt.errors import CommError, RevokedError, UsageError
+from commrt.errors import CommError, UsageError
 from commrt.fusion_agreement import Agreement, Follower, Leader
 from commrt.operations import operation
 
@@ -104,7 +107,7 @@ class Fusing(Compressing):
             or x.nbytes >= self._fused.nbytes
         ):
             return None
-        self._choose(call, bound)  # what nothing can run is refused now
+        self._refuse_what_no_bucket_runs(call, bound, self._fused.nbytes)
         if self._checker is not None:
             self._checker.check(call, bound)
         return _native.fuse(
@@ -120,8 +123,22 @@ class Fusing(Compressing):
             self.timeout_s if call.timeout_s is None else call.timeout_s,
         )
 
+    def _refuse_what_no_bucket_runs(self, call: Call, bound: Bound, most: int) -> None:
+        """Raise UsageError where nothing can run the call, in whatever company.
+
+        What runs a bucket is chosen by its length, which is not known yet.
+        """
+        try:
+            self._choose(call, bound)
+        except UsageError:
+            full = max(bound.num_elements, most // bound.dtype.itemsize)
+            self._choose(call, replace(bound, num_elements=full))
+
     def _plan_bucket(self, count: int, dtype: int, reduction: int) -> Any:
-        """Return the plan of an ordinary allreduce; the native side calls this."""
+        """Return the plan of an ordinary allreduce; the native side calls this.
+
+        Or the error, where nothing can run it: all ranks have the same, and send none.
+        """
         kind = DTYPES[dtype]
         array = HostView(None, None, 0, count, kind, (count,), True)
         call = Call(
@@ -138,7 +155,15 @@ class Fusing(Compressing):
             params=None,
             name=None,
         )
-        return self._plan(call, Bound(array, array, array, kind, count))
+        bound = Bound(array, array, array, kind, count)
+        try:
+            return self._plan(call, bound)
+        except UsageError:
+            try:
+                self._choose(call, bound)
+            except UsageError as error:
+                return error
+            raise
 
     def _plan(self, call: Call, bound: Bound) -> Any:
         raise NotImplementedError
@@ -188,11 +213,11 @@ class Fused:
                 f"used before; leave it, or call comm.fused() again"
             )
         self._entered = True
-        comm._fused = self
-        limit = math.inf if self.time_limit_s is None else self.time_limit_s
-        _native.open_fusion(comm, self.nbytes, limit)
         if self.time_limit_s is not None:
             self.agreement = (Follower if comm.rank else Leader)(comm)
+        limit = math.inf if self.time_limit_s is None else self.time_limit_s
+        _native.open_fusion(comm, self.nbytes, limit)
+        comm._fused = self
         return self
 
     def __exit__(
@@ -202,13 +227,18 @@ class Fused:
         traceback: TracebackType | None,
     ) -> None:
         comm = self._comm
+        if os.getpid() != comm._pid:  # forked inside: the calls are the parent's
+            comm._fused = None
+            return
         try:
             if self.agreement is None:
                 _native.cut_fusion(comm)
             elif error is None:
-                self.agreement.leave(comm.timeout_s)
+                self.agreement.leave(comm.timeout_s, None)
             else:
-                self._leave_by(error, self.agreement)
+                # It may be this rank's alone; it goes on, whatever the others do.
+                with contextlib.suppress(CommError):
+                    self.agreement.leave(min(_PATIENCE_S, comm.timeout_s), error)
         finally:
             _native.close_fusion(comm)
             comm._fused = None
@@ -218,15 +248,3 @@ class Fused:
         if self._comm._fused is not self:
             raise UsageError("fused: send() outside of the context; it is over")
         _native.cut_fusion(self._comm)
-
-    def _leave_by(self, error: BaseException, agreement: Agreement) -> None:
-        """Leave because of an error, which may be this rank's alone."""
-        comm = self._comm
-        try:
-            agreement.leave(min(_PATIENCE_S, comm.timeout_s))
-        except CommError as late:
-            why = f"rank {comm.rank} left fused() by {type(error).__name__}"
-            comm.give_up(why)
-            revoked = RevokedError(f"fused() on {comm.name}: {why}")
-            revoked.__cause__ = late
-            _native.fail_fused(comm, revoked)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
 
 from commrt import _native
-from commrt.errors import MismatchError, TimeoutError_
+from commrt.errors import MismatchError, RevokedError, TimeoutError_
 from commrt.failures import Guarded
 from commrt.request import Request
 
@@ -41,6 +42,7 @@ class _Channel:
         self._incoming = np.zeros(3, np.uint64)
         self._coming: Request | None = None
         self._going: list[Request] = []
+        self._is_stopped = False
 
     def send(self, number: int, digest: int, kind: int) -> None:
         comm, message = self._comm, np.array([number, digest, kind], np.uint64)
@@ -53,10 +55,15 @@ class _Channel:
     def take(self) -> list[int] | None:
         """Return the next message, None if there is none yet."""
         comm, message = self._comm, self._incoming
+        if self._is_stopped:
+            return None
         if self._coming is None:
             where = message.ctypes.data, message.nbytes, self._rank, _TAG, message
             self._coming = comm._recv(*where, message, "recv", True, comm.timeout_s)
             self._coming._be_quiet()
+            if self._is_stopped:  # by another thread meanwhile
+                self.stop()
+                return None
         if not self._coming.test():
             return None
         self._coming = None
@@ -74,6 +81,13 @@ class _Channel:
         for request in self._going:
             request.wait()
 
+    def stop(self) -> None:
+        """Take back what the other rank has not answered; it may never do so."""
+        self._is_stopped = True
+        coming, self._coming = self._coming, None
+        for request in [*self._going, *([] if coming is None else [coming])]:
+            request._take_back("the ranks no longer agree on buckets")
+
 
 class Agreement(ABC):
     """This rank's part."""
@@ -85,12 +99,19 @@ class Agreement(ABC):
         self._is_leaving = False
 
     def look(self) -> None:
-        """Say what is to be said, and send what may be sent."""
-        if self._is_looking:
+        """Say what is to be said, and send what may be sent.
+
+        Any error ends the agreement: what was said or heard may be lost with it.
+        """
+        if self._is_looking or self._is_over:
             return
         self._is_looking = True
         try:
+            self._comm._check_usable()
             self._look()
+        except BaseException as error:
+            self._end_by(error, error)
+            raise
         finally:
             self._is_looking = False
 
@@ -98,10 +119,18 @@ class Agreement(ABC):
         """Send all calls that were made."""
         self._until(lambda: self._calls[0] == self._calls[1], self._comm.timeout_s)
 
-    def leave(self, limit_s: float) -> None:
-        """The same, and agree that there will be no more of them."""
+    def leave(self, limit_s: float, because: BaseException | None) -> None:
+        """The same, and agree that there will be no more of them.
+
+        Where that fails, nobody is left to send them. ``because`` is the exception by
+        which this rank leaves, if there is one.
+        """
         self._is_leaving = True
-        self._until(lambda: self._is_over, limit_s)
+        try:
+            self._until(lambda: self._is_over, limit_s)
+        except BaseException as error:
+            self._end_by(because or error, error)
+            raise
 
     def wait_for(self, call: int, seconds: float) -> None:
         """Have ``call`` sent, or wait so long for that."""
@@ -109,6 +138,30 @@ class Agreement(ABC):
         if self._calls[1] <= call and seconds > 0:
             self._wait(min(seconds, _LOOK_S))
             self.look()
+
+    def _end_by(self, why: BaseException, error: BaseException) -> None:
+        """Fail all calls that are not sent, here and for ranks that wait for them."""
+        if self._is_over:
+            return
+        self._is_over = True
+        comm = self._comm
+        revoked: Exception
+        if isinstance(error, MismatchError):
+            revoked = error
+        else:
+            said = f"{type(why).__name__}: {why}".removesuffix(": ")
+            where = f"fused() on {comm.name}: rank {comm.rank}"
+            revoked = RevokedError(f"{where} left the calls unsent by {said}")
+            revoked.__cause__ = error
+        try:
+            comm.give_up(str(revoked))
+        finally:
+            _native.fail_fused(comm, revoked)
+            for channel in self._channels():
+                channel.stop()
+
+    @abstractmethod
+    def _channels(self) -> Iterable[_Channel]: ...
 
     @abstractmethod
     def _look(self) -> None: ...
@@ -140,17 +193,11 @@ class Agreement(ABC):
             self._wait(min(left_s, _LOOK_S))
 
     def _fail(self, rank: int) -> NoReturn:
-        comm = self._comm
-        text = (
-            f"fused() on {comm.name}: rank {rank} did not make the calls of rank 0; "
-            f"all ranks must make equal calls within the context, in the same order "
+        raise MismatchError(
+            f"fused() on {self._comm.name}: rank {rank} did not make the calls of rank "
+            f"0; all ranks must make equal calls within the context, in the same order "
             f"(COMMRT_DEBUG=check compares them one by one)"
         )
-        self._is_over = True
-        comm.give_up(text)
-        error = MismatchError(text)
-        _native.fail_fused(comm, error)
-        raise error
 
 
 class Follower(Agreement):
@@ -161,9 +208,10 @@ class Follower(Agreement):
         self._leader = _Channel(comm, 0)
         self._told = 0, False
 
+    def _channels(self) -> Iterable[_Channel]:
+        return [self._leader]
+
     def _look(self) -> None:
-        if self._is_over:
-            return
         comm, (calls, sent) = self._comm, self._calls
         if (calls, self._is_leaving) > self._told:
             self._told = calls, self._is_leaving
@@ -178,8 +226,8 @@ class Follower(Agreement):
             if number > sent:
                 _native.send_fused(comm, number)
             if kind == _LAST:
-                self._is_over = True
                 self._leader.close()
+                self._is_over = True
                 return
 
     def _wait(self, seconds: float) -> None:
@@ -195,9 +243,10 @@ class Leader(Agreement):
         self._told = dict.fromkeys(self._others, (0, 0))
         self._left: set[int] = set()
 
+    def _channels(self) -> Iterable[_Channel]:
+        return self._others.values()
+
     def _look(self) -> None:
-        if self._is_over:
-            return
         for rank, other in self._others.items():
             while rank not in self._left and (said := other.take()) is not None:
                 self._told[rank] = said[0], said[1]
@@ -219,9 +268,9 @@ class Leader(Agreement):
         if common > sent:
             _native.send_fused(comm, common)
         if last:
-            self._is_over = True
             for other in self._others.values():
                 other.close()
+            self._is_over = True
 
     def _digest(self, call: int) -> int:
         digest: int = _native.digest_fused(self._comm, call)

@@ -37,14 +37,19 @@ def wait_all(
     several together as RequestErrors. ``timeout_s`` bounds the whole call.
     """
     outputs: list[Any] = []
+    errors: list[tuple[int, Exception]] = []
     if timeout_s is None and type(requests) is list:
-        outputs = _native.wait_fused(requests)
+        outputs, error = _native.wait_fused(requests)
         if outputs and len(outputs) == len(requests):
             return outputs
+        if error is not None:
+            if not isinstance(error, CommError):
+                raise error
+            errors.append((len(outputs), error))
     requests = _listed("wait_all", requests)
     deadline = _deadline("wait_all", timeout_s)
-    errors: list[tuple[int, Exception]] = []
-    for index, request in enumerate(requests[len(outputs) :], len(outputs)):
+    waited = len(outputs) + len(errors)
+    for index, request in enumerate(requests[waited:], waited):
         try:
             if deadline is None:
                 output = request.wait()

@@ -112,6 +112,8 @@ void bind_group(nb::module_& m) {
       .def("test", &Request::test,
            "Run a little progress; True once complete. Raises the operation's error.")
       .def("_be_quiet", &Request::be_quiet, "Do not warn where it is dropped.")
+      .def("_take_back", &Request::take_back, nb::arg("why"),
+           "End a message that its peer does not know of, or has not asked for.")
       .def_prop_ro("done", &Request::done, "Whether the operation has ended, without progress.")
       .def_prop_ro("seq", &Request::seq, "Sequence number on its communicator.")
       .def_prop_ro("operation", &Request::operation, "Name of the operation.")

@@ -170,16 +170,17 @@ PyObject* synchronize(PyObject* object, PyObject* const* args, Py_ssize_t nargs,
 }
 
 PyObject* test(PyObject* object, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    FusedRequest* const self = self_of(object);
+  FusedRequest* const self = self_of(object);
+  PyObject* const found = guarded([&]() -> PyObject* {
     settle(self, 0);
     const Bucket& bucket = bucket_of(self);
     if (!bucket.is_settled()) Py_RETURN_FALSE;
-    if (bucket.sent != nullptr && !bucket.sent->test()) Py_RETURN_FALSE;
-    self->observed = true;
     if (bucket.error.is_valid()) raise(bucket.error);
+    if (!bucket.sent->test()) Py_RETURN_FALSE;
     Py_RETURN_TRUE;
   });
+  if (found != Py_False) self->observed = true;  // errors that it raises included
+  return found;
 }
 
 void dealloc(PyObject* object) {
@@ -298,26 +299,33 @@ PyObject* make_fused_request(Bucket* bucket, uint64_t call, PyObject* result, do
   return reinterpret_cast<PyObject*>(self);
 }
 
-// Waits for a list of fused requests alone; their outputs, up to the first one that failed.
+// Waits for fused requests alone. Their outputs, up to the first one that failed, and its error;
+// asked again, it might wait as long once more.
 nb::object wait_fused(nb::list requests) {
   PyObject* const list = requests.ptr();
-  nb::object outputs = nb::steal(PyList_New(0));
+  nb::list outputs;
+  nb::object error = nb::none();
+  auto is_fused = [](PyObject* item) { return Py_TYPE(item) == request_type; };
+  bool all_fused = true;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
-    if (Py_TYPE(PyList_GET_ITEM(list, i)) != request_type) return outputs;
+    all_fused = all_fused && is_fused(PyList_GET_ITEM(list, i));
   }
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
-    PyObject* const request = PyList_GET_ITEM(list, i);
-    PyObject* const output = wait(request, nullptr, 0, nullptr);
+  for (Py_ssize_t i = 0; all_fused && i < PyList_GET_SIZE(list); ++i) {
+    // Another thread may change the list while this one waits.
+    const nb::object request = nb::borrow(PyList_GET_ITEM(list, i));
+    if (!is_fused(request.ptr())) break;
+    PyObject* const output = wait(request.ptr(), nullptr, 0, nullptr);
     if (output == nullptr) {
-      if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();
-      PyErr_Clear();  // asked again, it says the same
+      nb::python_error raised;
+      if (!raised.matches(PyExc_Exception)) throw raised;
+      error = nb::borrow(raised.value());
       break;
     }
     const int appended = PyList_Append(outputs.ptr(), output);
     Py_DECREF(output);
     if (appended != 0) throw nb::python_error();
   }
-  return outputs;
+  return nb::make_tuple(outputs, error);
 }
 
 void drop_fused_request(PyObject* request) {
@@ -341,8 +349,8 @@ void bind_fusion(nb::module_& m) {
   m.attr("FusedRequest") = nb::borrow(reinterpret_cast<PyObject*>(request_type));
 
   m.def("wait_fused", &wait_fused, nb::arg("requests"),
-        "Wait for a list of fused requests, and return their outputs up to one that failed; none "
-        "where the list has others, too.");
+        "Wait for a list of fused requests, and return their outputs up to one that failed, and "
+        "its error or None; no outputs where the list has others, too.");
   m.def("open_fusion", [](Group& g, uint64_t nbytes, double limit_s) {
     g.fusion = std::make_unique<Fusion>(g, nbytes, limit_s);
     if (g.fusion->agrees()) g.engine->timed.push_back(&g);
@@ -353,6 +361,8 @@ void bind_fusion(nb::module_& m) {
       nb::gil_scoped_release release;
       sched_yield();
     }
+    if (g.fusion == nullptr) return;
+    g.fusion->close(nb::borrow(nb::find(g)));
     auto& timed = g.engine->timed;
     timed.erase(std::remove(timed.begin(), timed.end(), &g), timed.end());
     g.fusion.reset();
@@ -380,12 +390,16 @@ void bind_fusion(nb::module_& m) {
     if (g.fusion == nullptr) return nb::make_tuple(0, 0);
     return nb::make_tuple(g.fusion->num_calls(), g.fusion->num_sent());
   }, nb::arg("group"), "Calls that went into buckets, and those of them that are sent.");
-  m.def("digest_fused", [](const Group& g, uint64_t call) { return g.fusion->digest(call); },
+  m.def("digest_fused", [](const Group& g, uint64_t call) {
+    return g.fusion == nullptr ? 0 : g.fusion->digest(call);
+  },
         nb::arg("group"), nb::arg("call"), "What must be equal of the calls before `call`.");
   m.def("send_fused", [](Group& g, uint64_t call) {
-    if (!g.fusion->send_before(call)) throw nb::python_error();
+    if (g.fusion != nullptr && !g.fusion->send_before(call)) throw nb::python_error();
   }, nb::arg("group"), nb::arg("call"), "Send the buckets of the calls before `call`.");
-  m.def("fail_fused", [](Group& g, nb::object error) { g.fusion->fail_open(error); },
+  m.def("fail_fused", [](Group& g, nb::object error) {
+    if (g.fusion != nullptr) g.fusion->fail_open(error);
+  },
         nb::arg("group"), nb::arg("error"), "End the open calls with this error.");
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Adds calls to buckets, and sends these.
 #include "fusion.hpp"
+#include "user_reduction.hpp"
 
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -25,27 +26,53 @@ uint64_t mix(uint64_t h, uint64_t value) {
   return h ^ (h >> 32);
 }
 
-PlanPtr plan_of(nb::handle group_object, Group& group, const Bucket& bucket) {
+// What `body` raises; null where that is nothing.
+template <typename Body>
+nb::object raised_by(Body body) {
+  try {
+    body();
+    return {};
+  } catch (nb::python_error& error) {
+    return nb::borrow(error.value());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  nb::python_error error;
+  return nb::borrow(error.value());
+}
+
+// Null where no rank may send it: then the bucket has failed.
+PlanPtr plan_of(Group& group, Bucket& bucket) {
   const int dtype = static_cast<int>(bucket.dtype), redop = static_cast<int>(bucket.redop);
   const int64_t count = bucket.parts->elems();
   const PlanKey key{count, PlanKey::pack(0, bucket.dtype, redop, kHost), 0};
   if (const PlanPtr* found = group.find_plan(key)) return *found;
-  return nb::cast<PlanPtr>(group_object.attr("_plan_bucket")(count, dtype, redop));
+  nb::object made = bucket.group.attr("_plan_bucket")(count, dtype, redop);
+  if (!PyExceptionInstance_Check(made.ptr())) return nb::cast<PlanPtr>(made);
+  bucket.fail(made);
+  return nullptr;
 }
 
-// Starts the operation; throws what a call of its own would raise.
+// Starts the operation. Throws what a call of its own would raise; and where something else is
+// interrupted meanwhile: then the bucket is sent nonetheless.
 void send(Bucket& bucket) {
   Group& group = *nb::inst_ptr<Group>(bucket.group);
   if (group.comm->broken.load(std::memory_order_relaxed) ||
       Engine::forked.load(std::memory_order_relaxed)) {
     bucket.group.attr("_check_usable")();
   }
-  const PlanPtr plan = plan_of(bucket.group, group, bucket);
+  const PlanPtr plan = plan_of(group, bucket);
+  if (plan == nullptr) return;
+  Engine& engine = *group.engine;
+  // Nothing may fail between the start and what keeps the outputs until the end.
+  nb::object request = nb::inst_alloc(nb::type<Request>());
   std::shared_ptr<Op> op;
   PyObject* const arrays = nb::object(bucket.arrays).release().ptr();  // the operation's
   try {
     nb::gil_scoped_release release;
-    const std::lock_guard<std::mutex> lock(group.engine->mutex);
+    const std::lock_guard<std::mutex> lock(engine.mutex);
     // As a test() does it: many short calls move as much as they would one by one.
     group.comm->progress(kSliceBytes);
     op = group.comm->start_bucket(plan, std::move(bucket.parts), arrays, kSliceBytes);
@@ -53,11 +80,39 @@ void send(Bucket& bucket) {
     Py_DECREF(arrays);
     throw;
   }
-  bucket.request = finish_call(bucket.group, std::move(op), nb::handle(), nb::handle(),
-                               nb::none(), nb::handle(name_of_allreduce()), true,
-                               group.timeout_s);
+  make_request_in(request, bucket.group, std::move(op), nb::none(),
+                  nb::handle(name_of_allreduce()), group.timeout_s);
+  bucket.request = std::move(request);
   bucket.sent = nb::inst_ptr<Request>(bucket.request);
   bucket.sent->be_quiet();
+  if (engine.has_thread()) engine.wake();
+  if (engine.has_ended()) drop_ended(engine);
+  if (engine.wants_python() && !run_wanted(engine)) throw nb::python_error();
+}
+
+// The calls from number `at` on, in a bucket of their own, which is to come behind.
+Bucket* copy_from(const Bucket& bucket, size_t at) {
+  std::unique_ptr<Bucket, void (*)(Bucket*)> rest(
+      new Bucket(bucket.group, bucket.dtype, bucket.redop), [](Bucket* b) { b->let_go(); });
+  rest->parts = bucket.parts->tail(at);
+  rest->calls.assign(bucket.calls.begin() + static_cast<std::ptrdiff_t>(at), bucket.calls.end());
+  // All of them: which array belongs to which call is not recorded.
+  PyObject* const arrays = bucket.arrays.ptr();
+  PyObject* const copied = PyList_GetSlice(arrays, 0, PyList_GET_SIZE(arrays));
+  if (copied == nullptr) throw nb::python_error();
+  rest->arrays = nb::steal(copied);
+  return rest.release();
+}
+
+// What it has in Python may fail itself; the ranks that wait are told before.
+void give_up(const nb::object& group_object, const char* why) {
+  Group& group = *nb::inst_ptr<Group>(group_object);
+  {
+    const std::lock_guard<std::mutex> lock(group.engine->mutex);
+    group.comm->break_down(why);
+    group.comm->tell_failure(group.comm->next_seq);
+  }
+  group_object.attr("give_up")(why);
 }
 
 }  // namespace
@@ -169,17 +224,42 @@ bool Fusion::cut(nb::handle group) {
 }
 
 bool Fusion::send_before(uint64_t call) {
-  std::vector<Bucket*> later;
-  for (Bucket* bucket : open_) {
-    if (agrees_ && bucket->calls.back() >= call) {
-      if (bucket->calls.front() >= call) {
+  std::vector<Bucket*> now, later;
+  struct Cut {
+    Bucket* bucket;
+    size_t at;
+    Bucket* rest;
+  };
+  std::vector<Cut> cuts;
+  // First what needs memory: where there is none, all calls stay open.
+  try {
+    now.reserve(open_.size());
+    later.reserve(open_.size());
+    cuts.reserve(open_.size());
+    for (Bucket* bucket : open_) {
+      const auto& calls = bucket->calls;
+      if (agrees_ && calls.front() >= call) {
         later.push_back(bucket);
         continue;
       }
-      split(*bucket, call);
-      later.push_back(bucket->next);
+      now.push_back(bucket);
+      if (!agrees_ || calls.back() < call) continue;
+      const auto at = std::lower_bound(calls.begin(), calls.end(), call) - calls.begin();
+      cuts.push_back({bucket, static_cast<size_t>(at), nullptr});
+      cuts.back().rest = copy_from(*bucket, static_cast<size_t>(at));
+      later.push_back(cuts.back().rest);
     }
-    queued_.push_back(bucket);
+    queued_.insert(queued_.end(), now.begin(), now.end());
+  } catch (...) {
+    for (const Cut& cut : cuts) if (cut.rest != nullptr) cut.rest->let_go();
+    throw;
+  }
+  for (const Cut& cut : cuts) {
+    cut.bucket->parts->cut(cut.at);
+    cut.bucket->calls.resize(cut.at);
+    cut.bucket->end = call;
+    cut.bucket->next = cut.rest;
+    cut.rest->hold();  // by the bucket, and by the one who has the open ones
   }
   // By their first calls: a rank that was told late has had them open for longer.
   if (agrees_) {
@@ -204,8 +284,7 @@ bool Fusion::send_before(uint64_t call) {
 
 void Fusion::fail_open(const nb::object& error) {
   for (Bucket* bucket : open_) {
-    bucket->error = error;
-    bucket->arrays.reset();
+    bucket->fail(error);
     bucket->let_go();
   }
   open_.clear();
@@ -214,51 +293,44 @@ void Fusion::fail_open(const nb::object& error) {
   open_nbytes_ = 0;
 }
 
+void Fusion::close(const nb::object& group) {
+  if (!is_open()) return;
+  const char* const why = "a call was made while the context was left: it was not sent; let "
+                          "no thread make calls that others do not wait for before they leave";
+  raised_by([&] { give_up(group, why); });
+  fail_open(group.attr("_operation_error")("fused()", why, "revoked"));
+}
+
 // One thread sends, in order; another one that comes meanwhile leaves its buckets to it.
 bool Fusion::send_queued() {
   if (is_sending_) return true;
-  is_sending_ = true;
+  struct Turn {
+    bool& is_on;
+    explicit Turn(bool& mine) : is_on(mine) { is_on = true; }
+    ~Turn() { is_on = false; }
+  } turn(is_sending_);
   sender_ = std::this_thread::get_id();
   nb::object interrupt;
+  auto note = [&](const nb::object& raised) {
+    if (raised.is_valid() && !PyErr_GivenExceptionMatches(raised.ptr(), PyExc_Exception)) {
+      interrupt = raised;
+    }
+  };
   while (!queued_.empty()) {
     Bucket* const bucket = queued_.front();
     queued_.pop_front();
-    try {
-      send(*bucket);
-    } catch (nb::python_error& error) {
-      bucket->error = nb::borrow(error.value());
-      if (!error.matches(PyExc_Exception)) interrupt = bucket->error;
-    } catch (const std::bad_alloc&) {
-      bucket->error = nb::handle(PyExc_MemoryError)();
-    } catch (const std::exception& error) {
-      bucket->error = nb::handle(PyExc_RuntimeError)(error.what());
-    }
-    // The other ranks count on the operation.
-    if (bucket->error.is_valid()) {
-      bucket->arrays.reset();
-      bucket->group.attr("give_up")("a bucket of fused() could not be sent");
+    const nb::object raised = raised_by([&] { send(*bucket); });
+    note(raised);
+    if (!bucket->is_settled()) {
+      bucket->fail(raised);
+      // The other ranks count on the operation.
+      note(raised_by([&] { give_up(bucket->group, "a bucket of fused() could not be sent"); }));
     }
     bucket->let_go();
   }
-  is_sending_ = false;
   if (!interrupt.is_valid()) return true;
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(interrupt.ptr())), interrupt.ptr());
   return false;
-}
-
-// Leaves the calls before `call` in the bucket; the others go into a new one behind it.
-void Fusion::split(Bucket& bucket, uint64_t call) {
-  const auto at = static_cast<size_t>(
-      std::lower_bound(bucket.calls.begin(), bucket.calls.end(), call) - bucket.calls.begin());
-  auto* const rest = new Bucket(bucket.group, bucket.dtype, bucket.redop);
-  rest->parts = bucket.parts->split(at);
-  rest->calls.assign(bucket.calls.begin() + static_cast<std::ptrdiff_t>(at), bucket.calls.end());
-  rest->arrays = bucket.arrays;  // of both: which array belongs to which call is not recorded
-  bucket.arrays = nb::steal(PyList_GetSlice(bucket.arrays.ptr(), 0, PyList_GET_SIZE(bucket.arrays.ptr())));
-  bucket.calls.resize(at);
-  bucket.end = call;
-  bucket.next = rest;
-  rest->hold();  // by `bucket`, and by the one who has the open ones
 }
 
 }  // namespace commrt

@@ -31,11 +31,17 @@ struct Bucket {
   std::vector<uint64_t> calls;   // numbers of the calls, one for each part
   nb::object request;            // once it is sent
   Request* sent = nullptr;       // the same
-  nb::object error;              // why it could not be sent
+  nb::object error;              // why it was not sent
   uint64_t end = ~uint64_t{0};   // calls from this one on went over into `next`
   Bucket* next = nullptr;
 
   bool is_settled() const { return sent != nullptr || error.is_valid(); }
+  // Instead of being sent: nobody works on the arrays.
+  void fail(const nb::object& why) {
+    error = why;
+    arrays.reset();
+    parts.reset();
+  }
   void hold() { ++references_; }
   void let_go() {
     if (--references_ != 0) return;
@@ -97,13 +103,14 @@ class Fusion {
   double due_s() const { return is_open() ? due_s_ : kNever; }
   // Ends all open calls with this error.
   void fail_open(const nb::object& error);
+  // At the end, when nobody is left who would send what is open: it fails, if there is any.
+  void close(const nb::object& group);
 
  private:
   Bucket* bucket_for(nb::handle group, DType dtype, RedOp redop);
   bool ask(nb::handle group, const char* method);
   bool fill(nb::handle group);
   bool send_queued();
-  void split(Bucket& bucket, uint64_t call);
 
   void set_due(double now);
 

@@ -332,6 +332,12 @@ bool Request::peers_gave_up() {
   return op_->finished() || group.comm->fail_after_peer(op_);
 }
 
+void Request::take_back(const std::string& why) {
+  Group& group = nb::cast<Group&>(group_);
+  const std::lock_guard<std::mutex> lock(group.engine->mutex);
+  if (op_->p2p != nullptr && !op_->finished()) group.comm->p2p->take_back(op_, why);
+}
+
 int64_t Request::received_nbytes() const {
   if (op_->p2p == nullptr || op_->p2p->is_send) return -1;
   if (op_->finished()) return static_cast<int64_t>(op_->p2p->moved);
@@ -437,11 +443,16 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
 nb::object make_request(nb::handle group, std::shared_ptr<Op> op, nb::handle result,
                         nb::handle operation, double timeout_s) {
   nb::object request = nb::inst_alloc(nb::type<Request>());
-  new (nb::inst_ptr<Request>(request)) Request(nb::borrow(group), std::move(op),
-                                               nb::borrow(result), nb::borrow(operation),
-                                               timeout_s);
-  nb::inst_mark_ready(request);
+  make_request_in(request, group, std::move(op), result, operation, timeout_s);
   return request;
+}
+
+void make_request_in(nb::handle memory, nb::handle group, std::shared_ptr<Op> op,
+                     nb::handle result, nb::handle operation, double timeout_s) {
+  new (nb::inst_ptr<Request>(memory)) Request(nb::borrow(group), std::move(op),
+                                              nb::borrow(result), nb::borrow(operation),
+                                              timeout_s);
+  nb::inst_mark_ready(memory);
 }
 
 nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::handle keep_x,

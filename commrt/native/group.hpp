@@ -147,6 +147,8 @@ class Request {
   bool needs_buffers() const { return !op_->finished() || op_->held; }
   // Nobody is to be warned that it was dropped.
   void be_quiet() { observed_ = true; }
+  // Ends a message that is not matched, on this rank alone.
+  void take_back(const std::string& why);
   bool is_failed() const {
     return op_->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed);
   }
@@ -196,6 +198,9 @@ nb::object finish_call(nb::handle group, std::shared_ptr<Op> op, nb::handle keep
 
 nb::object make_request(nb::handle group, std::shared_ptr<Op> op, nb::handle result,
                         nb::handle operation, double timeout_s);
+// The same in memory that is there, of nb::inst_alloc(): throws nothing.
+void make_request_in(nb::handle memory, nb::handle group, std::shared_ptr<Op> op,
+                     nb::handle result, nb::handle operation, double timeout_s);
 
 // A message to or from another rank, with everything checked. `keep` owns the memory.
 struct Side {

@@ -143,6 +143,8 @@ class P2P {
   bool progress();
   // Ends what an on-node peer that has given up will never answer; true if `op` has ended.
   bool fail_after_peer(const std::shared_ptr<Op>& op);
+  // Ends a message that is not matched, on this rank alone: it waits for its peer no more.
+  void take_back(const std::shared_ptr<Op>& op, const std::string& why);
   // "from rank 3, tag 7", and what an operation waits for.
   static std::string whom(const Op& op);
   std::string waits_for(const Op& op) const;

@@ -217,6 +217,14 @@ bool P2P::fail_after_peer(const std::shared_ptr<Op>& op) {
   return op->finished();
 }
 
+void P2P::take_back(const std::shared_ptr<Op>& op, const std::string& why) {
+  const P2PTask& task = *op->p2p;
+  if (task.parts != nullptr || task.stage == Stage::Matched) return;
+  forget(op);
+  op->given_up = true;
+  complete(op, why);
+}
+
 // What has been matched may still end, as whoever gives up makes progress until it is gone.
 bool P2P::fail_one(const std::shared_ptr<Op>& op) {
   P2PTask& task = *op->p2p;

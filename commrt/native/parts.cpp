@@ -27,14 +27,17 @@ thread_local Scratch scratch;
 
 }  // namespace
 
-std::unique_ptr<BucketParts> BucketParts::split(size_t at) {
+std::unique_ptr<BucketParts> BucketParts::tail(size_t at) const {
   auto rest = std::make_unique<BucketParts>();
   for (size_t i = at; i < list_.size(); ++i) {
     rest->add(list_[i].in, list_[i].out, end_of(&list_[i]) - list_[i].first);
   }
+  return rest;
+}
+
+void BucketParts::cut(size_t at) {
   elems_ = at == list_.size() ? elems_ : list_[at].first;
   list_.resize(at);
-  return rest;
 }
 
 const Part* BucketParts::find(int64_t at) const {

@@ -36,8 +36,9 @@ class BucketParts {
                      static_cast<unsigned char*>(out)});
     elems_ += elems;
   }
-  // Cuts off the parts from number `at` on.
-  std::unique_ptr<BucketParts> split(size_t at);
+  // The parts from number `at` on, once more; and without them.
+  std::unique_ptr<BucketParts> tail(size_t at) const;
+  void cut(size_t at);
   size_t num() const { return list_.size(); }
   int64_t elems() const { return elems_; }
   // The part that element `at` lies in; the one behind the last begins at elems().

@@ -116,16 +116,27 @@ class World:
         region_nbytes: int,
         timeout_s: float | None = None,
     ) -> Arena:
-        """Return memory that all ``ranks`` of this node map, a region for each."""
+        """Return memory that all ``ranks`` of this node map, a region for each.
+
+        Raises BackendError on all of them where it cannot be had.
+        """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         if not self.in_process:
             return share(self.bootstrap, ranks, key, region_nbytes, timeout_s)
         mine = b""
         if self.rank == ranks[0]:
-            arena = _SharedByThreads.create(len(ranks), region_nbytes)
-            mine = str(arena.address).encode()
-        said = self.bootstrap.exchange(ranks, key, mine, timeout_s)
-        return _SharedByThreads.of(int(said[0]))
+            try:
+                arena = _SharedByThreads.create(len(ranks), region_nbytes)
+                mine = str(arena.address).encode()
+            except (OSError, BackendError) as error:  # the others wait to hear of it
+                mine = f"no: {error}".encode()
+        said = self.bootstrap.exchange(ranks, key, mine, timeout_s)[0].decode()
+        if said.startswith("no: "):
+            raise BackendError(
+                f"ranks {list(ranks)} cannot share {len(ranks)} x {region_nbytes} "
+                f"bytes ({key}): rank {ranks[0]}: {said.removeprefix('no: ')}"
+            )
+        return _SharedByThreads.of(int(said))
 
     def meet(self, members: Sequence[int], key: str) -> None:
         """Wait until all ``members`` are here, making progress meanwhile."""

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.backends.local import run
+from commrt import world
+from commrt.backends.local import LocalRanks, run
+from commrt.errors import BackendError
 from commrt.request import wait_all
 from commrt.sparse import shared
 
@@ -161,6 +163,30 @@ def test_no_room_at_all_where_memory_is_scarce(
         return [same, not comm.sparse_report.shared]
 
     assert run(3, rank_main, timeout_s=60) == [[True, True]] * 3
+
+
+def test_memory_that_one_rank_cannot_have_is_an_error_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared, "_SECTION_NBYTES", 1 << 20)
+    create = world._SharedByThreads.create
+
+    def fails(members: int, region_nbytes: int) -> Any:
+        if region_nbytes == 4 << 20:
+            raise BackendError("none left")
+        return create(members, region_nbytes)
+
+    def rank_main(comm: Any) -> list[bool]:
+        with pytest.raises(BackendError, match=r"cannot share .*: rank 0: none left"):
+            comm._world.share_memory(range(3), "test", 4 << 20, 30.0)
+        mine = entries(comm.rank, 0, 0.02)
+        result = comm.sparse_allreduce((*mine, LENGTH), algorithm="split")
+        same = np.array_equal(dense_of(result), total(3, 0, 0.02))
+        return [same, not comm.sparse_report.shared]
+
+    with LocalRanks(3) as ranks:
+        monkeypatch.setattr(world._SharedByThreads, "create", fails)
+        assert ranks.each(rank_main) == [[True, True]] * 3
 
 
 def test_other_sparse_operations_between_them() -> None:

@@ -85,9 +85,11 @@ def check_headers(what: str, rows: Sequence[list[int]]) -> list[int]:
         f"  rank {rank}: " + ", ".join(f"{name}={each[name]}" for name in differing)
         for rank, each in enumerate(described)
     ]
+    called = " / ".join(dict.fromkeys(each["operation"] for each in described))
+    _, _, which = what.partition(" ")  # the same text on ranks that called another one
     raise MismatchError(
-        f"{what}: the ranks disagree on {', '.join(differing)}; no entries were sent:\n"
-        + "\n".join(lines)
+        f"{called} {which}: the ranks disagree on {', '.join(differing)}, which must "
+        f"be equal; no entries were sent:\n" + "\n".join(lines)
     )
 
 

@@ -23,6 +23,9 @@ from commrt.stepped import Steps
 
 __all__ = ["SparseReport", "agree", "sparse_allreduce"]
 
+_MOST_BESIDE = 1
+"""So many integers an operation says beside its header and one per rank."""
+
 
 @dataclass
 class SparseReport:
@@ -49,16 +52,19 @@ def agree(
 ) -> Steps[tuple[list[int], list[list[int]]]]:
     """Return every rank's number of entries, once all ranks make the same call.
 
-    And a row of what each of them says beside it, equally many integers.
+    And a row of what each of them says beside it, equally many integers. Rows of all
+    operations have one length: so those that differ are still compared.
     """
-    row = np.array([*header.row(), talk.ended, *more], np.int64)
+    unused = _MOST_BESIDE + talk.comm.size - len(more)
+    row = np.array([*header.row(), talk.ended, *more, *[0] * unused], np.int64)
     everybody = np.empty((talk.comm.size, row.size), np.int64)
     yield [talk.comm.allgather(row, out=everybody, nonblocking=True)]
     rows: list[list[int]] = everybody.tolist()
     counts = check_headers(what, rows)
     if talk.room is not None:
         talk.room.all_ended(min(said[HEADER_FIELDS] for said in rows))
-    return counts, [said[HEADER_FIELDS + 1 :] for said in rows]
+    beside = slice(HEADER_FIELDS + 1, HEADER_FIELDS + 1 + len(more))
+    return counts, [said[beside] for said in rows]
 
 
 def sparse_allreduce(

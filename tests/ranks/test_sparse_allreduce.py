@@ -341,6 +341,12 @@ def test_a_wrong_argument_is_that_ranks_own_error_and_nothing_is_sent() -> None:
             lambda comm: comm.topk_allreduce(np.ones(9), 3),
             "k=3",
         ),
+        (
+            bad([1]),
+            lambda comm: comm.topk_allreduce(np.ones(10, np.float32), 1),
+            r"operation, .*:\n  rank 0: operation=sparse_allreduce, .*\n.*\n"
+            r"  rank 2: operation=topk_allreduce, ",
+        ),
     ],
 )
 def test_ranks_that_disagree_raise_the_same_error_and_go_on(

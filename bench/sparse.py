@@ -109,7 +109,8 @@ def _rows(
             right = np.array([float(np.array_equal(whole, total))])
             valid[name] = bool(comm.allreduce(right, op="min")[0])
             fill = estimated_fill(report.counts, len(total))
-            question = _question(comm, len(total), job["result"])
+            shared = report.shared
+            question = _question(comm, len(total), job["result"], shared)
             model[name] = predicted_us(question, ran[name], fill)
         del result
     dense_us = statistics.median(samples["dense"])
@@ -131,10 +132,10 @@ def _rows(
     ]
 
 
-def _question(comm: Any, length: int, form: str) -> Question:
-    return Question(
-        comm.size, comm.facts.nodes, length, 4, 4, form, prices_of(comm.facts)
-    )
+def _question(comm: Any, length: int, form: str, shared: bool) -> Question:
+    facts = comm.facts
+    prices = prices_of(facts)
+    return Question(comm.size, facts.nodes, length, 4, 4, form, prices, shared=shared)
 
 
 def _text(job: Mapping[str, Any], found: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from commrt.sparse.recursive_doubling import recursive_doubling
 from commrt.sparse.result import Output
 from commrt.sparse.ring import ring_sum, two_level_ring, why_not_two_level
 from commrt.sparse.shared import Desk
-from commrt.sparse.split import lay_out, shared_split, split
+from commrt.sparse.split import can_share, lay_out, shared_split, split
 from commrt.stepped import Steps
 
 __all__ = ["SparseReport", "agree", "sparse_allreduce"]
@@ -79,13 +79,15 @@ def sparse_allreduce(
     lengths = [end - begin for begin, end in pairwise(offsets)]
     counts, rows = yield from agree(talk, what, header, [desk is not None, *lengths])
     per_range = [said[1:] for said in rows]
-    if not all(said[0] for said in rows):
-        desk = None  # somebody's entries are not there
+    if not all(said[0] for said in rows) or (
+        desk is not None and not can_share(talk, desk, mine, per_range)
+    ):
+        desk = None  # somebody's entries are not there, or the sums would not be
     report.counts = tuple(counts)
     report.estimated_fill = estimated_fill(counts, output.length)
     algorithm = header.algorithm
     if algorithm is None:
-        algorithm = _chosen(talk, output, report.estimated_fill)
+        algorithm = _chosen(talk, output, report.estimated_fill, desk is not None)
     report.algorithm = algorithm
     result = yield from _run(talk, report, mine, output, per_range, desk)
     report.phases = tuple(talk.phases)
@@ -93,17 +95,18 @@ def sparse_allreduce(
     return result
 
 
-def _chosen(talk: Talk, output: Output, fill: float) -> str:
+def _chosen(talk: Talk, output: Output, fill: float, shared: bool) -> str:
     elements = talk.elements
     length_bits = max(0, output.length - 1).bit_length()
-    kind = length_bits, elements.index_nbytes, elements.dtype.itemsize, output.format
+    types = elements.index_nbytes, elements.dtype.itemsize
+    kind = length_bits, *types, output.format, shared
     found = talk.rules.get(kind)
     if found is None:
-        found = talk.rules[kind] = rules(question(talk, output))
+        found = talk.rules[kind] = rules(question(talk, output, shared))
     return choose(found, fill)
 
 
-def question(talk: Talk, output: Output) -> Question:
+def question(talk: Talk, output: Output, shared: bool) -> Question:
     """Return the kind of call, with the length as a power of two: few kinds do."""
     comm, elements = talk.comm, talk.elements
     return Question(
@@ -115,6 +118,7 @@ def question(talk: Talk, output: Output) -> Question:
         format=output.format,
         prices=prices_of(comm.facts),
         even=why_not_two_level(comm.nodes) is None,
+        shared=shared,
     )
 
 
@@ -136,10 +140,9 @@ def _run(
         pieces = yield from two_level_ring(talk, mine)
         return output.joined(pieces)
     if algorithm == "split" and desk is not None:
+        report.shared = True
         summed = yield from shared_split(talk, desk, mine, per_range)
-        if summed is not None:
-            report.shared = True
-            return output.joined(summed)
+        return output.joined(summed)
     if algorithm == "ring":
         part = yield from ring_sum(talk, range(talk.comm.size), mine)
     else:

@@ -80,6 +80,8 @@ class Question:
     prices: Prices
     even: bool = True
     """Whether all nodes have equally many ranks."""
+    shared: bool = False
+    """Whether ``split`` reads entries and sums where their ranks have written them."""
 
     @property
     def entry_nbytes(self) -> int:
@@ -203,6 +205,17 @@ def _split_us(q: Question, d: float, dense: bool) -> float:
     return total + _gathered_us(q, fill)
 
 
+def _shared_split_us(q: Question, d: float, fill: float) -> float:
+    """Return the time of split without messages, but for one that says what is there.
+
+    All lists of a range are summed in one pass, and the sums copied out of shared
+    memory: half of what it takes through a message.
+    """
+    p = q.prices
+    copied = _nbytes(q, fill, q.length) * p.beta_us / 2
+    return p.alpha_us + q.length * d * p.merge_us + copied
+
+
 def _ring_us(q: Question, d: float, size: int, length: float, beta: float) -> float:
     total = 0.0
     for joined in range(1, size):
@@ -232,6 +245,8 @@ def predicted_us(q: Question, algorithm: str, fill: float) -> float:
     d = density(fill, q.size)
     if algorithm == "recursive_doubling":
         work = _recursive_doubling_us(q, d)
+    elif algorithm == "split" and q.shared:
+        work = _shared_split_us(q, d, fill)
     elif algorithm in ("split", "split_dense"):
         if algorithm == "split_dense" and q.format == "sparse":
             return math.inf

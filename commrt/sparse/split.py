@@ -24,7 +24,7 @@ from commrt.sparse.pieces import Piece, even_bounds
 from commrt.sparse.shared import Desk
 from commrt.stepped import Steps
 
-__all__ = ["lay_out", "shared_split", "split"]
+__all__ = ["can_share", "lay_out", "shared_split", "split"]
 
 
 def split(
@@ -79,24 +79,34 @@ def lay_out(talk: Talk, mine: Piece, offsets: Sequence[int]) -> Desk | None:
     return desk
 
 
+def can_share(
+    talk: Talk, desk: Desk, mine: Piece, counts: Sequence[Sequence[int]]
+) -> bool:
+    """Return whether ``shared_split`` can run; the same on all ranks.
+
+    Not where a range may become dense, or has more entries than there is room for.
+    """
+    elements = talk.elements
+    most = [sum(column) for column in zip(*counts, strict=True)]
+    ranges = pairwise(even_bounds(mine.first, mine.last, talk.comm.size))
+    return max(most) <= desk.most(elements) and not any(
+        elements.dense_pays(entries, last - first)
+        for entries, (first, last) in zip(most, ranges, strict=True)
+    )
+
+
 def shared_split(
     talk: Talk, desk: Desk, mine: Piece, counts: Sequence[Sequence[int]]
-) -> Steps[list[Piece] | None]:
+) -> Steps[list[Piece]]:
     """Return the sums of all ranges, where their ranks have written them.
 
     Each rank reads the entries of its range where the others have laid them out.
-    ``counts[s][r]``: the entries that rank s has for rank r. None, on all ranks, where
-    a range may become dense, or has more entries than there is room for.
+    ``counts[s][r]``: the entries that rank s has for rank r.
     """
     size, me, elements = talk.comm.size, talk.comm.rank, talk.elements
     bounds = even_bounds(mine.first, mine.last, size)
     most = [sum(column) for column in zip(*counts, strict=True)]
     ranges = list(pairwise(bounds))
-    if max(most) > desk.most(elements) or any(
-        elements.dense_pays(entries, last - first)
-        for entries, (first, last) in zip(most, ranges, strict=True)
-    ):
-        return None
     found = []
     for rank, row in enumerate(counts):
         low, entries = sum(row[:me]), row[me]

@@ -13,7 +13,7 @@ from commrt import world
 from commrt.backends.local import LocalRanks, run
 from commrt.errors import BackendError
 from commrt.request import wait_all
-from commrt.sparse import shared
+from commrt.sparse import allreduce, shared
 
 LENGTH = 20_000
 
@@ -187,6 +187,30 @@ def test_memory_that_one_rank_cannot_have_is_an_error_of_all(
     with LocalRanks(3) as ranks:
         monkeypatch.setattr(world._SharedByThreads, "create", fails)
         assert ranks.each(rank_main) == [[True, True]] * 3
+
+
+def test_the_choice_knows_that_nothing_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of one call, by whether its entries lie in shared memory."""
+    asked: list[bool] = []
+    plain = allreduce.question
+
+    def noted(talk: Any, output: Any, shares: bool) -> Any:
+        asked.append(shares)
+        return plain(talk, output, shares)
+
+    monkeypatch.setattr(allreduce, "question", noted)
+
+    def rank_main(comm: Any) -> list[bool]:
+        # Few entries; so many that ranges may become dense; and by messages.
+        for density, form in ((0.02, "auto"), (0.3, "auto")):
+            mine = entries(comm.rank, 0, density)
+            comm.sparse_allreduce((*mine, LENGTH), result=form)
+        return [comm.sparse_report.shared]
+
+    assert run(2, rank_main, timeout_s=60) == [[False]] * 2
+    assert sorted(asked) == [False, False, True, True]
 
 
 def test_other_sparse_operations_between_them() -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from commrt.sparse.cost import (
@@ -84,3 +86,19 @@ def test_rules_cover_every_fill_with_what_is_cheapest(
         chosen = choose(rules(question), fill)
         assert chosen != "two_level_ring" or nodes > 1
         assert chosen != "split_dense" or form != "sparse"
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_in_shared_memory_split_costs_less_than_by_messages(size: int) -> None:
+    """And so it is chosen wherever ranges do not become dense."""
+    prices = Prices(10.75, 8e-5, 8e-5, 2.2e-3, 3e-3, 1.4e-4, 1.0)
+    sent = Question(size, 1, LENGTH, 4, 4, "auto", prices)
+    shared = replace(sent, shared=True)
+    for fill in (1e-4, 0.01, 0.1, 0.3):
+        split = predicted_us(shared, "split", fill)
+        assert split < predicted_us(sent, "split", fill)
+        for other in ALGORITHMS:
+            if other != "split":
+                cost = predicted_us(shared, other, fill)
+                assert cost == predicted_us(sent, other, fill) > split
+        assert choose(rules(shared), fill) == "split"

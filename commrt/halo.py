@@ -46,6 +46,8 @@ class HaloShape:
     """Whether cells that lie beside the block in several dimensions move too."""
     direct: bool
     """Whether these come from the rank that owns them, not through its neighbours."""
+    in_order: bool = False
+    """Whether what comes is combined direction by direction; not through neighbours."""
 
 
 def directions(shape: HaloShape) -> list[tuple[int, ...]]:
@@ -85,6 +87,8 @@ def _moves(
     for index, offset in enumerate(directions(shape)):
         dim = next(dim for dim, step in enumerate(offset) if step)
         phase = (ndim - 1 - dim if reverse else dim) if ordered else 0
+        if shape.in_order:
+            phase = index  # a cell has one contribution of each direction
         to = grid.at_offset(rank, offset)
         back = tuple(-step for step in offset)
         come = grid.at_offset(rank, back)

@@ -13,6 +13,7 @@ import numpy as np
 from commrt.sparse.agreement import HEADER_FIELDS, Header, check_headers
 from commrt.sparse.cost import Question, choose, estimated_fill, prices_of, rules
 from commrt.sparse.messages import Talk
+from commrt.sparse.order import same_results
 from commrt.sparse.pieces import Piece, even_bounds
 from commrt.sparse.recursive_doubling import recursive_doubling
 from commrt.sparse.result import Output
@@ -34,6 +35,8 @@ class SparseReport:
     operation: str
     algorithm: str = ""
     """What ran."""
+    candidates: tuple[str, ...] = ()
+    """What it was chosen among: fewer with ``deterministic=True``."""
     estimated_fill: float = 0.0
     """By which it was chosen."""
     counts: tuple[int, ...] = ()
@@ -86,6 +89,7 @@ def sparse_allreduce(
     report.counts = tuple(counts)
     report.estimated_fill = estimated_fill(counts, output.length)
     algorithm = header.algorithm
+    report.candidates = _algorithms(output)
     if algorithm is None:
         algorithm = _chosen(talk, output, report.estimated_fill, desk is not None)
     report.algorithm = algorithm
@@ -99,7 +103,7 @@ def _chosen(talk: Talk, output: Output, fill: float, shared: bool) -> str:
     elements = talk.elements
     length_bits = max(0, output.length - 1).bit_length()
     types = elements.index_nbytes, elements.dtype.itemsize
-    kind = length_bits, *types, output.format, shared
+    kind = length_bits, *types, output.format, shared, _algorithms(output)
     found = talk.rules.get(kind)
     if found is None:
         found = talk.rules[kind] = rules(question(talk, output, shared))
@@ -119,7 +123,13 @@ def question(talk: Talk, output: Output, shared: bool) -> Question:
         prices=prices_of(comm.facts),
         even=why_not_two_level(comm.nodes) is None,
         shared=shared,
+        algorithms=_algorithms(output),
     )
+
+
+def _algorithms(output: Output) -> tuple[str, ...]:
+    elements = output.elements
+    return same_results(elements.in_order, elements.dtype, output.format)
 
 
 def _run(

@@ -82,6 +82,8 @@ class Question:
     """Whether all nodes have equally many ranks."""
     shared: bool = False
     """Whether ``split`` reads entries and sums where their ranks have written them."""
+    algorithms: tuple[str, ...] = ALGORITHMS
+    """Those to choose among."""
 
     @property
     def entry_nbytes(self) -> int:
@@ -267,7 +269,7 @@ def rules(q: Question) -> tuple[Rule, ...]:
     found: list[Rule] = []
     for step in range(_GRID + 1):
         fill = _LEAST ** (1 - step / _GRID)
-        best = min(ALGORITHMS, key=lambda name: predicted_us(q, name, fill))
+        best = min(q.algorithms, key=lambda name: predicted_us(q, name, fill))
         if not found or found[-1].algorithm != best:
             found.append(Rule(0.0 if step == 0 else fill, best))
     return tuple(found)

@@ -17,6 +17,7 @@ from commrt.sparse.allreduce import SparseReport, sparse_allreduce
 from commrt.sparse.cost import ALGORITHMS, Rule
 from commrt.sparse.memory import Pool
 from commrt.sparse.messages import Talk
+from commrt.sparse.order import why_refused
 from commrt.sparse.pieces import Elements
 from commrt.sparse.result import FORMATS, Output
 from commrt.sparse.ring import why_not_two_level
@@ -55,6 +56,7 @@ class SparseMethods(PointToPoint):
     _checker: Checker | None
     _sparse: _Sparse | None = None
     _private: Callable[[str], Communicator]
+    _deterministic: bool
 
     def sparse_allreduce(
         self,
@@ -81,7 +83,8 @@ class SparseMethods(PointToPoint):
                 "auto" for what takes fewer bytes, the same on all ranks.
             out: an array to fill with the dense result.
             algorithm: one of recursive_doubling, split, split_dense, ring,
-                two_level_ring; chosen by the estimated fill unless given.
+                two_level_ring; chosen by the estimated fill unless given. Where the
+                communicator is ``deterministic``, only those that add from the left.
             nonblocking: return a request. Its steps run in ``test()`` and ``wait()``.
             timeout_s: limit of the wait.
 
@@ -94,17 +97,7 @@ class SparseMethods(PointToPoint):
         nonblocking = check_flag(what, "nonblocking", nonblocking)
         limit = self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
 
-        def check() -> tuple[Header, Output]:
-            output = _output(what, x, result, out, self._sparse_pool)
-            self._check_algorithm(what, algorithm)
-            if algorithm == "split_dense" and output.format == "sparse":
-                raise UsageError(
-                    f"{what}: algorithm='split_dense' has a dense sum; leave out "
-                    f"result='sparse', or take algorithm='split'"
-                )
-            return self._header(what, output.given, output.format, algorithm), output
-
-        header, output = self._checked(what, check, timeout_s)
+        header, output = self._check_sparse(x, result, out, algorithm, timeout_s)
 
         def steps(talk: Talk, title: str, report: SparseReport) -> Steps[Any]:
             return sparse_allreduce(talk, title, header, output, report)
@@ -145,12 +138,7 @@ class SparseMethods(PointToPoint):
         nonblocking = check_flag(what, "nonblocking", nonblocking)
         limit = self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
 
-        def check() -> tuple[Header, Largest]:
-            mine = Largest.of(what, x, k, residual, self._sparse_pool)
-            header = self._header(what, mine.output.given, "sparse", None)
-            return replace(header, k=mine.k), mine
-
-        header, mine = self._checked(what, check, timeout_s)
+        header, mine = self._check_topk(x, k, residual, timeout_s)
 
         def steps(talk: Talk, title: str, report: SparseReport) -> Steps[Any]:
             return topk_allreduce(talk, title, header, mine, report)
@@ -158,14 +146,56 @@ class SparseMethods(PointToPoint):
         elements = mine.output.elements
         return self._start(what, header, elements, steps, nonblocking, limit)
 
-    @cached_property
-    def _sparse_pool(self) -> Pool:
-        return Pool()
-
     @property
     def sparse_report(self) -> SparseReport | None:
         """What the sparse operation that ended last did on this rank; None before."""
         return None if self._sparse is None else self._sparse.report
+
+    # -- checking ----------------------------------------------------------------
+
+    @cached_property
+    def _sparse_pool(self) -> Pool:
+        return Pool()
+
+    def _check_sparse(
+        self, x: Any, result: Any, out: Any, algorithm: Any, timeout_s: float | None
+    ) -> tuple[Header, Output]:
+        """Return a sparse_allreduce's arguments; an error says what is wrong."""
+        what = "sparse_allreduce"
+
+        def check() -> tuple[Header, Output]:
+            pool, in_order = self._sparse_pool, self._deterministic
+            output = _output(what, x, result, out, pool, in_order)
+            self._check_algorithm(what, algorithm)
+            if algorithm == "split_dense" and output.format == "sparse":
+                raise UsageError(
+                    f"{what}: algorithm='split_dense' has a dense sum; leave out "
+                    f"result='sparse', or take algorithm='split'"
+                )
+            if algorithm is not None:
+                dtype = output.elements.dtype
+                why = why_refused(algorithm, in_order, dtype, output.format)
+                if why is not None:
+                    raise UsageError(
+                        f"{what}: algorithm={algorithm!r} must not run: {why}"
+                    )
+            return self._header(what, output.given, output.format, algorithm), output
+
+        return self._checked(what, check, timeout_s)
+
+    def _check_topk(
+        self, x: Any, k: Any, residual: Any, timeout_s: float | None
+    ) -> tuple[Header, Largest]:
+        """Return a topk_allreduce's arguments; an error says what is wrong."""
+        what = "topk_allreduce"
+
+        def check() -> tuple[Header, Largest]:
+            pool, in_order = self._sparse_pool, self._deterministic
+            mine = Largest.of(what, x, k, residual, pool, in_order)
+            header = self._header(what, mine.output.given, "sparse", None)
+            return replace(header, k=mine.k), mine
+
+        return self._checked(what, check, timeout_s)
 
     # -- starting ----------------------------------------------------------------
 
@@ -289,9 +319,11 @@ class SparseMethods(PointToPoint):
             self._sparse.channel._set_failure(why)
 
 
-def _output(what: str, x: Any, result: Any, out: Any, pool: Pool) -> Output:
+def _output(
+    what: str, x: Any, result: Any, out: Any, pool: Pool, in_order: bool
+) -> Output:
     given = parse(what, x)
-    elements = Elements.of(what, given, pool)
+    elements = Elements.of(what, given, pool, in_order)
     if not isinstance(result, str) or result not in FORMATS:
         raise UsageError(f"{what}: unknown result={result!r}{suggest(result, FORMATS)}")
     if out is None:

@@ -79,16 +79,20 @@ class Elements:
     index_nbytes: int
     dtype: DType
     pool: Pool
+    in_order: bool = False
+    """Whether several pieces are added from the left, one after the other."""
 
     @classmethod
-    def of(cls, what: str, given: Given, pool: Pool) -> Elements:
+    def of(
+        cls, what: str, given: Given, pool: Pool, in_order: bool = False
+    ) -> Elements:
         """Return those of an argument; BufferError_ where the type has no sum here."""
         if given.dtype.name not in _SUMMED:
             raise BufferError_(
                 f"{what}: values have dtype {given.dtype.name}, which sparse vectors "
                 f"cannot have; supported: {', '.join(sorted(_SUMMED))}"
             )
-        return cls(given.index_nbytes, given.dtype, pool)
+        return cls(given.index_nbytes, given.dtype, pool, in_order)
 
     @property
     def entry_nbytes(self) -> int:
@@ -170,7 +174,7 @@ class Elements:
         if len(found) > 2 and to.count * _MARK_ELEMENTS >= to.length:
             return replace(to, count=self._marked(found, to))
         while len(found) > 2:
-            found = self._merged_pairs(found)
+            found = self._fewer(found)
         if len(found) == 2:
             return replace(to, count=self._merged(found[0], found[1], to))
         for piece in found:
@@ -196,7 +200,10 @@ class Elements:
             to.values,
         )
 
-    def _merged_pairs(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def _fewer(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return neighbours merged: all pairs of them, or in order the first only."""
+        if self.in_order:
+            return [self.merge(pieces[0], pieces[1]), *pieces[2:]]
         pairs = zip(pieces[::2], pieces[1::2], strict=False)
         merged = [self.merge(a, b) for a, b in pairs]
         return merged + list(pieces[2 * len(merged) :])

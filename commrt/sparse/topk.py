@@ -58,7 +58,15 @@ class Largest:
     residual: HostView | None
 
     @classmethod
-    def of(cls, what: str, x: Any, k: Any, residual: Any, pool: Pool) -> Largest:
+    def of(
+        cls,
+        what: str,
+        x: Any,
+        k: Any,
+        residual: Any,
+        pool: Pool,
+        in_order: bool = False,
+    ) -> Largest:
         """Select the largest elements; UsageError says what is wrong."""
         array = view(x, f"{what}: x")
         check_shape(what, array.shape)
@@ -81,7 +89,7 @@ class Largest:
             code, to = array.dtype.code, had.ctypes.data
             _kernels.add_dense(code, array.address, to, array.count)
         given = _entries(array, had, number)
-        elements = Elements.of(what, given, pool)
+        elements = Elements.of(what, given, pool, in_order)
         return cls(number, Output(given, elements, "sparse", None), had, owed)
 
 

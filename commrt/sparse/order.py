@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sparse algorithms combine from the left, for ``deterministic=True``.
+
+``split`` and ``split_dense`` have the entries of all ranks for a range in one place,
+and add them in the order of ranks; the others add sums to sums, grouped by who met
+whom. Where they add is not all: a vector that became dense on its way loses its zeros,
+and an algorithm decides by what it has in hand. So what no order can change, integers,
+keeps all algorithms only where the result is dense.
+"""
+
+from __future__ import annotations
+
+from commrt.dtypes import DType
+from commrt.sparse.cost import ALGORITHMS
+
+__all__ = ["same_results", "why_refused"]
+
+_IN_ORDER = ("split", "split_dense")
+
+
+def same_results(deterministic: bool, dtype: DType, form: str) -> tuple[str, ...]:
+    """Return the algorithms whose results must not differ, or all of them.
+
+    Args:
+        deterministic: whether results must not depend on the algorithm.
+        dtype: type of the values.
+        form: the wanted result: auto, sparse or dense.
+    """
+    if not deterministic:
+        return ALGORITHMS
+    if form != "dense":
+        return _IN_ORDER[:1]
+    return _IN_ORDER if dtype.kind in ("float", "complex") else ALGORITHMS
+
+
+def why_refused(
+    algorithm: str, deterministic: bool, dtype: DType, form: str
+) -> str | None:
+    """Return why an algorithm must not run, None if it may."""
+    allowed = same_results(deterministic, dtype, form)
+    if algorithm in allowed:
+        return None
+    needs = "one order of addition" if form == "dense" else "one order and one format"
+    return (
+        f"deterministic=True asks for {needs}, and with result={form!r} and "
+        f"{dtype.name} values only {' and '.join(allowed)} "
+        f"{'have' if len(allowed) > 1 else 'has'} it"
+    )

@@ -14,8 +14,8 @@ from commrt.backends.ordering import wanted_order, why_refused
 from commrt.backends.prediction import predicted_us
 from commrt.dtypes import is_known
 from commrt.errors import UsageError
-from commrt.group_creation import GroupCreation
 from commrt.operations import rule_nbytes
+from commrt.redistribution_calls import Redistributing
 from commrt.remembered import Choices
 from commrt.select.facts import Candidate, CommFacts, Query, without_compression
 from commrt.select.policy import Explanation, Policy, Rejected
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Choosing"]
 
 
-class Choosing(GroupCreation):
+class Choosing(Redistributing):
     """The part of a communicator that chooses among candidates."""
 
     facts: CommFacts

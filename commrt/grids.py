@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from commrt.calls import as_integer
 from commrt.errors import UsageError
 from commrt.halo_calls import CartPlans
-from commrt.neighbors import NeighborCalls, Neighborhood, grid_neighborhood
+from commrt.halo_methods import HaloCalls
+from commrt.neighbors import Neighborhood, grid_neighborhood
 
 if TYPE_CHECKING:
     from commrt.comm import CartCommunicator
@@ -183,7 +184,7 @@ def _times(dims: Sequence[int]) -> str:
     return "x".join(map(str, dims))
 
 
-class Cartesian(NeighborCalls):
+class Cartesian(HaloCalls):
     """What a communicator over a grid has besides; see ``GroupCreation.cart``."""
 
     grid: Grid

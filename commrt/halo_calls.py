@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from commrt.calls import as_integer, check_flag
 from commrt.dtypes import ReduceOp, check_reduction, reduce_op
 from commrt.errors import MismatchError, UsageError
 from commrt.halo import HaloShape, halo_moves
+from commrt.halo_order import choose_direct, needs_order
 from commrt.neighbors import NeighborPlans
 from commrt.strided import (
     StridedArray,
@@ -26,10 +27,10 @@ from commrt.strided import (
 if TYPE_CHECKING:
     from commrt.comm import CartCommunicator
 
-__all__ = ["CartPlans"]
+__all__ = ["EXCHANGE", "REDUCE", "CartPlans", "Halo", "agreed_halo_plan", "make_halo"]
 
-_EXCHANGE, _REDUCE = "halo_exchange", "halo_reduce"
-_CODES = {_EXCHANGE: 80, _REDUCE: 81}
+EXCHANGE, REDUCE = "halo_exchange", "halo_reduce"
+_CODES = {EXCHANGE: 80, REDUCE: 81}
 """For the engine's records, apart from those of ``operations.py`` and of messages."""
 
 
@@ -45,7 +46,7 @@ class CartPlans(NeighborPlans):
         *,
         axes: Sequence[int] | None = None,
         corners: bool = True,
-        direct: bool = False,
+        direct: bool | None = None,
     ) -> _native.PersistentCall:
         """Return a call that fills the halos of ``fields`` with the neighbours' cells.
 
@@ -68,13 +69,14 @@ class CartPlans(NeighborPlans):
             corners: whether the cells that are outside of the block in several
                 dimensions are filled, too.
             direct: corners come from the rank that owns them, in one step and up to
-                3^n - 1 messages; otherwise dimension by dimension, in 2n messages.
+                3^n - 1 messages; otherwise dimension by dimension, in 2n messages,
+                as it is unless something is said.
 
         Raises:
             UsageError: an argument is wrong here; nothing was said.
             MismatchError: the ranks do not agree; on all of them.
         """
-        return _make(self._comm, _EXCHANGE, fields, width, axes, corners, direct, None)
+        return self._halo(EXCHANGE, fields, width, axes, corners, direct, None)
 
     def halo_reduce(
         self,
@@ -84,23 +86,45 @@ class CartPlans(NeighborPlans):
         op: str = "sum",
         axes: Sequence[int] | None = None,
         corners: bool = True,
-        direct: bool = False,
+        direct: bool | None = None,
     ) -> _native.PersistentCall:
         """Return a call that combines what halos hold with the cells they stand for.
 
         The reverse of ``halo_exchange``, with its arguments: each rank's halo goes back
         to the ranks that own these cells, which combine it with theirs by ``op``: sum,
         max, min, or another reduction but avg. Contributions are combined in the same
-        order in every run. What the halo holds afterwards is not defined.
+        order in every run; where the communicator is ``deterministic`` and the order
+        matters, in one order: as ``direct``, own cells first, then what comes
+        direction by direction. What the halo holds afterwards is not defined.
         """
-        return _make(self._comm, _REDUCE, fields, width, axes, corners, direct, op)
+        return self._halo(REDUCE, fields, width, axes, corners, direct, op)
+
+    def _halo(
+        self,
+        what: str,
+        fields: Any,
+        width: Any,
+        axes: Any,
+        corners: Any,
+        direct: Any,
+        op: str | None,
+    ) -> _native.PersistentCall:
+        comm = self._comm
+
+        def bind(halo: Halo) -> _native.PersistentCall:
+            return _bound(comm, halo, fields)
+
+        made: _native.PersistentCall = make_halo(
+            comm, what, fields, width, axes, corners, direct, op, bind
+        )
+        return made
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), _EXCHANGE, _REDUCE]
+        return [*super().__dir__(), EXCHANGE, REDUCE]
 
 
 @dataclass(frozen=True)
-class _Halo:
+class Halo:
     """The arguments of a call, checked as far as one rank can."""
 
     what: str
@@ -109,7 +133,7 @@ class _Halo:
     reduction: ReduceOp | None
 
 
-def _make(
+def make_halo(
     comm: CartCommunicator,
     what: str,
     fields: Any,
@@ -118,7 +142,9 @@ def _make(
     corners: Any,
     direct: Any,
     op: str | None,
-) -> _native.PersistentCall:
+    run: Callable[[Halo], Any],
+) -> Any:
+    """Return what ``run`` makes of the arguments, checked as far as one rank can."""
     comm._check_usable()
     single = not isinstance(fields, list | tuple)
     given = [fields] if single else list(fields)
@@ -129,28 +155,41 @@ def _make(
         strided(array, f"{what}: {name}")
         for array, name in zip(given, names, strict=True)
     ]
+    reduction = _reduction(what, op, arrays)
+    in_order = needs_order(comm.deterministic, reduction, arrays)
     shape = HaloShape(
         _widths(what, width, len(comm.dims)),
         _axes(arrays, axes, len(comm.dims), what),
         check_flag(what, "corners", corners),
-        check_flag(what, "direct", direct),
+        choose_direct(what, direct, corners, len(comm.dims), in_order),
+        in_order,
     )
-    halo = _Halo(what, arrays, shape, _reduction(what, op, arrays))
+    halo = Halo(what, arrays, shape, reduction)
     for array in arrays:
         check_writable(array)
         _check_extents(comm, halo, array)
     check_apart(arrays)
+    return run(halo)
+
+
+def _bound(comm: CartCommunicator, halo: Halo, fields: Any) -> _native.PersistentCall:
+    plan = agreed_halo_plan(comm, halo)
+    table = address_table(halo.arrays)
+    owners = (table, *(array.owner for array in halo.arrays))
+    return _native.PersistentCall(
+        comm, plan, table.ctypes.data, 0, owners, None, fields, halo.what
+    )
+
+
+def agreed_halo_plan(comm: CartCommunicator, halo: Halo) -> Any:
+    """Return the native plan of a call that fits those of all ranks; collective."""
     _agree(comm, halo)
-    return _bind(comm, halo, fields)
-
-
-def _bind(comm: CartCommunicator, halo: _Halo, fields: Any) -> _native.PersistentCall:
     moves = halo_moves(
         comm.grid,
         comm.rank,
         halo.shape,
         [array.shape for array in halo.arrays],
-        reverse=halo.what == _REDUCE,
+        reverse=halo.what == REDUCE,
     )
     program = compile_for(
         comm,
@@ -158,18 +197,13 @@ def _bind(comm: CartCommunicator, halo: _Halo, fields: Any) -> _native.Persisten
         [array.dtype.itemsize for array in halo.arrays],
         reduces=halo.reduction is not None,
     )
-    plan = box_plan(
+    return box_plan(
         comm,
         program,
         [array.layout for array in halo.arrays],
         coll=_CODES[halo.what],
         label="boxes/direct" if halo.shape.direct else "boxes/by_dimension",
         reduction=halo.reduction,
-    )
-    table = address_table(halo.arrays)
-    owners = (table, *(array.owner for array in halo.arrays))
-    return _native.PersistentCall(
-        comm, plan, table.ctypes.data, 0, owners, None, fields, halo.what
     )
 
 
@@ -245,7 +279,7 @@ def _axes(
     return tuple(found)
 
 
-def _check_extents(comm: CartCommunicator, halo: _Halo, array: StridedArray) -> None:
+def _check_extents(comm: CartCommunicator, halo: Halo, array: StridedArray) -> None:
     """Raise UsageError where the block is too small for its halo or a neighbour's."""
     for dim, (low, high) in enumerate(halo.shape.widths):
         axis = halo.shape.axes[dim]
@@ -268,7 +302,7 @@ def _check_extents(comm: CartCommunicator, halo: _Halo, array: StridedArray) -> 
             )
 
 
-def _agree(comm: CartCommunicator, halo: _Halo) -> None:
+def _agree(comm: CartCommunicator, halo: Halo) -> None:
     """Raise the same MismatchError on all ranks unless their arguments fit."""
     shape = halo.shape
     common = {
@@ -297,7 +331,7 @@ def _agree(comm: CartCommunicator, halo: _Halo) -> None:
 
 
 def _check_shapes(
-    comm: CartCommunicator, halo: _Halo, shapes: list[list[int]], index: int
+    comm: CartCommunicator, halo: Halo, shapes: list[list[int]], index: int
 ) -> None:
     """Blocks at the same place of a dimension must have the same extent there."""
     dim_of = {axis: dim for dim, axis in enumerate(halo.shape.axes)}

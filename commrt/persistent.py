@@ -8,10 +8,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native, calls
+from commrt.bound_calls import (
+    BoundCall,
+    bind_recv,
+    bind_send,
+    bind_sendrecv,
+    bind_sparse,
+    bind_topk,
+)
 from commrt.errors import UsageError, suggest
 from commrt.message_lists import bind_lists
 from commrt.operations import COLLECTIVES, operation
-from commrt.redistribution import make_redistribution
+from commrt.redistribution import bound_redistribution, make_redistribution
 from commrt.vector_calls import bind_call
 
 if TYPE_CHECKING:
@@ -20,6 +28,16 @@ if TYPE_CHECKING:
     from commrt.layouts import Layout
 
 __all__ = ["Plans"]
+
+_OTHERS = (
+    "multi_sendrecv",
+    "recv",
+    "redistribute",
+    "send",
+    "sendrecv",
+    "sparse_allreduce",
+    "topk_allreduce",
+)
 
 
 class Plans:
@@ -48,7 +66,57 @@ class Plans:
         return partial(self._make, name)
 
     def __dir__(self) -> list[str]:
-        return [*COLLECTIVES, "multi_sendrecv", "redistribute"]
+        return [*COLLECTIVES, *_OTHERS]
+
+    def send(self, x: Any, *, dest: int, tag: int = 0) -> BoundCall:
+        """Return the communicator's call of this name, bound to its array.
+
+        Each run sends what ``x`` holds then. Making one is local, and the peer need not
+        have one: its message meets an ordinary receive.
+        """
+        return bind_send(self._comm, x, dest, tag)
+
+    def recv(self, out: Any, *, source: int, tag: int = 0) -> BoundCall:
+        """Return the communicator's call of this name, bound to its array; as send."""
+        return bind_recv(self._comm, out, source, tag)
+
+    def sendrecv(
+        self,
+        x: Any,
+        *,
+        dest: int,
+        out: Any,
+        source: int,
+        sendtag: int = 0,
+        recvtag: int = 0,
+    ) -> BoundCall:
+        """Return the communicator's call of this name, bound to its arrays; as send."""
+        return bind_sendrecv(self._comm, x, dest, out, source, sendtag, recvtag)
+
+    def sparse_allreduce(
+        self,
+        x: Any,
+        *,
+        result: str = "auto",
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> BoundCall:
+        """Return the communicator's call of this name, bound to its arguments.
+
+        Each run sums what the arrays of ``x`` hold then, new indices too, of which
+        there are as many. They are checked at each run, and the algorithm is chosen
+        then. Without ``out`` each run returns a new result. Making one is local, in
+        check mode collective.
+        """
+        return bind_sparse(self._comm, x, result, out, algorithm)
+
+    def topk_allreduce(self, x: Any, k: int, *, residual: Any = None) -> BoundCall:
+        """Return the communicator's call of this name, bound to its arguments.
+
+        Each run reads what ``x`` and ``residual`` hold then, and returns a new result.
+        Making one is local, in check mode collective.
+        """
+        return bind_topk(self._comm, x, k, residual)
 
     def multi_sendrecv(
         self,
@@ -89,7 +157,11 @@ class Plans:
             UsageError: an argument is wrong here; nothing was said.
             MismatchError: the ranks do not agree; on all of them.
         """
-        return make_redistribution(self._comm, x, source, target, out)
+        comm = self._comm
+        made: _native.PersistentCall = make_redistribution(
+            comm, x, source, target, out, partial(bound_redistribution, comm)
+        )
+        return made
 
     def _make(
         self, name: str, *args: Any, **kwargs: Any

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,13 @@ from commrt.strided import (
 if TYPE_CHECKING:
     from commrt.comm import Communicator
 
-__all__ = ["make_redistribution", "redistribution_moves"]
+__all__ = [
+    "Redistribution",
+    "agreed_boxes",
+    "bound_redistribution",
+    "make_redistribution",
+    "redistribution_moves",
+]
 
 _NAME = "redistribute"
 _CODE = 82
@@ -74,10 +81,27 @@ def _box(array: int, runs: tuple[Runs, ...], own: list[tuple[int, int]]) -> Box:
     return Box(array, tuple(start), tuple(stop), tuple(axes))
 
 
+@dataclass(frozen=True)
+class Redistribution:
+    """The arguments of a call, checked as far as one rank can."""
+
+    source: Layout
+    target: Layout
+    sent: StridedArray
+    taken: StridedArray
+    out: Any
+    """As the caller knows it."""
+
+
 def make_redistribution(
-    comm: Communicator, x: Any, source: Any, target: Any, out: Any
-) -> _native.PersistentCall:
-    """Return the persistent call; see ``Plans.redistribute``."""
+    comm: Communicator,
+    x: Any,
+    source: Any,
+    target: Any,
+    out: Any,
+    run: Callable[[Redistribution], Any],
+) -> Any:
+    """Return what ``run`` makes of the arguments, checked as far as one rank can."""
     comm._check_usable()
     _check_layouts(comm, source, target)
     sent = _part(comm, "x", x, source)
@@ -91,19 +115,31 @@ def make_redistribution(
         )
     check_writable(taken)
     check_apart([sent, taken])
+    return run(Redistribution(source, target, sent, taken, out))
+
+
+def agreed_boxes(comm: Communicator, moved: Redistribution) -> Any:
+    """Return the native plan of a call that is the same on all ranks; collective."""
+    sent, taken = moved.sent, moved.taken
     label, _ = comm._label(_NAME)
-    said = f"source={source}, target={target}, dtype={sent.dtype.name}"
+    said = f"source={moved.source}, target={moved.target}, dtype={sent.dtype.name}"
     comm._check_equal(_NAME, label, said)
-    moves = redistribution_moves(source, target, comm.rank)
+    moves = redistribution_moves(moved.source, moved.target, comm.rank)
     sizes = [sent.dtype.itemsize] * 2
     program = compile_for(comm, moves, sizes, reduces=False)
-    plan = box_plan(
-        comm, program, [sent.layout, taken.layout], coll=_CODE, label="boxes/direct"
-    )
-    table = address_table([sent, taken])
-    owners = (table, sent.owner, taken.owner)
+    layouts = [sent.layout, taken.layout]
+    return box_plan(comm, program, layouts, coll=_CODE, label="boxes/direct")
+
+
+def bound_redistribution(
+    comm: Communicator, moved: Redistribution
+) -> _native.PersistentCall:
+    """Return the persistent call; see ``Plans.redistribute``."""
+    plan = agreed_boxes(comm, moved)
+    table = address_table([moved.sent, moved.taken])
+    owners = (table, moved.sent.owner, moved.taken.owner)
     return _native.PersistentCall(
-        comm, plan, table.ctypes.data, 0, owners, None, out, _NAME
+        comm, plan, table.ctypes.data, 0, owners, None, moved.out, _NAME
     )
 
 

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls bound to their arguments that have no plan of the engine: messages and sparse
+sums.
+
+They have the methods of the engine's persistent calls. What they are given is checked
+when they are made; a sparse vector once more at every run, as its indices may be new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from commrt.arrays import overlap
+from commrt.errors import UsageError
+
+if TYPE_CHECKING:
+    from commrt.point_to_point import PointToPoint
+    from commrt.sparse.methods import SparseMethods
+
+__all__ = [
+    "BoundCall",
+    "bind_recv",
+    "bind_send",
+    "bind_sendrecv",
+    "bind_sparse",
+    "bind_topk",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class BoundCall:
+    """An operation bound to its arguments; call it, or start() it."""
+
+    operation: str
+    """Its name."""
+    label: str
+    """What runs it."""
+    run: Callable[[bool], Any]
+    """Starts it; the argument says whether it is nonblocking."""
+
+    def __call__(self) -> Any:
+        """Run the operation and return its output."""
+        return self.run(False)
+
+    def start(self) -> Any:
+        """Start the operation and return its request; wait before starting again."""
+        return self.run(True)
+
+    def __repr__(self) -> str:
+        return f"<commrt.BoundCall {self.operation} by {self.label}>"
+
+
+_MESSAGES = "messages"
+
+
+def bind_send(comm: PointToPoint, x: Any, dest: Any, tag: Any) -> BoundCall:
+    """Return the send of what ``x`` holds at each run."""
+    what = "send"
+    comm._check_usable()
+    sent, rank, number = comm._outgoing(what, x, dest, "dest", tag, "tag")
+    to = sent.address, sent.nbytes, rank, number, sent.owner, what
+
+    def run(nonblocking: bool) -> Any:
+        comm._check_usable()
+        return comm._send(*to, nonblocking, comm.timeout_s)
+
+    return BoundCall(what, _MESSAGES, run)
+
+
+def bind_recv(comm: PointToPoint, out: Any, source: Any, tag: Any) -> BoundCall:
+    """Return the receive into ``out``."""
+    what = "recv"
+    comm._check_usable()
+    got, rank, number = comm._incoming(what, out, source, "source", tag, "tag")
+    place = got.address, got.nbytes, rank, number, got.owner, out, what
+
+    def run(nonblocking: bool) -> Any:
+        comm._check_usable()
+        return comm._recv(*place, nonblocking, comm.timeout_s)
+
+    return BoundCall(what, _MESSAGES, run)
+
+
+def bind_sendrecv(
+    comm: PointToPoint,
+    x: Any,
+    dest: Any,
+    out: Any,
+    source: Any,
+    sendtag: Any,
+    recvtag: Any,
+) -> BoundCall:
+    """Return both, as one operation."""
+    what = "sendrecv"
+    comm._check_usable()
+    sent, to, first = comm._outgoing(what, x, dest, "dest", sendtag, "sendtag")
+    got, of, second = comm._incoming(what, out, source, "source", recvtag, "recvtag")
+    if overlap(sent, got):
+        raise UsageError(f"{what}: out overlaps x; pass separate arrays")
+    leaving = sent.address, sent.nbytes, to, first
+    coming = got.address, got.nbytes, of, second
+
+    def run(nonblocking: bool) -> Any:
+        comm._check_usable()
+        owners = sent.owner, got.owner
+        return comm._sendrecv(
+            *leaving, *coming, *owners, out, what, nonblocking, comm.timeout_s
+        )
+
+    return BoundCall(what, _MESSAGES, run)
+
+
+def bind_sparse(
+    comm: SparseMethods, x: Any, result: Any, out: Any, algorithm: Any
+) -> BoundCall:
+    """Return the sum of what ``x`` holds at each run."""
+    comm._check_usable()
+    comm._check_sparse(x, result, out, algorithm, None)
+
+    def run(nonblocking: bool) -> Any:
+        return comm.sparse_allreduce(
+            x, result=result, out=out, algorithm=algorithm, nonblocking=nonblocking
+        )
+
+    label = f"sparse/{algorithm or 'by fill'}"
+    return BoundCall("sparse_allreduce", label, run)
+
+
+def bind_topk(comm: SparseMethods, x: Any, k: Any, residual: Any) -> BoundCall:
+    """Return the largest elements of what ``x`` and ``residual`` hold at each run."""
+    comm._check_usable()
+    comm._check_topk(x, k, residual, None)
+
+    def run(nonblocking: bool) -> Any:
+        return comm.topk_allreduce(x, k, residual=residual, nonblocking=nonblocking)
+
+    return BoundCall("topk_allreduce", "sparse/topk", run)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Halo exchange without a plan at hand: the methods of a communicator over a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from commrt.agreed_plans import agreed_plan
+from commrt.calls import check_flag, check_timeout
+from commrt.halo_calls import EXCHANGE, REDUCE, Halo, agreed_halo_plan, make_halo
+from commrt.neighbors import NeighborCalls
+from commrt.strided import address_table
+
+__all__ = ["HaloCalls"]
+
+
+class HaloCalls(NeighborCalls):
+    """The halo operations of a communicator over a grid; their plans are kept."""
+
+    def halo_exchange(
+        self,
+        fields: Any,
+        width: Any,
+        *,
+        axes: Sequence[int] | None = None,
+        corners: bool = True,
+        direct: bool | None = None,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Fill the halos of ``fields`` with the neighbours' cells; return ``fields``.
+
+        As ``plan.halo_exchange``, with its arguments. Calls whose arrays are laid out
+        like those of an earlier call use its plan; by a reduction of 8 bytes the ranks
+        see that, and a nonblocking call waits for it, too.
+        """
+        return self._halo(
+            EXCHANGE, None, fields, width, axes, corners, direct, nonblocking, timeout_s
+        )
+
+    def halo_reduce(
+        self,
+        fields: Any,
+        width: Any,
+        *,
+        op: str = "sum",
+        axes: Sequence[int] | None = None,
+        corners: bool = True,
+        direct: bool | None = None,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Combine what halos hold with the cells they stand for; return ``fields``.
+
+        As ``plan.halo_reduce``, with its arguments; plans are kept as those of
+        ``halo_exchange``.
+        """
+        return self._halo(
+            REDUCE, op, fields, width, axes, corners, direct, nonblocking, timeout_s
+        )
+
+    def _halo(
+        self,
+        what: str,
+        op: str | None,
+        fields: Any,
+        width: Any,
+        axes: Any,
+        corners: Any,
+        direct: Any,
+        nonblocking: Any,
+        timeout_s: float | None,
+    ) -> Any:
+        whole: Any = self  # a CartCommunicator
+        nonblocking = check_flag(what, "nonblocking", nonblocking)
+        limit = self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
+
+        def run(halo: Halo) -> Any:
+            arrays = halo.arrays
+            places = [
+                (each.shape, each.layout.strides, each.dtype.name) for each in arrays
+            ]
+            mine = halo.shape, halo.reduction, places
+            plan = agreed_plan(
+                whole, what, mine, limit, lambda: agreed_halo_plan(whole, halo)
+            )
+            table = address_table(arrays)
+            owners = (table, *(array.owner for array in arrays))
+            address = table.ctypes.data
+            return self._run_plan(
+                plan, address, 0, owners, None, fields, what, nonblocking, limit
+            )
+
+        return make_halo(whole, what, fields, width, axes, corners, direct, op, run)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Redistribution without a plan at hand: the method of a communicator."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from commrt.agreed_plans import agreed_plan
+from commrt.calls import check_flag, check_timeout
+from commrt.group_creation import GroupCreation
+from commrt.redistribution import Redistribution, agreed_boxes, make_redistribution
+from commrt.strided import address_table
+
+if TYPE_CHECKING:
+    from commrt.layouts import Layout
+
+__all__ = ["Redistributing"]
+
+
+class Redistributing(GroupCreation):
+    """The part of a communicator that moves arrays between distributions."""
+
+    @cached_property
+    def _agreed_plans(self) -> dict[int, Any]:
+        return {}
+
+    def redistribute(
+        self,
+        x: Any,
+        source: Layout,
+        target: Layout,
+        *,
+        out: Any = None,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Move an array from one distribution to another; return this rank's part.
+
+        As ``plan.redistribute``, with its arguments. Calls whose arrays are laid out
+        like those of an earlier call use its plan; by a reduction of 8 bytes the ranks
+        see that, and a nonblocking call waits for it, too.
+        """
+        what = "redistribute"
+        whole: Any = self  # a communicator
+        nonblocking = check_flag(what, "nonblocking", nonblocking)
+        limit = self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
+
+        def run(moved: Redistribution) -> Any:
+            arrays = [moved.sent, moved.taken]
+            strides = [each.layout.strides for each in arrays]
+            said = str(moved.source), str(moved.target), moved.sent.dtype.name
+            plan = agreed_plan(
+                whole, what, (*said, strides), limit, lambda: agreed_boxes(whole, moved)
+            )
+            table = address_table(arrays)
+            owners = (table, *(array.owner for array in arrays))
+            address, result = table.ctypes.data, moved.out
+            return self._run_plan(
+                plan, address, 0, owners, None, result, what, nonblocking, limit
+            )
+
+        return make_redistribution(whole, x, source, target, out, run)

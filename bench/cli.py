@@ -20,6 +20,7 @@ from commrt.bench import (
     fused,
     halo,
     sparse,
+    turns,
     worker,
 )
 from commrt.bench.algorithm import resolve
@@ -27,7 +28,13 @@ from commrt.bench.bench_operations import MULTI, bench_operation
 from commrt.bench.import_cost import measure_import
 from commrt.bench.launch import LaunchError, PeerSpec, launch, make_job
 from commrt.bench.machine import describe_machine
-from commrt.bench.options import POINT_TO_POINT, check_dtype, osu_range, parse
+from commrt.bench.options import (
+    POINT_TO_POINT,
+    TURNS,
+    check_dtype,
+    osu_range,
+    parse,
+)
 from commrt.console import until_reader_leaves
 from commrt.dtypes import dtype_by_name
 from commrt.errors import CommError, UsageError
@@ -82,6 +89,8 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
                 f"it outside mpiexec"
             )
         return partial(own_launches[args.benchmark], args)
+    if args.benchmark in TURNS:
+        return partial(turns.main, args)
     if args.benchmark == "sparse":
         return partial(sparse.main, args)
     if args.benchmark == "compress":

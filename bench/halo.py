@@ -87,7 +87,8 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
         "width": args.width,
         "periodic": not args.open,
         "corners": not args.faces,
-        "direct": args.direct,
+        "direct": args.direct or None,
+        "reduce": args.reduce,
         "dtype": args.dtype,
         "fresh": args.fresh,
         "iterations": args.iterations,
@@ -117,7 +118,8 @@ def text(job: Mapping[str, Any], results: list[dict[str, Any]]) -> str:
     if job["corners"] and job["direct"]:
         kind = "corners by direct messages"
     lines = [
-        f"# commrt {own['version']}, halo exchange, {own['ranks']} ranks as "
+        f"# commrt {own['version']}, halo {'reduce' if job['reduce'] else 'exchange'}, "
+        f"{own['ranks']} ranks as "
         f"{'x'.join(map(str, own['grid']))}, "
         f"{'periodic' if job['periodic'] else 'open ends'}, links {own['link_class']}",
         f"# block {cells} {job['dtype']}, width {job['width']}, {kind}, "

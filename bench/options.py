@@ -18,6 +18,7 @@ from commrt.sparse.result import FORMATS
 
 __all__ = [
     "POINT_TO_POINT",
+    "TURNS",
     "build_parser",
     "check_dtype",
     "doubling_sizes",
@@ -27,6 +28,14 @@ __all__ = [
 ]
 
 POINT_TO_POINT = ("latency", "bw", "bibw")
+TURNS = {
+    "neighbor_allgather": "A block to all neighbours in a grid, beside mpi4py's.",
+    "neighbor_allgatherv": "The same with counts, beside mpi4py's.",
+    "neighbor_alltoall": "A block to each neighbour in a grid, beside mpi4py's.",
+    "neighbor_alltoallv": "The same with counts, beside mpi4py's.",
+    "redistribute": "From rows to columns, beside mpi4py's Alltoallv and slices.",
+    "topk_allreduce": "The largest elements of a sum, beside the dense allreduce.",
+}
 
 # OSU spells MPI's names, in any case, with or without the prefix.
 _OSU_DTYPES = {
@@ -190,6 +199,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "-W", "--window", type=_count(1), default=64, help="messages in flight (64)"
         )
+    _add_turns(commands)
     _add_halo(commands)
     _add_fused(commands)
     _add_compare(commands)
@@ -301,6 +311,38 @@ def _collective_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_turns(commands: _Commands) -> None:
+    for name, doc in TURNS.items():
+        command = commands.add_parser(name, help=doc, description=doc)
+        command.add_argument(
+            *("-m", "--message-size"),
+            default="65536:4194304" if name == "topk_allreduce" else "1048576",
+            metavar="[MIN:]MAX",
+            help="bytes for one neighbour, of one rank's part, or of x; doubling",
+        )
+        command.add_argument(
+            *("-i", "--iterations"), type=_count(1), default=100, help="calls per size"
+        )
+        command.add_argument(
+            "-T", "--type", dest="dtype", type=_argument(_dtype), default="float32"
+        )
+        if name.startswith("neighbor"):
+            command.add_argument(
+                "--grid", help="ranks in each dimension, as in 2x2 (two, even)"
+            )
+            command.add_argument("--open", action="store_true", help="not periodic")
+        if name == "topk_allreduce":
+            command.add_argument(
+                "--density",
+                type=_argument(lambda text: _densities(text)[0]),
+                default=0.01,
+                help="k as a part of the elements (0.01)",
+            )
+        command.add_argument("--ranks", type=_argument(_rank_list))
+        command.add_argument("--timeout-s", type=_seconds, default=600.0)
+        command.add_argument("--format", choices=["osu", "json"], default="osu")
+
+
 def _add_halo(commands: _Commands) -> None:
     doc = "Halo exchange of a block, beside mpi4py with numpy slices and a plain copy."
     command = commands.add_parser("halo", help=doc, description=doc)
@@ -318,6 +360,9 @@ def _add_halo(commands: _Commands) -> None:
         "--direct", action="store_true", help="corners from the ranks that own them"
     )
     command.add_argument("--open", action="store_true", help="not periodic")
+    command.add_argument(
+        "--reduce", action="store_true", help="halo_reduce: add halos to their owners"
+    )
     command.add_argument(
         "--fresh", action="store_true", help="rewrite the fields between calls"
     )

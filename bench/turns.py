@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations that the table of collectives does not have, each beside another way.
+
+Neighbour collectives and redistribution beside mpi4py's, where the ranks are MPI's;
+topk_allreduce beside the dense allreduce. The ways take turns within one launch. Each
+result is compared with its definition before anything is timed; a call is timed by
+itself, after a barrier, and its time is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from commrt.bench.halo import extents
+from commrt.bench.options import check_dtype, osu_range
+from commrt.bench.own_ranks import report, tell
+from commrt.dtypes import dtype_by_name
+from commrt.errors import UsageError
+from commrt.layouts import Block, Layout
+
+__all__ = ["Ways", "main", "measure", "text", "ways"]
+
+Call = Callable[[], Any]
+_TURN = 10
+
+
+@dataclass(frozen=True)
+class Ways:
+    """One size of an operation."""
+
+    calls: dict[str, Call]
+    """By name; commrt's is the first."""
+    is_right: Callable[[], bool]
+    """Whether commrt's call gave this rank what the operation is defined to."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run a command line; return 0, or 1 where a result was wrong."""
+    check_dtype(args.dtype)
+    item = dtype_by_name(args.dtype).itemsize
+    grid = None
+    if getattr(args, "grid", None) is not None:
+        grid = extents("--grid", args.grid)
+        for ranks in args.ranks or [2]:
+            if math.prod(grid) != ranks:
+                raise UsageError(
+                    f"--grid {args.grid}: has {math.prod(grid)} places, expected "
+                    f"{ranks}, one for each rank"
+                )
+    job = {
+        "operation": args.benchmark,
+        "sizes": osu_range(args.message_size, item),
+        "dtype": args.dtype,
+        "grid": grid,
+        "periodic": not getattr(args, "open", False),
+        "density": getattr(args, "density", 0.0),
+        "iterations": args.iterations,
+    }
+    return report(args, job, "commrt.bench.turns", measure, text)
+
+
+def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Run the job on the ranks this process belongs to; the result is rank 0's."""
+    import commrt
+
+    runtime: Any = commrt
+    comm = runtime.init()
+    rows = []
+    for nbytes in job["sizes"]:
+        found = ways(comm, job, nbytes)
+        next(iter(found.calls.values()))()
+        right = np.array([found.is_right()])
+        comm.allreduce(right, op="land")
+        samples = _samples(comm, found.calls, int(job["iterations"]))
+        rows.append({"size": nbytes, "valid": bool(right[0]), "samples_us": samples})
+    about = {
+        "version": commrt.__version__,
+        "ranks": comm.size,
+        "nodes": comm.facts.nodes,
+        "link_class": str(comm.facts.link_class),
+        "library": comm.mpi_library,
+    }
+    return {**about, "rows": rows} if comm.rank == 0 else None
+
+
+def _samples(
+    comm: Any, calls: Mapping[str, Call], iterations: int
+) -> dict[str, list[float]]:
+    """Time every call in turns, so that all of them meet the same machine."""
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(1 + max(1, iterations // _TURN)):
+        for name, call in calls.items():
+            for _ in range(min(_TURN, iterations)):
+                comm.barrier()
+                start = time.perf_counter_ns()
+                call()
+                took = (time.perf_counter_ns() - start) / 1000
+                if turn:  # the first warms up
+                    spent[name].append(took)
+    return {
+        name: comm.allreduce(np.array(times), op="max").round(2).tolist()
+        for name, times in spent.items()
+    }
+
+
+def ways(comm: Any, job: Mapping[str, Any], nbytes: int) -> Ways:
+    """Return the ways to do an operation on about so many bytes."""
+    kind = np.dtype(dtype_by_name(job["dtype"]).name)
+    count = max(1, nbytes // kind.itemsize)
+    if job["operation"] == "redistribute":
+        return _redistribution(comm, kind, count)
+    if job["operation"] == "topk_allreduce":
+        return _topk(comm, kind, count, job["density"])
+    return _neighbors(comm, job, kind, count)
+
+
+def _neighbors(
+    comm: Any, job: Mapping[str, Any], kind: np.dtype[Any], count: int
+) -> Ways:
+    what = job["operation"]
+    dims = tuple(job["grid"] or (0, 0))
+    cart = comm.cart(dims, job["periodic"])
+    number = len(cart.neighbors)
+    gathers = "allgather" in what
+    blocks = 1 if gathers else number
+
+    def sent_by(rank: int) -> Any:
+        each = (rank * blocks + np.arange(blocks)) % 100 + 1
+        return np.repeat(each, count).astype(kind)
+
+    x, out = sent_by(comm.rank), np.zeros(number * count, kind)
+    more: dict[str, Any] = {}
+    if what.endswith("v"):
+        more["recv_counts"] = [count] * number
+        if not gathers:
+            more["send_counts"] = [count] * number
+    want = np.zeros_like(out)
+    for at, source in enumerate(cart.neighbors):
+        if source is not None:
+            block = 0 if gathers else at ^ 1
+            theirs = sent_by(source)[block * count : (block + 1) * count]
+            want[at * count : (at + 1) * count] = theirs
+    calls = {"commrt": getattr(cart.plan, what)(x, out=out, **more)}
+    if comm.mpi is not None:
+        calls["mpi4py"] = _mpi_neighbors(comm.mpi, cart, what, x, np.zeros_like(out))
+    return Ways(calls, lambda: np.array_equal(out, want))
+
+
+def _mpi_neighbors(mpi: Any, cart: Any, what: str, x: Any, out: Any) -> Call:
+    there = mpi.Create_cart(cart.dims, cart.periodic)
+    # As bytes: MPI does not know all types.
+    sends, receives = x.view(np.uint8), out.view(np.uint8)
+    each = receives.size // len(cart.neighbors)
+    places = [at * each for at in range(len(cart.neighbors))]
+    counts = [each] * len(places)
+    call = getattr(there, what.capitalize())
+    if what.endswith("v"):
+        receives = [receives, (counts, places), _byte()]
+        if what == "neighbor_alltoallv":
+            sends = [sends, (counts, places), _byte()]
+    return lambda: call(sends, receives)
+
+
+def _byte() -> Any:
+    from mpi4py import MPI
+
+    return MPI.BYTE
+
+
+def _redistribution(comm: Any, kind: np.dtype[Any], count: int) -> Ways:
+    """From whole rows to whole columns of a square."""
+    size, me = comm.size, comm.rank
+    side = max(1, math.isqrt(count * size))
+    rows = Layout((side, side), (size,), (Block(0), None))
+    columns = Layout((side, side), (size,), (None, Block(0)))
+    bounds = [side * rank // size for rank in range(size + 1)]
+    ranges = list(pairwise(bounds))
+    whole = np.arange(side * side).reshape(side, side) % 100
+    mine = np.ascontiguousarray(whole[slice(*ranges[me])].astype(kind))
+    want = whole[:, slice(*ranges[me])].astype(kind)
+    out = np.zeros_like(want, order="C")
+    calls: dict[str, Call] = {
+        "commrt": comm.plan.redistribute(mine, rows, columns, out=out)
+    }
+    if comm.mpi is not None:
+        calls["mpi4py"] = _mpi_turned(comm.mpi, mine, np.zeros_like(out), ranges)
+    return Ways(calls, lambda: np.array_equal(out, want))
+
+
+def _mpi_turned(mpi: Any, mine: Any, out: Any, ranges: list[tuple[int, int]]) -> Call:
+    """Return it as people write it: parts by slices, and one Alltoallv."""
+    item = mine.itemsize
+    sends = [len(mine) * (last - first) * item for first, last in ranges]
+    receives = [(last - first) * out.shape[1] * item for first, last in ranges]
+
+    def places(counts: list[int]) -> list[int]:
+        return [0, *np.cumsum(counts[:-1]).tolist()]
+
+    def turn() -> None:
+        parts = [mine[:, first:last].ravel() for first, last in ranges]
+        packed, come = np.concatenate(parts), np.empty(out.size, out.dtype)
+        mpi.Alltoallv(
+            [packed.view(np.uint8), (sends, places(sends)), _byte()],
+            [come.view(np.uint8), (receives, places(receives)), _byte()],
+        )
+        out[...] = come.reshape(out.shape)  # blocks of rows, one after the other
+
+    return turn
+
+
+def _topk(comm: Any, kind: np.dtype[Any], count: int, density: float) -> Ways:
+    """Whole numbers, so that what was sent and what is owed add up exactly."""
+    rng = np.random.default_rng(comm.rank)
+    x = rng.integers(-9, 10, count).astype(kind)
+    total, residual, result = np.zeros_like(x), np.zeros_like(x), np.zeros_like(x)
+    k = max(1, round(density * count))
+
+    def largest() -> None:
+        residual.fill(0)
+        found = comm.topk_allreduce(x, k, residual=residual)
+        result.fill(0)
+        result[found.indices] = found.values
+
+    def is_right() -> bool:
+        comm.allreduce(x, out=total)
+        owed = comm.allreduce(residual.copy())
+        return np.array_equal(result + owed, total)
+
+    def run() -> Any:
+        return comm.topk_allreduce(x, k, residual=residual)
+
+    # What is timed goes on with its residual, as training does.
+    turns = iter([largest])
+    return Ways(
+        {
+            "commrt": lambda: next(turns, run)(),
+            "dense allreduce": lambda: comm.allreduce(x, out=total),
+        },
+        is_right,
+    )
+
+
+def text(job: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Return a table in OSU's manner: one line per size."""
+    names = list(found["rows"][0]["samples_us"])
+    about = ""
+    if job["operation"].startswith("neighbor"):
+        grid = "x".join(map(str, job["grid"])) if job["grid"] else "even"
+        about = f", {grid} grid, {'periodic' if job['periodic'] else 'open ends'}"
+    elif job["operation"] == "topk_allreduce":
+        about = f", k is {job['density']:g} of the elements"
+    lines = [
+        f"# commrt {found['version']}, {job['operation']}, {found['ranks']} ranks on "
+        f"{found['nodes']} node(s), links {found['link_class']}, {job['dtype']}{about}",
+        f"# {'Size':<10}"
+        + "".join(f"{name + '(us)':>22}{'Min(us)':>12}" for name in names)
+        + f"{'commrt is':>12}" * (len(names) > 1),
+    ]
+    for row in found["rows"]:
+        samples = row["samples_us"]
+        medians = [statistics.median(samples[name]) for name in names]
+        line = f"{row['size']:<12}" + "".join(
+            f"{median:>22.2f}{min(samples[name]):>12.2f}"
+            for name, median in zip(names, medians, strict=True)
+        )
+        if len(names) > 1:
+            line += f"{medians[0] / medians[1]:>12.2f}"
+        lines.append(line + ("" if row["valid"] else "  WRONG"))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    _found = measure(json.loads(sys.argv[1]))
+    if _found is not None:
+        tell(_found)

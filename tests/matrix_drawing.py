@@ -29,8 +29,13 @@ Way = tuple[str | None, dict[str, int | str]]
 
 SIZES = range(1, 17)
 COUNTS = (0, 1, 2, 3, 5, 7, 64, 257, 1021, 5000, 40_000)
-_WEIGHTS = (3, 5, 3, 5, 5, 4, 5, 5, 3, 3, 1)
-"""Most cases are short: they take the same paths, and less time."""
+_WEIGHTS = (3, 3, 2, 2, 2, 2, 4, 8, 6, 2, 1)
+"""Long cases take the same paths as short ones, and more time."""
+_CUTTING = (*TRANSPORTS, *[each for each in TRANSPORTS if "chunk" in each] * 2)
+_LONG_NBYTES = 512
+_CUTS = (2, 3, 4, 8)
+_LEAST_CHUNK = 64
+"""A line: fragments are multiples of it."""
 _MOST_NBYTES = 3 << 19
 """Of all arrays of a case, about."""
 _HEAP_SHARE = 0.25
@@ -91,8 +96,6 @@ class Where:
         reducing = [coll for coll in COLLECTIVES if operation(coll).reduces]
         for kind in KINDS[1:]:
             for coll in reducing:
-                if operation(coll).count_arguments and kind == "deterministic":
-                    continue
                 found.append(Visit(coll, (None, {}), kind))
         return found
 
@@ -169,7 +172,12 @@ class Drawing:
             spread = rng.choice(spreads)
             # What is no schedule takes no parameters.
             plain = way[0] is not None and "/" in way[0]
-            transport = {} if plain or is_message else rng.choice(TRANSPORTS)
+            count = self._count(coll, dtype, visit.kind, rng)
+            nbytes = count * self._itemsize(dtype, visit.kind)
+            some = _CUTTING if nbytes > _LONG_NBYTES else TRANSPORTS
+            transport = {} if plain or is_message else dict(rng.choice(some))
+            if "chunk" in transport:
+                transport["chunk"] = self._chunk(coll, nbytes, rng)
             case = Case(
                 coll,
                 size,
@@ -178,7 +186,7 @@ class Drawing:
                 dtype,
                 op,
                 root,
-                self._count(coll, dtype, visit.kind, rng),
+                count,
                 False,
                 spread,
             )
@@ -214,12 +222,26 @@ class Drawing:
 
     def _count(self, coll: str, dtype: str, kind: str, rng: random.Random) -> int:
         size = self.where.size
-        item = 16 if kind in ("python", "c") else dtype_by_name(dtype).itemsize
+        item = self._itemsize(dtype, kind)
         spec = None if coll in MESSAGES else operation(coll)
         whole = spec is None or (spec.rule_bytes, spec.out_count) == ("whole", "same")
         nbytes = item * size * (2 if whole else size + 1)
         few = sum(count * nbytes <= _MOST_NBYTES for count in COUNTS)
         return rng.choices(COUNTS[:few], _WEIGHTS[:few])[0]
+
+    @staticmethod
+    def _itemsize(dtype: str, kind: str) -> int:
+        return 16 if kind in ("python", "c") else dtype_by_name(dtype).itemsize
+
+    def _chunk(self, coll: str, nbytes: int, rng: random.Random) -> int:
+        """Return a chunk that cuts most messages of a call, into a few fragments.
+
+        Of a vector that algorithms deal with as a whole, or in a block for each rank.
+        """
+        spec = operation(coll)
+        if (spec.rule_bytes, spec.out_count) == ("whole", "same"):
+            nbytes //= rng.choice((1, self.where.size, self.where.size))
+        return max(_LEAST_CHUNK, nbytes // rng.choice(_CUTS))
 
 
 @lru_cache(maxsize=32)

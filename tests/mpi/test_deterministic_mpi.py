@@ -80,3 +80,35 @@ def test_ranks_that_disagree_at_init_are_told_so(mpirun: Any) -> None:
     texts = mpirun(2, disagree)
     assert texts[0] == texts[1]
     assert "rank 1 of the job: deterministic=True" in texts[0]
+
+
+def sparse_and_halo() -> list[list[str]]:
+    """Return this rank's results, of what is the same everywhere and of its own."""
+    comm = commrt.init(deterministic=True)
+    x = telling("float32", comm.rank, 3000)
+    at = np.flatnonzero(np.arange(9000) % (comm.rank + 2) == 0)[:3000].astype(np.int32)
+    entries = at, x[: len(at)], 9000
+    started = [comm.sparse_allreduce(entries, nonblocking=True) for _ in range(5)]
+    found = [request.wait() for request in started]
+    sums = [np.asarray(getattr(each, "values", each)) for each in found]
+    for algorithm in ("split", "split_dense"):
+        total = comm.sparse_allreduce(entries, result="dense", algorithm=algorithm)
+        sums.append(total[total != 0])
+    cart = comm.cart((2, comm.size // 2), periodic=True)
+    cells = []
+    for direct in (None, True):
+        field = telling("float32", comm.rank, 64).reshape(8, 8)
+        cart.halo_reduce(field, 2, direct=direct)
+        cells.append(field[2:-2, 2:-2].tobytes().hex())
+    return [[each.tobytes().hex() for each in sums], cells]
+
+
+def test_sparse_sums_and_halos_are_the_same_wherever_the_ranks_are(mpirun: Any) -> None:
+    one_node, two_nodes = (
+        mpirun(4, sparse_and_halo, env=nodes(text)) for text in ("", "2,2")
+    )
+    assert one_node == two_nodes
+    for sums, cells in one_node:
+        assert sums[:5] == one_node[0][0][:5]
+        assert len({*sums[:5]}) == len({*sums[5:]}) == 1
+        assert len({*cells}) == 1

@@ -45,10 +45,12 @@ def run_matrix(seed: int, place: int, number: int, plans: int) -> list[Any]:
     planning.SYMMETRIC_NBYTES = SYMMETRIC_FROM_NBYTES
     must = must_visit(str(seed), [Where(*each) for each in PLACES])[place]
 
-    def visits(where: Where) -> Iterator[list[Trial]]:
-        return Drawing(where, number, str(seed), must, plans=plans).visits()
-
     comm, where = commrt.init(), PLACES[place][1]
+    drawn = f"{seed} {str(comm.mpi_library).split()[0]}"  # others for each library
+
+    def visits(where: Where) -> Iterator[list[Trial]]:
+        return Drawing(where, number, drawn, must, plans=plans).visits()
+
     assert comm.facts.nodes == where.count(",") + 1
     return on_each_rank(comm, where, visits)
 

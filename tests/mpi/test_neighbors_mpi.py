@@ -11,6 +11,8 @@ import pytest
 from neighbor_cases import check_all, draw_graph, draw_grid, grid_edges
 
 import commrt
+from commrt.bench import turns
+from commrt.bench.options import TURNS
 
 
 def nodes(text: str) -> dict[str, str]:
@@ -60,3 +62,28 @@ def like_the_librarys_own() -> bool:
 
 def test_grids_do_as_the_librarys_own(mpirun: Any) -> None:
     assert mpirun(3, like_the_librarys_own) == [True] * 3
+
+
+def timed() -> list[Any]:
+    rows = []
+    for operation in TURNS:
+        job = {
+            "operation": operation,
+            "sizes": [4, 4096],
+            "dtype": "float32",
+            "grid": None,
+            "periodic": True,
+            "density": 0.01,
+            "iterations": 10,
+        }
+        found = turns.measure(job)
+        if found is not None:
+            rows += [(row["valid"], sorted(row["samples_us"])) for row in found["rows"]]
+    return rows
+
+
+def test_benchmarks_measure_the_library_beside_and_are_right(mpirun: Any) -> None:
+    rows = mpirun(3, timed)
+    assert rows[1:] == [[], []]
+    beside = [*["mpi4py"] * 10, *["dense allreduce"] * 2]
+    assert rows[0] == [[True, sorted(["commrt", each])] for each in beside]

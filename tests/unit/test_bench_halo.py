@@ -44,6 +44,21 @@ def test_slices_fill_the_halo_of_a_periodic_block(ndim: int, corners: bool) -> N
     assert halo_worker.halo_nbytes(field, faces) == moved * field.itemsize
 
 
+@pytest.mark.parametrize("corners", [False, True])
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_slices_add_the_halo_of_a_periodic_block(ndim: int, corners: bool) -> None:
+    field = np.random.default_rng(ndim).integers(0, 9, (8,) * ndim)
+    right = np.zeros((4,) * ndim, int)
+    cells = np.indices(field.shape).reshape(ndim, -1).T
+    for cell in cells:
+        outside = ((cell < 2) | (cell >= 6)).sum()
+        if corners or outside < 2:
+            right[tuple((cell - 2) % 4)] += field[tuple(cell)]
+    faces = halo_worker.face_slices(ndim, 2, corners)
+    halo_worker.reduce_slices(field, Alone(), faces)()
+    assert np.array_equal(field[(slice(2, -2),) * ndim], right)
+
+
 def test_the_text_has_a_line_per_way() -> None:
     job = {
         "shape": [4, 4],
@@ -51,6 +66,7 @@ def test_the_text_has_a_line_per_way() -> None:
         "periodic": True,
         "corners": True,
         "direct": False,
+        "reduce": False,
         "dtype": "float32",
         "fresh": False,
     }
@@ -69,6 +85,7 @@ def test_the_text_has_a_line_per_way() -> None:
     assert "2 ranks as 2x1, periodic, links near" in lines[0]
     assert "block 4x4 float32, width 1, corners, 80 bytes per rank" in lines[1]
     assert [line.split()[-1] for line in lines[4:]] == ["0.50", "0.25", "2.00"]
+    assert "halo reduce" in halo.text({**job, "reduce": True}, [own])
     wrong = halo.text(job, [{**own, "valid": False}])
     assert "WRONG" in wrong
 

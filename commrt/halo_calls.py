@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -71,7 +70,8 @@ class CartPlans(NeighborPlans):
                 3^n - 1 messages; otherwise dimension by dimension, in 2n messages.
 
         Raises:
-            UsageError: an argument is wrong here; nothing was said.
+            UsageError: an argument is wrong here; nothing was said. In check mode it is
+                raised on all ranks.
             MismatchError: the ranks do not agree; on all of them.
         """
         return _make(self._comm, _EXCHANGE, fields, width, axes, corners, direct, None)
@@ -120,28 +120,48 @@ def _make(
     op: str | None,
 ) -> _native.PersistentCall:
     comm._check_usable()
+
+    def check() -> _Halo:
+        return _checked(comm, what, fields, width, axes, corners, direct, op)
+
+    halo = comm._together(what, check)
+    _agree(comm, halo)
+    return _bind(comm, halo, fields)
+
+
+def _checked(
+    comm: CartCommunicator,
+    what: str,
+    fields: Any,
+    width: Any,
+    axes: Any,
+    corners: Any,
+    direct: Any,
+    op: str | None,
+) -> _Halo:
+    """Return the arguments; UsageError says what is wrong with them on this rank."""
+    here = f"{what}, rank {comm.rank}"
     single = not isinstance(fields, list | tuple)
     given = [fields] if single else list(fields)
     if not given:
-        raise UsageError(f"{what}: fields is empty: pass one array, or several")
+        raise UsageError(f"{here}: fields is empty: pass one array, or several")
     names = ["fields"] if single else [f"fields[{i}]" for i in range(len(given))]
     arrays = [
-        strided(array, f"{what}: {name}")
+        strided(array, f"{here}: {name}")
         for array, name in zip(given, names, strict=True)
     ]
     shape = HaloShape(
-        _widths(what, width, len(comm.dims)),
-        _axes(arrays, axes, len(comm.dims), what),
-        check_flag(what, "corners", corners),
-        check_flag(what, "direct", direct),
+        _widths(here, width, len(comm.dims)),
+        _axes(arrays, axes, len(comm.dims), here),
+        check_flag(here, "corners", corners),
+        check_flag(here, "direct", direct),
     )
-    halo = _Halo(what, arrays, shape, _reduction(what, op, arrays))
+    halo = _Halo(what, arrays, shape, _reduction(here, op, arrays))
     for array in arrays:
         check_writable(array)
         _check_extents(comm, halo, array)
     check_apart(arrays)
-    _agree(comm, halo)
-    return _bind(comm, halo, fields)
+    return halo
 
 
 def _bind(comm: CartCommunicator, halo: _Halo, fields: Any) -> _native.PersistentCall:
@@ -253,16 +273,15 @@ def _check_extents(comm: CartCommunicator, halo: _Halo, array: StridedArray) -> 
         own = extent - low - high
         if own < 0:
             raise UsageError(
-                f"{array.what} has {extent} cells in dimension {axis} on rank "
-                f"{comm.rank}, less than its halo of {low} + {high}; the halo is part "
-                f"of the array"
+                f"{array.what} has {extent} cells in dimension {axis}, less than its "
+                f"halo of {low} + {high}; the halo is part of the array"
             )
         before, after = comm.grid.shift(comm.rank, dim, 1)
         needed = max(low if after is not None else 0, high if before is not None else 0)
         if own < needed:
             raise UsageError(
-                f"{array.what} has a block of {own} cells in dimension {axis} on rank "
-                f"{comm.rank}, and a neighbour's halo is {needed} wide: it would reach "
+                f"{array.what} has a block of {own} cells in dimension {axis}, "
+                f"and a neighbour's halo is {needed} wide: it would reach "
                 f"beyond; expected a block of {needed} cells at least, so take fewer "
                 f"ranks in dimension {dim} of the grid, or a narrower halo"
             )
@@ -272,7 +291,6 @@ def _agree(comm: CartCommunicator, halo: _Halo) -> None:
     """Raise the same MismatchError on all ranks unless their arguments fit."""
     shape = halo.shape
     common = {
-        "call": halo.what,
         "width": shape.widths,
         "axes": shape.axes,
         "corners": shape.corners,
@@ -281,15 +299,12 @@ def _agree(comm: CartCommunicator, halo: _Halo) -> None:
         "dtypes": [array.dtype.name for array in halo.arrays],
     }
     mine = {**common, "shapes": [array.shape for array in halo.arrays]}
-    label, _ = comm._label("halo")
-    blob = json.dumps(mine).encode()
-    texts = comm._world.bootstrap.exchange(comm._ranks, label, blob, comm.timeout_s)
-    said = [json.loads(text) for text in texts]
+    said = comm._meet(halo.what, mine)
     for key in common:
         if any(each[key] != said[0][key] for each in said):
             lines = [f"  rank {rank}: {each[key]}" for rank, each in enumerate(said)]
             raise MismatchError(
-                f"{said[0]['call']} on {comm.name}: the ranks disagree on {key}; "
+                f"{halo.what} on {comm.name}: the ranks disagree on {key}; "
                 f"nothing was sent:\n" + "\n".join(lines)
             )
     for index in range(len(halo.arrays)):

@@ -79,21 +79,13 @@ def make_redistribution(
 ) -> _native.PersistentCall:
     """Return the persistent call; see ``Plans.redistribute``."""
     comm._check_usable()
-    _check_layouts(comm, source, target)
-    sent = _part(comm, "x", x, source)
-    if out is None:
-        out = _allocated(x, target.local_shape(comm.rank))
-    taken = _part(comm, "out", out, target)
-    if sent.dtype is not taken.dtype:
-        raise BufferError_(
-            f"{_NAME}: out has dtype {taken.dtype.name}, x has {sent.dtype.name}; they "
-            f"must be equal"
-        )
-    check_writable(taken)
-    check_apart([sent, taken])
-    label, _ = comm._label(_NAME)
+
+    def check() -> tuple[StridedArray, StridedArray, Any]:
+        return _checked(comm, x, source, target, out)
+
+    sent, taken, out = comm._together(_NAME, check)
     said = f"source={source}, target={target}, dtype={sent.dtype.name}"
-    comm._check_equal(_NAME, label, said)
+    comm._meet_equal(_NAME, said)
     moves = redistribution_moves(source, target, comm.rank)
     sizes = [sent.dtype.itemsize] * 2
     program = compile_for(comm, moves, sizes, reduces=False)
@@ -107,29 +99,48 @@ def make_redistribution(
     )
 
 
+def _checked(
+    comm: Communicator, x: Any, source: Any, target: Any, out: Any
+) -> tuple[StridedArray, StridedArray, Any]:
+    """Return this rank's parts, and ``out``; UsageError says what is wrong here."""
+    _check_layouts(comm, source, target)
+    sent = _part(comm, "x", x, source)
+    if out is None:
+        out = _allocated(x, target.local_shape(comm.rank))
+    taken = _part(comm, "out", out, target)
+    if sent.dtype is not taken.dtype:
+        raise BufferError_(
+            f"{taken.what} has dtype {taken.dtype.name}, x has {sent.dtype.name}; they "
+            f"must be equal"
+        )
+    check_writable(taken)
+    check_apart([sent, taken])
+    return sent, taken, out
+
+
 def _check_layouts(comm: Communicator, source: Any, target: Any) -> None:
+    here = f"{_NAME}, rank {comm.rank}"
     for name, layout in (("source", source), ("target", target)):
         if not isinstance(layout, Layout):
-            raise UsageError(f"{_NAME}: {name}={layout!r} must be a commrt.Layout")
+            raise UsageError(f"{here}: {name}={layout!r} must be a commrt.Layout")
         if layout.size != comm.size:
             raise UsageError(
-                f"{_NAME}: {name} has grid={layout.grid} with {layout.size} places, "
+                f"{here}: {name} has grid={layout.grid} with {layout.size} places, "
                 f"expected {comm.size}, one for each rank of {comm.name}"
             )
     if source.shape != target.shape:
         raise UsageError(
-            f"{_NAME}: source has shape {source.shape} and target {target.shape}; they "
+            f"{here}: source has shape {source.shape} and target {target.shape}; they "
             f"must be layouts of the same array"
         )
 
 
 def _part(comm: Communicator, name: str, array: Any, layout: Layout) -> StridedArray:
-    found = strided(array, f"{_NAME}: {name}")
+    found = strided(array, f"{_NAME}, rank {comm.rank}: {name}")
     expected = layout.local_shape(comm.rank)
     if found.shape != expected:
         raise UsageError(
-            f"{found.what} has shape {found.shape} on rank {comm.rank}, expected "
-            f"{expected} by its layout"
+            f"{found.what} has shape {found.shape}, expected {expected} by its layout"
         )
     return found
 

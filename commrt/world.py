@@ -138,17 +138,27 @@ class World:
             )
         return _SharedByThreads.of(int(said))
 
-    def meet(self, members: Sequence[int], key: str) -> None:
+    def meet(
+        self, members: Sequence[int], key: str, timeout_s: float | None = None
+    ) -> None:
         """Wait until all ``members`` are here, making progress meanwhile."""
-        self.bootstrap.exchange(members, key, b"", self.timeout_s)
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        self.bootstrap.exchange(members, key, b"", limit)
 
-    def agree_id(self, members: Sequence[int], key: str, same: str = "") -> int:
+    def agree_id(
+        self,
+        members: Sequence[int],
+        key: str,
+        same: str = "",
+        timeout_s: float | None = None,
+    ) -> int:
         """Return an identity that no communicator of any member uses.
 
         Raises MismatchError on all of them unless they say the ``same``.
         """
         blob = f"{self.next_id} {same}".encode()
-        said = self.bootstrap.exchange(members, f"id/{key}", blob, self.timeout_s)
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        said = self.bootstrap.exchange(members, f"id/{key}", blob, limit)
         parts = [text.decode().partition(" ") for text in said]
         wishes = [wish for _, _, wish in parts]
         if len({*wishes}) > 1:

@@ -46,6 +46,7 @@ LAYERS = (
         "halo_calls",
         "layouts",
         "links",
+        "meeting",
         "mesh",
         "message_lists",
         "native_comms",

@@ -124,13 +124,20 @@ class World:
         if not self.in_process:
             return share(self.bootstrap, ranks, key, region_nbytes, timeout_s)
         mine = b""
+        arena = None
         if self.rank == ranks[0]:
             try:
                 arena = _SharedByThreads.create(len(ranks), region_nbytes)
                 mine = str(arena.address).encode()
             except (OSError, BackendError) as error:  # the others wait to hear of it
                 mine = f"no: {error}".encode()
-        said = self.bootstrap.exchange(ranks, key, mine, timeout_s)[0].decode()
+        try:
+            said = self.bootstrap.exchange(ranks, key, mine, timeout_s)[0].decode()
+        except BaseException:
+            if arena is not None:  # nobody has heard of it
+                arena.users = 1
+                arena.close()
+            raise
         if said.startswith("no: "):
             raise BackendError(
                 f"ranks {list(ranks)} cannot share {len(ranks)} x {region_nbytes} "

@@ -117,7 +117,7 @@ def bind_sparse(
 ) -> BoundCall:
     """Return the sum of what ``x`` holds at each run."""
     comm._check_usable()
-    comm._check_sparse(x, result, out, algorithm, None)
+    comm._check_sparse(x, result, out, algorithm, False, comm.timeout_s)
 
     def run(nonblocking: bool) -> Any:
         return comm.sparse_allreduce(
@@ -131,7 +131,7 @@ def bind_sparse(
 def bind_topk(comm: SparseMethods, x: Any, k: Any, residual: Any) -> BoundCall:
     """Return the largest elements of what ``x`` and ``residual`` hold at each run."""
     comm._check_usable()
-    comm._check_topk(x, k, residual, None)
+    comm._check_topk(x, k, residual, False, comm.timeout_s)
 
     def run(nonblocking: bool) -> Any:
         return comm.topk_allreduce(x, k, residual=residual, nonblocking=nonblocking)

@@ -84,12 +84,13 @@ class Communicator(Fusing, Operations):
         may_check: bool = True,
         deterministic: bool = False,
         native_comm: Any = None,
+        timeout_s: float | None = None,
     ) -> None:
         """Collective over ``ranks`` (ranks of the world); users call ``commrt.init``.
 
         ``may_check`` is False for the communicator that check mode itself uses.
         ``native_comm``: an mpi4py communicator of these ranks where nobody else runs
-        collectives.
+        collectives. ``timeout_s``: limit of every wait in here, not of later ones.
         """
         watch_forks()
         world.free_lingering()
@@ -108,12 +109,13 @@ class Communicator(Fusing, Operations):
         self.timeout_s = world.timeout_s
         self._arena = None
         self._heap: SymmetricHeap | None = None
-        self._attach(identity)
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        self._attach(identity, limit)
         self.facts = self._agree_facts()
         self._set_spins(spins_for(self.facts))
         self._native_comm = native_comm
         if native_comm is None and may_check and world.picks_native(self.facts):
-            self._lease_native_comm()
+            self._lease_native_comm(limit)
         self._unasked_native = self._native_comm is not None
         self._policy = Policy(
             self.facts,
@@ -129,12 +131,12 @@ class Communicator(Fusing, Operations):
         self._choices = Choices(self._policy)
         self._checker: Checker | None = None
         if may_check and self.size > 1 and Checker.is_wanted():
-            self._checker = Checker(self, self._private("check"))
+            self._checker = Checker(self, self._private("check", limit))
             self._slow = True
 
     # -- making ------------------------------------------------------------------
 
-    def _attach(self, identity: int) -> None:
+    def _attach(self, identity: int, timeout_s: float) -> None:
         world = self._world
         here = world.node_of(world.rank)
         members = [i for i, r in enumerate(self._ranks) if world.node_of(r) == here]
@@ -142,7 +144,7 @@ class Communicator(Fusing, Operations):
             region = _native.region_nbytes(len(members), LANE_NBYTES)
             on_node = [self._ranks[i] for i in members]
             key = f"arena/{identity}/{here}"
-            self._arena = world.share_memory(on_node, key, region)
+            self._arena = world.share_memory(on_node, key, region, timeout_s)
             self._attach_arena(
                 self._arena.address, self._arena.region_nbytes, LANE_NBYTES, members
             )
@@ -164,12 +166,15 @@ class Communicator(Fusing, Operations):
         layout = check_nodes(map(world.node_of, self._ranks), self.size)
         return CommFacts(self.size, len(per_node), ppn, world.cores, link, layout)
 
-    def _private(self, purpose: str) -> Communicator:
-        """Return a communicator of the same ranks for commrt's own use."""
+    def _private(self, purpose: str, timeout_s: float) -> Communicator:
+        """Return a communicator of the same ranks for commrt's own use; collective."""
+        world, ranks = self._world, self._ranks
         label = f"comm{self._identity}/{purpose}"
-        identity = self._world.agree_id(self._ranks, label)
+        identity = world.agree_id(ranks, label, timeout_s=timeout_s)
         name = f"{self.name}.{purpose}"
-        return Communicator(self._world, self._ranks, name, identity, may_check=False)
+        return Communicator(
+            world, ranks, name, identity, may_check=False, timeout_s=timeout_s
+        )
 
     def free(self) -> None:
         """Release the communicator; local, idempotent. Wait for its requests first.
@@ -283,7 +288,7 @@ class Communicator(Fusing, Operations):
         if self._ranks == tuple(range(world.size)):
             return world.mpi_given
         if self._own_mpi is None:
-            world.meet(self._ranks, f"comm{self._identity}/mpi")
+            world.meet(self._ranks, f"comm{self._identity}/mpi", self.timeout_s)
             tag = FIRST_TAG + 2 * self._identity
             self._own_mpi = world.native_comms.create(self._ranks, tag)
         return self._own_mpi
@@ -400,18 +405,26 @@ class Communicator(Fusing, Operations):
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective that the dispatcher did not recognise at a glance."""
         self._check_usable()
-        spec = operation(name)
-        call = calls.parse(spec, args, kwargs)
-        bound = bind_call(self, call)
-        compressed = self._bound_compressed(call, bound)
+        try:
+            call = calls.parse(operation(name), args, kwargs)
+            bound = bind_call(self, call)
+            compressed = self._bound_compressed(call, bound)
+            fused: Any = None
+            plan: Any = None
+            # Where rules may compress, by a length that a bucket would hide, none are
+            # made.
+            if compressed is None and not self._rules_may_compress:
+                fused = self._fuse(call, bound)
+            if compressed is None and fused is None:
+                plan = self._agreed_plan(call, bound)
+        except UsageError as error:
+            self._tell_of_call(name, kwargs, error)
+            raise
         if compressed is not None:
             request = compressed.start()
             return request if call.nonblocking else request.wait()
-        # Where rules may compress, by a length that a bucket would hide, none are made.
-        fused = None if self._rules_may_compress else self._fuse(call, bound)
         if fused is not None:
             return fused
-        plan = self._agreed_plan(call, bound)
         x, out = bound.x, bound.out
         return self._run_plan(
             plan,
@@ -425,11 +438,22 @@ class Communicator(Fusing, Operations):
             self.timeout_s if call.timeout_s is None else call.timeout_s,
         )
 
+    def _tell_of_call(
+        self, name: str, kwargs: dict[str, Any], error: UsageError
+    ) -> None:
+        """In check mode, raise what is wrong with this rank's call on all ranks."""
+        timeout_s = kwargs.get("timeout_s")
+        try:
+            limit = None if timeout_s is None else calls.check_timeout(name, timeout_s)
+        except UsageError:
+            limit = None
+        self._tell(name, error, limit)
+
     def _agreed_plan(self, call: calls.Call, bound: calls.Bound) -> Any:
         """Return the plan; in check mode only where all ranks made the same call.
 
         A plan is made before the ranks are compared, so that a mistake of this rank
-        stays its own. Only plans of the library's own collectives, which the ranks
+        is named as such. Only plans of the library's own collectives, which the ranks
         make together, come after.
         """
         if self._checker is None:
@@ -501,7 +525,7 @@ class Communicator(Fusing, Operations):
         even if it is nonblocking.
         """
         if self._native_comm is None:
-            self._lease_native_comm()
+            self._lease_native_comm(self.timeout_s)
         if self._native_comm is None:
             raise BackendError(
                 f"{self.name}: no MPI communicator can be had for {NATIVE}: the "
@@ -510,12 +534,12 @@ class Communicator(Fusing, Operations):
             )
         return _libmpi.handle(self._native_comm)
 
-    def _lease_native_comm(self) -> None:
+    def _lease_native_comm(self, timeout_s: float) -> None:
         lender = self._world.native_comms
         if lender is None or self.size == 1:
             return
         tag = FIRST_TAG + 2 * self._identity + 1
-        self._lease = lender.lend(self._ranks, self._identity, tag, self.timeout_s)
+        self._lease = lender.lend(self._ranks, self._identity, tag, timeout_s)
         self._native_comm = None if self._lease is None else self._lease.mpi
 
 

@@ -249,12 +249,18 @@ class Cartesian(HaloCalls):
         """
         self._check_usable()
         numbers = dims if isinstance(dims, Sequence) else (dims,)
-        kept = [self.grid.check_dim("sub", number) for number in numbers]
-        if len({*kept}) != len(kept) or not kept:
-            raise UsageError(
-                f"sub: dims={dims!r} must be one or more different dimensions of "
-                f"{_times(self.dims)}"
-            )
+
+        def check() -> list[int]:
+            kept = [self.grid.check_dim("sub", number) for number in numbers]
+            if len({*kept}) != len(kept) or not kept:
+                raise UsageError(
+                    f"sub: dims={dims!r} must be one or more different dimensions of "
+                    f"{_times(self.dims)}"
+                )
+            return kept
+
+        kept = self._together("sub", check)
+        self._meet_equal("sub", f"dims={kept}")
         part = Grid(
             tuple(self.dims[dim] for dim in kept),
             tuple(self.periodic[dim] for dim in kept),
@@ -268,8 +274,9 @@ class Cartesian(HaloCalls):
     ) -> CartCommunicator:
         """Return a communicator over the same grid with a sequence of its own."""
         self._check_usable()
+        wish = self._together("dup", lambda: self._wish("dup", deterministic))
+        self._meet("dup", None)
         label, title = self._label("dup")
-        wish = self._wish("dup", deterministic)
         ranks = range(self.size)
         return self._derive_cart(self.grid, ranks, label, name or title, wish)
 

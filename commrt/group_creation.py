@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,8 +23,6 @@ __all__ = ["GroupCreation"]
 class GroupCreation(SparseMethods):
     """The methods of a communicator that make others."""
 
-    _identity: int
-    _derived: int
     _deterministic: bool
     _plain: ClassVar[type[Communicator]]
     _cart: ClassVar[type[CartCommunicator]]
@@ -46,23 +43,23 @@ class GroupCreation(SparseMethods):
         are bitwise the same whatever algorithm runs; None: as here.
         """
         self._check_usable()
-        wish = self._wish("split", deterministic)
-        if color is not None:
-            color = _check_integer("split", "color", color)
-        key = _check_integer("split", "key", key)
+
+        def check() -> tuple[bool, int | None, int]:
+            return (
+                self._wish("split", deterministic),
+                None if color is None else _check_integer("split", "color", color),
+                _check_integer("split", "key", key),
+            )
+
+        wish, mine, place = self._together("split", check)
+        said = self._meet("split", [mine, place])
         label, title = self._label("split")
-        mine = f"{'' if color is None else color}/{key}".encode()
-        said = self._world.bootstrap.exchange(self._ranks, label, mine, self.timeout_s)
-        chosen: list[tuple[int, int]] = []
-        for rank, text in enumerate(said):
-            other, other_key = text.decode().split("/")
-            if color is not None and other == str(color):
-                chosen.append((int(other_key), rank))
-        if color is None:
+        if mine is None:
             return None
-        ranks = [self._ranks[rank] for _, rank in sorted(chosen)]
-        title = f"{title}[{color}]"
-        return self._derive(ranks, f"{label}[{color}]", name or title, wish)
+        chosen = sorted((at, r) for r, (other, at) in enumerate(said) if other == mine)
+        ranks = [self._ranks[rank] for _, rank in chosen]
+        title = f"{title}[{mine}]"
+        return self._derive(ranks, f"{label}[{mine}]", name or title, wish)
 
     def dup(
         self, *, name: str | None = None, deterministic: bool | None = None
@@ -73,7 +70,8 @@ class GroupCreation(SparseMethods):
         as here.
         """
         self._check_usable()
-        wish = self._wish("dup", deterministic)
+        wish = self._together("dup", lambda: self._wish("dup", deterministic))
+        self._meet("dup", None)
         label, title = self._label("dup")
         return self._derive(self._ranks, label, name or title, wish)
 
@@ -127,9 +125,9 @@ class GroupCreation(SparseMethods):
         Collective over all ranks, with equal arguments.
         """
         self._check_usable()
-        grid = make_grid(self.size, dims, periodic)
+        grid = self._together("cart", lambda: make_grid(self.size, dims, periodic))
+        self._meet_equal("cart", f"dims={grid.dims}, periodic={grid.periodic}")
         label, title = self._label("cart")
-        self._check_equal("cart", label, f"dims={grid.dims}, periodic={grid.periodic}")
         return self._derive_cart(grid, range(self.size), label, name or title)
 
     def graph(
@@ -149,33 +147,36 @@ class GroupCreation(SparseMethods):
         Collective over all ranks, which must agree on every edge.
         """
         self._check_usable()
-        lists = []
-        for argument, given in (("sources", sources), ("destinations", destinations)):
-            try:
-                ranks = list(given)
-            except TypeError:
-                raise UsageError(
-                    f"graph: {argument}={given!r} must be a sequence of ranks"
-                ) from None
-            lists.append([self._check_rank("graph", argument, rank) for rank in ranks])
+
+        def check() -> list[list[int]]:
+            return [
+                self._check_ranks("sources", sources),
+                self._check_ranks("destinations", destinations),
+            ]
+
+        lists = self._together("graph", check)
+        self._check_edges(*lists)
         label, title = self._label("graph")
-        self._check_edges(label, *lists)
-        identity = self._world.agree_id(self._ranks, label)
-        made = self._graph(self._world, self._ranks, name or title, identity)
+        limit = self.timeout_s
+        identity = self._world.agree_id(self._ranks, label, timeout_s=limit)
+        made = self._graph(
+            self._world, self._ranks, name or title, identity, timeout_s=limit
+        )
         made.neighborhood = make_neighborhood(*lists)
         return made
 
-    def _check_edges(
-        self, label: str, sources: list[int], destinations: list[int]
-    ) -> None:
+    def _check_ranks(self, argument: str, given: Any) -> list[int]:
+        try:
+            ranks = list(given)
+        except TypeError:
+            raise UsageError(
+                f"graph: {argument}={given!r} must be a sequence of ranks"
+            ) from None
+        return [self._check_rank("graph", argument, rank) for rank in ranks]
+
+    def _check_edges(self, sources: list[int], destinations: list[int]) -> None:
         """Raise the same MismatchError on all ranks unless both ends know each edge."""
-        said = self._world.bootstrap.exchange(
-            self._ranks,
-            f"{label}/edges",
-            json.dumps([sources, destinations]).encode(),
-            self.timeout_s,
-        )
-        known = [json.loads(text) for text in said]
+        known = self._meet("graph", [sources, destinations])
         for rank, (_, to) in enumerate(known):
             for peer, (come, _) in enumerate(known):
                 if to.count(peer) != come.count(rank):
@@ -196,33 +197,11 @@ class GroupCreation(SparseMethods):
         axis is the fastest. Collective over all ranks, with equal arguments.
         """
         self._check_usable()
-        shape = parse_axes(self.size, axes)
+        shape = self._together("mesh", lambda: parse_axes(self.size, axes))
+        self._meet_equal("mesh", str(shape))
         label, title = self._label("mesh")
-        self._check_equal("mesh", label, str(shape))
         whole: Any = self  # a Communicator, which this class is a base of
         return Mesh(whole, shape, label, title)
-
-    def _check_equal(self, what: str, label: str, mine: str) -> None:
-        """Raise the same MismatchError on all ranks unless all of them say the same."""
-        said = self._world.bootstrap.exchange(
-            self._ranks, f"{label}/equal", mine.encode(), self.timeout_s
-        )
-        texts = [each.decode() for each in said]
-        if len({*texts}) > 1:
-            lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
-            raise MismatchError(
-                f"{what} on {self.name}: the ranks disagree; pass equal arguments:\n"
-                + "\n".join(lines)
-            )
-
-    def _label(self, how: str) -> tuple[str, str]:
-        """Return the key under which the ranks meet, and the new name for people.
-
-        Names are the user's and may differ across ranks; the key may not.
-        """
-        self._derived += 1
-        key = f"comm{self._identity}/{how}{self._derived}"
-        return key, f"{self.name}.{how}{self._derived}"
 
     def _wish(self, what: str, deterministic: bool | None) -> bool:
         if deterministic is None:
@@ -237,8 +216,12 @@ class GroupCreation(SparseMethods):
         deterministic: bool | None = None,
     ) -> Communicator:
         wish = self._deterministic if deterministic is None else deterministic
-        identity = self._world.agree_id(ranks, label, f"deterministic={wish}")
-        return self._plain(self._world, ranks, name, identity, deterministic=wish)
+        limit = self.timeout_s
+        same = f"deterministic={wish}"
+        identity = self._world.agree_id(ranks, label, same, limit)
+        return self._plain(
+            self._world, ranks, name, identity, deterministic=wish, timeout_s=limit
+        )
 
     def _derive_cart(
         self,
@@ -251,8 +234,12 @@ class GroupCreation(SparseMethods):
         """Return a communicator over a grid of ``ranks`` of this one."""
         world_ranks = [self._ranks[rank] for rank in ranks]
         wish = self._deterministic if deterministic is None else deterministic
-        identity = self._world.agree_id(world_ranks, label, f"deterministic={wish}")
-        made = self._cart(self._world, world_ranks, name, identity, deterministic=wish)
+        world, limit = self._world, self.timeout_s
+        same = f"deterministic={wish}"
+        identity = world.agree_id(world_ranks, label, same, limit)
+        made = self._cart(
+            world, world_ranks, name, identity, deterministic=wish, timeout_s=limit
+        )
         made.grid = grid
         return made
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -73,7 +72,8 @@ class CartPlans(NeighborPlans):
                 as it is unless something is said.
 
         Raises:
-            UsageError: an argument is wrong here; nothing was said.
+            UsageError: an argument is wrong here; nothing was said. In check mode it is
+                raised on all ranks.
             MismatchError: the ranks do not agree; on all of them.
         """
         return self._halo(EXCHANGE, fields, width, axes, corners, direct, None)
@@ -143,25 +143,46 @@ def make_halo(
     direct: Any,
     op: str | None,
     run: Callable[[Halo], Any],
+    nonblocking: Any = False,
 ) -> Any:
     """Return what ``run`` makes of the arguments, checked as far as one rank can."""
     comm._check_usable()
+
+    def check() -> Halo:
+        check_flag(f"{what}, rank {comm.rank}", "nonblocking", nonblocking)
+        return _checked(comm, what, fields, width, axes, corners, direct, op)
+
+    return run(comm._together(what, check))
+
+
+def _checked(
+    comm: CartCommunicator,
+    what: str,
+    fields: Any,
+    width: Any,
+    axes: Any,
+    corners: Any,
+    direct: Any,
+    op: str | None,
+) -> Halo:
+    """Return the arguments; UsageError says what is wrong with them on this rank."""
+    here = f"{what}, rank {comm.rank}"
     single = not isinstance(fields, list | tuple)
     given = [fields] if single else list(fields)
     if not given:
-        raise UsageError(f"{what}: fields is empty: pass one array, or several")
+        raise UsageError(f"{here}: fields is empty: pass one array, or several")
     names = ["fields"] if single else [f"fields[{i}]" for i in range(len(given))]
     arrays = [
-        strided(array, f"{what}: {name}")
+        strided(array, f"{here}: {name}")
         for array, name in zip(given, names, strict=True)
     ]
-    reduction = _reduction(what, op, arrays)
+    reduction = _reduction(here, op, arrays)
     in_order = needs_order(comm.deterministic, reduction, arrays)
     shape = HaloShape(
-        _widths(what, width, len(comm.dims)),
-        _axes(arrays, axes, len(comm.dims), what),
-        check_flag(what, "corners", corners),
-        choose_direct(what, direct, corners, len(comm.dims), in_order),
+        _widths(here, width, len(comm.dims)),
+        _axes(arrays, axes, len(comm.dims), here),
+        check_flag(here, "corners", corners),
+        choose_direct(here, direct, corners, len(comm.dims), in_order),
         in_order,
     )
     halo = Halo(what, arrays, shape, reduction)
@@ -169,7 +190,7 @@ def make_halo(
         check_writable(array)
         _check_extents(comm, halo, array)
     check_apart(arrays)
-    return run(halo)
+    return halo
 
 
 def _bound(comm: CartCommunicator, halo: Halo, fields: Any) -> _native.PersistentCall:
@@ -287,16 +308,15 @@ def _check_extents(comm: CartCommunicator, halo: Halo, array: StridedArray) -> N
         own = extent - low - high
         if own < 0:
             raise UsageError(
-                f"{array.what} has {extent} cells in dimension {axis} on rank "
-                f"{comm.rank}, less than its halo of {low} + {high}; the halo is part "
-                f"of the array"
+                f"{array.what} has {extent} cells in dimension {axis}, less than its "
+                f"halo of {low} + {high}; the halo is part of the array"
             )
         before, after = comm.grid.shift(comm.rank, dim, 1)
         needed = max(low if after is not None else 0, high if before is not None else 0)
         if own < needed:
             raise UsageError(
-                f"{array.what} has a block of {own} cells in dimension {axis} on rank "
-                f"{comm.rank}, and a neighbour's halo is {needed} wide: it would reach "
+                f"{array.what} has a block of {own} cells in dimension {axis}, "
+                f"and a neighbour's halo is {needed} wide: it would reach "
                 f"beyond; expected a block of {needed} cells at least, so take fewer "
                 f"ranks in dimension {dim} of the grid, or a narrower halo"
             )
@@ -306,7 +326,6 @@ def _agree(comm: CartCommunicator, halo: Halo) -> None:
     """Raise the same MismatchError on all ranks unless their arguments fit."""
     shape = halo.shape
     common = {
-        "call": halo.what,
         "width": shape.widths,
         "axes": shape.axes,
         "corners": shape.corners,
@@ -315,15 +334,12 @@ def _agree(comm: CartCommunicator, halo: Halo) -> None:
         "dtypes": [array.dtype.name for array in halo.arrays],
     }
     mine = {**common, "shapes": [array.shape for array in halo.arrays]}
-    label, _ = comm._label("halo")
-    blob = json.dumps(mine).encode()
-    texts = comm._world.bootstrap.exchange(comm._ranks, label, blob, comm.timeout_s)
-    said = [json.loads(text) for text in texts]
+    said = comm._meet(halo.what, mine)
     for key in common:
         if any(each[key] != said[0][key] for each in said):
             lines = [f"  rank {rank}: {each[key]}" for rank, each in enumerate(said)]
             raise MismatchError(
-                f"{said[0]['call']} on {comm.name}: the ranks disagree on {key}; "
+                f"{halo.what} on {comm.name}: the ranks disagree on {key}; "
                 f"nothing was sent:\n" + "\n".join(lines)
             )
     for index in range(len(halo.arrays)):

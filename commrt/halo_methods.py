@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from commrt.agreed_plans import agreed_plan
-from commrt.calls import check_flag, check_timeout
+from commrt.calls import check_timeout
 from commrt.halo_calls import EXCHANGE, REDUCE, Halo, agreed_halo_plan, make_halo
 from commrt.neighbors import NeighborCalls
 from commrt.strided import address_table
@@ -73,7 +73,6 @@ class HaloCalls(NeighborCalls):
         timeout_s: float | None,
     ) -> Any:
         whole: Any = self  # a CartCommunicator
-        nonblocking = check_flag(what, "nonblocking", nonblocking)
         limit = self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
 
         def run(halo: Halo) -> Any:
@@ -88,8 +87,11 @@ class HaloCalls(NeighborCalls):
             table = address_table(arrays)
             owners = (table, *(array.owner for array in arrays))
             address = table.ctypes.data
+            address = table.ctypes.data
             return self._run_plan(
-                plan, address, 0, owners, None, fields, what, nonblocking, limit
+                plan, address, 0, owners, None, fields, what, bool(nonblocking), limit
             )
 
-        return make_halo(whole, what, fields, width, axes, corners, direct, op, run)
+        return make_halo(
+            whole, what, fields, width, axes, corners, direct, op, run, nonblocking
+        )

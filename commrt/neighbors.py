@@ -9,7 +9,6 @@ nobody, nothing is sent, and that part of the output stays as it is.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +51,7 @@ _CODES = {
 _X, _OUT = 0, 1
 _MOST_PLANS = 1024
 Counts = Sequence[int] | None
+_Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,12 @@ class _Bound:
     x: HostView
     out: HostView
     result: Any
-    sends: tuple[tuple[int, int], ...]
+    sends: _Ranges
     """For each destination, where its block begins and ends in x."""
-    receives: tuple[tuple[int, int], ...]
+    receives: _Ranges
     """For each source, where its block begins and ends in out."""
+    moves: list[Move]
+    """What goes where, by this rank's counts."""
 
 
 class NeighborPlans(Plans):
@@ -135,7 +137,7 @@ class NeighborPlans(Plans):
         self, what: str, x: Any, out: Any, sends: Counts, receives: Counts
     ) -> _native.PersistentCall:
         comm: Any = self._comm
-        bound = _bind(comm, what, x, out, sends, receives)
+        bound = _bound(comm, what, (x, out, sends, receives), comm.timeout_s)
         plan = _plan(comm, bound)
         table = np.array([bound.x.address, bound.out.address], np.uint64)
         owners = (table, bound.x.owner, bound.out.owner)
@@ -248,9 +250,10 @@ class NeighborCalls(GroupCreation):
         timeout_s: float | None,
     ) -> Any:
         whole: Any = self  # a communicator
-        nonblocking = check_flag(what, "nonblocking", nonblocking)
-        limit = self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
-        bound = _bind(whole, what, x, out, sends, receives)
+        here = f"{what}, rank {self.rank}"
+        limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
+        arguments = (x, out, sends, receives)
+        bound = _bound(whole, what, arguments, limit, nonblocking)
         plan = _plan(whole, bound)
         table = np.array([bound.x.address, bound.out.address], np.uint64)
         return self._run_plan(
@@ -282,15 +285,49 @@ class Graph(NeighborCalls):
         )
 
 
-def _bind(
-    comm: Communicator, what: str, x: Any, out: Any, sends: Counts, receives: Counts
+_Arguments = tuple[Any, Any, Counts, Counts]
+"""The arrays x and out, and the counts sent and received."""
+
+
+def _bound(
+    comm: Any,
+    what: str,
+    arguments: _Arguments,
+    timeout_s: float,
+    nonblocking: Any = False,
 ) -> _Bound:
+    """Return the call, checked; in check mode only where all ranks fit each other."""
     comm._check_usable()
+
+    def check() -> _Bound:
+        here = f"{what}, rank {comm.rank}"
+        check_flag(here, "nonblocking", nonblocking)
+        return _bind(comm, what, here, *arguments)
+
+    def describe(bound: _Bound) -> dict[str, Any]:
+        return {"dtype": bound.x.dtype.name}
+
+    bound: _Bound = comm._together(what, check, timeout_s=timeout_s, describe=describe)
+    if comm._checker is not None:
+        _compare(comm, bound, timeout_s)
+    return bound
+
+
+def _bind(
+    comm: Communicator,
+    name: str,
+    what: str,
+    x: Any,
+    out: Any,
+    sends: Counts,
+    receives: Counts,
+) -> _Bound:
+    """Return the call of a name; ``what`` says also where an argument is wrong."""
     around: Neighborhood = comm.neighborhood  # type: ignore[attr-defined]
     source = view(x, f"{what}: x")
     outgoing, incoming = len(around.destinations), len(around.sources)
-    gathers = what.startswith("neighbor_allgather")
-    if what == "neighbor_alltoallv":
+    gathers = name.startswith("neighbor_allgather")
+    if name == "neighbor_alltoallv":
         leaving = _ranges(_checked(what, "send_counts", sends, outgoing))
     elif gathers:
         leaving = ((0, source.count),) * outgoing
@@ -301,7 +338,7 @@ def _bind(
                 f"{outgoing} neighbours it goes to"
             )
         leaving = _ranges([source.count // max(1, outgoing)] * outgoing)
-    if what.endswith("v"):
+    if name.endswith("v"):
         coming = _ranges(_checked(what, "recv_counts", receives, incoming))
     else:
         each = leaving[0][1] - leaving[0][0] if leaving else None
@@ -319,7 +356,7 @@ def _bind(
     total = coming[-1][1] if coming else 0
     if out is None:
         shape: tuple[int, ...] = (total,)
-        if incoming and total == incoming * (coming[0][1]) and not what.endswith("v"):
+        if incoming and total == incoming * (coming[0][1]) and not name.endswith("v"):
             rest = source.shape if gathers else source.shape[1:]
             divides = gathers or source.shape[:1] == (outgoing,)
             shape = (incoming, *rest) if divides else (total,)
@@ -327,7 +364,8 @@ def _bind(
         out[...] = 0
     target = view(out, f"{what}: out")
     _check_out(what, source, target, total)
-    return _Bound(what, source, target, out, leaving, coming)
+    moves = _moves(around, comm.rank, what, leaving, coming)
+    return _Bound(name, source, target, out, leaving, coming, moves)
 
 
 def _check_out(what: str, x: HostView, out: HostView, total: int) -> None:
@@ -361,23 +399,22 @@ def _checked(what: str, argument: str, counts: Any, expected: int) -> list[int]:
     return right
 
 
-def _ranges(counts: list[int]) -> tuple[tuple[int, int], ...]:
+def _ranges(counts: list[int]) -> _Ranges:
     ends = np.cumsum([0, *counts]).tolist()
     return tuple(pairwise(ends))
 
 
 def _plan(comm: Any, bound: _Bound) -> Any:
-    """Return the native plan; in check mode only where all ranks fit each other."""
-    moves = _moves(comm.neighborhood, comm.rank, bound)
-    if comm._checker is not None:
-        _compare(comm, bound, moves)
+    """Return the native plan."""
     key = (bound.what, bound.x.dtype.code, bound.sends, bound.receives)
     plan = comm._neighbor_plans.get(key)
     if plan is None:
         if len(comm._neighbor_plans) >= _MOST_PLANS:
             comm._neighbor_plans.clear()
         size = bound.x.dtype.itemsize
-        program = compile_for(comm, moves, [size, size], reduces=False)
+        program = compile_for(
+            comm, bound.moves, [size, size], reduces=False, stated=True
+        )
         layout = ArrayLayout(bound.x.dtype, (size,))
         plan = box_plan(
             comm,
@@ -390,11 +427,13 @@ def _plan(comm: Any, bound: _Bound) -> Any:
     return plan
 
 
-def _moves(around: Neighborhood, rank: int, bound: _Bound) -> list[Move]:
+def _moves(
+    around: Neighborhood, rank: int, what: str, sends: _Ranges, receives: _Ranges
+) -> list[Move]:
     own: dict[int, Box] = {}
     moves = []
     for peer, number, (low, high) in zip(
-        around.destinations, around.destination_numbers, bound.sends, strict=True
+        around.destinations, around.destination_numbers, sends, strict=True
     ):
         box = Box(_X, (low,), (high,))
         if peer == rank:
@@ -402,14 +441,14 @@ def _moves(around: Neighborhood, rank: int, bound: _Bound) -> list[Move]:
         elif peer is not None:
             moves.append(Move(0, number, peer, box, None))
     for peer, number, (low, high) in zip(
-        around.sources, around.source_numbers, bound.receives, strict=True
+        around.sources, around.source_numbers, receives, strict=True
     ):
         box = Box(_OUT, (low,), (high,))
         if peer == rank:
             if own[number].count != box.count:
                 raise UsageError(
-                    f"{bound.what}: rank {rank} sends itself {own[number].count} "
-                    f"elements and expects {box.count}; the counts must be equal"
+                    f"{what}: it sends itself {own[number].count} elements and expects "
+                    f"{box.count}; the counts must be equal"
                 )
             moves.append(Move(0, number, None, own[number], box))
         elif peer is not None:
@@ -417,33 +456,23 @@ def _moves(around: Neighborhood, rank: int, bound: _Bound) -> list[Move]:
     return moves
 
 
-def _compare(comm: Any, bound: _Bound, moves: list[Move]) -> None:
+def _compare(comm: Any, bound: _Bound, timeout_s: float) -> None:
     """Raise the same MismatchError on all ranks unless what they send is expected."""
     size = bound.x.dtype.itemsize
     sent, expected = [], []
-    for move in moves:
+    for move in bound.moves:
         if move.source is not None and move.peer is not None:
             sent.append([comm.rank, move.peer, move.number, move.source.count * size])
         elif move.target is not None and move.peer is not None:
             expected.append(
                 [move.peer, comm.rank, move.number, move.target.count * size]
             )
-    label, _ = comm._label("neighbors")
-    blob = json.dumps([bound.what, sent, expected]).encode()
-    texts = comm._world.bootstrap.exchange(comm._ranks, label, blob, comm.timeout_s)
-    said = [json.loads(text) for text in texts]
-    names = [each[0] for each in said]
-    if len({*names}) > 1:
-        lines = [f"  rank {rank}: {name}" for rank, name in enumerate(names)]
-        raise MismatchError(
-            f"collective on {comm.name}: the ranks disagree on operation; nothing was "
-            f"sent:\n" + "\n".join(lines)
-        )
-    leaving = {tuple(row[:3]): row[3] for each in said for row in each[1]}
-    coming = {tuple(row[:3]): row[3] for each in said for row in each[2]}
+    said = comm._meet(bound.what, [sent, expected], timeout_s)
+    leaving = {tuple(row[:3]): row[3] for each in said for row in each[0]}
+    coming = {tuple(row[:3]): row[3] for each in said for row in each[1]}
     for edge, nbytes in sorted(leaving.items()):
         if coming.get(edge) != nbytes:
             raise MismatchError(
-                f"{names[0]} on {comm.name}: rank {edge[0]} sends {nbytes} bytes to "
+                f"{bound.what} on {comm.name}: rank {edge[0]} sends {nbytes} bytes to "
                 f"rank {edge[1]}, which expects {coming.get(edge, 0)}; nothing was sent"
             )

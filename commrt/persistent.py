@@ -154,7 +154,8 @@ class Plans:
                 numpy array is allocated.
 
         Raises:
-            UsageError: an argument is wrong here; nothing was said.
+            UsageError: an argument is wrong here; nothing was said. In check mode it is
+                raised on all ranks.
             MismatchError: the ranks do not agree; on all of them.
         """
         comm = self._comm
@@ -173,12 +174,16 @@ class Plans:
                 f"plan.{name}: nonblocking is said when the plan is run: plan() or "
                 f"plan.start(); its deadline is comm.timeout_s"
             )
-        call = calls.parse(operation(name), args, kwargs)
-        bound = bind_call(comm, call)
-        compressed = comm._bound_compressed(call, bound)
-        if compressed is not None:
-            return compressed
-        plan = comm._agreed_plan(call, bound)
+        try:
+            call = calls.parse(operation(name), args, kwargs)
+            bound = bind_call(comm, call)
+            compressed = comm._bound_compressed(call, bound)
+            if compressed is not None:
+                return compressed
+            plan = comm._agreed_plan(call, bound)
+        except UsageError as error:
+            comm._tell_of_call(name, kwargs, error)
+            raise
         x, out = bound.x, bound.out
         return _native.PersistentCall(
             comm,

@@ -13,6 +13,7 @@ import numpy as np
 from commrt import _native
 from commrt.arrays import empty_like_array, view
 from commrt.backends.boxes import box_plan, compile_for
+from commrt.calls import check_flag
 from commrt.errors import BufferError_, UsageError
 from commrt.layouts import Layout, Runs, common_runs
 from commrt.schedule.boxes import Box, Move
@@ -100,30 +101,24 @@ def make_redistribution(
     target: Any,
     out: Any,
     run: Callable[[Redistribution], Any],
+    nonblocking: Any = False,
 ) -> Any:
     """Return what ``run`` makes of the arguments, checked as far as one rank can."""
     comm._check_usable()
-    _check_layouts(comm, source, target)
-    sent = _part(comm, "x", x, source)
-    if out is None:
-        out = _allocated(x, target.local_shape(comm.rank))
-    taken = _part(comm, "out", out, target)
-    if sent.dtype is not taken.dtype:
-        raise BufferError_(
-            f"{_NAME}: out has dtype {taken.dtype.name}, x has {sent.dtype.name}; they "
-            f"must be equal"
-        )
-    check_writable(taken)
-    check_apart([sent, taken])
+
+    def check() -> tuple[StridedArray, StridedArray, Any]:
+        check_flag(f"{_NAME}, rank {comm.rank}", "nonblocking", nonblocking)
+        return _checked(comm, x, source, target, out)
+
+    sent, taken, out = comm._together(_NAME, check)
     return run(Redistribution(source, target, sent, taken, out))
 
 
 def agreed_boxes(comm: Communicator, moved: Redistribution) -> Any:
     """Return the native plan of a call that is the same on all ranks; collective."""
     sent, taken = moved.sent, moved.taken
-    label, _ = comm._label(_NAME)
     said = f"source={moved.source}, target={moved.target}, dtype={sent.dtype.name}"
-    comm._check_equal(_NAME, label, said)
+    comm._meet_equal(_NAME, said)
     moves = redistribution_moves(moved.source, moved.target, comm.rank)
     sizes = [sent.dtype.itemsize] * 2
     program = compile_for(comm, moves, sizes, reduces=False)
@@ -143,29 +138,48 @@ def bound_redistribution(
     )
 
 
+def _checked(
+    comm: Communicator, x: Any, source: Any, target: Any, out: Any
+) -> tuple[StridedArray, StridedArray, Any]:
+    """Return this rank's parts, and ``out``; UsageError says what is wrong here."""
+    _check_layouts(comm, source, target)
+    sent = _part(comm, "x", x, source)
+    if out is None:
+        out = _allocated(x, target.local_shape(comm.rank))
+    taken = _part(comm, "out", out, target)
+    if sent.dtype is not taken.dtype:
+        raise BufferError_(
+            f"{taken.what} has dtype {taken.dtype.name}, x has {sent.dtype.name}; they "
+            f"must be equal"
+        )
+    check_writable(taken)
+    check_apart([sent, taken])
+    return sent, taken, out
+
+
 def _check_layouts(comm: Communicator, source: Any, target: Any) -> None:
+    here = f"{_NAME}, rank {comm.rank}"
     for name, layout in (("source", source), ("target", target)):
         if not isinstance(layout, Layout):
-            raise UsageError(f"{_NAME}: {name}={layout!r} must be a commrt.Layout")
+            raise UsageError(f"{here}: {name}={layout!r} must be a commrt.Layout")
         if layout.size != comm.size:
             raise UsageError(
-                f"{_NAME}: {name} has grid={layout.grid} with {layout.size} places, "
+                f"{here}: {name} has grid={layout.grid} with {layout.size} places, "
                 f"expected {comm.size}, one for each rank of {comm.name}"
             )
     if source.shape != target.shape:
         raise UsageError(
-            f"{_NAME}: source has shape {source.shape} and target {target.shape}; they "
+            f"{here}: source has shape {source.shape} and target {target.shape}; they "
             f"must be layouts of the same array"
         )
 
 
 def _part(comm: Communicator, name: str, array: Any, layout: Layout) -> StridedArray:
-    found = strided(array, f"{_NAME}: {name}")
+    found = strided(array, f"{_NAME}, rank {comm.rank}: {name}")
     expected = layout.local_shape(comm.rank)
     if found.shape != expected:
         raise UsageError(
-            f"{found.what} has shape {found.shape} on rank {comm.rank}, expected "
-            f"{expected} by its layout"
+            f"{found.what} has shape {found.shape}, expected {expected} by its layout"
         )
     return found
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from commrt.agreed_plans import agreed_plan
-from commrt.calls import check_flag, check_timeout
+from commrt.calls import check_timeout
 from commrt.group_creation import GroupCreation
 from commrt.redistribution import Redistribution, agreed_boxes, make_redistribution
 from commrt.strided import address_table
@@ -43,7 +43,6 @@ class Redistributing(GroupCreation):
         """
         what = "redistribute"
         whole: Any = self  # a communicator
-        nonblocking = check_flag(what, "nonblocking", nonblocking)
         limit = self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
 
         def run(moved: Redistribution) -> Any:
@@ -57,7 +56,7 @@ class Redistributing(GroupCreation):
             owners = (table, *(array.owner for array in arrays))
             address, result = table.ctypes.data, moved.out
             return self._run_plan(
-                plan, address, 0, owners, None, result, what, nonblocking, limit
+                plan, address, 0, owners, None, result, what, bool(nonblocking), limit
             )
 
-        return make_redistribution(whole, x, source, target, out, run)
+        return make_redistribution(whole, x, source, target, out, run, nonblocking)

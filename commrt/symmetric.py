@@ -175,7 +175,6 @@ class SymmetricHeap:
         self._segments: list[_Segment] = []
         self._left: deque[int] = deque()
         self._dropped: set[int] = set()  # by this rank, not by all of them yet
-        self._requests = 0
 
     @property
     def nbytes(self) -> int:
@@ -191,8 +190,6 @@ class SymmetricHeap:
         BackendError on every rank where there is no memory, or where an earlier call
         ended on some ranks only, so that their books differ.
         """
-        key = f"{self._key}/{self._requests}"
-        self._requests += 1
         while self._left:
             self._dropped.add(self._left.popleft())
         mine = {
@@ -204,7 +201,7 @@ class SymmetricHeap:
         said = [
             json.loads(blob)
             for blob in self._bootstrap.exchange(
-                self._ranks, key, json.dumps(mine).encode(), timeout_s
+                self._ranks, self._key, json.dumps(mine).encode(), timeout_s
             )
         ]
         self._check_books([one["books"] for one in said])
@@ -216,7 +213,7 @@ class SymmetricHeap:
         fresh = slot is None
         if slot is None:
             limit_nbytes = min(one["limit_nbytes"] for one in said)
-            self._grow(nbytes, limit_nbytes, key, timeout_s)
+            self._grow(nbytes, limit_nbytes, timeout_s)
             slot = self._slots.take(nbytes)
             assert slot is not None
         segment = self._segments[slot.segment]
@@ -260,7 +257,7 @@ class SymmetricHeap:
                 f"a node; asked for: {asked}"
             )
 
-    def _grow(self, nbytes: int, limit_nbytes: int, key: str, timeout_s: float) -> None:
+    def _grow(self, nbytes: int, limit_nbytes: int, timeout_s: float) -> None:
         # Doubling keeps segments few: every operation looks through them.
         total = self.nbytes
         part = _round_up(max(nbytes, total // len(self._ranks)), _SEGMENT_NBYTES)
@@ -273,7 +270,7 @@ class SymmetricHeap:
                 f"that there are this is more than the {limit_nbytes} that this "
                 f"machine or container may use: drop arrays, or raise the limit"
             )
-        arena = self._share(self._ranks, f"{key}/segment", part, timeout_s)
+        arena = self._share(self._ranks, f"{self._key}/segment", part, timeout_s)
         self._segments.append(_Segment(arena))
         self._slots.add_segment(arena.region_nbytes)
         self._attach(arena)

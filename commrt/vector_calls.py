@@ -26,7 +26,7 @@ from commrt.calls import (
     check_root,
     check_writable,
 )
-from commrt.errors import CommError, UsageError
+from commrt.errors import CommError, TimeoutError_, UsageError
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
@@ -37,27 +37,14 @@ _LARGEST = 2**63 - 1
 
 
 def bind_call(comm: Communicator, call: Call) -> Bound:
-    """Check the arrays of any collective; allocate the output if needed.
-
-    In check mode a mistake in the counts is every rank's: all of them are told.
-    """
+    """Check the arrays of any collective; allocate the output if needed."""
     if not call.spec.count_arguments:
         return bind(call, comm.rank, comm.size)
-    checker = comm._checker
-    try:
-        exchanges = len(call.counts) == 2 and call.counts[1] is None
-        if exchanges:
-            partly = _bind_sent(call, comm.rank, comm.size)
-        else:
-            bound = bind_counted(call, comm.rank, comm.size)
-    except CommError as error:
-        if checker is not None:
-            checker.tell(call, error)
-        raise
-    if not exchanges:
-        return bound
-    if checker is not None:
-        checker.check(call, partly)
+    if len(call.counts) != 2 or call.counts[1] is not None:
+        return bind_counted(call, comm.rank, comm.size)
+    partly = _bind_sent(call, comm.rank, comm.size)
+    if comm._checker is not None:
+        comm._checker.check(call, partly)
     received = _exchange(comm, call, partly.counts[0])
     return bind_counted(call, comm.rank, comm.size, received)
 
@@ -235,7 +222,17 @@ def _exchange(comm: Communicator, call: Call, sent: tuple[int, ...]) -> tuple[in
     """Return what each rank sends here; every rank calls it."""
     counts = np.array(sent, np.int64)
     limit = comm.timeout_s if call.timeout_s is None else call.timeout_s
-    told = (comm if comm._checker is None else comm._checker.channel).alltoall(
-        counts, out=np.empty_like(counts), timeout_s=limit
-    )
+    channel = comm if comm._checker is None else comm._checker.channel
+    what = f"{call.spec.name}, whose recv_counts the ranks exchange,"
+    try:
+        told = channel.alltoall(counts, out=np.empty_like(counts), timeout_s=limit)
+    except TimeoutError_ as error:
+        # Counts that come later must not be taken for what the next call sends.
+        comm.give_up(f"{call.spec.name} waited in vain for the counts of other ranks")
+        raise TimeoutError_(
+            f"{what} was not complete, and {comm.name} cannot be used any more: "
+            f"{str(error).partition('; it stays')[0]}"
+        ) from error
+    except CommError as error:
+        raise type(error)(f"{what} failed: {error}") from error
     return tuple(told.tolist())

@@ -124,13 +124,20 @@ class World:
         if not self.in_process:
             return share(self.bootstrap, ranks, key, region_nbytes, timeout_s)
         mine = b""
+        arena = None
         if self.rank == ranks[0]:
             try:
                 arena = _SharedByThreads.create(len(ranks), region_nbytes)
                 mine = str(arena.address).encode()
             except (OSError, BackendError) as error:  # the others wait to hear of it
                 mine = f"no: {error}".encode()
-        said = self.bootstrap.exchange(ranks, key, mine, timeout_s)[0].decode()
+        try:
+            said = self.bootstrap.exchange(ranks, key, mine, timeout_s)[0].decode()
+        except BaseException:
+            if arena is not None:  # nobody has heard of it
+                arena.users = 1
+                arena.close()
+            raise
         if said.startswith("no: "):
             raise BackendError(
                 f"ranks {list(ranks)} cannot share {len(ranks)} x {region_nbytes} "
@@ -138,17 +145,27 @@ class World:
             )
         return _SharedByThreads.of(int(said))
 
-    def meet(self, members: Sequence[int], key: str) -> None:
+    def meet(
+        self, members: Sequence[int], key: str, timeout_s: float | None = None
+    ) -> None:
         """Wait until all ``members`` are here, making progress meanwhile."""
-        self.bootstrap.exchange(members, key, b"", self.timeout_s)
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        self.bootstrap.exchange(members, key, b"", limit)
 
-    def agree_id(self, members: Sequence[int], key: str, same: str = "") -> int:
+    def agree_id(
+        self,
+        members: Sequence[int],
+        key: str,
+        same: str = "",
+        timeout_s: float | None = None,
+    ) -> int:
         """Return an identity that no communicator of any member uses.
 
         Raises MismatchError on all of them unless they say the ``same``.
         """
         blob = f"{self.next_id} {same}".encode()
-        said = self.bootstrap.exchange(members, f"id/{key}", blob, self.timeout_s)
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        said = self.bootstrap.exchange(members, f"id/{key}", blob, limit)
         parts = [text.decode().partition(" ") for text in said]
         wishes = [wish for _, _, wish in parts]
         if len({*wishes}) > 1:

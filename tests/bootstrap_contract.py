@@ -17,12 +17,16 @@ from commrt.errors import TimeoutError_, UsageError
 
 __all__ = [
     "Maker",
-    "test_a_blob_left_over_from_a_timeout_is_not_taken_for_the_next",
     "test_a_key_may_be_used_again",
     "test_blobs_come_in_members_order_and_from_members_only",
     "test_different_keys_may_be_exchanged_at_the_same_time",
     "test_everybody_gets_everybodys_blob",
+    "test_one_thread_of_a_rank_waits_for_another",
     "test_timeout_names_exactly_the_members_that_did_not_arrive",
+    "test_what_interrupts_a_wait_withdraws_the_blob",
+    "test_who_gives_up_is_met_when_it_comes_again",
+    "test_who_never_came_need_not_make_up_for_it",
+    "test_who_waits_longer_meets_those_that_come_again",
     "test_wrong_members_are_an_error_before_anything_is_sent",
 ]
 
@@ -103,24 +107,91 @@ def test_timeout_names_exactly_the_members_that_did_not_arrive(
         assert "'arena'" in messages[rank]
 
 
-def test_a_blob_left_over_from_a_timeout_is_not_taken_for_the_next(
-    make: Maker, run_threads
-) -> None:
+def test_who_gives_up_is_met_when_it_comes_again(make: Maker, run_threads) -> None:
+    """Rank 1 comes late: it must not take what rank 0 has withdrawn."""
     join = make(2)
     gave_up = threading.Event()
 
     def rank_main(rank: int) -> list[bytes]:
         peers = join(rank)
         if rank == 1:
-            gave_up.wait(10)
-        try:
+            gave_up.wait(60)
+            return peers.exchange([0, 1], "k", b"late", 60)
+        with pytest.raises(TimeoutError_):
             peers.exchange([0, 1], "k", b"old", 0.05)
-        except TimeoutError_:
-            assert rank == 0
         gave_up.set()
-        return peers.exchange([0, 1], "k", b"new", 10)
+        return peers.exchange([0, 1], "k", b"new", 60)
 
-    assert run_threads(2, rank_main) == [[b"new", b"new"]] * 2
+    assert run_threads(2, rank_main) == [[b"new", b"late"]] * 2
+
+
+def test_who_never_came_need_not_make_up_for_it(make: Maker, run_threads) -> None:
+    """As after an error on rank 1, which the others wait for in vain, twice."""
+    join = make(3)
+    turns = threading.Barrier(3, timeout=60)
+
+    def rank_main(rank: int) -> list[list[bytes]]:
+        peers = join(rank)
+        for _ in range(2):
+            if rank != 1:
+                with pytest.raises(TimeoutError_, match=r"rank 1 did not arrive"):
+                    peers.exchange(range(3), "k", b"in vain", 0.05)
+            turns.wait()
+        return [peers.exchange(range(3), "k", bytes([rank, i]), 60) for i in range(3)]
+
+    right = [[bytes([rank, i]) for rank in range(3)] for i in range(3)]
+    assert run_threads(3, rank_main) == [right] * 3
+
+
+def test_who_waits_longer_meets_those_that_come_again(make: Maker, run_threads) -> None:
+    join = make(3)
+    gave_up = threading.Event()
+
+    def rank_main(rank: int) -> list[bytes]:
+        peers = join(rank)
+        if rank == 2:
+            gave_up.wait(60)
+        elif rank == 0:
+            with pytest.raises(TimeoutError_):
+                peers.exchange(range(3), "k", b"old", 0.05)
+            gave_up.set()
+        return peers.exchange(range(3), "k", bytes([rank]), 60)
+
+    assert run_threads(3, rank_main) == [[b"\0", b"\1", b"\2"]] * 3
+
+
+def test_what_interrupts_a_wait_withdraws_the_blob(make: Maker, run_threads) -> None:
+    join = make(2)
+    interrupted = threading.Event()
+
+    def rank_main(rank: int) -> list[bytes]:
+        peers = join(rank)
+        if rank == 1:
+            interrupted.wait(60)
+        else:
+            peers.idle = _interrupt
+            with pytest.raises(KeyboardInterrupt):
+                peers.exchange([0, 1], "k", b"old", 60)
+            peers.idle = None
+            interrupted.set()
+        return peers.exchange([0, 1], "k", bytes([rank]), 60)
+
+    assert run_threads(2, rank_main) == [[b"\0", b"\1"]] * 2
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_one_thread_of_a_rank_waits_for_another(make: Maker, run_threads) -> None:
+    join = make(2)
+    ranks = [join(0), join(1)]
+
+    def body(thread: int) -> list[bytes]:
+        rank = thread % 2
+        return ranks[rank].exchange([0, 1], "k", bytes([rank]), 60)
+
+    assert run_threads(4, body) == [[b"\0", b"\1"]] * 4
 
 
 @pytest.mark.parametrize("members", [[1, 2], [0, 0], [0, 3], [-1, 0], []])

@@ -39,7 +39,12 @@ class ArrayLayout:
 
 
 def compile_for(
-    comm: Any, moves: Sequence[Move], itemsizes: Sequence[int], *, reduces: bool
+    comm: Any,
+    moves: Sequence[Move],
+    itemsizes: Sequence[int],
+    *,
+    reduces: bool,
+    stated: bool = False,
 ) -> BoxProgram:
     """Return this rank's program, with messages that fit into its memory for them.
 
@@ -47,7 +52,13 @@ def compile_for(
     """
     limit = min(LIMIT_NBYTES, LANE_NBYTES // comm.size - _SLOT_OVERHEAD_NBYTES)
     return compile_moves(
-        moves, itemsizes, rank=comm.rank, size=comm.size, reduces=reduces, limit=limit
+        moves,
+        itemsizes,
+        rank=comm.rank,
+        size=comm.size,
+        reduces=reduces,
+        stated=stated,
+        limit=limit,
     )
 
 

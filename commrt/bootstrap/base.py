@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from commrt.errors import TimeoutError_, UsageError
@@ -38,7 +39,12 @@ class Bootstrap(Protocol):
         same order everywhere) and nobody else. Exchanges under different keys may
         run at the same time. Ctrl-C is noticed at once: nothing blocks in C.
 
-        Raises TimeoutError_ naming exactly the members that did not arrive.
+        Raises TimeoutError_ naming exactly the members that did not arrive. A rank
+        that gives up, by that or by Ctrl-C, takes back what it said, and nobody uses it
+        any more: whoever waits goes on waiting, and meets it when it comes again. Ranks
+        that never came need not make up for anything. Between processes that give up
+        while others complete it, these may go on as if it had not; all meet again in
+        the next exchange.
         """
         ...
 
@@ -48,20 +54,22 @@ class Bootstrap(Protocol):
 
 
 class Keys:
-    """Turns a caller's key into one that is used once in the life of a bootstrap.
-
-    Members call the same exchanges, so a local count of the uses of a key agrees on
-    all of them; a message left over from an exchange that timed out cannot be taken
-    for the next one's.
-    """
+    """Names the exchanges of one rank, each of which one thread is in at a time."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self._uses: Counter[str] = Counter()
+        self._changed = threading.Condition()
+        self._busy: set[str] = set()
 
-    def unique(self, members: Sequence[int], key: str) -> str:
-        """Check ``members`` and return the wire key of this exchange."""
+    @contextmanager
+    def turn(
+        self, members: Sequence[int], key: str, timeout_s: float
+    ) -> Iterator[tuple[str, float]]:
+        """Check ``members``; give the exchange's name, and the time that is left.
+
+        Waits for another thread of this rank that is in an exchange of that name.
+        """
         if len(set(members)) != len(members) or self._rank not in members:
             raise UsageError(
                 f"members {list(members)} must be distinct ranks and hold this "
@@ -70,9 +78,22 @@ class Keys:
         if min(members) < 0 or max(members) >= self._size:
             raise UsageError(f"members {list(members)} must lie in 0..{self._size - 1}")
         digest = hashlib.blake2b(repr(tuple(members)).encode(), digest_size=6)
-        group_key = f"{key}@{digest.hexdigest()}"
-        self._uses[group_key] += 1
-        return f"{group_key}#{self._uses[group_key]}"
+        name = f"{key}@{digest.hexdigest()}"
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            if not self._changed.wait_for(lambda: name not in self._busy, timeout_s):
+                raise TimeoutError_(
+                    f"rank {self._rank}: another thread was in the exchange {key!r} of "
+                    f"ranks {list(members)} for {timeout_s:g} s: it waits for one of "
+                    f"them. Look for an error or an early exit there."
+                )
+            self._busy.add(name)
+        try:
+            yield name, max(0.0, deadline - time.monotonic())
+        finally:
+            with self._changed:
+                self._busy.discard(name)
+                self._changed.notify_all()
 
 
 def poll_until(

@@ -4,6 +4,10 @@
 Every member sends its blob to every other member. That is size² small messages in
 all, and in return each member knows exactly who is missing when time runs out.
 Nothing blocks inside MPI: nonblocking calls, polled from Python.
+
+A member that gives up withdraws its attempt by another message. Those who still wait,
+or come only then, go on to the next attempt; who has waited says its blob again once
+somebody is there, so that many that give up together do not all talk to all.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from commrt.bootstrap.base import Keys, poll_until, timed_out
@@ -21,7 +26,34 @@ __all__ = ["TAG", "MpiBootstrap"]
 TAG = 7
 """The one tag used on the private communicator."""
 
-_HEADER = struct.Struct("<I")
+_HEADER = struct.Struct("<?QI")
+"""Whether an attempt is withdrawn, which one, and the length of the exchange's name."""
+
+
+@dataclass
+class _Topic:
+    """What this rank knows of the exchanges of one name."""
+
+    attempt: int = 0
+    """The one that it is in, or begins next."""
+    said: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    """By attempt and rank."""
+    withdrawn: set[int] = field(default_factory=set)
+
+    def skip_withdrawn(self) -> bool:
+        """Go on to an attempt that nobody has withdrawn; say if it is another."""
+        before = self.attempt
+        while self.attempt in self.withdrawn:
+            self.attempt += 1
+        self.withdrawn = {one for one in self.withdrawn if one >= self.attempt}
+        self.said = {
+            at: blob for at, blob in self.said.items() if at[0] >= self.attempt
+        }
+        return self.attempt != before
+
+    def came(self) -> set[int]:
+        """Return who is in this attempt or a later one."""
+        return {rank for _, rank in self.said}
 
 
 class MpiBootstrap:
@@ -42,35 +74,26 @@ class MpiBootstrap:
         self.comm = self._duplicate(mpi_comm, timeout_s)
         self.idle: Callable[[], object] | None = None
         self._keys = Keys(self.rank, self.size)
-        self._lock = threading.Lock()
-        self._arrived: dict[tuple[str, int], bytes] = {}
+        self.lock = threading.Lock()
+        self._topics: dict[str, _Topic] = {}
         self._receiving: list[tuple[Any, int, bytearray]] = []
 
     def exchange(
         self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
     ) -> list[bytes]:
         """Give ``blob`` to all members; return everybody's, in members' order."""
-        wire_key = self._keys.unique(members, key)
-        blob = bytes(blob)
-        others = [member for member in members if member != self.rank]
-        message = _pack(wire_key, blob)
-        with self._lock:
-            sends = {peer: self._send(message, peer) for peer in others}
-
-        def met() -> bool:
-            with self._lock:
-                self._progress()
-                for peer in [peer for peer, send in sends.items() if send.Test()]:
-                    del sends[peer]
-                return not sends and all((wire_key, r) in self._arrived for r in others)
-
-        if not poll_until(met, timeout_s, self.idle):
-            # A request nobody will test again would let go of its buffer too early.
-            self._abandoned.extend((send, message) for send in sends.values())
-            absent = [r for r in others if (wire_key, r) not in self._arrived]
-            raise timed_out(self.rank, members, key, absent or list(sends), timeout_s)
-        blobs = {peer: self._arrived.pop((wire_key, peer)) for peer in others}
-        return [blobs.get(member, blob) for member in members]
+        with self._keys.turn(members, key, timeout_s) as (name, left_s):
+            others = [member for member in members if member != self.rank]
+            meeting = _Meeting(self, name, others, bytes(blob))
+            try:
+                met = poll_until(meeting.step, left_s, self.idle)
+                blobs = meeting.result() if met else {}
+            finally:
+                meeting.end()
+        if not met:
+            missing = meeting.missing()
+            raise timed_out(self.rank, members, key, missing, timeout_s)
+        return [blobs.get(member, bytes(blob)) for member in members]
 
     def close(self) -> None:
         """Free the private communicator, if MPI still runs."""
@@ -92,11 +115,21 @@ class MpiBootstrap:
         comm.Set_name("commrt bootstrap")
         return comm
 
-    def _send(self, message: bytes, peer: int) -> Any:
+    def topic(self, name: str) -> _Topic:
+        """Return what is known under a name; hold ``lock``."""
+        return self._topics.setdefault(name, _Topic())
+
+    def send(self, message: bytes, peer: int) -> Any:
+        """Start to send; hold ``lock``."""
         return self.comm.Isend([message, self._mpi.BYTE], dest=peer, tag=TAG)
 
-    def _progress(self) -> None:
-        """Start every receive that is there, and park every message that is done."""
+    def abandon(self, sends: Sequence[tuple[Any, Any]]) -> None:
+        """Keep buffers that nobody waits for until they have left; hold ``lock``."""
+        kept = [*self._abandoned, *sends]
+        self._abandoned = [each for each in kept if not each[0].Test()]
+
+    def progress(self) -> None:
+        """Start every receive that is there, and take what is done; hold ``lock``."""
         status = self._mpi.Status()
         while True:
             message = self.comm.Improbe(tag=TAG, status=status)
@@ -106,22 +139,104 @@ class MpiBootstrap:
             request = message.Irecv([buffer, self._mpi.BYTE])
             self._receiving.append((request, status.Get_source(), buffer))
         waiting = []
+        late: set[int] = set()
         for request, source, buffer in self._receiving:
-            if request.Test():
-                wire_key, blob = _unpack(buffer)
-                self._arrived[wire_key, source] = blob
+            # In the order sent: a withdrawal must not overtake what it withdraws.
+            if source not in late and request.Test():
+                self._take(source, buffer)
             else:
+                late.add(source)
                 waiting.append((request, source, buffer))
         self._receiving = waiting
 
+    def _take(self, source: int, buffer: bytearray) -> None:
+        withdraws, attempt, name, blob = _unpack(buffer)
+        topic = self.topic(name)
+        if attempt < topic.attempt:
+            return  # of an attempt that is over here
+        if withdraws:
+            topic.withdrawn.add(attempt)
+        else:
+            topic.said[attempt, source] = blob
 
-def _pack(wire_key: str, blob: bytes) -> bytes:
-    name = wire_key.encode()
-    return _HEADER.pack(len(name)) + name + blob
+
+class _Meeting:
+    """One exchange of one rank."""
+
+    def __init__(
+        self, bootstrap: MpiBootstrap, name: str, others: Sequence[int], blob: bytes
+    ) -> None:
+        self._bootstrap = bootstrap
+        self._name = name
+        self._others = others
+        self._blob = blob
+        self._sends: dict[int, tuple[Any, bytes]] = {}
+        self._attempt: int | None = None
+        """Of which all others have been told, or will be."""
+        self._done = False
+        self._came: set[int] = set()
+        with bootstrap.lock:
+            self._topic = bootstrap.topic(name)
+
+    def step(self) -> bool:
+        """Make some progress; return whether everybody is there."""
+        bootstrap, topic = self._bootstrap, self._topic
+        with bootstrap.lock:
+            bootstrap.progress()
+            self._came |= topic.came()
+            if topic.skip_withdrawn():
+                self._abandon_sends()
+            had_told = self._attempt is not None
+            if self._attempt != topic.attempt and (topic.said or not had_told):
+                self._attempt = topic.attempt
+                message = _pack(False, self._attempt, self._name, self._blob)
+                for peer in self._others:
+                    self._sends[peer] = bootstrap.send(message, peer), message
+            self._sends = {
+                peer: sent for peer, sent in self._sends.items() if not sent[0].Test()
+            }
+            here = {rank for attempt, rank in topic.said if attempt == self._attempt}
+            self._done = not self._sends and here.issuperset(self._others)
+            return self._done
+
+    def result(self) -> dict[int, bytes]:
+        """Return what the others said."""
+        with self._bootstrap.lock:
+            attempt = self._topic.attempt
+            return {peer: self._topic.said[attempt, peer] for peer in self._others}
+
+    def end(self) -> None:
+        """Leave the attempt; withdraw it if it was not complete."""
+        bootstrap, topic = self._bootstrap, self._topic
+        with bootstrap.lock:
+            self._abandon_sends()
+            if self._attempt != topic.attempt:
+                return  # somebody else has withdrawn it
+            if not self._done:
+                message = _pack(True, topic.attempt, self._name, b"")
+                sent = [(bootstrap.send(message, r), message) for r in self._others]
+                bootstrap.abandon(sent)
+            topic.withdrawn.add(topic.attempt)
+            topic.skip_withdrawn()
+
+    def missing(self) -> list[int]:
+        """Return who did not come; those who came and gave up only if all came."""
+        never = [peer for peer in self._others if peer not in self._came]
+        now = self._topic.came()
+        return never or [peer for peer in self._others if peer not in now]
+
+    def _abandon_sends(self) -> None:
+        self._bootstrap.abandon(list(self._sends.values()))
+        self._sends.clear()
 
 
-def _unpack(message: bytearray) -> tuple[str, bytes]:
-    (length,) = _HEADER.unpack_from(message)
+def _pack(withdraws: bool, attempt: int, exchange: str, blob: bytes) -> bytes:
+    name = exchange.encode()
+    return _HEADER.pack(withdraws, attempt, len(name)) + name + blob
+
+
+def _unpack(message: bytearray) -> tuple[bool, int, str, bytes]:
+    withdraws, attempt, length = _HEADER.unpack_from(message)
     start = _HEADER.size
     name = bytes(message[start : start + length]).decode()
-    return name, bytes(message[start + length :])
+    return withdraws, attempt, name, bytes(message[start + length :])

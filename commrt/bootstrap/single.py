@@ -23,8 +23,8 @@ class SingleBootstrap:
         self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
     ) -> list[bytes]:
         """Return ``[blob]``."""
-        self._keys.unique(members, key)
-        return [bytes(blob)]
+        with self._keys.turn(members, key, timeout_s):
+            return [bytes(blob)]
 
     def close(self) -> None:
         """Hold nothing, release nothing."""

@@ -3,11 +3,17 @@
 
 Rank r writes its blob under ``key/r`` and polls with ``check``, which does not
 block, until everybody's is there. The last reader deletes the keys.
+
+A rank that finds all blobs and one that gives up may do so at the same moment. The
+first of them to count itself in the store decides, and writes its verdict. After
+``withdrawn`` those who still wait, or come only now, meet in the next attempt.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +22,9 @@ from commrt.bootstrap.base import Keys, poll_until, timed_out
 from commrt.errors import BackendError
 
 __all__ = ["StoreBootstrap", "torchrun_store"]
+
+_VERDICT_S = 10.0
+"""Within which the rank that counted first writes its verdict, unless it died."""
 
 
 class StoreBootstrap:
@@ -28,6 +37,7 @@ class StoreBootstrap:
         self._store = store
         self.idle: Callable[[], object] | None = None
         self._keys = Keys(rank, size)
+        self._attempts: Counter[str] = Counter()
         # Each rank counts its bootstraps in the store itself: a second one on the
         # same store must not meet keys that the first one is still deleting.
         generation = store.add(f"commrt/generation/{rank}", 1)
@@ -37,28 +47,84 @@ class StoreBootstrap:
         self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
     ) -> list[bytes]:
         """Give ``blob`` to all members; return everybody's, in members' order."""
-        base = f"{self._prefix}/{self._keys.unique(members, key)}"
-        names = {member: f"{base}/{member}" for member in members}
-        self._store.set(names[self.rank], bytes(blob))
-        everybody = list(names.values())
-
-        def met() -> bool:
-            return bool(self._store.check(everybody))
-
-        if not poll_until(met, timeout_s, self.idle):
-            missing = [r for r in members if not self._store.check([names[r]])]
-            if missing:
-                raise timed_out(self.rank, members, key, missing, timeout_s)
-        blobs = [bytes(self._store.get(name)) for name in everybody]
-        readers = f"{base}/readers"
-        if self._store.add(readers, 1) == len(members):
-            for name in (*everybody, readers):
-                self._store.delete_key(name)
-        return blobs
+        deadline = time.monotonic() + timeout_s
+        came: set[int] = set()
+        with self._keys.turn(members, key, timeout_s) as (name, _):
+            while True:
+                base = f"{self._prefix}/{name}#{self._attempts[name]}"
+                attempt = _Attempt(self._store, base, members, self.rank)
+                try:
+                    said = attempt.run(blob, deadline, self.idle)
+                finally:
+                    self._attempts[name] += attempt.is_over
+                came |= attempt.came
+                if said is not None:
+                    return said
+                if time.monotonic() >= deadline:
+                    absent = [r for r in members if r not in attempt.came]
+                    never = [r for r in absent if r not in came]
+                    raise timed_out(self.rank, members, key, never or absent, timeout_s)
 
     def close(self) -> None:
         """Let go of the store; its server ends with the process that hosts it."""
         self._store = None
+
+
+class _Attempt:
+    """One attempt of an exchange, which all members make or one of them withdraws."""
+
+    def __init__(
+        self, store: Any, base: str, members: Sequence[int], rank: int
+    ) -> None:
+        self._store = store
+        self._names = {member: f"{base}/{member}" for member in members}
+        self._rank = rank
+        self._votes, self._verdict = f"{base}/votes", f"{base}/verdict"
+        self._readers = f"{base}/readers"
+        self.is_over = False
+        """Whether this rank knows its verdict."""
+        self.came: set[int] = set()
+        """Whose blobs were there."""
+
+    def run(
+        self, blob: bytes, deadline: float, idle: Callable[[], object] | None
+    ) -> list[bytes] | None:
+        """Return everybody's blobs; None if it was withdrawn, or time is up."""
+        store, everybody = self._store, list(self._names.values())
+        if store.check([self._verdict]):  # a late rank: the others have given up
+            return self._end()
+        store.set(self._names[self._rank], bytes(blob))
+
+        def met() -> bool:
+            return bool(store.check(everybody)) or bool(store.check([self._verdict]))
+
+        vote = b"withdrawn"
+        try:
+            if poll_until(met, deadline - time.monotonic(), idle):
+                vote = b"done"
+        finally:
+            if not store.check([self._verdict]) and store.add(self._votes, 1) == 1:
+                store.set(self._verdict, vote)
+            self.came = {r for r, name in self._names.items() if store.check([name])}
+            decided = poll_until(lambda: store.check([self._verdict]), _VERDICT_S)
+            said = self._end() if decided else None
+        return said
+
+    def _end(self) -> list[bytes] | None:
+        """Return the blobs, if they count; forget them if nobody else will look."""
+        store, said = self._store, None
+        self.is_over = True
+        if bytes(store.get(self._verdict)) == b"done":
+            said = [bytes(store.get(name)) for name in self._names.values()]
+        if store.add(self._readers, 1) == len(self._names):
+            for name in (
+                *self._names.values(),
+                self._votes,
+                self._verdict,
+                self._readers,
+            ):
+                store.delete_key(name)
+        return said
 
 
 def torchrun_store(

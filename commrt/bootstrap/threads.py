@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from commrt.bootstrap.base import Bootstrap, Keys, timed_out
 from commrt.errors import PeerFailedError
@@ -17,14 +18,24 @@ _IDLE_S = 0.001
 """Between two calls of ``idle`` while a rank waits."""
 
 
+@dataclass
+class _Waiting:
+    """One rank that is in an exchange."""
+
+    blob: bytes
+    said: list[bytes] | None = None
+    """By all members, once all of them are there."""
+    gave_up: set[int] = field(default_factory=set)
+    """Who was there meanwhile, and left."""
+
+
 class ThreadWorld:
     """The ranks of one process; ``bootstrap(rank)`` is what one thread uses."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._changed = threading.Condition()
-        self._blobs: dict[tuple[str, int], bytes] = {}
-        self._readers: dict[str, int] = {}
+        self._waiting: dict[str, dict[int, _Waiting]] = {}
         self._failure: str | None = None
 
     def bootstrap(self, rank: int) -> Bootstrap:
@@ -40,43 +51,48 @@ class ThreadWorld:
 
     def meet(
         self,
-        key: str,
+        name: str,
         rank: int,
         members: Sequence[int],
         blob: bytes,
         timeout_s: float,
         idle: Callable[[], object] | None = None,
     ) -> tuple[list[bytes], list[int]]:
-        """Exchange under a key used once; return the blobs, or who is missing."""
+        """Exchange with all members; return the blobs, or who is missing."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            self._blobs[key, rank] = blob
-            self._changed.notify_all()
-            while missing := [r for r in members if (key, r) not in self._blobs]:
-                if self._failure is not None:
-                    raise PeerFailedError(
-                        f"rank {rank} stopped waiting: {self._failure}"
-                    )
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    return [], missing
-                if idle is None:
-                    self._changed.wait(left_s)
-                    continue
-                self._changed.wait(min(left_s, _IDLE_S))
-                idle()
-            blobs = [self._blobs[key, r] for r in members]
-            self._forget(key, members)
-        return blobs, []
-
-    def _forget(self, key: str, members: Sequence[int]) -> None:
-        """Count one reader; the last one frees the blobs."""
-        readers = self._readers.get(key, 0) + 1
-        self._readers[key] = readers
-        if readers == len(members):
-            del self._readers[key]
-            for member in members:
-                del self._blobs[key, member]
+            here = self._waiting.setdefault(name, {})
+            mine = here[rank] = _Waiting(blob)
+            if len(here) == len(members):
+                said = [here[member].blob for member in members]
+                for each in here.values():
+                    each.said = said
+                del self._waiting[name]
+                self._changed.notify_all()
+            try:
+                while mine.said is None:
+                    if self._failure is not None:
+                        raise PeerFailedError(
+                            f"rank {rank} stopped waiting: {self._failure}"
+                        )
+                    left_s = deadline - time.monotonic()
+                    if left_s <= 0:
+                        absent = [member for member in members if member not in here]
+                        never = [r for r in absent if r not in mine.gave_up]
+                        return [], never or absent
+                    if idle is None:
+                        self._changed.wait(left_s)
+                        continue
+                    self._changed.wait(min(left_s, _IDLE_S))
+                    idle()
+                return mine.said, []
+            finally:
+                if mine.said is None:
+                    del here[rank]
+                    for each in here.values():
+                        each.gave_up.add(rank)
+                    if not here:
+                        del self._waiting[name]
 
 
 class _ThreadBootstrap:
@@ -90,10 +106,10 @@ class _ThreadBootstrap:
     def exchange(
         self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
     ) -> list[bytes]:
-        wire_key = self._keys.unique(members, key)
-        blobs, missing = self._world.meet(
-            wire_key, self.rank, members, bytes(blob), timeout_s, self.idle
-        )
+        with self._keys.turn(members, key, timeout_s) as (name, left_s):
+            blobs, missing = self._world.meet(
+                name, self.rank, members, bytes(blob), left_s, self.idle
+            )
         if missing:
             raise timed_out(self.rank, members, key, missing, timeout_s)
         return blobs

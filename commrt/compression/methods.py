@@ -223,17 +223,17 @@ class Compressing(Choosing):
         self, call: Call, bound: Bound, wire: WireFormat
     ) -> SteppedRequest:
         self._check_usable()
+        limit = self.timeout_s if call.timeout_s is None else call.timeout_s
         channels = self._compressed
         if channels is None:  # the first one: made by all ranks together
             one: Any = self
             alone = self.size == 1
             names = ("compress.shares", "compress.sums")
-            pair = [one if alone else one._private(name) for name in names]
+            pair = [one if alone else one._private(name, limit) for name in names]
             channels = self._compressed = _Channels(pair[0], pair[1], alone)
         channels.shares._check_usable()
         seq = channels.seq
         title = f"{call.spec.name} #{seq} (compress={wire.name!r}) on {self.name}"
-        limit = self.timeout_s if call.timeout_s is None else call.timeout_s
         residual = None
         if call.residual is not None:
             assert bound.x is not None

@@ -86,8 +86,10 @@ PlanPtr make_box_plan(const Group& group, int coll, const std::string& label, in
   for (size_t i = 0; i < steps.shape(0); ++i) {
     const int32_t* row = steps.data() + i * kStepColumns;
     const int32_t kind = row[0], lo = row[1], hi = row[2], count = hi - lo;
+    const bool local = kind == kCopy || kind == kReduce;
     auto slice = [&](int first) {
-      if (first < 0 || count < 1 || first + count > num_boxes) {
+      // A message without boxes is empty: it tells the other side that nothing comes.
+      if (first < 0 || count < (local ? 1 : 0) || first + count > num_boxes) {
         throw std::invalid_argument("step " + std::to_string(i) + " has boxes that do not exist");
       }
       Ref ref{};
@@ -97,7 +99,6 @@ PlanPtr make_box_plan(const Group& group, int coll, const std::string& label, in
     };
     Instr& ins = plan->instrs.emplace_back();
     ins.boxed = true;
-    const bool local = kind == kCopy || kind == kReduce;
     Ref message{};
     if (!local) {
       if (row[3] < 0 || row[3] >= group.comm->size || peer_index[row[3]] < 0) {

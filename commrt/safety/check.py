@@ -19,7 +19,6 @@ import numpy as np
 from commrt import env
 from commrt.errors import (
     BufferError_,
-    CommError,
     MismatchError,
     TimeoutError_,
     UsageError,
@@ -43,6 +42,8 @@ _COMPARED = (
     "root",
     "algorithm",
     "compress",
+    "result",
+    "k",
     "name",
     "table",
 )
@@ -114,24 +115,28 @@ class Checker:
         if len(bound.counts) == 2:
             self._check_pairs(call, *bound.counts)
 
-    def tell(self, call: Call, error: CommError) -> None:
-        """Raise this error on every rank: the others compare their calls now."""
-        fields: dict[str, Any] = {"operation": call.spec.name}
-        text = str(error).encode("ascii", "replace").decode()
-        fields["error"] = [type(error).__name__, text[:_ERROR_LENGTH]]
-        self._exchange(fields, call.timeout_s)
+    def tell(self, what: str, error: UsageError, timeout_s: float | None) -> None:
+        """Raise this error on every rank: the others compare their calls now.
 
-    def compare_with_errors(
-        self, fields: dict[str, Any], error: str, timeout_s: float | None
-    ) -> None:
-        """Compare a call whose arguments may be wrong on some ranks: ``error`` says so.
-
-        Then every rank raises the same UsageError.
+        Where they do not, it stays this rank's own; they are told when they come.
         """
-        if error:
-            text = f"rank {self._comm.rank}: {error[:_ERROR_LENGTH]}"
-            told = ["UsageError", f"{text} (check mode: nothing was sent)"]
-            fields = {"operation": fields["operation"], "error": told}
+        text = str(error).encode("ascii", "replace").decode()
+        if f"rank {self._comm.rank}" not in text:
+            text = f"rank {self._comm.rank}: {text}"
+        while len(json.dumps(text)) > _ERROR_LENGTH:
+            text = text[:-8]
+        kind = "BufferError_" if isinstance(error, BufferError_) else "UsageError"
+        told = [kind, f"{text} (check mode: nothing was sent)"]
+        try:
+            self._said({"operation": what, "error": told}, timeout_s)
+        except TimeoutError_:
+            raise error from None
+
+    def compare(self, fields: dict[str, Any], timeout_s: float | None) -> None:
+        """Raise MismatchError on every rank unless all of them say the same.
+
+        Or the error that one of them tells.
+        """
         self._compare(self._exchange(fields, timeout_s))
 
     def _compare(self, said: list[dict[str, Any]]) -> None:
@@ -170,6 +175,17 @@ class Checker:
     def _exchange(
         self, fields: dict[str, Any], timeout_s: float | None
     ) -> list[dict[str, Any]]:
+        seq = self.channel.next_seq
+        try:
+            return self._said(fields, timeout_s)
+        except TimeoutError_ as error:
+            limit = self._comm.timeout_s if timeout_s is None else timeout_s
+            raise self._late(fields, seq, limit) from error
+
+    def _said(
+        self, fields: dict[str, Any], timeout_s: float | None
+    ) -> list[dict[str, Any]]:
+        """Return what all ranks say; raise what one of them tells."""
         fields["seq"] = self._comm.next_seq
         fields["site"] = _call_site()
         text = json.dumps(fields, separators=(",", ":")).encode()
@@ -178,16 +194,14 @@ class Checker:
         mine[: len(text)] = np.frombuffer(text, np.uint8)
         rows = np.empty((self._comm.size, _NBYTES), np.uint8)
         limit = self._comm.timeout_s if timeout_s is None else timeout_s
-        seq = self.channel.next_seq
-        try:
-            self.channel.allgather(mine, out=rows, timeout_s=limit)
-        except TimeoutError_ as error:
-            raise self._late(fields, seq, limit) from error
+        self.channel.allgather(mine, out=rows, timeout_s=limit)
         said = [_decode(row) for row in rows]
         for each in said:
             if "error" in each:
                 kind, told = each["error"]
-                raise {"BufferError_": BufferError_}.get(kind, UsageError)(told)
+                error = {"BufferError_": BufferError_}.get(kind, UsageError)(told)
+                error.is_told = True  # type: ignore[attr-defined]
+                raise error
         return said
 
     def _late(self, fields: dict[str, Any], seq: int, limit: float) -> TimeoutError_:

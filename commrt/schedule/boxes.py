@@ -6,6 +6,12 @@ box of which array goes to whom, and where what comes belongs. ``compile_moves``
 one rank's program of them: long boxes are cut and short ones share a message, alike on
 both sides, because that depends on shapes alone.
 
+Where either side states a length by itself, as in collectives of neighbours, the two
+may disagree. There every move has messages of its own, and no list of their lengths is
+the beginning of another one: all but the last are as long as can be, and the last is
+shorter, even empty. So sides that disagree meet a message of another length than
+expected, and nothing is left over for a later operation.
+
 Steps of one program depend on each other only where boxes overlap: what is sent may
 have to arrive first, and values that are added up are added in one order.
 
@@ -200,26 +206,32 @@ def compile_moves(
     rank: int,
     size: int,
     reduces: bool = False,
+    stated: bool = False,
     limit: int = LIMIT_NBYTES,
 ) -> BoxProgram:
     """Return one rank's program.
 
     Args:
-        moves: the rank's own, in any order; those without elements are left out.
+        moves: the rank's own, in any order; those without elements are left out,
+            unless their lengths are stated.
         itemsizes: bytes per element of each array.
         rank: this rank.
         size: ranks of the communicator.
         reduces: what arrives is combined with what a target holds.
+        stated: each side states the lengths of what moves, of one dimension, by itself.
         limit: most bytes that one message touches; equal on all ranks.
     """
-    messages = []
+    messages: list[_Message] = []
     groups: dict[tuple[int, int | None, bool], list[Move]] = {}
     for move in moves:
-        if math.prod(move.shape) > 0:
+        if math.prod(move.shape) > 0 or (stated and move.peer is not None):
             key = (move.phase, move.peer, move.source is not None)
             groups.setdefault(key, []).append(move)
     for group in groups.values():
-        messages += _messages(group, itemsizes, reduces, limit)
+        if stated and group[0].peer is not None:
+            messages += _stated_messages(group, itemsizes, limit)
+        else:
+            messages += _messages(group, itemsizes, reduces, limit)
     messages.sort(key=lambda message: message.order(rank, size))
     return _assemble(messages, itemsizes)
 
@@ -303,6 +315,24 @@ def _units(
         else:
             units.append([piece])
     return units
+
+
+def _stated_messages(
+    moves: list[Move], itemsizes: Sequence[int], limit: int
+) -> list[_Message]:
+    """Return the messages of moves whose lengths each side states by itself."""
+    messages: list[_Message] = []
+    for move in sorted(moves, key=lambda one: one.number):
+        box = move.source or move.target
+        assert box is not None
+        kind = StepKind.RECEIVE if move.source is None else StepKind.SEND
+        most = limit // itemsizes[box.array]
+        for low in range(0, box.count + 1, most):
+            high = min(low + most, box.count)
+            part = [box.part(((low,), (high,)))] if high > low else []
+            ends = ([], part) if kind is StepKind.RECEIVE else (part, [])
+            messages.append(_Message(kind, move.phase, move.peer, len(messages), *ends))
+    return messages
 
 
 def _assemble(messages: list[_Message], itemsizes: Sequence[int]) -> BoxProgram:

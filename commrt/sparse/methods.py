@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from commrt.arrays import HostView, overlap, view
 from commrt.calls import check_flag, check_timeout
 from commrt.errors import BufferError_, MismatchError, UsageError, suggest
-from commrt.point_to_point import PointToPoint
+from commrt.meeting import Meeting
 from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, sparse_allreduce
 from commrt.sparse.cost import ALGORITHMS, Rule
@@ -28,7 +28,6 @@ from commrt.stepped import SteppedRequest, Steps
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
-    from commrt.safety.check import Checker
 
 __all__ = ["SparseMethods"]
 
@@ -50,12 +49,11 @@ class _Sparse:
     report: SparseReport | None = None
 
 
-class SparseMethods(PointToPoint):
+class SparseMethods(Meeting):
     """The methods of a communicator that sum sparse vectors."""
 
-    _checker: Checker | None
     _sparse: _Sparse | None = None
-    _private: Callable[[str], Communicator]
+    _private: Callable[[str, float], Communicator]
     _deterministic: bool
 
     def sparse_allreduce(
@@ -86,18 +84,22 @@ class SparseMethods(PointToPoint):
                 two_level_ring; chosen by the estimated fill unless given. Where the
                 communicator is ``deterministic``, only those that add from the left.
             nonblocking: return a request. Its steps run in ``test()`` and ``wait()``.
-            timeout_s: limit of the wait.
+                The first sparse call of a communicator waits for all ranks all the
+                same, as they make what sparse calls use.
+            timeout_s: limit of the wait, and of that of the first call.
 
         Raises:
             UsageError: an argument is wrong; nothing was sent.
             MismatchError: the ranks called different things; on all of them.
         """
         what = "sparse_allreduce"
+        here = f"{what}, rank {self.rank}"
         self._check_usable()
-        nonblocking = check_flag(what, "nonblocking", nonblocking)
-        limit = self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
+        limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
 
-        header, output = self._check_sparse(x, result, out, algorithm, timeout_s)
+        header, output = self._check_sparse(
+            x, result, out, algorithm, nonblocking, limit
+        )
 
         def steps(talk: Talk, title: str, report: SparseReport) -> Steps[Any]:
             return sparse_allreduce(talk, title, header, output, report)
@@ -130,15 +132,16 @@ class SparseMethods(PointToPoint):
             residual: an array like ``x``, zeros before the first call. Without it,
                 what is not sent is lost.
             nonblocking: return a request. ``x`` is read before it is returned;
-                ``residual`` is read then, and written when the request ends.
-            timeout_s: limit of the wait.
+                ``residual`` is read then, and written when the request ends. The first
+                sparse call of a communicator waits for all ranks all the same.
+            timeout_s: limit of the wait, and of that of the first call.
         """
         what = "topk_allreduce"
+        here = f"{what}, rank {self.rank}"
         self._check_usable()
-        nonblocking = check_flag(what, "nonblocking", nonblocking)
-        limit = self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
+        limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
 
-        header, mine = self._check_topk(x, k, residual, timeout_s)
+        header, mine = self._check_topk(x, k, residual, nonblocking, limit)
 
         def steps(talk: Talk, title: str, report: SparseReport) -> Steps[Any]:
             return topk_allreduce(talk, title, header, mine, report)
@@ -158,18 +161,26 @@ class SparseMethods(PointToPoint):
         return Pool()
 
     def _check_sparse(
-        self, x: Any, result: Any, out: Any, algorithm: Any, timeout_s: float | None
+        self,
+        x: Any,
+        result: Any,
+        out: Any,
+        algorithm: Any,
+        nonblocking: Any,
+        limit: float,
     ) -> tuple[Header, Output]:
         """Return a sparse_allreduce's arguments; an error says what is wrong."""
         what = "sparse_allreduce"
+        here = f"{what}, rank {self.rank}"
 
         def check() -> tuple[Header, Output]:
+            check_flag(here, "nonblocking", nonblocking)
             pool, in_order = self._sparse_pool, self._deterministic
-            output = _output(what, x, result, out, pool, in_order)
-            self._check_algorithm(what, algorithm)
+            output = _output(here, x, result, out, pool, in_order)
+            self._check_algorithm(here, algorithm)
             if algorithm == "split_dense" and output.format == "sparse":
                 raise UsageError(
-                    f"{what}: algorithm='split_dense' has a dense sum; leave out "
+                    f"{here}: algorithm='split_dense' has a dense sum; leave out "
                     f"result='sparse', or take algorithm='split'"
                 )
             if algorithm is not None:
@@ -177,25 +188,27 @@ class SparseMethods(PointToPoint):
                 why = why_refused(algorithm, in_order, dtype, output.format)
                 if why is not None:
                     raise UsageError(
-                        f"{what}: algorithm={algorithm!r} must not run: {why}"
+                        f"{here}: algorithm={algorithm!r} must not run: {why}"
                     )
             return self._header(what, output.given, output.format, algorithm), output
 
-        return self._checked(what, check, timeout_s)
+        return self._together(what, check, timeout_s=limit, describe=_described)
 
     def _check_topk(
-        self, x: Any, k: Any, residual: Any, timeout_s: float | None
+        self, x: Any, k: Any, residual: Any, nonblocking: Any, limit: float
     ) -> tuple[Header, Largest]:
         """Return a topk_allreduce's arguments; an error says what is wrong."""
         what = "topk_allreduce"
+        here = f"{what}, rank {self.rank}"
 
         def check() -> tuple[Header, Largest]:
+            check_flag(here, "nonblocking", nonblocking)
             pool, in_order = self._sparse_pool, self._deterministic
-            mine = Largest.of(what, x, k, residual, pool, in_order)
+            mine = Largest.of(here, x, k, residual, pool, in_order)
             header = self._header(what, mine.output.given, "sparse", None)
             return replace(header, k=mine.k), mine
 
-        return self._checked(what, check, timeout_s)
+        return self._together(what, check, timeout_s=limit, describe=_described)
 
     # -- starting ----------------------------------------------------------------
 
@@ -210,8 +223,8 @@ class SparseMethods(PointToPoint):
     ) -> Any:
         state = self._sparse
         if state is None:  # the first one: made by all ranks together
-            channel = self._private("sparse")
-            state = self._sparse = _Sparse(channel, make_room(channel))
+            channel = self._private("sparse", limit)
+            state = self._sparse = _Sparse(channel, make_room(channel, limit))
         state.channel._check_usable()
         seq = state.seq
         state.seq += 1
@@ -261,31 +274,6 @@ class SparseMethods(PointToPoint):
             seq,
         )
 
-    def _checked(
-        self,
-        what: str,
-        check: Callable[[], tuple[Header, Any]],
-        timeout_s: float | None,
-    ) -> tuple[Header, Any]:
-        """Return what ``check`` does; in check mode its error is every rank's."""
-        if self._checker is None:
-            return check()
-        found: tuple[Header, Any] | None = None
-        said = ""
-        try:
-            found = check()
-        except UsageError as error:
-            said = str(error)
-        fields: dict[str, Any] = {"operation": what}
-        if found is not None:
-            header = found[0]
-            fields["dtype"] = header.dtype
-            asked = f"{header.format} {header.algorithm or ''} {header.k or ''}"
-            fields["algorithm"] = asked.strip()
-        self._checker.compare_with_errors(fields, said, timeout_s)
-        assert found is not None
-        return found
-
     def _check_algorithm(self, what: str, algorithm: Any) -> None:
         if algorithm is None:
             return
@@ -317,6 +305,17 @@ class SparseMethods(PointToPoint):
     def _give_up_sparse(self, why: str) -> None:
         if self._sparse is not None:
             self._sparse.channel._set_failure(why)
+
+
+def _described(found: tuple[Header, Any]) -> dict[str, Any]:
+    """Return what check mode compares of a call, before its first header is sent."""
+    header = found[0]
+    return {
+        "dtype": header.dtype,
+        "result": header.format,
+        "algorithm": header.algorithm,
+        "k": header.k if header.operation == "topk_allreduce" else None,
+    }
 
 
 def _output(

@@ -136,7 +136,7 @@ class Desk:
         return Piece(first, last, False, count, indices, values, self.room)
 
 
-def make_room(channel: Communicator) -> Room | None:
+def make_room(channel: Communicator, timeout_s: float) -> Room | None:
     """Return memory for a new channel, None where its ranks share none; collective."""
     if channel.size == 1 or channel.facts.nodes > 1:
         return None
@@ -144,7 +144,7 @@ def make_room(channel: Communicator) -> Room | None:
     if env.read_str("COMMRT_SHM") == "devshm":
         return None
     limit = np.array([memory_limit_nbytes() // _PART_OF_LIMIT // channel.size])
-    channel.allreduce(limit, op="min")
+    channel.allreduce(limit, op="min", timeout_s=timeout_s)
     section = min(_SECTION_NBYTES, int(limit[0]) // (_HALVES * _SECTIONS))
     if section < _LEAST_SECTION_NBYTES:
         return None
@@ -154,7 +154,7 @@ def make_room(channel: Communicator) -> Room | None:
             channel._ranks,
             f"sparse/{channel._identity}",
             _HALVES * _SECTIONS * section,
-            channel.timeout_s,
+            timeout_s,
         )
     except BackendError:  # on every rank
         return None

@@ -78,6 +78,29 @@ def test_timeout_names_the_missing_rank_and_leaves_the_others_usable(
         assert f"rank {rank}: rank 1 did not arrive" in messages[rank]
 
 
+def come_again() -> list[list[int]]:
+    """Rank 1 does not come twice; then it is late; then all come."""
+    peers = _connect()
+    everybody = range(peers.size)
+    for turn in range(2):
+        if peers.rank != 1:
+            with pytest.raises(TimeoutError_, match="rank 1 did not arrive"):
+                peers.exchange(everybody, "k", b"in vain", 0.1)
+        peers.exchange(everybody, f"turn {turn}", b"", 20)
+    if peers.rank == 0:
+        with pytest.raises(TimeoutError_):
+            peers.exchange(everybody, "k", b"early", 0.1)
+    if peers.rank != 2:
+        peers.exchange([0, 1], "rank 0 gave up", b"", 20)
+    found = [peers.exchange(everybody, "k", bytes([peers.rank, i]), 20) for i in (7, 8)]
+    return [list(blob) for row in found for blob in row]
+
+
+def test_who_gives_up_is_met_when_it_comes_again(mpirun: Any) -> None:
+    right = [[rank, i] for i in (7, 8) for rank in range(3)]
+    assert mpirun(3, come_again) == [right] * 3
+
+
 def interrupt_a_wait() -> float:
     """Rank 0 waits for rank 1, which never comes, and interrupts itself."""
     import signal

@@ -12,7 +12,13 @@ import pytest
 from cases import run_cases, sample
 
 from commrt.backends.local import run
-from commrt.errors import MismatchError, RevokedError, TimeoutError_, UsageError
+from commrt.errors import (
+    BufferError_,
+    MismatchError,
+    RevokedError,
+    TimeoutError_,
+    UsageError,
+)
 from commrt.operations import COLLECTIVES
 
 F = np.float32
@@ -170,14 +176,73 @@ def test_sequence_numbers_are_those_of_the_operations() -> None:
     assert run(2, rank_main) == [5, 5]
 
 
-def test_a_local_mistake_is_not_announced() -> None:
+MISTAKES: list[tuple[str, Callable[[Any], Any], type[UsageError], str]] = [
+    ("reduction", lambda c: ones(c, op="summ"), UsageError, "unknown reduction"),
+    ("root", lambda c: c.bcast(np.ones(3), root=3), UsageError, "root=3 is not a rank"),
+    (
+        "length",
+        lambda c: c.reduce_scatter(np.ones(4)),
+        UsageError,
+        "not a multiple of the 3 ranks",
+    ),
+    ("type", lambda c: c.allreduce(np.ones(3, object)), BufferError_, "dtype object"),
+    ("algorithm", lambda c: ones(c, algorithm="rings"), UsageError, "unknown algo"),
+    ("limit", lambda c: ones(c, timeout_s=-1), UsageError, "timeout_s=-1"),
+    ("compression", lambda c: ones(c, compress="int9"), UsageError, "int9"),
+    ("plan", lambda c: c.plan.bcast(np.ones(3), root=-1), UsageError, "root=-1"),
+    ("grid", lambda c: c.cart((2,)), UsageError, "have 2 places, expected 3"),
+    ("colour", lambda c: c.split("red"), UsageError, "color='red'"),
+    ("edges", lambda c: c.graph([7], []), UsageError, "sources=7 is not a rank"),
+    ("long", lambda c: ones(c, algorithm='"\\' * 400), UsageError, "algorithm"),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [m[1:] for m in MISTAKES],
+    ids=[m[0] for m in MISTAKES],
+)
+def test_a_mistake_of_one_rank_is_every_ranks_error(
+    call: Callable[[Any], Any], error: type[UsageError], message: str
+) -> None:
+    def rank_main(comm: Any) -> list[str]:
+        with pytest.raises(error, match=message) as raised:
+            (call if comm.rank == 1 else ones)(comm)
+        assert comm.next_seq == 0
+        assert ones(comm).tolist() == [3.0] * 6
+        return [type(raised.value).__name__, str(raised.value)]
+
+    told = run(3, rank_main, timeout_s=30)
+    assert told == [told[0]] * 3
+    assert "rank 1" in told[0][1]
+    assert "nothing was sent" in told[0][1]
+
+
+def test_a_mistake_that_nobody_hears_of_yet_stays_that_ranks_error() -> None:
     def rank_main(comm: Any) -> float:
+        comm.timeout_s = 0.05 if comm.rank == 0 else 30
         if comm.rank == 0:
-            with pytest.raises(UsageError):
-                comm.allreduce(np.ones(6, F), op="summ")
+            with pytest.raises(UsageError, match=r"^bcast: root=9 is not a rank"):
+                comm.bcast(np.ones(3), root=9)
+        comm._world.meet(range(2), "later")
+        comm.timeout_s = 30
+        if comm.rank == 1:
+            with pytest.raises(UsageError, match="rank 0: bcast: root=9"):
+                ones(comm)
         return float(ones(comm)[0])
 
-    assert run(2, rank_main, timeout_s=20) == [2.0, 2.0]
+    assert run(2, rank_main, timeout_s=30) == [2.0, 2.0]
+
+
+def test_another_k_is_named() -> None:
+    def rank_main(comm: Any) -> str:
+        with pytest.raises(MismatchError) as raised:
+            comm.topk_allreduce(np.ones(9), 3 + comm.rank)
+        return str(raised.value)
+
+    first, second = run(2, rank_main)
+    assert first == second
+    assert "the ranks disagree on k; nothing was sent:\n  rank 0: k=3 " in first
 
 
 def test_a_missing_rank_is_named_and_the_communicator_given_up() -> None:

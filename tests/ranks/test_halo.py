@@ -250,7 +250,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (
         lambda p: p.halo_exchange(halves(), 1),
         UsageError,
-        r"fields\[1\] overlaps halo_exchange: fields\[0\]",
+        r"fields\[1\] overlaps halo_exchange, rank 1: fields\[0\]",
     ),
     (lambda p: p.halo_exchange(np.zeros((5, 5)), -1), UsageError, "width=-1 must be"),
     (lambda p: p.halo_exchange(np.zeros((5, 5)), 1.5), UsageError, "width=1.5"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,13 @@ from neighbor_cases import check_all, draw_graph, draw_grid, grid_edges
 
 import commrt
 from commrt.backends.local import run
-from commrt.errors import BufferError_, MismatchError, UsageError
+from commrt.errors import (
+    BufferError_,
+    CommError,
+    MismatchError,
+    RevokedError,
+    UsageError,
+)
 
 SIZES = range(1, 13)
 
@@ -160,6 +167,112 @@ def test_lengths_that_differ_are_a_mismatch() -> None:
         return type(raised.value).__name__
 
     assert "MismatchError" in run(2, rank_main, timeout_s=20)
+
+
+MOST = 262144 // 8
+"""Elements of the longest message."""
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ([0, 4], [0, 0]),
+        ([0, 0], [0, 4]),
+        ([4, 0], [0, 0]),
+        ([0, 0], [4, 0]),
+        ([3, 1], [2, 2]),
+        ([4, 0], [0, 4]),
+        ([0, MOST], [0, 0]),
+        ([0, 2 * MOST], [0, MOST]),
+        ([0, MOST], [0, 2 * MOST]),
+        ([MOST, 5], [MOST + 5, 0]),
+        ([0, MOST + 1], [0, MOST]),
+    ],
+)
+def test_lengths_that_one_side_alone_states_are_never_taken_by_later_calls(
+    sent: list[int], expected: list[int]
+) -> None:
+    """Also where one of them is 0, or a message is as long as is expected so far."""
+
+    def rank_main(comm: Any) -> list[str]:
+        cart = comm.cart((2,), periodic=True)
+        # What goes to the one before comes from behind.
+        sends, receives = (sent, [0, 0]) if comm.rank == 0 else ([0, 0], expected[::-1])
+        x = np.full(sum(sends), 77.0)
+        later = np.full(max(sent + expected), 1.0)
+        calls = [
+            partial(
+                cart.neighbor_alltoallv, x, send_counts=sends, recv_counts=receives
+            ),
+            *[partial(cart.allreduce, later)] * 3,
+            partial(cart.bcast, later),
+        ]
+        found = []
+        for call in calls:
+            try:
+                call()
+                found.append("")
+            except CommError as error:
+                found.append(type(error).__name__)
+        return found
+
+    first, second = run(2, rank_main, timeout_s=30)
+    assert second == ["MismatchError", *["RevokedError"] * 4]
+    assert first[0] in ("", "RevokedError")
+    assert first[1:] == ["RevokedError"] * 4
+
+
+def test_a_graph_whose_edge_carries_nothing_on_one_side() -> None:
+    def rank_main(comm: Any) -> str:
+        here = comm.rank
+        graph = comm.graph([0] if here else [], [] if here else [1])
+        found = ""
+        try:
+            graph.neighbor_alltoallv(
+                np.full(4 * (1 - here), 77.0),
+                send_counts=[] if here else [4],
+                recv_counts=[0] if here else [],
+            )
+        except CommError as error:
+            found = type(error).__name__
+        with pytest.raises(RevokedError):
+            graph.allreduce(np.ones(4))
+        return found
+
+    assert run(2, rank_main, timeout_s=30)[1] == "MismatchError"
+
+
+@pytest.mark.parametrize("count", [0, 1, MOST, 2 * MOST + 1])
+def test_empty_and_long_blocks_arrive_beside_each_other(count: int) -> None:
+    def rank_main(comm: Any) -> bool:
+        cart = comm.cart((2,), periodic=True)
+        x = np.arange(count + 3.0) + 1000 * comm.rank
+        for _ in range(3):
+            got = cart.neighbor_alltoallv(
+                x, send_counts=[count, 3], recv_counts=[3, count]
+            )
+        other = np.arange(count + 3.0) + 1000 * (1 - comm.rank)
+        right = np.array_equal(got, np.concatenate([other[count:], other[:count]]))
+        return right and float(cart.allreduce(np.ones(1))[0]) == 2.0
+
+    assert run(2, rank_main, timeout_s=60) == [True, True]
+
+
+def test_check_mode_compares_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMRT_DEBUG", "check")
+
+    def rank_main(comm: Any) -> str:
+        cart = comm.cart((3,))
+        x = np.zeros(4, np.int64 if comm.rank == 1 else np.float64)
+        with pytest.raises(MismatchError, match="disagree on dtype") as raised:
+            cart.neighbor_allgather(x)
+        assert cart.next_seq == 0
+        other = cart.neighbor_allgather if comm.rank else cart.allreduce
+        with pytest.raises(MismatchError, match="disagree on operation"):
+            other(np.zeros(4))
+        return str(raised.value)
+
+    assert len(set(run(3, rank_main, timeout_s=20))) == 1
 
 
 def test_check_mode_compares_counts_before_anything_is_sent(

@@ -98,7 +98,7 @@ X = np.zeros((2, 6))
         (
             lambda p: p.redistribute(X, ROWS, ROWS, out=X),
             UsageError,
-            "out overlaps redistribute: x",
+            "out overlaps redistribute, rank 1: x",
         ),
         (lambda p: p.redistribute(X, "rows", ROWS), UsageError, "must be a commrt.Lay"),
         (

@@ -383,7 +383,7 @@ def test_check_mode_raises_a_wrong_argument_on_every_rank(
 
     results = run(3, rank_main, timeout_s=LIMIT_S)
     assert results == [results[0]] * 3
-    assert "rank 1: sparse_allreduce: indices are not sorted" in results[0][0]
+    assert "sparse_allreduce, rank 1: indices are not sorted" in results[0][0]
 
 
 def test_free_waits_for_no_sparse_operation() -> None:

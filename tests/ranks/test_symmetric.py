@@ -293,19 +293,20 @@ def test_other_arguments_are_found_out() -> None:
 
 
 def test_a_deadline_that_not_all_ranks_missed() -> None:
-    late = threading.Event()
-
     def rank_main(comm: Any) -> float:
         kept = comm.empty(40_000)
+        share = comm._heap._share
+
+        def too_late(*arguments: Any) -> None:
+            share(*arguments).close()
+            raise TimeoutError_("too late")
+
         if comm.rank == 0:
-            comm.timeout_s = 0.01
-            with pytest.raises(TimeoutError_):
-                comm.empty(10)
-            late.set()
+            comm._heap._share = too_late
+            with pytest.raises(TimeoutError_, match="too late"):
+                comm.empty(1_000_000)
         else:
-            assert late.wait(DEADLINE_S)
-            comm.empty(10)  # finds what rank 0 had said
-        comm.timeout_s = DEADLINE_S
+            comm.empty(1_000_000)
         for _ in range(2):
             with pytest.raises(BackendError, match="ended on some ranks only"):
                 comm.empty(10)
@@ -320,16 +321,13 @@ def test_a_deadline_that_all_ranks_missed_changes_nothing() -> None:
     first = threading.Event()
 
     def rank_main(comm: Any) -> float:
-        if comm.rank == 0:
-            comm.timeout_s = 0.01
-            with pytest.raises(TimeoutError_):
-                comm.empty(10)  # a new heap: the other one waits to map it
-            first.set()
-        else:
+        if comm.rank == 1:
             assert first.wait(DEADLINE_S)
-            comm.timeout_s = 0.01
-            with pytest.raises(TimeoutError_):
-                comm.empty(10)
+        comm.timeout_s = 0.01
+        with pytest.raises(TimeoutError_):
+            comm.empty(10)
+        first.set()
+        comm._world.meet(range(2), "both missed it")
         comm.timeout_s = DEADLINE_S
         return float(comm.allreduce(comm.empty(40_000) + 1)[0])
 

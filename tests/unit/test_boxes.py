@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +15,14 @@ from hypothesis import strategies as st
 
 from commrt.grids import Grid
 from commrt.halo import HaloShape, directions, halo_moves
-from commrt.schedule.boxes import Box, BoxProgram, StepKind, compile_moves, cut
+from commrt.schedule.boxes import (
+    Box,
+    BoxProgram,
+    Move,
+    StepKind,
+    compile_moves,
+    cut,
+)
 
 SHAPES = st.lists(st.integers(1, 7), max_size=5)
 
@@ -83,6 +91,48 @@ def test_messages_meet_their_like(seed: int, limit: int) -> None:
             elif kind in (StepKind.RECEIVE, StepKind.RECEIVE_REDUCE):
                 received[peer, rank, k] = length(program, step, sizes)
     assert sent == received
+
+
+def stated(counts: list[int], *, sends: bool, itemsize: int = 8) -> BoxProgram:
+    """Return the program of one rank for what goes to, or comes from, another one."""
+    ends = np.cumsum([0, *counts]).tolist()
+    moves = []
+    for number, (low, high) in enumerate(pairwise(ends)):
+        box = Box(0, (low,), (high,))
+        moves.append(Move(0, number, 1, box if sends else None, None if sends else box))
+    return compile_moves(
+        moves[::-1], [itemsize], rank=0, size=2, stated=True, limit=160
+    )
+
+
+def lengths(program: BoxProgram) -> list[int]:
+    return [sum(length(program, step, [8])) for step in range(len(program.steps))]
+
+
+COUNTS = st.lists(st.sampled_from([0, 1, 3, 19, 20, 21, 40, 41, 60]), max_size=3)
+
+
+@given(COUNTS)
+def test_stated_lengths_are_sent_as_they_are_received(counts: list[int]) -> None:
+    sent, received = stated(counts, sends=True), stated(counts, sends=False)
+    assert lengths(sent) == lengths(received)
+    assert sum(lengths(sent)) == 8 * sum(counts)
+    assert sent.steps[:, 4].tolist() == list(range(len(sent.steps)))
+    assert len(sent.steps) >= len(counts)
+
+
+@given(COUNTS, st.data())
+def test_sides_that_state_other_lengths_meet_one_that_differs(
+    counts: list[int], data: st.DataObject
+) -> None:
+    """The first that differs ends the operation: none may be left over before."""
+    size = len(counts)
+    other = data.draw(
+        st.lists(st.sampled_from([0, 1, 20, 40, 41]), min_size=size, max_size=size)
+    )
+    ours, theirs = (lengths(stated(each, sends=True)) for each in (counts, other))
+    shared = min(len(ours), len(theirs))
+    assert (ours[:shared] == theirs[:shared]) == (counts == other)
 
 
 @settings(deadline=None, max_examples=12)

@@ -50,6 +50,7 @@ LAYERS = (
         "halo_order",
         "layouts",
         "links",
+        "meeting",
         "mesh",
         "message_lists",
         "native_comms",

@@ -186,14 +186,14 @@ MISTAKES: list[tuple[str, Callable[[Any], Any], type[UsageError], str]] = [
         "not a multiple of the 3 ranks",
     ),
     ("type", lambda c: c.allreduce(np.ones(3, object)), BufferError_, "dtype object"),
-    ("algorithm", lambda c: ones(c, algorithm="rings"), UsageError, "unknown algo"),
+    ("algorithm", lambda c: ones(c, algorithm="rings"), UsageError, "asks for 'rings'"),
     ("limit", lambda c: ones(c, timeout_s=-1), UsageError, "timeout_s=-1"),
     ("compression", lambda c: ones(c, compress="int9"), UsageError, "int9"),
     ("plan", lambda c: c.plan.bcast(np.ones(3), root=-1), UsageError, "root=-1"),
     ("grid", lambda c: c.cart((2,)), UsageError, "have 2 places, expected 3"),
     ("colour", lambda c: c.split("red"), UsageError, "color='red'"),
     ("edges", lambda c: c.graph([7], []), UsageError, "sources=7 is not a rank"),
-    ("long", lambda c: ones(c, algorithm='"\\' * 400), UsageError, "algorithm"),
+    ("long", lambda c: ones(c, algorithm='"\\' * 400), UsageError, "asks for"),
 ]
 
 

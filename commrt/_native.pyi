@@ -188,6 +188,137 @@ class Group:
     @property
     def size(self) -> int: ...
 
+class NcclComm:
+    """One rank of an NCCL communicator; see commrt/nccl."""
+
+    def _abort(self, timeout_s: float) -> int: ...
+    def _collective(
+        self,
+        coll: int,
+        x: int,
+        out: int,
+        count: int,
+        dtype: int,
+        op: int,
+        root: int,
+        stream: int,
+        timeout_s: float,
+    ) -> int: ...
+    def _counted(
+        self,
+        coll: int,
+        x: int,
+        out: int,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        itemsize: int,
+        dtype: int,
+        op: int,
+        root: int,
+        stream: int,
+        timeout_s: float,
+    ) -> int: ...
+    def _describe(self, code: int) -> str: ...
+    def _destroy(self, timeout_s: float) -> int: ...
+    def _exchange(
+        self,
+        sends: Sequence[tuple[int, int, int]],
+        recvs: Sequence[tuple[int, int, int]],
+        stream: int,
+        timeout_s: float,
+    ) -> int: ...
+    def _finalize(self, timeout_s: float) -> int: ...
+    def _forget(self) -> None:
+        """Use it no more; for adopted ones."""
+
+    def _poll(self) -> int: ...
+    def _premul(
+        self,
+        coll: int,
+        x: int,
+        out: int,
+        count: int,
+        dtype: int,
+        factor: bytes,
+        root: int,
+        stream: int,
+        timeout_s: float,
+    ) -> int: ...
+    def _split(
+        self, color: int, key: int, options: NcclOptions, timeout_s: float
+    ) -> tuple[NcclComm, int]:
+        """The child, None for a rank without one, and the code."""
+
+    def _wait(self, timeout_s: float) -> int: ...
+    @property
+    def device(self) -> int: ...
+    @property
+    def error(self) -> int: ...
+    @property
+    def most_distances(self) -> int: ...
+    @most_distances.setter
+    def most_distances(self, arg: int, /) -> None: ...
+    @property
+    def most_messages(self) -> int: ...
+    @most_messages.setter
+    def most_messages(self, arg: int, /) -> None: ...
+    @property
+    def most_reductions(self) -> int: ...
+    @most_reductions.setter
+    def most_reductions(self, arg: int, /) -> None: ...
+    @property
+    def num_calls(self) -> int: ...
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def owned(self) -> bool: ...
+    @property
+    def pointer(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def state(self) -> int: ...
+
+class NcclLibrary:
+    """A libnccl.so.2 that was opened, and its functions."""
+
+    def _describe(self, code: int) -> str: ...
+    def _unique_id(self) -> tuple[int, bytes]:
+        """The result code, and a new id to give to all ranks."""
+
+    @property
+    def has_alltoall(self) -> bool: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+
+class NcclOptions:
+    """What ncclConfig_t is filled from; None: NCCL's default."""
+
+    def __init__(
+        self,
+        *,
+        blocking: bool,
+        cga_cluster_size: int | None,
+        min_ctas: int | None,
+        max_ctas: int | None,
+        split_share: int | None,
+        traffic_class: int | None,
+        cta_policy: int | None,
+        nvls_ctas: int | None,
+        max_p2p_peers: int | None,
+        net_name: str,
+        comm_name: str,
+    ) -> None: ...
+    def _size_and_version(self, version: int) -> tuple[int, int]:
+        """What stands at the beginning of ncclConfig_t."""
+
+    def _unknown_to(self, version: int) -> str:
+        """The first field that a library of this version does not know."""
+
 class PersistentCall:
     """A collective bound to its arrays; call it, or start() it."""
 
@@ -524,6 +655,17 @@ def make_schedule_plan(
 ) -> Plan: ...
 def mark_forked() -> None: ...
 def mpi_abort(arg0: int, arg1: int, /) -> None: ...
+def nccl_adopt(library: NcclLibrary, pointer: int) -> tuple[NcclComm, int]:
+    """Use another program's communicator; it is never destroyed here."""
+
+def nccl_init(
+    library: NcclLibrary, size: int, rank: int, id: bytes, options: NcclOptions
+) -> tuple[NcclComm, int]:
+    """Begin to join; _wait finishes it."""
+
+def nccl_open(path: str, *, only_loaded: bool) -> tuple[NcclLibrary, str]:
+    """Open a libnccl; returns it, or None and the reason."""
+
 def open_fusion(group: Group, nbytes: int, limit_s: float) -> None:
     """From now on short nonblocking allreduces go into buckets."""
 

@@ -144,6 +144,14 @@ VARIABLES: tuple[Variable, ...] = (
         _choice("mpi", "torchrun", "slurm", "single"),
     ),
     Variable(
+        "COMMRT_NCCL_LIB",
+        "path",
+        None,
+        "The libnccl.so.2 to use, unless the process has one loaded already.",
+        False,
+        _text,
+    ),
+    Variable(
         "COMMRT_NODES",
         "ranks per node, as in 2,3; one number repeats",
         None,

@@ -62,6 +62,7 @@ def report() -> tuple[str, bool, int]:
     sections: list[tuple[str, Callable[[], Iterator[str]]]] = [
         ("Ranks", launched),
         ("Backends", _backends),
+        ("NCCL", _nccl),
         ("Algorithms", _algorithms),
         ("Selection table", _table),
         ("Environment", _environment),
@@ -182,6 +183,13 @@ def _row(label: str, text: str) -> Iterator[str]:
     lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
     for number, line in enumerate(lines):
         yield f"{' ' * len(first) if number else first}{line}"
+
+
+def _nccl() -> Iterator[str]:
+    from commrt.nccl import describe
+
+    for line in describe():
+        yield from textwrap.wrap(line, _COLUMNS - 2, break_long_words=False)
 
 
 def _algorithms() -> Iterator[str]:

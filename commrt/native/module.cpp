@@ -8,6 +8,7 @@
 
 namespace commrt {
 void bind_kernels(nb::module_& m);
+void bind_nccl(nb::module_& m);
 void bind_sparse(nb::module_& m);
 void bind_wire(nb::module_& m);
 }
@@ -30,4 +31,5 @@ NB_MODULE(_native, m) {
   commrt::bind_multi(m);
   commrt::bind_sparse(m);
   commrt::bind_wire(m);
+  commrt::bind_nccl(m);
 }

@@ -23,7 +23,7 @@ LAYERS = (
         "wire_formats",
     ),
     ("_native",),
-    ("_libmpi", "memory_limit", "launch", "bootstrap", "arena", "mpiexec"),
+    ("_libmpi", "memory_limit", "launch", "bootstrap", "arena", "mpiexec", "nccl"),
     ("schedule",),
     ("algorithms",),
     ("select",),

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All operations of commrt on one NCCL communicator.
+
+``run`` takes any collective of the operations table; messages have ``send``, ``recv``
+and ``exchange``. Counts are NCCL's: of a rank's block for allgather, gather, scatter,
+alltoall and reduce_scatter, of the whole array otherwise. What NCCL lacks is composed
+of grouped messages in an order that is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from commrt import _native, env
+from commrt.dtypes import DType, ReduceOp
+from commrt.errors import BackendError, UsageError
+from commrt.nccl.config import GroupShape
+from commrt.nccl.outcomes import SUCCESS, error_for
+from commrt.nccl.support import (
+    NCCL_REDUCTIONS,
+    NCCL_TYPES,
+    nccl_count,
+    support,
+)
+from commrt.operations import operation
+
+__all__ = ["Message", "NcclOperations"]
+
+Message = tuple[int, int, int]
+"""Address, number of elements, peer."""
+
+_UINT8 = NCCL_TYPES["uint8"]
+_SUM = NCCL_REDUCTIONS[ReduceOp.SUM]
+_BY_BLOCK = ("alltoall", "gather", "scatter")
+_FORMATS = {
+    "int8": "<b",
+    "uint8": "<B",
+    "int32": "<i",
+    "uint32": "<I",
+    "int64": "<q",
+    "uint64": "<Q",
+    "float16": "<e",
+    "float32": "<f",
+    "float64": "<d",
+    "complex64": "<f",
+    "complex128": "<d",
+}
+
+
+class NcclOperations:
+    """The calls of a communicator; ``NcclComm`` adds its life."""
+
+    def __init__(self, native: _native.NcclComm, version: int, name: str) -> None:
+        self._native = native
+        self.version = version
+        self.name = name
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._native.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._native.size
+
+    def shape_groups(self, shape: GroupShape, most_reductions: int = 1024) -> None:
+        """Set how large groups may be; equal on all ranks. For tests."""
+        self._native.most_distances = shape.distances
+        self._native.most_messages = shape.messages
+        self._native.most_reductions = most_reductions
+
+    def run(
+        self,
+        coll: str,
+        *,
+        x: int,
+        out: int,
+        count: int,
+        dtype: DType,
+        stream: int,
+        op: ReduceOp | None = None,
+        factor: int | float | None = None,
+        root: int = 0,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Put a collective with equal blocks into ``stream``.
+
+        ``x`` and ``out`` are addresses on the device; ``out`` may be ``x``, or the own
+        block of the other, but for alltoall. Returns once NCCL has taken it up.
+        """
+        spec = operation(coll)
+        if spec.count_arguments:
+            raise UsageError(f"{coll} has a count per rank: call run_counted")
+        if coll == "barrier":
+            self.barrier(scratch=out, stream=stream, timeout_s=timeout_s)
+            return
+        root = self._check_call(coll, count, root)
+        limit = self._limit(timeout_s)
+        if coll == "alltoall" and x == out and self.size > 1 and count:
+            raise UsageError(
+                f"alltoall on {self.name}: NCCL does not work in place; give an out"
+            )
+        if spec.reduces:
+            code = self._reduce(
+                spec.code, coll, x, out, count, dtype, op, factor, root, stream, limit
+            )
+        elif coll in _BY_BLOCK and self._is_composed(coll, dtype):
+            counts = [count] * self.size
+            code = self._native._counted(
+                spec.code,
+                x,
+                out,
+                counts,
+                counts,
+                dtype.itemsize,
+                0,
+                0,
+                root,
+                stream,
+                limit,
+            )
+        else:
+            nbytes = count * dtype.itemsize
+            if support(coll, dtype, None, self.version).how == "refused":
+                raise BackendError(f"{coll}: not by NCCL")
+            code = self._native._collective(
+                spec.code, x, out, nbytes, _UINT8, 0, root, stream, limit
+            )
+        self._check(code, coll, limit)
+
+    def run_counted(
+        self,
+        coll: str,
+        *,
+        x: int,
+        out: int,
+        counts: Sequence[int],
+        dtype: DType,
+        stream: int,
+        recv_counts: Sequence[int] | None = None,
+        op: ReduceOp | None = None,
+        factor: int | float | None = None,
+        root: int = 0,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Put a collective with a count per rank into ``stream``.
+
+        ``counts`` are the send counts of an alltoallv, whose others are
+        ``recv_counts``. Blocks lie one behind the other. Both ranks of a pair must say
+        the same count, and where it is 0 nothing is sent.
+        """
+        spec = operation(coll)
+        if not spec.count_arguments:
+            raise UsageError(f"{coll} has no count per rank: call run")
+        sent = self._counts(coll, counts)
+        received = sent
+        if coll == "alltoallv":
+            received = self._counts(
+                coll, counts if recv_counts is None else recv_counts
+            )
+        root = self._check_call(coll, 0, root)
+        limit = self._limit(timeout_s)
+        itemsize, nccl_type, nccl_op = dtype.itemsize, _UINT8, _SUM
+        if spec.reduces:
+            nccl_type, nccl_op = self._reduction(coll, dtype, op)
+            if nccl_op < 0:
+                raise BackendError(
+                    f"{coll} with op='premul_sum' on {self.name}: one factor for "
+                    f"several reductions is not built; scale the array, then sum"
+                )
+            sent = [nccl_count(dtype, each) for each in sent]
+            received = sent
+            itemsize //= nccl_count(dtype, 1)
+        code = self._native._counted(
+            spec.code,
+            x,
+            out,
+            sent,
+            received,
+            itemsize,
+            nccl_type,
+            nccl_op,
+            root,
+            stream,
+            limit,
+        )
+        self._check(code, coll, limit)
+
+    def barrier(
+        self, *, scratch: int, stream: int, timeout_s: float | None = None
+    ) -> None:
+        """Put into ``stream`` what ends once every rank has come: an allreduce.
+
+        ``scratch``: a byte on the device that nobody else uses.
+        """
+        limit = self._limit(timeout_s)
+        code = self._native._collective(
+            0, scratch, scratch, 1, _UINT8, _SUM, 0, stream, limit
+        )
+        self._check(code, "barrier", limit)
+
+    def send(
+        self,
+        x: int,
+        *,
+        count: int,
+        dtype: DType,
+        dest: int,
+        stream: int,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Put a message to ``dest`` into ``stream``; both ends say the same count."""
+        self.exchange(
+            [(x, count, dest)], [], dtype=dtype, stream=stream, timeout_s=timeout_s
+        )
+
+    def recv(
+        self,
+        out: int,
+        *,
+        count: int,
+        dtype: DType,
+        source: int,
+        stream: int,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Put the receive of a message from ``source`` into ``stream``."""
+        self.exchange(
+            [], [(out, count, source)], dtype=dtype, stream=stream, timeout_s=timeout_s
+        )
+
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        *,
+        dtype: DType,
+        stream: int,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Put any number of messages into ``stream``, to and from any ranks, as one.
+
+        The k-th message from one rank to another meets the k-th receive there; messages
+        of no elements count at neither end. Halo and neighbour exchange and
+        multi_sendrecv are this.
+        """
+        limit = self._limit(timeout_s)
+        lists = []
+        for messages in (sends, recvs):
+            for _, count, peer in messages:
+                self._check_call("exchange", count, peer)
+            lists.append([(at, n * dtype.itemsize, peer) for at, n, peer in messages])
+        code = self._native._exchange(lists[0], lists[1], stream, limit)
+        self._check(code, "exchange", limit)
+
+    def _reduce(
+        self,
+        coll_code: int,
+        coll: str,
+        x: int,
+        out: int,
+        count: int,
+        dtype: DType,
+        op: ReduceOp | None,
+        factor: int | float | None,
+        root: int,
+        stream: int,
+        limit: float,
+    ) -> int:
+        nccl_type, nccl_op = self._reduction(coll, dtype, op)
+        count = nccl_count(dtype, count)
+        if nccl_op >= 0:
+            return self._native._collective(
+                coll_code, x, out, count, nccl_type, nccl_op, root, stream, limit
+            )
+        if factor is None:
+            raise UsageError(f"{coll}: op='premul_sum' needs factor=")
+        scalar = _scalar(factor, dtype)
+        return self._native._premul(
+            coll_code, x, out, count, nccl_type, scalar, root, stream, limit
+        )
+
+    def _reduction(
+        self, coll: str, dtype: DType, op: ReduceOp | None
+    ) -> tuple[int, int]:
+        """Return NCCL's type and reduction, or raise BackendError with the reason."""
+        if op is None:
+            raise UsageError(f"{coll} needs op=")
+        found = support(coll, dtype, op, self.version)
+        if not found.runs:
+            raise BackendError(
+                f"{coll} of {dtype.name} with op={op.name.lower()!r} on {self.name}: "
+                f"{found.reason}; use the staged backend"
+            )
+        return NCCL_TYPES[dtype.name], NCCL_REDUCTIONS[op]
+
+    def _is_composed(self, coll: str, dtype: DType) -> bool:
+        return support(coll, dtype, None, self.version).how == "composed"
+
+    def _counts(self, coll: str, counts: Sequence[int]) -> list[int]:
+        found = [int(count) for count in counts]
+        if len(found) != self.size or min(found) < 0:
+            raise UsageError(
+                f"{coll} on {self.name}: counts {found} must be one per rank "
+                f"({self.size}), 0 or more"
+            )
+        return found
+
+    def _check_call(self, coll: str, count: int, peer: int) -> int:
+        if not 0 <= peer < self.size:
+            raise UsageError(
+                f"{coll} on {self.name}: rank {peer} must lie in 0..{self.size - 1}"
+            )
+        if count < 0:
+            raise UsageError(f"{coll} on {self.name}: count={count} must be 0 or more")
+        return peer
+
+    def _limit(self, timeout_s: float | None) -> float:
+        return env.read_float("COMMRT_TIMEOUT_S") if timeout_s is None else timeout_s
+
+    def _check(self, code: int, what: str, limit: float) -> None:
+        if code != SUCCESS:
+            raise error_for(self._native, code, what, self.name, limit)
+
+
+def _scalar(factor: int | float, dtype: DType) -> bytes:
+    """Return ``factor`` in the memory format of ``dtype``, rounded to nearest."""
+    try:
+        if dtype.name == "bfloat16":
+            bits = int.from_bytes(struct.pack("<f", factor), "little")
+            if factor == factor:  # rounding would make a number of NaN
+                bits += 0x7FFF + (bits >> 16 & 1)
+            return struct.pack("<H", bits >> 16)
+        return struct.pack(_FORMATS[dtype.name], factor)
+    except (struct.error, OverflowError) as error:
+        raise UsageError(
+            f"factor={factor!r} does not fit into {dtype.name}: {error}"
+        ) from None

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NCCL can do: the one table for the policy, for ``explain`` and for the docs.
+
+``support(coll, dtype, reduction, version)`` says whether NCCL has the operation
+(native), whether commrt composes it of others (composed), or why it is refused. What
+only moves is bytes to NCCL, so types matter to reductions only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from commrt.dtypes import DType, ReduceOp
+from commrt.nccl.features import feature, version_text
+from commrt.operations import OPERATIONS, OpSpec, operation
+
+__all__ = [
+    "NCCL_REDUCTIONS",
+    "NCCL_TYPES",
+    "Support",
+    "markdown_table",
+    "nccl_count",
+    "support",
+]
+
+How = Literal["native", "composed", "refused"]
+
+NCCL_TYPES = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+    "float8_e4m3fn": 10,
+    "float8_e5m2": 11,
+    # Pairs of floats: what adds and scales them need not know that.
+    "complex64": 7,
+    "complex128": 8,
+}
+"""``ncclDataType_t`` of the types that NCCL reduces."""
+NCCL_REDUCTIONS = {
+    ReduceOp.SUM: 0,
+    ReduceOp.PROD: 1,
+    ReduceOp.MAX: 2,
+    ReduceOp.MIN: 3,
+    ReduceOp.AVG: 4,
+    # Made for each call, by ncclRedOpCreatePreMulSum.
+    ReduceOp.PREMUL_SUM: -1,
+}
+"""``ncclRedOp_t`` of the reductions that NCCL has."""
+
+_ALLTOALL = ("alltoall", "gather", "scatter")
+_COMPOSED = {
+    "alltoall": "grouped send and receive",
+    "gather": "grouped send and receive",
+    "scatter": "grouped send and receive",
+    "allgatherv": "grouped send and receive",
+    "alltoallv": "grouped send and receive",
+    "gatherv": "grouped send and receive",
+    "scatterv": "grouped send and receive",
+    "reduce_scatterv": "grouped reductions, one per block",
+    "barrier": "an allreduce of one byte",
+}
+_LINEAR = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)
+_FLOAT8_CAPABILITY = 90
+
+
+@dataclass(frozen=True)
+class Support:
+    """How NCCL does an operation, or why it does not."""
+
+    how: How
+    """``native``, ``composed`` or ``refused``."""
+    reason: str
+    """What it is composed of, or why it is refused; empty for native."""
+    runs: bool = True
+    """Whether the library can run it. Some is refused though it could be run, because
+    its result is not the one that commrt promises."""
+
+
+def support(
+    coll: str,
+    dtype: DType,
+    reduction: ReduceOp | None,
+    version: int,
+    *,
+    capability: int | None = None,
+) -> Support:
+    """Return how NCCL ``version`` does ``coll``.
+
+    Args:
+        coll: the operation.
+        dtype: of the elements.
+        reduction: None where nothing is reduced.
+        version: as ``ncclGetVersion`` counts.
+        capability: the device's compute capability, 90 for 9.0; None: any.
+    """
+    spec = operation(coll)
+    if spec.prefix != "none":
+        return Support("refused", "NCCL has no prefix reductions", runs=False)
+    if spec.reduces:
+        assert reduction is not None, coll
+        reason, runs = _why_not(dtype, reduction, version, capability)
+        if reason:
+            return Support("refused", reason, runs=runs)
+    if coll in _ALLTOALL and version >= feature("alltoall").since:
+        return Support("native", "")
+    if coll in _COMPOSED:
+        return Support("composed", _COMPOSED[coll])
+    return Support("native", "")
+
+
+def _why_not(
+    dtype: DType, reduction: ReduceOp, version: int, capability: int | None
+) -> tuple[str, bool]:
+    """Return why a reduction is refused, or nothing, and whether it would run."""
+    if reduction not in NCCL_REDUCTIONS:
+        kind = "bitwise" if reduction.name.startswith("B") else "logical"
+        return f"NCCL has no {kind} reductions", False
+    if dtype.name not in NCCL_TYPES:
+        return f"NCCL does not reduce {dtype.name}", False
+    if dtype.kind == "complex" and reduction not in _LINEAR:
+        return (
+            f"NCCL has no complex numbers, which {reduction.name.lower()} needs",
+            False,
+        )
+    if dtype.needs_ml_dtypes and dtype.itemsize == 1:
+        since = feature("float8").since
+        if version < since:
+            return f"NCCL reduces {dtype.name} from {version_text(since)} on", False
+        if capability is not None and capability < _FLOAT8_CAPABILITY:
+            return (
+                f"NCCL reduces {dtype.name} from compute capability 9.0 on, and this "
+                f"device has {capability // 10}.{capability % 10}"
+            ), False
+        if reduction in (ReduceOp.AVG, ReduceOp.PREMUL_SUM):
+            return "NCCL rounds the factor to 8 bits", reduction == ReduceOp.AVG
+    if dtype.kind == "float" and reduction in (ReduceOp.MIN, ReduceOp.MAX):
+        return "NCCL's min and max drop NaN, and commrt's keep it", True
+    return "", True
+
+
+def nccl_count(dtype: DType, count: int) -> int:
+    """Return how many of NCCL's elements are ``count`` of ``dtype`` in a reduction."""
+    return 2 * count if dtype.kind == "complex" else count
+
+
+def _cell(spec: OpSpec, version: int) -> str:
+    if spec.prefix != "none":
+        return "refused"
+    if spec.name in _ALLTOALL and version >= feature("alltoall").since:
+        return "native"
+    return "composed" if spec.name in _COMPOSED else "native"
+
+
+def markdown_table() -> str:
+    """Return what NCCL does with each operation, for docs/nccl.md."""
+    since = feature("alltoall").since
+    rows = [
+        f"| operation | before {version_text(since)} | from {version_text(since)} on "
+        f"| composed of |",
+        "|---|---|---|---|",
+    ]
+    for spec in OPERATIONS:
+        old, new = _cell(spec, since - 1), _cell(spec, since)
+        of = _COMPOSED.get(spec.name, "") if "composed" in (old, new) else ""
+        rows.append(f"| `{spec.name}` | {old} | {new} | {of} |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the parts of the pretended libnccl share: ranks of one process, host memory, one lock.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace stub {
+
+enum Result { Success = 0, InternalError = 3, InvalidArgument = 4, InvalidUsage = 5, InProgress = 7 };
+
+enum class Kind { AllReduce, Reduce, Broadcast, AllGather, ReduceScatter, AlltoAll, Gather,
+                  Scatter, Send, Recv };
+const char* name_of(Kind kind);
+
+struct Op {
+  Kind kind;
+  const void* in;
+  void* out;
+  size_t count;
+  int dtype, redop;
+  int peer;           // or root
+  double factor = 1;  // of a premul-sum
+  bool scaled = false;
+  uint64_t seq = 0;   // of a collective on its communicator
+  bool done = false;
+};
+
+struct Comm;
+
+// The calls of one group: a kernel in a stream. Its messages move at the same time.
+struct Group {
+  Comm* comm;
+  void* stream;
+  std::vector<Op> ops;
+};
+
+struct Split {
+  std::map<int, std::vector<std::pair<int, int>>> colors;  // color to (key, rank)
+  int arrived = 0;
+};
+
+struct Clique {
+  int size = 0;
+  std::map<int, Comm*> members;
+  int finalized = 0;
+  std::vector<Split> splits;
+};
+
+struct RedOp {
+  int dtype;
+  double factor;
+  bool alive;
+};
+
+enum class Life { Joining, Ready, Finalizing, Finalized, Destroyed, Aborted };
+
+struct Comm {
+  uint64_t magic = 0x5ca1ab1e;
+  Clique* clique;
+  int rank, size, device;
+  bool blocking;
+  Life life = Life::Joining;
+  int async = Success;        // sticky
+  int polls_left = 0;         // InProgress for so many polls
+  bool hangs = false;         // InProgress until aborted
+  std::vector<Group> waiting; // issued, and not yet in the stream
+  uint64_t seq = 0;
+  std::map<int, RedOp> redops;
+  int next_redop = 5;
+  std::thread::id inside, grouped;
+  // a split under way
+  Comm* child = nullptr;
+  Comm** child_to = nullptr;
+  size_t num_splits = 0;
+};
+
+struct World {
+  std::mutex mutex;
+  std::condition_variable changed;
+  int version = 22809;
+  std::map<std::string, long> settings;
+  struct Failure { int code; long after; };
+  std::map<std::string, Failure> failures;
+  std::map<std::string, Clique*> cliques;
+  std::map<std::pair<int, void*>, std::deque<Group>> streams;  // by device and stream
+  std::vector<std::string> violations, log;
+  std::set<Comm*> comms;
+  std::map<std::string, long> counters;
+  uint64_t next_id = 1;
+  bool released = false;
+};
+
+extern World world;
+extern thread_local int device;
+
+void violation(const std::string& text);
+// Lets every stream run as far as it can.
+void advance();
+// Executes a collective whose ranks have all come, in rank order.
+void execute(Clique* clique, const std::vector<std::pair<Comm*, Op*>>& ranks);
+size_t type_size(int dtype);
+
+}  // namespace stub

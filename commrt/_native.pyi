@@ -214,6 +214,7 @@ class NcclComm:
         itemsize: int,
         dtype: int,
         op: int,
+        factor: bytes,
         root: int,
         stream: int,
         timeout_s: float,

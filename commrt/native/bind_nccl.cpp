@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <stdexcept>
@@ -78,6 +79,14 @@ std::vector<NcclMessage> collect(const NcclComm& comm, const Messages& sends,
   add(recvs, false);
   return messages;
 }
+
+// A factor in its type's memory format.
+struct Scalar {
+  explicit Scalar(const nb::bytes& factor) {
+    std::memcpy(bytes, factor.c_str(), std::min(sizeof(bytes), factor.size()));
+  }
+  alignas(8) char bytes[8] = {0};
+};
 
 // Blocks of different lengths: a count per rank, each not negative.
 void check_counts(const NcclComm& comm, const std::vector<int64_t>& counts) {
@@ -194,10 +203,9 @@ void bind_nccl(nb::module_& m) {
       .def("_premul",
            [](NcclComm& self, int coll, uint64_t x, uint64_t out, uint64_t count, int dtype,
               nb::bytes factor, int root, uint64_t stream, double timeout_s) {
-             char scalar[8] = {0};
-             std::memcpy(scalar, factor.c_str(), std::min(sizeof(scalar), factor.size()));
+             Scalar scalar(factor);
              nb::gil_scoped_release release;
-             return self.premul(static_cast<NcclColl>(coll), at(x), at(out), count, dtype, scalar,
+             return self.premul(static_cast<NcclColl>(coll), at(x), at(out), count, dtype, scalar.bytes,
                                 root, at(stream), timeout_s);
            },
            nb::arg("coll"), nb::arg("x"), nb::arg("out"), nb::arg("count"), nb::arg("dtype"),
@@ -205,17 +213,20 @@ void bind_nccl(nb::module_& m) {
       .def("_counted",
            [](NcclComm& self, int coll, uint64_t x, uint64_t out,
               const std::vector<int64_t>& send_counts, const std::vector<int64_t>& recv_counts,
-              uint64_t itemsize, int dtype, int op, int root, uint64_t stream, double timeout_s) {
+              uint64_t itemsize, int dtype, int op, nb::bytes factor, int root, uint64_t stream,
+              double timeout_s) {
              check_counts(self, send_counts);
              check_counts(self, recv_counts);
+             Scalar scalar(factor);
              nb::gil_scoped_release release;
              return self.counted(static_cast<NcclColl>(coll), static_cast<char*>(at(x)),
                                  static_cast<char*>(at(out)), send_counts, recv_counts, itemsize,
-                                 dtype, op, root, at(stream), timeout_s);
+                                 dtype, op, factor.size() == 0 ? nullptr : scalar.bytes, root,
+                                 at(stream), timeout_s);
            },
            nb::arg("coll"), nb::arg("x"), nb::arg("out"), nb::arg("send_counts"),
            nb::arg("recv_counts"), nb::arg("itemsize"), nb::arg("dtype"), nb::arg("op"),
-           nb::arg("root"), nb::arg("stream"), nb::arg("timeout_s"))
+           nb::arg("factor"), nb::arg("root"), nb::arg("stream"), nb::arg("timeout_s"))
       .def("_exchange",
            [](NcclComm& self, const Messages& sends, const Messages& recvs, uint64_t stream,
               double timeout_s) {

@@ -188,20 +188,28 @@ int NcclComm::collective(NcclColl coll, const void* x, void* out, size_t count, 
   });
 }
 
+// Runs `issue(op)` with a premul_sum made for it.
+template <class Issue>
+int NcclComm::with_factor(void* factor, int dtype, Issue&& issue) {
+  int op = 0;
+  int code = api->redop_create_premul_sum(&op, factor, dtype, kNcclHostImmediate, slot->comm);
+  if (code != kNcclSuccess) return fail(code);
+  code = issue(op);
+  // It may go as soon as the call has returned; where that is not known yet, it stays.
+  if (code == kNcclSuccess) {
+    const int gone = api->redop_destroy(op, slot->comm);
+    if (gone != kNcclSuccess) code = fail(gone);
+  }
+  return code;
+}
+
 int NcclComm::premul(NcclColl coll, const void* x, void* out, size_t count, int dtype,
                      void* factor, int root, NcclStream stream, double timeout_s) {
   return run(timeout_s, [&](Deadline deadline) {
     if (count == 0) return kNcclSuccess;
-    int op = 0;
-    int code = api->redop_create_premul_sum(&op, factor, dtype, kNcclHostImmediate, slot->comm);
-    if (code != kNcclSuccess) return fail(code);
-    code = take(call(coll, x, out, count, dtype, op, root, stream), deadline);
-    // It may go as soon as the call has returned; where that is not known yet, it stays.
-    if (code == kNcclSuccess) {
-      const int gone = api->redop_destroy(op, slot->comm);
-      if (gone != kNcclSuccess) code = fail(gone);
-    }
-    return code;
+    return with_factor(factor, dtype, [&](int op) {
+      return take(call(coll, x, out, count, dtype, op, root, stream), deadline);
+    });
   });
 }
 
@@ -364,10 +372,13 @@ int NcclComm::reduce_blocks(const char* x, char* out, const std::vector<int64_t>
 int NcclComm::counted(NcclColl coll, const char* x, char* out,
                       const std::vector<int64_t>& send_counts,
                       const std::vector<int64_t>& recv_counts, size_t itemsize, int dtype, int op,
-                      int root, NcclStream stream, double timeout_s) {
+                      void* factor, int root, NcclStream stream, double timeout_s) {
   if (coll == NcclColl::ReduceScatterv) {
     return run(timeout_s, [&](Deadline deadline) {
-      return reduce_blocks(x, out, send_counts, itemsize, dtype, op, stream, deadline);
+      auto blocks = [&](int by) {
+        return reduce_blocks(x, out, send_counts, itemsize, dtype, by, stream, deadline);
+      };
+      return factor == nullptr ? blocks(op) : with_factor(factor, dtype, blocks);
     });
   }
   std::vector<NcclMessage> messages;

@@ -72,10 +72,11 @@ class NcclComm {
   // The same with op = premul_sum by the scalar of `factor`, of the same type.
   int premul(NcclColl coll, const void* x, void* out, size_t count, int dtype, void* factor,
              int root, NcclStream stream, double timeout_s);
-  // Blocks of different lengths lie one behind the other. Composed of messages, or of reductions.
+  // Blocks of different lengths lie one behind the other. Composed of messages, or of reductions,
+  // by premul_sum where there is a factor.
   int counted(NcclColl coll, const char* x, char* out, const std::vector<int64_t>& send_counts,
-              const std::vector<int64_t>& recv_counts, size_t itemsize, int dtype, int op, int root,
-              NcclStream stream, double timeout_s);
+              const std::vector<int64_t>& recv_counts, size_t itemsize, int dtype, int op,
+              void* factor, int root, NcclStream stream, double timeout_s);
   int exchange(std::vector<NcclMessage> messages, NcclStream stream, double timeout_s);
 
   int finalize(double timeout_s);
@@ -107,6 +108,8 @@ class NcclComm {
   int take(int code, Deadline deadline);  // what to do with what a call returned
   int call(NcclColl coll, const void* x, void* out, size_t count, int dtype, int op, int root,
            NcclStream stream);
+  template <class Issue>
+  int with_factor(void* factor, int dtype, Issue&& issue);
   template <class Issue>
   int in_group(Deadline deadline, Issue&& issue);
   int run_messages(std::vector<NcclMessage>& messages, NcclStream stream, Deadline deadline);

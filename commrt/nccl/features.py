@@ -17,6 +17,7 @@ __all__ = [
     "OLDEST",
     "Feature",
     "feature",
+    "features_table",
     "require",
     "version_text",
 ]
@@ -89,3 +90,13 @@ def require(name: str, version: int, what: str) -> None:
             f"this process has {version_text(version)}: install a newer "
             f"nvidia-nccl-cu12 or -cu13, or point COMMRT_NCCL_LIB at one"
         )
+
+
+def features_table() -> str:
+    """Return the features for docs/nccl.md."""
+    rows = ["| from | what | used |", "|---|---|---|"]
+    for one in FEATURES:
+        rows.append(
+            f"| {version_text(one.since)} | {one.doc} | {'yes' if one.used else ''} |"
+        )
+    return "\n".join(rows) + "\n"

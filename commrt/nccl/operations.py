@@ -116,16 +116,18 @@ class NcclOperations:
                 counts,
                 counts,
                 dtype.itemsize,
-                0,
-                0,
+                _UINT8,
+                _SUM,
+                b"",
                 root,
                 stream,
                 limit,
             )
         else:
             nbytes = count * dtype.itemsize
-            if support(coll, dtype, None, self.version).how == "refused":
-                raise BackendError(f"{coll}: not by NCCL")
+            found = support(coll, dtype, None, self.version)
+            if not found.runs:
+                raise BackendError(f"{coll} on {self.name}: {found.reason}")
             code = self._native._collective(
                 spec.code, x, out, nbytes, _UINT8, 0, root, stream, limit
             )
@@ -163,14 +165,11 @@ class NcclOperations:
             )
         root = self._check_call(coll, 0, root)
         limit = self._limit(timeout_s)
-        itemsize, nccl_type, nccl_op = dtype.itemsize, _UINT8, _SUM
+        itemsize, nccl_type, nccl_op, scalar = dtype.itemsize, _UINT8, _SUM, b""
         if spec.reduces:
             nccl_type, nccl_op = self._reduction(coll, dtype, op)
             if nccl_op < 0:
-                raise BackendError(
-                    f"{coll} with op='premul_sum' on {self.name}: one factor for "
-                    f"several reductions is not built; scale the array, then sum"
-                )
+                scalar = _scalar(coll, factor, dtype)
             sent = [nccl_count(dtype, each) for each in sent]
             received = sent
             itemsize //= nccl_count(dtype, 1)
@@ -183,6 +182,7 @@ class NcclOperations:
             itemsize,
             nccl_type,
             nccl_op,
+            scalar,
             root,
             stream,
             limit,
@@ -276,9 +276,7 @@ class NcclOperations:
             return self._native._collective(
                 coll_code, x, out, count, nccl_type, nccl_op, root, stream, limit
             )
-        if factor is None:
-            raise UsageError(f"{coll}: op='premul_sum' needs factor=")
-        scalar = _scalar(factor, dtype)
+        scalar = _scalar(coll, factor, dtype)
         return self._native._premul(
             coll_code, x, out, count, nccl_type, scalar, root, stream, limit
         )
@@ -326,8 +324,10 @@ class NcclOperations:
             raise error_for(self._native, code, what, self.name, limit)
 
 
-def _scalar(factor: int | float, dtype: DType) -> bytes:
+def _scalar(coll: str, factor: int | float | None, dtype: DType) -> bytes:
     """Return ``factor`` in the memory format of ``dtype``, rounded to nearest."""
+    if factor is None:
+        raise UsageError(f"{coll}: op='premul_sum' needs factor=")
     try:
         if dtype.name == "bfloat16":
             bits = int.from_bytes(struct.pack("<f", factor), "little")

@@ -11,16 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from commrt.dtypes import DType, ReduceOp
-from commrt.nccl.features import feature, version_text
+from commrt.dtypes import DTYPES, DType, ReduceOp, check_reduction
+from commrt.errors import UsageError
+from commrt.nccl.features import NEWEST_KNOWN, feature, version_text
 from commrt.operations import OPERATIONS, OpSpec, operation
 
 __all__ = [
     "NCCL_REDUCTIONS",
     "NCCL_TYPES",
     "Support",
-    "markdown_table",
     "nccl_count",
+    "operations_table",
+    "reductions_table",
     "support",
 ]
 
@@ -130,7 +132,7 @@ def _why_not(
             f"NCCL has no complex numbers, which {reduction.name.lower()} needs",
             False,
         )
-    if dtype.needs_ml_dtypes and dtype.itemsize == 1:
+    if _is_float8(dtype):
         since = feature("float8").since
         if version < since:
             return f"NCCL reduces {dtype.name} from {version_text(since)} on", False
@@ -146,6 +148,10 @@ def _why_not(
     return "", True
 
 
+def _is_float8(dtype: DType) -> bool:
+    return dtype.kind == "float" and dtype.itemsize == 1
+
+
 def nccl_count(dtype: DType, count: int) -> int:
     """Return how many of NCCL's elements are ``count`` of ``dtype`` in a reduction."""
     return 2 * count if dtype.kind == "complex" else count
@@ -159,7 +165,29 @@ def _cell(spec: OpSpec, version: int) -> str:
     return "composed" if spec.name in _COMPOSED else "native"
 
 
-def markdown_table() -> str:
+def reductions_table() -> str:
+    """Return what NCCL does with each reduction of each type, for docs/nccl.md."""
+    rows = ["| `op` | type | NCCL |", "|---|---|---|"]
+    for op in ReduceOp:
+        verdicts: dict[str, list[str]] = {}
+        for dtype in DTYPES:
+            try:
+                check_reduction(op, dtype)
+            except UsageError:
+                continue
+            found = support("allreduce", dtype, op, NEWEST_KNOWN)
+            how = f"refused: {found.reason}" if found.reason else "native"
+            how = how.replace(dtype.name, "it")
+            since = feature("float8").since
+            if found.how == "native" and _is_float8(dtype):
+                how += f" from {version_text(since)} and compute capability 9.0 on"
+            verdicts.setdefault(how, []).append(f"`{dtype.name}`")
+        for how, names in verdicts.items():
+            rows.append(f"| `{op.name.lower()}` | {', '.join(names)} | {how} |")
+    return "\n".join(rows) + "\n"
+
+
+def operations_table() -> str:
     """Return what NCCL does with each operation, for docs/nccl.md."""
     since = feature("alltoall").since
     rows = [

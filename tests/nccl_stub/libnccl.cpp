@@ -362,6 +362,7 @@ API int ncclRedOpCreatePreMulSum(int* op, void* scalar, int dtype, int residence
     case 3: factor = *static_cast<uint32_t*>(scalar); break;
     case 4: factor = static_cast<double>(*static_cast<int64_t*>(scalar)); break;
     case 5: factor = static_cast<double>(*static_cast<uint64_t*>(scalar)); break;
+    case 6: factor = half_value(*static_cast<uint16_t*>(scalar)); break;
     case 7: factor = *static_cast<float*>(scalar); break;
     case 8: factor = *static_cast<double*>(scalar); break;
     case 9: {

@@ -19,6 +19,14 @@ const char* name_of(Kind kind) {
   return names[static_cast<int>(kind)];
 }
 
+double half_value(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const double value = exponent == 0    ? std::ldexp(fraction, -24)
+                       : exponent == 31 ? (fraction ? NAN : INFINITY)
+                                        : std::ldexp(1024 + fraction, exponent - 25);
+  return bits & 0x8000 ? -value : value;
+}
+
 namespace {
 
 struct Half {
@@ -35,13 +43,7 @@ template <> double load(Brain x) {
   memcpy(&f, &wide, 4);
   return f;
 }
-template <> double load(Half x) {
-  const int exponent = x.bits >> 10 & 31, fraction = x.bits & 1023;
-  double value = exponent == 0 ? std::ldexp(fraction, -24)
-                 : exponent == 31 ? (fraction ? NAN : INFINITY)
-                                  : std::ldexp(1024 + fraction, exponent - 25);
-  return x.bits & 0x8000 ? -value : value;
-}
+template <> double load(Half x) { return half_value(x.bits); }
 
 template <class T> T store(double x) { return static_cast<T>(x); }
 template <> Brain store(double x) {

@@ -108,5 +108,6 @@ void advance();
 // Executes a collective whose ranks have all come, in rank order.
 void execute(Clique* clique, const std::vector<std::pair<Comm*, Op*>>& ranks);
 size_t type_size(int dtype);
+double half_value(uint16_t bits);
 
 }  // namespace stub

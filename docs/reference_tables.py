@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated tables of docs/reference.md: ``python docs/reference_tables.py``.
+"""Write the generated tables of the pages: ``python docs/reference_tables.py``.
 
 A table stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
 """
@@ -16,6 +16,7 @@ from commrt import algorithms, env
 from commrt.backends.planning import TransportParams
 from commrt.dtypes import DTYPES, ReduceOp, check_reduction
 from commrt.errors import UsageError
+from commrt.nccl import abilities, features
 from commrt.operations import OPERATIONS, SCHEDULED, OpSpec
 
 PAGE = Path(__file__).with_name("reference.md")
@@ -169,15 +170,25 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def fill(page: str) -> str:
+NCCL_PAGE = PAGE.with_name("nccl.md")
+NCCL_TABLES: dict[str, Callable[[], str]] = {
+    "nccl-features": features.features_table,
+    "nccl-operations": abilities.operations_table,
+    "nccl-reductions": abilities.reductions_table,
+}
+PAGES = {PAGE: TABLES, NCCL_PAGE: NCCL_TABLES}
+
+
+def fill(page: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
     """Return the page with every generated table renewed."""
-    for name, table in TABLES.items():
+    for name, table in tables.items():
         pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.S)
         if not pattern.search(page):
-            raise SystemExit(f"{PAGE.name} has no place for the table {name!r}")
+            raise SystemExit(f"the page has no place for the table {name!r}")
         page = pattern.sub(lambda found: found[1] + table() + found[2], page)  # noqa: B023
     return page
 
 
 if __name__ == "__main__":
-    PAGE.write_text(fill(PAGE.read_text()))
+    for written, wanted in PAGES.items():
+        written.write_text(fill(written.read_text(), wanted))

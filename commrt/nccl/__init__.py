@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from commrt.nccl.abilities import Support, support
 from commrt.nccl.comm import NcclComm, NcclConfig
 from commrt.nccl.libnccl import Library, describe, library
-from commrt.nccl.support import Support, support
 
 __all__ = [
     "Library",

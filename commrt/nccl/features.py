@@ -57,7 +57,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature("grow", 22902, "ncclCommGrow", used=False),
     Feature("max_p2p_peers", 23000, "ncclConfig_t.maxP2pPeers"),
     Feature(
-        "multi_rank_gpu", 23000, "NCCL_MULTI_RANK_GPU_ENABLE: ranks that share a GPU"
+        "multi_rank_gpu",
+        23000,
+        "NCCL_MULTI_RANK_GPU_ENABLE: ranks that share a GPU",
+        used=False,
     ),
     Feature("call_config", 23100, "configurations of single calls", used=False),
     Feature("launch_completion", 23200, "launch completion events", used=False),

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from commrt import _native, env
 from commrt.dtypes import DType, ReduceOp
 from commrt.errors import BackendError, UsageError
-from commrt.nccl.config import GroupShape
-from commrt.nccl.outcomes import SUCCESS, error_for
-from commrt.nccl.support import (
+from commrt.nccl.abilities import (
     NCCL_REDUCTIONS,
     NCCL_TYPES,
     nccl_count,
     support,
 )
+from commrt.nccl.config import GroupShape
+from commrt.nccl.outcomes import SUCCESS, error_for
 from commrt.operations import operation
 
 __all__ = ["Message", "NcclOperations"]

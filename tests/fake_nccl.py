@@ -84,6 +84,7 @@ class FakeNccl:
         for name in ("violations", "log", "pending"):
             getattr(self._stub, f"stub_{name}").restype = ctypes.c_char_p
         self._stub.stub_counter.restype = ctypes.c_long
+        self._stub.stub_visits.restype = ctypes.c_long
         self._stub.stub_reset(version)
         opened, problem = _native.nccl_open(str(path), only_loaded=False)
         assert opened is not None, problem
@@ -104,6 +105,14 @@ class FakeNccl:
     def unhang(self, comm: NcclComm) -> None:
         """End what ``set("hang_...")`` began."""
         self._stub.stub_unhang(ctypes.c_void_p(comm.pointer))
+
+    def visits(self, comm: NcclComm) -> int:
+        """Return how many calls there were; ``set("visits", n)`` waits for the n-th."""
+        return int(self._stub.stub_visits(ctypes.c_void_p(comm.pointer)))
+
+    def depth(self) -> int:
+        """Return how many groups the calling thread has left open."""
+        return int(self._stub.stub_depth())
 
     def release(self) -> None:
         """Let aborts and destructions go on that hang."""

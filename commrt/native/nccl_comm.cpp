@@ -43,6 +43,13 @@ class SignalCheck {
 
 }  // namespace
 
+NcclComm::~NcclComm() {
+  const State now = state.load();
+  if (!owned || now == State::Closed || now == State::Aborted) return;
+  // NCCL may still write there.
+  for (const auto& kept : {slot, child_}) new std::shared_ptr<Slot>(kept);
+}
+
 NcclComm::Deadline NcclComm::after(double timeout_s) {
   constexpr double kForever_s = 1e8;
   const double bounded = std::min(std::max(timeout_s, 0.0), kForever_s);
@@ -57,6 +64,11 @@ int NcclComm::fail(int code) {
   state.compare_exchange_strong(live, State::Failed);
   unsettled_ = false;
   return code;
+}
+
+void NcclComm::give_up() {
+  State live = State::Live;
+  state.compare_exchange_strong(live, State::Failed);
 }
 
 int NcclComm::settle(Deadline deadline) {
@@ -151,7 +163,15 @@ int NcclComm::poll() {
 int NcclComm::split(int color, int key, const std::shared_ptr<Slot>& child, double timeout_s) {
   return run(timeout_s, [&](Deadline deadline) {
     // Until the parent is done, the child's handle is not there; polling it would be wrong.
-    return take(api->comm_split(slot->comm, color, key, &child->comm, &child->config), deadline);
+    child_ = child;
+    const int code =
+        take(api->comm_split(slot->comm, color, key, &child->comm, &child->config), deadline);
+    if (code == kNcclSuccess) {
+      child_ = nullptr;
+    } else if (code < 0) {
+      give_up();
+    }
+    return code;
   });
 }
 
@@ -215,6 +235,8 @@ int NcclComm::premul(NcclColl coll, const void* x, void* out, size_t count, int 
 
 int NcclComm::finalize(double timeout_s) {
   return run(timeout_s, [&](Deadline deadline) {
+    if (finalizing_) return kNcclSuccess;  // earlier, until a deadline, and settled by now
+    finalizing_ = true;
     return take(api->comm_finalize(slot->comm), deadline);
   });
 }
@@ -231,8 +253,10 @@ int NcclComm::in_thread(int (*function)(NcclHandle), State then, double timeout_
   auto job = std::make_shared<Job>();
   const Deadline deadline = after(timeout_s);
   state.store(then);
-  std::thread([job, function, library = api, where = slot] {
+  std::thread([job, function, library = api, where = slot, child = child_] {
     const int code = function(where->comm);
+    // What a split made half-way ends with its parent, and after it.
+    if (child != nullptr && child->comm != nullptr) function(child->comm);
     std::lock_guard<std::mutex> lock(job->mutex);
     job->code = code;
     job->done = true;
@@ -325,7 +349,7 @@ int NcclComm::run_messages(std::vector<NcclMessage>& messages, NcclStream stream
     const bool is_last = last == messages.size();
     if (code != kNcclSuccess) {
       // Peers wait for the rounds that will not come.
-      if (code < 0 && !is_last && state.load() == State::Live) state.store(State::Failed);
+      if (code < 0 && !is_last) give_up();
       return code;
     }
     first = last;
@@ -362,7 +386,7 @@ int NcclComm::reduce_blocks(const char* x, char* out, const std::vector<int64_t>
       return kNcclSuccess;
     });
     if (code != kNcclSuccess) {
-      if (code < 0 && root < size && state.load() == State::Live) state.store(State::Failed);
+      if (code < 0 && root < size) give_up();
       return code;
     }
   }

@@ -54,7 +54,7 @@ class NcclComm {
   NcclComm(std::shared_ptr<NcclApi> library, std::shared_ptr<Slot> where, bool is_owner)
       : api(std::move(library)), slot(std::move(where)), owned(is_owner) {}
   // Without destroying anything: that would communicate wherever Python drops an object.
-  ~NcclComm() = default;
+  ~NcclComm();
   NcclComm(const NcclComm&) = delete;
   NcclComm& operator=(const NcclComm&) = delete;
 
@@ -117,11 +117,14 @@ class NcclComm {
                     int dtype, int op, NcclStream stream, Deadline deadline);
   int in_thread(int (*function)(NcclHandle), State then, double timeout_s);
   int fail(int code);
+  void give_up();  // what was begun cannot be finished any more
 
   // Held while NCCL is called for this communicator: it must not be from two threads at once.
   std::timed_mutex mutex_;
   std::atomic<bool> aborting_{false};
-  bool unsettled_ = false;  // guarded by mutex_
+  bool unsettled_ = false;  // guarded by mutex_, like the rest
+  bool finalizing_ = false;
+  std::shared_ptr<Slot> child_;  // of a split that was left half done
 };
 
 }  // namespace commrt

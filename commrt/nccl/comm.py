@@ -50,7 +50,6 @@ class NcclComm(NcclOperations):
         self.library = taken
         self.config = config
         self._source = source
-        self._pid = os.getpid()
         self.shape_groups(GroupShape.of(native.size))
 
     @classmethod

@@ -9,15 +9,17 @@ of grouped messages in an order that is the same on all ranks.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Sequence
 
 from commrt import _native, env
 from commrt.dtypes import DType, ReduceOp
-from commrt.errors import BackendError, UsageError
+from commrt.errors import BackendError, ClosedError, UsageError
 from commrt.nccl.abilities import (
     NCCL_REDUCTIONS,
     NCCL_TYPES,
+    Support,
     nccl_count,
     support,
 )
@@ -55,6 +57,9 @@ class NcclOperations:
         self._native = native
         self.version = version
         self.name = name
+        self.timeout_s = env.read_float("COMMRT_TIMEOUT_S")
+        self._pid = os.getpid()
+        self._known: dict[tuple[str, str, ReduceOp | None], Support] = {}
 
     @property
     def rank(self) -> int:
@@ -125,7 +130,7 @@ class NcclOperations:
             )
         else:
             nbytes = count * dtype.itemsize
-            found = support(coll, dtype, None, self.version)
+            found = self._support(coll, dtype, None)
             if not found.runs:
                 raise BackendError(f"{coll} on {self.name}: {found.reason}")
             code = self._native._collective(
@@ -287,7 +292,7 @@ class NcclOperations:
         """Return NCCL's type and reduction, or raise BackendError with the reason."""
         if op is None:
             raise UsageError(f"{coll} needs op=")
-        found = support(coll, dtype, op, self.version)
+        found = self._support(coll, dtype, op)
         if not found.runs:
             raise BackendError(
                 f"{coll} of {dtype.name} with op={op.name.lower()!r} on {self.name}: "
@@ -296,7 +301,14 @@ class NcclOperations:
         return NCCL_TYPES[dtype.name], NCCL_REDUCTIONS[op]
 
     def _is_composed(self, coll: str, dtype: DType) -> bool:
-        return support(coll, dtype, None, self.version).how == "composed"
+        return self._support(coll, dtype, None).how == "composed"
+
+    def _support(self, coll: str, dtype: DType, op: ReduceOp | None) -> Support:
+        key = coll, dtype.name, op
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = support(coll, dtype, op, self.version)
+        return found
 
     def _counts(self, coll: str, counts: Sequence[int]) -> list[int]:
         found = [int(count) for count in counts]
@@ -317,7 +329,12 @@ class NcclOperations:
         return peer
 
     def _limit(self, timeout_s: float | None) -> float:
-        return env.read_float("COMMRT_TIMEOUT_S") if timeout_s is None else timeout_s
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"{self.name}: NCCL does not survive fork: make a communicator in the "
+                f"child, or start it by spawn"
+            )
+        return self.timeout_s if timeout_s is None else timeout_s
 
     def _check(self, code: int, what: str, limit: float) -> None:
         if code != SUCCESS:

@@ -34,7 +34,7 @@ def error_for(
                 "communicator up"
             )
         else:
-            rest = "messages were left out, so the communicator is lost: abort() it"
+            rest = "it is half done, so the communicator is lost: abort() it"
         return TimeoutError_(
             f"{start}: NCCL had not taken it up after {timeout_s:g} s. A peer may be "
             f"missing; {rest}"

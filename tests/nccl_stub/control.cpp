@@ -56,6 +56,11 @@ API void stub_unhang(Comm* comm) {
   comm->hangs = false;
 }
 
+API long stub_visits(Comm* comm) {
+  Lock lock(world.mutex);
+  return comm->visits;
+}
+
 API void stub_release() {
   Lock lock(world.mutex);
   world.released = true;

@@ -68,11 +68,17 @@ class Use {
     }
     entered_ = comm->inside == none;
     if (entered_) comm->inside = me;
-    if (world.settings["slow"]) {  // so that a second thread comes in, if there is one
+    if (world.settings["yields"]) {  // so that a second thread may come in
+      const long yields = world.settings["yields"];
       lock_.unlock();
-      std::this_thread::sleep_for(std::chrono::milliseconds(world.settings["slow"]));
+      for (long i = 0; i < yields; ++i) std::this_thread::yield();
       lock_.lock();
     }
+    comm->visits++;
+    world.changed.notify_all();
+    // So that a second thread does come in.
+    world.changed.wait_for(lock_, std::chrono::seconds(20),
+                           [&] { return comm->visits >= world.settings["visits"]; });
     if (needs_ready && (comm->life == Life::Joining || comm->polls_left > 0 || comm->hangs ||
                         comm->async == InProgress || !comm->waiting.empty())) {
       violation(what + "before it was ready");
@@ -472,6 +478,9 @@ int enqueue(Comm* comm, Op op, void* stream, int since = 0) {
 }
 
 }  // namespace
+
+// Whether the calling thread has a group open.
+API int stub_depth() { return depth; }
 
 API int ncclGroupStart() {
   Lock lock(world.mutex);

@@ -77,6 +77,7 @@ struct Comm {
   std::map<int, RedOp> redops;
   int next_redop = 5;
   std::thread::id inside, grouped;
+  int visits = 0;
   // a split under way
   Comm* child = nullptr;
   Comm** child_to = nullptr;

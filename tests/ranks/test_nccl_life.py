@@ -210,6 +210,22 @@ def test_after_a_timeout_the_same_call_can_be_waited_for() -> None:
     nccl.check()
 
 
+def test_the_next_call_waits_for_one_that_timed_out() -> None:
+    """NCCL would refuse it, and would stay failed."""
+    nccl = FakeNccl()
+    with nccl.ranks(2) as comms:
+        xs = [np.ones(4, np.float32) for _ in comms]
+        nccl.set("hang_group", 1)
+        nccl.errors(comms, lambda comm: _sum(comm, xs[comm.rank], 0.1))
+        nccl.set("hang_group", 0)
+        with pytest.raises(TimeoutError_):
+            _sum(comms[0], xs[0], 0.1)  # still not: nothing of it is called
+        nccl.unhang(comms[0])
+        _ones(nccl, comms)
+        assert (xs[1] == 2).all()
+    nccl.check()
+
+
 def test_a_deadline_between_groups_loses_the_communicator() -> None:
     nccl = FakeNccl()
     with nccl.ranks(2) as comms:
@@ -217,7 +233,7 @@ def test_a_deadline_between_groups_loses_the_communicator() -> None:
         out = np.zeros(8, np.uint8)
         nccl.set("hang_group", 1)
         messages = [(x.ctypes.data, 1, 1)] * 8, [(out.ctypes.data, 1, 1)] * 8
-        with pytest.raises(TimeoutError_, match="messages were left out"):
+        with pytest.raises(TimeoutError_, match="it is half done"):
             comms[0].exchange(
                 *messages, dtype=dtype_by_name("uint8"), stream=1, timeout_s=0.1
             )
@@ -265,9 +281,9 @@ def test_a_call_that_fails_is_an_error_with_its_text(function: str) -> None:
         with pytest.raises(BackendError, match=r"invalid usage \(5\)"):
             call()
         assert comms[0].state == "failed"
+        assert nccl.depth() == 0  # the group was closed
         for comm in comms:
             comm.abort()
-    # The group was closed, or the next one would lie within it.
     assert nccl.violations() == []
 
 
@@ -320,6 +336,49 @@ def test_close_names_a_peer_that_does_not_close() -> None:
     assert nccl.violations() == []
 
 
+def test_close_goes_on_after_a_timeout() -> None:
+    nccl = FakeNccl()
+    with nccl.ranks(2) as comms:
+        with pytest.raises(TimeoutError_):
+            comms[0].close(0.1)
+        assert comms[0].state == "live"
+    nccl.check()  # finalised once only
+    assert nccl.counter("destroyed") == 2
+
+
+def test_a_split_left_half_done_ends_with_its_parent() -> None:
+    nccl = FakeNccl()
+    with nccl.ranks(2) as comms:
+        nccl.set("hang_split", 1)
+
+        def split(comm: NcclComm) -> NcclComm | None:
+            try:
+                return comm.split(0, timeout_s=0.1 if comm.rank == 0 else None)
+            except TimeoutError_:
+                return None
+
+        children = nccl.on_each(comms, split)
+        assert children[0] is None
+        assert children[1] is not None
+        assert [comm.state for comm in comms] == ["failed", "live"]
+        nccl.unhang(comms[0])
+        for comm in (children[1], *comms):
+            assert comm.abort()
+    assert nccl.violations() == []
+
+
+def test_a_forked_child_must_not_touch_it() -> None:
+    nccl = FakeNccl()
+    with nccl.ranks(1) as comms:
+        comms[0]._pid += 1
+        with pytest.raises(ClosedError, match="fork"):
+            _sum(comms[0], np.ones(1, np.float32))
+        assert comms[0].abort()
+        assert comms[0].state == "live"
+        comms[0]._pid -= 1
+    nccl.check()
+
+
 def test_an_exception_in_the_block_aborts() -> None:
     nccl = FakeNccl()
     world = ThreadWorld(1)
@@ -339,7 +398,7 @@ def test_a_dropped_one_warns_and_destroys_nothing() -> None:
 
 def test_two_threads_take_turns() -> None:
     nccl = FakeNccl()
-    nccl.set("slow", 1)
+    nccl.set("yields", 20)
     with nccl.ranks(1) as comms:
         xs = [np.ones(2, np.float32) for _ in range(4)]
         nccl.threads(4, lambda i: [_sum(comms[0], xs[i]) for _ in range(5)])
@@ -352,10 +411,9 @@ def test_the_stub_sees_two_threads_at_once() -> None:
     nccl = FakeNccl()
     with nccl.ranks(1) as comms:
         twin = NcclComm.adopt(comms[0].pointer, taken=nccl.library)
-        nccl.set("slow", 20)
+        nccl.set("visits", nccl.visits(comms[0]) + 2)
         x = np.ones(2, np.float32)
         nccl.threads(2, lambda i: _sum((comms[0], twin)[i], x))
-        nccl.set("slow", 0)
         assert any("another thread" in text for text in nccl.violations())
         twin.close()
 

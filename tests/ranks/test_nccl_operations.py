@@ -201,6 +201,7 @@ def test_in_place() -> None:
     """out is x, or one is the own block of the other; never an alltoall."""
     for version in (22703, 22809):
         nccl = FakeNccl(version)
+        nccl.set("log", 1)
         with nccl.ranks(3) as comms:
             wholes = [np.full(6, 10 * rank, np.float32) for rank in range(3)]
 
@@ -230,6 +231,9 @@ def test_in_place() -> None:
             with pytest.raises(UsageError, match="in place"):
                 comms[0].run("alltoall", x=8, out=8, count=2, dtype=FLOAT, stream=1)
         nccl.check()
+        # What is where it belongs is not sent.
+        to_itself = "d1 Send count=8 type=1 op=0 peer=1"
+        assert not [line for line in nccl.log() if line.startswith(to_itself)]
 
 
 @st.composite

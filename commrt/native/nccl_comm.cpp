@@ -18,7 +18,7 @@ namespace {
 constexpr auto kSignalPeriod = std::chrono::milliseconds(50);
 constexpr double kAbortGrace_s = 1.0;
 constexpr int kSpins = 200, kYields = 50;
-constexpr auto kLongestSleep = std::chrono::microseconds(500);
+constexpr std::chrono::microseconds kLongestSleep{500};
 
 using Clock = NcclComm::Clock;
 
@@ -39,6 +39,24 @@ class SignalCheck {
 
  private:
   Clock::time_point next_ = Clock::now() + kSignalPeriod;
+};
+
+// Between two looks: nothing, then the core for others, then longer and longer sleeps.
+class Pause {
+ public:
+  void operator()() {
+    if (++looks_ <= kSpins) return;
+    if (looks_ <= kSpins + kYields) {
+      std::this_thread::yield();
+      return;
+    }
+    std::this_thread::sleep_for(sleep_);
+    sleep_ = std::min(2 * sleep_, kLongestSleep);
+  }
+
+ private:
+  int looks_ = 0;
+  std::chrono::microseconds sleep_{5};
 };
 
 }  // namespace
@@ -74,8 +92,7 @@ void NcclComm::give_up() {
 int NcclComm::settle(Deadline deadline) {
   unsettled_ = true;
   SignalCheck signals;
-  auto sleep = std::chrono::microseconds(5);
-  for (int polls = 0;; ++polls) {
+  for (Pause pause;; pause()) {
     int now_is = kNcclSuccess;
     const int code = api->comm_get_async_error(slot->comm, &now_is);
     if (code != kNcclSuccess) return fail(code);
@@ -88,13 +105,6 @@ int NcclComm::settle(Deadline deadline) {
     const auto now = Clock::now();
     if (now >= deadline) return kNcclTimedOut;
     signals(now);
-    if (polls < kSpins) continue;
-    if (polls < kSpins + kYields) {
-      std::this_thread::yield();
-    } else {
-      std::this_thread::sleep_for(sleep);
-      sleep = std::min(2 * sleep, std::chrono::microseconds(kLongestSleep));
-    }
   }
 }
 
@@ -108,9 +118,9 @@ int NcclComm::take(int code, Deadline deadline) {
 template <class Issue>
 int NcclComm::run(double timeout_s, Issue&& issue) {
   const Deadline deadline = after(timeout_s);
-  std::unique_lock<std::timed_mutex> lock(mutex_, std::defer_lock);
+  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   SignalCheck signals;
-  while (!lock.try_lock_until(std::min(deadline, Clock::now() + kSignalPeriod))) {
+  for (Pause pause; !lock.owns_lock(); pause(), (void)lock.try_lock()) {
     if (aborting_.load(std::memory_order_acquire)) return kNcclInterrupted;
     const auto now = Clock::now();
     if (now >= deadline) return kNcclBusy;
@@ -127,7 +137,7 @@ int NcclComm::run(double timeout_s, Issue&& issue) {
 }
 
 int NcclComm::init(int num_ranks, const NcclUniqueId& id, int own_rank) {
-  std::lock_guard<std::timed_mutex> lock(mutex_);
+  std::lock_guard<std::mutex> lock(mutex_);
   size = num_ranks;
   rank = own_rank;
   const int code =
@@ -140,7 +150,7 @@ int NcclComm::init(int num_ranks, const NcclUniqueId& id, int own_rank) {
 }
 
 int NcclComm::adopt() {
-  std::lock_guard<std::timed_mutex> lock(mutex_);
+  std::lock_guard<std::mutex> lock(mutex_);
   int code = api->comm_count(slot->comm, &size);
   if (code == kNcclSuccess) code = api->comm_user_rank(slot->comm, &rank);
   if (code == kNcclSuccess) code = api->comm_cu_device(slot->comm, &device);
@@ -288,8 +298,9 @@ int NcclComm::abort(double timeout_s) {
   aborting_.store(true, std::memory_order_release);
   // Threads that poll leave within a poll. One that sticks inside NCCL is freed by the abort alone,
   // which NCCL allows at any time only for calls that do not block: there is no better choice.
-  std::unique_lock<std::timed_mutex> lock(mutex_, std::defer_lock);
-  (void)lock.try_lock_until(std::min(after(timeout_s), after(kAbortGrace_s)));
+  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  const Deadline grace = after(std::min(timeout_s, kAbortGrace_s));
+  for (Pause pause; !lock.owns_lock() && Clock::now() < grace; pause()) (void)lock.try_lock();
   if (slot->comm == nullptr) {  // it was never made
     state.store(State::Aborted);
     return kNcclSuccess;

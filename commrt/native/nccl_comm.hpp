@@ -120,7 +120,8 @@ class NcclComm {
   void give_up();  // what was begun cannot be finished any more
 
   // Held while NCCL is called for this communicator: it must not be from two threads at once.
-  std::timed_mutex mutex_;
+  // Waited for by trying: ThreadSanitizer of gcc 12 does not know the locks of timed mutexes.
+  std::mutex mutex_;
   std::atomic<bool> aborting_{false};
   bool unsettled_ = false;  // guarded by mutex_, like the rest
   bool finalizing_ = false;

@@ -5,7 +5,7 @@ Operation's methods are described in commrt/signatures.py, MessageMethod's are t
 commrt/point_to_point.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -35,6 +35,116 @@ class FusedRequest:
 
 class MessageMethod: ...
 class Operation: ...
+
+class Device:
+    """A device: memory, streams, events; see docs/gpu.md."""
+
+    def alloc(self, nbytes: int) -> int:
+        """Return the address of new device memory."""
+
+    def event_create(self) -> int:
+        """Return a new event."""
+
+    def event_destroy(self, event: int) -> None:
+        """Give an event back."""
+
+    def event_query(self, event: int) -> bool:
+        """Whether the latest record has happened; true if there is none."""
+
+    def event_record(self, event: int, stream: int) -> None:
+        """Record what the stream was given so far."""
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Set this thread's capture mode, and return the one before."""
+
+    def flag_load(self, flag: int) -> int:
+        """Return a flag; what came before its write is visible then."""
+
+    def flag_store(self, flag: int, value: int) -> None:
+        """Write a flag, after all this thread did before."""
+
+    def free(self, ptr: int) -> None:
+        """Free device memory."""
+
+    def ipc_close(self, base: int) -> None:
+        """Unmap it."""
+
+    def ipc_export(self, ptr: int) -> tuple[Any, ...]:
+        """Return a handle of the allocation for other processes, and ptr's offset."""
+
+    def ipc_open(self, handle: bytes) -> int:
+        """Map another process's allocation; return its first address."""
+
+    def is_capturing(self, stream: int) -> int:
+        """Return the stream's capture state: 0 none, 1 active, 2 invalidated."""
+
+    @property
+    def kind(self) -> str:
+        """Which kind it is."""
+
+    def last_error(self) -> str:
+        """Why the latest failed call of this thread failed."""
+
+    def launch_copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Copy bytes by a kernel."""
+
+    def launch_host(self, stream: int, function: Callable) -> None:
+        """Call a function from a stream; conformance tests only."""
+
+    def launch_reduce(
+        self, op: int, dtype: int, dst: int, src: int, count: int, stream: int
+    ) -> None:
+        """dst = dst op src, element by element, by a kernel."""
+
+    def load_kernels(self, image: bytes) -> None:
+        """Load the module of the kernels that launches use."""
+
+    def lock(self, token: int) -> None:
+        """Take a lock as the device knows of it; nothing on real hardware."""
+
+    def memcpy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Copy bytes."""
+
+    def pause(self) -> None:
+        """Wait until a flag or an event may have changed since this thread's last
+        pause.
+        """
+
+    def pinned_alloc(self, nbytes: int) -> int:
+        """Return the address of new host memory that the device can reach."""
+
+    def pinned_free(self, ptr: int) -> None:
+        """Free pinned memory."""
+
+    def ptr_attributes(self, ptr: int) -> tuple[int, int, int, int]:
+        """Return (kind, device, base, nbytes) of the memory at an address."""
+
+    def read(self, ptr: int, nbytes: int) -> bytes:
+        """Return bytes of host memory, as a host thread that the device knows of."""
+
+    def stream_create(self, priority: int = 0, blocking: bool = False) -> int:
+        """Return a new stream; a blocking one takes turns with the legacy stream 0."""
+
+    def stream_destroy(self, stream: int) -> None:
+        """Give a stream back; what it was given still runs."""
+
+    def stream_synchronize(self, stream: int) -> None:
+        """Wait until the stream has done all it was given."""
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        """Let a stream wait for the latest record."""
+
+    def unlock(self, token: int) -> None:
+        """Give it back."""
+
+    def wait_value32_geq(self, stream: int, flag: int, value: int) -> None:
+        """Let a stream wait until a flag comes to the value, cyclically."""
+
+    def write(self, ptr: int, data: bytes) -> None:
+        """Write bytes to host memory."""
+
+    def write_value32(self, stream: int, flag: int, value: int) -> None:
+        """Write a flag, after all before it."""
 
 class Engine:
     """Progress for every communicator of one rank."""
@@ -466,6 +576,69 @@ class Request:
         same error every time. timeout_s defaults to the communicator's. Ctrl-C
         leaves the request pending.
         """
+
+class SimDevice(Device):
+    """A simulated device; SimWorld makes them."""
+
+    def begin_capture(self, stream: int, mode: int = 0) -> None:
+        """Count a stream's commands, and run none."""
+
+    def end_capture(self, stream: int) -> int:
+        """End the capture; return how many commands it has."""
+
+    def fail_after(self, commands: int) -> None:
+        """Let the device fail for good at the n-th command from now."""
+
+    @property
+    def name(self) -> str:
+        """In messages."""
+
+class SimWorld:
+    """Simulated devices and host threads, by one seed."""
+
+    def __init__(self, options: dict) -> None: ...
+    def attach(self, index: int) -> None:
+        """Be a host thread; returns at its first turn."""
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Announce host threads, which then attach() and detach()."""
+
+    @property
+    def commands(self) -> int:
+        """How many commands were given."""
+
+    @property
+    def deadlock(self) -> str:
+        """Why nothing can go on; empty if something can."""
+
+    def detach(self) -> None:
+        """End as a host thread."""
+
+    def device(self, name: str, ordinal: int = -1) -> SimDevice:
+        """Return a new device: one process's view."""
+
+    @property
+    def digest(self) -> int:
+        """A number that says what ran when: equal for equal runs."""
+
+    @property
+    def live_nbytes(self) -> int:
+        """Bytes that were allocated and not freed."""
+
+    @property
+    def num_violations(self) -> int:
+        """How many."""
+
+    @property
+    def pending(self) -> int:
+        """Commands that have not run."""
+
+    def step(self) -> bool:
+        """Run one command that can run; false if there is none."""
+
+    @property
+    def violations(self) -> list[str]:
+        """What was found wrong; the first 64."""
 
 def close_fusion(group: Group) -> None: ...
 def cut_fusion(group: Any) -> None:

@@ -12,6 +12,11 @@ CommError
 ├── ReductionError                 a reduction of the user's own raised something
 ├── TruncationError                a message was longer than its receive buffer
 ├── BackendError (RuntimeError)    a backend or library is missing or failed
+│   └── DeviceError                a device, or a call of its driver, failed
+│       ├── DeviceMissingError     no driver, no device, or one too old
+│       ├── DeviceFailedError      the device failed earlier; so do all later calls
+│       ├── CaptureError           not allowed while a stream is captured
+│       └── OrderingError          a simulated device found a race or a deadlock
 ├── TableError (ValueError)        a selection table is malformed or foreign
 └── ScheduleError (ValueError)     a schedule is wrong; raised by the verifier
 """
@@ -25,9 +30,14 @@ from collections.abc import Iterable, Mapping
 __all__ = [
     "BackendError",
     "BufferError_",
+    "CaptureError",
     "ClosedError",
     "CommError",
+    "DeviceError",
+    "DeviceFailedError",
+    "DeviceMissingError",
     "MismatchError",
+    "OrderingError",
     "PeerFailedError",
     "ReductionError",
     "RevokedError",
@@ -82,6 +92,30 @@ class TruncationError(CommError):
 
 class BackendError(CommError, RuntimeError):
     """A backend, or a library that it needs, is missing or failed."""
+
+
+class DeviceError(BackendError):
+    """A device, or a call of its driver, failed; ``status`` is the kind of failure."""
+
+    def __init__(self, message: str, status: str = "failed") -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class DeviceMissingError(DeviceError):
+    """There is no driver, no such device, or the driver is too old."""
+
+
+class DeviceFailedError(DeviceError):
+    """The device failed earlier, as by a wrong kernel: every later call fails, too."""
+
+
+class CaptureError(DeviceError):
+    """The call is not allowed while a stream is captured; the capture may be lost."""
+
+
+class OrderingError(DeviceError):
+    """A simulated device found a race, or that nothing can go on."""
 
 
 class TableError(CommError, ValueError):

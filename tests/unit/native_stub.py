@@ -27,7 +27,7 @@ Operation's methods are described in commrt/signatures.py, MessageMethod's are t
 commrt/point_to_point.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -93,7 +93,8 @@ def _functions(module: ModuleType, decorator: str) -> Iterator[str]:
 
 
 def _class(name: str, cls: type) -> Iterator[str]:
-    yield f"class {name}:\n"
+    bases = ", ".join(base.__name__ for base in cls.__bases__ if base is not object)
+    yield f"class {name}({bases}):\n" if bases else f"class {name}:\n"
     if cls.__doc__:
         yield _indented(_docstring(cls.__doc__))
     for member, value in sorted(vars(cls).items()):

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices: one interface, implemented by a simulation, by threads and by CUDA.
+
+Importing this loads no driver. docs/gpu.md says what each implementation is like.
+"""
+
+from __future__ import annotations
+
+from commrt.devices.simulated import SimDevice, SimOptions, SimWorld
+
+__all__ = ["SimDevice", "SimOptions", "SimWorld"]

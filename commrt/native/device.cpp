@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// What all devices share: the names of statuses, and the text of a thread's latest failure.
+#include "device.hpp"
+
+#include "device_error.hpp"
+
+namespace commrt {
+
+const char* status_name(DeviceStatus status) {
+  static const char* const names[] = {"ok",          "not_ready",  "invalid",   "out_of_memory",
+                                      "missing",     "unsupported", "no_kernels", "capturing",
+                                      "failed",      "deadlock"};
+  return names[static_cast<int>(status)];
+}
+
+std::string& device_error() {
+  thread_local std::string text;
+  return text;
+}
+
+DeviceStatus device_fails(DeviceStatus status, std::string text) {
+  device_error() = std::move(text);
+  return status;
+}
+
+const char* last_device_error(Device*) { return device_error().c_str(); }
+
+std::string hex(std::uint64_t number) {
+  static const char digits[] = "0123456789abcdef";
+  std::string text;
+  do text.insert(text.begin(), digits[number % 16]);
+  while (number /= 16);
+  return "0x" + text;
+}
+
+}  // namespace commrt

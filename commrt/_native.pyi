@@ -36,6 +36,24 @@ class FusedRequest:
 class MessageMethod: ...
 class Operation: ...
 
+class CudaDevice(Device):
+    """A GPU, through the CUDA driver."""
+
+    def __init__(
+        self, ordinal: int = 0, *, memory_flags: bool = True, library: str = ""
+    ) -> None: ...
+    @property
+    def can_memory_flags(self) -> bool:
+        """Whether the card can do what memory_flags says."""
+
+    @property
+    def name(self) -> str:
+        """The card."""
+
+    @property
+    def ordinal(self) -> int:
+        """The device's number in this process."""
+
 class Device:
     """A device: memory, streams, events; see docs/gpu.md."""
 
@@ -88,7 +106,7 @@ class Device:
     def launch_copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Copy bytes by a kernel."""
 
-    def launch_host(self, stream: int, function: Callable) -> None:
+    def launch_host(self, stream: int, function: Callable[[], Any]) -> None:
         """Call a function from a stream; conformance tests only."""
 
     def launch_reduce(
@@ -104,6 +122,10 @@ class Device:
 
     def memcpy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Copy bytes."""
+
+    @property
+    def memory_flags(self) -> bool:
+        """Whether streams write flags and wait for them; else poll events."""
 
     def pause(self) -> None:
         """Wait until a flag or an event may have changed since this thread's last
@@ -596,7 +618,7 @@ class SimDevice(Device):
 class SimWorld:
     """Simulated devices and host threads, by one seed."""
 
-    def __init__(self, options: dict) -> None: ...
+    def __init__(self, options: dict[str, Any]) -> None: ...
     def attach(self, index: int) -> None:
         """Be a host thread; returns at its first turn."""
 
@@ -639,6 +661,23 @@ class SimWorld:
     @property
     def violations(self) -> list[str]:
         """What was found wrong; the first 64."""
+
+class ThreadDevice(Device):
+    """A device of real threads, one for each stream."""
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        max_delay_us: int = 0,
+        ordinal: int = 0,
+        memory_flags: bool = True,
+    ) -> None: ...
+    def close(self) -> None:
+        """End all threads, also those that wait, and free all memory."""
+
+    def fail_after(self, commands: int) -> None:
+        """Let the device fail for good at the n-th command from now."""
 
 def close_fusion(group: Group) -> None: ...
 def cut_fusion(group: Any) -> None:

@@ -6,6 +6,16 @@ Importing this loads no driver. docs/gpu.md says what each implementation is lik
 
 from __future__ import annotations
 
+from commrt._native import Device
+from commrt.devices.cuda import CudaDevice
 from commrt.devices.simulated import SimDevice, SimOptions, SimWorld
+from commrt.devices.threaded import ThreadDevice
 
-__all__ = ["SimDevice", "SimOptions", "SimWorld"]
+__all__ = [
+    "CudaDevice",
+    "Device",
+    "SimDevice",
+    "SimOptions",
+    "SimWorld",
+    "ThreadDevice",
+]

@@ -58,6 +58,8 @@ class SimOptions:
     """Calls that may disturb the capture of a stream fail, and end it."""
     ipc_checks: bool = True
     """Find memory that is freed while another process has it open."""
+    memory_flags: bool = True
+    """Streams can write flags and wait for them."""
 
 
 class SimWorld:

@@ -114,6 +114,8 @@ void bind_device(nb::module_& m) {
   using D = PyDevice;
   using Api = DeviceApi;
   nb::class_<D> device(m, "Device", "A device: memory, streams, events; see docs/gpu.md.");
+  device.def_prop_ro("memory_flags", [](const D& d) { return d.device->memory_flags; },
+                     "Whether streams write flags and wait for them; else poll events.");
   device.def_prop_ro("kind", [](const D& d) { return d.device->api->kind; }, "Which kind it is.");
   device.def("alloc", [](const D& d, std::size_t nbytes) {
     void* out = nullptr;
@@ -243,6 +245,7 @@ void bind_device(nb::module_& m) {
   device.def("pause", [](const D& d) { call(d, &Api::pause); },
              "Wait until a flag or an event may have changed since this thread's last pause.");
   bind_sim(m, device);
+  bind_real_devices(m, device);
 }
 
 }  // namespace commrt

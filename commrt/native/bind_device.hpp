@@ -21,5 +21,6 @@ struct PyDevice {
 void check_device(DeviceStatus status);
 void bind_device(nb::module_& m);
 void bind_sim(nb::module_& m, nb::class_<PyDevice>& device);
+void bind_real_devices(nb::module_& m, nb::class_<PyDevice>& device);
 
 }  // namespace commrt

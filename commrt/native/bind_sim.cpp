@@ -47,6 +47,7 @@ sim::Options options_of(const nb::dict& given) {
   take("wait_keeps_record", options.wait_keeps_record);
   take("capture_forbids", options.capture_forbids);
   take("ipc_checks", options.ipc_checks);
+  take("memory_flags", options.memory_flags);
   return options;
 }
 

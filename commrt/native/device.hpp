@@ -114,8 +114,15 @@ struct DeviceApi {
 };
 
 struct Device {
-  const DeviceApi* api;
+  const DeviceApi* api = nullptr;
+  // Whether streams can write flags and wait for them; else both calls are Unsupported, and who
+  // builds on flags polls events instead.
+  bool memory_flags = true;
 };
+
+inline constexpr char kNoFlags[] =
+    "streams of this device do not write flags or wait for them (memory_flags is false): "
+    "poll events instead";
 
 // Holds a mutex that other host threads take too, in a way that a simulated device can follow:
 // a thread that waits for a mutex it does not know of would stop the whole simulation.

@@ -252,6 +252,7 @@ DeviceStatus flag_command(Device* device, const char* name, Kind kind, Stream ha
                           std::uint32_t* flag, std::uint32_t value) {
   COMMRT_ENTER(device, name);
   if (call.refused()) return call.status;
+  if (!device->memory_flags) return device_fails(DeviceStatus::Unsupported, kNoFlags);
   const auto stream = call.stream(handle);
   if (!stream) return call.status;
   if (reinterpret_cast<std::uint64_t>(flag) % sizeof(*flag))
@@ -378,6 +379,7 @@ SimDevice* World::add_device(std::string name, int ordinal) {
   device->index = static_cast<int>(devices.size());
   device->ordinal = ordinal < 0 ? device->index : ordinal;
   device->name = std::move(name);
+  device->memory_flags = options.memory_flags;
   devices.push_back(std::move(made));
   add_stream(device, 0, true);
   return device;

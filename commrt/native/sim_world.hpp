@@ -45,6 +45,7 @@ struct Options {
   bool wait_keeps_record = true;
   bool capture_forbids = true;
   bool ipc_checks = true;
+  bool memory_flags = true;
 };
 
 struct Capture {

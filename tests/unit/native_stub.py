@@ -63,6 +63,8 @@ _PLAIN = (  # what nanobind writes, what a type checker should read
     (re.compile(r"\bcollections\.abc\.|\bcommrt\._native\."), ""),
     (re.compile(r"\bobject\b"), "Any"),
     (re.compile(r"\blist(?!\[)\b"), "list[Any]"),
+    (re.compile(r"\bdict(?!\[)\b"), "dict[str, Any]"),
+    (re.compile(r"\bCallable(?!\[)\b"), "Callable[[], Any]"),
     (re.compile(r"\btuple(?!\[)\b"), "tuple[Any, ...]"),
 )
 _PLAIN_TYPES = ("FusedRequest", "MessageMethod", "Operation")

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// Binds devices of threads and CUDA devices.
+#include <nanobind/stl/string.h>
+
+#include "bind_device.hpp"
+#include "cuda_device.hpp"
+#include "thread_device.hpp"
+
+namespace commrt {
+namespace {
+
+struct PyThreadDevice : PyDevice {
+  threaded::ThreadDevice* threads() const {
+    return static_cast<threaded::ThreadDevice*>(device);
+  }
+};
+
+struct PyCudaDevice : PyDevice {
+  cuda::CudaDevice* cuda() const { return static_cast<cuda::CudaDevice*>(device); }
+};
+
+// Ending threads waits for them, and one may be in a Python function.
+void end_threads(threaded::ThreadDevice* device) {
+  if (PyGILState_Check()) {
+    nb::gil_scoped_release free;
+    delete device;
+  } else {
+    delete device;
+  }
+}
+
+}  // namespace
+
+void bind_real_devices(nb::module_& m, nb::class_<PyDevice>& device) {
+  nb::class_<PyThreadDevice>(m, "ThreadDevice", device,
+                             "A device of real threads, one for each stream.")
+      .def("__init__", [](PyThreadDevice* self, std::uint64_t seed, int max_delay_us, int ordinal,
+                          bool memory_flags) {
+        if (max_delay_us < 0) throw nb::value_error("max_delay_us must not be negative");
+        auto* made = new threaded::ThreadDevice(seed, max_delay_us, ordinal);
+        made->memory_flags = memory_flags;
+        new (self) PyThreadDevice;
+        self->device = made;
+        self->keeps = std::shared_ptr<threaded::ThreadDevice>(made, end_threads);
+      }, nb::kw_only(), nb::arg("seed") = 0, nb::arg("max_delay_us") = 0, nb::arg("ordinal") = 0,
+         nb::arg("memory_flags") = true)
+      .def("fail_after", [](const PyThreadDevice& d, std::uint64_t commands) {
+        d.threads()->fail_after(commands);
+      }, nb::arg("commands"), "Let the device fail for good at the n-th command from now.")
+      .def("close", [](const PyThreadDevice& d) {
+        nb::gil_scoped_release free;
+        d.threads()->close();
+      }, "End all threads, also those that wait, and free all memory.");
+
+  nb::class_<PyCudaDevice>(m, "CudaDevice", device, "A GPU, through the CUDA driver.")
+      .def("__init__", [](PyCudaDevice* self, int ordinal, bool memory_flags,
+                          const std::string& library) {
+        std::unique_ptr<cuda::CudaDevice> made;
+        {
+          nb::gil_scoped_release free;
+          made = cuda::CudaDevice::open(ordinal, memory_flags, library);
+        }
+        if (!made) check_device(DeviceStatus::Missing);
+        new (self) PyCudaDevice;
+        self->device = made.get();
+        self->keeps = std::shared_ptr<cuda::CudaDevice>(std::move(made));
+      }, nb::arg("ordinal") = 0, nb::kw_only(), nb::arg("memory_flags") = true,
+         nb::arg("library") = "")
+      .def_prop_ro("name", [](const PyCudaDevice& d) { return d.cuda()->name; }, "The card.")
+      .def_prop_ro("ordinal", [](const PyCudaDevice& d) { return d.cuda()->ordinal; },
+                   "The device's number in this process.")
+      .def_prop_ro("can_memory_flags",
+                   [](const PyCudaDevice& d) { return d.cuda()->can_memory_flags; },
+                   "Whether the card can do what memory_flags says.");
+}
+
+}  // namespace commrt

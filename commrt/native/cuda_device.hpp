@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// A GPU of this process, through its primary context.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "cuda_driver.hpp"
+#include "device.hpp"
+
+namespace commrt::cuda {
+
+struct CudaDevice : Device {
+  // Null, with a text for last_error(), where it cannot be had.
+  static std::unique_ptr<CudaDevice> open(int ordinal, bool memory_flags,
+                                          const std::string& library);
+  ~CudaDevice();
+
+  const Driver* driver = nullptr;
+  int ordinal = 0;
+  Ordinal handle = 0;
+  Handle context = nullptr;
+  std::string name;
+  int multiprocessors = 1;
+  bool can_memory_flags = false;  // the device; `memory_flags` is what is used
+
+  // Kernels by their names, of the module that load_kernels() took.
+  std::mutex mutex;
+  Handle module = nullptr;
+  std::map<std::string, Handle> kernels;
+};
+
+// The name of a reduction's kernel in the module; copy is "commrt_copy".
+std::string kernel_name(RedOp op, DType dtype);
+
+}  // namespace commrt::cuda

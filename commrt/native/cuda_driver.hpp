@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// The part of the CUDA driver's interface that commrt calls, declared by hand.
+//
+// Nothing of CUDA is needed to build this: libcuda.so.1 is opened when a device is, and its
+// functions are looked up by cuGetProcAddress, as of CUDA 12.0.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "device.hpp"
+
+namespace commrt::cuda {
+
+using Result = int;
+using Handle = void*;  // of a context, stream, event, module, function
+using Pointer = unsigned long long;
+using Ordinal = int;
+
+// From cuda.h.
+enum : Result {
+  kSuccess = 0,
+  kInvalidValue = 1,
+  kOutOfMemory = 2,
+  kNotInitialized = 3,
+  kDeinitialized = 4,
+  kStub = 34,  // the driver library is the toolkit's stub
+  kNoDevice = 100,
+  kInvalidDevice = 101,
+  kInvalidContext = 201,
+  kEccUncorrectable = 214,
+  kNvlinkUncorrectable = 220,
+  kInvalidHandle = 400,
+  kNotFound = 500,
+  kNotReady = 600,
+  kIllegalAddress = 700,
+  kLaunchTimeout = 702,
+  kContextDestroyed = 709,
+  kAssert = 710,
+  kHardwareStackError = 714,
+  kIllegalInstruction = 715,
+  kMisalignedAddress = 716,
+  kInvalidAddressSpace = 717,
+  kInvalidPc = 718,
+  kLaunchFailed = 719,
+  kNotPermitted = 800,
+  kNotSupported = 801,
+  kSystemDriverMismatch = 803,
+  kCaptureUnsupported = 900,  // and what follows, up to
+  kCaptureLast = 908,
+  kUnknown = 999,
+};
+constexpr int kMultiprocessors = 16;      // attributes of devices
+constexpr int kUnifiedAddressing = 41;
+constexpr int kStreamMemoryOperations = 122;
+constexpr int kPointerMemoryType = 2;     // attributes of pointers
+constexpr int kPointerIsManaged = 8;
+constexpr int kPointerOrdinal = 9;
+constexpr int kPointerRangeStart = 11;
+constexpr int kPointerRangeSize = 12;
+constexpr unsigned kTypeHost = 1, kTypeDevice = 2;
+constexpr unsigned kNonBlocking = 1;      // streams
+constexpr unsigned kDisableTiming = 2;    // events
+constexpr unsigned kPortableMapped = 1 | 2;
+constexpr unsigned kLazyPeerAccess = 1;
+constexpr unsigned kWaitGeq = 0;
+constexpr int kLeastDriver = 12000;
+
+struct Driver {
+  Result (*cuInit)(unsigned);
+  Result (*cuDriverGetVersion)(int*);
+  Result (*cuGetErrorName)(Result, const char**);
+  Result (*cuGetErrorString)(Result, const char**);
+  Result (*cuDeviceGetCount)(int*);
+  Result (*cuDeviceGet)(Ordinal*, int);
+  Result (*cuDeviceGetName)(char*, int, Ordinal);
+  Result (*cuDeviceGetAttribute)(int*, int attribute, Ordinal);
+  Result (*cuDevicePrimaryCtxRetain)(Handle*, Ordinal);
+  Result (*cuDevicePrimaryCtxRelease)(Ordinal);
+  Result (*cuCtxGetCurrent)(Handle*);
+  Result (*cuCtxPushCurrent)(Handle);
+  Result (*cuCtxPopCurrent)(Handle*);
+  Result (*cuMemAlloc)(Pointer*, std::size_t);
+  Result (*cuMemFree)(Pointer);
+  Result (*cuMemHostAlloc)(void**, std::size_t, unsigned);
+  Result (*cuMemFreeHost)(void*);
+  Result (*cuMemcpyAsync)(Pointer, Pointer, std::size_t, Handle);
+  Result (*cuStreamCreateWithPriority)(Handle*, unsigned, int);
+  Result (*cuStreamDestroy)(Handle);
+  Result (*cuStreamSynchronize)(Handle);
+  Result (*cuStreamWaitEvent)(Handle, Handle, unsigned);
+  Result (*cuStreamWriteValue32)(Handle, Pointer, std::uint32_t, unsigned);
+  Result (*cuStreamWaitValue32)(Handle, Pointer, std::uint32_t, unsigned);
+  Result (*cuStreamIsCapturing)(Handle, int*);
+  Result (*cuThreadExchangeStreamCaptureMode)(int*);
+  Result (*cuEventCreate)(Handle*, unsigned);
+  Result (*cuEventRecord)(Handle, Handle);
+  Result (*cuEventQuery)(Handle);
+  Result (*cuEventDestroy)(Handle);
+  Result (*cuModuleLoadData)(Handle*, const void*);
+  Result (*cuModuleUnload)(Handle);
+  Result (*cuModuleGetFunction)(Handle*, Handle, const char*);
+  Result (*cuLaunchKernel)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                           unsigned, Handle, void**, void**);
+  Result (*cuLaunchHostFunc)(Handle, void (*)(void*), void*);
+  Result (*cuPointerGetAttributes)(unsigned, int*, void**, Pointer);
+  Result (*cuIpcGetMemHandle)(IpcHandle*, Pointer);
+  Result (*cuIpcOpenMemHandle)(Pointer*, IpcHandle, unsigned);
+  Result (*cuIpcCloseMemHandle)(Pointer);
+};
+
+// The driver, opened and initialised; null, with a reason that names the cure, where there is
+// none. `library` is the name or path of another one, for tests; empty: libcuda.so.1.
+const Driver* open_driver(const std::string& library, std::string* why);
+
+}  // namespace commrt::cuda

@@ -1,0 +1,461 @@
+// SPDX-License-Identifier: Apache-2.0
+// The table of a device of threads.
+#include "thread_device.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "device_error.hpp"
+#include "kernels.hpp"
+
+namespace commrt::threaded {
+namespace {
+
+using Kind = Command::Kind;
+
+ThreadDevice* threads(Device* device) { return static_cast<ThreadDevice*>(device); }
+
+std::uint32_t load(const void* flag) {
+  return __atomic_load_n(static_cast<const std::uint32_t*>(flag), __ATOMIC_SEQ_CST);
+}
+
+// What every call begins with.
+struct Call {
+  Call(Device* which, const char* called) : device(threads(which)), name(called) {
+    if (in_host_function()) {
+      status = invalid("in a host function, which must not call the device");
+      return;
+    }
+    lock = std::unique_lock<std::mutex>(device->mutex);
+    if (device->closed) status = invalid("the device is closed");
+  }
+  DeviceStatus invalid(const std::string& why) {
+    return device_fails(DeviceStatus::Invalid, std::string(name) + "(): " + why);
+  }
+  bool refused() {
+    if (status == DeviceStatus::Ok && device->failed.load())
+      status = device_fails(DeviceStatus::Failed,
+                            std::string(name) + "(): the device failed earlier, at an injected "
+                                                "error");
+    return status != DeviceStatus::Ok;
+  }
+  std::shared_ptr<StreamState> stream(Stream handle) {
+    const auto found = device->streams.find(handle);
+    if (found != device->streams.end()) return found->second;
+    status = invalid("the device has no stream " + std::to_string(handle));
+    return nullptr;
+  }
+  // Whether the memory may be touched, and is it of a device.
+  bool operand(const void* ptr, std::size_t nbytes, bool* known) {
+    std::lock_guard<std::mutex> guard(blocks().mutex);
+    const auto* found = blocks().find(ptr);
+    *known = found != nullptr;
+    if (!found || !nbytes) return true;
+    const auto& [base, block] = *found;
+    if (nbytes > base + block.nbytes - reinterpret_cast<std::uint64_t>(ptr))
+      status = invalid(std::to_string(nbytes) + " bytes at " + hex(ptr) + " end behind the " +
+                       std::to_string(block.nbytes) + " bytes from " + hex(base));
+    else if (block.kind == MemoryKind::Device && block.owner != device &&
+             !block.opened_by.count(device))
+      status = invalid(hex(ptr) + " belongs to another device, and was not opened by ipc_open()");
+    return status == DeviceStatus::Ok;
+  }
+  bool on_device(const void* ptr, std::size_t nbytes) {
+    bool known = false;
+    if (operand(ptr, nbytes, &known) && !known && nbytes)
+      status = invalid(hex(ptr) + " is pageable memory, which the device cannot reach");
+    return status == DeviceStatus::Ok;
+  }
+  void give(const std::shared_ptr<StreamState>& to, Command command) {
+    const auto legacy = device->streams[0];
+    if (to == legacy) {
+      for (auto& [handle, other] : device->streams)
+        if (handle && other->blocking && other->given)
+          command.after.emplace_back(other, other->given);
+    } else if (to->blocking && legacy->given) {
+      command.after.emplace_back(legacy, legacy->given);
+    }
+    ++to->given;
+    {
+      std::lock_guard<std::mutex> guard(to->mutex);
+      to->commands.push_back(std::move(command));
+    }
+    to->arrived.notify_one();
+  }
+  // Lets other threads call meanwhile.
+  void synchronize(const std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>>& all) {
+    lock.unlock();
+    for (auto& [stream, number] : all)
+      signal().wait([this, many = number, of = stream.get()] {
+        return of->done.load() >= many || device->stopping.load() || device->failed.load();
+      });
+    lock.lock();
+    if (device->closed) status = invalid("the device was closed meanwhile");
+  }
+  void synchronize_all() {
+    std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>> all;
+    for (auto& [handle, stream] : device->streams) all.emplace_back(stream, stream->given);
+    for (auto& stream : device->destroyed) all.emplace_back(stream, stream->given);
+    synchronize(all);
+  }
+
+  ThreadDevice* device;
+  const char* name;
+  std::unique_lock<std::mutex> lock;
+  DeviceStatus status = DeviceStatus::Ok;
+};
+
+DeviceStatus alloc_any(Device* device, const char* name, MemoryKind kind, std::size_t nbytes,
+                       void** out) {
+  Call call(device, name);
+  if (call.refused()) return call.status;
+  void* memory = std::malloc(nbytes ? nbytes : 1);
+  if (!memory)
+    return device_fails(DeviceStatus::OutOfMemory, std::string(name) + "(): no memory for " +
+                                                       std::to_string(nbytes) + " bytes");
+  std::memset(memory, 0xff, nbytes);
+  std::lock_guard<std::mutex> guard(blocks().mutex);
+  blocks().by_base[reinterpret_cast<std::uint64_t>(memory)] =
+      Block{nbytes, kind, call.device, {}};
+  *out = memory;
+  return DeviceStatus::Ok;
+}
+
+// Waits for all that the device was given, as CUDA does.
+DeviceStatus free_any(Device* device, const char* name, MemoryKind kind, void* ptr) {
+  Call call(device, name);
+  if (call.refused()) return call.status;
+  if (!ptr) return DeviceStatus::Ok;
+  call.synchronize_all();
+  if (call.refused()) return call.status;
+  {
+    std::lock_guard<std::mutex> guard(blocks().mutex);
+    const auto found = blocks().by_base.find(reinterpret_cast<std::uint64_t>(ptr));
+    if (found == blocks().by_base.end() || found->second.kind != kind ||
+        found->second.owner != call.device)
+      return call.invalid(hex(ptr) + " is not what the device allocated by its counterpart, or "
+                                     "was freed before");
+    blocks().by_base.erase(found);
+  }
+  std::free(ptr);
+  return DeviceStatus::Ok;
+}
+
+DeviceStatus alloc(Device* device, std::size_t nbytes, void** out) {
+  return alloc_any(device, "alloc", MemoryKind::Device, nbytes, out);
+}
+DeviceStatus free_(Device* device, void* ptr) {
+  return free_any(device, "free", MemoryKind::Device, ptr);
+}
+DeviceStatus pinned_alloc(Device* device, std::size_t nbytes, void** out) {
+  return alloc_any(device, "pinned_alloc", MemoryKind::Pinned, nbytes, out);
+}
+DeviceStatus pinned_free(Device* device, void* ptr) {
+  return free_any(device, "pinned_free", MemoryKind::Pinned, ptr);
+}
+
+DeviceStatus stream_create(Device* device, int, bool blocking, Stream* out) {
+  Call call(device, "stream_create");
+  if (call.refused()) return call.status;
+  join_ended(call.device);
+  *out = add_stream(call.device, call.device->next_stream++, blocking);
+  return DeviceStatus::Ok;
+}
+
+DeviceStatus stream_destroy(Device* device, Stream handle) {
+  Call call(device, "stream_destroy");
+  if (call.refused()) return call.status;
+  const auto stream = call.stream(handle);
+  if (!stream) return call.status;
+  if (handle == 0) return call.invalid("the legacy stream cannot be destroyed");
+  close_stream(stream);
+  call.device->destroyed.push_back(stream);
+  call.device->streams.erase(handle);
+  join_ended(call.device);
+  return DeviceStatus::Ok;
+}
+
+DeviceStatus stream_synchronize(Device* device, Stream handle) {
+  Call call(device, "stream_synchronize");
+  if (call.refused()) return call.status;
+  const auto stream = call.stream(handle);
+  if (!stream) return call.status;
+  call.synchronize({{stream, stream->given}});
+  call.refused();
+  return call.status;
+}
+
+DeviceStatus memcpy_async(Device* device, void* dst, const void* src, std::size_t nbytes,
+                          Stream handle) {
+  Call call(device, "memcpy_async");
+  if (call.refused()) return call.status;
+  const auto stream = call.stream(handle);
+  bool dst_known = false, src_known = false;
+  if (!stream || !call.operand(dst, nbytes, &dst_known) || !call.operand(src, nbytes, &src_known))
+    return call.status;
+  Command command;
+  command.dst = dst;
+  command.src = src;
+  command.nbytes = nbytes;
+  call.give(stream, std::move(command));
+  if (nbytes && !(dst_known && src_known)) {  // pageable memory
+    call.synchronize({{stream, stream->given}});
+    call.refused();
+  }
+  return call.status;
+}
+
+DeviceStatus event_create(Device* device, Event* out) {
+  Call call(device, "event_create");
+  if (call.refused()) return call.status;
+  *out = call.device->next_event++;
+  call.device->events[*out] = nullptr;
+  return DeviceStatus::Ok;
+}
+
+std::shared_ptr<Record>* event_of(Call& call, Event handle) {
+  const auto found = call.device->events.find(handle);
+  if (found != call.device->events.end()) return &found->second;
+  call.status = call.invalid("the device has no event " + std::to_string(handle));
+  return nullptr;
+}
+
+DeviceStatus event_record(Device* device, Event handle, Stream on) {
+  Call call(device, "event_record");
+  if (call.refused()) return call.status;
+  auto* event = event_of(call, handle);
+  const auto stream = event ? call.stream(on) : nullptr;
+  if (!stream) return call.status;
+  *event = std::make_shared<Record>();
+  Command command;
+  command.kind = Kind::Record;
+  command.record = *event;
+  call.give(stream, std::move(command));
+  return DeviceStatus::Ok;
+}
+
+DeviceStatus event_query(Device* device, Event handle) {
+  Call call(device, "event_query");
+  if (call.refused()) return call.status;
+  auto* event = event_of(call, handle);
+  if (!event) return call.status;
+  return !*event || (*event)->done.load() ? DeviceStatus::Ok : DeviceStatus::NotReady;
+}
+
+DeviceStatus event_destroy(Device* device, Event handle) {
+  Call call(device, "event_destroy");
+  if (call.refused()) return call.status;
+  if (event_of(call, handle)) call.device->events.erase(handle);
+  return call.status;
+}
+
+DeviceStatus stream_wait_event(Device* device, Stream waits, Event handle) {
+  Call call(device, "stream_wait_event");
+  if (call.refused()) return call.status;
+  auto* event = event_of(call, handle);
+  const auto stream = event ? call.stream(waits) : nullptr;
+  if (!stream || !*event) return call.status;
+  Command command;
+  command.kind = Kind::WaitEvent;
+  command.record = *event;
+  call.give(stream, std::move(command));
+  return DeviceStatus::Ok;
+}
+
+DeviceStatus flag_command(Device* device, const char* name, Kind kind, Stream handle,
+                          std::uint32_t* flag, std::uint32_t value) {
+  Call call(device, name);
+  if (call.refused()) return call.status;
+  if (!device->memory_flags) return device_fails(DeviceStatus::Unsupported, kNoFlags);
+  const auto stream = call.stream(handle);
+  if (!stream) return call.status;
+  if (reinterpret_cast<std::uint64_t>(flag) % sizeof(*flag))
+    return call.invalid("the flag at " + hex(flag) + " is not aligned to 4 bytes");
+  if (!call.on_device(flag, sizeof(*flag))) return call.status;
+  Command command;
+  command.kind = kind;
+  command.dst = flag;
+  command.value = value;
+  call.give(stream, std::move(command));
+  return DeviceStatus::Ok;
+}
+
+DeviceStatus write_value32(Device* device, Stream stream, std::uint32_t* flag,
+                           std::uint32_t value) {
+  return flag_command(device, "write_value32", Kind::Write, stream, flag, value);
+}
+DeviceStatus wait_value32_geq(Device* device, Stream stream, std::uint32_t* flag,
+                              std::uint32_t value) {
+  return flag_command(device, "wait_value32_geq", Kind::Wait, stream, flag, value);
+}
+
+DeviceStatus launch(Device* device, const char* name, Command command, Stream handle) {
+  Call call(device, name);
+  if (call.refused()) return call.status;
+  const auto stream = call.stream(handle);
+  if (!stream || !call.on_device(command.dst, command.nbytes) ||
+      !call.on_device(command.src, command.nbytes))
+    return call.status;
+  call.give(stream, std::move(command));
+  return DeviceStatus::Ok;
+}
+
+DeviceStatus launch_reduce(Device* device, RedOp op, DType dtype, void* dst, const void* src,
+                           std::size_t count, Stream stream) {
+  if (!combine_for(dtype, op))
+    return device_fails(DeviceStatus::Unsupported,
+                        "launch_reduce(): the reduction is not defined for the type");
+  Command command;
+  command.kind = Kind::Reduce;
+  command.op = op;
+  command.dtype = dtype;
+  command.dst = dst;
+  command.src = src;
+  command.nbytes = count * item_size(dtype);
+  return launch(device, "launch_reduce", std::move(command), stream);
+}
+
+DeviceStatus launch_copy(Device* device, void* dst, const void* src, std::size_t nbytes,
+                         Stream stream) {
+  Command command;
+  command.dst = dst;
+  command.src = src;
+  command.nbytes = nbytes;
+  return launch(device, "launch_copy", std::move(command), stream);
+}
+
+DeviceStatus launch_host(Device* device, Stream stream, HostFunction function, void* argument) {
+  Command command;
+  command.kind = Kind::HostFunction;
+  command.function = function;
+  command.argument = argument;
+  return launch(device, "launch_host", std::move(command), stream);
+}
+
+DeviceStatus load_kernels(Device* device, const void*, std::size_t) {
+  Call call(device, "load_kernels");
+  call.refused();
+  return call.status;
+}
+
+DeviceStatus ptr_attributes(Device* device, const void* ptr, PointerFacts* out) {
+  Call call(device, "ptr_attributes");
+  *out = {};
+  std::lock_guard<std::mutex> guard(blocks().mutex);
+  if (const auto* found = blocks().find(ptr)) {
+    const auto& [base, block] = *found;
+    *out = {block.kind, block.owner->ordinal, base, block.nbytes};
+  }
+  return call.status;
+}
+
+// Nothing is captured here.
+DeviceStatus is_capturing(Device* device, Stream handle, CaptureState* out) {
+  Call call(device, "is_capturing");
+  *out = CaptureState::None;
+  if (call.status == DeviceStatus::Ok) call.stream(handle);
+  return call.status;
+}
+
+DeviceStatus exchange_capture_mode(Device*, CaptureMode* mode) {
+  thread_local CaptureMode own = CaptureMode::Global;
+  std::swap(own, *mode);
+  return DeviceStatus::Ok;
+}
+
+struct Ticket {
+  std::uint64_t magic, base;
+};
+constexpr std::uint64_t kMagic = 0x636f6d6d72742d32u;
+
+DeviceStatus ipc_export(Device* device, const void* ptr, IpcHandle* out, std::size_t* offset) {
+  Call call(device, "ipc_export");
+  if (call.refused()) return call.status;
+  std::lock_guard<std::mutex> guard(blocks().mutex);
+  const auto* found = blocks().find(ptr);
+  if (!found || found->second.kind != MemoryKind::Device || found->second.owner != call.device)
+    return call.invalid(hex(ptr) + " is not memory that the device allocated by alloc()");
+  const Ticket ticket{kMagic, found->first};
+  *out = {};
+  std::memcpy(out->bytes, &ticket, sizeof(ticket));
+  *offset = reinterpret_cast<std::uint64_t>(ptr) - found->first;
+  return DeviceStatus::Ok;
+}
+
+DeviceStatus ipc_open(Device* device, const IpcHandle* handle, void** base) {
+  Call call(device, "ipc_open");
+  if (call.refused()) return call.status;
+  Ticket ticket;
+  std::memcpy(&ticket, handle->bytes, sizeof(ticket));
+  if (ticket.magic != kMagic) return call.invalid("the handle is not one of ipc_export()");
+  std::lock_guard<std::mutex> guard(blocks().mutex);
+  const auto found = blocks().by_base.find(ticket.base);
+  if (found == blocks().by_base.end() || found->second.kind != MemoryKind::Device)
+    return call.invalid("the memory of the handle was freed");
+  if (found->second.owner == call.device)
+    return call.invalid("the handle is of this process itself");
+  if (!found->second.opened_by.insert(call.device).second)
+    return call.invalid("the handle is open already: a process opens it once");
+  *base = reinterpret_cast<void*>(ticket.base);
+  return DeviceStatus::Ok;
+}
+
+DeviceStatus ipc_close(Device* device, void* base) {
+  Call call(device, "ipc_close");
+  if (call.refused()) return call.status;
+  std::lock_guard<std::mutex> guard(blocks().mutex);
+  auto* found = blocks().find(base);
+  if (!found || !found->second.opened_by.erase(call.device))
+    return call.invalid(hex(base) + " is not open");
+  return DeviceStatus::Ok;
+}
+
+// --- host threads: they are real ones ---
+
+DeviceStatus host_access(Device* device, const void* ptr, std::size_t, bool) {
+  std::lock_guard<std::mutex> guard(blocks().mutex);
+  const auto* found = blocks().find(ptr);
+  if (!found || found->second.kind != MemoryKind::Device) return DeviceStatus::Ok;
+  (void)device;
+  return device_fails(DeviceStatus::Invalid, "host_access(): " + hex(ptr) +
+                                                 " is device memory, which a host thread cannot "
+                                                 "touch");
+}
+
+DeviceStatus flag_load(Device*, const std::uint32_t* flag, std::uint32_t* value) {
+  *value = load(flag);
+  return DeviceStatus::Ok;
+}
+
+DeviceStatus flag_store(Device*, std::uint32_t* flag, std::uint32_t value) {
+  __atomic_store_n(flag, value, __ATOMIC_SEQ_CST);
+  signal().changed();
+  return DeviceStatus::Ok;
+}
+
+DeviceStatus pause(Device* device) {
+  thread_local std::uint64_t seen = 0;
+  ThreadDevice* self = threads(device);
+  signal().wait_a_little([self] {
+    return signal().version() != seen || self->stopping.load() || self->failed.load();
+  });
+  seen = signal().version();
+  return DeviceStatus::Ok;
+}
+
+const DeviceApi kTable = {
+    "threads",     alloc,          free_,         pinned_alloc,       pinned_free,
+    stream_create, stream_destroy, stream_synchronize, memcpy_async,  event_create,
+    event_record,  event_query,    event_destroy, stream_wait_event,  write_value32,
+    wait_value32_geq, launch_reduce, launch_copy, launch_host,        load_kernels,
+    ptr_attributes, is_capturing,  exchange_capture_mode, ipc_export, ipc_open,
+    ipc_close,     last_device_error, host_access, flag_load,         flag_store,
+    nullptr,       nullptr,        pause,
+};
+
+}  // namespace
+
+const DeviceApi& table() { return kTable; }
+
+}  // namespace commrt::threaded

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs, through the CUDA driver that is on the machine; nothing of CUDA is installed."""
+"""GPUs, through the CUDA driver of the machine; nothing of CUDA is installed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU does what the probes say, which other devices are held to, too."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+import staged_model
+from device_probes import PROBES, Rig
+
+from commrt.devices import CudaDevice
+from commrt.devices.cuda import why_missing
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    reason = why_missing()
+    if reason is not None:
+        pytest.skip(reason)
+    device = CudaDevice()
+    if not device.memory_flags:
+        pytest.skip(f"{device.name} has no stream memory operations")
+    rig = Rig(device, "cuda")
+    yield rig
+    rig.release()
+
+
+@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.__name__)
+def test_a_gpu_passes(probe: Callable[[Rig], None], rig: Rig) -> None:
+    probe(rig)
+
+
+class OneGpu:
+    """Both ranks on one GPU, their threads as they are."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self.devices = [device, device]
+
+    def run(self, threads: Mapping[str, Callable[[], object]]) -> Mapping[str, object]:
+        errors: list[BaseException] = []
+
+        def main(function: Callable[[], object]) -> None:
+            try:
+                function()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+
+        started = [
+            threading.Thread(target=main, args=(each,), name=name, daemon=True)
+            for name, each in threads.items()
+        ]
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join(60)
+        if errors:
+            raise errors[0]
+        assert [one.name for one in started if one.is_alive()] == []
+        return {}
+
+
+@pytest.mark.parametrize("fails_at", [None, 3])
+def test_the_staged_model_sums_right(rig: Rig, fails_at: int | None) -> None:
+    for _ in range(20):
+        staged_model.run(OneGpu(rig.device), fails_at=fails_at)

@@ -104,6 +104,7 @@ SCOPE := $(if $(FULL),-full)
 # each run. A full run has them all, as an ordinary run has elsewhere; the matrix has none.
 SHARE := 0.1 --functions 0.3
 SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks tests/matrix/test_crowds.py \
+  tests/unit/test_device_conformance.py tests/unit/test_device_ordering.py \
   $(TEST_ARGS) $(if $(SEED),--seed $(SEED)) --capture=sys \
   $(if $(FULL),,--plain-kernels --share $(SHARE))
 

@@ -130,9 +130,9 @@ DeviceStatus flag_load(Device* device, const std::uint32_t* flag, std::uint32_t*
   const auto address = reinterpret_cast<std::uint64_t>(flag);
   auto& flags = call.world->memory.find(address)->flags;
   const auto found = flags.find(address);
-  const Clock* known = found == flags.end() ? nullptr : found->second.latest();
-  if (known) call.host->learn(*known);
   *value = __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+  const Clock* known = found == flags.end() ? nullptr : found->second.seen(*value);
+  if (known) call.host->learn(*known);
   return DeviceStatus::Ok;
 }
 

@@ -36,19 +36,21 @@ std::string Allocation::name() const {
 }
 
 void Flag::write(std::uint32_t value, const Clock& clock) {
-  if (!written_.empty()) {
-    const std::uint32_t last = written_.back().first;
-    if (value == last) return;
-    if (!flag_reached(value, last)) written_.clear();
-  }
+  if (seen(value)) return;
   written_.emplace_back(value, clock);
   if (written_.size() > kMostValues) written_.pop_front();
+}
+
+const Clock* Flag::seen(std::uint32_t value) const {
+  for (auto at = written_.rbegin(); at != written_.rend(); ++at)
+    if (at->first == value) return &at->second;
+  return nullptr;
 }
 
 const Clock* Flag::first_to_reach(std::uint32_t value) const {
   for (auto& [reached, clock] : written_)
     if (flag_reached(reached, value)) return &clock;
-  return latest();
+  return nullptr;
 }
 
 Memory::Memory() { pageable_.nbytes = std::numeric_limits<std::uint64_t>::max(); }
@@ -136,6 +138,17 @@ void check(const Touched& range, bool writes, Actor self, const Clock& clock,
       conflicts->push_back({read, false});
 }
 
+// Flags that a plain write covers.
+void forget_flags(std::unordered_map<std::uint64_t, Flag>& flags, std::uint64_t address,
+                  std::uint64_t end) {
+  if (flags.size() > (end - address) / sizeof(std::uint32_t)) {
+    for (std::uint64_t at = address; at < end; ++at) flags.erase(at);
+    return;
+  }
+  for (auto at = flags.begin(); at != flags.end();)
+    at = at->first >= address && at->first < end ? flags.erase(at) : std::next(at);
+}
+
 void add_read(Touched& range, const Access& access, const Clock& clock) {
   auto& reads = range.reads;
   // Who comes after this read comes after those before it.
@@ -163,6 +176,7 @@ void Memory::touch(Allocation* allocation, std::uint64_t address, std::size_t nb
   }
   auto at = exact != ranges.end() ? exact : ranges.lower_bound(address);
   if (writes) {
+    if (!allocation->flags.empty()) forget_flags(allocation->flags, address, end);
     const auto first = at;
     auto last = at;
     for (; last != ranges.end() && last->first < end; ++last)

@@ -32,13 +32,14 @@ struct Touched {
   std::vector<Access> reads;
 };
 
-// The value itself lies in the memory. Of writes, the first of each value counts: who sees a
-// value knows no more than that this one happened.
+// The value itself lies in the memory. Flags count on; of writes, the first of each value counts:
+// who sees a value knows no more than that this one happened. A plain write of the memory begins
+// a flag anew.
 class Flag {
  public:
   void write(std::uint32_t value, const Clock& clock);
-  // What who reads the flag now knows; null if nobody wrote it.
-  const Clock* latest() const { return written_.empty() ? nullptr : &written_.back().second; }
+  // What who has read `value` knows; null if nobody wrote it.
+  const Clock* seen(std::uint32_t value) const;
   // What who waited for `value` knows, whenever it looked: that the first write happened that
   // was enough.
   const Clock* first_to_reach(std::uint32_t value) const;

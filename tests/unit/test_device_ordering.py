@@ -269,6 +269,29 @@ def test_a_wait_for_a_flag_knows_only_the_first_write_that_was_enough() -> None:
     assert races(body)
 
 
+def test_a_value_that_was_there_before_hands_nothing_over() -> None:
+    """Who sees 1 again may have seen the 1 of before."""
+
+    def body(begins_anew: bool) -> Callable[[SimWorld, Any], None]:
+        def inner(world: SimWorld, device: Any) -> None:
+            memory, flag = device.pinned_alloc(64), device.pinned_alloc(4)
+            stream = device.stream_create()
+            device.flag_store(flag, 1)
+            if begins_anew:
+                device.write(flag, bytes(4))
+            else:
+                device.flag_store(flag, 0)
+            device.memcpy_async(memory, device.pinned_alloc(64), 64, stream)
+            device.write_value32(stream, flag, 1)
+            until_set(device, flag, memory)
+            device.read(memory, 64)
+
+        return inner
+
+    assert races(body(begins_anew=False))
+    assert not races(body(begins_anew=True))
+
+
 def test_a_command_comes_after_what_its_giver_did_and_not_after_what_it_does() -> None:
     def before(world: SimWorld, device: Any) -> None:
         memory, stream = device.pinned_alloc(64), device.stream_create()

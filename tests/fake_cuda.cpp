@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+// A CUDA driver without a GPU: what a stream is given happens at once. It writes down how it was
+// called, and can be told to fail; tests/unit/test_cuda_device.py builds it.
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <string>
+
+namespace {
+
+using Result = int;
+using Handle = void*;
+using Pointer = unsigned long long;
+struct IpcHandle {
+  unsigned char bytes[64];
+};
+
+std::string log_text;
+int version = 12040, devices = 1, memory_operations = 1, depth = 0, mode = 0;
+std::string failing;  // a function, which then returns `failure`
+Result failure = 0;
+std::uint64_t handles = 0x1000;
+struct Block {
+  std::size_t nbytes;
+  unsigned type;
+};
+std::map<Pointer, Block> blocks;
+
+Result called(const char* name, const std::string& arguments = "") {
+  log_text += std::string(name) + "(" + arguments + ")\n";
+  return failing == name ? failure : 0;
+}
+std::string text(std::uint64_t number) { return std::to_string(number); }
+std::string text(Handle handle) { return text(reinterpret_cast<std::uint64_t>(handle)); }
+Handle fresh() { return reinterpret_cast<Handle>(handles += 16); }
+Result give(Pointer* out, std::size_t nbytes, unsigned type) {
+  *out = reinterpret_cast<Pointer>(std::malloc(nbytes));
+  blocks[*out] = {nbytes, type};
+  return 0;
+}
+
+Result cuInit(unsigned) { return called("cuInit"); }
+Result cuDriverGetVersion(int* out) { return *out = version, 0; }
+Result cuGetErrorName(Result result, const char** out) {
+  static std::string name;
+  name = "CUDA_ERROR_" + std::to_string(result);
+  return *out = name.c_str(), 0;
+}
+Result cuGetErrorString(Result, const char** out) { return *out = "as it was told to", 0; }
+Result cuDeviceGetCount(int* out) { return *out = devices, 0; }
+Result cuDeviceGet(int* out, int ordinal) { return *out = ordinal, 0; }
+Result cuDeviceGetName(char* out, int size, int) { return std::strncpy(out, "Fake", size), 0; }
+Result cuDeviceGetAttribute(int* out, int which, int) {
+  *out = which == 41 ? 1 : which == 122 ? memory_operations : which == 16 ? 4 : -1;
+  return 0;
+}
+Result cuDevicePrimaryCtxRetain(Handle* out, int) {
+  return *out = reinterpret_cast<Handle>(0xc0), called("cuDevicePrimaryCtxRetain");
+}
+Result cuDevicePrimaryCtxRelease(int) { return called("cuDevicePrimaryCtxRelease"); }
+Result cuCtxGetCurrent(Handle* out) { return *out = nullptr, 0; }
+Result cuCtxPushCurrent(Handle) { return ++depth, 0; }
+Result cuCtxPopCurrent(Handle*) { return --depth, 0; }
+Result cuMemAlloc(Pointer* out, std::size_t nbytes) {
+  if (Result result = called("cuMemAlloc", text(nbytes))) return result;
+  return give(out, nbytes, 2);
+}
+Result cuMemFree(Pointer ptr) {
+  blocks.erase(ptr);
+  std::free(reinterpret_cast<void*>(ptr));
+  return called("cuMemFree");
+}
+Result cuMemHostAlloc(void** out, std::size_t nbytes, unsigned flags) {
+  if (Result result = called("cuMemHostAlloc", text(nbytes) + "," + text(flags))) return result;
+  return give(reinterpret_cast<Pointer*>(out), nbytes, 1);
+}
+Result cuMemFreeHost(void* ptr) { return cuMemFree(reinterpret_cast<Pointer>(ptr)); }
+Result cuMemcpyAsync(Pointer dst, Pointer src, std::size_t nbytes, Handle stream) {
+  if (Result result = called("cuMemcpyAsync", text(nbytes) + "," + text(stream))) return result;
+  std::memmove(reinterpret_cast<void*>(dst), reinterpret_cast<void*>(src), nbytes);
+  return 0;
+}
+Result cuStreamCreateWithPriority(Handle* out, unsigned flags, int priority) {
+  *out = fresh();
+  return called("cuStreamCreateWithPriority", text(flags) + "," + std::to_string(priority));
+}
+Result cuStreamDestroy(Handle) { return called("cuStreamDestroy"); }
+Result cuStreamSynchronize(Handle) { return called("cuStreamSynchronize"); }
+Result cuStreamWaitEvent(Handle, Handle, unsigned flags) {
+  return called("cuStreamWaitEvent", text(flags));
+}
+Result cuStreamWriteValue32(Handle, Pointer flag, std::uint32_t value, unsigned flags) {
+  __atomic_store_n(reinterpret_cast<std::uint32_t*>(flag), value, __ATOMIC_RELEASE);
+  return called("cuStreamWriteValue32", text(value) + "," + text(flags));
+}
+Result cuStreamWaitValue32(Handle, Pointer, std::uint32_t value, unsigned flags) {
+  return called("cuStreamWaitValue32", text(value) + "," + text(flags));
+}
+Result cuStreamIsCapturing(Handle, int* out) { return *out = 0, called("cuStreamIsCapturing"); }
+Result cuThreadExchangeStreamCaptureMode(int* both) {
+  const int before = mode;
+  mode = *both;
+  return *both = before, 0;
+}
+Result cuEventCreate(Handle* out, unsigned flags) {
+  return *out = fresh(), called("cuEventCreate", text(flags));
+}
+Result cuEventRecord(Handle, Handle) { return called("cuEventRecord"); }
+Result cuEventQuery(Handle) { return called("cuEventQuery"); }
+Result cuEventDestroy(Handle) { return called("cuEventDestroy"); }
+Result cuModuleLoadData(Handle* out, const void* image) {
+  return *out = fresh(), called("cuModuleLoadData", static_cast<const char*>(image));
+}
+Result cuModuleUnload(Handle) { return called("cuModuleUnload"); }
+Result cuModuleGetFunction(Handle* out, Handle, const char* name) {
+  return *out = fresh(), called("cuModuleGetFunction", name);
+}
+Result cuLaunchKernel(Handle, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned,
+                      unsigned, Handle stream, void** arguments, void**) {
+  const auto count = *static_cast<std::uint64_t*>(arguments[2]);
+  return called("cuLaunchKernel", text(x) + "," + text(threads) + "," + text(count) + "," +
+                                      text(stream));
+}
+Result cuLaunchHostFunc(Handle, void (*function)(void*), void* argument) {
+  if (Result result = called("cuLaunchHostFunc")) return result;
+  return function(argument), 0;
+}
+Result cuPointerGetAttributes(unsigned, int* which, void** into, Pointer ptr) {
+  auto next = blocks.upper_bound(ptr);
+  if (next == blocks.begin() || ptr - std::prev(next)->first >= std::prev(next)->second.nbytes)
+    return 0;  // as the driver does for memory that it does not know
+  const auto& [base, block] = *std::prev(next);
+  for (int i = 0; i < 5; ++i) switch (which[i]) {
+      case 2: *static_cast<unsigned*>(into[i]) = block.type; break;
+      case 8: *static_cast<int*>(into[i]) = 0; break;
+      case 9: *static_cast<int*>(into[i]) = 0; break;
+      case 11: *static_cast<Pointer*>(into[i]) = base; break;
+      case 12: *static_cast<std::size_t*>(into[i]) = block.nbytes; break;
+    }
+  return 0;
+}
+Result cuIpcGetMemHandle(IpcHandle* out, Pointer) {
+  return std::memset(out, 7, sizeof(*out)), called("cuIpcGetMemHandle");
+}
+Result cuIpcOpenMemHandle(Pointer* out, IpcHandle handle, unsigned flags) {
+  *out = 0x5000;
+  return called("cuIpcOpenMemHandle", text(handle.bytes[63]) + "," + text(flags));
+}
+Result cuIpcCloseMemHandle(Pointer ptr) { return called("cuIpcCloseMemHandle", text(ptr)); }
+
+}  // namespace
+
+extern "C" {
+
+const char* fake_log() { return log_text.c_str(); }
+int fake_depth() { return depth; }
+void fake_reset(int driver_version, int num_devices, int operations) {
+  version = driver_version, devices = num_devices, memory_operations = operations;
+  log_text.clear(), failing.clear();
+}
+void fake_fail(const char* function, Result result) { failing = function, failure = result; }
+
+Result cuGetProcAddress_v2(const char* name, void** out, int asked, std::uint64_t, int* answer) {
+#define ENTRY(function) {#function, reinterpret_cast<void*>(&function)}
+  static const std::map<std::string, void*> all = {
+      ENTRY(cuInit), ENTRY(cuDriverGetVersion), ENTRY(cuGetErrorName), ENTRY(cuGetErrorString),
+      ENTRY(cuDeviceGetCount), ENTRY(cuDeviceGet), ENTRY(cuDeviceGetName),
+      ENTRY(cuDeviceGetAttribute), ENTRY(cuDevicePrimaryCtxRetain),
+      ENTRY(cuDevicePrimaryCtxRelease), ENTRY(cuCtxGetCurrent), ENTRY(cuCtxPushCurrent),
+      ENTRY(cuCtxPopCurrent), ENTRY(cuMemAlloc), ENTRY(cuMemFree), ENTRY(cuMemHostAlloc),
+      ENTRY(cuMemFreeHost), ENTRY(cuMemcpyAsync), ENTRY(cuStreamCreateWithPriority),
+      ENTRY(cuStreamDestroy), ENTRY(cuStreamSynchronize), ENTRY(cuStreamWaitEvent),
+      ENTRY(cuStreamWriteValue32), ENTRY(cuStreamWaitValue32), ENTRY(cuStreamIsCapturing),
+      ENTRY(cuThreadExchangeStreamCaptureMode), ENTRY(cuEventCreate), ENTRY(cuEventRecord),
+      ENTRY(cuEventQuery), ENTRY(cuEventDestroy), ENTRY(cuModuleLoadData), ENTRY(cuModuleUnload),
+      ENTRY(cuModuleGetFunction), ENTRY(cuLaunchKernel), ENTRY(cuLaunchHostFunc),
+      ENTRY(cuPointerGetAttributes), ENTRY(cuIpcGetMemHandle), ENTRY(cuIpcOpenMemHandle),
+      ENTRY(cuIpcCloseMemHandle)};
+  const auto found = all.find(name);
+  *answer = 0;
+  *out = found == all.end() || asked != 12000 ? nullptr : found->second;
+  return *out ? 0 : 500;
+}
+
+}  // extern "C"

@@ -8,7 +8,6 @@ Good code must pass them all.
 
 from __future__ import annotations
 
-import resource
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -365,57 +364,6 @@ def test_memory_is_poisoned_when_it_comes_and_when_it_goes() -> None:
     world.run_until_idle()
     assert device.read(target, 8) == b"\xff" * 8, "the late copy was not made"
     assert world.live_nbytes == 16
-
-
-def _operations(world: SimWorld, device: Any, number: int) -> None:
-    """Give a device ``number`` staged operations, with all that comes and goes."""
-    there, back = device.stream_create(), device.stream_create()
-    pinned, flags = device.pinned_alloc(64), device.pinned_alloc(128)
-    start, go = flags, flags + 64
-    device.write(flags, bytes(128))
-    for value in range(1, number + 1):
-        memory, event = device.alloc(64), device.event_create()
-        device.memcpy_async(pinned, memory, 64, there)
-        device.write_value32(there, start, value)
-        device.event_record(event, there)
-        device.stream_wait_event(back, event)
-        device.wait_value32_geq(back, go, value)
-        device.memcpy_async(memory, pinned, 64, back)
-        while device.flag_load(start) < value:
-            device.pause()
-        device.write(pinned, device.read(pinned, 64))
-        device.flag_store(go, value)
-        device.event_record(event, back)
-        device.stream_wait_event(there, event)
-        device.event_destroy(event)
-        device.free(memory)
-        if value % 100 == 0:
-            device.stream_destroy(back)
-            back = device.stream_create()
-    device.pinned_free(flags)
-    device.pinned_free(pinned)
-
-
-def _grown_kib(number: int) -> int:
-    """How much larger this process got by so many operations."""
-    with SimWorld(seed=1) as world:
-        device = world.device()
-        _operations(world, device, 5_000)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        _operations(world, device, number)
-        world.run_until_idle()
-        assert world.live_nbytes == 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-
-
-def test_operations_leave_no_memory_behind() -> None:
-    assert _grown_kib(20_000) < 1024
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-def test_a_million_operations_leave_no_memory_behind() -> None:
-    assert _grown_kib(1_000_000) < 1024
 
 
 # --- the same model on threads ---

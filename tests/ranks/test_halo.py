@@ -275,12 +275,12 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (
         lambda p: p.halo_exchange(np.zeros((5, 1)), 1),
         UsageError,
-        "1 cells in dimension 1 on rank 1, less than its halo of 1 . 1",
+        "rank 1: fields has 1 cells in dimension 1, less than its halo of 1 . 1",
     ),
     (
         lambda p: p.halo_exchange(np.zeros((5, 5)), 2),
         UsageError,
-        "block of 1 cells in dimension 0 on rank 1, and a neighbour's halo is 2 wide",
+        "rank 1: fields has a block of 1 cells in dimension 0, and a neighbour's halo",
     ),
     (
         lambda p: p.halo_reduce(np.zeros((5, 5)), 1, op="avg"),
@@ -335,7 +335,7 @@ def test_wrong_arguments_are_refused_before_anything_is_said(
             lambda p, r: (p.halo_reduce if r == 1 else p.halo_exchange)(
                 np.zeros((5, 5)), 1
             ),
-            "on call",
+            "on operation",
         ),
         (
             lambda p, r: p.halo_exchange(np.zeros((5, 6 + (r == 1))), 1),

@@ -76,12 +76,12 @@ X = np.zeros((2, 6))
         (
             lambda p: p.redistribute(np.zeros((3, 6)), ROWS, COLUMNS),
             UsageError,
-            r"x has shape \(3, 6\) on rank 1, expected \(2, 6\) by its layout",
+            r"rank 1: x has shape \(3, 6\), expected \(2, 6\) by its layout",
         ),
         (
             lambda p: p.redistribute(X, ROWS, COLUMNS, out=np.zeros((4, 2))),
             UsageError,
-            r"out has shape \(4, 2\) on rank 1, expected \(4, 3\)",
+            r"rank 1: out has shape \(4, 2\), expected \(4, 3\) by its layout",
         ),
         (
             lambda p: p.redistribute(X, ROWS, COLUMNS, out=np.zeros((4, 3), "f")),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -61,12 +62,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the kernels before any test."""
+    """Take the seed of the process that gives the tests out; choose the kernels."""
     config.stash[_TALLY] = Counter()
+    given = getattr(config, "workerinput", {})
+    config.option.seed = given.get("commrt_seed", config.option.seed)
     if config.getoption("--plain-kernels"):
         from commrt._native import kernels
 
         assert kernels.use_isa(kernels.isas()[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of pytest-xdist the seed: its own option would draw another."""
+    node.workerinput["commrt_seed"] = node.config.getoption("--seed")
 
 
 def pytest_collection_modifyitems(
@@ -126,10 +135,7 @@ def _all_but(
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Say how many cases were compared, and how to repeat the run.
-
-    Workers of pytest-xdist get their options, and so the seed, from this process.
-    """
+    """Say how many cases were compared, and how to repeat the run."""
     for what, number in config.stash[_TALLY].items():
         terminalreporter.write_line(f"compared {number:,} cases: {what}")
     seed, left_out = config.getoption("--seed"), config.stash.get(_NOTE, "")

@@ -92,3 +92,22 @@ def test_a_part_of_the_tests_is_drawn_anew_by_every_seed(run: object) -> None:
     every = set().union(*drawn)
     assert len(every) >= 3
     assert all(1 <= len(one) < len(every) for one in drawn)
+
+
+def test_workers_draw_by_one_seed(tmp_path: Path) -> None:
+    """By seeds of their own, they would collect different samples and stop."""
+    pytest.importorskip("xdist", reason="the test extra brings pytest-xdist")
+    (tmp_path / "test_program.py").write_text(PROGRAM)
+    source = (ROOT / "tests" / "sampling.py").read_text()
+    (tmp_path / "conftest.py").write_text(source)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider",
+         "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "."],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "14 passed" in done.stdout

@@ -76,13 +76,13 @@ test-unit: $(VENV)/.installed ## Tests without MPI, ranks as threads, documents.
 
 .PHONY: test-openmpi
 test-openmpi: $(VENV)/.installed ## Tests with ranks of Open MPI.
-	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.2)
+	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.15 --functions 0.8)
 
 .PHONY: test-mpich
 test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, with MPICH.
 	cmp $(VENV)/lib/python*/site-packages/commrt/_native.*.so \
 	  $(VENV_MPICH)/lib/python*/site-packages/commrt/_native.*.so
-	$(VENV_MPICH)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.15)
+	$(VENV_MPICH)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.15 --functions 0.6)
 
 .PHONY: test-torch
 test-torch: $(VENV_TORCH)/.installed ## Tests with torch: torchrun's ranks, tensors, gloo.

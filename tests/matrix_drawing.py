@@ -174,9 +174,11 @@ class Drawing:
             plain = way[0] is not None and "/" in way[0]
             count = self._count(coll, dtype, visit.kind, rng)
             nbytes = count * self._itemsize(dtype, visit.kind)
-            some = _CUTTING if nbytes > _LONG_NBYTES else TRANSPORTS
+            # Python combines a fragment in a call: many of them only take time.
+            cutting = nbytes > _LONG_NBYTES and visit.kind != "python"
+            some = _CUTTING if cutting else TRANSPORTS
             transport = {} if plain or is_message else dict(rng.choice(some))
-            if "chunk" in transport:
+            if "chunk" in transport and visit.kind != "python":
                 transport["chunk"] = self._chunk(coll, nbytes, rng)
             case = Case(
                 coll,

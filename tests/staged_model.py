@@ -77,6 +77,34 @@ class Harness(Protocol):
     def run(self, threads: Mapping[str, Callable[[], object]]) -> Mapping[str, Any]: ...
 
 
+class OnThreads:
+    """A harness whose host threads are ordinary ones; who inherits has ``devices``."""
+
+    devices: list[Any]
+
+    def run(self, threads: Mapping[str, Callable[[], object]]) -> Mapping[str, object]:
+        errors: list[BaseException] = []
+
+        def main(function: Callable[[], object]) -> None:
+            try:
+                function()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+
+        started = [
+            threading.Thread(target=main, args=(each,), name=name, daemon=True)
+            for name, each in threads.items()
+        ]
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join(60)
+        if errors:
+            raise errors[0]
+        assert [one.name for one in started if one.is_alive()] == []
+        return {}
+
+
 class WrongSumError(AssertionError):
     """The numbers are not those of an allreduce."""
 

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import pytest
 import staged_model
@@ -32,33 +31,11 @@ def test_a_gpu_passes(probe: Callable[[Rig], None], rig: Rig) -> None:
     probe(rig)
 
 
-class OneGpu:
+class OneGpu(staged_model.OnThreads):
     """Both ranks on one GPU, their threads as they are."""
 
     def __init__(self, device: CudaDevice) -> None:
         self.devices = [device, device]
-
-    def run(self, threads: Mapping[str, Callable[[], object]]) -> Mapping[str, object]:
-        errors: list[BaseException] = []
-
-        def main(function: Callable[[], object]) -> None:
-            try:
-                function()
-            except BaseException as error:  # noqa: BLE001 - raised below
-                errors.append(error)
-
-        started = [
-            threading.Thread(target=main, args=(each,), name=name, daemon=True)
-            for name, each in threads.items()
-        ]
-        for thread in started:
-            thread.start()
-        for thread in started:
-            thread.join(60)
-        if errors:
-            raise errors[0]
-        assert [one.name for one in started if one.is_alive()] == []
-        return {}
 
 
 @pytest.mark.parametrize("fails_at", [None, 3])

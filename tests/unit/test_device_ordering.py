@@ -8,8 +8,7 @@ Good code must pass them all.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -369,7 +368,7 @@ def test_memory_is_poisoned_when_it_comes_and_when_it_goes() -> None:
 # --- the same model on threads ---
 
 
-class Threads:
+class Threads(staged_model.OnThreads):
     """Two ranks on devices of threads, with host threads as they are."""
 
     def __init__(self, seed: int, max_delay_us: int) -> None:
@@ -377,28 +376,6 @@ class Threads:
             ThreadDevice(seed=2 * seed + rank, max_delay_us=max_delay_us)
             for rank in range(2)
         ]
-
-    def run(self, threads: Mapping[str, Callable[[], object]]) -> Mapping[str, Any]:
-        errors: list[BaseException] = []
-
-        def main(function: Callable[[], object]) -> None:
-            try:
-                function()
-            except BaseException as error:  # noqa: BLE001 - raised below
-                errors.append(error)
-
-        started = [
-            threading.Thread(target=main, args=(each,), name=name, daemon=True)
-            for name, each in threads.items()
-        ]
-        for thread in started:
-            thread.start()
-        for thread in started:
-            thread.join(60)
-        if errors:
-            raise errors[0]
-        assert [one.name for one in started if one.is_alive()] == []
-        return {}
 
     def close(self) -> None:
         for device in self.devices:

@@ -76,13 +76,13 @@ test-unit: $(VENV)/.installed ## Tests without MPI, ranks as threads, documents.
 
 .PHONY: test-openmpi
 test-openmpi: $(VENV)/.installed ## Tests with ranks of Open MPI.
-	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.15 --functions 0.8)
+	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.15 --functions 0.6)
 
 .PHONY: test-mpich
 test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, with MPICH.
 	cmp $(VENV)/lib/python*/site-packages/commrt/_native.*.so \
 	  $(VENV_MPICH)/lib/python*/site-packages/commrt/_native.*.so
-	$(VENV_MPICH)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.15 --functions 0.6)
+	$(VENV_MPICH)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.15 --functions 0.45)
 
 .PHONY: test-torch
 test-torch: $(VENV_TORCH)/.installed ## Tests with torch: torchrun's ranks, tensors, gloo.
@@ -100,12 +100,13 @@ TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
 # only the plain ones, which do the same by the same source; a full run has all.
 # Not capturing descriptors lets through what a sanitizer prints.
 SCOPE := $(if $(FULL),-full)
-# They are five to ten times slower: a tenth of the cases of a third of the tests, others in
+# Verbose: a sanitizer ends the process, and then only what was printed says which test it was.
+# They are five to ten times slower: a tenth of the cases of a fifth of the tests, others in
 # each run. A full run has them all, as an ordinary run has elsewhere; the matrix has none.
-SHARE := 0.1 --functions 0.3
+SHARE := 0.1 --functions 0.2
 SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks tests/matrix/test_crowds.py \
   tests/unit/test_device_conformance.py tests/unit/test_device_ordering.py \
-  $(TEST_ARGS) $(if $(SEED),--seed $(SEED)) --capture=sys \
+  -v $(TEST_ARGS:-q=) $(if $(SEED),--seed $(SEED)) --capture=sys \
   $(if $(FULL),,--plain-kernels --share $(SHARE))
 
 .PHONY: test-sanitize

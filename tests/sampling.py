@@ -72,6 +72,11 @@ def pytest_configure(config: pytest.Config) -> None:
         assert kernels.use_isa(kernels.isas()[0])
 
 
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say the seed first, too: a sanitizer that finds something leaves no summary."""
+    return f"seed: {config.getoption('--seed')}"
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Tell a worker of pytest-xdist the seed: its own option would draw another."""

@@ -123,6 +123,7 @@ def test_where_two_levels_are_picked_they_are_as_fast_as_flat_ones(
     assert sum(ratio > 1.1 for ratio in typical) == slower
 
 
+@pytest.mark.full
 def test_every_launch_is_judged_by_all_the_others() -> None:
     found = leave_one_out(_recording(1), DEFAULT_TIE_MARGIN)
     assert found.cells > 1000

@@ -29,13 +29,13 @@ void Op::move_boxes(const Instr& ins, const unsigned char* const* messages,
     return;
   }
   const Ref& target = ins.local_outs[0];
-  const auto& boxes = plan->spaces[target.space].boxes;
+  const Box* const boxes = plan->spaces[target.space].boxes.data();  // null where there are none
   const Ref& source = ins.inputs[0];
   const bool combines = ins.inputs.size() > 1;
   if (source.is_message) {
-    unpack_boxes(&boxes[target.lo], target.hi - target.lo, messages[0], combines);
+    unpack_boxes(boxes + target.lo, target.hi - target.lo, messages[0], combines);
   } else {
-    copy_boxes(&boxes[target.lo], target.hi - target.lo, &boxes[source.lo], combines);
+    copy_boxes(boxes + target.lo, target.hi - target.lo, boxes + source.lo, combines);
   }
 }
 

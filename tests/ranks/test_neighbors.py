@@ -258,6 +258,22 @@ def test_empty_and_long_blocks_arrive_beside_each_other(count: int) -> None:
     assert run(2, rank_main, timeout_s=60) == [True, True]
 
 
+def test_ranks_between_which_every_block_is_empty() -> None:
+    """Their plans have messages and no boxes, which a sanitizer once had to say."""
+
+    def rank_main(comm: Any) -> tuple[int, ...]:
+        cart = comm.cart((3,), (True,))
+        none, nothing = np.zeros(0, np.int16), [0, 0]
+        gathered = cart.neighbor_allgatherv(none, recv_counts=nothing)
+        swapped = cart.neighbor_alltoallv(
+            none, send_counts=nothing, recv_counts=nothing
+        )
+        full = cart.neighbor_allgather(np.full(2, comm.rank))
+        return gathered.size, swapped.size, *full[:, 0].tolist()
+
+    assert run(3, rank_main, timeout_s=20) == [(0, 0, 2, 1), (0, 0, 0, 2), (0, 0, 1, 0)]
+
+
 def test_check_mode_compares_types(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMRT_DEBUG", "check")
 

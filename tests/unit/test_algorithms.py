@@ -46,9 +46,7 @@ def schedules(
 
 
 @pytest.mark.parametrize(("coll", "name"), EVERY)
-def test_right_on_1_to_33_ranks(
-    coll: str, name: str, seed: int, full: bool
-) -> None:
+def test_right_on_1_to_33_ranks(coll: str, name: str, seed: int, full: bool) -> None:
     """A third of the sizes from 10 on, other ones in each run; all in a full run."""
     few, many = range(1, 10), range(10, 34)
     rng = random.Random(f"{coll} {name} {seed}")

@@ -19,7 +19,7 @@ from commrt.tuning import measure
 from commrt.tuning.decide import decide
 from commrt.tuning.export_nccl import export_nccl
 from commrt.tuning.export_openmpi import export_openmpi
-from commrt.tuning.merge import merge, read_input
+from commrt.tuning.merge import is_recording, merge, read_input
 from commrt.tuning.report import report
 from commrt.tuning.samples import Recording
 from commrt.tuning.table_writer import make_table, write_table
@@ -39,7 +39,8 @@ def add_commands(commands: Any) -> None:
         nargs="?",
         type=Path,
         metavar="TABLE",
-        help="file (default: what --raw decides, else the one in force here)",
+        help="file (default: what --raw decides, else the one in force here); a "
+        "recording alone is as --raw",
     )
     shown.add_argument(
         "--raw", type=Path, metavar="RAW", help="recording, for every candidate's times"
@@ -94,6 +95,8 @@ def table_of(path: Path | None) -> Table:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    if arguments.raw is None and arguments.table and is_recording(arguments.table):
+        arguments.raw, arguments.table = arguments.table, None
     recording = None if arguments.raw is None else Recording.load(arguments.raw)
     if arguments.table is None and recording is not None:
         table = _decided(recording, arguments.raw)

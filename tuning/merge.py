@@ -106,9 +106,14 @@ def _iso_date(text: str) -> str:
         return ""
 
 
+def is_recording(path: Path) -> bool:
+    """Return whether a file is named as recordings are, and not as tables."""
+    return path.name.endswith((".json", ".json.gz"))
+
+
 def read_input(path: Path, known: Known) -> Input:
     """Return the file's table or recording, told apart by the name."""
-    if path.name.endswith((".json", ".json.gz")):
+    if is_recording(path):
         return Input(str(path), recording=Recording.load(path))
     return Input(str(path), table=load_file(path, known))
 

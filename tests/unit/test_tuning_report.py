@@ -252,6 +252,9 @@ def test_the_command_writes_the_page(
     assert main(["report", "--raw", str(raw), "--out", str(out)]) == 0
     assert str(out) in capsys.readouterr().out
     assert "Some &lt;CPU&gt;" in out.read_text()
+    page = out.read_text()
+    assert main(["report", str(raw), "--out", str(out)]) == 0
+    assert out.read_text() == page
     assert main(["report", str(tmp_path / "none.yaml"), "--out", str(out)]) == 1
     assert "none.yaml" in capsys.readouterr().err
     blocked = tmp_path / "raw.json.gz" / "page.html"

@@ -31,6 +31,7 @@ LAYERS = (
         "arena",
         "mpiexec",
         "nccl",
+        "kernels",
         "devices",
     ),
     ("schedule",),

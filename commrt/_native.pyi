@@ -47,6 +47,14 @@ class CudaDevice(Device):
         """Whether the card can do what memory_flags says."""
 
     @property
+    def capability(self) -> int:
+        """The card's compute capability: 90 is 9.0."""
+
+    @property
+    def driver_version(self) -> int:
+        """The driver's CUDA version: 12040 is 12.4."""
+
+    @property
     def name(self) -> str:
         """The card."""
 
@@ -114,8 +122,10 @@ class Device:
     ) -> None:
         """dst = dst op src, element by element, by a kernel."""
 
-    def load_kernels(self, image: bytes) -> None:
-        """Load the module of the kernels that launches use."""
+    def load_kernels(self, image: bytes, names: Sequence[str] = []) -> None:
+        """Add a module of kernels that launches use; those that are named are ready at
+        once.
+        """
 
     def lock(self, token: int) -> None:
         """Take a lock as the device knows of it; nothing on real hardware."""

@@ -3,10 +3,51 @@
 
 from __future__ import annotations
 
-from commrt._native import CudaDevice
-from commrt.errors import DeviceMissingError
+from collections.abc import Sequence
 
-__all__ = ["CudaDevice", "why_missing"]
+from commrt import _native, kernels
+from commrt.errors import DeviceMissingError, KernelsMissingError
+
+__all__ = ["CudaDevice", "open_device", "why_missing"]
+
+
+class CudaDevice(_native.CudaDevice):
+    """A GPU, through the CUDA driver."""
+
+    why_no_kernels: str | None = "load_kernels() has not been called"
+    """Why launches will not find their kernels; None where they will."""
+
+    def load_kernels(
+        self, image: bytes | None = None, names: Sequence[str] = ()
+    ) -> None:
+        """Load commrt's kernels, compiled for this card, or a module of one's own.
+
+        All of them are ready when this returns: loading one at its first launch would
+        wait for the device, and for ever where a stream waits for a flag. Raises
+        KernelsMissingError where NVRTC, which compiles them, is not to be found.
+        """
+        if image is not None:
+            super().load_kernels(image, list(names))
+            return
+        found = kernels.images(self.capability, driver=self.driver_version)
+        for each in found:
+            super().load_kernels(each.content, list(each.kernels))
+        self.why_no_kernels = None
+
+
+def open_device(ordinal: int = 0, *, memory_flags: bool = True) -> CudaDevice:
+    """Return a CUDA device with its kernels loaded.
+
+    Copies and NCCL need no kernels: where these cannot be had, the device says why in
+    ``why_no_kernels``, and launches raise. Raises DeviceMissingError where there is no
+    driver or no such device.
+    """
+    device = CudaDevice(ordinal, memory_flags=memory_flags)
+    try:
+        device.load_kernels()
+    except KernelsMissingError as error:
+        device.why_no_kernels = str(error)
+    return device
 
 
 def why_missing(ordinal: int = 0) -> str | None:

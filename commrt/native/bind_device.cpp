@@ -4,6 +4,7 @@
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 
@@ -188,9 +189,14 @@ void bind_device(nb::module_& m) {
      "Copy bytes by a kernel.");
   device.def("launch_host", &launch_host, nb::arg("stream"), nb::arg("function"),
              "Call a function from a stream; conformance tests only.");
-  device.def("load_kernels", [](const D& d, nb::bytes image) {
-    call(d, &Api::load_kernels, static_cast<const void*>(image.c_str()), image.size());
-  }, nb::arg("image"), "Load the module of the kernels that launches use.");
+  device.def("load_kernels", [](const D& d, nb::bytes image,
+                                const std::vector<std::string>& names) {
+    std::vector<const char*> each;
+    for (const std::string& name : names) each.push_back(name.c_str());
+    call(d, &Api::load_kernels, static_cast<const void*>(image.c_str()), image.size(),
+         static_cast<const char* const*>(each.data()), each.size());
+  }, nb::arg("image"), nb::arg("names") = std::vector<std::string>(),
+     "Add a module of kernels that launches use; those that are named are ready at once.");
   device.def("ptr_attributes", [](const D& d, Address ptr) {
     PointerFacts facts;
     call(d, &Api::ptr_attributes, static_cast<const void*>(at(ptr)), &facts);

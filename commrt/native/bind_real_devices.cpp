@@ -69,6 +69,11 @@ void bind_real_devices(nb::module_& m, nb::class_<PyDevice>& device) {
       .def_prop_ro("name", [](const PyCudaDevice& d) { return d.cuda()->name; }, "The card.")
       .def_prop_ro("ordinal", [](const PyCudaDevice& d) { return d.cuda()->ordinal; },
                    "The device's number in this process.")
+      .def_prop_ro("capability", [](const PyCudaDevice& d) { return d.cuda()->capability; },
+                   "The card's compute capability: 90 is 9.0.")
+      .def_prop_ro("driver_version",
+                   [](const PyCudaDevice& d) { return d.cuda()->driver_version; },
+                   "The driver's CUDA version: 12040 is 12.4.")
       .def_prop_ro("can_memory_flags",
                    [](const PyCudaDevice& d) { return d.cuda()->can_memory_flags; },
                    "Whether the card can do what memory_flags says.");

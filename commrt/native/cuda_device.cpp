@@ -190,6 +190,21 @@ DeviceStatus wait_value32_geq(Device* device, Stream stream, std::uint32_t* flag
 
 // --- kernels: kernel(dst, src, count), any grid of 256 threads a block ---
 
+// The newest module's that has it; the device's mutex is held.
+DeviceStatus look_up(CudaDevice* self, const std::string& kernel, Handle* out) {
+  const std::string launch = "the launch of " + kernel;
+  if (self->modules.empty())
+    return device_fails(DeviceStatus::NoKernels,
+                        launch + ": no kernels are loaded on CUDA device " +
+                            std::to_string(self->ordinal) + "; load_kernels() loads commrt's");
+  Result result = kNotFound;
+  for (auto module = self->modules.rbegin(); module != self->modules.rend(); ++module) {
+    result = self->driver->cuModuleGetFunction(out, *module, kernel.c_str());
+    if (result != kNotFound) break;
+  }
+  return done(self, (launch + ": cuModuleGetFunction").c_str(), result);
+}
+
 DeviceStatus launch(Device* device, const std::string& kernel, void* dst, const void* src,
                     std::uint64_t count, Stream stream) {
   if (!count) return DeviceStatus::Ok;
@@ -198,17 +213,12 @@ DeviceStatus launch(Device* device, const std::string& kernel, void* dst, const 
   Current current(self);
   {
     std::lock_guard<std::mutex> guard(self->mutex);
-    if (!self->module)
-      return device_fails(DeviceStatus::NoKernels,
-                          "the launch of " + kernel + ": no kernels are loaded on CUDA device " +
-                              std::to_string(self->ordinal) + "; load_kernels() takes a module");
     Handle& known = self->kernels[kernel];
     if (!known) {
-      const Result result =
-          self->driver->cuModuleGetFunction(&known, self->module, kernel.c_str());
-      if (result != kSuccess) {
+      const DeviceStatus status = look_up(self, kernel, &known);
+      if (status != DeviceStatus::Ok) {
         self->kernels.erase(kernel);
-        return done(self, ("the launch of " + kernel + ": cuModuleGetFunction").c_str(), result);
+        return status;
       }
     }
     function = known;
@@ -241,18 +251,32 @@ DeviceStatus launch_host(Device* device, Stream stream, HostFunction function, v
   return COMMRT_DRIVER(device, cuLaunchHostFunc, handle(stream), function, argument);
 }
 
-DeviceStatus load_kernels(Device* device, const void* image, std::size_t) {
+DeviceStatus load_kernels(Device* device, const void* image, std::size_t,
+                          const char* const* names, std::size_t num_names) {
   CudaDevice* self = cuda(device);
-  Handle made = nullptr;
-  const auto status = COMMRT_DRIVER(device, cuModuleLoadData, &made, image);
+  const Driver* driver = self->driver;
+  Current current(self);
+  Handle module = nullptr;
+  DeviceStatus status = done(self, "cuModuleLoadData", driver->cuModuleLoadData(&module, image));
   if (status != DeviceStatus::Ok) return status;
-  std::lock_guard<std::mutex> guard(self->mutex);
-  if (self->module) {
-    Current current(self);
-    self->driver->cuModuleUnload(self->module);
+  std::map<std::string, Handle> found;
+  for (std::size_t i = 0; i < num_names && status == DeviceStatus::Ok; ++i) {
+    const std::string about = std::string("load_kernels(): ") + names[i] + ": ";
+    Handle& function = found[names[i]];
+    status = done(self, (about + "cuModuleGetFunction").c_str(),
+                  driver->cuModuleGetFunction(&function, module, names[i]));
+    if (status == DeviceStatus::Ok && driver->cuFuncLoad)
+      status = done(self, (about + "cuFuncLoad").c_str(), driver->cuFuncLoad(function));
   }
-  self->module = made;
-  self->kernels.clear();
+  if (status != DeviceStatus::Ok) {
+    driver->cuModuleUnload(module);
+    return status;
+  }
+  std::lock_guard<std::mutex> guard(self->mutex);
+  self->modules.push_back(module);
+  // Others are looked up anew: this module may have them, too.
+  if (!num_names) self->kernels.clear();
+  for (const auto& [name, function] : found) self->kernels[name] = function;
   return DeviceStatus::Ok;
 }
 
@@ -399,6 +423,8 @@ std::unique_ptr<CudaDevice> CudaDevice::open(int ordinal, bool memory_flags,
   }
   made->name = name;
   made->multiprocessors = std::max(1, attribute(kMultiprocessors));
+  made->capability = attribute(kCapabilityMajor) * 10 + attribute(kCapabilityMinor);
+  made->driver_version = driver->version;
   made->can_memory_flags = attribute(kStreamMemoryOperations) != 0;
   made->memory_flags = memory_flags && made->can_memory_flags;
   return made;
@@ -408,7 +434,7 @@ CudaDevice::~CudaDevice() {
   if (!context) return;
   {
     Current current(this);
-    if (module) driver->cuModuleUnload(module);
+    for (Handle module : modules) driver->cuModuleUnload(module);
   }
   driver->cuDevicePrimaryCtxRelease(handle);
 }

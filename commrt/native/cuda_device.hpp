@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "cuda_driver.hpp"
 #include "device.hpp"
@@ -28,9 +29,13 @@ struct CudaDevice : Device {
   int multiprocessors = 1;
   bool can_memory_flags = false;  // the device; `memory_flags` is what is used
 
-  // Kernels by their names, of the module that load_kernels() took.
+  int capability = 0;  // 90 is 9.0
+  int driver_version = 0;  // 12040 is CUDA 12.4
+
+  // Kernels by their names, of the modules that load_kernels() took. None is unloaded before
+  // the end: that waits for the device, and launches may hold what it had.
   std::mutex mutex;
-  Handle module = nullptr;
+  std::vector<Handle> modules;
   std::map<std::string, Handle> kernels;
 };
 

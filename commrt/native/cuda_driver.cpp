@@ -74,6 +74,10 @@ bool fill(Driver* driver, Lookup2 lookup, std::string* why) {
   COMMRT_CUDA(cuIpcOpenMemHandle);
   COMMRT_CUDA(cuIpcCloseMemHandle);
 #undef COMMRT_CUDA
+  void* found = nullptr;
+  int answer = 0;
+  if (lookup("cuFuncLoad", &found, kFuncLoadDriver, 0, &answer) == kSuccess && found)
+    driver->cuFuncLoad = reinterpret_cast<Result (*)(Handle)>(found);
   return true;
 }
 
@@ -92,7 +96,9 @@ std::unique_ptr<Driver> opened(const char* library, std::string* why) {
   auto driver = std::make_unique<Driver>();
   if (!fill(driver.get(), lookup, why)) return nullptr;
   int version = 0;
-  if (driver->cuDriverGetVersion(&version) == kSuccess && version < kLeastDriver) {
+  const bool known = driver->cuDriverGetVersion(&version) == kSuccess;
+  driver->version = version;
+  if (known && version < kLeastDriver) {
     *why = "the CUDA driver is of CUDA " + std::to_string(version / 1000) + "." +
            std::to_string(version % 1000 / 10) + kCure;
     return nullptr;

@@ -53,6 +53,7 @@ enum : Result {
 };
 constexpr int kMultiprocessors = 16;      // attributes of devices
 constexpr int kUnifiedAddressing = 41;
+constexpr int kCapabilityMajor = 75, kCapabilityMinor = 76;
 constexpr int kStreamMemoryOperations = 122;
 constexpr int kPointerMemoryType = 2;     // attributes of pointers
 constexpr int kPointerIsManaged = 8;
@@ -66,8 +67,13 @@ constexpr unsigned kPortableMapped = 1 | 2;
 constexpr unsigned kLazyPeerAccess = 1;
 constexpr unsigned kWaitGeq = 0;
 constexpr int kLeastDriver = 12000;
+constexpr int kFuncLoadDriver = 12040;
 
 struct Driver {
+  int version = 0;
+  // Null before CUDA 12.4; then looking a kernel up loads it.
+  Result (*cuFuncLoad)(Handle) = nullptr;
+
   Result (*cuInit)(unsigned);
   Result (*cuDriverGetVersion)(int*);
   Result (*cuGetErrorName)(Result, const char**);

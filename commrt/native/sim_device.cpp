@@ -335,7 +335,8 @@ DeviceStatus launch_host(Device* device, Stream handle, HostFunction function, v
   return call.world->give(call, stream.get(), std::move(command));
 }
 
-DeviceStatus load_kernels(Device* device, const void*, std::size_t) {
+DeviceStatus load_kernels(Device* device, const void*, std::size_t, const char* const*,
+                          std::size_t) {
   COMMRT_ENTER(device, "load_kernels");
   if (call.forbidden()) return call.status;
   if (call.world->options.first_launch_syncs) {

@@ -333,7 +333,8 @@ DeviceStatus launch_host(Device* device, Stream stream, HostFunction function, v
   return launch(device, "launch_host", std::move(command), stream);
 }
 
-DeviceStatus load_kernels(Device* device, const void*, std::size_t) {
+DeviceStatus load_kernels(Device* device, const void*, std::size_t, const char* const*,
+                          std::size_t) {
   Call call(device, "load_kernels");
   call.refused();
   return call.status;

@@ -690,6 +690,11 @@ class ThreadDevice(Device):
         """Let the device fail for good at the n-th command from now."""
 
 def close_fusion(group: Group) -> None: ...
+def cuda_driver(library: str = "") -> tuple[str, int, list[tuple[str, int, bool]]]:
+    """Return the CUDA driver's file, its version, and of each card the name, the
+    compute capability and whether it has memory flags; no device is opened.
+    """
+
 def cut_fusion(group: Any) -> None:
     """Send the open buckets."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commrt import _native, kernels
+from commrt.devices import packages
 from commrt.errors import DeviceMissingError, KernelsMissingError
 
 __all__ = ["CudaDevice", "open_device", "why_missing"]
@@ -40,9 +41,11 @@ def open_device(ordinal: int = 0, *, memory_flags: bool = True) -> CudaDevice:
 
     Copies and NCCL need no kernels: where these cannot be had, the device says why in
     ``why_no_kernels``, and launches raise. Raises DeviceMissingError where there is no
-    driver or no such device.
+    driver or no such device, and BackendError where the installed packages for CUDA do
+    not fit each other or the driver.
     """
     device = CudaDevice(ordinal, memory_flags=memory_flags)
+    packages.check(device.driver_version)
     try:
         device.load_kernels()
     except KernelsMissingError as error:

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Binds devices of threads and CUDA devices.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include "bind_device.hpp"
 #include "cuda_device.hpp"
+#include "device_error.hpp"
 #include "thread_device.hpp"
 
 namespace commrt {
@@ -32,6 +35,17 @@ void end_threads(threaded::ThreadDevice* device) {
 }  // namespace
 
 void bind_real_devices(nb::module_& m, nb::class_<PyDevice>& device) {
+  m.def("cuda_driver", [](const std::string& library) {
+    std::string why;
+    const cuda::Driver* driver = cuda::open_driver(library, &why);
+    if (!driver) check_device(device_fails(DeviceStatus::Missing, why));
+    std::vector<std::tuple<std::string, int, bool>> cards;
+    for (const cuda::Card& card : cuda::list_cards(driver))
+      cards.emplace_back(card.name, card.capability, card.can_memory_flags);
+    return std::make_tuple(cuda::path_of(driver), driver->version, cards);
+  }, nb::arg("library") = "",
+        "Return the CUDA driver's file, its version, and of each card the name, the compute "
+        "capability and whether it has memory flags; no device is opened.");
   nb::class_<PyThreadDevice>(m, "ThreadDevice", device,
                              "A device of real threads, one for each stream.")
       .def("__init__", [](PyThreadDevice* self, std::uint64_t seed, int max_delay_us, int ordinal,

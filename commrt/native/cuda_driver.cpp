@@ -116,6 +116,30 @@ std::unique_ptr<Driver> opened(const char* library, std::string* why) {
 
 }  // namespace
 
+std::vector<Card> list_cards(const Driver* driver) {
+  std::vector<Card> cards;
+  int count = 0;
+  driver->cuDeviceGetCount(&count);
+  for (int i = 0; i < count; ++i) {
+    Ordinal device = 0;
+    char name[128] = "";
+    int major = 0, minor = 0, flags = 0;
+    driver->cuDeviceGet(&device, i);
+    driver->cuDeviceGetName(name, sizeof(name) - 1, device);
+    driver->cuDeviceGetAttribute(&major, kCapabilityMajor, device);
+    driver->cuDeviceGetAttribute(&minor, kCapabilityMinor, device);
+    driver->cuDeviceGetAttribute(&flags, kStreamMemoryOperations, device);
+    cards.push_back({name, major * 10 + minor, flags != 0});
+  }
+  return cards;
+}
+
+std::string path_of(const Driver* driver) {
+  Dl_info info{};
+  if (!dladdr(reinterpret_cast<void*>(driver->cuInit), &info) || !info.dli_fname) return "";
+  return info.dli_fname;
+}
+
 const Driver* open_driver(const std::string& library, std::string* why) {
   static std::mutex mutex;
   static auto* found = new std::map<std::string, std::unique_ptr<Driver>>;

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "device.hpp"
 
@@ -115,6 +116,16 @@ struct Driver {
   Result (*cuIpcOpenMemHandle)(Pointer*, IpcHandle, unsigned);
   Result (*cuIpcCloseMemHandle)(Pointer);
 };
+
+// What a driver says without opening a device.
+struct Card {
+  std::string name;
+  int capability;
+  bool can_memory_flags;
+};
+std::vector<Card> list_cards(const Driver* driver);
+// The file of the library.
+std::string path_of(const Driver* driver);
 
 // The driver, opened and initialised; null, with a reason that names the cure, where there is
 // none. `library` is the name or path of another one, for tests; empty: libcuda.so.1.

@@ -30,6 +30,7 @@ LAYERS = (
         "bootstrap",
         "arena",
         "mpiexec",
+        "cuda_aware",
         "nccl",
         "kernels",
         "devices",

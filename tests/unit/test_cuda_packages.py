@@ -136,7 +136,7 @@ def test_a_device_is_not_opened_with_packages_that_do_not_fit(
     monkeypatch.setattr("commrt.devices.cuda.CudaDevice", fake_device)
     assert open_device().driver_version == 12040
     install("cupy-cuda13x", "14.2.0")
-    with pytest.raises(BackendError, match="cupy-cuda13x .* is for CUDA 13"):
+    with pytest.raises(BackendError, match="cupy-cuda13x 14"):
         open_device()
 
 

@@ -111,6 +111,26 @@ class Device:
     def last_error(self) -> str:
         """Why the latest failed call of this thread failed."""
 
+    def launch_boxes(
+        self,
+        kind: int,
+        buffer: int,
+        buffer_nbytes: int,
+        arrays: Sequence[int],
+        table: int,
+        *,
+        table_nbytes: int,
+        terms_at: int,
+        num_boxes: int,
+        units: int,
+        stream: int,
+        op: int = 0,
+        dtype: int = 0,
+    ) -> None:
+        """Pack (0), unpack (1) or combine (2) boxes of arrays by a kernel;
+        BoxTable.launch() calls it.
+        """
+
     def launch_copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Copy bytes by a kernel."""
 

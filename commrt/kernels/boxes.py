@@ -20,13 +20,23 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Protocol
 
 import numpy as np
 
+from commrt._native import Device
+from commrt.dtypes import DType, ReduceOp
 from commrt.errors import UsageError
 
-__all__ = ["MOST_ARRAYS", "MOST_DIMS", "BoxTable", "combine_table", "move_table"]
+__all__ = [
+    "MOST_ARRAYS",
+    "MOST_DIMS",
+    "BoxKind",
+    "BoxTable",
+    "combine_table",
+    "move_table",
+]
 
 MOST_DIMS = 8
 """Dimensions of a box that are left when those without a gap between are one."""
@@ -48,6 +58,14 @@ _BOX = np.dtype(
     ]
 )
 _TERM = np.dtype([("offset", "i8"), ("strides", "i8", MOST_DIMS)])
+
+
+class BoxKind(IntEnum):
+    """What a launch does; the value is the engine's code."""
+
+    PACK = 0
+    UNPACK = 1
+    COMBINE = 2
 
 
 class BoxLike(Protocol):
@@ -87,6 +105,37 @@ class BoxTable:
     """What threads are given, one at a time."""
     nbytes: int
     """Of the buffer."""
+
+    def launch(
+        self,
+        device: Device,
+        kind: BoxKind,
+        buffer: int,
+        arrays: Sequence[int],
+        table: int,
+        stream: int,
+        reduction: tuple[ReduceOp, DType] | None = None,
+    ) -> None:
+        """Give a stream the launch.
+
+        ``buffer``, ``arrays`` and ``table``, where a copy of ``content`` lies until the
+        stream has come there, are addresses; ``reduction`` is that of COMBINE.
+        """
+        op, dtype = (0, 0) if reduction is None else (reduction[0], reduction[1].code)
+        device.launch_boxes(
+            int(kind),
+            buffer,
+            self.nbytes,
+            list(arrays),
+            table,
+            table_nbytes=len(self.content),
+            terms_at=self.terms_at,
+            num_boxes=self.num_boxes,
+            units=self.units,
+            stream=stream,
+            op=int(op),
+            dtype=dtype,
+        )
 
 
 @dataclass(frozen=True)

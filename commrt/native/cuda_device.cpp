@@ -205,8 +205,9 @@ DeviceStatus look_up(CudaDevice* self, const std::string& kernel, Handle* out) {
   return done(self, (launch + ": cuModuleGetFunction").c_str(), result);
 }
 
-DeviceStatus launch(Device* device, const std::string& kernel, void* dst, const void* src,
-                    std::uint64_t count, Stream stream) {
+// With these arguments, for so many elements.
+DeviceStatus launch_with(Device* device, const std::string& kernel, void** arguments,
+                         std::uint64_t count, Stream stream) {
   if (!count) return DeviceStatus::Ok;
   CudaDevice* self = cuda(device);
   Handle function = nullptr;
@@ -227,11 +228,16 @@ DeviceStatus launch(Device* device, const std::string& kernel, void* dst, const 
   const auto most = static_cast<std::uint64_t>(self->multiprocessors) * 8;
   const auto blocks =
       static_cast<unsigned>(std::min<std::uint64_t>((count + kThreads - 1) / kThreads, most));
-  Pointer to = pointer(dst), from = pointer(src);
-  void* arguments[] = {&to, &from, &count};
   return done(self, "cuLaunchKernel",
               self->driver->cuLaunchKernel(function, blocks, 1, 1, kThreads, 1, 1, 0,
                                            handle(stream), arguments, nullptr));
+}
+
+DeviceStatus launch(Device* device, const std::string& kernel, void* dst, const void* src,
+                    std::uint64_t count, Stream stream) {
+  Pointer to = pointer(dst), from = pointer(src);
+  void* arguments[] = {&to, &from, &count};
+  return launch_with(device, kernel, arguments, count, stream);
 }
 
 DeviceStatus launch_reduce(Device* device, RedOp op, DType dtype, void* dst, const void* src,
@@ -245,6 +251,28 @@ DeviceStatus launch_reduce(Device* device, RedOp op, DType dtype, void* dst, con
 DeviceStatus launch_copy(Device* device, void* dst, const void* src, std::size_t nbytes,
                          Stream stream) {
   return launch(device, "commrt_copy", dst, src, nbytes, stream);
+}
+
+// The parameters as commrt/kernels/text/boxes.cuh has them.
+DeviceStatus launch_boxes(Device* device, const BoxLaunch& boxes, Stream stream) {
+  if (const char* why = why_no_launch(boxes))
+    return device_fails(DeviceStatus::Unsupported, std::string("launch_boxes(): ") + why);
+  struct Arrays {
+    Pointer first[kMostLaunchArrays];
+  } arrays;
+  for (int i = 0; i < kMostLaunchArrays; ++i) arrays.first[i] = pointer(boxes.arrays[i]);
+  struct Table {
+    Pointer boxes, terms;
+    std::uint32_t num_boxes;
+    std::uint64_t units;
+  } table{pointer(boxes.table), pointer(boxes.table + boxes.terms_at), boxes.num_boxes,
+          boxes.units};
+  Pointer buffer = pointer(boxes.buffer);
+  auto op = static_cast<std::uint32_t>(boxes.op);
+  void* arguments[] = {&buffer, &arrays, &table, &op};
+  std::string kernel = std::string("commrt_") + box_kind_name(boxes.kind);
+  if (boxes.kind == BoxKind::Combine) kernel = "commrt_boxes_" + type_name(boxes.dtype);
+  return launch_with(device, kernel, arguments, boxes.units, stream);
 }
 
 DeviceStatus launch_host(Device* device, Stream stream, HostFunction function, void* argument) {
@@ -366,7 +394,7 @@ const DeviceApi kApi = {
     "cuda",        alloc,          free_,         pinned_alloc,       pinned_free,
     stream_create, stream_destroy, stream_synchronize, memcpy_async,  event_create,
     event_record,  event_query,    event_destroy, stream_wait_event,  write_value32,
-    wait_value32_geq, launch_reduce, launch_copy, launch_host,        load_kernels,
+    wait_value32_geq, launch_reduce, launch_copy, launch_boxes, launch_host, load_kernels,
     ptr_attributes, is_capturing,  exchange_capture_mode, ipc_export, ipc_open,
     ipc_close,     last_device_error, host_access, flag_load,         flag_store,
     nullptr,       nullptr,        pause,
@@ -374,15 +402,18 @@ const DeviceApi kApi = {
 
 }  // namespace
 
-std::string kernel_name(RedOp op, DType dtype) {
-  static const char* const ops[kNumRedOps] = {"sum", "prod", "min",  "max", "avg",  "land",
-                                              "lor", "lxor", "band", "bor", "bxor", "premul_sum"};
+std::string type_name(DType dtype) {
   static const char* const types[kNumDTypes] = {
       "bool",    "int8",     "int16",   "int32",   "int64",     "uint8",         "uint16",
       "uint32",  "uint64",   "float16", "bfloat16", "float32",  "float64",       "complex64",
       "complex128", "float8_e4m3fn", "float8_e5m2"};
-  return std::string("commrt_") + ops[static_cast<int>(op)] + "_" +
-         types[static_cast<int>(dtype)];
+  return types[static_cast<int>(dtype)];
+}
+
+std::string kernel_name(RedOp op, DType dtype) {
+  static const char* const ops[kNumRedOps] = {"sum", "prod", "min",  "max", "avg",  "land",
+                                              "lor", "lxor", "band", "bor", "bxor", "premul_sum"};
+  return std::string("commrt_") + ops[static_cast<int>(op)] + "_" + type_name(dtype);
 }
 
 std::unique_ptr<CudaDevice> CudaDevice::open(int ordinal, bool memory_flags,

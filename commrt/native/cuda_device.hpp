@@ -41,5 +41,6 @@ struct CudaDevice : Device {
 
 // The name of a reduction's kernel in the module; copy is "commrt_copy".
 std::string kernel_name(RedOp op, DType dtype);
+std::string type_name(DType dtype);
 
 }  // namespace commrt::cuda

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <mutex>
 
+#include "box_launch.hpp"
 #include "types.hpp"
 
 namespace commrt {
@@ -83,6 +84,8 @@ struct DeviceApi {
   DeviceStatus (*launch_reduce)(Device*, RedOp, DType, void* dst, const void* src,
                                 std::size_t count, Stream);
   DeviceStatus (*launch_copy)(Device*, void* dst, const void* src, std::size_t nbytes, Stream);
+  // All boxes of one table, into a buffer or out of it; it is read while the stream runs.
+  DeviceStatus (*launch_boxes)(Device*, const BoxLaunch& launch, Stream);
   // For conformance tests only. The function must not call the device.
   DeviceStatus (*launch_host)(Device*, Stream, HostFunction, void* argument);
   // Adds a CUDA module (cubin, or PTX with its 0) with kernels of the launches. Those that are

@@ -31,7 +31,9 @@ from commrt.errors import (
     UsageError,
 )
 from commrt.kernels import nvrtc
+from commrt.kernels.boxes import BoxKind, move_table
 from commrt.kernels.source import modules, reductions
+from commrt.schedule.boxes import Box
 
 SOURCE = Path(__file__).parents[1] / "fake_cuda.cpp"
 NEEDS_PENDING_WORK = {
@@ -313,6 +315,29 @@ def test_every_launch_has_its_kernel(fake: Fake, device: CudaDevice) -> None:
     }
     assert looked_up <= {name for module in modules() for name in module.kernels}
     assert len(looked_up) == 1 + sum(len(reductions(dtype)) for dtype in DTYPES)
+
+
+def test_boxes_are_launched_with_their_table(fake: Fake, device: CudaDevice) -> None:
+    device.load_kernels(b"a module\0")
+    table = move_table([Box(0, (0, 1), (300, 2))], [(8, 4)], [4])
+    assert table.units == 300
+    fake.reset()
+    table.launch(device, BoxKind.PACK, 4096, [8192], 12288, 0)
+    table.launch(device, BoxKind.UNPACK, 4096, [8192], 12288, 0)
+    how = ReduceOp.MAX, dtype_by_name("bfloat16")
+    table.launch(device, BoxKind.COMBINE, 4096, [8192], 12288, 0, how)
+    launched = "cuLaunchKernel(2,256,12288,0)"  # the table comes third
+    assert fake.calls == [
+        "cuModuleGetFunction(commrt_pack)",
+        launched,
+        "cuModuleGetFunction(commrt_unpack)",
+        launched,
+        "cuModuleGetFunction(commrt_boxes_bfloat16)",
+        launched,
+    ]
+    fake.reset()
+    move_table([], [(8, 4)], [4]).launch(device, BoxKind.PACK, 0, [], 0, 0)
+    assert fake.calls == []
 
 
 def test_a_device_without_nvrtc_is_opened_and_says_why_it_has_no_kernels(

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from commrt import _native, kernels
 from commrt.devices import packages
-from commrt.errors import DeviceMissingError, KernelsMissingError
+from commrt.errors import DeviceError, DeviceMissingError, KernelsMissingError
+from commrt.kernels.nvrtc import find
 
 __all__ = ["CudaDevice", "open_device", "why_missing"]
 
@@ -30,9 +31,19 @@ class CudaDevice(_native.CudaDevice):
         if image is not None:
             super().load_kernels(image, list(names))
             return
-        found = kernels.images(self.capability, driver=self.driver_version)
-        for each in found:
-            super().load_kernels(each.content, list(each.kernels))
+        nvrtc = find(self.driver_version)
+        for each in kernels.images(self.capability, nvrtc=nvrtc):
+            try:
+                super().load_kernels(each.content, list(each.kernels))
+            except DeviceError as error:
+                if error.status != "no_kernels":
+                    raise
+                raise KernelsMissingError(
+                    f"the driver does not take the kernels that {nvrtc} has compiled "
+                    f"for {kernels.target_for(self.capability, nvrtc)}: {error}. Take "
+                    f"an NVRTC that is no newer than the driver, by COMMRT_NVRTC_LIB, "
+                    f"or a newer driver"
+                ) from None
         self.why_no_kernels = None
 
 

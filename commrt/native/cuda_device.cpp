@@ -53,6 +53,11 @@ DeviceStatus meaning(Result result) {
     case kStub:
     case kSystemDriverMismatch: return DeviceStatus::Missing;
     case kNotSupported: return DeviceStatus::Unsupported;
+    case kInvalidImage:
+    case kNoBinaryForGpu:
+    case kInvalidPtx:
+    case kJitCompilerNotFound:
+    case kUnsupportedPtx:
     case kNotFound: return DeviceStatus::NoKernels;
     default: return DeviceStatus::Failed;
   }

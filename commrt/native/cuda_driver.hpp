@@ -29,9 +29,14 @@ enum : Result {
   kStub = 34,  // the driver library is the toolkit's stub
   kNoDevice = 100,
   kInvalidDevice = 101,
+  kInvalidImage = 200,
   kInvalidContext = 201,
+  kNoBinaryForGpu = 209,
   kEccUncorrectable = 214,
+  kInvalidPtx = 218,
   kNvlinkUncorrectable = 220,
+  kJitCompilerNotFound = 221,
+  kUnsupportedPtx = 222,  // of a newer CUDA
   kInvalidHandle = 400,
   kNotFound = 500,
   kNotReady = 600,

@@ -300,6 +300,30 @@ def test_the_kernels_of_commrt_are_loaded_by_default(
     assert not any("GetFunction" in call for call in fake.calls)
 
 
+@pytest.mark.parametrize("result", [200, 209, 218, 221, 222])
+def test_what_the_driver_does_not_take_is_said_with_its_compiler(
+    result: int,
+    fake: Fake,
+    device: CudaDevice,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As PTX of a newer CUDA; the device is as good as before."""
+    monkeypatch.setattr(nvrtc, "_loaded", lambda: iter(()))
+    monkeypatch.setenv("COMMRT_NVRTC_LIB", str(fake_nvrtc.build(tmp_path)))
+    monkeypatch.setenv("COMMRT_KERNEL_CACHE", str(tmp_path / "cache"))
+    fake.fail("cuModuleLoadData", result)
+    with pytest.raises(KernelsMissingError, match="does not take") as caught:
+        device.load_kernels()
+    assert f"CUDA_ERROR_{result}" in str(caught.value)
+    assert "NVRTC 12.9" in str(caught.value)
+    assert "for sm_90" in str(caught.value)
+    assert "a newer driver" in str(caught.value)
+    fake.fail("cuModuleLoadData", 700)
+    with pytest.raises(DeviceFailedError):
+        device.load_kernels()
+
+
 def test_every_launch_has_its_kernel(fake: Fake, device: CudaDevice) -> None:
     """The names that the table looks up are those of the text."""
     device.load_kernels(b"a module\0")

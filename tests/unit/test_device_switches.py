@@ -360,12 +360,16 @@ def test_after_an_error_of_a_command_every_call_fails(kind: str) -> None:
     threads = ThreadDevice()
     device: Any = SimWorld().device("gpu") if kind == "simulated" else threads
     stream, event = device.stream_create(), device.event_create()
-    flags = device.pinned_alloc(16)
-    for at in range(4):
+    flags = device.pinned_alloc(32)
+    gate = flags + 16
+    for at in range(5):
         device.flag_store(flags + 4 * at, 0)
-    device.fail_after(3)
+    device.fail_after(4)
+    # Else a thread may have failed before the last command is given.
+    device.wait_value32_geq(stream, gate, 1)
     for at in range(4):
         device.write_value32(stream, flags + 4 * at, 1)
+    device.flag_store(gate, 1)
     with pytest.raises(DeviceFailedError, match="injected error") as caught:
         device.stream_synchronize(stream)
     assert caught.value.status == "failed"

@@ -69,7 +69,7 @@ lint: $(VENV)/.lint ## Check style (ruff) and types (mypy --strict).
 PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),--full) $(if $(SEED),--seed $(SEED))
 
 .PHONY: test-unit
-test-unit: $(VENV)/.installed ## Tests without MPI, ranks as threads, documents.
+test-unit: $(VENV)/.installed $(VENV)/.nvrtc ## Tests without MPI, ranks as threads, documents.
 	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS)
 	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.12)
 	$(VENV)/bin/pytest $(MATRIX_TESTS) $(PYTEST_ARGS)
@@ -163,6 +163,11 @@ $(VENV)/.installed: $(VENV)/.tools $(NATIVE)
 
 $(VENV)/.lint: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) --group lint
+	@touch $@
+
+# CUDA's compiler, 100 MB: tests compile the GPU kernels, without a GPU.
+$(VENV)/.nvrtc: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) --group nvrtc
 	@touch $@
 
 $(WHEELS)/.built: $(VENV)/.installed $(SOURCES)

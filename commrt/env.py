@@ -152,6 +152,24 @@ VARIABLES: tuple[Variable, ...] = (
         _text,
     ),
     Variable(
+        "COMMRT_NVRTC_LIB",
+        "path",
+        None,
+        "The libnvrtc.so to compile GPU kernels with, unless the process has one "
+        "loaded already.",
+        False,
+        _text,
+    ),
+    Variable(
+        "COMMRT_KERNEL_CACHE",
+        "path",
+        None,
+        "Folder for compiled GPU kernels instead of commrt/kernels in the user's "
+        "cache folder.",
+        False,
+        _text,
+    ),
+    Variable(
         "COMMRT_NODES",
         "ranks per node, as in 2,3; one number repeats",
         None,

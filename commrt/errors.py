@@ -14,6 +14,7 @@ CommError
 ├── BackendError (RuntimeError)    a backend or library is missing or failed
 │   └── DeviceError                a device, or a call of its driver, failed
 │       ├── DeviceMissingError     no driver, no device, or one too old
+│       ├── KernelsMissingError    nothing can compile commrt's GPU kernels
 │       ├── DeviceFailedError      the device failed earlier; so do all later calls
 │       ├── CaptureError           not allowed while a stream is captured
 │       └── OrderingError          a simulated device found a race or a deadlock
@@ -36,6 +37,7 @@ __all__ = [
     "DeviceError",
     "DeviceFailedError",
     "DeviceMissingError",
+    "KernelsMissingError",
     "MismatchError",
     "OrderingError",
     "PeerFailedError",
@@ -104,6 +106,13 @@ class DeviceError(BackendError):
 
 class DeviceMissingError(DeviceError):
     """There is no driver, no such device, or the driver is too old."""
+
+
+class KernelsMissingError(DeviceError):
+    """commrt's GPU kernels cannot be compiled: NVRTC is missing, or does not fit."""
+
+    def __init__(self, message: str, status: str = "no_kernels") -> None:
+        super().__init__(message, status)
 
 
 class DeviceFailedError(DeviceError):

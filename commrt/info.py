@@ -62,6 +62,7 @@ def report() -> tuple[str, bool, int]:
     sections: list[tuple[str, Callable[[], Iterator[str]]]] = [
         ("Ranks", launched),
         ("Backends", _backends),
+        ("CUDA", _cuda),
         ("NCCL", _nccl),
         ("Algorithms", _algorithms),
         ("Selection table", _table),
@@ -95,6 +96,11 @@ def _ranks() -> Iterator[str]:
 
             yield f"MPI        {_libmpi.library_name(_libmpi.load())}"
             yield f"           {_libmpi.library_path()}"
+            from commrt.cuda_aware import mpi_takes_cuda
+
+            found = mpi_takes_cuda()
+            answer = "proved" if found.proved else "not proved"
+            yield f"           CUDA memory: {answer} ({found.why})"
 
 
 _HEADS = {
@@ -183,6 +189,13 @@ def _row(label: str, text: str) -> Iterator[str]:
     lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
     for number, line in enumerate(lines):
         yield f"{' ' * len(first) if number else first}{line}"
+
+
+def _cuda() -> Iterator[str]:
+    from commrt.devices.report import describe
+
+    for label, text in describe():
+        yield from _row(f"{label:<10}", text)
 
 
 def _nccl() -> Iterator[str]:

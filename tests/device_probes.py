@@ -18,6 +18,8 @@ import pytest
 
 from commrt.dtypes import ReduceOp, dtype_by_name
 from commrt.errors import CommError, DeviceError, UsageError
+from commrt.kernels.boxes import BoxKind, combine_table, move_table
+from commrt.schedule.boxes import Box
 
 NBYTES = 256
 LINE = 64
@@ -33,6 +35,11 @@ class Rig:
     queues: int = 8
     """Hardware queues, where they are known; commands behind a wait share its fate."""
     flags: list[int] = field(default_factory=list)
+
+    @property
+    def has_no_kernels(self) -> bool:
+        """Whether launches find none, as on a GPU without NVRTC."""
+        return getattr(self.device, "why_no_kernels", None) is not None
 
     def flag(self) -> int:
         """Address of a new flag of value 0."""
@@ -368,17 +375,52 @@ def kernels_reduce_and_copy(rig: Rig) -> None:
     right = left[::-1].copy()
     dst, src = rig.pinned(left.tobytes()), rig.pinned(right.tobytes())
     target = rig.pinned()
-    if rig.kind == "cuda":
+    if rig.has_no_kernels:
         with pytest.raises(DeviceError, match="load_kernels") as caught:
             device.launch_reduce(ReduceOp.SUM, dtype.code, dst, src, left.size, stream)
         assert caught.value.status == "no_kernels"
-        return  # they come with schedules on GPUs
+        return
     device.launch_reduce(ReduceOp.SUM, dtype.code, dst, src, left.size, stream)
     device.launch_reduce(ReduceOp.MAX, dtype.code, dst, src, left.size, stream)
     device.launch_copy(target, dst, NBYTES, stream)
     device.stream_synchronize(stream)
     expected = np.maximum(left + right, right)
     assert device.read(target, NBYTES) == expected.tobytes()
+
+
+def boxes_go_through_a_buffer(rig: Rig) -> None:
+    """Packed, unpacked into another array, and added to it, where two overlap."""
+    device = rig.device
+    stream, dtype = device.stream_create(), dtype_by_name("float32")
+    field = np.arange(NBYTES // 4, dtype="f4").reshape(8, 8)
+    boxes = [Box(0, (0, 2), (8, 4)), Box(0, (5, 0), (7, 8)), Box(0, (1, 1), (1, 8))]
+    shape = [field.strides], [field.itemsize]
+    moves, adds = move_table(boxes[:1], *shape), combine_table(boxes, *shape)
+    array, other = rig.pinned(field.tobytes()), rig.pinned()
+    buffer = rig.pinned(bytes(adds.nbytes))
+    tables = [rig.pinned(table.content) for table in (moves, adds)]
+    if rig.has_no_kernels:
+        with pytest.raises(DeviceError, match="load_kernels"):
+            moves.launch(device, BoxKind.PACK, buffer, [array], tables[0], stream)
+        return
+    moves.launch(device, BoxKind.PACK, buffer, [array], tables[0], stream)
+    moves.launch(device, BoxKind.UNPACK, buffer, [other], tables[0], stream)
+    device.stream_synchronize(stream)
+    expected = np.zeros_like(field)
+    expected[:, 2:4] = field[:, 2:4]
+    assert device.read(buffer, moves.nbytes) == field[:, 2:4].tobytes()
+    assert device.read(other, NBYTES) == expected.tobytes()
+    message = np.arange(adds.nbytes // 4, dtype="f4")
+    device.write(buffer, message.tobytes())
+    how = (ReduceOp.SUM, dtype)
+    adds.launch(device, BoxKind.COMBINE, buffer, [other], tables[1], stream, how)
+    device.stream_synchronize(stream)
+    expected[:, 2:4] += message[:16].reshape(8, 2)
+    expected[5:7] += message[16:32].reshape(2, 8)
+    assert device.read(other, NBYTES) == expected.tobytes()
+    how = (ReduceOp.BAND, dtype)
+    with pytest.raises(DeviceError, match="not defined for the type"):
+        adds.launch(device, BoxKind.COMBINE, buffer, [other], tables[1], stream, how)
 
 
 def an_undefined_reduction_is_refused(rig: Rig) -> None:
@@ -417,6 +459,7 @@ PROBES: tuple[Callable[[Rig], None], ...] = (
     a_process_does_not_open_its_own_memory,
     freeing_nothing_is_nothing,
     kernels_reduce_and_copy,
+    boxes_go_through_a_buffer,
     an_undefined_reduction_is_refused,
 )
 

@@ -52,7 +52,7 @@ Result cuDeviceGetCount(int* out) { return *out = devices, 0; }
 Result cuDeviceGet(int* out, int ordinal) { return *out = ordinal, 0; }
 Result cuDeviceGetName(char* out, int size, int) { return std::strncpy(out, "Fake", size), 0; }
 Result cuDeviceGetAttribute(int* out, int which, int) {
-  *out = which == 41 ? 1 : which == 122 ? memory_operations : which == 16 ? 4 : -1;
+  *out = which == 41 ? 1 : which == 122 ? memory_operations : which == 16 ? 4 : which == 75 ? 9 : which == 76 ? 0 : -1;
   return 0;
 }
 Result cuDevicePrimaryCtxRetain(Handle* out, int) {
@@ -116,6 +116,7 @@ Result cuModuleUnload(Handle) { return called("cuModuleUnload"); }
 Result cuModuleGetFunction(Handle* out, Handle, const char* name) {
   return *out = fresh(), called("cuModuleGetFunction", name);
 }
+Result cuFuncLoad(Handle) { return called("cuFuncLoad"); }
 Result cuLaunchKernel(Handle, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned,
                       unsigned, Handle stream, void** arguments, void**) {
   const auto count = *static_cast<std::uint64_t*>(arguments[2]);
@@ -180,6 +181,8 @@ Result cuGetProcAddress_v2(const char* name, void** out, int asked, std::uint64_
   const auto found = all.find(name);
   *answer = 0;
   *out = found == all.end() || asked != 12000 ? nullptr : found->second;
+  if (std::strcmp(name, "cuFuncLoad") == 0 && asked == 12040 && version >= 12040)
+    *out = reinterpret_cast<void*>(&cuFuncLoad);
   return *out ? 0 : 500;
 }
 

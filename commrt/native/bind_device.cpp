@@ -4,6 +4,7 @@
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 
@@ -186,11 +187,42 @@ void bind_device(nb::module_& m) {
     call(d, &Api::launch_copy, at(dst), static_cast<const void*>(at(src)), n, s);
   }, nb::arg("dst"), nb::arg("src"), nb::arg("nbytes"), nb::arg("stream"),
      "Copy bytes by a kernel.");
+  device.def("launch_boxes", [](const D& d, int kind, Address buffer, std::size_t buffer_nbytes,
+                                const std::vector<Address>& arrays, Address table,
+                                std::size_t table_nbytes, std::size_t terms_at,
+                                std::uint32_t num_boxes, std::uint64_t units, Stream s, int op,
+                                int dtype) {
+    if (kind < 0 || kind >= kNumBoxKinds) throw nb::value_error("no such kind of launch");
+    if (arrays.size() > kMostLaunchArrays) throw nb::value_error("too many arrays");
+    BoxLaunch launch;
+    launch.kind = static_cast<BoxKind>(kind);
+    launch.op = op_of(op);
+    launch.dtype = dtype_of(dtype);
+    launch.buffer = static_cast<unsigned char*>(at(buffer));
+    launch.buffer_nbytes = buffer_nbytes;
+    for (std::size_t i = 0; i < arrays.size(); ++i)
+      launch.arrays[i] = static_cast<unsigned char*>(at(arrays[i]));
+    launch.table = static_cast<const unsigned char*>(at(table));
+    launch.table_nbytes = table_nbytes;
+    launch.terms_at = terms_at;
+    launch.num_boxes = num_boxes;
+    launch.units = units;
+    call<const BoxLaunch&, Stream>(d, &Api::launch_boxes, launch, s);
+  }, nb::arg("kind"), nb::arg("buffer"), nb::arg("buffer_nbytes"), nb::arg("arrays"),
+     nb::arg("table"), nb::kw_only(), nb::arg("table_nbytes"), nb::arg("terms_at"),
+     nb::arg("num_boxes"), nb::arg("units"), nb::arg("stream"), nb::arg("op") = 0,
+     nb::arg("dtype") = 0,
+     "Pack (0), unpack (1) or combine (2) boxes of arrays by a kernel; BoxTable.launch() calls it.");
   device.def("launch_host", &launch_host, nb::arg("stream"), nb::arg("function"),
              "Call a function from a stream; conformance tests only.");
-  device.def("load_kernels", [](const D& d, nb::bytes image) {
-    call(d, &Api::load_kernels, static_cast<const void*>(image.c_str()), image.size());
-  }, nb::arg("image"), "Load the module of the kernels that launches use.");
+  device.def("load_kernels", [](const D& d, nb::bytes image,
+                                const std::vector<std::string>& names) {
+    std::vector<const char*> each;
+    for (const std::string& name : names) each.push_back(name.c_str());
+    call(d, &Api::load_kernels, static_cast<const void*>(image.c_str()), image.size(),
+         static_cast<const char* const*>(each.data()), each.size());
+  }, nb::arg("image"), nb::arg("names") = std::vector<std::string>(),
+     "Add a module of kernels that launches use; those that are named are ready at once.");
   device.def("ptr_attributes", [](const D& d, Address ptr) {
     PointerFacts facts;
     call(d, &Api::ptr_attributes, static_cast<const void*>(at(ptr)), &facts);

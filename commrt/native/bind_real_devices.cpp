@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Binds devices of threads and CUDA devices.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include "bind_device.hpp"
 #include "cuda_device.hpp"
+#include "device_error.hpp"
 #include "thread_device.hpp"
 
 namespace commrt {
@@ -32,6 +35,17 @@ void end_threads(threaded::ThreadDevice* device) {
 }  // namespace
 
 void bind_real_devices(nb::module_& m, nb::class_<PyDevice>& device) {
+  m.def("cuda_driver", [](const std::string& library) {
+    std::string why;
+    const cuda::Driver* driver = cuda::open_driver(library, &why);
+    if (!driver) check_device(device_fails(DeviceStatus::Missing, why));
+    std::vector<std::tuple<std::string, int, bool>> cards;
+    for (const cuda::Card& card : cuda::list_cards(driver))
+      cards.emplace_back(card.name, card.capability, card.can_memory_flags);
+    return std::make_tuple(cuda::path_of(driver), driver->version, cards);
+  }, nb::arg("library") = "",
+        "Return the CUDA driver's file, its version, and of each card the name, the compute "
+        "capability and whether it has memory flags; no device is opened.");
   nb::class_<PyThreadDevice>(m, "ThreadDevice", device,
                              "A device of real threads, one for each stream.")
       .def("__init__", [](PyThreadDevice* self, std::uint64_t seed, int max_delay_us, int ordinal,
@@ -69,6 +83,11 @@ void bind_real_devices(nb::module_& m, nb::class_<PyDevice>& device) {
       .def_prop_ro("name", [](const PyCudaDevice& d) { return d.cuda()->name; }, "The card.")
       .def_prop_ro("ordinal", [](const PyCudaDevice& d) { return d.cuda()->ordinal; },
                    "The device's number in this process.")
+      .def_prop_ro("capability", [](const PyCudaDevice& d) { return d.cuda()->capability; },
+                   "The card's compute capability: 90 is 9.0.")
+      .def_prop_ro("driver_version",
+                   [](const PyCudaDevice& d) { return d.cuda()->driver_version; },
+                   "The driver's CUDA version: 12040 is 12.4.")
       .def_prop_ro("can_memory_flags",
                    [](const PyCudaDevice& d) { return d.cuda()->can_memory_flags; },
                    "Whether the card can do what memory_flags says.");

@@ -53,6 +53,11 @@ DeviceStatus meaning(Result result) {
     case kStub:
     case kSystemDriverMismatch: return DeviceStatus::Missing;
     case kNotSupported: return DeviceStatus::Unsupported;
+    case kInvalidImage:
+    case kNoBinaryForGpu:
+    case kInvalidPtx:
+    case kJitCompilerNotFound:
+    case kUnsupportedPtx:
     case kNotFound: return DeviceStatus::NoKernels;
     default: return DeviceStatus::Failed;
   }
@@ -190,25 +195,36 @@ DeviceStatus wait_value32_geq(Device* device, Stream stream, std::uint32_t* flag
 
 // --- kernels: kernel(dst, src, count), any grid of 256 threads a block ---
 
-DeviceStatus launch(Device* device, const std::string& kernel, void* dst, const void* src,
-                    std::uint64_t count, Stream stream) {
+// The newest module's that has it; the device's mutex is held.
+DeviceStatus look_up(CudaDevice* self, const std::string& kernel, Handle* out) {
+  const std::string launch = "the launch of " + kernel;
+  if (self->modules.empty())
+    return device_fails(DeviceStatus::NoKernels,
+                        launch + ": no kernels are loaded on CUDA device " +
+                            std::to_string(self->ordinal) + "; load_kernels() loads commrt's");
+  Result result = kNotFound;
+  for (auto module = self->modules.rbegin(); module != self->modules.rend(); ++module) {
+    result = self->driver->cuModuleGetFunction(out, *module, kernel.c_str());
+    if (result != kNotFound) break;
+  }
+  return done(self, (launch + ": cuModuleGetFunction").c_str(), result);
+}
+
+// With these arguments, for so many elements.
+DeviceStatus launch_with(Device* device, const std::string& kernel, void** arguments,
+                         std::uint64_t count, Stream stream) {
   if (!count) return DeviceStatus::Ok;
   CudaDevice* self = cuda(device);
   Handle function = nullptr;
   Current current(self);
   {
     std::lock_guard<std::mutex> guard(self->mutex);
-    if (!self->module)
-      return device_fails(DeviceStatus::NoKernels,
-                          "the launch of " + kernel + ": no kernels are loaded on CUDA device " +
-                              std::to_string(self->ordinal) + "; load_kernels() takes a module");
     Handle& known = self->kernels[kernel];
     if (!known) {
-      const Result result =
-          self->driver->cuModuleGetFunction(&known, self->module, kernel.c_str());
-      if (result != kSuccess) {
+      const DeviceStatus status = look_up(self, kernel, &known);
+      if (status != DeviceStatus::Ok) {
         self->kernels.erase(kernel);
-        return done(self, ("the launch of " + kernel + ": cuModuleGetFunction").c_str(), result);
+        return status;
       }
     }
     function = known;
@@ -217,11 +233,16 @@ DeviceStatus launch(Device* device, const std::string& kernel, void* dst, const 
   const auto most = static_cast<std::uint64_t>(self->multiprocessors) * 8;
   const auto blocks =
       static_cast<unsigned>(std::min<std::uint64_t>((count + kThreads - 1) / kThreads, most));
-  Pointer to = pointer(dst), from = pointer(src);
-  void* arguments[] = {&to, &from, &count};
   return done(self, "cuLaunchKernel",
               self->driver->cuLaunchKernel(function, blocks, 1, 1, kThreads, 1, 1, 0,
                                            handle(stream), arguments, nullptr));
+}
+
+DeviceStatus launch(Device* device, const std::string& kernel, void* dst, const void* src,
+                    std::uint64_t count, Stream stream) {
+  Pointer to = pointer(dst), from = pointer(src);
+  void* arguments[] = {&to, &from, &count};
+  return launch_with(device, kernel, arguments, count, stream);
 }
 
 DeviceStatus launch_reduce(Device* device, RedOp op, DType dtype, void* dst, const void* src,
@@ -237,22 +258,58 @@ DeviceStatus launch_copy(Device* device, void* dst, const void* src, std::size_t
   return launch(device, "commrt_copy", dst, src, nbytes, stream);
 }
 
+// The parameters as commrt/kernels/text/boxes.cuh has them.
+DeviceStatus launch_boxes(Device* device, const BoxLaunch& boxes, Stream stream) {
+  if (const char* why = why_no_launch(boxes))
+    return device_fails(DeviceStatus::Unsupported, std::string("launch_boxes(): ") + why);
+  struct Arrays {
+    Pointer first[kMostLaunchArrays];
+  } arrays;
+  for (int i = 0; i < kMostLaunchArrays; ++i) arrays.first[i] = pointer(boxes.arrays[i]);
+  struct Table {
+    Pointer boxes, terms;
+    std::uint32_t num_boxes;
+    std::uint64_t units;
+  } table{pointer(boxes.table), pointer(boxes.table + boxes.terms_at), boxes.num_boxes,
+          boxes.units};
+  Pointer buffer = pointer(boxes.buffer);
+  auto op = static_cast<std::uint32_t>(boxes.op);
+  void* arguments[] = {&buffer, &arrays, &table, &op};
+  std::string kernel = std::string("commrt_") + box_kind_name(boxes.kind);
+  if (boxes.kind == BoxKind::Combine) kernel = "commrt_boxes_" + type_name(boxes.dtype);
+  return launch_with(device, kernel, arguments, boxes.units, stream);
+}
+
 DeviceStatus launch_host(Device* device, Stream stream, HostFunction function, void* argument) {
   return COMMRT_DRIVER(device, cuLaunchHostFunc, handle(stream), function, argument);
 }
 
-DeviceStatus load_kernels(Device* device, const void* image, std::size_t) {
+DeviceStatus load_kernels(Device* device, const void* image, std::size_t,
+                          const char* const* names, std::size_t num_names) {
   CudaDevice* self = cuda(device);
-  Handle made = nullptr;
-  const auto status = COMMRT_DRIVER(device, cuModuleLoadData, &made, image);
+  const Driver* driver = self->driver;
+  Current current(self);
+  Handle module = nullptr;
+  DeviceStatus status = done(self, "cuModuleLoadData", driver->cuModuleLoadData(&module, image));
   if (status != DeviceStatus::Ok) return status;
-  std::lock_guard<std::mutex> guard(self->mutex);
-  if (self->module) {
-    Current current(self);
-    self->driver->cuModuleUnload(self->module);
+  std::map<std::string, Handle> found;
+  for (std::size_t i = 0; i < num_names && status == DeviceStatus::Ok; ++i) {
+    const std::string about = std::string("load_kernels(): ") + names[i] + ": ";
+    Handle& function = found[names[i]];
+    status = done(self, (about + "cuModuleGetFunction").c_str(),
+                  driver->cuModuleGetFunction(&function, module, names[i]));
+    if (status == DeviceStatus::Ok && driver->cuFuncLoad)
+      status = done(self, (about + "cuFuncLoad").c_str(), driver->cuFuncLoad(function));
   }
-  self->module = made;
-  self->kernels.clear();
+  if (status != DeviceStatus::Ok) {
+    driver->cuModuleUnload(module);
+    return status;
+  }
+  std::lock_guard<std::mutex> guard(self->mutex);
+  self->modules.push_back(module);
+  // Others are looked up anew: this module may have them, too.
+  if (!num_names) self->kernels.clear();
+  for (const auto& [name, function] : found) self->kernels[name] = function;
   return DeviceStatus::Ok;
 }
 
@@ -342,7 +399,7 @@ const DeviceApi kApi = {
     "cuda",        alloc,          free_,         pinned_alloc,       pinned_free,
     stream_create, stream_destroy, stream_synchronize, memcpy_async,  event_create,
     event_record,  event_query,    event_destroy, stream_wait_event,  write_value32,
-    wait_value32_geq, launch_reduce, launch_copy, launch_host,        load_kernels,
+    wait_value32_geq, launch_reduce, launch_copy, launch_boxes, launch_host, load_kernels,
     ptr_attributes, is_capturing,  exchange_capture_mode, ipc_export, ipc_open,
     ipc_close,     last_device_error, host_access, flag_load,         flag_store,
     nullptr,       nullptr,        pause,
@@ -350,15 +407,18 @@ const DeviceApi kApi = {
 
 }  // namespace
 
-std::string kernel_name(RedOp op, DType dtype) {
-  static const char* const ops[kNumRedOps] = {"sum", "prod", "min",  "max", "avg",  "land",
-                                              "lor", "lxor", "band", "bor", "bxor", "premul_sum"};
+std::string type_name(DType dtype) {
   static const char* const types[kNumDTypes] = {
       "bool",    "int8",     "int16",   "int32",   "int64",     "uint8",         "uint16",
       "uint32",  "uint64",   "float16", "bfloat16", "float32",  "float64",       "complex64",
       "complex128", "float8_e4m3fn", "float8_e5m2"};
-  return std::string("commrt_") + ops[static_cast<int>(op)] + "_" +
-         types[static_cast<int>(dtype)];
+  return types[static_cast<int>(dtype)];
+}
+
+std::string kernel_name(RedOp op, DType dtype) {
+  static const char* const ops[kNumRedOps] = {"sum", "prod", "min",  "max", "avg",  "land",
+                                              "lor", "lxor", "band", "bor", "bxor", "premul_sum"};
+  return std::string("commrt_") + ops[static_cast<int>(op)] + "_" + type_name(dtype);
 }
 
 std::unique_ptr<CudaDevice> CudaDevice::open(int ordinal, bool memory_flags,
@@ -399,6 +459,8 @@ std::unique_ptr<CudaDevice> CudaDevice::open(int ordinal, bool memory_flags,
   }
   made->name = name;
   made->multiprocessors = std::max(1, attribute(kMultiprocessors));
+  made->capability = attribute(kCapabilityMajor) * 10 + attribute(kCapabilityMinor);
+  made->driver_version = driver->version;
   made->can_memory_flags = attribute(kStreamMemoryOperations) != 0;
   made->memory_flags = memory_flags && made->can_memory_flags;
   return made;
@@ -408,7 +470,7 @@ CudaDevice::~CudaDevice() {
   if (!context) return;
   {
     Current current(this);
-    if (module) driver->cuModuleUnload(module);
+    for (Handle module : modules) driver->cuModuleUnload(module);
   }
   driver->cuDevicePrimaryCtxRelease(handle);
 }

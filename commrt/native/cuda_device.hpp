@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "cuda_driver.hpp"
 #include "device.hpp"
@@ -28,13 +29,18 @@ struct CudaDevice : Device {
   int multiprocessors = 1;
   bool can_memory_flags = false;  // the device; `memory_flags` is what is used
 
-  // Kernels by their names, of the module that load_kernels() took.
+  int capability = 0;  // 90 is 9.0
+  int driver_version = 0;  // 12040 is CUDA 12.4
+
+  // Kernels by their names, of the modules that load_kernels() took. None is unloaded before
+  // the end: that waits for the device, and launches may hold what it had.
   std::mutex mutex;
-  Handle module = nullptr;
+  std::vector<Handle> modules;
   std::map<std::string, Handle> kernels;
 };
 
 // The name of a reduction's kernel in the module; copy is "commrt_copy".
 std::string kernel_name(RedOp op, DType dtype);
+std::string type_name(DType dtype);
 
 }  // namespace commrt::cuda

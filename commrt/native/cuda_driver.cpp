@@ -74,6 +74,10 @@ bool fill(Driver* driver, Lookup2 lookup, std::string* why) {
   COMMRT_CUDA(cuIpcOpenMemHandle);
   COMMRT_CUDA(cuIpcCloseMemHandle);
 #undef COMMRT_CUDA
+  void* found = nullptr;
+  int answer = 0;
+  if (lookup("cuFuncLoad", &found, kFuncLoadDriver, 0, &answer) == kSuccess && found)
+    driver->cuFuncLoad = reinterpret_cast<Result (*)(Handle)>(found);
   return true;
 }
 
@@ -92,7 +96,9 @@ std::unique_ptr<Driver> opened(const char* library, std::string* why) {
   auto driver = std::make_unique<Driver>();
   if (!fill(driver.get(), lookup, why)) return nullptr;
   int version = 0;
-  if (driver->cuDriverGetVersion(&version) == kSuccess && version < kLeastDriver) {
+  const bool known = driver->cuDriverGetVersion(&version) == kSuccess;
+  driver->version = version;
+  if (known && version < kLeastDriver) {
     *why = "the CUDA driver is of CUDA " + std::to_string(version / 1000) + "." +
            std::to_string(version % 1000 / 10) + kCure;
     return nullptr;
@@ -109,6 +115,30 @@ std::unique_ptr<Driver> opened(const char* library, std::string* why) {
 }
 
 }  // namespace
+
+std::vector<Card> list_cards(const Driver* driver) {
+  std::vector<Card> cards;
+  int count = 0;
+  driver->cuDeviceGetCount(&count);
+  for (int i = 0; i < count; ++i) {
+    Ordinal device = 0;
+    char name[128] = "";
+    int major = 0, minor = 0, flags = 0;
+    driver->cuDeviceGet(&device, i);
+    driver->cuDeviceGetName(name, sizeof(name) - 1, device);
+    driver->cuDeviceGetAttribute(&major, kCapabilityMajor, device);
+    driver->cuDeviceGetAttribute(&minor, kCapabilityMinor, device);
+    driver->cuDeviceGetAttribute(&flags, kStreamMemoryOperations, device);
+    cards.push_back({name, major * 10 + minor, flags != 0});
+  }
+  return cards;
+}
+
+std::string path_of(const Driver* driver) {
+  Dl_info info{};
+  if (!dladdr(reinterpret_cast<void*>(driver->cuInit), &info) || !info.dli_fname) return "";
+  return info.dli_fname;
+}
 
 const Driver* open_driver(const std::string& library, std::string* why) {
   static std::mutex mutex;

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "device.hpp"
 
@@ -28,9 +29,14 @@ enum : Result {
   kStub = 34,  // the driver library is the toolkit's stub
   kNoDevice = 100,
   kInvalidDevice = 101,
+  kInvalidImage = 200,
   kInvalidContext = 201,
+  kNoBinaryForGpu = 209,
   kEccUncorrectable = 214,
+  kInvalidPtx = 218,
   kNvlinkUncorrectable = 220,
+  kJitCompilerNotFound = 221,
+  kUnsupportedPtx = 222,  // of a newer CUDA
   kInvalidHandle = 400,
   kNotFound = 500,
   kNotReady = 600,
@@ -53,6 +59,7 @@ enum : Result {
 };
 constexpr int kMultiprocessors = 16;      // attributes of devices
 constexpr int kUnifiedAddressing = 41;
+constexpr int kCapabilityMajor = 75, kCapabilityMinor = 76;
 constexpr int kStreamMemoryOperations = 122;
 constexpr int kPointerMemoryType = 2;     // attributes of pointers
 constexpr int kPointerIsManaged = 8;
@@ -66,8 +73,13 @@ constexpr unsigned kPortableMapped = 1 | 2;
 constexpr unsigned kLazyPeerAccess = 1;
 constexpr unsigned kWaitGeq = 0;
 constexpr int kLeastDriver = 12000;
+constexpr int kFuncLoadDriver = 12040;
 
 struct Driver {
+  int version = 0;
+  // Null before CUDA 12.4; then looking a kernel up loads it.
+  Result (*cuFuncLoad)(Handle) = nullptr;
+
   Result (*cuInit)(unsigned);
   Result (*cuDriverGetVersion)(int*);
   Result (*cuGetErrorName)(Result, const char**);
@@ -109,6 +121,16 @@ struct Driver {
   Result (*cuIpcOpenMemHandle)(Pointer*, IpcHandle, unsigned);
   Result (*cuIpcCloseMemHandle)(Pointer);
 };
+
+// What a driver says without opening a device.
+struct Card {
+  std::string name;
+  int capability;
+  bool can_memory_flags;
+};
+std::vector<Card> list_cards(const Driver* driver);
+// The file of the library.
+std::string path_of(const Driver* driver);
 
 // The driver, opened and initialised; null, with a reason that names the cure, where there is
 // none. `library` is the name or path of another one, for tests; empty: libcuda.so.1.

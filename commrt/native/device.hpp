@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <mutex>
 
+#include "box_launch.hpp"
 #include "types.hpp"
 
 namespace commrt {
@@ -83,10 +84,15 @@ struct DeviceApi {
   DeviceStatus (*launch_reduce)(Device*, RedOp, DType, void* dst, const void* src,
                                 std::size_t count, Stream);
   DeviceStatus (*launch_copy)(Device*, void* dst, const void* src, std::size_t nbytes, Stream);
+  // All boxes of one table, into a buffer or out of it; it is read while the stream runs.
+  DeviceStatus (*launch_boxes)(Device*, const BoxLaunch& launch, Stream);
   // For conformance tests only. The function must not call the device.
   DeviceStatus (*launch_host)(Device*, Stream, HostFunction, void* argument);
-  // A CUDA module (cubin) with the kernels of the launches; ignored where there is no GPU.
-  DeviceStatus (*load_kernels)(Device*, const void* image, std::size_t nbytes);
+  // Adds a CUDA module (cubin, or PTX with its 0) with kernels of the launches. Those that are
+  // named are made ready at once, as a first launch would otherwise wait for the device; they
+  // take the place of earlier ones of the same name. Ignored where there is no GPU.
+  DeviceStatus (*load_kernels)(Device*, const void* image, std::size_t nbytes,
+                               const char* const* names, std::size_t num_names);
 
   DeviceStatus (*ptr_attributes)(Device*, const void* ptr, PointerFacts* out);
   DeviceStatus (*is_capturing)(Device*, Stream, CaptureState* out);

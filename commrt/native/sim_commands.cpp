@@ -14,7 +14,7 @@ const char* kind_name(Kind kind) {
                                       "event_record",   "stream_wait_event",
                                       "write_value32",  "wait_value32_geq",
                                       "launch_reduce",  "launch_copy",
-                                      "launch_host"};
+                                      "launch_boxes",   "launch_host"};
   return names[static_cast<int>(kind)];
 }
 
@@ -194,6 +194,18 @@ void World::execute(Command& command, StreamState* stream) {
       combine_for(command.dtype, command.op)(command.dst, nullptr, inputs, 2,
                                              command.nbytes / item_size(command.dtype), nullptr,
                                              Scale{}, Store::Plain);
+      break;
+    }
+    case Kind::Boxes: {
+      struct Running {
+        World* world;
+        Command* command;
+      } running{this, &command};
+      const auto touch = [](void* context, const void* ptr, std::size_t nbytes, bool writes_it) {
+        auto* now = static_cast<Running*>(context);
+        return now->world->operand(*now->command, ptr, nbytes, writes_it, true);
+      };
+      run_boxes(*command.boxes, touch, &running);
       break;
     }
     case Kind::Record:

@@ -284,10 +284,13 @@ DeviceStatus launch(Device* device, const char* name, Command command, Stream ha
   if (!stream) return call.status;
   if (!call.on_device(command.dst, command.nbytes) || !call.on_device(command.src, command.nbytes))
     return call.status;
+  if (command.boxes && !call.on_device(command.boxes->table, command.boxes->table_nbytes))
+    return call.status;
   if (call.world->options.first_launch_syncs && !call.device->kernels_loaded) {
-    const bool copies = command.kind == Kind::KernelCopy;
-    const auto kernel = copies ? std::make_pair(-1, -1)
-                               : std::make_pair(int(command.op), int(command.dtype));
+    auto kernel = std::make_pair(int(command.op), int(command.dtype));
+    if (command.kind == Kind::KernelCopy) kernel = {-1, -1};
+    if (command.boxes)
+      kernel = {-2 - static_cast<int>(command.boxes->kind), int(command.boxes->dtype)};
     if (call.device->launched.insert(kernel).second) {
       call.status = call.world->sync_device(call, call.device,
                                             "in the first launch of a kernel, which loads it,");
@@ -323,6 +326,18 @@ DeviceStatus launch_copy(Device* device, void* dst, const void* src, std::size_t
   return launch(device, "launch_copy", std::move(command), stream);
 }
 
+DeviceStatus launch_boxes(Device* device, const BoxLaunch& boxes, Stream stream) {
+  if (const char* why = why_no_launch(boxes))
+    return device_fails(DeviceStatus::Unsupported, std::string("launch_boxes(): ") + why);
+  Command command;
+  command.kind = Kind::Boxes;
+  command.dst = boxes.buffer;
+  command.src = boxes.buffer;
+  command.nbytes = boxes.buffer_nbytes;
+  command.boxes = std::make_shared<const BoxLaunch>(boxes);
+  return launch(device, "launch_boxes", std::move(command), stream);
+}
+
 DeviceStatus launch_host(Device* device, Stream handle, HostFunction function, void* argument) {
   COMMRT_ENTER(device, "launch_host");
   if (call.refused()) return call.status;
@@ -335,7 +350,8 @@ DeviceStatus launch_host(Device* device, Stream handle, HostFunction function, v
   return call.world->give(call, stream.get(), std::move(command));
 }
 
-DeviceStatus load_kernels(Device* device, const void*, std::size_t) {
+DeviceStatus load_kernels(Device* device, const void*, std::size_t, const char* const*,
+                          std::size_t) {
   COMMRT_ENTER(device, "load_kernels");
   if (call.forbidden()) return call.status;
   if (call.world->options.first_launch_syncs) {
@@ -364,7 +380,7 @@ const DeviceApi kSimApi = {
     "simulated",   alloc,          free_,         pinned_alloc,       pinned_free,
     stream_create, stream_destroy, stream_synchronize, memcpy_async,  event_create,
     event_record,  event_query,    event_destroy, stream_wait_event,  write_value32,
-    wait_value32_geq, launch_reduce, launch_copy, launch_host,        load_kernels,
+    wait_value32_geq, launch_reduce, launch_copy, launch_boxes, launch_host, load_kernels,
     ptr_attributes, is_capturing,  exchange_capture_mode, ipc_export, ipc_open,
     ipc_close,     last_device_error, host_access, flag_load,         flag_store,
     lock,          unlock,         pause,

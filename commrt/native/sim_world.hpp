@@ -70,7 +70,7 @@ struct EventState {
 };
 
 enum class Kind : std::uint8_t { Copy, Stage, Record, WaitEvent, Write, Wait, Reduce, KernelCopy,
-                                 HostFunction };
+                                 Boxes, HostFunction };
 const char* kind_name(Kind kind);
 
 struct Command {
@@ -86,6 +86,7 @@ struct Command {
   bool dst_known = false, src_known = false;  // in memory of ours
   HostFunction function = nullptr;
   void* argument = nullptr;
+  std::shared_ptr<const BoxLaunch> boxes;
   std::vector<char> staged;  // what a pageable copy took from the host
   std::shared_ptr<Record> record;
   std::shared_ptr<EventState> event;

@@ -297,6 +297,8 @@ DeviceStatus launch(Device* device, const char* name, Command command, Stream ha
   if (!stream || !call.on_device(command.dst, command.nbytes) ||
       !call.on_device(command.src, command.nbytes))
     return call.status;
+  if (command.boxes && !call.on_device(command.boxes->table, command.boxes->table_nbytes))
+    return call.status;
   call.give(stream, std::move(command));
   return DeviceStatus::Ok;
 }
@@ -325,6 +327,18 @@ DeviceStatus launch_copy(Device* device, void* dst, const void* src, std::size_t
   return launch(device, "launch_copy", std::move(command), stream);
 }
 
+DeviceStatus launch_boxes(Device* device, const BoxLaunch& boxes, Stream stream) {
+  if (const char* why = why_no_launch(boxes))
+    return device_fails(DeviceStatus::Unsupported, std::string("launch_boxes(): ") + why);
+  Command command;
+  command.kind = Kind::Boxes;
+  command.dst = boxes.buffer;
+  command.src = boxes.buffer;
+  command.nbytes = boxes.buffer_nbytes;
+  command.boxes = std::make_shared<const BoxLaunch>(boxes);
+  return launch(device, "launch_boxes", std::move(command), stream);
+}
+
 DeviceStatus launch_host(Device* device, Stream stream, HostFunction function, void* argument) {
   Command command;
   command.kind = Kind::HostFunction;
@@ -333,7 +347,8 @@ DeviceStatus launch_host(Device* device, Stream stream, HostFunction function, v
   return launch(device, "launch_host", std::move(command), stream);
 }
 
-DeviceStatus load_kernels(Device* device, const void*, std::size_t) {
+DeviceStatus load_kernels(Device* device, const void*, std::size_t, const char* const*,
+                          std::size_t) {
   Call call(device, "load_kernels");
   call.refused();
   return call.status;
@@ -448,7 +463,7 @@ const DeviceApi kTable = {
     "threads",     alloc,          free_,         pinned_alloc,       pinned_free,
     stream_create, stream_destroy, stream_synchronize, memcpy_async,  event_create,
     event_record,  event_query,    event_destroy, stream_wait_event,  write_value32,
-    wait_value32_geq, launch_reduce, launch_copy, launch_host,        load_kernels,
+    wait_value32_geq, launch_reduce, launch_copy, launch_boxes, launch_host, load_kernels,
     ptr_attributes, is_capturing,  exchange_capture_mode, ipc_export, ipc_open,
     ipc_close,     last_device_error, host_access, flag_load,         flag_store,
     nullptr,       nullptr,        pause,

@@ -42,6 +42,7 @@ void execute(Command& command, ThreadDevice* device) {
                                              Scale{}, Store::Plain);
       break;
     }
+    case Kind::Boxes: run_boxes(*command.boxes); break;
     case Kind::Record:
       command.record->done.store(true);
       signal().changed();

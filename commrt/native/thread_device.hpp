@@ -74,7 +74,8 @@ struct Record {
 struct StreamState;
 
 struct Command {
-  enum class Kind : std::uint8_t { Copy, Record, WaitEvent, Write, Wait, Reduce, HostFunction };
+  enum class Kind : std::uint8_t { Copy, Record, WaitEvent, Write, Wait, Reduce, Boxes,
+                                   HostFunction };
   Kind kind = Kind::Copy;
   RedOp op = RedOp::Sum;
   DType dtype = DType::U8;
@@ -84,6 +85,7 @@ struct Command {
   std::size_t nbytes = 0;
   HostFunction function = nullptr;
   void* argument = nullptr;
+  std::shared_ptr<const BoxLaunch> boxes;
   std::shared_ptr<Record> record;
   std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>> after;
 };

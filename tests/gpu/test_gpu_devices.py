@@ -10,7 +10,7 @@ import staged_model
 from device_probes import PROBES, Rig
 
 from commrt.devices import CudaDevice
-from commrt.devices.cuda import why_missing
+from commrt.devices.cuda import open_device, why_missing
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def rig() -> Iterator[Rig]:
     reason = why_missing()
     if reason is not None:
         pytest.skip(reason)
-    device = CudaDevice()
+    device = open_device()
     if not device.memory_flags:
         pytest.skip(f"{device.name} has no stream memory operations")
     rig = Rig(device, "cuda")

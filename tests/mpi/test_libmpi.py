@@ -85,3 +85,24 @@ def test_status_fields_are_found_inside_the_status(mpirun: Any) -> None:
 def test_handles_fit_into_eight_bytes(mpirun: Any, size: str) -> None:
     (constants,) = mpirun(1, constants_of_this_library)
     assert constants[f"sizeof_{size}"] in (4, 8)
+
+
+def ask_about_cuda() -> dict[str, Any]:
+    """Return what the library says of CUDA memory, and whether it is PyPI's."""
+    import sys
+
+    from commrt import _libmpi
+    from commrt.cuda_aware import mpi_takes_cuda
+
+    found = mpi_takes_cuda()
+    from_pypi = _libmpi.library_path().startswith(sys.prefix)
+    return {"proved": found.proved, "why": found.why, "from_pypi": from_pypi}
+
+
+def test_the_library_is_asked_whether_it_takes_cuda_memory(mpirun: Any) -> None:
+    """Those from PyPI are built without: an address of a device would crash them."""
+    for found in mpirun(2, ask_about_cuda):
+        assert "MPIX_" in found["why"], found
+        if found["from_pypi"]:
+            assert not found["proved"]
+            assert "says no" in found["why"]

@@ -8,25 +8,32 @@ was called; what streams mean is tried by tests/gpu on a GPU.
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import fake_nvrtc
 import pytest
 from device_probes import NBYTES, PROBES, Rig, data
 
-from commrt.devices import CudaDevice
-from commrt.devices.cuda import why_missing
-from commrt.dtypes import ReduceOp, dtype_by_name
+from commrt.devices import CudaDevice, cuda
+from commrt.devices.cuda import open_device, why_missing
+from commrt.dtypes import DTYPES, ReduceOp, dtype_by_name
 from commrt.errors import (
     CaptureError,
     CommError,
     DeviceError,
     DeviceFailedError,
     DeviceMissingError,
+    KernelsMissingError,
     UsageError,
 )
+from commrt.kernels import nvrtc
+from commrt.kernels.boxes import BoxKind, move_table
+from commrt.kernels.source import modules, reductions
+from commrt.schedule.boxes import Box
 
 SOURCE = Path(__file__).parents[1] / "fake_cuda.cpp"
 NEEDS_PENDING_WORK = {
@@ -198,7 +205,6 @@ def test_kernels_are_looked_up_once_and_launched_over_their_elements(
     for count in (1, 257, 10**9, 0):
         device.launch_reduce(ReduceOp.MAX, code, 64, 128, count, 0)
     device.launch_copy(64, 128, 7, 0)
-    device.load_kernels(b"another\0")
     assert fake.calls == [
         "cuModuleGetFunction(commrt_max_bfloat16)",
         "cuLaunchKernel(1,256,1,0)",
@@ -206,9 +212,171 @@ def test_kernels_are_looked_up_once_and_launched_over_their_elements(
         f"cuLaunchKernel({4 * 8},256,{10**9},0)",
         "cuModuleGetFunction(commrt_copy)",
         "cuLaunchKernel(1,256,7,0)",
-        "cuModuleLoadData(another)",
-        "cuModuleUnload()",
     ]
+
+
+def test_kernels_that_are_named_are_ready_when_they_are_loaded(
+    fake: Fake, device: CudaDevice
+) -> None:
+    """Looking one up at its launch could wait for the device, and so for ever."""
+    fake.reset()
+    device.load_kernels(b"a module\0", ["commrt_copy", "commrt_sum_int8"])
+    assert fake.calls == [
+        "cuModuleLoadData(a module)",
+        "cuModuleGetFunction(commrt_copy)",
+        "cuFuncLoad()",
+        "cuModuleGetFunction(commrt_sum_int8)",
+        "cuFuncLoad()",
+    ]
+    fake.reset()
+    device.launch_copy(64, 128, 7, 0)
+    device.launch_reduce(ReduceOp.SUM, dtype_by_name("int8").code, 64, 128, 7, 0)
+    assert fake.calls == ["cuLaunchKernel(1,256,7,0)"] * 2
+
+
+def test_modules_are_added_and_unloaded_at_the_end(fake: Fake) -> None:
+    device = CudaDevice(library=fake.path)
+    fake.reset()
+    device.load_kernels(b"first\0", ["commrt_copy"])
+    device.load_kernels(b"second\0")
+    assert not any("Unload" in call for call in fake.calls)
+    device.launch_copy(64, 128, 7, 0)  # of the second, which came without names
+    assert fake.calls[-2:] == [
+        "cuModuleGetFunction(commrt_copy)",
+        "cuLaunchKernel(1,256,7,0)",
+    ]
+    fake.reset()
+    del device
+    assert fake.calls == ["cuModuleUnload()"] * 2 + ["cuDevicePrimaryCtxRelease()"]
+
+
+def test_a_module_that_lacks_what_it_should_have_is_not_kept(
+    fake: Fake, device: CudaDevice
+) -> None:
+    fake.fail("cuModuleGetFunction", 500)
+    with pytest.raises(DeviceError, match=r"load_kernels\(\): commrt_copy: ") as caught:
+        device.load_kernels(b"a module\0", ["commrt_copy"])
+    assert caught.value.status == "no_kernels"
+    assert fake.calls[-1] == "cuModuleUnload()"
+    with pytest.raises(DeviceError, match="no kernels are loaded on CUDA device 0"):
+        device.launch_copy(64, 128, 7, 0)
+
+
+def test_a_driver_without_cu_func_load_is_enough(tmp_path: Path, library: Path) -> None:
+    copy = tmp_path / "12.0.so"  # a driver is opened once
+    shutil.copy(library, copy)
+    fake = Fake(copy)
+    fake.reset(version=12000)
+    device = CudaDevice(library=str(copy))
+    assert device.driver_version == 12000
+    device.load_kernels(b"a module\0", ["commrt_copy"])
+    assert fake.calls[-1] == "cuModuleGetFunction(commrt_copy)"
+
+
+def test_the_kernels_of_commrt_are_loaded_by_default(
+    fake: Fake,
+    device: CudaDevice,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All, compiled for the card, which is of compute capability 9.0."""
+    monkeypatch.setattr(nvrtc, "_loaded", lambda: iter(()))
+    monkeypatch.setenv("COMMRT_NVRTC_LIB", str(fake_nvrtc.build(tmp_path)))
+    monkeypatch.setenv("COMMRT_KERNEL_CACHE", str(tmp_path / "cache"))
+    assert device.capability == 90
+    assert device.why_no_kernels is not None
+    fake.reset()
+    device.load_kernels()
+    assert device.why_no_kernels is None
+    loaded = [call for call in fake.calls if call.startswith("cuModuleLoadData")]
+    assert len(loaded) == len(modules())
+    assert all("--gpu-architecture=sm_90" in call for call in loaded)
+    names = [name for module in modules() for name in module.kernels]
+    assert sum(call == "cuFuncLoad()" for call in fake.calls) == len(names)
+    fake.reset()
+    for op in reductions(dtype_by_name("float8_e5m2")):
+        device.launch_reduce(op, dtype_by_name("float8_e5m2").code, 64, 128, 7, 0)
+    device.launch_copy(64, 128, 7, 0)
+    assert not any("GetFunction" in call for call in fake.calls)
+
+
+@pytest.mark.parametrize("result", [200, 209, 218, 221, 222])
+def test_what_the_driver_does_not_take_is_said_with_its_compiler(
+    result: int,
+    fake: Fake,
+    device: CudaDevice,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As PTX of a newer CUDA; the device is as good as before."""
+    monkeypatch.setattr(nvrtc, "_loaded", lambda: iter(()))
+    monkeypatch.setenv("COMMRT_NVRTC_LIB", str(fake_nvrtc.build(tmp_path)))
+    monkeypatch.setenv("COMMRT_KERNEL_CACHE", str(tmp_path / "cache"))
+    fake.fail("cuModuleLoadData", result)
+    with pytest.raises(KernelsMissingError, match="does not take") as caught:
+        device.load_kernels()
+    assert f"CUDA_ERROR_{result}" in str(caught.value)
+    assert "NVRTC 12.9" in str(caught.value)
+    assert "for sm_90" in str(caught.value)
+    assert "a newer driver" in str(caught.value)
+    fake.fail("cuModuleLoadData", 700)
+    with pytest.raises(DeviceFailedError):
+        device.load_kernels()
+
+
+def test_every_launch_has_its_kernel(fake: Fake, device: CudaDevice) -> None:
+    """The names that the table looks up are those of the text."""
+    device.load_kernels(b"a module\0")
+    fake.reset()
+    for dtype in DTYPES:
+        for op in reductions(dtype):
+            device.launch_reduce(op, dtype.code, 64, 128, 7, 0)
+    device.launch_copy(64, 128, 7, 0)
+    looked_up = {
+        call.partition("(")[2].rstrip(")")
+        for call in fake.calls
+        if call.startswith("cuModuleGetFunction")
+    }
+    assert looked_up <= {name for module in modules() for name in module.kernels}
+    assert len(looked_up) == 1 + sum(len(reductions(dtype)) for dtype in DTYPES)
+
+
+def test_boxes_are_launched_with_their_table(fake: Fake, device: CudaDevice) -> None:
+    device.load_kernels(b"a module\0")
+    table = move_table([Box(0, (0, 1), (300, 2))], [(8, 4)], [4])
+    assert table.units == 300
+    fake.reset()
+    table.launch(device, BoxKind.PACK, 4096, [8192], 12288, 0)
+    table.launch(device, BoxKind.UNPACK, 4096, [8192], 12288, 0)
+    how = ReduceOp.MAX, dtype_by_name("bfloat16")
+    table.launch(device, BoxKind.COMBINE, 4096, [8192], 12288, 0, how)
+    launched = "cuLaunchKernel(2,256,12288,0)"  # the table comes third
+    assert fake.calls == [
+        "cuModuleGetFunction(commrt_pack)",
+        launched,
+        "cuModuleGetFunction(commrt_unpack)",
+        launched,
+        "cuModuleGetFunction(commrt_boxes_bfloat16)",
+        launched,
+    ]
+    fake.reset()
+    move_table([], [(8, 4)], [4]).launch(device, BoxKind.PACK, 0, [], 0, 0)
+    assert fake.calls == []
+
+
+def test_a_device_without_nvrtc_is_opened_and_says_why_it_has_no_kernels(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = functools.partial(CudaDevice, library=fake.path)
+    monkeypatch.setattr(cuda, "CudaDevice", opened)
+    monkeypatch.setattr(nvrtc, "_candidates", lambda environ: iter(()))
+    device = open_device()
+    assert device.why_no_kernels is not None
+    assert "pip install 'commrt[cuda12]'" in device.why_no_kernels
+    with pytest.raises(DeviceError, match="no kernels are loaded"):
+        device.launch_copy(64, 128, 7, 0)
+    with pytest.raises(KernelsMissingError):
+        device.load_kernels()
 
 
 def test_a_module_without_a_kernel_names_it(fake: Fake, device: CudaDevice) -> None:

@@ -18,6 +18,8 @@ from commrt.errors import (
     OrderingError,
     UsageError,
 )
+from commrt.kernels.boxes import BoxKind, move_table
+from commrt.schedule.boxes import Box
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 FLOAT = dtype_by_name("float32").code
@@ -98,6 +100,29 @@ def test_only_the_first_launch_of_a_kernel_waits_and_none_after_load_kernels() -
         device.load_kernels(b"")
         device.wait_value32_geq(device.stream_create(), flag, 1)
         device.launch_copy(memory + 128, memory, 8, device.stream_create())
+
+
+@pytest.mark.parametrize("written", ["the box", "beside it", "the table", "the buffer"])
+@pytest.mark.parametrize("kind", [BoxKind.PACK, BoxKind.UNPACK])
+def test_a_launch_of_boxes_touches_these_alone(kind: BoxKind, written: str) -> None:
+    """Another stream writes meanwhile: a race where the launch reads or writes, too."""
+    table = move_table([Box(0, (0, 2), (4, 4))], [(32, 4)], [4])
+    for seed in SEEDS:
+        world = SimWorld(seed=seed)
+        device = world.device()
+        device.load_kernels(b"")
+        array, source = device.pinned_alloc(256), device.pinned_alloc(256)
+        buffer, held = device.pinned_alloc(256), device.pinned_alloc(512)
+        for memory in (array, source, buffer):
+            device.write(memory, bytes(256))
+        device.write(held, table.content)
+        table.launch(device, kind, buffer, [array], held, device.stream_create())
+        places = {"the box": array + 40, "beside it": array + 16, "the table": held}
+        at = places.get(written, buffer)
+        device.memcpy_async(at, source, 8, device.stream_create())
+        while world.step():
+            pass
+        assert bool(world.violations) == (written != "beside it"), world.violations
 
 
 @pytest.mark.parametrize("first_is_legacy", [True, False])
@@ -335,12 +360,16 @@ def test_after_an_error_of_a_command_every_call_fails(kind: str) -> None:
     threads = ThreadDevice()
     device: Any = SimWorld().device("gpu") if kind == "simulated" else threads
     stream, event = device.stream_create(), device.event_create()
-    flags = device.pinned_alloc(16)
-    for at in range(4):
+    flags = device.pinned_alloc(32)
+    gate = flags + 16
+    for at in range(5):
         device.flag_store(flags + 4 * at, 0)
-    device.fail_after(3)
+    device.fail_after(4)
+    # Else a thread may have failed before the last command is given.
+    device.wait_value32_geq(stream, gate, 1)
     for at in range(4):
         device.write_value32(stream, flags + 4 * at, 1)
+    device.flag_store(gate, 1)
     with pytest.raises(DeviceFailedError, match="injected error") as caught:
         device.stream_synchronize(stream)
     assert caught.value.status == "failed"

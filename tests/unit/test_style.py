@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("commrt", "tuning", "bench", "tests", "docs")
-SUFFIXES = {".py", ".cpp", ".hpp"}
+SUFFIXES = {".py", ".cpp", ".hpp", ".cuh"}
 FILES = sorted(
     path.relative_to(ROOT).as_posix()
     for folder in FOLDERS

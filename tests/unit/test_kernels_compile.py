@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVRTC compiles every GPU kernel for every card, without a GPU.
+
+An ordinary run compiles each module for one card, another one each time; a full run
+for all.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from commrt.errors import KernelsMissingError
+from commrt.kernels import OPTIONS
+from commrt.kernels.nvrtc import Nvrtc, find
+from commrt.kernels.source import BYTES, Module, modules
+
+CARDS = (75, 80, 86, 89, 90, 100, 120)
+BY_NAME = {module.name: module for module in modules()}
+LINE = re.compile(r"(ld|st)\.global\.(?:v4\.[bfu]32|v2\.[bfu]64)")
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Nvrtc:
+    try:
+        return find()
+    except KernelsMissingError as error:
+        pytest.skip(str(error))
+
+
+def cards(nvrtc: Nvrtc) -> tuple[int, ...]:
+    found = tuple(card for card in CARDS if card in nvrtc.archs())
+    assert len(found) >= 5, f"{nvrtc} knows {nvrtc.archs()}"
+    return found
+
+
+def check_cubin(nvrtc: Nvrtc, module: Module, card: int) -> None:
+    cubin = nvrtc.compile(module.source, module.name, f"sm_{card}", OPTIONS)
+    assert cubin[:4] == b"\x7fELF"
+    for name in module.kernels:
+        assert f".text.{name}\0".encode() in cubin, (name, card)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_module_compiles_for_a_card(name: str, nvrtc: Nvrtc, seed: int) -> None:
+    found = cards(nvrtc)
+    index = seed + list(BY_NAME).index(name)
+    check_cubin(nvrtc, BY_NAME[name], found[index % len(found)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_module_compiles_for_every_card(name: str, nvrtc: Nvrtc) -> None:
+    for card in cards(nvrtc):
+        check_cubin(nvrtc, BY_NAME[name], card)
+
+
+def ptx_of(nvrtc: Nvrtc, name: str) -> dict[str, str]:
+    """Return the text of each kernel, for the newest card that NVRTC knows."""
+    target = f"compute_{nvrtc.archs()[-1]}"
+    text = nvrtc.compile(BY_NAME[name].source, name, target, OPTIONS)
+    assert text.endswith(b"\0"), "the driver takes PTX up to its 0"
+    parts = re.split(r"\.entry (commrt_\w+)\(", text.rstrip(b"\0").decode())
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_newer_cards_get_ptx(nvrtc: Nvrtc) -> None:
+    kernels = ptx_of(nvrtc, BYTES)
+    assert tuple(kernels) == BY_NAME[BYTES].kernels
+
+
+@pytest.mark.parametrize("name", ["float16", "float64", "complex64", "int8"])
+def test_reductions_move_whole_lines_and_do_not_spill(name: str, nvrtc: Nvrtc) -> None:
+    kernels = ptx_of(nvrtc, name)
+    for kernel in (f"commrt_sum_{name}", f"commrt_prod_{name}"):
+        lines = LINE.findall(kernels[kernel])
+        assert lines.count("st") >= 1, "some NVRTCs unroll the loop"
+        assert lines.count("ld") == 2 * lines.count("st")
+        assert ".local" not in kernels[kernel]
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "complex64", "complex128"])
+def test_products_and_sums_round_one_by_one(name: str, nvrtc: Nvrtc) -> None:
+    """A fused one rounds once: the result would differ from the host's."""
+    for kernel in ptx_of(nvrtc, name).values():
+        assert "fma." not in kernel
+    fused = nvrtc.compile(BY_NAME[name].source, name, "compute_80", ("--std=c++17",))
+    assert b"fma." in fused

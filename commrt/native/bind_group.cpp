@@ -12,6 +12,7 @@
 #include "fusion.hpp"
 #include "group.hpp"
 #include "p2p.hpp"
+#include "staging.hpp"
 
 namespace commrt {
 
@@ -150,6 +151,9 @@ void bind_group(nb::module_& m) {
       .def_rw("_slow", &Group::slow)
       .def_prop_ro("_num_plans", &Group::num_plans)
       .def_prop_ro("_idle", [](const Group& g) {
+        for (const auto& stager : g.stagers) {
+          if (stager->outstanding() != 0) return false;
+        }
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         return g.comm->idle();
       }, nb::call_guard<nb::gil_scoped_release>())

@@ -403,7 +403,8 @@ bool Stager::let_go() {
   while (open_ > 0) {
     Piece& piece = pieces_.front();
     if (!piece.op->finished()) {
-      if (any || ++idle_ % kIdleLooks != 0) return any;
+      // Who looks at a simulated device pauses until something has changed.
+      if (any || (++idle_ % kIdleLooks != 0 && !simulated())) return any;
       return look_after(piece);
     }
     if (piece.op->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed)) {

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of staged collectives, on simulated devices, and bugs planted in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from staged_ranks import Rank, SimRanks, forget_ranks
+
+from commrt import _native
+from commrt.errors import CommError, DeviceFailedError, OrderingError, RevokedError
+
+SEEDS, FULL_SEEDS = 2, 100
+GOOD_SEEDS, FULL_GOOD_SEEDS = 10, 300
+
+SMALL = {"slots": 2, "first_nbytes": 1024, "most_nbytes": 1024}
+"""So little memory that calls use that of the calls before."""
+PIECE = 64
+FAILING = ("flags_kept", "not_copied")
+"""Bugs of operations that fail."""
+ONE_QUEUE = ("late_copy",)
+"""Bugs only where streams share a hardware queue."""
+LAZY_DEVICE = ("early_recycling", "ring_unlocked", "end_flag_early")
+"""Bugs only where the host is ahead of the device: who sees the end of a call may use its
+memory, however it comes to it."""
+BUGS = [bug for bug in _native.planted_bugs() if bug not in (*FAILING, *ONE_QUEUE)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_ranks_left() -> Iterator[None]:
+    yield
+    forget_ranks()
+
+
+@pytest.fixture
+def seeds(full: bool, seed: int) -> range:
+    return range(seed, seed + (FULL_SEEDS if full else SEEDS))
+
+
+class WrongSumError(AssertionError):
+    """The numbers are not those of an allreduce."""
+
+
+def given(rank: int, number: int, count: int) -> Any:
+    """Numbers whose sums are exact."""
+    return np.arange(count, dtype="f4") * (number + 1) + 100 * rank
+
+
+COUNTS = (80, 16, 7, 9, *[16] * 12, 33, 80)
+"""Of five pieces to one. Those of one piece leave it to the memory alone whether it is
+free: within a call of many, events order it, too."""
+
+
+def sums(rank: Rank) -> None:
+    """Start allreduces in a row on memory that the stream has just been told to fill."""
+    xs = [rank.array(given(rank.rank, i, count)) for i, count in enumerate(COUNTS)]
+    requests = [
+        rank.comm.allreduce(x, nonblocking=True, params={"piece": PIECE}) for x in xs
+    ]
+    for request in requests:
+        request.be_quiet()  # a run that ends in the middle drops them
+        request.wait()
+    found = [rank.fetch(x) for x in xs]
+    for request in requests:
+        request.synchronize()
+    rank.stream.synchronize()
+    for i, (count, value) in enumerate(zip(COUNTS, found, strict=True)):
+        wanted = given(0, i, count) + given(1, i, count)
+        if not np.array_equal(value(), wanted):
+            raise WrongSumError(f"rank {rank.rank}, call {i}: {value()}, not {wanted}")
+
+
+def verdict(seed: int, queues: int, bug: str | None, **switches: Any) -> str:
+    """What is found: "", or any of "race", "deadlock" and "wrong"."""
+    if bug in LAZY_DEVICE:
+        switches.setdefault("preempt", 0.05)
+    ranks = SimRanks(2, seed, queues, bug=bug, staging=SMALL, **switches)
+    found = set()
+    try:
+        ranks.run(sums)
+        if not ranks.world.violations:
+            ranks.close()
+    except WrongSumError:
+        found.add("wrong")
+    except OrderingError as error:
+        found.add(error.status)
+    if ranks.world.violations:
+        found.add("race")
+    if found:
+        forget_ranks()
+    return " and ".join(sorted(found))
+
+
+@pytest.mark.parametrize("queues", [0, 1, 2, 8])
+def test_the_order_is_right_whatever_happens_when(
+    queues: int, full: bool, seed: int
+) -> None:
+    seeds = range(seed, seed + (FULL_GOOD_SEEDS if full else GOOD_SEEDS))
+    wrong = {each: found for each in seeds if (found := verdict(each, queues, None))}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("queues", [1, 2, 8])
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught_by_every_seed(
+    bug: str, queues: int, seeds: range
+) -> None:
+    assert [each for each in seeds if not verdict(each, queues, bug)] == []
+
+
+@pytest.mark.parametrize("bug", ONE_QUEUE)
+def test_what_is_given_late_is_a_deadlock_on_one_queue(bug: str, seeds: range) -> None:
+    assert all("deadlock" in verdict(each, 1, bug) for each in seeds)
+
+
+# --- failures ---
+
+
+def outcome(request: Any) -> str:
+    """What a request says in the end, by the name of its error."""
+    try:
+        request.synchronize()
+    except CommError as error:
+        return type(error).__name__
+    return ""
+
+
+def failing(fails: Any, rank: Rank) -> list[str]:
+    """Start calls of which one fails; everything that was given still ends."""
+    xs = [rank.array(given(rank.rank, i, count)) for i, count in enumerate(COUNTS[:6])]
+    fails(rank, None)
+    requests = []
+    for i, x in enumerate(xs):
+        try:
+            given_x = fails(rank, i) or x
+            requests.append(
+                rank.comm.allreduce(given_x, nonblocking=True, params={"piece": PIECE})
+            )
+            if i % 2:
+                requests[-1].wait()
+        except CommError as error:
+            return [*map(outcome, requests), type(error).__name__]
+    return [outcome(request) for request in requests]
+
+
+def mismatch(rank: Rank, number: int | None) -> Any:
+    """The ranks call with different lengths."""
+    if number == 2 and rank.rank == 1:
+        return rank.array(np.zeros(9, "f4"))
+    return None
+
+
+def gone(rank: Rank, number: int | None) -> Any:
+    """One rank gives up instead of calling."""
+    if number == 3 and rank.rank == 1:
+        rank.comm.give_up("it was told to")
+        raise RevokedError("this rank")
+    return None
+
+
+@pytest.mark.parametrize("queues", [1, 2, 8])
+@pytest.mark.parametrize("how", [mismatch, gone])
+def test_a_failure_lets_all_streams_go(how: Any, queues: int, seeds: range) -> None:
+    for each in seeds:
+        ranks = SimRanks(2, each, queues, staging=SMALL)
+
+        def main(rank: Rank) -> list[str]:
+            found = failing(lambda *args: how(*args), rank)
+            # All that these streams were given ends, and so does what the user gives.
+            rank.stream.synchronize()
+            after = rank.array(np.ones(4, "f4"))
+            value = rank.fetch(after)
+            rank.stream.synchronize()
+            assert value().tolist() == [1, 1, 1, 1]
+            return found
+
+        found = ranks.run(main)
+        ranks.world.check()
+        assert ranks.world.pending == 0
+        for said in found:
+            assert said[-1], f"seed {each}: nobody was told: {found}"
+        assert all(rank.stager.outstanding == 0 for rank in ranks.ranks)
+        forget_ranks()
+
+
+@pytest.mark.parametrize("bug", FAILING)
+def test_a_failure_with_a_planted_bug_is_caught(bug: str, seeds: range) -> None:
+    for each in seeds:
+        ranks = SimRanks(2, each, 8, bug=bug, staging=SMALL, preempt=0.05)
+        found = False
+        try:
+            ranks.run(lambda rank: (failing(mismatch, rank), rank.stream.synchronize()))
+        except OrderingError:
+            found = True
+        assert found or ranks.world.violations, f"seed {each}"
+        forget_ranks()

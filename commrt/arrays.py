@@ -18,8 +18,8 @@ import numpy as np
 
 from commrt import _native
 from commrt.device_arrays import is_on_device, see
-from commrt.dtypes import DTYPES, DType
 from commrt.devices.arrays import DeviceArray
+from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_, UsageError
 
 __all__ = [
@@ -35,9 +35,7 @@ __all__ = [
 ]
 
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
-_HOST_ONLY = (
-    "only collectives take arrays on devices; copy it to host memory first"
-)
+_HOST_ONLY = "only collectives take arrays on devices; copy it to host memory first"
 _DLPACK_HOST = (1, 3, 10, 13)  # CPU, CUDA pinned, ROCm pinned, CUDA managed
 
 
@@ -224,9 +222,7 @@ def _is_tensor(array: Any) -> bool:
 
 def _view_torch(tensor: Any, what: str) -> HostView:
     if tensor.device.type != "cpu":
-        raise BufferError_(
-            f"{what} is on {tensor.device}: {_HOST_ONLY}"
-        )
+        raise BufferError_(f"{what} is on {tensor.device}: {_HOST_ONLY}")
     name = str(tensor.dtype).removeprefix("torch.")
     dtype = _BY_NAME.get(name)
     if dtype is None or tensor.is_sparse or tensor.is_quantized:

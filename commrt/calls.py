@@ -149,14 +149,20 @@ class Bound:
     @property
     def device(self) -> int | None:
         """Number of the device of its memory; None for the host's."""
-        held = self.x if self.out is None else self.out
+        held = self._on_device()
         return None if held is None else held.device
 
     @property
     def on(self) -> Any:
-        """The device of its memory; None for the host's."""
-        held = self.x if self.out is None else self.out
+        """The device of its memory, of any of it; None for the host's."""
+        held = self._on_device()
         return None if held is None else held.on
+
+    def _on_device(self) -> HostView | None:
+        for each in (self.x, self.out):
+            if each is not None and each.on is not None:
+                return each
+        return None
 
     @property
     def out_elements(self) -> int:

@@ -19,8 +19,8 @@ from commrt.operations import rule_nbytes
 from commrt.redistribution_calls import Redistributing
 from commrt.remembered import Choices
 from commrt.select.facts import Candidate, CommFacts, Query, without_compression
-from commrt.select.schema import DEVICES
 from commrt.select.policy import Explanation, Policy, Rejected
+from commrt.select.schema import DEVICES
 from commrt.user_reduction import Reduction
 from commrt.world import NATIVE
 
@@ -159,7 +159,7 @@ class Choosing(Redistributing):
             coll=spec.name,
             nbytes=rule_nbytes(spec.name, nbytes, self.size),
             dtype="uint8" if records else bound.dtype.name,
-            device="host" if bound.on is None else "cuda",
+            device="host" if bound.on is None and call.stream is None else "cuda",
             op=call.op,
             root=call.root if spec.has_root else None,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from commrt.calls import Bound, Call
     from commrt.comm import Communicator
 
-__all__ = ["DeviceRequest", "Staging"]
+__all__ = ["BoundDeviceCall", "DeviceRequest", "Staging"]
 
 _SLOTS = 4
 """Pieces of a call that have pinned memory at once: one on its way to the host, one
@@ -83,6 +84,12 @@ class Staging:
         return DeviceRequest(
             comm, started, bound.result, name, timeout_s, device, stream, default
         )
+
+    def bound(self, call: Call, bound: Bound) -> BoundDeviceCall:
+        """Return the call bound to its arrays, to run it any number of times."""
+        plan = self.plan(call, bound)
+        self.stager(self._device(call, bound))
+        return BoundDeviceCall(self, call, bound, plan)
 
     def plan(self, call: Call, bound: Bound) -> _native.StagedPlan:
         """Return the plan; in check mode only where all ranks made the same call."""
@@ -200,6 +207,37 @@ def _views(bound: Bound) -> list[Any]:
 
 def _place(seen: Any) -> str:
     return "host memory" if seen is None or seen.on is None else f"device {seen.device}"
+
+
+class BoundDeviceCall:
+    """A collective bound to its arrays on a device; call it, or ``start()`` it."""
+
+    def __init__(
+        self, staging: Staging, call: Call, bound: Bound, plan: _native.StagedPlan
+    ) -> None:
+        self._staging, self._bound, self._plan = staging, bound, plan
+        self._calls = [replace(call, nonblocking=flag) for flag in (False, True)]
+
+    def __call__(self) -> Any:
+        """Run the operation; the current stream waits for it. Return its output."""
+        self._staging._comm._check_usable()
+        self._staging.start(self._calls[0], self._bound, self._plan).be_quiet()
+        return self._bound.result
+
+    def start(self) -> DeviceRequest:
+        """Start the operation and return its request."""
+        self._staging._comm._check_usable()
+        return self._staging.start(self._calls[1], self._bound, self._plan)
+
+    @property
+    def operation(self) -> str:
+        """Name of the operation."""
+        return self._calls[0].spec.name
+
+    @property
+    def label(self) -> str:
+        """What runs it: backend/algorithm{params}."""
+        return str(self._staging._comm._choose(self._calls[0], self._bound))
 
 
 class DeviceRequest:

@@ -8,6 +8,7 @@ seed says who goes on when. On devices of threads the engine's own thread does i
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -63,9 +64,7 @@ class Rank:
         made = DeviceArray(self.device, given.shape, given.dtype)
         source = self._pinned(given.nbytes)
         self.device.write(source, given.tobytes())
-        self.device.memcpy_async(
-            made.address, source, given.nbytes, self.stream.handle
-        )
+        self.device.memcpy_async(made.address, source, given.nbytes, self.stream.handle)
         self.arrays.append(made)
         return made
 
@@ -92,6 +91,12 @@ class Rank:
         engine = self.comm._world.engine
         while not self.device.flag_load(self.stop):
             if not engine.step():
+                self.device.pause()
+
+    def finish(self) -> None:
+        """Make progress until the host has seen the end of all calls."""
+        while self.stager.outstanding:
+            if not self.comm._world.engine.step():
                 self.device.pause()
 
     def end(self) -> None:
@@ -137,10 +142,9 @@ class SimRanks:
                 with rank.stream:
                     return function(rank)
             finally:
-                try:
+                # Where nothing goes on, who waits learns of it, too.
+                with suppress(OrderingError):
                     rank.device.flag_store(rank.stop, 1)
-                except OrderingError:
-                    pass  # nothing goes on, and who waits learns of it, too
 
         threads: dict[str, Callable[[], Any]] = {}
         for rank in self.ranks:
@@ -168,7 +172,9 @@ def on_threads(size: int, function: Callable[[Rank], T], **device: Any) -> list[
     from commrt.backends.local import run
 
     def main(comm: Communicator) -> T:
-        with ThreadDevice(**{**device, "seed": device.get("seed", 0) + comm.rank}) as gpu:
+        with ThreadDevice(
+            **{**device, "seed": device.get("seed", 0) + comm.rank}
+        ) as gpu:
             rank = Rank(comm, gpu)
             rank.begin()
             with rank.stream:

@@ -19,7 +19,7 @@ import numpy as np
 from commrt._native import Device
 from commrt.errors import CommError, UsageError
 
-__all__ = ["DeviceArray", "DeviceStream", "current_stream"]
+__all__ = ["DeviceArray", "DeviceStream", "current_devices", "current_stream"]
 
 _CURRENT = threading.local()
 
@@ -72,6 +72,11 @@ def current_stream(device: Device) -> int:
         if stream.device is device:
             return stream.handle
     return 0
+
+
+def current_devices() -> list[Device]:
+    """Return the devices of this thread's current streams, the latest first."""
+    return [stream.device for stream in reversed(_streams())]
 
 
 class DeviceArray:
@@ -146,7 +151,8 @@ class DeviceArray:
             bytes_ = device.read(pinned, self.nbytes)
         finally:
             device.pinned_free(pinned)
-        return np.frombuffer(bytes_, self.dtype).reshape(self.shape).copy()
+        flat: np.ndarray[Any, Any] = np.frombuffer(bytes_, self.dtype).copy()
+        return flat.reshape(self.shape)
 
     def _stream(self, stream: int | None) -> int:
         return current_stream(self.device) if stream is None else stream

@@ -2,7 +2,8 @@
 """Which device an address belongs to.
 
 CUDA devices are opened when the first array on one comes. Others, such as simulated
-ones, are known by their arrays (``DeviceArray.device``), or by ``serve``.
+ones, are known by their arrays (``DeviceArray.device``), by a current stream of the
+thread, or by ``serve``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import threading
 from typing import Any
 
 from commrt._native import CudaDevice, Device
-from commrt.errors import BufferError_
+from commrt.devices.arrays import current_devices
+from commrt.errors import BufferError_, DeviceMissingError
 
 __all__ = ["cuda_device", "find_device", "serve", "stop_serving"]
 
@@ -51,8 +53,14 @@ def find_device(address: int, what: str) -> tuple[Any, int]:
 
     Raises BufferError_, which names ``what``, for memory of another kind.
     """
-    for device in [*_SERVED, None]:
-        on: Any = cuda_device(0) if device is None else device
+    known = [*current_devices(), *_SERVED]
+    for device in [*known, None]:
+        try:
+            on: Any = cuda_device(0) if device is None else device
+        except DeviceMissingError:
+            if not known:
+                raise
+            break
         kind, number, _, _ = on.ptr_attributes(address)
         if kind == _MANAGED:
             raise BufferError_(

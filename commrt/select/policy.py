@@ -176,7 +176,10 @@ class Policy:
         return choice
 
     def _is_overridden(self, query: Query, found: Sequence[Candidate]) -> bool:
-        """Whether COMMRT_ALGORITHM speaks of this; of the host's it does not elsewhere."""
+        """Whether COMMRT_ALGORITHM speaks of this.
+
+        What names a backend of the host does not speak of arrays on devices.
+        """
         asked = self.overrides.get(query.coll)
         if asked is None or query.device == "host":
             return asked is not None

@@ -18,9 +18,7 @@ DRAWN = 8
 
 def _all_right(size: int, cases: list[Case], piece: int | None, **device: Any) -> None:
     def main(rank: Rank) -> list[str]:
-        return run_on_device(
-            rank.comm, rank.device, rank.stream.handle, cases, piece
-        )
+        return run_on_device(rank.comm, rank.device, rank.stream.handle, cases, piece)
 
     wrong = on_threads(size, main, **device)
     assert [line for lines in wrong for line in lines] == []

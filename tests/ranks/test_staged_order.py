@@ -11,7 +11,7 @@ import pytest
 from staged_ranks import Rank, SimRanks, forget_ranks
 
 from commrt import _native
-from commrt.errors import CommError, DeviceFailedError, OrderingError, RevokedError
+from commrt.errors import CommError, OrderingError, RevokedError
 
 SEEDS, FULL_SEEDS = 2, 100
 GOOD_SEEDS, FULL_GOOD_SEEDS = 10, 300
@@ -24,8 +24,8 @@ FAILING = ("flags_kept", "not_copied")
 ONE_QUEUE = ("late_copy",)
 """Bugs only where streams share a hardware queue."""
 LAZY_DEVICE = ("early_recycling", "ring_unlocked", "end_flag_early")
-"""Bugs only where the host is ahead of the device: who sees the end of a call may use its
-memory, however it comes to it."""
+"""Bugs only where the host is ahead of the device: who sees the end of a call may use
+its memory, however it comes to it."""
 BUGS = [bug for bug in _native.planted_bugs() if bug not in (*FAILING, *ONE_QUEUE)]
 
 
@@ -55,7 +55,7 @@ free: within a call of many, events order it, too."""
 
 
 def sums(rank: Rank) -> None:
-    """Start allreduces in a row on memory that the stream has just been told to fill."""
+    """Start allreduces in a row, on memory that the stream was just told to fill."""
     xs = [rank.array(given(rank.rank, i, count)) for i, count in enumerate(COUNTS)]
     requests = [
         rank.comm.allreduce(x, nonblocking=True, params={"piece": PIECE}) for x in xs

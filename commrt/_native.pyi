@@ -182,6 +182,9 @@ class Engine:
     def is_parked(self) -> bool:
         """Whether its thread sleeps until something is started."""
 
+    def release_streams(self, why: str) -> None:
+        """Fail all work on device memory that is under way, and let its streams go."""
+
     def start_thread(self) -> None: ...
     def step(self) -> bool:
         """Run one pass over all operations in flight, a slice of each; True if
@@ -725,6 +728,10 @@ class Stager:
 
     def give_up(self, why: str) -> None:
         """Fail what is under way, and let its streams go."""
+
+    @property
+    def num_events(self) -> int:
+        """Events that wait for the next call."""
 
     @property
     def outstanding(self) -> int:

@@ -384,4 +384,6 @@ def end_of_process(world: World, grace_s: float = 5.0) -> None:
     deadline = time.monotonic() + grace_s
     while world.engine.step() and time.monotonic() < deadline:
         os.sched_yield()
+    # A driver that closes would wait for streams that wait for this process.
+    world.engine.release_streams("the process ends")
     world.engine.stop_thread()

@@ -91,6 +91,9 @@ void bind_group(nb::module_& m) {
            "Run one pass over all operations in flight, a slice of each; True if anything "
            "advanced.")
       .def("start_thread", &Engine::start_thread)
+      .def("release_streams", &Engine::release_streams, nb::arg("why"),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Fail all work on device memory that is under way, and let its streams go.")
       .def("stop_thread", &Engine::stop_thread, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("has_thread", &Engine::has_thread)
       .def_prop_ro("is_parked", &Engine::is_parked,

@@ -196,6 +196,8 @@ void bind_staging(nb::module_& m) {
            }, nb::arg("name"), "Plant a bug, for tests.")
       .def_prop_ro("outstanding", [](const PyStager& self) { return self.stager->outstanding(); },
                    "Calls whose end the host has not seen.")
+      .def_prop_ro("num_events", [](const PyStager& self) { return self.stager->num_events(); },
+                   "Events that wait for the next call.")
       .def_prop_ro("pinned_nbytes",
                    [](const PyStager& self) {
                      nb::gil_scoped_release release;

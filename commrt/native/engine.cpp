@@ -95,6 +95,17 @@ bool Engine::is_staging() {
                      [](const auto& one) { return one->outstanding() != 0; });
 }
 
+void Engine::release_streams(const std::string& why) {
+  std::vector<std::shared_ptr<Stager>> all;
+  {
+    const std::lock_guard<std::mutex> own(stagers_mutex_);
+    all = stagers_;
+  }
+  for (const auto& stager : all) {
+    if (stager->outstanding() != 0) stager->give_up("revoked", why);
+  }
+}
+
 void Engine::discard_objects(void* (&objects)[2]) {
   const std::lock_guard<std::mutex> own(stagers_mutex_);
   for (void*& object : objects) {

@@ -73,6 +73,8 @@ class Engine {
   bool step_stagers(bool advanced);
   bool has_stagers() const { return num_stagers_.load(std::memory_order_acquire) != 0; }
   bool is_staging();
+  // Fails what is under way there, so that no stream goes on waiting for this process.
+  void release_streams(const std::string& why);
 
   // A hint, without the lock.
   bool has_ended() const { return has_ended_.load(std::memory_order_relaxed); }

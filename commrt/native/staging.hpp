@@ -159,6 +159,10 @@ class Stager : public std::enable_shared_from_this<Stager> {
   std::size_t pinned_nbytes();
   Device* device() const { return device_; }
   void give_event(Event event);
+  std::size_t num_events() {
+    const std::lock_guard<std::mutex> own(events_mutex_);
+    return events_.size();
+  }
   Planted planted = Planted::None;
 
  private:

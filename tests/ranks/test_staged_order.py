@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from cases import Case, difference, expected, inputs, sample
 from staged_ranks import Rank, SimRanks, forget_ranks
 
 from commrt import _native
 from commrt.errors import CommError, OrderingError, RevokedError
+from commrt.operations import OPERATIONS, operation
 
 SEEDS, FULL_SEEDS = 2, 100
 GOOD_SEEDS, FULL_GOOD_SEEDS = 10, 300
@@ -101,6 +104,68 @@ def test_the_order_is_right_whatever_happens_when(
     seeds = range(seed, seed + (FULL_GOOD_SEEDS if full else GOOD_SEEDS))
     wrong = {each: found for each in seeds if (found := verdict(each, queues, None))}
     assert wrong == {}
+
+
+def test_flags_count_on_beyond_their_end(seeds: range) -> None:
+    start = {**SMALL, "first_value": 2**32 - 5}
+    for each in seeds:
+        ranks = SimRanks(2, each, 2, staging=start)
+        ranks.run(sums)
+        ranks.close()
+
+
+def one_case(rank: Rank, case: Case) -> str | None:
+    """Run a case in the caller's stream; return what is wrong with its result."""
+    spec = operation(case.coll)
+    xs = inputs(case)
+    want = expected(case, xs)[rank.rank]
+    x = rank.array(xs[rank.rank])
+    arguments = {**case.arguments(rank.rank), "nonblocking": True}
+    if want is not None and not (case.in_place and spec.in_place):
+        arguments["out"] = rank.array(np.ones(want.size, x.dtype))
+    request = getattr(rank.comm, case.coll)(x, **arguments)
+    out = request.wait()
+    value = None if want is None else rank.fetch(out)
+    request.synchronize()
+    rank.stream.synchronize()
+    if value is None or want is None:
+        return None
+    wrong = difference(case, xs, value(), want)
+    return None if wrong is None else f"rank {rank.rank}: {wrong} ({case})"
+
+
+@pytest.mark.parametrize("queues", [1, 8])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "coll", [spec.name for spec in OPERATIONS if spec.x_count != "none"]
+)
+def test_every_operation_is_ordered(
+    coll: str, size: int, queues: int, seed: int, full: bool
+) -> None:
+    cases = [
+        replace(case, params={**case.params, "piece": PIECE}, count=case.count % 300)
+        for case in sample(coll, size, seed, 40 if full else 4)
+    ]
+    ranks = SimRanks(size, seed, queues, staging={"first_nbytes": 4096, "slots": 3})
+    found = ranks.run(lambda rank: [one_case(rank, case) for case in cases])
+    assert [wrong for each in found for wrong in each if wrong is not None] == []
+    ranks.close()
+
+
+def test_calls_leave_no_memory_behind(full: bool, seed: int) -> None:
+    def main(rank: Rank) -> None:
+        x = rank.array(np.zeros(8, "f4"))
+        before = rank.stager.pinned_nbytes
+        for _ in range(10_000 if full else 300):
+            request = rank.comm.allreduce(x, nonblocking=True)
+            request.wait()
+            request.synchronize()
+        assert rank.stager.pinned_nbytes == before
+        assert rank.stager.num_events <= 2
+
+    ranks = SimRanks(2, seed, staging={"first_nbytes": 4096})
+    ranks.run(main)
+    ranks.close()
 
 
 @pytest.mark.parametrize("queues", [1, 2, 8])

@@ -280,6 +280,7 @@ class DeviceRequest:
                 f"{self._what}: wait() does not block the host, so timeout_s= belongs "
                 f"to synchronize(timeout_s=...)"
             )
+        self._comm._check_process()
         self._raise()
         self._observed = True
         if stream is None:
@@ -292,6 +293,7 @@ class DeviceRequest:
 
     def synchronize(self, *, timeout_s: float | None = None) -> Any:
         """Block the host until the operation is complete; return the output."""
+        self._comm._check_process()
         self._observed = True
         limit = self._timeout_s
         if timeout_s is not None:
@@ -310,6 +312,7 @@ class DeviceRequest:
 
     def test(self) -> bool:
         """Run a little progress; True once complete. Raises the operation's error."""
+        self._comm._check_process()
         if not self._call.test():
             return False
         self._observed = True

@@ -22,6 +22,7 @@ from commrt.errors import (
     CommError,
     DeviceFailedError,
     DeviceMissingError,
+    MismatchError,
     RevokedError,
     TimeoutError_,
     UsageError,
@@ -441,3 +442,62 @@ def test_explain_says_what_runs_arrays_on_devices() -> None:
             comm.explain("allreduce", 8, device="gpu")
 
     on_device(main)
+
+
+def test_check_mode_sees_ranks_whose_arrays_are_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COMMRT_DEBUG", "check")
+
+    def main(rank: Rank) -> None:
+        rank.comm.allreduce(ones(rank))
+        elsewhere = ones(rank) if rank.rank else np.ones(8, "f4")
+        with pytest.raises(MismatchError, match="the ranks disagree on memory"):
+            rank.comm.allreduce(elsewhere)
+
+    on_threads(2, main)
+
+
+def test_threads_of_a_rank_may_call_at_the_same_time() -> None:
+    """Each on a communicator of its own, and all on one device."""
+
+    def main(rank: Rank) -> None:
+        comms = [rank.comm.dup() for _ in range(3)]
+
+        def work(comm: Any) -> None:
+            stream = DeviceStream(rank.device)
+            x = DeviceArray(rank.device, 64)
+            x.put(np.ones(64), stream=stream.handle)
+            for number in range(20):
+                request = comm.allreduce(
+                    x, nonblocking=True, stream=stream, params={"piece": 64}
+                )
+                request.wait(stream=stream)
+                if number % 5 == 0:
+                    request.synchronize()
+            assert x.get(stream=stream.handle).tolist() == [float(2**20)] * 64
+
+        run_together([lambda comm=comm: work(comm) for comm in comms])
+        for comm in comms:
+            comm.free()
+
+    on_threads(2, main, max_delay_us=20)
+
+
+def run_together(functions: list[Callable[[], None]]) -> None:
+    """Run functions in threads; raise the first error."""
+    errors: list[BaseException] = []
+
+    def guarded(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(each,)) for each in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -7,6 +7,7 @@ itself, by ``__cuda_array_interface__``, where it lies. It computes nothing.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -82,8 +83,9 @@ def current_devices() -> list[Device]:
 class DeviceArray:
     """An array in the memory of a device, C-contiguous.
 
-    Its memory goes with it; ``free()`` gives it back at once. What it is filled with
-    before the first ``put`` is up to the device.
+    Its memory goes with it; ``free()`` gives it back at once. Both may wait for all
+    that the device was given, as may making one. What it is filled with before the
+    first ``put`` is up to the device.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class DeviceArray:
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.readonly = readonly
         self.nbytes = prod(self.shape) * self.dtype.itemsize
+        self._pinned = 0
         self._address = device.alloc(max(1, self.nbytes))
 
     @property
@@ -132,27 +135,25 @@ class DeviceArray:
                 f"put: {array.size} values for an array of shape {self.shape}"
             )
         device, handle = self.device, self._stream(stream)
-        pinned = device.pinned_alloc(max(1, self.nbytes))
-        try:
-            device.write(pinned, array.tobytes())
-            device.memcpy_async(self.address, pinned, self.nbytes, handle)
-            device.stream_synchronize(handle)
-        finally:
-            device.pinned_free(pinned)
+        device.write(self._buffer(), array.tobytes())
+        device.memcpy_async(self.address, self._buffer(), self.nbytes, handle)
+        device.stream_synchronize(handle)
         return self
 
     def get(self, *, stream: int | None = None) -> np.ndarray[Any, Any]:
         """Return a copy in host memory, made in a stream after all that is in it."""
         device, handle = self.device, self._stream(stream)
-        pinned = device.pinned_alloc(max(1, self.nbytes))
-        try:
-            device.memcpy_async(pinned, self.address, self.nbytes, handle)
-            device.stream_synchronize(handle)
-            bytes_ = device.read(pinned, self.nbytes)
-        finally:
-            device.pinned_free(pinned)
-        flat: np.ndarray[Any, Any] = np.frombuffer(bytes_, self.dtype).copy()
+        device.memcpy_async(self._buffer(), self.address, self.nbytes, handle)
+        device.stream_synchronize(handle)
+        raw = device.read(self._buffer(), self.nbytes)
+        flat: np.ndarray[Any, Any] = np.frombuffer(raw, self.dtype).copy()
         return flat.reshape(self.shape)
+
+    def _buffer(self) -> int:
+        """Return pinned memory, kept: to free it would wait for the whole device."""
+        if self._pinned == 0:
+            self._pinned = self.device.pinned_alloc(max(1, self.nbytes))
+        return self._pinned
 
     def _stream(self, stream: int | None) -> int:
         return current_stream(self.device) if stream is None else stream
@@ -160,10 +161,15 @@ class DeviceArray:
     def free(self) -> None:
         """Give the memory back, which waits for the device; idempotent."""
         address, self._address = self._address, 0
+        pinned, self._pinned = self._pinned, 0
         if address:
             self.device.free(address)
+        if pinned:
+            self.device.pinned_free(pinned)
 
     def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
         # A device that failed or is gone has taken its memory along.
         with suppress(CommError, AttributeError):
             self.free()

@@ -206,6 +206,8 @@ class Communicator(Fusing, Operations):
         self._plans.clear()
         if at_rest:
             self._release()
+        else:
+            self._staging.close()  # nobody looks at its devices any more
 
     def _release(self) -> None:
         lender = self._world.native_comms

@@ -405,12 +405,16 @@ class Communicator(Fusing, Operations):
     def _attach_to_heap(self, arena: Any) -> None:
         self._attach_segment(arena.address, arena.region_nbytes)
         self._plans.clear()  # they do not know what peers may reach
+        self._staging.forget_plans()
 
     # -- running -----------------------------------------------------------------
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective that the dispatcher did not recognise at a glance."""
         self._check_usable()
+        again = self._staging.again(name, args, kwargs)
+        if again is not None:
+            return again[0]
         try:
             call = calls.parse(operation(name), args, kwargs)
             bound = bind_call(self, call)

@@ -45,7 +45,7 @@ class Rank:
         self.device = device
         self.rank = comm.rank
         comm._staging._stagers.clear()
-        comm._staging._plans.clear()
+        comm._staging.forget_plans()
         for name, value in staging.items():
             setattr(comm._staging, name, value)
         self.stager = comm._staging.stager(device)

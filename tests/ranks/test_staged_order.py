@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,14 +58,20 @@ COUNTS = (80, 16, 7, 9, *[16] * 12, 33, 80)
 free: within a call of many, events order it, too."""
 
 
-def sums(rank: Rank) -> None:
-    """Start allreduces in a row, on memory that the stream was just told to fill."""
+def sums(rank: Rank, *, at_once: bool = False) -> None:
+    """Start allreduces in a row, on memory that the stream was just told to fill.
+
+    With ``at_once`` the stream waits for each as it is started.
+    """
     xs = [rank.array(given(rank.rank, i, count)) for i, count in enumerate(COUNTS)]
-    requests = [
-        rank.comm.allreduce(x, nonblocking=True, params={"piece": PIECE}) for x in xs
-    ]
-    for request in requests:
+    requests = []
+    for x in xs:
+        request = rank.comm.allreduce(x, nonblocking=True, params={"piece": PIECE})
         request.be_quiet()  # a run that ends in the middle drops them
+        requests.append(request)
+        if at_once:
+            request.wait()
+    for request in requests:
         request.wait()
     found = [rank.fetch(x) for x in xs]
     for request in requests:
@@ -83,7 +90,7 @@ def verdict(seed: int, queues: int, bug: str | None, **switches: Any) -> str:
     ranks = SimRanks(2, seed, queues, bug=bug, staging=SMALL, **switches)
     found = set()
     try:
-        ranks.run(sums)
+        ranks.run(partial(sums, at_once=bug in ONE_QUEUE))
         if not ranks.world.violations:
             ranks.close()
     except WrongSumError:

@@ -744,6 +744,9 @@ class Stager:
     def plant(self, name: str) -> None:
         """Plant a bug, for tests."""
 
+    def refuse_capture(self, stream: int) -> None:
+        """Raise CaptureError where a stream is captured."""
+
     def start(
         self,
         plan: StagedPlan,

@@ -253,6 +253,7 @@ class Staging:
                 self._order_after(device, stream, each.stream)
 
     def _order_after(self, device: Any, stream: int, exported: int) -> None:
+        self.stager(device).refuse_capture(exported)
         # One for each thread: between the two calls another one must not record it.
         events = self._own.__dict__.setdefault("events", {})
         if id(device) not in events:

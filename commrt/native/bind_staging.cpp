@@ -125,6 +125,7 @@ void bind_staging(nb::module_& m) {
       .def("wait_on",
            [](const PyStagedCall& self, uint64_t stream) {
              guarded([&] {
+               self.stager().refuse_capture(stream);
                self.stager().wait_on(self.call, stream);
                return 0;
              });
@@ -182,6 +183,13 @@ void bind_staging(nb::module_& m) {
              nb::gil_scoped_release release;
              self.stager->give_up("revoked", why);
            }, nb::arg("why"), "Fail what is under way, and let its streams go.")
+      .def("refuse_capture",
+           [](const PyStager& self, uint64_t stream) {
+             guarded([&] {
+               self.stager->refuse_capture(stream);
+               return 0;
+             });
+           }, nb::arg("stream"), "Raise CaptureError where a stream is captured.")
       .def("close", [](const PyStager& self) { self.stager->close(); },
            nb::call_guard<nb::gil_scoped_release>(), "Give everything back that is not in use.")
       .def("plant",

@@ -138,6 +138,8 @@ class Stager : public std::enable_shared_from_this<Stager> {
                                     bool orders, void* const* keep, double timeout_s);
   // Lets a stream wait for the end of a call; blocks only where streams have no flags.
   void wait_on(const std::shared_ptr<StagedCall>& call, Stream stream);
+  // Throws DeviceFailure where a stream is captured; the capture goes on.
+  void refuse_capture(Stream stream);
   // Looks at flags; true if anything went on. Of several threads one at a time.
   bool progress();
   // What a thread asks that waits for a call: whether the device still works.
@@ -189,7 +191,6 @@ class Stager : public std::enable_shared_from_this<Stager> {
   void issue(const std::shared_ptr<StagedCall>& made,
              const std::shared_ptr<const StagedPlan>& plan, const unsigned char* in,
              unsigned char* out, Stream stream, void* const* keep, double timeout_s);
-  void refuse_capture(Stream stream);
   PinnedRing::Part take_memory(std::size_t nbytes, double timeout_s);
   Event take_event();
   void enqueue(StagedCall& call, std::vector<Piece>& pieces, const unsigned char* in,

@@ -224,7 +224,15 @@ def test_a_captured_stream_is_refused_and_its_capture_goes_on() -> None:
             rank.comm.allreduce(x)
         assert rank.comm.next_seq == seq
         assert rank.device.end_capture(rank.stream.handle) == 0
-        rank.comm.allreduce(x, nonblocking=True).synchronize()
+        request = rank.comm.allreduce(x, nonblocking=True)
+        rank.device.begin_capture(rank.stream.handle)
+        with pytest.raises(CaptureError, match="is being captured"):
+            request.wait()
+        other = DeviceStream(rank.device)
+        with pytest.raises(CaptureError, match="is being captured"):
+            rank.comm.allreduce(x, stream=other)  # x says that the other one orders it
+        request.synchronize()
+        assert rank.device.end_capture(rank.stream.handle) == 0
 
     on_device(main)
 

@@ -117,7 +117,8 @@ class Staging:
         stream = current_stream_of(array, device)
         if exported is not None and exported != stream:
             self._order_after(device, stream, exported)
-        started = self.stager(device).start(
+        started = self._give(
+            device,
             plan,
             data_in,
             data_out,
@@ -128,6 +129,14 @@ class Staging:
             self._comm.timeout_s,
         )
         return started, stream
+
+    def _give(self, device: Any, *arguments: Any) -> _native.StagedCall:
+        try:
+            return self.stager(device).start(*arguments)
+        except DeviceError as error:
+            if error.status == "not_ready":  # it failed since this call began
+                self._comm._check_usable()
+            raise
 
     def _remember(self, call: Call, bound: Bound, plan: _native.StagedPlan) -> None:
         """Keep the plan of a call that ``again`` may run."""
@@ -163,7 +172,8 @@ class Staging:
             stream = as_stream(call.stream, device, name)
         self._order_exported(device, stream, arrays)
         timeout_s = comm.timeout_s if call.timeout_s is None else call.timeout_s
-        started = self.stager(device).start(
+        started = self._give(
+            device,
             plan,
             0 if x is None else x.address,
             0 if out is None else out.address,

@@ -107,7 +107,10 @@ PinnedRing::Part Stager::take_memory(std::size_t nbytes, double timeout_s) {
     } else {
       HostLock own(device_, polling_);
       check(own.status());
-      if (failed_) throw DeviceFailure(DeviceStatus::Failed, failure_);
+      // Not the device's: the caller says what became of the communicator.
+      if (failed_) {
+        throw DeviceFailure(device_gone_ ? DeviceStatus::Failed : DeviceStatus::NotReady, failure_);
+      }
       look();
     }
     if (taken) return part;

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
-from commrt.device_arrays import is_on_device, see
+from commrt.device_arrays import is_cupy, is_on_device, see
 from commrt.devices.arrays import DeviceArray
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_, UsageError
@@ -281,6 +281,8 @@ def empty_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
         return np.empty(shape, dtype=x.array.dtype)
     if isinstance(x.array, DeviceArray):
         return x.array.new_empty(shape)
+    if is_cupy(x.array):
+        return sys.modules["cupy"].empty(shape, dtype=x.array.dtype)
     namespace = getattr(x.array, "__array_namespace__", None)
     if namespace is None and x.on is not None:
         raise UsageError(

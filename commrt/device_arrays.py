@@ -16,7 +16,14 @@ from commrt.devices.registry import cuda_device, find_device
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_, UsageError
 
-__all__ = ["OnDevice", "as_stream", "current_stream_of", "is_on_device", "see"]
+__all__ = [
+    "OnDevice",
+    "as_stream",
+    "current_stream_of",
+    "is_cupy",
+    "is_on_device",
+    "see",
+]
 
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 _DLPACK_CUDA, _DLPACK_MANAGED = 2, 13
@@ -167,6 +174,11 @@ def _check_contiguous(
         expected *= length
 
 
+def is_cupy(array: Any) -> bool:
+    """Return whether an array is cupy's, without importing it."""
+    return type(array).__module__.partition(".")[0] == "cupy"
+
+
 def current_stream_of(array: Any, device: Any) -> int:
     """Return the current stream of the library that an array comes from.
 
@@ -176,7 +188,7 @@ def current_stream_of(array: Any, device: Any) -> int:
     if _is_tensor(array):
         torch = sys.modules["torch"]
         return int(torch.cuda.current_stream(array.device).cuda_stream)
-    if type(array).__module__.partition(".")[0] == "cupy":
+    if is_cupy(array):
         return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
     if not isinstance(array, DeviceArray):
         exported = getattr(array, "__cuda_array_interface__", {}).get("stream")

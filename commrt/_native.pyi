@@ -47,6 +47,14 @@ class CudaDevice(Device):
         """Whether the card can do what memory_flags says."""
 
     @property
+    def capability(self) -> int:
+        """The card's compute capability: 90 is 9.0."""
+
+    @property
+    def driver_version(self) -> int:
+        """The driver's CUDA version: 12040 is 12.4."""
+
+    @property
     def name(self) -> str:
         """The card."""
 
@@ -103,6 +111,26 @@ class Device:
     def last_error(self) -> str:
         """Why the latest failed call of this thread failed."""
 
+    def launch_boxes(
+        self,
+        kind: int,
+        buffer: int,
+        buffer_nbytes: int,
+        arrays: Sequence[int],
+        table: int,
+        *,
+        table_nbytes: int,
+        terms_at: int,
+        num_boxes: int,
+        units: int,
+        stream: int,
+        op: int = 0,
+        dtype: int = 0,
+    ) -> None:
+        """Pack (0), unpack (1) or combine (2) boxes of arrays by a kernel;
+        BoxTable.launch() calls it.
+        """
+
     def launch_copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Copy bytes by a kernel."""
 
@@ -114,8 +142,10 @@ class Device:
     ) -> None:
         """dst = dst op src, element by element, by a kernel."""
 
-    def load_kernels(self, image: bytes) -> None:
-        """Load the module of the kernels that launches use."""
+    def load_kernels(self, image: bytes, names: Sequence[str] = []) -> None:
+        """Add a module of kernels that launches use; those that are named are ready at
+        once.
+        """
 
     def lock(self, token: int) -> None:
         """Take a lock as the device knows of it; nothing on real hardware."""
@@ -778,6 +808,11 @@ class ThreadDevice(Device):
         """Let the device fail for good at the n-th command from now."""
 
 def close_fusion(group: Group) -> None: ...
+def cuda_driver(library: str = "") -> tuple[str, int, list[tuple[str, int, bool]]]:
+    """Return the CUDA driver's file, its version, and of each card the name, the
+    compute capability and whether it has memory flags; no device is opened.
+    """
+
 def cut_fusion(group: Any) -> None:
     """Send the open buckets."""
 

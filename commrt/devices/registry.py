@@ -11,8 +11,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from commrt._native import CudaDevice, Device
+from commrt._native import Device
 from commrt.devices.arrays import current_devices
+from commrt.devices.cuda import CudaDevice
 from commrt.errors import BufferError_, DeviceMissingError
 
 __all__ = ["cuda_device", "find_device", "serve", "stop_serving"]

@@ -212,6 +212,9 @@ class Engine:
     def is_parked(self) -> bool:
         """Whether its thread sleeps until something is started."""
 
+    def release_streams(self, why: str) -> None:
+        """Fail all work on device memory that is under way, and let its streams go."""
+
     def start_thread(self) -> None: ...
     def step(self) -> bool:
         """Run one pass over all operations in flight, a slice of each; True if
@@ -692,6 +695,101 @@ class SimWorld:
     def violations(self) -> list[str]:
         """What was found wrong; the first 64."""
 
+class StagedCall:
+    """One started call on device memory."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, without progress."""
+
+    @property
+    def failure(self) -> Any:
+        """(kind, text) of what went wrong; None where nothing did."""
+
+    @property
+    def seq(self) -> int:
+        """Sequence number of its first piece."""
+
+    def synchronize(self, timeout_s: float) -> bool:
+        """Block the host until the end; False where time ran out."""
+
+    def test(self) -> bool:
+        """Run a little progress; whether it has ended."""
+
+    def wait_on(self, stream: int) -> None:
+        """Let a stream wait for the end."""
+
+class StagedPlan:
+    """What a call on device memory does, by its pieces."""
+
+    def __init__(
+        self,
+        piece: Plan,
+        last: Plan,
+        pieces: int,
+        in_nbytes: int,
+        out_nbytes: int,
+        last_in_nbytes: int,
+        last_out_nbytes: int,
+        shared: bool,
+    ) -> None: ...
+    @property
+    def pieces(self) -> int:
+        """Parts that are copied and combined one after the other."""
+
+class Stager:
+    """A communicator's work on one device."""
+
+    def __init__(
+        self,
+        group: Group,
+        device: Device,
+        slots: int,
+        first_nbytes: int,
+        most_nbytes: int,
+        first_value: int = 0,
+    ) -> None: ...
+    def close(self) -> None:
+        """Give everything back that is not in use."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something failed, so that nothing more is taken."""
+
+    def give_up(self, why: str) -> None:
+        """Fail what is under way, and let its streams go."""
+
+    @property
+    def num_events(self) -> int:
+        """Events that wait for the next call."""
+
+    @property
+    def outstanding(self) -> int:
+        """Calls whose end the host has not seen."""
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Pinned memory for data."""
+
+    def plant(self, name: str) -> None:
+        """Plant a bug, for tests."""
+
+    def refuse_capture(self, stream: int) -> None:
+        """Raise CaptureError where a stream is captured."""
+
+    def start(
+        self,
+        plan: StagedPlan,
+        data_in: int,
+        data_out: int,
+        stream: int,
+        orders: bool,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        timeout_s: float,
+    ) -> StagedCall:
+        """Give the device and the engine all that there is to do."""
+
 class ThreadDevice(Device):
     """A device of real threads, one for each stream."""
 
@@ -916,6 +1014,9 @@ def nccl_open(path: str, *, only_loaded: bool) -> tuple[NcclLibrary, str]:
 
 def open_fusion(group: Group, nbytes: int, limit_s: float) -> None:
     """From now on short nonblocking allreduces go into buckets."""
+
+def planted_bugs() -> list[str]:
+    """Names of the bugs that tests can plant in the staging of device memory."""
 
 def region_nbytes(arg0: int, arg1: int, /) -> int:
     """Bytes of shared memory per rank for a group of `members` on-node ranks."""

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
+from commrt.device_arrays import is_cupy, is_on_device, see
+from commrt.devices.arrays import DeviceArray
 from commrt.dtypes import DTYPES, DType
-from commrt.errors import BufferError_
+from commrt.errors import BufferError_, UsageError
 
 __all__ = [
     "HostView",
@@ -29,9 +31,11 @@ __all__ = [
     "overlap",
     "view",
     "view_any",
+    "view_anywhere",
 ]
 
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
+_HOST_ONLY = "only collectives take arrays on devices; copy it to host memory first"
 _DLPACK_HOST = (1, 3, 10, 13)  # CPU, CUDA pinned, ROCm pinned, CUDA managed
 
 
@@ -59,6 +63,8 @@ class HostView:
     """Stream that orders its use, as an integer; None for host memory."""
     copied_from: int = 0
     """Of a copy: the address of the first element of the user's array."""
+    on: Any = None
+    """The device that the memory is on; None for host memory."""
 
     @property
     def nbytes(self) -> int:
@@ -119,10 +125,7 @@ def view(array: Any, what: str) -> HostView:
     if _is_tensor(array):
         return _view_torch(array, what)
     if hasattr(array, "__cuda_array_interface__"):
-        raise BufferError_(
-            f"{what} is a CUDA array: this build has no device backend; copy it to "
-            f"host memory first"
-        )
+        raise BufferError_(f"{what} is a CUDA array: {_HOST_ONLY}")
     if hasattr(array, "__dlpack_device__"):
         return _view_dlpack(array, what)
     try:
@@ -133,6 +136,25 @@ def view(array: Any, what: str) -> HostView:
             f"tensor, or an object with DLPack or a buffer"
         ) from None
     return _view_buffer(array, buffer, what)
+
+
+def view_anywhere(array: Any, what: str, *, any_type: bool = False) -> HostView:
+    """As ``view``, and arrays on devices; with ``any_type`` as ``view_any``."""
+    if not is_on_device(array):
+        return view_any(array, what) if any_type else view(array, what)
+    seen = see(array, what)
+    return HostView(
+        array,
+        array,
+        seen.address,
+        seen.count,
+        seen.dtype,
+        seen.shape,
+        seen.writable,
+        seen.number,
+        seen.stream,
+        on=seen.device,
+    )
 
 
 def _view_numpy(array: np.ndarray[Any, Any], given: Any, what: str) -> HostView:
@@ -200,10 +222,7 @@ def _is_tensor(array: Any) -> bool:
 
 def _view_torch(tensor: Any, what: str) -> HostView:
     if tensor.device.type != "cpu":
-        raise BufferError_(
-            f"{what} is on {tensor.device}: this build has no device backend; copy it "
-            f"to host memory first"
-        )
+        raise BufferError_(f"{what} is on {tensor.device}: {_HOST_ONLY}")
     name = str(tensor.dtype).removeprefix("torch.")
     dtype = _BY_NAME.get(name)
     if dtype is None or tensor.is_sparse or tensor.is_quantized:
@@ -225,8 +244,7 @@ def _view_dlpack(array: Any, what: str) -> HostView:
     kind, _ = array.__dlpack_device__()
     if kind not in _DLPACK_HOST:
         raise BufferError_(
-            f"{what} is on a device (DLPack device type {kind}): this build has no "
-            f"device backend; copy it to host memory first"
+            f"{what} is on a device (DLPack device type {kind}): {_HOST_ONLY}"
         )
     try:
         exported = np.from_dlpack(array)
@@ -261,7 +279,15 @@ def empty_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
         return x.array.new_empty(shape)
     if isinstance(x.array, np.ndarray):
         return np.empty(shape, dtype=x.array.dtype)
+    if isinstance(x.array, DeviceArray):
+        return x.array.new_empty(shape)
+    if is_cupy(x.array):
+        return sys.modules["cupy"].empty(shape, dtype=x.array.dtype)
     namespace = getattr(x.array, "__array_namespace__", None)
+    if namespace is None and x.on is not None:
+        raise UsageError(
+            f"pass out=: nothing is known of how to allocate a {type(x.array).__name__}"
+        )
     if namespace is not None:
         library = namespace()
         return library.empty(shape, dtype=getattr(library, x.dtype.name))
@@ -269,7 +295,9 @@ def empty_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
 
 
 def copy_of(x: HostView) -> HostView:
-    """Return a view of a copy of ``x``."""
+    """Return a view of a copy of ``x``; on devices ``x``, which is copied anyway."""
+    if x.on is not None:
+        return x
     copied = np.empty(x.nbytes, np.uint8)
     ctypes.memmove(copied.ctypes.data, x.address, x.nbytes)
     address = copied.ctypes.data

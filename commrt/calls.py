@@ -23,8 +23,7 @@ from commrt.arrays import (
     empty_like_array,
     numpy_type,
     overlap,
-    view,
-    view_any,
+    view_anywhere,
 )
 from commrt.dtypes import (
     DTYPES,
@@ -59,7 +58,9 @@ __all__ = [
 ]
 
 _BYTE = DTYPES[5]
-_OPTIONS = ("nonblocking", "timeout_s", "algorithm", "backend", "params", "name")
+_OPTIONS = (
+    *("nonblocking", "timeout_s", "algorithm", "backend", "params", "name", "stream"),
+)
 _ELSEWHERE = {
     "async_op": "nonblocking",
     "src": "root",
@@ -106,11 +107,13 @@ class Call:
     """The wire format, ``none`` for exact; None: whatever a table says."""
     residual: Any = None
     """What earlier compressed calls still owe."""
+    stream: Any = None
+    """Of arrays on a device: the stream that orders the call; None: the current one."""
 
     def view(self, array: Any, argument: str) -> HostView:
         """Return the view of an argument, of a type that this call takes."""
-        look = view if self.user is None else view_any
-        return look(array, f"{self.spec.name}: {argument}")
+        what = f"{self.spec.name}: {argument}"
+        return view_anywhere(array, what, any_type=self.user is not None)
 
     @property
     def op(self) -> str | None:
@@ -146,8 +149,20 @@ class Bound:
     @property
     def device(self) -> int | None:
         """Number of the device of its memory; None for the host's."""
-        held = self.x if self.out is None else self.out
+        held = self._on_device()
         return None if held is None else held.device
+
+    @property
+    def on(self) -> Any:
+        """The device of its memory, of any of it; None for the host's."""
+        held = self._on_device()
+        return None if held is None else held.on
+
+    def _on_device(self) -> HostView | None:
+        for each in (self.x, self.out):
+            if each is not None and each.on is not None:
+                return each
+        return None
 
     @property
     def out_elements(self) -> int:
@@ -202,6 +217,7 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         counts=tuple(kwargs.get(argument) for argument in spec.count_arguments),
         compress=_compress(spec, kwargs.get("compress"), kwargs.get("residual")),
         residual=kwargs.get("residual"),
+        stream=kwargs.get("stream"),
     )
 
 
@@ -407,8 +423,8 @@ def check_root(spec: OpSpec, root: Any, size: int) -> None:
 
 def _bind_bcast(call: Call, is_root: bool) -> Bound:
     """The root sends x; everybody's output is ``out``, or x itself."""
-    x = view(call.x, "bcast: x")
-    target = x if call.out is None else view(call.out, "bcast: out")
+    x = call.view(call.x, "x")
+    target = x if call.out is None else call.view(call.out, "out")
     if call.out is not None:
         check_pair(call, x, target, x.count)
         check_overlap(call, x, target)
@@ -425,10 +441,10 @@ def _bind_scatter(call: Call, is_root: bool, size: int) -> Bound:
         if is_root or call.out is None:
             missing = "x on the root" if is_root else "out= where x is None"
             raise UsageError(f"scatter: pass {missing}")
-        out = view(call.out, "scatter: out")
+        out = call.view(call.out, "out")
         check_writable(spec, out)
         return Bound(None, out, call.out, out.dtype, out.count * size)
-    x = view(call.x, "scatter: x")
+    x = call.view(call.x, "x")
     _check_divisible(spec, x, size)
     out = _output(call, x, size)
     if not is_root:

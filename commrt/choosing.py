@@ -12,13 +12,15 @@ from commrt import algorithms, backends, calls
 from commrt.backends import planning
 from commrt.backends.ordering import wanted_order, why_refused
 from commrt.backends.prediction import predicted_us
+from commrt.backends.staged import on_host
 from commrt.dtypes import is_known
-from commrt.errors import UsageError
+from commrt.errors import UsageError, suggest
 from commrt.operations import rule_nbytes
 from commrt.redistribution_calls import Redistributing
 from commrt.remembered import Choices
 from commrt.select.facts import Candidate, CommFacts, Query, without_compression
 from commrt.select.policy import Explanation, Policy, Rejected
+from commrt.select.schema import DEVICES
 from commrt.user_reduction import Reduction
 from commrt.world import NATIVE
 
@@ -50,7 +52,10 @@ class Choosing(Redistributing):
 
     def _candidates(self, query: Query) -> list[Candidate]:
         found = self._found(query)
-        return [each for each in found if why_refused(self, query, each) is None]
+        return [each for each in found if self._why_refused(query, each) is None]
+
+    def _why_refused(self, query: Query, candidate: Candidate) -> str | None:
+        return why_refused(self, *on_host(query, candidate))
 
     def _refused(self, query: Query) -> Sequence[Rejected]:
         """Return what could run the operation, but not as this query needs it."""
@@ -62,11 +67,12 @@ class Choosing(Redistributing):
         refused = []
         for each in self._found(plain):
             if str(each) not in allowed:
-                reason = why_refused(self, query, each) or "knows no reduction of yours"
+                reason = self._why_refused(query, each) or "knows no reduction of yours"
                 refused.append(Rejected(each, reason))
         return refused
 
     def _cost(self, query: Query, candidate: Candidate) -> float:
+        query, candidate = on_host(query, candidate)
         coll, name = query.coll, candidate.algorithm
         if name in algorithms.names(coll):
             own, _ = planning.split_params(candidate.params)
@@ -82,6 +88,7 @@ class Choosing(Redistributing):
         dtype: str = "float32",
         op: str | Reduction = "sum",
         distinct: bool = False,
+        device: str = "host",
     ) -> list[Candidate]:
         """Return everything that can run ``coll`` here, simplest first.
 
@@ -89,7 +96,7 @@ class Choosing(Redistributing):
         ``distinct`` a candidate that runs the very program of an earlier one is left
         out: on two ranks a ring and a direct exchange are one and the same.
         """
-        query = self._question("candidates", coll, nbytes, dtype, op, 0)
+        query = self._question("candidates", coll, nbytes, dtype, op, 0, device)
         found = self._policy.candidates(query)
         return planning.distinct(coll, found, self.facts.layout) if distinct else found
 
@@ -101,12 +108,14 @@ class Choosing(Redistributing):
         dtype: str = "float32",
         op: str | Reduction = "sum",
         root: int = 0,
+        device: str = "host",
     ) -> Explanation:
         """Return what a call would run, why, and what was rejected; print it.
 
-        ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``).
+        ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``);
+        ``device`` is ``cuda`` for arrays on devices.
         """
-        query = self._question("explain", coll, nbytes, dtype, op, root)
+        query = self._question("explain", coll, nbytes, dtype, op, root, device)
         return self._policy.explain(query)
 
     def _question(
@@ -117,10 +126,14 @@ class Choosing(Redistributing):
         dtype: str,
         op: str | Reduction,
         root: int,
+        device: str,
     ) -> Query:
         user = op if isinstance(op, Reduction) else None
         name = "sum" if user is not None else op
         query = calls.check_question(what, coll, nbytes, dtype, name, root, self.size)
+        if device not in DEVICES:
+            raise UsageError(f"{what}: device={device!r}{suggest(device, DEVICES)}")
+        query = replace(query, device=device)
         if query.op is None:
             return query
         order = wanted_order(self._deterministic, query.op, user, query.dtype)
@@ -132,7 +145,7 @@ class Choosing(Redistributing):
         if call.spec.compresses:
             candidate = without_compression(candidate)
         # Parameters that the call gives make it another program.
-        reason = why_refused(self, query, candidate)
+        reason = self._why_refused(query, candidate)
         if reason is not None:
             raise UsageError(f"{candidate} must not run {query}: {reason}")
         return candidate
@@ -146,7 +159,7 @@ class Choosing(Redistributing):
             coll=spec.name,
             nbytes=rule_nbytes(spec.name, nbytes, self.size),
             dtype="uint8" if records else bound.dtype.name,
-            device="host" if bound.device is None else "cuda",
+            device="host" if bound.on is None and call.stream is None else "cuda",
             op=call.op,
             root=call.root if spec.has_root else None,
         )
@@ -157,6 +170,8 @@ class Choosing(Redistributing):
         return query, self._choices.of(query, call)
 
     def _only_on_request(self, query: Query, candidate: Candidate) -> str | None:
-        if candidate.name != NATIVE or self._unasked_native:
+        native = candidate.name in (NATIVE, "staged/native")
+        query, candidate = on_host(query, candidate)
+        if not native or self._unasked_native:
             return planning.only_by_name(self.facts.layout, query.coll, candidate)
         return "has no MPI communicator here until a call asks for it by name"

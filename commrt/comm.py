@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,6 +19,7 @@ from commrt.arrays import numpy_type
 from commrt.backends.base import PlanSpec
 from commrt.backends.planning import LANE_NBYTES, allows
 from commrt.backends.prediction import floor_us
+from commrt.backends.staged import on_host
 from commrt.dtypes import engine_factor
 from commrt.errors import BackendError, UsageError
 from commrt.failures import watch_forks
@@ -36,6 +36,7 @@ from commrt.safety.check import Checker
 from commrt.schedule.nodes import check_nodes
 from commrt.select.facts import CommFacts
 from commrt.select.policy import Policy
+from commrt.staging import Staging
 from commrt.symmetric import SymmetricHeap, as_array, parse_request
 from commrt.user_reduction import BoundReduction
 from commrt.vector_calls import bind_call
@@ -109,6 +110,7 @@ class Communicator(Fusing, Operations):
         self.timeout_s = world.timeout_s
         self._arena = None
         self._heap: SymmetricHeap | None = None
+        self._staging = Staging(self)
         limit = self.timeout_s if timeout_s is None else timeout_s
         self._attach(identity, limit)
         self.facts = self._agree_facts()
@@ -124,8 +126,8 @@ class Communicator(Fusing, Operations):
             self._cost,
             world.overrides,
             self._only_on_request,
-            partial(floor_us, self.facts),
-            partial(allows, self.facts.layout),
+            lambda query, one: floor_us(self.facts, *on_host(query, one)),
+            lambda query, one: allows(self.facts.layout, *on_host(query, one)),
             self._refused,
         )
         self._choices = Choices(self._policy)
@@ -204,12 +206,15 @@ class Communicator(Fusing, Operations):
         self._plans.clear()
         if at_rest:
             self._release()
+        else:
+            self._staging.close()  # nobody looks at its devices any more
 
     def _release(self) -> None:
         lender = self._world.native_comms
         if lender is not None and self._lease is not None and not self._failure:
             lender.give_back(self._lease)
         self._lease = self._native_comm = None
+        self._staging.close()
         if self._arena is not None:
             self._detach()
             self._arena.close()
@@ -249,6 +254,7 @@ class Communicator(Fusing, Operations):
     def give_up(self, why: str) -> None:
         """Make the communicator unusable, here and for ranks of this node that wait."""
         self._set_failure(why)
+        self._staging.give_up(why)
         self._give_up_sparse(why)
         self._give_up_compression(why)
         if self._checker is not None:
@@ -399,15 +405,21 @@ class Communicator(Fusing, Operations):
     def _attach_to_heap(self, arena: Any) -> None:
         self._attach_segment(arena.address, arena.region_nbytes)
         self._plans.clear()  # they do not know what peers may reach
+        self._staging.forget_plans()
 
     # -- running -----------------------------------------------------------------
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective that the dispatcher did not recognise at a glance."""
         self._check_usable()
+        again = self._staging.again(name, args, kwargs)
+        if again is not None:
+            return again[0]
         try:
             call = calls.parse(operation(name), args, kwargs)
             bound = bind_call(self, call)
+            if bound.device is not None or call.stream is not None:
+                return self._staging.run(call, bound)
             compressed = self._bound_compressed(call, bound)
             fused: Any = None
             plan: Any = None

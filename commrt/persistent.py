@@ -20,6 +20,7 @@ from commrt.errors import UsageError, suggest
 from commrt.message_lists import bind_lists
 from commrt.operations import COLLECTIVES, operation
 from commrt.redistribution import bound_redistribution, make_redistribution
+from commrt.staging import BoundDeviceCall
 from commrt.vector_calls import bind_call
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Plans:
 
     def __getattr__(
         self, name: str
-    ) -> Callable[..., _native.PersistentCall | CompressedCall]:
+    ) -> Callable[..., _native.PersistentCall | CompressedCall | BoundDeviceCall]:
         if name not in COLLECTIVES:
             raise AttributeError(f"no collective {name!r}{suggest(name, COLLECTIVES)}")
         return partial(self._make, name)
@@ -166,7 +167,7 @@ class Plans:
 
     def _make(
         self, name: str, *args: Any, **kwargs: Any
-    ) -> _native.PersistentCall | CompressedCall:
+    ) -> _native.PersistentCall | CompressedCall | BoundDeviceCall:
         comm = self._comm
         comm._check_usable()
         if "nonblocking" in kwargs or "timeout_s" in kwargs:
@@ -177,6 +178,8 @@ class Plans:
         try:
             call = calls.parse(operation(name), args, kwargs)
             bound = bind_call(comm, call)
+            if bound.device is not None or call.stream is not None:
+                return comm._staging.bound(call, bound)
             compressed = comm._bound_compressed(call, bound)
             if compressed is not None:
                 return compressed

@@ -12,11 +12,19 @@ from commrt import _native
 from commrt._native import FusedRequest, Request
 from commrt.calls import check_timeout
 from commrt.errors import CommError, TimeoutError_, UsageError
+from commrt.staging import DeviceRequest
 from commrt.stepped import SteppedRequest
 
-__all__ = ["Request", "RequestErrors", "test_all", "wait_all", "wait_any"]
+__all__ = [
+    "DeviceRequest",
+    "Request",
+    "RequestErrors",
+    "test_all",
+    "wait_all",
+    "wait_any",
+]
 
-_KINDS = {Request, SteppedRequest, FusedRequest}
+_KINDS = {Request, SteppedRequest, FusedRequest, DeviceRequest}
 
 
 class RequestErrors(CommError):
@@ -34,7 +42,8 @@ def wait_all(
     """Wait for all requests, then return their outputs in order.
 
     Every request is waited for even when some fail; one failure is raised as it is,
-    several together as RequestErrors. ``timeout_s`` bounds the whole call.
+    several together as RequestErrors. ``timeout_s`` bounds the whole call. Requests on
+    device arrays let the current stream wait; with ``timeout_s`` they block the host.
     """
     outputs: list[Any] = []
     errors: list[tuple[int, Exception]] = []
@@ -55,7 +64,10 @@ def wait_all(
                 output = request.wait()
             else:
                 left_s = max(1e-3, deadline - time.monotonic())
-                output = request.wait(timeout_s=left_s)
+                # Of device arrays a wait blocks nobody, so only this has a limit.
+                on_device = isinstance(request, DeviceRequest)
+                wait = request.synchronize if on_device else request.wait
+                output = wait(timeout_s=left_s)
             outputs.append(output)
         except CommError as error:
             errors.append((index, error))

@@ -31,6 +31,7 @@ class Operations:
         residual: Any = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def reduce(
@@ -38,18 +39,21 @@ class Operations:
         factor: float | None = None, root: int = 0, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def bcast(
         self, x: Any, *, out: Any = None, root: int = 0, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def allgather(
         self, x: Any, *, out: Any = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def reduce_scatter(
@@ -57,6 +61,7 @@ class Operations:
         factor: float | None = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def alltoall(
@@ -64,24 +69,28 @@ class Operations:
         residual: Any = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def gather(
         self, x: Any, *, out: Any = None, root: int = 0, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def scatter(
         self, x: Any, *, out: Any = None, root: int = 0, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def barrier(
         self, *, nonblocking: bool = False, timeout_s: float | None = None,
         algorithm: str | None = None, backend: str | None = None,
         params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def scan(
@@ -89,6 +98,7 @@ class Operations:
         factor: float | None = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def exscan(
@@ -96,12 +106,14 @@ class Operations:
         factor: float | None = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def allgatherv(
         self, x: Any, *, counts: Counts, out: Any = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def alltoallv(
@@ -110,6 +122,7 @@ class Operations:
         nonblocking: bool = False, timeout_s: float | None = None,
         algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def gatherv(
@@ -117,6 +130,7 @@ class Operations:
         nonblocking: bool = False, timeout_s: float | None = None,
         algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def scatterv(
@@ -124,6 +138,7 @@ class Operations:
         nonblocking: bool = False, timeout_s: float | None = None,
         algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def reduce_scatterv(
@@ -131,6 +146,7 @@ class Operations:
         factor: float | None = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
+        stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
 
@@ -141,7 +157,8 @@ def signature(spec: OpSpec) -> str:
     parts += ["root=0"] if spec.has_root else []
     parts += ["compress=None", "residual=None"] if spec.compresses else []
     parts += ["nonblocking=False", "timeout_s=None", "algorithm=None", "backend=None"]
-    return f"{spec.name}({', '.join([*parts, 'params=None', 'name=None'])})"
+    parts += ["params=None", "name=None", "stream=None"]
+    return f"{spec.name}({', '.join(parts)})"
 
 
 def _counts(spec: OpSpec) -> list[str]:
@@ -231,6 +248,8 @@ def docstring(spec: OpSpec) -> str:
         "    timeout_s: deadline; TimeoutError_ names the ranks that are missing.",
         "    algorithm, backend, params: instead of the automatic choice (explain()).",
         "    name: a label that check mode compares across ranks.",
+        "    stream: of arrays on a device: what orders the call; None: their library's"
+        " current one.",
         "",
         "Returns the output (None where this rank has none), or a Request.",
     ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commrt.arrays import HostView, copy_of, empty_like_array, view
+from commrt.arrays import HostView, copy_of, empty_like_array
 from commrt.calls import (
     Bound,
     Call,
@@ -193,9 +193,8 @@ def _bind_pairs(
 def _output(call: Call, x: HostView, counts: tuple[int, ...], total: int) -> HostView:
     spec = call.spec
     if call.out is None:
-        return view(
-            empty_like_array(x, _joined_shape(x, counts, total)), f"{spec.name}: out"
-        )
+        made = empty_like_array(x, _joined_shape(x, counts, total))
+        return call.view(made, "out")
     out = call.view(call.out, "out")
     check_pair(call, x, out, total)
     check_writable(spec, out)

@@ -103,6 +103,24 @@ class World:
             self._picks_native[facts] = asked or tabled or facts.nodes > 1
         return self._picks_native[facts]
 
+    def drive(self, device: Any) -> None:
+        """See that calls on a device make progress though nobody waits for them.
+
+        A stream that waits for the host needs no thread of the program to go on, so
+        the progress thread runs, but where COMMRT_PROGRESS=off. A simulated device's
+        threads are known to it: there the program makes progress.
+        """
+        if device.kind == "simulated" or self.engine.has_thread:
+            return
+        if env.read_str("COMMRT_PROGRESS") == "off":
+            return
+        if not _threads_may_call_mpi(self):
+            raise UsageError(
+                "calls on arrays on devices need a progress thread, and that needs MPI "
+                "initialised with THREAD_MULTIPLE: do not lower mpi4py.rc.thread_level"
+            )
+        self.engine.start_thread()
+
     def free_lingering(self) -> None:
         """Free what was dropped with operations in flight that have ended since."""
         dropped, self.lingering = self.lingering, []
@@ -366,4 +384,6 @@ def end_of_process(world: World, grace_s: float = 5.0) -> None:
     deadline = time.monotonic() + grace_s
     while world.engine.step() and time.monotonic() < deadline:
         os.sched_yield()
+    # A driver that closes would wait for streams that wait for this process.
+    world.engine.release_streams("the process ends")
     world.engine.stop_thread()

@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 
 from commrt import algorithms, backends
 from commrt.backends.planning import TransportParams
+from commrt.backends.staged import PIECE, check_piece
 from commrt.errors import UsageError, suggest
 from commrt.operations import COLLECTIVES, operation
 from commrt.select.facts import Candidate, ParamValue
@@ -72,14 +73,15 @@ def _parameters(
     one = backends.get(backend)
     if not type(one).__module__.startswith("commrt.backends."):
         return None
+    staged = {PIECE: _check_piece} if backend == "staged" else {}
     if algorithm == "native":
-        return {}
+        return staged
     values, ends = _choices(coll, algorithm, ranks)
     own = {name: partial(_check_choice, name, these, ends) for name, these in values}
     transport = TransportParams.__dataclass_fields__
     of_transport = {name: partial(_check_transport, name) for name in transport}
     compress = {COMPRESS: _check_compress} if operation(coll).compresses else {}
-    return {**own, **of_transport, **compress}
+    return {**own, **of_transport, **compress, **staged}
 
 
 def _choices(
@@ -117,6 +119,15 @@ def _check_choice(
     if not ends and isinstance(value, int) and value > largest:
         return None  # more ranks than were asked about may allow it
     return f"{name}={value!r} is not one of {_few(values)}{'' if ends else ', ...'}"
+
+
+def _check_piece(value: ParamValue) -> str | None:
+    """Return what is wrong with the length of staged pieces."""
+    try:
+        check_piece(value)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def _check_compress(value: ParamValue) -> str | None:

@@ -169,12 +169,15 @@ class Compressing(Choosing):
         dtype: str = "float32",
         op: str | Reduction = "sum",
         root: int = 0,
+        device: str = "host",
     ) -> Explanation:
         """Return what a call would run, why, and what was rejected; print it.
 
         ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``).
         """
-        found = super().explain(coll, nbytes, dtype=dtype, op=op, root=root)
+        found = super().explain(
+            coll, nbytes, dtype=dtype, op=op, root=root, device=device
+        )
         wanted = found.choice.candidate.params.get(COMPRESS)
         if wanted is None or wanted == EXACT:
             return found

@@ -7,15 +7,21 @@ Importing this loads no driver. docs/gpu.md says what each implementation is lik
 from __future__ import annotations
 
 from commrt._native import Device
+from commrt.devices.arrays import DeviceArray, DeviceStream
 from commrt.devices.cuda import CudaDevice
+from commrt.devices.registry import serve, stop_serving
 from commrt.devices.simulated import SimDevice, SimOptions, SimWorld
 from commrt.devices.threaded import ThreadDevice
 
 __all__ = [
     "CudaDevice",
     "Device",
+    "DeviceArray",
+    "DeviceStream",
     "SimDevice",
     "SimOptions",
     "SimWorld",
     "ThreadDevice",
+    "serve",
+    "stop_serving",
 ]

@@ -12,6 +12,7 @@
 #include "fusion.hpp"
 #include "group.hpp"
 #include "p2p.hpp"
+#include "staging.hpp"
 
 namespace commrt {
 
@@ -90,6 +91,9 @@ void bind_group(nb::module_& m) {
            "Run one pass over all operations in flight, a slice of each; True if anything "
            "advanced.")
       .def("start_thread", &Engine::start_thread)
+      .def("release_streams", &Engine::release_streams, nb::arg("why"),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Fail all work on device memory that is under way, and let its streams go.")
       .def("stop_thread", &Engine::stop_thread, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("has_thread", &Engine::has_thread)
       .def_prop_ro("is_parked", &Engine::is_parked,
@@ -150,6 +154,9 @@ void bind_group(nb::module_& m) {
       .def_rw("_slow", &Group::slow)
       .def_prop_ro("_num_plans", &Group::num_plans)
       .def_prop_ro("_idle", [](const Group& g) {
+        for (const auto& stager : g.stagers) {
+          if (stager->outstanding() != 0) return false;
+        }
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         return g.comm->idle();
       }, nb::call_guard<nb::gil_scoped_release>())

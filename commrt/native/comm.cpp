@@ -103,6 +103,8 @@ std::shared_ptr<Op> Comm::fresh_op() {
   }
   op->comm = this;
   op->parts.reset();
+  op->gate = {};
+  op->stream = 0;
   return op;
 }
 
@@ -132,6 +134,20 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
   op->keep[0] = keep != nullptr ? keep[0] : nullptr;
   op->keep[1] = keep != nullptr ? keep[1] : nullptr;
   return begin(std::move(op), limit);
+}
+
+std::shared_ptr<Op> Comm::start_gated(const std::shared_ptr<const Plan>& plan, const void* in,
+                                      void* out, const Gate& gate, uint64_t stream) {
+  std::shared_ptr<Op> op = fresh_op();
+  op->bind(plan, in, out);
+  op->seq = next_seq++;
+  op->gate = gate;
+  op->stream = stream;
+  if (plan->shows_result && has_heap()) op->find_in_heap();
+  op->store = store_for_run(*plan, false, op->uses_heap());
+  op->timed_from = 0;
+  op->keep[0] = op->keep[1] = nullptr;
+  return begin(std::move(op), kSliceBytes);
 }
 
 std::shared_ptr<Op> Comm::start_bucket(const std::shared_ptr<const Plan>& plan,
@@ -300,6 +316,8 @@ bool Comm::fail_after_own(Op& op) {
   op.fail("this rank gave up at operation #" + std::to_string(failed_from) + ": " + failure);
   return true;
 }
+
+void Comm::fail_op(Op& op, const std::string& why) { op.fail(why); }
 
 bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
   Op& op = *given;

@@ -92,6 +92,16 @@ struct MpiSend {  // a message on its way; nothing but the end of the operation 
   std::unique_ptr<unsigned char[]> staging;  // null: sent from where it lies
 };
 
+// What opens before an operation begins: a count that somebody else raises, cyclically.
+struct Gate {
+  const std::atomic<uint32_t>* opened = nullptr;  // null: open
+  uint32_t value = 0;
+  bool is_open() const {
+    return opened == nullptr ||
+           static_cast<int32_t>(opened->load(std::memory_order_acquire) - value) >= 0;
+  }
+};
+
 // One operation in flight. Owned by shared_ptr: the communicator's list and the request.
 class Op {
  public:
@@ -116,6 +126,7 @@ class Op {
   std::unique_ptr<BucketParts> parts;  // of a bucket: its arrays, instead of `in` and `out`
   bool in_heap = false;  // may meet buffers in the symmetric heap (symmetric.cpp)
   void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
+  Gate gate;  // before its first instruction; its place among others it has from the start
 
   bool uses_heap() const { return in_place_ != 0 || out_place_ != 0; }
   bool has_keep() const { return keep[0] != nullptr || keep[1] != nullptr; }
@@ -286,6 +297,9 @@ class Comm {
   // the operation), or null. Does at most `limit` bytes of the work at once.
   std::shared_ptr<Op> start(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
                             void* const* keep, bool timed = false, uint64_t limit = kNoLimit);
+  // The same for one that begins once its gate is open: until then its buffers are not touched.
+  std::shared_ptr<Op> start_gated(const std::shared_ptr<const Plan>& plan, const void* in,
+                                  void* out, const Gate& gate, uint64_t stream);
   // The same for the arrays of a bucket, one after the other.
   std::shared_ptr<Op> start_bucket(const std::shared_ptr<const Plan>& plan,
                                    std::unique_ptr<BucketParts> parts, void* keep, uint64_t limit);
@@ -307,6 +321,8 @@ class Comm {
 
   // Ends an operation behind one that failed on this rank; true if there is one.
   bool fail_after_own(Op& op);
+  // Ends an operation, and with it the communicator's use.
+  void fail_op(Op& op, const std::string& why);
   // Ends an operation that an on-node peer has given up; true if it has ended.
   bool fail_after_peer(const std::shared_ptr<Op>& op);
   // Lets the ranks of this node know that they wait in vain from operation `seq` on.

@@ -2,6 +2,8 @@
 // Progress over all communicators, the parking thread, and how to wait politely.
 #include "engine.hpp"
 
+#include "staging.hpp"
+
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -50,8 +52,72 @@ bool Engine::step_locked(uint64_t limit) {
 }
 
 bool Engine::step() {
-  std::lock_guard<std::mutex> lock(mutex);
-  return step_locked(kSliceBytes);
+  bool any = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    any = step_locked(kSliceBytes);
+  }
+  return has_stagers() ? step_stagers(any) : any;
+}
+
+void Engine::add_stager(std::shared_ptr<Stager> stager) {
+  const std::lock_guard<std::mutex> own(stagers_mutex_);
+  stagers_.push_back(std::move(stager));
+  num_stagers_.fetch_add(1, std::memory_order_release);
+}
+
+void Engine::remove_stager(const Stager* stager) {
+  const std::lock_guard<std::mutex> own(stagers_mutex_);
+  const auto found = std::find_if(stagers_.begin(), stagers_.end(),
+                                  [&](const auto& one) { return one.get() == stager; });
+  if (found == stagers_.end()) return;
+  stagers_.erase(found);
+  num_stagers_.fetch_sub(1, std::memory_order_release);
+}
+
+// After a pass; true if that or this advanced anything.
+bool Engine::step_stagers(bool advanced) {
+  thread_local std::vector<std::shared_ptr<Stager>> all;
+  {
+    const std::lock_guard<std::mutex> own(stagers_mutex_);
+    all = stagers_;
+  }
+  for (const auto& stager : all) advanced = stager->progress() || advanced;
+  if (advanced && !all.empty()) all.front()->announce();
+  all.clear();
+  return advanced;
+}
+
+bool Engine::is_staging() {
+  if (!has_stagers()) return false;
+  const std::lock_guard<std::mutex> own(stagers_mutex_);
+  return std::any_of(stagers_.begin(), stagers_.end(),
+                     [](const auto& one) { return one->outstanding() != 0; });
+}
+
+void Engine::release_streams(const std::string& why) {
+  std::vector<std::shared_ptr<Stager>> all;
+  {
+    const std::lock_guard<std::mutex> own(stagers_mutex_);
+    all = stagers_;
+  }
+  for (const auto& stager : all) {
+    if (stager->outstanding() != 0) stager->give_up("revoked", why);
+  }
+}
+
+void Engine::discard_objects(void* (&objects)[2]) {
+  const std::lock_guard<std::mutex> own(stagers_mutex_);
+  for (void*& object : objects) {
+    if (object != nullptr) objects_.push_back(object);
+    object = nullptr;
+  }
+  if (!objects_.empty()) has_ended_.store(true, std::memory_order_relaxed);
+}
+
+std::vector<void*> Engine::take_objects() {
+  const std::lock_guard<std::mutex> own(stagers_mutex_);
+  return std::exchange(objects_, {});
 }
 
 bool Engine::busy_locked() const {
@@ -59,6 +125,7 @@ bool Engine::busy_locked() const {
 }
 
 bool Engine::idle() {
+  if (is_staging()) return false;
   std::lock_guard<std::mutex> lock(mutex);
   return !busy_locked();
 }
@@ -121,7 +188,7 @@ void Engine::thread_main() {
     bool advanced = false;
     {
       std::unique_lock<std::mutex> lock(mutex);
-      auto needed = [this] { return stopping_ || busy_locked(); };
+      auto needed = [this] { return stopping_ || busy_locked() || is_staging(); };
       if (!needed()) {
         is_parked_.store(true, std::memory_order_release);
         parked_->wait(lock, needed);
@@ -139,6 +206,7 @@ void Engine::thread_main() {
       }
     }
     // Between passes the lock is free, so that callers can submit and wait.
+    if (has_stagers()) advanced = step_stagers(advanced);
     if (advanced) backoff.reset();
     backoff.pause();
   }

@@ -30,6 +30,8 @@ enum class WaitResult { Done, TimedOut, Interrupted };
 double now_s();
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
+class Stager;
+
 class Engine {
  public:
   ~Engine();
@@ -61,6 +63,19 @@ class Engine {
     has_ended_.store(true, std::memory_order_relaxed);
   }
   std::vector<std::shared_ptr<Op>> take_ended();
+  // References that wait for someone with the GIL, of work on device memory.
+  void discard_objects(void* (&objects)[2]);
+  std::vector<void*> take_objects();
+
+  // Work on device memory (staging.hpp). Its progress is made without the lock.
+  void add_stager(std::shared_ptr<Stager> stager);
+  void remove_stager(const Stager* stager);
+  bool step_stagers(bool advanced);
+  bool has_stagers() const { return num_stagers_.load(std::memory_order_acquire) != 0; }
+  bool is_staging();
+  // Fails what is under way there, so that no stream goes on waiting for this process.
+  void release_streams(const std::string& why);
+
   // A hint, without the lock.
   bool has_ended() const { return has_ended_.load(std::memory_order_relaxed); }
 
@@ -90,6 +105,10 @@ class Engine {
   std::vector<Comm*> comms_;
   std::vector<std::shared_ptr<Op>> ended_;
   std::atomic<bool> has_ended_{false};
+  std::mutex stagers_mutex_;  // the innermost one
+  std::vector<std::shared_ptr<Stager>> stagers_;
+  std::atomic<int> num_stagers_{0};
+  std::vector<void*> objects_;
   std::atomic<bool> wants_python_{false};
   std::thread thread_;
   // On the heap: in a forked process it is left alone, as the thread that waits on it does

@@ -103,7 +103,11 @@ bool Op::deps_done(const Instr& ins, uint64_t first) const {
 
 bool Op::advance(uint64_t limit) {
   const Plan& p = *plan;
-  if (p.native) return advance_native(limit);
+  if (p.native) {
+    if (gate.is_open()) return advance_native(limit);
+    comm->native_refused_ = true;  // the library matches its collectives by their order
+    return false;
+  }
   bool any = false;
   if (in_heap && !shown_) any = show_result();
   if (p.needs_lane && lane_ < 0) {
@@ -111,6 +115,8 @@ bool Op::advance(uint64_t limit) {
     if (lane_ < 0) return false;
     any = true;
   }
+  // Behind a gate it has its lane already: lanes are taken in the order of operations.
+  if (!gate.is_open()) return any;
   const uint64_t m = p.instrs.size();
   worked_ = 0;
   for (bool again = true; again && !finished();) {

@@ -12,6 +12,7 @@
 
 #include "fusion.hpp"
 #include "p2p.hpp"
+#include "staging.hpp"
 
 namespace commrt {
 
@@ -105,6 +106,10 @@ Group::Group(std::shared_ptr<Engine> engine_, int rank, int size, const std::str
     : engine(std::move(engine_)), comm(std::make_unique<Comm>(*engine, rank, size, name)) {}
 
 Group::~Group() {
+  if (!stagers.empty() && !Engine::forked.load(std::memory_order_relaxed)) {
+    nb::gil_scoped_release release;
+    for (const auto& stager : stagers) stager->abandon();
+  }
   auto& timed = engine->timed;
   timed.erase(std::remove(timed.begin(), timed.end(), this), timed.end());
 }
@@ -160,7 +165,9 @@ void keep_alive(Op& op, PyObject* first, PyObject* second) {
 }
 
 void drop_ended(Engine& engine) {
-  for (auto& op : engine.take_ended()) {
+  const auto ended = engine.take_ended();
+  for (void* object : engine.take_objects()) Py_DECREF(static_cast<PyObject*>(object));
+  for (const auto& op : ended) {
     for (void*& kept : op->keep) {
       if (!op->held) Py_XDECREF(static_cast<PyObject*>(kept));
       kept = nullptr;
@@ -204,6 +211,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
           // It serves all that is in flight, and waits like the most impatient of these.
           if (i == 0) backoff.spin_at_most(engine.spins_locked(spins));
         }
+        if (engine.has_stagers()) advanced = engine.step_stagers(advanced);
         if (advanced) {
           backoff.reset();
         } else {

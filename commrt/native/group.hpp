@@ -115,6 +115,8 @@ class Group {
   void forget_plans();
   size_t num_plans() const { return plans_.size() + vector_plans_.size(); }
 
+  std::vector<std::shared_ptr<class Stager>> stagers;  // one for each device it works on
+
   VectorKey asked;  // of the call that is being looked at: its memory is used again
 
  private:
@@ -228,5 +230,6 @@ void bind_p2p_operation(nb::module_& m);
 void bind_multi(nb::module_& m);
 void bind_boxes(nb::module_& m);
 void bind_persistent(nb::module_& m);
+void bind_staging(nb::module_& m);
 
 }  // namespace commrt

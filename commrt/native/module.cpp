@@ -34,4 +34,5 @@ NB_MODULE(_native, m) {
   commrt::bind_wire(m);
   commrt::bind_nccl(m);
   commrt::bind_device(m);
+  commrt::bind_staging(m);
 }

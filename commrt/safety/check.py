@@ -38,6 +38,7 @@ _COMPARED = (
     "elements",
     "counts",
     "dtype",
+    "memory",
     "op",
     "root",
     "algorithm",
@@ -54,7 +55,10 @@ def describe(call: Call, bound: Bound, table: str | None) -> dict[str, Any]:
     """Return the fields of a call that must be equal on all ranks."""
     spec = call.spec
     asked = [call.backend, call.algorithm, dict(call.params or {})]
+    # The field is there where it says something: a message has little room.
+    on_device = {} if bound.on is None else {"memory": "device"}
     return {
+        **on_device,
         "operation": spec.name,
         # Of an alltoallv a rank's own; its counts are compared pair by pair.
         "elements": None if spec.rule_bytes == "any" else bound.num_elements,

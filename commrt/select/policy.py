@@ -160,7 +160,7 @@ class Policy:
             choice = self._forced(
                 query, subset, given, "call", "the call asked for it", wishes
             )
-        elif query.coll in self.overrides:
+        elif self._is_overridden(query, found):
             asked = self.overrides[query.coll]
             wanted = (asked.backend, asked.algorithm)
             subset = self._subset(found, wanted, query, _VARIABLE)
@@ -174,6 +174,16 @@ class Policy:
             merged = {**choice.candidate.params, **params}
             choice = replace(choice, candidate=_with(choice.candidate, merged))
         return choice
+
+    def _is_overridden(self, query: Query, found: Sequence[Candidate]) -> bool:
+        """Whether COMMRT_ALGORITHM speaks of this.
+
+        What names a backend of the host does not speak of arrays on devices.
+        """
+        asked = self.overrides.get(query.coll)
+        if asked is None or query.device == "host":
+            return asked is not None
+        return any(each.backend == asked.backend for each in found)
 
     def explain(self, query: Query) -> Explanation:
         """Return what ``choose`` would pick, the evidence, and what was rejected."""

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device memory through pinned host memory and whatever host backend serves here.
+
+A candidate ``staged/ring`` runs the host's ``ring``. Where elements do not depend on
+each other a call is cut into pieces, so that one is copied to the host while another is
+combined there and a third is on its way back; ``piece`` is their length in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from commrt import _native
+from commrt.backends.base import Availability, Backend, Capabilities, PlanSpec
+from commrt.errors import UsageError
+from commrt.operations import operation, rule_nbytes
+from commrt.select.facts import Candidate, ParamValue, Query
+
+__all__ = ["PIECE", "PIECE_NBYTES", "StagedBackend", "check_piece", "on_host"]
+
+PIECE = "piece"
+"""The parameter of staging itself; the others are those of the host's candidate."""
+PIECE_NBYTES = 1 << 20
+NAME = "staged"
+
+
+def check_piece(value: Any) -> int:
+    """Return the length of pieces in bytes; UsageError for what is none."""
+    if type(value) is not int or not 1 <= value <= 1 << 40:
+        raise UsageError(
+            f"parameter {PIECE}={value!r} must be a number of bytes, an integer from 1"
+        )
+    return value
+
+
+def on_host(query: Query, candidate: Candidate) -> tuple[Query, Candidate]:
+    """Return what the host runs for a staged candidate; others stay what they are.
+
+    The name of its backend stays, which the host's algorithms do not depend on.
+    """
+    if candidate.backend != NAME:
+        return query, candidate
+    params = {name: v for name, v in candidate.params.items() if name != PIECE}
+    piece = candidate.params.get(PIECE, PIECE_NBYTES)
+    nbytes = query.nbytes
+    if _is_cut(query.coll) and isinstance(piece, int):
+        nbytes = min(nbytes, piece)
+    host = replace(query, device="host", nbytes=nbytes)
+    return host, Candidate(NAME, candidate.algorithm, params)
+
+
+def _is_cut(coll: str) -> bool:
+    """Whether an operation's elements do not depend on each other."""
+    spec = operation(coll)
+    return spec.out_count == "same" and spec.rule_bytes == "whole"
+
+
+class StagedBackend:
+    """Arrays on devices, through pinned memory."""
+
+    name = NAME
+    capabilities = Capabilities(
+        devices=("cuda",),
+        native=True,
+        limits="stream-ordered, through pinned memory; runs what a host backend runs",
+    )
+
+    def availability(self) -> Availability:
+        """There wherever arrays on devices are."""
+        reason = "the host backends, for arrays on devices"
+        return Availability(self.name, True, reason, self.capabilities)
+
+    def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
+        """Return one for each of the host backends' candidates."""
+        if query.device != "cuda":
+            return ()
+        host, _ = on_host(query, Candidate(NAME, "any"))
+        found = [
+            Candidate(NAME, each.algorithm, each.params)
+            for backend in _host_backends()
+            for each in backend.candidates(comm, host)
+        ]
+        return list(dict.fromkeys(found))
+
+    def plan(self, comm: Any, spec: PlanSpec) -> Any:
+        """Return the plan of this rank."""
+        own = dict(spec.candidate.params)
+        most = check_piece(own.pop(PIECE, PIECE_NBYTES))
+        inner = _inner(comm, spec, own)
+        backend = next(b for b in _host_backends() if b.name == inner.backend)
+        itemsize, whole = spec.dtype.itemsize, spec.num_elements
+        cut = _is_cut(spec.op.name)
+        length = max(1, most // itemsize) if cut else max(1, whole)
+        pieces = max(1, -(-whole // length))
+        length = min(length, whole)
+        rest = whole - (pieces - 1) * length
+
+        def host(elements: int) -> Any:
+            part = replace(spec, candidate=inner)
+            if cut:
+                part = replace(
+                    part,
+                    num_elements=elements,
+                    in_elements=elements if spec.in_elements else 0,
+                    out_elements=elements if spec.out_elements else 0,
+                )
+            return backend.plan(comm, part)
+
+        last = host(rest)
+        first = last if pieces == 1 or rest == length else host(length)
+        takes, gives = _sides(spec, comm.rank)
+
+        def nbytes(of: int, elements: int) -> int:
+            return itemsize * (min(elements, of) if cut else of)
+
+        return _native.StagedPlan(
+            piece=first,
+            last=last,
+            pieces=pieces,
+            in_nbytes=nbytes(takes, length),
+            out_nbytes=nbytes(gives, length),
+            last_in_nbytes=nbytes(takes, rest),
+            last_out_nbytes=nbytes(gives, rest),
+            shared=cut,
+        )
+
+
+def _sides(spec: PlanSpec, rank: int) -> tuple[int, int]:
+    """Return how many elements go to the host, and how many come back."""
+    # What the first rank's output holds is left as it is.
+    untouched = spec.op.output_on == "all but rank 0" and rank == 0
+    return spec.in_elements, 0 if untouched else spec.out_elements
+
+
+def _host_backends() -> list[Backend]:
+    from commrt.backends import all_backends
+
+    return [each for each in all_backends().values() if each.name != NAME]
+
+
+def _inner(comm: Any, spec: PlanSpec, params: dict[str, ParamValue]) -> Candidate:
+    """Return the host's candidate that a staged one stands for."""
+    name = spec.candidate.algorithm
+    query = Query(
+        coll=spec.op.name,
+        nbytes=rule_nbytes(
+            spec.op.name, spec.num_elements * spec.dtype.itemsize, comm.size
+        ),
+        dtype=spec.dtype.name,
+        op=spec.reduction.name.lower() if spec.op.reduces else None,
+        root=spec.root if spec.op.has_root else None,
+    )
+    for backend in _host_backends():
+        if any(each.algorithm == name for each in backend.candidates(comm, query)):
+            return Candidate(backend.name, name, params)
+    raise UsageError(
+        f"{spec.candidate}: no host backend here runs {spec.op.name} by {name!r}"
+    )

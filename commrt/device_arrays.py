@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays on devices as users pass them, and the streams that order their use."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from commrt.devices.arrays import DeviceArray, DeviceStream, current_stream
+from commrt.devices.registry import cuda_device, find_device
+from commrt.dtypes import DTYPES, DType
+from commrt.errors import BufferError_, UsageError
+
+__all__ = [
+    "OnDevice",
+    "as_stream",
+    "current_stream_of",
+    "is_cupy",
+    "is_on_device",
+    "see",
+]
+
+_BY_NAME = {dtype.name: dtype for dtype in DTYPES}
+_DLPACK_CUDA, _DLPACK_MANAGED = 2, 13
+_LEGACY = 1
+"""What array interfaces call the stream that is 0 to the driver."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """What staging needs to know of an array on a device."""
+
+    address: int
+    count: int
+    dtype: DType
+    shape: tuple[int, ...]
+    writable: bool
+    device: Any
+    """The device."""
+    number: int
+    """Its number."""
+    stream: int | None
+    """The stream that the array says it is ordered by; None where it says nothing."""
+
+
+def is_on_device(array: Any) -> bool:
+    """Return whether an array says that it is in the memory of a device."""
+    if isinstance(array, np.ndarray):
+        return False
+    if _is_tensor(array):
+        return bool(array.device.type == "cuda")
+    if hasattr(array, "__cuda_array_interface__"):
+        return True
+    if not hasattr(array, "__dlpack_device__"):
+        return False
+    return bool(array.__dlpack_device__()[0] == _DLPACK_CUDA)
+
+
+def see(array: Any, what: str) -> OnDevice:
+    """Return what an array on a device is, or raise BufferError_ that names ``what``.
+
+    Accepted: ``DeviceArray``, torch's tensors, and what has
+    ``__cuda_array_interface__`` (cupy, numba). All C-contiguous, of a type in
+    ``commrt.dtypes``.
+    """
+    if isinstance(array, DeviceArray):
+        return OnDevice(
+            array.address,
+            prod(array.shape),
+            _dtype(array.dtype, what),
+            array.shape,
+            not array.readonly,
+            array.device,
+            getattr(array.device, "ordinal", 0),
+            current_stream(array.device),
+        )
+    if _is_tensor(array):
+        return _see_tensor(array, what)
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is not None:
+        return _see_interface(interface, what)
+    raise BufferError_(
+        f"{what} is a {type(array).__name__} on a device that has only DLPack: pass it "
+        f"through cupy.from_dlpack(x) or torch.from_dlpack(x), which share its memory"
+    )
+
+
+def _is_tensor(array: Any) -> bool:
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and isinstance(array, tensor)
+
+
+def _see_tensor(tensor: Any, what: str) -> OnDevice:
+    name = str(tensor.dtype).removeprefix("torch.")
+    dtype = _BY_NAME.get(name)
+    if dtype is None or tensor.is_sparse or tensor.is_quantized:
+        raise BufferError_(
+            f"{what} is a torch tensor of {name} ({tensor.layout}), which cannot be "
+            f"communicated; supported: dense tensors of {', '.join(_BY_NAME)}"
+        )
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise BufferError_(
+            f"{what} is not contiguous in memory (shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}): pass x.contiguous()"
+        )
+    number = tensor.device.index or 0
+    return OnDevice(
+        tensor.data_ptr(),
+        tensor.numel(),
+        dtype,
+        tuple(tensor.shape),
+        True,
+        cuda_device(number),
+        number,
+        None,
+    )
+
+
+def _see_interface(interface: Any, what: str) -> OnDevice:
+    shape = tuple(interface["shape"])
+    if interface.get("mask") is not None:
+        raise BufferError_(f"{what} is a masked array, whose mask would be lost")
+    dtype = np.dtype(interface["typestr"])
+    _check_contiguous(shape, interface.get("strides"), dtype.itemsize, what)
+    address, readonly = interface["data"]
+    address = int(address or 0)
+    exported = interface.get("stream")
+    if exported == 0:
+        raise BufferError_(f"{what} says stream 0, which its interface does not allow")
+    known = _dtype(dtype, what)
+    if address == 0 and prod(shape):
+        raise BufferError_(f"{what} has elements and no address")
+    device, number = find_device(address, what) if address else (cuda_device(0), 0)
+    return OnDevice(
+        address,
+        prod(shape),
+        known,
+        shape,
+        not readonly,
+        device,
+        number,
+        0 if exported == _LEGACY else exported,
+    )
+
+
+def _dtype(dtype: np.dtype[Any], what: str) -> DType:
+    found = _BY_NAME.get(dtype.name)
+    if found is None or dtype.names is not None or not dtype.isnative:
+        raise BufferError_(
+            f"{what} has dtype {dtype}, which cannot be communicated as it is; "
+            f"supported: {', '.join(_BY_NAME)}"
+        )
+    return found
+
+
+def _check_contiguous(
+    shape: tuple[int, ...], strides: Any, itemsize: int, what: str
+) -> None:
+    if strides is None or not prod(shape):
+        return
+    expected = itemsize
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length != 1 and stride != expected:
+            raise BufferError_(
+                f"{what} with shape {shape} and strides {tuple(strides)} is not "
+                f"C-contiguous: pass a contiguous copy, such as "
+                f"cupy.ascontiguousarray(x)"
+            )
+        expected *= length
+
+
+def is_cupy(array: Any) -> bool:
+    """Return whether an array is cupy's, without importing it."""
+    return type(array).__module__.partition(".")[0] == "cupy"
+
+
+def current_stream_of(array: Any, device: Any) -> int:
+    """Return the current stream of the library that an array comes from.
+
+    Where the library has none that is known here: what the array says it is ordered by,
+    else the legacy stream.
+    """
+    if _is_tensor(array):
+        torch = sys.modules["torch"]
+        return int(torch.cuda.current_stream(array.device).cuda_stream)
+    if is_cupy(array):
+        return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+    if not isinstance(array, DeviceArray):
+        exported = getattr(array, "__cuda_array_interface__", {}).get("stream")
+        if exported:
+            return 0 if exported == _LEGACY else int(exported)
+    return current_stream(device)
+
+
+def as_stream(stream: Any, device: Any, what: str) -> int:
+    """Return a stream's handle: an integer, or anything with ``__cuda_stream__``.
+
+    Raises UsageError for anything else, and for a stream of another device.
+    """
+    if isinstance(stream, DeviceStream):
+        if stream.device is not device:
+            raise UsageError(
+                f"{what}: {stream!r} is not on the device of the array: a stream "
+                f"orders work of its own device only"
+            )
+        return stream.handle
+    on = getattr(stream, "device", None)
+    number = getattr(on, "index", None)
+    ordinal = getattr(device, "ordinal", None)
+    if number is not None and ordinal is not None and number != ordinal:
+        raise UsageError(
+            f"{what}: stream {stream!r} is on device {number}, the array on device "
+            f"{ordinal}: a stream orders work of its own device only"
+        )
+    handle = _handle(stream)
+    if handle is None or handle < 0:
+        raise UsageError(
+            f"{what}: stream={stream!r} must be None, the integer handle of a CUDA "
+            f"stream, or an object with __cuda_stream__, such as cupy's and torch's"
+        )
+    return 0 if handle == _LEGACY else handle
+
+
+def _handle(stream: Any) -> int | None:
+    if isinstance(stream, bool):
+        return None
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        told = protocol() if callable(protocol) else protocol
+        return int(told[1])
+    for name in ("cuda_stream", "ptr"):  # torch before 2.10, cupy before 14
+        found = getattr(stream, name, None)
+        if isinstance(found, int):
+            return found
+    try:
+        return operator.index(stream)
+    except TypeError:
+        return None

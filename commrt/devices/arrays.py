@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays and streams of any device, for programs and tests without a GPU library.
+
+A ``DeviceArray`` is what an array of cupy is to commrt: memory of a device that says of
+itself, by ``__cuda_array_interface__``, where it lies. It computes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from math import prod
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from commrt._native import Device
+from commrt.errors import CommError, UsageError
+
+__all__ = ["DeviceArray", "DeviceStream", "current_devices", "current_stream"]
+
+_CURRENT = threading.local()
+
+
+class DeviceStream:
+    """A stream of a device; ``with stream:`` makes it this thread's current one."""
+
+    def __init__(self, device: Device, *, priority: int = 0) -> None:
+        """Make a stream that does not take turns with the legacy stream 0."""
+        self.device = device
+        self.handle = device.stream_create(priority)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+    def synchronize(self) -> None:
+        """Wait until the stream has done all it was given."""
+        self.device.stream_synchronize(self.handle)
+
+    def destroy(self) -> None:
+        """Give it back."""
+        self.device.stream_destroy(self.handle)
+
+    def __enter__(self) -> DeviceStream:
+        _streams().append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _streams().pop()
+
+    def __repr__(self) -> str:
+        return f"<DeviceStream {self.handle} of a {self.device.kind} device>"
+
+
+def _streams() -> list[DeviceStream]:
+    if not hasattr(_CURRENT, "streams"):
+        _CURRENT.streams = []
+    found: list[DeviceStream] = _CURRENT.streams
+    return found
+
+
+def current_stream(device: Device) -> int:
+    """Return this thread's current stream of a device; 0, the legacy one, by itself."""
+    for stream in reversed(_streams()):
+        if stream.device is device:
+            return stream.handle
+    return 0
+
+
+def current_devices() -> list[Device]:
+    """Return the devices of this thread's current streams, the latest first."""
+    return [stream.device for stream in reversed(_streams())]
+
+
+class DeviceArray:
+    """An array in the memory of a device, C-contiguous.
+
+    Its memory goes with it; ``free()`` gives it back at once. Both may wait for all
+    that the device was given, as may making one. What it is filled with before the
+    first ``put`` is up to the device.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        shape: int | Sequence[int],
+        dtype: Any = "float32",
+        *,
+        readonly: bool = False,
+    ) -> None:
+        self.device = device
+        self.dtype = np.dtype(dtype)
+        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        self.readonly = readonly
+        self.nbytes = prod(self.shape) * self.dtype.itemsize
+        self._pinned = 0
+        self._address = device.alloc(max(1, self.nbytes))
+
+    @property
+    def address(self) -> int:
+        """Address of the first element."""
+        if self._address == 0:
+            raise UsageError("the memory of this DeviceArray was freed")
+        return self._address
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        stream = current_stream(self.device)
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.address, self.readonly),
+            "strides": None,
+            "version": 3,
+            "stream": stream or 1,  # 0 would be ambiguous: 1 is the legacy stream
+        }
+
+    def new_empty(self, shape: int | Sequence[int]) -> DeviceArray:
+        """Return a new array on the same device, of the same type."""
+        return DeviceArray(self.device, shape, self.dtype)
+
+    def put(self, values: Any, *, stream: int | None = None) -> DeviceArray:
+        """Copy values from the host, in a stream; returns itself."""
+        array = np.ascontiguousarray(values, self.dtype)
+        if array.size != prod(self.shape):
+            raise UsageError(
+                f"put: {array.size} values for an array of shape {self.shape}"
+            )
+        device, handle = self.device, self._stream(stream)
+        device.write(self._buffer(), array.tobytes())
+        device.memcpy_async(self.address, self._buffer(), self.nbytes, handle)
+        device.stream_synchronize(handle)
+        return self
+
+    def get(self, *, stream: int | None = None) -> np.ndarray[Any, Any]:
+        """Return a copy in host memory, made in a stream after all that is in it."""
+        device, handle = self.device, self._stream(stream)
+        device.memcpy_async(self._buffer(), self.address, self.nbytes, handle)
+        device.stream_synchronize(handle)
+        raw = device.read(self._buffer(), self.nbytes)
+        flat: np.ndarray[Any, Any] = np.frombuffer(raw, self.dtype).copy()
+        return flat.reshape(self.shape)
+
+    def _buffer(self) -> int:
+        """Return pinned memory, kept: to free it would wait for the whole device."""
+        if self._pinned == 0:
+            self._pinned = self.device.pinned_alloc(max(1, self.nbytes))
+        return self._pinned
+
+    def _stream(self, stream: int | None) -> int:
+        return current_stream(self.device) if stream is None else stream
+
+    def free(self) -> None:
+        """Give the memory back, which waits for the device; idempotent."""
+        address, self._address = self._address, 0
+        pinned, self._pinned = self._pinned, 0
+        if address:
+            self.device.free(address)
+        if pinned:
+            self.device.pinned_free(pinned)
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        # A device that failed or is gone has taken its memory along.
+        with suppress(CommError, AttributeError):
+            self.free()
+
+    def __repr__(self) -> str:
+        return f"<DeviceArray {self.shape} {self.dtype} on a {self.device.kind} device>"

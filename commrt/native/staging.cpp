@@ -1,0 +1,594 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a call gives the device, and what whoever makes progress does for it (staging.hpp).
+#include "staging.hpp"
+
+#include <algorithm>
+
+#include "comm.hpp"
+#include "device_error.hpp"
+#include "engine.hpp"
+
+namespace commrt {
+
+namespace {
+
+constexpr std::size_t kLine = 64;
+// What a failure adds to the go flag: also what is still to be given its commands is let go.
+constexpr std::uint32_t kFarAhead = std::uint32_t{1} << 30;
+// Looks without a change between two questions that take longer.
+constexpr unsigned kIdleLooks = 256;
+
+}  // namespace
+
+const char* const kPlantedNames[kNumPlanted] = {
+    "none",         "ungated",     "no_go",          "early_recycling",    "no_end_wait",
+    "no_ready",     "start_early", "end_early",      "go_early",           "go_all",
+    "go_off_by_one", "end_flag_early", "start_other_stream", "end_other_stream", "ready_after",
+    "not_drained",  "not_copied",  "flags_kept",     "wrong_slot",         "late_copy",
+    "values_again", "recycled_at_call", "ring_unlocked", "ready_late"};
+
+StagedCall::~StagedCall() {
+  if (stager != nullptr && end != 0) stager->give_event(end);
+}
+
+Stager::Stager(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
+               const StagerOptions& options)
+    : comm_(&comm), engine_(engine), device_(device), keeps_(std::move(keeps)),
+      options_(options), flags_(device->memory_flags), issued_(options.first_value),
+      ends_(options.first_value), opened_(options.first_value) {
+  using Api = DeviceApi;
+  call(&Api::pinned_alloc, 4 * kLine, &flag_memory_);
+  auto line = [this](std::size_t i) {
+    return reinterpret_cast<std::uint32_t*>(static_cast<unsigned char*>(flag_memory_) + i * kLine);
+  };
+  start_ = line(0);
+  go_ = line(1);
+  end_ = line(2);
+  activity_ = line(3);
+  for (std::uint32_t* flag : {start_, go_, end_, activity_}) {
+    call(&Api::flag_store, flag, options.first_value);
+  }
+  // Non-blocking: work of the legacy stream must not wait for a stream that waits for a flag.
+  call(&Api::stream_create, -1, false, &d2h_);
+  call(&Api::stream_create, -1, false, &h2d_);
+  call(&Api::event_create, &ready_);
+  for (int slot = 0; slot < options_.slots; ++slot) {
+    Event event = 0;
+    call(&Api::event_create, &event);
+    copied_.push_back(event);
+    call(&Api::event_create, &event);
+    drained_.push_back(event);
+  }
+  void* first = nullptr;
+  call(&Api::pinned_alloc, options_.first_nbytes, &first);
+  ring_.add(first, options_.first_nbytes);
+}
+
+// What close() did not give back is left alone: the device may still use it.
+Stager::~Stager() = default;
+
+void Stager::check(DeviceStatus status) const {
+  if (status != DeviceStatus::Ok) throw DeviceFailure(status, device_error());
+}
+
+void Stager::refuse_capture(Stream stream) {
+  CaptureState state = CaptureState::None;
+  call(&DeviceApi::is_capturing, stream, &state);
+  if (state == CaptureState::None) return;
+  throw DeviceFailure(
+      DeviceStatus::Capturing,
+      "stream " + std::to_string(stream) +
+          " is being captured, and an operation through host memory cannot be a part of a graph: "
+          "the host works at each replay, and values of flags would come twice. Call it outside "
+          "of the capture; nothing was given to the device");
+}
+
+// --- what is used again ---
+
+PinnedRing::Part Stager::take_memory(std::size_t nbytes, double timeout_s) {
+  const double deadline = now_s() + timeout_s;
+  Backoff backoff(0);
+  for (;;) {
+    PinnedRing::Part part;
+    std::size_t grow = 0;
+    bool taken = false;
+    auto look = [&] {
+      taken = ring_.take(nbytes, &part);
+      if (taken) return;
+      const std::size_t wanted = std::max(2 * ring_.largest(), 4 * nbytes);
+      const std::size_t room =
+          options_.most_nbytes > ring_.total() ? options_.most_nbytes - ring_.total() : 0;
+      // What does not fit into anything there is gets its own, whatever the limit.
+      grow = std::max(std::min(wanted, room), nbytes > ring_.largest() ? nbytes + kLine * 4 : 0);
+      if (grow < nbytes) grow = 0;
+    };
+    if (has(Planted::RingUnlocked)) {
+      look();
+    } else {
+      HostLock own(device_, polling_);
+      check(own.status());
+      // Not the device's: the caller says what became of the communicator.
+      if (failed_) {
+        throw DeviceFailure(device_gone_ ? DeviceStatus::Failed : DeviceStatus::NotReady, failure_);
+      }
+      look();
+    }
+    if (taken) return part;
+    if (grow != 0) {
+      // It may wait for all that the device was given, so nothing is held that progress needs.
+      void* more = nullptr;
+      call(&DeviceApi::pinned_alloc, grow, &more);
+      HostLock own(device_, polling_);
+      check(own.status());
+      ring_.add(more, grow);
+      continue;
+    }
+    if (now_s() > deadline) {
+      throw DeviceFailure(DeviceStatus::OutOfMemory,
+                          "no pinned memory came back within " + std::to_string(timeout_s) +
+                              " s: " + std::to_string(outstanding()) +
+                              " calls are under way and have all of the " +
+                              std::to_string(options_.most_nbytes) +
+                              " bytes that there may be; wait for some of them first");
+    }
+    if (engine_.step()) {
+      backoff.reset();
+    } else {
+      pause(backoff);
+    }
+  }
+}
+
+Event Stager::take_event() {
+  {
+    const std::lock_guard<std::mutex> own(events_mutex_);
+    if (!events_.empty()) {
+      const Event event = events_.back();
+      events_.pop_back();
+      return event;
+    }
+  }
+  Event event = 0;
+  call(&DeviceApi::event_create, &event);
+  return event;
+}
+
+void Stager::give_event(Event event) {
+  const std::lock_guard<std::mutex> own(events_mutex_);
+  events_.push_back(event);
+}
+
+std::size_t Stager::pinned_nbytes() {
+  HostLock own(device_, polling_);
+  return ring_.total();
+}
+
+// --- the call ---
+
+std::shared_ptr<StagedCall> Stager::start(const std::shared_ptr<const StagedPlan>& plan,
+                                          const unsigned char* in, unsigned char* out,
+                                          Stream stream, bool orders, void* const* keep,
+                                          double timeout_s) {
+  auto made = std::make_shared<StagedCall>();
+  issue(made, plan, in, out, stream, keep, timeout_s);
+  announce();
+  engine_.wake();
+  if (orders) wait_on(made, stream);
+  return made;
+}
+
+void Stager::issue(const std::shared_ptr<StagedCall>& made,
+                   const std::shared_ptr<const StagedPlan>& plan, const unsigned char* in,
+                   unsigned char* out, Stream stream, void* const* keep, double timeout_s) {
+  HostLock own(device_, issue_);
+  check(own.status());
+  refuse_capture(stream);
+  made->plan = plan;
+  made->timeout_s = timeout_s;
+  // Where streams have no flags a piece cannot wait for the one that had its place.
+  const std::int64_t slots =
+      flags_ ? std::min<std::int64_t>(plan->pieces, options_.slots) : plan->pieces;
+  const std::size_t stride = plan->slot_nbytes();
+  made->memory = take_memory(static_cast<std::size_t>(slots) * stride, timeout_s);
+  made->end = take_event();
+  made->stager = shared_from_this();
+  if (has(Planted::ValuesAgain)) issued_ = options_.first_value;
+
+  std::vector<Piece> pieces(static_cast<std::size_t>(plan->pieces));
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    const bool last = i + 1 == pieces.size();
+    unsigned char* const slot = made->memory.at + i % static_cast<std::size_t>(slots) * stride;
+    Piece& piece = pieces[i];
+    piece = {made,
+             nullptr,
+             slot,
+             last ? plan->last_in_nbytes : plan->in_nbytes,
+             slot + plan->out_offset(),
+             last ? plan->last_out_nbytes : plan->out_nbytes,
+             out + i * plan->out_nbytes,
+             issued_ + 1 + static_cast<std::uint32_t>(i),
+             last,
+             0};
+  }
+  made->end_value = ends_ + 1;
+  try {
+    enqueue(*made, pieces, in, stream, slots);
+    submit(pieces, stream);
+  } catch (const DeviceFailure& failure) {
+    give_up(std::string("device:") + status_name(failure.status), failure.what());
+    throw;
+  } catch (...) {
+    give_up("backend", "no memory for what a call on device memory needs");
+    throw;
+  }
+  ends_ = made->end_value;
+  {
+    HostLock polling(device_, polling_);
+    check(polling.status());
+    made->keep[0] = keep[0];
+    made->keep[1] = keep[1];
+    if (has(Planted::RecycledAtCall)) ring_.give_back(made->memory);
+    outstanding_.fetch_add(1, std::memory_order_release);
+    for (Piece& piece : pieces) pieces_.push_back(std::move(piece));
+    // The streams are let go already; it needs no more than to be told.
+    if (failed_) fail(failure_kind_, failure_, device_gone_);
+  }
+}
+
+// All pieces that have a place are copied before the first one is waited for: on one hardware
+// queue a copy behind the wait would come after it.
+void Stager::enqueue(StagedCall& made, std::vector<Piece>& pieces, const unsigned char* in,
+                     Stream stream, std::int64_t slots) {
+  using Api = DeviceApi;
+  if (has(Planted::ReadyAfter)) call(&Api::stream_wait_event, d2h_, ready_);
+  if (!has(Planted::ReadyLate)) call(&Api::event_record, ready_, stream);
+  if (!has(Planted::NoReady) && !has(Planted::ReadyAfter) && !has(Planted::ReadyLate)) {
+    call(&Api::stream_wait_event, d2h_, ready_);
+  }
+  const auto places = static_cast<std::size_t>(slots);
+  if (!flags_ || has(Planted::LateCopy)) {
+    for (std::size_t i = 0; i < pieces.size(); ++i) copy_to_host(pieces, i, in, places);
+    return;
+  }
+  for (std::size_t i = 0; i + 1 < pieces.size() + places; ++i) {
+    if (i < pieces.size()) copy_to_host(pieces, i, in, places);
+    if (has(Planted::ReadyLate) && i == 0) {
+      call(&Api::event_record, ready_, stream);
+      call(&Api::stream_wait_event, d2h_, ready_);
+    }
+    if (i + 1 >= places) copy_back(pieces, i + 1 - places, places);
+  }
+  if (!has(Planted::EndEarly)) {
+    call(&Api::event_record, made.end, has(Planted::EndOtherStream) ? d2h_ : h2d_);
+  }
+  if (!has(Planted::EndFlagEarly)) call(&Api::write_value32, h2d_, end_, made.end_value);
+  made.end_given.store(true, std::memory_order_release);
+}
+
+void Stager::copy_to_host(std::vector<Piece>& pieces, std::size_t i, const unsigned char* in,
+                          std::size_t slots) {
+  using Api = DeviceApi;
+  Piece& piece = pieces[i];
+  if (i >= slots && !has(Planted::NotDrained)) {
+    call(&Api::stream_wait_event, d2h_, drained_[i % slots]);
+  }
+  if (flags_ && has(Planted::StartEarly)) call(&Api::write_value32, d2h_, start_, piece.value);
+  if (piece.in_nbytes != 0) {
+    const void* from = in + i * piece.call->plan->in_nbytes;
+    call(&Api::memcpy_async, static_cast<void*>(piece.in), from, piece.in_nbytes, d2h_);
+  }
+  issued_.store(piece.value, std::memory_order_release);
+  if (!flags_) {
+    piece.copied = take_event();
+    call(&Api::event_record, piece.copied, d2h_);
+    return;
+  }
+  if (!has(Planted::StartEarly)) {
+    call(&Api::write_value32, has(Planted::StartOtherStream) ? h2d_ : d2h_, start_, piece.value);
+  }
+  call(&Api::event_record, copied_[i % slots], d2h_);
+}
+
+void Stager::copy_back(std::vector<Piece>& pieces, std::size_t i, std::size_t slots) {
+  using Api = DeviceApi;
+  Piece& piece = pieces[i];
+  StagedCall& made = *piece.call;
+  // Not only by flags: the device sees this order, and a failure lets the streams go at once.
+  if (!has(Planted::NotCopied)) call(&Api::stream_wait_event, h2d_, copied_[i % slots]);
+  if (!has(Planted::NoGo)) {
+    const std::uint32_t less = has(Planted::GoOffByOne) ? 1 : 0;
+    call(&Api::wait_value32_geq, h2d_, go_, piece.value - less);
+  }
+  if (piece.last && has(Planted::EndEarly)) call(&Api::event_record, made.end, h2d_);
+  if (piece.last && has(Planted::EndFlagEarly)) {
+    call(&Api::write_value32, h2d_, end_, made.end_value);
+  }
+  if (piece.out_nbytes != 0) {
+    const Piece& from = has(Planted::WrongSlot) ? pieces[0] : piece;
+    call(&Api::memcpy_async, static_cast<void*>(piece.target),
+         static_cast<const void*>(from.out), piece.out_nbytes, h2d_);
+  }
+  if (i + slots < pieces.size()) call(&Api::event_record, drained_[i % slots], h2d_);
+}
+
+void Stager::submit(std::vector<Piece>& pieces, Stream stream) {
+  const StagedPlan& plan = *pieces[0].call->plan;
+  const std::lock_guard<std::mutex> own(engine_.mutex);
+  for (Piece& piece : pieces) {
+    const auto& runs = piece.last ? plan.last : plan.piece;
+    const Gate gate{has(Planted::Ungated) ? nullptr : &opened_, piece.value};
+    piece.op = comm_->start_gated(runs, piece.in, piece.out, gate, stream);
+  }
+  pieces[0].call->seq = pieces[0].op->seq;
+}
+
+void Stager::wait_on(const std::shared_ptr<StagedCall>& made, Stream stream) {
+  if (has(Planted::NoEndWait)) return;
+  if (has(Planted::LateCopy)) {
+    call(&DeviceApi::wait_value32_geq, stream, end_, made->end_value);
+    return;
+  }
+  Backoff backoff(0);
+  while (!made->end_given.load(std::memory_order_acquire) && !made->ended()) {
+    if (engine_.step()) {
+      backoff.reset();
+    } else {
+      pause(backoff);
+    }
+  }
+  if (closed_ || made->failed()) return;
+  call(&DeviceApi::stream_wait_event, stream, made->end);
+}
+
+void Stager::pause(Backoff& backoff) {
+  if (simulated()) {
+    check(device_->api->pause(device_));
+  } else {
+    backoff.pause();
+  }
+}
+
+void Stager::announce() {
+  if (!simulated() || closed_) return;
+  device_->api->flag_store(device_, activity_,
+                           activities_.fetch_add(1, std::memory_order_relaxed) + 1);
+}
+
+// --- progress ---
+
+bool Stager::progress() {
+  if (outstanding() == 0) return false;
+  HostLock own(device_, polling_);
+  if (own.status() != DeviceStatus::Ok || comm_ == nullptr || outstanding() == 0) return false;
+  bool any = false;
+  if (!failed_) any = open_gates();
+  if (!failed_) any = let_go() || any;
+  return take_ended() || any;
+}
+
+// Where the copy to the host is there.
+bool Stager::open_gates() {
+  if (open_ == pieces_.size()) return false;
+  std::uint32_t started = 0;
+  if (flags_ && device_->api->flag_load(device_, start_, &started) != DeviceStatus::Ok) {
+    return false;
+  }
+  bool any = false;
+  for (; open_ < pieces_.size(); ++open_) {
+    Piece& piece = pieces_[open_];
+    if (flags_) {
+      if (!flag_reached(started, piece.value) && !has(Planted::Ungated)) break;
+    } else {
+      const DeviceStatus status = device_->api->event_query(device_, piece.copied);
+      if (status == DeviceStatus::NotReady) break;
+      if (status != DeviceStatus::Ok) {
+        fail(std::string("device:") + status_name(status), device_error(),
+             status == DeviceStatus::Failed);
+        return true;
+      }
+      give_event(piece.copied);
+      piece.copied = 0;
+    }
+    if (piece.in_nbytes != 0) {
+      device_->api->host_access(device_, piece.in, piece.in_nbytes, false);
+    }
+    piece.opened_s = now_s();
+    opened_.store(piece.value, std::memory_order_release);
+    if (has(Planted::GoEarly)) device_->api->flag_store(device_, go_, piece.value);
+    any = true;
+  }
+  return any;
+}
+
+// What the host is done with, in the order of the streams.
+bool Stager::let_go() {
+  bool any = false;
+  while (open_ > 0) {
+    Piece& piece = pieces_.front();
+    if (!piece.op->finished()) {
+      // Who looks at a simulated device pauses until something has changed.
+      if (any || (++idle_ % kIdleLooks != 0 && !simulated())) return any;
+      return look_after(piece);
+    }
+    if (piece.op->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed)) {
+      const Op& op = *piece.op;
+      const char* kind = op.by_user    ? "reduction"
+                         : op.by_mpi   ? "backend"
+                         : op.given_up ? "revoked"
+                                       : "mismatch";
+      fail(kind, op.error, false);
+      return true;
+    }
+    if (piece.out_nbytes != 0) {
+      device_->api->host_access(device_, piece.out, piece.out_nbytes, true);
+    }
+    if (!flags_ || has(Planted::LateCopy)) {
+      give_copy_back(piece);
+      if (failed_) return true;
+    } else if (!has(Planted::GoEarly)) {
+      const auto rest = static_cast<std::uint32_t>(piece.call->plan->pieces);
+      device_->api->flag_store(device_, go_, piece.value + (has(Planted::GoAll) ? rest : 0));
+    }
+    if (piece.last) {
+      if (has(Planted::EarlyRecycling)) ring_.give_back(piece.call->memory);
+      ending_.push_back(std::move(piece.call));
+    }
+    pieces_.pop_front();
+    --open_;
+    any = true;
+  }
+  return any;
+}
+
+// Nothing has changed for a while: a peer may have given up, or come too late.
+bool Stager::look_after(Piece& piece) {
+  bool ended = false;
+  {
+    const std::lock_guard<std::mutex> own(engine_.mutex);
+    ended = !piece.op->finished() && comm_->fail_after_peer(piece.op);
+  }
+  if (ended) return true;  // the next pass finds it
+  if (now_s() <= piece.opened_s + piece.call->timeout_s) return false;
+  fail("timeout", "", false);
+  return true;
+}
+
+// Where streams have no flags: once the host is done. Who waits for it waits until then.
+void Stager::give_copy_back(Piece& piece) {
+  using Api = DeviceApi;
+  try {
+    if (piece.out_nbytes != 0) {
+      call(&Api::memcpy_async, static_cast<void*>(piece.target),
+           static_cast<const void*>(piece.out), piece.out_nbytes, h2d_);
+    }
+    if (!piece.last) return;
+    call(&Api::event_record, piece.call->end, h2d_);
+    if (flags_) call(&Api::write_value32, h2d_, end_, piece.call->end_value);
+    piece.call->end_given.store(true, std::memory_order_release);
+  } catch (const DeviceFailure& failure) {
+    fail(std::string("device:") + status_name(failure.status), failure.what(),
+         failure.status == DeviceStatus::Failed);
+  }
+}
+
+bool Stager::take_ended() {
+  if (ending_.empty()) return false;
+  std::uint32_t value = 0;
+  if (flags_ && device_->api->flag_load(device_, end_, &value) != DeviceStatus::Ok) return false;
+  bool any = false;
+  while (!ending_.empty()) {
+    const auto& made = ending_.front();
+    const bool ended =
+        flags_ ? flag_reached(value, made->end_value)
+               : device_->api->event_query(device_, made->end) != DeviceStatus::NotReady;
+    if (!ended && !device_gone_) break;
+    finish(made);
+    ending_.pop_front();
+    any = true;
+  }
+  return any;
+}
+
+// The device has done all of it: memory and references are free.
+void Stager::finish(const std::shared_ptr<StagedCall>& made) {
+  // What failed is left alone: MPI may still write to it, and nothing follows that could use it.
+  if (!made->failed() && !has(Planted::EarlyRecycling) && !has(Planted::RecycledAtCall)) {
+    ring_.give_back(made->memory);
+  }
+  engine_.discard_objects(made->keep);
+  int running = static_cast<int>(StagedCall::State::Running);
+  made->state.compare_exchange_strong(running, static_cast<int>(StagedCall::State::Done),
+                                      std::memory_order_acq_rel);
+  outstanding_.fetch_sub(1, std::memory_order_release);
+}
+
+// --- failures ---
+
+void Stager::ask_device(const std::shared_ptr<StagedCall>& made) {
+  if (!made->end_given.load(std::memory_order_acquire)) return;
+  // Another thread's capture must not end by this question.
+  CaptureMode mode = CaptureMode::Relaxed;
+  if (device_->api->exchange_capture_mode(device_, &mode) != DeviceStatus::Ok) return;
+  const DeviceStatus status = device_->api->event_query(device_, made->end);
+  const std::string text = device_error();
+  device_->api->exchange_capture_mode(device_, &mode);
+  if (status == DeviceStatus::Ok || status == DeviceStatus::NotReady) return;
+  give_up(std::string("device:") + status_name(status), text);
+}
+
+void Stager::give_up(const std::string& kind, const std::string& why) {
+  HostLock own(device_, polling_);
+  if (closed_ || failed_) return;
+  fail(kind, why, kind == "device:failed");
+}
+
+// Holds polling_.
+void Stager::fail(const std::string& kind, const std::string& why, bool device_is_gone) {
+  failed_ = true;
+  device_gone_ = device_gone_ || device_is_gone;
+  failure_kind_ = kind;
+  failure_ = why;
+  if (comm_ != nullptr) {
+    const std::string text = kind == "timeout" ? "an operation on device memory came too late" : why;
+    const std::lock_guard<std::mutex> engine(engine_.mutex);
+    comm_->break_down(text);
+    for (Piece& piece : pieces_) {
+      if (!piece.op->finished()) comm_->fail_op(*piece.op, text);
+    }
+    comm_->tell_failure(comm_->next_seq);
+  }
+  for (Piece& piece : pieces_) {
+    if (piece.call == nullptr || piece.call->ended()) continue;
+    piece.call->kind = kind;
+    piece.call->error = why;
+    piece.call->state.store(static_cast<int>(StagedCall::State::Failed),
+                            std::memory_order_release);
+    if (!flags_) device_->api->event_record(device_, piece.call->end, d2h_);
+  }
+  // What still waits may go, and what will be given, too.
+  if (flags_ && !has(Planted::FlagsKept)) {
+    device_->api->flag_store(device_, go_, issued_.load(std::memory_order_acquire) + kFarAhead);
+  }
+  for (Piece& piece : pieces_) {
+    if (piece.last) ending_.push_back(std::move(piece.call));
+  }
+  pieces_.clear();
+  open_ = 0;
+  take_ended();
+}
+
+// --- the end ---
+
+void Stager::close() {
+  using Api = DeviceApi;
+  abandon();
+  HostLock issue(device_, issue_);
+  {
+    HostLock own(device_, polling_);
+    if (closed_) return;
+    closed_ = true;
+    if (failed_ || outstanding() != 0) return;
+  }
+  const Device* const device = device_;
+  auto give = [&](auto entry, auto what) { (device->api->*entry)(device_, what); };
+  give(&Api::stream_destroy, d2h_);
+  give(&Api::stream_destroy, h2d_);
+  give(&Api::event_destroy, ready_);
+  for (const Event event : copied_) give(&Api::event_destroy, event);
+  for (const Event event : drained_) give(&Api::event_destroy, event);
+  {
+    const std::lock_guard<std::mutex> own(events_mutex_);
+    for (const Event event : events_) give(&Api::event_destroy, event);
+    events_.clear();
+  }
+  ring_.each([&](unsigned char* base) { give(&Api::pinned_free, static_cast<void*>(base)); });
+  give(&Api::pinned_free, flag_memory_);
+}
+
+void Stager::abandon() {
+  engine_.remove_stager(this);
+  HostLock own(device_, polling_);
+  comm_ = nullptr;
+}
+
+}  // namespace commrt

@@ -1,0 +1,513 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a communicator does with arrays on devices: staged calls and their requests."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from commrt import _native
+from commrt.calls import check_timeout
+from commrt.device_arrays import as_stream, current_stream_of, is_on_device, see
+from commrt.devices.arrays import DeviceStream
+from commrt.devices.registry import cuda_device
+from commrt.errors import (
+    DeviceError,
+    DeviceFailedError,
+    OrderingError,
+    TimeoutError_,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from commrt.calls import Bound, Call
+    from commrt.comm import Communicator
+
+__all__ = ["BoundDeviceCall", "DeviceRequest", "Staging"]
+
+_SLOTS = 4
+"""Pieces of a call that have pinned memory at once: one on its way to the host, one
+that is combined, one on its way back, and one to spare."""
+_FIRST_NBYTES = 1 << 20
+_PLAIN = frozenset(("op", "root", "nonblocking"))
+"""Arguments that a call may have to be run like one before."""
+_MOST_NBYTES = 256 << 20
+_MOST_PLANS = 4096
+
+
+class Staging:
+    """A communicator's work on devices."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
+        self._plans: dict[Any, _native.StagedPlan] = {}
+        self._known: dict[Any, tuple[_native.StagedPlan, bool, bool]] = {}
+        self._own = threading.local()
+        self.slots = _SLOTS
+        self.first_nbytes = _FIRST_NBYTES
+        self.most_nbytes = _MOST_NBYTES
+        self.first_value = 0
+
+    def run(self, call: Call, bound: Bound) -> Any:
+        """Start a collective whose arrays are on a device; return output or request."""
+        plan = self.plan(call, bound)
+        self._remember(call, bound, plan)
+        request = self.start(call, bound, plan)
+        if call.nonblocking:
+            return request
+        request.be_quiet()
+        return bound.result
+
+    def again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that works in place, like one before: its checks hold.
+
+        Returns None for all others, which are looked at in full. To parse and to bind a
+        call takes several times as long as all that is left.
+        """
+        if len(args) != 1 or not _PLAIN.issuperset(kwargs) or not self._known:
+            return None
+        x = args[0]
+        if not is_on_device(x):
+            return None
+        seen = see(x, name)
+        op, root = kwargs.get("op", "sum"), kwargs.get("root", 0)
+        if type(op) is not str or type(root) is not int or not seen.writable:
+            return None
+        known = self._known.get((name, op, root, seen.dtype.code, seen.count))
+        nonblocking = kwargs.get("nonblocking", False)
+        if known is None or type(nonblocking) is not bool:
+            return None
+        plan, sends, receives = known
+        started, stream = self._started(
+            plan,
+            x if sends else None,
+            seen.address if sends else 0,
+            x if receives else None,
+            seen.address if receives else 0,
+            seen.device,
+            seen.stream,
+            x,
+            not nonblocking,
+        )
+        result = x if receives else None
+        if not nonblocking:
+            return (result,)
+        timeout_s = self._comm.timeout_s
+        return (
+            DeviceRequest(
+                *(self._comm, started, result, name, timeout_s, seen.device, stream, x)
+            ),
+        )
+
+    def _started(
+        self,
+        plan: _native.StagedPlan,
+        keep_x: Any,
+        data_in: int,
+        keep_out: Any,
+        data_out: int,
+        device: Any,
+        exported: int | None,
+        array: Any,
+        orders: bool,
+    ) -> tuple[_native.StagedCall, int]:
+        stream = current_stream_of(array, device)
+        if exported is not None and exported != stream:
+            self._order_after(device, stream, exported)
+        started = self._give(
+            device,
+            plan,
+            data_in,
+            data_out,
+            stream,
+            orders,
+            keep_x,
+            keep_out,
+            self._comm.timeout_s,
+        )
+        return started, stream
+
+    def _give(self, device: Any, *arguments: Any) -> _native.StagedCall:
+        try:
+            return self.stager(device).start(*arguments)
+        except DeviceError as error:
+            if error.status == "not_ready":  # it failed since this call began
+                self._comm._check_usable()
+            raise
+
+    def _remember(self, call: Call, bound: Bound, plan: _native.StagedPlan) -> None:
+        """Keep the plan of a call that ``again`` may run."""
+        asked = call.algorithm, call.backend, call.params, call.user, call.factor
+        held = bound.x or bound.out
+        if (
+            self._comm._checker is not None
+            or any(each is not None for each in asked)
+            or not call.spec.in_place
+            or call.spec.count_arguments
+            or call.out is not None
+            or held is None
+        ):
+            return
+        if len(self._known) >= _MOST_PLANS:
+            self._known.clear()
+        op = call.reduction.name.lower()
+        key = call.spec.name, op, call.root, held.dtype.code, held.count
+        self._known[key] = plan, bound.x is not None, bound.out is not None
+
+    def start(
+        self, call: Call, bound: Bound, plan: _native.StagedPlan
+    ) -> DeviceRequest:
+        """Give the device and the engine all that there is to do."""
+        comm, name = self._comm, call.spec.name
+        device = self._device(call, bound)
+        x, out = bound.x, bound.out
+        arrays = [each for each in (x, out) if each is not None]
+        default = arrays[0].array if arrays else None
+        if call.stream is None:
+            stream = current_stream_of(default, device)
+        else:
+            stream = as_stream(call.stream, device, name)
+        self._order_exported(device, stream, arrays)
+        timeout_s = comm.timeout_s if call.timeout_s is None else call.timeout_s
+        started = self._give(
+            device,
+            plan,
+            0 if x is None else x.address,
+            0 if out is None else out.address,
+            stream,
+            not call.nonblocking,
+            None if x is None else x.owner,
+            None if out is None else out.owner,
+            timeout_s,
+        )
+        return DeviceRequest(
+            comm, started, bound.result, name, timeout_s, device, stream, default
+        )
+
+    def bound(self, call: Call, bound: Bound) -> BoundDeviceCall:
+        """Return the call bound to its arrays, to run it any number of times."""
+        plan = self.plan(call, bound)
+        self.stager(self._device(call, bound))
+        return BoundDeviceCall(self, call, bound, plan)
+
+    def plan(self, call: Call, bound: Bound) -> _native.StagedPlan:
+        """Return the plan; in check mode only where all ranks made the same call."""
+        self._check(call, bound)
+        plan = self._plan(call, bound)
+        if self._comm._checker is not None:
+            self._comm._checker.check(call, bound)
+        return plan
+
+    def _plan(self, call: Call, bound: Bound) -> _native.StagedPlan:
+        key = (
+            call.spec.code,
+            bound.num_elements,
+            bound.dtype.name,
+            call.reduction if call.user is None else call.user,
+            call.root,
+            call.factor,
+            call.backend,
+            call.algorithm,
+            tuple(sorted((call.params or {}).items())),
+            bound.counts,
+            bound.in_elements,
+            bound.out_elements,
+        )
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._comm._make_plan(call, bound)
+        return plan
+
+    def _check(self, call: Call, bound: Bound) -> None:
+        """Raise UsageError for what cannot be done on devices."""
+        name = call.spec.name
+        if bound.on is None and call.spec.x_count != "none":
+            raise UsageError(
+                f"{name}: stream= is for arrays on devices, and these are in host "
+                f"memory; leave it out"
+            )
+        places = {None if each is None else id(each.on) for each in _views(bound)}
+        if len(places) > 1:
+            raise UsageError(
+                f"{name}: x and out are not on the same device: {_place(bound.x)} and "
+                f"{_place(bound.out)}; pass arrays of one device"
+            )
+        if call.user is not None and call.user.address is None:
+            raise UsageError(
+                f"{name}: the reduction {call.user.name} is a Python function, which "
+                f"would stop the device's streams until some thread runs Python: give "
+                f"a C function, or copy the array to host memory"
+            )
+        if call.compress not in (None, "none"):
+            raise UsageError(
+                f"{name}: compress={call.compress!r} is for arrays in host memory"
+            )
+
+    def _device(self, call: Call, bound: Bound) -> Any:
+        if bound.on is not None:
+            return bound.on
+        if isinstance(call.stream, DeviceStream):  # a barrier has no array
+            return call.stream.device
+        number = getattr(getattr(call.stream, "device", None), "index", None)
+        return cuda_device(number or 0)
+
+    def _order_exported(self, device: Any, stream: int, arrays: list[Any]) -> None:
+        """Let the call come after the streams that its arrays are ordered by."""
+        for each in arrays:
+            if each.stream is not None and each.stream != stream:
+                self._order_after(device, stream, each.stream)
+
+    def _order_after(self, device: Any, stream: int, exported: int) -> None:
+        self.stager(device).refuse_capture(exported)
+        # One for each thread: between the two calls another one must not record it.
+        events = self._own.__dict__.setdefault("events", {})
+        if id(device) not in events:
+            events[id(device)] = device.event_create()
+        device.event_record(events[id(device)], exported)
+        device.stream_wait_event(stream, events[id(device)])
+
+    def stager(self, device: Any) -> _native.Stager:
+        """Return what works on a device, made at the first call; see ``docs/gpu.md``.
+
+        It allocates pinned memory, streams and events, which may wait for the device.
+        """
+        found = self._stagers.get(id(device))
+        if found is None:
+            self._comm._world.drive(device)
+            made = _native.Stager(
+                self._comm,
+                device,
+                self.slots,
+                self.first_nbytes,
+                self.most_nbytes,
+                self.first_value,
+            )
+            found = self._stagers[id(device)] = device, made
+        return found[1]
+
+    def forget_plans(self) -> None:
+        """Make plans anew from here on."""
+        self._plans.clear()
+        self._known.clear()
+
+    @property
+    def outstanding(self) -> int:
+        """Calls whose end the host has not seen."""
+        return sum(each.outstanding for _, each in self._stagers.values())
+
+    def give_up(self, why: str) -> None:
+        """Fail what is under way, and let its streams go."""
+        for _, each in self._stagers.values():
+            each.give_up(why)
+
+    def close(self) -> None:
+        """Give streams and pinned memory back, where nothing is under way."""
+        for _, each in self._stagers.values():
+            each.close()
+
+
+def _views(bound: Bound) -> list[Any]:
+    return [each for each in (bound.x, bound.out) if each is not None]
+
+
+def _place(seen: Any) -> str:
+    return "host memory" if seen is None or seen.on is None else f"device {seen.device}"
+
+
+class BoundDeviceCall:
+    """A collective bound to its arrays on a device; call it, or ``start()`` it."""
+
+    def __init__(
+        self, staging: Staging, call: Call, bound: Bound, plan: _native.StagedPlan
+    ) -> None:
+        self._staging, self._bound, self._plan = staging, bound, plan
+        self._calls = [replace(call, nonblocking=flag) for flag in (False, True)]
+
+    def __call__(self) -> Any:
+        """Run the operation; the current stream waits for it. Return its output."""
+        self._staging._comm._check_usable()
+        self._staging.start(self._calls[0], self._bound, self._plan).be_quiet()
+        return self._bound.result
+
+    def start(self) -> DeviceRequest:
+        """Start the operation and return its request."""
+        self._staging._comm._check_usable()
+        return self._staging.start(self._calls[1], self._bound, self._plan)
+
+    @property
+    def operation(self) -> str:
+        """Name of the operation."""
+        return self._calls[0].spec.name
+
+    @property
+    def label(self) -> str:
+        """What runs it: backend/algorithm{params}."""
+        return str(self._staging._comm._choose(self._calls[0], self._bound))
+
+
+class DeviceRequest:
+    """One started call on arrays on a device; has the methods of ``Request``."""
+
+    received_nbytes = -1
+    source = -1
+
+    def __init__(
+        self,
+        comm: Communicator,
+        call: _native.StagedCall,
+        result: Any,
+        operation: str,
+        timeout_s: float,
+        device: Any,
+        stream: int,
+        array: Any,
+    ) -> None:
+        self._comm = comm
+        self._call = call
+        self._result = result
+        self._operation = operation
+        self._timeout_s = timeout_s
+        self._on = device
+        self._stream = stream
+        self._array = array
+        self._observed = False
+        self._error: Exception | None = None
+
+    def wait(self, *, stream: Any = None, timeout_s: float | None = None) -> Any:
+        """Let a stream wait for the end, and return the output at once.
+
+        ``stream`` is the current one of the array's library by itself. The host is not
+        blocked: what is given to that stream from now on comes after the operation.
+        Idempotent; raises the operation's error if it has failed by now.
+        """
+        if timeout_s is not None:
+            raise UsageError(
+                f"{self._what}: wait() does not block the host, so timeout_s= belongs "
+                f"to synchronize(timeout_s=...)"
+            )
+        self._comm._check_process()
+        self._raise()
+        self._observed = True
+        if stream is None:
+            handle = current_stream_of(self._array, self._on)
+        else:
+            handle = as_stream(stream, self._on, self._what)
+        self._call.wait_on(handle)
+        self._raise()
+        return self._result
+
+    def synchronize(self, *, timeout_s: float | None = None) -> Any:
+        """Block the host until the operation is complete; return the output."""
+        self._comm._check_process()
+        self._observed = True
+        limit = self._timeout_s
+        if timeout_s is not None:
+            limit = check_timeout(self._what, timeout_s)
+        if not self._call.ended and not self._call.synchronize(limit):
+            who = self._comm.who_is_missing(self.seq)
+            error = TimeoutError_(
+                f"{self._what}, rank {self._comm.rank}: not complete within {limit:g} "
+                f"s: {who}; it stays in flight: synchronize() for it again (the "
+                f"request is in the error's .request)"
+            )
+            error.request = self  # type: ignore[attr-defined]
+            raise error
+        self._raise()
+        return self._result
+
+    def test(self) -> bool:
+        """Run a little progress; True once complete. Raises the operation's error."""
+        self._comm._check_process()
+        if not self._call.test():
+            return False
+        self._observed = True
+        self._raise()
+        return True
+
+    def be_quiet(self) -> None:
+        """Do not warn where it is dropped."""
+        self._observed = True
+
+    @property
+    def done(self) -> bool:
+        """Whether the host has seen the end, without progress."""
+        return self._call.ended
+
+    @property
+    def seq(self) -> int:
+        """Sequence number of its first piece on the communicator."""
+        return self._call.seq
+
+    @property
+    def operation(self) -> str:
+        """Name of the operation."""
+        return self._operation
+
+    @property
+    def timeout_s(self) -> float:
+        """Default limit of ``synchronize``, in seconds."""
+        return self._timeout_s
+
+    @property
+    def device(self) -> int:
+        """Number of the device of its arrays."""
+        return int(getattr(self._on, "ordinal", 0))
+
+    @property
+    def stream(self) -> int:
+        """Stream that it was ordered after, as an integer."""
+        return self._stream
+
+    @property
+    def _what(self) -> str:
+        return f"{self._operation} #{self.seq} on {self._comm.name}"
+
+    def _raise(self) -> None:
+        failure = self._call.failure
+        if failure is None:
+            return
+        self._observed = True
+        if self._error is None:
+            self._error = self._failed(*failure)
+        raise self._error
+
+    def _failed(self, kind: str, text: str) -> Exception:
+        where = f"{self._what}, rank {self._comm.rank}"
+        if kind == "timeout":
+            who = self._comm.who_is_missing(self.seq)
+            return TimeoutError_(
+                f"{where}: not complete within {self._timeout_s:g} s: {who}; its "
+                f"streams were let go, its output is worth nothing, and "
+                f"{self._comm.name} cannot be used any more"
+            )
+        if kind.startswith("device:"):
+            status = kind.removeprefix("device:")
+            known = {"failed": DeviceFailedError, "deadlock": OrderingError}
+            return known.get(status, DeviceError)(f"{where}: {text}", status)
+        return self._comm._operation_error(self._what, text, kind)
+
+    def __repr__(self) -> str:
+        state = "pending"
+        if self.done:
+            state = "done" if self._call.failure is None else "failed"
+        return f"<commrt.DeviceRequest {self._what}: {state}>"
+
+    def __del__(self) -> None:
+        if not getattr(self, "_observed", True):
+            warnings.warn(
+                f"{self._what} was dropped without wait(): no stream waits for it, its "
+                f"arrays stay alive until it ends, and its errors are lost",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"the truth of a request is not its completion: call test() or wait() on "
+            f"{self!r}"
+        )

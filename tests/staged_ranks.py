@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks with devices: callers and progress threads, simulated or real ones.
+
+On a simulated device every rank has a caller and a thread that makes progress, and the
+seed says who goes on when. On devices of threads the engine's own thread does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import numpy as np
+
+from commrt.backends.local import LocalRanks
+from commrt.comm import Communicator
+from commrt.devices import DeviceArray, DeviceStream, SimWorld, ThreadDevice
+from commrt.errors import OrderingError
+
+T = TypeVar("T")
+
+_KEPT: dict[int, LocalRanks] = {}
+"""Making communicators takes longer than a simulated run: they are used again."""
+
+
+def kept_ranks(size: int) -> LocalRanks:
+    """Return ranks that no run has broken."""
+    ranks = _KEPT.get(size)
+    if ranks is None or any(comm._failure for comm in ranks.comms):
+        ranks = _KEPT[size] = LocalRanks(size)
+    return ranks
+
+
+def forget_ranks() -> None:
+    """Drop what is kept; between modules, and after a run that left something."""
+    _KEPT.clear()
+
+
+class Rank:
+    """What a caller works with."""
+
+    def __init__(self, comm: Communicator, device: Any, **staging: int) -> None:
+        self.comm = comm
+        self.device = device
+        self.rank = comm.rank
+        comm._staging._stagers.clear()
+        comm._staging.forget_plans()
+        for name, value in staging.items():
+            setattr(comm._staging, name, value)
+        self.stager = comm._staging.stager(device)
+        self.stop = device.pinned_alloc(64)
+        device.flag_store(self.stop, 0)
+        self.pinned = [self.stop]
+        self.arrays: list[DeviceArray] = []
+
+    def begin(self) -> None:
+        """Make the caller's stream; in the thread of the caller."""
+        self.stream = DeviceStream(self.device)
+
+    def array(self, values: Any, *, shape: Any = None) -> DeviceArray:
+        """Return an array that the caller's stream fills once it comes to that."""
+        given = np.ascontiguousarray(values)
+        made = DeviceArray(self.device, given.shape, given.dtype)
+        source = self._pinned(given.nbytes)
+        self.device.write(source, given.tobytes())
+        self.device.memcpy_async(made.address, source, given.nbytes, self.stream.handle)
+        self.arrays.append(made)
+        return made
+
+    def fetch(self, array: DeviceArray) -> Callable[[], Any]:
+        """Copy an array in the caller's stream; the result says what it was then."""
+        target = self._pinned(array.nbytes)
+        self.device.memcpy_async(
+            target, array.address, array.nbytes, self.stream.handle
+        )
+
+        def value() -> Any:
+            raw = self.device.read(target, array.nbytes)
+            return np.frombuffer(raw, array.dtype).reshape(array.shape)
+
+        return value
+
+    def _pinned(self, nbytes: int) -> int:
+        address = int(self.device.pinned_alloc(max(1, nbytes)))
+        self.pinned.append(address)
+        return address
+
+    def progress(self) -> None:
+        """Make progress until the caller is done."""
+        engine = self.comm._world.engine
+        while not self.device.flag_load(self.stop):
+            if not engine.step():
+                self.device.pause()
+
+    def finish(self) -> None:
+        """Make progress until the host has seen the end of all calls."""
+        while self.stager.outstanding:
+            if not self.comm._world.engine.step():
+                self.device.pause()
+
+    def end(self) -> None:
+        """Give memory back that the caller used."""
+        for array in self.arrays:
+            array.free()
+        for address in self.pinned:
+            self.device.pinned_free(address)
+
+
+class SimRanks:
+    """Ranks on one simulated GPU."""
+
+    def __init__(
+        self,
+        size: int,
+        seed: int,
+        queues: int = 8,
+        *,
+        bug: str | None = None,
+        staging: dict[str, int] | None = None,
+        **switches: Any,
+    ) -> None:
+        self.world = SimWorld(seed=seed, queues=queues, **switches)
+        self.devices = [
+            self.world.device(f"rank {rank}", ordinal=0) for rank in range(size)
+        ]
+        made = kept_ranks(size)
+        self.ranks = [
+            Rank(comm, device, **(staging or {}))
+            for comm, device in zip(made.comms, self.devices, strict=True)
+        ]
+        for each in self.ranks:
+            if bug is not None:
+                each.stager.plant(bug)
+
+    def run(self, function: Callable[[Rank], T]) -> list[T]:
+        """Run a function on every rank, with progress beside; return the results."""
+
+        def caller(rank: Rank) -> T:
+            rank.begin()
+            try:
+                with rank.stream:
+                    return function(rank)
+            finally:
+                # Where nothing goes on, who waits learns of it, too.
+                with suppress(OrderingError):
+                    rank.device.flag_store(rank.stop, 1)
+
+        threads: dict[str, Callable[[], Any]] = {}
+        for rank in self.ranks:
+            threads[f"caller {rank.rank}"] = lambda rank=rank: caller(rank)
+            threads[f"progress {rank.rank}"] = rank.progress
+        try:
+            found = self.world.run(threads)
+        except BaseException:
+            forget_ranks()
+            raise
+        return [found[f"caller {rank.rank}"] for rank in self.ranks]
+
+    def close(self) -> None:
+        """Give everything back, and see that nothing is left and nothing was wrong."""
+        for rank in self.ranks:
+            rank.stager.close()
+            rank.comm._staging._stagers.clear()
+            rank.end()
+        assert self.world.live_nbytes == 0
+        self.world.check()
+
+
+def on_threads(size: int, function: Callable[[Rank], T], **device: Any) -> list[T]:
+    """Run a function on ranks with devices of threads, and the engine's threads."""
+    from commrt.backends.local import run
+
+    def main(comm: Communicator) -> T:
+        with ThreadDevice(
+            **{**device, "seed": device.get("seed", 0) + comm.rank}
+        ) as gpu:
+            rank = Rank(comm, gpu)
+            rank.begin()
+            with rank.stream:
+                result = function(rank)
+            rank.stream.synchronize()
+            comm.free()
+            rank.end()
+            return result
+
+    return run(size, main)

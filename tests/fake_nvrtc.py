@@ -8,7 +8,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
-__all__ = ["build"]
+__all__ = ["HIDDEN", "build"]
+
+HIDDEN = "pretended_nvrtc.so"
+"""For a test that opens it in its own process: once a library of NVRTC's name is
+mapped, later tests would find it "loaded already"."""
 
 _SOURCE = Path(__file__).parent / "fake_nvrtc.cpp"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from commrt._native import Device
 from commrt.devices.arrays import current_devices
-from commrt.devices.cuda import CudaDevice
+from commrt.devices.cuda import CudaDevice, open_device
 from commrt.errors import BufferError_, DeviceMissingError
 
 __all__ = ["cuda_device", "find_device", "serve", "stop_serving"]
@@ -39,13 +39,14 @@ def stop_serving(device: Device) -> None:
 
 
 def cuda_device(ordinal: int) -> CudaDevice:
-    """Return the CUDA device of a number, always the same one.
+    """Return the CUDA device of a number, with its kernels, always the same one.
 
-    Raises DeviceMissingError where there is no driver or no such device.
+    Raises DeviceMissingError where there is no driver or no such device, and
+    BackendError where the installed packages for CUDA do not fit.
     """
     with _LOCK:
         if ordinal not in _CUDA:
-            _CUDA[ordinal] = CudaDevice(ordinal)
+            _CUDA[ordinal] = open_device(ordinal)
         return _CUDA[ordinal]
 
 

@@ -281,7 +281,9 @@ def test_the_kernels_of_commrt_are_loaded_by_default(
 ) -> None:
     """All, compiled for the card, which is of compute capability 9.0."""
     monkeypatch.setattr(nvrtc, "_loaded", lambda: iter(()))
-    monkeypatch.setenv("COMMRT_NVRTC_LIB", str(fake_nvrtc.build(tmp_path)))
+    monkeypatch.setenv(
+        "COMMRT_NVRTC_LIB", str(fake_nvrtc.build(tmp_path, name=fake_nvrtc.HIDDEN))
+    )
     monkeypatch.setenv("COMMRT_KERNEL_CACHE", str(tmp_path / "cache"))
     assert device.capability == 90
     assert device.why_no_kernels is not None
@@ -310,7 +312,9 @@ def test_what_the_driver_does_not_take_is_said_with_its_compiler(
 ) -> None:
     """As PTX of a newer CUDA; the device is as good as before."""
     monkeypatch.setattr(nvrtc, "_loaded", lambda: iter(()))
-    monkeypatch.setenv("COMMRT_NVRTC_LIB", str(fake_nvrtc.build(tmp_path)))
+    monkeypatch.setenv(
+        "COMMRT_NVRTC_LIB", str(fake_nvrtc.build(tmp_path, name=fake_nvrtc.HIDDEN))
+    )
     monkeypatch.setenv("COMMRT_KERNEL_CACHE", str(tmp_path / "cache"))
     fake.fail("cuModuleLoadData", result)
     with pytest.raises(KernelsMissingError, match="does not take") as caught:

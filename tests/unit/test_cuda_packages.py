@@ -150,7 +150,9 @@ def test_info_tells_of_driver_devices_and_kernels(
     fake = Fake(driver)
     fake.reset(version=12040, devices=2, flags=0)
     monkeypatch.setattr(nvrtc, "_loaded", lambda: iter(()))
-    monkeypatch.setenv("COMMRT_NVRTC_LIB", str(fake_nvrtc.build(tmp_path)))
+    monkeypatch.setenv(
+        "COMMRT_NVRTC_LIB", str(fake_nvrtc.build(tmp_path, name=fake_nvrtc.HIDDEN))
+    )
     monkeypatch.setenv("COMMRT_KERNEL_CACHE", str(tmp_path / "kept"))
     told = _told(driver)
     assert told["driver"] == f"CUDA 12.4, {driver}"
@@ -175,7 +177,7 @@ def test_info_tells_what_is_missing(install: Install) -> None:
 
 
 def test_info_tells_that_a_card_is_too_old_for_nvrtc(tmp_path: Path) -> None:
-    found = nvrtc.Nvrtc(str(fake_nvrtc.build(tmp_path)), "test")
+    found = nvrtc.Nvrtc(str(fake_nvrtc.build(tmp_path, name=fake_nvrtc.HIDDEN)), "test")
     assert report._targets(found, [70, 120]).startswith("not for 7.0 (NVRTC 12.9")
     assert report._targets(found, [70, 120]).endswith(", for compute_90")
 

@@ -45,14 +45,18 @@ def resolve(text: str, coll: str, ranks: int, launch: LaunchInfo) -> Candidate:
 
 def _backends(coll: str, algorithm: str, ranks: int, launch: LaunchInfo) -> list[str]:
     """Return the backends that may run ``algorithm`` on these ranks."""
-    having = [
-        name for name in backends.all_backends() if algorithm in offered(name, coll)
-    ]
+    having = [name for name in _of_host_memory() if algorithm in offered(name, coll)]
     nodes = _nodes(ranks, launch)
     if nodes is None:  # MPI's ranks, wherever they are
         return [name for name in having if (name == "local") == (ranks == 1)]
     facts = CommFacts(ranks, nodes, -(-ranks // nodes), 1, "near")
     return [name for name in having if _may_run(name, algorithm, facts)]
+
+
+def _of_host_memory() -> list[str]:
+    """Return the backends for what the benchmarks' arrays are."""
+    every = backends.all_backends()
+    return [name for name, each in every.items() if "host" in each.capabilities.devices]
 
 
 def _may_run(backend: str, algorithm: str, facts: CommFacts) -> bool:
@@ -76,9 +80,7 @@ def _which(coll: str, algorithm: str, ranks: int, here: list[str]) -> str:
     if here:
         choices = ", ".join(f"{name}/{algorithm}" for name in here)
         return f"which backend depends on where the ranks are: write one of {choices}"
-    known = {
-        name for backend in backends.all_backends() for name in offered(backend, coll)
-    }
+    known = {name for backend in _of_host_memory() for name in offered(backend, coll)}
     if algorithm in known:
         return f"no backend runs it on {_ranks(ranks)} here"
     return f"{coll} has no algorithm {algorithm!r}{suggest(algorithm, known)}"

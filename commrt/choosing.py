@@ -126,7 +126,7 @@ class Choosing(Redistributing):
         dtype: str,
         op: str | Reduction,
         root: int,
-        device: str,
+        device: str = "host",
     ) -> Query:
         user = op if isinstance(op, Reduction) else None
         name = "sum" if user is not None else op

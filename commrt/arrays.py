@@ -21,6 +21,7 @@ from commrt.device_arrays import is_cupy, is_on_device, see
 from commrt.devices.arrays import DeviceArray
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_, UsageError
+from commrt.tensors import is_tensor, tensor_dtype
 
 __all__ = [
     "HostView",
@@ -122,7 +123,7 @@ def view(array: Any, what: str) -> HostView:
         return HostView(array, array, address, count, DTYPES[code], shape, writable)
     if isinstance(array, np.ndarray):
         return _view_numpy(array, array, what)
-    if _is_tensor(array):
+    if is_tensor(array):
         return _view_torch(array, what)
     if hasattr(array, "__cuda_array_interface__"):
         raise BufferError_(f"{what} is a CUDA array: {_HOST_ONLY}")
@@ -211,30 +212,10 @@ def _way_out(dtype: np.dtype[Any]) -> str:
     return "pass x.view('uint8') to move its bytes"
 
 
-def _is_tensor(array: Any) -> bool:
-    """Return whether ``array`` is torch's, without importing torch.
-
-    Any folder called torch may be in ``sys.modules``: only a Tensor type counts.
-    """
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    return tensor is not None and isinstance(array, tensor)
-
-
 def _view_torch(tensor: Any, what: str) -> HostView:
     if tensor.device.type != "cpu":
         raise BufferError_(f"{what} is on {tensor.device}: {_HOST_ONLY}")
-    name = str(tensor.dtype).removeprefix("torch.")
-    dtype = _BY_NAME.get(name)
-    if dtype is None or tensor.is_sparse or tensor.is_quantized:
-        raise BufferError_(
-            f"{what} is a torch tensor of {name} ({tensor.layout}), which cannot be "
-            f"communicated; supported: dense tensors of {', '.join(_BY_NAME)}"
-        )
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        raise BufferError_(
-            f"{what} is not contiguous in memory (shape {tuple(tensor.shape)}, strides "
-            f"{tensor.stride()}): pass x.contiguous()"
-        )
+    dtype = tensor_dtype(tensor, what)
     address, count = tensor.data_ptr(), tensor.numel()
     shape = tuple(tensor.shape)
     return HostView(tensor, tensor, address, count, dtype, shape, True)
@@ -275,7 +256,7 @@ def overlap(a: HostView, b: HostView) -> bool:
 
 def empty_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
     """Return a new array of ``shape`` in the library that ``x`` comes from."""
-    if _is_tensor(x.array):
+    if is_tensor(x.array):
         return x.array.new_empty(shape)
     if isinstance(x.array, np.ndarray):
         return np.empty(shape, dtype=x.array.dtype)

@@ -15,6 +15,7 @@ from commrt.devices.arrays import DeviceArray, DeviceStream, current_stream
 from commrt.devices.registry import cuda_device, find_device
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_, UsageError
+from commrt.tensors import is_tensor, tensor_dtype
 
 __all__ = [
     "OnDevice",
@@ -52,7 +53,7 @@ def is_on_device(array: Any) -> bool:
     """Return whether an array says that it is in the memory of a device."""
     if isinstance(array, np.ndarray):
         return False
-    if _is_tensor(array):
+    if is_tensor(array):
         return bool(array.device.type == "cuda")
     if hasattr(array, "__cuda_array_interface__"):
         return True
@@ -79,7 +80,7 @@ def see(array: Any, what: str) -> OnDevice:
             getattr(array.device, "ordinal", 0),
             current_stream(array.device),
         )
-    if _is_tensor(array):
+    if is_tensor(array):
         return _see_tensor(array, what)
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is not None:
@@ -90,24 +91,8 @@ def see(array: Any, what: str) -> OnDevice:
     )
 
 
-def _is_tensor(array: Any) -> bool:
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    return tensor is not None and isinstance(array, tensor)
-
-
 def _see_tensor(tensor: Any, what: str) -> OnDevice:
-    name = str(tensor.dtype).removeprefix("torch.")
-    dtype = _BY_NAME.get(name)
-    if dtype is None or tensor.is_sparse or tensor.is_quantized:
-        raise BufferError_(
-            f"{what} is a torch tensor of {name} ({tensor.layout}), which cannot be "
-            f"communicated; supported: dense tensors of {', '.join(_BY_NAME)}"
-        )
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        raise BufferError_(
-            f"{what} is not contiguous in memory (shape {tuple(tensor.shape)}, strides "
-            f"{tensor.stride()}): pass x.contiguous()"
-        )
+    dtype = tensor_dtype(tensor, what)
     number = tensor.device.index or 0
     return OnDevice(
         tensor.data_ptr(),
@@ -185,7 +170,7 @@ def current_stream_of(array: Any, device: Any) -> int:
     Where the library has none that is known here: what the array says it is ordered by,
     else the legacy stream.
     """
-    if _is_tensor(array):
+    if is_tensor(array):
         torch = sys.modules["torch"]
         return int(torch.cuda.current_stream(array.device).cuda_stream)
     if is_cupy(array):

@@ -19,6 +19,7 @@ LAYERS = (
         "operations",
         "env",
         "console",
+        "tensors",
         "user_reduction",
         "wire_formats",
     ),

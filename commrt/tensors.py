@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's tensors, wherever their memory is, without importing torch."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from commrt.dtypes import DTYPES, DType
+from commrt.errors import BufferError_
+
+__all__ = ["is_tensor", "tensor_dtype"]
+
+_BY_NAME = {dtype.name: dtype for dtype in DTYPES}
+
+
+def is_tensor(array: Any) -> bool:
+    """Return whether an array is torch's."""
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and isinstance(array, tensor)
+
+
+def tensor_dtype(tensor: Any, what: str) -> DType:
+    """Return the element type of a dense, contiguous tensor.
+
+    Raises BufferError_, which names ``what``, for every other one.
+    """
+    name = str(tensor.dtype).removeprefix("torch.")
+    dtype = _BY_NAME.get(name)
+    if dtype is None or tensor.is_sparse or tensor.is_quantized:
+        raise BufferError_(
+            f"{what} is a torch tensor of {name} ({tensor.layout}), which cannot be "
+            f"communicated; supported: dense tensors of {', '.join(_BY_NAME)}"
+        )
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise BufferError_(
+            f"{what} is not contiguous in memory (shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}): pass x.contiguous()"
+        )
+    return dtype

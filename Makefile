@@ -102,12 +102,12 @@ TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
 SCOPE := $(if $(FULL),-full)
 # Verbose: a sanitizer ends the process, and then only what was printed says which test it was.
 # They are five to ten times slower: a tenth of the cases of a fifth of the tests, others in
-# each run. A full run has them all, as an ordinary run has elsewhere; the matrix has none.
-SHARE := 0.1 --functions 0.2
+# each run; in a full run an eighth of the cases of every test. The matrix has none.
+SHARE := $(if $(FULL),0.12,0.1 --functions 0.2)
 SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks tests/matrix/test_crowds.py \
   tests/unit/test_device_conformance.py tests/unit/test_device_ordering.py \
   -v $(TEST_ARGS:-q=) $(if $(SEED),--seed $(SEED)) --capture=sys \
-  $(if $(FULL),,--plain-kernels --share $(SHARE))
+  --share $(SHARE) $(if $(FULL),,--plain-kernels)
 
 .PHONY: test-sanitize
 test-sanitize: test-asan test-tsan ## Tests of the engine under sanitizers.

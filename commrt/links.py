@@ -9,7 +9,9 @@ be equal on all ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from commrt import env
 from commrt.select.facts import CommFacts, LinkClass
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from commrt.comm import Communicator
     from commrt.world import World
 
-__all__ = ["agree_link_class", "measure_links", "spins_for"]
+__all__ = ["agree_link_class", "link_class_now", "measure_links", "spins_for"]
 
 NEAR_NS = 90.0
 """Flag latency below which ranks are near; measured: 40 to 60 near, 140 to 250 far."""
@@ -66,6 +68,27 @@ def measure_links(comm: Communicator, world: World) -> dict[tuple[int, int], Lin
             measured = float(ns) if float(ns) >= 0 else float("inf")
             slowest[pair] = max(slowest.get(pair, 0.0), measured)
     return {pair: "near" if ns < NEAR_NS else "far" for pair, ns in slowest.items()}
+
+
+def link_class_now(comm: Any) -> LinkClass:
+    """Return how far apart the ranks are at this moment; collective.
+
+    The communicator's own facts were measured when it was made and stay as they are,
+    since selection goes by them; measurements go by this. Where links are not measured
+    (several nodes, ranks that outnumber cores) both are the same.
+    """
+    facts: CommFacts = comm.facts
+    if facts.link_class not in ("near", "far"):
+        return facts.link_class
+    slowest_ns = 0.0
+    for pairs in rounds_of(range(comm.size)):
+        for pair in pairs:
+            if comm.rank in pair:
+                peer = sum(pair) - comm.rank
+                ns = comm._probe_latency_ns(peer, _ROUNDS, _BUDGET_S)
+                slowest_ns = max(slowest_ns, ns if ns >= 0 else float("inf"))
+    worst_ns = comm.allreduce(np.array([slowest_ns]), op="max")
+    return "near" if worst_ns[0] < NEAR_NS else "far"
 
 
 def _too_many(world: World, ranks_here: int) -> bool:

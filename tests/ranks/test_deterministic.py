@@ -13,7 +13,7 @@ from rounding import REDUCING, TYPES, from_the_left, same_numbers, telling
 
 import commrt
 from commrt.backends.local import LocalRanks, run
-from commrt.bench.determinism_cost import measure
+from commrt.bench.price import measure
 from commrt.dtypes import dtype_by_name
 from commrt.errors import MismatchError, UsageError
 
@@ -285,14 +285,19 @@ def test_arrays_of_the_symmetric_heap_and_repetition() -> None:
     assert run(3, rank_main, timeout_s=60) == [{True}] * 3
 
 
-def test_its_price_can_be_measured() -> None:
-    def rank_main(comm: Any) -> list[str]:
-        return measure(comm, "reduce_scatter", "bfloat16", 4096, 2)
+@pytest.mark.parametrize(
+    ("what", "coll"),
+    [("order", "reduce_scatter"), ("types", "allreduce"), ("counts", "gather")],
+)
+def test_its_price_can_be_measured(what: str, coll: str) -> None:
+    def rank_main(comm: Any) -> dict[str, Any]:
+        return measure(comm, what, coll, "bfloat16", 4096, turns=2)
 
-    for row in run(3, rank_main, timeout_s=30):
-        assert row[0] == "4096"
-        assert all(float(cell) > 0 for cell in row[1:4])
-        assert row[5].startswith("local/")
+    rows = run(3, rank_main, timeout_s=30)
+    assert rows[0] == rows[1] == rows[2]
+    assert (rows[0]["op"], rows[0]["nbytes"]) == (coll, 4096)
+    assert all(rows[0][name] > 0 for name in ("first_us", "second_us", "ratio"))
+    assert rows[0]["detail"].startswith("local/" if what == "order" else "bfloat16")
 
 
 def test_the_reference_is_one_rounding_for_short_floats() -> None:

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a property of a call costs, beside the same call without it.
+
+    mpiexec -n 2 python -m commrt.bench.price counts --op gather,alltoall
+    mpiexec -n 2 python -m commrt.bench.price types --op allreduce
+    mpiexec -n 4 python -m commrt.bench.price order --op allreduce
+
+``counts``: the vector form with equal counts, the same tuples in every call, beside the
+plain operation. ``types``: other element types beside float32, the same bytes.
+``order``: ``deterministic=True`` beside without. Both calls take turns in one launch.
+With ``--out`` a launch is added to what the file holds; ``--load`` prints a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from commrt.bench.machine import describe_machine
+from commrt.bench.options import check_dtype
+from commrt.bench.paired_calls import time_pair
+from commrt.bench.raw_data import read_data, write_data
+from commrt.bench.timing_loop import numpy_dtype
+from commrt.errors import UsageError
+from commrt.operations import OPERATIONS, operation
+
+__all__ = ["main", "measure"]
+
+_SCHEMA = "commrt-price/1"
+_VECTOR_FORM = {str(spec.vector_of): spec for spec in OPERATIONS if spec.vector_of}
+Call = Callable[[], Any]
+Row = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print a table; collective over the ranks that mpiexec started."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.load:
+            print(_text(json.loads(read_data(Path(arguments.load)))))
+            return 0
+        jobs = list(_jobs(arguments))
+    except (UsageError, ValueError, OSError) as error:
+        print(f"price: {error}", file=sys.stderr)
+        return 2
+    import commrt
+
+    comm = commrt.init()
+    rows = [measure(comm, *job, turns=arguments.turns) for job in jobs]
+    if comm.rank == 0:
+        found = _with_launch(arguments, {"ranks": comm.size, "rows": rows})
+        print(_text(found))
+        if arguments.out:
+            write_data(Path(arguments.out), json.dumps(found))
+    return 0
+
+
+def measure(
+    comm: Any, what: str, coll: str, detail: str, nbytes: int, *, turns: int
+) -> Row:
+    """Return one row; the same on every rank."""
+    if what == "order":
+        with (
+            comm.dup(deterministic=False) as free,
+            comm.dup(deterministic=True) as left,
+        ):
+            first, second = (_plan(each, coll, detail, nbytes) for each in (free, left))
+            took = time_pair(comm, first, second, turns)
+            detail = " or ".join(
+                str(each.explain(coll, nbytes, dtype=detail).choice.candidate)
+                for each in (free, left)
+            )
+    elif what == "types":
+        first, second = (_plan(comm, coll, t, nbytes) for t in ("float32", detail))
+        took = time_pair(comm, first, second, turns)
+    else:
+        first, second = _with_and_without_counts(comm, coll, detail, nbytes)
+        took = time_pair(comm, first, second, turns)
+    return {"op": coll, "detail": detail, "nbytes": nbytes, **asdict(took)}
+
+
+def _plan(comm: Any, coll: str, dtype: str, nbytes: int) -> Call:
+    """Return a persistent call: what Python does for each is the same for both."""
+    kind = numpy_dtype(dtype)
+    if not operation(coll).reduces:
+        raise UsageError(f"--op {coll}: reduces nothing")
+    count = max(1, nbytes // kind.itemsize)
+    if coll != "reduce_scatter":
+        x = np.ones(count, kind)
+        return getattr(comm.plan, coll)(x, out=np.empty_like(x))  # type: ignore[no-any-return]
+    block = max(1, count // comm.size)
+    x = np.ones(block * comm.size, kind)
+    return comm.plan.reduce_scatter(x, out=np.empty(block, kind))  # type: ignore[no-any-return]
+
+
+def _with_and_without_counts(
+    comm: Any, coll: str, dtype: str, nbytes: int
+) -> tuple[Call, Call]:
+    """Return both forms on the same arrays, ``nbytes`` in each rank's block."""
+    spec, size, is_root = _VECTOR_FORM[coll], comm.size, comm.rank == 0
+    kind = numpy_dtype(dtype)
+    block = max(1, nbytes // kind.itemsize)
+    gathers = spec.out_count == "times_size"
+    x = np.ones(block * (1 if gathers else size), kind)
+    given = None if coll == "scatter" and not is_root else x
+    arguments = {}
+    if spec.output_on == "all" or is_root:
+        whole = gathers or coll == "alltoall"
+        arguments["out"] = np.zeros(block * (size if whole else 1), kind)
+    counts = dict.fromkeys(spec.count_arguments, (block,) * size)
+    return (
+        partial(getattr(comm, coll), given, **arguments),
+        partial(getattr(comm, spec.name), given, **arguments, **counts),
+    )
+
+
+def _jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
+    what = arguments.what
+    if what is None:
+        raise UsageError("say what: counts, types or order; or --load FILE")
+    known = list(_VECTOR_FORM) if what == "counts" else ["allreduce"]
+    names = arguments.op.split(",") if arguments.op else known
+    for name in names:
+        operation(name)
+        if what == "counts" and name not in _VECTOR_FORM:
+            raise UsageError(f"--op {name}: has no vector form; {', '.join(known)} do")
+    types = ["float16", "bfloat16"] if what == "types" else ["float32"]
+    if arguments.types:
+        types = arguments.types.split(",")
+    for each in types:
+        check_dtype(each)
+    sizes = [int(part) for part in arguments.sizes.split(",")]
+    return ((what, *each) for each in product(names, types, sizes))
+
+
+def _with_launch(arguments: argparse.Namespace, launch: Mapping[str, Any]) -> Row:
+    """Return all launches of the file and this one."""
+    found: Row = {
+        "schema": _SCHEMA,
+        "command": f"python -m commrt.bench.price {arguments.what}",
+        "what": arguments.what,
+        "machine": describe_machine(),
+        "launches": [],
+    }
+    if arguments.out and Path(arguments.out).exists():
+        found = json.loads(read_data(Path(arguments.out)))
+    return {**found, "launches": [*found["launches"], launch]}
+
+
+def _text(found: Mapping[str, Any]) -> str:
+    heads = {
+        "counts": ("plain", "vector"),
+        "types": ("float32", "this type"),
+        "order": ("any order", "one order"),
+    }
+    first, second = heads[found["what"]]
+    lines = [
+        f"| links | ranks | operation | | bytes | {first}, µs | {second}, µs | ratio "
+        f"(lowest, highest launch) | launches |",
+        "|---|---:|---|---|---:|---:|---:|---|---:|",
+    ]
+    for key, cells in _by_cell(found["launches"]).items():
+        us = [statistics.median(c[w] for c in cells) for w in ("first_us", "second_us")]
+        ratios = [cell["ratio"] for cell in cells]
+        link, ranks, coll, detail, nbytes = key
+        lines.append(
+            f"| {link} | {ranks} | {coll} | {detail} | {nbytes} | {us[0]:.2f} | "
+            f"{us[1]:.2f} | {statistics.median(ratios):.2f} ({min(ratios):.2f}, "
+            f"{max(ratios):.2f}) | {len(cells)} |"
+        )
+    return "\n".join([*lines, "", *_means(_by_cell(found["launches"]))])
+
+
+def _by_cell(launches: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], list[Row]]:
+    cells: dict[tuple[Any, ...], list[Row]] = {}
+    for launch in launches:
+        for row in launch["rows"]:
+            if row["link_class"] != "mixed":
+                key = (row["link_class"], launch["ranks"], row["op"], row["detail"])
+                cells.setdefault((*key, row["nbytes"]), []).append(row)
+    return dict(sorted(cells.items()))
+
+
+def _means(cells: Mapping[tuple[Any, ...], Sequence[Row]]) -> Iterator[str]:
+    """Yield the geometric mean over sizes of the medians over launches."""
+    sizes: dict[tuple[Any, ...], list[float]] = {}
+    for key, rows in cells.items():
+        median = statistics.median(row["ratio"] for row in rows)
+        sizes.setdefault(key[:-1], []).append(median)
+    for (link, ranks, coll, detail), ratios in sizes.items():
+        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        yield (
+            f"{coll}, {detail}, {ranks} ranks, {link}: geometric mean over "
+            f"{len(ratios)} sizes {mean:.3f}, largest {max(ratios):.2f}"
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m commrt.bench.price",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", nargs="?", choices=("counts", "types", "order"))
+    parser.add_argument("--op", help="operations, comma separated (those that can)")
+    parser.add_argument("--types", help="element types, comma separated")
+    parser.add_argument(
+        "--sizes",
+        default="8,128,2048,8192,32768,131072,524288,2097152,8388608",
+        help="bytes: of a block for counts, of the whole array otherwise",
+    )
+    parser.add_argument("--turns", type=int, default=40, help="of each (40)")
+    parser.add_argument("--out", help="file of raw data to add this launch to")
+    parser.add_argument("--load", help="print what a file holds; no runs")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

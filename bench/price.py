@@ -20,7 +20,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -114,14 +113,20 @@ def _with_and_without_counts(
     gathers = spec.out_count == "times_size"
     x = np.ones(block * (1 if gathers else size), kind)
     given = None if coll == "scatter" and not is_root else x
-    arguments = {}
-    if spec.output_on == "all" or is_root:
-        whole = gathers or coll == "alltoall"
-        arguments["out"] = np.zeros(block * (size if whole else 1), kind)
-    counts = dict.fromkeys(spec.count_arguments, (block,) * size)
+    whole = gathers or coll == "alltoall"
+    has_out = spec.output_on == "all" or is_root
+    out = np.zeros(block * (size if whole else 1), kind) if has_out else None
+    plain, vector = getattr(comm, coll), getattr(comm, spec.name)
+    counts = (block,) * size
+    # Written out, as programs do: partial() merges keywords anew in every call.
+    if len(spec.count_arguments) == 2:
+        return (
+            lambda: plain(given, out=out),
+            lambda: vector(given, send_counts=counts, recv_counts=counts, out=out),
+        )
     return (
-        partial(getattr(comm, coll), given, **arguments),
-        partial(getattr(comm, spec.name), given, **arguments, **counts),
+        lambda: plain(given, out=out),
+        lambda: vector(given, counts=counts, out=out),
     )
 
 

@@ -4,10 +4,13 @@
     mpiexec -n 2 python -m commrt.bench.price counts --op gather,alltoall
     mpiexec -n 2 python -m commrt.bench.price types --op allreduce
     mpiexec -n 4 python -m commrt.bench.price order --op allreduce
+    mpiexec -n 4 python -m commrt.bench.price algorithms --op allreduce \\
+        --algorithm shm/ring --algorithm shm/direct
 
 ``counts``: the vector form with equal counts, the same tuples in every call, beside the
 plain operation. ``types``: other element types beside float32, the same bytes.
-``order``: ``deterministic=True`` beside without. Both calls take turns in one launch.
+``order``: ``deterministic=True`` beside without. ``algorithms``: every one named after
+the first beside the first. Both calls take turns in one launch.
 With ``--out`` a launch is added to what the file holds; ``--load`` prints a file.
 """
 
@@ -33,11 +36,15 @@ from commrt.bench.raw_data import read_data, write_data
 from commrt.bench.timing_loop import numpy_dtype
 from commrt.errors import UsageError
 from commrt.operations import OPERATIONS, operation
+from commrt.select.facts import Candidate
 
 __all__ = ["main", "measure"]
 
+_WHAT = ("counts", "types", "order", "algorithms")
 _SCHEMA = "commrt-price/1"
+_BESIDE = " beside "
 _VECTOR_FORM = {str(spec.vector_of): spec for spec in OPERATIONS if spec.vector_of}
+_PLANNED = ("allreduce", "reduce", "reduce_scatter", "scan", "bcast")
 Call = Callable[[], Any]
 Row = dict[str, Any]
 
@@ -83,24 +90,30 @@ def measure(
     elif what == "types":
         first, second = (_plan(comm, coll, t, nbytes) for t in ("float32", detail))
         took = time_pair(comm, first, second, turns)
+    elif what == "algorithms":
+        first, second = (
+            _plan(comm, coll, "float32", nbytes, algorithm=name)
+            for name in detail.split(_BESIDE)
+        )
+        took = time_pair(comm, first, second, turns)
     else:
         first, second = _with_and_without_counts(comm, coll, detail, nbytes)
         took = time_pair(comm, first, second, turns)
     return {"op": coll, "detail": detail, "nbytes": nbytes, **asdict(took)}
 
 
-def _plan(comm: Any, coll: str, dtype: str, nbytes: int) -> Call:
+def _plan(comm: Any, coll: str, dtype: str, nbytes: int, **more: Any) -> Call:
     """Return a persistent call: what Python does for each is the same for both."""
     kind = numpy_dtype(dtype)
-    if not operation(coll).reduces:
-        raise UsageError(f"--op {coll}: reduces nothing")
-    count = max(1, nbytes // kind.itemsize)
-    if coll != "reduce_scatter":
-        x = np.ones(count, kind)
-        return getattr(comm.plan, coll)(x, out=np.empty_like(x))  # type: ignore[no-any-return]
-    block = max(1, count // comm.size)
-    x = np.ones(block * comm.size, kind)
-    return comm.plan.reduce_scatter(x, out=np.empty(block, kind))  # type: ignore[no-any-return]
+    block = max(1, nbytes // kind.itemsize)
+    plan: Callable[..., Call] = getattr(comm.plan, coll)
+    if coll == "bcast":
+        return plan(np.ones(block, kind), **more)
+    if coll == "reduce_scatter":
+        block = max(1, block // comm.size)
+        return plan(np.ones(block * comm.size, kind), out=np.empty(block, kind), **more)
+    x = np.ones(block, kind)
+    return plan(x, out=np.empty_like(x), **more)
 
 
 def _with_and_without_counts(
@@ -133,20 +146,29 @@ def _with_and_without_counts(
 def _jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
     what = arguments.what
     if what is None:
-        raise UsageError("say what: counts, types or order; or --load FILE")
-    known = list(_VECTOR_FORM) if what == "counts" else ["allreduce"]
+        raise UsageError("say what: counts, types, order, algorithms; or --load FILE")
+    known = list(_VECTOR_FORM) if what == "counts" else list(_PLANNED)
     names = arguments.op.split(",") if arguments.op else known
     for name in names:
-        operation(name)
-        if what == "counts" and name not in _VECTOR_FORM:
-            raise UsageError(f"--op {name}: has no vector form; {', '.join(known)} do")
-    types = ["float16", "bfloat16"] if what == "types" else ["float32"]
+        if operation(name).name not in known:
+            raise UsageError(f"--op {name}: {what} takes {', '.join(known)}")
+    sizes = [int(part) for part in arguments.sizes.split(",")]
+    return ((what, *each) for each in product(names, _details(arguments), sizes))
+
+
+def _details(arguments: argparse.Namespace) -> list[str]:
+    """Return what the second call of each pair has."""
+    if arguments.what == "algorithms":
+        first, *others = map(str, map(Candidate.parse, arguments.algorithm or [""]))
+        if not others:
+            raise UsageError("--algorithm: name two or more")
+        return [f"{first}{_BESIDE}{other}" for other in others]
+    types = ["float16", "bfloat16"] if arguments.what == "types" else ["float32"]
     if arguments.types:
         types = arguments.types.split(",")
     for each in types:
         check_dtype(each)
-    sizes = [int(part) for part in arguments.sizes.split(",")]
-    return ((what, *each) for each in product(names, types, sizes))
+    return types
 
 
 def _with_launch(arguments: argparse.Namespace, launch: Mapping[str, Any]) -> Row:
@@ -168,6 +190,7 @@ def _text(found: Mapping[str, Any]) -> str:
         "counts": ("plain", "vector"),
         "types": ("float32", "this type"),
         "order": ("any order", "one order"),
+        "algorithms": ("first", "second"),
     }
     first, second = heads[found["what"]]
     lines = [
@@ -217,9 +240,15 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", nargs="?", choices=("counts", "types", "order"))
+    parser.add_argument("what", nargs="?", choices=_WHAT)
     parser.add_argument("--op", help="operations, comma separated (those that can)")
     parser.add_argument("--types", help="element types, comma separated")
+    parser.add_argument(
+        "--algorithm",
+        action="append",
+        metavar="BACKEND/NAME",
+        help="for algorithms: the first is what the others stand beside",
+    )
     parser.add_argument(
         "--sizes",
         default="8,128,2048,8192,32768,131072,524288,2097152,8388608",

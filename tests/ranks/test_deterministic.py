@@ -287,17 +287,26 @@ def test_arrays_of_the_symmetric_heap_and_repetition() -> None:
 
 @pytest.mark.parametrize(
     ("what", "coll"),
-    [("order", "reduce_scatter"), ("types", "allreduce"), ("counts", "gather")],
+    [
+        ("order", "reduce_scatter"),
+        ("types", "allreduce"),
+        ("counts", "gather"),
+        ("algorithms", "allreduce"),
+    ],
 )
 def test_its_price_can_be_measured(what: str, coll: str) -> None:
+    pair = "local/ring beside local/direct"
+    detail = pair if what == "algorithms" else "bfloat16"
+
     def rank_main(comm: Any) -> dict[str, Any]:
-        return measure(comm, what, coll, "bfloat16", 4096, turns=2)
+        return measure(comm, what, coll, detail, 4096, turns=2)
 
     rows = run(3, rank_main, timeout_s=30)
     assert rows[0] == rows[1] == rows[2]
     assert (rows[0]["op"], rows[0]["nbytes"]) == (coll, 4096)
     assert all(rows[0][name] > 0 for name in ("first_us", "second_us", "ratio"))
-    assert rows[0]["detail"].startswith("local/" if what == "order" else "bfloat16")
+    said = str(rows[0]["detail"])
+    assert said.startswith("local/") if what == "order" else said == detail
 
 
 def test_the_reference_is_one_rounding_for_short_floats() -> None:

@@ -44,7 +44,7 @@ _WHAT = ("counts", "types", "order", "algorithms")
 _SCHEMA = "commrt-price/1"
 _BESIDE = " beside "
 _VECTOR_FORM = {str(spec.vector_of): spec for spec in OPERATIONS if spec.vector_of}
-_PLANNED = ("allreduce", "reduce", "reduce_scatter", "scan", "bcast")
+_MEASURED = tuple(s.name for s in OPERATIONS if not s.vector_of and s.name != "barrier")
 Call = Callable[[], Any]
 Row = dict[str, Any]
 
@@ -105,50 +105,47 @@ def measure(
 def _plan(comm: Any, coll: str, dtype: str, nbytes: int, **more: Any) -> Call:
     """Return a persistent call: what Python does for each is the same for both."""
     kind = numpy_dtype(dtype)
-    block = max(1, nbytes // kind.itemsize)
+    x, out = _arrays(comm, coll, kind, max(1, nbytes // kind.itemsize))
     plan: Callable[..., Call] = getattr(comm.plan, coll)
-    if coll == "bcast":
-        return plan(np.ones(block, kind), **more)
-    if coll == "reduce_scatter":
-        block = max(1, block // comm.size)
-        return plan(np.ones(block * comm.size, kind), out=np.empty(block, kind), **more)
-    x = np.ones(block, kind)
-    return plan(x, out=np.empty_like(x), **more)
+    return plan(x, **more) if coll == "bcast" else plan(x, out=out, **more)
 
 
 def _with_and_without_counts(
     comm: Any, coll: str, dtype: str, nbytes: int
 ) -> tuple[Call, Call]:
-    """Return both forms on the same arrays, ``nbytes`` in each rank's block."""
-    spec, size, is_root = _VECTOR_FORM[coll], comm.size, comm.rank == 0
+    """Return both forms on the same arrays."""
     kind = numpy_dtype(dtype)
     block = max(1, nbytes // kind.itemsize)
-    gathers = spec.out_count == "times_size"
-    x = np.ones(block * (1 if gathers else size), kind)
-    given = None if coll == "scatter" and not is_root else x
-    whole = gathers or coll == "alltoall"
-    has_out = spec.output_on == "all" or is_root
-    out = np.zeros(block * (size if whole else 1), kind) if has_out else None
+    x, out = _arrays(comm, coll, kind, block)
+    spec, counts = _VECTOR_FORM[coll], (block,) * comm.size
     plain, vector = getattr(comm, coll), getattr(comm, spec.name)
-    counts = (block,) * size
     # Written out, as programs do: partial() merges keywords anew in every call.
     if len(spec.count_arguments) == 2:
         return (
-            lambda: plain(given, out=out),
-            lambda: vector(given, send_counts=counts, recv_counts=counts, out=out),
+            lambda: plain(x, out=out),
+            lambda: vector(x, send_counts=counts, recv_counts=counts, out=out),
         )
-    return (
-        lambda: plain(given, out=out),
-        lambda: vector(given, counts=counts, out=out),
-    )
+    return lambda: plain(x, out=out), lambda: vector(x, counts=counts, out=out)
+
+
+def _arrays(
+    comm: Any, coll: str, kind: np.dtype[Any], block: int
+) -> tuple[Any | None, Any | None]:
+    """Return this rank's x and out, where a rank's block has so many elements."""
+    is_root = comm.rank == 0
+    parts = comm.size if coll in ("alltoall", "scatter", "reduce_scatter") else 1
+    x = np.ones(block * parts, kind) if coll != "scatter" or is_root else None
+    parts = comm.size if coll in ("alltoall", "allgather", "gather") else 1
+    has_out = is_root or operation(coll).output_on != "root"
+    return x, np.zeros(block * parts, kind) if has_out else None
 
 
 def _jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
     what = arguments.what
     if what is None:
         raise UsageError("say what: counts, types, order, algorithms; or --load FILE")
-    known = list(_VECTOR_FORM) if what == "counts" else list(_PLANNED)
-    names = arguments.op.split(",") if arguments.op else known
+    known = tuple(_VECTOR_FORM) if what == "counts" else _MEASURED
+    names = (arguments.op or ",".join(known)).split(",")
     for name in names:
         if operation(name).name not in known:
             raise UsageError(f"--op {name}: {what} takes {', '.join(known)}")
@@ -252,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sizes",
         default="8,128,2048,8192,32768,131072,524288,2097152,8388608",
-        help="bytes: of a block for counts, of the whole array otherwise",
+        help="bytes of a rank's block, of the whole vector where there are no blocks",
     )
     parser.add_argument("--turns", type=int, default=40, help="of each (40)")
     parser.add_argument("--out", help="file of raw data to add this launch to")

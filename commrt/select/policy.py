@@ -237,7 +237,8 @@ class Policy:
         """Return the rule for ``query``.
 
         Where a vector operation has none, that of the operation whose schedules it runs
-        holds; but the library's own two collectives are different ones.
+        holds. The library's own two collectives are different ones, but where a root
+        gives or takes long blocks.
         """
         if self.table is None:
             return None
@@ -246,7 +247,8 @@ class Policy:
         if hit is not None or spec.vector_of is None or spec.rule_bytes == "any":
             return hit
         plain = self.table.lookup(self.facts, replace(query, coll=spec.vector_of))
-        if plain is None or plain.rule.use.algorithm == "native":
+        long = spec.has_root and query.nbytes >= _ROOT_ALONE_FROM_NBYTES
+        if plain is None or (plain.rule.use.algorithm == "native" and not long):
             return None
         beside = f"; {plain.extrapolated}" if plain.extrapolated else ""
         return replace(plain, extrapolated=f"of {spec.vector_of}{beside}")
@@ -349,6 +351,10 @@ class Policy:
 
 
 _VARIABLE = "COMMRT_ALGORITHM"
+_ROOT_ALONE_FROM_NBYTES = 1 << 20
+"""From such blocks on, a root's link is what a gather or a scatter takes: no tree saves
+anything, so libraries move each block straight from rank to rank, as their vector forms
+do at any length. With Open MPI 5 both took the same time on 4 ranks."""
 
 
 def _asked(

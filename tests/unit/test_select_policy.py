@@ -234,3 +234,39 @@ def test_where_nothing_is_left_to_choose_nothing_is_costed() -> None:
         chosen = policy.choose(_small(), algorithm=asked, params=params).candidate
         assert chosen in found
         assert chosen.algorithm == "direct" or chosen.params == {"f": 2}
+
+
+def _plain_rule(coll: str, use: Candidate) -> Table:
+    return Table(MACHINE, (replace(_rule(0, None, use), op=coll),))
+
+
+@pytest.mark.parametrize("coll", ["allgather", "gather", "scatter", "reduce_scatter"])
+def test_a_vector_operation_without_a_rule_follows_the_plain_one(coll: str) -> None:
+    policy = _policy(_plain_rule(coll, RING))
+    choice = policy.choose(Query(f"{coll}v", 4096))
+    assert (choice.candidate, choice.source) == (RING, "table")
+    assert f"of {coll}" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("coll", "nbytes", "source"),
+    [
+        ("scatter", 1 << 20, "table"),
+        ("gather", 8 << 20, "table"),
+        ("scatter", (1 << 20) - 1, "model"),
+        ("gather", 8, "model"),
+        ("allgather", 8 << 20, "model"),
+        ("reduce_scatter", 8 << 20, "model"),
+    ],
+)
+def test_the_librarys_vector_form_is_another_but_for_long_blocks_of_a_root(
+    coll: str, nbytes: int, source: str
+) -> None:
+    choice = _policy(_plain_rule(coll, NATIVE)).choose(Query(f"{coll}v", nbytes))
+    assert choice.source == source
+    assert (choice.candidate == NATIVE) == (source == "table")
+
+
+def test_an_alltoallv_whose_lengths_no_rank_knows_follows_no_rule_for_lengths() -> None:
+    choice = _policy(_plain_rule("alltoall", RING)).choose(Query("alltoallv", 0))
+    assert choice.source == "model"

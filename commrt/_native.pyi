@@ -248,6 +248,11 @@ class Group:
     @property
     def _num_plans(self) -> int: ...
     def _probe_latency_ns(self, arg0: int, arg1: int, arg2: float, /) -> float: ...
+    def _probe_slots_ns(
+        self, peer: int, window_nbytes: int, timeout_s: float
+    ) -> tuple[float, float]:
+        """Return ns per line in one slot again and again, and through a window."""
+
     def _records(self) -> list[Any]:
         """The last operations, oldest first: (seq, coll, dtype, redop, count, root,
         state, start_ticks, end_ticks, stream, device, peer, tag). Collectives and
@@ -322,6 +327,9 @@ class Group:
         timeout_s: float,
     ) -> Any: ...
     def _set_failure(self, arg: str, /) -> None: ...
+    def _set_slot_window(self, nbytes: int) -> None:
+        """Let payloads pass through so much of each lane; 0: not at all."""
+
     def _set_spins(self, arg: int, /) -> None: ...
     @property
     def _slow(self) -> bool: ...

@@ -36,6 +36,7 @@ from commrt.safety.check import Checker
 from commrt.schedule.nodes import check_nodes
 from commrt.select.facts import CommFacts
 from commrt.select.policy import Policy
+from commrt.slot_window import measure_slot_window
 from commrt.staging import Staging
 from commrt.symmetric import SymmetricHeap, as_array, parse_request
 from commrt.user_reduction import BoundReduction
@@ -115,6 +116,7 @@ class Communicator(Fusing, Operations):
         self._attach(identity, limit)
         self.facts = self._agree_facts()
         self._set_spins(spins_for(self.facts))
+        self._set_slot_window(world.slot_window_nbytes)
         self._native_comm = native_comm
         if native_comm is None and may_check and world.picks_native(self.facts):
             self._lease_native_comm(limit)
@@ -163,6 +165,7 @@ class Communicator(Fusing, Operations):
             per_node[node] = per_node.get(node, 0) + 1
         if not world.links and len(self._ranks) == world.size:
             world.links = measure_links(self, world)
+            world.slot_window_nbytes = measure_slot_window(self, world)
         ppn = max(per_node.values())
         link = agree_link_class(world, self._ranks, ppn)
         layout = check_nodes(map(world.node_of, self._ranks), self.size)

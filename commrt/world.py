@@ -71,6 +71,8 @@ class World:
     """Lends MPI communicators for the library's own collectives; None without MPI."""
     links: dict[tuple[int, int], LinkClass] = field(default_factory=dict)
     """Link class of each on-node pair, by ascending rank."""
+    slot_window_nbytes: int = 0
+    """What this rank's payloads pass through (commrt/slot_window.py)."""
     next_id: int = 0
     """Identity of the next communicator: names its shared memory and its MPI tags."""
     lingering: list[Any] = field(default_factory=list)

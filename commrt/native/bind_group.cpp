@@ -199,6 +199,17 @@ void bind_group(nb::module_& m) {
            [](Group& g, int peer, int rounds, double timeout_s) {
              return g.comm->probe_latency(peer, rounds, timeout_s);
            }, nb::call_guard<nb::gil_scoped_release>())
+      .def("_probe_slots_ns",
+           [](Group& g, int peer, size_t window, double timeout_s) {
+             const SlotTimes found = g.comm->probe_slots(peer, window, timeout_s);
+             return std::make_pair(found.same_ns, found.moving_ns);
+           }, nb::arg("peer"), nb::arg("window_nbytes"), nb::arg("timeout_s"),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Return ns per line in one slot again and again, and through a window.")
+      .def("_set_slot_window", [](Group& g, size_t nbytes) {
+        std::lock_guard<std::mutex> lock(g.engine->mutex);
+        g.comm->slot_window = std::min(nbytes, g.comm->layout.lane_nbytes);
+      }, nb::arg("nbytes"), "Let payloads pass through so much of each lane; 0: not at all.")
       .def("_not_started", [](const Group& g, uint64_t seq) { return g.comm->not_started(seq); })
       .def("_remember_plan",
            [](Group& g, int64_t count, int coll, int dtype, int redop, int root, PlanPtr plan) {

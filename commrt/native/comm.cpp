@@ -45,7 +45,7 @@ RankHeader* Comm::header(int member) const {
 
 unsigned char* Comm::lane_base(int lane) const {
   return arena + static_cast<size_t>(member_index_[rank]) * region_nbytes + layout.lanes +
-         static_cast<size_t>(lane) * layout.lane_nbytes;
+         static_cast<size_t>(lane) * layout.lane_nbytes + lanes_[lane].at;
 }
 
 void Comm::attach_arena(void* base, size_t region, size_t lane_nbytes,
@@ -254,7 +254,7 @@ bool Comm::progress(uint64_t limit) {
   return any;
 }
 
-int Comm::acquire_lane() {
+int Comm::acquire_lane(const Plan& plan) {
   if (lane_refused_) return -1;
   for (int i = 0; i < kLanes; ++i) {
     Lane& lane = lanes_[i];
@@ -265,6 +265,10 @@ int Comm::acquire_lane() {
     }
     if (!clear) continue;
     lane.busy = true;
+    const size_t nbytes = static_cast<size_t>(plan.slots) * plan.slot_nbytes;
+    // All of a lane is free then: an operation may begin anywhere.
+    lane.at = plan.moves_on && lane.next + nbytes <= slot_window ? lane.next : 0;
+    lane.next = lane.at + (plan.moves_on ? nbytes : 0);
     return i;
   }
   lane_refused_ = true;

@@ -257,8 +257,16 @@ struct Segment {
   size_t part_nbytes;
 };
 
+// What a line of a payload takes, in ns: its writing plus its reading by a peer.
+struct SlotTimes {
+  double same_ns;    // in the slot that held the payload before
+  double moving_ns;  // in the next one of a window that exceeds a core's own cache
+};
+
 struct Lane {
   bool busy = false;
+  size_t at = 0;    // where the slots of the operation that has it begin
+  size_t next = 0;  // and those of the next one
   std::vector<uint64_t> last;  // per rank: one past the last message published from here
 };
 
@@ -340,6 +348,8 @@ class Comm {
   // Best half round trip to an on-node peer in ns, both calling equally often; negative
   // where time ran out, here or there.
   double probe_latency(int peer, int rounds, double timeout_s);
+  // Measures both, while the peer does the same; negative where time ran out, here or there.
+  SlotTimes probe_slots(int peer, size_t window, double timeout_s);
 
   Engine& engine;
   const int rank, size;
@@ -351,6 +361,9 @@ class Comm {
   std::atomic<bool> broken{false};  // release: `failure` is written
   uint64_t fork_epoch = 0;
   int spin_before_yield = 2000;
+  // Bytes of a lane that operations pass through, each behind the one before; 0: each begins
+  // where the lane does.
+  size_t slot_window = 0;
   // Looks of who waits for a run of the plan before it lets another rank have the core.
   int spins_of(const Plan* plan) const {
     return plan != nullptr && plan->spins >= 0 ? plan->spins : spin_before_yield;
@@ -387,7 +400,7 @@ class Comm {
   // is none of these.
   bool show_ordinary(const Plan& plan, const void* in, const void* out);
   void note(uint64_t seq, const Plan& plan, uint64_t stream);
-  int acquire_lane();
+  int acquire_lane(const Plan& plan);
   void release_lane(Op& op);
   unsigned char* lane_base(int lane) const;
   RankHeader* header(int member) const;

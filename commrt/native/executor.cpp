@@ -111,7 +111,7 @@ bool Op::advance(uint64_t limit) {
   bool any = false;
   if (in_heap && !shown_) any = show_result();
   if (p.needs_lane && lane_ < 0) {
-    lane_ = comm->acquire_lane();
+    lane_ = comm->acquire_lane(p);
     if (lane_ < 0) return false;
     any = true;
   }

@@ -171,9 +171,13 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
   // Whole fragments of slots: a slot then always holds what one instruction sends. Where only
   // some of these messages use it (symmetric.cpp), the last one's being read tells that all
   // earlier ones are.
-  const size_t fragments_held = std::min(fit / static_cast<size_t>(npublish),
-                                         static_cast<size_t>(std::max(1, slot_reuse)));
+  const size_t fragments_held = std::min({fit / static_cast<size_t>(npublish),
+                                          static_cast<size_t>(std::max(1, slot_reuse)),
+                                          static_cast<size_t>(fragments)});
   slots = npublish * static_cast<int>(fragments_held);
+  constexpr size_t kLeastMoving = 8192;
+  moves_on = fragments_held == static_cast<size_t>(fragments) &&
+             static_cast<size_t>(slots) * slot_nbytes >= kLeastMoving;
 }
 
 }  // namespace commrt

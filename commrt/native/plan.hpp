@@ -153,6 +153,9 @@ class Plan : public std::enable_shared_from_this<Plan> {
   size_t inline_nbytes = 0;  // payloads for one peer ride in lines up to this; kInlineBytes at least
   size_t slot_nbytes = 0;
   int slots = 0;
+  // Whether runs go through the window of slots (Comm::slot_window): not those whose slots stay in
+  // the first cache, nor those that use each of theirs again and again.
+  bool moves_on = false;
   uint64_t ahead = 0;     // boxed: instructions tried beyond the first that is not done
   int most_slots = 0;     // boxed: slots to use again within the one fragment; 0: not boxed
   bool needs_lane = false;

@@ -80,7 +80,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
   int lane = -1;
   if (p.needs_lane) {
     lane_refused_ = false;
-    lane = acquire_lane();
+    lane = acquire_lane(p);
     if (lane < 0) return start(plan, in, out, nullptr);
   }
   const uint64_t seq = next_seq++;

@@ -63,6 +63,7 @@ LAYERS = (
         "halo_order",
         "layouts",
         "links",
+        "slot_window",
         "meeting",
         "mesh",
         "message_lists",

@@ -134,6 +134,11 @@ class Device:
     def launch_copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Copy bytes by a kernel."""
 
+    def launch_divide(
+        self, dtype: int, dst: int, count: int, divisor: int, stream: int
+    ) -> None:
+        """Divide integers toward zero, by a kernel."""
+
     def launch_host(self, stream: int, function: Callable[[], Any]) -> None:
         """Call a function from a stream; conformance tests only."""
 
@@ -141,6 +146,21 @@ class Device:
         self, op: int, dtype: int, dst: int, src: int, count: int, stream: int
     ) -> None:
         """dst = dst op src, element by element, by a kernel."""
+
+    def launch_scaled_sum(
+        self,
+        dtype: int,
+        dst: int,
+        src: int,
+        count: int,
+        which: int,
+        real: float,
+        integer: int,
+        stream: int,
+    ) -> None:
+        """dst = dst + src by a kernel, dst (1) or src (2) multiplied first; or (4) dst
+        = src, scaled.
+        """
 
     def load_kernels(self, image: bytes, names: Sequence[str] = []) -> None:
         """Add a module of kernels that launches use; those that are named are ready at

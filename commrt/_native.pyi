@@ -134,6 +134,11 @@ class Device:
     def launch_copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Copy bytes by a kernel."""
 
+    def launch_divide(
+        self, dtype: int, dst: int, count: int, divisor: int, stream: int
+    ) -> None:
+        """Divide integers toward zero, by a kernel."""
+
     def launch_host(self, stream: int, function: Callable[[], Any]) -> None:
         """Call a function from a stream; conformance tests only."""
 
@@ -141,6 +146,21 @@ class Device:
         self, op: int, dtype: int, dst: int, src: int, count: int, stream: int
     ) -> None:
         """dst = dst op src, element by element, by a kernel."""
+
+    def launch_scaled_sum(
+        self,
+        dtype: int,
+        dst: int,
+        src: int,
+        count: int,
+        which: int,
+        real: float,
+        integer: int,
+        stream: int,
+    ) -> None:
+        """dst = dst + src by a kernel, dst (1) or src (2) multiplied first; or (4) dst
+        = src, scaled.
+        """
 
     def load_kernels(self, image: bytes, names: Sequence[str] = []) -> None:
         """Add a module of kernels that launches use; those that are named are ready at
@@ -418,6 +438,20 @@ class NcclComm:
         stream: int,
         timeout_s: float,
     ) -> int: ...
+    def _run_program(
+        self,
+        program: StreamProgram,
+        device: Device,
+        x: int,
+        out: int,
+        scratch: int,
+        stream: int,
+        timeout_s: float,
+    ) -> int:
+        """Give a schedule's rounds to a stream of the device; raises the device's
+        errors.
+        """
+
     def _split(
         self, color: int, key: int, options: NcclOptions, timeout_s: float
     ) -> tuple[NcclComm, int]:
@@ -492,6 +526,33 @@ class NcclOptions:
 
     def _unknown_to(self, version: int) -> str:
         """The first field that a library of this version does not know."""
+
+class PeerExchange:
+    """Exchange memory that peers have opened."""
+
+    def _close(self) -> None: ...
+    def _count_from(self, value: int) -> None: ...
+    def _give_event(self, event: int) -> None: ...
+    def _give_up(self) -> None: ...
+    def _run(
+        self,
+        program: StreamProgram,
+        x: int,
+        out: int,
+        scratch: int,
+        stream: int,
+        orders: bool,
+    ) -> int:
+        """Give a program to the device; the event of its end, or 0 with `orders`."""
+
+    @property
+    def half_nbytes(self) -> int: ...
+    @property
+    def lost(self) -> bool: ...
+    @property
+    def planted(self) -> str: ...
+    @planted.setter
+    def planted(self, arg: str, /) -> None: ...
 
 class PersistentCall:
     """A collective bound to its arrays; call it, or start() it."""
@@ -798,6 +859,18 @@ class Stager:
     ) -> StagedCall:
         """Give the device and the engine all that there is to do."""
 
+class StreamProgram:
+    """What a stream runs for a schedule."""
+
+    @property
+    def extents(self) -> list[int]: ...
+    @property
+    def num_commands(self) -> int: ...
+    @property
+    def num_parts(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
 class ThreadDevice(Device):
     """A device of real threads, one for each stream."""
 
@@ -964,6 +1037,11 @@ def make_operation(
 ) -> Any:
     """Make the method descriptor of one operation."""
 
+def make_peer_exchange(
+    device: Device, rank: int, memory: Sequence[int], half_nbytes: int
+) -> PeerExchange:
+    """One rank's exchange; `memory` is where each rank's is mapped here."""
+
 def make_schedule_plan(
     group: Group,
     *,
@@ -1007,6 +1085,18 @@ def make_schedule_plan(
     instr_fragments: Sequence[int] = [],
     peer_fragments: Sequence[tuple[int, int]] = [],
 ) -> Plan: ...
+def make_stream_program(
+    commands: NDArray[Any],
+    *,
+    size: int,
+    dtype: int,
+    itemsize: int,
+    real: float,
+    integer: int,
+    divisor: int,
+) -> StreamProgram:
+    """A program of the commands in the rows."""
+
 def mark_forked() -> None: ...
 def mpi_abort(arg0: int, arg1: int, /) -> None: ...
 def nccl_adopt(library: NcclLibrary, pointer: int) -> tuple[NcclComm, int]:
@@ -1023,8 +1113,14 @@ def nccl_open(path: str, *, only_loaded: bool) -> tuple[NcclLibrary, str]:
 def open_fusion(group: Group, nbytes: int, limit_s: float) -> None:
     """From now on short nonblocking allreduces go into buckets."""
 
+def peer_exchange_flags_nbytes(size: int) -> int:
+    """Bytes of flags that exchange memory begins with."""
+
 def planted_bugs() -> list[str]:
     """Names of the bugs that tests can plant in the staging of device memory."""
+
+def planted_in_exchange() -> list[str]:
+    """Bugs that tests plant in the exchange."""
 
 def region_nbytes(arg0: int, arg1: int, /) -> int:
     """Bytes of shared memory per rank for a group of `members` on-node ranks."""
@@ -1122,6 +1218,9 @@ class sparse:  # noqa: N801
         """Write the positions of elements in this bucket or above; return their
         number.
         """
+
+def stream_steps() -> list[str]:
+    """Names of a program's steps, by their codes."""
 
 def view_of_numpy(arg: Any, /) -> Any:
     """(address, count, dtype code, writable) of a plain numpy array, else None."""

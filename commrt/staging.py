@@ -14,6 +14,7 @@ from commrt.device_arrays import as_stream, current_stream_of, is_on_device, see
 from commrt.devices.arrays import DeviceStream
 from commrt.devices.registry import cuda_device
 from commrt.errors import (
+    CaptureError,
     DeviceError,
     DeviceFailedError,
     OrderingError,
@@ -55,11 +56,20 @@ class Staging:
         """Start a collective whose arrays are on a device; return output or request."""
         plan = self.plan(call, bound)
         self._remember(call, bound, plan)
-        request = self.start(call, bound, plan)
+        try:
+            request = self.start(call, bound, plan)
+        except CaptureError as error:
+            raise self._captured(call.spec.name, error) from None
         if call.nonblocking:
             return request
         request.be_quiet()
         return bound.result
+
+    def _captured(self, name: str, error: CaptureError) -> CaptureError:
+        """Return the error of a call whose stream is captured, with its name."""
+        comm = self._comm
+        text = f"{name} on {comm.name}, rank {comm.rank}: {error}"
+        return CaptureError(text, error.status)
 
     def again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that works in place, like one before: its checks hold.
@@ -81,17 +91,20 @@ class Staging:
         if known is None or type(nonblocking) is not bool:
             return None
         plan, sends, receives = known
-        started, stream = self._started(
-            plan,
-            x if sends else None,
-            seen.address if sends else 0,
-            x if receives else None,
-            seen.address if receives else 0,
-            seen.device,
-            seen.stream,
-            x,
-            not nonblocking,
-        )
+        try:
+            started, stream = self._started(
+                plan,
+                x if sends else None,
+                seen.address if sends else 0,
+                x if receives else None,
+                seen.address if receives else 0,
+                seen.device,
+                seen.stream,
+                x,
+                not nonblocking,
+            )
+        except CaptureError as error:
+            raise self._captured(name, error) from None
         result = x if receives else None
         if not nonblocking:
             return (result,)
@@ -397,7 +410,11 @@ class DeviceRequest:
             handle = current_stream_of(self._array, self._on)
         else:
             handle = as_stream(stream, self._on, self._what)
-        self._call.wait_on(handle)
+        try:
+            self._call.wait_on(handle)
+        except CaptureError as error:
+            text = f"wait() for {self._what}: {error}"
+            raise CaptureError(text, error.status) from None
         self._raise()
         return self._result
 

@@ -388,6 +388,52 @@ def kernels_reduce_and_copy(rig: Rig) -> None:
     assert device.read(target, NBYTES) == expected.tobytes()
 
 
+def kernels_scale_and_divide(rig: Rig) -> None:
+    device = rig.device
+    stream, dtype = device.stream_create(), dtype_by_name("float32")
+    left = np.arange(NBYTES // 4, dtype="f4")
+    right = left[::-1].copy()
+    dst, src = rig.pinned(left.tobytes()), rig.pinned(right.tobytes())
+    whole = dtype_by_name("int32")
+    numbers = (np.arange(NBYTES // 4) - 20).astype("i4")
+    divided = rig.pinned(numbers.tobytes())
+    if rig.has_no_kernels:
+        with pytest.raises(DeviceError, match="load_kernels"):
+            device.launch_scaled_sum(dtype.code, dst, src, 1, 2, 0.5, 1, stream)
+        with pytest.raises(DeviceError, match="load_kernels"):
+            device.launch_divide(whole.code, divided, 1, 3, stream)
+        return
+    count = left.size
+    expected = left
+    for which in (0, 1, 2, 3, 6, 4):
+        device.launch_scaled_sum(dtype.code, dst, src, count, which, 0.5, 1, stream)
+        first = expected * 0.5 if which & 1 else expected
+        second = right * 0.5 if which & 2 else right
+        expected = second if which & 4 else first + second
+        device.stream_synchronize(stream)
+        assert device.read(dst, NBYTES) == expected.astype("f4").tobytes()
+    device.launch_scaled_sum(whole.code, divided, divided, count, 6, 1.0, 5, stream)
+    device.launch_divide(whole.code, divided, count, 3, stream)
+    device.stream_synchronize(stream)
+    toward_zero = np.trunc(numbers * 5 / 3).astype("i4")
+    assert device.read(divided, NBYTES) == toward_zero.tobytes()
+
+
+def an_undefined_product_or_quotient_is_refused(rig: Rig) -> None:
+    device = rig.device
+    real, flag = (dtype_by_name(name).code for name in ("float32", "bool"))
+    memory = rig.pinned()
+    for call in (
+        lambda: device.launch_scaled_sum(flag, memory, memory, 1, 2, 1.0, 1, 0),
+        lambda: device.launch_scaled_sum(real, memory, memory, 1, 8, 1.0, 1, 0),
+        lambda: device.launch_divide(real, memory, 1, 2, 0),
+        lambda: device.launch_divide(dtype_by_name("int8").code, memory, 1, 0, 0),
+    ):
+        with pytest.raises(DeviceError) as caught:
+            call()
+        assert caught.value.status == "unsupported"
+
+
 def boxes_go_through_a_buffer(rig: Rig) -> None:
     """Packed, unpacked into another array, and added to it, where two overlap."""
     device = rig.device
@@ -459,6 +505,8 @@ PROBES: tuple[Callable[[Rig], None], ...] = (
     a_process_does_not_open_its_own_memory,
     freeing_nothing_is_nothing,
     kernels_reduce_and_copy,
+    kernels_scale_and_divide,
+    an_undefined_product_or_quotient_is_refused,
     boxes_go_through_a_buffer,
     an_undefined_reduction_is_refused,
 )

@@ -90,6 +90,18 @@ class FakeNccl:
         assert opened is not None, problem
         self.library = Library(opened, "test")
 
+    def run_on(self, devices: Sequence[Any]) -> None:
+        """Let kernels run in the streams of devices, by rank, in order with others."""
+
+        def launch(number: int, stream: int | None, group: int) -> None:
+            devices[number].launch_host(stream or 0, lambda: run(group))
+
+        run = self._stub.stub_run_group
+        run.argtypes = [ctypes.c_void_p]
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        self._launcher = kind(launch)
+        self._stub.stub_set_launcher(self._launcher)
+
     def set(self, name: str, value: int) -> None:
         """Set ``in_progress``, ``group_limit``, ``hang_init`` (rank + 1) and so on."""
         self._stub.stub_set(name.encode(), ctypes.c_long(value))

@@ -49,6 +49,7 @@ __all__ = [
     "lowered_programs",
     "node_numbers",
     "only_by_name",
+    "scaling",
     "schedule_plan",
     "split_params",
     "why_not",
@@ -417,7 +418,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
     store, adaptive = transport.stores(
         longest, buffers * on_node, comm.facts.link_class, spec.op.reduces
     )
-    factor, integer_factor, divisor = _scaling(spec, comm.size)
+    factor, integer_factor, divisor = scaling(spec, comm.size)
     return _native.make_schedule_plan(
         comm,
         coll=spec.op.code,
@@ -517,7 +518,7 @@ def _peers(lowered: Lowered) -> list[tuple[int, int, int]]:
     ]
 
 
-def _scaling(spec: PlanSpec, size: int) -> tuple[float, int, int]:
+def scaling(spec: PlanSpec, size: int) -> tuple[float, int, int]:
     """Return what to multiply floats, and integers, by before sending; the divisor.
 
     avg scales floats before sending and divides integers at the end.

@@ -12,13 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from commrt import algorithms
 from commrt.backends.base import PlanSpec
 from commrt.backends.footprint import LANE_NBYTES, Footprint, Own
 from commrt.errors import UsageError
-from commrt.schedule.ir import ParamValue, Schedule, Slice
+from commrt.schedule.ir import ParamValue, Schedule, Slice, Space
 from commrt.schedule.lower import LOCAL, Lowered
 from commrt.schedule.parts import Parts, block_length, parts_of
 
@@ -43,6 +43,15 @@ class CountedFootprint(Footprint):
         )
 
 
+class HasSpaces(Protocol):
+    """A rank's program, in whatever form."""
+
+    @property
+    def spaces(self) -> tuple[Space, ...]:
+        """The buffers that it addresses."""
+        ...
+
+
 @dataclass(frozen=True)
 class Lengths(ABC):
     """Lengths of blocks and numbers of fragments, on one rank."""
@@ -53,7 +62,7 @@ class Lengths(ABC):
     """No message of a fragment is longer."""
 
     @abstractmethod
-    def bounds(self, rank: int, lowered: Lowered) -> list[list[int]]:
+    def bounds(self, rank: int, lowered: HasSpaces) -> list[list[int]]:
         """Return the block boundaries of each space of ``rank``."""
 
     def ragged(
@@ -67,7 +76,7 @@ class Lengths(ABC):
 class _Even(Lengths):
     num_elements: int
 
-    def bounds(self, rank: int, lowered: Lowered) -> list[list[int]]:
+    def bounds(self, rank: int, lowered: HasSpaces) -> list[list[int]]:
         return [space.bounds(self.num_elements) for space in lowered.spaces]
 
 
@@ -79,7 +88,7 @@ class _Counted(Lengths):
     per_holder: dict[int, int]
     """Fragments of each pair's messages; empty where all have as many."""
 
-    def bounds(self, rank: int, lowered: Lowered) -> list[list[int]]:
+    def bounds(self, rank: int, lowered: HasSpaces) -> list[list[int]]:
         return self.parts.bounds(rank, lowered.spaces, self.lengths)
 
     def ragged(

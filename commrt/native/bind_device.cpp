@@ -187,6 +187,19 @@ void bind_device(nb::module_& m) {
     call(d, &Api::launch_copy, at(dst), static_cast<const void*>(at(src)), n, s);
   }, nb::arg("dst"), nb::arg("src"), nb::arg("nbytes"), nb::arg("stream"),
      "Copy bytes by a kernel.");
+  device.def("launch_scaled_sum", [](const D& d, int dtype, Address dst, Address src,
+                                     std::size_t count, unsigned which, double real,
+                                     std::int64_t integer, Stream s) {
+    call(d, &Api::launch_scaled_sum, dtype_of(dtype), at(dst), static_cast<const void*>(at(src)),
+         count, which, Scale{real, integer}, s);
+  }, nb::arg("dtype"), nb::arg("dst"), nb::arg("src"), nb::arg("count"), nb::arg("which"),
+     nb::arg("real"), nb::arg("integer"), nb::arg("stream"),
+     "dst = dst + src by a kernel, dst (1) or src (2) multiplied first; or (4) dst = src, scaled.");
+  device.def("launch_divide", [](const D& d, int dtype, Address dst, std::size_t count,
+                                 std::int64_t divisor, Stream s) {
+    call(d, &Api::launch_divide, dtype_of(dtype), at(dst), count, divisor, s);
+  }, nb::arg("dtype"), nb::arg("dst"), nb::arg("count"), nb::arg("divisor"), nb::arg("stream"),
+     "Divide integers toward zero, by a kernel.");
   device.def("launch_boxes", [](const D& d, int kind, Address buffer, std::size_t buffer_nbytes,
                                 const std::vector<Address>& arrays, Address table,
                                 std::size_t table_nbytes, std::size_t terms_at,

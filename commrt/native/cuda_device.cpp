@@ -258,6 +258,32 @@ DeviceStatus launch_copy(Device* device, void* dst, const void* src, std::size_t
   return launch(device, "commrt_copy", dst, src, nbytes, stream);
 }
 
+// The parameters as commrt/kernels/text/vectors.cuh has them.
+DeviceStatus launch_scaled_sum(Device* device, DType dtype, void* dst, const void* src,
+                               std::size_t count, unsigned which, Scale factor, Stream stream) {
+  if (const char* why = why_no_scaled_sum(dtype, which))
+    return device_fails(DeviceStatus::Unsupported, why);
+  Pointer to = pointer(dst), from = pointer(src);
+  auto items = static_cast<std::uint64_t>(count);
+  std::uint32_t bits = which;
+  struct Factor {
+    double real;
+    std::int64_t integer;
+  } by{factor.real, factor.integer};
+  void* arguments[] = {&to, &from, &items, &bits, &by};
+  return launch_with(device, "commrt_scaled_sum_" + type_name(dtype), arguments, items, stream);
+}
+
+DeviceStatus launch_divide(Device* device, DType dtype, void* dst, std::size_t count,
+                           std::int64_t divisor, Stream stream) {
+  if (const char* why = why_no_divide(dtype, divisor))
+    return device_fails(DeviceStatus::Unsupported, why);
+  Pointer to = pointer(dst);
+  auto items = static_cast<std::uint64_t>(count);
+  void* arguments[] = {&to, &items, &divisor};
+  return launch_with(device, "commrt_divide_" + type_name(dtype), arguments, items, stream);
+}
+
 // The parameters as commrt/kernels/text/boxes.cuh has them.
 DeviceStatus launch_boxes(Device* device, const BoxLaunch& boxes, Stream stream) {
   if (const char* why = why_no_launch(boxes))
@@ -399,8 +425,9 @@ const DeviceApi kApi = {
     "cuda",        alloc,          free_,         pinned_alloc,       pinned_free,
     stream_create, stream_destroy, stream_synchronize, memcpy_async,  event_create,
     event_record,  event_query,    event_destroy, stream_wait_event,  write_value32,
-    wait_value32_geq, launch_reduce, launch_copy, launch_boxes, launch_host, load_kernels,
-    ptr_attributes, is_capturing,  exchange_capture_mode, ipc_export, ipc_open,
+    wait_value32_geq, launch_reduce, launch_copy, launch_scaled_sum, launch_divide,
+    launch_boxes,  launch_host,    load_kernels,  ptr_attributes,     is_capturing,
+    exchange_capture_mode, ipc_export, ipc_open,
     ipc_close,     last_device_error, host_access, flag_load,         flag_store,
     nullptr,       nullptr,        pause,
 };

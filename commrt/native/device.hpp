@@ -12,6 +12,7 @@
 #include <mutex>
 
 #include "box_launch.hpp"
+#include "scaled_launch.hpp"
 #include "types.hpp"
 
 namespace commrt {
@@ -84,6 +85,13 @@ struct DeviceApi {
   DeviceStatus (*launch_reduce)(Device*, RedOp, DType, void* dst, const void* src,
                                 std::size_t count, Stream);
   DeviceStatus (*launch_copy)(Device*, void* dst, const void* src, std::size_t nbytes, Stream);
+  // dst = dst + src with factors where `which` says so, or dst = factor * src
+  // (scaled_launch.hpp); short floats are rounded once. For what premul_sum is defined for.
+  DeviceStatus (*launch_scaled_sum)(Device*, DType, void* dst, const void* src,
+                                    std::size_t count, unsigned which, Scale factor, Stream);
+  // dst[i] = dst[i] / divisor toward zero, for integers.
+  DeviceStatus (*launch_divide)(Device*, DType, void* dst, std::size_t count,
+                                std::int64_t divisor, Stream);
   // All boxes of one table, into a buffer or out of it; it is read while the stream runs.
   DeviceStatus (*launch_boxes)(Device*, const BoxLaunch& launch, Stream);
   // For conformance tests only. The function must not call the device.

@@ -9,6 +9,7 @@
 namespace commrt {
 void bind_kernels(nb::module_& m);
 void bind_nccl(nb::module_& m);
+void bind_programs(nb::module_& m);
 void bind_device(nb::module_& m);
 void bind_sparse(nb::module_& m);
 void bind_wire(nb::module_& m);
@@ -32,7 +33,8 @@ NB_MODULE(_native, m) {
   commrt::bind_multi(m);
   commrt::bind_sparse(m);
   commrt::bind_wire(m);
-  commrt::bind_nccl(m);
   commrt::bind_device(m);
+  commrt::bind_programs(m);
+  commrt::bind_nccl(m);
   commrt::bind_staging(m);
 }

@@ -323,6 +323,29 @@ int NcclComm::in_group(Deadline deadline, Issue&& issue) {
   return take(code, deadline);
 }
 
+int NcclComm::send_group(const NcclMessage* messages, size_t count, NcclStream stream,
+                         Deadline deadline) {
+  return in_group(deadline, [&] {
+    for (size_t i = 0; i < count; ++i) {
+      const NcclMessage& one = messages[i];
+      num_calls.fetch_add(1, std::memory_order_relaxed);
+      const int said = one.is_send ? api->send(one.at, one.nbytes, kNcclUint8, one.peer,
+                                               slot->comm, stream)
+                                   : api->recv(one.at, one.nbytes, kNcclUint8, one.peer,
+                                               slot->comm, stream);
+      if (said != kNcclSuccess && said != kNcclInProgress) return said;
+    }
+    return kNcclSuccess;
+  });
+}
+
+int NcclComm::alone(double timeout_s, const Section& section) { return run(timeout_s, section); }
+
+int NcclComm::group(const std::vector<NcclMessage>& messages, NcclStream stream,
+                    Deadline deadline) {
+  return send_group(messages.data(), messages.size(), stream, deadline);
+}
+
 int NcclComm::run_messages(std::vector<NcclMessage>& messages, NcclStream stream,
                            Deadline deadline) {
   messages.erase(std::remove_if(messages.begin(), messages.end(),
@@ -345,18 +368,7 @@ int NcclComm::run_messages(std::vector<NcclMessage>& messages, NcclStream stream
     const int64_t round = messages[first].round;
     size_t last = first;
     while (last < messages.size() && messages[last].round == round) ++last;
-    const int code = in_group(deadline, [&] {
-      for (size_t i = first; i < last; ++i) {
-        const NcclMessage& one = messages[i];
-        num_calls.fetch_add(1, std::memory_order_relaxed);
-        const int said = one.is_send ? api->send(one.at, one.nbytes, kNcclUint8, one.peer,
-                                                 slot->comm, stream)
-                                     : api->recv(one.at, one.nbytes, kNcclUint8, one.peer,
-                                                 slot->comm, stream);
-        if (said != kNcclSuccess && said != kNcclInProgress) return said;
-      }
-      return kNcclSuccess;
-    });
+    const int code = send_group(&messages[first], last - first, stream, deadline);
     const bool is_last = last == messages.size();
     if (code != kNcclSuccess) {
       // Peers wait for the rounds that will not come.

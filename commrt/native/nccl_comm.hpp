@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -79,6 +80,15 @@ class NcclComm {
               void* factor, int root, NcclStream stream, double timeout_s);
   int exchange(std::vector<NcclMessage> messages, NcclStream stream, double timeout_s);
 
+  // For who composes several groups with work of its own (nccl_program.cpp): runs `section` alone,
+  // once what went before it is in the streams; within, a group of messages; and gives up what was
+  // begun and cannot be finished.
+  using Section = std::function<int(Clock::time_point deadline)>;
+  int alone(double timeout_s, const Section& section);
+  int group(const std::vector<NcclMessage>& messages, NcclStream stream,
+            Clock::time_point deadline);
+  void lose() { give_up(); }
+
   int finalize(double timeout_s);
   // In a thread of its own, which is left alone after the time: InProgress then.
   int destroy(double timeout_s);
@@ -112,6 +122,7 @@ class NcclComm {
   int with_factor(void* factor, int dtype, Issue&& issue);
   template <class Issue>
   int in_group(Deadline deadline, Issue&& issue);
+  int send_group(const NcclMessage* messages, size_t count, NcclStream stream, Deadline deadline);
   int run_messages(std::vector<NcclMessage>& messages, NcclStream stream, Deadline deadline);
   int reduce_blocks(const char* x, char* out, const std::vector<int64_t>& counts, size_t itemsize,
                     int dtype, int op, NcclStream stream, Deadline deadline);

@@ -14,6 +14,7 @@ const char* kind_name(Kind kind) {
                                       "event_record",   "stream_wait_event",
                                       "write_value32",  "wait_value32_geq",
                                       "launch_reduce",  "launch_copy",
+                                      "launch_scaled_sum", "launch_divide",
                                       "launch_boxes",   "launch_host"};
   return names[static_cast<int>(kind)];
 }
@@ -196,6 +197,18 @@ void World::execute(Command& command, StreamState* stream) {
                                              Scale{}, Store::Plain);
       break;
     }
+    case Kind::ScaledSum: {
+      const bool both = reads() & writes();
+      if (both)
+        run_scaled_sum(command.dtype, command.dst, command.src,
+                       command.nbytes / item_size(command.dtype), command.value, command.factor);
+      break;
+    }
+    case Kind::Divide:
+      if (writes())
+        divide_inplace(command.dtype, command.dst, command.nbytes / item_size(command.dtype),
+                       command.factor.integer);
+      break;
     case Kind::Boxes: {
       struct Running {
         World* world;

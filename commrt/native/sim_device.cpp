@@ -289,6 +289,8 @@ DeviceStatus launch(Device* device, const char* name, Command command, Stream ha
   if (call.world->options.first_launch_syncs && !call.device->kernels_loaded) {
     auto kernel = std::make_pair(int(command.op), int(command.dtype));
     if (command.kind == Kind::KernelCopy) kernel = {-1, -1};
+    if (command.kind == Kind::ScaledSum) kernel.first = -100;
+    if (command.kind == Kind::Divide) kernel.first = -101;
     if (command.boxes)
       kernel = {-2 - static_cast<int>(command.boxes->kind), int(command.boxes->dtype)};
     if (call.device->launched.insert(kernel).second) {
@@ -324,6 +326,35 @@ DeviceStatus launch_copy(Device* device, void* dst, const void* src, std::size_t
   command.src = src;
   command.nbytes = nbytes;
   return launch(device, "launch_copy", std::move(command), stream);
+}
+
+DeviceStatus launch_scaled_sum(Device* device, DType dtype, void* dst, const void* src,
+                               std::size_t count, unsigned which, Scale factor, Stream stream) {
+  if (const char* why = why_no_scaled_sum(dtype, which))
+    return device_fails(DeviceStatus::Unsupported, why);
+  Command command;
+  command.kind = Kind::ScaledSum;
+  command.dtype = dtype;
+  command.dst = dst;
+  command.src = src;
+  command.nbytes = count * item_size(dtype);
+  command.value = which;
+  command.factor = factor;
+  return launch(device, "launch_scaled_sum", std::move(command), stream);
+}
+
+DeviceStatus launch_divide(Device* device, DType dtype, void* dst, std::size_t count,
+                           std::int64_t divisor, Stream stream) {
+  if (const char* why = why_no_divide(dtype, divisor))
+    return device_fails(DeviceStatus::Unsupported, why);
+  Command command;
+  command.kind = Kind::Divide;
+  command.dtype = dtype;
+  command.dst = dst;
+  command.src = dst;
+  command.nbytes = count * item_size(dtype);
+  command.factor.integer = divisor;
+  return launch(device, "launch_divide", std::move(command), stream);
 }
 
 DeviceStatus launch_boxes(Device* device, const BoxLaunch& boxes, Stream stream) {
@@ -380,8 +411,9 @@ const DeviceApi kSimApi = {
     "simulated",   alloc,          free_,         pinned_alloc,       pinned_free,
     stream_create, stream_destroy, stream_synchronize, memcpy_async,  event_create,
     event_record,  event_query,    event_destroy, stream_wait_event,  write_value32,
-    wait_value32_geq, launch_reduce, launch_copy, launch_boxes, launch_host, load_kernels,
-    ptr_attributes, is_capturing,  exchange_capture_mode, ipc_export, ipc_open,
+    wait_value32_geq, launch_reduce, launch_copy, launch_scaled_sum, launch_divide,
+    launch_boxes,  launch_host,    load_kernels,  ptr_attributes,     is_capturing,
+    exchange_capture_mode, ipc_export, ipc_open,
     ipc_close,     last_device_error, host_access, flag_load,         flag_store,
     lock,          unlock,         pause,
 };

@@ -70,7 +70,7 @@ struct EventState {
 };
 
 enum class Kind : std::uint8_t { Copy, Stage, Record, WaitEvent, Write, Wait, Reduce, KernelCopy,
-                                 Boxes, HostFunction };
+                                 ScaledSum, Divide, Boxes, HostFunction };
 const char* kind_name(Kind kind);
 
 struct Command {
@@ -83,6 +83,7 @@ struct Command {
   void* dst = nullptr;
   const void* src = nullptr;
   std::size_t nbytes = 0;
+  Scale factor;  // of a scaled sum; of a division the divisor
   bool dst_known = false, src_known = false;  // in memory of ours
   HostFunction function = nullptr;
   void* argument = nullptr;

@@ -42,6 +42,14 @@ void execute(Command& command, ThreadDevice* device) {
                                              Scale{}, Store::Plain);
       break;
     }
+    case Kind::ScaledSum:
+      run_scaled_sum(command.dtype, command.dst, command.src,
+                     command.nbytes / item_size(command.dtype), command.value, command.factor);
+      break;
+    case Kind::Divide:
+      divide_inplace(command.dtype, command.dst, command.nbytes / item_size(command.dtype),
+                     command.factor.integer);
+      break;
     case Kind::Boxes: run_boxes(*command.boxes); break;
     case Kind::Record:
       command.record->done.store(true);

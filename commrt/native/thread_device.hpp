@@ -74,8 +74,8 @@ struct Record {
 struct StreamState;
 
 struct Command {
-  enum class Kind : std::uint8_t { Copy, Record, WaitEvent, Write, Wait, Reduce, Boxes,
-                                   HostFunction };
+  enum class Kind : std::uint8_t { Copy, Record, WaitEvent, Write, Wait, Reduce, ScaledSum,
+                                   Divide, Boxes, HostFunction };
   Kind kind = Kind::Copy;
   RedOp op = RedOp::Sum;
   DType dtype = DType::U8;
@@ -83,6 +83,7 @@ struct Command {
   void* dst = nullptr;
   const void* src = nullptr;
   std::size_t nbytes = 0;
+  Scale factor;  // of a scaled sum; of a division the divisor
   HostFunction function = nullptr;
   void* argument = nullptr;
   std::shared_ptr<const BoxLaunch> boxes;

@@ -19,6 +19,7 @@ from commrt.schedule.ir import ParamValue
 from commrt.schedule.nodes import Nodes, parse_nodes
 from commrt.schedule.verify import Report, verify
 from commrt.schedule.verify_lowered import verify_lowered
+from commrt.schedule.verify_rounds import RoundsReport, verify_rounds
 
 __all__ = ["collectives_of", "default_nodes", "load", "main", "nodes_of"]
 
@@ -50,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m commrt verify",
         description="Prove an algorithm right: matched, free of deadlocks and races, "
-        "every contribution in the result exactly once, as written and as the engine "
-        "runs it.",
+        "every contribution in the result exactly once: as written, as the engine runs "
+        "it, and in the closed rounds that a GPU's stream runs.",
     )
     parser.add_argument(
         "name", help="an algorithm, path.py:algorithm or module:algorithm"
@@ -210,17 +211,21 @@ def _verify_on(
                 schedule = algorithms.schedule(coll, name, size, root, params, nodes)
                 report = verify(schedule)
                 verify_lowered(schedule, can_fuse=can_fuse)
-            print(_line(coll, size, label, report))
+                rounds = verify_rounds(schedule)
+            print(_line(coll, size, label, report, rounds))
         except ScheduleError as exc:
             print(f"{coll:14} {size:4} ranks  {label}  WRONG: {exc}")
             good = False
     return good
 
 
-def _line(coll: str, size: int, label: str, report: Report) -> str:
+def _line(
+    coll: str, size: int, label: str, report: Report, rounds: RoundsReport
+) -> str:
     return (
         f"{coll:14} {size:4} ranks  {report.num_steps:6} steps  "
         f"critical path {report.critical_path:4}  "
         f"sent {float(report.sent):7.3f} N  scratch {float(report.scratch):6.2f} N  "
+        f"rounds {rounds.num_rounds:3} of up to {rounds.most_calls} calls  "
         f"{label}"
     ).rstrip()

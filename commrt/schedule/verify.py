@@ -40,6 +40,7 @@ from commrt.schedule.ir import (
 )
 
 __all__ = [
+    "BlockLengths",
     "Report",
     "SymbolicMemory",
     "check_input_lasts",
@@ -207,36 +208,43 @@ def _width(space: Space, multiple: int) -> Fraction | None:
     return Fraction(space.scale[0] * multiple, space.scale[1] * max(space.nblk, 1))
 
 
-def _check_lengths(
-    schedule: Schedule, programs: Sequence[RankProgram], partners: dict[Place, Place]
-) -> None:
-    multiple = full_multiple(schedule.coll, schedule.size)
-    widths = [[_width(space, multiple) for space in p.spaces] for p in programs]
+class BlockLengths:
+    """Whether slices of different ranks are equally long for every vector."""
 
-    def same(a: tuple[int, Slice], b: tuple[int, Slice]) -> bool:
-        (rank_a, src), (rank_b, dst) = a, b
-        width = widths[rank_a][src.space]
-        if src.hi - src.lo != dst.hi - dst.lo or width != widths[rank_b][dst.space]:
+    def __init__(self, schedule: Schedule, spaces: Sequence[Sequence[Space]]) -> None:
+        multiple = full_multiple(schedule.coll, schedule.size)
+        self._spaces = spaces
+        self._widths = [[_width(space, multiple) for space in own] for own in spaces]
+
+    def agree(self, rank: int, src: Slice, other: int, dst: Slice) -> bool:
+        """Return whether ``src`` is always as long as ``dst`` of rank ``other``."""
+        width = self._widths[rank][src.space]
+        if src.hi - src.lo != dst.hi - dst.lo:
+            return False
+        if width != self._widths[other][dst.space]:
             return False
         if width is None:
             return _same_irregular(
-                programs[rank_a].spaces[src.space], src, programs[rank_b], dst
+                self._spaces[rank][src.space], src, self._spaces[other][dst.space], dst
             )
         # floor(b w n) - floor(a w n) agrees for every n if a shift is whole, or w is.
         shift = (src.lo - dst.lo) * width.numerator
         return shift % width.denominator == 0
 
+
+def _check_lengths(
+    schedule: Schedule, programs: Sequence[RankProgram], partners: dict[Place, Place]
+) -> None:
+    lengths = BlockLengths(schedule, [program.spaces for program in programs])
     for program in programs:
         for index, step in enumerate(program.steps):
-            where, other = program.rank, (program.rank, step.dst)
+            other = program.rank, step.dst
             if step.op is Op.SEND:
                 rank, position = partners[program.rank, index]
                 other = (rank, programs[rank].steps[position].dst)
-            if (
-                step.src
-                and other[1]
-                and not same((where, step.src), (other[0], other[1]))
-            ):
+            if step.src is None or other[1] is None:
+                continue
+            if not lengths.agree(program.rank, step.src, other[0], other[1]):
                 raise ScheduleError(
                     f"{program.describe_step(index)}: "
                     f"{programs[other[0]].describe(other[1])} of rank {other[0]} has "
@@ -244,8 +252,7 @@ def _check_lengths(
                 )
 
 
-def _same_irregular(space: Space, src: Slice, program: RankProgram, dst: Slice) -> bool:
-    other = program.spaces[dst.space]
+def _same_irregular(space: Space, src: Slice, other: Space, dst: Slice) -> bool:
     mine, theirs = space.counts or space.cap, other.counts or other.cap
     if space.split != other.split or mine is None or theirs is None:
         return space.split == other.split and src[1:] == dst[1:]

@@ -106,6 +106,11 @@ class Use {
 
 void launch(Comm* comm) {
   for (Group& group : comm->waiting) {
+    if (world.launcher != nullptr) {
+      void* stream = group.stream;
+      world.launcher(comm->device, stream, new Group(std::move(group)));
+      continue;
+    }
     world.streams[{comm->device, group.stream}].push_back(std::move(group));
   }
   comm->waiting.clear();

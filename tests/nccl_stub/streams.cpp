@@ -80,6 +80,7 @@ void advance() {
         for (const Op& op : queue.front().ops) finished = finished && op.done;
       }
       if (finished) {
+        if (queue.front().finished) *queue.front().finished = true;
         queue.pop_front();
         world.counters["kernels"]++;
         moved = true;

@@ -220,14 +220,21 @@ def test_a_captured_stream_is_refused_and_its_capture_goes_on() -> None:
         rank.stream.synchronize()
         rank.device.begin_capture(rank.stream.handle)
         seq = rank.comm.next_seq
-        with pytest.raises(CaptureError, match="is being captured"):
+        said = (
+            r"allreduce on .*, rank \d: stream \d+ is being captured.*Call it outside"
+        )
+        with pytest.raises(CaptureError, match=said):
             rank.comm.allreduce(x)
+        with pytest.raises(CaptureError, match=r"bcast on .* is being captured"):
+            rank.comm.bcast(x, root=0)
         assert rank.comm.next_seq == seq
         assert rank.device.end_capture(rank.stream.handle) == 0
         request = rank.comm.allreduce(x, nonblocking=True)
         rank.device.begin_capture(rank.stream.handle)
-        with pytest.raises(CaptureError, match="is being captured"):
+        with pytest.raises(CaptureError, match=r"wait\(\) for allreduce #.*captured"):
             request.wait()
+        with pytest.raises(CaptureError, match="allreduce on .* is being captured"):
+            rank.comm.allreduce(x, nonblocking=True)  # as the one before
         other = DeviceStream(rank.device)
         with pytest.raises(CaptureError, match="is being captured"):
             rank.comm.allreduce(x, stream=other)  # x says that the other one orders it

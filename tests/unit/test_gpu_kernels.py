@@ -16,6 +16,7 @@ import pytest
 from kernels_on_cpu import Buffer, OnCpu
 
 from commrt import _native
+from commrt.devices import SimWorld
 from commrt.dtypes import DTYPES, DType, ReduceOp, dtype_by_name
 from commrt.kernels.source import modules, reductions
 
@@ -248,6 +249,32 @@ def test_scaled_sums_equal_the_host(dtype: DType, on_cpu: OnCpu, seed: int) -> N
         )
         check(dtype, dst.bytes, expected, nans_differ=True)
         dst.check_guards()
+
+
+@pytest.mark.parametrize("dtype", SCALED, ids=lambda dtype: dtype.name)
+def test_launches_of_other_devices_compute_what_the_kernels_do(
+    dtype: DType, on_cpu: OnCpu, seed: int
+) -> None:
+    count, factor = 37, (-2.5, -7)
+    with SimWorld(seed=seed) as world:
+        device = world.device("gpu")
+        x, y = any_bits(dtype, count, seed), any_bits(dtype, count, seed + 1)
+        to, source = device.pinned_alloc(x.nbytes), device.pinned_alloc(x.nbytes)
+        for which in range(8):
+            device.write(to, x.tobytes())
+            device.write(source, y.tobytes())
+            code, real, integer = dtype.code, *factor
+            device.launch_scaled_sum(code, to, source, count, which, real, integer, 0)
+            device.stream_synchronize(0)
+            dst, src = Buffer(x), Buffer(y)
+            on_cpu.scaled_sum(dtype, dst, src, which, factor)
+            got = np.frombuffer(device.read(to, x.nbytes), np.uint8)
+            check(dtype, got, dst.bytes, nans_differ=True)
+            if dtype in INTEGERS:
+                device.launch_divide(code, to, count, 3, 0)
+                device.stream_synchronize(0)
+                on_cpu.divide(dtype, dst, 3)
+                assert device.read(to, x.nbytes) == dst.bytes.tobytes()
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=lambda dtype: dtype.name)

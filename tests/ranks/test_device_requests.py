@@ -233,7 +233,7 @@ def test_a_captured_stream_is_refused_and_its_capture_goes_on() -> None:
         rank.device.begin_capture(rank.stream.handle)
         with pytest.raises(CaptureError, match=r"wait\(\) for allreduce #.*captured"):
             request.wait()
-        with pytest.raises(CaptureError, match="allreduce on .* is being captured"):
+        with pytest.raises(CaptureError, match=r"allreduce on .* is being captured"):
             rank.comm.allreduce(x, nonblocking=True)  # as the one before
         other = DeviceStream(rank.device)
         with pytest.raises(CaptureError, match="is being captured"):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from commrt import _native, calls
 from commrt.bound_calls import (
     BoundCall,
+    bind_messages,
     bind_recv,
     bind_send,
     bind_sendrecv,
@@ -17,7 +18,6 @@ from commrt.bound_calls import (
     bind_topk,
 )
 from commrt.errors import UsageError, suggest
-from commrt.message_lists import bind_lists
 from commrt.operations import COLLECTIVES, operation
 from commrt.redistribution import bound_redistribution, make_redistribution
 from commrt.staging import BoundDeviceCall
@@ -125,14 +125,13 @@ class Plans:
         sends: Sequence[tuple[Any, ...]] = (),
         recvs: Sequence[tuple[Any, ...]] = (),
         in_place: bool = False,
-    ) -> _native.PersistentMessages:
+    ) -> _native.PersistentMessages | BoundCall:
         """Return the communicator's call of this name, bound to its arrays.
 
         Making one is local, and the peers need not have one: each message meets an
         ordinary one.
         """
-        self._comm._check_usable()
-        return bind_lists(self._comm, sends, recvs, in_place)
+        return bind_messages(self._comm, sends, recvs, in_place)
 
     def redistribute(
         self, x: Any, source: Layout, target: Layout, *, out: Any = None

@@ -37,6 +37,13 @@ def forget_ranks() -> None:
     _KEPT.clear()
 
 
+def forget_work(comm: Communicator) -> None:
+    """Let a communicator make its work on devices anew."""
+    comm._staging._stagers.clear()
+    comm._staging._messages.clear()
+    comm._staging.forget_plans()
+
+
 class Rank:
     """What a caller works with."""
 
@@ -44,15 +51,16 @@ class Rank:
         self.comm = comm
         self.device = device
         self.rank = comm.rank
-        comm._staging._stagers.clear()
-        comm._staging.forget_plans()
+        forget_work(comm)
         for name, value in staging.items():
             setattr(comm._staging, name, value)
         self.stager = comm._staging.stager(device)
+        self.messages = comm._staging.messages(device)
         self.stop = device.pinned_alloc(64)
         device.flag_store(self.stop, 0)
         self.pinned = [self.stop]
         self.arrays: list[DeviceArray] = []
+        self.asides: list[DeviceStream] = []
 
     def begin(self) -> None:
         """Make the caller's stream; in the thread of the caller."""
@@ -67,6 +75,15 @@ class Rank:
         self.device.memcpy_async(made.address, source, given.nbytes, self.stream.handle)
         self.arrays.append(made)
         return made
+
+    def fill(self, array: DeviceArray, value: float) -> None:
+        """Overwrite an array in the caller's stream."""
+        values = np.full(array.shape, value, array.dtype)
+        source = self._pinned(array.nbytes)
+        self.device.write(source, values.tobytes())
+        self.device.memcpy_async(
+            array.address, source, array.nbytes, self.stream.handle
+        )
 
     def fetch(self, array: DeviceArray) -> Callable[[], Any]:
         """Copy an array in the caller's stream; the result says what it was then."""
@@ -95,7 +112,7 @@ class Rank:
 
     def finish(self) -> None:
         """Make progress until the host has seen the end of all calls."""
-        while self.stager.outstanding:
+        while self.comm._staging.outstanding:
             if not self.comm._world.engine.step():
                 self.device.pause()
 
@@ -117,6 +134,7 @@ class SimRanks:
         queues: int = 8,
         *,
         bug: str | None = None,
+        message_bug: str | None = None,
         staging: dict[str, int] | None = None,
         **switches: Any,
     ) -> None:
@@ -132,6 +150,8 @@ class SimRanks:
         for each in self.ranks:
             if bug is not None:
                 each.stager.plant(bug)
+            if message_bug is not None:
+                each.messages.plant(message_bug)
 
     def run(self, function: Callable[[Rank], T]) -> list[T]:
         """Run a function on every rank, with progress beside; return the results."""
@@ -160,8 +180,8 @@ class SimRanks:
     def close(self) -> None:
         """Give everything back, and see that nothing is left and nothing was wrong."""
         for rank in self.ranks:
-            rank.stager.close()
-            rank.comm._staging._stagers.clear()
+            rank.comm._staging.close()
+            forget_work(rank.comm)
             rank.end()
         assert self.world.live_nbytes == 0
         self.world.check()

@@ -30,7 +30,7 @@ enum class WaitResult { Done, TimedOut, Interrupted };
 double now_s();
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-class Stager;
+class DeviceWork;
 
 class Engine {
  public:
@@ -68,10 +68,10 @@ class Engine {
   std::vector<void*> take_objects();
 
   // Work on device memory (staging.hpp). Its progress is made without the lock.
-  void add_stager(std::shared_ptr<Stager> stager);
-  void remove_stager(const Stager* stager);
-  bool step_stagers(bool advanced);
-  bool has_stagers() const { return num_stagers_.load(std::memory_order_acquire) != 0; }
+  void add_device_work(std::shared_ptr<DeviceWork> work);
+  void remove_device_work(const DeviceWork* work);
+  bool step_device_work(bool advanced);
+  bool has_device_work() const { return num_device_work_.load(std::memory_order_acquire) != 0; }
   bool is_staging();
   // Fails what is under way there, so that no stream goes on waiting for this process.
   void release_streams(const std::string& why);
@@ -105,9 +105,9 @@ class Engine {
   std::vector<Comm*> comms_;
   std::vector<std::shared_ptr<Op>> ended_;
   std::atomic<bool> has_ended_{false};
-  std::mutex stagers_mutex_;  // the innermost one
-  std::vector<std::shared_ptr<Stager>> stagers_;
-  std::atomic<int> num_stagers_{0};
+  std::mutex device_work_mutex_;  // the innermost one
+  std::vector<std::shared_ptr<DeviceWork>> device_work_;
+  std::atomic<int> num_device_work_{0};
   std::vector<void*> objects_;
   std::atomic<bool> wants_python_{false};
   std::thread thread_;

@@ -33,6 +33,7 @@ __all__ = [
     "view",
     "view_any",
     "view_anywhere",
+    "zeros_like_array",
 ]
 
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
@@ -139,11 +140,16 @@ def view(array: Any, what: str) -> HostView:
     return _view_buffer(array, buffer, what)
 
 
-def view_anywhere(array: Any, what: str, *, any_type: bool = False) -> HostView:
-    """As ``view``, and arrays on devices; with ``any_type`` as ``view_any``."""
+def view_anywhere(
+    array: Any, what: str, *, any_type: bool = False, any_strides: bool = False
+) -> HostView:
+    """As ``view``, and arrays on devices; with ``any_type`` as ``view_any``.
+
+    With ``any_strides`` an array on a device need not be contiguous.
+    """
     if not is_on_device(array):
         return view_any(array, what) if any_type else view(array, what)
-    seen = see(array, what)
+    seen = see(array, what, any_strides=any_strides)
     return HostView(
         array,
         array,
@@ -273,6 +279,24 @@ def empty_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
         library = namespace()
         return library.empty(shape, dtype=getattr(library, x.dtype.name))
     return np.empty(shape, dtype=x.dtype.name)
+
+
+def zeros_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
+    """Return a new array of zeros in the library that ``x`` comes from."""
+    if x.on is None:
+        made = empty_like_array(x, shape)
+        made[...] = 0
+        return made
+    if is_tensor(x.array):
+        return x.array.new_zeros(shape)
+    if is_cupy(x.array):
+        return sys.modules["cupy"].zeros(shape, dtype=x.array.dtype)
+    made = empty_like_array(x, shape)
+    if isinstance(made, DeviceArray):
+        made.put(np.zeros(shape, made.dtype))
+    else:
+        made[...] = 0
+    return made
 
 
 def copy_of(x: HostView) -> HostView:

@@ -47,6 +47,8 @@ class OnDevice:
     """Its number."""
     stream: int | None
     """The stream that the array says it is ordered by; None where it says nothing."""
+    strides: tuple[int, ...] | None = None
+    """In bytes; None where it is C-contiguous."""
 
 
 def is_on_device(array: Any) -> bool:
@@ -62,12 +64,12 @@ def is_on_device(array: Any) -> bool:
     return bool(array.__dlpack_device__()[0] == _DLPACK_CUDA)
 
 
-def see(array: Any, what: str) -> OnDevice:
+def see(array: Any, what: str, *, any_strides: bool = False) -> OnDevice:
     """Return what an array on a device is, or raise BufferError_ that names ``what``.
 
     Accepted: ``DeviceArray``, torch's tensors, and what has
-    ``__cuda_array_interface__`` (cupy, numba). All C-contiguous, of a type in
-    ``commrt.dtypes``.
+    ``__cuda_array_interface__`` (cupy, numba). All C-contiguous, but with
+    ``any_strides``, and of a type in ``commrt.dtypes``.
     """
     if isinstance(array, DeviceArray):
         return OnDevice(
@@ -81,18 +83,18 @@ def see(array: Any, what: str) -> OnDevice:
             current_stream(array.device),
         )
     if is_tensor(array):
-        return _see_tensor(array, what)
+        return _see_tensor(array, what, any_strides)
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is not None:
-        return _see_interface(interface, what)
+        return _see_interface(interface, what, any_strides)
     raise BufferError_(
         f"{what} is a {type(array).__name__} on a device that has only DLPack: pass it "
         f"through cupy.from_dlpack(x) or torch.from_dlpack(x), which share its memory"
     )
 
 
-def _see_tensor(tensor: Any, what: str) -> OnDevice:
-    dtype = tensor_dtype(tensor, what)
+def _see_tensor(tensor: Any, what: str, any_strides: bool) -> OnDevice:
+    dtype = tensor_dtype(tensor, what, any_strides=any_strides)
     number = tensor.device.index or 0
     return OnDevice(
         tensor.data_ptr(),
@@ -103,15 +105,18 @@ def _see_tensor(tensor: Any, what: str) -> OnDevice:
         cuda_device(number),
         number,
         None,
+        tuple(step * dtype.itemsize for step in tensor.stride()),
     )
 
 
-def _see_interface(interface: Any, what: str) -> OnDevice:
+def _see_interface(interface: Any, what: str, any_strides: bool) -> OnDevice:
     shape = tuple(interface["shape"])
     if interface.get("mask") is not None:
         raise BufferError_(f"{what} is a masked array, whose mask would be lost")
     dtype = np.dtype(interface["typestr"])
-    _check_contiguous(shape, interface.get("strides"), dtype.itemsize, what)
+    strides = interface.get("strides")
+    if not any_strides:
+        _check_contiguous(shape, strides, dtype.itemsize, what)
     address, readonly = interface["data"]
     address = int(address or 0)
     exported = interface.get("stream")
@@ -130,6 +135,7 @@ def _see_interface(interface: Any, what: str) -> OnDevice:
         device,
         number,
         0 if exported == _LEGACY else exported,
+        None if strides is None else tuple(strides),
     )
 
 

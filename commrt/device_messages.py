@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from commrt.arrays import HostView
 from commrt.device_arrays import as_stream, current_stream_of
@@ -20,7 +20,21 @@ Message = tuple[HostView, int, int]
 """The array, the peer, the tag."""
 
 
-def place_of(what: str, arrays: Sequence[HostView], stream: Any = None) -> Any:
+class Placed(Protocol):
+    """An array, as far as its place is concerned."""
+
+    @property
+    def on(self) -> Any:
+        """The device; None for host memory."""
+        ...
+
+    @property
+    def device(self) -> int | None:
+        """Its number."""
+        ...
+
+
+def place_of(what: str, arrays: Sequence[Placed], stream: Any = None) -> Any:
     """Return the device that all arrays are on, None for host memory.
 
     Raises UsageError where they are not in one place, and for a stream that host

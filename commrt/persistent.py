@@ -17,6 +17,7 @@ from commrt.bound_calls import (
     bind_sparse,
     bind_topk,
 )
+from commrt.device_boxes import BoundBoxes
 from commrt.errors import UsageError, suggest
 from commrt.operations import COLLECTIVES, operation
 from commrt.redistribution import bound_redistribution, make_redistribution
@@ -135,7 +136,7 @@ class Plans:
 
     def redistribute(
         self, x: Any, source: Layout, target: Layout, *, out: Any = None
-    ) -> _native.PersistentCall:
+    ) -> _native.PersistentCall | BoundBoxes:
         """Return a call that moves an array from one distribution to another.
 
             rows = commrt.Layout((1000, 800), (comm.size,), (commrt.Block(0), None))
@@ -159,7 +160,7 @@ class Plans:
             MismatchError: the ranks do not agree; on all of them.
         """
         comm = self._comm
-        made: _native.PersistentCall = make_redistribution(
+        made: _native.PersistentCall | BoundBoxes = make_redistribution(
             comm, x, source, target, out, partial(bound_redistribution, comm)
         )
         return made

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ class Staging:
         self._plans: dict[Any, _native.StagedPlan] = {}
         self._known: dict[Any, tuple[_native.StagedPlan, bool, bool]] = {}
         self._own = threading.local()
+        self.memory: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Plans that hold memory of devices, which goes with the communicator."""
         self.slots = _SLOTS
         self.first_nbytes = _FIRST_NBYTES
         self.most_nbytes = _MOST_NBYTES
@@ -256,7 +259,7 @@ class Staging:
         number = getattr(getattr(call.stream, "device", None), "index", None)
         return cuda_device(number or 0)
 
-    def order_exported(self, device: Any, stream: int, arrays: list[Any]) -> None:
+    def order_exported(self, device: Any, stream: int, arrays: Sequence[Any]) -> None:
         """Let the call come after the streams that its arrays are ordered by."""
         for each in arrays:
             if each.stream is not None and each.stream != stream:
@@ -322,7 +325,10 @@ class Staging:
             each.give_up(why)
 
     def close(self) -> None:
-        """Give streams and pinned memory back, where nothing is under way."""
+        """Give streams and memory back, where nothing is under way."""
+        if not any(each.failed or each.outstanding for each in self._work):
+            for kept in list(self.memory):
+                kept.close()
         for each in self._work:
             each.close()
 

@@ -61,6 +61,7 @@ class Rank:
         self.pinned = [self.stop]
         self.arrays: list[DeviceArray] = []
         self.asides: list[DeviceStream] = []
+        self.fields: list[DeviceArray] = []
 
     def begin(self) -> None:
         """Make the caller's stream; in the thread of the caller."""
@@ -70,7 +71,7 @@ class Rank:
         """Return an array that the caller's stream fills once it comes to that."""
         given = np.ascontiguousarray(values)
         made = DeviceArray(self.device, given.shape, given.dtype)
-        source = self._pinned(given.nbytes)
+        source = self.pin(given.nbytes)
         self.device.write(source, given.tobytes())
         self.device.memcpy_async(made.address, source, given.nbytes, self.stream.handle)
         self.arrays.append(made)
@@ -79,7 +80,7 @@ class Rank:
     def fill(self, array: DeviceArray, value: float) -> None:
         """Overwrite an array in the caller's stream."""
         values = np.full(array.shape, value, array.dtype)
-        source = self._pinned(array.nbytes)
+        source = self.pin(array.nbytes)
         self.device.write(source, values.tobytes())
         self.device.memcpy_async(
             array.address, source, array.nbytes, self.stream.handle
@@ -87,7 +88,7 @@ class Rank:
 
     def fetch(self, array: DeviceArray) -> Callable[[], Any]:
         """Copy an array in the caller's stream; the result says what it was then."""
-        target = self._pinned(array.nbytes)
+        target = self.pin(array.nbytes)
         self.device.memcpy_async(
             target, array.address, array.nbytes, self.stream.handle
         )
@@ -98,7 +99,13 @@ class Rank:
 
         return value
 
-    def _pinned(self, nbytes: int) -> int:
+    def copy(self, targets: list[int], sources: list[int]) -> None:
+        """Copy fields in the caller's stream, to or from pinned memory."""
+        for target, source, field in zip(targets, sources, self.fields, strict=True):
+            self.device.memcpy_async(target, source, field.nbytes, self.stream.handle)
+
+    def pin(self, nbytes: int) -> int:
+        """Return pinned memory that goes with this rank."""
         address = int(self.device.pinned_alloc(max(1, nbytes)))
         self.pinned.append(address)
         return address

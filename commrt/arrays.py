@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
-_HOST_ONLY = "only collectives take arrays on devices; copy it to host memory first"
+_HOST_ONLY = "this takes arrays in host memory; copy it there first"
 _DLPACK_HOST = (1, 3, 10, 13)  # CPU, CUDA pinned, ROCm pinned, CUDA managed
 
 
@@ -260,16 +260,22 @@ def overlap(a: HostView, b: HostView) -> bool:
     return a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
 
 
-def empty_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
-    """Return a new array of ``shape`` in the library that ``x`` comes from."""
+def empty_like_array(
+    x: HostView, shape: tuple[int, ...], dtype: str | None = None
+) -> Any:
+    """Return a new array of ``shape`` in the library that ``x`` comes from.
+
+    ``dtype`` is the name of its element type, by itself that of ``x``.
+    """
     if is_tensor(x.array):
-        return x.array.new_empty(shape)
+        of = None if dtype is None else getattr(sys.modules["torch"], dtype)
+        return x.array.new_empty(shape, dtype=of)
     if isinstance(x.array, np.ndarray):
-        return np.empty(shape, dtype=x.array.dtype)
+        return np.empty(shape, dtype=dtype or x.array.dtype)
     if isinstance(x.array, DeviceArray):
-        return x.array.new_empty(shape)
+        return DeviceArray(x.array.device, shape, dtype or x.array.dtype)
     if is_cupy(x.array):
-        return sys.modules["cupy"].empty(shape, dtype=x.array.dtype)
+        return sys.modules["cupy"].empty(shape, dtype=dtype or x.array.dtype)
     namespace = getattr(x.array, "__array_namespace__", None)
     if namespace is None and x.on is not None:
         raise UsageError(
@@ -277,8 +283,8 @@ def empty_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
         )
     if namespace is not None:
         library = namespace()
-        return library.empty(shape, dtype=getattr(library, x.dtype.name))
-    return np.empty(shape, dtype=x.dtype.name)
+        return library.empty(shape, dtype=getattr(library, dtype or x.dtype.name))
+    return np.empty(shape, dtype=dtype or x.dtype.name)
 
 
 def zeros_like_array(x: HostView, shape: tuple[int, ...]) -> Any:

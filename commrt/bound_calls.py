@@ -16,6 +16,7 @@ from commrt import _native
 from commrt.arrays import HostView, overlap
 from commrt.device_messages import DeviceMessages, place_of
 from commrt.errors import UsageError
+from commrt.hosted_calls import holds_device_arrays
 from commrt.message_lists import bind_lists
 
 if TYPE_CHECKING:
@@ -157,7 +158,8 @@ def bind_sparse(
 ) -> BoundCall:
     """Return the sum of what ``x`` holds at each run."""
     comm._check_usable()
-    comm._check_sparse(x, result, out, algorithm, False, comm.timeout_s)
+    if not holds_device_arrays(x, out):
+        comm._check_sparse(x, result, out, algorithm, False, comm.timeout_s)
 
     def run(nonblocking: bool) -> Any:
         return comm.sparse_allreduce(
@@ -171,7 +173,8 @@ def bind_sparse(
 def bind_topk(comm: SparseMethods, x: Any, k: Any, residual: Any) -> BoundCall:
     """Return the largest elements of what ``x`` and ``residual`` hold at each run."""
     comm._check_usable()
-    comm._check_topk(x, k, residual, False, comm.timeout_s)
+    if not holds_device_arrays(x, residual):
+        comm._check_topk(x, k, residual, False, comm.timeout_s)
 
     def run(nonblocking: bool) -> Any:
         return comm.topk_allreduce(x, k, residual=residual, nonblocking=nonblocking)

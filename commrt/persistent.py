@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from commrt import _native, calls
 from commrt.bound_calls import (
@@ -21,7 +21,7 @@ from commrt.device_boxes import BoundBoxes
 from commrt.errors import UsageError, suggest
 from commrt.operations import COLLECTIVES, operation
 from commrt.redistribution import bound_redistribution, make_redistribution
-from commrt.staging import BoundDeviceCall
+from commrt.staging import BoundDeviceCall, BoundHostedCall
 from commrt.vector_calls import bind_call
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Plans"]
 
+_Bound: TypeAlias = (
+    "_native.PersistentCall | CompressedCall | BoundDeviceCall | BoundHostedCall"
+)
 _OTHERS = (
     "multi_sendrecv",
     "recv",
@@ -60,9 +63,7 @@ class Plans:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
-    def __getattr__(
-        self, name: str
-    ) -> Callable[..., _native.PersistentCall | CompressedCall | BoundDeviceCall]:
+    def __getattr__(self, name: str) -> Callable[..., _Bound]:
         if name not in COLLECTIVES:
             raise AttributeError(f"no collective {name!r}{suggest(name, COLLECTIVES)}")
         return partial(self._make, name)
@@ -165,9 +166,7 @@ class Plans:
         )
         return made
 
-    def _make(
-        self, name: str, *args: Any, **kwargs: Any
-    ) -> _native.PersistentCall | CompressedCall | BoundDeviceCall:
+    def _make(self, name: str, *args: Any, **kwargs: Any) -> _Bound:
         comm = self._comm
         comm._check_usable()
         if "nonblocking" in kwargs or "timeout_s" in kwargs:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
@@ -15,12 +16,13 @@ from commrt.device_requests import DeviceRequest
 from commrt.devices.arrays import DeviceStream
 from commrt.devices.registry import cuda_device
 from commrt.errors import DeviceError, UsageError
+from commrt.hosted_calls import HostCopies, run_hosted
 
 if TYPE_CHECKING:
     from commrt.calls import Bound, Call
     from commrt.comm import Communicator
 
-__all__ = ["BoundDeviceCall", "Staging"]
+__all__ = ["BoundDeviceCall", "BoundHostedCall", "Staging"]
 
 _SLOTS = 4
 """Pieces of a call that have pinned memory at once: one on its way to the host, one
@@ -39,6 +41,7 @@ class Staging:
         self._comm = comm
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
         self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
+        self._copies: dict[int, HostCopies] = {}
         self._plans: dict[Any, _native.StagedPlan] = {}
         self._known: dict[Any, tuple[_native.StagedPlan, bool, bool]] = {}
         self._own = threading.local()
@@ -51,6 +54,8 @@ class Staging:
 
     def run(self, call: Call, bound: Bound) -> Any:
         """Start a collective whose arrays are on a device; return output or request."""
+        if call.compress not in (None, "none"):
+            return self._compressed(call, bound)
         plan = self.plan(call, bound)
         self._remember(call, bound, plan)
         request = self.start(call, bound, plan)
@@ -58,6 +63,34 @@ class Staging:
             return request
         request.be_quiet()
         return bound.result
+
+    def _compressed(self, call: Call, bound: Bound) -> Any:
+        """Let the host compress: what goes over the wire is made there."""
+        self._check(call, bound)
+        comm, name = self._comm, call.spec.name
+        given = {"x": call.x, "out": call.out, "residual": call.residual}
+        counts = zip(call.spec.count_arguments, call.counts, strict=False)
+        start = partial(
+            getattr(comm, name),
+            nonblocking=True,
+            compress=call.compress,
+            timeout_s=comm.timeout_s if call.timeout_s is None else call.timeout_s,
+            **{argument: value for argument, value in counts if value is not None},
+            **({"op": call.reduction.name.lower()} if call.spec.reduces else {}),
+        )
+
+        def call_host(x: Any, out: Any, residual: Any) -> Any:
+            return start(x, out=out, residual=residual)
+
+        return run_hosted(
+            comm,
+            name,
+            given,
+            call_host,
+            written=() if call.residual is None else ("residual",),
+            nonblocking=call.nonblocking,
+            stream=call.stream,
+        )
 
     def again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that works in place, like one before: its checks hold.
@@ -190,8 +223,10 @@ class Staging:
             comm, started, bound.result, name, timeout_s, device, stream, default
         )
 
-    def bound(self, call: Call, bound: Bound) -> BoundDeviceCall:
+    def bound(self, call: Call, bound: Bound) -> BoundDeviceCall | BoundHostedCall:
         """Return the call bound to its arrays, to run it any number of times."""
+        if call.compress not in (None, "none"):
+            return BoundHostedCall(self, call, bound)
         plan = self.plan(call, bound)
         self.stager(self._device(call, bound))
         return BoundDeviceCall(self, call, bound, plan)
@@ -246,10 +281,6 @@ class Staging:
                 f"would stop the device's streams until some thread runs Python: give "
                 f"a C function, or copy the array to host memory"
             )
-        if call.compress not in (None, "none"):
-            raise UsageError(
-                f"{name}: compress={call.compress!r} is for arrays in host memory"
-            )
 
     def _device(self, call: Call, bound: Bound) -> Any:
         if bound.on is not None:
@@ -297,6 +328,14 @@ class Staging:
             made = _native.MessageStager(self._comm, device, *self._options(device))
             found = self._messages[id(device)] = device, made
         return found[1]
+
+    def copies(self, device: Any) -> HostCopies:
+        """Return what copies there and back for calls whose work is the host's."""
+        found = self._copies.get(id(device))
+        if found is None:
+            found = self._copies[id(device)] = HostCopies(device)
+            self.memory.add(found)
+        return found
 
     def _options(self, device: Any) -> tuple[int, int, int, int]:
         self._comm._world.drive(device)
@@ -370,3 +409,21 @@ class BoundDeviceCall:
     def label(self) -> str:
         """What runs it: backend/algorithm{params}."""
         return str(self._staging._comm._choose(self._calls[0], self._bound))
+
+
+class BoundHostedCall:
+    """A compressed collective bound to its arrays; call it, or ``start()`` it."""
+
+    def __init__(self, staging: Staging, call: Call, bound: Bound) -> None:
+        self._staging, self._bound = staging, bound
+        self._calls = [replace(call, nonblocking=flag) for flag in (False, True)]
+        self.operation = call.spec.name
+        self.label = f"host/{call.compress}"
+
+    def __call__(self) -> Any:
+        """Run the operation; the current stream waits for it. Return its output."""
+        return self._staging._compressed(self._calls[0], self._bound)
+
+    def start(self) -> Any:
+        """Start the operation and return its request."""
+        return self._staging._compressed(self._calls[1], self._bound)

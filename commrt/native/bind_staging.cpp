@@ -65,13 +65,13 @@ int synchronize(const PyStagedCall& self, double timeout_s) {
     const bool ended = guarded([&] {
       const double next = now_s() + kSignalPeriod_s;
       for (unsigned look = 1;; ++look) {
-        if (self.call->ended()) return true;
+        if (work.has_ended(*self.call)) return true;
         if (engine.step()) {
           backoff.reset();
         } else {
           work.advance(self.call);
           if (work.simulated() || look % (kLooks * 64) == 0) work.ask_device(self.call);
-          if (self.call->ended()) return true;
+          if (work.has_ended(*self.call)) return true;
           if (engine.wants_python()) return false;
           work.pause(backoff);
         }
@@ -84,7 +84,7 @@ int synchronize(const PyStagedCall& self, double timeout_s) {
       work.ask_device(self.call);
       return 0;
     });
-    if (self.call->ended()) return 0;
+    if (guarded([&] { return work.has_ended(*self.call); })) return 0;
     if (PyErr_CheckSignals() != 0) return 2;
     if (now_s() > deadline) return 1;
   }
@@ -332,10 +332,13 @@ void bind_staging(nb::module_& m) {
                });
              }
              if (self.engine->has_ended()) drop_ended(*self.engine);
-             return self.call->ended();
+             return guarded([&] { return self.work().has_ended(*self.call); });
            }, "Run a little progress; whether it has ended.")
-      .def_prop_ro("ended", [](const PyStagedCall& self) { return self.call->ended(); },
-                   "Whether it has ended, without progress.")
+      .def_prop_ro("ended",
+                   [](const PyStagedCall& self) {
+                     nb::gil_scoped_release release;
+                     return self.work().has_ended(*self.call);
+                   }, "Whether it has ended, without progress.")
       .def_prop_ro("failure", [](const PyStagedCall& self) -> nb::object {
         if (!self.call->failed()) return nb::none();
         return nb::make_tuple(self.call->kind, self.call->error);

@@ -179,6 +179,13 @@ void DeviceWork::ask_device(const std::shared_ptr<StagedCall>& made) {
   give_up(std::string("device:") + status_name(status), text);
 }
 
+bool DeviceWork::has_ended(const StagedCall& made) {
+  if (!made.ended()) return false;
+  // What a state tells through memory, a simulated device learns from the lock.
+  if (simulated() && !closed_) HostLock own(device_, polling_);
+  return true;
+}
+
 void DeviceWork::ask_for_oldest() {
   std::shared_ptr<StagedCall> made;
   {

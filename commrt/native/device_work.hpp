@@ -99,6 +99,8 @@ class DeviceWork : public std::enable_shared_from_this<DeviceWork> {
   void pause(Backoff& backoff);
   // A simulated device learns that the engine did something.
   void announce();
+  // Whether a call has ended, as the thread sees it that asks.
+  bool has_ended(const StagedCall& call);
   // Whether the device still works, asked where nobody waits: by a thread that may be stopped.
   void ask_for_oldest();
 

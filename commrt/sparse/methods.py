@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from commrt.arrays import HostView, overlap, view
 from commrt.calls import check_flag, check_timeout
 from commrt.errors import BufferError_, MismatchError, UsageError, suggest
+from commrt.hosted_calls import holds_device_arrays, run_hosted
 from commrt.meeting import Meeting
 from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, sparse_allreduce
@@ -96,6 +97,21 @@ class SparseMethods(Meeting):
         here = f"{what}, rank {self.rank}"
         self._check_usable()
         limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
+        if holds_device_arrays(x, out):
+            check_flag(here, "nonblocking", nonblocking)
+            return run_hosted(
+                self._whole,
+                what,
+                {"x": x, "out": out},
+                partial(
+                    self.sparse_allreduce,
+                    result=result,
+                    algorithm=algorithm,
+                    nonblocking=True,
+                    timeout_s=limit,
+                ),
+                nonblocking=nonblocking,
+            )
 
         header, output = self._check_sparse(
             x, result, out, algorithm, nonblocking, limit
@@ -140,6 +156,16 @@ class SparseMethods(Meeting):
         here = f"{what}, rank {self.rank}"
         self._check_usable()
         limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
+        if holds_device_arrays(x, residual):
+            check_flag(here, "nonblocking", nonblocking)
+            return run_hosted(
+                self._whole,
+                what,
+                {"x": x, "residual": residual},
+                partial(self.topk_allreduce, k=k, nonblocking=True, timeout_s=limit),
+                written=() if residual is None else ("residual",),
+                nonblocking=nonblocking,
+            )
 
         header, mine = self._check_topk(x, k, residual, nonblocking, limit)
 
@@ -153,6 +179,11 @@ class SparseMethods(Meeting):
     def sparse_report(self) -> SparseReport | None:
         """What the sparse operation that ended last did on this rank; None before."""
         return None if self._sparse is None else self._sparse.report
+
+    @property
+    def _whole(self) -> Any:
+        """The communicator that this is a part of."""
+        return self
 
     # -- checking ----------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from commrt.device_messages import DeviceMessages, place_of
 from commrt.errors import UsageError
 from commrt.hosted_calls import holds_device_arrays
 from commrt.message_lists import bind_lists
+from commrt.sparse.vector import parts_on_device
 
 if TYPE_CHECKING:
     from commrt.point_to_point import PointToPoint
@@ -158,7 +159,7 @@ def bind_sparse(
 ) -> BoundCall:
     """Return the sum of what ``x`` holds at each run."""
     comm._check_usable()
-    if not holds_device_arrays(x, out):
+    if parts_on_device("sparse_allreduce", x) is None and not holds_device_arrays(out):
         comm._check_sparse(x, result, out, algorithm, False, comm.timeout_s)
 
     def run(nonblocking: bool) -> Any:

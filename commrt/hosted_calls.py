@@ -19,13 +19,18 @@ from commrt.arrays import HostView, empty_like_array, numpy_type, view_anywhere
 from commrt.device_arrays import as_stream, current_stream_of, is_on_device
 from commrt.device_messages import place_of
 from commrt.errors import UsageError
-from commrt.sparse.vector import SparseVector
-from commrt.tensors import is_tensor
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
 
+Rebuild = Callable[[Any, Callable[[Any], Any]], Any]
+"""The result on the device, given the host's and what puts an array there."""
+
 __all__ = ["HostCopies", "HostedRequest", "holds_device_arrays", "run_hosted"]
+
+
+def _as_it_is(found: Any, put: Callable[[Any], Any]) -> Any:
+    return put(found)
 
 
 class HostCopies:
@@ -111,9 +116,7 @@ class _Pair:
 def holds_device_arrays(*arguments: Any) -> bool:
     """Return whether any of a call's arguments is, or consists of, device arrays."""
     return any(
-        holds_device_arrays(each.indices, each.values)
-        if isinstance(each, SparseVector)
-        else holds_device_arrays(*each)
+        holds_device_arrays(*each)
         if isinstance(each, tuple | list)
         else is_on_device(each)
         for each in arguments
@@ -128,6 +131,7 @@ def run_hosted(
     call: Callable[..., Any],
     *,
     written: Sequence[str] = (),
+    rebuild: Rebuild = _as_it_is,
     nonblocking: bool = False,
     stream: Any = None,
 ) -> Any:
@@ -139,6 +143,8 @@ def run_hosted(
         arguments: its arguments by name; device arrays among them are copied.
         call: starts the host's call, given the arguments and ``nonblocking=True``.
         written: names of arguments that it writes to, besides its result.
+        rebuild: makes the result of that of the host, given what puts an array of it
+            on the device.
         nonblocking: return the request.
         stream: that the call is ordered by; the current one by itself.
     """
@@ -163,16 +169,12 @@ def run_hosted(
     pairs = [_Pair(*pair) for pair in zip(views, copies, strict=True)]
     request = call(**{name: _swapped(each, pairs) for name, each in plain.items()})
     back = [p for name in written for p in pairs if p.given.array is arguments[name]]
-    hosted = HostedRequest(comm, request, device, pairs, back)
+    hosted = HostedRequest(comm, request, device, pairs, back, rebuild)
     return hosted if nonblocking else hosted.wait(stream=handle)
 
 
 def _seen(what: str, given: Any, arrays: dict[str, HostView]) -> Any:
     """Return an argument, with its device arrays noted."""
-    if is_tensor(given) and given.is_sparse and given.device.type == "cuda":
-        given = _parts_of_torch(what, given)
-    if isinstance(given, SparseVector):
-        given = given.indices, given.values, given.shape
     if isinstance(given, tuple | list):
         parts = [_seen(f"{what}[{i}]", each, arrays) for i, each in enumerate(given)]
         return tuple(parts)
@@ -185,20 +187,6 @@ def _seen(what: str, given: Any, arrays: dict[str, HostView]) -> Any:
         )
     arrays[what] = view_anywhere(given, what)
     return given
-
-
-def _parts_of_torch(what: str, x: Any) -> tuple[Any, Any, tuple[int, ...]]:
-    if not x.is_coalesced():
-        raise UsageError(
-            f"{what} is a COO tensor that is not coalesced: its indices may be "
-            f"unsorted or there twice; pass x.coalesce()"
-        )
-    shape = tuple(x.shape)
-    coords = x.indices()
-    flat = coords[0]
-    for axis in range(1, len(shape)):
-        flat = flat * shape[axis] + coords[axis]
-    return flat.contiguous(), x.values().contiguous(), shape
 
 
 def _swapped(given: Any, pairs: Sequence[_Pair]) -> Any:
@@ -235,11 +223,12 @@ class HostedRequest:
         device: Any,
         pairs: Sequence[_Pair],
         back: Sequence[_Pair],
+        rebuild: Rebuild,
     ) -> None:
         self._comm = comm
         self._request = request
         self._on = device
-        self._pairs, self._back = pairs, back
+        self._pairs, self._back, self._rebuild = pairs, back, rebuild
         self._like = pairs[-1].given
         self._given = False
         self._result: Any = None
@@ -262,7 +251,9 @@ class HostedRequest:
             copies = staging.copies(self._on)
             for pair in self._back:
                 copies.store(pair.given, pair.copy, handle)
-            self._result = self._output(found, copies, handle)
+            self._result = self._rebuild(
+                found, lambda array: self._output(array, copies, handle)
+            )
             self._given = True
         else:
             staging.copies(self._on).wait_in(handle)
@@ -295,13 +286,7 @@ class HostedRequest:
         return float(self._request.timeout_s)
 
     def _output(self, found: Any, copies: HostCopies, stream: int) -> Any:
-        """Return what the host's call returned, on the device."""
-        if isinstance(found, SparseVector):
-            indices, values = (
-                self._output(each, copies, stream)
-                for each in (found.indices, found.values)
-            )
-            return SparseVector(indices, values, found.shape)
+        """Return an array that the host's call returned, on the device."""
         for pair in self._pairs:
             if pair.copy is found:
                 if pair not in self._back:

@@ -24,7 +24,7 @@ from commrt.sparse.result import FORMATS, Output
 from commrt.sparse.ring import why_not_two_level
 from commrt.sparse.shared import Room, make_room
 from commrt.sparse.topk import Largest, topk_allreduce
-from commrt.sparse.vector import Given, parse
+from commrt.sparse.vector import Given, SparseVector, parse, parts_on_device
 from commrt.stepped import SteppedRequest, Steps
 
 if TYPE_CHECKING:
@@ -97,12 +97,13 @@ class SparseMethods(Meeting):
         here = f"{what}, rank {self.rank}"
         self._check_usable()
         limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
-        if holds_device_arrays(x, out):
+        parts = parts_on_device(what, x)
+        if parts is not None or holds_device_arrays(out):
             check_flag(here, "nonblocking", nonblocking)
             return run_hosted(
                 self._whole,
                 what,
-                {"x": x, "out": out},
+                {"x": x if parts is None else parts, "out": out},
                 partial(
                     self.sparse_allreduce,
                     result=result,
@@ -110,6 +111,7 @@ class SparseMethods(Meeting):
                     nonblocking=True,
                     timeout_s=limit,
                 ),
+                rebuild=_on_device,
                 nonblocking=nonblocking,
             )
 
@@ -164,6 +166,7 @@ class SparseMethods(Meeting):
                 {"x": x, "residual": residual},
                 partial(self.topk_allreduce, k=k, nonblocking=True, timeout_s=limit),
                 written=() if residual is None else ("residual",),
+                rebuild=_on_device,
                 nonblocking=nonblocking,
             )
 
@@ -336,6 +339,13 @@ class SparseMethods(Meeting):
     def _give_up_sparse(self, why: str) -> None:
         if self._sparse is not None:
             self._sparse.channel._set_failure(why)
+
+
+def _on_device(found: Any, put: Callable[[Any], Any]) -> Any:
+    """Return a result with its arrays on a device."""
+    if isinstance(found, SparseVector):
+        return SparseVector(put(found.indices), put(found.values), found.shape)
+    return put(found)
 
 
 def _described(found: tuple[Header, Any]) -> dict[str, Any]:

@@ -194,8 +194,13 @@ class SimRanks:
         self.world.check()
 
 
-def on_threads(size: int, function: Callable[[Rank], T], **device: Any) -> list[T]:
-    """Run a function on ranks with devices of threads, and the engine's threads."""
+def on_threads(
+    size: int, function: Callable[[Rank], T], *, survives: bool = True, **device: Any
+) -> list[T]:
+    """Run a function on ranks with devices of threads, and the engine's threads.
+
+    ``survives`` is False where a device is broken on the way.
+    """
     from commrt.backends.local import run
 
     def main(comm: Communicator) -> T:
@@ -206,9 +211,10 @@ def on_threads(size: int, function: Callable[[Rank], T], **device: Any) -> list[
             rank.begin()
             with rank.stream:
                 result = function(rank)
-            rank.stream.synchronize()
-            comm.free()
-            rank.end()
+            if survives:
+                rank.stream.synchronize()
+                comm.free()
+                rank.end()
             return result
 
     return run(size, main)

@@ -254,6 +254,7 @@ void make_work(Py* self, Group& group, const PyDevice& device, int slots, size_t
     return std::make_shared<S>(*group.comm, *group.engine, native, keeps, options);
   });
   group.engine->add_device_work(made);
+  if (group.engine->has_thread() && !made->simulated()) group.engine->start_watch();
   group.device_work.push_back(made);
   new (self) Py{std::move(made), group.engine};
 }

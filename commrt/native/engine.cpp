@@ -30,7 +30,10 @@ Engine::~Engine() {
   }
   // Another process's thread can neither be joined nor be waited for.
   static_cast<void>(parked_.release());
-  if (thread_.joinable()) static_cast<void>(new std::thread(std::move(thread_)));
+  static_cast<void>(watching_.release());
+  for (std::thread* thread : {&thread_, &watch_}) {
+    if (thread->joinable()) static_cast<void>(new std::thread(std::move(*thread)));
+  }
 }
 
 void Engine::add(Comm* comm) {
@@ -144,25 +147,69 @@ std::shared_ptr<Op> Engine::take_wanted_locked() {
   return nullptr;
 }
 
-void Engine::start_thread() {
-  if (thread_.joinable()) return;
-  stopping_ = false;
-  // Signals are for the threads of the program: Python's handlers run in its main thread,
-  // and what that one sleeps in is to be interrupted.
+namespace {
+
+// Signals are for the threads of the program: Python's handlers run in its main thread, and
+// what that one sleeps in is to be interrupted.
+template <class F>
+std::thread without_signals(F function) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
-    thread_ = std::thread([this] { thread_main(); });
+    std::thread made(function);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return made;
   } catch (...) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw;
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+}  // namespace
+
+void Engine::start_thread() {
+  if (thread_.joinable()) return;
+  stopping_ = false;
+  thread_ = without_signals([this] { thread_main(); });
+}
+
+void Engine::start_watch() {
+  if (watch_.joinable()) return;
+  watch_stopping_ = false;
+  watch_ = without_signals([this] { watch_main(); });
+}
+
+void Engine::watch_main() {
+  pthread_setname_np(pthread_self(), "commrt-watch");
+  constexpr auto kBetween = std::chrono::milliseconds(100);
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(watch_mutex_);
+      if (watching_->wait_for(lock, kBetween, [this] { return watch_stopping_; })) return;
+    }
+    std::vector<std::shared_ptr<DeviceWork>> all;
+    {
+      const std::lock_guard<std::mutex> own(device_work_mutex_);
+      all = device_work_;
+    }
+    for (const auto& work : all) {
+      if (work->outstanding() != 0 && !work->simulated()) work->ask_for_oldest();
+    }
+  }
 }
 
 void Engine::stop_thread() {
-  if (!thread_.joinable() || forked.load(std::memory_order_relaxed)) return;
+  if (forked.load(std::memory_order_relaxed)) return;
+  if (watch_.joinable()) {
+    {
+      const std::lock_guard<std::mutex> lock(watch_mutex_);
+      watch_stopping_ = true;
+    }
+    watching_->notify_all();
+    watch_.join();
+  }
+  if (!thread_.joinable()) return;
   {
     std::lock_guard<std::mutex> lock(mutex);
     stopping_ = true;

@@ -73,6 +73,9 @@ class Engine {
   bool step_device_work(bool advanced);
   bool has_device_work() const { return num_device_work_.load(std::memory_order_acquire) != 0; }
   bool is_staging();
+  // Whether devices still work is asked now and then, by a thread of its own: a question goes to
+  // the driver, where it may have to wait for a call that only progress lets go.
+  void start_watch();
   // Fails what is under way there, so that no stream goes on waiting for this process.
   void release_streams(const std::string& why);
 
@@ -101,6 +104,7 @@ class Engine {
  private:
   bool busy_locked() const;
   void thread_main();
+  void watch_main();
 
   std::vector<Comm*> comms_;
   std::vector<std::shared_ptr<Op>> ended_;
@@ -114,6 +118,11 @@ class Engine {
   // On the heap: in a forked process it is left alone, as the thread that waits on it does
   // not exist there.
   std::unique_ptr<std::condition_variable> parked_ = std::make_unique<std::condition_variable>();
+  std::thread watch_;
+  // Of the watch; on the heap, as parked_ is.
+  std::unique_ptr<std::condition_variable> watching_ = std::make_unique<std::condition_variable>();
+  std::mutex watch_mutex_;
+  bool watch_stopping_ = false;
   bool stopping_ = false;
   std::atomic<bool> is_parked_{false};
 };

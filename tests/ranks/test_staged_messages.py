@@ -5,6 +5,8 @@ and that they are messages like those of host arrays."""
 from __future__ import annotations
 
 import gc
+import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -423,3 +425,24 @@ def test_wrong_messages_are_refused_before_anything_is_sent() -> None:
         assert comm.multi_sendrecv(sends=[(x, other)], recvs=[(out, other)]) == (out,)
 
     on_threads(2, main)
+
+
+def test_a_device_that_fails_is_told_of_where_nobody_asks() -> None:
+    """Neither rank asks: the one that waits in a stream of its own has to be told."""
+
+    def main(rank: Rank) -> str:
+        other, aside = 1 - rank.rank, DeviceStream(rank.device)
+        out = rank.array(np.zeros(6, "f4"))
+        request = rank.comm.recv(out, source=other, nonblocking=True)
+        request.wait()
+        rank.comm.barrier()  # of the host
+        if rank.rank == 1:  # a command of the user's own breaks the device
+            rank.device.fail_after(1)
+            rank.device.memcpy_async(rank.stop, rank.stop + 32, 4, aside.handle)
+        deadline = time.monotonic() + 30
+        while not request.done and time.monotonic() < deadline:
+            os.sched_yield()
+        return outcome(request)
+
+    found = on_threads(2, main, survives=False)
+    assert found == ["RevokedError", "DeviceFailedError"]

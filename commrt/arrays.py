@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
-from commrt.device_arrays import is_cupy, is_on_device, see
+from commrt.device_arrays import is_cupy, is_jax, is_on_device, see
 from commrt.devices.arrays import DeviceArray
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_, UsageError
@@ -152,7 +152,7 @@ def view_anywhere(
     seen = see(array, what, any_strides=any_strides)
     return HostView(
         array,
-        array,
+        array if seen.owner is None else (array, seen.owner),
         seen.address,
         seen.count,
         seen.dtype,
@@ -277,6 +277,11 @@ def empty_like_array(
     if is_cupy(x.array):
         return sys.modules["cupy"].empty(shape, dtype=dtype or x.array.dtype)
     namespace = getattr(x.array, "__array_namespace__", None)
+    if is_jax(x.array) and x.on is not None:
+        raise UsageError(
+            "pass out=, an array of another library: JAX's arrays never change once "
+            "they are made, so nothing can be put into one"
+        )
     if namespace is None and x.on is not None:
         raise UsageError(
             f"pass out=: nothing is known of how to allocate a {type(x.array).__name__}"

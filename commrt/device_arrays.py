@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from commrt.devices.arrays import DeviceArray, DeviceStream, current_stream
 from commrt.devices.registry import cuda_device, find_device
+from commrt.dlpack import export
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_, UsageError
 from commrt.tensors import is_tensor, tensor_dtype
@@ -22,6 +23,7 @@ __all__ = [
     "as_stream",
     "current_stream_of",
     "is_cupy",
+    "is_jax",
     "is_on_device",
     "see",
 ]
@@ -49,6 +51,8 @@ class OnDevice:
     """The stream that the array says it is ordered by; None where it says nothing."""
     strides: tuple[int, ...] | None = None
     """In bytes; None where it is C-contiguous."""
+    owner: Any = None
+    """What keeps the memory alive besides the array itself."""
 
 
 def is_on_device(array: Any) -> bool:
@@ -67,9 +71,9 @@ def is_on_device(array: Any) -> bool:
 def see(array: Any, what: str, *, any_strides: bool = False) -> OnDevice:
     """Return what an array on a device is, or raise BufferError_ that names ``what``.
 
-    Accepted: ``DeviceArray``, torch's tensors, and what has
-    ``__cuda_array_interface__`` (cupy, numba). All C-contiguous, but with
-    ``any_strides``, and of a type in ``commrt.dtypes``.
+    Accepted: ``DeviceArray``, torch's tensors, what has
+    ``__cuda_array_interface__`` (cupy, numba, JAX), and what has DLPack. All
+    C-contiguous, but with ``any_strides``, and of a type in ``commrt.dtypes``.
     """
     if isinstance(array, DeviceArray):
         return OnDevice(
@@ -86,11 +90,42 @@ def see(array: Any, what: str, *, any_strides: bool = False) -> OnDevice:
         return _see_tensor(array, what, any_strides)
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is not None:
-        return _see_interface(interface, what, any_strides)
-    raise BufferError_(
-        f"{what} is a {type(array).__name__} on a device that has only DLPack: pass it "
-        f"through cupy.from_dlpack(x) or torch.from_dlpack(x), which share its memory"
+        seen = _see_interface(interface, what, any_strides)
+        return replace(seen, writable=False) if is_jax(array) else seen
+    return _see_dlpack(array, what, any_strides)
+
+
+def _see_dlpack(array: Any, what: str, any_strides: bool) -> OnDevice:
+    found = export(array, what)
+    dtype = _BY_NAME.get(found.dtype)
+    if dtype is None:
+        raise BufferError_(
+            f"{what} has dtype {found.dtype}, which cannot be communicated as it is; "
+            f"supported: {', '.join(_BY_NAME)}"
+        )
+    strides = None
+    if found.strides is not None:
+        strides = tuple(step * dtype.itemsize for step in found.strides)
+    if not any_strides:
+        _check_contiguous(found.shape, strides, dtype.itemsize, what)
+    device, number = _device_of(found.address, found.device, what)
+    return OnDevice(
+        found.address,
+        prod(found.shape),
+        dtype,
+        found.shape,
+        not found.readonly and not is_jax(array),
+        device,
+        number,
+        0,  # it was told to come before the legacy stream
+        strides,
+        found.capsule,
     )
+
+
+def _device_of(address: int, number: int, what: str) -> tuple[Any, int]:
+    """Return the device of an address; of no address, that of the number."""
+    return find_device(address, what) if address else (cuda_device(number), number)
 
 
 def _see_tensor(tensor: Any, what: str, any_strides: bool) -> OnDevice:
@@ -168,6 +203,11 @@ def _check_contiguous(
 def is_cupy(array: Any) -> bool:
     """Return whether an array is cupy's, without importing it."""
     return type(array).__module__.partition(".")[0] == "cupy"
+
+
+def is_jax(array: Any) -> bool:
+    """Return whether an array is JAX's, which never change once they are made."""
+    return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def current_stream_of(array: Any, device: Any) -> int:

@@ -56,6 +56,7 @@ LAYERS = (
         "device_messages",
         "device_neighbors",
         "device_requests",
+        "dlpack",
         "failures",
         "fusion",
         "fusion_agreement",

@@ -128,6 +128,7 @@ class DeviceBoxes:
         """From the buffer for what is sent on, where each launch's part begins."""
         self._memory: list[int] = []
         comm._staging.memory.add(self)
+        comm._staging.stager(device)
         moves = [each for each in moves if prod(each.shape)]
         steps = [
             [each for each in moves if phases == 1 or each.phase == phase]

@@ -25,13 +25,17 @@ class PinnedPool {
     return found;
   }
 
-  // False where no block of that size is free.
+  // False where no block of that size is free, nor a somewhat larger one.
   bool take(int size_class, Block* block) {
-    auto& free = free_[static_cast<std::size_t>(size_class)];
-    if (free.empty()) return false;
-    *block = {free.back(), size_class};
-    free.pop_back();
-    return true;
+    constexpr int kLarger = 3;  // classes: to allocate more may wait for the whole device
+    for (int each = size_class; each <= size_class + kLarger; ++each) {
+      auto& free = free_[static_cast<std::size_t>(each)];
+      if (free.empty()) continue;
+      *block = {free.back(), each};
+      free.pop_back();
+      return true;
+    }
+    return false;
   }
   void give_back(const Block& block) {
     free_[static_cast<std::size_t>(block.size_class)].push_back(block.at);

@@ -133,9 +133,13 @@ std::shared_ptr<StagedCall> MessageStager::start(const MessageLists& lists, Stre
     const Gate gate{gated ? &opened_ : nullptr, made->start_value};
     try {
       copy_to_host(*made, stream);
-      const std::lock_guard<std::mutex> engine(engine_.mutex);
-      made->messages = comm_->p2p->multi(on_host, {}, gate);
-      made->seq = made->messages->seq;
+      {
+        const std::lock_guard<std::mutex> engine(engine_.mutex);
+        made->messages = comm_->p2p->multi(on_host, {}, gate);
+        made->seq = made->messages->seq;
+      }
+      // What has begun already has read, which a simulated device is told.
+      if (!gated) touch(*made, made->in, false);
     } catch (const DeviceFailure& failure) {
       give_up(std::string("device:") + status_name(failure.status), failure.what());
       throw;

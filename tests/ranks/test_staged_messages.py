@@ -82,6 +82,8 @@ def beside(rank: Rank, other: int) -> list[tuple[Any, Any]]:
         for _ in range(25 if i % 2 else 0):  # the host gets ahead of the device
             comm._world.engine.step()
         coming.wait(stream=aside)
+        for _ in range(25):
+            comm._world.engine.step()
         requests.append(coming)
     for request in requests:
         request.wait()

@@ -381,6 +381,61 @@ class Group:
     @property
     def size(self) -> int: ...
 
+class MessageStager:
+    """A communicator's messages on one device."""
+
+    def __init__(
+        self,
+        group: Group,
+        device: Device,
+        slots: int,
+        first_nbytes: int,
+        most_nbytes: int,
+        first_value: int = 0,
+    ) -> None: ...
+    def close(self) -> None:
+        """Give everything back that is not in use."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something failed, so that nothing more is taken."""
+
+    def give_up(self, why: str) -> None:
+        """Fail what is under way, and let its streams go."""
+
+    @property
+    def num_events(self) -> int:
+        """Events that wait for the next call."""
+
+    @property
+    def num_leaving(self) -> int:
+        """Calls whose copy to the host is not seen."""
+
+    @property
+    def outstanding(self) -> int:
+        """Calls whose end the host has not seen."""
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Pinned memory for data."""
+
+    def plant(self, name: str) -> None:
+        """Plant a bug, for tests."""
+
+    def refuse_capture(self, stream: int) -> None:
+        """Raise CaptureError where a stream is captured."""
+
+    def start(
+        self,
+        sends: Sequence[tuple[int, int, int, int]],
+        recvs: Sequence[tuple[int, int, int, int]],
+        stream: int,
+        orders: bool,
+        keep: Any,
+        timeout_s: float,
+    ) -> StagedCall:
+        """Start messages, rows of (address, bytes, peer, tag), as one operation."""
+
 class NcclComm:
     """One rank of an NCCL communicator; see commrt/nccl."""
 
@@ -775,6 +830,13 @@ class StagedCall:
     def failure(self) -> Any:
         """(kind, text) of what went wrong; None where nothing did."""
 
+    def let_be(self) -> None:
+        """Give the device all of it, as nobody will ask for it again."""
+
+    @property
+    def received_nbytes(self) -> list[int]:
+        """Bytes of each receive, so far."""
+
     @property
     def seq(self) -> int:
         """Sequence number of its first piece."""
@@ -788,26 +850,63 @@ class StagedCall:
     def wait_on(self, stream: int) -> None:
         """Let a stream wait for the end."""
 
+    @property
+    def waits_for(self) -> str:
+        """What messages wait for; empty: nobody."""
+
+class StagedLaunch:
+    """A launch of boxes that is part of a call."""
+
+    def __init__(
+        self,
+        *,
+        kind: int,
+        op: int,
+        dtype: int,
+        buffer: int,
+        buffer_nbytes: int,
+        arrays: Sequence[int],
+        table: int,
+        table_nbytes: int,
+        terms_at: int,
+        num_boxes: int,
+        units: int,
+    ) -> None: ...
+
+class StagedPart:
+    """What is copied for a piece, and what the host runs."""
+
+    def __init__(
+        self,
+        runs: Plan,
+        copies_in: Sequence[tuple[int, int, int, int, int]],
+        copies_out: Sequence[tuple[int, int, int, int, int]],
+        *,
+        out_at: int = 0,
+        table: Sequence[int] | None = None,
+        packs: Sequence[StagedLaunch] = [],
+        unpacks: Sequence[StagedLaunch] = [],
+    ) -> None:
+        """Rows are (array, offset there, stride there from piece to piece, bytes,
+        offset in pinned memory); `table` are offsets of the host's arrays.
+        """
+
 class StagedPlan:
     """What a call on device memory does, by its pieces."""
 
     def __init__(
         self,
-        piece: Plan,
-        last: Plan,
+        parts: Sequence[StagedPart],
         pieces: int,
-        in_nbytes: int,
-        out_nbytes: int,
-        last_in_nbytes: int,
-        last_out_nbytes: int,
-        shared: bool,
+        slot_nbytes: int,
+        serial: bool = False,
     ) -> None: ...
     @property
     def pieces(self) -> int:
         """Parts that are copied and combined one after the other."""
 
 class Stager:
-    """A communicator's work on one device."""
+    """A communicator's collectives on one device."""
 
     def __init__(
         self,
@@ -858,6 +957,17 @@ class Stager:
         timeout_s: float,
     ) -> StagedCall:
         """Give the device and the engine all that there is to do."""
+
+    def start_arrays(
+        self,
+        plan: StagedPlan,
+        addresses: Sequence[int],
+        stream: int,
+        orders: bool,
+        keep: Any,
+        timeout_s: float,
+    ) -> StagedCall:
+        """The same of any number of arrays."""
 
 class StreamProgram:
     """What a stream runs for a schedule."""
@@ -1121,6 +1231,9 @@ def planted_bugs() -> list[str]:
 
 def planted_in_exchange() -> list[str]:
     """Bugs that tests plant in the exchange."""
+
+def planted_message_bugs() -> list[str]:
+    """The same, of messages of device memory."""
 
 def region_nbytes(arg0: int, arg1: int, /) -> int:
     """Bytes of shared memory per rank for a group of `members` on-node ranks."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
-from commrt.device_arrays import is_cupy, is_on_device, see
+from commrt.device_arrays import is_cupy, is_jax, is_on_device, see
 from commrt.devices.arrays import DeviceArray
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_, UsageError
@@ -33,10 +33,11 @@ __all__ = [
     "view",
     "view_any",
     "view_anywhere",
+    "zeros_like_array",
 ]
 
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
-_HOST_ONLY = "only collectives take arrays on devices; copy it to host memory first"
+_HOST_ONLY = "this takes arrays in host memory; copy it there first"
 _DLPACK_HOST = (1, 3, 10, 13)  # CPU, CUDA pinned, ROCm pinned, CUDA managed
 
 
@@ -139,14 +140,19 @@ def view(array: Any, what: str) -> HostView:
     return _view_buffer(array, buffer, what)
 
 
-def view_anywhere(array: Any, what: str, *, any_type: bool = False) -> HostView:
-    """As ``view``, and arrays on devices; with ``any_type`` as ``view_any``."""
+def view_anywhere(
+    array: Any, what: str, *, any_type: bool = False, any_strides: bool = False
+) -> HostView:
+    """As ``view``, and arrays on devices; with ``any_type`` as ``view_any``.
+
+    With ``any_strides`` an array on a device need not be contiguous.
+    """
     if not is_on_device(array):
         return view_any(array, what) if any_type else view(array, what)
-    seen = see(array, what)
+    seen = see(array, what, any_strides=any_strides)
     return HostView(
         array,
-        array,
+        array if seen.owner is None else (array, seen.owner),
         seen.address,
         seen.count,
         seen.dtype,
@@ -254,25 +260,54 @@ def overlap(a: HostView, b: HostView) -> bool:
     return a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
 
 
-def empty_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
-    """Return a new array of ``shape`` in the library that ``x`` comes from."""
+def empty_like_array(
+    x: HostView, shape: tuple[int, ...], dtype: str | None = None
+) -> Any:
+    """Return a new array of ``shape`` in the library that ``x`` comes from.
+
+    ``dtype`` is the name of its element type, by itself that of ``x``.
+    """
     if is_tensor(x.array):
-        return x.array.new_empty(shape)
+        of = None if dtype is None else getattr(sys.modules["torch"], dtype)
+        return x.array.new_empty(shape, dtype=of)
     if isinstance(x.array, np.ndarray):
-        return np.empty(shape, dtype=x.array.dtype)
+        return np.empty(shape, dtype=dtype or x.array.dtype)
     if isinstance(x.array, DeviceArray):
-        return x.array.new_empty(shape)
+        return DeviceArray(x.array.device, shape, dtype or x.array.dtype)
     if is_cupy(x.array):
-        return sys.modules["cupy"].empty(shape, dtype=x.array.dtype)
+        return sys.modules["cupy"].empty(shape, dtype=dtype or x.array.dtype)
     namespace = getattr(x.array, "__array_namespace__", None)
+    if is_jax(x.array) and x.on is not None:
+        raise UsageError(
+            "pass out=, an array of another library: JAX's arrays never change once "
+            "they are made, so nothing can be put into one"
+        )
     if namespace is None and x.on is not None:
         raise UsageError(
             f"pass out=: nothing is known of how to allocate a {type(x.array).__name__}"
         )
     if namespace is not None:
         library = namespace()
-        return library.empty(shape, dtype=getattr(library, x.dtype.name))
-    return np.empty(shape, dtype=x.dtype.name)
+        return library.empty(shape, dtype=getattr(library, dtype or x.dtype.name))
+    return np.empty(shape, dtype=dtype or x.dtype.name)
+
+
+def zeros_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
+    """Return a new array of zeros in the library that ``x`` comes from."""
+    if x.on is None:
+        made = empty_like_array(x, shape)
+        made[...] = 0
+        return made
+    if is_tensor(x.array):
+        return x.array.new_zeros(shape)
+    if is_cupy(x.array):
+        return sys.modules["cupy"].zeros(shape, dtype=x.array.dtype)
+    made = empty_like_array(x, shape)
+    if isinstance(made, DeviceArray):
+        made.put(np.zeros(shape, made.dtype))
+    else:
+        made[...] = 0
+    return made
 
 
 def copy_of(x: HostView) -> HostView:

@@ -12,8 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from commrt.arrays import overlap
+from commrt import _native
+from commrt.arrays import HostView, overlap
+from commrt.device_messages import DeviceMessages, place_of
 from commrt.errors import UsageError
+from commrt.hosted_calls import holds_device_arrays
+from commrt.message_lists import bind_lists
+from commrt.sparse.vector import parts_on_device
 
 if TYPE_CHECKING:
     from commrt.point_to_point import PointToPoint
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BoundCall",
+    "bind_messages",
     "bind_recv",
     "bind_send",
     "bind_sendrecv",
@@ -53,6 +59,33 @@ class BoundCall:
 
 
 _MESSAGES = "messages"
+_STAGED = "staged/messages"
+
+
+def _on_device(
+    comm: Any,
+    what: str,
+    sends: list[tuple[HostView, int, int]],
+    recvs: list[tuple[HostView, int, int]],
+    result: Any,
+) -> BoundCall | None:
+    """Return the call where its arrays are on a device."""
+    arrays = [each for each, _, _ in (*sends, *recvs)]
+    if place_of(what, arrays) is None:
+        return None
+    bound = DeviceMessages(comm, what, sends, recvs, result)
+    return BoundCall(what, _STAGED, bound.run)
+
+
+def bind_messages(
+    comm: Any, sends: Any, recvs: Any, in_place: Any
+) -> _native.PersistentMessages | BoundCall:
+    """Return all of both lists as one operation."""
+    comm._check_usable()
+    bound = bind_lists(comm, sends, recvs, in_place)
+    if isinstance(bound, DeviceMessages):
+        return BoundCall("multi_sendrecv", _STAGED, bound.run)
+    return bound
 
 
 def bind_send(comm: PointToPoint, x: Any, dest: Any, tag: Any) -> BoundCall:
@@ -60,6 +93,9 @@ def bind_send(comm: PointToPoint, x: Any, dest: Any, tag: Any) -> BoundCall:
     what = "send"
     comm._check_usable()
     sent, rank, number = comm._outgoing(what, x, dest, "dest", tag, "tag")
+    on_device = _on_device(comm, what, [(sent, rank, number)], [], None)
+    if on_device is not None:
+        return on_device
     to = sent.address, sent.nbytes, rank, number, sent.owner, what
 
     def run(nonblocking: bool) -> Any:
@@ -74,6 +110,9 @@ def bind_recv(comm: PointToPoint, out: Any, source: Any, tag: Any) -> BoundCall:
     what = "recv"
     comm._check_usable()
     got, rank, number = comm._incoming(what, out, source, "source", tag, "tag")
+    on_device = _on_device(comm, what, [], [(got, rank, number)], out)
+    if on_device is not None:
+        return on_device
     place = got.address, got.nbytes, rank, number, got.owner, out, what
 
     def run(nonblocking: bool) -> Any:
@@ -99,6 +138,9 @@ def bind_sendrecv(
     got, of, second = comm._incoming(what, out, source, "source", recvtag, "recvtag")
     if overlap(sent, got):
         raise UsageError(f"{what}: out overlaps x; pass separate arrays")
+    on_device = _on_device(comm, what, [(sent, to, first)], [(got, of, second)], out)
+    if on_device is not None:
+        return on_device
     leaving = sent.address, sent.nbytes, to, first
     coming = got.address, got.nbytes, of, second
 
@@ -117,7 +159,8 @@ def bind_sparse(
 ) -> BoundCall:
     """Return the sum of what ``x`` holds at each run."""
     comm._check_usable()
-    comm._check_sparse(x, result, out, algorithm, False, comm.timeout_s)
+    if parts_on_device("sparse_allreduce", x) is None and not holds_device_arrays(out):
+        comm._check_sparse(x, result, out, algorithm, False, comm.timeout_s)
 
     def run(nonblocking: bool) -> Any:
         return comm.sparse_allreduce(
@@ -131,7 +174,8 @@ def bind_sparse(
 def bind_topk(comm: SparseMethods, x: Any, k: Any, residual: Any) -> BoundCall:
     """Return the largest elements of what ``x`` and ``residual`` hold at each run."""
     comm._check_usable()
-    comm._check_topk(x, k, residual, False, comm.timeout_s)
+    if not holds_device_arrays(x, residual):
+        comm._check_topk(x, k, residual, False, comm.timeout_s)
 
     def run(nonblocking: bool) -> Any:
         return comm.topk_allreduce(x, k, residual=residual, nonblocking=nonblocking)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from commrt.devices.arrays import DeviceArray, DeviceStream, current_stream
 from commrt.devices.registry import cuda_device, find_device
+from commrt.dlpack import export
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_, UsageError
 from commrt.tensors import is_tensor, tensor_dtype
@@ -22,6 +23,7 @@ __all__ = [
     "as_stream",
     "current_stream_of",
     "is_cupy",
+    "is_jax",
     "is_on_device",
     "see",
 ]
@@ -47,6 +49,10 @@ class OnDevice:
     """Its number."""
     stream: int | None
     """The stream that the array says it is ordered by; None where it says nothing."""
+    strides: tuple[int, ...] | None = None
+    """In bytes; None where it is C-contiguous."""
+    owner: Any = None
+    """What keeps the memory alive besides the array itself."""
 
 
 def is_on_device(array: Any) -> bool:
@@ -62,12 +68,12 @@ def is_on_device(array: Any) -> bool:
     return bool(array.__dlpack_device__()[0] == _DLPACK_CUDA)
 
 
-def see(array: Any, what: str) -> OnDevice:
+def see(array: Any, what: str, *, any_strides: bool = False) -> OnDevice:
     """Return what an array on a device is, or raise BufferError_ that names ``what``.
 
-    Accepted: ``DeviceArray``, torch's tensors, and what has
-    ``__cuda_array_interface__`` (cupy, numba). All C-contiguous, of a type in
-    ``commrt.dtypes``.
+    Accepted: ``DeviceArray``, torch's tensors, what has
+    ``__cuda_array_interface__`` (cupy, numba, JAX), and what has DLPack. All
+    C-contiguous, but with ``any_strides``, and of a type in ``commrt.dtypes``.
     """
     if isinstance(array, DeviceArray):
         return OnDevice(
@@ -81,18 +87,49 @@ def see(array: Any, what: str) -> OnDevice:
             current_stream(array.device),
         )
     if is_tensor(array):
-        return _see_tensor(array, what)
+        return _see_tensor(array, what, any_strides)
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is not None:
-        return _see_interface(interface, what)
-    raise BufferError_(
-        f"{what} is a {type(array).__name__} on a device that has only DLPack: pass it "
-        f"through cupy.from_dlpack(x) or torch.from_dlpack(x), which share its memory"
+        seen = _see_interface(interface, what, any_strides)
+        return replace(seen, writable=False) if is_jax(array) else seen
+    return _see_dlpack(array, what, any_strides)
+
+
+def _see_dlpack(array: Any, what: str, any_strides: bool) -> OnDevice:
+    found = export(array, what)
+    dtype = _BY_NAME.get(found.dtype)
+    if dtype is None:
+        raise BufferError_(
+            f"{what} has dtype {found.dtype}, which cannot be communicated as it is; "
+            f"supported: {', '.join(_BY_NAME)}"
+        )
+    strides = None
+    if found.strides is not None:
+        strides = tuple(step * dtype.itemsize for step in found.strides)
+    if not any_strides:
+        _check_contiguous(found.shape, strides, dtype.itemsize, what)
+    device, number = _device_of(found.address, found.device, what)
+    return OnDevice(
+        found.address,
+        prod(found.shape),
+        dtype,
+        found.shape,
+        not found.readonly and not is_jax(array),
+        device,
+        number,
+        0,  # it was told to come before the legacy stream
+        strides,
+        found.capsule,
     )
 
 
-def _see_tensor(tensor: Any, what: str) -> OnDevice:
-    dtype = tensor_dtype(tensor, what)
+def _device_of(address: int, number: int, what: str) -> tuple[Any, int]:
+    """Return the device of an address; of no address, that of the number."""
+    return find_device(address, what) if address else (cuda_device(number), number)
+
+
+def _see_tensor(tensor: Any, what: str, any_strides: bool) -> OnDevice:
+    dtype = tensor_dtype(tensor, what, any_strides=any_strides)
     number = tensor.device.index or 0
     return OnDevice(
         tensor.data_ptr(),
@@ -103,15 +140,18 @@ def _see_tensor(tensor: Any, what: str) -> OnDevice:
         cuda_device(number),
         number,
         None,
+        tuple(step * dtype.itemsize for step in tensor.stride()),
     )
 
 
-def _see_interface(interface: Any, what: str) -> OnDevice:
+def _see_interface(interface: Any, what: str, any_strides: bool) -> OnDevice:
     shape = tuple(interface["shape"])
     if interface.get("mask") is not None:
         raise BufferError_(f"{what} is a masked array, whose mask would be lost")
     dtype = np.dtype(interface["typestr"])
-    _check_contiguous(shape, interface.get("strides"), dtype.itemsize, what)
+    strides = interface.get("strides")
+    if not any_strides:
+        _check_contiguous(shape, strides, dtype.itemsize, what)
     address, readonly = interface["data"]
     address = int(address or 0)
     exported = interface.get("stream")
@@ -130,6 +170,7 @@ def _see_interface(interface: Any, what: str) -> OnDevice:
         device,
         number,
         0 if exported == _LEGACY else exported,
+        None if strides is None else tuple(strides),
     )
 
 
@@ -162,6 +203,11 @@ def _check_contiguous(
 def is_cupy(array: Any) -> bool:
     """Return whether an array is cupy's, without importing it."""
     return type(array).__module__.partition(".")[0] == "cupy"
+
+
+def is_jax(array: Any) -> bool:
+    """Return whether an array is JAX's, which never change once they are made."""
+    return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def current_stream_of(array: Any, device: Any) -> int:

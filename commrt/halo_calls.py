@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from commrt import _native
 from commrt.backends.boxes import box_plan, compile_for
 from commrt.calls import as_integer, check_flag
+from commrt.device_boxes import BoundBoxes, DeviceBoxes
+from commrt.device_messages import place_of
 from commrt.dtypes import ReduceOp, check_reduction, reduce_op
 from commrt.errors import MismatchError, UsageError
 from commrt.halo import HaloShape, halo_moves
@@ -46,7 +48,7 @@ class CartPlans(NeighborPlans):
         axes: Sequence[int] | None = None,
         corners: bool = True,
         direct: bool | None = None,
-    ) -> _native.PersistentCall:
+    ) -> _native.PersistentCall | BoundBoxes:
         """Return a call that fills the halos of ``fields`` with the neighbours' cells.
 
             exchange = cart.plan.halo_exchange(u, width=1)
@@ -87,7 +89,7 @@ class CartPlans(NeighborPlans):
         axes: Sequence[int] | None = None,
         corners: bool = True,
         direct: bool | None = None,
-    ) -> _native.PersistentCall:
+    ) -> _native.PersistentCall | BoundBoxes:
         """Return a call that combines what halos hold with the cells they stand for.
 
         The reverse of ``halo_exchange``, with its arguments: each rank's halo goes back
@@ -108,13 +110,13 @@ class CartPlans(NeighborPlans):
         corners: Any,
         direct: Any,
         op: str | None,
-    ) -> _native.PersistentCall:
+    ) -> _native.PersistentCall | BoundBoxes:
         comm = self._comm
 
-        def bind(halo: Halo) -> _native.PersistentCall:
+        def bind(halo: Halo) -> _native.PersistentCall | BoundBoxes:
             return _bound(comm, halo, fields)
 
-        made: _native.PersistentCall = make_halo(
+        made: _native.PersistentCall | BoundBoxes = make_halo(
             comm, what, fields, width, axes, corners, direct, op, bind
         )
         return made
@@ -131,6 +133,8 @@ class Halo:
     arrays: list[StridedArray]
     shape: HaloShape
     reduction: ReduceOp | None
+    on: Any
+    """The device that the arrays are on; None for host memory."""
 
 
 def make_halo(
@@ -144,13 +148,14 @@ def make_halo(
     op: str | None,
     run: Callable[[Halo], Any],
     nonblocking: Any = False,
+    stream: Any = None,
 ) -> Any:
     """Return what ``run`` makes of the arguments, checked as far as one rank can."""
     comm._check_usable()
 
     def check() -> Halo:
         check_flag(f"{what}, rank {comm.rank}", "nonblocking", nonblocking)
-        return _checked(comm, what, fields, width, axes, corners, direct, op)
+        return _checked(comm, what, fields, width, axes, corners, direct, op, stream)
 
     return run(comm._together(what, check))
 
@@ -164,6 +169,7 @@ def _checked(
     corners: Any,
     direct: Any,
     op: str | None,
+    stream: Any,
 ) -> Halo:
     """Return the arguments; UsageError says what is wrong with them on this rank."""
     here = f"{what}, rank {comm.rank}"
@@ -185,7 +191,7 @@ def _checked(
         choose_direct(here, direct, corners, len(comm.dims), in_order),
         in_order,
     )
-    halo = Halo(what, arrays, shape, reduction)
+    halo = Halo(what, arrays, shape, reduction, place_of(here, arrays, stream))
     for array in arrays:
         check_writable(array)
         _check_extents(comm, halo, array)
@@ -193,8 +199,12 @@ def _checked(
     return halo
 
 
-def _bound(comm: CartCommunicator, halo: Halo, fields: Any) -> _native.PersistentCall:
+def _bound(
+    comm: CartCommunicator, halo: Halo, fields: Any
+) -> _native.PersistentCall | BoundBoxes:
     plan = agreed_halo_plan(comm, halo)
+    if isinstance(plan, DeviceBoxes):
+        return BoundBoxes(comm, plan, halo.arrays, fields, halo.what)
     table = address_table(halo.arrays)
     owners = (table, *(array.owner for array in halo.arrays))
     return _native.PersistentCall(
@@ -212,6 +222,20 @@ def agreed_halo_plan(comm: CartCommunicator, halo: Halo) -> Any:
         [array.shape for array in halo.arrays],
         reverse=halo.what == REDUCE,
     )
+    layouts = [array.layout for array in halo.arrays]
+    label = "boxes/direct" if halo.shape.direct else "boxes/by_dimension"
+    if halo.on is not None:
+        carries = halo.shape.corners and not halo.shape.direct
+        return DeviceBoxes(
+            comm,
+            halo.on,
+            moves,
+            layouts,
+            phases=len(halo.shape.widths) if carries else 1,
+            coll=_CODES[halo.what],
+            label=label,
+            reduction=halo.reduction,
+        )
     program = compile_for(
         comm,
         moves,
@@ -221,9 +245,9 @@ def agreed_halo_plan(comm: CartCommunicator, halo: Halo) -> Any:
     return box_plan(
         comm,
         program,
-        [array.layout for array in halo.arrays],
+        layouts,
         coll=_CODES[halo.what],
-        label="boxes/direct" if halo.shape.direct else "boxes/by_dimension",
+        label=label,
         reduction=halo.reduction,
     )
 
@@ -332,6 +356,7 @@ def _agree(comm: CartCommunicator, halo: Halo) -> None:
         "direct": shape.direct,
         "op": None if halo.reduction is None else halo.reduction.name.lower(),
         "dtypes": [array.dtype.name for array in halo.arrays],
+        "memory": "host" if halo.on is None else "device",
     }
     mine = {**common, "shapes": [array.shape for array in halo.arrays]}
     said = comm._meet(halo.what, mine)

@@ -8,6 +8,7 @@ from typing import Any
 
 from commrt.agreed_plans import agreed_plan
 from commrt.calls import check_timeout
+from commrt.device_boxes import DeviceBoxes
 from commrt.halo_calls import EXCHANGE, REDUCE, Halo, agreed_halo_plan, make_halo
 from commrt.neighbors import NeighborCalls
 from commrt.strided import address_table
@@ -28,6 +29,7 @@ class HaloCalls(NeighborCalls):
         direct: bool | None = None,
         nonblocking: bool = False,
         timeout_s: float | None = None,
+        stream: Any = None,
     ) -> Any:
         """Fill the halos of ``fields`` with the neighbours' cells; return ``fields``.
 
@@ -35,9 +37,8 @@ class HaloCalls(NeighborCalls):
         like those of an earlier call use its plan; by a reduction of 8 bytes the ranks
         see that, and a nonblocking call waits for it, too.
         """
-        return self._halo(
-            EXCHANGE, None, fields, width, axes, corners, direct, nonblocking, timeout_s
-        )
+        how = nonblocking, timeout_s, stream
+        return self._halo(EXCHANGE, None, fields, width, axes, corners, direct, *how)
 
     def halo_reduce(
         self,
@@ -50,15 +51,15 @@ class HaloCalls(NeighborCalls):
         direct: bool | None = None,
         nonblocking: bool = False,
         timeout_s: float | None = None,
+        stream: Any = None,
     ) -> Any:
         """Combine what halos hold with the cells they stand for; return ``fields``.
 
         As ``plan.halo_reduce``, with its arguments; plans are kept as those of
         ``halo_exchange``.
         """
-        return self._halo(
-            REDUCE, op, fields, width, axes, corners, direct, nonblocking, timeout_s
-        )
+        how = nonblocking, timeout_s, stream
+        return self._halo(REDUCE, op, fields, width, axes, corners, direct, *how)
 
     def _halo(
         self,
@@ -71,6 +72,7 @@ class HaloCalls(NeighborCalls):
         direct: Any,
         nonblocking: Any,
         timeout_s: float | None,
+        stream: Any,
     ) -> Any:
         whole: Any = self  # a CartCommunicator
         limit = self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
@@ -80,18 +82,18 @@ class HaloCalls(NeighborCalls):
             places = [
                 (each.shape, each.layout.strides, each.dtype.name) for each in arrays
             ]
-            mine = halo.shape, halo.reduction, places
+            mine = halo.shape, halo.reduction, places, id(halo.on) if halo.on else None
             plan = agreed_plan(
                 whole, what, mine, limit, lambda: agreed_halo_plan(whole, halo)
             )
+            if isinstance(plan, DeviceBoxes):
+                return plan.run(arrays, fields, what, bool(nonblocking), limit, stream)
             table = address_table(arrays)
             owners = (table, *(array.owner for array in arrays))
-            address = table.ctypes.data
             address = table.ctypes.data
             return self._run_plan(
                 plan, address, 0, owners, None, fields, what, bool(nonblocking), limit
             )
 
-        return make_halo(
-            whole, what, fields, width, axes, corners, direct, op, run, nonblocking
-        )
+        given = fields, width, axes, corners, direct, op
+        return make_halo(whole, what, *given, run, nonblocking, stream)

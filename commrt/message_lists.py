@@ -12,8 +12,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
-from commrt.arrays import HostView, view
+from commrt.arrays import HostView, view_anywhere
 from commrt.calls import as_integer, check_flag
+from commrt.device_messages import DeviceMessages, place_of
 from commrt.errors import BufferError_, UsageError
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ _Message = tuple[HostView, int, int]
 
 
 def bind_lists(
-    comm: Guarded, sends: Any, recvs: Any, in_place: Any
-) -> _native.PersistentMessages:
+    comm: Guarded, sends: Any, recvs: Any, in_place: Any, stream: Any = None
+) -> _native.PersistentMessages | DeviceMessages:
     """Return the call that sends and receives all of these; an error names the first
     message that is wrong."""
     in_place = check_flag(_WHAT, "in_place", in_place)
@@ -41,13 +42,18 @@ def bind_lists(
                 f"{_WHAT}: recvs[{index}]: out is read-only: pass a writable array"
             )
     replaced = _replaced([m[0] for m in leaving], [m[0] for m in coming], in_place)
+    result = tuple(buffer.array for buffer, _, _ in coming)
+    everything = [buffer for buffer, _, _ in (*leaving, *coming)]
+    if place_of(_WHAT, everything, stream) is not None:
+        whole: Any = comm
+        return DeviceMessages(whole, _WHAT, leaving, coming, result, stream)
     return _native.PersistentMessages(
         comm,
         _rows(leaving, replaced),
         _rows(coming, set()),
         tuple(buffer.owner for buffer, _, _ in leaving),
         tuple(buffer.owner for buffer, _, _ in coming),
-        tuple(buffer.array for buffer, _, _ in coming),
+        result,
         _WHAT,
     )
 
@@ -85,7 +91,7 @@ def _messages(
             raise UsageError(f"{what} is a {_kind(item)}, expected {form}")
         rank = comm._check_rank(what, peer_name, item[1])
         tag = check_tag(what, "tag", item[2] if len(item) == 3 else 0)
-        found.append((view(item[0], f"{what}: {array_name}"), rank, tag))
+        found.append((view_anywhere(item[0], f"{what}: {array_name}"), rank, tag))
     return found
 
 

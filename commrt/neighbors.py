@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commrt import _native
-from commrt.arrays import HostView, empty_like_array, overlap, view
+from commrt.arrays import HostView, overlap, view_anywhere, zeros_like_array
 from commrt.backends.boxes import ArrayLayout, box_plan, compile_for
 from commrt.calls import as_integer, check_flag, check_timeout
+from commrt.device_messages import place_of
+from commrt.device_neighbors import BoundNeighbors, staged_neighbors
 from commrt.errors import BufferError_, MismatchError, UsageError
 from commrt.persistent import Plans
 from commrt.schedule.boxes import Box, Move
@@ -51,6 +53,7 @@ _CODES = {
 _X, _OUT = 0, 1
 _MOST_PLANS = 1024
 Counts = Sequence[int] | None
+_Persistent = _native.PersistentCall | BoundNeighbors
 _Ranges = tuple[tuple[int, int], ...]
 
 
@@ -109,36 +112,43 @@ class _Bound:
     moves: list[Move]
     """What goes where, by this rank's counts."""
 
+    @property
+    def on(self) -> Any:
+        """The device of its arrays; None for host memory."""
+        return self.x.on
+
 
 class NeighborPlans(Plans):
     """Plans of a communicator that knows who is beside whom."""
 
-    def neighbor_allgather(self, x: Any, *, out: Any = None) -> _native.PersistentCall:
+    def neighbor_allgather(self, x: Any, *, out: Any = None) -> _Persistent:
         """Return a call bound to its arrays; see the communicator's method."""
         return self._neighbor("neighbor_allgather", x, out, None, None)
 
     def neighbor_allgatherv(
         self, x: Any, *, recv_counts: Counts, out: Any = None
-    ) -> _native.PersistentCall:
+    ) -> _Persistent:
         """Return a call bound to its arrays; see the communicator's method."""
         return self._neighbor("neighbor_allgatherv", x, out, None, recv_counts)
 
-    def neighbor_alltoall(self, x: Any, *, out: Any = None) -> _native.PersistentCall:
+    def neighbor_alltoall(self, x: Any, *, out: Any = None) -> _Persistent:
         """Return a call bound to its arrays; see the communicator's method."""
         return self._neighbor("neighbor_alltoall", x, out, None, None)
 
     def neighbor_alltoallv(
         self, x: Any, *, send_counts: Counts, recv_counts: Counts, out: Any = None
-    ) -> _native.PersistentCall:
+    ) -> _Persistent:
         """Return a call bound to its arrays; see the communicator's method."""
         return self._neighbor("neighbor_alltoallv", x, out, send_counts, recv_counts)
 
     def _neighbor(
         self, what: str, x: Any, out: Any, sends: Counts, receives: Counts
-    ) -> _native.PersistentCall:
+    ) -> _Persistent:
         comm: Any = self._comm
         bound = _bound(comm, what, (x, out, sends, receives), comm.timeout_s)
         plan = _plan(comm, bound)
+        if bound.on is not None:
+            return BoundNeighbors(comm, plan, bound)
         table = np.array([bound.x.address, bound.out.address], np.uint64)
         owners = (table, bound.x.owner, bound.out.owner)
         return _native.PersistentCall(
@@ -175,15 +185,15 @@ class NeighborCalls(GroupCreation):
         out: Any = None,
         nonblocking: bool = False,
         timeout_s: float | None = None,
+        stream: Any = None,
     ) -> Any:
         """Send ``x`` to every neighbour; return theirs, in the order of the sources.
 
         ``out`` has as many blocks as there are sources, each of the length of ``x``;
         allocated with zeros, of shape ``(sources, *x.shape)``.
         """
-        return self._neighbor(
-            "neighbor_allgather", x, out, None, None, nonblocking, timeout_s
-        )
+        how = nonblocking, timeout_s, stream
+        return self._neighbor("neighbor_allgather", x, out, None, None, *how)
 
     def neighbor_allgatherv(
         self,
@@ -193,14 +203,14 @@ class NeighborCalls(GroupCreation):
         out: Any = None,
         nonblocking: bool = False,
         timeout_s: float | None = None,
+        stream: Any = None,
     ) -> Any:
         """As ``neighbor_allgather``, with an ``x`` of any length on each rank.
 
         ``recv_counts`` are the elements that come from each source.
         """
-        return self._neighbor(
-            "neighbor_allgatherv", x, out, None, recv_counts, nonblocking, timeout_s
-        )
+        how = nonblocking, timeout_s, stream
+        return self._neighbor("neighbor_allgatherv", x, out, None, recv_counts, *how)
 
     def neighbor_alltoall(
         self,
@@ -209,11 +219,11 @@ class NeighborCalls(GroupCreation):
         out: Any = None,
         nonblocking: bool = False,
         timeout_s: float | None = None,
+        stream: Any = None,
     ) -> Any:
         """Send the k-th of equal blocks of ``x`` to the k-th destination."""
-        return self._neighbor(
-            "neighbor_alltoall", x, out, None, None, nonblocking, timeout_s
-        )
+        how = nonblocking, timeout_s, stream
+        return self._neighbor("neighbor_alltoall", x, out, None, None, *how)
 
     def neighbor_alltoallv(
         self,
@@ -224,20 +234,15 @@ class NeighborCalls(GroupCreation):
         out: Any = None,
         nonblocking: bool = False,
         timeout_s: float | None = None,
+        stream: Any = None,
     ) -> Any:
         """Send blocks of ``send_counts`` elements, one after another in ``x``.
 
         ``recv_counts`` are the elements that come from each source.
         """
-        return self._neighbor(
-            "neighbor_alltoallv",
-            x,
-            out,
-            send_counts,
-            recv_counts,
-            nonblocking,
-            timeout_s,
-        )
+        given = x, out, send_counts, recv_counts
+        how = nonblocking, timeout_s, stream
+        return self._neighbor("neighbor_alltoallv", *given, *how)
 
     def _neighbor(
         self,
@@ -248,13 +253,17 @@ class NeighborCalls(GroupCreation):
         receives: Counts,
         nonblocking: Any,
         timeout_s: float | None,
+        stream: Any,
     ) -> Any:
         whole: Any = self  # a communicator
         here = f"{what}, rank {self.rank}"
         limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
         arguments = (x, out, sends, receives)
-        bound = _bound(whole, what, arguments, limit, nonblocking)
+        bound = _bound(whole, what, arguments, limit, nonblocking, stream)
         plan = _plan(whole, bound)
+        if bound.on is not None:
+            call = BoundNeighbors(whole, plan, bound)
+            return call.run(bool(nonblocking), limit, stream)
         table = np.array([bound.x.address, bound.out.address], np.uint64)
         return self._run_plan(
             plan,
@@ -295,6 +304,7 @@ def _bound(
     arguments: _Arguments,
     timeout_s: float,
     nonblocking: Any = False,
+    stream: Any = None,
 ) -> _Bound:
     """Return the call, checked; in check mode only where all ranks fit each other."""
     comm._check_usable()
@@ -302,7 +312,9 @@ def _bound(
     def check() -> _Bound:
         here = f"{what}, rank {comm.rank}"
         check_flag(here, "nonblocking", nonblocking)
-        return _bind(comm, what, here, *arguments)
+        found = _bind(comm, what, here, *arguments)
+        place_of(here, [found.x, found.out], stream)
+        return found
 
     def describe(bound: _Bound) -> dict[str, Any]:
         return {"dtype": bound.x.dtype.name}
@@ -324,7 +336,7 @@ def _bind(
 ) -> _Bound:
     """Return the call of a name; ``what`` says also where an argument is wrong."""
     around: Neighborhood = comm.neighborhood  # type: ignore[attr-defined]
-    source = view(x, f"{what}: x")
+    source = view_anywhere(x, f"{what}: x")
     outgoing, incoming = len(around.destinations), len(around.sources)
     gathers = name.startswith("neighbor_allgather")
     if name == "neighbor_alltoallv":
@@ -345,7 +357,7 @@ def _bind(
         if each is None:
             each = source.count if gathers else 0
             if out is not None and incoming:
-                each = view(out, f"{what}: out").count // incoming
+                each = view_anywhere(out, f"{what}: out").count // incoming
         coming = _ranges([each] * incoming)
     expected = leaving[-1][1] if leaving else source.count
     if expected != source.count:
@@ -360,9 +372,8 @@ def _bind(
             rest = source.shape if gathers else source.shape[1:]
             divides = gathers or source.shape[:1] == (outgoing,)
             shape = (incoming, *rest) if divides else (total,)
-        out = empty_like_array(source, shape)
-        out[...] = 0
-    target = view(out, f"{what}: out")
+        out = zeros_like_array(source, shape)
+    target = view_anywhere(out, f"{what}: out")
     _check_out(what, source, target, total)
     moves = _moves(around, comm.rank, what, leaving, coming)
     return _Bound(name, source, target, out, leaving, coming, moves)
@@ -406,7 +417,8 @@ def _ranges(counts: list[int]) -> _Ranges:
 
 def _plan(comm: Any, bound: _Bound) -> Any:
     """Return the native plan."""
-    key = (bound.what, bound.x.dtype.code, bound.sends, bound.receives)
+    on_device = bound.on is not None
+    key = (bound.what, bound.x.dtype.code, bound.sends, bound.receives, on_device)
     plan = comm._neighbor_plans.get(key)
     if plan is None:
         if len(comm._neighbor_plans) >= _MOST_PLANS:
@@ -423,6 +435,8 @@ def _plan(comm: Any, bound: _Bound) -> Any:
             coll=_CODES[bound.what],
             label="boxes/direct",
         )
+        if on_device:
+            plan = staged_neighbors(comm.neighborhood, bound, plan)
         comm._neighbor_plans[key] = plan
     return plan
 

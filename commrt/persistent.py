@@ -5,22 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from commrt import _native, calls
 from commrt.bound_calls import (
     BoundCall,
+    bind_messages,
     bind_recv,
     bind_send,
     bind_sendrecv,
     bind_sparse,
     bind_topk,
 )
+from commrt.device_boxes import BoundBoxes
 from commrt.errors import UsageError, suggest
-from commrt.message_lists import bind_lists
 from commrt.operations import COLLECTIVES, operation
 from commrt.redistribution import bound_redistribution, make_redistribution
-from commrt.staging import BoundDeviceCall
+from commrt.staging import BoundDeviceCall, BoundHostedCall
 from commrt.vector_calls import bind_call
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Plans"]
 
+_Bound: TypeAlias = (
+    "_native.PersistentCall | CompressedCall | BoundDeviceCall | BoundHostedCall"
+)
 _OTHERS = (
     "multi_sendrecv",
     "recv",
@@ -59,9 +63,7 @@ class Plans:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
-    def __getattr__(
-        self, name: str
-    ) -> Callable[..., _native.PersistentCall | CompressedCall | BoundDeviceCall]:
+    def __getattr__(self, name: str) -> Callable[..., _Bound]:
         if name not in COLLECTIVES:
             raise AttributeError(f"no collective {name!r}{suggest(name, COLLECTIVES)}")
         return partial(self._make, name)
@@ -125,18 +127,17 @@ class Plans:
         sends: Sequence[tuple[Any, ...]] = (),
         recvs: Sequence[tuple[Any, ...]] = (),
         in_place: bool = False,
-    ) -> _native.PersistentMessages:
+    ) -> _native.PersistentMessages | BoundCall:
         """Return the communicator's call of this name, bound to its arrays.
 
         Making one is local, and the peers need not have one: each message meets an
         ordinary one.
         """
-        self._comm._check_usable()
-        return bind_lists(self._comm, sends, recvs, in_place)
+        return bind_messages(self._comm, sends, recvs, in_place)
 
     def redistribute(
         self, x: Any, source: Layout, target: Layout, *, out: Any = None
-    ) -> _native.PersistentCall:
+    ) -> _native.PersistentCall | BoundBoxes:
         """Return a call that moves an array from one distribution to another.
 
             rows = commrt.Layout((1000, 800), (comm.size,), (commrt.Block(0), None))
@@ -160,14 +161,12 @@ class Plans:
             MismatchError: the ranks do not agree; on all of them.
         """
         comm = self._comm
-        made: _native.PersistentCall = make_redistribution(
+        made: _native.PersistentCall | BoundBoxes = make_redistribution(
             comm, x, source, target, out, partial(bound_redistribution, comm)
         )
         return made
 
-    def _make(
-        self, name: str, *args: Any, **kwargs: Any
-    ) -> _native.PersistentCall | CompressedCall | BoundDeviceCall:
+    def _make(self, name: str, *args: Any, **kwargs: Any) -> _Bound:
         comm = self._comm
         comm._check_usable()
         if "nonblocking" in kwargs or "timeout_s" in kwargs:

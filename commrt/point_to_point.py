@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from commrt import _native
-from commrt.arrays import HostView, overlap, view
+from commrt.arrays import HostView, overlap, view_anywhere
 from commrt.calls import check_flag, check_timeout
+from commrt.device_messages import DeviceMessages, place_of
+from commrt.device_requests import DeviceRequest
 from commrt.errors import BufferError_, UsageError
 from commrt.failures import Guarded
 from commrt.message_lists import bind_lists, check_tag
@@ -32,17 +34,25 @@ class PointToPoint(Guarded):
         tag: int = 0,
         nonblocking: bool = False,
         timeout_s: float | None = None,
-    ) -> Request | None:
+        stream: Any = None,
+    ) -> Request | DeviceRequest | None:
         """Send ``x`` to rank ``dest``; a receive there must ask for the same tag.
 
         A blocking send returns when ``x`` may be changed. For a message of up to 16 KiB
         that is before the receive has been called, unless ``dest`` holds 3 MiB or more
-        of such messages that it has not received; for a longer one it is after.
+        of such messages that it has not received; for a longer one it is after. Of an
+        array on a device it is for ``stream`` to wait, until the array is on the host.
         """
         self._check_usable()
         nonblocking = check_flag("send", "nonblocking", nonblocking)
         limit = self._limit("send", timeout_s)
         buffer, dest, tag = self._outgoing("send", x, dest, "dest", tag, "tag")
+        if place_of("send", [buffer], stream) is not None:
+            leaving = [(buffer, dest, tag)]
+            given: DeviceRequest | None = self._on_device(
+                "send", leaving, [], None, stream, nonblocking, limit
+            )
+            return given
         started: Request | None = self._send(
             buffer.address,
             buffer.nbytes,
@@ -63,6 +73,7 @@ class PointToPoint(Guarded):
         tag: int = 0,
         nonblocking: bool = False,
         timeout_s: float | None = None,
+        stream: Any = None,
     ) -> Any:
         """Receive into ``out`` from rank ``source``; return ``out``.
 
@@ -74,6 +85,9 @@ class PointToPoint(Guarded):
         nonblocking = check_flag("recv", "nonblocking", nonblocking)
         limit = self._limit("recv", timeout_s)
         buffer, source, tag = self._incoming("recv", out, source, "source", tag, "tag")
+        if place_of("recv", [buffer], stream) is not None:
+            coming = [(buffer, source, tag)]
+            return self._on_device("recv", [], coming, out, stream, nonblocking, limit)
         return self._recv(
             buffer.address,
             buffer.nbytes,
@@ -97,6 +111,7 @@ class PointToPoint(Guarded):
         recvtag: int = 0,
         nonblocking: bool = False,
         timeout_s: float | None = None,
+        stream: Any = None,
     ) -> Any:
         """Send ``x`` to ``dest`` and receive ``out`` from ``source``; return ``out``.
 
@@ -115,6 +130,11 @@ class PointToPoint(Guarded):
         )
         if overlap(sent, got):
             raise UsageError("sendrecv: out overlaps x; pass separate arrays")
+        if place_of("sendrecv", [sent, got], stream) is not None:
+            leaving, coming = [(sent, dest, sendtag)], [(got, source, recvtag)]
+            return self._on_device(
+                "sendrecv", leaving, coming, out, stream, nonblocking, limit
+            )
         return self._sendrecv(
             sent.address,
             sent.nbytes,
@@ -140,6 +160,7 @@ class PointToPoint(Guarded):
         in_place: bool = False,
         nonblocking: bool = False,
         timeout_s: float | None = None,
+        stream: Any = None,
     ) -> Any:
         """Send and receive any number of messages as one operation.
 
@@ -166,7 +187,24 @@ class PointToPoint(Guarded):
         self._check_usable()
         nonblocking = check_flag("multi_sendrecv", "nonblocking", nonblocking)
         limit = self._limit("multi_sendrecv", timeout_s)
-        return bind_lists(self, sends, recvs, in_place)._run(nonblocking, limit)
+        bound = bind_lists(self, sends, recvs, in_place, stream)
+        if isinstance(bound, DeviceMessages):
+            return bound.run(nonblocking, limit)
+        return bound._run(nonblocking, limit)
+
+    def _on_device(
+        self,
+        what: str,
+        sends: list[tuple[HostView, int, int]],
+        recvs: list[tuple[HostView, int, int]],
+        result: Any,
+        stream: Any,
+        nonblocking: bool,
+        limit: float,
+    ) -> Any:
+        whole: Any = self  # a communicator
+        bound = DeviceMessages(whole, what, sends, recvs, result, stream)
+        return bound.run(nonblocking, limit)
 
     def _limit(self, what: str, timeout_s: float | None) -> float:
         return self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
@@ -177,7 +215,7 @@ class PointToPoint(Guarded):
         """Return the buffer, the peer and the tag, all checked."""
         rank = self._check_rank(what, dest_name, dest)
         number = check_tag(what, tag_name, tag)
-        return view(x, f"{what}: x"), rank, number
+        return view_anywhere(x, f"{what}: x"), rank, number
 
     def _incoming(
         self,
@@ -190,7 +228,7 @@ class PointToPoint(Guarded):
     ) -> tuple[HostView, int, int]:
         rank = self._check_rank(what, source_name, source)
         number = check_tag(what, tag_name, tag)
-        buffer = view(out, f"{what}: out")
+        buffer = view_anywhere(out, f"{what}: out")
         if not buffer.writable:
             raise BufferError_(f"{what}: out is read-only: pass a writable array")
         return buffer, rank, number

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commrt import _native
-from commrt.arrays import empty_like_array, view
+from commrt.arrays import empty_like_array, view_anywhere
 from commrt.backends.boxes import box_plan, compile_for
 from commrt.calls import check_flag
+from commrt.device_boxes import BoundBoxes, DeviceBoxes
+from commrt.device_messages import place_of
 from commrt.errors import BufferError_, UsageError
 from commrt.layouts import Layout, Runs, common_runs
 from commrt.schedule.boxes import Box, Move
@@ -92,6 +94,8 @@ class Redistribution:
     taken: StridedArray
     out: Any
     """As the caller knows it."""
+    on: Any
+    """The device that the arrays are on; None for host memory."""
 
 
 def make_redistribution(
@@ -102,6 +106,7 @@ def make_redistribution(
     out: Any,
     run: Callable[[Redistribution], Any],
     nonblocking: Any = False,
+    stream: Any = None,
 ) -> Any:
     """Return what ``run`` makes of the arguments, checked as far as one rank can."""
     comm._check_usable()
@@ -111,26 +116,35 @@ def make_redistribution(
         return _checked(comm, x, source, target, out)
 
     sent, taken, out = comm._together(_NAME, check)
-    return run(Redistribution(source, target, sent, taken, out))
+    on = place_of(_NAME, [sent, taken], stream)
+    return run(Redistribution(source, target, sent, taken, out, on))
 
 
 def agreed_boxes(comm: Communicator, moved: Redistribution) -> Any:
     """Return the native plan of a call that is the same on all ranks; collective."""
     sent, taken = moved.sent, moved.taken
     said = f"source={moved.source}, target={moved.target}, dtype={sent.dtype.name}"
+    if moved.on is not None:
+        said += ", on a device"
     comm._meet_equal(_NAME, said)
     moves = redistribution_moves(moved.source, moved.target, comm.rank)
+    layouts = [sent.layout, taken.layout]
+    if moved.on is not None:
+        return DeviceBoxes(
+            comm, moved.on, moves, layouts, phases=1, coll=_CODE, label="boxes/direct"
+        )
     sizes = [sent.dtype.itemsize] * 2
     program = compile_for(comm, moves, sizes, reduces=False)
-    layouts = [sent.layout, taken.layout]
     return box_plan(comm, program, layouts, coll=_CODE, label="boxes/direct")
 
 
 def bound_redistribution(
     comm: Communicator, moved: Redistribution
-) -> _native.PersistentCall:
+) -> _native.PersistentCall | BoundBoxes:
     """Return the persistent call; see ``Plans.redistribute``."""
     plan = agreed_boxes(comm, moved)
+    if isinstance(plan, DeviceBoxes):
+        return BoundBoxes(comm, plan, [moved.sent, moved.taken], moved.out, _NAME)
     table = address_table([moved.sent, moved.taken])
     owners = (table, moved.sent.owner, moved.taken.owner)
     return _native.PersistentCall(
@@ -187,4 +201,5 @@ def _part(comm: Communicator, name: str, array: Any, layout: Layout) -> StridedA
 def _allocated(x: Any, shape: tuple[int, ...]) -> Any:
     if isinstance(x, np.ndarray):
         return np.empty(shape, x.dtype)
-    return empty_like_array(view(x, f"{_NAME}: x"), shape)
+    seen = view_anywhere(x, f"{_NAME}: x", any_strides=True)
+    return empty_like_array(seen, shape)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from commrt.agreed_plans import agreed_plan
 from commrt.calls import check_timeout
+from commrt.device_boxes import DeviceBoxes
 from commrt.group_creation import GroupCreation
 from commrt.redistribution import Redistribution, agreed_boxes, make_redistribution
 from commrt.strided import address_table
@@ -34,6 +35,7 @@ class Redistributing(GroupCreation):
         out: Any = None,
         nonblocking: bool = False,
         timeout_s: float | None = None,
+        stream: Any = None,
     ) -> Any:
         """Move an array from one distribution to another; return this rank's part.
 
@@ -49,9 +51,14 @@ class Redistributing(GroupCreation):
             arrays = [moved.sent, moved.taken]
             strides = [each.layout.strides for each in arrays]
             said = str(moved.source), str(moved.target), moved.sent.dtype.name
+            mine = (*said, strides, id(moved.on) if moved.on else None)
             plan = agreed_plan(
-                whole, what, (*said, strides), limit, lambda: agreed_boxes(whole, moved)
+                whole, what, mine, limit, lambda: agreed_boxes(whole, moved)
             )
+            if isinstance(plan, DeviceBoxes):
+                return plan.run(
+                    arrays, moved.out, what, bool(nonblocking), limit, stream
+                )
             table = address_table(arrays)
             owners = (table, *(array.owner for array in arrays))
             address, result = table.ctypes.data, moved.out
@@ -59,4 +66,6 @@ class Redistributing(GroupCreation):
                 plan, address, 0, owners, None, result, what, bool(nonblocking), limit
             )
 
-        return make_redistribution(whole, x, source, target, out, run, nonblocking)
+        return make_redistribution(
+            whole, x, source, target, out, run, nonblocking, stream
+        )

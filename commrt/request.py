@@ -11,8 +11,9 @@ from typing import Any
 from commrt import _native
 from commrt._native import FusedRequest, Request
 from commrt.calls import check_timeout
+from commrt.device_requests import DeviceMessageRequest, DeviceRequest
 from commrt.errors import CommError, TimeoutError_, UsageError
-from commrt.staging import DeviceRequest
+from commrt.hosted_calls import HostedRequest
 from commrt.stepped import SteppedRequest
 
 __all__ = [
@@ -24,7 +25,14 @@ __all__ = [
     "wait_any",
 ]
 
-_KINDS = {Request, SteppedRequest, FusedRequest, DeviceRequest}
+_KINDS = {
+    Request,
+    SteppedRequest,
+    FusedRequest,
+    DeviceRequest,
+    DeviceMessageRequest,
+    HostedRequest,
+}
 
 
 class RequestErrors(CommError):

@@ -4,29 +4,25 @@
 from __future__ import annotations
 
 import threading
-import warnings
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
-from commrt.calls import check_timeout
 from commrt.device_arrays import as_stream, current_stream_of, is_on_device, see
+from commrt.device_requests import DeviceRequest
 from commrt.devices.arrays import DeviceStream
 from commrt.devices.registry import cuda_device
-from commrt.errors import (
-    CaptureError,
-    DeviceError,
-    DeviceFailedError,
-    OrderingError,
-    TimeoutError_,
-    UsageError,
-)
+from commrt.errors import CaptureError, DeviceError, UsageError
+from commrt.hosted_calls import HostCopies, run_hosted
 
 if TYPE_CHECKING:
     from commrt.calls import Bound, Call
     from commrt.comm import Communicator
 
-__all__ = ["BoundDeviceCall", "DeviceRequest", "Staging"]
+__all__ = ["BoundDeviceCall", "BoundHostedCall", "Staging"]
 
 _SLOTS = 4
 """Pieces of a call that have pinned memory at once: one on its way to the host, one
@@ -44,9 +40,13 @@ class Staging:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
+        self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
+        self._copies: dict[int, HostCopies] = {}
         self._plans: dict[Any, _native.StagedPlan] = {}
         self._known: dict[Any, tuple[_native.StagedPlan, bool, bool]] = {}
         self._own = threading.local()
+        self.memory: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Plans that hold memory of devices, which goes with the communicator."""
         self.slots = _SLOTS
         self.first_nbytes = _FIRST_NBYTES
         self.most_nbytes = _MOST_NBYTES
@@ -54,6 +54,8 @@ class Staging:
 
     def run(self, call: Call, bound: Bound) -> Any:
         """Start a collective whose arrays are on a device; return output or request."""
+        if call.compress not in (None, "none"):
+            return self._compressed(call, bound)
         plan = self.plan(call, bound)
         self._remember(call, bound, plan)
         try:
@@ -70,6 +72,34 @@ class Staging:
         comm = self._comm
         text = f"{name} on {comm.name}, rank {comm.rank}: {error}"
         return CaptureError(text, error.status)
+
+    def _compressed(self, call: Call, bound: Bound) -> Any:
+        """Let the host compress: what goes over the wire is made there."""
+        self._check(call, bound)
+        comm, name = self._comm, call.spec.name
+        given = {"x": call.x, "out": call.out, "residual": call.residual}
+        counts = zip(call.spec.count_arguments, call.counts, strict=False)
+        start = partial(
+            getattr(comm, name),
+            nonblocking=True,
+            compress=call.compress,
+            timeout_s=comm.timeout_s if call.timeout_s is None else call.timeout_s,
+            **{argument: value for argument, value in counts if value is not None},
+            **({"op": call.reduction.name.lower()} if call.spec.reduces else {}),
+        )
+
+        def call_host(x: Any, out: Any, residual: Any) -> Any:
+            return start(x, out=out, residual=residual)
+
+        return run_hosted(
+            comm,
+            name,
+            given,
+            call_host,
+            written=() if call.residual is None else ("residual",),
+            nonblocking=call.nonblocking,
+            stream=call.stream,
+        )
 
     def again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that works in place, like one before: its checks hold.
@@ -144,8 +174,13 @@ class Staging:
         return started, stream
 
     def _give(self, device: Any, *arguments: Any) -> _native.StagedCall:
+        stager = self.stager(device)
+        return self.given(lambda: stager.start(*arguments))
+
+    def given(self, start: Callable[[], _native.StagedCall]) -> _native.StagedCall:
+        """Return what a start returns; its error says if the communicator failed."""
         try:
-            return self.stager(device).start(*arguments)
+            return start()
         except DeviceError as error:
             if error.status == "not_ready":  # it failed since this call began
                 self._comm._check_usable()
@@ -183,7 +218,7 @@ class Staging:
             stream = current_stream_of(default, device)
         else:
             stream = as_stream(call.stream, device, name)
-        self._order_exported(device, stream, arrays)
+        self.order_exported(device, stream, arrays)
         timeout_s = comm.timeout_s if call.timeout_s is None else call.timeout_s
         started = self._give(
             device,
@@ -200,8 +235,10 @@ class Staging:
             comm, started, bound.result, name, timeout_s, device, stream, default
         )
 
-    def bound(self, call: Call, bound: Bound) -> BoundDeviceCall:
+    def bound(self, call: Call, bound: Bound) -> BoundDeviceCall | BoundHostedCall:
         """Return the call bound to its arrays, to run it any number of times."""
+        if call.compress not in (None, "none"):
+            return BoundHostedCall(self, call, bound)
         plan = self.plan(call, bound)
         self.stager(self._device(call, bound))
         return BoundDeviceCall(self, call, bound, plan)
@@ -256,10 +293,6 @@ class Staging:
                 f"would stop the device's streams until some thread runs Python: give "
                 f"a C function, or copy the array to host memory"
             )
-        if call.compress not in (None, "none"):
-            raise UsageError(
-                f"{name}: compress={call.compress!r} is for arrays in host memory"
-            )
 
     def _device(self, call: Call, bound: Bound) -> Any:
         if bound.on is not None:
@@ -269,14 +302,14 @@ class Staging:
         number = getattr(getattr(call.stream, "device", None), "index", None)
         return cuda_device(number or 0)
 
-    def _order_exported(self, device: Any, stream: int, arrays: list[Any]) -> None:
+    def order_exported(self, device: Any, stream: int, arrays: Sequence[Any]) -> None:
         """Let the call come after the streams that its arrays are ordered by."""
         for each in arrays:
             if each.stream is not None and each.stream != stream:
                 self._order_after(device, stream, each.stream)
 
     def _order_after(self, device: Any, stream: int, exported: int) -> None:
-        self.stager(device).refuse_capture(exported)
+        self._any_work(device).refuse_capture(exported)
         # One for each thread: between the two calls another one must not record it.
         events = self._own.__dict__.setdefault("events", {})
         if id(device) not in events:
@@ -284,24 +317,41 @@ class Staging:
         device.event_record(events[id(device)], exported)
         device.stream_wait_event(stream, events[id(device)])
 
+    def _any_work(self, device: Any) -> _native.Stager | _native.MessageStager:
+        found = self._messages.get(id(device))
+        return self.stager(device) if found is None else found[1]
+
     def stager(self, device: Any) -> _native.Stager:
-        """Return what works on a device, made at the first call; see ``docs/gpu.md``.
+        """Return what runs collectives on a device, made at the first; see
+        ``docs/gpu.md``.
 
         It allocates pinned memory, streams and events, which may wait for the device.
         """
         found = self._stagers.get(id(device))
         if found is None:
-            self._comm._world.drive(device)
-            made = _native.Stager(
-                self._comm,
-                device,
-                self.slots,
-                self.first_nbytes,
-                self.most_nbytes,
-                self.first_value,
-            )
+            made = _native.Stager(self._comm, device, *self._options(device))
             found = self._stagers[id(device)] = device, made
         return found[1]
+
+    def messages(self, device: Any) -> _native.MessageStager:
+        """Return what sends and receives there, made at the first message."""
+        found = self._messages.get(id(device))
+        if found is None:
+            made = _native.MessageStager(self._comm, device, *self._options(device))
+            found = self._messages[id(device)] = device, made
+        return found[1]
+
+    def copies(self, device: Any) -> HostCopies:
+        """Return what copies there and back for calls whose work is the host's."""
+        found = self._copies.get(id(device))
+        if found is None:
+            found = self._copies[id(device)] = HostCopies(device)
+            self.memory.add(found)
+        return found
+
+    def _options(self, device: Any) -> tuple[int, int, int, int]:
+        self._comm._world.drive(device)
+        return self.slots, self.first_nbytes, self.most_nbytes, self.first_value
 
     def forget_plans(self) -> None:
         """Make plans anew from here on."""
@@ -311,16 +361,26 @@ class Staging:
     @property
     def outstanding(self) -> int:
         """Calls whose end the host has not seen."""
-        return sum(each.outstanding for _, each in self._stagers.values())
+        return sum(each.outstanding for each in self._work)
+
+    @property
+    def _work(self) -> list[_native.Stager | _native.MessageStager]:
+        found: list[_native.Stager | _native.MessageStager] = []
+        found += [each for _, each in self._stagers.values()]
+        found += [each for _, each in self._messages.values()]
+        return found
 
     def give_up(self, why: str) -> None:
         """Fail what is under way, and let its streams go."""
-        for _, each in self._stagers.values():
+        for each in self._work:
             each.give_up(why)
 
     def close(self) -> None:
-        """Give streams and pinned memory back, where nothing is under way."""
-        for _, each in self._stagers.values():
+        """Give streams and memory back, where nothing is under way."""
+        if not any(each.failed or each.outstanding for each in self._work):
+            for kept in list(self.memory):
+                kept.close()
+        for each in self._work:
             each.close()
 
 
@@ -363,168 +423,19 @@ class BoundDeviceCall:
         return str(self._staging._comm._choose(self._calls[0], self._bound))
 
 
-class DeviceRequest:
-    """One started call on arrays on a device; has the methods of ``Request``."""
+class BoundHostedCall:
+    """A compressed collective bound to its arrays; call it, or ``start()`` it."""
 
-    received_nbytes = -1
-    source = -1
+    def __init__(self, staging: Staging, call: Call, bound: Bound) -> None:
+        self._staging, self._bound = staging, bound
+        self._calls = [replace(call, nonblocking=flag) for flag in (False, True)]
+        self.operation = call.spec.name
+        self.label = f"host/{call.compress}"
 
-    def __init__(
-        self,
-        comm: Communicator,
-        call: _native.StagedCall,
-        result: Any,
-        operation: str,
-        timeout_s: float,
-        device: Any,
-        stream: int,
-        array: Any,
-    ) -> None:
-        self._comm = comm
-        self._call = call
-        self._result = result
-        self._operation = operation
-        self._timeout_s = timeout_s
-        self._on = device
-        self._stream = stream
-        self._array = array
-        self._observed = False
-        self._error: Exception | None = None
+    def __call__(self) -> Any:
+        """Run the operation; the current stream waits for it. Return its output."""
+        return self._staging._compressed(self._calls[0], self._bound)
 
-    def wait(self, *, stream: Any = None, timeout_s: float | None = None) -> Any:
-        """Let a stream wait for the end, and return the output at once.
-
-        ``stream`` is the current one of the array's library by itself. The host is not
-        blocked: what is given to that stream from now on comes after the operation.
-        Idempotent; raises the operation's error if it has failed by now.
-        """
-        if timeout_s is not None:
-            raise UsageError(
-                f"{self._what}: wait() does not block the host, so timeout_s= belongs "
-                f"to synchronize(timeout_s=...)"
-            )
-        self._comm._check_process()
-        self._raise()
-        self._observed = True
-        if stream is None:
-            handle = current_stream_of(self._array, self._on)
-        else:
-            handle = as_stream(stream, self._on, self._what)
-        try:
-            self._call.wait_on(handle)
-        except CaptureError as error:
-            text = f"wait() for {self._what}: {error}"
-            raise CaptureError(text, error.status) from None
-        self._raise()
-        return self._result
-
-    def synchronize(self, *, timeout_s: float | None = None) -> Any:
-        """Block the host until the operation is complete; return the output."""
-        self._comm._check_process()
-        self._observed = True
-        limit = self._timeout_s
-        if timeout_s is not None:
-            limit = check_timeout(self._what, timeout_s)
-        if not self._call.ended and not self._call.synchronize(limit):
-            who = self._comm.who_is_missing(self.seq)
-            error = TimeoutError_(
-                f"{self._what}, rank {self._comm.rank}: not complete within {limit:g} "
-                f"s: {who}; it stays in flight: synchronize() for it again (the "
-                f"request is in the error's .request)"
-            )
-            error.request = self  # type: ignore[attr-defined]
-            raise error
-        self._raise()
-        return self._result
-
-    def test(self) -> bool:
-        """Run a little progress; True once complete. Raises the operation's error."""
-        self._comm._check_process()
-        if not self._call.test():
-            return False
-        self._observed = True
-        self._raise()
-        return True
-
-    def be_quiet(self) -> None:
-        """Do not warn where it is dropped."""
-        self._observed = True
-
-    @property
-    def done(self) -> bool:
-        """Whether the host has seen the end, without progress."""
-        return self._call.ended
-
-    @property
-    def seq(self) -> int:
-        """Sequence number of its first piece on the communicator."""
-        return self._call.seq
-
-    @property
-    def operation(self) -> str:
-        """Name of the operation."""
-        return self._operation
-
-    @property
-    def timeout_s(self) -> float:
-        """Default limit of ``synchronize``, in seconds."""
-        return self._timeout_s
-
-    @property
-    def device(self) -> int:
-        """Number of the device of its arrays."""
-        return int(getattr(self._on, "ordinal", 0))
-
-    @property
-    def stream(self) -> int:
-        """Stream that it was ordered after, as an integer."""
-        return self._stream
-
-    @property
-    def _what(self) -> str:
-        return f"{self._operation} #{self.seq} on {self._comm.name}"
-
-    def _raise(self) -> None:
-        failure = self._call.failure
-        if failure is None:
-            return
-        self._observed = True
-        if self._error is None:
-            self._error = self._failed(*failure)
-        raise self._error
-
-    def _failed(self, kind: str, text: str) -> Exception:
-        where = f"{self._what}, rank {self._comm.rank}"
-        if kind == "timeout":
-            who = self._comm.who_is_missing(self.seq)
-            return TimeoutError_(
-                f"{where}: not complete within {self._timeout_s:g} s: {who}; its "
-                f"streams were let go, its output is worth nothing, and "
-                f"{self._comm.name} cannot be used any more"
-            )
-        if kind.startswith("device:"):
-            status = kind.removeprefix("device:")
-            known = {"failed": DeviceFailedError, "deadlock": OrderingError}
-            return known.get(status, DeviceError)(f"{where}: {text}", status)
-        return self._comm._operation_error(self._what, text, kind)
-
-    def __repr__(self) -> str:
-        state = "pending"
-        if self.done:
-            state = "done" if self._call.failure is None else "failed"
-        return f"<commrt.DeviceRequest {self._what}: {state}>"
-
-    def __del__(self) -> None:
-        if not getattr(self, "_observed", True):
-            warnings.warn(
-                f"{self._what} was dropped without wait(): no stream waits for it, its "
-                f"arrays stay alive until it ends, and its errors are lost",
-                ResourceWarning,
-                stacklevel=2,
-            )
-
-    def __bool__(self) -> bool:
-        raise TypeError(
-            f"the truth of a request is not its completion: call test() or wait() on "
-            f"{self!r}"
-        )
+    def start(self) -> Any:
+        """Start the operation and return its request."""
+        return self._staging._compressed(self._calls[1], self._bound)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -14,10 +15,17 @@ import numpy.typing as npt
 
 from commrt.arrays import view
 from commrt.backends.boxes import MOST_DIMS, ArrayLayout
+from commrt.device_arrays import is_on_device, see
 from commrt.dtypes import DType
 from commrt.errors import BufferError_, UsageError
 
-__all__ = ["StridedArray", "address_table", "check_apart", "check_writable", "strided"]
+__all__ = [
+    "StridedArray",
+    "address_table",
+    "check_apart",
+    "check_writable",
+    "strided",
+]
 
 _shares_memory: Any = np.shares_memory
 _MOST_WORK = 100_000
@@ -26,7 +34,7 @@ _MOST_WORK = 100_000
 
 @dataclass(frozen=True)
 class StridedArray:
-    """What is known of an array in host memory, contiguous or not."""
+    """What is known of an array, contiguous or not."""
 
     what: str
     """How messages call it."""
@@ -41,6 +49,14 @@ class StridedArray:
     strides: tuple[int, ...]
     """In bytes."""
     writable: bool
+    array: Any = None
+    """What the user passed."""
+    on: Any = None
+    """The device that the memory is on; None for host memory."""
+    device: int | None = None
+    """Its number."""
+    stream: int | None = None
+    """The stream that the array says it is ordered by."""
 
     @property
     def layout(self) -> ArrayLayout:
@@ -51,9 +67,12 @@ class StridedArray:
 def strided(array: Any, what: str) -> StridedArray:
     """Return what is known of ``array``; BufferError_ that names ``what`` if nothing.
 
-    numpy arrays may have any strides; others must be C-contiguous (``arrays.view``).
+    numpy arrays and those on devices may have any strides; others must be C-contiguous
+    (``arrays.view``).
     """
-    if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
+    if is_on_device(array):
+        found = _on_device(array, what)
+    elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
         if not array.flags.aligned:
             raise BufferError_(f"{what} is not aligned: pass a copy of it")
         # Its type is judged like that of any other array.
@@ -67,6 +86,7 @@ def strided(array: Any, what: str) -> StridedArray:
             array.shape,
             array.strides,
             bool(array.flags.writeable),
+            array,
         )
     else:
         plain = view(array, what)
@@ -80,6 +100,7 @@ def strided(array: Any, what: str) -> StridedArray:
             tuple(plain.shape),
             _contiguous(plain.shape, plain.dtype.itemsize),
             plain.writable,
+            array,
         )
     if len(found.shape) > MOST_DIMS:
         raise BufferError_(
@@ -87,6 +108,41 @@ def strided(array: Any, what: str) -> StridedArray:
             f"reshape it"
         )
     return found
+
+
+def _on_device(array: Any, what: str) -> StridedArray:
+    seen = see(array, what, any_strides=True)
+    strides = seen.strides
+    if strides is None:
+        strides = _contiguous(seen.shape, seen.dtype.itemsize)
+    return StridedArray(
+        what,
+        array,
+        _as_numpy(seen.address, seen.shape, strides, seen.dtype.itemsize),
+        seen.address,
+        seen.dtype,
+        seen.shape,
+        strides,
+        seen.writable,
+        array,
+        seen.device,
+        seen.number,
+        seen.stream,
+    )
+
+
+def _as_numpy(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> npt.NDArray[Any]:
+    """Return an array of these places, which nobody may look into."""
+    if not math.prod(shape):
+        return np.empty(0, np.uint8)
+    reach = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
+    low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+    memory: Any = (ctypes.c_ubyte * (high - low + itemsize)).from_address(address + low)
+    element = np.dtype((np.void, itemsize))
+    made: npt.NDArray[Any] = np.ndarray(shape, element, memory, -low, strides)
+    return made
 
 
 def _contiguous(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:

@@ -20,8 +20,8 @@ def is_tensor(array: Any) -> bool:
     return tensor is not None and isinstance(array, tensor)
 
 
-def tensor_dtype(tensor: Any, what: str) -> DType:
-    """Return the element type of a dense, contiguous tensor.
+def tensor_dtype(tensor: Any, what: str, *, any_strides: bool = False) -> DType:
+    """Return the element type of a dense tensor, contiguous but with ``any_strides``.
 
     Raises BufferError_, which names ``what``, for every other one.
     """
@@ -32,7 +32,8 @@ def tensor_dtype(tensor: Any, what: str) -> DType:
             f"{what} is a torch tensor of {name} ({tensor.layout}), which cannot be "
             f"communicated; supported: dense tensors of {', '.join(_BY_NAME)}"
         )
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    contiguous = any_strides or tensor.is_contiguous()
+    if not contiguous or tensor.is_conj() or tensor.is_neg():
         raise BufferError_(
             f"{what} is not contiguous in memory (shape {tuple(tensor.shape)}, strides "
             f"{tensor.stride()}): pass x.contiguous()"

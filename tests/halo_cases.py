@@ -235,7 +235,7 @@ def check(comm: Any, case: Case, results: list[list[Array]] | None = None) -> in
             direct=case.direct,
             **more,
         )
-        own = _own(case, cart.coords)
+        own = own_region(case, cart.coords)
         compared = 0
         for turn in range(2):
             for field, values in zip(fields, begin, strict=True):
@@ -251,7 +251,8 @@ def check(comm: Any, case: Case, results: list[list[Array]] | None = None) -> in
     return compared
 
 
-def _own(case: Case, coords: tuple[int, ...]) -> Any:
+def own_region(case: Case, coords: tuple[int, ...]) -> Any:
+    """Return where a field has its own cells."""
     region: list[Any] = [slice(None)] * case.ndim
     for dim, (low, _) in enumerate(case.widths):
         region[case.axes[dim]] = slice(low, low + case.cuts[dim][coords[dim]])

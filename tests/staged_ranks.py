@@ -37,6 +37,13 @@ def forget_ranks() -> None:
     _KEPT.clear()
 
 
+def forget_work(comm: Communicator) -> None:
+    """Let a communicator make its work on devices anew."""
+    comm._staging._stagers.clear()
+    comm._staging._messages.clear()
+    comm._staging.forget_plans()
+
+
 class Rank:
     """What a caller works with."""
 
@@ -44,15 +51,17 @@ class Rank:
         self.comm = comm
         self.device = device
         self.rank = comm.rank
-        comm._staging._stagers.clear()
-        comm._staging.forget_plans()
+        forget_work(comm)
         for name, value in staging.items():
             setattr(comm._staging, name, value)
         self.stager = comm._staging.stager(device)
+        self.messages = comm._staging.messages(device)
         self.stop = device.pinned_alloc(64)
         device.flag_store(self.stop, 0)
         self.pinned = [self.stop]
         self.arrays: list[DeviceArray] = []
+        self.asides: list[DeviceStream] = []
+        self.fields: list[DeviceArray] = []
 
     def begin(self) -> None:
         """Make the caller's stream; in the thread of the caller."""
@@ -62,15 +71,24 @@ class Rank:
         """Return an array that the caller's stream fills once it comes to that."""
         given = np.ascontiguousarray(values)
         made = DeviceArray(self.device, given.shape, given.dtype)
-        source = self._pinned(given.nbytes)
+        source = self.pin(given.nbytes)
         self.device.write(source, given.tobytes())
         self.device.memcpy_async(made.address, source, given.nbytes, self.stream.handle)
         self.arrays.append(made)
         return made
 
+    def fill(self, array: DeviceArray, value: float) -> None:
+        """Overwrite an array in the caller's stream."""
+        values = np.full(array.shape, value, array.dtype)
+        source = self.pin(array.nbytes)
+        self.device.write(source, values.tobytes())
+        self.device.memcpy_async(
+            array.address, source, array.nbytes, self.stream.handle
+        )
+
     def fetch(self, array: DeviceArray) -> Callable[[], Any]:
         """Copy an array in the caller's stream; the result says what it was then."""
-        target = self._pinned(array.nbytes)
+        target = self.pin(array.nbytes)
         self.device.memcpy_async(
             target, array.address, array.nbytes, self.stream.handle
         )
@@ -81,7 +99,13 @@ class Rank:
 
         return value
 
-    def _pinned(self, nbytes: int) -> int:
+    def copy(self, targets: list[int], sources: list[int]) -> None:
+        """Copy fields in the caller's stream, to or from pinned memory."""
+        for target, source, field in zip(targets, sources, self.fields, strict=True):
+            self.device.memcpy_async(target, source, field.nbytes, self.stream.handle)
+
+    def pin(self, nbytes: int) -> int:
+        """Return pinned memory that goes with this rank."""
         address = int(self.device.pinned_alloc(max(1, nbytes)))
         self.pinned.append(address)
         return address
@@ -95,7 +119,7 @@ class Rank:
 
     def finish(self) -> None:
         """Make progress until the host has seen the end of all calls."""
-        while self.stager.outstanding:
+        while self.comm._staging.outstanding:
             if not self.comm._world.engine.step():
                 self.device.pause()
 
@@ -117,6 +141,7 @@ class SimRanks:
         queues: int = 8,
         *,
         bug: str | None = None,
+        message_bug: str | None = None,
         staging: dict[str, int] | None = None,
         **switches: Any,
     ) -> None:
@@ -132,6 +157,8 @@ class SimRanks:
         for each in self.ranks:
             if bug is not None:
                 each.stager.plant(bug)
+            if message_bug is not None:
+                each.messages.plant(message_bug)
 
     def run(self, function: Callable[[Rank], T]) -> list[T]:
         """Run a function on every rank, with progress beside; return the results."""
@@ -160,15 +187,20 @@ class SimRanks:
     def close(self) -> None:
         """Give everything back, and see that nothing is left and nothing was wrong."""
         for rank in self.ranks:
-            rank.stager.close()
-            rank.comm._staging._stagers.clear()
+            rank.comm._staging.close()
+            forget_work(rank.comm)
             rank.end()
         assert self.world.live_nbytes == 0
         self.world.check()
 
 
-def on_threads(size: int, function: Callable[[Rank], T], **device: Any) -> list[T]:
-    """Run a function on ranks with devices of threads, and the engine's threads."""
+def on_threads(
+    size: int, function: Callable[[Rank], T], *, survives: bool = True, **device: Any
+) -> list[T]:
+    """Run a function on ranks with devices of threads, and the engine's threads.
+
+    ``survives`` is False where a device is broken on the way.
+    """
     from commrt.backends.local import run
 
     def main(comm: Communicator) -> T:
@@ -179,9 +211,10 @@ def on_threads(size: int, function: Callable[[Rank], T], **device: Any) -> list[
             rank.begin()
             with rank.stream:
                 result = function(rank)
-            rank.stream.synchronize()
-            comm.free()
-            rank.end()
+            if survives:
+                rank.stream.synchronize()
+                comm.free()
+                rank.end()
             return result
 
     return run(size, main)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device memory through pinned host memory and whatever host backend serves here.
 
-A candidate ``staged/ring`` runs the host's ``ring``. Where elements do not depend on
-each other a call is cut into pieces, so that one is copied to the host while another is
-combined there and a third is on its way back; ``piece`` is their length in bytes.
+A candidate ``staged/ring`` runs the host's ``ring``. A call is cut into pieces, so that
+one is copied to the host while another is combined there and a third is on its way
+back; ``piece`` is their length in bytes (``staged_pieces``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from commrt import _native
 from commrt.backends.base import Availability, Backend, Capabilities, PlanSpec
+from commrt.backends.staged_pieces import cut_blocks, cut_elements
 from commrt.errors import UsageError
 from commrt.operations import operation, rule_nbytes
 from commrt.select.facts import Candidate, ParamValue, Query
@@ -90,48 +90,15 @@ class StagedBackend:
         most = check_piece(own.pop(PIECE, PIECE_NBYTES))
         inner = _inner(comm, spec, own)
         backend = next(b for b in _host_backends() if b.name == inner.backend)
-        itemsize, whole = spec.dtype.itemsize, spec.num_elements
-        cut = _is_cut(spec.op.name)
-        length = max(1, most // itemsize) if cut else max(1, whole)
-        pieces = max(1, -(-whole // length))
-        length = min(length, whole)
-        rest = whole - (pieces - 1) * length
+        host = replace(spec, candidate=inner)
 
-        def host(elements: int) -> Any:
-            part = replace(spec, candidate=inner)
-            if cut:
-                part = replace(
-                    part,
-                    num_elements=elements,
-                    in_elements=elements if spec.in_elements else 0,
-                    out_elements=elements if spec.out_elements else 0,
-                )
+        def plan(part: PlanSpec) -> Any:
             return backend.plan(comm, part)
 
-        last = host(rest)
-        first = last if pieces == 1 or rest == length else host(length)
-        takes, gives = _sides(spec, comm.rank)
-
-        def nbytes(of: int, elements: int) -> int:
-            return itemsize * (min(elements, of) if cut else of)
-
-        return _native.StagedPlan(
-            piece=first,
-            last=last,
-            pieces=pieces,
-            in_nbytes=nbytes(takes, length),
-            out_nbytes=nbytes(gives, length),
-            last_in_nbytes=nbytes(takes, rest),
-            last_out_nbytes=nbytes(gives, rest),
-            shared=cut,
-        )
-
-
-def _sides(spec: PlanSpec, rank: int) -> tuple[int, int]:
-    """Return how many elements go to the host, and how many come back."""
-    # What the first rank's output holds is left as it is.
-    untouched = spec.op.output_on == "all but rank 0" and rank == 0
-    return spec.in_elements, 0 if untouched else spec.out_elements
+        if _is_cut(spec.op.name):
+            return cut_elements(host, plan, comm.rank, most)
+        asked = PIECE in spec.candidate.params
+        return cut_blocks(host, plan, comm.rank, comm.size, most, asked)
 
 
 def _host_backends() -> list[Backend]:

@@ -12,7 +12,7 @@
 #include "fusion.hpp"
 #include "group.hpp"
 #include "p2p.hpp"
-#include "staging.hpp"
+#include "device_work.hpp"
 
 namespace commrt {
 
@@ -154,8 +154,8 @@ void bind_group(nb::module_& m) {
       .def_rw("_slow", &Group::slow)
       .def_prop_ro("_num_plans", &Group::num_plans)
       .def_prop_ro("_idle", [](const Group& g) {
-        for (const auto& stager : g.stagers) {
-          if (stager->outstanding() != 0) return false;
+        for (const auto& work : g.device_work) {
+          if (work->outstanding() != 0) return false;
         }
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         return g.comm->idle();

@@ -2,7 +2,7 @@
 // Progress over all communicators, the parking thread, and how to wait politely.
 #include "engine.hpp"
 
-#include "staging.hpp"
+#include "device_work.hpp"
 
 #include <pthread.h>
 #include <sched.h>
@@ -30,7 +30,10 @@ Engine::~Engine() {
   }
   // Another process's thread can neither be joined nor be waited for.
   static_cast<void>(parked_.release());
-  if (thread_.joinable()) static_cast<void>(new std::thread(std::move(thread_)));
+  static_cast<void>(watching_.release());
+  for (std::thread* thread : {&thread_, &watch_}) {
+    if (thread->joinable()) static_cast<void>(new std::thread(std::move(*thread)));
+  }
 }
 
 void Engine::add(Comm* comm) {
@@ -57,57 +60,57 @@ bool Engine::step() {
     std::lock_guard<std::mutex> lock(mutex);
     any = step_locked(kSliceBytes);
   }
-  return has_stagers() ? step_stagers(any) : any;
+  return has_device_work() ? step_device_work(any) : any;
 }
 
-void Engine::add_stager(std::shared_ptr<Stager> stager) {
-  const std::lock_guard<std::mutex> own(stagers_mutex_);
-  stagers_.push_back(std::move(stager));
-  num_stagers_.fetch_add(1, std::memory_order_release);
+void Engine::add_device_work(std::shared_ptr<DeviceWork> work) {
+  const std::lock_guard<std::mutex> own(device_work_mutex_);
+  device_work_.push_back(std::move(work));
+  num_device_work_.fetch_add(1, std::memory_order_release);
 }
 
-void Engine::remove_stager(const Stager* stager) {
-  const std::lock_guard<std::mutex> own(stagers_mutex_);
-  const auto found = std::find_if(stagers_.begin(), stagers_.end(),
-                                  [&](const auto& one) { return one.get() == stager; });
-  if (found == stagers_.end()) return;
-  stagers_.erase(found);
-  num_stagers_.fetch_sub(1, std::memory_order_release);
+void Engine::remove_device_work(const DeviceWork* work) {
+  const std::lock_guard<std::mutex> own(device_work_mutex_);
+  const auto found = std::find_if(device_work_.begin(), device_work_.end(),
+                                  [&](const auto& one) { return one.get() == work; });
+  if (found == device_work_.end()) return;
+  device_work_.erase(found);
+  num_device_work_.fetch_sub(1, std::memory_order_release);
 }
 
 // After a pass; true if that or this advanced anything.
-bool Engine::step_stagers(bool advanced) {
-  thread_local std::vector<std::shared_ptr<Stager>> all;
+bool Engine::step_device_work(bool advanced) {
+  thread_local std::vector<std::shared_ptr<DeviceWork>> all;
   {
-    const std::lock_guard<std::mutex> own(stagers_mutex_);
-    all = stagers_;
+    const std::lock_guard<std::mutex> own(device_work_mutex_);
+    all = device_work_;
   }
-  for (const auto& stager : all) advanced = stager->progress() || advanced;
+  for (const auto& work : all) advanced = work->progress() || advanced;
   if (advanced && !all.empty()) all.front()->announce();
   all.clear();
   return advanced;
 }
 
 bool Engine::is_staging() {
-  if (!has_stagers()) return false;
-  const std::lock_guard<std::mutex> own(stagers_mutex_);
-  return std::any_of(stagers_.begin(), stagers_.end(),
+  if (!has_device_work()) return false;
+  const std::lock_guard<std::mutex> own(device_work_mutex_);
+  return std::any_of(device_work_.begin(), device_work_.end(),
                      [](const auto& one) { return one->outstanding() != 0; });
 }
 
 void Engine::release_streams(const std::string& why) {
-  std::vector<std::shared_ptr<Stager>> all;
+  std::vector<std::shared_ptr<DeviceWork>> all;
   {
-    const std::lock_guard<std::mutex> own(stagers_mutex_);
-    all = stagers_;
+    const std::lock_guard<std::mutex> own(device_work_mutex_);
+    all = device_work_;
   }
-  for (const auto& stager : all) {
-    if (stager->outstanding() != 0) stager->give_up("revoked", why);
+  for (const auto& work : all) {
+    if (work->outstanding() != 0) work->give_up("revoked", why);
   }
 }
 
 void Engine::discard_objects(void* (&objects)[2]) {
-  const std::lock_guard<std::mutex> own(stagers_mutex_);
+  const std::lock_guard<std::mutex> own(device_work_mutex_);
   for (void*& object : objects) {
     if (object != nullptr) objects_.push_back(object);
     object = nullptr;
@@ -116,7 +119,7 @@ void Engine::discard_objects(void* (&objects)[2]) {
 }
 
 std::vector<void*> Engine::take_objects() {
-  const std::lock_guard<std::mutex> own(stagers_mutex_);
+  const std::lock_guard<std::mutex> own(device_work_mutex_);
   return std::exchange(objects_, {});
 }
 
@@ -144,25 +147,69 @@ std::shared_ptr<Op> Engine::take_wanted_locked() {
   return nullptr;
 }
 
-void Engine::start_thread() {
-  if (thread_.joinable()) return;
-  stopping_ = false;
-  // Signals are for the threads of the program: Python's handlers run in its main thread,
-  // and what that one sleeps in is to be interrupted.
+namespace {
+
+// Signals are for the threads of the program: Python's handlers run in its main thread, and
+// what that one sleeps in is to be interrupted.
+template <class F>
+std::thread without_signals(F function) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
-    thread_ = std::thread([this] { thread_main(); });
+    std::thread made(function);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return made;
   } catch (...) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw;
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+}  // namespace
+
+void Engine::start_thread() {
+  if (thread_.joinable()) return;
+  stopping_ = false;
+  thread_ = without_signals([this] { thread_main(); });
+}
+
+void Engine::start_watch() {
+  if (watch_.joinable()) return;
+  watch_stopping_ = false;
+  watch_ = without_signals([this] { watch_main(); });
+}
+
+void Engine::watch_main() {
+  pthread_setname_np(pthread_self(), "commrt-watch");
+  constexpr auto kBetween = std::chrono::milliseconds(100);
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(watch_mutex_);
+      if (watching_->wait_for(lock, kBetween, [this] { return watch_stopping_; })) return;
+    }
+    std::vector<std::shared_ptr<DeviceWork>> all;
+    {
+      const std::lock_guard<std::mutex> own(device_work_mutex_);
+      all = device_work_;
+    }
+    for (const auto& work : all) {
+      if (work->outstanding() != 0 && !work->simulated()) work->ask_for_oldest();
+    }
+  }
 }
 
 void Engine::stop_thread() {
-  if (!thread_.joinable() || forked.load(std::memory_order_relaxed)) return;
+  if (forked.load(std::memory_order_relaxed)) return;
+  if (watch_.joinable()) {
+    {
+      const std::lock_guard<std::mutex> lock(watch_mutex_);
+      watch_stopping_ = true;
+    }
+    watching_->notify_all();
+    watch_.join();
+  }
+  if (!thread_.joinable()) return;
   {
     std::lock_guard<std::mutex> lock(mutex);
     stopping_ = true;
@@ -206,7 +253,7 @@ void Engine::thread_main() {
       }
     }
     // Between passes the lock is free, so that callers can submit and wait.
-    if (has_stagers()) advanced = step_stagers(advanced);
+    if (has_device_work()) advanced = step_device_work(advanced);
     if (advanced) backoff.reset();
     backoff.pause();
   }

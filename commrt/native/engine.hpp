@@ -30,7 +30,7 @@ enum class WaitResult { Done, TimedOut, Interrupted };
 double now_s();
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-class Stager;
+class DeviceWork;
 
 class Engine {
  public:
@@ -68,11 +68,14 @@ class Engine {
   std::vector<void*> take_objects();
 
   // Work on device memory (staging.hpp). Its progress is made without the lock.
-  void add_stager(std::shared_ptr<Stager> stager);
-  void remove_stager(const Stager* stager);
-  bool step_stagers(bool advanced);
-  bool has_stagers() const { return num_stagers_.load(std::memory_order_acquire) != 0; }
+  void add_device_work(std::shared_ptr<DeviceWork> work);
+  void remove_device_work(const DeviceWork* work);
+  bool step_device_work(bool advanced);
+  bool has_device_work() const { return num_device_work_.load(std::memory_order_acquire) != 0; }
   bool is_staging();
+  // Whether devices still work is asked now and then, by a thread of its own: a question goes to
+  // the driver, where it may have to wait for a call that only progress lets go.
+  void start_watch();
   // Fails what is under way there, so that no stream goes on waiting for this process.
   void release_streams(const std::string& why);
 
@@ -101,19 +104,25 @@ class Engine {
  private:
   bool busy_locked() const;
   void thread_main();
+  void watch_main();
 
   std::vector<Comm*> comms_;
   std::vector<std::shared_ptr<Op>> ended_;
   std::atomic<bool> has_ended_{false};
-  std::mutex stagers_mutex_;  // the innermost one
-  std::vector<std::shared_ptr<Stager>> stagers_;
-  std::atomic<int> num_stagers_{0};
+  std::mutex device_work_mutex_;  // the innermost one
+  std::vector<std::shared_ptr<DeviceWork>> device_work_;
+  std::atomic<int> num_device_work_{0};
   std::vector<void*> objects_;
   std::atomic<bool> wants_python_{false};
   std::thread thread_;
   // On the heap: in a forked process it is left alone, as the thread that waits on it does
   // not exist there.
   std::unique_ptr<std::condition_variable> parked_ = std::make_unique<std::condition_variable>();
+  std::thread watch_;
+  // Of the watch; on the heap, as parked_ is.
+  std::unique_ptr<std::condition_variable> watching_ = std::make_unique<std::condition_variable>();
+  std::mutex watch_mutex_;
+  bool watch_stopping_ = false;
   bool stopping_ = false;
   std::atomic<bool> is_parked_{false};
 };

@@ -12,7 +12,7 @@
 
 #include "fusion.hpp"
 #include "p2p.hpp"
-#include "staging.hpp"
+#include "device_work.hpp"
 
 namespace commrt {
 
@@ -106,9 +106,9 @@ Group::Group(std::shared_ptr<Engine> engine_, int rank, int size, const std::str
     : engine(std::move(engine_)), comm(std::make_unique<Comm>(*engine, rank, size, name)) {}
 
 Group::~Group() {
-  if (!stagers.empty() && !Engine::forked.load(std::memory_order_relaxed)) {
+  if (!device_work.empty() && !Engine::forked.load(std::memory_order_relaxed)) {
     nb::gil_scoped_release release;
-    for (const auto& stager : stagers) stager->abandon();
+    for (const auto& work : device_work) work->abandon();
   }
   auto& timed = engine->timed;
   timed.erase(std::remove(timed.begin(), timed.end(), this), timed.end());
@@ -211,7 +211,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
           // It serves all that is in flight, and waits like the most impatient of these.
           if (i == 0) backoff.spin_at_most(engine.spins_locked(spins));
         }
-        if (engine.has_stagers()) advanced = engine.step_stagers(advanced);
+        if (engine.has_device_work()) advanced = engine.step_device_work(advanced);
         if (advanced) {
           backoff.reset();
         } else {

@@ -115,7 +115,7 @@ class Group {
   void forget_plans();
   size_t num_plans() const { return plans_.size() + vector_plans_.size(); }
 
-  std::vector<std::shared_ptr<class Stager>> stagers;  // one for each device it works on
+  std::vector<std::shared_ptr<class DeviceWork>> device_work;  // one for each device it works on
 
   VectorKey asked;  // of the call that is being looked at: its memory is used again
 

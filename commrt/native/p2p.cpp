@@ -63,6 +63,14 @@ void P2P::deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader&
   task.source = source;
   task.stage = Stage::Matched;
   task.expected = header.nbytes;
+  if (!task.gate.is_open()) {
+    task.early = std::make_unique<Incoming>(Incoming{header, {}});
+    if (header.kind == PacketKind::Eager) {
+      task.early->payload.assign(payload, payload + header.nbytes);
+    }
+    early_.push_back(op);
+    return;
+  }
   const bool too_long = header.nbytes > task.nbytes;
   if (header.kind == PacketKind::Rts) {
     answer(source, {PacketKind::Cts, header.tag, header.nbytes, header.send_id,
@@ -287,6 +295,59 @@ bool P2P::reap(int peer) {
   return any;
 }
 
+namespace {
+
+// A message whose gate is closed lets others pass, but none of its own tag.
+bool waits_for_gate(const P2PTask& task, std::vector<int>& held_back) {
+  if (!task.gate.is_open()) {
+    held_back.push_back(task.tag);
+    return true;
+  }
+  return std::find(held_back.begin(), held_back.end(), task.tag) != held_back.end();
+}
+
+}  // namespace
+
+// What this rank sends to itself.
+bool P2P::flush_self() {
+  auto& queue = channels_[static_cast<size_t>(comm_.rank)].unannounced;
+  std::vector<int> held_back;
+  bool any = false;
+  for (auto next = queue.begin(); next != queue.end();) {
+    const auto op = *next;
+    const P2PTask& task = *op->p2p;
+    if (waits_for_gate(task, held_back)) {
+      ++next;
+      continue;
+    }
+    next = queue.erase(next);
+    const PacketHeader header{PacketKind::Eager, task.tag, task.nbytes, task.id, 0, 0};
+    arrived(task.peer, header, task.send_buffer);
+    complete(op);
+    any = true;
+  }
+  return any;
+}
+
+// Messages that met their receives before these might be written to.
+bool P2P::deliver_early() {
+  bool any = false;
+  for (auto next = early_.begin(); next != early_.end();) {
+    const auto op = *next;
+    if (!op->finished() && !op->p2p->gate.is_open()) {
+      ++next;
+      continue;
+    }
+    next = early_.erase(next);
+    if (op->finished()) continue;
+    const auto message = std::move(op->p2p->early);
+    if (message->header.kind == PacketKind::Rts && refused(op, op->p2p->peer)) continue;
+    deliver(op, op->p2p->peer, message->header, message->payload.data());
+    any = true;
+  }
+  return any;
+}
+
 // Sends what waits for this peer: answers first, then announcements in order, then data.
 bool P2P::flush(int peer) {
   Channel& c = channels_[peer];
@@ -301,15 +362,20 @@ bool P2P::flush(int peer) {
     c.control.pop_front();
     any = true;
   }
-  while (!c.unannounced.empty() && pushed < most) {
-    auto op = c.unannounced.front();
+  std::vector<int> held_back;
+  for (auto next = c.unannounced.begin(); next != c.unannounced.end() && pushed < most;) {
+    auto op = *next;
     P2PTask& task = *op->p2p;
+    if (waits_for_gate(task, held_back)) {
+      ++next;
+      continue;
+    }
     const uint64_t held = task.nbytes + kEagerOverhead;  // there, until it is received
     const bool eager = task.nbytes <= kPacketBytes && c.eager_out + held <= kEagerBytes;
     PacketHeader header{eager ? PacketKind::Eager : PacketKind::Rts, task.tag, task.nbytes,
                         task.id, 0, 0};
     if (!push(peer, header, task.send_buffer, eager ? task.nbytes : 0)) break;
-    c.unannounced.pop_front();
+    next = c.unannounced.erase(next);
     any = true;
     pushed += kEagerOverhead + (eager ? task.nbytes : 0);
     if (eager) {
@@ -346,7 +412,8 @@ bool P2P::on_the_way() const {
 // What concerns one peer.
 bool P2P::serve(int peer) {
   const LinkKind kind = comm_.link(peer).kind;
-  if (kind == LinkKind::Self || !channels_[peer].failure.empty()) return false;
+  if (kind == LinkKind::Self) return flush_self();
+  if (!channels_[peer].failure.empty()) return false;
   bool any = kind == LinkKind::Shared ? pull(peer) : pull_mpi(peer);
   const Channel& c = channels_[peer];
   if (c.failure.empty() && flush(peer)) any = true;
@@ -370,7 +437,7 @@ bool P2P::progress() {
     if (comm_.arena == nullptr && comm_.mpi_comm == 0) return false;
     if (!attached_) attach();
   }
-  bool any = false;
+  bool any = !early_.empty() && deliver_early();
   for (int peer = 0; peer < comm_.size; ++peer) {
     any = serve(peer) || any;
   }

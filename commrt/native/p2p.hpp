@@ -71,6 +71,12 @@ struct Parts {
   int dest = -1, sendtag = 0;            // of a sendrecv, beside peer and tag of its receive
 };
 
+// A message that arrived and is not matched, or not yet taken by its receive.
+struct Incoming {
+  PacketHeader header;
+  std::vector<unsigned char> payload;
+};
+
 struct P2PTask {
   bool is_send = false;
   Stage stage = Stage::Queued;
@@ -85,6 +91,8 @@ struct P2PTask {
   uint64_t peer_id = 0;
   int source = -1;          // receive: whose message it was
   std::unique_ptr<unsigned char[]> copy;  // send in place: what leaves, if it must wait
+  Gate gate;  // before its memory is touched; its place among others it has from the start
+  std::unique_ptr<Incoming> early;        // receive: what came before the gate was open
   std::shared_ptr<Op> whole;              // of a part: the operation that it belongs to
   std::unique_ptr<Parts> parts;           // of a whole
 };
@@ -126,7 +134,7 @@ class P2P {
                                bool sent);
   // Any number, in any order of the peers, as one operation that ends when all have; without
   // those that `begun` says are over.
-  std::shared_ptr<Op> multi(const MessageLists& lists, const Begun& begun);
+  std::shared_ptr<Op> multi(const MessageLists& lists, const Begun& begun, const Gate& gate = {});
   // Whether starting a message to or from this peer takes no longer than one packet does.
   bool calm(int peer, uint64_t nbytes) const;
   // A message that is away at once, without an operation. False: nothing has happened; send().
@@ -153,10 +161,6 @@ class P2P {
   bool idle() const;
 
  private:
-  struct Incoming {  // arrived and not matched
-    PacketHeader header;
-    std::vector<unsigned char> payload;
-  };
   // By source and tag, in order of arrival; a queue that is empty is not kept.
   template <class T>
   using Queues = std::unordered_map<uint64_t, std::list<T>>;
@@ -219,6 +223,8 @@ class P2P {
   bool pull_mpi(int peer);
   bool on_the_way() const;
   bool flush(int peer);
+  bool flush_self();
+  bool deliver_early();
   bool reap(int peer);
   bool lose(int peer, const char* function, int code);
   // The next packet of an on-node peer, if there is one.
@@ -244,6 +250,7 @@ class P2P {
   Tasks receiving_;                           // receives with one
   Tasks announced_;                           // sends that wait for their CTS
   Queues<Incoming> unexpected_;
+  std::list<std::shared_ptr<Op>> early_;      // receives whose message came before their gate
   uint64_t next_id_ = 1;
   bool lingering_ = false;  // packets were on their way after the last pass
   unsigned idle_passes_ = 0;

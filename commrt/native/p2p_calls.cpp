@@ -106,9 +106,8 @@ void P2P::post(const std::shared_ptr<Op>& op) {
 void P2P::queue_send(const std::shared_ptr<Op>& op) {
   P2PTask& task = *op->p2p;
   if (task.peer == comm_.rank) {
-    PacketHeader header{PacketKind::Eager, task.tag, task.nbytes, task.id, 0, 0};
-    arrived(task.peer, header, task.send_buffer);
-    complete(op);
+    channels_[task.peer].unannounced.push_back(op);
+    flush_self();
     return;
   }
   if (refused(op, task.peer)) return;

@@ -52,7 +52,8 @@ bool P2P::calm(const MessageLists& lists) const {
   return all_calm(lists.sends) && all_calm(lists.recvs);
 }
 
-std::shared_ptr<Op> P2P::multi(const MessageLists& lists, const Begun& begun) {
+std::shared_ptr<Op> P2P::multi(const MessageLists& lists, const Begun& begun,
+                               const Gate& gate) {
   // Memory first: where there is none, nothing has started.
   auto whole = std::make_shared<Op>();
   whole->comm = &comm_;
@@ -88,6 +89,7 @@ std::shared_ptr<Op> P2P::multi(const MessageLists& lists, const Begun& begun) {
   parts.left = parts.ops.size() + 1;  // one until all have been started
   for (const auto& part : parts.ops) {
     part->p2p->whole = whole;
+    part->p2p->gate = gate;
     number(*part);
   }
 

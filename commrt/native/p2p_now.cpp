@@ -15,7 +15,7 @@ namespace commrt {
 bool P2P::calm(int peer, uint64_t nbytes) const {
   const Channel& c = channels_[peer];
   switch (comm_.link(peer).kind) {
-    case LinkKind::Self: return nbytes <= kPacketBytes;
+    case LinkKind::Self: return nbytes <= kPacketBytes && c.unannounced.empty();
     case LinkKind::Shared: return c.unannounced.empty() && c.streaming.empty();
     case LinkKind::Mpi: break;
   }
@@ -134,6 +134,7 @@ bool P2P::multi_now(const MessageLists& lists, int spins, Begun& begun) {
   begun.seq = next_seq();
   for (const Message& one : lists.sends) {
     if (one.peer == comm_.rank) {
+      if (!channels_[one.peer].unannounced.empty()) return false;  // behind these
       const PacketHeader header{PacketKind::Eager, one.tag, one.nbytes, 0, 0, 0};
       arrived(one.peer, header, static_cast<const unsigned char*>(one.data));
     } else if (!push_now(one.data, one.nbytes, one.peer, one.tag)) {

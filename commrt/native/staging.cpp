@@ -25,29 +25,16 @@ const char* const kPlantedNames[kNumPlanted] = {
     "no_ready",     "start_early", "end_early",      "go_early",           "go_all",
     "go_off_by_one", "end_flag_early", "start_other_stream", "end_other_stream", "ready_after",
     "not_drained",  "not_copied",  "flags_kept",     "wrong_slot",         "late_copy",
-    "values_again", "recycled_at_call", "ring_unlocked", "ready_late"};
-
-StagedCall::~StagedCall() {
-  if (stager != nullptr && end != 0) stager->give_event(end);
-}
+    "values_again", "recycled_at_call", "ring_unlocked", "ready_late", "not_packed",
+    "unpacked_early"};
 
 Stager::Stager(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
                const StagerOptions& options)
-    : comm_(&comm), engine_(engine), device_(device), keeps_(std::move(keeps)),
-      options_(options), flags_(device->memory_flags), issued_(options.first_value),
-      ends_(options.first_value), opened_(options.first_value) {
+    : DeviceWork(comm, engine, device, std::move(keeps)), options_(options),
+      issued_(options.first_value), ends_(options.first_value), opened_(options.first_value) {
   using Api = DeviceApi;
-  call(&Api::pinned_alloc, 4 * kLine, &flag_memory_);
-  auto line = [this](std::size_t i) {
-    return reinterpret_cast<std::uint32_t*>(static_cast<unsigned char*>(flag_memory_) + i * kLine);
-  };
-  start_ = line(0);
-  go_ = line(1);
-  end_ = line(2);
-  activity_ = line(3);
-  for (std::uint32_t* flag : {start_, go_, end_, activity_}) {
-    call(&Api::flag_store, flag, options.first_value);
-  }
+  std::uint32_t** const flags[] = {&start_, &go_, &end_};
+  make_flags(3, options.first_value, flags);
   // Non-blocking: work of the legacy stream must not wait for a stream that waits for a flag.
   call(&Api::stream_create, -1, false, &d2h_);
   call(&Api::stream_create, -1, false, &h2d_);
@@ -63,27 +50,6 @@ Stager::Stager(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void>
   call(&Api::pinned_alloc, options_.first_nbytes, &first);
   ring_.add(first, options_.first_nbytes);
 }
-
-// What close() did not give back is left alone: the device may still use it.
-Stager::~Stager() = default;
-
-void Stager::check(DeviceStatus status) const {
-  if (status != DeviceStatus::Ok) throw DeviceFailure(status, device_error());
-}
-
-void Stager::refuse_capture(Stream stream) {
-  CaptureState state = CaptureState::None;
-  call(&DeviceApi::is_capturing, stream, &state);
-  if (state == CaptureState::None) return;
-  throw DeviceFailure(
-      DeviceStatus::Capturing,
-      "stream " + std::to_string(stream) +
-          " is being captured, and an operation through host memory cannot be a part of a graph: "
-          "the host works at each replay, and values of flags would come twice. Call it outside "
-          "of the capture; nothing was given to the device");
-}
-
-// --- what is used again ---
 
 PinnedRing::Part Stager::take_memory(std::size_t nbytes, double timeout_s) {
   const double deadline = now_s() + timeout_s;
@@ -107,10 +73,7 @@ PinnedRing::Part Stager::take_memory(std::size_t nbytes, double timeout_s) {
     } else {
       HostLock own(device_, polling_);
       check(own.status());
-      // Not the device's: the caller says what became of the communicator.
-      if (failed_) {
-        throw DeviceFailure(device_gone_ ? DeviceStatus::Failed : DeviceStatus::NotReady, failure_);
-      }
+      check_failed();
       look();
     }
     if (taken) return part;
@@ -123,39 +86,8 @@ PinnedRing::Part Stager::take_memory(std::size_t nbytes, double timeout_s) {
       ring_.add(more, grow);
       continue;
     }
-    if (now_s() > deadline) {
-      throw DeviceFailure(DeviceStatus::OutOfMemory,
-                          "no pinned memory came back within " + std::to_string(timeout_s) +
-                              " s: " + std::to_string(outstanding()) +
-                              " calls are under way and have all of the " +
-                              std::to_string(options_.most_nbytes) +
-                              " bytes that there may be; wait for some of them first");
-    }
-    if (engine_.step()) {
-      backoff.reset();
-    } else {
-      pause(backoff);
-    }
+    wait_for_memory(backoff, deadline, timeout_s, options_.most_nbytes);
   }
-}
-
-Event Stager::take_event() {
-  {
-    const std::lock_guard<std::mutex> own(events_mutex_);
-    if (!events_.empty()) {
-      const Event event = events_.back();
-      events_.pop_back();
-      return event;
-    }
-  }
-  Event event = 0;
-  call(&DeviceApi::event_create, &event);
-  return event;
-}
-
-void Stager::give_event(Event event) {
-  const std::lock_guard<std::mutex> own(events_mutex_);
-  events_.push_back(event);
 }
 
 std::size_t Stager::pinned_nbytes() {
@@ -166,53 +98,48 @@ std::size_t Stager::pinned_nbytes() {
 // --- the call ---
 
 std::shared_ptr<StagedCall> Stager::start(const std::shared_ptr<const StagedPlan>& plan,
-                                          const unsigned char* in, unsigned char* out,
-                                          Stream stream, bool orders, void* const* keep,
-                                          double timeout_s) {
+                                          std::vector<unsigned char*> arrays, Stream stream,
+                                          bool orders, void* const* keep, double timeout_s) {
   auto made = std::make_shared<StagedCall>();
-  issue(made, plan, in, out, stream, keep, timeout_s);
+  made->plan = plan;
+  made->arrays = std::move(arrays);
+  made->timeout_s = timeout_s;
+  issue(made, stream, keep);
   announce();
   engine_.wake();
   if (orders) wait_on(made, stream);
   return made;
 }
 
-void Stager::issue(const std::shared_ptr<StagedCall>& made,
-                   const std::shared_ptr<const StagedPlan>& plan, const unsigned char* in,
-                   unsigned char* out, Stream stream, void* const* keep, double timeout_s) {
+void Stager::issue(const std::shared_ptr<StagedCall>& made, Stream stream, void* const* keep) {
   HostLock own(device_, issue_);
   check(own.status());
   refuse_capture(stream);
-  made->plan = plan;
-  made->timeout_s = timeout_s;
+  const StagedPlan& plan = *made->plan;
   // Where streams have no flags a piece cannot wait for the one that had its place.
-  const std::int64_t slots =
-      flags_ ? std::min<std::int64_t>(plan->pieces, options_.slots) : plan->pieces;
-  const std::size_t stride = plan->slot_nbytes();
-  made->memory = take_memory(static_cast<std::size_t>(slots) * stride, timeout_s);
+  const std::int64_t slots = plan.serial ? 1
+                             : flags_    ? std::min<std::int64_t>(plan.pieces, options_.slots)
+                                         : plan.pieces;
+  made->memory = take_memory(static_cast<std::size_t>(slots) * plan.slot_nbytes, made->timeout_s);
   made->end = take_event();
-  made->stager = shared_from_this();
+  made->work = shared_from_this();
   if (has(Planted::ValuesAgain)) issued_ = options_.first_value;
 
-  std::vector<Piece> pieces(static_cast<std::size_t>(plan->pieces));
+  std::vector<Piece> pieces(static_cast<std::size_t>(plan.pieces));
+  const auto places = static_cast<std::size_t>(slots);
   for (std::size_t i = 0; i < pieces.size(); ++i) {
-    const bool last = i + 1 == pieces.size();
-    unsigned char* const slot = made->memory.at + i % static_cast<std::size_t>(slots) * stride;
-    Piece& piece = pieces[i];
-    piece = {made,
-             nullptr,
-             slot,
-             last ? plan->last_in_nbytes : plan->in_nbytes,
-             slot + plan->out_offset(),
-             last ? plan->last_out_nbytes : plan->out_nbytes,
-             out + i * plan->out_nbytes,
-             issued_ + 1 + static_cast<std::uint32_t>(i),
-             last,
-             0};
+    pieces[i] = {made,
+                 nullptr,
+                 &plan.part(i),
+                 i,
+                 made->memory.at + i % places * plan.slot_nbytes,
+                 issued_ + 1 + static_cast<std::uint32_t>(i),
+                 i + 1 == pieces.size(),
+                 0};
   }
   made->end_value = ends_ + 1;
   try {
-    enqueue(*made, pieces, in, stream, slots);
+    enqueue(*made, pieces, stream, places);
     submit(pieces, stream);
   } catch (const DeviceFailure& failure) {
     give_up(std::string("device:") + status_name(failure.status), failure.what());
@@ -237,26 +164,30 @@ void Stager::issue(const std::shared_ptr<StagedCall>& made,
 
 // All pieces that have a place are copied before the first one is waited for: on one hardware
 // queue a copy behind the wait would come after it.
-void Stager::enqueue(StagedCall& made, std::vector<Piece>& pieces, const unsigned char* in,
-                     Stream stream, std::int64_t slots) {
+void Stager::enqueue(StagedCall& made, std::vector<Piece>& pieces, Stream stream,
+                     std::size_t slots) {
   using Api = DeviceApi;
   if (has(Planted::ReadyAfter)) call(&Api::stream_wait_event, d2h_, ready_);
   if (!has(Planted::ReadyLate)) call(&Api::event_record, ready_, stream);
   if (!has(Planted::NoReady) && !has(Planted::ReadyAfter) && !has(Planted::ReadyLate)) {
     call(&Api::stream_wait_event, d2h_, ready_);
   }
-  const auto places = static_cast<std::size_t>(slots);
   if (!flags_ || has(Planted::LateCopy)) {
-    for (std::size_t i = 0; i < pieces.size(); ++i) copy_to_host(pieces, i, in, places);
+    // What depends on the piece before is given when that one is on its way back.
+    const std::size_t now = made.plan->serial ? 1 : pieces.size();
+    for (std::size_t i = 0; i < now; ++i) copy_to_host(pieces[i], slots);
     return;
   }
-  for (std::size_t i = 0; i + 1 < pieces.size() + places; ++i) {
-    if (i < pieces.size()) copy_to_host(pieces, i, in, places);
+  for (std::size_t i = 0; i + 1 < pieces.size() + slots; ++i) {
+    if (i < pieces.size()) copy_to_host(pieces[i], slots);
     if (has(Planted::ReadyLate) && i == 0) {
       call(&Api::event_record, ready_, stream);
       call(&Api::stream_wait_event, d2h_, ready_);
     }
-    if (i + 1 >= places) copy_back(pieces, i + 1 - places, places);
+    if (i + 1 >= slots) {
+      Piece& piece = pieces[i + 1 - slots];
+      copy_back(piece, has(Planted::WrongSlot) ? pieces[0].memory : piece.memory, slots);
+    }
   }
   if (!has(Planted::EndEarly)) {
     call(&Api::event_record, made.end, has(Planted::EndOtherStream) ? d2h_ : h2d_);
@@ -265,17 +196,30 @@ void Stager::enqueue(StagedCall& made, std::vector<Piece>& pieces, const unsigne
   made.end_given.store(true, std::memory_order_release);
 }
 
-void Stager::copy_to_host(std::vector<Piece>& pieces, std::size_t i, const unsigned char* in,
-                          std::size_t slots) {
+void Stager::launch(const StagedLaunch& what, const StagedCall& made, Stream stream) {
+  BoxLaunch now = what.launch;
+  now.buffer = made.arrays[static_cast<std::size_t>(what.buffer)];
+  for (std::size_t i = 0; i < what.arrays.size(); ++i) {
+    now.arrays[i] = made.arrays[static_cast<std::size_t>(what.arrays[i])];
+  }
+  check(device_->api->launch_boxes(device_, now, stream));
+}
+
+void Stager::copy_to_host(Piece& piece, std::size_t slots) {
   using Api = DeviceApi;
-  Piece& piece = pieces[i];
-  if (i >= slots && !has(Planted::NotDrained)) {
+  const StagedCall& made = *piece.call;
+  const std::size_t i = piece.number;
+  if (i >= slots && flags_ && !has(Planted::NotDrained)) {
     call(&Api::stream_wait_event, d2h_, drained_[i % slots]);
   }
   if (flags_ && has(Planted::StartEarly)) call(&Api::write_value32, d2h_, start_, piece.value);
-  if (piece.in_nbytes != 0) {
-    const void* from = in + i * piece.call->plan->in_nbytes;
-    call(&Api::memcpy_async, static_cast<void*>(piece.in), from, piece.in_nbytes, d2h_);
+  if (!has(Planted::NotPacked)) {
+    for (const StagedLaunch& pack : piece.part->packs) launch(pack, made, d2h_);
+  }
+  for (const StagedCopy& one : piece.part->in) {
+    const unsigned char* const array = made.arrays[static_cast<std::size_t>(one.array)];
+    call(&Api::memcpy_async, static_cast<void*>(piece.memory + one.pinned),
+         static_cast<const void*>(array + one.at + i * one.stride), one.nbytes, d2h_);
   }
   issued_.store(piece.value, std::memory_order_release);
   if (!flags_) {
@@ -289,10 +233,26 @@ void Stager::copy_to_host(std::vector<Piece>& pieces, std::size_t i, const unsig
   call(&Api::event_record, copied_[i % slots], d2h_);
 }
 
-void Stager::copy_back(std::vector<Piece>& pieces, std::size_t i, std::size_t slots) {
+void Stager::give_output(const Piece& piece, const unsigned char* memory) {
   using Api = DeviceApi;
-  Piece& piece = pieces[i];
-  StagedCall& made = *piece.call;
+  const StagedCall& made = *piece.call;
+  const bool early = has(Planted::UnpackedEarly);
+  auto unpack = [&] {
+    for (const StagedLaunch& one : piece.part->unpacks) launch(one, made, h2d_);
+  };
+  if (early) unpack();
+  for (const StagedCopy& one : piece.part->out) {
+    unsigned char* const array = made.arrays[static_cast<std::size_t>(one.array)];
+    call(&Api::memcpy_async, static_cast<void*>(array + one.at + piece.number * one.stride),
+         static_cast<const void*>(memory + one.pinned), one.nbytes, h2d_);
+  }
+  if (!early) unpack();
+}
+
+void Stager::copy_back(Piece& piece, const unsigned char* memory, std::size_t slots) {
+  using Api = DeviceApi;
+  const StagedCall& made = *piece.call;
+  const std::size_t i = piece.number;
   // Not only by flags: the device sees this order, and a failure lets the streams go at once.
   if (!has(Planted::NotCopied)) call(&Api::stream_wait_event, h2d_, copied_[i % slots]);
   if (!has(Planted::NoGo)) {
@@ -303,23 +263,30 @@ void Stager::copy_back(std::vector<Piece>& pieces, std::size_t i, std::size_t sl
   if (piece.last && has(Planted::EndFlagEarly)) {
     call(&Api::write_value32, h2d_, end_, made.end_value);
   }
-  if (piece.out_nbytes != 0) {
-    const Piece& from = has(Planted::WrongSlot) ? pieces[0] : piece;
-    call(&Api::memcpy_async, static_cast<void*>(piece.target),
-         static_cast<const void*>(from.out), piece.out_nbytes, h2d_);
-  }
-  if (i + slots < pieces.size()) call(&Api::event_record, drained_[i % slots], h2d_);
+  give_output(piece, memory);
+  if (i + slots < static_cast<std::size_t>(made.plan->pieces)) call(&Api::event_record, drained_[i % slots], h2d_);
 }
 
 void Stager::submit(std::vector<Piece>& pieces, Stream stream) {
-  const StagedPlan& plan = *pieces[0].call->plan;
+  StagedCall& made = *pieces[0].call;
   const std::lock_guard<std::mutex> own(engine_.mutex);
   for (Piece& piece : pieces) {
-    const auto& runs = piece.last ? plan.last : plan.piece;
+    const StagedPart& part = *piece.part;
     const Gate gate{has(Planted::Ungated) ? nullptr : &opened_, piece.value};
-    piece.op = comm_->start_gated(runs, piece.in, piece.out, gate, stream);
+    const void* in = piece.memory;
+    void* out = piece.memory + part.out_at;
+    if (part.has_table) {
+      std::vector<std::uint64_t> table;
+      for (const std::size_t at : part.table) {
+        table.push_back(reinterpret_cast<std::uint64_t>(piece.memory + at));
+      }
+      made.tables.push_back(std::move(table));
+      in = made.tables.back().data();
+      out = nullptr;
+    }
+    piece.op = comm_->start_gated(part.runs, in, out, gate, stream);
   }
-  pieces[0].call->seq = pieces[0].op->seq;
+  made.seq = pieces[0].op->seq;
 }
 
 void Stager::wait_on(const std::shared_ptr<StagedCall>& made, Stream stream) {
@@ -340,20 +307,6 @@ void Stager::wait_on(const std::shared_ptr<StagedCall>& made, Stream stream) {
   call(&DeviceApi::stream_wait_event, stream, made->end);
 }
 
-void Stager::pause(Backoff& backoff) {
-  if (simulated()) {
-    check(device_->api->pause(device_));
-  } else {
-    backoff.pause();
-  }
-}
-
-void Stager::announce() {
-  if (!simulated() || closed_) return;
-  device_->api->flag_store(device_, activity_,
-                           activities_.fetch_add(1, std::memory_order_relaxed) + 1);
-}
-
 // --- progress ---
 
 bool Stager::progress() {
@@ -364,6 +317,14 @@ bool Stager::progress() {
   if (!failed_) any = open_gates();
   if (!failed_) any = let_go() || any;
   return take_ended() || any;
+}
+
+// The host's part of a piece reads or wrote what is copied.
+void Stager::touch(const Piece& piece, const std::vector<StagedCopy>& copies, bool writes) {
+  if (!simulated()) return;
+  for (const StagedCopy& one : copies) {
+    device_->api->host_access(device_, piece.memory + one.pinned, one.nbytes, writes);
+  }
 }
 
 // Where the copy to the host is there.
@@ -379,6 +340,7 @@ bool Stager::open_gates() {
     if (flags_) {
       if (!flag_reached(started, piece.value) && !has(Planted::Ungated)) break;
     } else {
+      if (piece.copied == 0) break;  // the piece before is not back
       const DeviceStatus status = device_->api->event_query(device_, piece.copied);
       if (status == DeviceStatus::NotReady) break;
       if (status != DeviceStatus::Ok) {
@@ -389,9 +351,7 @@ bool Stager::open_gates() {
       give_event(piece.copied);
       piece.copied = 0;
     }
-    if (piece.in_nbytes != 0) {
-      device_->api->host_access(device_, piece.in, piece.in_nbytes, false);
-    }
+    touch(piece, piece.part->in, false);
     piece.opened_s = now_s();
     opened_.store(piece.value, std::memory_order_release);
     if (has(Planted::GoEarly)) device_->api->flag_store(device_, go_, piece.value);
@@ -411,17 +371,10 @@ bool Stager::let_go() {
       return look_after(piece);
     }
     if (piece.op->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed)) {
-      const Op& op = *piece.op;
-      const char* kind = op.by_user    ? "reduction"
-                         : op.by_mpi   ? "backend"
-                         : op.given_up ? "revoked"
-                                       : "mismatch";
-      fail(kind, op.error, false);
+      fail(failure_kind(*piece.op), piece.op->error, false);
       return true;
     }
-    if (piece.out_nbytes != 0) {
-      device_->api->host_access(device_, piece.out, piece.out_nbytes, true);
-    }
+    touch(piece, piece.part->out, true);
     if (!flags_ || has(Planted::LateCopy)) {
       give_copy_back(piece);
       if (failed_) return true;
@@ -457,17 +410,19 @@ bool Stager::look_after(Piece& piece) {
 void Stager::give_copy_back(Piece& piece) {
   using Api = DeviceApi;
   try {
-    if (piece.out_nbytes != 0) {
-      call(&Api::memcpy_async, static_cast<void*>(piece.target),
-           static_cast<const void*>(piece.out), piece.out_nbytes, h2d_);
+    give_output(piece, piece.memory);
+    if (!piece.last) {
+      if (!piece.call->plan->serial) return;
+      call(&Api::event_record, drained_[0], h2d_);
+      call(&Api::stream_wait_event, d2h_, drained_[0]);
+      copy_to_host(pieces_[1], 1);
+      return;
     }
-    if (!piece.last) return;
     call(&Api::event_record, piece.call->end, h2d_);
     if (flags_) call(&Api::write_value32, h2d_, end_, piece.call->end_value);
     piece.call->end_given.store(true, std::memory_order_release);
   } catch (const DeviceFailure& failure) {
-    fail(std::string("device:") + status_name(failure.status), failure.what(),
-         failure.status == DeviceStatus::Failed);
+    fail_as(failure);
   }
 }
 
@@ -495,54 +450,27 @@ void Stager::finish(const std::shared_ptr<StagedCall>& made) {
   if (!made->failed() && !has(Planted::EarlyRecycling) && !has(Planted::RecycledAtCall)) {
     ring_.give_back(made->memory);
   }
-  engine_.discard_objects(made->keep);
-  int running = static_cast<int>(StagedCall::State::Running);
-  made->state.compare_exchange_strong(running, static_cast<int>(StagedCall::State::Done),
-                                      std::memory_order_acq_rel);
-  outstanding_.fetch_sub(1, std::memory_order_release);
+  drop(*made);
 }
 
 // --- failures ---
 
-void Stager::ask_device(const std::shared_ptr<StagedCall>& made) {
-  if (!made->end_given.load(std::memory_order_acquire)) return;
-  // Another thread's capture must not end by this question.
-  CaptureMode mode = CaptureMode::Relaxed;
-  if (device_->api->exchange_capture_mode(device_, &mode) != DeviceStatus::Ok) return;
-  const DeviceStatus status = device_->api->event_query(device_, made->end);
-  const std::string text = device_error();
-  device_->api->exchange_capture_mode(device_, &mode);
-  if (status == DeviceStatus::Ok || status == DeviceStatus::NotReady) return;
-  give_up(std::string("device:") + status_name(status), text);
-}
-
-void Stager::give_up(const std::string& kind, const std::string& why) {
-  HostLock own(device_, polling_);
-  if (closed_ || failed_) return;
-  fail(kind, why, kind == "device:failed");
+std::shared_ptr<StagedCall> Stager::oldest() const {
+  if (!ending_.empty()) return ending_.front();
+  return pieces_.empty() ? nullptr : pieces_.front().call;
 }
 
 // Holds polling_.
-void Stager::fail(const std::string& kind, const std::string& why, bool device_is_gone) {
-  failed_ = true;
-  device_gone_ = device_gone_ || device_is_gone;
-  failure_kind_ = kind;
-  failure_ = why;
+void Stager::let_all_go(const std::string& kind, const std::string& why) {
   if (comm_ != nullptr) {
-    const std::string text = kind == "timeout" ? "an operation on device memory came too late" : why;
     const std::lock_guard<std::mutex> engine(engine_.mutex);
-    comm_->break_down(text);
     for (Piece& piece : pieces_) {
-      if (!piece.op->finished()) comm_->fail_op(*piece.op, text);
+      if (!piece.op->finished()) comm_->fail_op(*piece.op, why);
     }
-    comm_->tell_failure(comm_->next_seq);
   }
   for (Piece& piece : pieces_) {
     if (piece.call == nullptr || piece.call->ended()) continue;
-    piece.call->kind = kind;
-    piece.call->error = why;
-    piece.call->state.store(static_cast<int>(StagedCall::State::Failed),
-                            std::memory_order_release);
+    piece.call->fail(kind, why);
     if (!flags_) device_->api->event_record(device_, piece.call->end, d2h_);
   }
   // What still waits may go, and what will be given, too.
@@ -576,19 +504,9 @@ void Stager::close() {
   give(&Api::event_destroy, ready_);
   for (const Event event : copied_) give(&Api::event_destroy, event);
   for (const Event event : drained_) give(&Api::event_destroy, event);
-  {
-    const std::lock_guard<std::mutex> own(events_mutex_);
-    for (const Event event : events_) give(&Api::event_destroy, event);
-    events_.clear();
-  }
+  destroy_events();
   ring_.each([&](unsigned char* base) { give(&Api::pinned_free, static_cast<void*>(base)); });
-  give(&Api::pinned_free, flag_memory_);
-}
-
-void Stager::abandon() {
-  engine_.remove_stager(this);
-  HostLock own(device_, polling_);
-  comm_ = nullptr;
+  free_flags();
 }
 
 }  // namespace commrt

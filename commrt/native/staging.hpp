@@ -21,21 +21,13 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "device.hpp"
-#include "pinned_ring.hpp"
+#include "device_work.hpp"
+#include "staged_plan.hpp"
 
 namespace commrt {
-
-class Comm;
-class Engine;
-class Op;
-class Plan;
-class Stager;
 
 // Bugs that tests plant in the protocol, to see that they are found.
 enum class Planted : int {
@@ -63,57 +55,11 @@ enum class Planted : int {
   RecycledAtCall,   // memory is used again by the next call
   RingUnlocked,     // memory is taken without the lock under which it comes back
   ReadyLate,        // the caller's stream is recorded after the first copy
+  NotPacked,        // boxes are not packed before they are copied to the host
+  UnpackedEarly,    // boxes are unpacked before they are copied back
 };
-constexpr int kNumPlanted = 24;
+constexpr int kNumPlanted = 26;
 extern const char* const kPlantedNames[kNumPlanted];
-
-// A call of the device that failed.
-struct DeviceFailure : std::runtime_error {
-  DeviceFailure(DeviceStatus status_, const std::string& text)
-      : std::runtime_error(text), status(status_) {}
-  DeviceStatus status;
-};
-
-// What of the call follows from its arguments alone.
-struct StagedPlan {
-  std::shared_ptr<const Plan> piece, last;  // what the host runs; the last may be shorter
-  std::int64_t pieces = 1;
-  std::size_t in_nbytes = 0, out_nbytes = 0;            // of a piece
-  std::size_t last_in_nbytes = 0, last_out_nbytes = 0;  // of the last one
-  bool shared = false;  // in and out are the same pinned memory
-
-  std::size_t slot_nbytes() const {
-    const std::size_t in = align(in_nbytes), out = align(out_nbytes);
-    return shared ? (in > out ? in : out) : in + out;
-  }
-  std::size_t out_offset() const { return shared ? 0 : align(in_nbytes); }
-
- private:
-  static std::size_t align(std::size_t nbytes) { return (nbytes + 63) / 64 * 64; }
-};
-
-struct StagedCall {
-  enum class State : int { Running = 0, Done, Failed };
-
-  ~StagedCall();
-  bool ended() const { return state.load(std::memory_order_acquire) != 0; }
-  bool failed() const {
-    return state.load(std::memory_order_acquire) == static_cast<int>(State::Failed);
-  }
-
-  std::shared_ptr<Stager> stager;
-  std::shared_ptr<const StagedPlan> plan;
-  std::atomic<int> state{0};
-  // Whether the end event is recorded: at once, but where streams have no flags.
-  std::atomic<bool> end_given{false};
-  std::uint64_t seq = 0;  // of its first piece
-  Event end = 0;
-  std::uint32_t end_value = 0;
-  PinnedRing::Part memory;
-  double timeout_s = 0;
-  std::string kind, error;  // of a failure; written before the state
-  void* keep[2] = {nullptr, nullptr};  // PyObject*: the caller's arrays, until the end flag
-};
 
 struct StagerOptions {
   int slots = 4;                             // pieces of a call that are on their way at once
@@ -122,60 +68,35 @@ struct StagerOptions {
   std::uint32_t first_value = 0;             // of flags
 };
 
-// One communicator's work on one device.
-class Stager : public std::enable_shared_from_this<Stager> {
+// One communicator's collectives on one device.
+class Stager : public DeviceWork {
  public:
   // Throws DeviceFailure. `keeps` is alive as long as the device is needed.
   Stager(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
          const StagerOptions& options);
-  ~Stager();
 
   // Gives the device and the engine all that there is to do. With `orders`, the caller's stream
   // goes on only when it is done. `keep` are references that become the call's own. Throws
   // DeviceFailure; then the references are still the caller's.
   std::shared_ptr<StagedCall> start(const std::shared_ptr<const StagedPlan>& plan,
-                                    const unsigned char* in, unsigned char* out, Stream stream,
+                                    std::vector<unsigned char*> arrays, Stream stream,
                                     bool orders, void* const* keep, double timeout_s);
-  // Lets a stream wait for the end of a call; blocks only where streams have no flags.
-  void wait_on(const std::shared_ptr<StagedCall>& call, Stream stream);
-  // Throws DeviceFailure where a stream is captured; the capture goes on.
-  void refuse_capture(Stream stream);
-  // Looks at flags; true if anything went on. Of several threads one at a time.
-  bool progress();
-  // What a thread asks that waits for a call: whether the device still works.
-  void ask_device(const std::shared_ptr<StagedCall>& call);
-  // Fails all that is under way and lets the streams go.
-  void give_up(const std::string& kind, const std::string& why);
-  // Gives everything back, where nothing is under way. Idempotent.
-  void close();
-  // The communicator goes away: nothing of it may be touched any more.
-  void abandon();
-  // Waits for something to change; Deadlock on a simulated device that sees there is nothing.
-  void pause(class Backoff& backoff);
-  // A simulated device learns that the engine did something.
-  void announce();
+  void wait_on(const std::shared_ptr<StagedCall>& call, Stream stream) override;
+  void advance(const std::shared_ptr<StagedCall>&) override {}  // all is given at the start
+  void let_be(const std::shared_ptr<StagedCall>&) override {}
+  bool progress() override;
+  void close() override;
 
-  bool failed() const { return failed_.load(std::memory_order_acquire); }
-  bool simulated() const { return device_->api->lock != nullptr; }
-  int outstanding() const { return outstanding_.load(std::memory_order_acquire); }
   std::size_t pinned_nbytes();
-  Device* device() const { return device_; }
-  void give_event(Event event);
-  std::size_t num_events() {
-    const std::lock_guard<std::mutex> own(events_mutex_);
-    return events_.size();
-  }
   Planted planted = Planted::None;
 
  private:
   struct Piece {
     std::shared_ptr<StagedCall> call;
     std::shared_ptr<Op> op;
-    unsigned char* in;
-    std::size_t in_nbytes;
-    unsigned char* out;
-    std::size_t out_nbytes;
-    unsigned char* target;  // of the copy back
+    const StagedPart* part;
+    std::size_t number;     // among the call's
+    unsigned char* memory;  // pinned
     std::uint32_t value;
     bool last;
     Event copied;           // where there are no flags
@@ -183,62 +104,39 @@ class Stager : public std::enable_shared_from_this<Stager> {
   };
 
   bool has(Planted bug) const { return planted == bug; }
-  void check(DeviceStatus status) const;
-  template <class... Parameters, class... Arguments>
-  void call(DeviceStatus (*DeviceApi::*entry)(Device*, Parameters...), Arguments... arguments) {
-    check((device_->api->*entry)(device_, arguments...));
-  }
-  void issue(const std::shared_ptr<StagedCall>& made,
-             const std::shared_ptr<const StagedPlan>& plan, const unsigned char* in,
-             unsigned char* out, Stream stream, void* const* keep, double timeout_s);
+  void issue(const std::shared_ptr<StagedCall>& made, Stream stream, void* const* keep);
   PinnedRing::Part take_memory(std::size_t nbytes, double timeout_s);
-  Event take_event();
-  void enqueue(StagedCall& call, std::vector<Piece>& pieces, const unsigned char* in,
-               Stream stream, std::int64_t slots);
-  void copy_to_host(std::vector<Piece>& pieces, std::size_t i, const unsigned char* in,
-                    std::size_t slots);
-  void copy_back(std::vector<Piece>& pieces, std::size_t i, std::size_t slots);
+  void enqueue(StagedCall& call, std::vector<Piece>& pieces, Stream stream, std::size_t slots);
+  void copy_to_host(Piece& piece, std::size_t slots);
+  void copy_back(Piece& piece, const unsigned char* memory, std::size_t slots);
+  void launch(const StagedLaunch& what, const StagedCall& made, Stream stream);
+  void give_output(const Piece& piece, const unsigned char* memory);
   void submit(std::vector<Piece>& pieces, Stream stream);
+  void touch(const Piece& piece, const std::vector<StagedCopy>& copies, bool writes);
   bool open_gates();
   bool let_go();
   bool take_ended();
   bool look_after(Piece& piece);
   void give_copy_back(Piece& piece);
   void finish(const std::shared_ptr<StagedCall>& call);
-  void fail(const std::string& kind, const std::string& why, bool device_is_gone);
+  void let_all_go(const std::string& kind, const std::string& why) override;
+  std::shared_ptr<StagedCall> oldest() const override;
 
-  Comm* comm_;
-  Engine& engine_;
-  Device* const device_;
-  const std::shared_ptr<void> keeps_;
   const StagerOptions options_;
-  const bool flags_;
-
-  std::mutex issue_;  // of who starts: the order of commands is that of operations
   Stream d2h_ = 0, h2d_ = 0;
   Event ready_ = 0;
   std::vector<Event> copied_, drained_;  // by slot
   std::atomic<std::uint32_t> issued_;    // the latest value of the start flag
   std::uint32_t ends_;                   // of the end flag
-  std::uint32_t *start_ = nullptr, *go_ = nullptr, *end_ = nullptr, *activity_ = nullptr;
-  void* flag_memory_ = nullptr;
+  std::uint32_t *start_ = nullptr, *go_ = nullptr, *end_ = nullptr;
 
-  std::mutex polling_;  // guards what follows; nobody waits for a peer or the device with it
+  // Guarded by polling_.
   PinnedRing ring_;
   std::deque<Piece> pieces_;  // the host's part of which is not done
   std::size_t open_ = 0;      // of these, the first so many have open gates
   std::deque<std::shared_ptr<StagedCall>> ending_;
-  unsigned idle_ = 0;
-  bool device_gone_ = false;
-  std::atomic<bool> failed_{false}, closed_{false};
-  std::string failure_kind_, failure_;
 
   std::atomic<std::uint32_t> opened_;  // gates up to this value are open; the engine reads it
-  std::atomic<std::uint32_t> activities_{0};
-  std::atomic<int> outstanding_{0};
-
-  std::mutex events_mutex_;
-  std::vector<Event> events_;  // for the ends of calls
 };
 
 }  // namespace commrt

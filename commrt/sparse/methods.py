@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from commrt.arrays import HostView, overlap, view
 from commrt.calls import check_flag, check_timeout
 from commrt.errors import BufferError_, MismatchError, UsageError, suggest
+from commrt.hosted_calls import holds_device_arrays, run_hosted
 from commrt.meeting import Meeting
 from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, sparse_allreduce
@@ -23,7 +24,7 @@ from commrt.sparse.result import FORMATS, Output
 from commrt.sparse.ring import why_not_two_level
 from commrt.sparse.shared import Room, make_room
 from commrt.sparse.topk import Largest, topk_allreduce
-from commrt.sparse.vector import Given, parse
+from commrt.sparse.vector import Given, SparseVector, parse, parts_on_device
 from commrt.stepped import SteppedRequest, Steps
 
 if TYPE_CHECKING:
@@ -96,6 +97,23 @@ class SparseMethods(Meeting):
         here = f"{what}, rank {self.rank}"
         self._check_usable()
         limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
+        parts = parts_on_device(what, x)
+        if parts is not None or holds_device_arrays(out):
+            check_flag(here, "nonblocking", nonblocking)
+            return run_hosted(
+                self._whole,
+                what,
+                {"x": x if parts is None else parts, "out": out},
+                partial(
+                    self.sparse_allreduce,
+                    result=result,
+                    algorithm=algorithm,
+                    nonblocking=True,
+                    timeout_s=limit,
+                ),
+                rebuild=_on_device,
+                nonblocking=nonblocking,
+            )
 
         header, output = self._check_sparse(
             x, result, out, algorithm, nonblocking, limit
@@ -140,6 +158,17 @@ class SparseMethods(Meeting):
         here = f"{what}, rank {self.rank}"
         self._check_usable()
         limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
+        if holds_device_arrays(x, residual):
+            check_flag(here, "nonblocking", nonblocking)
+            return run_hosted(
+                self._whole,
+                what,
+                {"x": x, "residual": residual},
+                partial(self.topk_allreduce, k=k, nonblocking=True, timeout_s=limit),
+                written=() if residual is None else ("residual",),
+                rebuild=_on_device,
+                nonblocking=nonblocking,
+            )
 
         header, mine = self._check_topk(x, k, residual, nonblocking, limit)
 
@@ -153,6 +182,11 @@ class SparseMethods(Meeting):
     def sparse_report(self) -> SparseReport | None:
         """What the sparse operation that ended last did on this rank; None before."""
         return None if self._sparse is None else self._sparse.report
+
+    @property
+    def _whole(self) -> Any:
+        """The communicator that this is a part of."""
+        return self
 
     # -- checking ----------------------------------------------------------------
 
@@ -305,6 +339,13 @@ class SparseMethods(Meeting):
     def _give_up_sparse(self, why: str) -> None:
         if self._sparse is not None:
             self._sparse.channel._set_failure(why)
+
+
+def _on_device(found: Any, put: Callable[[Any], Any]) -> Any:
+    """Return a result with its arrays on a device."""
+    if isinstance(found, SparseVector):
+        return SparseVector(put(found.indices), put(found.values), found.shape)
+    return put(found)
 
 
 def _described(found: tuple[Header, Any]) -> dict[str, Any]:

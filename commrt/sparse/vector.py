@@ -18,10 +18,19 @@ import numpy as np
 from commrt import _native
 from commrt.arrays import HostView, view
 from commrt.calls import as_integer
+from commrt.device_arrays import is_on_device
 from commrt.dtypes import DType
 from commrt.errors import BufferError_, UsageError
+from commrt.tensors import is_tensor
 
-__all__ = ["MAX_DIMS", "Given", "SparseVector", "check_shape", "parse"]
+__all__ = [
+    "MAX_DIMS",
+    "Given",
+    "SparseVector",
+    "check_shape",
+    "parse",
+    "parts_on_device",
+]
 
 MAX_DIMS = 8
 _LARGEST = 2**62
@@ -188,6 +197,29 @@ def _parts(what: str, x: Any) -> tuple[Any, Any, Any]:
     return parts[0], parts[1], parts[2]
 
 
+def parts_on_device(what: str, x: Any) -> tuple[Any, Any, Any] | None:
+    """Return indices, values and shape of a sparse vector on a device, else None."""
+    if is_tensor(x) and x.is_sparse and x.device.type == "cuda":
+        return _parts_on_gpu(what, x)
+    if isinstance(x, SparseVector):
+        x = x.indices, x.values, x.shape
+    if not isinstance(x, tuple | list) or len(x) != 3:
+        return None
+    indices, values, shape = x
+    on_device = is_on_device(indices) or is_on_device(values)
+    return (indices, values, shape) if on_device else None
+
+
+def _parts_on_gpu(what: str, x: Any) -> tuple[Any, Any, Any]:
+    """Return those of a torch tensor, flat, without a copy to the host."""
+    _check_of_torch(what, x)
+    coords, shape = x.indices(), tuple(x.shape)
+    flat = coords[0]
+    for axis in range(1, len(shape)):
+        flat = flat * shape[axis] + coords[axis]
+    return flat.contiguous(), x.values().contiguous(), shape
+
+
 def _parts_of_scipy(what: str, x: Any) -> tuple[Any, Any, Any]:
     coo = x.tocoo()
     coords = getattr(coo, "coords", None) or (coo.row, coo.col)
@@ -195,6 +227,12 @@ def _parts_of_scipy(what: str, x: Any) -> tuple[Any, Any, Any]:
 
 
 def _parts_of_torch(what: str, x: Any) -> tuple[Any, Any, Any]:
+    _check_of_torch(what, x)
+    coords: Sequence[Any] = list(x.indices().numpy())
+    return _flat(coords, tuple(x.shape)), x.values(), tuple(x.shape)
+
+
+def _check_of_torch(what: str, x: Any) -> None:
     if not x.is_coalesced():
         raise UsageError(
             f"{what}: x is a COO tensor that is not coalesced: its indices may be "
@@ -205,8 +243,6 @@ def _parts_of_torch(what: str, x: Any) -> tuple[Any, Any, Any]:
             f"{what}: x has {x.dense_dim()} dense dimensions; expected a COO tensor "
             f"whose values are numbers"
         )
-    coords: Sequence[Any] = list(x.indices().numpy())
-    return _flat(coords, tuple(x.shape)), x.values(), tuple(x.shape)
 
 
 def _flat(coords: Sequence[Any], shape: Sequence[int]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dlpack_producer import OnlyDlpack
 from staged_ranks import Rank, SimRanks, forget_ranks, kept_ranks, on_threads
 
 import commrt
@@ -179,7 +180,7 @@ def test_what_cannot_be_communicated_is_refused_before_anything_is_given() -> No
             (BufferError_, "read-only", readonly, {}),
             (UsageError, "not on the same device", x, {"out": np.zeros(8, "f4")}),
             (UsageError, "stream= is for arrays on devices", np.ones(3), {"stream": 0}),
-            (UsageError, "is for arrays in host memory", x, {"compress": "float16"}),
+            (UsageError, "unknown compress='zip'", x, {"compress": "zip"}),
             (UsageError, "Python function", x, {"op": commrt.reduction(np.add)}),
             (UsageError, "must be None, the integer", x, {"stream": 1.5}),
             (UsageError, "parameter piece=0", x, {"params": {"piece": 0}}),
@@ -190,8 +191,6 @@ def test_what_cannot_be_communicated_is_refused_before_anything_is_given() -> No
                 comm.allreduce(given, **arguments)
         assert comm.next_seq == seq
         comm.allreduce(x)
-        with pytest.raises(BufferError_, match="only collectives take arrays on dev"):
-            comm.send(x, dest=1 - rank.rank)
         rank.finish()
 
     on_device(main)
@@ -283,6 +282,65 @@ def test_arrays_are_known_by_their_interface() -> None:
             rank.comm.allgather(exported)
         rank.finish()
         other.destroy()
+
+    on_device(main)
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+def test_arrays_are_known_by_dlpack_alone(versioned: bool) -> None:
+    def main(rank: Rank) -> None:
+        comm, x, y = rank.comm, ones(rank), ones(rank)
+        rank.stream.synchronize()  # it is the producer's to order what it exports
+        given = OnlyDlpack(x, versioned=versioned)
+        assert comm.allreduce(given, stream=rank.stream) is given
+        assert given.asked == [1]  # the legacy stream, behind which the call comes
+        shifted = OnlyDlpack(y, versioned=versioned, offset=16, strides=(1,))
+        comm.sendrecv(
+            shifted, dest=1 - rank.rank, out=given, source=1 - rank.rank, sendtag=0
+        )
+        rank.stream.synchronize()
+        value = rank.fetch(x)
+        rank.stream.synchronize()
+        rank.finish()
+        assert value().tolist() == [2.0 - rank.rank] * 8
+        wrong = [
+            ("not C-contiguous", OnlyDlpack(x, versioned=versioned, strides=(2,))),
+            ("type code 3 of 32 bits", OnlyDlpack(x, versioned=versioned, code=3)),
+        ]
+        if versioned:
+            wrong += [
+                ("read-only", OnlyDlpack(x, readonly=True)),
+                (r"exports DLPack 2\.0", OnlyDlpack(x, major=2)),
+            ]
+        for text, array in wrong:
+            with pytest.raises(BufferError_, match=text):
+                comm.allreduce(array)
+        with pytest.raises(UsageError, match="pass out="):
+            comm.allgather(given)
+
+    on_device(main)
+
+
+def test_arrays_of_jax_are_read_and_never_written() -> None:
+    """There is no JAX here; what is known of it is the name of its modules."""
+
+    class Frozen(Exported):
+        pass
+
+    Frozen.__module__ = "jaxlib._jax"
+
+    def main(rank: Rank) -> None:
+        x, out = ones(rank), ones(rank)
+        frozen = Frozen(x)
+        with pytest.raises(BufferError_, match="read-only"):
+            rank.comm.allreduce(frozen)
+        with pytest.raises(UsageError, match="JAX's arrays never change"):
+            rank.comm.allgather(frozen)
+        assert rank.comm.allreduce(frozen, out=out) is out
+        value = rank.fetch(out)
+        rank.stream.synchronize()
+        assert value().tolist() == [3.0] * 8
+        rank.finish()
 
     on_device(main)
 

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages to and from arrays on devices: what host arrays' messages are, staged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from commrt.arrays import HostView
+from commrt.device_arrays import as_stream, current_stream_of
+from commrt.device_requests import DeviceMessageRequest
+from commrt.errors import UsageError
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
+__all__ = ["DeviceMessages", "place_of"]
+
+Message = tuple[HostView, int, int]
+"""The array, the peer, the tag."""
+
+
+class Placed(Protocol):
+    """An array, as far as its place is concerned."""
+
+    @property
+    def on(self) -> Any:
+        """The device; None for host memory."""
+        ...
+
+    @property
+    def device(self) -> int | None:
+        """Its number."""
+        ...
+
+
+def place_of(what: str, arrays: Sequence[Placed], stream: Any = None) -> Any:
+    """Return the device that all arrays are on, None for host memory.
+
+    Raises UsageError where they are not in one place, and for a stream that host
+    arrays would not follow.
+    """
+    places = {id(each.on): each for each in arrays}
+    if len(places) > 1:
+        names = sorted(
+            "host memory" if each.on is None else f"device {each.device}"
+            for each in places.values()
+        )
+        raise UsageError(
+            f"{what}: its arrays are in different places: {' and '.join(names)}; pass "
+            f"arrays of one device, or of host memory"
+        )
+    on = arrays[0].on if arrays else None
+    if on is None and stream is not None:
+        raise UsageError(
+            f"{what}: stream= is for arrays on devices, and these are in host memory; "
+            f"leave it out"
+        )
+    return on
+
+
+class DeviceMessages:
+    """Messages that are one operation, bound to their arrays."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        what: str,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        result: Any,
+        stream: Any = None,
+    ) -> None:
+        self._comm = comm
+        self._what = what
+        self._arrays = [each for each, _, _ in (*sends, *recvs)]
+        self._result = result
+        self._stream = stream
+        self._sends, self._recvs = _rows(sends), _rows(recvs)
+        self._peers = tuple(peer for _, peer, _ in recvs)
+        self._keep = tuple(each.owner for each in self._arrays)
+        self._on = place_of(what, self._arrays)
+        comm._staging.messages(self._on)
+
+    def run(self, nonblocking: bool, timeout_s: float | None = None) -> Any:
+        """Start it; return a request, or let the stream wait and return the output."""
+        comm, device = self._comm, self._on
+        comm._check_usable()
+        limit = comm.timeout_s if timeout_s is None else timeout_s
+        first = self._arrays[0].array
+        if self._stream is None:
+            stream = current_stream_of(first, device)
+        else:
+            stream = as_stream(self._stream, device, self._what)
+        staging = comm._staging
+        staging.order_exported(device, stream, self._arrays)
+        messages = staging.messages(device)
+        started = staging.given(
+            lambda: messages.start(
+                self._sends, self._recvs, stream, not nonblocking, self._keep, limit
+            )
+        )
+        request = DeviceMessageRequest(
+            comm,
+            started,
+            self._result,
+            self._what,
+            limit,
+            device,
+            stream,
+            first,
+            peers=self._peers,
+        )
+        if nonblocking:
+            return request
+        request.be_quiet()
+        return self._result
+
+
+def _rows(messages: Sequence[Message]) -> list[tuple[int, int, int, int]]:
+    return [(each.address, each.nbytes, peer, tag) for each, peer, tag in messages]

@@ -18,9 +18,11 @@ from commrt.errors import (
     DeviceError,
     DeviceFailedError,
     OrderingError,
+    PeerFailedError,
     TimeoutError_,
     UsageError,
 )
+from commrt.nccl_calls import NcclCalls
 
 if TYPE_CHECKING:
     from commrt.calls import Bound, Call
@@ -38,14 +40,19 @@ _MOST_NBYTES = 256 << 20
 _MOST_PLANS = 4096
 
 
+DevicePlan = _native.StagedPlan | _native.NcclPlan
+DeviceCall = _native.StagedCall | _native.NcclCall
+
+
 class Staging:
     """A communicator's work on devices."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        self.nccl = NcclCalls(comm)
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
-        self._plans: dict[Any, _native.StagedPlan] = {}
-        self._known: dict[Any, tuple[_native.StagedPlan, bool, bool]] = {}
+        self._plans: dict[Any, DevicePlan] = {}
+        self._known: dict[Any, tuple[DevicePlan, bool, bool]] = {}
         self._own = threading.local()
         self.slots = _SLOTS
         self.first_nbytes = _FIRST_NBYTES
@@ -117,7 +124,7 @@ class Staging:
 
     def _started(
         self,
-        plan: _native.StagedPlan,
+        plan: DevicePlan,
         keep_x: Any,
         data_in: int,
         keep_out: Any,
@@ -126,7 +133,7 @@ class Staging:
         exported: int | None,
         array: Any,
         orders: bool,
-    ) -> tuple[_native.StagedCall, int]:
+    ) -> tuple[DeviceCall, int]:
         stream = current_stream_of(array, device)
         if exported is not None and exported != stream:
             self._order_after(device, stream, exported)
@@ -143,7 +150,10 @@ class Staging:
         )
         return started, stream
 
-    def _give(self, device: Any, *arguments: Any) -> _native.StagedCall:
+    def _give(self, device: Any, *arguments: Any) -> DeviceCall:
+        plan = arguments[0]
+        if isinstance(plan, _native.NcclPlan):
+            return self.nccl.work(device).start(*arguments)
         try:
             return self.stager(device).start(*arguments)
         except DeviceError as error:
@@ -151,7 +161,7 @@ class Staging:
                 self._comm._check_usable()
             raise
 
-    def _remember(self, call: Call, bound: Bound, plan: _native.StagedPlan) -> None:
+    def _remember(self, call: Call, bound: Bound, plan: DevicePlan) -> None:
         """Keep the plan of a call that ``again`` may run."""
         asked = call.algorithm, call.backend, call.params, call.user, call.factor
         held = bound.x or bound.out
@@ -170,9 +180,7 @@ class Staging:
         key = call.spec.name, op, call.root, held.dtype.code, held.count
         self._known[key] = plan, bound.x is not None, bound.out is not None
 
-    def start(
-        self, call: Call, bound: Bound, plan: _native.StagedPlan
-    ) -> DeviceRequest:
+    def start(self, call: Call, bound: Bound, plan: DevicePlan) -> DeviceRequest:
         """Give the device and the engine all that there is to do."""
         comm, name = self._comm, call.spec.name
         device = self._device(call, bound)
@@ -203,18 +211,41 @@ class Staging:
     def bound(self, call: Call, bound: Bound) -> BoundDeviceCall:
         """Return the call bound to its arrays, to run it any number of times."""
         plan = self.plan(call, bound)
-        self.stager(self._device(call, bound))
+        if isinstance(plan, _native.StagedPlan):
+            self.stager(self._device(call, bound))
         return BoundDeviceCall(self, call, bound, plan)
 
-    def plan(self, call: Call, bound: Bound) -> _native.StagedPlan:
+    def plan(self, call: Call, bound: Bound) -> DevicePlan:
         """Return the plan; in check mode only where all ranks made the same call."""
         self._check(call, bound)
+        checker = self._comm._checker
+        if not self.nccl.is_agreed:
+            # Before the ranks meet for it: where they differ, check mode says so.
+            if checker is not None:
+                checker.check(call, bound)
+            limit = call.timeout_s or self._comm.timeout_s
+            self.nccl.agree(self._device(call, bound), call.spec.name, limit)
+            self._forget_choices()
+            checker = None
         plan = self._plan(call, bound)
-        if self._comm._checker is not None:
-            self._comm._checker.check(call, bound)
+        if checker is not None:
+            checker.check(call, bound)
+        if isinstance(plan, _native.NcclPlan) and not self._can_give(call, bound):
+            plan = self._plan(call, bound)
         return plan
 
-    def _plan(self, call: Call, bound: Bound) -> _native.StagedPlan:
+    def _can_give(self, call: Call, bound: Bound) -> bool:
+        """Make the NCCL communicator; False where that failed, on all ranks alike."""
+        if self.nccl.prepare(self._device(call, bound)):
+            return True
+        self._forget_choices()
+        return False
+
+    def _forget_choices(self) -> None:
+        self.forget_plans()
+        self._comm._choices.forget()
+
+    def _plan(self, call: Call, bound: Bound) -> DevicePlan:
         key = (
             call.spec.code,
             bound.num_elements,
@@ -311,17 +342,20 @@ class Staging:
     @property
     def outstanding(self) -> int:
         """Calls whose end the host has not seen."""
-        return sum(each.outstanding for _, each in self._stagers.values())
+        staged = sum(each.outstanding for _, each in self._stagers.values())
+        return staged + self.nccl.outstanding
 
     def give_up(self, why: str) -> None:
         """Fail what is under way, and let its streams go."""
         for _, each in self._stagers.values():
             each.give_up(why)
+        self.nccl.give_up(why)
 
     def close(self) -> None:
         """Give streams and pinned memory back, where nothing is under way."""
         for _, each in self._stagers.values():
             each.close()
+        self.nccl.close(may_call=self._comm._closed != "dropped")
 
 
 def _views(bound: Bound) -> list[Any]:
@@ -336,7 +370,7 @@ class BoundDeviceCall:
     """A collective bound to its arrays on a device; call it, or ``start()`` it."""
 
     def __init__(
-        self, staging: Staging, call: Call, bound: Bound, plan: _native.StagedPlan
+        self, staging: Staging, call: Call, bound: Bound, plan: DevicePlan
     ) -> None:
         self._staging, self._bound, self._plan = staging, bound, plan
         self._calls = [replace(call, nonblocking=flag) for flag in (False, True)]
@@ -372,7 +406,7 @@ class DeviceRequest:
     def __init__(
         self,
         comm: Communicator,
-        call: _native.StagedCall,
+        call: DeviceCall,
         result: Any,
         operation: str,
         timeout_s: float,
@@ -502,6 +536,8 @@ class DeviceRequest:
                 f"streams were let go, its output is worth nothing, and "
                 f"{self._comm.name} cannot be used any more"
             )
+        if kind == "peer":
+            return PeerFailedError(f"{where}: {text}")
         if kind.startswith("device:"):
             status = kind.removeprefix("device:")
             known = {"failed": DeviceFailedError, "deadlock": OrderingError}

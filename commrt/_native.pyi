@@ -170,6 +170,9 @@ class Device:
     def lock(self, token: int) -> None:
         """Take a lock as the device knows of it; nothing on real hardware."""
 
+    def make_current(self, enter: bool) -> None:
+        """Make it this thread's current one for other libraries, or take it back."""
+
     def memcpy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Copy bytes."""
 
@@ -436,6 +439,30 @@ class MessageStager:
     ) -> StagedCall:
         """Start messages, rows of (address, bytes, peer, tag), as one operation."""
 
+class NcclCall:
+    """One started call by NCCL."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, without a look."""
+
+    @property
+    def failure(self) -> Any:
+        """(kind, text) of what went wrong; None where nothing did."""
+
+    @property
+    def seq(self) -> int:
+        """Sequence number on the communicator."""
+
+    def synchronize(self, timeout_s: float) -> bool:
+        """Block the host until the end; False where time ran out."""
+
+    def test(self) -> bool:
+        """Look at it; whether it has ended."""
+
+    def wait_on(self, stream: int) -> None:
+        """Let a stream wait for the end."""
+
 class NcclComm:
     """One rank of an NCCL communicator; see commrt/nccl."""
 
@@ -581,6 +608,83 @@ class NcclOptions:
 
     def _unknown_to(self, version: int) -> str:
         """The first field that a library of this version does not know."""
+
+class NcclOrder:
+    """The order of NCCL's work on a device."""
+
+    def __init__(self, device: Device, first_value: int = 0) -> None: ...
+    def close(self, abort_timeout_s: float) -> None:
+        """Abort those that are left, and give everything back."""
+
+    @property
+    def num_events(self) -> int:
+        """Events that wait for the next call."""
+
+    def sweep(self) -> int:
+        """Go on with ending communicators; how many are left."""
+
+class NcclPlan:
+    """What a call by NCCL does."""
+
+    def __init__(
+        self,
+        operation: str,
+        *,
+        coll: int,
+        is_barrier: bool,
+        is_counted: bool,
+        needs_copy: bool,
+        count: int,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        itemsize: int,
+        dtype: int,
+        op: int,
+        root: int,
+        factor: bytes,
+        in_nbytes: int,
+        elements: int,
+        element_type: int,
+        reduction: int,
+    ) -> None: ...
+
+class NcclWork:
+    """A communicator's operations by NCCL."""
+
+    def __init__(self, group: Group, order: NcclOrder, comm: NcclComm) -> None: ...
+    def close(self) -> None:
+        """Leave the NCCL communicator to be ended, where nothing is under way."""
+
+    @property
+    def comm_pointer(self) -> int:
+        """The ncclComm_t, for tests."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something failed, so that nothing more is taken."""
+
+    def give_up(self, why: str) -> None:
+        """Fail what is under way, and let its streams go."""
+
+    @property
+    def outstanding(self) -> int:
+        """Calls whose end the host has not seen."""
+
+    def plant(self, name: str) -> None:
+        """Plant a bug, for tests."""
+
+    def start(
+        self,
+        plan: NcclPlan,
+        data_in: int,
+        data_out: int,
+        stream: int,
+        orders: bool,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        timeout_s: float,
+    ) -> NcclCall:
+        """Give the device all that there is to do."""
 
 class PeerExchange:
     """Exchange memory that peers have opened."""
@@ -1004,6 +1108,11 @@ def cuda_driver(library: str = "") -> tuple[str, int, list[tuple[str, int, bool]
     compute capability and whether it has memory flags; no device is opened.
     """
 
+def current_device_function() -> int:
+    """Address of what returns the thread's current device, for pretended
+    libraries.
+    """
+
 def cut_fusion(group: Any) -> None:
     """Send the open buckets."""
 
@@ -1234,6 +1343,9 @@ def planted_in_exchange() -> list[str]:
 
 def planted_message_bugs() -> list[str]:
     """The same, of messages of device memory."""
+
+def planted_nccl_bugs() -> list[str]:
+    """Names of the bugs that tests can plant in calls by NCCL."""
 
 def region_nbytes(arg0: int, arg1: int, /) -> int:
     """Bytes of shared memory per rank for a group of `members` on-node ranks."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from commrt import algorithms, backends, calls
+from commrt.backends import nccl as by_nccl
 from commrt.backends import planning
 from commrt.backends.ordering import wanted_order, why_refused
 from commrt.backends.prediction import predicted_us
@@ -26,6 +27,8 @@ from commrt.world import NATIVE
 
 if TYPE_CHECKING:
     from commrt.calls import Bound, Call
+    from commrt.nccl_calls import NcclFacts
+    from commrt.staging import Staging
 
 __all__ = ["Choosing"]
 
@@ -34,9 +37,15 @@ class Choosing(Redistributing):
     """The part of a communicator that chooses among candidates."""
 
     facts: CommFacts
+    _staging: Staging
     _policy: Policy
     _choices: Choices
     _unasked_native: bool
+
+    @property
+    def nccl_facts(self) -> NcclFacts:
+        """What selection knows of NCCL here."""
+        return self._staging.nccl.facts
 
     @property
     def deterministic(self) -> bool:
@@ -60,13 +69,17 @@ class Choosing(Redistributing):
     def _refused(self, query: Query) -> Sequence[Rejected]:
         """Return what could run the operation, but not as this query needs it."""
         by_user = query.op is not None and not is_known(query.op)
+        refused = []
+        if query.device == "cuda":
+            reason = by_nccl.why_refused(self, query)
+            if reason is not None:
+                refused.append(Rejected(by_nccl.NATIVE, reason, is_missing=True))
         if query.order == "any" and not by_user:
-            return ()
+            return refused
         allowed = {str(each) for each in self._candidates(query)}
         plain = replace(query, order="any", op="sum" if by_user else query.op)
-        refused = []
         for each in self._found(plain):
-            if str(each) not in allowed:
+            if str(each) not in allowed and not (by_user and each == by_nccl.NATIVE):
                 reason = self._why_refused(query, each) or "knows no reduction of yours"
                 refused.append(Rejected(each, reason))
         return refused
@@ -169,7 +182,19 @@ class Choosing(Redistributing):
             query = replace(query, order=order)
         return query, self._choices.of(query, call)
 
+    def _speaks_of(self, query: Query, candidate: Candidate) -> bool:
+        """Whether COMMRT_ALGORITHM, which names the candidate, means such memory."""
+        return query.device in backends.get(candidate.backend).capabilities.devices
+
+    def _has_nccl(self, query: Query) -> bool:
+        """Whether NCCL runs ``query`` here."""
+        if query.device != "cuda" or query.order != "any":
+            return False
+        return by_nccl.why_refused(self, query) is None
+
     def _only_on_request(self, query: Query, candidate: Candidate) -> str | None:
+        if candidate.backend == "staged" and self._has_nccl(query):
+            return "NCCL runs this unless a table, COMMRT_ALGORITHM or the call says so"
         native = candidate.name in (NATIVE, "staged/native")
         query, candidate = on_host(query, candidate)
         if not native or self._unasked_native:

@@ -131,6 +131,7 @@ class Communicator(Fusing, Operations):
             lambda query, one: floor_us(self.facts, *on_host(query, one)),
             lambda query, one: allows(self.facts.layout, *on_host(query, one)),
             self._refused,
+            self._speaks_of,
         )
         self._choices = Choices(self._policy)
         self._checker: Checker | None = None

@@ -16,6 +16,7 @@ from commrt.errors import (
     DeviceError,
     DeviceFailedError,
     OrderingError,
+    PeerFailedError,
     TimeoutError_,
     UsageError,
 )
@@ -42,7 +43,7 @@ class DeviceRequest:
     def __init__(
         self,
         comm: Communicator,
-        call: _native.StagedCall,
+        call: _native.StagedCall | _native.NcclCall,
         result: Any,
         operation: str,
         timeout_s: float,
@@ -51,7 +52,7 @@ class DeviceRequest:
         array: Any,
     ) -> None:
         self._comm = comm
-        self._call = call
+        self._call: _native.StagedCall | _native.NcclCall = call
         self._result = result
         self._operation = operation
         self._timeout_s = timeout_s
@@ -175,6 +176,8 @@ class DeviceRequest:
                 f"streams were let go, its output is worth nothing, and "
                 f"{self._comm.name} cannot be used any more"
             )
+        if kind == "peer":
+            return PeerFailedError(f"{where}: {text}")
         if kind.startswith("device:"):
             status = kind.removeprefix("device:")
             known = {"failed": DeviceFailedError, "deadlock": OrderingError}
@@ -210,6 +213,8 @@ class DeviceMessageRequest(DeviceRequest):
     when on the array may be changed; ``synchronize()`` waits until it has left. What
     comes is given to the device by ``wait()``, ``test()`` and ``synchronize()``.
     """
+
+    _call: _native.StagedCall
 
     def __init__(self, *arguments: Any, peers: tuple[int, ...]) -> None:
         super().__init__(*arguments)

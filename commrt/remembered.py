@@ -36,6 +36,10 @@ class Choices:
         self._policy = policy
         self._kept: dict[Any, Candidate] = {}
 
+    def forget(self) -> None:
+        """Ask again from here on: what can run has changed."""
+        self._kept.clear()
+
     def of(self, query: Query, call: Call) -> Candidate:
         """Return what runs ``query``, for a call's wishes."""
         params = tuple(sorted((call.params or {}).items()))

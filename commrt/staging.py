@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from commrt import _native
 from commrt.device_arrays import as_stream, current_stream_of, is_on_device, see
@@ -17,6 +17,7 @@ from commrt.devices.arrays import DeviceStream
 from commrt.devices.registry import cuda_device
 from commrt.errors import CaptureError, DeviceError, UsageError
 from commrt.hosted_calls import HostCopies, run_hosted
+from commrt.nccl_calls import NcclCalls
 
 if TYPE_CHECKING:
     from commrt.calls import Bound, Call
@@ -34,16 +35,22 @@ _MOST_NBYTES = 256 << 20
 _MOST_PLANS = 4096
 
 
+DevicePlan = _native.StagedPlan | _native.NcclPlan
+DeviceCall = _native.StagedCall | _native.NcclCall
+_StartedCall = TypeVar("_StartedCall")
+
+
 class Staging:
     """A communicator's work on devices."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        self.nccl = NcclCalls(comm)
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
         self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
         self._copies: dict[int, HostCopies] = {}
-        self._plans: dict[Any, _native.StagedPlan] = {}
-        self._known: dict[Any, tuple[_native.StagedPlan, bool, bool]] = {}
+        self._plans: dict[Any, DevicePlan] = {}
+        self._known: dict[Any, tuple[DevicePlan, bool, bool]] = {}
         self._own = threading.local()
         self.memory: weakref.WeakSet[Any] = weakref.WeakSet()
         """Plans that hold memory of devices, which goes with the communicator."""
@@ -147,7 +154,7 @@ class Staging:
 
     def _started(
         self,
-        plan: _native.StagedPlan,
+        plan: DevicePlan,
         keep_x: Any,
         data_in: int,
         keep_out: Any,
@@ -156,7 +163,7 @@ class Staging:
         exported: int | None,
         array: Any,
         orders: bool,
-    ) -> tuple[_native.StagedCall, int]:
+    ) -> tuple[DeviceCall, int]:
         stream = current_stream_of(array, device)
         if exported is not None and exported != stream:
             self._order_after(device, stream, exported)
@@ -173,11 +180,14 @@ class Staging:
         )
         return started, stream
 
-    def _give(self, device: Any, *arguments: Any) -> _native.StagedCall:
+    def _give(self, device: Any, *arguments: Any) -> DeviceCall:
+        if isinstance(arguments[0], _native.NcclPlan):
+            work = self.nccl.work(device)
+            return self.given(lambda: work.start(*arguments))
         stager = self.stager(device)
         return self.given(lambda: stager.start(*arguments))
 
-    def given(self, start: Callable[[], _native.StagedCall]) -> _native.StagedCall:
+    def given(self, start: Callable[[], _StartedCall]) -> _StartedCall:
         """Return what a start returns; its error says if the communicator failed."""
         try:
             return start()
@@ -186,7 +196,7 @@ class Staging:
                 self._comm._check_usable()
             raise
 
-    def _remember(self, call: Call, bound: Bound, plan: _native.StagedPlan) -> None:
+    def _remember(self, call: Call, bound: Bound, plan: DevicePlan) -> None:
         """Keep the plan of a call that ``again`` may run."""
         asked = call.algorithm, call.backend, call.params, call.user, call.factor
         held = bound.x or bound.out
@@ -205,9 +215,7 @@ class Staging:
         key = call.spec.name, op, call.root, held.dtype.code, held.count
         self._known[key] = plan, bound.x is not None, bound.out is not None
 
-    def start(
-        self, call: Call, bound: Bound, plan: _native.StagedPlan
-    ) -> DeviceRequest:
+    def start(self, call: Call, bound: Bound, plan: DevicePlan) -> DeviceRequest:
         """Give the device and the engine all that there is to do."""
         comm, name = self._comm, call.spec.name
         device = self._device(call, bound)
@@ -240,18 +248,41 @@ class Staging:
         if call.compress not in (None, "none"):
             return BoundHostedCall(self, call, bound)
         plan = self.plan(call, bound)
-        self.stager(self._device(call, bound))
+        if isinstance(plan, _native.StagedPlan):
+            self.stager(self._device(call, bound))
         return BoundDeviceCall(self, call, bound, plan)
 
-    def plan(self, call: Call, bound: Bound) -> _native.StagedPlan:
+    def plan(self, call: Call, bound: Bound) -> DevicePlan:
         """Return the plan; in check mode only where all ranks made the same call."""
         self._check(call, bound)
+        checker = self._comm._checker
+        if not self.nccl.is_agreed:
+            # Before the ranks meet for it: where they differ, check mode says so.
+            if checker is not None:
+                checker.check(call, bound)
+            limit = call.timeout_s or self._comm.timeout_s
+            self.nccl.agree(self._device(call, bound), call.spec.name, limit)
+            self._forget_choices()
+            checker = None
         plan = self._plan(call, bound)
-        if self._comm._checker is not None:
-            self._comm._checker.check(call, bound)
+        if checker is not None:
+            checker.check(call, bound)
+        if isinstance(plan, _native.NcclPlan) and not self._can_give(call, bound):
+            plan = self._plan(call, bound)
         return plan
 
-    def _plan(self, call: Call, bound: Bound) -> _native.StagedPlan:
+    def _can_give(self, call: Call, bound: Bound) -> bool:
+        """Make the NCCL communicator; False where that failed, on all ranks alike."""
+        if self.nccl.prepare(self._device(call, bound)):
+            return True
+        self._forget_choices()
+        return False
+
+    def _forget_choices(self) -> None:
+        self.forget_plans()
+        self._comm._choices.forget()
+
+    def _plan(self, call: Call, bound: Bound) -> DevicePlan:
         key = (
             call.spec.code,
             bound.num_elements,
@@ -361,7 +392,8 @@ class Staging:
     @property
     def outstanding(self) -> int:
         """Calls whose end the host has not seen."""
-        return sum(each.outstanding for each in self._work)
+        staged = sum(each.outstanding for each in self._work)
+        return staged + self.nccl.outstanding
 
     @property
     def _work(self) -> list[_native.Stager | _native.MessageStager]:
@@ -374,6 +406,7 @@ class Staging:
         """Fail what is under way, and let its streams go."""
         for each in self._work:
             each.give_up(why)
+        self.nccl.give_up(why)
 
     def close(self) -> None:
         """Give streams and memory back, where nothing is under way."""
@@ -382,6 +415,7 @@ class Staging:
                 kept.close()
         for each in self._work:
             each.close()
+        self.nccl.close(may_call=self._comm._closed != "dropped")
 
 
 def _views(bound: Bound) -> list[Any]:
@@ -396,7 +430,7 @@ class BoundDeviceCall:
     """A collective bound to its arrays on a device; call it, or ``start()`` it."""
 
     def __init__(
-        self, staging: Staging, call: Call, bound: Bound, plan: _native.StagedPlan
+        self, staging: Staging, call: Call, bound: Bound, plan: DevicePlan
     ) -> None:
         self._staging, self._bound, self._plan = staging, bound, plan
         self._calls = [replace(call, nonblocking=flag) for flag in (False, True)]

@@ -35,6 +35,7 @@ __all__ = ["FakeNccl", "build"]
 T = TypeVar("T")
 
 _SOURCES = Path(__file__).parent / "nccl_stub"
+_ENGINE = Path(__file__).parents[1] / "commrt" / "native"
 _BUILT = Path(__file__).parents[1] / "build" / "nccl_stub"
 DEADLINE_S = 20.0
 
@@ -45,8 +46,9 @@ def build(*defines: str) -> Path:
     if compiler is None:
         pytest.skip("g++ is not installed: the pretended NCCL cannot be compiled")
     sources = sorted(_SOURCES.glob("*.[ch]pp"))
+    shared = [_ENGINE / name for name in ("device.hpp", "foreign_kernel.hpp")]
     digest = hashlib.sha256(repr(defines).encode())
-    for source in sources:
+    for source in [*sources, *shared]:
         digest.update(source.read_bytes())
     folder = _BUILT / digest.hexdigest()[:16]
     made = folder / "libnccl.so.2"
@@ -58,6 +60,7 @@ def build(*defines: str) -> Path:
     code = [str(source) for source in sources if source.suffix == ".cpp"]
     # Named like the original, so that it is found among what is loaded.
     flags = "-std=c++17 -O0 -shared -fPIC -fvisibility=hidden -pthread"
+    flags += f" -I{_ENGINE}"
     subprocess.run(
         [
             compiler,
@@ -102,6 +105,16 @@ class FakeNccl:
         self._launcher = kind(launch)
         self._stub.stub_set_launcher(self._launcher)
 
+    def serve_devices(self) -> Library:
+        """Work in the streams of commrt's devices without hardware; return the library.
+
+        Communicators that are made from here on belong to the thread's current one.
+        """
+        function = ctypes.c_void_p(_native.current_device_function())
+        self._stub.stub_serve(function)
+        kinds = frozenset(("simulated", "threads"))
+        return Library(self.library.native, "test", kinds)
+
     def set(self, name: str, value: int) -> None:
         """Set ``in_progress``, ``group_limit``, ``hang_init`` (rank + 1) and so on."""
         self._stub.stub_set(name.encode(), ctypes.c_long(value))
@@ -110,7 +123,7 @@ class FakeNccl:
         """Make one call of ``function``, after ``after`` others, return ``code``."""
         self._stub.stub_fail(function.encode(), code, ctypes.c_long(after))
 
-    def async_error(self, comm: NcclComm, code: int) -> None:
+    def async_error(self, comm: Any, code: int) -> None:
         """Let the communicator of one rank fail in the background."""
         self._stub.stub_async_error(ctypes.c_void_p(comm.pointer), code)
 
@@ -148,7 +161,8 @@ class FakeNccl:
 
     def check(self) -> None:
         """Assert that every call was right and that all has ended."""
-        assert self.violations() == []
+        wrong = self.violations()
+        assert wrong == [], wrong
         assert self.pending() == []
 
     def set_device(self, number: int) -> None:

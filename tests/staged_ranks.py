@@ -88,10 +88,12 @@ class Rank:
 
     def fetch(self, array: DeviceArray) -> Callable[[], Any]:
         """Copy an array in the caller's stream; the result says what it was then."""
+        return self.fetch_in(array, self.stream)
+
+    def fetch_in(self, array: DeviceArray, stream: DeviceStream) -> Callable[[], Any]:
+        """Copy an array in a stream."""
         target = self.pin(array.nbytes)
-        self.device.memcpy_async(
-            target, array.address, array.nbytes, self.stream.handle
-        )
+        self.device.memcpy_async(target, array.address, array.nbytes, stream.handle)
 
         def value() -> Any:
             raw = self.device.read(target, array.nbytes)

@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 
 from commrt.backends.base import Availability, Backend, Capabilities
 from commrt.backends.mpi import MpiBackend
+from commrt.backends.nccl import NcclBackend
 from commrt.backends.schedules import LocalBackend, ShmBackend
 from commrt.backends.staged import StagedBackend
 from commrt.errors import BackendError, UsageError, suggest
@@ -32,7 +33,14 @@ ENTRY_POINTS = "commrt.backends"
 def all_backends() -> dict[str, Backend]:
     """Return every registered backend by name, the built-in ones first."""
     found: dict[str, Backend] = {}
-    for backend in (ShmBackend(), MpiBackend(), LocalBackend(), StagedBackend()):
+    built_in: tuple[Backend, ...] = (
+        ShmBackend(),
+        MpiBackend(),
+        LocalBackend(),
+        NcclBackend(),
+        StagedBackend(),
+    )
+    for backend in built_in:
         found[backend.name] = backend
     for entry in entry_points(group=ENTRY_POINTS):
         try:

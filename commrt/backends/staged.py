@@ -104,7 +104,8 @@ class StagedBackend:
 def _host_backends() -> list[Backend]:
     from commrt.backends import all_backends
 
-    return [each for each in all_backends().values() if each.name != NAME]
+    backends = all_backends().values()
+    return [each for each in backends if "host" in each.capabilities.devices]
 
 
 def _inner(comm: Any, spec: PlanSpec, params: dict[str, ParamValue]) -> Candidate:

@@ -289,6 +289,11 @@ void bind_device(nb::module_& m) {
   }, nb::arg("token"), "Give it back.");
   device.def("pause", [](const D& d) { call(d, &Api::pause); },
              "Wait until a flag or an event may have changed since this thread's last pause.");
+  device.def("make_current", [](const D& d, bool enter) {
+    call(d, &Api::make_current, enter);
+  }, nb::arg("enter"), "Make it this thread's current one for other libraries, or take it back.");
+  m.def("current_device_function", [] { return reinterpret_cast<Address>(&current_device); },
+        "Address of what returns the thread's current device, for pretended libraries.");
   bind_sim(m, device);
   bind_real_devices(m, device);
 }

@@ -123,6 +123,18 @@ void Comm::note(uint64_t seq, const Plan& plan, uint64_t stream) {
   record.device = plan.device;
 }
 
+uint64_t Comm::count_elsewhere(const Record& what) {
+  const uint64_t seq = next_seq++;
+  if (arena != nullptr) {
+    header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
+  }
+  Record& record = records[seq % kRecords];
+  record = what;
+  record.seq = seq;
+  record.start_ticks = ticks();
+  return seq;
+}
+
 std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const void* in,
                                 void* out, void* const* keep, bool timed, uint64_t limit) {
   std::shared_ptr<Op> op = fresh_op();
@@ -326,16 +338,22 @@ void Comm::fail_op(Op& op, const std::string& why) { op.fail(why); }
 bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
   Op& op = *given;
   if (op.p2p != nullptr) return p2p->fail_after_peer(given);
-  if (arena == nullptr) return false;
+  const std::string who = who_gave_up(op.seq);
+  if (who.empty()) return false;
+  op.given_up = true;
+  op.fail(who);
+  return true;
+}
+
+std::string Comm::who_gave_up(uint64_t seq) const {
+  if (arena == nullptr) return {};
   for (size_t i = 0; i < members.size(); ++i) {
     const uint64_t failed = header(static_cast<int>(i))->failed.load(std::memory_order_acquire);
-    if (failed == 0 || failed - 1 > op.seq || members[i] == rank) continue;
-    op.given_up = true;
-    op.fail("rank " + std::to_string(members[i]) + " gave up at operation #" +
-            std::to_string(failed - 1));
-    return true;
+    if (failed == 0 || failed - 1 > seq || members[i] == rank) continue;
+    return "rank " + std::to_string(members[i]) + " gave up at operation #" +
+           std::to_string(failed - 1);
   }
-  return false;
+  return {};
 }
 
 std::vector<int> Comm::not_started(uint64_t seq) const {

@@ -311,6 +311,10 @@ class Comm {
   // The same for the arrays of a bucket, one after the other.
   std::shared_ptr<Op> start_bucket(const std::shared_ptr<const Plan>& plan,
                                    std::unique_ptr<BucketParts> parts, void* keep, uint64_t limit);
+  // Keeps the books of an operation that runs elsewhere, by a library of its own.
+  uint64_t count_elsewhere(const Record& what);
+  // Who of this node gave up operation `seq` or one before it; empty: nobody.
+  std::string who_gave_up(uint64_t seq) const;
   // A short plan with nothing else in flight: null when complete, else the Op it became.
   // Spins at most `spins` times for a message.
   std::shared_ptr<Op> run_short(const std::shared_ptr<const Plan>& plan, const void* in,

@@ -421,6 +421,18 @@ DeviceStatus pause(Device*) {
   return DeviceStatus::Ok;
 }
 
+DeviceStatus launch_foreign(Device*, const ForeignKernel&, Stream) {
+  return device_fails(DeviceStatus::Unsupported,
+                      "launch_foreign(): kernels of pretended libraries do not run on hardware");
+}
+
+DeviceStatus make_current(Device* device, bool enter) {
+  CudaDevice* self = cuda(device);
+  Handle popped = nullptr;
+  return enter ? done(self, "cuCtxPushCurrent", self->driver->cuCtxPushCurrent(self->context))
+               : done(self, "cuCtxPopCurrent", self->driver->cuCtxPopCurrent(&popped));
+}
+
 const DeviceApi kApi = {
     "cuda",        alloc,          free_,         pinned_alloc,       pinned_free,
     stream_create, stream_destroy, stream_synchronize, memcpy_async,  event_create,
@@ -429,7 +441,7 @@ const DeviceApi kApi = {
     launch_boxes,  launch_host,    load_kernels,  ptr_attributes,     is_capturing,
     exchange_capture_mode, ipc_export, ipc_open,
     ipc_close,     last_device_error, host_access, flag_load,         flag_store,
-    nullptr,       nullptr,        pause,
+    nullptr,       nullptr,        pause,         launch_foreign,     make_current,
 };
 
 }  // namespace

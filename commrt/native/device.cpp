@@ -2,6 +2,8 @@
 // What all devices share: the names of statuses, and the text of a thread's latest failure.
 #include "device.hpp"
 
+#include <vector>
+
 #include "device_error.hpp"
 
 namespace commrt {
@@ -13,6 +15,15 @@ const char* status_name(DeviceStatus status) {
   return names[static_cast<int>(status)];
 }
 
+namespace {
+std::vector<Device*>& entered() {
+  thread_local std::vector<Device*> devices;
+  return devices;
+}
+}  // namespace
+
+Device* current_device() { return entered().empty() ? nullptr : entered().back(); }
+
 std::string& device_error() {
   thread_local std::string text;
   return text;
@@ -21,6 +32,14 @@ std::string& device_error() {
 DeviceStatus device_fails(DeviceStatus status, std::string text) {
   device_error() = std::move(text);
   return status;
+}
+
+DeviceStatus make_current_here(Device* device, bool enter) {
+  if (enter)
+    entered().push_back(device);
+  else if (!entered().empty())
+    entered().pop_back();
+  return DeviceStatus::Ok;
 }
 
 const char* last_device_error(Device*) { return device_error().c_str(); }

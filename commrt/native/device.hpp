@@ -12,6 +12,7 @@
 #include <mutex>
 
 #include "box_launch.hpp"
+#include "foreign_kernel.hpp"
 #include "scaled_launch.hpp"
 #include "types.hpp"
 
@@ -125,6 +126,13 @@ struct DeviceApi {
   // Who looked at its flags and found nothing to do: until something may have changed, or a
   // little while.
   DeviceStatus (*pause)(Device*);
+
+  // --- other libraries ---
+  // A kernel of a library's pretended form. Not on hardware.
+  DeviceStatus (*launch_foreign)(Device*, const ForeignKernel& kernel, Stream);
+  // Makes the device the calling thread's current one, as libraries take it that are not told, or
+  // gives the thread back the one before.
+  DeviceStatus (*make_current)(Device*, bool enter);
 };
 
 struct Device {
@@ -137,6 +145,9 @@ struct Device {
 inline constexpr char kNoFlags[] =
     "streams of this device do not write flags or wait for them (memory_flags is false): "
     "poll events instead";
+
+// The current one of this thread, of those that are not hardware; null if there is none.
+Device* current_device();
 
 // Holds a mutex that other host threads take too, in a way that a simulated device can follow:
 // a thread that waits for a mutex it does not know of would stop the whole simulation.

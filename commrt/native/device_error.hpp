@@ -12,6 +12,8 @@ std::string& device_error();  // of this thread
 // Keeps the text for last_error(), and returns the status.
 DeviceStatus device_fails(DeviceStatus status, std::string text);
 const char* last_device_error(Device*);  // for the table
+// For the tables of devices that are not hardware.
+DeviceStatus make_current_here(Device*, bool enter);
 std::string hex(std::uint64_t number);
 inline std::string hex(const void* ptr) { return hex(reinterpret_cast<std::uint64_t>(ptr)); }
 

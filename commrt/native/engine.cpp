@@ -3,6 +3,7 @@
 #include "engine.hpp"
 
 #include "device_work.hpp"
+#include "watched.hpp"
 
 #include <pthread.h>
 #include <sched.h>
@@ -55,10 +56,10 @@ bool Engine::step_locked(uint64_t limit) {
 }
 
 bool Engine::step() {
-  bool any = false;
+  bool any = look_at_watched();
   {
     std::lock_guard<std::mutex> lock(mutex);
-    any = step_locked(kSliceBytes);
+    any = step_locked(kSliceBytes) || any;
   }
   return has_device_work() ? step_device_work(any) : any;
 }
@@ -89,6 +90,41 @@ bool Engine::step_device_work(bool advanced) {
   if (advanced && !all.empty()) all.front()->announce();
   all.clear();
   return advanced;
+}
+
+void Engine::watch(std::shared_ptr<Watched> work) {
+  const std::lock_guard<std::mutex> own(watched_mutex_);
+  watched_.push_back(std::move(work));
+  num_watched_.fetch_add(1, std::memory_order_release);
+}
+
+void Engine::unwatch(const Watched* work) {
+  const std::lock_guard<std::mutex> own(watched_mutex_);
+  const auto found = std::find_if(watched_.begin(), watched_.end(),
+                                  [&](const auto& one) { return one.get() == work; });
+  if (found == watched_.end()) return;
+  watched_.erase(found);
+  num_watched_.fetch_sub(1, std::memory_order_release);
+}
+
+bool Engine::look_at_watched() {
+  if (num_watched_.load(std::memory_order_acquire) == 0) return false;
+  thread_local std::vector<std::shared_ptr<Watched>> all;
+  {
+    const std::lock_guard<std::mutex> own(watched_mutex_);
+    all = watched_;
+  }
+  bool any = false;
+  for (const auto& work : all) any = work->look() || any;
+  all.clear();
+  return any;
+}
+
+bool Engine::is_watching() {
+  if (num_watched_.load(std::memory_order_acquire) == 0) return false;
+  const std::lock_guard<std::mutex> own(watched_mutex_);
+  return std::any_of(watched_.begin(), watched_.end(),
+                     [](const auto& one) { return one->outstanding() != 0; });
 }
 
 bool Engine::is_staging() {
@@ -128,7 +164,7 @@ bool Engine::busy_locked() const {
 }
 
 bool Engine::idle() {
-  if (is_staging()) return false;
+  if (is_staging() || is_watching()) return false;
   std::lock_guard<std::mutex> lock(mutex);
   return !busy_locked();
 }
@@ -235,7 +271,7 @@ void Engine::thread_main() {
     bool advanced = false;
     {
       std::unique_lock<std::mutex> lock(mutex);
-      auto needed = [this] { return stopping_ || busy_locked() || is_staging(); };
+      auto needed = [this] { return stopping_ || busy_locked() || is_staging() || is_watching(); };
       if (!needed()) {
         is_parked_.store(true, std::memory_order_release);
         parked_->wait(lock, needed);
@@ -253,6 +289,7 @@ void Engine::thread_main() {
       }
     }
     // Between passes the lock is free, so that callers can submit and wait.
+    advanced = look_at_watched() || advanced;
     if (has_device_work()) advanced = step_device_work(advanced);
     if (advanced) backoff.reset();
     backoff.pause();

@@ -31,6 +31,7 @@ double now_s();
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 class DeviceWork;
+class Watched;
 
 class Engine {
  public:
@@ -79,6 +80,16 @@ class Engine {
   // Fails what is under way there, so that no stream goes on waiting for this process.
   void release_streams(const std::string& why);
 
+  // Work that goes on by itself (watched.hpp). Looked at without the lock.
+  void watch(std::shared_ptr<Watched> work);
+  void unwatch(const Watched* work);
+  bool look_at_watched();
+  bool is_watching();
+  // Whether a step may take locks of work on devices.
+  bool looks_at_devices() const {
+    return has_device_work() || num_watched_.load(std::memory_order_acquire) != 0;
+  }
+
   // A hint, without the lock.
   bool has_ended() const { return has_ended_.load(std::memory_order_relaxed); }
 
@@ -112,6 +123,9 @@ class Engine {
   std::mutex device_work_mutex_;  // the innermost one
   std::vector<std::shared_ptr<DeviceWork>> device_work_;
   std::atomic<int> num_device_work_{0};
+  std::mutex watched_mutex_;  // like device_work_mutex_
+  std::vector<std::shared_ptr<Watched>> watched_;
+  std::atomic<int> num_watched_{0};
   std::vector<void*> objects_;
   std::atomic<bool> wants_python_{false};
   std::thread thread_;

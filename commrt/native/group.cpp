@@ -13,6 +13,7 @@
 #include "fusion.hpp"
 #include "p2p.hpp"
 #include "device_work.hpp"
+#include "watched.hpp"
 
 namespace commrt {
 
@@ -106,6 +107,10 @@ Group::Group(std::shared_ptr<Engine> engine_, int rank, int size, const std::str
     : engine(std::move(engine_)), comm(std::make_unique<Comm>(*engine, rank, size, name)) {}
 
 Group::~Group() {
+  if (!watched.empty() && !Engine::forked.load(std::memory_order_relaxed)) {
+    nb::gil_scoped_release release;
+    for (const auto& work : watched) work->abandon();
+  }
   if (!device_work.empty() && !Engine::forked.load(std::memory_order_relaxed)) {
     nb::gil_scoped_release release;
     for (const auto& work : device_work) work->abandon();
@@ -316,15 +321,19 @@ bool Request::test() {
   if (!op_->finished()) {
     if (Engine::forked.load(std::memory_order_relaxed)) group_.attr("_check_usable")();
     Engine& engine = *nb::cast<Group&>(group_).engine;
-    if (is_long(*op_)) {
-      nb::gil_scoped_release release;
-      engine.step();
-    } else {
-      engine.step();
-    }
+    // Who looks at devices waits for locks whose holder may wait for the GIL.
+    auto step = [&] {
+      if (is_long(*op_) || engine.looks_at_devices()) {
+        nb::gil_scoped_release release;
+        engine.step();
+      } else {
+        engine.step();
+      }
+    };
+    step();
     if (engine.wants_python()) {
       if (!run_wanted(engine)) throw nb::python_error();
-      engine.step();
+      step();
     }
     if (engine.is_timed_due() && !look_at_timed(engine)) throw nb::python_error();
   }

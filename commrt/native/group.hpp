@@ -117,6 +117,8 @@ class Group {
 
   std::vector<std::shared_ptr<class DeviceWork>> device_work;  // one for each device it works on
 
+  std::vector<std::shared_ptr<class Watched>> watched;  // one for each NCCL communicator
+
   VectorKey asked;  // of the call that is being looked at: its memory is used again
 
  private:

@@ -10,6 +10,7 @@ namespace commrt {
 void bind_kernels(nb::module_& m);
 void bind_nccl(nb::module_& m);
 void bind_programs(nb::module_& m);
+void bind_nccl_work(nb::module_& m);
 void bind_device(nb::module_& m);
 void bind_sparse(nb::module_& m);
 void bind_wire(nb::module_& m);
@@ -37,4 +38,5 @@ NB_MODULE(_native, m) {
   commrt::bind_programs(m);
   commrt::bind_nccl(m);
   commrt::bind_staging(m);
+  commrt::bind_nccl_work(m);
 }

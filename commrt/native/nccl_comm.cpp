@@ -53,6 +53,7 @@ class Pause {
     std::this_thread::sleep_for(sleep_);
     sleep_ = std::min(2 * sleep_, kLongestSleep);
   }
+  void reset() { looks_ = 0; }
 
  private:
   int looks_ = 0;
@@ -92,7 +93,7 @@ void NcclComm::give_up() {
 int NcclComm::settle(Deadline deadline) {
   unsettled_ = true;
   SignalCheck signals;
-  for (Pause pause;; pause()) {
+  for (Pause pause;; (meanwhile && meanwhile()) ? pause.reset() : pause()) {
     int now_is = kNcclSuccess;
     const int code = api->comm_get_async_error(slot->comm, &now_is);
     if (code != kNcclSuccess) return fail(code);

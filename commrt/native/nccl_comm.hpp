@@ -97,6 +97,10 @@ class NcclComm {
   // Never of the handle: it may be gone, and NCCL keeps one text for all.
   std::string describe(int code) const { return api->describe(code); }
 
+  // What a thread does between two looks while it waits for NCCL, instead of only waiting: the
+  // peers that NCCL waits for may wait for this process. True if it need not pause.
+  std::function<bool()> meanwhile;
+
   const std::shared_ptr<NcclApi> api;
   const std::shared_ptr<Slot> slot;
   const bool owned;

@@ -90,6 +90,7 @@ DeviceStatus flag_store(Device*, std::uint32_t* flag, std::uint32_t value);
 DeviceStatus lock(Device*, const void* token);
 DeviceStatus unlock(Device*, const void* token);
 DeviceStatus pause(Device*);
+DeviceStatus launch_foreign(Device*, const ForeignKernel& kernel, Stream handle);
 DeviceStatus is_capturing(Device*, Stream handle, CaptureState* out);
 DeviceStatus exchange_capture_mode(Device*, CaptureMode* mode);
 

@@ -15,7 +15,8 @@ const char* kind_name(Kind kind) {
                                       "write_value32",  "wait_value32_geq",
                                       "launch_reduce",  "launch_copy",
                                       "launch_scaled_sum", "launch_divide",
-                                      "launch_boxes",   "launch_host"};
+                                      "launch_boxes",   "launch_host",
+                                      "launch_foreign", "launch_foreign (its end)"};
   return names[static_cast<int>(kind)];
 }
 
@@ -104,6 +105,7 @@ bool World::can_run(const Command& command) const {
     const Record* record = awaited(command, options.wait_keeps_record);
     return !record || record->done;
   }
+  if (command.kind == Kind::ForeignEnd) return command.foreign->may_end(command.foreign->argument);
   if (command.kind == Kind::Wait) {
     // One whose flag is gone runs, and is reported.
     auto& all = const_cast<Memory&>(memory);
@@ -121,6 +123,7 @@ std::string World::why_waiting(const Command& command) const {
   if (command.kind == Kind::Wait)
     return text + "until the flag at " + hex(command.dst) + " comes to " +
            std::to_string(command.value) + "; it is " + std::to_string(load(command.dst));
+  if (command.kind == Kind::ForeignEnd) return text + "for what it is to meet";
   const Record* record =
       command.event ? awaited(command, options.wait_keeps_record) : nullptr;
   if (record)
@@ -253,6 +256,8 @@ void World::execute(Command& command, StreamState* stream) {
       command.function(command.argument);
       in_host_function() = false;
       break;
+    case Kind::ForeignBegin: begin_foreign(command, stream); break;
+    case Kind::ForeignEnd: end_foreign(command, stream); break;
   }
 }
 

@@ -415,7 +415,7 @@ const DeviceApi kSimApi = {
     launch_boxes,  launch_host,    load_kernels,  ptr_attributes,     is_capturing,
     exchange_capture_mode, ipc_export, ipc_open,
     ipc_close,     last_device_error, host_access, flag_load,         flag_store,
-    lock,          unlock,         pause,
+    lock,          unlock,         pause,         launch_foreign,     make_current_here,
 };
 
 SimDevice* World::add_device(std::string name, int ordinal) {

@@ -70,7 +70,8 @@ struct EventState {
 };
 
 enum class Kind : std::uint8_t { Copy, Stage, Record, WaitEvent, Write, Wait, Reduce, KernelCopy,
-                                 ScaledSum, Divide, Boxes, HostFunction };
+                                 ScaledSum, Divide, Boxes, HostFunction, ForeignBegin,
+                                 ForeignEnd };
 const char* kind_name(Kind kind);
 
 struct Command {
@@ -88,6 +89,7 @@ struct Command {
   HostFunction function = nullptr;
   void* argument = nullptr;
   std::shared_ptr<const BoxLaunch> boxes;
+  std::shared_ptr<const ForeignKernel> foreign;
   std::vector<char> staged;  // what a pageable copy took from the host
   std::shared_ptr<Record> record;
   std::shared_ptr<EventState> event;
@@ -211,6 +213,7 @@ class World {
   std::string deadlock;      // not empty: nothing could go on
   std::map<const void*, Host*> locks;
   std::map<const void*, Clock> lock_clocks;
+  std::map<std::uint64_t, Clock> foreign_begun;  // by kernel: what came before it
   std::deque<std::unique_ptr<SimDevice>> devices;
 
  private:
@@ -219,6 +222,9 @@ class World {
   void run(Queue& queue);
   void execute(Command& command, StreamState* stream);
   bool operand(Command& command, const void* ptr, std::size_t nbytes, bool writes, bool known);
+  void hold(const Command& command, StreamState* stream);
+  void begin_foreign(Command& command, StreamState* stream);  // sim_foreign.cpp
+  void end_foreign(Command& command, StreamState* stream);
   std::string why_waiting(const Command& command) const;
   bool can_go(Host* host) const;
   // Runs a command or lets another host thread go on; false if there is nothing to choose.

@@ -376,6 +376,20 @@ DeviceStatus launch_host(Device* device, Stream stream, HostFunction function, v
   return launch(device, "launch_host", std::move(command), stream);
 }
 
+DeviceStatus launch_foreign(Device* device, const ForeignKernel& kernel, Stream handle) {
+  Call call(device, "launch_foreign");
+  if (call.refused()) return call.status;
+  const auto stream = call.stream(handle);
+  if (!stream) return call.status;
+  for (const ForeignRange& range : kernel.ranges)
+    if (!call.on_device(range.at, range.nbytes)) return call.status;
+  Command command;
+  command.kind = Kind::Foreign;
+  command.foreign = std::make_shared<const ForeignKernel>(kernel);
+  call.give(stream, std::move(command));
+  return DeviceStatus::Ok;
+}
+
 DeviceStatus load_kernels(Device* device, const void*, std::size_t, const char* const*,
                           std::size_t) {
   Call call(device, "load_kernels");
@@ -496,7 +510,7 @@ const DeviceApi kTable = {
     launch_boxes,  launch_host,    load_kernels,  ptr_attributes,     is_capturing,
     exchange_capture_mode, ipc_export, ipc_open,
     ipc_close,     last_device_error, host_access, flag_load,         flag_store,
-    nullptr,       nullptr,        pause,
+    nullptr,       nullptr,        pause,         launch_foreign,     make_current_here,
 };
 
 }  // namespace

@@ -29,6 +29,20 @@ std::uint32_t load(const void* flag) {
   return __atomic_load_n(static_cast<const std::uint32_t*>(flag), __ATOMIC_SEQ_CST);
 }
 
+// Stays until it may end. Who lets it end need not tell: it looks again and again.
+template <class GivenUp>
+void run_foreign(const ForeignKernel& kernel, GivenUp given_up) {
+  in_host_function() = true;
+  kernel.begin(kernel.argument);
+  in_host_function() = false;
+  signal().changed();
+  const auto may_go = [&] { return kernel.may_end(kernel.argument) || given_up(); };
+  while (!may_go()) signal().wait_a_little(may_go);
+  in_host_function() = true;
+  kernel.end(kernel.argument);
+  in_host_function() = false;
+}
+
 void execute(Command& command, ThreadDevice* device) {
   const auto given_up = [device] { return device->stopping.load() || device->failed.load(); };
   switch (command.kind) {
@@ -72,6 +86,7 @@ void execute(Command& command, ThreadDevice* device) {
       command.function(command.argument);
       in_host_function() = false;
       break;
+    case Kind::Foreign: run_foreign(*command.foreign, given_up); break;
   }
 }
 

@@ -75,7 +75,7 @@ struct StreamState;
 
 struct Command {
   enum class Kind : std::uint8_t { Copy, Record, WaitEvent, Write, Wait, Reduce, ScaledSum,
-                                   Divide, Boxes, HostFunction };
+                                   Divide, Boxes, HostFunction, Foreign };
   Kind kind = Kind::Copy;
   RedOp op = RedOp::Sum;
   DType dtype = DType::U8;
@@ -87,6 +87,7 @@ struct Command {
   HostFunction function = nullptr;
   void* argument = nullptr;
   std::shared_ptr<const BoxLaunch> boxes;
+  std::shared_ptr<const ForeignKernel> foreign;
   std::shared_ptr<Record> record;
   std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>> after;
 };

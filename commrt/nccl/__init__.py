@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from commrt.nccl.abilities import Support, support
 from commrt.nccl.comm import NcclComm, NcclConfig
-from commrt.nccl.libnccl import Library, describe, library
+from commrt.nccl.libnccl import Library, describe, library, taken, why_missing
 
 __all__ = [
     "Library",
@@ -15,4 +15,6 @@ __all__ = [
     "describe",
     "library",
     "support",
+    "taken",
+    "why_missing",
 ]

@@ -8,6 +8,7 @@ only moves is bytes to NCCL, so types matter to reductions only.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +24,7 @@ __all__ = [
     "nccl_count",
     "operations_table",
     "reductions_table",
+    "scalar_bytes",
     "support",
 ]
 
@@ -56,6 +58,21 @@ NCCL_REDUCTIONS = {
     ReduceOp.PREMUL_SUM: -1,
 }
 """``ncclRedOp_t`` of the reductions that NCCL has."""
+
+_FORMATS = {
+    "int8": "<b",
+    "uint8": "<B",
+    "int32": "<i",
+    "uint32": "<I",
+    "int64": "<q",
+    "uint64": "<Q",
+    "float16": "<e",
+    "float32": "<f",
+    "float64": "<d",
+    "complex64": "<f",
+    "complex128": "<d",
+}
+"""How ``struct`` packs a factor of a type."""
 
 _ALLTOALL = ("alltoall", "gather", "scatter")
 _COMPOSED = {
@@ -163,6 +180,26 @@ def _cell(spec: OpSpec, version: int) -> str:
     if spec.name in _ALLTOALL and version >= feature("alltoall").since:
         return "native"
     return "composed" if spec.name in _COMPOSED else "native"
+
+
+def scalar_bytes(coll: str, factor: int | float | None, dtype: DType) -> bytes:
+    """Return a factor in the memory format of ``dtype``, rounded to nearest.
+
+    Raises UsageError for one that is missing or does not fit; ``coll`` is for messages.
+    """
+    if factor is None:
+        raise UsageError(f"{coll}: op='premul_sum' needs factor=")
+    try:
+        if dtype.name == "bfloat16":
+            bits = int.from_bytes(struct.pack("<f", factor), "little")
+            if factor == factor:  # rounding would make a number of NaN
+                bits += 0x7FFF + (bits >> 16 & 1)
+            return struct.pack("<H", bits >> 16)
+        return struct.pack(_FORMATS[dtype.name], factor)
+    except (struct.error, OverflowError) as error:
+        raise UsageError(
+            f"factor={factor!r} does not fit into {dtype.name}: {error}"
+        ) from None
 
 
 def reductions_table() -> str:

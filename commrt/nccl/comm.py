@@ -50,6 +50,7 @@ class NcclComm(NcclOperations):
         self.library = taken
         self.config = config
         self._source = source
+        self._is_handed_over = False
         self.shape_groups(GroupShape.of(native.size))
 
     @classmethod
@@ -62,18 +63,19 @@ class NcclComm(NcclOperations):
         taken: Library | None = None,
         timeout_s: float | None = None,
         name: str = "nccl",
+        device: Any = None,
     ) -> NcclComm:
         """Return a communicator of ``members``, made over ``bootstrap``.
 
-        Collective over the members. The current CUDA device of this thread becomes the
-        communicator's. Either all members get one, or all raise: also those on which
-        nothing went wrong.
+        Collective over the members. ``device``, or the current CUDA device of this
+        thread, becomes the communicator's. Either all members get one, or all raise:
+        also those on which nothing went wrong.
         """
         config = config or NcclConfig()
         taken = taken or library()
         limit = env.read_float("COMMRT_TIMEOUT_S") if timeout_s is None else timeout_s
         ranks = range(bootstrap.size) if members is None else members
-        joining = Joining(bootstrap, list(ranks), config, taken, limit, name)
+        joining = Joining(bootstrap, list(ranks), config, taken, limit, name, device)
         return cls(joining.join(), taken, config, name)
 
     @classmethod
@@ -123,6 +125,11 @@ class NcclComm(NcclOperations):
         )
         made.wait(timeout_s)
         return made
+
+    def hand_over(self) -> _native.NcclComm:
+        """Return the native one: who asks ends it, and this object no more."""
+        self._is_handed_over = True
+        return self._native
 
     @property
     def state(self) -> str:
@@ -219,7 +226,7 @@ class NcclComm(NcclOperations):
         native = getattr(self, "_native", None)
         if native is None or not native.owned or native.state in (ABORTED, CLOSED):
             return
-        if self._is_forked():
+        if self._is_handed_over or self._is_forked():
             return
         warnings.warn(
             f"{self.name}: the NCCL communicator was dropped without close() or "

@@ -39,6 +39,7 @@ class Joining:
         taken: Library,
         timeout_s: float,
         name: str,
+        device: Any = None,
     ) -> None:
         if bootstrap.rank not in members:
             raise UsageError(
@@ -50,14 +51,21 @@ class Joining:
         self._native = taken.native
         self._timeout_s = timeout_s
         self._name = name
+        self._device = device
 
     def join(self) -> _native.NcclComm:
         """Return the native communicator."""
         unique_id, options = self._agree()
         rank = self._members.index(self._bootstrap.rank)
-        made, code = _native.nccl_init(
-            self._native, len(self._members), rank, unique_id, options
-        )
+        if self._device is not None:  # NCCL takes the thread's current one
+            self._device.make_current(True)
+        try:
+            made, code = _native.nccl_init(
+                self._native, len(self._members), rank, unique_id, options
+            )
+        finally:
+            if self._device is not None:
+                self._device.make_current(False)
         try:
             error = self._wait(made, code)
             self._agree_on_success(error)
@@ -117,6 +125,7 @@ class Joining:
                 raise error from None
             raise
         if error is not None:
+            error.on_all_ranks = True  # type: ignore[attr-defined]
             raise error
         self._raise_failures(said)
 
@@ -127,10 +136,12 @@ class Joining:
             if text
         ]
         if failed:
-            raise BackendError(
+            error = BackendError(
                 f"{self._name}: not all ranks could make an NCCL communicator, so "
                 f"none did: {'; '.join(failed)}"
             )
+            error.on_all_ranks = True  # type: ignore[attr-defined]
+            raise error
 
     def _exchange(self, step: str, text: str, extra_s: float = 0.0) -> list[str]:
         blobs = self._bootstrap.exchange(

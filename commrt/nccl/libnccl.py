@@ -16,10 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from commrt import _native, env
-from commrt.errors import BackendError
+from commrt.errors import BackendError, DeviceMissingError
 from commrt.nccl.features import OLDEST, version_text
 
-__all__ = ["Library", "describe", "find", "library", "wheel_files"]
+__all__ = [
+    "Library",
+    "describe",
+    "find",
+    "library",
+    "taken",
+    "wheel_files",
+    "why_missing",
+]
 
 SONAME = "libnccl.so.2"
 WHEELS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -37,6 +45,9 @@ class Library:
     """Its function table."""
     why: str
     """Where it was found, in words."""
+    serves: frozenset[str] = frozenset(("cuda",))
+    """Kinds of devices whose memory and streams it takes: a pretended one takes those
+    of tests."""
 
     @property
     def path(self) -> str:
@@ -65,6 +76,30 @@ def library() -> Library:
         if not _found:
             _found.append(find())
         return _found[0]
+
+
+def taken() -> Library | None:
+    """Return what ``library`` has opened, without looking for it."""
+    with _lock:
+        return _found[0] if _found else None
+
+
+def why_missing() -> str | None:
+    """Return why this process has no use of NCCL; None where it has.
+
+    Opens the library, where there is a GPU.
+    """
+    try:
+        _, _, cards = _native.cuda_driver("")
+    except DeviceMissingError as error:
+        return str(error)
+    if not cards:
+        return "the CUDA driver shows no device: look at CUDA_VISIBLE_DEVICES"
+    try:
+        library()
+    except BackendError as error:
+        return str(error)
+    return None
 
 
 def find(environ: Mapping[str, str] | None = None) -> Library:

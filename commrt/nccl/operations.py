@@ -10,7 +10,6 @@ of grouped messages in an order that is the same on all ranks.
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from commrt.nccl.abilities import (
     NCCL_TYPES,
     Support,
     nccl_count,
+    scalar_bytes,
     support,
 )
 from commrt.nccl.config import GroupShape
@@ -36,19 +36,6 @@ Message = tuple[int, int, int]
 _UINT8 = NCCL_TYPES["uint8"]
 _SUM = NCCL_REDUCTIONS[ReduceOp.SUM]
 _BY_BLOCK = ("alltoall", "gather", "scatter")
-_FORMATS = {
-    "int8": "<b",
-    "uint8": "<B",
-    "int32": "<i",
-    "uint32": "<I",
-    "int64": "<q",
-    "uint64": "<Q",
-    "float16": "<e",
-    "float32": "<f",
-    "float64": "<d",
-    "complex64": "<f",
-    "complex128": "<d",
-}
 
 
 class NcclOperations:
@@ -175,7 +162,7 @@ class NcclOperations:
         if spec.reduces:
             nccl_type, nccl_op = self._reduction(coll, dtype, op)
             if nccl_op < 0:
-                scalar = _scalar(coll, factor, dtype)
+                scalar = scalar_bytes(coll, factor, dtype)
             sent = [nccl_count(dtype, each) for each in sent]
             received = sent
             itemsize //= nccl_count(dtype, 1)
@@ -306,7 +293,7 @@ class NcclOperations:
             return self._native._collective(
                 coll_code, x, out, count, nccl_type, nccl_op, root, stream, limit
             )
-        scalar = _scalar(coll, factor, dtype)
+        scalar = scalar_bytes(coll, factor, dtype)
         return self._native._premul(
             coll_code, x, out, count, nccl_type, scalar, root, stream, limit
         )
@@ -364,20 +351,3 @@ class NcclOperations:
     def _check(self, code: int, what: str, limit: float) -> None:
         if code != SUCCESS:
             raise error_for(self._native, code, what, self.name, limit)
-
-
-def _scalar(coll: str, factor: int | float | None, dtype: DType) -> bytes:
-    """Return ``factor`` in the memory format of ``dtype``, rounded to nearest."""
-    if factor is None:
-        raise UsageError(f"{coll}: op='premul_sum' needs factor=")
-    try:
-        if dtype.name == "bfloat16":
-            bits = int.from_bytes(struct.pack("<f", factor), "little")
-            if factor == factor:  # rounding would make a number of NaN
-                bits += 0x7FFF + (bits >> 16 & 1)
-            return struct.pack("<H", bits >> 16)
-        return struct.pack(_FORMATS[dtype.name], factor)
-    except (struct.error, OverflowError) as error:
-        raise UsageError(
-            f"factor={factor!r} does not fit into {dtype.name}: {error}"
-        ) from None

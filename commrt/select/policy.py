@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
 
-from commrt.errors import UsageError, suggest
+from commrt.errors import BackendError, UsageError, suggest
 from commrt.operations import operation
 from commrt.select.facts import Candidate, Choice, CommFacts, Query, Source
 from commrt.select.match import Hit
@@ -45,6 +45,8 @@ class Rejected:
     """What it was."""
     reason: str
     """Why not."""
+    is_missing: bool = False
+    """Whether a library or a device lacks what it takes, and not the algorithm."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Policy:
         floor: what the cost is at least, where that is quicker to find.
         allows: whether a rule's parameters are allowed, beside those of the candidates.
         refused: returns what offers the operation, but must not run the query.
+        speaks_of: whether an override means the query's kind of memory.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Policy:
         floor: Cost = lambda query, candidate: 0.0,
         allows: Allows = lambda query, candidate: False,
         refused: Refused = lambda _: (),
+        speaks_of: Callable[[Query, Candidate], bool] = lambda query, candidate: True,
     ) -> None:
         self.facts = facts
         self.table = table
@@ -117,6 +121,7 @@ class Policy:
         self._floor = floor
         self._allows = allows
         self._refused = refused
+        self._speaks_of = speaks_of
 
     def candidates(self, query: Query) -> list[Candidate]:
         """Return what can run ``query`` here, simplest first; at least one."""
@@ -160,7 +165,7 @@ class Policy:
             choice = self._forced(
                 query, subset, given, "call", "the call asked for it", wishes
             )
-        elif self._is_overridden(query, found):
+        elif self._is_overridden(query):
             asked = self.overrides[query.coll]
             wanted = (asked.backend, asked.algorithm)
             subset = self._subset(found, wanted, query, _VARIABLE)
@@ -175,15 +180,14 @@ class Policy:
             choice = replace(choice, candidate=_with(choice.candidate, merged))
         return choice
 
-    def _is_overridden(self, query: Query, found: Sequence[Candidate]) -> bool:
+    def _is_overridden(self, query: Query) -> bool:
         """Whether COMMRT_ALGORITHM speaks of this.
 
-        What names a backend of the host does not speak of arrays on devices.
+        What names a backend of the host does not speak of arrays on devices, nor one of
+        devices of arrays in host memory.
         """
         asked = self.overrides.get(query.coll)
-        if asked is None or query.device == "host":
-            return asked is not None
-        return any(each.backend == asked.backend for each in found)
+        return asked is not None and self._speaks_of(query, asked)
 
     def explain(self, query: Query) -> Explanation:
         """Return what ``choose`` would pick, the evidence, and what was rejected."""
@@ -222,7 +226,10 @@ class Policy:
             alike = [one for one in found if _agrees(one, wishes or {})] or found
             # Where nothing is left to choose, nothing need be costed.
             best = alike[0] if len(alike) == 1 else self._cheapest(query, alike)[0]
-            return Choice(best, "only", "nothing else can run this here")
+            why = "nothing else can run this here"
+            if len({candidate.name for candidate in known or found}) > 1:
+                why = "nothing else runs this here unless it is asked for"
+            return Choice(best, "only", why)
         if hit is None:
             why = "no table" if self.table is None else "the table has no rule for this"
             return self._modelled(query, found, why)
@@ -314,7 +321,8 @@ class Policy:
         fits = _fitting([each.candidate for each in refused], wanted)
         for each in refused:
             if each.candidate in fits:
-                raise UsageError(
+                error = BackendError if each.is_missing else UsageError
+                raise error(
                     f"{who} asks for {each.candidate}, which must not run {query}: "
                     f"{each.reason}"
                 )

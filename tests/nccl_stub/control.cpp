@@ -36,6 +36,14 @@ API void stub_reset(int version) {
   world.counters.clear();
   world.launcher = nullptr;
   world.released = false;
+  world.current_device = nullptr;
+  world.inside.clear();
+}
+
+// From here on communicators work in the streams of the device that `current` tells of.
+API void stub_serve(commrt::Device* (*current)()) {
+  Lock lock(world.mutex);
+  world.current_device = current;
 }
 
 API void stub_set_launcher(Launcher launcher) {

@@ -106,6 +106,10 @@ class Use {
 
 void launch(Comm* comm) {
   for (Group& group : comm->waiting) {
+    if (comm->gpu != nullptr) {
+      launch_on_device(std::move(group));
+      continue;
+    }
     if (world.launcher != nullptr) {
       void* stream = group.stream;
       world.launcher(comm->device, stream, new Group(std::move(group)));
@@ -229,6 +233,7 @@ API int ncclCommInitRankConfig(Comm** made, int size, UniqueId id, int rank, Con
   comm->rank = rank;
   comm->size = clique->size = size;
   comm->device = device;
+  comm->gpu = world.current_device != nullptr ? world.current_device() : nullptr;
   comm->blocking = config->blocking != 0;
   clique->members[rank] = comm;
   world.comms.insert(comm);
@@ -248,6 +253,7 @@ API int ncclCommInitRankConfig(Comm** made, int size, UniqueId id, int rank, Con
 }
 
 API int ncclCommGetAsyncError(Comm* comm, int* code) {
+  Launches launches;
   Use use(comm, "ncclCommGetAsyncError", false);
   if (use.code != Success) return use.code;
   world.counters["polls"]++;
@@ -288,6 +294,7 @@ API int ncclCommSplit(Comm* comm, int color, int key, Comm** made, Config* confi
   if (color >= 0) {
     comm->child = new Comm;
     comm->child->device = comm->device;
+    comm->child->gpu = comm->gpu;
     comm->child->blocking = comm->blocking;
     world.comms.insert(comm->child);
     world.counters["made"]++;
@@ -348,7 +355,12 @@ int end_of(Comm* comm, const char* function, Life then) {
     comm->waiting.clear();
     for (auto& [key, queue] : world.streams) {
       for (auto at = queue.begin(); at != queue.end();) {
-        at = at->comm == comm ? queue.erase(at) : at + 1;
+        if (at->comm != comm) {
+          ++at;
+          continue;
+        }
+        if (at->kernel != nullptr) at->kernel->done.store(true, std::memory_order_release);
+        at = queue.erase(at);
       }
     }
   }
@@ -421,7 +433,10 @@ int finish_group(std::vector<Group> groups, int error) {
 // Every operation comes through here.
 int enqueue(Comm* comm, Op op, void* stream, int since = 0) {
   const std::string function = std::string("nccl") + name_of(op.kind);
+  OnDevice on_device;
+  Launches launches;
   Use use(comm, function.c_str());
+  if (use.code == Success) on_device.enter(comm, function.c_str());
   calls_in_group++;
   int code = use.code;
   auto wrong = [&](const std::string& text) {
@@ -497,6 +512,8 @@ API int ncclGroupStart() {
 }
 
 API int ncclGroupEnd() {
+  OnDevice on_device;
+  Launches launches;
   Lock lock(world.mutex);
   if (depth == 0) return violation("a group ended that was not begun"), InvalidUsage;
   if (--depth > 0) return Success;
@@ -512,6 +529,7 @@ API int ncclGroupEnd() {
   world.counters["groups"]++;
   std::vector<Group> groups;
   groups.swap(open_groups);
+  for (const Group& group : groups) on_device.enter(group.comm, "ncclGroupEnd");
   for (const Group& group : groups) {  // to itself only within one group
     int own = 0;
     for (const Op& op : group.ops) {

@@ -89,7 +89,12 @@ void reduce_typed(const std::vector<std::pair<Comm*, Op*>>& ranks, size_t total,
       const Op* one = ranks[r].second;
       T x = static_cast<const T*>(one->in)[i];
       if (one->scaled) {
-        x = store<T>(load(x) * one->factor);
+        if constexpr (std::is_integral_v<T>) {  // which wrap
+          x = static_cast<T>(static_cast<uint64_t>(x) *
+                             static_cast<uint64_t>(static_cast<int64_t>(one->factor)));
+        } else {
+          x = store<T>(load(x) * one->factor);
+        }
       } else if (op == 4 && !std::is_integral_v<T>) {
         x = store<T>(load(x) / size);
       }

@@ -2,6 +2,7 @@
 // What the parts of the pretended libnccl share: ranks of one process, host memory, one lock.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
@@ -13,6 +14,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "device.hpp"
 
 namespace stub {
 
@@ -37,12 +40,20 @@ struct Op {
 
 struct Comm;
 
+// A group in a stream of a device (kernels.cpp).
+struct Kernel {
+  uint64_t id = 0;
+  std::atomic<bool> done{false};
+  std::vector<uint64_t> met;  // complete once it is done
+};
+
 // The calls of one group: a kernel in a stream. Its messages move at the same time.
 struct Group {
   Comm* comm;
   void* stream;
   std::vector<Op> ops;
   std::shared_ptr<bool> finished;  // where a stream of a device waits for its end
+  std::shared_ptr<Kernel> kernel;  // null where streams are only pretended
 };
 
 // Puts a kernel into a stream of a device; the stream then calls stub_run_group(group).
@@ -72,6 +83,7 @@ struct Comm {
   uint64_t magic = 0x5ca1ab1e;
   Clique* clique;
   int rank, size, device;
+  commrt::Device* gpu = nullptr;  // whose streams it works in; null: they are only pretended
   bool blocking;
   Life life = Life::Joining;
   int async = Success;        // sticky
@@ -97,7 +109,10 @@ struct World {
   struct Failure { int code; long after; };
   std::map<std::string, Failure> failures;
   std::map<std::string, Clique*> cliques;
-  std::map<std::pair<int, void*>, std::deque<Group>> streams;  // by device and stream
+  // By device and stream. A kernel on a device is at the head of one of its own once it runs.
+  std::map<std::pair<int, void*>, std::deque<Group>> streams;
+  commrt::Device* (*current_device)() = nullptr;
+  std::map<commrt::Device*, std::thread::id> inside;  // whose call is going on there
   std::vector<std::string> violations, log;
   std::set<Comm*> comms;
   std::map<std::string, long> counters;
@@ -112,6 +127,23 @@ extern thread_local int device;
 void violation(const std::string& text);
 // Lets every stream run as far as it can.
 void advance();
+// Runs groups in the streams of devices once the caller has left the world's lock: devices call
+// back. At the end of its scope; declare it before whatever holds the lock.
+class Launches {
+ public:
+  Launches() = default;
+  ~Launches();
+};
+void launch_on_device(Group group);
+// Notes that the device is used, and by whom, to the end of the scope; holds the world's lock then.
+class OnDevice {
+ public:
+  ~OnDevice();
+  void enter(Comm* comm, const char* function);
+
+ private:
+  commrt::Device* gpu_ = nullptr;
+};
 // Executes a collective whose ranks have all come, in rank order.
 void execute(Clique* clique, const std::vector<std::pair<Comm*, Op*>>& ranks);
 size_t type_size(int dtype);

@@ -74,6 +74,7 @@ LAYERS = (
         "mesh",
         "message_lists",
         "native_comms",
+        "nccl_calls",
         "neighbors",
         "persistent",
         "point_to_point",

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one order of NCCL's work on a device, for all communicators of the process.
+//
+// NCCL must not be called for two communicators of a device from two threads at once, and kernels
+// of two communicators that run at the same time may each hold what the other one's peers need.
+// So operations are given to the device one at a time, under one lock, and run one after the
+// other: each waits for the end of the one before it, whatever streams they are in. Since all
+// ranks make the same calls in the same order, none waits for what a peer has put behind another.
+//
+// As they end in that order, one flag that counts on tells the host of all of them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "device.hpp"
+#include "nccl_comm.hpp"
+
+namespace commrt {
+
+struct NcclCall;
+
+class NcclOrder {
+ public:
+  // Throws DeviceFailure. `keeps` is alive as long as the device is needed.
+  NcclOrder(Device* device, std::shared_ptr<void> keeps, std::uint32_t first_value);
+
+  // A communicator that nobody uses any more: it is finalised with those of the other ranks, and
+  // then destroyed, in later calls of sweep().
+  void retire(std::shared_ptr<NcclComm> comm);
+  // Goes on with these, without waiting; how many are left.
+  std::size_t sweep();
+  // Aborts those that are left, and gives streams, events and memory back.
+  void close(double abort_timeout_s);
+
+  Event take_event();
+  void give_event(Event event);
+  std::size_t num_events();
+  // For callers that hold `issue`: device memory that operations use one after the other.
+  void* scratch(std::size_t nbytes);
+  // For callers that hold `issue`.
+  void sweep_locked();
+
+  Device* const device;
+  const bool flags;  // whether streams write them; else events are polled
+  std::mutex issue;  // whoever gives the device an operation, until NCCL has taken it
+  // What follows is guarded by it.
+  Stream stream = 0;  // of nonblocking calls
+  Event ready = 0;
+  std::uint32_t issued;            // the value of the latest operation
+  std::shared_ptr<NcclCall> last;  // that operation
+  bool last_is_own = false;        // whether it is in `stream`
+  std::uint32_t *begun = nullptr, *ended = nullptr;  // flags: values of operations
+  std::uint32_t* activity = nullptr;
+
+ private:
+  void check(DeviceStatus status) const;
+  template <class... Parameters, class... Arguments>
+  void call(DeviceStatus (*DeviceApi::*entry)(Device*, Parameters...), Arguments... arguments) {
+    check((device->api->*entry)(device, arguments...));
+  }
+
+  const std::shared_ptr<void> keeps_;
+  void* flag_memory_ = nullptr;
+  std::vector<std::pair<void*, std::size_t>> scratches_;  // the last one is the largest
+  std::vector<std::shared_ptr<NcclComm>> retired_;
+  bool closed_ = false;
+  std::mutex events_mutex_;
+  std::vector<Event> events_;
+  bool events_closed_ = false;
+};
+
+}  // namespace commrt

@@ -1,0 +1,419 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a call gives the device, and what whoever makes progress sees of it (nccl_work.hpp).
+#include "nccl_work.hpp"
+
+#include <algorithm>
+
+#include "comm.hpp"
+#include "device_error.hpp"
+#include "engine.hpp"
+#include "staging.hpp"
+
+namespace commrt {
+
+namespace {
+
+constexpr int kRemoteError = 6;  // ncclRemoteError
+// Looks without a change between two questions that take longer.
+constexpr unsigned kIdleLooks = 256;
+// A simulated device has no time: the abort is over before anything else goes on.
+constexpr double kSimulatedAbort_s = 10;
+
+std::string seconds(double time_s) {
+  std::string text = std::to_string(time_s);
+  text.erase(text.find_last_not_of('0') + 1);
+  if (!text.empty() && text.back() == '.') text.pop_back();
+  return text;
+}
+
+}  // namespace
+
+const char* const kNcclPlantedNames[kNumNcclPlanted] = {
+    "none",      "no_ready",   "ready_late", "no_end_wait",  "end_early",         "end_other_stream",
+    "end_flag_early", "no_chain", "chain_self", "unlocked", "wrong_stream", "copy_other_stream",
+    "no_copy",   "kept"};
+
+NcclCall::~NcclCall() {
+  if (work == nullptr) return;
+  if (end != 0) work->order().give_event(end);
+  if (begun != 0) work->order().give_event(begun);
+}
+
+NcclWork::NcclWork(Comm& comm, Engine& engine, std::shared_ptr<NcclOrder> order,
+                   std::shared_ptr<NcclComm> native)
+    : comm_(&comm), engine_(engine), order_(std::move(order)), device_(order_->device),
+      native_(std::move(native)) {
+  native_->meanwhile = [this] {
+    if (engine_.step()) return true;
+    if (!simulated()) return false;
+    check(device_->api->pause(device_));
+    return true;
+  };
+}
+
+NcclWork::~NcclWork() = default;
+
+void NcclWork::check(DeviceStatus status) const {
+  if (status != DeviceStatus::Ok) throw DeviceFailure(status, device_error());
+}
+
+void NcclWork::refuse_capture(Stream stream) {
+  CaptureState state = CaptureState::None;
+  call(&DeviceApi::is_capturing, stream, &state);
+  if (state == CaptureState::None) return;
+  throw DeviceFailure(
+      DeviceStatus::Capturing,
+      "stream " + std::to_string(stream) +
+          " is being captured: commrt does not record operations of NCCL into graphs, as what "
+          "orders them among other communicators' is not a part of the capture. Call it outside "
+          "of the capture; nothing was given to the device");
+}
+
+// --- the call ---
+
+std::shared_ptr<NcclCall> NcclWork::start(const std::shared_ptr<const NcclPlan>& plan,
+                                          const void* in, void* out, Stream stream, bool orders,
+                                          void* const* keep, double timeout_s) {
+  auto made = std::make_shared<NcclCall>();
+  made->plan = plan;
+  made->timeout_s = timeout_s;
+  if (has(NcclPlanted::Unlocked)) {
+    issue(made, in, out, stream, orders, keep);
+  } else {
+    HostLock own(device_, order_->issue);
+    check(own.status());
+    issue(made, in, out, stream, orders, keep);
+  }
+  announce();
+  engine_.wake();
+  return made;
+}
+
+// Holds the device's lock.
+void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void* out,
+                     Stream stream, bool orders, void* const* keep) {
+  refuse_capture(stream);
+  // Not the device's: the caller says what became of the communicator.
+  if (failed_) {
+    throw DeviceFailure(device_gone_ ? DeviceStatus::Failed : DeviceStatus::NotReady, failure_);
+  }
+  order_->sweep_locked();
+  const NcclPlan& plan = *made->plan;
+  // First, as it may wait for all that the device was given.
+  void* copy = nullptr;
+  if (plan.is_barrier) out = order_->scratch(1);
+  if (plan.needs_copy && in == out && plan.in_nbytes != 0 && !has(NcclPlanted::NoCopy)) {
+    copy = order_->scratch(plan.in_nbytes);
+  }
+  made->end = order_->take_event();
+  if (!order_->flags) made->begun = order_->take_event();
+  made->work = shared_from_this();
+  made->value = ++order_->issued;
+  {
+    const std::lock_guard<std::mutex> own(engine_.mutex);
+    Record record;
+    record.count = plan.elements;
+    record.coll = static_cast<int16_t>(plan.code);
+    record.root = static_cast<int16_t>(plan.root);
+    record.dtype = static_cast<uint8_t>(plan.element_type);
+    record.redop = static_cast<uint8_t>(plan.reduction);
+    record.blocking = orders;
+    record.stream = stream;
+    record.device = 0;
+    made->seq = comm_->count_elsewhere(record);
+  }
+  const bool in_callers = orders && !has(NcclPlanted::WrongStream);
+  const Stream on = in_callers ? stream : order_->stream;
+  const Stream other = in_callers ? order_->stream : stream;
+  try {
+    order_before(*made, on, stream, orders);
+    if (copy != nullptr) {
+      const Stream copies_on = has(NcclPlanted::CopyOtherStream) ? other : on;
+      call(&DeviceApi::memcpy_async, copy, in, plan.in_nbytes, copies_on);
+      in = copy;
+    }
+    const int code = run(plan, in, out, on, made->timeout_s);
+    if (code != kNcclSuccess) {
+      const std::string text = text_of(code, made->timeout_s);
+      give_up(kind_of(code), text);
+      throw NcclFailure(kind_of(code), plan.operation + " #" + std::to_string(made->seq) + " on " +
+                                           comm_->name + ", rank " + std::to_string(comm_->rank) +
+                                           ": " + text);
+    }
+    if (has(NcclPlanted::ReadyLate) && !orders) {
+      call(&DeviceApi::event_record, order_->ready, stream);
+      call(&DeviceApi::stream_wait_event, on, order_->ready);
+    }
+    order_after(*made, on, other);
+  } catch (const DeviceFailure& failure) {
+    give_up(std::string("device:") + status_name(failure.status), failure.what());
+    throw;
+  } catch (const NcclFailure&) {
+    throw;
+  } catch (...) {  // Ctrl-C: whether NCCL has taken it up is not known
+    give_up("revoked", "a call was interrupted while NCCL took it up");
+    throw;
+  }
+  order_->last = made;
+  order_->last_is_own = !in_callers;
+  last_value_ = made->value;
+  HostLock own(device_, looking_);
+  check(own.status());
+  made->keep[0] = keep[0];
+  made->keep[1] = keep[1];
+  calls_.push_back(made);
+  outstanding_.fetch_add(1, std::memory_order_release);
+  // It failed meanwhile; the streams are let go already.
+  if (failed_) fail(failure_kind_, failure_, device_gone_);
+}
+
+void NcclWork::order_before(NcclCall& made, Stream on, Stream stream, bool orders) {
+  using Api = DeviceApi;
+  const bool waits = !orders && !has(NcclPlanted::NoReady) && !has(NcclPlanted::ReadyLate);
+  if (waits) {
+    call(&Api::event_record, order_->ready, stream);
+    call(&Api::stream_wait_event, on, order_->ready);
+  }
+  // Streams of the caller's are not compared: a new one may have the handle of one that is gone.
+  const NcclCall* const before = order_->last.get();
+  const bool is_behind = order_->last_is_own && on == order_->stream;
+  const bool is_own = before != nullptr && before->value == last_value_;
+  if (before != nullptr && !is_behind && !has(NcclPlanted::NoChain) &&
+      (is_own || !has(NcclPlanted::ChainSelf))) {
+    call(&Api::stream_wait_event, on, before->end);
+  }
+  if (order_->flags) {
+    call(&Api::write_value32, on, order_->begun, made.value);
+  } else {
+    call(&Api::event_record, made.begun, on);
+  }
+  if (has(NcclPlanted::EndFlagEarly) && order_->flags) {
+    call(&Api::write_value32, on, order_->ended, made.value);
+  }
+  if (has(NcclPlanted::EndEarly)) call(&Api::event_record, made.end, on);
+}
+
+void NcclWork::order_after(NcclCall& made, Stream on, Stream other) {
+  using Api = DeviceApi;
+  if (order_->flags && !has(NcclPlanted::EndFlagEarly)) {
+    call(&Api::write_value32, on, order_->ended, made.value);
+  }
+  if (has(NcclPlanted::EndEarly)) return;
+  call(&Api::event_record, made.end, has(NcclPlanted::EndOtherStream) ? other : on);
+}
+
+int NcclWork::run(const NcclPlan& plan, const void* in, void* out, Stream on, double timeout_s) {
+  auto* const stream = reinterpret_cast<NcclStream>(on);
+  // NCCL takes it as memory that may be written; it only reads it.
+  std::string factor = plan.factor;
+  void* const scalar = factor.empty() ? nullptr : factor.data();
+  if (plan.is_barrier) {
+    return native_->collective(NcclColl::Allreduce, out, out, 1, kNcclUint8, 0, 0, stream,
+                               timeout_s);
+  }
+  if (plan.is_counted) {
+    return native_->counted(plan.coll, static_cast<const char*>(in), static_cast<char*>(out),
+                            plan.send_counts, plan.recv_counts, plan.itemsize, plan.dtype,
+                            plan.op, scalar, plan.root, stream, timeout_s);
+  }
+  if (scalar != nullptr) {
+    return native_->premul(plan.coll, in, out, plan.count, plan.dtype, scalar, plan.root, stream,
+                           timeout_s);
+  }
+  return native_->collective(plan.coll, in, out, plan.count, plan.dtype, plan.op, plan.root,
+                             stream, timeout_s);
+}
+
+void NcclWork::wait_on(const NcclCall& made, Stream stream) {
+  if (has(NcclPlanted::NoEndWait) || closed_ || made.failed()) return;
+  call(&DeviceApi::stream_wait_event, stream, made.end);
+}
+
+void NcclWork::pause(Backoff& backoff) {
+  if (simulated()) {
+    check(device_->api->pause(device_));
+  } else {
+    backoff.pause();
+  }
+}
+
+void NcclWork::see() {
+  if (simulated()) HostLock own(device_, looking_);
+}
+
+void NcclWork::announce() {
+  if (!simulated() || closed_) return;
+  device_->api->flag_store(device_, order_->activity,
+                           activities_.fetch_add(1, std::memory_order_relaxed) + 1);
+}
+
+// --- what the host sees ---
+
+bool NcclWork::look() {
+  if (outstanding() == 0) return false;
+  HostLock own(device_, looking_);
+  if (own.status() != DeviceStatus::Ok || calls_.empty()) return false;
+  const bool any = order_->flags ? look_at_flags() : look_at_events();
+  if (any || failed_ || calls_.empty()) return any;
+  if (++idle_ % kIdleLooks != 0 && !simulated()) return false;
+  return look_after();
+}
+
+bool NcclWork::look_at_flags() {
+  std::uint32_t begun = 0, ended = 0;
+  const bool known =
+      device_->api->flag_load(device_, order_->begun, &begun) == DeviceStatus::Ok &&
+      device_->api->flag_load(device_, order_->ended, &ended) == DeviceStatus::Ok;
+  if (!known && !device_gone_) return false;
+  for (; seen_begun_ < calls_.size(); ++seen_begun_) {
+    NcclCall& one = *calls_[seen_begun_];
+    if (!flag_reached(begun, one.value)) break;
+    one.begun_s.store(now_s(), std::memory_order_release);
+  }
+  bool any = false;
+  while (!calls_.empty() && (device_gone_ || flag_reached(ended, calls_.front()->value))) {
+    finish(calls_.front());
+    any = true;
+  }
+  return any;
+}
+
+bool NcclWork::look_at_events() {
+  const auto happened = [this](Event event) {
+    return device_->api->event_query(device_, event) == DeviceStatus::Ok;
+  };
+  for (; seen_begun_ < calls_.size(); ++seen_begun_) {
+    NcclCall& one = *calls_[seen_begun_];
+    if (!happened(one.begun)) break;
+    one.begun_s.store(now_s(), std::memory_order_release);
+  }
+  bool any = false;
+  while (!calls_.empty() && (device_gone_ || happened(calls_.front()->end))) {
+    finish(calls_.front());
+    any = true;
+  }
+  return any;
+}
+
+// The device has done all of it: references are free. Holds looking_.
+void NcclWork::finish(const std::shared_ptr<NcclCall>& made) {
+  engine_.discard_objects(made->keep);
+  int running = static_cast<int>(State::Running);
+  made->state.compare_exchange_strong(running, static_cast<int>(State::Done),
+                                      std::memory_order_acq_rel);
+  if (seen_begun_ > 0) --seen_begun_;
+  calls_.pop_front();
+  outstanding_.fetch_sub(1, std::memory_order_release);
+}
+
+// Nothing has changed for a while: it may be too late, a peer may have given up, NCCL may have
+// failed. Holds looking_.
+bool NcclWork::look_after() {
+  const NcclCall& first = *calls_.front();
+  const double begun_s = first.begun_s.load(std::memory_order_acquire);
+  if (begun_s != 0 && now_s() > begun_s + first.timeout_s) {
+    fail("timeout", "", false);
+    return true;
+  }
+  std::string who;
+  if (comm_ != nullptr) {
+    const std::lock_guard<std::mutex> own(engine_.mutex);
+    who = comm_->who_gave_up(first.seq);
+  }
+  if (!who.empty()) {
+    fail("revoked", who, false);
+    return true;
+  }
+  const int code = native_->poll();
+  if (code == kNcclSuccess || code == kNcclInProgress || code == kNcclInterrupted) return false;
+  fail(kind_of(code), text_of(code, 0), false);
+  return true;
+}
+
+void NcclWork::give_up_late(const std::shared_ptr<NcclCall>& made, double waited_s) {
+  if (made->begun_s.load(std::memory_order_acquire) == 0 || waited_s < made->timeout_s) return;
+  HostLock own(device_, looking_);
+  check(own.status());
+  if (!made->ended() && !failed_ && !closed_) fail("timeout", "", false);
+}
+
+void NcclWork::ask_device(const std::shared_ptr<NcclCall>& made) {
+  // Another thread's capture must not end by this question.
+  CaptureMode mode = CaptureMode::Relaxed;
+  if (device_->api->exchange_capture_mode(device_, &mode) != DeviceStatus::Ok) return;
+  const DeviceStatus status = device_->api->event_query(device_, made->end);
+  const std::string text = device_error();
+  device_->api->exchange_capture_mode(device_, &mode);
+  if (status == DeviceStatus::Ok || status == DeviceStatus::NotReady) return;
+  give_up(std::string("device:") + status_name(status), text);
+}
+
+// --- failures ---
+
+std::string NcclWork::kind_of(int code) const {
+  if (code == kNcclTimedOut || code == kNcclBusy) return "timeout";
+  if (code == kNcclInterrupted || code == kNcclUnusable) return "revoked";
+  return code == kRemoteError ? "peer" : "backend";
+}
+
+std::string NcclWork::text_of(int code, double timeout_s) const {
+  if (code == kNcclTimedOut || code == kNcclBusy) {
+    return "NCCL had not taken it up after " + seconds(timeout_s) +
+           " s: a peer may not have called it; the NCCL communicator was aborted";
+  }
+  if (code == kNcclInterrupted || code == kNcclUnusable) return "its NCCL communicator was aborted";
+  return "NCCL failed: " + native_->describe(code) +
+         "; the NCCL communicator was aborted. NCCL_DEBUG=WARN tells more";
+}
+
+void NcclWork::give_up(const std::string& kind, const std::string& why) {
+  HostLock own(device_, looking_);
+  if (closed_ || failed_) return;
+  fail(kind, why, kind == "device:failed");
+}
+
+// Holds looking_.
+void NcclWork::fail(const std::string& kind, const std::string& why, bool device_is_gone) {
+  const bool is_first = !failed_;
+  failed_ = true;
+  device_gone_ = device_gone_ || device_is_gone;
+  failure_kind_ = kind;
+  failure_ = why;
+  if (comm_ != nullptr) {
+    const std::string text = kind == "timeout" ? "an operation by NCCL came too late" : why;
+    const std::lock_guard<std::mutex> own(engine_.mutex);
+    comm_->break_down(text);
+    comm_->tell_failure(calls_.empty() ? comm_->next_seq : calls_.front()->seq);
+  }
+  for (const auto& one : calls_) {
+    if (one->ended()) continue;
+    one->kind = kind;
+    one->error = why;
+    one->state.store(static_cast<int>(State::Failed), std::memory_order_release);
+  }
+  // Its kernels end by that, and the streams go on.
+  if (is_first && !has(NcclPlanted::Kept)) native_->abort(simulated() ? kSimulatedAbort_s : 0.0);
+}
+
+// --- the end ---
+
+void NcclWork::close() {
+  abandon();
+  bool is_whole = false;
+  {
+    HostLock own(device_, looking_);
+    if (closed_) return;
+    closed_ = true;
+    is_whole = !failed_ && calls_.empty();
+  }
+  native_->meanwhile = nullptr;
+  if (is_whole) order_->retire(native_);
+}
+
+void NcclWork::abandon() {
+  engine_.unwatch(this);
+  HostLock own(device_, looking_);
+  comm_ = nullptr;
+}
+
+}  // namespace commrt

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks with devices without hardware, and a pretended NCCL in their streams.
+
+    with nccl_here() as fake:
+        on_nccl_threads(2, lambda rank: rank.comm.allreduce(x))
+    # nothing wrong was called, and every communicator was ended
+
+On simulated devices (``NcclSimRanks``) the ranks meet before the simulation begins: a
+thread that waits for another one outside of it would stop it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from fake_nccl import FakeNccl
+from staged_ranks import Rank, SimRanks, kept_ranks, on_threads
+
+from commrt.comm import Communicator
+from commrt.nccl import libnccl
+from commrt.nccl.orders import end_all
+from commrt.nccl_calls import NcclCalls
+
+__all__ = ["NcclSimRanks", "nccl_here", "on_nccl_threads", "prepare"]
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def nccl_here(version: int = 22809, *, is_clean: bool = True) -> Iterator[FakeNccl]:
+    """Let this process have the pretended NCCL, for devices without hardware.
+
+    With ``is_clean`` no call may be wrong, and nothing may be left in a stream.
+    """
+    fake = FakeNccl(version)
+    before = list(libnccl._found)
+    libnccl._found[:] = [fake.serve_devices()]
+    try:
+        yield fake
+    finally:
+        libnccl._found[:] = before
+        end_all(5.0)
+    if is_clean:
+        fake.check()
+
+
+def prepare(comm: Communicator, device: Any) -> None:
+    """Let the ranks meet, as a first call does."""
+    comm._staging.nccl.agree(device, "first", 20.0)
+    assert comm._staging.nccl.prepare(device), comm.nccl_facts.why
+
+
+def on_nccl_threads(size: int, function: Callable[[Rank], T], **device: Any) -> list[T]:
+    """Run a function on ranks with devices of threads."""
+    return on_threads(size, function, **device)
+
+
+class NcclSimRanks(SimRanks):
+    """Ranks on one simulated GPU, with NCCL, and so many communicators each."""
+
+    def __init__(
+        self,
+        size: int,
+        seed: int,
+        queues: int = 8,
+        *,
+        bug: str | None = None,
+        communicators: int = 1,
+        first_value: int = 0,
+        staging: dict[str, int] | None = None,
+        **switches: Any,
+    ) -> None:
+        super().__init__(size, seed, queues, staging=staging, **switches)
+        made = kept_ranks(size)
+        self.groups = [[comm] for comm in made.comms]
+        for number in range(1, communicators):
+            split = made.each(lambda comm: comm.dup())
+            for group, comm in zip(self.groups, split, strict=True):
+                group.append(comm)
+            assert number == len(self.groups[0]) - 1
+
+        def join(comm: Communicator) -> None:
+            rank = comm.rank
+            for each in self.groups[rank]:
+                each._staging.nccl = NcclCalls(each)
+                each._staging.nccl.first_value = first_value
+                each._staging._forget_choices()
+                prepare(each, self.devices[rank])
+                if bug is not None:
+                    each._staging.nccl.work(self.devices[rank]).plant(bug)
+
+        made.each(join)
+
+    def close(self) -> None:
+        """Give everything back, and see that nothing is left and nothing was wrong."""
+        for group in self.groups:
+            for comm in group:
+                comm._staging.nccl.close()
+                for _, stager in comm._staging._stagers.values():
+                    stager.close()
+                comm._staging._stagers.clear()
+        end_all(5.0)
+        super().close()
+        for group in self.groups:
+            for comm in group[1:]:
+                comm.free()

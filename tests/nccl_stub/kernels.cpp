@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// Groups as kernels in streams of commrt's devices without hardware.
+#include "stub.hpp"
+
+namespace stub {
+
+namespace {
+
+using Lock = std::unique_lock<std::mutex>;
+
+thread_local std::vector<Group> to_launch;
+
+// What a device holds of a kernel.
+struct Held {
+  std::shared_ptr<Kernel> kernel;
+  Group group;
+};
+
+Held* held(void* argument) { return static_cast<Held*>(argument); }
+
+void begin(void* argument) {
+  Lock lock(world.mutex);
+  Group group = std::move(held(argument)->group);
+  Comm* comm = group.comm;
+  if (comm->life == Life::Aborted) {
+    group.kernel->done.store(true, std::memory_order_release);
+    return;
+  }
+  for (auto& [key, queue] : world.streams) {
+    if (queue.empty() || queue.front().kernel == nullptr) continue;
+    const Comm* other = queue.front().comm;
+    if (other->gpu == comm->gpu && other != comm) {
+      violation("kernels of two communicators run at the same time on a device: where there is no "
+                "room for both, ranks may begin with different ones");
+    }
+  }
+  const std::pair<int, void*> own(-1, reinterpret_cast<void*>(group.kernel->id));
+  world.streams[own].push_back(std::move(group));
+  advance();
+}
+
+bool may_end(void* argument) {
+  return held(argument)->kernel->done.load(std::memory_order_acquire);
+}
+
+const std::vector<uint64_t>& met(void* argument) { return held(argument)->kernel->met; }
+
+void end(void* argument) { delete held(argument); }
+
+std::vector<commrt::ForeignRange> ranges_of(const Group& group) {
+  std::vector<commrt::ForeignRange> ranges;
+  const Comm* comm = group.comm;
+  const auto size = static_cast<size_t>(comm->size);
+  for (const Op& op : group.ops) {
+    const size_t block = op.count * type_size(op.dtype);
+    const bool is_root = op.peer == comm->rank;
+    size_t read = block, written = block;
+    switch (op.kind) {
+      case Kind::AllReduce: break;
+      case Kind::Reduce: written = is_root ? block : 0; break;
+      case Kind::Broadcast: read = is_root ? block : 0; break;
+      case Kind::AllGather: written = block * size; break;
+      case Kind::ReduceScatter: read = block * size; break;
+      case Kind::AlltoAll: read = written = block * size; break;
+      case Kind::Gather: written = is_root ? block * size : 0; break;
+      case Kind::Scatter: read = is_root ? block * size : 0; break;
+      case Kind::Send: written = 0; break;
+      case Kind::Recv: read = 0; break;
+    }
+    if (read) ranges.push_back({const_cast<void*>(op.in), read, false});
+    if (written) ranges.push_back({op.out, written, true});
+  }
+  return ranges;
+}
+
+}  // namespace
+
+void launch_on_device(Group group) { to_launch.push_back(std::move(group)); }
+
+Launches::~Launches() {
+  std::vector<Group> groups;
+  groups.swap(to_launch);
+  for (Group& group : groups) {
+    static std::atomic<uint64_t> next{1};
+    Comm* comm = group.comm;
+    const auto stream = reinterpret_cast<commrt::Stream>(group.stream);
+    group.kernel = std::make_shared<Kernel>();
+    group.kernel->id = next.fetch_add(1);
+    commrt::ForeignKernel kernel;
+    kernel.id = group.kernel->id;
+    kernel.begin = begin;
+    kernel.may_end = may_end;
+    kernel.end = end;
+    kernel.met = met;
+    kernel.ranges = ranges_of(group);
+    kernel.holds = comm->gpu;
+    auto* argument = new Held{group.kernel, std::move(group)};
+    kernel.argument = argument;
+    if (comm->gpu->api->launch_foreign(comm->gpu, kernel, stream) == commrt::DeviceStatus::Ok) continue;
+    delete argument;
+    Lock lock(world.mutex);
+    comm->async = 1;  // unhandled cuda error
+  }
+}
+
+void OnDevice::enter(Comm* comm, const char* function) {
+  if (comm == nullptr || comm->gpu == nullptr || gpu_ != nullptr) return;
+  const auto found = world.inside.find(comm->gpu);
+  if (found != world.inside.end()) {
+    if (found->second != std::this_thread::get_id()) {
+      violation(std::string(function) + " while another thread calls NCCL for the same device");
+    }
+    return;
+  }
+  gpu_ = comm->gpu;
+  world.inside[gpu_] = std::this_thread::get_id();
+}
+
+OnDevice::~OnDevice() {
+  if (gpu_ == nullptr) return;
+  Lock lock(world.mutex);
+  world.inside.erase(gpu_);
+}
+
+}  // namespace stub

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NCCL, staged and host operations at once, in any interleaving equal on all ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from nccl_ranks import NcclSimRanks, nccl_here, on_nccl_threads
+from staged_ranks import Rank, forget_ranks
+from test_nccl_order import verdict
+
+from commrt import _native
+from commrt.devices import DeviceStream
+
+SEEDS, FULL_SEEDS = 2, 40
+CALLS, FULL_CALLS = 50, 400
+SMALL = {"slots": 2, "first_nbytes": 1024, "most_nbytes": 1 << 16}
+BACKENDS = ("nccl", "staged", "host", None)
+BY_TABLE = ("bxor", "max", "sum")
+"""Reductions of which NCCL has all but the first, for integers."""
+PLANTED = ("no_ready", "end_early", "end_other_stream", "no_end_wait", "wrong_stream")
+"""Bugs of one engine that the others must not hide."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_ranks_left() -> Iterator[None]:
+    yield
+    forget_ranks()
+
+
+def values(rank: int, number: int, count: int) -> Any:
+    return np.arange(count, dtype="i4") * (number + 1) + 7 * rank
+
+
+def result(op: str, number: int, count: int, size: int) -> Any:
+    every = [values(rank, number, count) for rank in range(size)]
+    combine = {"sum": np.add, "max": np.maximum, "bxor": np.bitwise_xor}[op]
+    return combine.reduce(every)
+
+
+def wait_on_host(rank: Rank, request: Any) -> None:
+    """Wait for a request on host memory, and let a simulation go on meanwhile."""
+    while not request.test():
+        rank.device.pause()
+
+
+def mixed(
+    groups: list[list[Any]], rank: Rank, *, drawn: int, num_calls: int = CALLS
+) -> None:
+    """Draw calls that are the same on all ranks, and waits that are this rank's own."""
+    same, own = random.Random(drawn), random.Random(f"{drawn} {rank.rank}")
+    comms, size = groups[rank.rank], len(groups)
+    streams = [rank.stream, DeviceStream(rank.device)]
+    host: list[tuple[Any, Any, Any]] = []
+    waiting: list[tuple[Any, Any, Callable[..., Any], Any]] = []
+    fetched: list[tuple[Callable[[], Any], Any]] = []
+
+    def settle(at: int) -> None:
+        request, x, _, wanted = waiting.pop(at)
+        request.wait(stream=rank.stream)
+        fetched.append((rank.fetch(x), wanted))
+
+    for number in range(num_calls):
+        comm = comms[same.randrange(len(comms))]
+        backend, op = same.choice(BACKENDS), same.choice(BY_TABLE)
+        count, nonblocking = same.choice((1, 5, 40)), same.random() < 0.7
+        stream = streams[same.randrange(2)]
+        if backend == "nccl" and op == "bxor":
+            op = "sum"
+        wanted = result(op, number, count, size)
+        if backend == "host":
+            given = values(rank.rank, number, count)
+            host.append((comm.allreduce(given, op=op, nonblocking=True), given, wanted))
+            continue
+        x = rank.array(values(rank.rank, number, count))
+        if stream is not rank.stream:
+            event = rank.device.event_create()
+            rank.device.event_record(event, rank.stream.handle)
+            rank.device.stream_wait_event(stream.handle, event)
+        if nonblocking:
+            request = comm.allreduce(
+                x, op=op, backend=backend, stream=stream, nonblocking=True
+            )
+            request.be_quiet()
+            waiting.append((request, x, rank.fetch, wanted))
+        else:
+            comm.allreduce(x, op=op, backend=backend, stream=stream)
+            fetched.append((rank.fetch_in(x, stream), wanted))
+        while waiting and own.random() < 0.3:
+            settle(own.randrange(len(waiting)))
+        if host and own.random() < 0.2:
+            wait_on_host(rank, host[own.randrange(len(host))][0])
+    while waiting:
+        settle(own.randrange(len(waiting)))
+    for request, found, wanted in host:
+        wait_on_host(rank, request)
+        assert np.array_equal(found, wanted)
+    for each in streams:
+        each.synchronize()
+    for value, wanted in fetched:
+        assert np.array_equal(value(), wanted), f"rank {rank.rank}"
+    rank.finish()
+    while any(comm._staging.outstanding for comm in comms):
+        if not rank.comm._world.engine.step():
+            rank.device.pause()
+    streams[1].destroy()
+
+
+@pytest.mark.parametrize("queues", [0, 1, 2, 8])
+@pytest.mark.parametrize("size", [2, 3])
+def test_no_interleaving_waits_for_itself(
+    size: int, queues: int, seed: int, full: bool
+) -> None:
+    """Three communicators, two streams, three engines; one hardware queue, too."""
+    for each in range(seed, seed + (FULL_SEEDS if full else SEEDS)):
+        with nccl_here() as nccl:
+            ranks = NcclSimRanks(size, each, queues, communicators=3, staging=SMALL)
+            calls = FULL_CALLS if full else CALLS
+            ranks.run(partial(mixed, ranks.groups, drawn=each, num_calls=calls))
+            ranks.close()
+            assert nccl.counter("kernels") > 0
+
+
+def test_hundreds_are_outstanding(seed: int) -> None:
+    with nccl_here():
+        ranks = NcclSimRanks(2, seed, 1, communicators=3, staging=SMALL)
+
+        def main(rank: Rank) -> None:
+            comms = ranks.groups[rank.rank]
+            xs = [rank.array(values(rank.rank, i, 4)) for i in range(300)]
+            requests = []
+            for number, x in enumerate(xs):
+                backend = ("nccl", "staged")[number % 3 == 1]
+                comm = comms[number % len(comms)]
+                requests.append(comm.allreduce(x, backend=backend, nonblocking=True))
+            assert len(requests) == 300
+            for request in reversed(requests):
+                request.wait()
+            found = [rank.fetch(x) for x in xs]
+            for request in requests:
+                request.synchronize()
+            rank.stream.synchronize()
+            for number, value in enumerate(found):
+                assert np.array_equal(value(), result("sum", number, 4, 2))
+
+        ranks.run(main)
+        ranks.close()
+
+
+@pytest.mark.parametrize("queues", [1, 8])
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught_between_other_engines(
+    bug: str, queues: int, seed: int, full: bool
+) -> None:
+    for each in range(seed, seed + (FULL_SEEDS if full else 1)):
+        run = partial(mixed, drawn=each, num_calls=CALLS)
+        assert verdict(each, queues, bug, run), f"seed {each}"
+
+
+def test_flags_count_on_beyond_their_end(seed: int) -> None:
+    with nccl_here():
+        start = {"first_value": 2**32 - 9}
+        ranks = NcclSimRanks(2, seed, 2, communicators=2, staging={**SMALL, **start})
+        ranks.run(partial(mixed, ranks.groups, drawn=seed))
+        ranks.close()
+
+
+def test_mixed_calls_of_real_threads(seed: int) -> None:
+    """The same over devices of threads, whose progress is the engine's thread."""
+
+    def main(rank: Rank) -> None:
+        comms = [rank.comm, rank.comm.dup(), rank.comm.dup()]
+        groups = [comms] * rank.comm.size
+        mixed(groups, rank, drawn=seed, num_calls=60)
+        for comm in comms[1:]:
+            comm.free()
+
+    with nccl_here() as nccl:
+        on_nccl_threads(3, main, seed=seed, max_delay_us=20)
+        assert nccl.counter("kernels") > 0
+
+
+def test_the_list_of_bugs_is_that_of_the_engine() -> None:
+    assert {*PLANTED} < {*_native.planted_nccl_bugs()}

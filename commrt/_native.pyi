@@ -1329,6 +1329,22 @@ def nccl_init(
 def nccl_open(path: str, *, only_loaded: bool) -> tuple[NcclLibrary, str]:
     """Open a libnccl; returns it, or None and the reason."""
 
+def nccl_program_plan(
+    operation: str,
+    program: StreamProgram,
+    *,
+    coll: int,
+    scratch_nbytes: int,
+    in_nbytes: int,
+    out_nbytes: int,
+    in_place: bool,
+    root: int,
+    elements: int,
+    element_type: int,
+    reduction: int,
+) -> NcclPlan:
+    """A plan that runs a schedule's rounds."""
+
 def open_fusion(group: Group, nbytes: int, limit_s: float) -> None:
     """From now on short nonblocking allreduces go into buckets."""
 

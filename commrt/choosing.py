@@ -195,6 +195,8 @@ class Choosing(Redistributing):
     def _only_on_request(self, query: Query, candidate: Candidate) -> str | None:
         if candidate.backend == "staged" and self._has_nccl(query):
             return "NCCL runs this unless a table, COMMRT_ALGORITHM or the call says so"
+        if candidate.backend == by_nccl.NATIVE.backend and candidate != by_nccl.NATIVE:
+            return "a schedule on NCCL runs where a table or the call names it"
         native = candidate.name in (NATIVE, "staged/native")
         query, candidate = on_host(query, candidate)
         if not native or self._unasked_native:

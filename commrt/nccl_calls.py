@@ -39,6 +39,8 @@ class NcclFacts:
     """As ``ncclGetVersion`` counts."""
     capability: int | None = None
     """The least compute capability, 90 for 9.0; None: any."""
+    no_kernels: str = ""
+    """Why commrt's own kernels cannot run between NCCL's; empty where they can."""
 
 
 class NcclCalls:
@@ -108,6 +110,7 @@ class NcclCalls:
             "why": "",
             "version": opened.version,
             "capability": getattr(device, "capability", None),
+            "no_kernels": getattr(device, "why_no_kernels", None) or "",
             "place": place,
         }
 
@@ -201,7 +204,12 @@ def _together(said: Sequence[dict[str, Any]]) -> NcclFacts:
                 f"device, where NCCL would wait for itself"
             )
     known = [each["capability"] for each in said if each["capability"] is not None]
-    return NcclFacts("", versions[0], min(known, default=None))
+    without = [
+        f"rank {rank}: {each['no_kernels']}"
+        for rank, each in enumerate(said)
+        if each["no_kernels"]
+    ]
+    return NcclFacts("", versions[0], min(known, default=None), "; ".join(without))
 
 
 def _seen_here() -> NcclFacts:

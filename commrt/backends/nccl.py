@@ -12,6 +12,8 @@ from typing import Any
 
 from commrt import _native, nccl
 from commrt.backends.base import Availability, Capabilities, PlanSpec
+from commrt.backends.schedules import schedule_candidates
+from commrt.backends.stream_programs import nccl_program
 from commrt.dtypes import ReduceOp, dtype_by_name, is_known, reduce_op
 from commrt.errors import BackendError
 from commrt.nccl.abilities import (
@@ -21,10 +23,10 @@ from commrt.nccl.abilities import (
     scalar_bytes,
     support,
 )
-from commrt.operations import OPERATIONS, OpSpec
+from commrt.operations import OpSpec
 from commrt.select.facts import Candidate, Query
 
-__all__ = ["NATIVE", "NcclBackend", "why_refused"]
+__all__ = ["NATIVE", "NcclBackend", "why_no_schedules", "why_refused"]
 
 NAME = "nccl"
 NATIVE = Candidate(NAME, "native")
@@ -40,12 +42,9 @@ class NcclBackend:
     name = NAME
     capabilities = Capabilities(
         devices=("cuda",),
-        operations=tuple(each.name for each in OPERATIONS if each.prefix == "none"),
-        dtypes=tuple(NCCL_TYPES),
-        reductions=tuple(op.name.lower() for op in NCCL_REDUCTIONS),
-        schedules=False,
         native=True,
-        limits="stream-ordered; where all ranks have it, and a GPU each",
+        limits="stream-ordered; where all ranks have it, and a GPU each; native runs "
+        "what NCCL itself does, schedules all else, with kernels of commrt's",
     )
 
     def availability(self) -> Availability:
@@ -55,16 +54,25 @@ class NcclBackend:
         return Availability(self.name, why is None, reason, self.capabilities)
 
     def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
-        """Return one, where NCCL does it as commrt promises it."""
-        if query.device != "cuda" or why_refused(comm, query) is not None:
+        """Return NCCL's own, where it does it as commrt promises it, and schedules."""
+        if query.device != "cuda":
             return ()
-        return (NATIVE,)
+        found = [NATIVE] if why_refused(comm, query) is None else []
+        if why_no_schedules(comm, query) is None:
+            found += schedule_candidates(comm, query, NAME)
+        return found
 
     def plan(self, comm: Any, spec: PlanSpec) -> Any:
         """Return the plan of this rank."""
         facts = comm.nccl_facts
         if facts.why:
             raise BackendError(f"{spec.candidate} on {comm.name}: {facts.why}")
+        if spec.candidate.algorithm != NATIVE.algorithm:
+            if facts.no_kernels:
+                raise BackendError(
+                    f"{spec.candidate} on {comm.name}: {facts.no_kernels}"
+                )
+            return _scheduled(spec, comm.rank, comm.size, comm.facts.layout)
         return _planned(spec, comm.size, facts.version)
 
 
@@ -83,6 +91,37 @@ def why_refused(comm: Any, query: Query) -> str | None:
         capability=facts.capability,
     )
     return found.reason if found.how == "refused" else None
+
+
+def why_no_schedules(comm: Any, query: Query) -> str | None:
+    """Return why schedules do not run on NCCL here, equal on all ranks."""
+    facts = comm.nccl_facts
+    if facts.why or facts.no_kernels:
+        return str(facts.why or facts.no_kernels)
+    if query.op is not None and not is_known(query.op):
+        return "kernels know no reduction of yours"
+    return None
+
+
+def _scheduled(
+    spec: PlanSpec, rank: int, size: int, nodes: tuple[int, ...]
+) -> _native.NcclPlan:
+    """Return the plan of a schedule in rounds."""
+    made = nccl_program(spec, rank, size, nodes)
+    item = spec.dtype.itemsize
+    return _native.nccl_program_plan(
+        spec.op.name,
+        made.program,
+        coll=spec.op.code,
+        scratch_nbytes=made.scratch_nbytes,
+        in_nbytes=spec.in_elements * item,
+        out_nbytes=spec.out_elements * item,
+        in_place=spec.op.in_place,
+        root=spec.root,
+        elements=spec.num_elements,
+        element_type=spec.dtype.code,
+        reduction=int(spec.reduction),
+    )
 
 
 def _planned(spec: PlanSpec, size: int, version: int) -> _native.NcclPlan:

@@ -158,6 +158,29 @@ void bind_nccl_work(nb::module_& m) {
            nb::arg("root"), nb::arg("factor"), nb::arg("in_nbytes"), nb::arg("elements"),
            nb::arg("element_type"), nb::arg("reduction"));
 
+  m.def("nccl_program_plan",
+        [](const std::string& operation, std::shared_ptr<StreamProgram> program, int coll,
+           size_t scratch_nbytes, size_t in_nbytes, size_t out_nbytes, bool in_place, int root,
+           int64_t elements, int element_type, int reduction) {
+          auto plan = std::make_shared<NcclPlan>();
+          plan->operation = operation;
+          plan->program = std::move(program);
+          plan->code = coll;
+          plan->scratch_nbytes = scratch_nbytes;
+          plan->in_nbytes = in_nbytes;
+          plan->out_nbytes = out_nbytes;
+          plan->in_place = in_place;
+          plan->root = root;
+          plan->elements = elements;
+          plan->element_type = element_type;
+          plan->reduction = reduction;
+          return plan;
+        },
+        nb::arg("operation"), nb::arg("program"), nb::kw_only(), nb::arg("coll"),
+        nb::arg("scratch_nbytes"), nb::arg("in_nbytes"), nb::arg("out_nbytes"),
+        nb::arg("in_place"), nb::arg("root"), nb::arg("elements"), nb::arg("element_type"),
+        nb::arg("reduction"), "A plan that runs a schedule's rounds.");
+
   nb::class_<PyNcclCall>(m, "NcclCall", "One started call by NCCL.")
       .def("wait_on",
            [](const PyNcclCall& self, uint64_t stream) {

@@ -7,6 +7,7 @@
 #include "comm.hpp"
 #include "device_error.hpp"
 #include "engine.hpp"
+#include "nccl_program.hpp"
 #include "staging.hpp"
 
 namespace commrt {
@@ -24,6 +25,16 @@ std::string seconds(double time_s) {
   text.erase(text.find_last_not_of('0') + 1);
   if (!text.empty() && text.back() == '.') text.pop_back();
   return text;
+}
+
+// Whether an input has to be put away first.
+bool reads_what_it_writes(const NcclPlan& plan, const void* in, const void* out) {
+  if (plan.in_nbytes == 0) return false;
+  if (plan.program == nullptr) return plan.needs_copy && in == out;
+  if (plan.in_place && in == out) return false;
+  const auto* x = static_cast<const unsigned char*>(in);
+  const auto* y = static_cast<const unsigned char*>(out);
+  return x < y + plan.out_nbytes && y < x + plan.in_nbytes;
 }
 
 }  // namespace
@@ -102,8 +113,12 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void
   // First, as it may wait for all that the device was given.
   void* copy = nullptr;
   if (plan.is_barrier) out = order_->scratch(1);
-  if (plan.needs_copy && in == out && plan.in_nbytes != 0 && !has(NcclPlanted::NoCopy)) {
-    copy = order_->scratch(plan.in_nbytes);
+  void* scratch = nullptr;
+  const bool copies = reads_what_it_writes(plan, in, out) && !has(NcclPlanted::NoCopy);
+  if (copies || plan.scratch_nbytes != 0) {
+    // The program's begins it, on the device's own alignment.
+    scratch = order_->scratch(plan.scratch_nbytes + (copies ? plan.in_nbytes : 0));
+    if (copies) copy = static_cast<unsigned char*>(scratch) + plan.scratch_nbytes;
   }
   made->end = order_->take_event();
   if (!order_->flags) made->begun = order_->take_event();
@@ -132,7 +147,7 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void
       call(&DeviceApi::memcpy_async, copy, in, plan.in_nbytes, copies_on);
       in = copy;
     }
-    const int code = run(plan, in, out, on, made->timeout_s);
+    const int code = run(plan, in, out, scratch, on, made->timeout_s);
     if (code != kNcclSuccess) {
       const std::string text = text_of(code, made->timeout_s);
       give_up(kind_of(code), text);
@@ -202,8 +217,20 @@ void NcclWork::order_after(NcclCall& made, Stream on, Stream other) {
   call(&Api::event_record, made.end, has(NcclPlanted::EndOtherStream) ? other : on);
 }
 
-int NcclWork::run(const NcclPlan& plan, const void* in, void* out, Stream on, double timeout_s) {
+int NcclWork::run(const NcclPlan& plan, const void* in, void* out, void* scratch, Stream on,
+                  double timeout_s) {
   auto* const stream = reinterpret_cast<NcclStream>(on);
+  if (plan.program != nullptr) {
+    // Kernels read an input, and write it only where it is the output.
+    unsigned char* bases[] = {static_cast<unsigned char*>(const_cast<void*>(in)),
+                              static_cast<unsigned char*>(out),
+                              static_cast<unsigned char*>(scratch)};
+    DeviceStatus failed = DeviceStatus::Ok;
+    const int code =
+        run_on_nccl(*native_, *plan.program, device_, bases, on, timeout_s, &failed);
+    check(failed);
+    return code;
+  }
   // NCCL takes it as memory that may be written; it only reads it.
   std::string factor = plan.factor;
   void* const scalar = factor.empty() ? nullptr : factor.data();

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "nccl_order.hpp"
+#include "stream_program.hpp"
 #include "types.hpp"
 #include "watched.hpp"
 
@@ -64,6 +65,11 @@ struct NcclPlan {
   int dtype = kNcclUint8, op = 0, root = 0;
   std::string factor;          // of premul_sum, in the format of the type; empty: none
   std::size_t in_nbytes = 0;
+  // A schedule's rounds, instead of a function of NCCL; its scratch memory; whether it works in
+  // place, and what it writes: else an input that lies there is copied first.
+  std::shared_ptr<const StreamProgram> program;
+  std::size_t scratch_nbytes = 0, out_nbytes = 0;
+  bool in_place = false;
   int64_t elements = 0;        // for the record
   int code = 0, element_type = 0, reduction = 0;
 };
@@ -149,7 +155,8 @@ class NcclWork : public Watched, public std::enable_shared_from_this<NcclWork> {
              bool orders, void* const* keep);
   void order_before(NcclCall& made, Stream on, Stream stream, bool orders);
   void order_after(NcclCall& made, Stream on, Stream other);
-  int run(const NcclPlan& plan, const void* in, void* out, Stream on, double timeout_s);
+  int run(const NcclPlan& plan, const void* in, void* out, void* scratch, Stream on,
+          double timeout_s);
   bool look_at_flags();
   bool look_at_events();
   bool look_after();

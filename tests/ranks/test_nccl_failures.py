@@ -318,15 +318,19 @@ def test_what_nccl_lacks_is_staged_and_named(nccl: FakeNccl) -> None:
             assert reason in told
         x = rank.array(np.ones(4, "i2"))
         with pytest.raises(BackendError, match="NCCL does not reduce int16"):
-            rank.comm.allreduce(x, backend="nccl")
-        with pytest.raises(BackendError, match="NCCL does not reduce int16"):
             rank.comm.allreduce(x, algorithm="nccl/native")
         with pytest.raises(UsageError, match="ring"):
-            rank.comm.allreduce(ones(rank), algorithm="nccl/ring")
+            rank.comm.allreduce(ones(rank), algorithm="nccl/rings")
         rank.comm.allreduce(x)
+        # A schedule sums what NCCL does not, where the call asks for NCCL.
+        out = rank.array(np.zeros(4, "i2"))
+        rank.comm.allreduce(x, out=out, backend="nccl")
+        summed = rank.fetch(out)
+        rank.stream.synchronize()
+        assert summed().tolist() == [4] * 4
         before = nccl.counter("kernels")
         rank.comm.allreduce(ones(rank), backend="staged")
-        rank.comm.allreduce(ones(rank), algorithm="direct")
+        rank.comm.allreduce(ones(rank), algorithm="staged/direct")
         rank.stream.synchronize()
         assert nccl.counter("kernels") == before
 

@@ -143,7 +143,7 @@ def test_cuda_arrays_are_refused() -> None:
     class Cuda:
         __cuda_array_interface__: Any = {}  # noqa: RUF012
 
-    with pytest.raises(BufferError_, match=r"x is a CUDA array: .* copy it there first"):
+    with pytest.raises(BufferError_, match=r"x is a CUDA array: .* copy it there"):
         view(Cuda(), "x")
 
 

@@ -1097,7 +1097,9 @@ class ThreadDevice(Device):
         memory_flags: bool = True,
     ) -> None: ...
     def close(self) -> None:
-        """End all threads, also those that wait, and free all memory."""
+        """End all threads, also those that wait; memory goes with the last user of the
+        device.
+        """
 
     def fail_after(self, commands: int) -> None:
         """Let the device fail for good at the n-th command from now."""

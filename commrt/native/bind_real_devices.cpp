@@ -64,7 +64,7 @@ void bind_real_devices(nb::module_& m, nb::class_<PyDevice>& device) {
       .def("close", [](const PyThreadDevice& d) {
         nb::gil_scoped_release free;
         d.threads()->close();
-      }, "End all threads, also those that wait, and free all memory.");
+      }, "End all threads, also those that wait; memory goes with the last user of the device.");
 
   nb::class_<PyCudaDevice>(m, "CudaDevice", device, "A GPU, through the CUDA driver.")
       .def("__init__", [](PyCudaDevice* self, int ordinal, bool memory_flags,

@@ -181,6 +181,11 @@ void ThreadDevice::close() {
   signal().changed();
   for (auto& stream : all) close_stream(stream);
   for (auto& stream : all) stream->thread.join();
+}
+
+// Memory goes with the device, not with its threads: whoever works on it keeps it, and may look
+// at flags until it has seen that the device is closed.
+void ThreadDevice::free_all() {
   std::lock_guard<std::mutex> guard(blocks().mutex);
   auto& by_base = blocks().by_base;
   for (auto at = by_base.begin(); at != by_base.end();) {
@@ -194,6 +199,9 @@ void ThreadDevice::close() {
   }
 }
 
-ThreadDevice::~ThreadDevice() { close(); }
+ThreadDevice::~ThreadDevice() {
+  close();
+  free_all();
+}
 
 }  // namespace commrt::threaded

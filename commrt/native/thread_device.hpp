@@ -113,6 +113,7 @@ struct ThreadDevice : Device {
   ~ThreadDevice();
   // Ends all threads, also those that wait; idempotent. Every call fails from then on.
   void close();
+  void free_all();  // of the destructor: memory lives as long as who uses the device
   void fail_after(std::uint64_t commands) { fail_in = commands; }
 
   const std::uint64_t seed;

@@ -551,7 +551,7 @@ left.free()
 
 
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "forks"])
-def test_the_end_of_a_process_ends_what_it_made(forks: bool) -> None:
+def test_the_end_of_a_process_ends_what_it_made(forks: bool, tmp_path: Path) -> None:
     """Also after a fork, whose child has no NCCL."""
     paths = [str(Path(__file__).parents[1])]
     done = subprocess.run(
@@ -559,6 +559,7 @@ def test_the_end_of_a_process_ends_what_it_made(forks: bool) -> None:
         capture_output=True,
         text=True,
         timeout=60,
+        cwd=tmp_path,  # here would be the sources, which have no engine in them
         env={**os.environ, "COMMRT_LAUNCH": "single"},
     )
     assert done.returncode == 0, done.stderr

@@ -47,7 +47,12 @@ def build(*defines: str) -> Path:
         pytest.skip("g++ is not installed: the pretended NCCL cannot be compiled")
     sources = sorted(_SOURCES.glob("*.[ch]pp"))
     shared = [_ENGINE / name for name in ("device.hpp", "foreign_kernel.hpp")]
-    digest = hashlib.sha256(repr(defines).encode())
+    # Named like the original, so that it is found among what is loaded.
+    flags = "-std=c++17 -O0 -shared -fPIC -fvisibility=hidden -pthread"
+    flags += f" -I{_ENGINE}"
+    if "libtsan" in os.environ.get("LD_PRELOAD", ""):
+        flags += " -fsanitize=thread -g1"  # or how its threads are ordered is not seen
+    digest = hashlib.sha256(repr((defines, flags)).encode())
     for source in [*sources, *shared]:
         digest.update(source.read_bytes())
     folder = _BUILT / digest.hexdigest()[:16]
@@ -58,9 +63,6 @@ def build(*defines: str) -> Path:
     partial = folder / f"{os.getpid()}.so"
     environ = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
     code = [str(source) for source in sources if source.suffix == ".cpp"]
-    # Named like the original, so that it is found among what is loaded.
-    flags = "-std=c++17 -O0 -shared -fPIC -fvisibility=hidden -pthread"
-    flags += f" -I{_ENGINE}"
     subprocess.run(
         [
             compiler,

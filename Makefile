@@ -101,9 +101,9 @@ TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
 # Not capturing descriptors lets through what a sanitizer prints.
 SCOPE := $(if $(FULL),-full)
 # Verbose: a sanitizer ends the process, and then only what was printed says which test it was.
-# They are five to ten times slower: a tenth of the cases of a fifth of the tests, others in
+# They are five to ten times slower: a tenth of the cases of a tenth of the tests, others in
 # each run; in a full run an eighth of the cases of every test. The matrix has none.
-SHARE := $(if $(FULL),0.12,0.1 --functions 0.2)
+SHARE := $(if $(FULL),0.12,0.1 --functions 0.1)
 SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks tests/matrix/test_crowds.py \
   tests/unit/test_device_conformance.py tests/unit/test_device_ordering.py \
   -v $(TEST_ARGS:-q=) $(if $(SEED),--seed $(SEED)) --capture=sys \

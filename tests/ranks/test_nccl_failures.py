@@ -564,7 +564,8 @@ def test_the_end_of_a_process_ends_what_it_made(forks: bool, tmp_path: Path) -> 
             **os.environ,
             "COMMRT_LAUNCH": "single",
             # A child has threads of which only their parent's copies ended.
-            "TSAN_OPTIONS": f"{os.environ.get('TSAN_OPTIONS', '')}:report_thread_leaks=0",
+            "TSAN_OPTIONS": os.environ.get("TSAN_OPTIONS", "")
+            + ":report_thread_leaks=0",
         },
     )
     assert done.returncode == 0, done.stderr

@@ -37,6 +37,28 @@ def forget_ranks() -> None:
     _KEPT.clear()
 
 
+class WrongResultError(AssertionError):
+    """What came is not what was given."""
+
+
+def found_by(ranks: SimRanks, function: Callable[[Rank], Any]) -> str:
+    """Run it; return what is found: "", or any of "race", "deadlock" and "wrong"."""
+    found = set()
+    try:
+        ranks.run(function)
+        if not ranks.world.violations:
+            ranks.close()
+    except WrongResultError:
+        found.add("wrong")
+    except OrderingError as error:
+        found.add(error.status)
+    if ranks.world.violations:
+        found.add("race")
+    if found:
+        forget_ranks()
+    return " and ".join(sorted(found))
+
+
 def forget_work(comm: Communicator) -> None:
     """Let a communicator make its work on devices anew."""
     comm._staging._stagers.clear()

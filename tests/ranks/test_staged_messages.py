@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from staged_ranks import Rank, SimRanks, forget_ranks, on_threads
+from staged_ranks import (
+    Rank,
+    SimRanks,
+    WrongResultError,
+    forget_ranks,
+    found_by,
+    on_threads,
+)
 
 from commrt import _native
 from commrt.devices import DeviceArray, DeviceStream
@@ -52,10 +59,6 @@ def no_ranks_left() -> Iterator[None]:
 @pytest.fixture
 def seeds(full: bool, seed: int) -> range:
     return range(seed, seed + (FULL_SEEDS if full else SEEDS))
-
-
-class WrongMessageError(AssertionError):
-    """What came is not what was sent."""
 
 
 def sent(rank: int, number: int, count: int) -> Any:
@@ -149,7 +152,7 @@ def messages(rank: Rank) -> None:
     rank.stream.synchronize()
     for i, (value, want) in enumerate(found):
         if not np.array_equal(value(), want):
-            raise WrongMessageError(f"rank {rank.rank}, {i}: {value()}, not {want}")
+            raise WrongResultError(f"rank {rank.rank}, {i}: {value()}, not {want}")
 
 
 def verdict(seed: int, queues: int, bug: str | None, **switches: Any) -> str:
@@ -157,20 +160,7 @@ def verdict(seed: int, queues: int, bug: str | None, **switches: Any) -> str:
     if bug in LAZY_DEVICE:
         switches.setdefault("preempt", 0.05)
     ranks = SimRanks(2, seed, queues, message_bug=bug, staging=ENOUGH, **switches)
-    found = set()
-    try:
-        ranks.run(messages)
-        if not ranks.world.violations:
-            ranks.close()
-    except WrongMessageError:
-        found.add("wrong")
-    except OrderingError as error:
-        found.add(error.status)
-    if ranks.world.violations:
-        found.add("race")
-    if found:
-        forget_ranks()
-    return " and ".join(sorted(found))
+    return found_by(ranks, messages)
 
 
 @pytest.mark.parametrize("queues", [0, 1, 2, 8])

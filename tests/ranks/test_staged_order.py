@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Case, difference, expected, inputs, sample
-from staged_ranks import Rank, SimRanks, forget_ranks
+from staged_ranks import Rank, SimRanks, WrongResultError, forget_ranks, found_by
 
 from commrt import _native
 from commrt.errors import CommError, OrderingError, RevokedError
@@ -47,10 +47,6 @@ def seeds(full: bool, seed: int) -> range:
     return range(seed, seed + (FULL_SEEDS if full else SEEDS))
 
 
-class WrongSumError(AssertionError):
-    """The numbers are not those of an allreduce."""
-
-
 def given(rank: int, number: int, count: int) -> Any:
     """Numbers whose sums are exact."""
     return np.arange(count, dtype="f4") * (number + 1) + 100 * rank
@@ -83,7 +79,9 @@ def sums(rank: Rank, *, at_once: bool = False) -> None:
     for i, (count, value) in enumerate(zip(COUNTS, found, strict=True)):
         wanted = given(0, i, count) + given(1, i, count)
         if not np.array_equal(value(), wanted):
-            raise WrongSumError(f"rank {rank.rank}, call {i}: {value()}, not {wanted}")
+            raise WrongResultError(
+                f"rank {rank.rank}, call {i}: {value()}, not {wanted}"
+            )
 
 
 def verdict(seed: int, queues: int, bug: str | None, **switches: Any) -> str:
@@ -91,20 +89,7 @@ def verdict(seed: int, queues: int, bug: str | None, **switches: Any) -> str:
     if bug in LAZY_DEVICE:
         switches.setdefault("preempt", 0.05)
     ranks = SimRanks(2, seed, queues, bug=bug, staging=SMALL, **switches)
-    found = set()
-    try:
-        ranks.run(partial(sums, at_once=bug in ONE_QUEUE))
-        if not ranks.world.violations:
-            ranks.close()
-    except WrongSumError:
-        found.add("wrong")
-    except OrderingError as error:
-        found.add(error.status)
-    if ranks.world.violations:
-        found.add("race")
-    if found:
-        forget_ranks()
-    return " and ".join(sorted(found))
+    return found_by(ranks, partial(sums, at_once=bug in ONE_QUEUE))
 
 
 @pytest.mark.parametrize("queues", [0, 1, 2, 8])

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that MPI started: keyed messages on a private communicator.
 
-Every member sends its blob to every other member. That is size² small messages in
-all, and in return each member knows exactly who is missing when time runs out.
-Nothing blocks inside MPI: nonblocking calls, polled from Python.
+Every member sends its blob to every other member, and then, when it has heard all,
+that it has. That is 2 size² small messages in all, and in return each member knows
+exactly who is missing when time runs out. Nothing blocks inside MPI: nonblocking calls,
+polled from Python.
 
 A member that gives up withdraws its attempt by another message. Those who still wait,
 or come only then, go on to the next attempt; who has waited says its blob again once
-somebody is there, so that many that give up together do not all talk to all.
+somebody is there, so that many that give up together do not all talk to all. A
+withdrawal may arrive long after the blob that it takes back. So a blob alone does not
+mean that its sender still waits: only what it says after it has heard everybody does.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 from commrt.bootstrap.base import Keys, poll_until, timed_out
@@ -26,8 +30,17 @@ __all__ = ["TAG", "MpiBootstrap"]
 TAG = 7
 """The one tag used on the private communicator."""
 
-_HEADER = struct.Struct("<?QI")
-"""Whether an attempt is withdrawn, which one, and the length of the exchange's name."""
+_HEADER = struct.Struct("<BQI")
+"""What it says, of which attempt, and the length of the exchange's name."""
+
+
+class Says(IntEnum):
+    """What a message says of its sender's attempt."""
+
+    BLOB = 0
+    HEARD = 1
+    """It has everybody's blob, and waits for everybody to say so."""
+    WITHDRAWN = 2
 
 
 @dataclass
@@ -38,6 +51,8 @@ class _Topic:
     """The one that it is in, or begins next."""
     said: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """By attempt and rank."""
+    heard: set[tuple[int, int]] = field(default_factory=set)
+    """By attempt and rank: who has heard everybody."""
     withdrawn: set[int] = field(default_factory=set)
 
     def skip_withdrawn(self) -> bool:
@@ -49,6 +64,7 @@ class _Topic:
         self.said = {
             at: blob for at, blob in self.said.items() if at[0] >= self.attempt
         }
+        self.heard = {at for at in self.heard if at[0] >= self.attempt}
         return self.attempt != before
 
     def came(self) -> set[int]:
@@ -150,12 +166,14 @@ class MpiBootstrap:
         self._receiving = waiting
 
     def _take(self, source: int, buffer: bytearray) -> None:
-        withdraws, attempt, name, blob = _unpack(buffer)
+        says, attempt, name, blob = _unpack(buffer)
         topic = self.topic(name)
         if attempt < topic.attempt:
             return  # of an attempt that is over here
-        if withdraws:
+        if says == Says.WITHDRAWN:
             topic.withdrawn.add(attempt)
+        elif says == Says.HEARD:
+            topic.heard.add((attempt, source))
         else:
             topic.said[attempt, source] = blob
 
@@ -170,11 +188,15 @@ class _Meeting:
         self._name = name
         self._others = others
         self._blob = blob
-        self._sends: dict[int, tuple[Any, bytes]] = {}
+        self._sends: list[tuple[Any, bytes]] = []
         self._attempt: int | None = None
         """Of which all others have been told, or will be."""
+        self._has_heard = False
+        """Everybody, in this attempt; all others have been told, or will be."""
         self._done = False
         self._came: set[int] = set()
+        self._silent: list[int] = []
+        """Who has come to this attempt and has not said that it has heard everybody."""
         with bootstrap.lock:
             self._topic = bootstrap.topic(name)
 
@@ -189,14 +211,14 @@ class _Meeting:
             had_told = self._attempt is not None
             if self._attempt != topic.attempt and (topic.said or not had_told):
                 self._attempt = topic.attempt
-                message = _pack(False, self._attempt, self._name, self._blob)
-                for peer in self._others:
-                    self._sends[peer] = bootstrap.send(message, peer), message
-            self._sends = {
-                peer: sent for peer, sent in self._sends.items() if not sent[0].Test()
-            }
-            here = {rank for attempt, rank in topic.said if attempt == self._attempt}
-            self._done = not self._sends and here.issuperset(self._others)
+                self._has_heard = False
+                self._tell(Says.BLOB, self._blob)
+            if not self._has_heard and not self._without(topic.said):
+                self._has_heard = True
+                self._tell(Says.HEARD)
+            self._sends = [sent for sent in self._sends if not sent[0].Test()]
+            self._silent = self._without(topic.heard) if self._has_heard else []
+            self._done = self._has_heard and not self._silent and not self._sends
             return self._done
 
     def result(self) -> dict[int, bytes]:
@@ -213,9 +235,8 @@ class _Meeting:
             if self._attempt != topic.attempt:
                 return  # somebody else has withdrawn it
             if not self._done:
-                message = _pack(True, topic.attempt, self._name, b"")
-                sent = [(bootstrap.send(message, r), message) for r in self._others]
-                bootstrap.abandon(sent)
+                self._tell(Says.WITHDRAWN)
+                self._abandon_sends()
             topic.withdrawn.add(topic.attempt)
             topic.skip_withdrawn()
 
@@ -223,20 +244,31 @@ class _Meeting:
         """Return who did not come; those who came and gave up only if all came."""
         never = [peer for peer in self._others if peer not in self._came]
         now = self._topic.came()
-        return never or [peer for peer in self._others if peer not in now]
+        gone = [peer for peer in self._others if peer not in now]
+        return never or self._silent or gone
+
+    def _without(self, ranks: Container[tuple[int, int]]) -> list[int]:
+        """Return the others that ``ranks``, by attempt and rank, lack in this one."""
+        return [peer for peer in self._others if (self._attempt, peer) not in ranks]
+
+    def _tell(self, says: Says, blob: bytes = b"") -> None:
+        assert self._attempt is not None
+        message = _pack(says, self._attempt, self._name, blob)
+        for peer in self._others:
+            self._sends.append((self._bootstrap.send(message, peer), message))
 
     def _abandon_sends(self) -> None:
-        self._bootstrap.abandon(list(self._sends.values()))
-        self._sends.clear()
+        self._bootstrap.abandon(self._sends)
+        self._sends = []
 
 
-def _pack(withdraws: bool, attempt: int, exchange: str, blob: bytes) -> bytes:
+def _pack(says: Says, attempt: int, exchange: str, blob: bytes) -> bytes:
     name = exchange.encode()
-    return _HEADER.pack(withdraws, attempt, len(name)) + name + blob
+    return _HEADER.pack(says, attempt, len(name)) + name + blob
 
 
-def _unpack(message: bytearray) -> tuple[bool, int, str, bytes]:
-    withdraws, attempt, length = _HEADER.unpack_from(message)
+def _unpack(message: bytearray) -> tuple[int, int, str, bytes]:
+    says, attempt, length = _HEADER.unpack_from(message)
     start = _HEADER.size
     name = bytes(message[start : start + length]).decode()
-    return withdraws, attempt, name, bytes(message[start + length :])
+    return says, attempt, name, bytes(message[start + length :])

@@ -101,6 +101,40 @@ def test_who_gives_up_is_met_when_it_comes_again(mpirun: Any) -> None:
     assert mpirun(3, come_again) == [right] * 3
 
 
+def give_up_and_be_heard_late() -> list[int]:
+    """Rank 0's withdrawal leaves only when rank 1 has met what it takes back."""
+    from commrt.bootstrap import mpi
+
+    peers = _connect()
+    send, held = peers.send, []
+
+    def hold_withdrawals(message: bytes, peer: int) -> Any:
+        if message[0] != mpi.Says.WITHDRAWN:
+            return send(message, peer)
+        held.append((message, peer))
+        return send(b"\x02" + b"\xff" * 8 + b"\0" * 4, peer)  # of no attempt
+
+    if peers.rank == 0:
+        peers.send = hold_withdrawals
+        with pytest.raises(TimeoutError_):
+            peers.exchange([0, 1], "k", b"in vain", 0.1)
+        peers.send = send
+    peers.comm.Barrier()
+    if peers.rank == 0:
+        deadline = time.monotonic() + 20
+        while not peers.comm.Iprobe(source=1, tag=mpi.TAG):
+            assert time.monotonic() < deadline
+        for message, peer in held:
+            send(message, peer)
+    found = [peers.exchange([0, 1], "k", bytes([peers.rank, i]), 20) for i in (7, 8)]
+    return [list(blob) for row in found for blob in row]
+
+
+def test_a_late_withdrawal_undoes_what_it_takes_back(mpirun: Any) -> None:
+    right = [[rank, i] for i in (7, 8) for rank in range(2)]
+    assert mpirun(2, give_up_and_be_heard_late) == [right] * 2
+
+
 def interrupt_a_wait() -> float:
     """Rank 0 waits for rank 1, which never comes, and interrupts itself."""
     import signal

@@ -3,12 +3,15 @@
 
     mpiexec -n 2 python -m commrt.bench.price counts --op gather,alltoall
     mpiexec -n 2 python -m commrt.bench.price types --op allreduce
+    mpiexec -n 2 python -m commrt.bench.price slots --op bcast
     mpiexec -n 4 python -m commrt.bench.price order --op allreduce
     mpiexec -n 4 python -m commrt.bench.price algorithms --op allreduce \\
         --algorithm shm/ring --algorithm shm/direct
 
 ``counts``: the vector form with equal counts, the same tuples in every call, beside the
 plain operation. ``types``: other element types beside float32, the same bytes.
+``slots``: payloads that move on through shared memory beside ones that do not, whatever
+this machine chose.
 ``order``: ``deterministic=True`` beside without. ``algorithms``: every one named after
 the first beside the first. Both calls take turns in one launch.
 With ``--out`` a launch is added to what the file holds; ``--load`` prints a file.
@@ -37,10 +40,11 @@ from commrt.bench.timing_loop import numpy_dtype
 from commrt.errors import UsageError
 from commrt.operations import OPERATIONS, operation
 from commrt.select.facts import Candidate
+from commrt.slot_window import window_nbytes
 
 __all__ = ["main", "measure"]
 
-_WHAT = ("counts", "types", "order", "algorithms")
+_WHAT = ("counts", "types", "slots", "order", "algorithms")
 _SCHEMA = "commrt-price/1"
 _BESIDE = " beside "
 _VECTOR_FORM = {str(spec.vector_of): spec for spec in OPERATIONS if spec.vector_of}
@@ -87,6 +91,12 @@ def measure(
                 str(each.explain(coll, nbytes, dtype=detail).choice.candidate)
                 for each in (free, left)
             )
+    elif what == "slots":
+        with comm.dup() as still, comm.dup() as moving:
+            still._set_slot_window(0)
+            moving._set_slot_window(window_nbytes())
+            first, second = (_plan(c, coll, detail, nbytes) for c in (still, moving))
+            took = time_pair(comm, first, second, turns)
     elif what == "types":
         first, second = (_plan(comm, coll, t, nbytes) for t in ("float32", detail))
         took = time_pair(comm, first, second, turns)
@@ -143,7 +153,7 @@ def _arrays(
 def _jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
     what = arguments.what
     if what is None:
-        raise UsageError("say what: counts, types, order, algorithms; or --load FILE")
+        raise UsageError(f"say what: {', '.join(_WHAT)}; or --load FILE")
     known = tuple(_VECTOR_FORM) if what == "counts" else _MEASURED
     names = (arguments.op or ",".join(known)).split(",")
     for name in names:
@@ -186,6 +196,7 @@ def _text(found: Mapping[str, Any]) -> str:
     heads = {
         "counts": ("plain", "vector"),
         "types": ("float32", "this type"),
+        "slots": ("the same slots", "moving"),
         "order": ("any order", "one order"),
         "algorithms": ("first", "second"),
     }

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of a lane operations pass through, each behind the one before.
 
+One that has more fragments than the window holds goes round in it.
+
 A payload lies in a slot of shared memory. To use the same few slots again and again
 keeps them in the cores' own caches, which is best where a core takes lines over from
 another one as fast as it reads them. Where it does not, slots that have meanwhile left
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from commrt.comm import Communicator
     from commrt.world import World
 
-__all__ = ["measure_slot_window", "partner_of"]
+__all__ = ["measure_slot_window", "partner_of", "window_nbytes"]
 
 _OWN_CACHES = 1.5
 """The window in sizes of a core's own cache. Of Zen 4's, with 1 MiB: a line written and
@@ -44,12 +46,17 @@ def measure_slot_window(comm: Communicator, world: World) -> int:
     partner = None if world.in_process else partner_of(comm.rank, world.links)
     if partner is None:
         return 0
-    nbytes = int(_OWN_CACHES * own_cache_nbytes())
+    nbytes = window_nbytes()
     same_ns, moving_ns = comm._probe_slots_ns(partner, nbytes, _BUDGET_S)
     # A pair that ran out of time was not on a core at once, and knows nothing.
     if same_ns < 0 or moving_ns > (1 - _MOVING_SAVES) * same_ns:
         return 0
     return nbytes
+
+
+def window_nbytes() -> int:
+    """Return the bytes of a window, where there is one."""
+    return int(_OWN_CACHES * own_cache_nbytes())
 
 
 def partner_of(rank: int, links: dict[tuple[int, int], LinkClass]) -> int | None:

@@ -150,7 +150,7 @@ def _few(values: Iterable[ParamValue], most: int = 8) -> str:
 def _check_transport(name: str, value: ParamValue) -> str | None:
     """Return what is wrong with the value of a parameter of the transport."""
     default = getattr(TransportParams(), name)
-    if name not in ("chunk", "inline", "spins") and type(value) is not type(default):
+    if name in ("depth", "store") and type(value) is not type(default):
         return f"{name}={value!r} must be like its default, {default!r}"
     try:
         TransportParams(**{name: value})  # type: ignore[arg-type]

@@ -83,6 +83,8 @@ _MOST_SPINS = 1 << 20
 """A look takes tens of nanoseconds: some 50 ms, as often as a wait checks signals."""
 _BY_LINK_CLASS = -1
 """What the engine is told for ``spins=auto``."""
+_AS_SEEN = 0
+"""What the engine is told for ``reuse=auto``."""
 _KINDS = {"in": 0, "out": 1, "tmp": 2}
 
 
@@ -112,8 +114,10 @@ class TransportParams:
     faster, rank by rank (native/store_choice.hpp)."""
     depth: int = 2
     """Fragments tried at once."""
-    reuse: int = 2
-    """Fragments whose payload may be unread at once; small keeps slots in cache."""
+    reuse: int | str = "auto"
+    """Fragments whose payload may be unread at once; few keep slots in the cores' own
+    caches. ``auto``: 2, or more where slots that have left those caches prove faster
+    (commrt/slot_window.py)."""
     inline: int | str = "auto"
     """Most bytes of a message to one peer that ride in lines of their own; a longer
     one, or one to several peers beyond a line's 48 bytes, lies in a slot, to which its
@@ -131,12 +135,12 @@ class TransportParams:
             )
         for name in ("chunk", "depth", "reuse"):
             value = getattr(self, name)
-            if value == "auto" and name == "chunk":
+            if value == "auto" and name != "depth":
                 continue
             if not isinstance(value, int) or not 1 <= value <= 1 << 30:
                 raise UsageError(
                     f"parameter {name}={value!r} must be an integer in 1..{1 << 30}"
-                    f"{', or auto' if name == 'chunk' else ''}"
+                    f"{', or auto' if name != 'depth' else ''}"
                 )
         self._check_inline()
         self._check_spins()
@@ -439,7 +443,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         fragments=lengths.fragments,
         lane_nbytes=LANE_NBYTES,
         depth=transport.depth,
-        slot_reuse=transport.reuse,
+        slot_reuse=transport.reuse if isinstance(transport.reuse, int) else _AS_SEEN,
         most_inline=transport.most_inline(spec.op.reduces),
         spins=transport.spins if isinstance(transport.spins, int) else _BY_LINK_CLASS,
         store=store,

@@ -19,6 +19,7 @@ _CHUNKS = (65536, 131072, 262144, 524288)
 _BY_FRAGMENT: tuple[dict[str, ParamValue], ...] = (
     {"depth": 4},
     {"reuse": 1},
+    {"reuse": 2},
     {"reuse": 4},
 )
 _STREAMED_FROM_NBYTES = 4 << 20

@@ -122,7 +122,7 @@ PlanPtr make_box_plan(const Group& group, int coll, const std::string& label, in
     }
   }
   plan->in_elems = plan->spaces[0].offsets.back();  // what is moved, for records and waits
-  plan->finish(1, static_cast<size_t>(lane_nbytes), 1);
+  plan->finish(1, static_cast<size_t>(lane_nbytes), 1, 0);
   return plan;
 }
 

@@ -177,7 +177,8 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
   const bool logical = plan->redop >= RedOp::Land && plan->redop <= RedOp::Lxor;
   // An operand that meets no other is copied; "and" with itself gives its truth.
   if (alone && logical) plan->truth = combine_for(plan->dtype, RedOp::Land);
-  plan->finish(fragments, static_cast<size_t>(lane_nbytes), slot_reuse);
+  plan->finish(fragments, static_cast<size_t>(lane_nbytes), slot_reuse,
+               group.comm->slot_window);
   if (plan->run_short) plan->flatten(*group.comm);
   return plan;
 }

@@ -73,7 +73,7 @@ void Plan::combine_rounded(const Instr& ins, unsigned char* dst, unsigned char* 
   }
 }
 
-void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
+void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse, size_t slot_window) {
   fragments = fragments_;
   const bool boxed = most_slots != 0;
   if (peers.empty() && !boxed) {
@@ -171,8 +171,10 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse) {
   // Whole fragments of slots: a slot then always holds what one instruction sends. Where only
   // some of these messages use it (symmetric.cpp), the last one's being read tells that all
   // earlier ones are.
-  const size_t fragments_held = std::min({fit / static_cast<size_t>(npublish),
-                                          static_cast<size_t>(std::max(1, slot_reuse)),
+  const size_t fragment_slots_nbytes = static_cast<size_t>(npublish) * slot_nbytes;
+  const size_t wanted = slot_reuse > 0 ? static_cast<size_t>(slot_reuse)
+                                       : std::max<size_t>(2, slot_window / fragment_slots_nbytes);
+  const size_t fragments_held = std::min({fit / static_cast<size_t>(npublish), wanted,
                                           static_cast<size_t>(fragments)});
   slots = npublish * static_cast<int>(fragments_held);
   constexpr size_t kLeastMoving = 8192;

@@ -193,8 +193,9 @@ class Plan : public std::enable_shared_from_this<Plan> {
 
   // Computes lengths and slots once instructions and spaces are in place. `fragments` must
   // be equal on all ranks. Throws std::invalid_argument where a fragment does not fit into
-  // a lane of `lane_nbytes`. `slot_reuse`: fragments whose payload may be unread at once.
-  void finish(int64_t fragments, size_t lane_nbytes, int slot_reuse);
+  // a lane of `lane_nbytes`. `slot_reuse`: fragments whose payload may be unread at once; 0: two,
+  // or as many as `slot_window` holds (Comm::slot_window).
+  void finish(int64_t fragments, size_t lane_nbytes, int slot_reuse, size_t slot_window);
   // Where run_short: looks up all that a run on this communicator does not change.
   void flatten(Comm& comm);
 

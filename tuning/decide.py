@@ -11,13 +11,14 @@ two curves cross. So noise moves a choice only between equals, and seldom.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
 from typing import NamedTuple
 
 from commrt.select.facts import Candidate
 from commrt.tuning.fit import Curve
+from commrt.tuning.launch_states import in_usual_state
 from commrt.tuning.samples import Group, Recording
 from commrt.tuning.statistics import Estimate, estimate, rank_test
 
@@ -40,6 +41,8 @@ _SIGNIFICANT = 0.05
 _LESS_SIMPLE = 0.004
 """What one place further down the list, simplest first, must save, relative."""
 _MOST_PRICED = 5
+_GIVEN_UP = 1.1
+"""Time of what was given up at a size over that of the best, for all one knows."""
 _TWO_LEVELS = 0.1
 """What two levels must save over the flat ones, relative. Between real nodes they save
 more than half or nothing; there are so many of them that, by a few launches, the
@@ -138,32 +141,45 @@ def curves_of(recording: Recording, group: Group, op: str) -> dict[Candidate, Cu
     """Return the time of every candidate, simplest first.
 
     A candidate that failed anywhere at these ranks is left out, whatever its speed. One
-    dropped as a clear loser has fewer sizes; the others are compared with
-    it only there.
+    dropped as a clear loser has fewer sizes: beyond them the others are not compared
+    with it, and between them it counts as slower than the best of the others. So does
+    one that fewer than half of a size's launches measured: it was given up there, and
+    these few may all have met one state of the machine.
     """
     failed = {
         failure.candidate
         for failure in recording.failures
         if (failure.ranks, failure.op) == (group.ranks, op)
     }
-    cells: dict[int, dict[int, dict[Candidate, tuple[float, ...]]]] = {}
+    cells: dict[int, dict[int, dict[Candidate, Sequence[float]]]] = {}
     for sample in recording.of(group, held_out=False):
         if sample.op == op and sample.us and sample.candidate not in failed:
             launches = cells.setdefault(sample.nbytes, {})
             launches.setdefault(sample.launch, {})[sample.candidate] = sample.us
     estimates: dict[Candidate, dict[int, Estimate]] = {}
-    for nbytes, launches in cells.items():
-        for candidate, times in _levelled(launches.values()).items():
-            estimates.setdefault(candidate, {})[nbytes] = estimate(times)
+    least_us: dict[int, float] = {}
+    for nbytes, measured in cells.items():
+        usual = in_usual_state(measured)
+        levelled = _levelled(usual.values())
+        found = {candidate: estimate(times) for candidate, times in levelled.items()}
+        kept = {one for one in found if 2 * len(levelled[one]) >= len(usual)}
+        given_up_us = _GIVEN_UP * min(found[one].us for one in kept)
+        least_us[nbytes] = given_up_us
+        for candidate, seen in found.items():
+            if candidate not in kept and seen.us < given_up_us:
+                scale = given_up_us / seen.us
+                times = [[scale * us for us in row] for row in levelled[candidate]]
+                seen = estimate(times)
+            estimates.setdefault(candidate, {})[nbytes] = seen
     return {
-        candidate: Curve(estimates[candidate])
-        for candidate in recording.orders[op]
-        if candidate in estimates
+        one: Curve(at, {n: us for n, us in least_us.items() if n not in at})
+        for one in recording.orders[op]
+        if (at := estimates.get(one))
     }
 
 
 def _levelled(
-    launches: Iterable[Mapping[Candidate, tuple[float, ...]]],
+    launches: Iterable[Mapping[Candidate, Sequence[float]]],
 ) -> dict[Candidate, list[list[float]]]:
     """Return each candidate's times, launch by launch, on one common level.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from commrt.tuning.statistics import Estimate
@@ -26,27 +26,49 @@ class Curve:
 
     estimates: Mapping[int, Estimate]
     """The measurements, by size: one or more, all sizes above 0."""
+    floors: Mapping[int, float] = field(default_factory=dict)
+    """By sizes between these at which it was not measured, and others were: what it
+    takes there at least, µs, for all one knows."""
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Measured sizes, ascending."""
         return tuple(sorted(self.estimates))
 
+    @cached_property
+    def _line(self) -> _Line:
+        measured = _Line({n: max(seen.us, 1e-6) for n, seen in self.estimates.items()})
+        first, last = self.sizes[0], self.sizes[-1]
+        between = {
+            size: max(least_us, measured.us(size))
+            for size, least_us in self.floors.items()
+            if first < size < last
+        }
+        return _Line({**between, **measured.times}) if between else measured
+
     def us(self, nbytes: float) -> float:
         """Return the time at any size."""
-        sizes = self.sizes
-        if nbytes <= sizes[0] or len(sizes) == 1:
-            return self._at(sizes[0])
-        after = min(bisect_left(sizes, nbytes), len(sizes) - 1)
-        low, high = sizes[after - 1], sizes[after]
-        share = (nbytes - low) / (high - low)
-        us = self._at(low) + share * (self._at(high) - self._at(low))
-        return max(us, self._at(high)) if nbytes > high else us
+        return self._line.us(nbytes)
 
     def nearest(self, nbytes: float) -> Estimate:
         """Return what was measured at the nearest size."""
         near = min(self.sizes, key=lambda size: abs(math.log(size / nbytes)))
         return self.estimates[near]
 
-    def _at(self, size: int) -> float:
-        return max(self.estimates[size].us, 1e-6)
+
+class _Line:
+    """Times at some sizes, joined by straight lines."""
+
+    def __init__(self, times: Mapping[int, float]) -> None:
+        self.times = times
+        self._sizes = sorted(times)
+
+    def us(self, nbytes: float) -> float:
+        sizes, times = self._sizes, self.times
+        if nbytes <= sizes[0] or len(sizes) == 1:
+            return times[sizes[0]]
+        after = min(bisect_left(sizes, nbytes), len(sizes) - 1)
+        low, high = sizes[after - 1], sizes[after]
+        share = (nbytes - low) / (high - low)
+        us = times[low] + share * (times[high] - times[low])
+        return max(us, times[high]) if nbytes > high else us

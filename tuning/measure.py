@@ -82,7 +82,6 @@ class Session:
         self.barrier: Callable[[], object] = self._comm.barrier
         self._flags: SharedFlags | None = None
         self._probes = 0
-        self._links: str = self.facts.link_class
         if flags is not None and self.size > 1:
             shared = SharedFlags(flags, self.size)
             crowded = self.facts.ppn > self.facts.cores
@@ -95,15 +94,14 @@ class Session:
     def link_class(self) -> str:
         """Return the class of the links now; collective, equal on all ranks.
 
-        A probe that other programs left no time says nothing: the last class holds.
+        ``unknown`` where the ranks were hardly on two cores at once.
         """
         if self._flags is not None:
             self.barrier()
             worst_ns = probe_link(self._flags, self.rank, self._probes)
             self._probes += PROBE_STEP
-            seen = link_class_of(self.agree(worst_ns), self.size, self.size)
-            self._links = self._links if seen == "unknown" else seen
-        return self._links
+            return link_class_of(self.agree(worst_ns), self.size, self.size)
+        return self.facts.link_class
 
     def turn_of(self, index: int) -> None:
         """Note whose turn it is; each note is a sign of life."""

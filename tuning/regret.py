@@ -3,19 +3,21 @@
 
 At a size, the choice is compared with every other candidate within each held-out launch
 that measured both; what counts is the median of these ratios over the launches, and
-the regret is the largest. Held-out sizes lie off the tuner's grid.
+the regret is the largest. Held-out sizes lie off the tuner's grid. Launches that met
+another state of the machine neither shape nor judge (launch_states.py).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from commrt.bench.timing_loop import median_interval
 from commrt.select.facts import Candidate
 from commrt.tuning.decide import Decision, decide
+from commrt.tuning.launch_states import in_usual_state
 from commrt.tuning.samples import Group, Recording
 from commrt.tuning.statistics import geometric_mean
 from commrt.tuning.table_writer import NATIVE
@@ -43,6 +45,11 @@ class Regret:
     """Time of the choice over that of mpi/native, None where it was not measured."""
     unmeasured: int
     """Cells without a rule, or whose choice was not measured."""
+    by_launch: float | None = None
+    """As ``regret``, of single launches at sizes that several of them judged."""
+    foresight: float | None = None
+    """The same for what the other judging launches found best at that very size: no
+    table can be expected to do better on a machine whose launches differ so much."""
 
     def for_table(self) -> dict[str, int | float]:
         """Return what a table records."""
@@ -106,13 +113,46 @@ def _judged(
     recording: Recording, launches: Collection[int], choose: Choose
 ) -> list[Verdict | None]:
     """Return a verdict per cell that these launches measured."""
-    cells: dict[tuple[Group, str, int], dict[int, dict[Candidate, Sequence[float]]]]
-    cells = defaultdict(lambda: defaultdict(dict))
+    cells = _cells(recording, launches)
+    return [judge(choose(*cell), rows) for cell, rows in cells.items()]
+
+
+def _cells(
+    recording: Recording, launches: Collection[int]
+) -> dict[tuple[Group, str, int], list[_Row]]:
+    """Return what each of these launches measured, by links, operation and size."""
+    found: dict[tuple[Group, str, int], dict[int, dict[Candidate, Sequence[float]]]]
+    found = defaultdict(lambda: defaultdict(dict))
     for sample in recording.samples:
         if sample.launch in launches and sample.us:
-            cell = cells[recording.group_of(sample), sample.op, sample.nbytes]
+            cell = found[recording.group_of(sample), sample.op, sample.nbytes]
             cell[sample.launch][sample.candidate] = sample.us
-    return [judge(choose(*cell), rows.values()) for cell, rows in cells.items()]
+    return {cell: [*in_usual_state(rows).values()] for cell, rows in found.items()}
+
+
+def _with_foresight(
+    recording: Recording, launches: Collection[int], choose: Choose
+) -> tuple[float | None, float | None]:
+    """Return the regret launch by launch of ``choose``, and of who knows the others."""
+    chosen, foreseen = [], []
+    for cell, rows in _cells(recording, launches).items():
+        choice = choose(*cell)
+        times = [{one: median(us) for one, us in row.items()} for row in rows]
+        for at, row in enumerate(times):
+            others = times[:at] + times[at + 1 :]
+            known = [one for one in row if all(one in other for other in others)]
+            if others and known and choice in row:
+                best = min(known, key=lambda one: _typical(one, others))
+                chosen.append(row[choice] / min(row.values()))
+                foreseen.append(row[best] / min(row.values()))
+    if not chosen:
+        return None, None
+    return geometric_mean(chosen), geometric_mean(foreseen)
+
+
+def _typical(one: Candidate, rows: Sequence[Mapping[Candidate, float]]) -> float:
+    """Return the time of a candidate over that of each launch's best: the median."""
+    return median(row[one] / min(row.values()) for row in rows)
 
 
 def _regret(verdicts: Sequence[Verdict | None]) -> Regret:
@@ -131,7 +171,10 @@ def _regret(verdicts: Sequence[Verdict | None]) -> Regret:
 def held_out_regret(recording: Recording, decisions: Iterable[Decision]) -> Regret:
     """Return the regret on the launches that were held out of the tuning."""
     held = {index for index, one in recording.launches.items() if one.held_out}
-    return _regret(_judged(recording, held, _chooser(decisions)))
+    choose = _chooser(decisions)
+    by_launch, foresight = _with_foresight(recording, held, choose)
+    found = _regret(_judged(recording, held, choose))
+    return replace(found, by_launch=by_launch, foresight=foresight)
 
 
 def leave_one_out(recording: Recording, margin: float) -> Regret:

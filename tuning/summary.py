@@ -171,9 +171,14 @@ def _quality(recording: Recording, regret: Regret) -> list[str]:
     by = "a further launch" if judges == 1 else f"{judges} further launches"
     lines = [
         f"Checked by {by} at {regret.cells} sizes in between (geometric means):",
-        f"  what auto picks takes {regret.regret:.2f} of the best candidate's time "
+        f"  what auto picks takes {regret.regret:.3f} of the best candidate's time "
         f"(at worst {regret.worst:.3g}, and {regret.beyond:.3g} beyond the intervals)",
     ]
+    if regret.by_launch is not None and regret.foresight is not None:
+        lines.append(
+            f"  launch by launch {regret.by_launch:.3f}, where what the other judging "
+            f"launches found best at that very size takes {regret.foresight:.3f}"
+        )
     if regret.versus_native is not None:
         lines.append(
             f"  and {regret.versus_native:.2f} of the time of the MPI library's own "

@@ -29,7 +29,10 @@ _THOROUGH_S = 150.0
 """A budget from which every parameter of the transport is tried."""
 _SHAPING_PER_JUDGE = 3
 _MOST_JUDGES = 5
-"""The launch is the sample also of what the table is worth: one of them may be odd."""
+"""The launch is the sample also of what the table is worth: one of them may be odd.
+Both numbers are for each class of links that was met: a launch meets one at a size."""
+_LONGEST_SHARE_S = 12.0
+"""A launch may measure for so long; two short ones say more than a long one."""
 _SMALLEST_SHARE_S = 1.0
 """A launch that could measure for less time is not worth its start."""
 
@@ -71,7 +74,8 @@ def run_launches(options: Options, progress: Progress, start: Start) -> Recordin
     while done < max(options.launches, options.most_launches):
         further = done >= options.launches
         # Rounds become shorter as losers are left out.
-        if further and progress.left_s < (1 + _judges(done + 1)) * max(took_s[-2:]):
+        judges = _judges(done + 1, run.link_classes)
+        if further and progress.left_s < (1 + judges) * max(took_s[-2:]):
             break
         if done and not run.affordable:
             break
@@ -80,7 +84,7 @@ def run_launches(options: Options, progress: Progress, start: Start) -> Recordin
         run.round(max(1, min(rounds_left, run.affordable)), held_out=False)
         took_s.append(progress.elapsed_s - begin_s)
         done += 1
-    judges = min(_judges(done), run.affordable)
+    judges = min(_judges(done, run.link_classes), run.affordable)
     for judged in range(judges):
         if run.affordable:
             run.round(min(judges - judged, run.affordable), held_out=True)
@@ -89,9 +93,10 @@ def run_launches(options: Options, progress: Progress, start: Start) -> Recordin
     return run.recording
 
 
-def _judges(shaping: int) -> int:
+def _judges(shaping: int, link_classes: int) -> int:
     """Return how many launches are to judge what ``shaping`` ones say."""
-    return max(1, min(_MOST_JUDGES, shaping // _SHAPING_PER_JUDGE))
+    wanted = min(_MOST_JUDGES, shaping // _SHAPING_PER_JUDGE)
+    return max(1, min(shaping // 2, link_classes * wanted))
 
 
 class _Run:
@@ -113,6 +118,14 @@ class _Run:
     @property
     def _needed_s(self) -> float:
         return (self._options.launches + 1) * self._round_s
+
+    @property
+    def link_classes(self) -> int:
+        """How many classes of links the ranks of one count have met, at most."""
+        met: dict[int, set[str]] = {}
+        for group in self.recording.groups():
+            met.setdefault(group.ranks, set()).add(group.link_class)
+        return max(map(len, met.values()), default=1)
 
     @property
     def affordable(self) -> int:
@@ -145,6 +158,8 @@ class _Run:
         for place, ranks in enumerate(every):
             launches_left = rounds_left * len(every) - place
             share_s = progress.left_s / launches_left - self._startup_s[ranks]
+            # Where the launches asked for leave time, there will be further ones.
+            share_s = min(share_s, _LONGEST_SHARE_S)
             launch = _Launch(
                 self.recording,
                 self._options,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from commrt.bench.timing_loop import Call, median_interval
 
@@ -31,6 +31,14 @@ _TURN_S = 0.003
 _LARGEST_TURN = 5
 """Repetitions: ten rounds or more make up the usual hundred."""
 _MIN_REPETITIONS = 3
+_LOST_AFTER_TURNS = 2
+"""One turn may have met a moment in which the machine did something else."""
+_DRIFT = 2.0
+"""A candidate that at the end takes so many times what it took at the beginning, or as
+much less, has seen the machine change."""
+
+Outcome = Literal["done", "late", "moved"]
+"""``late``: time ran out first; ``moved``: the machine changed meanwhile."""
 
 
 class _Verdict(IntEnum):
@@ -78,10 +86,8 @@ def take_turns(
     runners: Sequence[Runner],
     share_s: float,
     left_s: float,
-) -> bool:
-    """Fill every runner's times; False if time ran out before each had enough.
-
-    The same sequence of turns on all ranks.
+) -> Outcome:
+    """Fill every runner's times; the same sequence of turns on all ranks.
 
     Args:
         session: the ranks.
@@ -98,36 +104,61 @@ def take_turns(
         best_us = min((median(one.us) for one in live if one.us), default=math.inf)
         verdicts = []
         for runner in live:
-            session.turn_of(runner.index)
-            mine = [
-                _repetition(session, runner.call, runner.calls)
-                for _ in range(runner.repetitions)
-            ]
-            runner.us += session.worst(mine)
-            verdicts.append(int(session.agree(_verdict(runner.us, job, best_us))))
+            _turn(session, runner)
+            verdicts.append(int(session.agree(_verdict(runner, job, best_us))))
         if _Verdict.GOES_ON not in verdicts:
-            return True
+            return _ended(session, runners, live)
         took_s = time.monotonic() - start_s
         enough = min(len(one.us) for one in live) >= _MIN_REPETITIONS
         ends = took_s >= share_s if enough else took_s >= left_s
         # Rank 0 knows; the others have no times.
         said = session.agree(float(1 + enough if ends else 0))
         if said:
-            return said == 2
+            return _ended(session, runners, live) if said == 2 else "late"
         live = [
             runner
             for runner, verdict in zip(live, verdicts, strict=True)
             if verdict != _Verdict.LOST
         ]
-    return True
+    return "done"
 
 
-def _verdict(us: list[float], job: Job, best_us: float) -> float:
+def _turn(session: Session, runner: Runner) -> None:
+    session.turn_of(runner.index)
+    mine = [
+        _repetition(session, runner.call, runner.calls)
+        for _ in range(runner.repetitions)
+    ]
+    runner.us += session.worst(mine)
+
+
+def _ended(
+    session: Session, runners: Sequence[Runner], live: Sequence[Runner]
+) -> Outcome:
+    """Return whether all met one state of the machine.
+
+    Who was left out early has met the beginning alone; one more turn shows it the end.
+    """
+    for runner in runners:
+        if runner not in live:
+            _turn(session, runner)
+    drifts = [
+        median(us[: len(us) // 3]) / median(us[-(len(us) // 3) :])
+        for us in (one.us for one in runners)
+        if len(us) > _MIN_REPETITIONS
+    ]
+    drift = max((max(one, 1 / one) for one in drifts), default=1.0)
+    return "done" if session.agree(drift) <= _DRIFT else "moved"
+
+
+def _verdict(runner: Runner, job: Job, best_us: float) -> float:
     """Return rank 0's verdict; the others have no times and are told."""
+    us = runner.us
     if len(us) < _MIN_REPETITIONS:
         return _Verdict.GOES_ON
     if min(us) > job.loss_ratio * best_us:
-        return _Verdict.LOST
+        seen_enough = len(us) >= _LOST_AFTER_TURNS * runner.repetitions
+        return _Verdict.LOST if seen_enough else _Verdict.GOES_ON
     if len(us) >= job.max_repetitions:
         return _Verdict.ENOUGH
     middle, low, high = median_interval(us)

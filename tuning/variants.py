@@ -3,7 +3,8 @@
 
 Every candidate with every parameter would take hours. So launches begin with the
 defaults; from the second one on, the leader of each size is tried with one parameter
-changed at a time; and what is not ahead of it in two launches is not tried again.
+changed at a time; and what is not ahead of it in two launches is not tried again. All
+that holds for each class of the links by itself: what is tried may win in one of them.
 """
 
 from __future__ import annotations
@@ -48,11 +49,9 @@ def variants_to_try(
     A launch that judges the table measures, at its sizes off the grid, what would be
     chosen there and what was still in the running at the grid's sizes on both sides.
     """
-    alive = {
-        cell: variants
-        for cell, variants in _in_the_running(recording, ranks, dtype, thorough)
-        if variants
-    }
+    alive: dict[Cell, dict[Candidate, None]] = defaultdict(dict)
+    for cell, variants in _in_the_running(recording, ranks, dtype, thorough):
+        alive[cell].update(dict.fromkeys(variants))
     if not held_out:
         return [
             Item(op, nbytes, str(one))
@@ -108,7 +107,7 @@ def sizes_to_refine(
 def _in_the_running(
     recording: Recording, ranks: int, dtype: str, thorough: bool
 ) -> Iterator[tuple[Cell, list[Candidate]]]:
-    """Yield, per cell, the variants that have not lost."""
+    """Yield, per cell and class of the links, the variants that have not lost."""
     failed = {
         (one.op, one.candidate) for one in recording.failures if one.ranks == ranks
     }
@@ -123,7 +122,7 @@ def _in_the_running(
         if one.facts.size == ranks
     )
     nodes = next(layouts, None)
-    for (op, nbytes), ratios in _ratios(recording, ranks).items():
+    for (op, nbytes, _), ratios in _ratios(recording, ranks).items():
         schedules = {one: r for one, r in ratios.items() if one.name != NATIVE}
         plain = {one: median(r) for one, r in schedules.items() if not _is_variant(one)}
         if not plain:
@@ -156,18 +155,22 @@ def _is_variant(candidate: Candidate) -> bool:
 
 def _ratios(
     recording: Recording, ranks: int
-) -> dict[Cell, dict[Candidate, list[float]]]:
-    """Return every candidate's time over the best of its launch, per cell."""
-    times: dict[tuple[int, str, int], dict[Candidate, float]] = defaultdict(dict)
+) -> dict[tuple[str, int, str], dict[Candidate, list[float]]]:
+    """Return every candidate's time over the best of its launch.
+
+    By operation, rule bytes and class of the links.
+    """
+    times: dict[tuple[int, str, int, str], dict[Candidate, float]] = defaultdict(dict)
     for sample in recording.samples:
         launch = recording.launches[sample.launch]
         if launch.facts.size == ranks and not launch.held_out and sample.us:
-            cell = times[sample.launch, sample.op, sample.nbytes]
+            links = recording.group_of(sample).link_class
+            cell = times[sample.launch, sample.op, sample.nbytes, links]
             cell[sample.candidate] = median(sample.us)
-    found: dict[Cell, dict[Candidate, list[float]]] = {}
-    for (_, op, nbytes), by_candidate in times.items():
+    found: dict[tuple[str, int, str], dict[Candidate, list[float]]] = {}
+    for (_, op, nbytes, links), by_candidate in times.items():
         best = min(by_candidate.values())
-        cell_ratios = found.setdefault((op, nbytes), {})
+        cell_ratios = found.setdefault((op, nbytes, links), {})
         for candidate, us in by_candidate.items():
             cell_ratios.setdefault(candidate, []).append(us / best)
     return found

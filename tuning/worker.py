@@ -4,7 +4,8 @@
 ``python -m commrt.tuning.worker JOB`` (a file). Every item is announced before it
 starts, and whose turn it is stands in a file, so that the parent knows what hung; a
 result is checked before times count. A size during which the links between the ranks
-changed their class is measured once more.
+changed their class, or were not to be seen, or a candidate's times drifted, is measured
+once more.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from commrt.bench.timing_loop import Call, Trial
 from commrt.errors import CommError
@@ -27,7 +28,7 @@ from commrt.tuning import check
 from commrt.tuning.job import NOBODY, Item, Job, sizes
 from commrt.tuning.samples import line
 from commrt.tuning.table_writer import NATIVE
-from commrt.tuning.turns import ready, take_turns
+from commrt.tuning.turns import Outcome, ready, take_turns
 
 if TYPE_CHECKING:
     from commrt.tuning.measure import Session
@@ -92,14 +93,15 @@ def _measure_cell(
     share_s: float,
     left_s: Callable[[], float],
     say: Callable[..., None],
-) -> Literal["done", "late", "moved"]:
+) -> Outcome:
     """Time the candidates of one operation and size.
 
-    ``late``: the budget ended first; ``moved``: the links changed meanwhile. Neither
-    leaves times behind, as only whole cells can be compared.
+    ``late`` and ``moved`` leave no times behind, as only whole cells can be compared.
     """
     session.turn_of(NOBODY)
     before = session.link_class()
+    if before == "unknown":
+        return "moved"
     trial = session.buffers(cell[0].op, cell[0].nbytes, job.dtype)
     runners = []
     for item in cell:
@@ -112,8 +114,9 @@ def _measure_cell(
             runners.append(ready(session, item, numbers[item], call))
         if (now_left_s := left_s()) <= 0:
             return "late"
-    if not take_turns(session, job, runners, share_s, now_left_s):
-        return "late"
+    outcome = take_turns(session, job, runners, share_s, now_left_s)
+    if outcome != "done":
+        return outcome
     session.turn_of(NOBODY)
     if session.link_class() != before:
         return "moved"

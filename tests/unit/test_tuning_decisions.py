@@ -308,6 +308,51 @@ def test_one_dropped_as_a_loser_is_not_extrapolated_into_large_sizes() -> None:
     assert _only(recording).at(10**9) == RING
 
 
+def test_between_its_sizes_one_that_was_given_up_is_no_faster_than_the_best() -> None:
+    """Straight lines from 8 B to 32 MiB pass below everybody's curve."""
+    recording = record(seed=1)
+    ends = {min(s.nbytes for s in recording.samples), 32 << 20}
+    fast = Candidate("shm", "direct", {"inline": 48})
+    recording.orders["allreduce"].append(fast)
+    recording.samples += [
+        replace(one, candidate=fast, us=tuple(0.8 * us for us in one.us))
+        for one in recording.samples
+        if one.candidate == DIRECT and one.nbytes in ends
+    ]
+    assert fast not in {_only(recording).at(n) for n in (128, 2048, 32768, 1 << 20)}
+
+
+def test_what_few_launches_of_a_size_measured_does_not_lead_there() -> None:
+    def choices(launches: int) -> set[Candidate]:
+        recording = record(seed=1, launches=5)
+        rare = Candidate("shm", "direct", {"inline": 48})
+        recording.orders["allreduce"].append(rare)
+        recording.samples += [
+            replace(one, candidate=rare, us=tuple(0.5 * us for us in one.us))
+            for one in recording.samples
+            if one.candidate == DIRECT and one.launch < launches
+        ]
+        return {part.candidate for part in _only(recording).ranges} & {rare}
+
+    assert choices(2) == set()
+    assert choices(3) != set()
+
+
+def test_launches_in_another_state_of_the_machine_say_nothing() -> None:
+    """Two virtual cores take turns on one: there the library leads, as it sleeps."""
+    recording = record(seed=1, launches=2)
+    recording.samples = [
+        replace(
+            one, us=tuple(2000 * (1 if one.candidate == NATIVE else 2) for _ in one.us)
+        )
+        if one.launch == 1
+        else one
+        for one in recording.samples
+    ]
+    assert _only(recording).at(8) != NATIVE
+    assert _only(recording).at(10**6) != NATIVE
+
+
 def test_a_recording_reads_back_equal() -> None:
     recording = record(seed=2)
     recording.fail(2, {"op": "bcast", "nbytes": 8, "candidate": "shm/ring"}, "hung")

@@ -102,12 +102,12 @@ def test_what_was_not_seen_contradicts_nothing(tmp_path: Path) -> None:
         assert row["link_class"] == link_class
 
 
-def test_a_probe_without_an_answer_leaves_the_last_class(
+def test_a_probe_without_an_answer_knows_no_class(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     session: Any = Session.__new__(Session)
     session.size, session.rank = 2, 0
-    session._flags, session._probes, session._links = object(), 0, "near"
+    session._flags, session._probes = object(), 0
     session.barrier = lambda: None
     session.agree = lambda value: value
     found = iter([300.0, -1.0, 60.0])
@@ -119,5 +119,5 @@ def test_a_probe_without_an_answer_leaves_the_last_class(
 
     monkeypatch.setattr(measure, "probe_link", probe)
     look: Callable[[], str] = session.link_class
-    assert [look(), look(), look()] == ["far", "far", "near"]
+    assert [look(), look(), look()] == ["far", "unknown", "near"]
     assert starts == [0, PROBE_STEP, 2 * PROBE_STEP]

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from tuning_recordings import record
 
 from commrt.select.facts import Candidate
-from commrt.tuning.regret import judge
+from commrt.tuning.decide import decide
+from commrt.tuning.regret import held_out_regret, judge
 
 ONE, TWO = Candidate.parse("shm/ring"), Candidate.parse("shm/direct")
 NATIVE = Candidate.parse("mpi/native")
@@ -52,3 +56,28 @@ def test_launches_without_the_choice_say_nothing() -> None:
     verdict = judge(ONE, [{TWO: [0.1]}, {ONE: [1.0], NATIVE: [4.0]}])
     assert verdict is not None
     assert (verdict.ratio, verdict.versus_native) == (1.0, 0.25)
+
+
+def test_foresight_says_what_launches_differ_by() -> None:
+    """Its launches agree but for noise; then one is of another mind."""
+    recording = record(4, held_out=3)
+    calm = held_out_regret(recording, decide(recording, 0.03))
+    assert calm.by_launch is not None
+    assert calm.foresight is not None
+    assert 1.0 <= calm.foresight <= calm.by_launch <= 1.05
+    last = max(recording.launches)
+    recording.samples = [
+        replace(one, us=tuple(2.5 - us / 100 for us in one.us))
+        if one.launch == last and max(one.us) < 100
+        else one
+        for one in recording.samples
+    ]
+    other = held_out_regret(recording, decide(recording, 0.03))
+    assert other.foresight is not None
+    assert other.foresight > calm.foresight
+
+
+def test_one_judging_launch_has_no_foresight() -> None:
+    recording = record(4, held_out=1)
+    found = held_out_regret(recording, decide(recording, 0.03))
+    assert (found.by_launch, found.foresight) == (None, None)

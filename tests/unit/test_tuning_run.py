@@ -211,6 +211,22 @@ def test_what_is_left_of_the_budget_goes_into_further_launches() -> None:
     assert len(jobs) == 2 * (12 + 4)
 
 
+def test_machines_that_change_are_judged_by_as_many_launches_of_each_state() -> None:
+    jobs, start = _played()
+
+    def changing(job: Job, ranks: int, on_message: Callable[..., None]) -> Ended:
+        links = ("near", "far")[len(jobs) % 2]
+
+        def take(message: dict[str, Any]) -> None:
+            on_message({**message, "link_class": links})
+
+        return start(job, ranks, take)
+
+    options = replace(OPTIONS, ranks=(2,), launches=1, most_launches=12)
+    run_launches(options, Progress(60, io.StringIO(), lambda: 0.0), changing)
+    assert sum(one.held_out for one in jobs) == 6
+
+
 def _starting_in(
     seconds: float, clock: list[float], start: Callable[..., Ended]
 ) -> Callable[..., Ended]:

@@ -203,3 +203,18 @@ def test_halfway_is_a_whole_number_of_elements(
     op: str, ranks: int, low: int, high: int, found: int
 ) -> None:
     assert middle(op, ranks, "float32", low, high) == found
+
+
+def test_what_wins_between_near_cores_alone_goes_on_to_be_tried() -> None:
+    """As many far launches, in which it loses, do not outvote the near ones."""
+    near = record(3, {**TRUTH, WIDE: lambda n: 0.1 + 2e-5 * n}, launches=3, held_out=0)
+    for sample in [*near.samples]:
+        slower = 2.0 if sample.candidate == WIDE else 1.0
+        times = tuple(slower * us for us in sample.us)
+        far = replace(sample, launch=sample.launch + 3, us=times, link_class="far")
+        near.samples.append(far)
+        near.launches[far.launch] = replace(
+            near.launches[sample.launch], index=far.launch
+        )
+    items = variants_to_try(near, 2, "float32", MAX_NBYTES, held_out=False)
+    assert str(WIDE) in {one.candidate for one in items if one.nbytes == 8 << 20}

@@ -95,7 +95,10 @@ def measure(
         with comm.dup() as still, comm.dup() as moving:
             still._set_slot_window(0)
             moving._set_slot_window(window_nbytes())
-            first, second = (_plan(c, coll, detail, nbytes) for c in (still, moving))
+            # The same arrays: where pages lie changes times by more than slots do.
+            kind = numpy_dtype(detail)
+            arrays = _arrays(comm, coll, kind, max(1, nbytes // kind.itemsize))
+            first, second = (_plan_on(c, coll, *arrays) for c in (still, moving))
             took = time_pair(comm, first, second, turns)
     elif what == "types":
         first, second = (_plan(comm, coll, t, nbytes) for t in ("float32", detail))
@@ -116,6 +119,10 @@ def _plan(comm: Any, coll: str, dtype: str, nbytes: int, **more: Any) -> Call:
     """Return a persistent call: what Python does for each is the same for both."""
     kind = numpy_dtype(dtype)
     x, out = _arrays(comm, coll, kind, max(1, nbytes // kind.itemsize))
+    return _plan_on(comm, coll, x, out, **more)
+
+
+def _plan_on(comm: Any, coll: str, x: Any, out: Any, **more: Any) -> Call:
     plan: Callable[..., Call] = getattr(comm.plan, coll)
     return plan(x, **more) if coll == "bcast" else plan(x, out=out, **more)
 

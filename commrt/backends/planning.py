@@ -22,7 +22,13 @@ import numpy as np
 from commrt import _native, algorithms
 from commrt.backends import vectors
 from commrt.backends.base import PlanSpec
-from commrt.backends.footprint import CHUNK_NBYTES, LANE_NBYTES, Own, footprint
+from commrt.backends.footprint import (
+    CHUNK_NBYTES,
+    LANE_NBYTES,
+    Footprint,
+    Own,
+    footprint,
+)
 from commrt.dtypes import ReduceOp, engine_factor
 from commrt.errors import ScheduleError, UsageError, suggest
 from commrt.schedule.engine_model import LINES, EngineModel
@@ -83,8 +89,6 @@ _MOST_SPINS = 1 << 20
 """A look takes tens of nanoseconds: some 50 ms, as often as a wait checks signals."""
 _BY_LINK_CLASS = -1
 """What the engine is told for ``spins=auto``."""
-_AS_SEEN = 0
-"""What the engine is told for ``reuse=auto``."""
 _KINDS = {"in": 0, "out": 1, "tmp": 2}
 
 
@@ -116,8 +120,8 @@ class TransportParams:
     """Fragments tried at once."""
     reuse: int | str = "auto"
     """Fragments whose payload may be unread at once; few keep slots in the cores' own
-    caches. ``auto``: 2, or more where slots that have left those caches prove faster
-    (commrt/slot_window.py)."""
+    caches. ``auto``: 2, or as many as lie in the window, where slots that have left
+    those caches prove faster (commrt/slot_window.py): unless ranks only exchange."""
     inline: int | str = "auto"
     """Most bytes of a message to one peer that ride in lines of their own; a longer
     one, or one to several peers beyond a line's 48 bytes, lies in a slot, to which its
@@ -414,7 +418,15 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         node_numbers(comm),
         comm.rank,
     )
-    lengths = _layout(comm, spec, own, transport)
+    bound = footprint(
+        coll,
+        name,
+        comm.size,
+        spec.root,
+        tuple(sorted(own.items())),
+        node_numbers(comm),
+    )
+    lengths = _layout(comm, spec, own, bound, bound.chunk_nbytes(transport.chunk))
     bounds_of, longest = lengths.bounds, lengths.longest_nbytes
     peers = _peers(lowered)
     buffers = (spec.in_elements + spec.out_elements) * spec.dtype.itemsize
@@ -443,7 +455,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         fragments=lengths.fragments,
         lane_nbytes=LANE_NBYTES,
         depth=transport.depth,
-        slot_reuse=transport.reuse if isinstance(transport.reuse, int) else _AS_SEEN,
+        slot_reuse=bound.slot_reuse(transport.reuse, spec.op.reduces),
         most_inline=transport.most_inline(spec.op.reduces),
         spins=transport.spins if isinstance(transport.spins, int) else _BY_LINK_CLASS,
         store=store,
@@ -484,13 +496,8 @@ def lowered_programs(
 
 
 def _layout(
-    comm: Any, spec: PlanSpec, own: dict[str, ParamValue], transport: TransportParams
+    comm: Any, spec: PlanSpec, own: dict[str, ParamValue], bound: Footprint, chunk: int
 ) -> vectors.Lengths:
-    name, params = spec.candidate.algorithm, tuple(sorted(own.items()))
-    bound = footprint(
-        spec.op.name, name, comm.size, spec.root, params, node_numbers(comm)
-    )
-    chunk = bound.chunk_nbytes(transport.chunk)
     if spec.counts:
         return vectors.counted_lengths(comm.rank, comm.size, spec, own, bound, chunk)
     return vectors.even_lengths(spec, bound, chunk)

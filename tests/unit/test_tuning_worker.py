@@ -252,9 +252,23 @@ def test_ranks_that_are_not_on_two_cores_at_once_are_not_measured() -> None:
     job = replace(JOB, max_nbytes=8)
     messages = _measured(job, ["unknown", "near", "near"], direct=_copy)
     assert [m["link_class"] for m in messages if m["tune"] == "sample"] == ["near"]
-    messages = _measured(job, ["near", "unknown", "unknown"], direct=_copy)
-    assert "sample" not in {m["tune"] for m in messages}
-    assert messages[-2]["why"] == "links"
+
+
+@pytest.mark.parametrize(
+    ("links", "seen"),
+    [
+        (["near", "unknown", "unknown", "far"], "far"),
+        (["unknown", "near", "unknown"], "near"),
+        (["unknown", "unknown", "unknown"], "single"),  # as the ranks began
+        (["unknown", "near", "far"], None),
+    ],
+)
+def test_a_busy_machine_is_measured_at_the_second_attempt(
+    links: list[str], seen: str | None
+) -> None:
+    messages = _measured(replace(JOB, max_nbytes=8), links, direct=_copy)
+    found = [m["link_class"] for m in messages if m["tune"] == "sample"]
+    assert found == ([] if seen is None else [seen])
 
 
 def test_a_size_is_measured_once_more_when_times_drift(

@@ -139,14 +139,15 @@ def _ended(
 
     Who was left out early has met the beginning alone; one more turn shows it the end.
     """
+    drifts = []
     for runner in runners:
-        if runner not in live:
+        is_live = runner in live
+        if not is_live:
             _turn(session, runner)
-    drifts = [
-        median(us[: len(us) // 3]) / median(us[-(len(us) // 3) :])
-        for us in (one.us for one in runners)
-        if len(us) > _MIN_REPETITIONS
-    ]
+        us = runner.us
+        if len(us) >= (2 * _MIN_REPETITIONS if is_live else _MIN_REPETITIONS + 1):
+            third = len(us) // 3
+            drifts.append(median(us[:third]) / median(us[-third:]))
     drift = max((max(one, 1 / one) for one in drifts), default=1.0)
     return "done" if session.agree(drift) <= _DRIFT else "moved"
 

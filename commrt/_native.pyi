@@ -520,20 +520,6 @@ class NcclComm:
         stream: int,
         timeout_s: float,
     ) -> int: ...
-    def _run_program(
-        self,
-        program: StreamProgram,
-        device: Device,
-        x: int,
-        out: int,
-        scratch: int,
-        stream: int,
-        timeout_s: float,
-    ) -> int:
-        """Give a schedule's rounds to a stream of the device; raises the device's
-        errors.
-        """
-
     def _split(
         self, color: int, key: int, options: NcclOptions, timeout_s: float
     ) -> tuple[NcclComm, int]:

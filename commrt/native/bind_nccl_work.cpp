@@ -162,6 +162,10 @@ void bind_nccl_work(nb::module_& m) {
         [](const std::string& operation, std::shared_ptr<StreamProgram> program, int coll,
            size_t scratch_nbytes, size_t in_nbytes, size_t out_nbytes, bool in_place, int root,
            int64_t elements, int element_type, int reduction) {
+          for (size_t i = kFirstPeerBase; i < program->extents.size(); ++i) {
+            if (program->extents[i] != 0)
+              throw nb::value_error("a program that reads what peers publish");
+          }
           auto plan = std::make_shared<NcclPlan>();
           plan->operation = operation;
           plan->program = std::move(program);

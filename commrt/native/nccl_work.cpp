@@ -150,7 +150,7 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void
     const int code = run(plan, in, out, scratch, on, made->timeout_s);
     if (code != kNcclSuccess) {
       const std::string text = text_of(code, made->timeout_s);
-      give_up(kind_of(code), text);
+      give_up(kind_of(code), text, made->seq);
       throw NcclFailure(kind_of(code), plan.operation + " #" + std::to_string(made->seq) + " on " +
                                            comm_->name + ", rank " + std::to_string(comm_->rank) +
                                            ": " + text);
@@ -161,12 +161,12 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void
     }
     order_after(*made, on, other);
   } catch (const DeviceFailure& failure) {
-    give_up(std::string("device:") + status_name(failure.status), failure.what());
+    give_up(std::string("device:") + status_name(failure.status), failure.what(), made->seq);
     throw;
   } catch (const NcclFailure&) {
     throw;
   } catch (...) {  // Ctrl-C: whether NCCL has taken it up is not known
-    give_up("revoked", "a call was interrupted while NCCL took it up");
+    give_up("revoked", "a call was interrupted while NCCL took it up", made->seq);
     throw;
   }
   order_->last = made;
@@ -393,14 +393,16 @@ std::string NcclWork::text_of(int code, double timeout_s) const {
          "; the NCCL communicator was aborted. NCCL_DEBUG=WARN tells more";
 }
 
-void NcclWork::give_up(const std::string& kind, const std::string& why) {
+void NcclWork::give_up(const std::string& kind, const std::string& why,
+                       std::optional<std::uint64_t> seq) {
   HostLock own(device_, looking_);
   if (closed_ || failed_) return;
-  fail(kind, why, kind == "device:failed");
+  fail(kind, why, kind == "device:failed", seq);
 }
 
 // Holds looking_.
-void NcclWork::fail(const std::string& kind, const std::string& why, bool device_is_gone) {
+void NcclWork::fail(const std::string& kind, const std::string& why, bool device_is_gone,
+                    std::optional<std::uint64_t> seq) {
   const bool is_first = !failed_;
   failed_ = true;
   device_gone_ = device_gone_ || device_is_gone;
@@ -410,7 +412,9 @@ void NcclWork::fail(const std::string& kind, const std::string& why, bool device
     const std::string text = kind == "timeout" ? "an operation by NCCL came too late" : why;
     const std::lock_guard<std::mutex> own(engine_.mutex);
     comm_->break_down(text);
-    comm_->tell_failure(calls_.empty() ? comm_->next_seq : calls_.front()->seq);
+    // Peers whose own call of this number is under way wait in vain, too.
+    const std::uint64_t next = seq.value_or(comm_->next_seq);
+    comm_->tell_failure(calls_.empty() ? next : calls_.front()->seq);
   }
   for (const auto& one : calls_) {
     if (one->ended()) continue;

@@ -16,6 +16,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -126,7 +127,9 @@ class NcclWork : public Watched, public std::enable_shared_from_this<NcclWork> {
   // What a thread asks that waits for a call: whether the device still works.
   void ask_device(const std::shared_ptr<NcclCall>& call);
   // Fails all that is under way, and lets the streams go.
-  void give_up(const std::string& kind, const std::string& why);
+  // `seq` is the operation that cannot be done; without it, the first one under way.
+  void give_up(const std::string& kind, const std::string& why,
+               std::optional<std::uint64_t> seq = std::nullopt);
   // Leaves the communicator to be ended by the order, where nothing is under way. Idempotent.
   void close();
   void abandon() override;
@@ -161,7 +164,8 @@ class NcclWork : public Watched, public std::enable_shared_from_this<NcclWork> {
   bool look_at_events();
   bool look_after();
   void finish(const std::shared_ptr<NcclCall>& call);
-  void fail(const std::string& kind, const std::string& why, bool device_is_gone);
+  void fail(const std::string& kind, const std::string& why, bool device_is_gone,
+            std::optional<std::uint64_t> seq = std::nullopt);
   std::string kind_of(int code) const;
   std::string text_of(int code, double timeout_s) const;
 

@@ -52,12 +52,8 @@ struct Group {
   Comm* comm;
   void* stream;
   std::vector<Op> ops;
-  std::shared_ptr<bool> finished;  // where a stream of a device waits for its end
   std::shared_ptr<Kernel> kernel;  // null where streams are only pretended
 };
-
-// Puts a kernel into a stream of a device; the stream then calls stub_run_group(group).
-using Launcher = void (*)(int device, void* stream, Group* group);
 
 struct Split {
   std::map<int, std::vector<std::pair<int, int>>> colors;  // color to (key, rank)
@@ -117,7 +113,6 @@ struct World {
   std::set<Comm*> comms;
   std::map<std::string, long> counters;
   uint64_t next_id = 1;
-  Launcher launcher = nullptr;  // null: streams are queues of the stub's own
   bool released = false;
 };
 

@@ -68,6 +68,15 @@ class Device:
     def alloc(self, nbytes: int) -> int:
         """Return the address of new device memory."""
 
+    def begin_capture(self, stream: int, mode: int = 0) -> None:
+        """Record a stream's commands, and run none."""
+
+    def capture_id(self, stream: int) -> int:
+        """Return the number of the capture that a stream is in; 0: none."""
+
+    def end_capture(self, stream: int) -> int:
+        """End the capture; return a graph that can be launched."""
+
     def event_create(self) -> int:
         """Return a new event."""
 
@@ -80,6 +89,9 @@ class Device:
     def event_record(self, event: int, stream: int) -> None:
         """Record what the stream was given so far."""
 
+    def event_record_external(self, event: int, stream: int) -> None:
+        """Let each launch of the graph record an event of outside."""
+
     def exchange_capture_mode(self, mode: int) -> int:
         """Set this thread's capture mode, and return the one before."""
 
@@ -91,6 +103,12 @@ class Device:
 
     def free(self, ptr: int) -> None:
         """Free device memory."""
+
+    def graph_destroy(self, graph: int) -> None:
+        """Forget a graph; what was launched still runs."""
+
+    def graph_launch(self, graph: int, stream: int) -> None:
+        """Give a stream what a graph holds."""
 
     def ipc_close(self, base: int) -> None:
         """Unmap it."""
@@ -208,6 +226,9 @@ class Device:
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Let a stream wait for the latest record."""
+
+    def stream_wait_external(self, stream: int, event: int) -> None:
+        """Let each launch of the graph wait for the latest record of an event."""
 
     def unlock(self, token: int) -> None:
         """Give it back."""
@@ -849,18 +870,15 @@ class Request:
 class SimDevice(Device):
     """A simulated device; SimWorld makes them."""
 
-    def begin_capture(self, stream: int, mode: int = 0) -> None:
-        """Count a stream's commands, and run none."""
-
-    def end_capture(self, stream: int) -> int:
-        """End the capture; return how many commands it has."""
-
     def fail_after(self, commands: int) -> None:
         """Let the device fail for good at the n-th command from now."""
 
     @property
     def name(self) -> str:
         """In messages."""
+
+    def num_graph_commands(self, graph: int) -> int:
+        """How many commands a graph was captured from."""
 
 class SimWorld:
     """Simulated devices and host threads, by one seed."""

@@ -167,7 +167,7 @@ int state_of(Comm* comm) {
     if (comm->child_to != nullptr) return InProgress;
   }
   if (comm->life == Life::Finalizing) {
-    if (comm->clique->finalized < comm->clique->size) return InProgress;
+    if (comm->clique->finalized < comm->clique->size || comm->graphs > 0) return InProgress;
     comm->life = Life::Finalized;
   }
   if (comm->polls_left > 0) {

@@ -87,6 +87,8 @@ struct Comm {
   bool hangs = false;         // InProgress until aborted
   std::vector<Group> waiting; // issued, and not yet in the stream
   uint64_t seq = 0;
+  uint64_t run = 0;  // collectives that have begun, where streams are a device's
+  int graphs = 0;    // kernels that graphs hold
   std::map<int, RedOp> redops;
   int next_redop = 5;
   std::thread::id inside, grouped;

@@ -472,6 +472,10 @@ class NcclCall:
         """(kind, text) of what went wrong; None where nothing did."""
 
     @property
+    def is_captured(self) -> bool:
+        """Whether it was recorded in a graph, and runs as that is launched."""
+
+    @property
     def seq(self) -> int:
         """Sequence number on the communicator."""
 

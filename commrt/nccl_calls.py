@@ -62,6 +62,11 @@ class NcclCalls:
         """Whether the ranks have told each other."""
         return self._agreed is not None
 
+    @property
+    def is_made(self) -> bool:
+        """Whether there is an NCCL communicator."""
+        return self._made is not None
+
     def agree(self, device: Any, what: str, timeout_s: float) -> None:
         """Let the ranks tell each other whether they have NCCL; collective, once.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every device must do with graphs: small probes, as those in ``device_probes``."""
+"""What every device must do with graphs: probes such as those in ``device_probes``."""
 
 from __future__ import annotations
 

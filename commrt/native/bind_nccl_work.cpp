@@ -189,7 +189,6 @@ void bind_nccl_work(nb::module_& m) {
       .def("wait_on",
            [](const PyNcclCall& self, uint64_t stream) {
              guarded([&] {
-               self.work().refuse_capture(stream);
                self.work().wait_on(*self.call, stream);
                return 0;
              });
@@ -224,6 +223,8 @@ void bind_nccl_work(nb::module_& m) {
         if (!self.call->failed()) return nb::none();
         return nb::make_tuple(self.call->kind, self.call->error);
       }, "(kind, text) of what went wrong; None where nothing did.")
+      .def_prop_ro("is_captured", [](const PyNcclCall& self) { return self.call->capture != 0; },
+                   "Whether it was recorded in a graph, and runs as that is launched.")
       .def_prop_ro("seq", [](const PyNcclCall& self) { return self.call->seq; },
                    "Sequence number on the communicator.");
 

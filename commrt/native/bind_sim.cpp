@@ -63,7 +63,7 @@ void bind_sim(nb::module_& m, nb::class_<PyDevice>& device) {
         return locked(*d.sim()->world, [&]() -> std::size_t {
           const auto found = d.sim()->graphs.find(graph);
           return found == d.sim()->graphs.end() ? 0
-                                                : found->second.capture->recording.entries.size();
+                                                : found->second.recording->entries.size();
         });
       }, nb::arg("graph"), "How many commands a graph was captured from.");
 

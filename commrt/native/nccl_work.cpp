@@ -42,7 +42,9 @@ bool reads_what_it_writes(const NcclPlan& plan, const void* in, const void* out)
 const char* const kNcclPlantedNames[kNumNcclPlanted] = {
     "none",      "no_ready",   "ready_late", "no_end_wait",  "end_early",         "end_other_stream",
     "end_flag_early", "no_chain", "chain_self", "unlocked", "wrong_stream", "copy_other_stream",
-    "no_copy",   "kept"};
+    "no_copy",   "kept",       "graph_no_wait", "graph_no_record", "graph_no_chain",
+    "graph_no_seed", "graph_eager_no_wait", "graph_eager_no_record", "graph_own_stream",
+    "graph_flags", "graph_drops"};
 
 NcclCall::~NcclCall() {
   if (work == nullptr) return;
@@ -68,16 +70,19 @@ void NcclWork::check(DeviceStatus status) const {
   if (status != DeviceStatus::Ok) throw DeviceFailure(status, device_error());
 }
 
-void NcclWork::refuse_capture(Stream stream) {
+// The capture that a stream is in; 0: none.
+std::uint64_t NcclWork::capture_of(Stream stream) {
   CaptureState state = CaptureState::None;
   call(&DeviceApi::is_capturing, stream, &state);
-  if (state == CaptureState::None) return;
-  throw DeviceFailure(
-      DeviceStatus::Capturing,
-      "stream " + std::to_string(stream) +
-          " is being captured: commrt does not record operations of NCCL into graphs, as what "
-          "orders them among other communicators' is not a part of the capture. Call it outside "
-          "of the capture; nothing was given to the device");
+  if (state == CaptureState::None) return 0;
+  if (state == CaptureState::Invalidated) {
+    throw DeviceFailure(DeviceStatus::Capturing,
+                        "the capture of stream " + std::to_string(stream) +
+                            " was lost before; nothing was given to the device");
+  }
+  std::uint64_t capture = 0;
+  call(&DeviceApi::capture_id, stream, &capture);
+  return capture;
 }
 
 // --- the call ---
@@ -103,13 +108,19 @@ std::shared_ptr<NcclCall> NcclWork::start(const std::shared_ptr<const NcclPlan>&
 // Holds the device's lock.
 void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void* out,
                      Stream stream, bool orders, void* const* keep) {
-  refuse_capture(stream);
+  made->capture = capture_of(stream);
+  const bool captured = made->capture != 0;
   // Not the device's: the caller says what became of the communicator.
   if (failed_) {
     throw DeviceFailure(device_gone_ ? DeviceStatus::Failed : DeviceStatus::NotReady, failure_);
   }
-  order_->sweep_locked();
+  // Memory, events and streams may have to be made.
+  std::optional<RelaxedCapture> relaxed;
+  if (captured) relaxed.emplace(device_);
+  if (!captured) order_->sweep_locked();
   const NcclPlan& plan = *made->plan;
+  if (plan.program != nullptr && plan.program->size != native_->size)
+    throw std::invalid_argument("a program of another number of ranks");
   // First, as it may wait for all that the device was given.
   void* copy = nullptr;
   if (plan.is_barrier) out = order_->scratch(1);
@@ -121,9 +132,11 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void
     if (copies) copy = static_cast<unsigned char*>(scratch) + plan.scratch_nbytes;
   }
   made->end = order_->take_event();
-  if (!order_->flags) made->begun = order_->take_event();
+  if (!order_->flags && !captured) made->begun = order_->take_event();
   made->work = shared_from_this();
   made->value = ++order_->issued;
+  const bool forks = captured && !has(NcclPlanted::GraphOwnStream);
+  const Stream own_stream = forks ? order_->fork(made->capture) : order_->stream;
   {
     const std::lock_guard<std::mutex> own(engine_.mutex);
     Record record;
@@ -138,8 +151,8 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void
     made->seq = comm_->count_elsewhere(record);
   }
   const bool in_callers = orders && !has(NcclPlanted::WrongStream);
-  const Stream on = in_callers ? stream : order_->stream;
-  const Stream other = in_callers ? order_->stream : stream;
+  const Stream on = in_callers ? stream : own_stream;
+  const Stream other = in_callers ? own_stream : stream;
   try {
     order_before(*made, on, stream, orders);
     if (copy != nullptr) {
@@ -161,6 +174,8 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void
     }
     order_after(*made, on, other);
   } catch (const DeviceFailure& failure) {
+    // A capture that was lost has run nothing: the communicator is as it was.
+    if (captured && failure.status == DeviceStatus::Capturing) throw;
     give_up(std::string("device:") + status_name(failure.status), failure.what(), made->seq);
     throw;
   } catch (const NcclFailure&) {
@@ -169,11 +184,18 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void
     give_up("revoked", "a call was interrupted while NCCL took it up", made->seq);
     throw;
   }
+  HostLock own(device_, looking_);
+  check(own.status());
+  if (captured) {
+    void* kept[2] = {keep[0], keep[1]};
+    if (has(NcclPlanted::GraphDrops)) engine_.discard_objects(kept);
+    for (void* object : kept)
+      if (object != nullptr) captured_.push_back(object);
+    return;
+  }
   order_->last = made;
   order_->last_is_own = !in_callers;
   last_value_ = made->value;
-  HostLock own(device_, looking_);
-  check(own.status());
   made->keep[0] = keep[0];
   made->keep[1] = keep[1];
   calls_.push_back(made);
@@ -189,14 +211,8 @@ void NcclWork::order_before(NcclCall& made, Stream on, Stream stream, bool order
     call(&Api::event_record, order_->ready, stream);
     call(&Api::stream_wait_event, on, order_->ready);
   }
-  // Streams of the caller's are not compared: a new one may have the handle of one that is gone.
-  const NcclCall* const before = order_->last.get();
-  const bool is_behind = order_->last_is_own && on == order_->stream;
-  const bool is_own = before != nullptr && before->value == last_value_;
-  if (before != nullptr && !is_behind && !has(NcclPlanted::NoChain) &&
-      (is_own || !has(NcclPlanted::ChainSelf))) {
-    call(&Api::stream_wait_event, on, before->end);
-  }
+  wait_for_others(made, on);
+  if (made.capture != 0 && !has(NcclPlanted::GraphFlags)) return;
   if (order_->flags) {
     call(&Api::write_value32, on, order_->begun, made.value);
   } else {
@@ -208,9 +224,58 @@ void NcclWork::order_before(NcclCall& made, Stream on, Stream stream, bool order
   if (has(NcclPlanted::EndEarly)) call(&Api::event_record, made.end, on);
 }
 
+// What runs on the device comes after the operation given before it, and is known to the next one.
+void NcclWork::wait_for_others(const NcclCall& made, Stream on) {
+  using Api = DeviceApi;
+  if (made.capture != 0) {
+    begin_graphs();
+    if (const Event* const tip = order_->tip(made.capture)) {
+      if (!has(NcclPlanted::GraphNoChain)) call(&Api::stream_wait_event, on, *tip);
+    } else if (!has(NcclPlanted::GraphNoWait)) {
+      call(&Api::stream_wait_external, on, order_->serial);
+    }
+    return;
+  }
+  // Streams of the caller's are not compared: a new one may have the handle of one that is gone.
+  const NcclCall* const before = order_->last.get();
+  const bool is_behind = order_->last_is_own && on == order_->stream;
+  const bool is_own = before != nullptr && before->value == last_value_;
+  if (before != nullptr && !is_behind && !has(NcclPlanted::NoChain) &&
+      (is_own || !has(NcclPlanted::ChainSelf))) {
+    call(&Api::stream_wait_event, on, before->end);
+  }
+  if (order_->has_captured && !has(NcclPlanted::GraphEagerNoWait)) {
+    call(&Api::stream_wait_event, on, order_->serial);
+  }
+}
+
+void NcclWork::tell_others(const NcclCall& made, Stream on) {
+  using Api = DeviceApi;
+  if (made.capture != 0) {
+    const Event tip = order_->take_event();
+    order_->set_tip(made.capture, tip);
+    call(&Api::event_record, tip, on);
+    if (!has(NcclPlanted::GraphNoRecord)) call(&Api::event_record_external, order_->serial, on);
+  } else if (order_->has_captured && !has(NcclPlanted::GraphEagerNoRecord)) {
+    call(&Api::event_record, order_->serial, on);
+  }
+}
+
+// From the first capture on graphs may be launched, which have to be told of what was given before.
+void NcclWork::begin_graphs() {
+  if (order_->has_captured) return;
+  if (order_->last != nullptr && !has(NcclPlanted::GraphNoSeed)) {
+    call(&DeviceApi::stream_wait_event, order_->stream, order_->last->end);
+    call(&DeviceApi::event_record, order_->serial, order_->stream);
+  }
+  order_->has_captured = true;
+}
+
 void NcclWork::order_after(NcclCall& made, Stream on, Stream other) {
   using Api = DeviceApi;
-  if (order_->flags && !has(NcclPlanted::EndFlagEarly)) {
+  tell_others(made, on);
+  const bool writes = made.capture == 0 || has(NcclPlanted::GraphFlags);
+  if (order_->flags && writes && !has(NcclPlanted::EndFlagEarly)) {
     call(&Api::write_value32, on, order_->ended, made.value);
   }
   if (has(NcclPlanted::EndEarly)) return;
@@ -252,6 +317,18 @@ int NcclWork::run(const NcclPlan& plan, const void* in, void* out, void* scratch
 }
 
 void NcclWork::wait_on(const NcclCall& made, Stream stream) {
+  const std::uint64_t capture = capture_of(stream);
+  if (capture != made.capture) {
+    const std::string number = "stream " + std::to_string(stream);
+    throw DeviceFailure(
+        DeviceStatus::Capturing,
+        made.capture == 0
+            ? number + " is being captured, and the operation was started outside of the capture: "
+                       "a graph cannot wait for it. Wait before the capture begins"
+            : "the operation was captured into a graph, and " + number +
+                  " is not a part of that capture: give wait() a stream of the capture before it "
+                  "ends; later, wait for the stream that the graph is launched into");
+  }
   if (has(NcclPlanted::NoEndWait) || closed_ || made.failed()) return;
   call(&DeviceApi::stream_wait_event, stream, made.end);
 }
@@ -306,6 +383,8 @@ bool NcclWork::look_at_flags() {
 }
 
 bool NcclWork::look_at_events() {
+  // Another thread's capture must not end by these questions.
+  const RelaxedCapture relaxed(device_);
   const auto happened = [this](Event event) {
     return device_->api->event_query(device_, event) == DeviceStatus::Ok;
   };
@@ -436,6 +515,12 @@ void NcclWork::close() {
     if (closed_) return;
     closed_ = true;
     is_whole = !failed_ && calls_.empty();
+    // Graphs of the communicator must not be launched any more.
+    for (std::size_t i = 0; i < captured_.size(); i += 2) {
+      void* two[2] = {captured_[i], i + 1 < captured_.size() ? captured_[i + 1] : nullptr};
+      engine_.discard_objects(two);
+    }
+    captured_.clear();
   }
   native_->meanwhile = nullptr;
   if (is_whole) order_->retire(native_);

@@ -6,6 +6,10 @@
 //   then, there:  after the end of the operation before (nccl_order.hpp); begun flag = v; NCCL's
 //                 kernels; ended flag = v; end event
 //
+// In a capture the operation is recorded, without flags, whose values would come twice; nobody
+// watches it, and what it holds on to is kept until the communicator is closed (nccl_order.hpp says
+// how graphs keep the order).
+//
 // All of that is given in the call: nothing is enqueued later, so streams may share a hardware
 // queue, and may hold what waits for other engines' flags. Whoever makes progress looks at the two
 // flags, without the driver: references go at the end, and an operation that has begun and does
@@ -49,8 +53,17 @@ enum class NcclPlanted : int {
   CopyOtherStream, // the copy of an input is given to the other stream
   NoCopy,          // an exchange in place reads what it writes
   Kept,            // a failure does not abort the communicator
+  GraphNoWait,     // a graph does not wait for what was given before its launch
+  GraphNoRecord,   // what is given after a launch is not told of it
+  GraphNoChain,    // an operation of a capture does not wait for the one before
+  GraphNoSeed,     // the first graph is not told of what was given before the capture
+  GraphEagerNoWait,    // a call outside does not wait for graphs
+  GraphEagerNoRecord,  // a call outside is not seen by graphs
+  GraphOwnStream,  // a capture takes the device's stream, which others use meanwhile
+  GraphFlags,      // flags are written in a graph
+  GraphDrops,      // references go as if the operation had run
 };
-constexpr int kNumNcclPlanted = 14;
+constexpr int kNumNcclPlanted = 23;
 extern const char* const kNcclPlantedNames[kNumNcclPlanted];
 
 // What of a call follows from its arguments alone.
@@ -90,6 +103,7 @@ struct NcclCall {
   std::atomic<double> begun_s{0};  // when the host saw that it had begun; 0: not yet
   std::uint64_t seq = 0;
   std::uint32_t value = 0;
+  std::uint64_t capture = 0;  // that it was recorded in; then the state does not change
   Event begun = 0;  // where streams write no flags
   Event end = 0;
   double timeout_s = 0;
@@ -116,10 +130,9 @@ class NcclWork : public Watched, public std::enable_shared_from_this<NcclWork> {
   std::shared_ptr<NcclCall> start(const std::shared_ptr<const NcclPlan>& plan, const void* in,
                                   void* out, Stream stream, bool orders, void* const* keep,
                                   double timeout_s);
-  // Lets a stream wait for the end of a call.
+  // Lets a stream wait for the end of a call. Throws DeviceFailure where one of the two is in a
+  // capture and the other one is not in the same; the capture goes on.
   void wait_on(const NcclCall& call, Stream stream);
-  // Throws DeviceFailure where a stream is captured; the capture goes on.
-  void refuse_capture(Stream stream);
   bool look() override;
   // Gives the communicator up where a call has begun, and has been waited for as long as it may
   // take.
@@ -156,6 +169,10 @@ class NcclWork : public Watched, public std::enable_shared_from_this<NcclWork> {
   }
   void issue(const std::shared_ptr<NcclCall>& made, const void* in, void* out, Stream stream,
              bool orders, void* const* keep);
+  std::uint64_t capture_of(Stream stream);
+  void wait_for_others(const NcclCall& made, Stream on);
+  void tell_others(const NcclCall& made, Stream on);
+  void begin_graphs();
   void order_before(NcclCall& made, Stream on, Stream stream, bool orders);
   void order_after(NcclCall& made, Stream on, Stream other);
   int run(const NcclPlan& plan, const void* in, void* out, void* scratch, Stream on,
@@ -174,6 +191,7 @@ class NcclWork : public Watched, public std::enable_shared_from_this<NcclWork> {
   const std::shared_ptr<NcclOrder> order_;
   Device* const device_;
   const std::shared_ptr<NcclComm> native_;
+  std::vector<void*> captured_;   // references of captured calls; guarded by looking_
   std::uint32_t last_value_ = 0;  // of this communicator; guarded by the order's lock
 
   std::mutex looking_;  // guards what follows; nobody waits for a peer or the device with it

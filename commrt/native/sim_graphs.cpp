@@ -44,7 +44,7 @@ DeviceStatus begin_capture(Device* device, Stream handle, CaptureMode mode) {
   capture->origin = call.host;
   capture->stream = handle;
   capture->mode = mode;
-  capture->recording.branch_of(handle);
+  capture->recording->branch_of(handle);
   call.device->captures.push_back(capture);
   stream->capture = std::move(capture);
   return DeviceStatus::Ok;
@@ -63,13 +63,14 @@ DeviceStatus end_capture(Device* device, Stream handle, Graph* out) {
                         "; it is lost");
   }
   capture->active = false;
+  const std::shared_ptr<const Recording<Command>> recording = std::move(capture->recording);
   auto& all = call.device->captures;
   all.erase(std::remove(all.begin(), all.end(), capture), all.end());
   if (capture->invalidated)
     return device_fails(DeviceStatus::Capturing, "end_capture(): the capture was lost");
-  if (!capture->recording.is_joined()) return device_fails(DeviceStatus::Capturing, kNotJoined);
+  if (!recording->is_joined()) return device_fails(DeviceStatus::Capturing, kNotJoined);
   *out = call.device->next_graph++;
-  call.device->graphs[*out] = {capture, nullptr};
+  call.device->graphs[*out] = {recording, nullptr};
   return DeviceStatus::Ok;
 }
 
@@ -117,7 +118,7 @@ DeviceStatus graph_launch(Device* device, Graph handle, Stream on) {
       call.status = call.world->give(call, to, std::move(command));
   };
   GraphState& graph = found->second;
-  const auto& recording = graph.capture->recording;
+  const auto& recording = *graph.recording;
   std::vector<std::shared_ptr<StreamState>> branches{stream};
   while (branches.size() < recording.num_branches()) {
     const Stream own = add_stream(call.device, call.device->next_stream++, false);

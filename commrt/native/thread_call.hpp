@@ -78,7 +78,7 @@ struct Call {
         status = device_fails(DeviceStatus::Capturing, std::string(name) + "(): the capture of "
                                                        "the stream was lost");
       else
-        to->capture->recording.take(to->handle, std::move(command));
+        to->capture->recording->take(to->handle, std::move(command));
       return;
     }
     const auto legacy = device->streams[0];

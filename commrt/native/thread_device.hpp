@@ -111,11 +111,12 @@ struct Capture {
   Stream stream = 0;  // the one that it began with
   bool active = true;
   bool invalidated = false;
-  Recording<Command> recording;
+  // Goes to the graph at the end, as streams remember their captures for longer.
+  std::shared_ptr<Recording<Command>> recording = std::make_shared<Recording<Command>>();
 };
 
 struct GraphState {
-  std::shared_ptr<Capture> capture;
+  std::shared_ptr<const Recording<Command>> recording;
   std::shared_ptr<Record> ended;  // the latest launch; null: none
 };
 

@@ -33,7 +33,7 @@ DeviceStatus begin_capture(Device* device, Stream handle, CaptureMode) {
   if (stream->capture && stream->capture->active) return call.invalid("it is captured already");
   stream->capture = std::make_shared<Capture>();
   stream->capture->stream = handle;
-  stream->capture->recording.branch_of(handle);
+  stream->capture->recording->branch_of(handle);
   return DeviceStatus::Ok;
 }
 
@@ -50,11 +50,12 @@ DeviceStatus end_capture(Device* device, Stream handle, Graph* out) {
                         "; it is lost");
   }
   capture->active = false;
+  const std::shared_ptr<const Recording<Command>> recording = std::move(capture->recording);
   if (capture->invalidated)
     return device_fails(DeviceStatus::Capturing, "end_capture(): the capture was lost");
-  if (!capture->recording.is_joined()) return device_fails(DeviceStatus::Capturing, kNotJoined);
+  if (!recording->is_joined()) return device_fails(DeviceStatus::Capturing, kNotJoined);
   *out = call.device->next_graph++;
-  call.device->graphs[*out] = {capture, nullptr};
+  call.device->graphs[*out] = {recording, nullptr};
   return DeviceStatus::Ok;
 }
 
@@ -96,7 +97,7 @@ DeviceStatus graph_launch(Device* device, Graph handle, Stream on) {
     return device_fails(DeviceStatus::Unsupported, kGraphInGraph);
   join_ended(call.device);
   GraphState& graph = found->second;
-  const auto& recording = graph.capture->recording;
+  const auto& recording = *graph.recording;
   std::vector<std::shared_ptr<StreamState>> branches{stream};
   while (branches.size() < recording.num_branches()) {
     const Stream own = add_stream(call.device, call.device->next_stream++, false);

@@ -634,6 +634,21 @@ class NcclOrder:
     def sweep(self) -> int:
         """Go on with ending communicators; how many are left."""
 
+class NcclPhase:
+    """Messages among neighbours that move at the same time."""
+
+    def __init__(
+        self,
+        *,
+        messages: Sequence[tuple[bool, int, int, int, int]],
+        copies: Sequence[tuple[int, int, int, int, int]],
+        packs: Sequence[StagedLaunch],
+        unpacks: Sequence[StagedLaunch],
+    ) -> None:
+        """Rows of (whether it leaves, array, offset, bytes, peer), and of (array,
+        offset) from and to, and bytes.
+        """
+
 class NcclPlan:
     """What a call by NCCL does."""
 
@@ -696,6 +711,17 @@ class NcclWork:
         timeout_s: float,
     ) -> NcclCall:
         """Give the device all that there is to do."""
+
+    def start_arrays(
+        self,
+        plan: NcclPlan,
+        addresses: Sequence[int],
+        stream: int,
+        orders: bool,
+        keep: Any,
+        timeout_s: float,
+    ) -> NcclCall:
+        """The same of any number of arrays."""
 
 class PeerExchange:
     """Exchange memory that peers have opened."""
@@ -1338,6 +1364,19 @@ def nccl_init(
 
 def nccl_open(path: str, *, only_loaded: bool) -> tuple[NcclLibrary, str]:
     """Open a libnccl; returns it, or None and the reason."""
+
+def nccl_phases_plan(
+    operation: str,
+    phases: Sequence[NcclPhase],
+    *,
+    coll: int,
+    in_nbytes: int = 0,
+    out_nbytes: int = 0,
+    elements: int = 0,
+    element_type: int = 0,
+    reduction: int = 0,
+) -> NcclPlan:
+    """A plan of messages among neighbours, one phase behind the other."""
 
 def nccl_program_plan(
     operation: str,

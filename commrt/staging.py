@@ -180,6 +180,24 @@ class Staging:
         )
         return started, stream
 
+    def by_nccl(self, device: Any, what: str, stream: int, timeout_s: float) -> bool:
+        """Whether NCCL carries what is no reduction, on all ranks alike; collective.
+
+        The first time the ranks meet for it, as they do in a collective's first call.
+        """
+        if not self.nccl.is_agreed:
+            self.nccl.agree(device, what, timeout_s)
+            self._forget_choices()
+        if self.nccl.facts.why:
+            return False
+        return self.nccl.prepare(device, stream)
+
+    def runner(self, device: Any, plan: DevicePlan) -> Any:
+        """Return what starts a plan of any number of arrays."""
+        if isinstance(plan, _native.NcclPlan):
+            return self.nccl.work(device)
+        return self.stager(device)
+
     def _give(self, device: Any, *arguments: Any) -> DeviceCall:
         if isinstance(arguments[0], _native.NcclPlan):
             work = self.nccl.work(device)
@@ -277,18 +295,9 @@ class Staging:
     def _can_give(self, call: Call, bound: Bound) -> bool:
         """Make the NCCL communicator; False where that failed, on all ranks alike."""
         device = self._device(call, bound)
-        if not self.nccl.is_made:
-            arrays = _views(bound)
-            stream = self._stream(call, device, arrays[0].array if arrays else None)
-            if device.is_capturing(stream):
-                raise CaptureError(
-                    f"stream {stream} is being captured, and the NCCL communicator is "
-                    f"not made yet, which a capture would not survive: make a call "
-                    f"like this one before, on all ranks; nothing was given to the "
-                    f"device",
-                    "capturing",
-                )
-        if self.nccl.prepare(device):
+        arrays = _views(bound)
+        stream = self._stream(call, device, arrays[0].array if arrays else None)
+        if self.nccl.prepare(device, stream):
             return True
         self._forget_choices()
         return False

@@ -30,7 +30,7 @@ std::string seconds(double time_s) {
 // Whether an input has to be put away first.
 bool reads_what_it_writes(const NcclPlan& plan, const void* in, const void* out) {
   if (plan.in_nbytes == 0) return false;
-  if (plan.program == nullptr) return plan.needs_copy && in == out;
+  if (plan.program == nullptr && plan.phases.empty()) return plan.needs_copy && in == out;
   if (plan.in_place && in == out) return false;
   const auto* x = static_cast<const unsigned char*>(in);
   const auto* y = static_cast<const unsigned char*>(out);
@@ -44,7 +44,7 @@ const char* const kNcclPlantedNames[kNumNcclPlanted] = {
     "end_flag_early", "no_chain", "chain_self", "unlocked", "wrong_stream", "copy_other_stream",
     "no_copy",   "kept",       "graph_no_wait", "graph_no_record", "graph_no_chain",
     "graph_no_seed", "graph_eager_no_wait", "graph_eager_no_record", "graph_own_stream",
-    "graph_flags", "graph_drops"};
+    "graph_flags", "graph_drops", "pack_late", "unpack_early", "unpack_other"};
 
 NcclCall::~NcclCall() {
   if (work == nullptr) return;
@@ -88,17 +88,21 @@ std::uint64_t NcclWork::capture_of(Stream stream) {
 // --- the call ---
 
 std::shared_ptr<NcclCall> NcclWork::start(const std::shared_ptr<const NcclPlan>& plan,
-                                          const void* in, void* out, Stream stream, bool orders,
-                                          void* const* keep, double timeout_s) {
+                                          std::vector<unsigned char*> arrays, Stream stream,
+                                          bool orders, void* const* keep, double timeout_s) {
+  for (const NcclPhase& phase : plan->phases) {
+    if (static_cast<std::size_t>(phase.num_arrays) > arrays.size())
+      throw std::invalid_argument("fewer arrays than the plan speaks of");
+  }
   auto made = std::make_shared<NcclCall>();
   made->plan = plan;
   made->timeout_s = timeout_s;
   if (has(NcclPlanted::Unlocked)) {
-    issue(made, in, out, stream, orders, keep);
+    issue(made, arrays, stream, orders, keep);
   } else {
     HostLock own(device_, order_->issue);
     check(own.status());
-    issue(made, in, out, stream, orders, keep);
+    issue(made, arrays, stream, orders, keep);
   }
   announce();
   engine_.wake();
@@ -106,8 +110,10 @@ std::shared_ptr<NcclCall> NcclWork::start(const std::shared_ptr<const NcclPlan>&
 }
 
 // Holds the device's lock.
-void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void* out,
+void NcclWork::issue(const std::shared_ptr<NcclCall>& made, std::vector<unsigned char*>& arrays,
                      Stream stream, bool orders, void* const* keep) {
+  unsigned char*& in = arrays[0];
+  unsigned char*& out = arrays[1];
   made->capture = capture_of(stream);
   const bool captured = made->capture != 0;
   // Not the device's: the caller says what became of the communicator.
@@ -122,8 +128,8 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void
   if (plan.program != nullptr && plan.program->size != native_->size)
     throw std::invalid_argument("a program of another number of ranks");
   // First, as it may wait for all that the device was given.
-  void* copy = nullptr;
-  if (plan.is_barrier) out = order_->scratch(1);
+  unsigned char* copy = nullptr;
+  if (plan.is_barrier) out = static_cast<unsigned char*>(order_->scratch(1));
   void* scratch = nullptr;
   const bool copies = reads_what_it_writes(plan, in, out) && !has(NcclPlanted::NoCopy);
   if (copies || plan.scratch_nbytes != 0) {
@@ -157,10 +163,10 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void
     order_before(*made, on, stream, orders);
     if (copy != nullptr) {
       const Stream copies_on = has(NcclPlanted::CopyOtherStream) ? other : on;
-      call(&DeviceApi::memcpy_async, copy, in, plan.in_nbytes, copies_on);
+      call(&DeviceApi::memcpy_async, copy, static_cast<const void*>(in), plan.in_nbytes, copies_on);
       in = copy;
     }
-    const int code = run(plan, in, out, scratch, on, made->timeout_s);
+    const int code = run(plan, arrays, scratch, on, other, made->timeout_s);
     if (code != kNcclSuccess) {
       const std::string text = text_of(code, made->timeout_s);
       give_up(kind_of(code), text, made->seq);
@@ -282,14 +288,15 @@ void NcclWork::order_after(NcclCall& made, Stream on, Stream other) {
   call(&Api::event_record, made.end, has(NcclPlanted::EndOtherStream) ? other : on);
 }
 
-int NcclWork::run(const NcclPlan& plan, const void* in, void* out, void* scratch, Stream on,
-                  double timeout_s) {
+int NcclWork::run(const NcclPlan& plan, const std::vector<unsigned char*>& arrays, void* scratch,
+                  Stream on, Stream other, double timeout_s) {
+  if (!plan.phases.empty()) return run_phases(plan, arrays, on, other, timeout_s);
+  unsigned char* const in = arrays[0];
+  unsigned char* const out = arrays[1];
   auto* const stream = reinterpret_cast<NcclStream>(on);
   if (plan.program != nullptr) {
     // Kernels read an input, and write it only where it is the output.
-    unsigned char* bases[] = {static_cast<unsigned char*>(const_cast<void*>(in)),
-                              static_cast<unsigned char*>(out),
-                              static_cast<unsigned char*>(scratch)};
+    unsigned char* bases[] = {in, out, static_cast<unsigned char*>(scratch)};
     DeviceStatus failed = DeviceStatus::Ok;
     const int code =
         run_on_nccl(*native_, *plan.program, device_, bases, on, timeout_s, &failed);
@@ -304,7 +311,8 @@ int NcclWork::run(const NcclPlan& plan, const void* in, void* out, void* scratch
                                timeout_s);
   }
   if (plan.is_counted) {
-    return native_->counted(plan.coll, static_cast<const char*>(in), static_cast<char*>(out),
+    return native_->counted(plan.coll, reinterpret_cast<const char*>(in),
+                            reinterpret_cast<char*>(out),
                             plan.send_counts, plan.recv_counts, plan.itemsize, plan.dtype,
                             plan.op, scalar, plan.root, stream, timeout_s);
   }

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "nccl_order.hpp"
+#include "staged_plan.hpp"
 #include "stream_program.hpp"
 #include "types.hpp"
 #include "watched.hpp"
@@ -62,9 +63,35 @@ enum class NcclPlanted : int {
   GraphOwnStream,  // a capture takes the device's stream, which others use meanwhile
   GraphFlags,      // flags are written in a graph
   GraphDrops,      // references go as if the operation had run
+  PackLate,        // boxes are packed once the messages have left
+  UnpackEarly,     // what is to come is unpacked before the messages
+  UnpackOther,     // it is unpacked in a stream that the messages are not in
 };
-constexpr int kNumNcclPlanted = 23;
+constexpr int kNumNcclPlanted = 26;
 extern const char* const kNcclPlantedNames[kNumNcclPlanted];
+
+// Messages among neighbours: parts of the call's arrays, by the arrays' numbers.
+struct NcclPart {
+  bool is_send = false;
+  int array = 0;
+  std::size_t at = 0, nbytes = 0;
+  int peer = 0;
+};
+
+// The k-th message to a rank meets the k-th one there. Before them what is sent may be packed, and
+// behind them what came be unpacked, each by launches; what stays here is copied.
+struct NcclPhase {
+  struct Copy {
+    int from = 0;
+    std::size_t from_at = 0;
+    int to = 0;
+    std::size_t to_at = 0, nbytes = 0;
+  };
+  std::vector<StagedLaunch> packs, unpacks;
+  std::vector<Copy> copies;
+  std::vector<NcclPart> messages;
+  int num_arrays = 0;  // that it speaks of
+};
 
 // What of a call follows from its arguments alone.
 struct NcclPlan {
@@ -79,7 +106,9 @@ struct NcclPlan {
   int dtype = kNcclUint8, op = 0, root = 0;
   std::string factor;          // of premul_sum, in the format of the type; empty: none
   std::size_t in_nbytes = 0;
-  // A schedule's rounds, instead of a function of NCCL; its scratch memory; whether it works in
+  // Messages among neighbours, instead of a function of NCCL.
+  std::vector<NcclPhase> phases;
+  // A schedule's rounds, likewise; its scratch memory; whether it works in
   // place, and what it writes: else an input that lies there is copied first.
   std::shared_ptr<const StreamProgram> program;
   std::size_t scratch_nbytes = 0, out_nbytes = 0;
@@ -129,7 +158,15 @@ class NcclWork : public Watched, public std::enable_shared_from_this<NcclWork> {
   // references are still the caller's.
   std::shared_ptr<NcclCall> start(const std::shared_ptr<const NcclPlan>& plan, const void* in,
                                   void* out, Stream stream, bool orders, void* const* keep,
-                                  double timeout_s);
+                                  double timeout_s) {
+    return start(plan, {static_cast<unsigned char*>(const_cast<void*>(in)),
+                        static_cast<unsigned char*>(out)},
+                 stream, orders, keep, timeout_s);
+  }
+  // The same of any number of arrays; the input is the first one, the output the second.
+  std::shared_ptr<NcclCall> start(const std::shared_ptr<const NcclPlan>& plan,
+                                  std::vector<unsigned char*> arrays, Stream stream, bool orders,
+                                  void* const* keep, double timeout_s);
   // Lets a stream wait for the end of a call. Throws DeviceFailure where one of the two is in a
   // capture and the other one is not in the same; the capture goes on.
   void wait_on(const NcclCall& call, Stream stream);
@@ -167,16 +204,20 @@ class NcclWork : public Watched, public std::enable_shared_from_this<NcclWork> {
   void call(DeviceStatus (*DeviceApi::*entry)(Device*, Parameters...), Arguments... arguments) {
     check((device_->api->*entry)(device_, arguments...));
   }
-  void issue(const std::shared_ptr<NcclCall>& made, const void* in, void* out, Stream stream,
-             bool orders, void* const* keep);
+  void issue(const std::shared_ptr<NcclCall>& made, std::vector<unsigned char*>& arrays,
+             Stream stream, bool orders, void* const* keep);
   std::uint64_t capture_of(Stream stream);
   void wait_for_others(const NcclCall& made, Stream on);
   void tell_others(const NcclCall& made, Stream on);
   void begin_graphs();
   void order_before(NcclCall& made, Stream on, Stream stream, bool orders);
   void order_after(NcclCall& made, Stream on, Stream other);
-  int run(const NcclPlan& plan, const void* in, void* out, void* scratch, Stream on,
-          double timeout_s);
+  int run(const NcclPlan& plan, const std::vector<unsigned char*>& arrays, void* scratch,
+          Stream on, Stream other, double timeout_s);
+  // nccl_phases.cpp
+  int run_phases(const NcclPlan& plan, const std::vector<unsigned char*>& arrays, Stream on,
+                 Stream other, double timeout_s);
+  void launch(const StagedLaunch& what, const std::vector<unsigned char*>& arrays, Stream on);
   bool look_at_flags();
   bool look_at_events();
   bool look_after();

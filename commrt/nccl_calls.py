@@ -73,6 +73,11 @@ class NcclCalls:
         """Whether there is an NCCL communicator."""
         return self._made is not None
 
+    @property
+    def device(self) -> Any:
+        """The device of the NCCL communicator; None where there is none."""
+        return None if self._made is None else self._made[0]
+
     def agree(self, device: Any, what: str, timeout_s: float) -> None:
         """Let the ranks tell each other whether they have NCCL; collective, once.
 

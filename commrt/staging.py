@@ -437,7 +437,8 @@ class Staging:
 
     def close(self) -> None:
         """Give streams and memory back, where nothing is under way."""
-        if not any(each.failed or each.outstanding for each in self._work):
+        waits = any(each.failed or each.outstanding for each in self._work)
+        if not (waits or self.nccl.outstanding):
             for kept in list(self.memory):
                 kept.close()
         for each in self._work:

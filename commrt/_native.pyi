@@ -68,6 +68,15 @@ class Device:
     def alloc(self, nbytes: int) -> int:
         """Return the address of new device memory."""
 
+    def begin_capture(self, stream: int, mode: int = 0) -> None:
+        """Record a stream's commands, and run none."""
+
+    def capture_id(self, stream: int) -> int:
+        """Return the number of the capture that a stream is in; 0: none."""
+
+    def end_capture(self, stream: int) -> int:
+        """End the capture; return a graph that can be launched."""
+
     def event_create(self) -> int:
         """Return a new event."""
 
@@ -80,6 +89,9 @@ class Device:
     def event_record(self, event: int, stream: int) -> None:
         """Record what the stream was given so far."""
 
+    def event_record_external(self, event: int, stream: int) -> None:
+        """Let each launch of the graph record an event of outside."""
+
     def exchange_capture_mode(self, mode: int) -> int:
         """Set this thread's capture mode, and return the one before."""
 
@@ -91,6 +103,12 @@ class Device:
 
     def free(self, ptr: int) -> None:
         """Free device memory."""
+
+    def graph_destroy(self, graph: int) -> None:
+        """Forget a graph; what was launched still runs."""
+
+    def graph_launch(self, graph: int, stream: int) -> None:
+        """Give a stream what a graph holds."""
 
     def ipc_close(self, base: int) -> None:
         """Unmap it."""
@@ -208,6 +226,9 @@ class Device:
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Let a stream wait for the latest record."""
+
+    def stream_wait_external(self, stream: int, event: int) -> None:
+        """Let each launch of the graph wait for the latest record of an event."""
 
     def unlock(self, token: int) -> None:
         """Give it back."""
@@ -451,6 +472,10 @@ class NcclCall:
         """(kind, text) of what went wrong; None where nothing did."""
 
     @property
+    def is_captured(self) -> bool:
+        """Whether it was recorded in a graph, and runs as that is launched."""
+
+    @property
     def seq(self) -> int:
         """Sequence number on the communicator."""
 
@@ -520,20 +545,6 @@ class NcclComm:
         stream: int,
         timeout_s: float,
     ) -> int: ...
-    def _run_program(
-        self,
-        program: StreamProgram,
-        device: Device,
-        x: int,
-        out: int,
-        scratch: int,
-        stream: int,
-        timeout_s: float,
-    ) -> int:
-        """Give a schedule's rounds to a stream of the device; raises the device's
-        errors.
-        """
-
     def _split(
         self, color: int, key: int, options: NcclOptions, timeout_s: float
     ) -> tuple[NcclComm, int]:
@@ -623,6 +634,21 @@ class NcclOrder:
     def sweep(self) -> int:
         """Go on with ending communicators; how many are left."""
 
+class NcclPhase:
+    """Messages among neighbours that move at the same time."""
+
+    def __init__(
+        self,
+        *,
+        messages: Sequence[tuple[bool, int, int, int, int]],
+        copies: Sequence[tuple[int, int, int, int, int]],
+        packs: Sequence[StagedLaunch],
+        unpacks: Sequence[StagedLaunch],
+    ) -> None:
+        """Rows of (whether it leaves, array, offset, bytes, peer), and of (array,
+        offset) from and to, and bytes.
+        """
+
 class NcclPlan:
     """What a call by NCCL does."""
 
@@ -685,6 +711,17 @@ class NcclWork:
         timeout_s: float,
     ) -> NcclCall:
         """Give the device all that there is to do."""
+
+    def start_arrays(
+        self,
+        plan: NcclPlan,
+        addresses: Sequence[int],
+        stream: int,
+        orders: bool,
+        keep: Any,
+        timeout_s: float,
+    ) -> NcclCall:
+        """The same of any number of arrays."""
 
 class PeerExchange:
     """Exchange memory that peers have opened."""
@@ -863,18 +900,15 @@ class Request:
 class SimDevice(Device):
     """A simulated device; SimWorld makes them."""
 
-    def begin_capture(self, stream: int, mode: int = 0) -> None:
-        """Count a stream's commands, and run none."""
-
-    def end_capture(self, stream: int) -> int:
-        """End the capture; return how many commands it has."""
-
     def fail_after(self, commands: int) -> None:
         """Let the device fail for good at the n-th command from now."""
 
     @property
     def name(self) -> str:
         """In messages."""
+
+    def num_graph_commands(self, graph: int) -> int:
+        """How many commands a graph was captured from."""
 
 class SimWorld:
     """Simulated devices and host threads, by one seed."""
@@ -1330,6 +1364,19 @@ def nccl_init(
 
 def nccl_open(path: str, *, only_loaded: bool) -> tuple[NcclLibrary, str]:
     """Open a libnccl; returns it, or None and the reason."""
+
+def nccl_phases_plan(
+    operation: str,
+    phases: Sequence[NcclPhase],
+    *,
+    coll: int,
+    in_nbytes: int = 0,
+    out_nbytes: int = 0,
+    elements: int = 0,
+    element_type: int = 0,
+    reduction: int = 0,
+) -> NcclPlan:
+    """A plan of messages among neighbours, one phase behind the other."""
 
 def nccl_program_plan(
     operation: str,

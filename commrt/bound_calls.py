@@ -18,6 +18,7 @@ from commrt.device_messages import DeviceMessages, place_of
 from commrt.errors import UsageError
 from commrt.hosted_calls import holds_device_arrays
 from commrt.message_lists import bind_lists
+from commrt.nccl_messages import NcclMessages
 from commrt.sparse.vector import parts_on_device
 
 if TYPE_CHECKING:
@@ -78,11 +79,11 @@ def _on_device(
 
 
 def bind_messages(
-    comm: Any, sends: Any, recvs: Any, in_place: Any
-) -> _native.PersistentMessages | BoundCall:
+    comm: Any, sends: Any, recvs: Any, in_place: Any, backend: Any = None
+) -> _native.PersistentMessages | BoundCall | NcclMessages:
     """Return all of both lists as one operation."""
     comm._check_usable()
-    bound = bind_lists(comm, sends, recvs, in_place)
+    bound = bind_lists(comm, sends, recvs, in_place, backend=backend)
     if isinstance(bound, DeviceMessages):
         return BoundCall("multi_sendrecv", _STAGED, bound.run)
     return bound

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Boxes of arrays on a device, moved between ranks: halo exchange and redistribution.
 
-All boxes that leave are packed into one buffer on the device by one launch. The buffer
-goes to the host as a whole, the host's engine moves its parts to the other ranks, what
-comes goes to the device as a whole, and one launch unpacks it, or combines it with what
-is there. Where what is sent may have to arrive first, as in a halo exchange dimension
+All boxes that leave are packed into one buffer on the device by one launch. Where all
+ranks have NCCL, it moves parts of the buffer to the other ranks, as one group. Else the
+buffer goes to the host as a whole, the host's engine moves its parts, and what comes
+goes to the device as a whole. One launch unpacks it, or combines it with what is there.
+Where what is sent may have to arrive first, as in a halo exchange dimension
 by dimension, that is done once for each phase, the next one behind the one before.
 """
 
@@ -108,11 +109,12 @@ class DeviceBoxes:
         layouts: Sequence[ArrayLayout],
         *,
         phases: int,
+        what: str,
         coll: int,
         label: str,
         reduction: ReduceOp | None = None,
     ) -> None:
-        """Plan the moves of one rank.
+        """Plan the moves of one rank; collective, as the first plan asks for NCCL.
 
         ``phases`` says in how many steps the ranks move boxes, one after the other and
         the same on all of them; 1 where what is sent is there from the start, whatever
@@ -121,14 +123,16 @@ class DeviceBoxes:
         why = getattr(device, "why_no_kernels", None)
         if why is not None:
             raise KernelsMissingError(f"boxes are packed by a kernel: {why}")
-        self.label = f"staged/{label.partition('/')[2]}"
+        by_nccl = comm._staging.by_nccl(device, what, 0, comm.timeout_s)
+        self.label = f"{'nccl' if by_nccl else 'staged'}/{label.partition('/')[2]}"
         self._comm, self._device = comm, device
         self._layouts, self._reduction = layouts, reduction
         self._offsets: list[int] = []
         """From the buffer for what is sent on, where each launch's part begins."""
         self._memory: list[int] = []
         comm._staging.memory.add(self)
-        comm._staging.stager(device)
+        if not by_nccl:
+            comm._staging.stager(device)
         moves = [each for each in moves if prod(each.shape)]
         steps = [
             [each for each in moves if phases == 1 or each.phase == phase]
@@ -157,6 +161,18 @@ class DeviceBoxes:
         self._buffer = self._alloc(self._coming_at + coming)
         table_at = self._filled(tables, table_nbytes)
         placed = iter([(table, table_at + at) for table, at in tables])
+        self.plan: _native.StagedPlan | _native.NcclPlan
+        if by_nccl:
+            self.plan = _native.nccl_phases_plan(
+                what,
+                [
+                    self._phase(step, sent, taken, placed)
+                    for step, (sent, taken) in zip(steps, sides, strict=True)
+                ],
+                coll=coll,
+                reduction=int(ReduceOp.SUM if reduction is None else reduction),
+            )
+            return
         parts = [
             self._part(step, sent, taken, placed, coll, label)
             for step, (sent, taken) in zip(steps, sides, strict=True)
@@ -181,14 +197,7 @@ class DeviceBoxes:
         label: str,
     ) -> _native.StagedPart:
         """Return one phase: what is launched and copied, and what the host runs."""
-        packs = [
-            self._launch(BoxKind.PACK, each, 0, next(tables)) for each in sent.chunks
-        ]
-        kind = BoxKind.UNPACK if self._reduction is None else BoxKind.COMBINE
-        unpacks = [
-            self._launch(kind, each, self._coming_at, next(tables))
-            for each in taken.chunks
-        ]
+        packs, unpacks = self._launches(sent, taken, tables)
         program = compile_for(
             self._comm, list(_in_buffers(step, sent, taken)), [1, 1], reduces=False
         )
@@ -199,6 +208,46 @@ class DeviceBoxes:
             table=[0, _pinned(sent)],
             packs=packs,
             unpacks=unpacks,
+        )
+
+    def _launches(
+        self, sent: _Side, taken: _Side, tables: Any
+    ) -> tuple[list[_native.StagedLaunch], list[_native.StagedLaunch]]:
+        packs = [
+            self._launch(BoxKind.PACK, each, 0, next(tables)) for each in sent.chunks
+        ]
+        kind = BoxKind.UNPACK if self._reduction is None else BoxKind.COMBINE
+        unpacks = [
+            self._launch(kind, each, self._coming_at, next(tables))
+            for each in taken.chunks
+        ]
+        return packs, unpacks
+
+    def _phase(
+        self, step: Sequence[Move], sent: _Side, taken: _Side, tables: Any
+    ) -> _native.NcclPhase:
+        """Return one phase by NCCL: launches, and the messages between them."""
+        packs, unpacks = self._launches(sent, taken, tables)
+        moves = list(_in_buffers(step, sent, taken))
+        leaves, comes = self._number(0), self._number(self._coming_at)
+        messages, copies = [], []
+        # Both ranks give a message the same number, and list them in that order.
+        for move in sorted(moves, key=lambda move: (move.peer or 0, move.number)):
+            source, target = move.source, move.target
+            if source is not None and target is not None:
+                copies.append(
+                    (leaves, source.start[0], comes, target.start[0], source.count)
+                )
+            elif source is not None:
+                messages.append(
+                    (True, leaves, source.start[0], source.count, move.peer)
+                )
+            elif target is not None:
+                messages.append(
+                    (False, comes, target.start[0], target.count, move.peer)
+                )
+        return _native.NcclPhase(
+            messages=messages, copies=copies, packs=packs, unpacks=unpacks
         )
 
     def _launch(
@@ -288,9 +337,9 @@ class DeviceBoxes:
         addresses = [each.address for each in arrays]
         addresses += [self._buffer + offset for offset in self._offsets]
         keep = (self, *(each.owner for each in arrays))
-        stager = staging.stager(device)
+        runner = staging.runner(device, self.plan)
         started = staging.given(
-            lambda: stager.start_arrays(
+            lambda: runner.start_arrays(
                 self.plan, addresses, handle, not nonblocking, keep, timeout_s
             )
         )

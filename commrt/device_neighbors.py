@@ -10,11 +10,12 @@ from commrt import _native
 from commrt.arrays import HostView
 from commrt.device_arrays import as_stream, current_stream_of
 from commrt.device_requests import DeviceRequest
+from commrt.schedule.boxes import Move
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
 
-__all__ = ["BoundNeighbors", "staged_neighbors"]
+__all__ = ["BoundNeighbors", "nccl_neighbors", "staged_neighbors"]
 
 _ALIGNED = 64
 _X, _OUT = 0, 1
@@ -63,6 +64,11 @@ class Call(Protocol):
         ...
 
     @property
+    def moves(self) -> Sequence[Move]:
+        """What goes where."""
+        ...
+
+    @property
     def receives(self) -> Sequence[tuple[int, int]]:
         """For each source, where its block begins and ends in out."""
         ...
@@ -93,17 +99,51 @@ def staged_neighbors(around: Around, call: Call, plan: Any) -> _native.StagedPla
     return _native.StagedPlan([part], 1, at + call.out.nbytes)
 
 
+def nccl_neighbors(call: Call, coll: int) -> _native.NcclPlan:
+    """Return the plan by NCCL: blocks go from x to out, and none is packed."""
+    itemsize = call.x.dtype.itemsize
+    messages: list[tuple[bool, int, int, int, int]] = []
+    copies: list[tuple[int, int, int, int, int]] = []
+    # Both ranks give a message the same number, and list them in that order.
+    for move in sorted(call.moves, key=lambda move: (move.peer or 0, move.number)):
+        box = move.source or move.target
+        assert box is not None
+        low, nbytes = box.start[0] * itemsize, box.count * itemsize
+        if move.peer is not None:
+            sends = move.source is not None
+            messages.append((sends, _X if sends else _OUT, low, nbytes, move.peer))
+        elif move.target is not None:
+            there = move.target.start[0] * itemsize
+            copies.append((_X, low, _OUT, there, nbytes))
+    phase = _native.NcclPhase(messages=messages, copies=copies, packs=[], unpacks=[])
+    return _native.nccl_phases_plan(
+        call.what,
+        [phase],
+        coll=coll,
+        in_nbytes=call.x.nbytes,
+        out_nbytes=call.out.nbytes,
+        elements=call.x.count,
+        element_type=call.x.dtype.code,
+    )
+
+
 class BoundNeighbors:
     """A collective among neighbours bound to its arrays; call it, or ``start()`` it."""
 
-    label = "staged/direct"
-    """What runs it."""
-
     def __init__(
-        self, comm: Communicator, plan: _native.StagedPlan, call: Call
+        self,
+        comm: Communicator,
+        plan: _native.StagedPlan | _native.NcclPlan,
+        call: Call,
     ) -> None:
         self._comm, self._plan, self._call = comm, plan, call
         self.operation = call.what
+
+    @property
+    def label(self) -> str:
+        """What runs it."""
+        is_nccl = isinstance(self._plan, _native.NcclPlan)
+        return "nccl/direct" if is_nccl else "staged/direct"
 
     def __call__(self) -> Any:
         """Run it; the current stream waits for it. Return its output."""
@@ -124,10 +164,10 @@ class BoundNeighbors:
             handle = as_stream(stream, device, call.what)
         staging = comm._staging
         staging.order_exported(device, handle, [x, out])
-        stager = staging.stager(device)
+        runner = staging.runner(device, self._plan)
         keep = x.owner, out.owner
         started = staging.given(
-            lambda: stager.start_arrays(
+            lambda: runner.start_arrays(
                 self._plan,
                 [x.address, out.address],
                 handle,

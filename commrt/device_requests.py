@@ -93,6 +93,7 @@ class DeviceRequest:
         """Block the host until the operation is complete; return the output."""
         self._comm._check_process()
         self._observed = True
+        self._check_runs("synchronize")
         limit = self._timeout_s
         if timeout_s is not None:
             limit = check_timeout(self._what, timeout_s)
@@ -111,11 +112,26 @@ class DeviceRequest:
     def test(self) -> bool:
         """Run a little progress; True once complete. Raises the operation's error."""
         self._comm._check_process()
+        self._check_runs("test")
         if not self._call.test():
             return False
         self._observed = True
         self._raise()
         return True
+
+    def _check_runs(self, method: str) -> None:
+        if not self._is_captured:
+            return
+        raise CaptureError(
+            f"{method}() for {self._what}: it was captured into a graph, and runs as "
+            f"often as that is launched: synchronize the stream that it is launched "
+            f"into",
+            "capturing",
+        )
+
+    @property
+    def _is_captured(self) -> bool:
+        return isinstance(self._call, _native.NcclCall) and self._call.is_captured
 
     def be_quiet(self) -> None:
         """Do not warn where it is dropped."""
@@ -123,7 +139,10 @@ class DeviceRequest:
 
     @property
     def done(self) -> bool:
-        """Whether the host has seen the end, without progress."""
+        """Whether the host has seen the end, without progress.
+
+        Never of what was captured into a graph: nobody looks at its launches.
+        """
         return self._call.ended
 
     @property
@@ -185,7 +204,7 @@ class DeviceRequest:
         return self._comm._operation_error(self._what, text, kind)
 
     def __repr__(self) -> str:
-        state = "pending"
+        state = "captured" if self._is_captured else "pending"
         if self.done:
             state = "done" if self._call.failure is None else "failed"
         return f"<commrt.DeviceRequest {self._what}: {state}>"

@@ -232,6 +232,7 @@ def agreed_halo_plan(comm: CartCommunicator, halo: Halo) -> Any:
             moves,
             layouts,
             phases=len(halo.shape.widths) if carries else 1,
+            what=halo.what,
             coll=_CODES[halo.what],
             label=label,
             reduction=halo.reduction,

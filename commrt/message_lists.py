@@ -16,6 +16,7 @@ from commrt.arrays import HostView, view_anywhere
 from commrt.calls import as_integer, check_flag
 from commrt.device_messages import DeviceMessages, place_of
 from commrt.errors import BufferError_, UsageError
+from commrt.nccl_messages import NcclMessages, check_backend
 
 if TYPE_CHECKING:
     from commrt.failures import Guarded
@@ -29,10 +30,16 @@ _Message = tuple[HostView, int, int]
 
 
 def bind_lists(
-    comm: Guarded, sends: Any, recvs: Any, in_place: Any, stream: Any = None
-) -> _native.PersistentMessages | DeviceMessages:
+    comm: Guarded,
+    sends: Any,
+    recvs: Any,
+    in_place: Any,
+    stream: Any = None,
+    backend: Any = None,
+) -> _native.PersistentMessages | DeviceMessages | NcclMessages:
     """Return the call that sends and receives all of these; an error names the first
     message that is wrong."""
+    by_nccl = check_backend(_WHAT, backend)
     in_place = check_flag(_WHAT, "in_place", in_place)
     leaving = _messages(comm, "sends", "dest", sends)
     coming = _messages(comm, "recvs", "source", recvs)
@@ -42,10 +49,17 @@ def bind_lists(
                 f"{_WHAT}: recvs[{index}]: out is read-only: pass a writable array"
             )
     replaced = _replaced([m[0] for m in leaving], [m[0] for m in coming], in_place)
+    whole: Any = comm
+    if by_nccl:
+        if replaced:
+            raise UsageError(
+                f"{_WHAT}: sends[{min(replaced)}] is received into, too, and NCCL "
+                f"reads while it writes: pass separate arrays, or leave backend out"
+            )
+        return NcclMessages(whole, leaving, coming, stream)
     result = tuple(buffer.array for buffer, _, _ in coming)
     everything = [buffer for buffer, _, _ in (*leaving, *coming)]
     if place_of(_WHAT, everything, stream) is not None:
-        whole: Any = comm
         return DeviceMessages(whole, _WHAT, leaving, coming, result, stream)
     return _native.PersistentMessages(
         comm,

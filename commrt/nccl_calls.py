@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from commrt import _native, nccl
 from commrt.arena import machine_identity
-from commrt.errors import BackendError, CommError, MismatchError, UsageError
+from commrt.errors import (
+    BackendError,
+    CaptureError,
+    CommError,
+    MismatchError,
+    UsageError,
+)
 from commrt.nccl.features import NEWEST_KNOWN, version_text
 from commrt.nccl.orders import order_of
 
@@ -61,6 +67,16 @@ class NcclCalls:
     def is_agreed(self) -> bool:
         """Whether the ranks have told each other."""
         return self._agreed is not None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether there is an NCCL communicator."""
+        return self._made is not None
+
+    @property
+    def device(self) -> Any:
+        """The device of the NCCL communicator; None where there is none."""
+        return None if self._made is None else self._made[0]
 
     def agree(self, device: Any, what: str, timeout_s: float) -> None:
         """Let the ranks tell each other whether they have NCCL; collective, once.
@@ -145,11 +161,20 @@ class NcclCalls:
         self._made = device, made
         return made
 
-    def prepare(self, device: Any) -> bool:
+    def prepare(self, device: Any, stream: int) -> bool:
         """Make the communicator; False where NCCL could not, on all ranks alike.
 
-        Then NCCL is not chosen any more, as if it were not there.
+        Then NCCL is not chosen any more, as if it were not there. ``stream`` is the
+        call's: raises CaptureError where it is captured and the communicator is to be
+        made yet.
         """
+        if not self.is_made and device.is_capturing(stream):
+            raise CaptureError(
+                f"stream {stream} is being captured, and the NCCL communicator is not "
+                f"made yet, which a capture would not survive: make a call like this "
+                f"one before, on all ranks; nothing was given to the device",
+                "capturing",
+            )
         try:
             self.work(device)
         except CommError as error:

@@ -22,8 +22,9 @@ from commrt import _native
 from commrt.arrays import HostView, overlap, view_anywhere, zeros_like_array
 from commrt.backends.boxes import ArrayLayout, box_plan, compile_for
 from commrt.calls import as_integer, check_flag, check_timeout
+from commrt.device_arrays import as_stream, current_stream_of
 from commrt.device_messages import place_of
-from commrt.device_neighbors import BoundNeighbors, staged_neighbors
+from commrt.device_neighbors import BoundNeighbors, nccl_neighbors, staged_neighbors
 from commrt.errors import BufferError_, MismatchError, UsageError
 from commrt.persistent import Plans
 from commrt.schedule.boxes import Box, Move
@@ -146,7 +147,7 @@ class NeighborPlans(Plans):
     ) -> _Persistent:
         comm: Any = self._comm
         bound = _bound(comm, what, (x, out, sends, receives), comm.timeout_s)
-        plan = _plan(comm, bound)
+        plan = _plan(comm, bound, comm.timeout_s)
         if bound.on is not None:
             return BoundNeighbors(comm, plan, bound)
         table = np.array([bound.x.address, bound.out.address], np.uint64)
@@ -260,7 +261,7 @@ class NeighborCalls(GroupCreation):
         limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
         arguments = (x, out, sends, receives)
         bound = _bound(whole, what, arguments, limit, nonblocking, stream)
-        plan = _plan(whole, bound)
+        plan = _plan(whole, bound, limit, stream)
         if bound.on is not None:
             call = BoundNeighbors(whole, plan, bound)
             return call.run(bool(nonblocking), limit, stream)
@@ -415,14 +416,23 @@ def _ranges(counts: list[int]) -> _Ranges:
     return tuple(pairwise(ends))
 
 
-def _plan(comm: Any, bound: _Bound) -> Any:
-    """Return the native plan."""
-    on_device = bound.on is not None
-    key = (bound.what, bound.x.dtype.code, bound.sends, bound.receives, on_device)
+def _plan(comm: Any, bound: _Bound, timeout_s: float, stream: Any = None) -> Any:
+    """Return the native plan; the first one of device arrays is collective."""
+    where = "host"
+    if bound.on is not None:
+        where = "staged"
+        if stream is None:
+            handle = current_stream_of(bound.x.array, bound.on)
+        else:
+            handle = as_stream(stream, bound.on, bound.what)
+        if comm._staging.by_nccl(bound.on, bound.what, handle, timeout_s):
+            where = "nccl"
+    key = (bound.what, bound.x.dtype.code, bound.sends, bound.receives, where)
     plan = comm._neighbor_plans.get(key)
-    if plan is None:
-        if len(comm._neighbor_plans) >= _MOST_PLANS:
-            comm._neighbor_plans.clear()
+    if plan is None and where == "nccl":
+        plan = nccl_neighbors(bound, _CODES[bound.what])
+        _keep(comm, key, plan)
+    elif plan is None:
         size = bound.x.dtype.itemsize
         program = compile_for(
             comm, bound.moves, [size, size], reduces=False, stated=True
@@ -435,10 +445,16 @@ def _plan(comm: Any, bound: _Bound) -> Any:
             coll=_CODES[bound.what],
             label="boxes/direct",
         )
-        if on_device:
+        if where == "staged":
             plan = staged_neighbors(comm.neighborhood, bound, plan)
-        comm._neighbor_plans[key] = plan
+        _keep(comm, key, plan)
     return plan
+
+
+def _keep(comm: Any, key: Any, plan: Any) -> None:
+    if len(comm._neighbor_plans) >= _MOST_PLANS:
+        comm._neighbor_plans.clear()
+    comm._neighbor_plans[key] = plan
 
 
 def _moves(

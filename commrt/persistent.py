@@ -19,6 +19,7 @@ from commrt.bound_calls import (
 )
 from commrt.device_boxes import BoundBoxes
 from commrt.errors import UsageError, suggest
+from commrt.nccl_messages import NcclMessages
 from commrt.operations import COLLECTIVES, operation
 from commrt.redistribution import bound_redistribution, make_redistribution
 from commrt.staging import BoundDeviceCall, BoundHostedCall
@@ -127,13 +128,14 @@ class Plans:
         sends: Sequence[tuple[Any, ...]] = (),
         recvs: Sequence[tuple[Any, ...]] = (),
         in_place: bool = False,
-    ) -> _native.PersistentMessages | BoundCall:
+        backend: str | None = None,
+    ) -> _native.PersistentMessages | BoundCall | NcclMessages:
         """Return the communicator's call of this name, bound to its arrays.
 
         Making one is local, and the peers need not have one: each message meets an
-        ordinary one.
+        ordinary one, but with ``backend="nccl"`` those of the same collective call.
         """
-        return bind_messages(self._comm, sends, recvs, in_place)
+        return bind_messages(self._comm, sends, recvs, in_place, backend)
 
     def redistribute(
         self, x: Any, source: Layout, target: Layout, *, out: Any = None

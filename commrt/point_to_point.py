@@ -18,6 +18,7 @@ from commrt.device_requests import DeviceRequest
 from commrt.errors import BufferError_, UsageError
 from commrt.failures import Guarded
 from commrt.message_lists import bind_lists, check_tag
+from commrt.nccl_messages import NcclMessages
 from commrt.request import Request
 
 __all__ = ["PointToPoint"]
@@ -161,6 +162,7 @@ class PointToPoint(Guarded):
         nonblocking: bool = False,
         timeout_s: float | None = None,
         stream: Any = None,
+        backend: str | None = None,
     ) -> Any:
         """Send and receive any number of messages as one operation.
 
@@ -179,6 +181,11 @@ class PointToPoint(Guarded):
             recvs: a list of (out, source) or (out, source, tag); no two overlap.
             in_place: a receive may go to the very memory that a send leaves from: what
                 comes replaces what went. A message that has to wait is copied for it.
+            backend: ``"nccl"`` makes one group of NCCL's sends and receives of it, of
+                arrays on devices. Then it is a collective: all ranks make the call at
+                the same place, with lists that may be empty, and messages meet within
+                it, the k-th to a rank the k-th from it there, of equal lengths,
+                without tags.
 
         Returns:
             The arrays received into, in the order of ``recvs``. A request says by
@@ -187,8 +194,8 @@ class PointToPoint(Guarded):
         self._check_usable()
         nonblocking = check_flag("multi_sendrecv", "nonblocking", nonblocking)
         limit = self._limit("multi_sendrecv", timeout_s)
-        bound = bind_lists(self, sends, recvs, in_place, stream)
-        if isinstance(bound, DeviceMessages):
+        bound = bind_lists(self, sends, recvs, in_place, stream, backend)
+        if isinstance(bound, DeviceMessages | NcclMessages):
             return bound.run(nonblocking, limit)
         return bound._run(nonblocking, limit)
 

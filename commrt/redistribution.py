@@ -131,7 +131,11 @@ def agreed_boxes(comm: Communicator, moved: Redistribution) -> Any:
     layouts = [sent.layout, taken.layout]
     if moved.on is not None:
         return DeviceBoxes(
-            comm, moved.on, moves, layouts, phases=1, coll=_CODE, label="boxes/direct"
+            *(comm, moved.on, moves, layouts),
+            phases=1,
+            what=_NAME,
+            coll=_CODE,
+            label="boxes/direct",
         )
     sizes = [sent.dtype.itemsize] * 2
     program = compile_for(comm, moves, sizes, reduces=False)

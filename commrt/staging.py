@@ -63,9 +63,9 @@ class Staging:
         """Start a collective whose arrays are on a device; return output or request."""
         if call.compress not in (None, "none"):
             return self._compressed(call, bound)
-        plan = self.plan(call, bound)
-        self._remember(call, bound, plan)
         try:
+            plan = self.plan(call, bound)
+            self._remember(call, bound, plan)
             request = self.start(call, bound, plan)
         except CaptureError as error:
             raise self._captured(call.spec.name, error) from None
@@ -180,6 +180,24 @@ class Staging:
         )
         return started, stream
 
+    def by_nccl(self, device: Any, what: str, stream: int, timeout_s: float) -> bool:
+        """Whether NCCL carries what is no reduction, on all ranks alike; collective.
+
+        The first time the ranks meet for it, as they do in a collective's first call.
+        """
+        if not self.nccl.is_agreed:
+            self.nccl.agree(device, what, timeout_s)
+            self._forget_choices()
+        if self.nccl.facts.why:
+            return False
+        return self.nccl.prepare(device, stream)
+
+    def runner(self, device: Any, plan: DevicePlan) -> Any:
+        """Return what starts a plan of any number of arrays."""
+        if isinstance(plan, _native.NcclPlan):
+            return self.nccl.work(device)
+        return self.stager(device)
+
     def _give(self, device: Any, *arguments: Any) -> DeviceCall:
         if isinstance(arguments[0], _native.NcclPlan):
             work = self.nccl.work(device)
@@ -222,10 +240,7 @@ class Staging:
         x, out = bound.x, bound.out
         arrays = [each for each in (x, out) if each is not None]
         default = arrays[0].array if arrays else None
-        if call.stream is None:
-            stream = current_stream_of(default, device)
-        else:
-            stream = as_stream(call.stream, device, name)
+        stream = self._stream(call, device, default)
         self.order_exported(device, stream, arrays)
         timeout_s = comm.timeout_s if call.timeout_s is None else call.timeout_s
         started = self._give(
@@ -242,6 +257,12 @@ class Staging:
         return DeviceRequest(
             comm, started, bound.result, name, timeout_s, device, stream, default
         )
+
+    @staticmethod
+    def _stream(call: Call, device: Any, array: Any) -> int:
+        if call.stream is None:
+            return current_stream_of(array, device)
+        return as_stream(call.stream, device, call.spec.name)
 
     def bound(self, call: Call, bound: Bound) -> BoundDeviceCall | BoundHostedCall:
         """Return the call bound to its arrays, to run it any number of times."""
@@ -273,7 +294,10 @@ class Staging:
 
     def _can_give(self, call: Call, bound: Bound) -> bool:
         """Make the NCCL communicator; False where that failed, on all ranks alike."""
-        if self.nccl.prepare(self._device(call, bound)):
+        device = self._device(call, bound)
+        arrays = _views(bound)
+        stream = self._stream(call, device, arrays[0].array if arrays else None)
+        if self.nccl.prepare(device, stream):
             return True
         self._forget_choices()
         return False
@@ -340,17 +364,20 @@ class Staging:
                 self._order_after(device, stream, each.stream)
 
     def _order_after(self, device: Any, stream: int, exported: int) -> None:
-        self._any_work(device).refuse_capture(exported)
+        if device.capture_id(exported) != device.capture_id(stream):
+            raise CaptureError(
+                f"an array is ordered by stream {exported}, and stream {stream} is "
+                f"the call's: one of them is being captured, and the other one is not "
+                f"a part of that. Call it outside of the capture, or with a stream of "
+                f"it; nothing was given to the device",
+                "capturing",
+            )
         # One for each thread: between the two calls another one must not record it.
         events = self._own.__dict__.setdefault("events", {})
         if id(device) not in events:
             events[id(device)] = device.event_create()
         device.event_record(events[id(device)], exported)
         device.stream_wait_event(stream, events[id(device)])
-
-    def _any_work(self, device: Any) -> _native.Stager | _native.MessageStager:
-        found = self._messages.get(id(device))
-        return self.stager(device) if found is None else found[1]
 
     def stager(self, device: Any) -> _native.Stager:
         """Return what runs collectives on a device, made at the first; see
@@ -410,7 +437,8 @@ class Staging:
 
     def close(self) -> None:
         """Give streams and memory back, where nothing is under way."""
-        if not any(each.failed or each.outstanding for each in self._work):
+        waits = any(each.failed or each.outstanding for each in self._work)
+        if not (waits or self.nccl.outstanding):
             for kept in list(self.memory):
                 kept.close()
         for each in self._work:

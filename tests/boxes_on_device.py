@@ -106,7 +106,7 @@ class BoundToTwins:
 
     def __init__(self, twins: Twins, call: Any) -> None:
         self.twins, self.call = twins, call
-        assert call.label.startswith("staged/")
+        assert call.label.startswith(f"{twins.rank.carrier}/")
 
     def __call__(self) -> Any:
         self.twins.send()

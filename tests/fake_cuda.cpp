@@ -17,7 +17,7 @@ struct IpcHandle {
 };
 
 std::string log_text;
-int version = 12040, devices = 1, memory_operations = 1, depth = 0, mode = 0;
+int version = 12040, devices = 1, memory_operations = 1, depth = 0, mode = 0, captures = 0;
 std::string failing;  // a function, which then returns `failure`
 Result failure = 0;
 std::uint64_t handles = 0x1000;
@@ -98,6 +98,26 @@ Result cuStreamWaitValue32(Handle, Pointer, std::uint32_t value, unsigned flags)
   return called("cuStreamWaitValue32", text(value) + "," + text(flags));
 }
 Result cuStreamIsCapturing(Handle, int* out) { return *out = 0, called("cuStreamIsCapturing"); }
+Result cuStreamBeginCapture(Handle, int capture_mode) {
+  return captures = 1, called("cuStreamBeginCapture", std::to_string(capture_mode));
+}
+Result cuStreamEndCapture(Handle, Handle* graph) {
+  return captures = 0, *graph = fresh(), called("cuStreamEndCapture");
+}
+Result cuStreamGetCaptureInfo(Handle, int* state, std::uint64_t* id, Handle* graph,
+                              const Handle** dependencies, std::size_t* count) {
+  if (graph || dependencies || count) return 1;
+  return *state = captures, *id = 77, called("cuStreamGetCaptureInfo");
+}
+Result cuEventRecordWithFlags(Handle, Handle, unsigned flags) {
+  return called("cuEventRecordWithFlags", text(std::uint64_t(flags)));
+}
+Result cuGraphInstantiateWithFlags(Handle* made, Handle, unsigned long long flags) {
+  return *made = fresh(), called("cuGraphInstantiateWithFlags", text(std::uint64_t(flags)));
+}
+Result cuGraphDestroy(Handle) { return called("cuGraphDestroy"); }
+Result cuGraphLaunch(Handle, Handle stream) { return called("cuGraphLaunch", text(stream)); }
+Result cuGraphExecDestroy(Handle) { return called("cuGraphExecDestroy"); }
 Result cuThreadExchangeStreamCaptureMode(int* both) {
   const int before = mode;
   mode = *both;
@@ -173,6 +193,9 @@ Result cuGetProcAddress_v2(const char* name, void** out, int asked, std::uint64_
       ENTRY(cuMemFreeHost), ENTRY(cuMemcpyAsync), ENTRY(cuStreamCreateWithPriority),
       ENTRY(cuStreamDestroy), ENTRY(cuStreamSynchronize), ENTRY(cuStreamWaitEvent),
       ENTRY(cuStreamWriteValue32), ENTRY(cuStreamWaitValue32), ENTRY(cuStreamIsCapturing),
+      ENTRY(cuStreamBeginCapture), ENTRY(cuStreamEndCapture), ENTRY(cuStreamGetCaptureInfo),
+      ENTRY(cuEventRecordWithFlags), ENTRY(cuGraphInstantiateWithFlags), ENTRY(cuGraphDestroy),
+      ENTRY(cuGraphLaunch), ENTRY(cuGraphExecDestroy),
       ENTRY(cuThreadExchangeStreamCaptureMode), ENTRY(cuEventCreate), ENTRY(cuEventRecord),
       ENTRY(cuEventQuery), ENTRY(cuEventDestroy), ENTRY(cuModuleLoadData), ENTRY(cuModuleUnload),
       ENTRY(cuModuleGetFunction), ENTRY(cuLaunchKernel), ENTRY(cuLaunchHostFunc),

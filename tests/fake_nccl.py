@@ -95,18 +95,6 @@ class FakeNccl:
         assert opened is not None, problem
         self.library = Library(opened, "test")
 
-    def run_on(self, devices: Sequence[Any]) -> None:
-        """Let kernels run in the streams of devices, by rank, in order with others."""
-
-        def launch(number: int, stream: int | None, group: int) -> None:
-            devices[number].launch_host(stream or 0, lambda: run(group))
-
-        run = self._stub.stub_run_group
-        run.argtypes = [ctypes.c_void_p]
-        kind = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-        self._launcher = kind(launch)
-        self._stub.stub_set_launcher(self._launcher)
-
     def serve_devices(self) -> Library:
         """Work in the streams of commrt's devices without hardware; return the library.
 

@@ -49,7 +49,7 @@ def nccl_here(version: int = 22809, *, is_clean: bool = True) -> Iterator[FakeNc
 def prepare(comm: Communicator, device: Any) -> None:
     """Let the ranks meet, as a first call does."""
     comm._staging.nccl.agree(device, "first", 20.0)
-    assert comm._staging.nccl.prepare(device), comm.nccl_facts.why
+    assert comm._staging.nccl.prepare(device, 0), comm.nccl_facts.why
 
 
 def on_nccl_threads(size: int, function: Callable[[Rank], T], **device: Any) -> list[T]:

@@ -60,10 +60,14 @@ class DeviceAttempt(Attempt):
         if nonblocking:
             request, returned = returned, returned.wait()
             request.synchronize()
-        self.device.stream_synchronize(self.stream)
+        self.settle()
         expected = x if in_place else out
         self.result = self.out if returned is expected else returned
         return returned
+
+    def settle(self) -> None:
+        """Wait until the device has done what the stream was given."""
+        self.device.stream_synchronize(self.stream)
 
     def free(self) -> None:
         """Give the memory back."""

@@ -69,6 +69,9 @@ def forget_work(comm: Communicator) -> None:
 class Rank:
     """What a caller works with."""
 
+    carrier = "staged"
+    """What is to move boxes."""
+
     def __init__(self, comm: Communicator, device: Any, **staging: int) -> None:
         self.comm = comm
         self.device = device

@@ -62,6 +62,12 @@ void run_python(void* argument) {
 }
 
 void launch_host(const PyDevice& self, Stream stream, nb::callable function) {
+  CaptureState state = CaptureState::None;
+  call(self, &DeviceApi::is_capturing, stream, &state);
+  if (state != CaptureState::None)
+    check_device(device_fails(DeviceStatus::Capturing,
+                              "launch_host() into a stream that is captured: a graph would call "
+                              "the function at each launch, and it is let go after the first"));
   PyObject* held = function.inc_ref().ptr();
   try {
     call(self, &DeviceApi::launch_host, stream, &run_python, static_cast<void*>(held));
@@ -252,6 +258,32 @@ void bind_device(nb::module_& m) {
     call(d, &Api::exchange_capture_mode, &both);
     return static_cast<int>(both);
   }, nb::arg("mode"), "Set this thread's capture mode, and return the one before.");
+  device.def("begin_capture", [](const D& d, Stream s, int mode) {
+    if (mode < 0 || mode > 2) throw nb::value_error("no such capture mode");
+    call(d, &Api::begin_capture, s, static_cast<CaptureMode>(mode));
+  }, nb::arg("stream"), nb::arg("mode") = 0, "Record a stream's commands, and run none.");
+  device.def("end_capture", [](const D& d, Stream s) {
+    Graph out = 0;
+    call(d, &Api::end_capture, s, &out);
+    return out;
+  }, nb::arg("stream"), "End the capture; return a graph that can be launched.");
+  device.def("capture_id", [](const D& d, Stream s) {
+    std::uint64_t out = 0;
+    call(d, &Api::capture_id, s, &out);
+    return out;
+  }, nb::arg("stream"), "Return the number of the capture that a stream is in; 0: none.");
+  device.def("event_record_external",
+             [](const D& d, Event e, Stream s) { call(d, &Api::event_record_external, e, s); },
+             nb::arg("event"), nb::arg("stream"),
+             "Let each launch of the graph record an event of outside.");
+  device.def("stream_wait_external",
+             [](const D& d, Stream s, Event e) { call(d, &Api::stream_wait_external, s, e); },
+             nb::arg("stream"), nb::arg("event"),
+             "Let each launch of the graph wait for the latest record of an event.");
+  device.def("graph_launch", [](const D& d, Graph g, Stream s) { call(d, &Api::graph_launch, g, s); },
+             nb::arg("graph"), nb::arg("stream"), "Give a stream what a graph holds.");
+  device.def("graph_destroy", [](const D& d, Graph g) { call(d, &Api::graph_destroy, g); },
+             nb::arg("graph"), "Forget a graph; what was launched still runs.");
   device.def("ipc_export", [](const D& d, Address ptr) {
     IpcHandle handle;
     std::size_t offset = 0;

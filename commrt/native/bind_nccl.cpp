@@ -13,9 +13,7 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "bind_device.hpp"
 #include "nccl_comm.hpp"
-#include "nccl_program.hpp"
 
 namespace nb = nanobind;
 
@@ -236,30 +234,7 @@ void bind_nccl(nb::module_& m) {
              nb::gil_scoped_release release;
              return self.exchange(std::move(messages), at(stream), timeout_s);
            },
-           nb::arg("sends"), nb::arg("recvs"), nb::arg("stream"), nb::arg("timeout_s"))
-      .def("_run_program",
-           [](NcclComm& self, const StreamProgram& program, const PyDevice& device, uint64_t x,
-              uint64_t out, uint64_t scratch, uint64_t stream, double timeout_s) {
-             if (program.size != self.size)
-               throw std::invalid_argument("a program of another number of ranks");
-             unsigned char* bases[] = {static_cast<unsigned char*>(at(x)),
-                                       static_cast<unsigned char*>(at(out)),
-                                       static_cast<unsigned char*>(at(scratch))};
-             for (size_t i = kFirstPeerBase; i < program.extents.size(); ++i)
-               if (program.extents[i] != 0)
-                 throw std::invalid_argument("a program that reads what peers publish");
-             DeviceStatus failed = DeviceStatus::Ok;
-             int code;
-             {
-               nb::gil_scoped_release release;
-               code = run_on_nccl(self, program, device.device, bases, stream, timeout_s, &failed);
-             }
-             check_device(failed);
-             return code;
-           },
-           nb::arg("program"), nb::arg("device"), nb::arg("x"), nb::arg("out"),
-           nb::arg("scratch"), nb::arg("stream"), nb::arg("timeout_s"),
-           "Give a schedule's rounds to a stream of the device; raises the device's errors.");
+           nb::arg("sends"), nb::arg("recvs"), nb::arg("stream"), nb::arg("timeout_s"));
 
   m.def("nccl_init",
         [](std::shared_ptr<NcclApi> api, int size, int rank, nb::bytes id, const Options& options) {

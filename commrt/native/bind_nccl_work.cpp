@@ -2,6 +2,7 @@
 // Binds NCCL's operations on device memory (commrt/nccl_calls.py).
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -98,17 +99,20 @@ int synchronize(const PyNcclCall& self, double timeout_s) {
   }
 }
 
-PyNcclCall start(const PyNcclWork& self, const std::shared_ptr<const NcclPlan>& plan, uint64_t in,
-                 uint64_t out, uint64_t stream, bool orders, nb::handle keep_x,
-                 nb::handle keep_out, double timeout_s) {
+PyNcclCall start_all(const PyNcclWork& self, const std::shared_ptr<const NcclPlan>& plan,
+                     const std::vector<uint64_t>& addresses, uint64_t stream, bool orders,
+                     nb::handle keep_x, nb::handle keep_out, double timeout_s) {
+  std::vector<unsigned char*> arrays;
+  for (const uint64_t address : addresses)
+    arrays.push_back(reinterpret_cast<unsigned char*>(address));
+  if (arrays.size() < 2) arrays.resize(2);
   PyNcclCall made{nullptr, self.engine};
   if (self.engine->has_ended()) drop_ended(*self.engine);
   void* kept[2] = {keep_x.is_none() ? nullptr : keep_x.inc_ref().ptr(),
                    keep_out.is_none() ? nullptr : keep_out.inc_ref().ptr()};
   try {
     made.call = guarded([&] {
-      return self.work->start(plan, reinterpret_cast<const void*>(in),
-                              reinterpret_cast<void*>(out), stream, orders, kept, timeout_s);
+      return self.work->start(plan, std::move(arrays), stream, orders, kept, timeout_s);
     });
   } catch (...) {
     // Where the device had begun with it, the arrays stay alive for ever.
@@ -118,6 +122,44 @@ PyNcclCall start(const PyNcclWork& self, const std::shared_ptr<const NcclPlan>& 
     throw;
   }
   return made;
+}
+
+PyNcclCall start(const PyNcclWork& self, const std::shared_ptr<const NcclPlan>& plan, uint64_t in,
+                 uint64_t out, uint64_t stream, bool orders, nb::handle keep_x,
+                 nb::handle keep_out, double timeout_s) {
+  return start_all(self, plan, {in, out}, stream, orders, keep_x, keep_out, timeout_s);
+}
+
+PyNcclCall start_arrays(const PyNcclWork& self, const std::shared_ptr<const NcclPlan>& plan,
+                        const std::vector<uint64_t>& addresses, uint64_t stream, bool orders,
+                        nb::handle keep, double timeout_s) {
+  return start_all(self, plan, addresses, stream, orders, keep, nb::none(), timeout_s);
+}
+
+using CopyRow = std::tuple<int, size_t, int, size_t, size_t>;
+using MessageRow = std::tuple<bool, int, size_t, size_t, int>;
+
+void make_phase(NcclPhase* self, const std::vector<MessageRow>& messages,
+                const std::vector<CopyRow>& copies, std::vector<StagedLaunch> packs,
+                std::vector<StagedLaunch> unpacks) {
+  new (self) NcclPhase;
+  const auto speaks_of = [self](int array) {
+    if (array < 0) throw nb::value_error("no such array");
+    self->num_arrays = std::max(self->num_arrays, array + 1);
+    return array;
+  };
+  for (const auto& [is_send, array, at, nbytes, peer] : messages)
+    self->messages.push_back({is_send, speaks_of(array), at, nbytes, peer});
+  for (const auto& [from, from_at, to, to_at, nbytes] : copies)
+    self->copies.push_back({speaks_of(from), from_at, speaks_of(to), to_at, nbytes});
+  for (const auto* list : {&packs, &unpacks}) {
+    for (const StagedLaunch& one : *list) {
+      speaks_of(one.buffer);
+      for (const int array : one.arrays) speaks_of(array);
+    }
+  }
+  self->packs = std::move(packs);
+  self->unpacks = std::move(unpacks);
 }
 
 }  // namespace
@@ -162,6 +204,10 @@ void bind_nccl_work(nb::module_& m) {
         [](const std::string& operation, std::shared_ptr<StreamProgram> program, int coll,
            size_t scratch_nbytes, size_t in_nbytes, size_t out_nbytes, bool in_place, int root,
            int64_t elements, int element_type, int reduction) {
+          for (size_t i = kFirstPeerBase; i < program->extents.size(); ++i) {
+            if (program->extents[i] != 0)
+              throw nb::value_error("a program that reads what peers publish");
+          }
           auto plan = std::make_shared<NcclPlan>();
           plan->operation = operation;
           plan->program = std::move(program);
@@ -181,11 +227,35 @@ void bind_nccl_work(nb::module_& m) {
         nb::arg("in_place"), nb::arg("root"), nb::arg("elements"), nb::arg("element_type"),
         nb::arg("reduction"), "A plan that runs a schedule's rounds.");
 
+  nb::class_<NcclPhase>(m, "NcclPhase", "Messages among neighbours that move at the same time.")
+      .def("__init__", &make_phase, nb::kw_only(), nb::arg("messages"), nb::arg("copies"),
+           nb::arg("packs"), nb::arg("unpacks"),
+           "Rows of (whether it leaves, array, offset, bytes, peer), and of (array, offset) from "
+           "and to, and bytes.");
+  m.def("nccl_phases_plan",
+        [](const std::string& operation, std::vector<NcclPhase> phases, int coll,
+           size_t in_nbytes, size_t out_nbytes, int64_t elements, int element_type,
+           int reduction) {
+          auto plan = std::make_shared<NcclPlan>();
+          plan->operation = operation;
+          plan->phases = std::move(phases);
+          plan->code = coll;
+          plan->in_nbytes = in_nbytes;
+          plan->out_nbytes = out_nbytes;
+          plan->elements = elements;
+          plan->element_type = element_type;
+          plan->reduction = reduction;
+          return plan;
+        },
+        nb::arg("operation"), nb::arg("phases"), nb::kw_only(), nb::arg("coll"),
+        nb::arg("in_nbytes") = 0, nb::arg("out_nbytes") = 0, nb::arg("elements") = 0,
+        nb::arg("element_type") = 0, nb::arg("reduction") = 0,
+        "A plan of messages among neighbours, one phase behind the other.");
+
   nb::class_<PyNcclCall>(m, "NcclCall", "One started call by NCCL.")
       .def("wait_on",
            [](const PyNcclCall& self, uint64_t stream) {
              guarded([&] {
-               self.work().refuse_capture(stream);
                self.work().wait_on(*self.call, stream);
                return 0;
              });
@@ -220,6 +290,8 @@ void bind_nccl_work(nb::module_& m) {
         if (!self.call->failed()) return nb::none();
         return nb::make_tuple(self.call->kind, self.call->error);
       }, "(kind, text) of what went wrong; None where nothing did.")
+      .def_prop_ro("is_captured", [](const PyNcclCall& self) { return self.call->capture != 0; },
+                   "Whether it was recorded in a graph, and runs as that is launched.")
       .def_prop_ro("seq", [](const PyNcclCall& self) { return self.call->seq; },
                    "Sequence number on the communicator.");
 
@@ -254,6 +326,9 @@ void bind_nccl_work(nb::module_& m) {
            nb::arg("stream"), nb::arg("orders"), nb::arg("keep_x").none(),
            nb::arg("keep_out").none(), nb::arg("timeout_s"),
            "Give the device all that there is to do.")
+      .def("start_arrays", &start_arrays, nb::arg("plan"), nb::arg("addresses"),
+           nb::arg("stream"), nb::arg("orders"), nb::arg("keep"), nb::arg("timeout_s"),
+           "The same of any number of arrays.")
       .def("give_up",
            [](const PyNcclWork& self, const std::string& why) {
              nb::gil_scoped_release release;

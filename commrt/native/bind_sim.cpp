@@ -59,24 +59,13 @@ void bind_sim(nb::module_& m, nb::class_<PyDevice>& device) {
       .def("fail_after", [](const PySimDevice& d, std::uint64_t commands) {
         locked(*d.sim()->world, [&] { d.sim()->fail_in = commands; });
       }, nb::arg("commands"), "Let the device fail for good at the n-th command from now.")
-      .def("begin_capture", [](const PySimDevice& d, Stream stream, int mode) {
-        if (mode < 0 || mode > 2) throw nb::value_error("no such capture mode");
-        nb::gil_scoped_release free;
-        const auto status =
-            sim::sim_begin_capture(d.sim(), stream, static_cast<CaptureMode>(mode));
-        nb::gil_scoped_acquire held;
-        check_device(status);
-      }, nb::arg("stream"), nb::arg("mode") = 0, "Count a stream's commands, and run none.")
-      .def("end_capture", [](const PySimDevice& d, Stream stream) {
-        std::size_t commands = 0;
-        DeviceStatus status = DeviceStatus::Ok;
-        {
-          nb::gil_scoped_release free;
-          status = sim::sim_end_capture(d.sim(), stream, &commands);
-        }
-        check_device(status);
-        return commands;
-      }, nb::arg("stream"), "End the capture; return how many commands it has.");
+      .def("num_graph_commands", [](const PySimDevice& d, Graph graph) {
+        return locked(*d.sim()->world, [&]() -> std::size_t {
+          const auto found = d.sim()->graphs.find(graph);
+          return found == d.sim()->graphs.end() ? 0
+                                                : found->second.recording->entries.size();
+        });
+      }, nb::arg("graph"), "How many commands a graph was captured from.");
 
   nb::class_<PyWorld>(m, "SimWorld", "Simulated devices and host threads, by one seed.")
       .def("__init__", [](PyWorld* self, const nb::dict& options) {

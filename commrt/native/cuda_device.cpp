@@ -378,6 +378,47 @@ DeviceStatus exchange_capture_mode(Device* device, CaptureMode* mode) {
   return status;
 }
 
+DeviceStatus begin_capture(Device* device, Stream stream, CaptureMode mode) {
+  return COMMRT_DRIVER(device, cuStreamBeginCapture, handle(stream), static_cast<int>(mode));
+}
+
+DeviceStatus end_capture(Device* device, Stream stream, Graph* out) {
+  Handle graph = nullptr, made = nullptr;
+  auto status = COMMRT_DRIVER(device, cuStreamEndCapture, handle(stream), &graph);
+  if (status != DeviceStatus::Ok) return status;
+  status = COMMRT_DRIVER(device, cuGraphInstantiateWithFlags, &made, graph, 0);
+  const std::string why = status == DeviceStatus::Ok ? "" : device_error();
+  COMMRT_DRIVER(device, cuGraphDestroy, graph);  // what can be launched does not need it
+  if (status != DeviceStatus::Ok) return device_fails(status, why);
+  *out = number(made);
+  return status;
+}
+
+DeviceStatus capture_id(Device* device, Stream stream, std::uint64_t* out) {
+  int state = 0;
+  std::uint64_t id = 0;
+  const auto status = COMMRT_DRIVER(device, cuStreamGetCaptureInfo, handle(stream), &state, &id,
+                                    nullptr, nullptr, nullptr);
+  *out = state == kCaptureActive ? id : 0;
+  return status;
+}
+
+DeviceStatus event_record_external(Device* device, Event event, Stream stream) {
+  return COMMRT_DRIVER(device, cuEventRecordWithFlags, handle(event), handle(stream), kExternal);
+}
+
+DeviceStatus stream_wait_external(Device* device, Stream stream, Event event) {
+  return COMMRT_DRIVER(device, cuStreamWaitEvent, handle(stream), handle(event), kExternal);
+}
+
+DeviceStatus graph_launch(Device* device, Graph graph, Stream stream) {
+  return COMMRT_DRIVER(device, cuGraphLaunch, handle(graph), handle(stream));
+}
+
+DeviceStatus graph_destroy(Device* device, Graph graph) {
+  return COMMRT_DRIVER(device, cuGraphExecDestroy, handle(graph));
+}
+
 DeviceStatus ipc_export(Device* device, const void* ptr, IpcHandle* out, std::size_t* offset) {
   PointerFacts facts;
   const auto status = ptr_attributes(device, ptr, &facts);
@@ -439,7 +480,8 @@ const DeviceApi kApi = {
     event_record,  event_query,    event_destroy, stream_wait_event,  write_value32,
     wait_value32_geq, launch_reduce, launch_copy, launch_scaled_sum, launch_divide,
     launch_boxes,  launch_host,    load_kernels,  ptr_attributes,     is_capturing,
-    exchange_capture_mode, ipc_export, ipc_open,
+    exchange_capture_mode, begin_capture, end_capture, capture_id,    event_record_external,
+    stream_wait_external, graph_launch, graph_destroy, ipc_export,    ipc_open,
     ipc_close,     last_device_error, host_access, flag_load,         flag_store,
     nullptr,       nullptr,        pause,         launch_foreign,     make_current,
 };

@@ -60,6 +60,14 @@ bool fill(Driver* driver, Lookup2 lookup, std::string* why) {
   COMMRT_CUDA(cuStreamWaitValue32);
   COMMRT_CUDA(cuStreamIsCapturing);
   COMMRT_CUDA(cuThreadExchangeStreamCaptureMode);
+  COMMRT_CUDA(cuStreamBeginCapture);
+  COMMRT_CUDA(cuStreamEndCapture);
+  COMMRT_CUDA(cuStreamGetCaptureInfo);
+  COMMRT_CUDA(cuEventRecordWithFlags);
+  COMMRT_CUDA(cuGraphInstantiateWithFlags);
+  COMMRT_CUDA(cuGraphDestroy);
+  COMMRT_CUDA(cuGraphLaunch);
+  COMMRT_CUDA(cuGraphExecDestroy);
   COMMRT_CUDA(cuEventCreate);
   COMMRT_CUDA(cuEventRecord);
   COMMRT_CUDA(cuEventQuery);

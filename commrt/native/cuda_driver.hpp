@@ -72,6 +72,8 @@ constexpr unsigned kDisableTiming = 2;    // events
 constexpr unsigned kPortableMapped = 1 | 2;
 constexpr unsigned kLazyPeerAccess = 1;
 constexpr unsigned kWaitGeq = 0;
+constexpr unsigned kExternal = 1;         // records of events and waits for them, in captures
+constexpr int kCaptureActive = 1;
 constexpr int kLeastDriver = 12000;
 constexpr int kFuncLoadDriver = 12040;
 
@@ -106,6 +108,15 @@ struct Driver {
   Result (*cuStreamWaitValue32)(Handle, Pointer, std::uint32_t, unsigned);
   Result (*cuStreamIsCapturing)(Handle, int*);
   Result (*cuThreadExchangeStreamCaptureMode)(int*);
+  Result (*cuStreamBeginCapture)(Handle, int mode);
+  Result (*cuStreamEndCapture)(Handle, Handle* graph);
+  Result (*cuStreamGetCaptureInfo)(Handle, int* state, std::uint64_t* id, Handle* graph,
+                                   const Handle** dependencies, std::size_t* count);
+  Result (*cuEventRecordWithFlags)(Handle, Handle, unsigned);
+  Result (*cuGraphInstantiateWithFlags)(Handle* made, Handle graph, unsigned long long flags);
+  Result (*cuGraphDestroy)(Handle);
+  Result (*cuGraphLaunch)(Handle, Handle);
+  Result (*cuGraphExecDestroy)(Handle);
   Result (*cuEventCreate)(Handle*, unsigned);
   Result (*cuEventRecord)(Handle, Handle);
   Result (*cuEventQuery)(Handle);

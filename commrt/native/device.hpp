@@ -50,6 +50,7 @@ struct IpcHandle {
 
 using Stream = std::uint64_t;  // 0 is the legacy default stream
 using Event = std::uint64_t;
+using Graph = std::uint64_t;  // one that can be launched
 using HostFunction = void (*)(void* argument);
 
 struct Device;
@@ -107,6 +108,21 @@ struct DeviceApi {
   DeviceStatus (*is_capturing)(Device*, Stream, CaptureState* out);
   // Of this thread; leaves the earlier mode in `mode`.
   DeviceStatus (*exchange_capture_mode)(Device*, CaptureMode* mode);
+
+  // --- graphs ---
+  // From begin to end a stream's commands are recorded, and not run; so are those of streams that
+  // wait for an event that was recorded meanwhile. These must be waited for in turn before the end.
+  DeviceStatus (*begin_capture)(Device*, Stream, CaptureMode);
+  DeviceStatus (*end_capture)(Device*, Stream, Graph* out);
+  // The number of the capture that a stream is a part of, which no other has; 0: none.
+  DeviceStatus (*capture_id)(Device*, Stream, std::uint64_t* out);
+  // Recorded only, and done at each launch: as if the host recorded the event, or let a stream
+  // wait for its latest record, when it calls graph_launch().
+  DeviceStatus (*event_record_external)(Device*, Event, Stream);
+  DeviceStatus (*stream_wait_external)(Device*, Stream, Event);
+  // Runs behind what the stream was given, and behind the launch before of the same graph.
+  DeviceStatus (*graph_launch)(Device*, Graph, Stream);
+  DeviceStatus (*graph_destroy)(Device*, Graph);  // what was launched still runs
 
   // A handle means the whole allocation: `offset` says where in it ptr is.
   DeviceStatus (*ipc_export)(Device*, const void* ptr, IpcHandle* out, std::size_t* offset);

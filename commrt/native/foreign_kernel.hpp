@@ -27,6 +27,9 @@ struct ForeignKernel {
   void (*end)(void* argument) = nullptr;
   // The kernels that it has met, of any device; asked once it may end.
   const std::vector<std::uint64_t>& (*met)(void* argument) = nullptr;
+  // Of one that was captured, instead of the others: a kernel for one more run, and the graph goes.
+  ForeignKernel (*again)(void* argument) = nullptr;
+  void (*drop)(void* argument) = nullptr;
   std::vector<ForeignRange> ranges;  // of memory that it touches
   // An address that stands for what only one kernel at a time may have, such as the room that
   // kernels need to run at once; null: nothing.

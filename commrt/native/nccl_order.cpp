@@ -14,6 +14,9 @@ namespace {
 constexpr std::size_t kLine = 64;
 // What has been finalised is destroyed at once; where that sticks, its thread is left behind.
 constexpr double kDestroy_s = 1;
+// Captures whose latest operation is remembered. As many would have to go on at once for one to be
+// forgotten before its end.
+constexpr std::size_t kMostCaptures = 1024;
 }
 
 NcclOrder::NcclOrder(Device* on, std::shared_ptr<void> keeps, std::uint32_t first_value)
@@ -29,6 +32,9 @@ NcclOrder::NcclOrder(Device* on, std::shared_ptr<void> keeps, std::uint32_t firs
   // Non-blocking: it must not take turns with the legacy stream.
   call(&Api::stream_create, -1, false, &stream);
   call(&Api::event_create, &ready);
+  call(&Api::event_create, &serial);
+  forks_.push_back(0);  // so that a capture need not make one
+  call(&Api::stream_create, -1, false, &forks_.back());
 }
 
 void NcclOrder::check(DeviceStatus status) const {
@@ -71,6 +77,41 @@ void* NcclOrder::scratch(std::size_t nbytes) {
   return scratches_.back().first;
 }
 
+Event* NcclOrder::tip(std::uint64_t capture) {
+  if (capture <= forgotten_) {
+    throw DeviceFailure(DeviceStatus::Capturing,
+                        "capture " + std::to_string(capture) + " began more than " +
+                            std::to_string(kMostCaptures) +
+                            " captures ago: end captures before you begin that many others");
+  }
+  const auto found = tips_.find(capture);
+  return found == tips_.end() ? nullptr : &found->second;
+}
+
+void NcclOrder::set_tip(std::uint64_t capture, Event event) {
+  Event& kept = tips_[capture];
+  if (kept != 0) give_event(kept);
+  kept = event;
+  if (tips_.size() <= kMostCaptures) return;
+  forgotten_ = tips_.begin()->first;
+  give_event(tips_.begin()->second);
+  tips_.erase(tips_.begin());
+}
+
+Stream NcclOrder::fork(std::uint64_t capture) {
+  Stream idle = 0;
+  for (const Stream each : forks_) {
+    std::uint64_t in = 0;
+    call(&DeviceApi::capture_id, each, &in);
+    if (in == capture) return each;
+    if (in == 0) idle = each;
+  }
+  if (idle != 0) return idle;
+  call(&DeviceApi::stream_create, -1, false, &idle);
+  forks_.push_back(idle);
+  return idle;
+}
+
 void NcclOrder::retire(std::shared_ptr<NcclComm> comm) {
   HostLock own(device, issue);
   retired_.push_back(std::move(comm));
@@ -107,7 +148,9 @@ void NcclOrder::close(double abort_timeout_s) {
   // A device that is gone has taken all of it along, so nobody looks at what it says.
   const auto give = [this](auto entry, auto what) { (device->api->*entry)(device, what); };
   give(&DeviceApi::stream_destroy, stream);
-  give(&DeviceApi::event_destroy, ready);
+  for (const Stream each : forks_) give(&DeviceApi::stream_destroy, each);
+  for (const Event each : {ready, serial}) give(&DeviceApi::event_destroy, each);
+  for (const auto& [capture, event] : tips_) give(&DeviceApi::event_destroy, event);
   std::vector<Event> events;
   {
     const std::lock_guard<std::mutex> events_own(events_mutex_);

@@ -8,9 +8,16 @@
 // ranks make the same calls in the same order, none waits for what a peer has put behind another.
 //
 // As they end in that order, one flag that counts on tells the host of all of them.
+//
+// Graphs run when somebody launches them, which nobody here sees. So once there was a capture, one
+// event holds the order together: who is given to the device waits for its latest record and
+// records it; a graph does both at each launch, by an external wait and external records. NCCL
+// orders the graphs and calls of one communicator in the same way; this is for all of a device.
+// Within a capture an operation waits for the one before it there.
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -52,6 +59,15 @@ class NcclOrder {
   std::uint32_t issued;            // the value of the latest operation
   std::shared_ptr<NcclCall> last;  // that operation
   bool last_is_own = false;        // whether it is in `stream`
+  // The latest operation, in a launch of a graph too; recorded since the first capture.
+  Event serial = 0;
+  bool has_captured = false;
+  // The latest operation of a capture; null where it is the first one there. Throws DeviceFailure
+  // for a capture that is no longer remembered.
+  Event* tip(std::uint64_t capture);
+  void set_tip(std::uint64_t capture, Event event);
+  // A stream for nonblocking calls in a capture: `stream` must not become a part of it.
+  Stream fork(std::uint64_t capture);
   std::uint32_t *begun = nullptr, *ended = nullptr;  // flags: values of operations
   std::uint32_t* activity = nullptr;
 
@@ -66,10 +82,31 @@ class NcclOrder {
   void* flag_memory_ = nullptr;
   std::vector<std::pair<void*, std::size_t>> scratches_;  // the last one is the largest
   std::vector<std::shared_ptr<NcclComm>> retired_;
+  std::map<std::uint64_t, Event> tips_;
+  std::uint64_t forgotten_ = 0;  // captures up to this one are not remembered
+  std::vector<Stream> forks_;
   bool closed_ = false;
   std::mutex events_mutex_;
   std::vector<Event> events_;
   bool events_closed_ = false;
+};
+
+// While it lives, calls of this thread do not end captures, whoever began them.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(Device* device) : device_(device) {
+    relaxed_ = device_->api->exchange_capture_mode(device_, &mode_) == DeviceStatus::Ok;
+  }
+  ~RelaxedCapture() {
+    if (relaxed_) device_->api->exchange_capture_mode(device_, &mode_);
+  }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  Device* const device_;
+  CaptureMode mode_ = CaptureMode::Relaxed;
+  bool relaxed_ = false;
 };
 
 }  // namespace commrt

@@ -30,7 +30,7 @@ std::string seconds(double time_s) {
 // Whether an input has to be put away first.
 bool reads_what_it_writes(const NcclPlan& plan, const void* in, const void* out) {
   if (plan.in_nbytes == 0) return false;
-  if (plan.program == nullptr) return plan.needs_copy && in == out;
+  if (plan.program == nullptr && plan.phases.empty()) return plan.needs_copy && in == out;
   if (plan.in_place && in == out) return false;
   const auto* x = static_cast<const unsigned char*>(in);
   const auto* y = static_cast<const unsigned char*>(out);
@@ -42,7 +42,9 @@ bool reads_what_it_writes(const NcclPlan& plan, const void* in, const void* out)
 const char* const kNcclPlantedNames[kNumNcclPlanted] = {
     "none",      "no_ready",   "ready_late", "no_end_wait",  "end_early",         "end_other_stream",
     "end_flag_early", "no_chain", "chain_self", "unlocked", "wrong_stream", "copy_other_stream",
-    "no_copy",   "kept"};
+    "no_copy",   "kept",       "graph_no_wait", "graph_no_record", "graph_no_chain",
+    "graph_no_seed", "graph_eager_no_wait", "graph_eager_no_record", "graph_own_stream",
+    "graph_flags", "graph_drops", "pack_late", "unpack_early", "unpack_other"};
 
 NcclCall::~NcclCall() {
   if (work == nullptr) return;
@@ -68,32 +70,39 @@ void NcclWork::check(DeviceStatus status) const {
   if (status != DeviceStatus::Ok) throw DeviceFailure(status, device_error());
 }
 
-void NcclWork::refuse_capture(Stream stream) {
+// The capture that a stream is in; 0: none.
+std::uint64_t NcclWork::capture_of(Stream stream) {
   CaptureState state = CaptureState::None;
   call(&DeviceApi::is_capturing, stream, &state);
-  if (state == CaptureState::None) return;
-  throw DeviceFailure(
-      DeviceStatus::Capturing,
-      "stream " + std::to_string(stream) +
-          " is being captured: commrt does not record operations of NCCL into graphs, as what "
-          "orders them among other communicators' is not a part of the capture. Call it outside "
-          "of the capture; nothing was given to the device");
+  if (state == CaptureState::None) return 0;
+  if (state == CaptureState::Invalidated) {
+    throw DeviceFailure(DeviceStatus::Capturing,
+                        "the capture of stream " + std::to_string(stream) +
+                            " was lost before; nothing was given to the device");
+  }
+  std::uint64_t capture = 0;
+  call(&DeviceApi::capture_id, stream, &capture);
+  return capture;
 }
 
 // --- the call ---
 
 std::shared_ptr<NcclCall> NcclWork::start(const std::shared_ptr<const NcclPlan>& plan,
-                                          const void* in, void* out, Stream stream, bool orders,
-                                          void* const* keep, double timeout_s) {
+                                          std::vector<unsigned char*> arrays, Stream stream,
+                                          bool orders, void* const* keep, double timeout_s) {
+  for (const NcclPhase& phase : plan->phases) {
+    if (static_cast<std::size_t>(phase.num_arrays) > arrays.size())
+      throw std::invalid_argument("fewer arrays than the plan speaks of");
+  }
   auto made = std::make_shared<NcclCall>();
   made->plan = plan;
   made->timeout_s = timeout_s;
   if (has(NcclPlanted::Unlocked)) {
-    issue(made, in, out, stream, orders, keep);
+    issue(made, arrays, stream, orders, keep);
   } else {
     HostLock own(device_, order_->issue);
     check(own.status());
-    issue(made, in, out, stream, orders, keep);
+    issue(made, arrays, stream, orders, keep);
   }
   announce();
   engine_.wake();
@@ -101,18 +110,26 @@ std::shared_ptr<NcclCall> NcclWork::start(const std::shared_ptr<const NcclPlan>&
 }
 
 // Holds the device's lock.
-void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void* out,
+void NcclWork::issue(const std::shared_ptr<NcclCall>& made, std::vector<unsigned char*>& arrays,
                      Stream stream, bool orders, void* const* keep) {
-  refuse_capture(stream);
+  unsigned char*& in = arrays[0];
+  unsigned char*& out = arrays[1];
+  made->capture = capture_of(stream);
+  const bool captured = made->capture != 0;
   // Not the device's: the caller says what became of the communicator.
   if (failed_) {
     throw DeviceFailure(device_gone_ ? DeviceStatus::Failed : DeviceStatus::NotReady, failure_);
   }
-  order_->sweep_locked();
+  // Memory, events and streams may have to be made.
+  std::optional<RelaxedCapture> relaxed;
+  if (captured) relaxed.emplace(device_);
+  if (!captured) order_->sweep_locked();
   const NcclPlan& plan = *made->plan;
+  if (plan.program != nullptr && plan.program->size != native_->size)
+    throw std::invalid_argument("a program of another number of ranks");
   // First, as it may wait for all that the device was given.
-  void* copy = nullptr;
-  if (plan.is_barrier) out = order_->scratch(1);
+  unsigned char* copy = nullptr;
+  if (plan.is_barrier) out = static_cast<unsigned char*>(order_->scratch(1));
   void* scratch = nullptr;
   const bool copies = reads_what_it_writes(plan, in, out) && !has(NcclPlanted::NoCopy);
   if (copies || plan.scratch_nbytes != 0) {
@@ -121,9 +138,11 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void
     if (copies) copy = static_cast<unsigned char*>(scratch) + plan.scratch_nbytes;
   }
   made->end = order_->take_event();
-  if (!order_->flags) made->begun = order_->take_event();
+  if (!order_->flags && !captured) made->begun = order_->take_event();
   made->work = shared_from_this();
   made->value = ++order_->issued;
+  const bool forks = captured && !has(NcclPlanted::GraphOwnStream);
+  const Stream own_stream = forks ? order_->fork(made->capture) : order_->stream;
   {
     const std::lock_guard<std::mutex> own(engine_.mutex);
     Record record;
@@ -138,19 +157,19 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void
     made->seq = comm_->count_elsewhere(record);
   }
   const bool in_callers = orders && !has(NcclPlanted::WrongStream);
-  const Stream on = in_callers ? stream : order_->stream;
-  const Stream other = in_callers ? order_->stream : stream;
+  const Stream on = in_callers ? stream : own_stream;
+  const Stream other = in_callers ? own_stream : stream;
   try {
     order_before(*made, on, stream, orders);
     if (copy != nullptr) {
       const Stream copies_on = has(NcclPlanted::CopyOtherStream) ? other : on;
-      call(&DeviceApi::memcpy_async, copy, in, plan.in_nbytes, copies_on);
+      call(&DeviceApi::memcpy_async, copy, static_cast<const void*>(in), plan.in_nbytes, copies_on);
       in = copy;
     }
-    const int code = run(plan, in, out, scratch, on, made->timeout_s);
+    const int code = run(plan, arrays, scratch, on, other, made->timeout_s);
     if (code != kNcclSuccess) {
       const std::string text = text_of(code, made->timeout_s);
-      give_up(kind_of(code), text);
+      give_up(kind_of(code), text, made->seq);
       throw NcclFailure(kind_of(code), plan.operation + " #" + std::to_string(made->seq) + " on " +
                                            comm_->name + ", rank " + std::to_string(comm_->rank) +
                                            ": " + text);
@@ -161,19 +180,28 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, const void* in, void
     }
     order_after(*made, on, other);
   } catch (const DeviceFailure& failure) {
-    give_up(std::string("device:") + status_name(failure.status), failure.what());
+    // A capture that was lost has run nothing: the communicator is as it was.
+    if (captured && failure.status == DeviceStatus::Capturing) throw;
+    give_up(std::string("device:") + status_name(failure.status), failure.what(), made->seq);
     throw;
   } catch (const NcclFailure&) {
     throw;
   } catch (...) {  // Ctrl-C: whether NCCL has taken it up is not known
-    give_up("revoked", "a call was interrupted while NCCL took it up");
+    give_up("revoked", "a call was interrupted while NCCL took it up", made->seq);
     throw;
+  }
+  HostLock own(device_, looking_);
+  check(own.status());
+  if (captured) {
+    void* kept[2] = {keep[0], keep[1]};
+    if (has(NcclPlanted::GraphDrops)) engine_.discard_objects(kept);
+    for (void* object : kept)
+      if (object != nullptr) captured_.push_back(object);
+    return;
   }
   order_->last = made;
   order_->last_is_own = !in_callers;
   last_value_ = made->value;
-  HostLock own(device_, looking_);
-  check(own.status());
   made->keep[0] = keep[0];
   made->keep[1] = keep[1];
   calls_.push_back(made);
@@ -189,14 +217,8 @@ void NcclWork::order_before(NcclCall& made, Stream on, Stream stream, bool order
     call(&Api::event_record, order_->ready, stream);
     call(&Api::stream_wait_event, on, order_->ready);
   }
-  // Streams of the caller's are not compared: a new one may have the handle of one that is gone.
-  const NcclCall* const before = order_->last.get();
-  const bool is_behind = order_->last_is_own && on == order_->stream;
-  const bool is_own = before != nullptr && before->value == last_value_;
-  if (before != nullptr && !is_behind && !has(NcclPlanted::NoChain) &&
-      (is_own || !has(NcclPlanted::ChainSelf))) {
-    call(&Api::stream_wait_event, on, before->end);
-  }
+  wait_for_others(made, on);
+  if (made.capture != 0 && !has(NcclPlanted::GraphFlags)) return;
   if (order_->flags) {
     call(&Api::write_value32, on, order_->begun, made.value);
   } else {
@@ -208,23 +230,73 @@ void NcclWork::order_before(NcclCall& made, Stream on, Stream stream, bool order
   if (has(NcclPlanted::EndEarly)) call(&Api::event_record, made.end, on);
 }
 
+// What runs on the device comes after the operation given before it, and is known to the next one.
+void NcclWork::wait_for_others(const NcclCall& made, Stream on) {
+  using Api = DeviceApi;
+  if (made.capture != 0) {
+    begin_graphs();
+    if (const Event* const tip = order_->tip(made.capture)) {
+      if (!has(NcclPlanted::GraphNoChain)) call(&Api::stream_wait_event, on, *tip);
+    } else if (!has(NcclPlanted::GraphNoWait)) {
+      call(&Api::stream_wait_external, on, order_->serial);
+    }
+    return;
+  }
+  // Streams of the caller's are not compared: a new one may have the handle of one that is gone.
+  const NcclCall* const before = order_->last.get();
+  const bool is_behind = order_->last_is_own && on == order_->stream;
+  const bool is_own = before != nullptr && before->value == last_value_;
+  if (before != nullptr && !is_behind && !has(NcclPlanted::NoChain) &&
+      (is_own || !has(NcclPlanted::ChainSelf))) {
+    call(&Api::stream_wait_event, on, before->end);
+  }
+  if (order_->has_captured && !has(NcclPlanted::GraphEagerNoWait)) {
+    call(&Api::stream_wait_event, on, order_->serial);
+  }
+}
+
+void NcclWork::tell_others(const NcclCall& made, Stream on) {
+  using Api = DeviceApi;
+  if (made.capture != 0) {
+    const Event tip = order_->take_event();
+    order_->set_tip(made.capture, tip);
+    call(&Api::event_record, tip, on);
+    if (!has(NcclPlanted::GraphNoRecord)) call(&Api::event_record_external, order_->serial, on);
+  } else if (order_->has_captured && !has(NcclPlanted::GraphEagerNoRecord)) {
+    call(&Api::event_record, order_->serial, on);
+  }
+}
+
+// From the first capture on graphs may be launched, which have to be told of what was given before.
+void NcclWork::begin_graphs() {
+  if (order_->has_captured) return;
+  if (order_->last != nullptr && !has(NcclPlanted::GraphNoSeed)) {
+    call(&DeviceApi::stream_wait_event, order_->stream, order_->last->end);
+    call(&DeviceApi::event_record, order_->serial, order_->stream);
+  }
+  order_->has_captured = true;
+}
+
 void NcclWork::order_after(NcclCall& made, Stream on, Stream other) {
   using Api = DeviceApi;
-  if (order_->flags && !has(NcclPlanted::EndFlagEarly)) {
+  tell_others(made, on);
+  const bool writes = made.capture == 0 || has(NcclPlanted::GraphFlags);
+  if (order_->flags && writes && !has(NcclPlanted::EndFlagEarly)) {
     call(&Api::write_value32, on, order_->ended, made.value);
   }
   if (has(NcclPlanted::EndEarly)) return;
   call(&Api::event_record, made.end, has(NcclPlanted::EndOtherStream) ? other : on);
 }
 
-int NcclWork::run(const NcclPlan& plan, const void* in, void* out, void* scratch, Stream on,
-                  double timeout_s) {
+int NcclWork::run(const NcclPlan& plan, const std::vector<unsigned char*>& arrays, void* scratch,
+                  Stream on, Stream other, double timeout_s) {
+  if (!plan.phases.empty()) return run_phases(plan, arrays, on, other, timeout_s);
+  unsigned char* const in = arrays[0];
+  unsigned char* const out = arrays[1];
   auto* const stream = reinterpret_cast<NcclStream>(on);
   if (plan.program != nullptr) {
     // Kernels read an input, and write it only where it is the output.
-    unsigned char* bases[] = {static_cast<unsigned char*>(const_cast<void*>(in)),
-                              static_cast<unsigned char*>(out),
-                              static_cast<unsigned char*>(scratch)};
+    unsigned char* bases[] = {in, out, static_cast<unsigned char*>(scratch)};
     DeviceStatus failed = DeviceStatus::Ok;
     const int code =
         run_on_nccl(*native_, *plan.program, device_, bases, on, timeout_s, &failed);
@@ -239,7 +311,8 @@ int NcclWork::run(const NcclPlan& plan, const void* in, void* out, void* scratch
                                timeout_s);
   }
   if (plan.is_counted) {
-    return native_->counted(plan.coll, static_cast<const char*>(in), static_cast<char*>(out),
+    return native_->counted(plan.coll, reinterpret_cast<const char*>(in),
+                            reinterpret_cast<char*>(out),
                             plan.send_counts, plan.recv_counts, plan.itemsize, plan.dtype,
                             plan.op, scalar, plan.root, stream, timeout_s);
   }
@@ -252,6 +325,18 @@ int NcclWork::run(const NcclPlan& plan, const void* in, void* out, void* scratch
 }
 
 void NcclWork::wait_on(const NcclCall& made, Stream stream) {
+  const std::uint64_t capture = capture_of(stream);
+  if (capture != made.capture) {
+    const std::string number = "stream " + std::to_string(stream);
+    throw DeviceFailure(
+        DeviceStatus::Capturing,
+        made.capture == 0
+            ? number + " is being captured, and the operation was started outside of the capture: "
+                       "a graph cannot wait for it. Wait before the capture begins"
+            : "the operation was captured into a graph, and " + number +
+                  " is not a part of that capture: give wait() a stream of the capture before it "
+                  "ends; later, wait for the stream that the graph is launched into");
+  }
   if (has(NcclPlanted::NoEndWait) || closed_ || made.failed()) return;
   call(&DeviceApi::stream_wait_event, stream, made.end);
 }
@@ -306,6 +391,8 @@ bool NcclWork::look_at_flags() {
 }
 
 bool NcclWork::look_at_events() {
+  // Another thread's capture must not end by these questions.
+  const RelaxedCapture relaxed(device_);
   const auto happened = [this](Event event) {
     return device_->api->event_query(device_, event) == DeviceStatus::Ok;
   };
@@ -393,14 +480,16 @@ std::string NcclWork::text_of(int code, double timeout_s) const {
          "; the NCCL communicator was aborted. NCCL_DEBUG=WARN tells more";
 }
 
-void NcclWork::give_up(const std::string& kind, const std::string& why) {
+void NcclWork::give_up(const std::string& kind, const std::string& why,
+                       std::optional<std::uint64_t> seq) {
   HostLock own(device_, looking_);
   if (closed_ || failed_) return;
-  fail(kind, why, kind == "device:failed");
+  fail(kind, why, kind == "device:failed", seq);
 }
 
 // Holds looking_.
-void NcclWork::fail(const std::string& kind, const std::string& why, bool device_is_gone) {
+void NcclWork::fail(const std::string& kind, const std::string& why, bool device_is_gone,
+                    std::optional<std::uint64_t> seq) {
   const bool is_first = !failed_;
   failed_ = true;
   device_gone_ = device_gone_ || device_is_gone;
@@ -410,7 +499,9 @@ void NcclWork::fail(const std::string& kind, const std::string& why, bool device
     const std::string text = kind == "timeout" ? "an operation by NCCL came too late" : why;
     const std::lock_guard<std::mutex> own(engine_.mutex);
     comm_->break_down(text);
-    comm_->tell_failure(calls_.empty() ? comm_->next_seq : calls_.front()->seq);
+    // Peers whose own call of this number is under way wait in vain, too.
+    const std::uint64_t next = seq.value_or(comm_->next_seq);
+    comm_->tell_failure(calls_.empty() ? next : calls_.front()->seq);
   }
   for (const auto& one : calls_) {
     if (one->ended()) continue;
@@ -432,6 +523,12 @@ void NcclWork::close() {
     if (closed_) return;
     closed_ = true;
     is_whole = !failed_ && calls_.empty();
+    // Graphs of the communicator must not be launched any more.
+    for (std::size_t i = 0; i < captured_.size(); i += 2) {
+      void* two[2] = {captured_[i], i + 1 < captured_.size() ? captured_[i + 1] : nullptr};
+      engine_.discard_objects(two);
+    }
+    captured_.clear();
   }
   native_->meanwhile = nullptr;
   if (is_whole) order_->retire(native_);

@@ -6,6 +6,10 @@
 //   then, there:  after the end of the operation before (nccl_order.hpp); begun flag = v; NCCL's
 //                 kernels; ended flag = v; end event
 //
+// In a capture the operation is recorded, without flags, whose values would come twice; nobody
+// watches it, and what it holds on to is kept until the communicator is closed (nccl_order.hpp says
+// how graphs keep the order).
+//
 // All of that is given in the call: nothing is enqueued later, so streams may share a hardware
 // queue, and may hold what waits for other engines' flags. Whoever makes progress looks at the two
 // flags, without the driver: references go at the end, and an operation that has begun and does
@@ -16,11 +20,13 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "nccl_order.hpp"
+#include "staged_plan.hpp"
 #include "stream_program.hpp"
 #include "types.hpp"
 #include "watched.hpp"
@@ -48,9 +54,44 @@ enum class NcclPlanted : int {
   CopyOtherStream, // the copy of an input is given to the other stream
   NoCopy,          // an exchange in place reads what it writes
   Kept,            // a failure does not abort the communicator
+  GraphNoWait,     // a graph does not wait for what was given before its launch
+  GraphNoRecord,   // what is given after a launch is not told of it
+  GraphNoChain,    // an operation of a capture does not wait for the one before
+  GraphNoSeed,     // the first graph is not told of what was given before the capture
+  GraphEagerNoWait,    // a call outside does not wait for graphs
+  GraphEagerNoRecord,  // a call outside is not seen by graphs
+  GraphOwnStream,  // a capture takes the device's stream, which others use meanwhile
+  GraphFlags,      // flags are written in a graph
+  GraphDrops,      // references go as if the operation had run
+  PackLate,        // boxes are packed once the messages have left
+  UnpackEarly,     // what is to come is unpacked before the messages
+  UnpackOther,     // it is unpacked in a stream that the messages are not in
 };
-constexpr int kNumNcclPlanted = 14;
+constexpr int kNumNcclPlanted = 26;
 extern const char* const kNcclPlantedNames[kNumNcclPlanted];
+
+// Messages among neighbours: parts of the call's arrays, by the arrays' numbers.
+struct NcclPart {
+  bool is_send = false;
+  int array = 0;
+  std::size_t at = 0, nbytes = 0;
+  int peer = 0;
+};
+
+// The k-th message to a rank meets the k-th one there. Before them what is sent may be packed, and
+// behind them what came be unpacked, each by launches; what stays here is copied.
+struct NcclPhase {
+  struct Copy {
+    int from = 0;
+    std::size_t from_at = 0;
+    int to = 0;
+    std::size_t to_at = 0, nbytes = 0;
+  };
+  std::vector<StagedLaunch> packs, unpacks;
+  std::vector<Copy> copies;
+  std::vector<NcclPart> messages;
+  int num_arrays = 0;  // that it speaks of
+};
 
 // What of a call follows from its arguments alone.
 struct NcclPlan {
@@ -65,7 +106,9 @@ struct NcclPlan {
   int dtype = kNcclUint8, op = 0, root = 0;
   std::string factor;          // of premul_sum, in the format of the type; empty: none
   std::size_t in_nbytes = 0;
-  // A schedule's rounds, instead of a function of NCCL; its scratch memory; whether it works in
+  // Messages among neighbours, instead of a function of NCCL.
+  std::vector<NcclPhase> phases;
+  // A schedule's rounds, likewise; its scratch memory; whether it works in
   // place, and what it writes: else an input that lies there is copied first.
   std::shared_ptr<const StreamProgram> program;
   std::size_t scratch_nbytes = 0, out_nbytes = 0;
@@ -89,6 +132,7 @@ struct NcclCall {
   std::atomic<double> begun_s{0};  // when the host saw that it had begun; 0: not yet
   std::uint64_t seq = 0;
   std::uint32_t value = 0;
+  std::uint64_t capture = 0;  // that it was recorded in; then the state does not change
   Event begun = 0;  // where streams write no flags
   Event end = 0;
   double timeout_s = 0;
@@ -114,11 +158,18 @@ class NcclWork : public Watched, public std::enable_shared_from_this<NcclWork> {
   // references are still the caller's.
   std::shared_ptr<NcclCall> start(const std::shared_ptr<const NcclPlan>& plan, const void* in,
                                   void* out, Stream stream, bool orders, void* const* keep,
-                                  double timeout_s);
-  // Lets a stream wait for the end of a call.
+                                  double timeout_s) {
+    return start(plan, {static_cast<unsigned char*>(const_cast<void*>(in)),
+                        static_cast<unsigned char*>(out)},
+                 stream, orders, keep, timeout_s);
+  }
+  // The same of any number of arrays; the input is the first one, the output the second.
+  std::shared_ptr<NcclCall> start(const std::shared_ptr<const NcclPlan>& plan,
+                                  std::vector<unsigned char*> arrays, Stream stream, bool orders,
+                                  void* const* keep, double timeout_s);
+  // Lets a stream wait for the end of a call. Throws DeviceFailure where one of the two is in a
+  // capture and the other one is not in the same; the capture goes on.
   void wait_on(const NcclCall& call, Stream stream);
-  // Throws DeviceFailure where a stream is captured; the capture goes on.
-  void refuse_capture(Stream stream);
   bool look() override;
   // Gives the communicator up where a call has begun, and has been waited for as long as it may
   // take.
@@ -126,7 +177,9 @@ class NcclWork : public Watched, public std::enable_shared_from_this<NcclWork> {
   // What a thread asks that waits for a call: whether the device still works.
   void ask_device(const std::shared_ptr<NcclCall>& call);
   // Fails all that is under way, and lets the streams go.
-  void give_up(const std::string& kind, const std::string& why);
+  // `seq` is the operation that cannot be done; without it, the first one under way.
+  void give_up(const std::string& kind, const std::string& why,
+               std::optional<std::uint64_t> seq = std::nullopt);
   // Leaves the communicator to be ended by the order, where nothing is under way. Idempotent.
   void close();
   void abandon() override;
@@ -151,17 +204,26 @@ class NcclWork : public Watched, public std::enable_shared_from_this<NcclWork> {
   void call(DeviceStatus (*DeviceApi::*entry)(Device*, Parameters...), Arguments... arguments) {
     check((device_->api->*entry)(device_, arguments...));
   }
-  void issue(const std::shared_ptr<NcclCall>& made, const void* in, void* out, Stream stream,
-             bool orders, void* const* keep);
+  void issue(const std::shared_ptr<NcclCall>& made, std::vector<unsigned char*>& arrays,
+             Stream stream, bool orders, void* const* keep);
+  std::uint64_t capture_of(Stream stream);
+  void wait_for_others(const NcclCall& made, Stream on);
+  void tell_others(const NcclCall& made, Stream on);
+  void begin_graphs();
   void order_before(NcclCall& made, Stream on, Stream stream, bool orders);
   void order_after(NcclCall& made, Stream on, Stream other);
-  int run(const NcclPlan& plan, const void* in, void* out, void* scratch, Stream on,
-          double timeout_s);
+  int run(const NcclPlan& plan, const std::vector<unsigned char*>& arrays, void* scratch,
+          Stream on, Stream other, double timeout_s);
+  // nccl_phases.cpp
+  int run_phases(const NcclPlan& plan, const std::vector<unsigned char*>& arrays, Stream on,
+                 Stream other, double timeout_s);
+  void launch(const StagedLaunch& what, const std::vector<unsigned char*>& arrays, Stream on);
   bool look_at_flags();
   bool look_at_events();
   bool look_after();
   void finish(const std::shared_ptr<NcclCall>& call);
-  void fail(const std::string& kind, const std::string& why, bool device_is_gone);
+  void fail(const std::string& kind, const std::string& why, bool device_is_gone,
+            std::optional<std::uint64_t> seq = std::nullopt);
   std::string kind_of(int code) const;
   std::string text_of(int code, double timeout_s) const;
 
@@ -170,6 +232,7 @@ class NcclWork : public Watched, public std::enable_shared_from_this<NcclWork> {
   const std::shared_ptr<NcclOrder> order_;
   Device* const device_;
   const std::shared_ptr<NcclComm> native_;
+  std::vector<void*> captured_;   // references of captured calls; guarded by looking_
   std::uint32_t last_value_ = 0;  // of this communicator; guarded by the order's lock
 
   std::mutex looking_;  // guards what follows; nobody waits for a peer or the device with it

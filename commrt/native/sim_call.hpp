@@ -93,5 +93,13 @@ DeviceStatus pause(Device*);
 DeviceStatus launch_foreign(Device*, const ForeignKernel& kernel, Stream handle);
 DeviceStatus is_capturing(Device*, Stream handle, CaptureState* out);
 DeviceStatus exchange_capture_mode(Device*, CaptureMode* mode);
+// --- and in sim_graphs.cpp ---
+DeviceStatus begin_capture(Device*, Stream, CaptureMode);
+DeviceStatus end_capture(Device*, Stream, Graph* out);
+DeviceStatus capture_id(Device*, Stream, std::uint64_t* out);
+DeviceStatus event_record_external(Device*, Event, Stream);
+DeviceStatus stream_wait_external(Device*, Stream, Event);
+DeviceStatus graph_launch(Device*, Graph, Stream);
+DeviceStatus graph_destroy(Device*, Graph);
 
 }  // namespace commrt::sim

@@ -67,7 +67,7 @@ DeviceStatus World::give(Entry& entry, StreamState* stream, Command command) {
     if (capture.invalidated)
       return device_fails(DeviceStatus::Capturing,
                           "the capture of " + actor_name(stream->actor) + " was lost");
-    ++capture.commands;
+    capture.recording->take(stream->handle, std::move(command));
     return DeviceStatus::Ok;
   }
   if (options.legacy_stream_syncs && stream->handle == 0) {

@@ -6,7 +6,6 @@
 #include "sim_call.hpp"
 
 namespace commrt::sim {
-namespace {
 
 Stream add_stream(SimDevice* device, Stream handle, bool blocking) {
   auto stream = std::make_shared<StreamState>();
@@ -25,6 +24,8 @@ Stream add_stream(SimDevice* device, Stream handle, bool blocking) {
   device->streams[handle] = std::move(stream);
   return handle;
 }
+
+namespace {
 
 DeviceStatus alloc_any(Device* device, const char* name, MemoryKind kind, bool syncs,
                        std::size_t nbytes, void** out) {
@@ -185,7 +186,10 @@ DeviceStatus event_record(Device* device, Event handle, Stream on) {
   auto record = std::make_shared<Record>();
   record->actor = stream->actor;
   record->number = call.world->commands + 1;
-  if (stream->capture && stream->capture->active) record->capture = stream->capture;
+  if (stream->capture && stream->capture->active) {
+    record->captured = true;
+    record->capture = stream->capture;
+  }
   Command command;
   command.kind = Kind::Record;
   command.record = record;
@@ -200,9 +204,9 @@ DeviceStatus event_query(Device* device, Event handle) {
   const auto event = call.event(handle);
   if (!event) return call.status;
   const auto record = event->latest;
-  if (record && record->capture && record->capture->active &&
-      call.world->options.capture_forbids) {
-    record->capture->invalidated = true;
+  const auto capture = record ? record->capture.lock() : nullptr;
+  if (capture && capture->active && call.world->options.capture_forbids) {
+    capture->invalidated = true;
     return device_fails(DeviceStatus::Capturing,
                         "event_query() of an event that was recorded in a stream that is "
                         "captured; the capture is lost");
@@ -232,15 +236,20 @@ DeviceStatus stream_wait_event(Device* device, Stream waits, Event handle) {
     return call.invalid("event " + std::to_string(handle) +
                         " was never recorded: CUDA would wait for nothing, silently");
   const bool captured = stream->capture && stream->capture->active;
-  const bool from_capture = record && record->capture && record->capture->active;
-  if (from_capture && !captured) stream->capture = record->capture;
-  if (captured && record && !from_capture) {
+  const auto origin = record ? record->capture.lock() : nullptr;
+  const bool from_capture = origin && origin->active;
+  if (from_capture && !captured) stream->capture = origin;
+  const bool isolated = from_capture && stream->capture == origin;
+  if (captured && record && !isolated) {
     stream->capture->invalidated = true;
     return device_fails(DeviceStatus::Capturing,
                         "stream_wait_event() of a stream that is captured for an event that is "
                         "not of the capture; the capture is lost");
   }
   if (!record) return DeviceStatus::Ok;
+  if (!from_capture && record->captured)
+    return call.invalid("event " + std::to_string(handle) +
+                        " was recorded in a capture that has ended: it happens in no stream");
   Command command;
   command.kind = Kind::WaitEvent;
   command.record = record;
@@ -413,7 +422,8 @@ const DeviceApi kSimApi = {
     event_record,  event_query,    event_destroy, stream_wait_event,  write_value32,
     wait_value32_geq, launch_reduce, launch_copy, launch_scaled_sum, launch_divide,
     launch_boxes,  launch_host,    load_kernels,  ptr_attributes,     is_capturing,
-    exchange_capture_mode, ipc_export, ipc_open,
+    exchange_capture_mode, begin_capture, end_capture, capture_id,    event_record_external,
+    stream_wait_external, graph_launch, graph_destroy, ipc_export,    ipc_open,
     ipc_close,     last_device_error, host_access, flag_load,         flag_store,
     lock,          unlock,         pause,         launch_foreign,     make_current_here,
 };

@@ -1,59 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls of a simulated device: stream capture, other processes, what host threads do.
+// Calls of a simulated device: other processes, what host threads do.
 #include <cstring>
 
 #include "sim_call.hpp"
 
 namespace commrt::sim {
-
-// --- capture: commands are counted, and not run ---
-
-DeviceStatus is_capturing(Device* device, Stream handle, CaptureState* out) {
-  COMMRT_ENTER(device, "is_capturing");
-  if (call.refused()) return call.status;
-  const auto stream = call.stream(handle);
-  if (!stream) return call.status;
-  *out = CaptureState::None;
-  if (stream->capture && stream->capture->active)
-    *out = stream->capture->invalidated ? CaptureState::Invalidated : CaptureState::Active;
-  return DeviceStatus::Ok;
-}
-
-DeviceStatus exchange_capture_mode(Device* device, CaptureMode* mode) {
-  COMMRT_ENTER(device, "exchange_capture_mode");
-  std::swap(call.host->capture_mode, *mode);
-  return call.status;
-}
-
-DeviceStatus sim_begin_capture(SimDevice* device, Stream handle, CaptureMode mode) {
-  COMMRT_ENTER(device, "begin_capture");
-  if (call.refused()) return call.status;
-  const auto stream = call.stream(handle);
-  if (!stream) return call.status;
-  if (handle == 0) return call.invalid("the legacy stream cannot be captured");
-  if (stream->capture && stream->capture->active) return call.invalid("it is captured already");
-  stream->capture = std::make_shared<Capture>();
-  stream->capture->origin = call.host;
-  stream->capture->mode = mode;
-  device->captures.push_back(stream->capture);
-  return DeviceStatus::Ok;
-}
-
-DeviceStatus sim_end_capture(SimDevice* device, Stream handle, std::size_t* commands) {
-  COMMRT_ENTER(device, "end_capture");
-  if (call.refused()) return call.status;
-  const auto stream = call.stream(handle);
-  if (!stream) return call.status;
-  const auto capture = stream->capture;
-  if (!capture || !capture->active) return call.invalid("the stream is not captured");
-  capture->active = false;
-  auto& all = device->captures;
-  all.erase(std::remove(all.begin(), all.end(), capture), all.end());
-  *commands = capture->commands;
-  if (capture->invalidated)
-    return device_fails(DeviceStatus::Capturing, "end_capture(): the capture was lost");
-  return DeviceStatus::Ok;
-}
 
 // --- memory of other processes: each simulated device stands for one ---
 

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "device.hpp"
+#include "graph_recording.hpp"
 #include "sim_clock.hpp"
 #include "sim_memory.hpp"
 
@@ -48,13 +49,7 @@ struct Options {
   bool memory_flags = true;
 };
 
-struct Capture {
-  const void* origin = nullptr;  // the host thread that began it
-  CaptureMode mode = CaptureMode::Global;
-  bool active = true;
-  bool invalidated = false;
-  std::size_t commands = 0;
-};
+struct Capture;
 
 // One event_record().
 struct Record {
@@ -62,7 +57,9 @@ struct Record {
   Clock clock;
   Actor actor = 0;
   std::uint64_t number = 0;
-  std::shared_ptr<Capture> capture;
+  bool captured = false;           // then it happens at launches only
+  std::weak_ptr<Capture> capture;  // which holds it
+  Progress known;                  // in a capture: what it comes after
 };
 
 struct EventState {
@@ -93,12 +90,29 @@ struct Command {
   std::vector<char> staged;  // what a pageable copy took from the host
   std::shared_ptr<Record> record;
   std::shared_ptr<EventState> event;
+  std::shared_ptr<EventState> external;  // in a capture: an event outside of it
   // What the thread knew that gave the command.
   std::shared_ptr<const Clock> known;
   Actor host = 0;
   Tick host_tick = 0;
   // Of other streams: so many commands must have run.
   std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>> after;
+};
+
+struct Capture {
+  std::uint64_t id = next_capture_id();
+  const void* origin = nullptr;  // the host thread that began it
+  Stream stream = 0;             // the one that it began with
+  CaptureMode mode = CaptureMode::Global;
+  bool active = true;
+  bool invalidated = false;
+  // Goes to the graph at the end, as streams remember their captures for longer.
+  std::shared_ptr<Recording<Command>> recording = std::make_shared<Recording<Command>>();
+};
+
+struct GraphState {
+  std::shared_ptr<const Recording<Command>> recording;
+  std::shared_ptr<Record> ended;  // the latest launch; null: none
 };
 
 struct Queue {
@@ -127,6 +141,7 @@ struct SimDevice : Device {
   std::deque<Queue> queues;  // what they hold stays where it is
   std::map<Stream, std::shared_ptr<StreamState>> streams;  // 0: the legacy stream
   std::map<Event, std::shared_ptr<EventState>> events;
+  std::map<Graph, GraphState> graphs;
   std::set<std::pair<int, int>> launched;  // kernels that are loaded: (reduction, type)
   bool kernels_loaded = false;
   std::vector<std::shared_ptr<Capture>> captures;  // active ones
@@ -135,6 +150,7 @@ struct SimDevice : Device {
   bool failed() const { return !failure.empty(); }
   Stream next_stream = 1;
   Event next_event = 1;
+  Graph next_graph = 1;
   int next_queue = 0;
 };
 
@@ -246,9 +262,7 @@ class World {
 };
 
 extern const DeviceApi kSimApi;
-// Ends the world's capture of a stream; how many commands it holds.
-DeviceStatus sim_begin_capture(SimDevice* device, Stream stream, CaptureMode mode);
-DeviceStatus sim_end_capture(SimDevice* device, Stream stream, std::size_t* commands);
+Stream add_stream(SimDevice* device, Stream handle, bool blocking);
 // Whether a host function is running on this thread; it must not call the device.
 bool& in_host_function();
 

@@ -1,110 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // The table of a device of threads.
-#include "thread_device.hpp"
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
-#include "device_error.hpp"
 #include "kernels.hpp"
+#include "thread_call.hpp"
 
 namespace commrt::threaded {
 namespace {
 
 using Kind = Command::Kind;
 
-ThreadDevice* threads(Device* device) { return static_cast<ThreadDevice*>(device); }
-
 std::uint32_t load(const void* flag) {
   return __atomic_load_n(static_cast<const std::uint32_t*>(flag), __ATOMIC_SEQ_CST);
 }
-
-// What every call begins with.
-struct Call {
-  Call(Device* which, const char* called) : device(threads(which)), name(called) {
-    if (in_host_function()) {
-      status = invalid("in a host function, which must not call the device");
-      return;
-    }
-    lock = std::unique_lock<std::mutex>(device->mutex);
-    if (device->closed) status = invalid("the device is closed");
-  }
-  DeviceStatus invalid(const std::string& why) {
-    return device_fails(DeviceStatus::Invalid, std::string(name) + "(): " + why);
-  }
-  bool refused() {
-    if (status == DeviceStatus::Ok && device->failed.load())
-      status = device_fails(DeviceStatus::Failed,
-                            std::string(name) + "(): the device failed earlier, at an injected "
-                                                "error");
-    return status != DeviceStatus::Ok;
-  }
-  std::shared_ptr<StreamState> stream(Stream handle) {
-    const auto found = device->streams.find(handle);
-    if (found != device->streams.end()) return found->second;
-    status = invalid("the device has no stream " + std::to_string(handle));
-    return nullptr;
-  }
-  // Whether the memory may be touched, and is it of a device.
-  bool operand(const void* ptr, std::size_t nbytes, bool* known) {
-    std::lock_guard<std::mutex> guard(blocks().mutex);
-    const auto* found = blocks().find(ptr);
-    *known = found != nullptr;
-    if (!found || !nbytes) return true;
-    const auto& [base, block] = *found;
-    if (nbytes > base + block.nbytes - reinterpret_cast<std::uint64_t>(ptr))
-      status = invalid(std::to_string(nbytes) + " bytes at " + hex(ptr) + " end behind the " +
-                       std::to_string(block.nbytes) + " bytes from " + hex(base));
-    else if (block.kind == MemoryKind::Device && block.owner != device &&
-             !block.opened_by.count(device))
-      status = invalid(hex(ptr) + " belongs to another device, and was not opened by ipc_open()");
-    return status == DeviceStatus::Ok;
-  }
-  bool on_device(const void* ptr, std::size_t nbytes) {
-    bool known = false;
-    if (operand(ptr, nbytes, &known) && !known && nbytes)
-      status = invalid(hex(ptr) + " is pageable memory, which the device cannot reach");
-    return status == DeviceStatus::Ok;
-  }
-  void give(const std::shared_ptr<StreamState>& to, Command command) {
-    const auto legacy = device->streams[0];
-    if (to == legacy) {
-      for (auto& [handle, other] : device->streams)
-        if (handle && other->blocking && other->given)
-          command.after.emplace_back(other, other->given);
-    } else if (to->blocking && legacy->given) {
-      command.after.emplace_back(legacy, legacy->given);
-    }
-    ++to->given;
-    {
-      std::lock_guard<std::mutex> guard(to->mutex);
-      to->commands.push_back(std::move(command));
-    }
-    to->arrived.notify_one();
-  }
-  // Lets other threads call meanwhile.
-  void synchronize(const std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>>& all) {
-    lock.unlock();
-    for (auto& [stream, number] : all)
-      signal().wait([this, many = number, of = stream.get()] {
-        return of->done.load() >= many || device->stopping.load() || device->failed.load();
-      });
-    lock.lock();
-    if (device->closed) status = invalid("the device was closed meanwhile");
-  }
-  void synchronize_all() {
-    std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>> all;
-    for (auto& [handle, stream] : device->streams) all.emplace_back(stream, stream->given);
-    for (auto& stream : device->destroyed) all.emplace_back(stream, stream->given);
-    synchronize(all);
-  }
-
-  ThreadDevice* device;
-  const char* name;
-  std::unique_lock<std::mutex> lock;
-  DeviceStatus status = DeviceStatus::Ok;
-};
 
 DeviceStatus alloc_any(Device* device, const char* name, MemoryKind kind, std::size_t nbytes,
                        void** out) {
@@ -180,7 +90,7 @@ DeviceStatus stream_synchronize(Device* device, Stream handle) {
   Call call(device, "stream_synchronize");
   if (call.refused()) return call.status;
   const auto stream = call.stream(handle);
-  if (!stream) return call.status;
+  if (!stream || call.breaks(stream->capture, "of a stream that is captured")) return call.status;
   call.synchronize({{stream, stream->given}});
   call.refused();
   return call.status;
@@ -199,7 +109,8 @@ DeviceStatus memcpy_async(Device* device, void* dst, const void* src, std::size_
   command.src = src;
   command.nbytes = nbytes;
   call.give(stream, std::move(command));
-  if (nbytes && !(dst_known && src_known)) {  // pageable memory
+  const bool captured = stream->capture && stream->capture->active;
+  if (nbytes && !(dst_known && src_known) && !captured) {  // pageable memory
     call.synchronize({{stream, stream->given}});
     call.refused();
   }
@@ -210,57 +121,69 @@ DeviceStatus event_create(Device* device, Event* out) {
   Call call(device, "event_create");
   if (call.refused()) return call.status;
   *out = call.device->next_event++;
-  call.device->events[*out] = nullptr;
+  call.device->events[*out] = std::make_shared<EventState>();
   return DeviceStatus::Ok;
-}
-
-std::shared_ptr<Record>* event_of(Call& call, Event handle) {
-  const auto found = call.device->events.find(handle);
-  if (found != call.device->events.end()) return &found->second;
-  call.status = call.invalid("the device has no event " + std::to_string(handle));
-  return nullptr;
 }
 
 DeviceStatus event_record(Device* device, Event handle, Stream on) {
   Call call(device, "event_record");
   if (call.refused()) return call.status;
-  auto* event = event_of(call, handle);
+  const auto event = call.event(handle);
   const auto stream = event ? call.stream(on) : nullptr;
   if (!stream) return call.status;
-  *event = std::make_shared<Record>();
+  auto record = std::make_shared<Record>();
+  if (stream->capture && stream->capture->active) {
+    record->captured = true;
+    record->capture = stream->capture;
+  }
+  event->latest = record;
   Command command;
   command.kind = Kind::Record;
-  command.record = *event;
+  command.record = std::move(record);
   call.give(stream, std::move(command));
-  return DeviceStatus::Ok;
+  return call.status;
 }
 
 DeviceStatus event_query(Device* device, Event handle) {
   Call call(device, "event_query");
   if (call.refused()) return call.status;
-  auto* event = event_of(call, handle);
+  const auto event = call.event(handle);
   if (!event) return call.status;
-  return !*event || (*event)->done.load() ? DeviceStatus::Ok : DeviceStatus::NotReady;
+  const auto record = event->latest;
+  if (!record) return DeviceStatus::Ok;
+  if (call.breaks(record->capture.lock(), "of an event that was recorded in a stream that is captured"))
+    return call.status;
+  return record->done.load() ? DeviceStatus::Ok : DeviceStatus::NotReady;
 }
 
 DeviceStatus event_destroy(Device* device, Event handle) {
   Call call(device, "event_destroy");
   if (call.refused()) return call.status;
-  if (event_of(call, handle)) call.device->events.erase(handle);
+  if (call.event(handle)) call.device->events.erase(handle);
   return call.status;
 }
 
 DeviceStatus stream_wait_event(Device* device, Stream waits, Event handle) {
   Call call(device, "stream_wait_event");
   if (call.refused()) return call.status;
-  auto* event = event_of(call, handle);
+  const auto event = call.event(handle);
   const auto stream = event ? call.stream(waits) : nullptr;
-  if (!stream || !*event) return call.status;
+  if (!stream || !event->latest) return call.status;
+  const auto origin = event->latest->capture.lock();
+  const bool from_capture = origin && origin->active;
+  if (from_capture && (!stream->capture || !stream->capture->active)) stream->capture = origin;
+  if (!(from_capture && stream->capture == origin) &&
+      call.breaks(stream->capture, "of a stream that is captured for an event that is not of the "
+                                   "capture"))
+    return call.status;
+  if (!from_capture && event->latest->captured)
+    return call.invalid("event " + std::to_string(handle) +
+                        " was recorded in a capture that has ended: it happens in no stream");
   Command command;
   command.kind = Kind::WaitEvent;
-  command.record = *event;
+  command.record = event->latest;
   call.give(stream, std::move(command));
-  return DeviceStatus::Ok;
+  return call.status;
 }
 
 DeviceStatus flag_command(Device* device, const char* name, Kind kind, Stream handle,
@@ -278,7 +201,7 @@ DeviceStatus flag_command(Device* device, const char* name, Kind kind, Stream ha
   command.dst = flag;
   command.value = value;
   call.give(stream, std::move(command));
-  return DeviceStatus::Ok;
+  return call.status;
 }
 
 DeviceStatus write_value32(Device* device, Stream stream, std::uint32_t* flag,
@@ -300,7 +223,7 @@ DeviceStatus launch(Device* device, const char* name, Command command, Stream ha
   if (command.boxes && !call.on_device(command.boxes->table, command.boxes->table_nbytes))
     return call.status;
   call.give(stream, std::move(command));
-  return DeviceStatus::Ok;
+  return call.status;
 }
 
 DeviceStatus launch_reduce(Device* device, RedOp op, DType dtype, void* dst, const void* src,
@@ -387,7 +310,7 @@ DeviceStatus launch_foreign(Device* device, const ForeignKernel& kernel, Stream 
   command.kind = Kind::Foreign;
   command.foreign = std::make_shared<const ForeignKernel>(kernel);
   call.give(stream, std::move(command));
-  return DeviceStatus::Ok;
+  return call.status;
 }
 
 DeviceStatus load_kernels(Device* device, const void*, std::size_t, const char* const*,
@@ -405,14 +328,6 @@ DeviceStatus ptr_attributes(Device* device, const void* ptr, PointerFacts* out) 
     const auto& [base, block] = *found;
     *out = {block.kind, block.owner->ordinal, base, block.nbytes};
   }
-  return call.status;
-}
-
-// Nothing is captured here.
-DeviceStatus is_capturing(Device* device, Stream handle, CaptureState* out) {
-  Call call(device, "is_capturing");
-  *out = CaptureState::None;
-  if (call.status == DeviceStatus::Ok) call.stream(handle);
   return call.status;
 }
 
@@ -508,7 +423,8 @@ const DeviceApi kTable = {
     event_record,  event_query,    event_destroy, stream_wait_event,  write_value32,
     wait_value32_geq, launch_reduce, launch_copy, launch_scaled_sum, launch_divide,
     launch_boxes,  launch_host,    load_kernels,  ptr_attributes,     is_capturing,
-    exchange_capture_mode, ipc_export, ipc_open,
+    exchange_capture_mode, begin_capture, end_capture, capture_id,    event_record_external,
+    stream_wait_external, graph_launch, graph_destroy, ipc_export,    ipc_open,
     ipc_close,     last_device_error, host_access, flag_load,         flag_store,
     nullptr,       nullptr,        pause,         launch_foreign,     make_current_here,
 };

@@ -128,6 +128,7 @@ void run(StreamState* stream) {
 Stream add_stream(ThreadDevice* device, Stream handle, bool blocking) {
   auto stream = std::make_shared<StreamState>();
   stream->device = device;
+  stream->handle = handle;
   stream->blocking = blocking;
   stream->random = sim::Random(device->seed * 1000003 + handle);
   stream->thread = std::thread(run, stream.get());

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "device.hpp"
+#include "graph_recording.hpp"
 #include "sim_clock.hpp"
 
 namespace commrt::threaded {
@@ -67,8 +68,18 @@ class Signal {
 // Of all devices of the process: one may wait for a flag that another one writes.
 Signal& signal();
 
+struct Capture;
+
 struct Record {
   std::atomic<bool> done{false};
+  bool captured = false;           // then it happens at launches only
+  std::weak_ptr<Capture> capture;  // which holds it
+  Progress known;                  // in a capture: what it comes after
+};
+
+// What an event stands for, also once it is destroyed.
+struct EventState {
+  std::shared_ptr<Record> latest;  // null: never recorded
 };
 
 struct StreamState;
@@ -89,12 +100,28 @@ struct Command {
   std::shared_ptr<const BoxLaunch> boxes;
   std::shared_ptr<const ForeignKernel> foreign;
   std::shared_ptr<Record> record;
+  std::shared_ptr<EventState> external;  // in a capture: an event outside of it
   std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>> after;
 };
 
 struct ThreadDevice;
 
+struct Capture {
+  std::uint64_t id = next_capture_id();
+  Stream stream = 0;  // the one that it began with
+  bool active = true;
+  bool invalidated = false;
+  // Goes to the graph at the end, as streams remember their captures for longer.
+  std::shared_ptr<Recording<Command>> recording = std::make_shared<Recording<Command>>();
+};
+
+struct GraphState {
+  std::shared_ptr<const Recording<Command>> recording;
+  std::shared_ptr<Record> ended;  // the latest launch; null: none
+};
+
 struct StreamState {
+  Stream handle = 0;
   ThreadDevice* device = nullptr;
   bool blocking = false;
   std::mutex mutex;  // guards commands and closing
@@ -102,6 +129,7 @@ struct StreamState {
   std::deque<Command> commands;
   bool closing = false;
   std::uint64_t given = 0;  // guarded by the device's mutex
+  std::shared_ptr<Capture> capture;  // likewise
   std::atomic<std::uint64_t> done{0};
   std::atomic<bool> ended{false};
   sim::Random random{0};
@@ -122,9 +150,11 @@ struct ThreadDevice : Device {
   std::mutex mutex;  // of what follows, and of the order of commands
   std::map<Stream, std::shared_ptr<StreamState>> streams;
   std::vector<std::shared_ptr<StreamState>> destroyed;  // not joined yet
-  std::map<Event, std::shared_ptr<Record>> events;      // null: never recorded
+  std::map<Event, std::shared_ptr<EventState>> events;
+  std::map<Graph, GraphState> graphs;
   Stream next_stream = 1;
   Event next_event = 1;
+  Graph next_graph = 1;
   bool closed = false;
   std::atomic<std::uint64_t> fail_in{0};
   std::atomic<bool> failed{false};

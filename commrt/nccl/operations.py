@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from commrt import _native, env
 from commrt.dtypes import DType, ReduceOp
@@ -248,30 +247,6 @@ class NcclOperations:
             lists.append([(at, n * dtype.itemsize, peer) for at, n, peer in messages])
         code = self._native._exchange(lists[0], lists[1], stream, limit)
         self._check(code, "exchange", limit)
-
-    def run_program(
-        self,
-        program: _native.StreamProgram,
-        *,
-        device: Any,
-        x: int,
-        out: int,
-        scratch: int,
-        stream: int,
-        what: str,
-        timeout_s: float | None = None,
-    ) -> None:
-        """Put a schedule's rounds into ``stream``: a group each, and kernels between.
-
-        All are given before this returns, once NCCL has taken them up. ``what`` names
-        the operation in errors. A failure half-way loses the communicator, because
-        peers wait for the rounds that do not come.
-        """
-        limit = self._limit(timeout_s)
-        code = self._native._run_program(
-            program, device, x, out, scratch, stream, limit
-        )
-        self._check(code, what, limit)
 
     def _reduce(
         self,

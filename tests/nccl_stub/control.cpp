@@ -2,8 +2,6 @@
 // What tests set and ask.
 #include "stub.hpp"
 
-#include <chrono>
-
 using namespace stub;
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -34,7 +32,6 @@ API void stub_reset(int version) {
   world.log.clear();
   world.comms.clear();
   world.counters.clear();
-  world.launcher = nullptr;
   world.released = false;
   world.current_device = nullptr;
   world.inside.clear();
@@ -44,25 +41,6 @@ API void stub_reset(int version) {
 API void stub_serve(commrt::Device* (*current)()) {
   Lock lock(world.mutex);
   world.current_device = current;
-}
-
-API void stub_set_launcher(Launcher launcher) {
-  Lock lock(world.mutex);
-  world.launcher = launcher;
-}
-
-// A kernel, in its stream: ends when all that it has to meet has come.
-API void stub_run_group(Group* group) {
-  Lock lock(world.mutex);
-  const std::pair<int, void*> key{group->comm->device, group->stream};
-  auto finished = std::make_shared<bool>(false);
-  group->finished = finished;
-  world.streams[key].push_back(std::move(*group));
-  delete group;
-  advance();
-  const auto deadline = std::chrono::seconds(20);
-  if (!world.changed.wait_for(lock, deadline, [&] { return *finished || world.released; }))
-    violation("a kernel waits for ever");
 }
 
 API void stub_set(const char* name, long value) {

@@ -34,6 +34,9 @@ void begin(void* argument) {
                 "room for both, ranks may begin with different ones");
     }
   }
+  // As they run, so their collectives meet: what a graph holds runs at its launches.
+  for (Op& op : group.ops)
+    if (op.kind != Kind::Send && op.kind != Kind::Recv) op.seq = comm->run++;
   const std::pair<int, void*> own(-1, reinterpret_cast<void*>(group.kernel->id));
   world.streams[own].push_back(std::move(group));
   advance();
@@ -46,6 +49,17 @@ bool may_end(void* argument) {
 const std::vector<uint64_t>& met(void* argument) { return held(argument)->kernel->met; }
 
 void end(void* argument) { delete held(argument); }
+
+commrt::ForeignKernel again(void* argument);
+
+// A graph that holds it goes.
+void drop(void* argument) {
+  {
+    Lock lock(world.mutex);
+    held(argument)->group.comm->graphs--;
+  }
+  delete held(argument);
+}
 
 std::vector<commrt::ForeignRange> ranges_of(const Group& group) {
   std::vector<commrt::ForeignRange> ranges;
@@ -73,6 +87,27 @@ std::vector<commrt::ForeignRange> ranges_of(const Group& group) {
   return ranges;
 }
 
+commrt::ForeignKernel kernel_of(Group group) {
+  static std::atomic<uint64_t> next{1};
+  group.kernel = std::make_shared<Kernel>();
+  group.kernel->id = next.fetch_add(1);
+  commrt::ForeignKernel kernel;
+  kernel.id = group.kernel->id;
+  kernel.begin = begin;
+  kernel.may_end = may_end;
+  kernel.end = end;
+  kernel.met = met;
+  kernel.again = again;
+  kernel.drop = drop;
+  kernel.ranges = ranges_of(group);
+  kernel.holds = group.comm->gpu;
+  auto* argument = new Held{group.kernel, std::move(group)};
+  kernel.argument = argument;
+  return kernel;
+}
+
+commrt::ForeignKernel again(void* argument) { return kernel_of(held(argument)->group); }
+
 }  // namespace
 
 void launch_on_device(Group group) { to_launch.push_back(std::move(group)); }
@@ -81,24 +116,19 @@ Launches::~Launches() {
   std::vector<Group> groups;
   groups.swap(to_launch);
   for (Group& group : groups) {
-    static std::atomic<uint64_t> next{1};
     Comm* comm = group.comm;
     const auto stream = reinterpret_cast<commrt::Stream>(group.stream);
-    group.kernel = std::make_shared<Kernel>();
-    group.kernel->id = next.fetch_add(1);
-    commrt::ForeignKernel kernel;
-    kernel.id = group.kernel->id;
-    kernel.begin = begin;
-    kernel.may_end = may_end;
-    kernel.end = end;
-    kernel.met = met;
-    kernel.ranges = ranges_of(group);
-    kernel.holds = comm->gpu;
-    auto* argument = new Held{group.kernel, std::move(group)};
-    kernel.argument = argument;
-    if (comm->gpu->api->launch_foreign(comm->gpu, kernel, stream) == commrt::DeviceStatus::Ok) continue;
-    delete argument;
+    const commrt::DeviceApi& api = *comm->gpu->api;
+    uint64_t capture = 0;
+    api.capture_id(comm->gpu, stream, &capture);
+    const commrt::ForeignKernel kernel = kernel_of(std::move(group));
+    const bool launched =
+        api.launch_foreign(comm->gpu, kernel, stream) == commrt::DeviceStatus::Ok;
     Lock lock(world.mutex);
+    // A communicator does not end before the graphs that hold its work.
+    if (launched && capture != 0) comm->graphs++;
+    if (launched) continue;
+    delete held(kernel.argument);
     comm->async = 1;  // unhandled cuda error
   }
 }

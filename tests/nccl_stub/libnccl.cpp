@@ -110,11 +110,6 @@ void launch(Comm* comm) {
       launch_on_device(std::move(group));
       continue;
     }
-    if (world.launcher != nullptr) {
-      void* stream = group.stream;
-      world.launcher(comm->device, stream, new Group(std::move(group)));
-      continue;
-    }
     world.streams[{comm->device, group.stream}].push_back(std::move(group));
   }
   comm->waiting.clear();
@@ -124,7 +119,9 @@ void launch(Comm* comm) {
 // What a call that began something returns: right away, or in progress for some polls.
 int begin(Comm* comm, const char* what) {
   const std::string hang = std::string("hang_") + what;
-  if (world.settings.count(hang) && world.settings[hang] == comm->rank + 1) comm->hangs = true;
+  if (world.settings.count(hang) && world.settings[hang] == comm->rank + 1 &&
+      world.settings["hang_after"]-- <= 0)
+    comm->hangs = true;
   comm->polls_left = comm->blocking ? 0 : static_cast<int>(world.settings["in_progress"]);
   if (comm->polls_left == 0 && !comm->hangs) {
     launch(comm);
@@ -170,7 +167,7 @@ int state_of(Comm* comm) {
     if (comm->child_to != nullptr) return InProgress;
   }
   if (comm->life == Life::Finalizing) {
-    if (comm->clique->finalized < comm->clique->size) return InProgress;
+    if (comm->clique->finalized < comm->clique->size || comm->graphs > 0) return InProgress;
     comm->life = Life::Finalized;
   }
   if (comm->polls_left > 0) {

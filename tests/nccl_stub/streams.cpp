@@ -96,7 +96,6 @@ void advance() {
         for (const Op& op : queue.front().ops) finished = finished && op.done;
       }
       if (finished) {
-        if (queue.front().finished) *queue.front().finished = true;
         const auto kernel = queue.front().kernel;
         queue.pop_front();
         if (kernel != nullptr) kernel->done.store(true, std::memory_order_release);

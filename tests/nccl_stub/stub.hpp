@@ -52,12 +52,8 @@ struct Group {
   Comm* comm;
   void* stream;
   std::vector<Op> ops;
-  std::shared_ptr<bool> finished;  // where a stream of a device waits for its end
   std::shared_ptr<Kernel> kernel;  // null where streams are only pretended
 };
-
-// Puts a kernel into a stream of a device; the stream then calls stub_run_group(group).
-using Launcher = void (*)(int device, void* stream, Group* group);
 
 struct Split {
   std::map<int, std::vector<std::pair<int, int>>> colors;  // color to (key, rank)
@@ -91,6 +87,8 @@ struct Comm {
   bool hangs = false;         // InProgress until aborted
   std::vector<Group> waiting; // issued, and not yet in the stream
   uint64_t seq = 0;
+  uint64_t run = 0;  // collectives that have begun, where streams are a device's
+  int graphs = 0;    // kernels that graphs hold
   std::map<int, RedOp> redops;
   int next_redop = 5;
   std::thread::id inside, grouped;
@@ -117,7 +115,6 @@ struct World {
   std::set<Comm*> comms;
   std::map<std::string, long> counters;
   uint64_t next_id = 1;
-  Launcher launcher = nullptr;  // null: streams are queues of the stub's own
   bool released = false;
 };
 

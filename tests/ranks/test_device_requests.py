@@ -227,7 +227,8 @@ def test_a_captured_stream_is_refused_and_its_capture_goes_on() -> None:
         with pytest.raises(CaptureError, match=r"bcast on .* is being captured"):
             rank.comm.bcast(x, root=0)
         assert rank.comm.next_seq == seq
-        assert rank.device.end_capture(rank.stream.handle) == 0
+        graph = rank.device.end_capture(rank.stream.handle)
+        assert rank.device.num_graph_commands(graph) == 0
         request = rank.comm.allreduce(x, nonblocking=True)
         rank.device.begin_capture(rank.stream.handle)
         with pytest.raises(CaptureError, match=r"wait\(\) for allreduce #.*captured"):
@@ -238,7 +239,8 @@ def test_a_captured_stream_is_refused_and_its_capture_goes_on() -> None:
         with pytest.raises(CaptureError, match="is being captured"):
             rank.comm.allreduce(x, stream=other)  # x says that the other one orders it
         request.synchronize()
-        assert rank.device.end_capture(rank.stream.handle) == 0
+        graph = rank.device.end_capture(rank.stream.handle)
+        assert rank.device.num_graph_commands(graph) == 0
 
     on_device(main)
 

@@ -23,7 +23,6 @@ from commrt import nccl as nccl_package
 from commrt.devices import DeviceArray, DeviceStream, ThreadDevice
 from commrt.errors import (
     BackendError,
-    CaptureError,
     CommError,
     DeviceFailedError,
     MismatchError,
@@ -404,22 +403,6 @@ def test_a_communicator_is_of_one_device(nccl: FakeNccl) -> None:
                 rank.comm.allreduce(x)
 
     on_nccl_threads(1, main)
-
-
-def test_captured_streams_are_refused() -> None:
-    with nccl_here():
-        ranks = NcclSimRanks(1, 0)
-
-        def main(rank: Rank) -> None:
-            x = ones(rank)
-            rank.stream.synchronize()
-            rank.device.begin_capture(rank.stream.handle, 2)
-            with pytest.raises(CaptureError, match="nothing was given to the device"):
-                rank.comm.allreduce(x)
-            rank.device.end_capture(rank.stream.handle)
-
-        ranks.run(main)
-        ranks.close()
 
 
 def test_split_communicators_have_their_own_and_end_with_them(nccl: FakeNccl) -> None:

@@ -23,8 +23,13 @@ SMALL = {"slots": 2, "first_nbytes": 1024, "most_nbytes": 4096}
 OF_FAILURES = ("kept",)
 """Bugs of operations that fail; ``unlocked`` needs two threads."""
 OF_THREADS = ("unlocked",)
+OF_BOXES = ("pack_late", "unpack_early", "unpack_other")
+"""Bugs of calls among neighbours."""
 BUGS = [
-    bug for bug in _native.planted_nccl_bugs() if bug not in (*OF_FAILURES, *OF_THREADS)
+    bug
+    for bug in _native.planted_nccl_bugs()
+    if bug not in (*OF_FAILURES, *OF_THREADS, *OF_BOXES)
+    and not bug.startswith("graph_")
 ]
 
 
@@ -104,7 +109,10 @@ def calls(groups: list[list[Any]], rank: Rank) -> None:
         request.synchronize()
     # The host has seen the end: it may give the array to any stream.
     x = rank.array(given(rank.rank, 10, 64))
-    comms[0].allreduce(x, nonblocking=True).synchronize()
+    request = comms[0].allreduce(x, nonblocking=True)
+    request.be_quiet()
+    while not request.done:  # synchronize() asks the device, too, and learns from it
+        rank.device.pause()
     value = rank.fetch_in(x, other)
     other.synchronize()
     checks.append(

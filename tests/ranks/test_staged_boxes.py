@@ -157,9 +157,9 @@ class HaloRanks(SimRanks):
     """Ranks in a grid, with a plan of an exchange each, made before the simulation."""
 
     def __init__(self, case: halo_cases.Case, *args: Any, **kwargs: Any) -> None:
+        self.bug = kwargs.pop("bug", None)
         super().__init__(2, *args, **kwargs)
         self.case = case
-        self.bug = kwargs.get("bug")
         # To allocate while others wait for their streams would wait for them.
         self.places: dict[int, list[list[int]]] = {}
         comms = [rank.comm for rank in self.ranks]
@@ -174,9 +174,7 @@ class HaloRanks(SimRanks):
             forget_work(cart)
             cart._staging.first_nbytes = ENOUGH["first_nbytes"]
             cart._staging.slots = 3
-            stager = cart._staging.stager(rank.device)
-            if self.bug is not None:
-                stager.plant(self.bug)
+            self.prepare(cart, rank)
             rank.fields = [
                 DeviceArray(
                     rank.device, case.extents(cart.coords), np.dtype(dtype).name
@@ -201,6 +199,12 @@ class HaloRanks(SimRanks):
             )
         )
         self.wanted = halo_cases.expected(case)
+
+    def prepare(self, cart: Any, rank: Rank) -> None:
+        """Make what moves boxes, before the simulation begins."""
+        stager = cart._staging.stager(rank.device)
+        if self.bug is not None:
+            stager.plant(self.bug)
 
     def exchange(self, rank: Rank) -> None:
         """Fill halos again and again, in the caller's stream."""
@@ -242,10 +246,14 @@ class HaloRanks(SimRanks):
 
 
 def halo_verdict(
-    seed: int, queues: int, bug: str | None, case: halo_cases.Case = CASE
+    seed: int,
+    queues: int,
+    bug: str | None,
+    case: halo_cases.Case = CASE,
+    kind: type[HaloRanks] = HaloRanks,
 ) -> str:
     """What is found: "", or any of "race", "deadlock" and "wrong"."""
-    ranks = HaloRanks(case, seed, queues, bug=bug, staging=ENOUGH, preempt=0.1)
+    ranks = kind(case, seed, queues, bug=bug, staging=ENOUGH, preempt=0.1)
     found = set()
     try:
         ranks.run(ranks.exchange)

@@ -196,6 +196,42 @@ def test_arguments_reach_the_driver(fake: Fake, device: CudaDevice) -> None:
     ]
 
 
+def test_a_graph_is_captured_made_and_launched(fake: Fake, device: CudaDevice) -> None:
+    stream, event = device.stream_create(), device.event_create()
+    assert device.capture_id(stream) == 0
+    fake.reset()
+    device.begin_capture(stream, 2)
+    assert device.capture_id(stream) == 77
+    device.stream_wait_external(stream, event)
+    device.event_record_external(event, stream)
+    graph = device.end_capture(stream)
+    device.graph_launch(graph, stream)
+    device.graph_destroy(graph)
+    assert fake.calls == [
+        "cuStreamBeginCapture(2)",
+        "cuStreamGetCaptureInfo()",
+        "cuStreamWaitEvent(1)",
+        "cuEventRecordWithFlags(1)",
+        "cuStreamEndCapture()",
+        "cuGraphInstantiateWithFlags(0)",
+        "cuGraphDestroy()",
+        f"cuGraphLaunch({stream})",
+        "cuGraphExecDestroy()",
+    ]
+
+
+def test_what_cannot_be_made_of_a_capture_is_told_and_let_go(
+    fake: Fake, device: CudaDevice
+) -> None:
+    stream = device.stream_create()
+    device.begin_capture(stream)
+    fake.reset()
+    fake.fail("cuGraphInstantiateWithFlags", 2)
+    with pytest.raises(DeviceError, match=r"cuGraphInstantiateWithFlags.*ERROR_2"):
+        device.end_capture(stream)
+    assert fake.calls[-1] == "cuGraphDestroy()"
+
+
 def test_kernels_are_looked_up_once_and_launched_over_their_elements(
     fake: Fake, device: CudaDevice
 ) -> None:

@@ -273,7 +273,7 @@ def test_the_same_call_is_allowed_where_nothing_forbids_it(what: str, way: str) 
     if way == "relaxed thread":
         assert device.exchange_capture_mode(RELAXED) == GLOBAL
     FORBIDDEN[what](device, stream, event, pinned)
-    assert device.end_capture(stream) == 0
+    assert device.num_graph_commands(device.end_capture(stream)) == 0
 
 
 @pytest.mark.parametrize("own_mode", [GLOBAL, THREAD_LOCAL])
@@ -326,8 +326,12 @@ def test_captured_commands_are_counted_and_not_run() -> None:
     device.stream_wait_event(other, event)  # it is captured, too, from here
     assert device.is_capturing(other) == 1
     device.memcpy_async(pinned, pinned + 8, 8, other)
-    assert device.end_capture(stream) == 4
-    assert device.is_capturing(other) == 0
+    device.event_record(event, other)
+    device.stream_wait_event(stream, event)
+    assert device.capture_id(stream) == device.capture_id(other) > 0
+    graph = device.end_capture(stream)
+    assert device.num_graph_commands(graph) == 6
+    assert device.is_capturing(other) == device.capture_id(other) == 0
     device.stream_synchronize(other)
     assert device.read(pinned, 16) == bytes(range(16))
 
@@ -350,6 +354,66 @@ def test_a_captured_stream_waits_for_nothing_outside_and_is_not_waited_for() -> 
     device.begin_capture(blocking, RELAXED)
     with pytest.raises(CaptureError, match="legacy stream"):
         device.memcpy_async(pinned, pinned + 8, 8, 0)
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_what_a_graph_does_is_checked_as_all_else_is(joins: bool) -> None:
+    """A launch is ordered with its stream, and with no other one."""
+    world = SimWorld()
+    device = world.device()
+    stream, fork, other = (device.stream_create() for _ in range(3))
+    event, launched = device.event_create(), device.event_create()
+    first, second = device.pinned_alloc(8), device.pinned_alloc(8)
+    device.write(first, bytes(8))
+    device.begin_capture(stream)
+    device.event_record(event, stream)
+    device.stream_wait_event(fork, event)
+    device.memcpy_async(second, first, 8, fork)
+    device.event_record(event, fork)
+    device.stream_wait_event(stream, event)
+    graph = device.end_capture(stream)
+    device.graph_launch(graph, stream)
+    device.event_record(launched, stream)
+    if joins:
+        device.stream_wait_event(other, launched)
+    device.memcpy_async(first, second, 8, other)
+    world.run_until_idle()
+    assert bool(world.violations) != joins
+
+
+def test_a_graph_is_ended_where_it_began_and_holds_no_other() -> None:
+    device = SimWorld().device()
+    stream, other, event = (
+        device.stream_create(),
+        device.stream_create(),
+        device.event_create(),
+    )
+    device.begin_capture(stream)
+    graph = device.end_capture(stream)
+    device.begin_capture(stream)
+    with pytest.raises(DeviceError, match="graphs within graphs"):
+        device.graph_launch(graph, stream)
+    device.event_record(event, stream)
+    device.stream_wait_event(other, event)
+    with pytest.raises(UsageError, match=f"began with stream {stream}"):
+        device.end_capture(other)
+    with pytest.raises(UsageError, match="outside use event_record"):
+        device.event_record_external(event, device.stream_create())
+    device.graph_destroy(graph)
+    for call in (device.graph_destroy, lambda gone: device.graph_launch(gone, 0)):
+        with pytest.raises(UsageError, match="has no graph"):
+            call(graph)
+    with pytest.raises(UsageError, match="has ended"):
+        device.stream_wait_event(device.stream_create(), lost_event(device))
+
+
+def lost_event(device: Any) -> int:
+    """An event that was recorded in a capture only."""
+    stream, event = device.stream_create(), device.event_create()
+    device.begin_capture(stream)
+    device.event_record(event, stream)
+    device.end_capture(stream)
+    return int(event)
 
 
 # --- failures ---

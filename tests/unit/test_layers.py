@@ -75,6 +75,7 @@ LAYERS = (
         "message_lists",
         "native_comms",
         "nccl_calls",
+        "nccl_messages",
         "neighbors",
         "persistent",
         "point_to_point",

@@ -10,7 +10,7 @@ const char* const kPlantedInExchangeNames[kNumPlantedInExchange] = {
     "end_early",    "end_other_stream", "end_flag_early", "no_copy",     "copy_other_stream",
     "no_await",     "await_one_less",  "publish_early", "no_begin",      "begin_one_less",
     "release_early", "one_half",       "values_again", "user_stream",    "kept",
-    "kept_behind",  "unasked"};
+    "kept_behind",  "told_late",       "unasked"};
 
 namespace {
 

@@ -44,9 +44,10 @@ enum class PlantedInExchange : int {
   UserStream,      // the program runs in a stream of its own for each call, unordered
   Kept,            // a failure does not let streams go
   KeptBehind,      // it lets go those that wait already, and not who waits next
+  ToldLate,        // peers are told of calls under way, not of those they may still read
   Unasked,         // nobody asks whether a peer gave up: what it published is taken for good
 };
-constexpr int kNumPlantedInExchange = 22;
+constexpr int kNumPlantedInExchange = 23;
 extern const char* const kPlantedInExchangeNames[kNumPlantedInExchange];
 
 class PeerExchange {

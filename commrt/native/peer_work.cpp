@@ -263,6 +263,8 @@ void PeerWork::finish(const std::shared_ptr<PeerCall>& made) {
   int running = static_cast<int>(State::Running);
   held->state.compare_exchange_strong(running, static_cast<int>(State::Done),
                                       std::memory_order_acq_rel);
+  ended_seqs_.push_back(held->seq);
+  if (ended_seqs_.size() > 2) ended_seqs_.pop_front();
   if (seen_begun_ > 0) --seen_begun_;
   calls_.pop_front();
   outstanding_.fetch_sub(1, std::memory_order_release);
@@ -335,7 +337,7 @@ void PeerWork::fail(const std::string& kind, const std::string& why, bool device
         kind == "timeout" ? "an operation over memory of peers came too late" : why;
     const std::lock_guard<std::mutex> engine(engine_.mutex);
     comm_->break_down(text);
-    comm_->tell_failure(calls_.empty() ? comm_->next_seq : calls_.front()->seq);
+    comm_->tell_failure(first_lost());
   }
   for (const auto& one : calls_) {
     if (one->ended()) continue;
@@ -344,6 +346,16 @@ void PeerWork::fail(const std::string& kind, const std::string& why, bool device
     one->state.store(static_cast<int>(State::Failed), std::memory_order_release);
   }
   let_go();
+}
+
+// The first call that peers must not take for good. What is let go may write over a half of the
+// exchange memory that peers have not read yet: it holds the part before the last, and each call
+// has one at least, so it may be one of the last two calls that have ended here. Holds looking_
+// and the engine's lock.
+std::uint64_t PeerWork::first_lost() const {
+  if (calls_.empty()) return comm_->next_seq;
+  if (ended_seqs_.empty() || has(Bug::ToldLate)) return calls_.front()->seq;
+  return ended_seqs_.front();
 }
 
 // Holds looking_. Where it does not work the device is at fault, which calls say by themselves.

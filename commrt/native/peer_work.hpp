@@ -126,6 +126,7 @@ class PeerWork : public Watched, public std::enable_shared_from_this<PeerWork> {
   void finish(const std::shared_ptr<PeerCall>& call);
   std::string who_gave_up(const PeerCall& call);
   void fail(const std::string& kind, const std::string& why, bool device_is_gone);
+  std::uint64_t first_lost() const;
   void let_go();
 
   Comm* comm_;  // guarded by looking_; null once it is gone
@@ -146,6 +147,7 @@ class PeerWork : public Watched, public std::enable_shared_from_this<PeerWork> {
   std::deque<std::shared_ptr<PeerCall>> calls_;  // under way, in their order
   std::size_t seen_begun_ = 0;                   // the first so many of them have begun
   unsigned idle_ = 0;
+  std::deque<std::uint64_t> ended_seqs_;  // of the last two calls that have ended
   bool device_gone_ = false;
   std::atomic<bool> failed_{false}, closed_{false};
   std::string failure_kind_, failure_;

@@ -293,6 +293,58 @@ def test_a_result_of_what_was_given_up_is_caught(seed: int) -> None:
         assert peer_is_late(each, "unasked") == "success"
 
 
+def reader_is_late(seed: int, bug: str | None) -> str:
+    """What rank 1 is told of a call that rank 0 has ended, and written over since.
+
+    Rank 0 sends three times, and the third time waits until the first was read: it
+    gives up there.
+    """
+    ranks = IpcSimRanks(2, seed, 0, bug=bug, check_order=False)
+    done: set[str] = set()
+
+    def main(rank: Rank) -> str:
+        comm, ipc = rank.comm, rank.comm._staging.ipc
+        xs = [rank.array(np.full(40, number, "f4")) for number in (1, 2, 3)]
+        if rank.rank == 0:
+            requests = [comm.bcast(x, nonblocking=True) for x in xs]
+            for request in requests:
+                request.be_quiet()
+            while ipc.outstanding > 1:
+                if not comm._world.engine.step():
+                    rank.device.pause()
+            comm.give_up("it was told to")
+            rank.finish()
+            done.add("gave up")
+            rank.device.flag_store(rank.stop, 0)  # something has changed
+            return ""
+        while not done:
+            rank.device.pause()
+        request = comm.bcast(xs[2], nonblocking=True)
+        request.be_quiet()
+        try:
+            value = rank.fetch(request.wait())
+            request.synchronize()
+        except RevokedError as error:
+            return str(error)
+        rank.stream.synchronize()
+        return f"success: {value()[0]:g}"
+
+    try:
+        return ranks.run(main)[1]
+    finally:
+        forget_ranks()
+
+
+def test_what_was_written_over_before_it_was_read_is_no_result(seed: int) -> None:
+    for each in range(seed, seed + 3):
+        assert "rank 0 gave up at operation #0" in reader_is_late(each, None)
+
+
+def test_a_result_of_what_was_written_over_is_caught(seed: int) -> None:
+    for each in range(seed, seed + 3):
+        assert reader_is_late(each, "told_late") == "success: 3"
+
+
 # --- the end ---
 
 

@@ -720,7 +720,7 @@ class PeerExchange:
     """Exchange memory that peers have opened."""
 
     def _count_from(self, value: int) -> None:
-        """Begin with flags that hold this value; for tests."""
+        """Begin with flags that hold this value."""
 
     def _end(self) -> None:
         """Give streams and events back; nothing was ever given to them."""

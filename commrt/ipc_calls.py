@@ -20,7 +20,7 @@ from commrt import _native
 from commrt.arena import machine_identity
 from commrt.backends.peer_memory import HALF_NBYTES
 from commrt.backends.peer_sharing import Shared, connect, sweep
-from commrt.devices.cuda import why_missing
+from commrt.devices.cuda import why_no_card
 from commrt.errors import CommError, UsageError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class IpcCalls:
             return self._agreed
         why = self._why_never()
         if not why and {"cuda"} == KINDS:
-            why = why_missing() or ""
+            why = why_no_card() or ""
         return IpcFacts(why)
 
     @property
@@ -108,7 +108,7 @@ class IpcCalls:
         Raises UsageError for another device than that of the first call, and an error
         on all ranks where they cannot share memory.
         """
-        sweep(device)
+        self._sweep(device)
         shared = self._shared or self._connect(device)
         if shared.device is not device:
             here, there = (
@@ -132,6 +132,7 @@ class IpcCalls:
             self.half_nbytes,
             timeout_s=comm.timeout_s,
             name=f"{comm.name}.comm{comm._identity}",
+            first_value=self.first_value,
         )
         world.drive(device)
         try:
@@ -183,7 +184,17 @@ class IpcCalls:
         shared, self._shared = self._shared, None
         shared.end_later()
         if may_call:
-            sweep(shared.device)
+            self._sweep(shared.device)
+
+    def _sweep(self, device: Any) -> None:
+        """Go on with what ends there.
+
+        To free memory may wait for the device, and this for progress that only this
+        thread could make: then it is put off.
+        """
+        engine = self._comm._world.engine
+        if engine.has_thread or engine.idle:
+            sweep(device)
 
 
 def _lacks(device: Any) -> str:

@@ -46,6 +46,7 @@ def ipc_here(*, is_clean: bool = True) -> Iterator[None]:
     finally:
         ipc_calls.KINDS -= PRETENDED
         peer_sharing._SHARED.clear()
+        peer_sharing._ENDING.clear()
 
 
 def prepare(comm: Communicator, device: Any) -> None:

@@ -17,7 +17,7 @@ from commrt.backends.base import Availability, Capabilities, PlanSpec
 from commrt.backends.peer_programs import peer_program
 from commrt.backends.prediction import full_nbytes
 from commrt.backends.schedules import schedule_candidates
-from commrt.devices.cuda import why_missing
+from commrt.devices.cuda import why_no_card
 from commrt.dtypes import is_known
 from commrt.errors import BackendError
 from commrt.operations import OPERATIONS, operation
@@ -47,7 +47,7 @@ class IpcBackend:
 
     def availability(self) -> Availability:
         """Whether this process has a GPU; whether the ranks can share it they try."""
-        why = why_missing()
+        why = why_no_card()
         reason = why or "CUDA IPC between processes of a node, tried at the first call"
         return Availability(self.name, why is None, reason, self.capabilities)
 

@@ -38,8 +38,9 @@ class PeerMemory:
         size: int,
         half_nbytes: int = HALF_NBYTES,
         name: str = "ipc",
+        first_value: int = 0,
     ) -> None:
-        """Allocate this rank's block and set its flags to 0."""
+        """Allocate this rank's block and set its flags to ``first_value``."""
         if half_nbytes < 1 or half_nbytes % _LINE_NBYTES:
             raise UsageError(
                 f"{name}: half_nbytes={half_nbytes} must be a multiple of 64 above 0"
@@ -50,7 +51,7 @@ class PeerMemory:
                 f"which peers' kernels are ordered by; use the staged backend"
             )
         self.device, self.rank, self.size, self.name = device, rank, size, name
-        self.half_nbytes = half_nbytes
+        self.half_nbytes, self._first_value = half_nbytes, first_value
         self._opened: dict[int, int] = {}
         self._exchange: _native.PeerExchange | None = None
         self._book: Arena | None = None
@@ -59,7 +60,7 @@ class PeerMemory:
         self.memory = device.alloc(flags + 2 * half_nbytes)
         stream = device.stream_create()
         for at in range(0, flags, _LINE_NBYTES):
-            device.write_value32(stream, self.memory + at, 0)
+            device.write_value32(stream, self.memory + at, first_value)
         device.stream_synchronize(stream)
         device.stream_destroy(stream)
         handle, offset = device.ipc_export(self.memory)
@@ -83,6 +84,7 @@ class PeerMemory:
         self._exchange = _native.make_peer_exchange(
             self.device, self.rank, places, self.half_nbytes
         )
+        self._exchange._count_from(self._first_value)
 
     @property
     def exchange(self) -> _native.PeerExchange:

@@ -49,18 +49,19 @@ def connect(
     *,
     timeout_s: float,
     name: str = "ipc",
+    first_value: int = 0,
 ) -> PeerMemory:
     """Return exchange memory that all ``members`` have opened, or raise on all.
 
     Collective. Memory that cannot be had or shared is an error with ``on_all_ranks``
     set: of the ranks where it went wrong their own, of the others a BackendError that
-    names them.
+    names them. ``first_value`` is what flags begin with, for tests of their wrapping.
     """
     rank, size = list(members).index(bootstrap.rank), len(members)
     made: list[PeerMemory] = []
 
     def allocate() -> str:
-        made.append(PeerMemory(device, rank, size, half_nbytes, name))
+        made.append(PeerMemory(device, rank, size, half_nbytes, name, first_value))
         return made[0].handle
 
     def open_all() -> str:
@@ -131,6 +132,17 @@ class Shared:
         if self.work is not None:
             self.work.close()
         self.is_ending = True
+        _ENDING.append(self)
+
+    def let_go(self, deadline: float) -> None:
+        """Wait for what is under way until the deadline; then give it up.
+
+        A driver that closes would wait for streams that wait for peers.
+        """
+        while not self._has_run() and time.monotonic() < deadline:
+            os.sched_yield()
+        if self.work is not None and not self._has_run():
+            self.work.give_up("the process ends")
 
     @property
     def is_stuck(self) -> bool:
@@ -164,6 +176,8 @@ class Shared:
 
 _LOCK = threading.Lock()
 _SHARED: list[Shared] = []
+_ENDING: list[Shared] = []
+"""Those that end, so that a call that finds none has nothing to do."""
 _SWEEPING = threading.Lock()
 _REGISTERED: list[int] = []
 
@@ -174,6 +188,8 @@ def sweep(device: Any = None) -> int:
     Waits for no peer. Where a stream is stuck on a device, which only failures can
     bring about, nothing is given back there: to free memory may wait for all streams.
     """
+    if not _ENDING:
+        return 0
     if not _SWEEPING.acquire(blocking=False):
         return 1
     try:
@@ -186,7 +202,9 @@ def sweep(device: Any = None) -> int:
             if not any(other.is_stuck for other in beside) and _relaxed(one):
                 over.append(one)
         with _LOCK:
-            _SHARED[:] = [one for one in _SHARED if one not in over]
+            for one in over:
+                _SHARED.remove(one)
+                _ENDING.remove(one)
         return len(ending) - len(over)
     finally:
         _SWEEPING.release()
@@ -211,9 +229,10 @@ def end_all(timeout_s: float = _GRACE_S) -> None:
     """
     with _LOCK:
         live = [one for one in _SHARED if not one.is_ending]
-    for one in live:
-        one.end_later()
     deadline = time.monotonic() + timeout_s
+    for one in live:
+        one.let_go(deadline)
+        one.end_later()
     while sweep() and time.monotonic() < deadline:
         os.sched_yield()
 

@@ -81,7 +81,7 @@ void bind_peer_work(nb::module_& m) {
              check_device(status);
            }, "Give streams and events back; nothing was ever given to them.")
       .def("_count_from", &PeerExchange::count_from, nb::arg("value"),
-           "Begin with flags that hold this value; for tests.");
+           "Begin with flags that hold this value.");
   m.def("peer_exchange_flags_nbytes", &PeerExchange::flags_nbytes, nb::arg("size"),
         "Bytes of flags that exchange memory begins with.");
   m.def("make_peer_exchange", &make_exchange, nb::arg("device"), nb::arg("rank"),

@@ -77,7 +77,7 @@ class PeerExchange {
   DeviceStatus has_run(bool* all);
   // Then gives streams and events back; the memory is the caller's.
   DeviceStatus end();
-  // All flags hold this value already; for tests of their wrapping, before the first program.
+  // All flags hold this value already; before the first program.
   void count_from(std::uint32_t value);
 
   Device* const device;

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from cases import Case, legal_pairs, sample
 from ipc_ranks import IpcSimRanks, ipc_here, on_ipc_threads
 from nccl_ranks import nccl_here
@@ -20,6 +22,7 @@ from commrt import ipc_calls
 from commrt.devices import DeviceArray, ThreadDevice
 from commrt.errors import BackendError, CaptureError, MismatchError, UsageError
 from commrt.operations import OPERATIONS
+from commrt.select.fingerprint import this_machine
 
 SIZES = (1, 2, 3, 5)
 DRAWN = 6
@@ -202,7 +205,7 @@ def test_where_nccl_makes_no_communicator_memory_of_peers_serves() -> None:
         assert nccl.counter("kernels") == 0
 
 
-def test_the_variable_and_a_table_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = "allreduce:ipc/ring,bcast:staged/binomial"
     monkeypatch.setenv("COMMRT_ALGORITHM", asked)
 
@@ -211,6 +214,46 @@ def test_the_variable_and_a_table_ask_for_it(monkeypatch: pytest.MonkeyPatch) ->
         rank.comm.allreduce(ones(rank))
         assert "ipc/ring\n  why    COMMRT_ALGORITHM asks" in told(rank)
         assert "staged/binomial\n" in told(rank, "bcast")
+
+    on_ipc_threads(2, main)
+
+
+def test_a_table_asks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    table = tmp_path / "by_hand.yaml"
+    here = this_machine()
+    where = {"ranks": 2, "device": "cuda"}
+    written = {
+        "schema": "commrt-tune/1",
+        "machine": {
+            "fingerprint": here.fingerprint,
+            "cpu": asdict(here.cpu),
+            "gpus": [asdict(each) for each in here.gpus],
+            "nics": [asdict(each) for each in here.nics],
+        },
+        "rules": [
+            {
+                "op": "allreduce",
+                "match": {**where, "bytes": [0, 1024]},
+                "use": {"backend": "staged", "alg": "direct", "params": {"shots": 1}},
+            },
+            {
+                "op": "allreduce",
+                "match": {**where, "bytes": [1024, None]},
+                "use": {"backend": "ipc", "alg": "ring", "params": {"chunk": 65536}},
+            },
+        ],
+    }
+    table.write_text(yaml.safe_dump(written))
+    monkeypatch.setenv("COMMRT_TABLE", str(table))
+
+    def main(rank: Rank) -> None:
+        x = ones(rank, 1000)
+        rank.comm.allreduce(x)
+        value = rank.fetch(x)
+        rank.stream.synchronize()
+        assert value().tolist() == [3.0] * 1000
+        assert ": ipc/ring{chunk=65536}\n  why    rule 1" in told(rank, nbytes=4000)
+        assert ": staged/direct{shots=1}\n  why    rule 0" in told(rank)
 
     on_ipc_threads(2, main)
 

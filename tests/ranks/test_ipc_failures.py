@@ -392,6 +392,27 @@ def test_what_is_dropped_is_ended_later_and_not_by_the_collector() -> None:
     assert peer_sharing.sweep() == 0
 
 
+def test_a_process_that_ends_lets_its_streams_go() -> None:
+    """Though a peer never came: a driver that closes would wait for them."""
+
+    def main(rank: Rank) -> None:
+        sums_to(rank, rank.comm, 3.0)
+        meet(rank, "warm")
+        if rank.rank == 1:
+            meet(rank, "ended")
+            return
+        request = rank.comm.allreduce(ones(rank), nonblocking=True)
+        peer_sharing.end_all(0.1)
+        with pytest.raises(RevokedError, match="the process ends"):
+            request.wait()
+        while peer_sharing.sweep():
+            pass
+        rank.stream.synchronize()
+        meet(rank, "ended")
+
+    on_ipc_threads(2, main, survives=False)
+
+
 _ENDS = """
 import atexit, sys
 sys.path[:0] = {paths!r}

@@ -141,9 +141,10 @@ def test_a_planted_bug_is_caught_by_every_seed(
 
 
 def test_flags_count_on_beyond_their_largest_value(seed: int) -> None:
-    """The host's, of calls; those between ranks count from where they are set."""
-    start = {**SMALL, "first_value": 2**32 - 3}
-    assert verdict(calls, 2, seed, 8, None, **start) == ""
+    """Those of calls, which the host sees, and those between ranks."""
+    for before in (3, 8):
+        start = {**SMALL, "first_value": 2**32 - before}
+        assert verdict(calls, 2, seed, 8, None, **start) == ""
 
 
 def run_case(groups: list[list[Any]], rank: Rank, *, cases: list[Case]) -> None:

@@ -62,6 +62,12 @@ class CudaDevice(Device):
     def ordinal(self) -> int:
         """The device's number in this process."""
 
+    @property
+    def uuid(self) -> str:
+        """What tells the device from all others, in every process: 32 hexadecimal
+        digits.
+        """
+
 class Device:
     """A device: memory, streams, events; see docs/gpu.md."""
 
@@ -723,32 +729,101 @@ class NcclWork:
     ) -> NcclCall:
         """The same of any number of arrays."""
 
+class PeerCall:
+    """One started call over memory of peers."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, without a look."""
+
+    @property
+    def failure(self) -> Any:
+        """(kind, text) of what went wrong; None where nothing did."""
+
+    @property
+    def seq(self) -> int:
+        """Sequence number on the communicator."""
+
+    def synchronize(self, timeout_s: float) -> bool:
+        """Block the host until the end; False where time ran out."""
+
+    def test(self) -> bool:
+        """Look at it; whether it has ended."""
+
+    def wait_on(self, stream: int) -> None:
+        """Let a stream wait for the end."""
+
 class PeerExchange:
     """Exchange memory that peers have opened."""
 
-    def _close(self) -> None: ...
-    def _count_from(self, value: int) -> None: ...
-    def _give_event(self, event: int) -> None: ...
-    def _give_up(self) -> None: ...
-    def _run(
-        self,
-        program: StreamProgram,
-        x: int,
-        out: int,
-        scratch: int,
-        stream: int,
-        orders: bool,
-    ) -> int:
-        """Give a program to the device; the event of its end, or 0 with `orders`."""
+    def _count_from(self, value: int) -> None:
+        """Begin with flags that hold this value."""
+
+    def _end(self) -> None:
+        """Give streams and events back; nothing was ever given to them."""
 
     @property
     def half_nbytes(self) -> int: ...
+
+class PeerPlan:
+    """What a call over memory of peers does."""
+
+    def __init__(
+        self,
+        program: StreamProgram,
+        *,
+        scratch_nbytes: int,
+        in_nbytes: int,
+        out_nbytes: int,
+        in_place: bool,
+        coll: int,
+        root: int,
+        elements: int,
+        element_type: int,
+        reduction: int,
+    ) -> None: ...
+
+class PeerWork:
+    """A communicator's operations over memory of peers."""
+
+    def __init__(
+        self, group: Group, exchange: PeerExchange, first_value: int = 0
+    ) -> None: ...
+    def close(self) -> None:
+        """Nobody calls any more."""
+
+    def end(self) -> None:
+        """Give back what the device has of this, but for the exchange memory."""
+
     @property
-    def lost(self) -> bool: ...
+    def failed(self) -> bool:
+        """Whether something failed, so that nothing more is taken."""
+
+    def give_up(self, why: str) -> None:
+        """Fail what is under way, and let its streams go."""
+
+    def has_run(self) -> bool:
+        """Whether all that the device was given has run; after close()."""
+
     @property
-    def planted(self) -> str: ...
-    @planted.setter
-    def planted(self, arg: str, /) -> None: ...
+    def outstanding(self) -> int:
+        """Calls whose end the host has not seen."""
+
+    def plant(self, name: str) -> None:
+        """Plant a bug, for tests."""
+
+    def start(
+        self,
+        plan: PeerPlan,
+        data_in: int,
+        data_out: int,
+        stream: int,
+        orders: bool,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        timeout_s: float,
+    ) -> PeerCall:
+        """Give the device all that there is to do."""
 
 class PersistentCall:
     """A collective bound to its arrays; call it, or start() it."""
@@ -1138,6 +1213,12 @@ class ThreadDevice(Device):
     def fail_after(self, commands: int) -> None:
         """Let the device fail for good at the n-th command from now."""
 
+def book_load(line: int) -> int:
+    """Return it; what its writer did before has been done then."""
+
+def book_store(line: int, value: int) -> None:
+    """Write a word of memory that ranks share, after all this thread did before."""
+
 def close_fusion(group: Group) -> None: ...
 def cuda_driver(library: str = "") -> tuple[str, int, list[tuple[str, int, bool]]]:
     """Return the CUDA driver's file, its version, and of each card the name, the
@@ -1403,14 +1484,14 @@ def peer_exchange_flags_nbytes(size: int) -> int:
 def planted_bugs() -> list[str]:
     """Names of the bugs that tests can plant in the staging of device memory."""
 
-def planted_in_exchange() -> list[str]:
-    """Bugs that tests plant in the exchange."""
-
 def planted_message_bugs() -> list[str]:
     """The same, of messages of device memory."""
 
 def planted_nccl_bugs() -> list[str]:
     """Names of the bugs that tests can plant in calls by NCCL."""
+
+def planted_peer_bugs() -> list[str]:
+    """Names of the bugs that tests can plant in calls over memory of peers."""
 
 def region_nbytes(arg0: int, arg1: int, /) -> int:
     """Bytes of shared memory per rank for a group of `members` on-node ranks."""

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from commrt import algorithms, backends, calls
+from commrt.backends import ipc as by_ipc
 from commrt.backends import nccl as by_nccl
 from commrt.backends import planning
 from commrt.backends.ordering import wanted_order, why_refused
-from commrt.backends.prediction import predicted_us
+from commrt.backends.prediction import floor_us, predicted_us
 from commrt.backends.staged import on_host
 from commrt.dtypes import is_known
 from commrt.errors import UsageError, suggest
@@ -27,6 +28,7 @@ from commrt.world import NATIVE
 
 if TYPE_CHECKING:
     from commrt.calls import Bound, Call
+    from commrt.ipc_calls import IpcFacts
     from commrt.nccl_calls import NcclFacts
     from commrt.staging import Staging
 
@@ -46,6 +48,16 @@ class Choosing(Redistributing):
     def nccl_facts(self) -> NcclFacts:
         """What selection knows of NCCL here."""
         return self._staging.nccl.facts
+
+    @property
+    def ipc_facts(self) -> IpcFacts:
+        """What selection knows of memory of peers here."""
+        return self._staging.ipc.facts
+
+    @property
+    def ipc_half_nbytes(self) -> int:
+        """What a rank can publish at once in memory of peers."""
+        return self._staging.ipc.half_nbytes
 
     @property
     def deterministic(self) -> bool:
@@ -74,6 +86,9 @@ class Choosing(Redistributing):
             reason = by_nccl.why_refused(self, query)
             if reason is not None:
                 refused.append(Rejected(by_nccl.NATIVE, reason, is_missing=True))
+            reason = by_ipc.why_refused(self, query)
+            if reason is not None:
+                refused.append(Rejected(by_ipc.DIRECT, reason, is_missing=True))
         if query.order == "any" and not by_user:
             return refused
         allowed = {str(each) for each in self._candidates(query)}
@@ -85,6 +100,8 @@ class Choosing(Redistributing):
         return refused
 
     def _cost(self, query: Query, candidate: Candidate) -> float:
+        if candidate.backend == by_ipc.DIRECT.backend:
+            return by_ipc.predicted_us(self.facts, query, candidate)
         query, candidate = on_host(query, candidate)
         coll, name = query.coll, candidate.algorithm
         if name in algorithms.names(coll):
@@ -92,6 +109,11 @@ class Choosing(Redistributing):
             if planning.why_not(self, coll, name, query.root or 0, own) is not None:
                 return math.inf
         return predicted_us(self.facts, query, candidate)
+
+    def _floor(self, query: Query, candidate: Candidate) -> float:
+        if candidate.backend == by_ipc.DIRECT.backend:
+            return 0.0
+        return floor_us(self.facts, *on_host(query, candidate))
 
     def candidates(
         self,
@@ -192,7 +214,27 @@ class Choosing(Redistributing):
             return False
         return by_nccl.why_refused(self, query) is None
 
+    def _prefers_ipc(self, query: Query) -> bool:
+        """Whether memory of peers runs ``query`` unasked.
+
+        Where ranks share a device and NCCL does not run: each reads what it wants
+        where it lies, and nothing goes to the host and back.
+        """
+        if query.device != "cuda" or not self.ipc_facts.shares_device:
+            return False
+        if not self.nccl_facts.why or by_ipc.why_refused(self, query) is not None:
+            return False
+        return self._why_refused(query, by_ipc.DIRECT) is None
+
     def _only_on_request(self, query: Query, candidate: Candidate) -> str | None:
+        if candidate.backend == by_ipc.DIRECT.backend:
+            if not self._prefers_ipc(query):
+                return "memory of peers serves where a table or the call names it"
+            if candidate.algorithm == by_ipc.DIRECT.algorithm:
+                return None
+            return "another schedule runs there where a table or the call names it"
+        if candidate.backend == "staged" and self._prefers_ipc(query):
+            return "memory of peers serves unless a table or the call says otherwise"
         if candidate.backend == "staged" and self._has_nccl(query):
             return "NCCL runs this unless a table, COMMRT_ALGORITHM or the call says so"
         if candidate.backend == by_nccl.NATIVE.backend and candidate != by_nccl.NATIVE:

@@ -18,7 +18,6 @@ from commrt import _libmpi, _native, backends, calls
 from commrt.arrays import numpy_type
 from commrt.backends.base import PlanSpec
 from commrt.backends.planning import LANE_NBYTES, allows
-from commrt.backends.prediction import floor_us
 from commrt.backends.staged import on_host
 from commrt.dtypes import engine_factor
 from commrt.errors import BackendError, UsageError
@@ -128,7 +127,7 @@ class Communicator(Fusing, Operations):
             self._cost,
             world.overrides,
             self._only_on_request,
-            lambda query, one: floor_us(self.facts, *on_host(query, one)),
+            self._floor,
             lambda query, one: allows(self.facts.layout, *on_host(query, one)),
             self._refused,
             self._speaks_of,

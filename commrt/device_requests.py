@@ -43,7 +43,7 @@ class DeviceRequest:
     def __init__(
         self,
         comm: Communicator,
-        call: _native.StagedCall | _native.NcclCall,
+        call: _native.StagedCall | _native.NcclCall | _native.PeerCall,
         result: Any,
         operation: str,
         timeout_s: float,
@@ -52,7 +52,7 @@ class DeviceRequest:
         array: Any,
     ) -> None:
         self._comm = comm
-        self._call: _native.StagedCall | _native.NcclCall = call
+        self._call: _native.StagedCall | _native.NcclCall | _native.PeerCall = call
         self._result = result
         self._operation = operation
         self._timeout_s = timeout_s

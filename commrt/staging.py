@@ -17,6 +17,7 @@ from commrt.devices.arrays import DeviceStream
 from commrt.devices.registry import cuda_device
 from commrt.errors import CaptureError, DeviceError, UsageError
 from commrt.hosted_calls import HostCopies, run_hosted
+from commrt.ipc_calls import IpcCalls
 from commrt.nccl_calls import NcclCalls
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ _MOST_NBYTES = 256 << 20
 _MOST_PLANS = 4096
 
 
-DevicePlan = _native.StagedPlan | _native.NcclPlan
-DeviceCall = _native.StagedCall | _native.NcclCall
+DevicePlan = _native.StagedPlan | _native.NcclPlan | _native.PeerPlan
+DeviceCall = _native.StagedCall | _native.NcclCall | _native.PeerCall
 _StartedCall = TypeVar("_StartedCall")
 
 
@@ -46,6 +47,7 @@ class Staging:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self.nccl = NcclCalls(comm)
+        self.ipc = IpcCalls(comm)
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
         self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
         self._copies: dict[int, HostCopies] = {}
@@ -202,6 +204,9 @@ class Staging:
         if isinstance(arguments[0], _native.NcclPlan):
             work = self.nccl.work(device)
             return self.given(lambda: work.start(*arguments))
+        if isinstance(arguments[0], _native.PeerPlan):
+            peers = self.ipc.work(device)
+            return self.given(lambda: peers.start(*arguments))
         stager = self.stager(device)
         return self.given(lambda: stager.start(*arguments))
 
@@ -283,21 +288,31 @@ class Staging:
                 checker.check(call, bound)
             limit = call.timeout_s or self._comm.timeout_s
             self.nccl.agree(self._device(call, bound), call.spec.name, limit)
+            self.ipc.agree(self._device(call, bound), limit)
             self._forget_choices()
             checker = None
         plan = self._plan(call, bound)
         if checker is not None:
             checker.check(call, bound)
-        if isinstance(plan, _native.NcclPlan) and not self._can_give(call, bound):
+        while not self._can_give(call, bound, plan):
             plan = self._plan(call, bound)
         return plan
 
-    def _can_give(self, call: Call, bound: Bound) -> bool:
-        """Make the NCCL communicator; False where that failed, on all ranks alike."""
+    def _can_give(self, call: Call, bound: Bound, plan: DevicePlan) -> bool:
+        """Make what runs the plan; False where that failed, on all ranks alike.
+
+        Then the ranks choose among what is left; staging needs nothing of the kind.
+        """
+        if isinstance(plan, _native.StagedPlan):
+            return True
         device = self._device(call, bound)
-        arrays = _views(bound)
-        stream = self._stream(call, device, arrays[0].array if arrays else None)
-        if self.nccl.prepare(device, stream):
+        if not isinstance(plan, _native.NcclPlan):
+            is_made = self.ipc.prepare(device)
+        else:
+            arrays = _views(bound)
+            array = arrays[0].array if arrays else None
+            is_made = self.nccl.prepare(device, self._stream(call, device, array))
+        if is_made:
             return True
         self._forget_choices()
         return False
@@ -420,7 +435,7 @@ class Staging:
     def outstanding(self) -> int:
         """Calls whose end the host has not seen."""
         staged = sum(each.outstanding for each in self._work)
-        return staged + self.nccl.outstanding
+        return staged + self.nccl.outstanding + self.ipc.outstanding
 
     @property
     def _work(self) -> list[_native.Stager | _native.MessageStager]:
@@ -434,6 +449,7 @@ class Staging:
         for each in self._work:
             each.give_up(why)
         self.nccl.give_up(why)
+        self.ipc.give_up(why)
 
     def close(self) -> None:
         """Give streams and memory back, where nothing is under way."""
@@ -443,7 +459,9 @@ class Staging:
                 kept.close()
         for each in self._work:
             each.close()
-        self.nccl.close(may_call=self._comm._closed != "dropped")
+        may_call = self._comm._closed != "dropped"
+        self.nccl.close(may_call=may_call)
+        self.ipc.close(may_call=may_call)
 
 
 def _views(bound: Bound) -> list[Any]:

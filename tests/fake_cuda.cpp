@@ -51,6 +51,10 @@ Result cuGetErrorString(Result, const char** out) { return *out = "as it was tol
 Result cuDeviceGetCount(int* out) { return *out = devices, 0; }
 Result cuDeviceGet(int* out, int ordinal) { return *out = ordinal, 0; }
 Result cuDeviceGetName(char* out, int size, int) { return std::strncpy(out, "Fake", size), 0; }
+Result cuDeviceGetUuid(unsigned char* out, int) {
+  for (int i = 0; i < 16; ++i) out[i] = static_cast<unsigned char>(17 * i);
+  return 0;
+}
 Result cuDeviceGetAttribute(int* out, int which, int) {
   *out = which == 41 ? 1 : which == 122 ? memory_operations : which == 16 ? 4 : which == 75 ? 9 : which == 76 ? 0 : -1;
   return 0;
@@ -186,7 +190,7 @@ Result cuGetProcAddress_v2(const char* name, void** out, int asked, std::uint64_
 #define ENTRY(function) {#function, reinterpret_cast<void*>(&function)}
   static const std::map<std::string, void*> all = {
       ENTRY(cuInit), ENTRY(cuDriverGetVersion), ENTRY(cuGetErrorName), ENTRY(cuGetErrorString),
-      ENTRY(cuDeviceGetCount), ENTRY(cuDeviceGet), ENTRY(cuDeviceGetName),
+      ENTRY(cuDeviceGetCount), ENTRY(cuDeviceGet), ENTRY(cuDeviceGetName), ENTRY(cuDeviceGetUuid),
       ENTRY(cuDeviceGetAttribute), ENTRY(cuDevicePrimaryCtxRetain),
       ENTRY(cuDevicePrimaryCtxRelease), ENTRY(cuCtxGetCurrent), ENTRY(cuCtxPushCurrent),
       ENTRY(cuCtxPopCurrent), ENTRY(cuMemAlloc), ENTRY(cuMemFree), ENTRY(cuMemHostAlloc),

@@ -11,6 +11,7 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 
 from commrt.backends.base import Availability, Backend, Capabilities
+from commrt.backends.ipc import IpcBackend
 from commrt.backends.mpi import MpiBackend
 from commrt.backends.nccl import NcclBackend
 from commrt.backends.schedules import LocalBackend, ShmBackend
@@ -38,6 +39,7 @@ def all_backends() -> dict[str, Backend]:
         MpiBackend(),
         LocalBackend(),
         NcclBackend(),
+        IpcBackend(),
         StagedBackend(),
     )
     for backend in built_in:

@@ -26,6 +26,8 @@ _NEEDS: Mapping[Order, str] = {
 }
 
 
+_ROUNDS_AT_EACH_STEP = ("ipc", "nccl")
+"""Backends whose schedules are run by a device's kernels."""
 _ROUNDS = ("sum", "avg", "prod", "premul_sum")
 
 
@@ -60,6 +62,8 @@ def why_refused(comm: Any, query: Query, candidate: Candidate) -> str | None:
     if query.order == "any":
         return None
     needs = _NEEDS[query.order]
+    if query.order == "once" and candidate.backend in _ROUNDS_AT_EACH_STEP:
+        return f"{needs}, and its kernels add two operands at a time"
     if candidate.algorithm not in algorithms.names(query.coll):
         return f"{needs}, and it is no schedule whose order could be proved"
     try:

@@ -10,7 +10,7 @@ from commrt.devices import packages
 from commrt.errors import DeviceError, DeviceMissingError, KernelsMissingError
 from commrt.kernels.nvrtc import find
 
-__all__ = ["CudaDevice", "open_device", "why_missing"]
+__all__ = ["CudaDevice", "open_device", "why_missing", "why_no_card"]
 
 
 class CudaDevice(_native.CudaDevice):
@@ -62,6 +62,17 @@ def open_device(ordinal: int = 0, *, memory_flags: bool = True) -> CudaDevice:
     except KernelsMissingError as error:
         device.why_no_kernels = str(error)
     return device
+
+
+def why_no_card() -> str | None:
+    """Return why this process sees no GPU, without opening any; None where it does."""
+    try:
+        _, _, cards = _native.cuda_driver("")
+    except DeviceMissingError as error:
+        return str(error)
+    if not cards:
+        return "the CUDA driver shows no device: look at CUDA_VISIBLE_DEVICES"
+    return None
 
 
 def why_missing(ordinal: int = 0) -> str | None:

@@ -5,13 +5,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
-
-#include "bind_device.hpp"
-#include "device_error.hpp"
-#include "group.hpp"
+#include "bind_watched.hpp"
 #include "nccl_work.hpp"
-#include "staging.hpp"
 
 namespace commrt {
 
@@ -30,19 +25,11 @@ namespace {
 // Runs without the GIL, and raises what the device or NCCL says.
 template <class F>
 auto guarded(F function) -> decltype(function()) {
-  DeviceStatus status = DeviceStatus::Ok;
-  std::string text;
   try {
-    nb::gil_scoped_release release;
-    return function();
-  } catch (const DeviceFailure& failure) {
-    status = failure.status;
-    text = failure.what();
+    return guarded_by_device(function);
   } catch (const NcclFailure& failure) {
     raise_nccl(failure);
   }
-  check_device(device_fails(status, text));
-  return decltype(function())();
 }
 
 struct PyNcclWork {
@@ -50,54 +37,7 @@ struct PyNcclWork {
   std::shared_ptr<Engine> engine;
 };
 
-struct PyNcclCall {
-  std::shared_ptr<NcclCall> call;
-  std::shared_ptr<Engine> engine;
-  NcclWork& work() const { return *call->work; }
-  void see() const {
-    if (!work().simulated()) return;
-    nb::gil_scoped_release release;
-    work().see();
-  }
-};
-
-// How a wait ended: 0 done or failed, 1 out of time, 2 with a signal.
-int synchronize(const PyNcclCall& self, double timeout_s) {
-  constexpr double kSignalPeriod_s = 0.05;
-  constexpr unsigned kLooks = 64;
-  Engine& engine = *self.engine;
-  NcclWork& work = self.work();
-  const double start = now_s();
-  const double deadline = start + timeout_s;
-  Backoff backoff(2000);
-  for (;;) {
-    const bool ended = guarded([&] {
-      const double next = now_s() + kSignalPeriod_s;
-      for (unsigned look = 1;; ++look) {
-        if (self.call->ended()) return true;
-        if (engine.step()) {
-          backoff.reset();
-        } else {
-          if (work.simulated()) work.ask_device(self.call);
-          if (self.call->ended()) return true;
-          if (engine.wants_python()) return false;
-          work.pause(backoff);
-        }
-        if (look % kLooks == 0 && now_s() > std::min(next, deadline)) return false;
-      }
-    });
-    if (ended) return 0;
-    if (engine.wants_python() && !run_wanted(engine)) return 2;
-    guarded([&] {
-      work.ask_device(self.call);
-      work.give_up_late(self.call, now_s() - start);
-      return 0;
-    });
-    if (self.call->ended()) return 0;
-    if (PyErr_CheckSignals() != 0) return 2;
-    if (now_s() > deadline) return 1;
-  }
-}
+using PyNcclCall = PyWatchedCall<NcclWork, NcclCall>;
 
 PyNcclCall start_all(const PyNcclWork& self, const std::shared_ptr<const NcclPlan>& plan,
                      const std::vector<uint64_t>& addresses, uint64_t stream, bool orders,
@@ -252,48 +192,11 @@ void bind_nccl_work(nb::module_& m) {
         nb::arg("element_type") = 0, nb::arg("reduction") = 0,
         "A plan of messages among neighbours, one phase behind the other.");
 
-  nb::class_<PyNcclCall>(m, "NcclCall", "One started call by NCCL.")
-      .def("wait_on",
-           [](const PyNcclCall& self, uint64_t stream) {
-             guarded([&] {
-               self.work().wait_on(*self.call, stream);
-               return 0;
-             });
-           }, nb::arg("stream"), "Let a stream wait for the end.")
-      .def("synchronize",
-           [](const PyNcclCall& self, double timeout_s) {
-             const int how = synchronize(self, timeout_s);
-             if (how == 2) throw nb::python_error();
-             self.see();
-             drop_ended(*self.engine);
-             return how == 0;
-           }, nb::arg("timeout_s"), "Block the host until the end; False where time ran out.")
-      .def("test",
-           [](const PyNcclCall& self) {
-             if (!self.call->ended()) {
-               guarded([&] {
-                 if (!self.engine->step()) self.work().ask_device(self.call);
-                 return 0;
-               });
-             }
-             if (self.engine->has_ended()) drop_ended(*self.engine);
-             if (!self.call->ended()) return false;
-             self.see();
-             return true;
-           }, "Look at it; whether it has ended.")
-      .def_prop_ro("ended", [](const PyNcclCall& self) {
-        if (!self.call->ended()) return false;
-        self.see();
-        return true;
-      }, "Whether it has ended, without a look.")
-      .def_prop_ro("failure", [](const PyNcclCall& self) -> nb::object {
-        if (!self.call->failed()) return nb::none();
-        return nb::make_tuple(self.call->kind, self.call->error);
-      }, "(kind, text) of what went wrong; None where nothing did.")
-      .def_prop_ro("is_captured", [](const PyNcclCall& self) { return self.call->capture != 0; },
-                   "Whether it was recorded in a graph, and runs as that is launched.")
-      .def_prop_ro("seq", [](const PyNcclCall& self) { return self.call->seq; },
-                   "Sequence number on the communicator.");
+  nb::class_<PyNcclCall> call(m, "NcclCall", "One started call by NCCL.");
+  bind_watched_call(call, [](auto function) { return guarded(function); });
+  call.def_prop_ro("is_captured",
+                   [](const PyNcclCall& self) { return self.call->capture != 0; },
+                   "Whether it was recorded in a graph, and runs as that is launched.");
 
   nb::class_<NcclOrder>(m, "NcclOrder", "The order of NCCL's work on a device.")
       .def("__init__",

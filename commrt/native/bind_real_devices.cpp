@@ -83,6 +83,15 @@ void bind_real_devices(nb::module_& m, nb::class_<PyDevice>& device) {
       .def_prop_ro("name", [](const PyCudaDevice& d) { return d.cuda()->name; }, "The card.")
       .def_prop_ro("ordinal", [](const PyCudaDevice& d) { return d.cuda()->ordinal; },
                    "The device's number in this process.")
+      .def_prop_ro("uuid", [](const PyCudaDevice& d) {
+        std::string text;
+        for (unsigned char byte : d.cuda()->uuid.bytes) {
+          constexpr char kDigits[] = "0123456789abcdef";
+          text += kDigits[byte >> 4];
+          text += kDigits[byte & 15];
+        }
+        return text;
+      }, "What tells the device from all others, in every process: 32 hexadecimal digits.")
       .def_prop_ro("capability", [](const PyCudaDevice& d) { return d.cuda()->capability; },
                    "The card's compute capability: 90 is 9.0.")
       .def_prop_ro("driver_version",

@@ -528,6 +528,7 @@ std::unique_ptr<CudaDevice> CudaDevice::open(int ordinal, bool memory_flags,
   char name[128] = "";
   Result result = driver->cuDeviceGet(&made->handle, ordinal);
   if (result == kSuccess) result = driver->cuDeviceGetName(name, sizeof(name) - 1, made->handle);
+  if (result == kSuccess) result = driver->cuDeviceGetUuid(&made->uuid, made->handle);
   if (result == kSuccess) {
     if (!attribute(kUnifiedAddressing))
       return missing("CUDA device " + std::to_string(ordinal) +

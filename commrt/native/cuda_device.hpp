@@ -26,6 +26,7 @@ struct CudaDevice : Device {
   Ordinal handle = 0;
   Handle context = nullptr;
   std::string name;
+  Uuid uuid{};  // the same in all processes, whatever number the device has there
   int multiprocessors = 1;
   bool can_memory_flags = false;  // the device; `memory_flags` is what is used
 

@@ -19,6 +19,10 @@ using Handle = void*;  // of a context, stream, event, module, function
 using Pointer = unsigned long long;
 using Ordinal = int;
 
+struct Uuid {
+  unsigned char bytes[16];
+};
+
 // From cuda.h.
 enum : Result {
   kSuccess = 0,
@@ -89,6 +93,7 @@ struct Driver {
   Result (*cuDeviceGetCount)(int*);
   Result (*cuDeviceGet)(Ordinal*, int);
   Result (*cuDeviceGetName)(char*, int, Ordinal);
+  Result (*cuDeviceGetUuid)(Uuid*, Ordinal);
   Result (*cuDeviceGetAttribute)(int*, int attribute, Ordinal);
   Result (*cuDevicePrimaryCtxRetain)(Handle*, Ordinal);
   Result (*cuDevicePrimaryCtxRelease)(Ordinal);

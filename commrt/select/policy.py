@@ -326,6 +326,14 @@ class Policy:
                     f"{who} asks for {each.candidate}, which must not run {query}: "
                     f"{each.reason}"
                 )
+        backend, algorithm = wanted
+        for each in () if _fitting(found, (backend, None)) else refused:
+            # Whatever the algorithm is, all of its backend lacks the same.
+            if each.is_missing and each.candidate.backend == backend:
+                raise BackendError(
+                    f"{who} asks for {backend}/{algorithm}, which must not run "
+                    f"{query}: {each.reason}"
+                )
         _raise_unknown(found, wanted, query, who)
 
     def _table_line(self) -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NCCL, staged and host operations at once, in any interleaving equal on all ranks."""
+"""NCCL, memory of peers, staged and host operations at once, in any interleaving."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nccl_ranks import NcclSimRanks, nccl_here, on_nccl_threads
-from staged_ranks import Rank, forget_ranks
+from ipc_ranks import HALF_NBYTES, ipc_here, on_ipc_threads, prepare
+from nccl_ranks import NcclSimRanks, nccl_here
+from staged_ranks import Rank, forget_ranks, kept_ranks
 from test_nccl_order import verdict
 
 from commrt import _native
+from commrt.backends import peer_sharing
 from commrt.devices import DeviceStream
+from commrt.errors import OrderingError
+from commrt.ipc_calls import IpcCalls
 
 SEEDS, FULL_SEEDS = 2, 40
 CALLS, FULL_CALLS = 50, 400
 SMALL = {"slots": 2, "first_nbytes": 1024, "most_nbytes": 1 << 16}
-BACKENDS = ("nccl", "staged", "host", None)
+BACKENDS = ("nccl", "ipc", "staged", "host", None)
 BY_TABLE = ("bxor", "max", "sum")
 """Reductions of which NCCL has all but the first, for integers."""
 PLANTED = ("no_ready", "end_early", "end_other_stream", "no_end_wait", "wrong_stream")
@@ -31,6 +35,51 @@ PLANTED = ("no_ready", "end_early", "end_other_stream", "no_end_wait", "wrong_st
 def no_ranks_left() -> Iterator[None]:
     yield
     forget_ranks()
+
+
+@pytest.fixture(autouse=True)
+def ipc() -> Iterator[None]:
+    with ipc_here(is_clean=False):
+        yield
+
+
+class MixedRanks(NcclSimRanks):
+    """Ranks that NCCL and memory of peers serve."""
+
+    def __init__(self, size: int, seed: int, queues: int, **options: Any) -> None:
+        super().__init__(size, seed, queues, **options)
+        for device in self.devices:
+            device.load_kernels(b"")
+        first = {"first_value": options.get("first_value", 0)}
+        connect_all(self.groups, self.devices, **first)
+
+    def close(self) -> None:
+        """Leave each other's memory first."""
+        leave_all(self.groups)
+        super().close()
+
+
+def connect_all(
+    groups: list[list[Any]], devices: list[Any], first_value: int = 0
+) -> None:
+    """Let the ranks open each other's memory before the simulation begins."""
+
+    def join(comm: Any) -> None:
+        for each in groups[comm.rank]:
+            ipc = each._staging.ipc = IpcCalls(each)
+            ipc.half_nbytes, ipc.first_value = HALF_NBYTES, first_value
+            prepare(each, devices[comm.rank])
+
+    kept_ranks(len(groups)).each(join)
+
+
+def leave_all(groups: list[list[Any]]) -> None:
+    """Give it back, and see that nothing is left."""
+    for comm in (each for group in groups for each in group):
+        comm._staging.ipc.close()
+        comm._staging.ipc = IpcCalls(comm)
+    peer_sharing.end_all(0.0)
+    assert peer_sharing.sweep() == 0
 
 
 def values(rank: int, number: int, count: int) -> Any:
@@ -50,7 +99,12 @@ def wait_on_host(rank: Rank, request: Any) -> None:
 
 
 def mixed(
-    groups: list[list[Any]], rank: Rank, *, drawn: int, num_calls: int = CALLS
+    groups: list[list[Any]],
+    rank: Rank,
+    *,
+    drawn: int,
+    num_calls: int = CALLS,
+    backends: tuple[str | None, ...] = BACKENDS,
 ) -> None:
     """Draw calls that are the same on all ranks, and waits that are this rank's own."""
     same, own = random.Random(drawn), random.Random(f"{drawn} {rank.rank}")
@@ -67,7 +121,7 @@ def mixed(
 
     for number in range(num_calls):
         comm = comms[same.randrange(len(comms))]
-        backend, op = same.choice(BACKENDS), same.choice(BY_TABLE)
+        backend, op = same.choice(backends), same.choice(BY_TABLE)
         count, nonblocking = same.choice((1, 5, 40)), same.random() < 0.7
         stream = streams[same.randrange(2)]
         if backend == "nccl" and op == "bxor":
@@ -116,10 +170,10 @@ def mixed(
 def test_no_interleaving_waits_for_itself(
     size: int, queues: int, seed: int, full: bool
 ) -> None:
-    """Three communicators, two streams, three engines; one hardware queue, too."""
+    """Three communicators, two streams, four engines; one hardware queue, too."""
     for each in range(seed, seed + (FULL_SEEDS if full else SEEDS)):
         with nccl_here() as nccl:
-            ranks = NcclSimRanks(size, each, queues, communicators=3, staging=SMALL)
+            ranks = MixedRanks(size, each, queues, communicators=3, staging=SMALL)
             calls = FULL_CALLS if full else CALLS
             ranks.run(partial(mixed, ranks.groups, drawn=each, num_calls=calls))
             ranks.close()
@@ -128,14 +182,14 @@ def test_no_interleaving_waits_for_itself(
 
 def test_hundreds_are_outstanding(seed: int) -> None:
     with nccl_here():
-        ranks = NcclSimRanks(2, seed, 1, communicators=3, staging=SMALL)
+        ranks = MixedRanks(2, seed, 1, communicators=3, staging=SMALL)
 
         def main(rank: Rank) -> None:
             comms = ranks.groups[rank.rank]
             xs = [rank.array(values(rank.rank, i, 4)) for i in range(300)]
             requests = []
             for number, x in enumerate(xs):
-                backend = ("nccl", "staged")[number % 3 == 1]
+                backend = ("nccl", "staged", "ipc")[number % 3]
                 comm = comms[number % len(comms)]
                 requests.append(comm.allreduce(x, backend=backend, nonblocking=True))
             assert len(requests) == 300
@@ -152,20 +206,44 @@ def test_hundreds_are_outstanding(seed: int) -> None:
         ranks.close()
 
 
+PLANTED_IN_IPC = ("no_ready", "end_early", "no_await", "values_again", "user_stream")
+
+
+@pytest.mark.parametrize("bug", PLANTED_IN_IPC)
+def test_a_bug_over_memory_of_peers_is_caught_between_other_engines(
+    bug: str, seed: int, full: bool
+) -> None:
+    for each in range(seed, seed + (FULL_SEEDS if full else 1)):
+        with nccl_here(is_clean=False):
+            ranks = MixedRanks(2, each, 8, communicators=2, staging=SMALL)
+            for group, device in zip(ranks.groups, ranks.devices, strict=True):
+                for comm in group:
+                    comm._staging.ipc.work(device).plant(bug)
+            try:
+                ranks.run(partial(mixed, ranks.groups, drawn=each))
+                found = bool(ranks.world.violations)
+            except (AssertionError, OrderingError):
+                found = True
+            forget_ranks()
+        assert found, f"seed {each}"
+
+
 @pytest.mark.parametrize("queues", [1, 8])
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught_between_other_engines(
     bug: str, queues: int, seed: int, full: bool
 ) -> None:
     for each in range(seed, seed + (FULL_SEEDS if full else 1)):
-        run = partial(mixed, drawn=each, num_calls=CALLS)
+        run = partial(mixed, drawn=each, backends=("nccl", "staged", "host", None))
         assert verdict(each, queues, bug, run), f"seed {each}"
 
 
 def test_flags_count_on_beyond_their_end(seed: int) -> None:
     with nccl_here():
         start = {"first_value": 2**32 - 9}
-        ranks = NcclSimRanks(2, seed, 2, communicators=2, staging={**SMALL, **start})
+        ranks = MixedRanks(
+            2, seed, 2, communicators=2, staging={**SMALL, **start}, **start
+        )
         ranks.run(partial(mixed, ranks.groups, drawn=seed))
         ranks.close()
 
@@ -181,9 +259,10 @@ def test_mixed_calls_of_real_threads(seed: int) -> None:
             comm.free()
 
     with nccl_here() as nccl:
-        on_nccl_threads(3, main, seed=seed, max_delay_us=20)
+        on_ipc_threads(3, main, seed=seed, max_delay_us=20)
         assert nccl.counter("kernels") > 0
 
 
 def test_the_list_of_bugs_is_that_of_the_engine() -> None:
     assert {*PLANTED} < {*_native.planted_nccl_bugs()}
+    assert {*PLANTED_IN_IPC} < {*_native.planted_peer_bugs()}

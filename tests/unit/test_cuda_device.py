@@ -143,6 +143,7 @@ def test_a_device_that_is_not_there_is_missing(fake: Fake) -> None:
 def test_what_the_card_is_and_whether_it_has_flags(fake: Fake) -> None:
     device = CudaDevice(library=fake.path)
     assert (device.name, device.ordinal, device.kind) == ("Fake", 0, "cuda")
+    assert device.uuid == "00112233445566778899aabbccddeeff"
     assert device.memory_flags
     assert device.can_memory_flags
     refused = CudaDevice(memory_flags=False, library=fake.path)

@@ -67,6 +67,7 @@ LAYERS = (
         "halo_methods",
         "halo_order",
         "hosted_calls",
+        "ipc_calls",
         "layouts",
         "links",
         "slot_window",

@@ -74,6 +74,12 @@ class Device:
     def event_destroy(self, event: int) -> None:
         """Give an event back."""
 
+    def event_elapsed(self, start: int, end: int) -> float:
+        """Microseconds between the latest records of two timed events; DeviceError
+        with status not_ready before both have happened, unsupported on simulated
+        devices.
+        """
+
     def event_query(self, event: int) -> bool:
         """Whether the latest record has happened; true if there is none."""
 
@@ -208,6 +214,9 @@ class Device:
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Let a stream wait for the latest record."""
+
+    def timed_event_create(self) -> int:
+        """Return a new event whose records know their time."""
 
     def unlock(self, token: int) -> None:
         """Give it back."""

@@ -109,6 +109,9 @@ Result cuEventCreate(Handle* out, unsigned flags) {
 Result cuEventRecord(Handle, Handle) { return called("cuEventRecord"); }
 Result cuEventQuery(Handle) { return called("cuEventQuery"); }
 Result cuEventDestroy(Handle) { return called("cuEventDestroy"); }
+Result cuEventElapsedTime(float* elapsed_ms, Handle, Handle) {
+  return *elapsed_ms = 1.5f, called("cuEventElapsedTime");
+}
 Result cuModuleLoadData(Handle* out, const void* image) {
   return *out = fresh(), called("cuModuleLoadData", static_cast<const char*>(image));
 }
@@ -174,7 +177,8 @@ Result cuGetProcAddress_v2(const char* name, void** out, int asked, std::uint64_
       ENTRY(cuStreamDestroy), ENTRY(cuStreamSynchronize), ENTRY(cuStreamWaitEvent),
       ENTRY(cuStreamWriteValue32), ENTRY(cuStreamWaitValue32), ENTRY(cuStreamIsCapturing),
       ENTRY(cuThreadExchangeStreamCaptureMode), ENTRY(cuEventCreate), ENTRY(cuEventRecord),
-      ENTRY(cuEventQuery), ENTRY(cuEventDestroy), ENTRY(cuModuleLoadData), ENTRY(cuModuleUnload),
+      ENTRY(cuEventQuery), ENTRY(cuEventDestroy), ENTRY(cuEventElapsedTime),
+      ENTRY(cuModuleLoadData), ENTRY(cuModuleUnload),
       ENTRY(cuModuleGetFunction), ENTRY(cuLaunchKernel), ENTRY(cuLaunchHostFunc),
       ENTRY(cuPointerGetAttributes), ENTRY(cuIpcGetMemHandle), ENTRY(cuIpcOpenMemHandle),
       ENTRY(cuIpcCloseMemHandle)};

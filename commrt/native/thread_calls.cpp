@@ -210,11 +210,19 @@ DeviceStatus event_create(Device* device, Event* out) {
   Call call(device, "event_create");
   if (call.refused()) return call.status;
   *out = call.device->next_event++;
-  call.device->events[*out] = nullptr;
+  call.device->events[*out] = {};
   return DeviceStatus::Ok;
 }
 
-std::shared_ptr<Record>* event_of(Call& call, Event handle) {
+DeviceStatus timed_event_create(Device* device, Event* out) {
+  Call call(device, "timed_event_create");
+  if (call.refused()) return call.status;
+  *out = call.device->next_event++;
+  call.device->events[*out] = {nullptr, true};
+  return DeviceStatus::Ok;
+}
+
+EventState* event_of(Call& call, Event handle) {
   const auto found = call.device->events.find(handle);
   if (found != call.device->events.end()) return &found->second;
   call.status = call.invalid("the device has no event " + std::to_string(handle));
@@ -227,10 +235,11 @@ DeviceStatus event_record(Device* device, Event handle, Stream on) {
   auto* event = event_of(call, handle);
   const auto stream = event ? call.stream(on) : nullptr;
   if (!stream) return call.status;
-  *event = std::make_shared<Record>();
+  event->latest = std::make_shared<Record>();
+  event->latest->is_timed = event->is_timed;
   Command command;
   command.kind = Kind::Record;
-  command.record = *event;
+  command.record = event->latest;
   call.give(stream, std::move(command));
   return DeviceStatus::Ok;
 }
@@ -240,7 +249,29 @@ DeviceStatus event_query(Device* device, Event handle) {
   if (call.refused()) return call.status;
   auto* event = event_of(call, handle);
   if (!event) return call.status;
-  return !*event || (*event)->done.load() ? DeviceStatus::Ok : DeviceStatus::NotReady;
+  const auto& record = event->latest;
+  return !record || record->done.load() ? DeviceStatus::Ok : DeviceStatus::NotReady;
+}
+
+DeviceStatus event_elapsed(Device* device, Event from, Event to, double* elapsed_us) {
+  Call call(device, "event_elapsed");
+  if (call.refused()) return call.status;
+  const Record* records[2] = {};
+  const Event handles[2] = {from, to};
+  for (int i = 0; i < 2; ++i) {
+    const EventState* event = event_of(call, handles[i]);
+    if (!event) return call.status;
+    if (!event->is_timed || !event->latest)
+      return call.invalid("event " + std::to_string(handles[i]) +
+                          (event->is_timed ? " was never recorded"
+                                           : " has no time: make it by timed_event_create()"));
+    records[i] = event->latest.get();
+  }
+  if (!records[0]->done.load() || !records[1]->done.load())
+    return device_fails(DeviceStatus::NotReady,
+                        "event_elapsed(): an event has not happened yet");
+  *elapsed_us = std::chrono::duration<double, std::micro>(records[1]->at - records[0]->at).count();
+  return DeviceStatus::Ok;
 }
 
 DeviceStatus event_destroy(Device* device, Event handle) {
@@ -255,10 +286,10 @@ DeviceStatus stream_wait_event(Device* device, Stream waits, Event handle) {
   if (call.refused()) return call.status;
   auto* event = event_of(call, handle);
   const auto stream = event ? call.stream(waits) : nullptr;
-  if (!stream || !*event) return call.status;
+  if (!stream || !event->latest) return call.status;
   Command command;
   command.kind = Kind::WaitEvent;
-  command.record = *event;
+  command.record = event->latest;
   call.give(stream, std::move(command));
   return DeviceStatus::Ok;
 }
@@ -505,7 +536,8 @@ DeviceStatus pause(Device* device) {
 const DeviceApi kTable = {
     "threads",     alloc,          free_,         pinned_alloc,       pinned_free,
     stream_create, stream_destroy, stream_synchronize, memcpy_async,  event_create,
-    event_record,  event_query,    event_destroy, stream_wait_event,  write_value32,
+    event_record,  event_query,    event_destroy, stream_wait_event,  timed_event_create,
+    event_elapsed, write_value32,
     wait_value32_geq, launch_reduce, launch_copy, launch_scaled_sum, launch_divide,
     launch_boxes,  launch_host,    load_kernels,  ptr_attributes,     is_capturing,
     exchange_capture_mode, ipc_export, ipc_open,

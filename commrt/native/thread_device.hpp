@@ -69,6 +69,14 @@ Signal& signal();
 
 struct Record {
   std::atomic<bool> done{false};
+  // Of a timed event: when it happened, written before `done`.
+  bool is_timed = false;
+  std::chrono::steady_clock::time_point at;
+};
+
+struct EventState {
+  std::shared_ptr<Record> latest;  // null: never recorded
+  bool is_timed = false;
 };
 
 struct StreamState;
@@ -122,7 +130,7 @@ struct ThreadDevice : Device {
   std::mutex mutex;  // of what follows, and of the order of commands
   std::map<Stream, std::shared_ptr<StreamState>> streams;
   std::vector<std::shared_ptr<StreamState>> destroyed;  // not joined yet
-  std::map<Event, std::shared_ptr<Record>> events;      // null: never recorded
+  std::map<Event, EventState> events;
   Stream next_stream = 1;
   Event next_event = 1;
   bool closed = false;

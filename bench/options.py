@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from commrt.bench.bench_operations import MEASURED
+from commrt.bench.device_memory import DEVICES, TIMINGS
 from commrt.dtypes import DTYPES, dtype_by_name
 from commrt.errors import UsageError, suggest
 from commrt.operations import OPERATIONS, operation
@@ -246,9 +247,7 @@ def _osu_options(command: argparse.ArgumentParser, largest: str) -> None:
         help="float32, mpi_char, mpi_int, mpi_float, "
         + ", ".join(dtype.name for dtype in DTYPES),
     )
-    command.add_argument(
-        "-d", "--device", choices=["cpu"], default="cpu", help="where the arrays lie"
-    )
+    _device_options(command)
     command.add_argument(
         "--fresh",
         action="store_true",
@@ -261,6 +260,21 @@ def _osu_options(command: argparse.ArgumentParser, largest: str) -> None:
     )
     command.add_argument("--format", choices=["osu", "nccl", "json"], default="osu")
     _budget_options(command, 1.0)
+
+
+def _device_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        *("-d", "--device"),
+        choices=DEVICES,
+        default="cpu",
+        help="where the arrays lie; thread is a device of threads, for trying (cpu)",
+    )
+    command.add_argument(
+        "--timing",
+        choices=TIMINGS,
+        default="events",
+        help="whose clock times calls on a device: its events', or the host's (events)",
+    )
 
 
 def _budget_options(command: argparse.ArgumentParser, budget_s: float) -> None:
@@ -446,8 +460,9 @@ def _add_compare(commands: _Commands) -> None:
         help="a further competitor: gloo, or symmetric (commrt with arrays from "
         "comm.empty), or copy (the bound), or NAME=PATH/python with mpi4py over "
         "another MPI, or NAME=KIND:PATH/python with KIND commrt, symmetric, mpi4py, "
-        "gloo or copy",
+        "gloo or copy; with -d cuda: nccl, torch_nccl, cupyx (all that are there)",
     )
+    _device_options(command)
     command.add_argument("--fresh", action="store_true")
     command.add_argument("--in-place", action="store_true")
     command.add_argument(
@@ -483,6 +498,7 @@ def _add_submit(commands: _Commands) -> None:
     command.add_argument("--sizes", type=_argument(size_list), default=[8])
     command.add_argument("--ranks", type=_argument(_rank_list))
     command.add_argument("--dtype", type=_argument(_dtype), default="float32")
+    _device_options(command)
     command.add_argument("--iterations", type=_count(1), default=2000)
     command.add_argument("--format", choices=["text", "json"], default="text")
     _budget_options(command, 1.0)

@@ -160,35 +160,6 @@ def an_event_is_ready_once_what_is_before_it_is_done(rig: Rig) -> None:
     assert device.read(target, NBYTES) == data(4)
 
 
-def timed_events_tell_what_lies_between(rig: Rig) -> None:
-    device = rig.device
-    stream, gate = device.stream_create(), rig.flag()
-    before, after = device.timed_event_create(), device.timed_event_create()
-    plain = device.event_create()
-    device.event_record(before, stream)
-    device.event_record(plain, stream)
-    device.wait_value32_geq(stream, gate, 1)
-    device.event_record(after, stream)
-    if rig.kind == "simulated":
-        with pytest.raises(DeviceError, match="take no time") as none:
-            device.event_elapsed(before, after)
-        assert none.value.status == "unsupported"
-        device.flag_store(gate, 1)
-        return
-    with pytest.raises(DeviceError) as early:
-        device.event_elapsed(before, after)
-    assert early.value.status == "not_ready"
-    device.flag_store(gate, 1)
-    device.stream_synchronize(stream)
-    assert device.event_elapsed(before, after) > 0
-    assert device.event_elapsed(before, before) == 0
-    assert device.event_elapsed(after, before) < 0
-    with pytest.raises(CommError):
-        device.event_elapsed(before, plain)  # which has no time
-    with pytest.raises(CommError):
-        device.event_elapsed(before, device.timed_event_create())  # nor a record
-
-
 def a_flag_says_that_what_was_before_it_is_done(rig: Rig) -> None:
     device = rig.device
     stream, said = device.stream_create(), rig.flag()
@@ -516,7 +487,6 @@ PROBES: tuple[Callable[[Rig], None], ...] = (
     an_event_without_a_record_is_not_waited_for,
     a_wait_keeps_the_record_that_it_saw,
     an_event_is_ready_once_what_is_before_it_is_done,
-    timed_events_tell_what_lies_between,
     a_flag_says_that_what_was_before_it_is_done,
     a_host_thread_releases_a_stream,
     flags_order_streams,

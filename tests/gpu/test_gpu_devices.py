@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import staged_model
 from device_probes import PROBES, Rig
+from timing_probes import TIMING_PROBES
 
 from commrt.devices import CudaDevice
 from commrt.devices.cuda import open_device, why_missing
@@ -26,7 +27,9 @@ def rig() -> Iterator[Rig]:
     rig.release()
 
 
-@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.__name__)
+@pytest.mark.parametrize(
+    "probe", PROBES + TIMING_PROBES, ids=lambda probe: probe.__name__
+)
 def test_a_gpu_passes(probe: Callable[[Rig], None], rig: Rig) -> None:
     probe(rig)
 

@@ -39,7 +39,6 @@ SOURCE = Path(__file__).parents[1] / "fake_cuda.cpp"
 NEEDS_PENDING_WORK = {
     "a_wait_keeps_the_record_that_it_saw",
     "an_event_is_ready_once_what_is_before_it_is_done",
-    "timed_events_tell_what_lies_between",
     "a_host_thread_releases_a_stream",
     "the_legacy_stream_waits_for_blocking_streams",
     "blocking_streams_wait_for_the_legacy_stream",

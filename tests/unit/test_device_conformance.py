@@ -10,12 +10,14 @@ from collections.abc import Callable
 
 import pytest
 from device_probes import PROBES, STRICT_PROBES, Rig
+from timing_probes import TIMING_PROBES
 
 from commrt.devices import SimWorld, ThreadDevice
 
 Probe = Callable[[Rig], None]
 SEEDS = 30
 FULL_SEEDS = 500
+ALL_PROBES = PROBES + STRICT_PROBES + TIMING_PROBES
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def name(probe: Probe) -> str:
 
 
 @pytest.mark.parametrize("queues", [1, 2, 8])
-@pytest.mark.parametrize("probe", PROBES + STRICT_PROBES, ids=name)
+@pytest.mark.parametrize("probe", ALL_PROBES, ids=name)
 def test_simulated_devices_pass_for_every_seed(
     probe: Probe, queues: int, seeds: range
 ) -> None:
@@ -41,7 +43,7 @@ def test_simulated_devices_pass_for_every_seed(
             world.run_until_idle()
 
 
-@pytest.mark.parametrize("probe", PROBES + STRICT_PROBES, ids=name)
+@pytest.mark.parametrize("probe", ALL_PROBES, ids=name)
 @pytest.mark.parametrize("max_delay_us", [0, 300])
 def test_devices_of_threads_pass(probe: Probe, max_delay_us: int, seed: int) -> None:
     with ThreadDevice(seed=seed, max_delay_us=max_delay_us) as device:

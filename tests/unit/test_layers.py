@@ -76,6 +76,7 @@ LAYERS = (
         "native_comms",
         "nccl_calls",
         "neighbors",
+        "nvtx_ranges",
         "persistent",
         "point_to_point",
         "remembered",

@@ -16,6 +16,8 @@ from commrt import _libmpi
 from commrt.bench import (
     compare,
     compression,
+    device_leaks,
+    device_parts,
     formats,
     fused,
     halo,
@@ -91,6 +93,11 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
                 f"it outside mpiexec"
             )
         return partial(own_launches[args.benchmark], args)
+    if args.benchmark in ("parts", "leaks"):
+        if detect().kind == "single":
+            number_of_devices(args.device)
+        main = device_parts.main if args.benchmark == "parts" else device_leaks.main
+        return partial(main, args)
     if args.benchmark in TURNS:
         return partial(turns.main, args)
     if args.benchmark == "sparse":

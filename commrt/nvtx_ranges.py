@@ -195,8 +195,9 @@ def _nbytes(array: Any) -> int:
         return found
     size = getattr(array, "size", None)
     itemsize = getattr(getattr(array, "dtype", None), "itemsize", None)
-    known = isinstance(size, int) and isinstance(itemsize, int)
-    return size * itemsize if known else 0
+    if isinstance(size, int) and isinstance(itemsize, int):
+        return size * itemsize
+    return 0
 
 
 def _elements_nbytes(size: int, name: str, x: Any, out: Any) -> int:

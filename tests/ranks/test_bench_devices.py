@@ -14,7 +14,7 @@ import pytest
 from nccl_ranks import nccl_here
 
 from commrt.backends.local import run
-from commrt.bench import device_memory, timing_loop
+from commrt.bench import device_leaks, device_memory, device_parts, timing_loop
 from commrt.bench.bench_operations import MEASURED
 from commrt.bench.device_memory import DeviceMemory, Timing
 from commrt.bench.launch import make_job
@@ -155,6 +155,43 @@ def test_raw_nccl_is_a_peer(version: int) -> None:
         rows = on_devices(3, main)[0]
     assert len(rows) == 2 * len(has) + 1
     assert all(map(is_timed, rows))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_staged_call_stands_beside_its_parts(size: int) -> None:
+    def main(peer: CommrtPeer) -> dict[str, Any]:
+        memory = peer.memory
+        assert isinstance(memory, DeviceMemory)
+        return device_parts.Parts(peer.comm, memory).measured(100_000, 2)
+
+    found = on_devices(size, main)[0]
+    assert found["rows"] == [{"valid": True}]
+    assert all(us > 0 for part in ("long", "short") for us in found[part].values())
+    slower = max(found["long"]["to_host_us"], found["long"]["to_device_us"])
+    assert found["of_slower_copy"] == slower / found["long"]["call_us"]
+    short = dict(found["short"])
+    assert found["of_parts"] == short.pop("call_us") / sum(short.values())
+    about = {"ranks": size, "device_name": "D"}
+    shown = device_parts.text({}, {**about, **found})
+    assert len(shown.splitlines()) == 2 + 4 + 1 + 1 + 7 + 1
+    wrong = {**about, **found, "rows": [{"valid": False}]}
+    assert "WRONG" in device_parts.text({}, wrong)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_calls_leave_nothing_and_what_is_left_is_seen(size: int) -> None:
+    def main(peer: CommrtPeer) -> dict[str, int]:
+        memory = peer.memory
+        assert isinstance(memory, DeviceMemory)
+        return device_leaks.run_calls(peer.comm, memory, 400)
+
+    for found in on_devices(size, main):
+        found["resident_nbytes"] = 0  # of a process that runs other tests, too
+        assert device_leaks.nothing_is_left(400, found), found
+        for name in ("events", "pinned_nbytes", "under_way", "wrong"):
+            assert not device_leaks.nothing_is_left(400, {**found, name: 1})
+        larger = {**found, "resident_nbytes": device_leaks.MOST_NBYTES + 41}
+        assert not device_leaks.nothing_is_left(400, larger)
 
 
 def test_devices_are_shared_by_the_ranks_of_a_node() -> None:

@@ -16,6 +16,7 @@ from commrt import _libmpi
 from commrt.bench import (
     compare,
     compression,
+    device_halo,
     device_leaks,
     device_parts,
     formats,
@@ -80,6 +81,9 @@ def _first_rank() -> bool:
 
 def _prepare(args: argparse.Namespace) -> Callable[[], int]:
     """Return what runs the benchmark, once everything asked for is known to exist."""
+    if args.benchmark == "halo" and args.device != "cpu":
+        number_of_devices(args.device)
+        return partial(device_halo.main, args)
     own_launches = {
         "compare": compare.main,
         "fused": fused.main,
@@ -99,6 +103,8 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
         main = device_parts.main if args.benchmark == "parts" else device_leaks.main
         return partial(main, args)
     if args.benchmark in TURNS:
+        if getattr(args, "device", "cpu") != "cpu" and detect().kind == "single":
+            number_of_devices(args.device)
         return partial(turns.main, args)
     if args.benchmark == "sparse":
         return partial(sparse.main, args)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from commrt import _native, env
-from commrt.bench.timing_loop import Array, Call
+from commrt.bench.timing_loop import Array, Call, HostMemory, Memory
 from commrt.devices import DeviceArray, DeviceStream, ThreadDevice
 from commrt.devices.registry import cuda_device
 from commrt.errors import DeviceMissingError, UsageError
@@ -27,8 +27,11 @@ __all__ = [
     "DeviceMemory",
     "Timing",
     "local_rank",
+    "memory_for",
     "number_of_devices",
     "open_memory",
+    "placed",
+    "seen",
 ]
 
 Timing = Literal["events", "host"]
@@ -161,6 +164,29 @@ class DeviceMemory:
             self.device.event_destroy(event)
         self.stream.__exit__(None, None, None)
         self.stream.destroy()
+
+
+def placed(memory: Memory, values: Array) -> Any:
+    """Return an array of these values in ``memory``; on the host the very same."""
+    if not isinstance(memory, DeviceMemory):
+        return values
+    return DeviceArray(memory.device, values.shape, values.dtype).put(values)
+
+
+def seen(memory: Memory, array: Any) -> Array:
+    """Return the values of an array that ``placed`` has made."""
+    if not isinstance(memory, DeviceMemory):
+        found: Array = array
+        return found
+    found = memory.read(array, 0, array.size).reshape(array.shape)
+    return found
+
+
+def memory_for(comm: Any, device: str, timing: Timing) -> Memory:
+    """Return where a rank's arrays are to lie, as ``-d`` and ``--timing`` say."""
+    if device == "cpu":
+        return HostMemory()
+    return open_memory(device, timing, local_rank(comm.rank, comm.facts.layout))
 
 
 def local_rank(rank: int, layout: Sequence[int]) -> int:

@@ -238,7 +238,9 @@ def _add_turns(commands: _Commands) -> None:
                 "--grid", help="ranks in each dimension, as in 2x2 (two, even)"
             )
             command.add_argument("--open", action="store_true", help="not periodic")
-        if name == "topk_allreduce":
+        if name != "topk_allreduce":
+            _device_options(command)
+        else:
             command.add_argument(
                 "--density",
                 type=argument(lambda text: densities(text)[0]),
@@ -270,6 +272,7 @@ def _add_halo(commands: _Commands) -> None:
     command.add_argument(
         "--reduce", action="store_true", help="halo_reduce: add halos to their owners"
     )
+    _device_options(command)
     command.add_argument(
         "--fresh", action="store_true", help="rewrite the fields between calls"
     )

@@ -21,7 +21,7 @@ from commrt.bench import (
     timing_loop,
 )
 from commrt.bench.bench_operations import MULTI, bench_operation
-from commrt.bench.device_memory import DeviceMemory, Timing, local_rank, open_memory
+from commrt.bench.device_memory import DeviceMemory, Timing, memory_for
 from commrt.bench.timing_loop import Array, Call, HostMemory, Measure, Memory, Parts
 from commrt.operations import OpSpec
 
@@ -126,11 +126,7 @@ def connect(
         versions["mpi4py"] = sys.modules["mpi4py"].__version__
         name = timing_loop.library_name(mpi.Get_library_version())
         library = f"{library} over {name}"
-    memory: Memory | None = None
-    if device != "cpu":
-        place = local_rank(comm.rank, comm.facts.layout)
-        memory = open_memory(device, timing, place)
-    return CommrtPeer(comm, memory), {
+    return CommrtPeer(comm, memory_for(comm, device, timing)), {
         "library": library,
         "versions": versions,
         "engine_link_class": str(comm.facts.link_class),

@@ -14,10 +14,18 @@ import pytest
 from nccl_ranks import nccl_here
 
 from commrt.backends.local import run
-from commrt.bench import device_leaks, device_memory, device_parts, timing_loop
+from commrt.bench import (
+    device_halo,
+    device_leaks,
+    device_memory,
+    device_parts,
+    timing_loop,
+    turns,
+)
 from commrt.bench.bench_operations import MEASURED
 from commrt.bench.device_memory import DeviceMemory, Timing
 from commrt.bench.launch import make_job
+from commrt.bench.options import TURNS
 from commrt.bench.peer_nccl import NcclPeer
 from commrt.bench.worker import CommrtPeer, measure_of
 from commrt.devices import ThreadDevice
@@ -192,6 +200,52 @@ def test_calls_leave_nothing_and_what_is_left_is_seen(size: int) -> None:
             assert not device_leaks.nothing_is_left(400, {**found, name: 1})
         larger = {**found, "resident_nbytes": device_leaks.MOST_NBYTES + 41}
         assert not device_leaks.nothing_is_left(400, larger)
+
+
+@pytest.mark.parametrize("operation", [name for name in TURNS if "topk" not in name])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_operations_beside_other_ways(operation: str, size: int) -> None:
+    job = {"dtype": "float32", "grid": None, "periodic": True, "operation": operation}
+
+    def main(peer: CommrtPeer) -> bool:
+        found = turns.ways(peer.comm, job, 1000, peer.memory)
+        assert list(found.calls) == ["commrt"]
+        before = found.is_right()
+        found.calls["commrt"]()
+        return not before and found.is_right()
+
+    assert on_devices(size, main) == [True] * size
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+def test_a_halo_is_that_of_the_host(reduce: bool) -> None:
+    job = {
+        "shape": [5, 4, 3],
+        "grid": None,
+        "width": 1,
+        "periodic": True,
+        "corners": True,
+        "direct": None,
+        "reduce": reduce,
+        "dtype": "float32",
+        "fresh": not reduce,
+        "iterations": 2,
+        "device": "thread",
+        "timing": "events",
+    }
+
+    def main(peer: CommrtPeer) -> Any:
+        return device_halo.measured(peer.comm, peer.memory, job)
+
+    found, other = on_devices(2, main)
+    assert other is None
+    (row,) = found["rows"]
+    assert row["valid"]
+    assert {len(times) for times in row["samples_us"].values()} == {2}
+    assert "one copy on the device" in device_halo.text(job, found)
+    assert "WRONG" in device_halo.text(
+        job, {**found, "rows": [{**row, "valid": False}]}
+    )
 
 
 def test_devices_are_shared_by_the_ranks_of_a_node() -> None:

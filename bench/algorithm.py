@@ -16,8 +16,12 @@ from commrt.select.facts import Candidate, CommFacts
 __all__ = ["resolve"]
 
 
-def resolve(text: str, coll: str, ranks: int, launch: LaunchInfo) -> Candidate:
+def resolve(
+    text: str, coll: str, ranks: int, launch: LaunchInfo, device: str = "cpu"
+) -> Candidate:
     """Return the candidate that ``text`` means for ``coll`` on so many ranks.
+
+    ``device`` is where the arrays lie, as in ``-d``.
 
     ``NAME`` alone is enough where one backend only can run it on these ranks. Raises
     UsageError with the choices for anything that does not exist or cannot run.
@@ -25,7 +29,7 @@ def resolve(text: str, coll: str, ranks: int, launch: LaunchInfo) -> Candidate:
     try:
         bare = "/" not in text.partition("{")[0]
         found = Candidate.parse(f"any/{text}" if bare else text)
-        here = _backends(coll, found.algorithm, ranks, launch)
+        here = _backends(coll, found.algorithm, ranks, launch, device)
         if not bare:
             check_candidate(coll, found, ranks)
             if found.backend not in here:
@@ -35,7 +39,7 @@ def resolve(text: str, coll: str, ranks: int, launch: LaunchInfo) -> Candidate:
                 )
             return found
         if len(here) != 1:
-            raise UsageError(_which(coll, found.algorithm, ranks, here))
+            raise UsageError(_which(coll, found.algorithm, ranks, here, device))
         found = replace(found, backend=here[0])
         check_candidate(coll, found, ranks)
         return found
@@ -43,9 +47,13 @@ def resolve(text: str, coll: str, ranks: int, launch: LaunchInfo) -> Candidate:
         raise UsageError(f"--algorithm {text}: {error}") from error
 
 
-def _backends(coll: str, algorithm: str, ranks: int, launch: LaunchInfo) -> list[str]:
+def _backends(
+    coll: str, algorithm: str, ranks: int, launch: LaunchInfo, device: str
+) -> list[str]:
     """Return the backends that may run ``algorithm`` on these ranks."""
-    having = [name for name in _of_host_memory() if algorithm in offered(name, coll)]
+    having = [name for name in _serving(device) if algorithm in offered(name, coll)]
+    if device != "cpu":
+        return having
     nodes = _nodes(ranks, launch)
     if nodes is None:  # MPI's ranks, wherever they are
         return [name for name in having if (name == "local") == (ranks == 1)]
@@ -53,10 +61,11 @@ def _backends(coll: str, algorithm: str, ranks: int, launch: LaunchInfo) -> list
     return [name for name in having if _may_run(name, algorithm, facts)]
 
 
-def _of_host_memory() -> list[str]:
+def _serving(device: str) -> list[str]:
     """Return the backends for what the benchmarks' arrays are."""
+    kind = "host" if device == "cpu" else "cuda"
     every = backends.all_backends()
-    return [name for name, each in every.items() if "host" in each.capabilities.devices]
+    return [name for name, each in every.items() if kind in each.capabilities.devices]
 
 
 def _may_run(backend: str, algorithm: str, facts: CommFacts) -> bool:
@@ -76,11 +85,12 @@ def _nodes(ranks: int, launch: LaunchInfo) -> int | None:
     return max(pretended_nodes(ranks)) + 1
 
 
-def _which(coll: str, algorithm: str, ranks: int, here: list[str]) -> str:
+def _which(coll: str, algorithm: str, ranks: int, here: list[str], device: str) -> str:
     if here:
         choices = ", ".join(f"{name}/{algorithm}" for name in here)
-        return f"which backend depends on where the ranks are: write one of {choices}"
-    known = {name for backend in _of_host_memory() for name in offered(backend, coll)}
+        what = "where the ranks are" if device == "cpu" else "what is wanted"
+        return f"which backend depends on {what}: write one of {choices}"
+    known = {name for each in _serving(device) for name in offered(each, coll)}
     if algorithm in known:
         return f"no backend runs it on {_ranks(ranks)} here"
     return f"{coll} has no algorithm {algorithm!r}{suggest(algorithm, known)}"

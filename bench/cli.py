@@ -16,6 +16,9 @@ from commrt import _libmpi
 from commrt.bench import (
     compare,
     compression,
+    device_halo,
+    device_leaks,
+    device_parts,
     formats,
     fused,
     halo,
@@ -25,6 +28,8 @@ from commrt.bench import (
 )
 from commrt.bench.algorithm import resolve
 from commrt.bench.bench_operations import MULTI, bench_operation
+from commrt.bench.device_memory import number_of_devices
+from commrt.bench.engines import submit_engines
 from commrt.bench.import_cost import measure_import
 from commrt.bench.launch import LaunchError, PeerSpec, launch, make_job
 from commrt.bench.machine import describe_machine
@@ -37,7 +42,7 @@ from commrt.bench.options import (
 )
 from commrt.console import until_reader_leaves
 from commrt.dtypes import dtype_by_name
-from commrt.errors import CommError, UsageError
+from commrt.errors import CommError, DeviceMissingError, UsageError
 from commrt.launch import LaunchInfo, detect
 from commrt.operations import OpSpec
 
@@ -53,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         run = _prepare(parse(argv))
-    except UsageError as error:
+    except (UsageError, DeviceMissingError) as error:
         # The same on every rank of a launcher, so one of them says it. A launcher may
         # end all ranks at the first bad status: that must not come before the words.
         if not _first_rank():
@@ -76,6 +81,9 @@ def _first_rank() -> bool:
 
 def _prepare(args: argparse.Namespace) -> Callable[[], int]:
     """Return what runs the benchmark, once everything asked for is known to exist."""
+    if args.benchmark == "halo" and args.device != "cpu":
+        number_of_devices(args.device)
+        return partial(device_halo.main, args)
     own_launches = {
         "compare": compare.main,
         "fused": fused.main,
@@ -89,7 +97,14 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
                 f"it outside mpiexec"
             )
         return partial(own_launches[args.benchmark], args)
+    if args.benchmark in ("parts", "leaks"):
+        if detect().kind == "single":
+            number_of_devices(args.device)
+        main = device_parts.main if args.benchmark == "parts" else device_leaks.main
+        return partial(main, args)
     if args.benchmark in TURNS:
+        if getattr(args, "device", "cpu") != "cpu" and detect().kind == "single":
+            number_of_devices(args.device)
         return partial(turns.main, args)
     if args.benchmark == "sparse":
         return partial(sparse.main, args)
@@ -99,14 +114,18 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
     ranks = _ranks(args, launch)
     if args.benchmark == "submit":
         mode, op = ("root_call", "bcast") if args.root_call else ("submit", args.op)
-        job = make_job(op, args.sizes, **_settings(args), mode=mode)
+        _check_submit(args)
+        in_place = args.device != "cpu" and bench_operation(op).in_place
+        settings = {**_settings(args), "mode": mode, "in_place": in_place}
+        settings["timing"] = "host"  # what a call costs its caller
+        job = make_job(op, args.sizes, **settings)
         return partial(_submit, args, job, ranks)
     coll, jobs = _jobs(args, ranks)
     asked: str | None = getattr(args, "algorithm", None)
     env = {}
     if asked is not None:
         for count in ranks:
-            chosen = resolve(asked, coll, count, launch)
+            chosen = resolve(asked, coll, count, launch, args.device)
             env[count] = {"COMMRT_ALGORITHM": f"{coll}:{chosen}"}
     return partial(_benchmark, args, coll, jobs, ranks, env)
 
@@ -152,6 +171,7 @@ def _jobs(
     sizes = osu_range(args.message_size, dtype_by_name(args.dtype).itemsize)
     settings = _settings(args)
     point_to_point = args.benchmark in POINT_TO_POINT
+    on_device = args.device != "cpu"
     if args.format == "nccl" and (
         point_to_point or args.nonblocking or args.benchmark == "barrier"
     ):
@@ -167,9 +187,10 @@ def _jobs(
         return "allreduce", [make_job("allreduce", sizes, **settings)]
     spec = bench_operation(args.benchmark)
     _check_collective(args, spec, min(ranks))
+    overlap = "device_overlap" if on_device else "nonblocking"
     settings.update(
         root=args.root_rank,
-        mode="nonblocking" if args.nonblocking else "blocking",
+        mode=overlap if args.nonblocking else "blocking",
         num_tests=args.num_test_calls,
         symmetric=args.symmetric,
     )
@@ -186,6 +207,16 @@ def _check_collective(args: argparse.Namespace, spec: OpSpec, ranks: int) -> Non
     if spec is MULTI and args.algorithm is not None:
         raise UsageError(
             f"--algorithm {args.algorithm}: {spec.name} is messages, and has none"
+        )
+    if args.device != "cpu" and args.symmetric:
+        raise UsageError(
+            f"--symmetric: comm.empty gives arrays in host memory, which -d "
+            f"{args.device} is not; leave one of them out"
+        )
+    if args.device != "cpu" and args.num_test_calls:
+        raise UsageError(
+            f"-t {args.num_test_calls}: with -d {args.device} the device computes, and "
+            f"the host tests nothing meanwhile; leave it out"
         )
     if args.in_place and not spec.in_place:
         raise UsageError(
@@ -205,11 +236,23 @@ def _check_collective(args: argparse.Namespace, spec: OpSpec, ranks: int) -> Non
         )
 
 
+def _check_submit(args: argparse.Namespace) -> None:
+    if args.root_call and args.device != "cpu":
+        raise UsageError(
+            f"--root-call: a call on -d {args.device} waits for nobody in any case; "
+            f"leave one of them out"
+        )
+
+
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that every kind of job has."""
     check_dtype(args.dtype)
+    if args.device != "cpu" and detect().kind == "single":
+        number_of_devices(args.device)  # or the launches would fail one by one
     return {
         "dtype": args.dtype,
+        "device": args.device,
+        "timing": args.timing,
         "iterations": args.iterations,
         "budget_s": args.budget_s,
         "pin": args.pin,
@@ -275,8 +318,9 @@ def _text(
     text = formats.osu_text(
         result["rows"],
         coll=coll,
-        mode=job["mode"],
+        mode="nonblocking" if job["mode"] == "device_overlap" else job["mode"],
         dtype=job["dtype"],
+        device=job["device"],
         full=getattr(args, "full", False),
         validation=args.validation,
     )
@@ -296,27 +340,70 @@ def about(result: Mapping[str, Any], job: Mapping[str, Any]) -> str:
     return (
         f"{result['library']}, {result['ranks']} rank{'s' * (result['ranks'] > 1)}, "
         f"links {'/'.join(classes)}, "
-        f"table {result['table_digest'][:12]}, inputs {inputs}"
+        f"table {result['table_digest'][:12]}, inputs {inputs}{_place(job)}"
     )
 
 
+def _place(job: Mapping[str, Any]) -> str:
+    """Return where the arrays were, and whose clock it was, where that is special."""
+    device, timing = job.get("device", "cpu"), job.get("timing", "events")
+    if device == "cpu":
+        return ""
+    where = "a GPU" if device == "cuda" else "a device of threads"
+    whose = "its events" if timing == "events" else "the host's clock"
+    return f", arrays on {where}, by {whose}"
+
+
 def _submit(args: argparse.Namespace, job: dict[str, Any], ranks: list[int]) -> int:
+    what = (
+        "bcast(...) at its root"
+        if args.root_call
+        else f"{args.op}(..., nonblocking=True)"
+    )
     wrong = False
-    for (result,) in _run(args, [job], ranks, {}):
+    for result, engine in _submitted(args, job, ranks):
         wrong |= any(not row["valid"] for row in result["rows"])
         if args.format == "json":
-            print(_json(job, result), end="", flush=True)
+            by = {"engine": engine} if engine else {}
+            print(_json(job, {**result, **by}), end="", flush=True)
             continue
         print(f"# {about(result, job)}")
-        what = (
-            "bcast(...) at its root"
-            if args.root_call
-            else f"{args.op}(..., nonblocking=True)"
-        )
-        print(f"# caller time of {what}, clock subtracted")
+        by_what = f" by {engine}" if engine else ""
+        print(f"# caller time of {what}{by_what}, clock subtracted")
         for row in result["rows"]:
             print(formats.submit_line(row), flush=True)
     return 1 if wrong else 0
+
+
+def _submitted(
+    args: argparse.Namespace, job: dict[str, Any], ranks: list[int]
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield results, and on a device by which engine; one that is not there is told.
+
+    Ranks that somebody else has started have one engine, the one that is chosen.
+    """
+    if args.device == "cpu" or detect().kind != "single":
+        for (result,) in _run(args, [job], ranks, {}):
+            yield result, ""
+        return
+    for count in ranks:
+        for engine in submit_engines(args.op, args.device):
+            env = {}
+            if engine.candidate:
+                env = {"COMMRT_ALGORITHM": f"{args.op}:{engine.candidate}"}
+            try:
+                yield (
+                    launch(
+                        PeerSpec(engine.name, engine.kind, sys.executable),
+                        *(count, job),
+                        timeout_s=args.timeout_s,
+                        env=env,
+                    ),
+                    engine.name,
+                )
+            except LaunchError as error:
+                why = error.refusal or str(error)
+                print(f"# not measured by {engine.name}: {why}", flush=True)
 
 
 def _import(args: argparse.Namespace) -> int:

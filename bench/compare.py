@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from commrt import nccl
 from commrt.bench.aggregate import aggregate, markdown
-from commrt.bench.bench_operations import MULTI, bench_operation
+from commrt.bench.bench_operations import MEASURED, MULTI, bench_operation
+from commrt.bench.device_memory import number_of_devices
 from commrt.bench.launch import (
+    DEVICE_KINDS,
+    HOST_KINDS,
     PeerSpec,
     launch,
     make_job,
@@ -22,12 +27,14 @@ from commrt.bench.launch import (
 from commrt.bench.machine import describe_machine
 from commrt.bench.options import check_dtype
 from commrt.bench.raw_data import read_data, write_data
+from commrt.devices.packages import torch_cuda
 from commrt.errors import BackendError, UsageError
 from commrt.launch import detect
 
 __all__ = [
     "SCHEMA",
     "alternate",
+    "choose_device_peers",
     "choose_peers",
     "load",
     "main",
@@ -36,9 +43,15 @@ __all__ = [
 
 SCHEMA = "commrt-compare/1"
 
-# gloo has these in place only; it is compared in its own best form.
-_GLOO_IN_PLACE = ("allreduce", "reduce")
-_GLOO_LACKS = ("scan", "exscan", "reduce_scatterv", MULTI.name)
+# torch has these in place only; it is compared in its own best form.
+_TORCH_IN_PLACE = ("allreduce", "reduce")
+_BY_NCCL = ("allreduce", "reduce", "bcast", "allgather", "reduce_scatter", "alltoall")
+_LACKS: dict[str, Collection[str]] = {
+    "gloo": ("scan", "exscan", "reduce_scatterv", MULTI.name),
+    "torch_nccl": {*(each.name for each in MEASURED)} - {*_BY_NCCL},
+    "cupyx": {*(each.name for each in MEASURED)} - {*_BY_NCCL, "gather", "scatter"},
+    "nccl": {*(each.name for each in MEASURED)} - {*_BY_NCCL, "gather", "scatter"},
+}
 
 
 def main(args: argparse.Namespace) -> int:
@@ -58,7 +71,12 @@ def main(args: argparse.Namespace) -> int:
             f"flight by itself; leave it out"
         )
     check_dtype(args.dtype)
-    peers = choose_peers(args.peer)
+    skipped: dict[str, str] = {}
+    if args.device == "cpu":
+        peers = choose_peers(args.peer)
+    else:
+        number_of_devices(args.device)
+        peers, skipped = choose_device_peers(args.peer, args.device)
     data: dict[str, Any] = {
         "schema": SCHEMA,
         "command": ["python", "-m", "commrt.bench", *sys.argv[1:]],
@@ -67,6 +85,9 @@ def main(args: argparse.Namespace) -> int:
         "in_place": args.in_place,
         "outstanding": args.outstanding,
         "dtype": args.dtype,
+        "device": args.device,
+        "timing": args.timing,
+        "skipped": skipped,
         "launches": [],
         "failures": [],
     }
@@ -75,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
     for coll, ranks, round_index, peer in alternate(
         colls, args.ranks, peers, args.launches
     ):
-        if peer.kind == "gloo" and coll in _GLOO_LACKS:
+        if coll in _LACKS.get(peer.kind, ()):
             continue
         _one(args, data, coll, ranks, round_index, peer)
         if args.out:
@@ -119,6 +140,48 @@ def choose_peers(texts: Sequence[str]) -> list[PeerSpec]:
     return peers
 
 
+def choose_device_peers(
+    texts: Sequence[str], device: str
+) -> tuple[list[PeerSpec], dict[str, str]]:
+    """Return commrt and the peers for GPUs, and of those that are not here, why.
+
+    ``--peer`` names some of the latter; without, all are wanted.
+    """
+    named = [parse_peer(text) for text in texts]
+    for peer in named:
+        if peer.kind in HOST_KINDS:
+            raise UsageError(
+                f"--peer {peer.name}: takes arrays in host memory, and -d {device} is "
+                f"for {', '.join(DEVICE_KINDS)}"
+            )
+    wanted = named or [parse_peer(kind) for kind in DEVICE_KINDS]
+    missing = {peer.name: _why_missing(peer.kind, device) for peer in wanted}
+    skipped = {name: why for name, why in missing.items() if why is not None}
+    for name, why in skipped.items():
+        print(f"# {name} is not compared: {why}", file=sys.stderr)
+    return [
+        parse_peer("commrt"),
+        *(peer for peer in wanted if peer.name not in skipped),
+    ], skipped
+
+
+def _why_missing(kind: str, device: str) -> str | None:
+    """Return why a peer for GPUs cannot run here; None where it can."""
+    if kind == "commrt":
+        return None
+    if device != "cuda":
+        return "it works on GPUs only (-d cuda)"
+    if kind == "nccl":
+        return nccl.why_missing()
+    if kind == "cupyx":
+        found = importlib.util.find_spec("cupyx")
+        return None if found else "cupy is not installed: pip install 'commrt[cuda12]'"
+    torch = torch_cuda()
+    if torch is None:
+        return "torch is not installed"
+    return None if torch[1] else f"torch {torch[0]} is built without CUDA"
+
+
 def alternate(
     colls: Sequence[str],
     ranks: Sequence[int],
@@ -147,11 +210,14 @@ def _one(
     peer: PeerSpec,
 ) -> None:
     """Run one launch; add it, or its failure, to the data."""
-    in_place = args.in_place or (peer.kind == "gloo" and coll in _GLOO_IN_PLACE)
+    of_torch = peer.kind in ("gloo", "torch_nccl")
+    in_place = args.in_place or (of_torch and coll in _TORCH_IN_PLACE)
     job = make_job(
         coll,
         args.sizes,
         dtype=args.dtype,
+        device=args.device,
+        timing=args.timing,
         fresh=args.fresh,
         check=peer.kind != "copy",  # whose result is nobody's
         in_place=in_place and bench_operation(coll).in_place,
@@ -199,7 +265,7 @@ def report(data: Mapping[str, Any]) -> str:
         f"`{' '.join(data['command'])}`",
         "",
         f"{machine['cpu']}, {len(machine['cpus_available'])} CPUs available, "
-        f"{data['dtype']}, inputs {inputs}.",
+        f"{data['dtype']}, inputs {inputs}{_place(data)}.",
         "",
     ]
     if data.get("outstanding"):
@@ -210,6 +276,9 @@ def report(data: Mapping[str, Any]) -> str:
         ]
     lines += [f"- {peer}: {name}{forms[peer]}" for peer, name in libraries.items()]
     lines += ["", *map(markdown, aggregate(data["launches"]))]
+    lines += [
+        f"Not compared: {name}: {why}" for name, why in data.get("skipped", {}).items()
+    ]
     lines += [f"Wrong result: {what}" for what in dict.fromkeys(_wrong(data))]
     for failure in data["failures"]:
         what = f"{failure['coll']}, {failure['ranks']} ranks, {failure['peer']}"
@@ -217,6 +286,14 @@ def report(data: Mapping[str, Any]) -> str:
         reason = failure["error"].splitlines()[:2][-1]
         lines.append(f"Failed: {what}, launch {failure['round'] + 1}: {reason}")
     return "\n".join(lines) + "\n"
+
+
+def _place(data: Mapping[str, Any]) -> str:
+    device = data.get("device", "cpu")
+    if device == "cpu":
+        return ""
+    where = "a GPU" if device == "cuda" else "a device of threads"
+    return f", arrays on {where}, timed by {data['timing']}"
 
 
 def _form(one: Mapping[str, Any]) -> str:

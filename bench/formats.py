@@ -54,14 +54,21 @@ def osu_text(
     coll: str,
     mode: str = "blocking",
     dtype: str = "float32",
+    device: str = "cpu",
     full: bool = False,
     validation: bool = False,
 ) -> str:
     """Return the rows in the layout of OSU micro-benchmarks 7.4.
 
+    OSU names CUDA in the title where ``device`` is ``cuda``.
     ``coll`` is an operation, or unused for the modes latency, bw and bibw.
     """
-    lines = ["", *_osu_header(coll, mode, dtype)]
+    suffix = "-CUDA" if device == "cuda" else ""
+    header = [
+        line.replace("# OSU MPI ", f"# OSU MPI{suffix} ", 1)
+        for line in _osu_header(coll, mode, dtype)
+    ]
+    lines = ["", *header]
     sized = coll != "barrier" or mode in _POINT_TO_POINT
     columns = _osu_columns(mode, full)
     names = [name for name, _ in columns]

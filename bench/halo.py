@@ -19,7 +19,7 @@ from commrt.bench.options import check_dtype
 from commrt.errors import UsageError
 from commrt.mpiexec import run_ranks
 
-__all__ = ["extents", "main", "text"]
+__all__ = ["extents", "job_of", "main", "text"]
 
 _WORKER = Path(__file__).resolve().parent / "halo_worker.py"
 
@@ -39,7 +39,7 @@ def extents(option: str, written: str) -> list[int]:
 
 def main(args: argparse.Namespace) -> int:
     """Run the benchmark; return 0, or 1 where a halo was not what mpi4py fills in."""
-    job = _job(args)
+    job = job_of(args)
     wrong = False
     for ranks in args.ranks or [2]:
         if job["grid"] and math.prod(job["grid"]) != ranks:
@@ -69,7 +69,8 @@ def main(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _job(args: argparse.Namespace) -> dict[str, Any]:
+def job_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the job that a command line asks for."""
     check_dtype(args.dtype)
     shape = extents("--shape", args.shape)
     grid = None if args.grid is None else extents("--grid", args.grid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -25,11 +26,32 @@ from commrt.mpiexec import (
     run_ranks,
 )
 
-__all__ = ["LaunchError", "PeerSpec", "launch", "make_job", "parse_peer"]
+__all__ = [
+    "DEVICE_KINDS",
+    "HOST_KINDS",
+    "LaunchError",
+    "PeerSpec",
+    "launch",
+    "make_job",
+    "parse_peer",
+]
 
-Kind = Literal["commrt", "symmetric", "mpi4py", "gloo", "copy"]
-KINDS: tuple[Kind, ...] = ("commrt", "symmetric", "mpi4py", "gloo", "copy")
-_REFUSED = "commrt.errors.UsageError: "
+Kind = Literal[
+    "commrt", "symmetric", "mpi4py", "gloo", "copy", "nccl", "torch_nccl", "cupyx"
+]
+DEVICE_KINDS: tuple[Kind, ...] = ("nccl", "torch_nccl", "cupyx")
+"""Peers whose arrays are on GPUs."""
+HOST_KINDS: tuple[Kind, ...] = ("symmetric", "mpi4py", "gloo", "copy")
+KINDS: tuple[Kind, ...] = ("commrt", *HOST_KINDS, *DEVICE_KINDS)
+_MODULES: dict[Kind, str] = {
+    "copy": "commrt.bench.peer_copy",
+    "nccl": "commrt.bench.peer_nccl",
+    "torch_nccl": "commrt.bench.peer_torch_nccl",
+    "cupyx": "commrt.bench.peer_cupyx",
+}
+_REFUSED = re.compile(
+    r"commrt\.errors\.(?:Usage|Backend|DeviceMissing|KernelsMissing)Error: (.*)"
+)
 _HERE = Path(__file__).resolve().parent
 
 
@@ -56,7 +78,8 @@ def parse_peer(text: str) -> PeerSpec:
     """Parse ``--peer``: ``gloo``, ``NAME=PATH/python`` or ``NAME=KIND:PATH/python``.
 
     The kind is mpi4py unless given, or gloo for the name gloo; symmetric is commrt with
-    its symmetric buffers, and copy no library but the bound (peer_copy.py).
+    its symmetric buffers, and copy no library but the bound (peer_copy.py). nccl,
+    torch_nccl and cupyx are for arrays on GPUs.
     """
     name, equals, rest = text.partition("=")
     if not equals:
@@ -113,6 +136,8 @@ def make_job(coll: str, sizes: list[int], **settings: Any) -> dict[str, Any]:
         "mode": "blocking",
         "num_tests": 0,
         "window": 64,
+        "device": "cpu",
+        "timing": "events",
     }
     unknown = set(settings) - set(job)
     if unknown:
@@ -150,8 +175,9 @@ def launch(
 def _failure(peer: PeerSpec, done: Completed) -> LaunchError:
     error = LaunchError(f"{peer.name}: {done.describe_failure()}")
     said = last_words(done.stderr)
-    if said.startswith(_REFUSED):
-        error.refusal = said.removeprefix(_REFUSED)
+    refused = _REFUSED.match(said)
+    if refused is not None:
+        error.refusal = refused[1]
     return error
 
 
@@ -166,9 +192,7 @@ def _run(
         argv = [peer.python, str(_HERE / "peer_gloo.py"), job, str(ranks)]
         environ = {**child_environment(peer.python), **(env or {})}
         return run_process(argv, environ, timeout_s=timeout_s)
-    args = ["-m", "commrt.bench.worker", job]
-    if peer.kind == "copy":
-        args = ["-m", "commrt.bench.peer_copy", job]
+    args = ["-m", _MODULES.get(peer.kind, "commrt.bench.worker"), job]
     if peer.kind == "mpi4py":
         args = [str(_HERE / "peer_mpi4py.py"), job]
     return run_ranks(peer.python, ranks, args, timeout_s=timeout_s, env=env)

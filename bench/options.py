@@ -4,13 +4,24 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeAlias
 
 from commrt.bench.bench_operations import MEASURED
-from commrt.dtypes import DTYPES, dtype_by_name
+from commrt.bench.device_memory import DEVICES, TIMINGS
+from commrt.bench.option_values import (
+    argument,
+    check_dtype,
+    count,
+    densities,
+    doubling_sizes,
+    dtype_name,
+    osu_range,
+    rank_list,
+    seconds,
+    size_list,
+)
+from commrt.dtypes import DTYPES
 from commrt.errors import UsageError, suggest
 from commrt.operations import OPERATIONS, operation
 from commrt.sparse.cost import ALGORITHMS
@@ -37,21 +48,11 @@ TURNS = {
     "topk_allreduce": "The largest elements of a sum, beside the dense allreduce.",
 }
 
-# OSU spells MPI's names, in any case, with or without the prefix.
-_OSU_DTYPES = {
-    "char": "int8",
-    "int": "int32",
-    "float": "float32",
-    "double": "float64",
-}
 _MODES_DOC = {
     "latency": "Half a round trip between two ranks.",
     "bw": "Bandwidth of a window of nonblocking messages, one way.",
     "bibw": "Bandwidth of windows in both directions at once.",
 }
-
-
-T = TypeVar("T")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,112 +69,6 @@ class _Parser(argparse.ArgumentParser):
             hint = suggest(extra[0], self._option_string_actions)
             raise UsageError(f"unknown argument {extra[0]!r}{hint}")
         return found, extra
-
-
-def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Let argparse show the parser's own words instead of the function's name."""
-
-    def convert(text: str) -> T:
-        try:
-            return parse(text)
-        except UsageError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return convert
-
-
-def _count(smallest: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = smallest - 1
-        if number < smallest:
-            raise UsageError(f"{text!r} is not a whole number from {smallest} on")
-        return number
-
-    return _argument(parse)
-
-
-def _positive_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise UsageError(f"{text!r} is not a finite number of seconds above 0")
-    return seconds
-
-
-_seconds = _argument(_positive_seconds)
-
-
-def doubling_sizes(low: int, high: int, factor: int = 2) -> list[int]:
-    """Return low, low·factor, … up to high."""
-    if not (1 <= low <= high and factor >= 2):
-        raise UsageError(
-            f"sizes {low}:{high}:{factor}: 1 <= MIN <= MAX and FACTOR >= 2 are needed, "
-            f"in bytes"
-        )
-    sizes = []
-    while low <= high:
-        sizes.append(low)
-        low *= factor
-    return sizes
-
-
-def osu_range(text: str, smallest: int) -> list[int]:
-    """Parse OSU's ``-m [MIN:]MAX``; MIN is one element unless given."""
-    low, colon, high = text.partition(":")
-    try:
-        bounds = (int(low), int(high)) if colon else (smallest, int(low))
-    except ValueError:
-        raise UsageError(
-            f"-m {text}: write bytes, as in 1048576 or 8:1048576"
-        ) from None
-    return doubling_sizes(*bounds)
-
-
-def size_list(text: str) -> list[int]:
-    """Parse ``MIN:MAX``, ``MIN:MAX:FACTOR`` or a list ``8,1000,65536``."""
-    try:
-        if ":" in text:
-            return doubling_sizes(*(int(part) for part in text.split(":")))
-        sizes = [int(part) for part in text.split(",")]
-    except (ValueError, TypeError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(
-            f"sizes {text!r}: write MIN:MAX[:FACTOR] or a list such as 8,1000,65536"
-        ) from None
-    if min(sizes) < 1:
-        raise UsageError(f"sizes {text!r}: a size is at least 1 byte")
-    return sizes
-
-
-def _dtype(text: str) -> str:
-    name = text.lower().removeprefix("mpi_")
-    return dtype_by_name(_OSU_DTYPES.get(name, name)).name
-
-
-def check_dtype(name: str) -> None:
-    """Raise UsageError where numpy needs a package for ``name`` that is not here."""
-    needed = dtype_by_name(name).needs_ml_dtypes
-    if needed and importlib.util.find_spec("ml_dtypes") is None:
-        raise UsageError(
-            f"-T {name}: numpy has it from the package ml_dtypes, which is not "
-            "installed: pip install ml_dtypes"
-        )
-
-
-def _rank_list(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--ranks {text!r}: write numbers, as in 2,4") from None
-    if min(counts) < 1:
-        raise UsageError(f"--ranks {text!r}: at least one rank is needed")
-    return counts
 
 
 _Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
@@ -197,13 +92,14 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=doc, description=doc)
         _osu_options(command, "4194304")
         command.add_argument(
-            "-W", "--window", type=_count(1), default=64, help="messages in flight (64)"
+            "-W", "--window", type=count(1), default=64, help="messages in flight (64)"
         )
     _add_turns(commands)
     _add_halo(commands)
     _add_fused(commands)
     _add_compare(commands)
     _add_submit(commands)
+    _add_on_device(commands)
     _add_sparse(commands)
     _add_compress(commands)
     _add_import(commands)
@@ -220,13 +116,13 @@ def _osu_options(command: argparse.ArgumentParser, largest: str) -> None:
     )
     command.add_argument(
         *("-i", "--iterations"),
-        type=_count(1),
+        type=count(1),
         default=1000,
         help="most repetitions per size",
     )
     command.add_argument(
         *("-x", "--warmup"),
-        type=_count(0),
+        type=count(0),
         default=10,
         help="untimed calls before each size",
     )
@@ -240,15 +136,13 @@ def _osu_options(command: argparse.ArgumentParser, largest: str) -> None:
         "-T",
         "--type",
         dest="dtype",
-        type=_argument(_dtype),
+        type=argument(dtype_name),
         default="float32",
         metavar="DTYPE",
         help="float32, mpi_char, mpi_int, mpi_float, "
         + ", ".join(dtype.name for dtype in DTYPES),
     )
-    command.add_argument(
-        "-d", "--device", choices=["cpu"], default="cpu", help="where the arrays lie"
-    )
+    _device_options(command)
     command.add_argument(
         "--fresh",
         action="store_true",
@@ -256,22 +150,37 @@ def _osu_options(command: argparse.ArgumentParser, largest: str) -> None:
     )
     command.add_argument(
         "--ranks",
-        type=_argument(_rank_list),
+        type=argument(rank_list),
         help="ranks to start, as in 2,4 (2); inside mpiexec those there are",
     )
     command.add_argument("--format", choices=["osu", "nccl", "json"], default="osu")
     _budget_options(command, 1.0)
 
 
+def _device_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        *("-d", "--device"),
+        choices=DEVICES,
+        default="cpu",
+        help="where the arrays lie; thread is a device of threads, for trying (cpu)",
+    )
+    command.add_argument(
+        "--timing",
+        choices=TIMINGS,
+        default="events",
+        help="whose clock times calls on a device: its events', or the host's (events)",
+    )
+
+
 def _budget_options(command: argparse.ArgumentParser, budget_s: float) -> None:
     command.add_argument(
         "--budget-s",
-        type=_seconds,
+        type=seconds,
         default=budget_s,
         help=f"most seconds of repetitions per size ({budget_s:g})",
     )
     command.add_argument(
-        "--timeout-s", type=_seconds, default=600.0, help="deadline of one launch (600)"
+        "--timeout-s", type=seconds, default=600.0, help="deadline of one launch (600)"
     )
     command.add_argument(
         "--no-pin",
@@ -291,13 +200,11 @@ def _collective_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "-t",
         "--num-test-calls",
-        type=_count(0),
+        type=count(0),
         default=0,
         help="test() calls during the computation (nonblocking)",
     )
-    command.add_argument(
-        "-k", "--root-rank", type=_count(0), default=0, help="root (0)"
-    )
+    command.add_argument("-k", "--root-rank", type=count(0), default=0, help="root (0)")
     command.add_argument(
         "-l", "--in-place", action="store_true", help="one array for input and output"
     )
@@ -321,25 +228,27 @@ def _add_turns(commands: _Commands) -> None:
             help="bytes for one neighbour, of one rank's part, or of x; doubling",
         )
         command.add_argument(
-            *("-i", "--iterations"), type=_count(1), default=100, help="calls per size"
+            *("-i", "--iterations"), type=count(1), default=100, help="calls per size"
         )
         command.add_argument(
-            "-T", "--type", dest="dtype", type=_argument(_dtype), default="float32"
+            "-T", "--type", dest="dtype", type=argument(dtype_name), default="float32"
         )
         if name.startswith("neighbor"):
             command.add_argument(
                 "--grid", help="ranks in each dimension, as in 2x2 (two, even)"
             )
             command.add_argument("--open", action="store_true", help="not periodic")
-        if name == "topk_allreduce":
+        if name != "topk_allreduce":
+            _device_options(command)
+        else:
             command.add_argument(
                 "--density",
-                type=_argument(lambda text: _densities(text)[0]),
+                type=argument(lambda text: densities(text)[0]),
                 default=0.01,
                 help="k as a part of the elements (0.01)",
             )
-        command.add_argument("--ranks", type=_argument(_rank_list))
-        command.add_argument("--timeout-s", type=_seconds, default=600.0)
+        command.add_argument("--ranks", type=argument(rank_list))
+        command.add_argument("--timeout-s", type=seconds, default=600.0)
         command.add_argument("--format", choices=["osu", "json"], default="osu")
 
 
@@ -350,7 +259,7 @@ def _add_halo(commands: _Commands) -> None:
         "--shape", default="256x256x256", help="cells of a rank's block (256x256x256)"
     )
     command.add_argument(
-        "--width", type=_count(1), default=1, help="cells of the halo, each side (1)"
+        "--width", type=count(1), default=1, help="cells of the halo, each side (1)"
     )
     command.add_argument(
         "--grid", help="ranks in each dimension, as in 2x1x1 (as even as can be)"
@@ -363,13 +272,14 @@ def _add_halo(commands: _Commands) -> None:
     command.add_argument(
         "--reduce", action="store_true", help="halo_reduce: add halos to their owners"
     )
+    _device_options(command)
     command.add_argument(
         "--fresh", action="store_true", help="rewrite the fields between calls"
     )
     command.add_argument(
-        "-T", "--type", dest="dtype", type=_argument(_dtype), default="float32"
+        "-T", "--type", dest="dtype", type=argument(dtype_name), default="float32"
     )
-    command.add_argument("--ranks", type=_argument(_rank_list))
+    command.add_argument("--ranks", type=argument(rank_list))
     command.add_argument(
         "--peer",
         action="append",
@@ -378,11 +288,11 @@ def _add_halo(commands: _Commands) -> None:
         help="an interpreter with mpi4py over another MPI",
     )
     command.add_argument(
-        "-i", "--iterations", type=_count(1), default=200, help="repetitions (200)"
+        "-i", "--iterations", type=count(1), default=200, help="repetitions (200)"
     )
     command.add_argument("--format", choices=["osu", "json"], default="osu")
     command.add_argument(
-        "--timeout-s", type=_seconds, default=600.0, help="deadline of one launch (600)"
+        "--timeout-s", type=seconds, default=600.0, help="deadline of one launch (600)"
     )
     command.add_argument(
         "--no-pin", dest="pin", action="store_false", help="do not give each rank a CPU"
@@ -393,34 +303,34 @@ def _add_fused(commands: _Commands) -> None:
     doc = "Many short allreduces, fused and not, beside one of the same bytes."
     command = commands.add_parser("fused", help=doc, description=doc)
     command.add_argument(
-        "-n", "--number", type=_count(1), default=1000, help="of allreduces (1000)"
+        "-n", "--number", type=count(1), default=1000, help="of allreduces (1000)"
     )
     command.add_argument(
         "-m",
         "--message-size",
-        type=_count(1),
+        type=count(1),
         default=4096,
         help="bytes of each (4096)",
     )
     command.add_argument(
-        "--bucket-size", type=_count(1), help="bytes of a bucket (what is the default)"
+        "--bucket-size", type=count(1), help="bytes of a bucket (what is the default)"
     )
     command.add_argument(
-        "--time-limit-s", type=_seconds, help="of a bucket (none by default)"
+        "--time-limit-s", type=seconds, help="of a bucket (none by default)"
     )
     command.add_argument(
         "--fresh", action="store_true", help="rewrite the arrays between calls"
     )
     command.add_argument(
-        "-T", "--type", dest="dtype", type=_argument(_dtype), default="float32"
+        "-T", "--type", dest="dtype", type=argument(dtype_name), default="float32"
     )
-    command.add_argument("--ranks", type=_argument(_rank_list))
+    command.add_argument("--ranks", type=argument(rank_list))
     command.add_argument(
-        "-i", "--iterations", type=_count(1), default=200, help="repetitions (200)"
+        "-i", "--iterations", type=count(1), default=200, help="repetitions (200)"
     )
     command.add_argument("--format", choices=["osu", "json"], default="osu")
     command.add_argument(
-        "--timeout-s", type=_seconds, default=600.0, help="deadline of one launch (600)"
+        "--timeout-s", type=seconds, default=600.0, help="deadline of one launch (600)"
     )
     command.add_argument(
         "--no-pin", dest="pin", action="store_false", help="do not give each rank a CPU"
@@ -431,12 +341,12 @@ def _add_compare(commands: _Commands) -> None:
     doc = "Compare commrt with other libraries, launch by launch, in alternation."
     command = commands.add_parser("compare", help=doc, description=doc)
     command.add_argument("--op", default="allreduce", help="operations, as in a,b")
-    command.add_argument("--ranks", type=_argument(_rank_list), default=[2])
+    command.add_argument("--ranks", type=argument(rank_list), default=[2])
     command.add_argument(
-        "--sizes", type=_argument(size_list), default=size_list("8:134217728:4")
+        "--sizes", type=argument(size_list), default=size_list("8:134217728:4")
     )
     command.add_argument(
-        "--launches", type=_count(1), default=5, help="of each peer (5)"
+        "--launches", type=count(1), default=5, help="of each peer (5)"
     )
     command.add_argument(
         "--peer",
@@ -446,20 +356,21 @@ def _add_compare(commands: _Commands) -> None:
         help="a further competitor: gloo, or symmetric (commrt with arrays from "
         "comm.empty), or copy (the bound), or NAME=PATH/python with mpi4py over "
         "another MPI, or NAME=KIND:PATH/python with KIND commrt, symmetric, mpi4py, "
-        "gloo or copy",
+        "gloo or copy; with -d cuda: nccl, torch_nccl, cupyx (all that are there)",
     )
+    _device_options(command)
     command.add_argument("--fresh", action="store_true")
     command.add_argument("--in-place", action="store_true")
     command.add_argument(
         "--outstanding",
-        type=_count(0),
+        type=count(0),
         default=0,
         metavar="N",
         help="a call is N nonblocking operations, each with its own arrays, and a "
         "wait for all of them (0: one blocking operation)",
     )
-    command.add_argument("--dtype", type=_argument(_dtype), default="float32")
-    command.add_argument("--iterations", type=_count(1), default=1000)
+    command.add_argument("--dtype", type=argument(dtype_name), default="float32")
+    command.add_argument("--iterations", type=count(1), default=1000)
     command.add_argument(
         "--markdown", action="store_true", help="tables in markdown (the default)"
     )
@@ -480,23 +391,49 @@ def _add_submit(commands: _Commands) -> None:
         help="a blocking broadcast at its root, which waits for nobody, instead: from "
         "the call to the store that others see, and back",
     )
-    command.add_argument("--sizes", type=_argument(size_list), default=[8])
-    command.add_argument("--ranks", type=_argument(_rank_list))
-    command.add_argument("--dtype", type=_argument(_dtype), default="float32")
-    command.add_argument("--iterations", type=_count(1), default=2000)
+    command.add_argument("--sizes", type=argument(size_list), default=[8])
+    command.add_argument("--ranks", type=argument(rank_list))
+    command.add_argument("--dtype", type=argument(dtype_name), default="float32")
+    _device_options(command)
+    command.add_argument("--iterations", type=count(1), default=2000)
     command.add_argument("--format", choices=["text", "json"], default="text")
     _budget_options(command, 1.0)
+
+
+def _add_on_device(commands: _Commands) -> None:
+    parts = "A staged call beside its measured parts: copies, flags, the host's call."
+    leaks = "Many calls on a device, and what they leave behind."
+    for name, doc in (("parts", parts), ("leaks", leaks)):
+        command = commands.add_parser(name, help=doc, description=doc)
+        command.add_argument(
+            *("-d", "--device"), choices=DEVICES[1:], default="cuda", help="(cuda)"
+        )
+        command.add_argument("--ranks", type=argument(rank_list), help="(1)")
+        if name == "parts":
+            command.add_argument(
+                *("-m", "--message-size"),
+                type=count(8),
+                default=256 << 20,
+                help="bytes of the long call (268435456)",
+            )
+            command.add_argument("-i", "--iterations", type=count(1), default=30)
+        else:
+            command.add_argument(
+                *("-n", "--number"), type=count(1), default=1_000_000, help="of calls"
+            )
+        command.add_argument("--timeout-s", type=seconds, default=3600.0)
+        command.add_argument("--format", choices=["text", "json"], default="text")
 
 
 def _add_sparse(commands: _Commands) -> None:
     doc = "Sparse allreduce against the dense one, by density and algorithm."
     command = commands.add_parser("sparse", help=doc, description=doc)
     command.add_argument(
-        "--elements", type=_count(1), default=1 << 24, help="of the vector (16777216)"
+        "--elements", type=count(1), default=1 << 24, help="of the vector (16777216)"
     )
     command.add_argument(
         "--densities",
-        type=_argument(_densities),
+        type=argument(densities),
         default=[0.001, 0.01, 0.1],
         metavar="LIST",
         help="of each rank's vector, as in 0.001,0.01",
@@ -509,8 +446,8 @@ def _add_sparse(commands: _Commands) -> None:
         help="may be there several times (auto: the one that is chosen)",
     )
     command.add_argument("--result", choices=FORMATS, default="auto")
-    command.add_argument("--ranks", type=_argument(_rank_list))
-    command.add_argument("--iterations", type=_count(1), default=9)
+    command.add_argument("--ranks", type=argument(rank_list))
+    command.add_argument("--iterations", type=count(1), default=9)
     command.add_argument(
         "--kernels", action="store_true", help="the merge alone, on one core"
     )
@@ -519,7 +456,7 @@ def _add_sparse(commands: _Commands) -> None:
         action="store_true",
         help="all calls of a kind in a row, with warm caches (else they take turns)",
     )
-    command.add_argument("--timeout-s", type=_seconds, default=600.0)
+    command.add_argument("--timeout-s", type=seconds, default=600.0)
     command.add_argument("--format", choices=["text", "json"], default="text")
 
 
@@ -534,37 +471,25 @@ def _add_compress(commands: _Commands) -> None:
     )
     command.add_argument(
         "--sizes",
-        type=_argument(size_list),
+        type=argument(size_list),
         default=size_list("65536:67108864:4"),
         help="bytes of float32 (65536:67108864:4)",
     )
-    command.add_argument("--ranks", type=_argument(_rank_list))
-    command.add_argument("--iterations", type=_count(1), default=9)
+    command.add_argument("--ranks", type=argument(rank_list))
+    command.add_argument("--iterations", type=count(1), default=9)
     command.add_argument("--residual", action="store_true", help="with error feedback")
     command.add_argument(
         "--kernels", action="store_true", help="the kernels alone, on one core"
     )
-    command.add_argument("--timeout-s", type=_seconds, default=600.0)
+    command.add_argument("--timeout-s", type=seconds, default=600.0)
     command.add_argument("--format", choices=["text", "json"], default="text")
-
-
-def _densities(text: str) -> list[float]:
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(0 <= density <= 1 for density in found):
-        raise UsageError(
-            f"--densities {text!r}: write numbers in 0..1, as in 0.001,0.01"
-        )
-    return found
 
 
 def _add_import(commands: _Commands) -> None:
     doc = "Time of import commrt beyond import numpy, in fresh interpreters."
     command = commands.add_parser("import", help=doc, description=doc)
     command.add_argument(
-        "--pairs", type=_count(1), default=15, help="interpreter pairs (15)"
+        "--pairs", type=count(1), default=15, help="interpreter pairs (15)"
     )
     command.add_argument("--format", choices=["text", "json"], default="text")
 

@@ -8,8 +8,8 @@ answered by one short message; bidirectional has a window in each direction.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,11 @@ import numpy as np
 from commrt.bench.timing_loop import (
     Array,
     Call,
+    Memory,
     Peer,
     expected_chunk,
     median_interval,
+    memory_of,
     numpy_dtype,
     worst_over_ranks,
 )
@@ -41,13 +43,13 @@ def measure_latency(
         return None
     here: Any = peer
     comm, other = here.comm, 1 - peer.rank
-    x = np.empty(nbytes // dtype.itemsize, dtype)
-    received = np.empty_like(x)
+    memory = memory_of(peer)
+    x, received = (memory.empty(nbytes // dtype.itemsize, dtype) for _ in range(2))
 
     def round_trips(count: int, fresh: bool) -> None:
         for _ in range(count):
             if fresh:
-                x.fill(1)
+                memory.fill(x, 1)
             if peer.rank == 0:
                 comm.send(x, dest=other, tag=_DATA_TAG)
                 comm.recv(received, source=other, tag=_DATA_TAG)
@@ -73,15 +75,15 @@ def measure_bandwidth(
     comm, other = here.comm, 1 - peer.rank
     sends = both or peer.rank == 0
     receives = both or peer.rank == 1
-    x = np.empty(nbytes // dtype.itemsize, dtype)
+    memory = memory_of(peer)
     # As in OSU, all receives of a window write one buffer.
-    received = np.empty_like(x)
-    answer = np.zeros(1, np.uint8)
+    x, received = (memory.empty(nbytes // dtype.itemsize, dtype) for _ in range(2))
+    answer = memory.empty(1, np.dtype(np.uint8))
 
     def windows(count: int, fresh: bool) -> None:
         for _ in range(count):
             if fresh and sends:
-                x.fill(7)
+                memory.fill(x, 7)
             pending = []
             for _ in range(window if receives else 0):
                 pending.append(
@@ -103,7 +105,7 @@ def measure_bandwidth(
     if _check(peer, row, windows, x, received if receives else None):
         _measure(peer, job, barrier, windows, 1, row)
     if "median_us" in row:
-        moved = x.nbytes * window * (2 if both else 1)
+        moved = int(x.nbytes) * window * (2 if both else 1)
         row["MBps"] = moved / row["median_us"]
     return row
 
@@ -112,14 +114,15 @@ def _check(
     peer: Peer, row: dict[str, Any], run: Run, x: Array, received: Array | None
 ) -> bool:
     """Exchange known data once; return, and note, whether it arrived everywhere."""
-    right = True
+    right, memory = True, memory_of(peer)
     if peer.rank < 2:
-        x[:] = _known(peer.rank, x)
+        memory.write(x, 0, _known(peer.rank, x))
         if received is not None:
-            received.fill(0)
+            memory.fill(received, 0)
         run(1, False)
         if received is not None:
-            right = bool(np.array_equal(received, _known(1 - peer.rank, x)))
+            found = memory.read(received, 0, received.size)
+            right = bool(np.array_equal(found, _known(1 - peer.rank, x)))
     wrong = worst_over_ranks(peer, [float(not right)])
     row["valid"] = not peer.agree(max(wrong, default=0.0))
     if not row["valid"]:
@@ -143,15 +146,19 @@ def _measure(
 ) -> None:
     """Repeat ``run`` on ranks 0 and 1; fill the row with rank 0's times."""
     active, fresh = peer.rank < 2, bool(job["fresh"])
+    memory = memory_of(peer)
     if active:
         run(int(job["warmup"]), fresh)
     calls, estimate_us = 3, 0.0
     for _ in range(3):
-        estimate_us = max(peer.agree(_timed(run, active, barrier, calls, fresh)), 1e-3)
+        once_us = _timed(memory, run, active, barrier, calls, fresh)
+        estimate_us = max(peer.agree(once_us), 1e-3)
         calls = max(1, math.ceil(float(job["floor_us"]) / estimate_us))
     fitting = int(job["budget_s"] * 1e6 / (calls * estimate_us))
     repetitions = max(3, min(int(job["iterations"]), fitting, 500))
-    samples = [_timed(run, active, barrier, calls, fresh) for _ in range(repetitions)]
+    samples = [
+        _timed(memory, run, active, barrier, calls, fresh) for _ in range(repetitions)
+    ]
     row["calls"] = calls
     if peer.rank == 0:
         row["samples_us"] = [round(us / trips_per_call, 4) for us in samples]
@@ -160,9 +167,9 @@ def _measure(
         )
 
 
-def _timed(run: Run, active: bool, barrier: Call, calls: int, fresh: bool) -> float:
+def _timed(
+    memory: Memory, run: Run, active: bool, barrier: Call, calls: int, fresh: bool
+) -> float:
+    """Return the µs of one of so many exchanges in a row."""
     barrier()
-    start = time.perf_counter_ns()
-    if active:
-        run(calls, fresh)
-    return (time.perf_counter_ns() - start) / calls / 1000.0
+    return memory.timed(partial(run, calls, fresh), 1) / calls if active else 0.0

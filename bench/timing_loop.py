@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one timing loop, the same text for commrt and for every peer.
 
-Self-contained on purpose (the standard library and numpy): an interpreter without
-commrt loads this file by its path. What is timed, and how:
+Self-contained on purpose (the standard library, numpy, and ``link_probe`` beside it):
+an interpreter without commrt loads this file by its path. What is timed, and how:
 
 - the result of one call is compared, element by element, with the expected one before
   any time counts;
@@ -22,21 +22,38 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING or __package__:
+    from commrt.bench.link_probe import (
+        PROBE_STEP,
+        FlagBarrier,
+        SharedFlags,
+        link_class_of,
+        probe_link,
+    )
+else:
+    from link_probe import (  # beside this file
+        PROBE_STEP,
+        FlagBarrier,
+        SharedFlags,
+        link_class_of,
+        probe_link,
+    )
 
 __all__ = [
     "PROBE_STEP",
     "Array",
     "FlagBarrier",
+    "HostMemory",
     "Measure",
+    "Memory",
     "Parts",
     "Peer",
     "SharedFlags",
@@ -47,6 +64,7 @@ __all__ = [
     "link_class_of",
     "load_job",
     "median_interval",
+    "memory_of",
     "numpy_dtype",
     "pin_rank",
     "probe_link",
@@ -62,23 +80,79 @@ Parts = Sequence[tuple[Array, "Array | None"]]  # x and out, for operations in f
 Call = Callable[[], object]
 Measure = Callable[["Peer", Mapping[str, Any], int, Call], "dict[str, Any] | None"]
 
-_LINE = 64
-NEAR_BELOW_NS = 200.0
-"""One-way flag latency, measured from Python, that separates near from far links."""
-
-_SPINS = 3000
-"""Polls, some 100 µs, before a rank that waits lets others have its CPU: longer than a
-peer with a CPU of its own is late, and far below what a scheduler gives at a time."""
-PROBE_STEP = 2000
-"""By how much the flag values of ``probe_link`` must grow from probe to probe."""
-_PROBE_NS, _PROBE_MOST_NS = 2_000_000, 20_000_000
-"""Time for one pair; where other programs leave it no undisturbed batch, at most."""
-_PROBE_BATCHES, _PROBE_ROUNDS = 19, 100
-_DISTURBED_NS = 5000.0
-"""One way; no two CPUs are as far apart, so one of the ranks was not on its own."""
-
 _BATCH = 10
 _CHUNK = 1 << 18
+
+
+class Memory(Protocol):
+    """Where arrays lie, and how calls on them are timed."""
+
+    def empty(self, count: int, dtype: np.dtype[Any]) -> Any:
+        """Return an array of so many elements."""
+
+    def split(self, array: Any, parts: int) -> list[Any]:
+        """Return equal parts of an array, which share its memory."""
+
+    def fill(self, array: Any, value: float) -> None:
+        """Set all elements, before what is called next on the array."""
+
+    def write(self, array: Any, low: int, values: Array) -> None:
+        """Set the elements from ``low`` on."""
+
+    def read(self, array: Any, low: int, high: int) -> Array:
+        """Return elements [low, high), after all that was called on the array."""
+
+    def timed(self, call: Call, calls: int) -> float:
+        """Return the µs that so many calls take, to the end of their work."""
+
+    def drain(self) -> None:
+        """Return once all that was called is done."""
+
+
+class HostMemory:
+    """Ordinary memory, and the host's clock: a call that has returned is done."""
+
+    def empty(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Return an array whose pages may not be mapped yet."""
+        return np.empty(count, dtype)
+
+    def split(self, array: Array, parts: int) -> list[Array]:
+        """Return views."""
+        return np.split(array, parts)
+
+    def fill(self, array: Array, value: float) -> None:
+        """Set all elements."""
+        array.fill(value)
+
+    def write(self, array: Array, low: int, values: Array) -> None:
+        """Set the elements from ``low`` on."""
+        array[low : low + len(values)] = values
+
+    def read(self, array: Array, low: int, high: int) -> Array:
+        """Return a view of elements [low, high)."""
+        return array[low:high]
+
+    def timed(self, call: Call, calls: int) -> float:
+        """Return the µs from before the first call to after the last."""
+        clock = time.perf_counter_ns
+        start = clock()
+        if calls == 1:  # without a loop in it
+            call()
+            return (clock() - start) / 1000.0
+        for _ in range(calls):
+            call()
+        return (clock() - start) / 1000.0
+
+    def drain(self) -> None:
+        """Do nothing."""
+
+
+_HOST = HostMemory()
+
+
+def memory_of(peer: Peer) -> Memory:
+    """Return where a peer's arrays lie: what it calls ``memory``, else the host's."""
+    return getattr(peer, "memory", _HOST)
 
 
 class Peer(Protocol):
@@ -134,125 +208,6 @@ def pin_rank(rank: int, size: int) -> list[int]:
     share = cpus[rank * len(cpus) // size : (rank + 1) * len(cpus) // size]
     os.sched_setaffinity(0, share)
     return share
-
-
-class SharedFlags:
-    """Lines of 64 bytes in shared memory: for the barrier, and for two-way probes."""
-
-    def __init__(self, path: str, size: int) -> None:
-        self.size = size
-        with open(path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 3 * size * _LINE)
-        self.words = memoryview(self._map).cast("Q")
-
-    @staticmethod
-    def create(path: str, size: int) -> None:
-        """Write the zeroed file that ``size`` ranks will map."""
-        with open(path, "wb") as file:
-            file.write(bytes(3 * size * _LINE))
-
-    def word(self, kind: int, rank: int) -> int:
-        """Return the index of a rank's word: kind 0 barrier, 1 ping, 2 pong."""
-        return (kind * self.size + rank) * (_LINE // 8)
-
-
-class FlagBarrier:
-    """A barrier of flags: each rank writes its own line and reads all others."""
-
-    def __init__(self, flags: SharedFlags, rank: int, oversubscribed: bool) -> None:
-        self._words = flags.words
-        self._mine = flags.word(0, rank)
-        self._others = [flags.word(0, r) for r in range(flags.size) if r != rank]
-        # A rank without a CPU of its own must let the others run at once; one with a
-        # CPU may have to share it with other programs.
-        self._spins = 0 if oversubscribed else _SPINS
-        self._epoch = 0
-
-    def __call__(self) -> None:
-        """Return once every rank has called."""
-        words = self._words
-        self._epoch = epoch = self._epoch + 1
-        words[self._mine] = epoch
-        for other in self._others:
-            for _ in repeat(None, self._spins):
-                if words[other] >= epoch:
-                    break
-            else:
-                while words[other] < epoch:
-                    os.sched_yield()
-
-
-def probe_link(flags: SharedFlags, rank: int, start: int) -> float:
-    """Return the worst one-way flag latency in ns between rank 0 and another rank.
-
-    A ping-pong on two lines of shared memory, written in Python: some 50 ns of the
-    figure are the interpreter's. Every rank takes part, each with a CPU of its own;
-    ``start`` must grow by ``PROBE_STEP`` from probe to probe. Right on rank 0, 0
-    elsewhere; -1 if a pair was hardly on two CPUs at once for 20 ms.
-    """
-    if rank != 0:
-        _echo(flags, rank, start)
-        return 0.0
-    found = [_ping_pong(flags, other, start) for other in range(1, flags.size)]
-    return -1.0 if math.inf in found else max(found, default=0.0)
-
-
-def _ping_pong(flags: SharedFlags, other: int, start: int) -> float:
-    """Return rank 0's best batch, infinity without any; the time is its to keep."""
-    words, ping = flags.words, flags.word(1, other)
-    begin_ns, best = time.perf_counter_ns(), math.inf
-    end_ns = begin_ns + _PROBE_MOST_NS
-    for batch in range(_PROBE_BATCHES):
-        first = start + 1 + batch * _PROBE_ROUNDS
-        found = _batch(words, ping, flags.word(2, other), first, end_ns)
-        best = min(best, found if found < _DISTURBED_NS else math.inf)
-        most_ns = _PROBE_NS if best < math.inf else _PROBE_MOST_NS
-        if time.perf_counter_ns() - begin_ns >= most_ns:
-            break
-    words[ping] = start + PROBE_STEP - 1  # the other one's sign to leave
-    return best
-
-
-def _batch(
-    words: memoryview[int], ping: int, pong: int, first: int, end_ns: int
-) -> float:
-    """Return ns one way, infinity if time ran out before the last answer."""
-    polls = repeat(None, _SPINS)  # for all rounds together: one undisturbed needs few
-    begin_ns = time.perf_counter_ns()
-    for value in range(first, first + _PROBE_ROUNDS):
-        words[ping] = value
-        for _ in polls:
-            if words[pong] == value:
-                break
-        else:
-            while words[pong] != value:
-                if time.perf_counter_ns() >= end_ns:
-                    return math.inf
-                os.sched_yield()
-    return (time.perf_counter_ns() - begin_ns) / (2 * _PROBE_ROUNDS)
-
-
-def _echo(flags: SharedFlags, rank: int, start: int) -> None:
-    """Answer what rank 0 asks, until it is done or out of time."""
-    words, ping, pong = flags.words, flags.word(1, rank), flags.word(2, rank)
-    value, last = start, start + PROBE_STEP - 1
-    while value != last:
-        for _ in repeat(None, _SPINS):
-            asked = words[ping]
-            if asked > value:
-                words[pong] = value = asked
-                break
-        else:
-            os.sched_yield()
-
-
-def link_class_of(latency_ns: float, ranks: int, cpus: int) -> str:
-    """Return near, far or oversubscribed; unknown where the probe ran out of time."""
-    if ranks > cpus:
-        return "oversubscribed"
-    if latency_ns < 0:
-        return "unknown"
-    return "near" if latency_ns < NEAR_BELOW_NS else "far"
 
 
 def median_interval(samples: list[float]) -> tuple[float, float, float]:
@@ -347,7 +302,8 @@ class Trial:
         dtype = numpy_dtype(job["dtype"])
         counts = element_counts(self.spec, nbytes, dtype.itemsize, peer.size)
         self.num_x, self.num_out = counts
-        allocate: Callable[..., Array] = np.empty
+        self.memory = memory_of(peer)
+        allocate: Callable[..., Array] = self.memory.empty
         if job["symmetric"]:
             allocate = cast(SharesMemory, peer).empty
         outstanding: int = job.get("outstanding", 0)
@@ -360,8 +316,9 @@ class Trial:
         self.parts: Parts = [(self.x, self.out)]
         self.call = peer.bind(self.coll, self.x, self.out, self.root)
         if outstanding:
-            xs = np.split(self.x, copies)
-            outs = [None] * copies if self.out is None else np.split(self.out, copies)
+            split = self.memory.split
+            xs = split(self.x, copies)
+            outs = [None] * copies if self.out is None else split(self.out, copies)
             self.parts = list(zip(xs, outs, strict=True))
             self.call = peer.bind_outstanding(self.coll, self.parts, self.root)
 
@@ -373,18 +330,19 @@ class Trial:
     def fill_out(self) -> None:
         """Touch the output, so that no page is mapped while the clock runs."""
         if self.out is not None:
-            self.out.fill(0)
+            self.memory.fill(self.out, 0)
 
     def rewrite(self, value: int) -> None:
         """Write the input as a training step would, with numbers that stay small."""
-        self.x.fill(value)
+        self.memory.fill(self.x, value)
 
     def is_right(self) -> bool:
         """Run one call on known data; return whether this rank's result is right."""
         for x, _ in self.parts:
             for low in range(0, self.num_x, _CHUNK):
                 high = min(low + _CHUNK, self.num_x)
-                x[low:high] = _pattern(self.peer.rank, low, high)
+                values = _pattern(self.peer.rank, low, high).astype(self.x.dtype)
+                self.memory.write(x, low, values)
         self.call()
         rank = self.peer.rank
         none_on = {"root": rank != self.root, "all but rank 0": rank == 0, "none": True}
@@ -397,32 +355,26 @@ class Trial:
         where = (plain, self.peer.rank, self.peer.size, self.root, self.num_x)
         for low in range(0, self.num_out, _CHUNK):
             high = min(low + _CHUNK, self.num_out)
-            if not np.array_equal(
-                result[low:high], expected_chunk(*where, low, high).astype(result.dtype)
-            ):
+            found = self.memory.read(result, low, high)
+            expected = expected_chunk(*where, low, high).astype(found.dtype)
+            if not np.array_equal(found, expected):
                 return False
         return True
 
 
 def _timed(trial: Trial, barrier: Call, calls: int, fresh: bool) -> float:
     """Return this rank's µs per call in one repetition."""
-    clock = time.perf_counter_ns
-    call = trial.call
+    timed, call = trial.memory.timed, trial.call
     if not fresh:
         barrier()
-        start = clock()
-        for _ in range(calls):
-            call()
-        return (clock() - start) / calls / 1000.0
-    elapsed = 0
+        return timed(call, calls) / calls
+    elapsed_us = 0.0
     for index in range(calls):
         trial.rewrite(index & 1)
         if index == 0:
             barrier()
-        start = clock()
-        call()
-        elapsed += clock() - start
-    return elapsed / calls / 1000.0
+        elapsed_us += timed(call, 1)
+    return elapsed_us / calls
 
 
 def worst_over_ranks(peer: Peer, values: list[float]) -> list[float]:

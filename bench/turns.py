@@ -14,7 +14,6 @@ import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,9 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from commrt.bench.device_memory import memory_for, placed, seen
 from commrt.bench.halo import extents
 from commrt.bench.options import check_dtype, osu_range
 from commrt.bench.own_ranks import report, tell
+from commrt.bench.timing_loop import HostMemory, Memory
 from commrt.dtypes import dtype_by_name
 from commrt.errors import UsageError
 from commrt.layouts import Block, Layout
@@ -66,6 +67,8 @@ def main(args: argparse.Namespace) -> int:
         "periodic": not getattr(args, "open", False),
         "density": getattr(args, "density", 0.0),
         "iterations": args.iterations,
+        "device": getattr(args, "device", "cpu"),
+        "timing": getattr(args, "timing", "events"),
     }
     return report(args, job, "commrt.bench.turns", measure, text)
 
@@ -76,13 +79,14 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
 
     runtime: Any = commrt
     comm = runtime.init()
+    memory = memory_for(comm, job["device"], job["timing"])
     rows = []
     for nbytes in job["sizes"]:
-        found = ways(comm, job, nbytes)
+        found = ways(comm, job, nbytes, memory)
         next(iter(found.calls.values()))()
         right = np.array([found.is_right()])
         comm.allreduce(right, op="land")
-        samples = _samples(comm, found.calls, int(job["iterations"]))
+        samples = _samples(comm, found.calls, int(job["iterations"]), memory)
         rows.append({"size": nbytes, "valid": bool(right[0]), "samples_us": samples})
     about = {
         "version": commrt.__version__,
@@ -95,7 +99,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _samples(
-    comm: Any, calls: Mapping[str, Call], iterations: int
+    comm: Any, calls: Mapping[str, Call], iterations: int, memory: Memory
 ) -> dict[str, list[float]]:
     """Time every call in turns, so that all of them meet the same machine."""
     spent: dict[str, list[float]] = {name: [] for name in calls}
@@ -103,9 +107,7 @@ def _samples(
         for name, call in calls.items():
             for _ in range(min(_TURN, iterations)):
                 comm.barrier()
-                start = time.perf_counter_ns()
-                call()
-                took = (time.perf_counter_ns() - start) / 1000
+                took = memory.timed(call, 1)
                 if turn:  # the first warms up
                     spent[name].append(took)
     return {
@@ -114,19 +116,29 @@ def _samples(
     }
 
 
-def ways(comm: Any, job: Mapping[str, Any], nbytes: int) -> Ways:
-    """Return the ways to do an operation on about so many bytes."""
+def ways(
+    comm: Any, job: Mapping[str, Any], nbytes: int, memory: Memory | None = None
+) -> Ways:
+    """Return the ways to do an operation on about so many bytes.
+
+    Where the arrays lie in the ``memory`` of a device, only commrt's.
+    """
+    memory = HostMemory() if memory is None else memory
     kind = np.dtype(dtype_by_name(job["dtype"]).name)
     count = max(1, nbytes // kind.itemsize)
     if job["operation"] == "redistribute":
-        return _redistribution(comm, kind, count)
+        return _redistribution(comm, kind, count, memory)
     if job["operation"] == "topk_allreduce":
         return _topk(comm, kind, count, job["density"])
-    return _neighbors(comm, job, kind, count)
+    return _neighbors(comm, job, kind, count, memory)
 
 
 def _neighbors(
-    comm: Any, job: Mapping[str, Any], kind: np.dtype[Any], count: int
+    comm: Any,
+    job: Mapping[str, Any],
+    kind: np.dtype[Any],
+    count: int,
+    memory: Memory,
 ) -> Ways:
     what = job["operation"]
     dims = tuple(job["grid"] or (0, 0))
@@ -139,22 +151,23 @@ def _neighbors(
         each = (rank * blocks + np.arange(blocks)) % 100 + 1
         return np.repeat(each, count).astype(kind)
 
-    x, out = sent_by(comm.rank), np.zeros(number * count, kind)
+    x = placed(memory, sent_by(comm.rank))
+    out = placed(memory, np.zeros(number * count, kind))
     more: dict[str, Any] = {}
     if what.endswith("v"):
         more["recv_counts"] = [count] * number
         if not gathers:
             more["send_counts"] = [count] * number
-    want = np.zeros_like(out)
+    want = np.zeros(number * count, kind)
     for at, source in enumerate(cart.neighbors):
         if source is not None:
             block = 0 if gathers else at ^ 1
             theirs = sent_by(source)[block * count : (block + 1) * count]
             want[at * count : (at + 1) * count] = theirs
     calls = {"commrt": getattr(cart.plan, what)(x, out=out, **more)}
-    if comm.mpi is not None:
+    if comm.mpi is not None and isinstance(memory, HostMemory):
         calls["mpi4py"] = _mpi_neighbors(comm.mpi, cart, what, x, np.zeros_like(out))
-    return Ways(calls, lambda: np.array_equal(out, want))
+    return Ways(calls, lambda: np.array_equal(seen(memory, out), want))
 
 
 def _mpi_neighbors(mpi: Any, cart: Any, what: str, x: Any, out: Any) -> Call:
@@ -178,7 +191,7 @@ def _byte() -> Any:
     return MPI.BYTE
 
 
-def _redistribution(comm: Any, kind: np.dtype[Any], count: int) -> Ways:
+def _redistribution(comm: Any, kind: np.dtype[Any], count: int, memory: Memory) -> Ways:
     """From whole rows to whole columns of a square."""
     size, me = comm.size, comm.rank
     side = max(1, math.isqrt(count * size))
@@ -187,15 +200,16 @@ def _redistribution(comm: Any, kind: np.dtype[Any], count: int) -> Ways:
     bounds = [side * rank // size for rank in range(size + 1)]
     ranges = list(pairwise(bounds))
     whole = np.arange(side * side).reshape(side, side) % 100
-    mine = np.ascontiguousarray(whole[slice(*ranges[me])].astype(kind))
+    part = np.ascontiguousarray(whole[slice(*ranges[me])].astype(kind))
     want = whole[:, slice(*ranges[me])].astype(kind)
-    out = np.zeros_like(want, order="C")
+    mine = placed(memory, part)
+    out = placed(memory, np.zeros_like(want, order="C"))
     calls: dict[str, Call] = {
         "commrt": comm.plan.redistribute(mine, rows, columns, out=out)
     }
-    if comm.mpi is not None:
+    if comm.mpi is not None and isinstance(memory, HostMemory):
         calls["mpi4py"] = _mpi_turned(comm.mpi, mine, np.zeros_like(out), ranges)
-    return Ways(calls, lambda: np.array_equal(out, want))
+    return Ways(calls, lambda: np.array_equal(seen(memory, out), want))
 
 
 def _mpi_turned(mpi: Any, mine: Any, out: Any, ranges: list[tuple[int, int]]) -> Call:
@@ -260,6 +274,8 @@ def text(job: Mapping[str, Any], found: Mapping[str, Any]) -> str:
         about = f", {grid} grid, {'periodic' if job['periodic'] else 'open ends'}"
     elif job["operation"] == "topk_allreduce":
         about = f", k is {job['density']:g} of the elements"
+    if job.get("device", "cpu") != "cpu":
+        about += f", arrays on a device ({job['device']}), by {job['timing']}"
     lines = [
         f"# commrt {found['version']}, {job['operation']}, {found['ranks']} ranks on "
         f"{found['nodes']} node(s), links {found['link_class']}, {job['dtype']}{about}",

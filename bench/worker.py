@@ -7,25 +7,33 @@ Only the public API is used: what is timed is what a user calls.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from commrt.bench import overlap, point_to_point, submit_cost, timing_loop
+from commrt.bench import (
+    device_overlap,
+    overlap,
+    point_to_point,
+    submit_cost,
+    timing_loop,
+)
 from commrt.bench.bench_operations import MULTI, bench_operation
-from commrt.bench.timing_loop import Array, Call, Measure, Parts
+from commrt.bench.device_memory import DeviceMemory, Timing, memory_for
+from commrt.bench.timing_loop import Array, Call, HostMemory, Measure, Memory, Parts
 from commrt.operations import OpSpec
 
-__all__ = ["CommrtPeer", "connect", "equal_counts", "measure_of", "run"]
+__all__ = ["CommrtPeer", "connect", "equal_counts", "measure_of", "run", "serve"]
 
 
 class CommrtPeer:
     """The collectives of a commrt communicator."""
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: Any, memory: Memory | None = None) -> None:
         self.comm = comm
+        self.memory: Memory = HostMemory() if memory is None else memory
         self.rank: int = comm.rank
         self.size: int = comm.size
 
@@ -78,10 +86,12 @@ class CommrtPeer:
         method = getattr(self.comm, coll)
         if spec is MULTI:
             assert out is not None
-            blocks = [np.split(array, self.size) for array in (x, out)]
+            blocks = [self.memory.split(array, self.size) for array in (x, out)]
             lists = [list(zip(each, range(self.size), strict=True)) for each in blocks]
             return partial(method, sends=lists[0], recvs=lists[1], **extra)
         if spec.x_count == "none":
+            if isinstance(self.memory, DeviceMemory):
+                extra = {**extra, "stream": self.memory.stream}
             return partial(method, **extra)
         if spec.has_root:
             extra = {**extra, "root": root}
@@ -97,8 +107,13 @@ def equal_counts(spec: OpSpec, num_x: int, size: int) -> dict[str, tuple[int, ..
     return dict.fromkeys(spec.count_arguments, (block,) * size)
 
 
-def connect() -> tuple[CommrtPeer, dict[str, Any]]:
-    """Start commrt; return the peer and what to record about it."""
+def connect(
+    device: str = "cpu", timing: Timing = "events"
+) -> tuple[CommrtPeer, dict[str, Any]]:
+    """Start commrt; return the peer and what to record about it.
+
+    ``device`` says where the peer's arrays lie: ``cpu``, ``cuda`` or ``thread``.
+    """
     import commrt
 
     # Through Any: the benchmarks sit above every layer and load before the API does.
@@ -111,7 +126,7 @@ def connect() -> tuple[CommrtPeer, dict[str, Any]]:
         versions["mpi4py"] = sys.modules["mpi4py"].__version__
         name = timing_loop.library_name(mpi.Get_library_version())
         library = f"{library} over {name}"
-    return CommrtPeer(comm), {
+    return CommrtPeer(comm, memory_for(comm, device, timing)), {
         "library": library,
         "versions": versions,
         "engine_link_class": str(comm.facts.link_class),
@@ -124,6 +139,7 @@ def measure_of(mode: str) -> Measure | None:
     modes: dict[str, Measure | None] = {
         "blocking": None,
         "nonblocking": overlap.measure_overlap,
+        "device_overlap": device_overlap.measure_overlap,
         "latency": point_to_point.measure_latency,
         "bw": point_to_point.measure_bandwidth,
         "bibw": point_to_point.measure_bandwidth,
@@ -135,7 +151,7 @@ def measure_of(mode: str) -> Measure | None:
 
 def run(job: Mapping[str, Any]) -> dict[str, Any] | None:
     """Run the job on the ranks this process belongs to; return the result on rank 0."""
-    peer, about = connect()
+    peer, about = connect(job["device"], job["timing"])
     rows = timing_loop.run_job(peer, job, measure_of(job["mode"]))
     if peer.rank != 0:
         return None
@@ -146,6 +162,12 @@ def run(job: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"peer": "commrt", "ranks": peer.size, **about, "rows": rows}
 
 
+def serve(path: str, connects: Callable[[str, Timing], Any]) -> None:
+    """Do the job of a launch with the peer that ``connects`` returns."""
+    job = timing_loop.load_job(path)
+    ready = partial(connects, job["device"], job["timing"])
+    timing_loop.work(path, ready, measure_of(job["mode"]))
+
+
 if __name__ == "__main__":
-    _job = timing_loop.load_job(sys.argv[1])
-    timing_loop.work(sys.argv[1], connect, measure_of(_job["mode"]))
+    serve(sys.argv[1], connect)

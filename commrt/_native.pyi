@@ -89,6 +89,12 @@ class Device:
     def event_destroy(self, event: int) -> None:
         """Give an event back."""
 
+    def event_elapsed(self, start: int, end: int) -> float:
+        """Microseconds between the latest records of two timed events; DeviceError
+        with status not_ready before both have happened, unsupported on simulated
+        devices.
+        """
+
     def event_query(self, event: int) -> bool:
         """Whether the latest record has happened; true if there is none."""
 
@@ -235,6 +241,9 @@ class Device:
 
     def stream_wait_external(self, stream: int, event: int) -> None:
         """Let each launch of the graph wait for the latest record of an event."""
+
+    def timed_event_create(self) -> int:
+        """Return a new event whose records know their time."""
 
     def unlock(self, token: int) -> None:
         """Give it back."""

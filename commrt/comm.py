@@ -28,6 +28,7 @@ from commrt.links import agree_link_class, measure_links, spins_for
 from commrt.memory_limit import check_fits
 from commrt.native_comms import Lease
 from commrt.neighbors import Graph
+from commrt.nvtx_ranges import ranges_around
 from commrt.operations import OPERATIONS, operation
 from commrt.persistent import Plans
 from commrt.remembered import Choices, remember
@@ -137,6 +138,7 @@ class Communicator(Fusing, Operations):
         if may_check and self.size > 1 and Checker.is_wanted():
             self._checker = Checker(self, self._private("check", limit))
             self._slow = True
+        self._ranges = ranges_around(self)
 
     # -- making ------------------------------------------------------------------
 

@@ -152,6 +152,22 @@ VARIABLES: tuple[Variable, ...] = (
         _text,
     ),
     Variable(
+        "COMMRT_NVTX",
+        "0|1",
+        "0",
+        "Ranges of NVTX around each call, for NVIDIA's profilers.",
+        False,
+        _flag,
+    ),
+    Variable(
+        "COMMRT_NVTX_LIB",
+        "path",
+        None,
+        "The libnvToolsExt.so.1 that takes the ranges of COMMRT_NVTX.",
+        False,
+        _text,
+    ),
+    Variable(
         "COMMRT_NVRTC_LIB",
         "path",
         None,

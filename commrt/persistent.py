@@ -20,6 +20,7 @@ from commrt.bound_calls import (
 from commrt.device_boxes import BoundBoxes
 from commrt.errors import UsageError, suggest
 from commrt.nccl_messages import NcclMessages
+from commrt.nvtx_ranges import NamedCall
 from commrt.operations import COLLECTIVES, operation
 from commrt.redistribution import bound_redistribution, make_redistribution
 from commrt.staging import BoundDeviceCall, BoundHostedCall
@@ -67,7 +68,15 @@ class Plans:
     def __getattr__(self, name: str) -> Callable[..., _Bound]:
         if name not in COLLECTIVES:
             raise AttributeError(f"no collective {name!r}{suggest(name, COLLECTIVES)}")
+        if self._comm._ranges is not None:
+            return partial(self._named, name)
         return partial(self._make, name)
+
+    def _named(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Return a bound call whose runs a profiler shows."""
+        made, ranges = self._make(name, *args, **kwargs), self._comm._ranges
+        assert ranges is not None
+        return NamedCall(made, ranges, *ranges.label(self._comm, name, args, kwargs))
 
     def __dir__(self) -> list[str]:
         return [*COLLECTIVES, *_OTHERS]

@@ -523,6 +523,7 @@ def unknown_handles_are_refused(rig: Rig) -> None:
         lambda: device.event_record(77, stream),
         lambda: device.stream_wait_event(stream, 77),
         lambda: device.event_query(77),
+        lambda: device.event_elapsed(77, 77),
         lambda: device.stream_destroy(0),
     ):
         with pytest.raises(UsageError):

@@ -133,6 +133,9 @@ Result cuEventCreate(Handle* out, unsigned flags) {
 Result cuEventRecord(Handle, Handle) { return called("cuEventRecord"); }
 Result cuEventQuery(Handle) { return called("cuEventQuery"); }
 Result cuEventDestroy(Handle) { return called("cuEventDestroy"); }
+Result cuEventElapsedTime(float* elapsed_ms, Handle, Handle) {
+  return *elapsed_ms = 1.5f, called("cuEventElapsedTime");
+}
 Result cuModuleLoadData(Handle* out, const void* image) {
   return *out = fresh(), called("cuModuleLoadData", static_cast<const char*>(image));
 }
@@ -201,7 +204,8 @@ Result cuGetProcAddress_v2(const char* name, void** out, int asked, std::uint64_
       ENTRY(cuEventRecordWithFlags), ENTRY(cuGraphInstantiateWithFlags), ENTRY(cuGraphDestroy),
       ENTRY(cuGraphLaunch), ENTRY(cuGraphExecDestroy),
       ENTRY(cuThreadExchangeStreamCaptureMode), ENTRY(cuEventCreate), ENTRY(cuEventRecord),
-      ENTRY(cuEventQuery), ENTRY(cuEventDestroy), ENTRY(cuModuleLoadData), ENTRY(cuModuleUnload),
+      ENTRY(cuEventQuery), ENTRY(cuEventDestroy), ENTRY(cuEventElapsedTime),
+      ENTRY(cuModuleLoadData), ENTRY(cuModuleUnload),
       ENTRY(cuModuleGetFunction), ENTRY(cuLaunchKernel), ENTRY(cuLaunchHostFunc),
       ENTRY(cuPointerGetAttributes), ENTRY(cuIpcGetMemHandle), ENTRY(cuIpcOpenMemHandle),
       ENTRY(cuIpcCloseMemHandle)};

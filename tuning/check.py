@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from commrt.bench.timing_loop import Array
+from commrt.bench.timing_loop import Array, HostMemory, Memory
 from commrt.operations import operation
 
 __all__ = ["fill", "is_right"]
@@ -25,6 +25,7 @@ _EXACT_UP_TO = {
     "float8_e5m2": 8,
 }
 """Integers up to here have no rounding; sums over many ranks go beyond."""
+_HOST = HostMemory()
 _WINDOW = _PERIOD << 14
 """Elements compared at a time; a multiple of the period."""
 
@@ -39,9 +40,15 @@ class _Piece(NamedTuple):
     add: int
 
 
-def fill(x: Array, rank: int) -> None:
-    """Write the input of ``rank``."""
-    _windows(x, _Piece(0, x.size, 0, 1, rank + 1), write=True)
+def fill(x: Any, rank: int, memory: Memory = _HOST) -> None:
+    """Write the input of ``rank`` into an array that lies in ``memory``."""
+    piece = _Piece(0, x.size, 0, 1, rank + 1)
+    if isinstance(memory, HostMemory):
+        _windows(x, piece, write=True)
+        return
+    values = np.empty(x.size, x.dtype)
+    _windows(values, piece, write=True)
+    memory.write(x, 0, values)
 
 
 def is_right(

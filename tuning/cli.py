@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from commrt.bench.device_memory import DEVICES, number_of_devices
 from commrt.console import until_reader_leaves
 from commrt.dtypes import dtype_by_name
 from commrt.errors import CommError, TableError, UsageError, suggest
@@ -16,6 +17,7 @@ from commrt.operations import COLLECTIVES, operation
 from commrt.select.facts import LINK_CLASSES, CommFacts, Query
 from commrt.select.fingerprint import available_cores
 from commrt.select.schema import DEFAULT_TIE_MARGIN
+from commrt.select.schema import DEVICES as MEMORIES
 from commrt.tuning import run
 from commrt.tuning.agreement import agreements, overall
 from commrt.tuning.decide import decide
@@ -75,6 +77,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="default: near, or oversubscribed where ranks outnumber the cores here",
     )
     explained.add_argument("--dtype", type=_dtype, default="float32")
+    explained.add_argument(
+        "--device", choices=MEMORIES, default="host", help="kind of memory (host)"
+    )
     return parser
 
 
@@ -100,6 +105,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="keep every repetition (.json, .json.gz)",
     )
     add("--dtype", type=_dtype, default="float32")
+    add(
+        *("-d", "--device"),
+        choices=DEVICES,
+        default="cpu",
+        help="where the arrays lie; thread is a device of threads, for trying (cpu)",
+    )
     add("--seed", type=int, default=1, help="of the order of measurement")
     add("--mpiexec", metavar="PATH", help="launcher (default: beside python, or PATH)")
     add("--hang", type=_seconds, default=30.0, metavar="S", help="silence allowed (30)")
@@ -107,12 +118,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     options = Options(
-        ranks=arguments.ranks or tuple(sorted({2, max(2, available_cores())})),
+        ranks=arguments.ranks or _all_ranks(arguments.device),
         ops=arguments.ops,
         launches=arguments.launches,
         budget_s=arguments.budget,
         max_nbytes=arguments.max_bytes,
         dtype=arguments.dtype,
+        device=arguments.device,
         seed=arguments.seed,
     )
     given = detect()
@@ -136,6 +148,12 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _all_ranks(device: str) -> tuple[int, ...]:
+    """Return two, and as many as there are cores or GPUs."""
+    most = number_of_devices(device) if device == "cuda" else available_cores()
+    return tuple(sorted({2, max(2, most)}))
+
+
 def _show(arguments: argparse.Namespace) -> int:
     print(show(table_of(arguments.table)))
     return 0
@@ -143,7 +161,9 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     redop = "sum" if operation(arguments.op).reduces else None
-    query = Query(arguments.op, arguments.nbytes, arguments.dtype, op=redop)
+    query = Query(
+        arguments.op, arguments.nbytes, arguments.dtype, arguments.device, op=redop
+    )
     ppn, cores = -(-arguments.ranks // arguments.nodes), available_cores()
     facts = CommFacts(
         size=arguments.ranks,

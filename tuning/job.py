@@ -72,6 +72,8 @@ class Job:
     """Candidates this much above the model's best are not tried; it is only a model."""
     loss_ratio: float = 1.5
     """A candidate whose fastest repetition is this much above the best is given up."""
+    device: str = "cpu"
+    """Where the arrays lie: cpu, cuda, or thread, a device of threads."""
     relative_ci: float = 0.05
     """Half width of the interval at which repetitions stop."""
     max_repetitions: int = 100

@@ -12,18 +12,24 @@ from typing import Any, cast
 
 import numpy as np
 
+from commrt import nccl
 from commrt.backends.prediction import predicted_us
+from commrt.backends.staged import on_host
+from commrt.bench.device_memory import DeviceMemory, local_rank, open_memory
 from commrt.bench.timing_loop import (
     PROBE_STEP,
     Array,
     Call,
     FlagBarrier,
+    HostMemory,
+    Memory,
     SharedFlags,
     Trial,
     link_class_of,
     probe_link,
 )
 from commrt.bench.worker import CommrtPeer, equal_counts
+from commrt.nccl.features import version_text
 from commrt.operations import operation
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.schema import Known
@@ -49,6 +55,8 @@ class _CandidatePeer(CommrtPeer):
         if spec.has_root:
             given["root"] = root
         given.update(equal_counts(spec, x.size, self.size))
+        if spec.x_count == "none" and isinstance(self.memory, DeviceMemory):
+            given["stream"] = self.memory.stream
         if out is not None and (spec.output_on != "root" or self.rank == root):
             given["out"] = out
         plan = getattr(self.comm.plan, coll)
@@ -67,14 +75,33 @@ class Session:
         flags: file of shared flags for the barrier before each repetition; None where
             the ranks were started by someone else and may span machines.
         turn: file that says whose turn it is; None where nobody wants to know.
+        device: where arrays lie: cpu, cuda or thread.
+        comm: the ranks; None: all that were started.
+        memory: of this rank's device; None: made for ``device``.
     """
 
-    def __init__(self, flags: str | None, turn: str | None = None) -> None:
+    def __init__(
+        self,
+        flags: str | None,
+        turn: str | None = None,
+        device: str = "cpu",
+        *,
+        comm: Any = None,
+        memory: DeviceMemory | None = None,
+    ) -> None:
         import commrt
 
         # Through Any: the tuner is written against the public methods only.
         runtime: Any = commrt
-        self._comm = runtime.init()
+        self._comm = runtime.init() if comm is None else comm
+        self.memory: Memory = HostMemory()
+        self._kind = "host" if device == "cpu" else "cuda"
+        if device != "cpu":
+            place = local_rank(self._comm.rank, self._comm.facts.layout)
+            self.memory = memory or open_memory(device, "events", place)
+            # The first call on a device is where ranks agree on who has NCCL.
+            self._comm.allreduce(self.memory.empty(1, np.dtype("float32")))
+            self.memory.drain()
         self._plain = CommrtPeer(self._comm)
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
@@ -110,21 +137,23 @@ class Session:
 
     def candidates(self, op: str, nbytes: int, dtype: str) -> Sequence[Candidate]:
         """Return what can run it here, simplest first; equal on all ranks."""
-        found = self._comm.candidates(op, nbytes, dtype=dtype, distinct=True)
+        found = self._comm.candidates(
+            op, nbytes, dtype=dtype, distinct=True, device=self._kind
+        )
         return cast("Sequence[Candidate]", found)
 
     def model_us(self, op: str, nbytes: int, dtype: str, candidate: Candidate) -> float:
         """Return what the model expects."""
         redop = "sum" if operation(op).reduces else None
-        query = Query(op, nbytes, dtype, op=redop)
-        return predicted_us(self.facts, query, candidate)
+        query = Query(op, nbytes, dtype, self._kind, op=redop)
+        return predicted_us(self.facts, *on_host(query, candidate))
 
     def buffers(self, op: str, nbytes: int, dtype: str) -> Trial:
         """Return the buffers that all candidates share."""
         spec = operation(op)
         kind = {"root": 0, "in_place": False, "symmetric": False}
         job = {"spec": spec.__dict__, "dtype": dtype, **kind}
-        return Trial(_CandidatePeer(self._comm), job, nbytes)
+        return Trial(_CandidatePeer(self._comm, self.memory), job, nbytes)
 
     def bind(self, trial: Trial, candidate: Candidate) -> Call:
         """Return the operation on these buffers, run by ``candidate``."""
@@ -153,6 +182,13 @@ class Session:
         library = getattr(self._comm, "mpi_library", None)
         if isinstance(library, str) and library:
             versions["mpi"] = library.splitlines()[0].strip(" \0")
+        if isinstance(self.memory, DeviceMemory):
+            device = self.memory.device
+            none = f"none: a device of {device.kind}"
+            versions["cuda"] = getattr(device, "name", none)
+            taken = nccl.taken()
+            if taken is not None:
+                versions["nccl"] = version_text(taken.version)
         return versions
 
 

@@ -20,7 +20,7 @@ from commrt.tuning.decide import Decision, decide
 from commrt.tuning.launch_states import in_usual_state
 from commrt.tuning.samples import Group, Recording
 from commrt.tuning.statistics import geometric_mean
-from commrt.tuning.table_writer import NATIVE
+from commrt.tuning.table_writer import NATIVES
 
 __all__ = ["Regret", "Verdict", "held_out_regret", "judge", "leave_one_out"]
 
@@ -42,7 +42,7 @@ class Regret:
     beyond: float
     """The largest low end of a ratio's interval; 1 where they all reach down to 1."""
     versus_native: float | None
-    """Time of the choice over that of mpi/native, None where it was not measured."""
+    """Time of the choice over that of the library's own, None where not measured."""
     unmeasured: int
     """Cells without a rule, or whose choice was not measured."""
     by_launch: float | None = None
@@ -71,7 +71,7 @@ class Verdict:
     beyond: float
     """Low end of the ratio's interval."""
     versus_native: float | None
-    """Time of the choice over that of mpi/native, None where it was not measured."""
+    """Time of the choice over that of the library's own, None where not measured."""
 
 
 def judge(choice: Candidate | None, launches: Iterable[_Row]) -> Verdict | None:
@@ -88,7 +88,7 @@ def judge(choice: Candidate | None, launches: Iterable[_Row]) -> Verdict | None:
         if other != choice and 2 * len(both) >= len(rows):
             ratios[other] = _ratio(choice, other, both)
     best = max(ratios, key=lambda one: ratios[one][0])
-    native = next((ratios[one][0] for one in ratios if one.name == NATIVE), None)
+    native = next((ratios[one][0] for one in ratios if one.name in NATIVES), None)
     return Verdict(choice, best, *ratios[best], native)
 
 

@@ -19,7 +19,7 @@ from commrt.tuning.decide import curves_of, tied
 from commrt.tuning.regret import judge
 from commrt.tuning.samples import Group, Recording
 from commrt.tuning.statistics import Estimate
-from commrt.tuning.table_writer import NATIVE
+from commrt.tuning.table_writer import NATIVES
 
 __all__ = ["Judged", "ReportCell", "Seen", "cells_of"]
 
@@ -130,7 +130,8 @@ def _tabled(cell: Cell, rules: Sequence[Rule], note: str) -> ReportCell:
         if second is not None:
             seen = times.setdefault(second.candidate, {})
             seen.setdefault(second.nbytes, Seen(second.us, second.ci, None))
-    own = times.setdefault(Candidate.parse(NATIVE), {})
+    on_device = cell.device not in (None, "host")
+    own = times.setdefault(Candidate.parse(NATIVES[on_device]), {})
     for nbytes, at in native.items():
         own.setdefault(nbytes, at)
     return ReportCell(
@@ -168,7 +169,7 @@ def _recorded(table: Table, recording: Recording) -> Iterator[ReportCell]:
             judged, unjudged = _judge(recording, group, op, rules)
             yield ReportCell(
                 op,
-                _title(Cell(op, *group, None, None, None)),
+                _title(Cell(op, *group, None, None)),
                 group.link_class,
                 group.ranks,
                 {one: _seen(curve.estimates) for one, curve in curves.items()},
@@ -208,7 +209,7 @@ def _rules(
         if one.facts.size == group.ranks
     )
     facts = CommFacts(group.ranks, group.nodes, group.ppn, cores, link_class)
-    hit = table.lookup(facts, Query(op, 0, _DTYPE))
+    hit = table.lookup(facts, Query(op, 0, _DTYPE, group.device))
     if hit is None:
         return [], "The table has no rule for this: the model decides."
     cell = hit.rule.cell

@@ -11,7 +11,7 @@ from commrt.select.facts import Candidate
 from commrt.tuning.report_cells import ReportCell, Seen
 from commrt.tuning.report_style import NATIVE_COLOUR, NUM_COLOURS
 from commrt.tuning.svg_chart import Line, Look, Span, chart, human_ratio
-from commrt.tuning.table_writer import NATIVE
+from commrt.tuning.table_writer import NATIVES
 
 __all__ = ["figures", "looks_of", "picks"]
 
@@ -29,12 +29,12 @@ def looks_of(cells: Sequence[ReportCell]) -> dict[Candidate, Look]:
     seen = dict.fromkeys(one for cell in cells for one in cell.times)
     seen.update(dict.fromkeys(rule.use for cell in cells for rule in cell.rules))
     ordered = sorted(
-        (one for one in seen if one.name != NATIVE), key=lambda one: -ranges[one]
+        (one for one in seen if one.name not in NATIVES), key=lambda one: -ranges[one]
     )
     looks = {
         one: Look(at % NUM_COLOURS, at // NUM_COLOURS) for at, one in enumerate(ordered)
     }
-    natives = [one for one in seen if one.name == NATIVE]
+    natives = [one for one in seen if one.name in NATIVES]
     return looks | {one: Look(NATIVE_COLOUR, at) for at, one in enumerate(natives)}
 
 

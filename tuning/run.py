@@ -8,7 +8,7 @@ import datetime
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from json import loads
 from pathlib import Path
@@ -18,7 +18,9 @@ from commrt.bench.raw_data import check_replaceable
 from commrt.errors import TableError, UsageError
 from commrt.select.fingerprint import this_machine
 from commrt.select.locate import user_table_path
+from commrt.select.rules import Rule
 from commrt.select.schema import DEFAULT_TIE_MARGIN
+from commrt.select.table import load_file
 from commrt.tuning.decide import decide
 from commrt.tuning.job import Job
 from commrt.tuning.launch import Ended, Message, choose_launcher, start_ranks
@@ -33,6 +35,7 @@ __all__ = [
     "check_outputs",
     "finish",
     "launched",
+    "other_memory",
     "terminated_like_interrupted",
     "within",
 ]
@@ -53,7 +56,7 @@ def launched(
     hang_s: float,
 ) -> str:
     """Start ranks of our own, measure, write the table; return the summary."""
-    check_outputs(out, raw)
+    check_outputs(out, raw, options.device)
     launcher = choose_launcher(mpiexec)
     progress = Progress(options.budget_s)
     load = os.getloadavg()[0]
@@ -82,11 +85,11 @@ def within(options: Options, *, out: Path | None, raw: Path | None) -> str | Non
     from commrt.tuning.measure import Session
     from commrt.tuning.worker import measure
 
-    session = Session(None)
+    session = Session(None, device=options.device)
     problem: UsageError | None = None
     if session.rank == 0:
         try:
-            check_outputs(out, raw)
+            check_outputs(out, raw, options.device)
         except UsageError as error:
             problem = error
     if session.agree(float(problem is not None)):
@@ -119,8 +122,16 @@ def terminated_like_interrupted() -> Iterator[None]:
             signal.signal(one, handler)
 
 
-def check_outputs(out: Path | None, raw: Path | None) -> None:
-    """Raise UsageError, before anything is measured, if a file cannot be written."""
+def check_outputs(out: Path | None, raw: Path | None, device: str = "cpu") -> None:
+    """Raise UsageError, before anything is measured, if a file cannot be written.
+
+    What a device of threads takes says nothing of a GPU, and is for no program to find.
+    """
+    if device == "thread" and out is None:
+        raise UsageError(
+            "-d thread: its times are those of threads, and a table of them would be "
+            "taken for a GPU's: name a file to look at with --out"
+        )
     table = out or user_table_path(this_machine())
     if raw is not None and raw.absolute() == table.absolute():
         raise UsageError(f"--raw {raw} is the table's file, too: give it another name")
@@ -161,6 +172,11 @@ def finish(
         raise TableError(f"no table was written: {'; '.join(_why_nothing(recording))}")
     regret = held_out_regret(recording, decisions)
     path = out or user_table_path(machine)
+    kept = () if out is not None else other_memory(path, options.device)
+    if kept:
+        recording.notes.append(
+            f"{len(kept)} rules for arrays elsewhere are kept as they were"
+        )
     table = make_table(
         decisions,
         machine,
@@ -168,9 +184,28 @@ def finish(
         method=_method(options, regret),
         tie_margin=DEFAULT_TIE_MARGIN,
         date=recording.date,
+        kept=kept,
     )
     write_table(table, path)
     return summarise(recording, decisions, regret, str(path), in_force=out is None)
+
+
+def other_memory(path: Path, device: str) -> Sequence[Rule]:
+    """Return the rules of a table that a run on ``device`` says nothing about.
+
+    None where there is no table, or one that cannot be read: it is replaced.
+    """
+    if not path.exists():
+        return ()
+    from commrt.tuning.measure import known_names
+
+    try:
+        rules = load_file(path, known_names()).rules
+    except TableError:
+        return ()
+    if device == "cpu":
+        return [rule for rule in rules if rule.match.device == "cuda"]
+    return [rule for rule in rules if rule.match.device in (None, "host")]
 
 
 def _why_nothing(recording: Recording) -> list[str]:

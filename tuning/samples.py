@@ -23,12 +23,13 @@ __all__ = ["Failure", "Group", "Launch", "Recording", "Sample", "line"]
 
 
 class Group(NamedTuple):
-    """Samples that can be compared: equal ranks, placement and link class."""
+    """Samples that can be compared: equal ranks, placement, links and memory."""
 
     ranks: int
     nodes: int
     ppn: int
     link_class: str
+    device: str = "host"
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,15 @@ class Launch:
     """What the communicator found."""
     held_out: bool
     """Whether it only judges the table, and does not shape it."""
+    device: str = "host"
+    """Kind of memory, as rules name it."""
 
     @property
     def group(self) -> Group:
         """With which launches it may be compared."""
         facts = self.facts
-        return Group(facts.size, facts.nodes, facts.ppn, facts.link_class)
+        where = facts.nodes, facts.ppn, facts.link_class
+        return Group(facts.size, *where, self.device)
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ class Recording:
         kind = message["tune"]
         if kind == "hello":
             facts = CommFacts(**message["facts"])
-            self.launches.setdefault(launch, Launch(launch, facts, held_out))
+            made = Launch(launch, facts, held_out, message.get("device", "host"))
+            self.launches.setdefault(launch, made)
             self.software = dict(message["software"])
         elif kind == "order":
             self._merge_order(message["op"], message["candidates"])

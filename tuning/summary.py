@@ -41,7 +41,8 @@ def human_nbytes(nbytes: int | None) -> str:
 def describe_group(group: Group) -> str:
     """Return ranks, nodes and link class for people."""
     nodes = "" if group.nodes == 1 else f" on {group.nodes} nodes"
-    return f"{group.ranks} ranks{nodes}, {group.link_class} links"
+    arrays = "" if group.device == "host" else f", {group.device} arrays"
+    return f"{group.ranks} ranks{nodes}, {group.link_class} links{arrays}"
 
 
 def summarise(
@@ -180,10 +181,11 @@ def _quality(recording: Recording, regret: Regret) -> list[str]:
             f"launches found best at that very size takes {regret.foresight:.3f}"
         )
     if regret.versus_native is not None:
-        lines.append(
-            f"  and {regret.versus_native:.2f} of the time of the MPI library's own "
-            f"collective (mpi/native)"
-        )
+        on_host = all(one.device == "host" for one in recording.launches.values())
+        own = "the MPI library's own collective (mpi/native)"
+        if not on_host:
+            own = "NCCL's own collective (nccl/native)"
+        lines.append(f"  and {regret.versus_native:.2f} of the time of {own}")
     if regret.unmeasured:
         plural = "" if regret.unmeasured == 1 else "s"
         lines.append(

@@ -16,10 +16,12 @@ from commrt.select.write import dump
 from commrt.tuning.decide import Decision, Range, tied
 from commrt.tuning.statistics import Estimate
 
-__all__ = ["NATIVE", "make_table", "write_table"]
+__all__ = ["NATIVE", "NATIVES", "make_table", "write_table"]
 
 NATIVE = "mpi/native"
 """The library's own collective: what every choice is compared with."""
+NATIVES = (NATIVE, "nccl/native")
+"""The same for either kind of memory; no group of launches has both."""
 
 
 def make_table(
@@ -30,14 +32,15 @@ def make_table(
     method: Mapping[str, object],
     tie_margin: float,
     date: str,
+    kept: Sequence[Rule] = (),
 ) -> Table:
-    """Return the table that the decisions make."""
+    """Return the table that the decisions make, with rules that are ``kept`` behind."""
     rules = tuple(
         _rule(decision, chosen, date)
         for decision in decisions
         for chosen in decision.ranges
     )
-    return Table(machine, rules, software, method, tie_margin)
+    return Table(machine, (*rules, *kept), software, method, tie_margin)
 
 
 def write_table(table: Table, path: Path) -> None:
@@ -57,7 +60,7 @@ def _rule(decision: Decision, chosen: Range, date: str) -> Rule:
         nodes=group.nodes,
         ppn=group.ppn,
         link_class=group.link_class,
-        device="host",
+        device=group.device,
     )
     return Rule(decision.op, match, chosen.candidate, _evidence(decision, chosen, date))
 
@@ -72,7 +75,7 @@ def _evidence(decision: Decision, chosen: Range, date: str) -> Evidence:
     natives = [
         curve.estimates
         for candidate, curve in decision.curves.items()
-        if candidate.name == NATIVE
+        if candidate.name in NATIVES
     ]
     points = tuple(
         _point(nbytes, mine[nbytes], natives[0].get(nbytes) if natives else None)

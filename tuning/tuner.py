@@ -17,7 +17,7 @@ from commrt.tuning.job import Item, Job, size_pairs
 from commrt.tuning.launch import Message, Start
 from commrt.tuning.progress import Progress
 from commrt.tuning.samples import Recording
-from commrt.tuning.table_writer import NATIVE
+from commrt.tuning.table_writer import NATIVES
 from commrt.tuning.variants import sizes_to_refine, variants_to_try
 
 __all__ = ["Options", "jobs_within", "losers", "run_launches"]
@@ -55,6 +55,8 @@ class Options:
     """Largest whole vector."""
     dtype: str = "float32"
     """Element type."""
+    device: str = "cpu"
+    """Where the arrays lie: cpu, cuda, or thread, a device of threads."""
     seed: int = 1
     """Of the order of measurement."""
 
@@ -249,6 +251,7 @@ class _Launch:
             budget_s=left_s,
             excluded=tuple(sorted(failed)),
             skipped=tuple(self._skipped(lost)),
+            device=options.device,
             variants=self._variants(),
             refined=() if self._held_out else self._refined(),
         )
@@ -333,7 +336,7 @@ def losers(recording: Recording, ranks: int, ratio: float = 1.5) -> list[Item]:
     return [
         item
         for item, verdicts in lost.items()
-        if all(verdicts) and len(verdicts) >= 2 and item.candidate != NATIVE
+        if all(verdicts) and len(verdicts) >= 2 and item.candidate not in NATIVES
     ]
 
 
@@ -347,6 +350,7 @@ def jobs_within(options: Options, number: int, share_s: float) -> Job:
         dtype=options.dtype,
         max_nbytes=options.max_nbytes,
         held_out=number > 0,
+        device=options.device,
         seed=options.seed * 1000 + number,
         budget_s=share_s,
     )

@@ -169,9 +169,5 @@ def _verdict(runner: Runner, job: Job, best_us: float) -> float:
 
 def _repetition(session: Session, call: Call, calls: int) -> float:
     """Return this rank's microseconds per call, after a barrier."""
-    clock = time.perf_counter_ns
     session.barrier()
-    start = clock()
-    for _ in range(calls):
-        call()
-    return (clock() - start) / calls / 1000.0
+    return session.memory.timed(call, calls) / calls

@@ -16,15 +16,19 @@ from statistics import median
 
 from commrt.backends.planning import TransportParams, split_params
 from commrt.backends.prediction import full_nbytes
-from commrt.backends.variants import transport_variants
+from commrt.backends.staged import PIECE
+from commrt.backends.variants import piece_variants, transport_variants
 from commrt.select.facts import Candidate, Query
 from commrt.select.schema import DEFAULT_TIE_MARGIN
 from commrt.tuning.decide import decide
 from commrt.tuning.job import Item, middle, size_pairs
 from commrt.tuning.samples import Recording
-from commrt.tuning.table_writer import NATIVE
+from commrt.tuning.table_writer import NATIVES
 
 __all__ = ["sizes_to_refine", "variants_to_try"]
+
+DEVICE_BACKENDS = ("staged", "nccl")
+"""Their host's transport is not what takes time; how calls are cut into pieces is."""
 
 _AHEAD = 0.98
 """Time of a variant over that of its leader that is worth a further launch."""
@@ -123,7 +127,7 @@ def _in_the_running(
     )
     nodes = next(layouts, None)
     for (op, nbytes, _), ratios in _ratios(recording, ranks).items():
-        schedules = {one: r for one, r in ratios.items() if one.name != NATIVE}
+        schedules = {one: r for one, r in ratios.items() if one.name not in NATIVES}
         plain = {one: median(r) for one, r in schedules.items() if not _is_variant(one)}
         if not plain:
             continue
@@ -133,11 +137,15 @@ def _in_the_running(
             (op, nbytes),
             [
                 one
-                for one in transport_variants(
-                    *(op, leader, ranks, full, dtype),
-                    thorough=thorough,
-                    crowded=crowded,
-                    nodes=nodes,
+                for one in (
+                    piece_variants(leader, full)
+                    if leader.backend in DEVICE_BACKENDS
+                    else transport_variants(
+                        *(op, leader, ranks, full, dtype),
+                        thorough=thorough,
+                        crowded=crowded,
+                        nodes=nodes,
+                    )
                 )
                 if (op, one) not in failed
                 and _may_win(schedules.get(one, []), plain[leader])
@@ -150,7 +158,8 @@ def _may_win(ratios: list[float], leader: float) -> bool:
 
 
 def _is_variant(candidate: Candidate) -> bool:
-    return split_params(candidate.params)[1] != TransportParams()
+    params = candidate.params
+    return PIECE in params or split_params(params)[1] != TransportParams()
 
 
 def _ratios(

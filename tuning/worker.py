@@ -11,6 +11,7 @@ once more.
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 import signal
 import sys
@@ -21,13 +22,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commrt.bench.timing_loop import Call, Trial
+from commrt.bench.timing_loop import Array, Call, Trial
 from commrt.errors import CommError
 from commrt.select.facts import Candidate
 from commrt.tuning import check
 from commrt.tuning.job import NOBODY, Item, Job, sizes
 from commrt.tuning.samples import line
-from commrt.tuning.table_writer import NATIVE
+from commrt.tuning.table_writer import NATIVES
 from commrt.tuning.turns import Outcome, ready, take_turns
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ def measure(session: Session, job: Job, emit: Emit) -> None:
         if session.rank == 0:
             emit(line(kind, **content))
 
-    say("hello", facts=asdict(session.facts), software=session.software())
+    memory = "host" if job.device == "cpu" else "cuda"
+    facts, software = asdict(session.facts), session.software()
+    say("hello", facts=facts, software=software, device=memory)
     cells = deque(_cells(session, job, say))
     numbers = {
         item: n for n, item in enumerate(item for cell in cells for item in cell)
@@ -177,8 +180,15 @@ def _promising(
         candidate: session.model_us(op, nbytes, job.dtype, candidate)
         for candidate in candidates
     }
-    limit = min(costs.values(), default=0.0) * job.model_ratio
-    return [one for one, us in costs.items() if us <= limit or one.name == NATIVE]
+    # Each backend by itself: the model says nothing of copies to the host, or of NCCL.
+    least: dict[str, float] = {}
+    for one, us in costs.items():
+        least[one.backend] = min(us, least.get(one.backend, math.inf))
+    return [
+        one
+        for one, us in costs.items()
+        if us <= least[one.backend] * job.model_ratio or one.name in NATIVES
+    ]
 
 
 def _checked(session: Session, trial: Trial, item: Item) -> Call | str:
@@ -200,7 +210,7 @@ def _checked(session: Session, trial: Trial, item: Item) -> Call | str:
 
 def _is_right(session: Session, trial: Trial, call: Call) -> bool:
     """Run one call on known data; return whether this rank's result is right."""
-    check.fill(trial.x, session.rank)
+    check.fill(trial.x, session.rank, trial.memory)
     trial.fill_out()  # or the last candidate's result would still be there
     call()
     if trial.spec["output_on"] == "none":
@@ -209,12 +219,18 @@ def _is_right(session: Session, trial: Trial, call: Call) -> bool:
         return True
     return check.is_right(
         trial.coll,
-        trial.x if trial.out is None else trial.out,
+        _seen(trial),
         rank=session.rank,
         size=session.size,
         root=trial.root,
         num_x=trial.num_x,
     )
+
+
+def _seen(trial: Trial) -> Array:
+    """Return the result where the host can read it."""
+    result = trial.x if trial.out is None else trial.out
+    return trial.memory.read(result, 0, result.size)
 
 
 def _die_with_the_launcher() -> None:
@@ -233,7 +249,7 @@ def main(argv: list[str]) -> None:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
-    measure(Session(job.flags, job.turn), job, emit)
+    measure(Session(job.flags, job.turn, job.device), job, emit)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from commrt import algorithms
 from commrt.backends.footprint import LANE_NBYTES, footprint
 from commrt.backends.planning import INLINE_NBYTES, TransportParams, split_params
+from commrt.backends.staged import PIECE, PIECE_NBYTES
 from commrt.dtypes import dtype_by_name
 from commrt.operations import operation
 from commrt.schedule.nodes import Nodes
 from commrt.select.facts import Candidate, ParamValue
 
-__all__ = ["transport_variants"]
+__all__ = ["piece_variants", "transport_variants"]
 
 _CHUNKS = (65536, 131072, 262144, 524288)
 _BY_FRAGMENT: tuple[dict[str, ParamValue], ...] = (
@@ -25,9 +26,28 @@ _BY_FRAGMENT: tuple[dict[str, ParamValue], ...] = (
 _STREAMED_FROM_NBYTES = 4 << 20
 """Below, caches keep what a transport writes, and plain stores win anywhere."""
 
+_PIECES = (1 << 18, 1 << 22, 1 << 24)
+"""Bytes of the pieces of a staged call that are tried beside its default."""
 _SPINS = (0, 4)
 _YIELDS_SHOW_NBYTES = 1 << 19
 """Beyond, the switch from one rank to the next is a small part of the time."""
+
+
+def piece_variants(candidate: Candidate, full_nbytes: int) -> list[Candidate]:
+    """Return a staged ``candidate`` with pieces of other lengths.
+
+    Left out is what would run the same: pieces that hold the whole vector, where those
+    of the default hold it, too. For other backends there is none.
+    """
+    if candidate.backend != "staged" or PIECE in candidate.params:
+        return []
+    found, longest = [], PIECE_NBYTES
+    for nbytes in _PIECES:
+        if nbytes < min(full_nbytes, PIECE_NBYTES) or longest < full_nbytes:
+            params = {**candidate.params, PIECE: nbytes}
+            found.append(Candidate(candidate.backend, candidate.algorithm, params))
+            longest = max(longest, nbytes)
+    return found
 
 
 def transport_variants(

@@ -112,6 +112,11 @@ class DeviceArray:
         return self._address
 
     @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         stream = current_stream(self.device)
         return {

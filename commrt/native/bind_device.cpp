@@ -176,6 +176,18 @@ void bind_device(nb::module_& m) {
   device.def("stream_wait_event",
              [](const D& d, Stream s, Event e) { call(d, &Api::stream_wait_event, s, e); },
              nb::arg("stream"), nb::arg("event"), "Let a stream wait for the latest record.");
+  device.def("timed_event_create", [](const D& d) {
+    Event out = 0;
+    call(d, &Api::timed_event_create, &out);
+    return out;
+  }, "Return a new event whose records know their time.");
+  device.def("event_elapsed", [](const D& d, Event from, Event to) {
+    double elapsed_us = 0;
+    call(d, &Api::event_elapsed, from, to, &elapsed_us);
+    return elapsed_us;
+  }, nb::arg("start"), nb::arg("end"),
+     "Microseconds between the latest records of two timed events; DeviceError with status\n"
+     "not_ready before both have happened, unsupported on simulated devices.");
   device.def("write_value32", [](const D& d, Stream s, Address flag, std::uint32_t value) {
     call(d, &Api::write_value32, s, flag_at(flag), value);
   }, nb::arg("stream"), nb::arg("flag"), nb::arg("value"), "Write a flag, after all before it.");

@@ -155,10 +155,25 @@ DeviceStatus memcpy_async(Device* device, void* dst, const void* src, std::size_
   return COMMRT_DRIVER(device, cuMemcpyAsync, pointer(dst), pointer(src), nbytes, handle(stream));
 }
 
-DeviceStatus event_create(Device* device, Event* out) {
+DeviceStatus make_event(Device* device, unsigned flags, Event* out) {
   Handle made = nullptr;
-  const auto status = COMMRT_DRIVER(device, cuEventCreate, &made, kDisableTiming);
+  const auto status = COMMRT_DRIVER(device, cuEventCreate, &made, flags);
   if (status == DeviceStatus::Ok) *out = number(made);
+  return status;
+}
+
+DeviceStatus event_create(Device* device, Event* out) {
+  return make_event(device, kDisableTiming, out);
+}
+
+DeviceStatus timed_event_create(Device* device, Event* out) { return make_event(device, 0, out); }
+
+// The driver counts milliseconds, and resolves about half a microsecond.
+DeviceStatus event_elapsed(Device* device, Event from, Event to, double* elapsed_us) {
+  float elapsed_ms = 0;
+  const auto status =
+      COMMRT_DRIVER(device, cuEventElapsedTime, &elapsed_ms, handle(from), handle(to));
+  if (status == DeviceStatus::Ok) *elapsed_us = 1000.0 * static_cast<double>(elapsed_ms);
   return status;
 }
 
@@ -477,7 +492,8 @@ DeviceStatus make_current(Device* device, bool enter) {
 const DeviceApi kApi = {
     "cuda",        alloc,          free_,         pinned_alloc,       pinned_free,
     stream_create, stream_destroy, stream_synchronize, memcpy_async,  event_create,
-    event_record,  event_query,    event_destroy, stream_wait_event,  write_value32,
+    event_record,  event_query,    event_destroy, stream_wait_event,  timed_event_create,
+    event_elapsed, write_value32,
     wait_value32_geq, launch_reduce, launch_copy, launch_scaled_sum, launch_divide,
     launch_boxes,  launch_host,    load_kernels,  ptr_attributes,     is_capturing,
     exchange_capture_mode, begin_capture, end_capture, capture_id,    event_record_external,

@@ -73,6 +73,7 @@ bool fill(Driver* driver, Lookup2 lookup, std::string* why) {
   COMMRT_CUDA(cuEventRecord);
   COMMRT_CUDA(cuEventQuery);
   COMMRT_CUDA(cuEventDestroy);
+  COMMRT_CUDA(cuEventElapsedTime);
   COMMRT_CUDA(cuModuleLoadData);
   COMMRT_CUDA(cuModuleUnload);
   COMMRT_CUDA(cuModuleGetFunction);

@@ -126,6 +126,7 @@ struct Driver {
   Result (*cuEventRecord)(Handle, Handle);
   Result (*cuEventQuery)(Handle);
   Result (*cuEventDestroy)(Handle);
+  Result (*cuEventElapsedTime)(float* elapsed_ms, Handle from, Handle to);
   Result (*cuModuleLoadData)(Handle*, const void*);
   Result (*cuModuleUnload)(Handle);
   Result (*cuModuleGetFunction)(Handle*, Handle, const char*);

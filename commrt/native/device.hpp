@@ -77,6 +77,11 @@ struct DeviceApi {
   DeviceStatus (*event_query)(Device*, Event);  // Ok or NotReady
   DeviceStatus (*event_destroy)(Device*, Event);
   DeviceStatus (*stream_wait_event)(Device*, Stream, Event);
+  // An event whose records know their time; it costs a little more. Microseconds between the
+  // latest records of two of them: NotReady before both have happened, Invalid without a record
+  // or a time, Unsupported where time means nothing (simulated devices).
+  DeviceStatus (*timed_event_create)(Device*, Event* out);
+  DeviceStatus (*event_elapsed)(Device*, Event from, Event to, double* elapsed_us);
 
   // Flags are aligned 32-bit words. What came before a write in its stream is visible to who
   // sees it; the wait is cyclic: int32(*flag - value) >= 0.

@@ -125,6 +125,16 @@ DeviceStatus event_create(Device* device, Event* out) {
   return DeviceStatus::Ok;
 }
 
+DeviceStatus timed_event_create(Device* device, Event* out) {
+  Call call(device, "timed_event_create");
+  if (call.refused()) return call.status;
+  *out = call.device->next_event++;
+  const auto event = std::make_shared<EventState>();
+  event->is_timed = true;
+  call.device->events[*out] = event;
+  return DeviceStatus::Ok;
+}
+
 DeviceStatus event_record(Device* device, Event handle, Stream on) {
   Call call(device, "event_record");
   if (call.refused()) return call.status;
@@ -132,6 +142,7 @@ DeviceStatus event_record(Device* device, Event handle, Stream on) {
   const auto stream = event ? call.stream(on) : nullptr;
   if (!stream) return call.status;
   auto record = std::make_shared<Record>();
+  record->is_timed = event->is_timed;
   if (stream->capture && stream->capture->active) {
     record->captured = true;
     record->capture = stream->capture;
@@ -154,6 +165,27 @@ DeviceStatus event_query(Device* device, Event handle) {
   if (call.breaks(record->capture.lock(), "of an event that was recorded in a stream that is captured"))
     return call.status;
   return record->done.load() ? DeviceStatus::Ok : DeviceStatus::NotReady;
+}
+
+DeviceStatus event_elapsed(Device* device, Event from, Event to, double* elapsed_us) {
+  Call call(device, "event_elapsed");
+  if (call.refused()) return call.status;
+  const Record* records[2] = {};
+  const Event handles[2] = {from, to};
+  for (int i = 0; i < 2; ++i) {
+    const auto event = call.event(handles[i]);
+    if (!event) return call.status;
+    if (!event->is_timed || !event->latest)
+      return call.invalid("event " + std::to_string(handles[i]) +
+                          (event->is_timed ? " was never recorded"
+                                           : " has no time: make it by timed_event_create()"));
+    records[i] = event->latest.get();
+  }
+  if (!records[0]->done.load() || !records[1]->done.load())
+    return device_fails(DeviceStatus::NotReady,
+                        "event_elapsed(): an event has not happened yet");
+  *elapsed_us = std::chrono::duration<double, std::micro>(records[1]->at - records[0]->at).count();
+  return DeviceStatus::Ok;
 }
 
 DeviceStatus event_destroy(Device* device, Event handle) {
@@ -420,7 +452,8 @@ DeviceStatus pause(Device* device) {
 const DeviceApi kTable = {
     "threads",     alloc,          free_,         pinned_alloc,       pinned_free,
     stream_create, stream_destroy, stream_synchronize, memcpy_async,  event_create,
-    event_record,  event_query,    event_destroy, stream_wait_event,  write_value32,
+    event_record,  event_query,    event_destroy, stream_wait_event,  timed_event_create,
+    event_elapsed, write_value32,
     wait_value32_geq, launch_reduce, launch_copy, launch_scaled_sum, launch_divide,
     launch_boxes,  launch_host,    load_kernels,  ptr_attributes,     is_capturing,
     exchange_capture_mode, begin_capture, end_capture, capture_id,    event_record_external,

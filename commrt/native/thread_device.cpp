@@ -66,6 +66,7 @@ void execute(Command& command, ThreadDevice* device) {
       break;
     case Kind::Boxes: run_boxes(*command.boxes); break;
     case Kind::Record:
+      if (command.record->is_timed) command.record->at = std::chrono::steady_clock::now();
       command.record->done.store(true);
       signal().changed();
       break;

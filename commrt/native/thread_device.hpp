@@ -72,6 +72,9 @@ struct Capture;
 
 struct Record {
   std::atomic<bool> done{false};
+  // Of a timed event: when it happened, written before `done`.
+  bool is_timed = false;
+  std::chrono::steady_clock::time_point at;
   bool captured = false;           // then it happens at launches only
   std::weak_ptr<Capture> capture;  // which holds it
   Progress known;                  // in a capture: what it comes after
@@ -80,6 +83,7 @@ struct Record {
 // What an event stands for, also once it is destroyed.
 struct EventState {
   std::shared_ptr<Record> latest;  // null: never recorded
+  bool is_timed = false;
 };
 
 struct StreamState;

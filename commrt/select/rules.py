@@ -82,7 +82,8 @@ class Point:
     launches: int
     """Launches."""
     native_us: float | None = None
-    """What ``mpi/native`` took at the same bytes, in the same launches."""
+    """What ``mpi/native``, or ``nccl/native`` on devices, took at the same bytes, in
+    the same launches."""
 
 
 @dataclass(frozen=True)

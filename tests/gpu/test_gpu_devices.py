@@ -9,6 +9,7 @@ import pytest
 import staged_model
 from device_probes import PROBES, Rig
 from graph_probes import GRAPH_PROBES
+from timing_probes import TIMING_PROBES
 
 from commrt.devices import CudaDevice
 from commrt.devices.cuda import open_device, why_missing
@@ -28,7 +29,9 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize(
-    "probe", PROBES + GRAPH_PROBES, ids=lambda probe: probe.__name__
+    "probe",
+    PROBES + GRAPH_PROBES + TIMING_PROBES,
+    ids=lambda probe: probe.__name__,
 )
 def test_a_gpu_passes(probe: Callable[[Rig], None], rig: Rig) -> None:
     probe(rig)

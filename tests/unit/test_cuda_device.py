@@ -179,6 +179,8 @@ def test_arguments_reach_the_driver(fake: Fake, device: CudaDevice) -> None:
     device.write(pinned, data(1))
     device.memcpy_async(pinned, pinned + 8, 8, stream)
     device.event_create()
+    timed = device.timed_event_create(), device.timed_event_create()
+    assert device.event_elapsed(*timed) == 1500
     device.write_value32(stream, pinned, 5)
     device.wait_value32_geq(stream, pinned, 6)
     assert device.ipc_open(b"\x07" * 64) == 0x5000
@@ -190,6 +192,8 @@ def test_arguments_reach_the_driver(fake: Fake, device: CudaDevice) -> None:
         "cuMemAlloc(1)",
         f"cuMemcpyAsync(8,{stream})",
         "cuEventCreate(2)",
+        *["cuEventCreate(0)"] * 2,
+        "cuEventElapsedTime()",
         "cuStreamWriteValue32(5,0)",
         "cuStreamWaitValue32(6,0)",
         "cuIpcOpenMemHandle(7,1)",

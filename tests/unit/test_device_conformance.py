@@ -11,11 +11,12 @@ from collections.abc import Callable
 import pytest
 from device_probes import PROBES, STRICT_PROBES, Rig
 from graph_probes import GRAPH_PROBES
+from timing_probes import TIMING_PROBES
 
 from commrt.devices import SimWorld, ThreadDevice
 
 Probe = Callable[[Rig], None]
-ALL = PROBES + STRICT_PROBES + GRAPH_PROBES
+ALL = PROBES + STRICT_PROBES + GRAPH_PROBES + TIMING_PROBES
 SEEDS = 30
 FULL_SEEDS = 500
 

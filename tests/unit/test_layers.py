@@ -78,6 +78,7 @@ LAYERS = (
         "nccl_calls",
         "nccl_messages",
         "neighbors",
+        "nvtx_ranges",
         "persistent",
         "point_to_point",
         "remembered",

@@ -9,7 +9,7 @@ import pytest
 from tuning_recordings import DIRECT, NATIVE, Truth, record
 from tuning_recordings import TRUTH as CROSSING
 
-from commrt.backends.variants import transport_variants
+from commrt.backends.variants import piece_variants, transport_variants
 from commrt.select.facts import Candidate, CommFacts, LinkClass
 from commrt.tuning.job import middle
 from commrt.tuning.samples import Failure
@@ -218,3 +218,26 @@ def test_what_wins_between_near_cores_alone_goes_on_to_be_tried() -> None:
         )
     items = variants_to_try(near, 2, "float32", MAX_NBYTES, held_out=False)
     assert str(WIDE) in {one.candidate for one in items if one.nbytes == 8 << 20}
+
+
+def test_pieces_of_staged_calls_are_tried_where_they_differ() -> None:
+    ring = Candidate("staged", "ring")
+
+    def pieces(full_nbytes: int) -> list[int]:
+        return [int(one.params["piece"]) for one in piece_variants(ring, full_nbytes)]
+
+    assert pieces(1 << 18) == []  # one piece in any case
+    assert pieces(1 << 20) == [1 << 18]
+    assert pieces(4 << 20) == [1 << 18, 1 << 22]
+    assert pieces(64 << 20) == [1 << 18, 1 << 22, 1 << 24]
+    assert piece_variants(Candidate("nccl", "ring"), 64 << 20) == []
+    assert piece_variants(Candidate("staged", "ring", {"piece": 9}), 64 << 20) == []
+
+
+def test_the_leader_on_devices_is_tried_with_other_pieces() -> None:
+    staged, native = Candidate("staged", "direct"), Candidate("nccl", "native")
+    truth: Truth = {staged: lambda n: 9 + 6e-5 * n, native: lambda n: 20 + 9e-5 * n}
+    found = tried(truth, launches=1)
+    wanted = {Candidate("staged", "direct", {"piece": n}) for n in (1 << 18, 1 << 22)}
+    assert wanted <= found[8 << 20]
+    assert all("chunk" not in one.params for each in found.values() for one in each)

@@ -224,6 +224,7 @@ def test_the_options_of_the_command_line_are_frozen() -> None:
     options = {text for action in run._actions for text in action.option_strings}
     assert options == {
         *("-h", "--help", "--ranks", "--budget", "--launches", "--ops", "--max-bytes"),
+        *("-d", "--device"),
         *("--out", "--raw", "--dtype", "--seed", "--mpiexec", "--hang"),
     }
 

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from tuning_recordings import DIRECT, NEAR
 
+from commrt.bench import timing_loop
+from commrt.bench.timing_loop import HostMemory
 from commrt.errors import UsageError
 from commrt.operations import operation
 from commrt.select.facts import Candidate
@@ -27,6 +29,7 @@ class FakeSession:
     """A session of one rank whose candidates do what the test wants."""
 
     rank, size, facts = 0, 1, replace(NEAR, size=1, ppn=1, link_class="single")
+    memory = HostMemory()
 
     def __init__(self, **calls: Callable[[Any], None]) -> None:
         self._calls = calls
@@ -52,6 +55,7 @@ class FakeSession:
             coll=op,
             root=0,
             num_x=nbytes // 4,
+            memory=self.memory,
         )
         trial.fill_out = lambda: trial.out.fill(0)
         return trial
@@ -134,6 +138,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._now_ns = 0
         monkeypatch.setattr(turns, "time", self)
+        monkeypatch.setattr(timing_loop, "time", self)
 
     def perf_counter_ns(self) -> int:
         return self._now_ns

@@ -484,7 +484,10 @@ void NcclWork::give_up(const std::string& kind, const std::string& why,
                        std::optional<std::uint64_t> seq) {
   HostLock own(device_, looking_);
   if (closed_ || failed_) return;
-  fail(kind, why, kind == "device:failed", seq);
+  const bool is_gone = kind == "device:failed";
+  // What has ended unseen is not given up: peers are told of the first that is.
+  if (!is_gone) order_->flags ? look_at_flags() : look_at_events();
+  fail(kind, why, is_gone, seq);
 }
 
 // Holds looking_.

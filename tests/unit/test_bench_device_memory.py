@@ -104,7 +104,7 @@ def test_without_a_gpu_nothing_is_launched(
         ("allreduce -d thread --nonblocking -t 3", "the device computes"),
         ("submit -d thread --root-call", "waits for nobody"),
         ("compare -d thread --peer mpi4py", "arrays in host memory"),
-        ("allreduce -d thread --algorithm ring", "nccl/ring, staged/ring"),
+        ("allreduce -d thread --algorithm ring", "nccl/ring, ipc/ring, staged/ring"),
         ("allreduce -d thread --algorithm shm/ring", "staged/ring"),
         ("allreduce -d gpu", "invalid choice"),
     ],

@@ -71,12 +71,12 @@ PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),--full) $(if $(SEED),--seed $(SEED))
 .PHONY: test-unit
 test-unit: $(VENV)/.installed $(VENV)/.nvrtc ## Tests without MPI, ranks as threads, documents.
 	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS)
-	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.08)
+	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.07)
 	$(VENV)/bin/pytest $(MATRIX_TESTS) $(PYTEST_ARGS)
 
 .PHONY: test-openmpi
 test-openmpi: $(VENV)/.installed ## Tests with ranks of Open MPI.
-	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.15 --functions 0.35)
+	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.15 --functions 0.3)
 
 .PHONY: test-mpich
 test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, with MPICH.
@@ -101,9 +101,9 @@ TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
 # Not capturing descriptors lets through what a sanitizer prints.
 SCOPE := $(if $(FULL),-full)
 # Verbose: a sanitizer ends the process, and then only what was printed says which test it was.
-# They are five to ten times slower: a tenth of the cases of a twelfth of the tests, others in
+# They are five to ten times slower: a tenth of the cases of a twentieth of the tests, others in
 # each run; in a full run an eighth of the cases of every test. The matrix has none.
-SHARE := $(if $(FULL),0.12,0.1 --functions 0.08)
+SHARE := $(if $(FULL),0.12,0.1 --functions 0.05)
 SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks tests/matrix/test_crowds.py \
   tests/unit/test_device_conformance.py tests/unit/test_device_ordering.py \
   -v $(TEST_ARGS:-q=) $(if $(SEED),--seed $(SEED)) --capture=sys \

@@ -228,7 +228,8 @@ void PeerWork::announce() {
 bool PeerWork::look() {
   if (outstanding() == 0) return false;
   HostLock own(device_, looking_);
-  if (own.status() != DeviceStatus::Ok || calls_.empty()) return false;
+  // Once closed the flags may go, though somebody began to look before.
+  if (own.status() != DeviceStatus::Ok || closed_ || calls_.empty()) return false;
   if (take_ended()) return true;
   if (calls_.empty() || (++idle_ % kIdleLooks != 0 && !simulated())) return false;
   return look_after();

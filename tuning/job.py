@@ -63,7 +63,9 @@ class Job:
     excluded: tuple[tuple[str, str], ...] = ()
     """(op, candidate) that failed earlier."""
     skipped: tuple[Item, ...] = ()
-    """Clear losers of earlier launches, and what a restarted launch has done."""
+    """What a restarted launch has done."""
+    losers: tuple[tuple[Item, str], ...] = ()
+    """Clear losers of earlier launches, and the class of the links where they lost."""
     variants: tuple[Item, ...] = ()
     """What to measure beside the candidates that the ranks find."""
     refined: tuple[tuple[str, int], ...] = ()
@@ -92,6 +94,7 @@ class Job:
             plain[name] = tuple((op, one) for op, one in plain[name])
         for name in ("skipped", "variants"):
             plain[name] = tuple(Item(**item) for item in plain[name])
+        plain["losers"] = tuple((Item(**item), at) for item, at in plain["losers"])
         return cls(**plain)
 
 

@@ -7,7 +7,6 @@ on invented ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from statistics import median
@@ -241,7 +240,6 @@ class _Launch:
             for one in self._recording.failures
             if one.ranks == self._ranks
         }
-        lost = losers(self._recording, self._ranks)
         return Job(
             ops=options.ops,
             dtype=options.dtype,
@@ -250,7 +248,8 @@ class _Launch:
             seed=options.seed * 1000 + self._index,
             budget_s=left_s,
             excluded=tuple(sorted(failed)),
-            skipped=tuple(self._skipped(lost)),
+            skipped=tuple(self._done),
+            losers=self._losers(),
             device=options.device,
             variants=self._variants(),
             refined=() if self._held_out else self._refined(),
@@ -275,9 +274,10 @@ class _Launch:
         )
         return tuple(item for item in found if item.op in options.ops)
 
-    def _skipped(self, lost: Sequence[Item]) -> list[Item]:
+    def _losers(self) -> tuple[tuple[Item, str], ...]:
+        lost = losers(self._recording, self._ranks)
         if not self._held_out:
-            return [*lost, *self._done]
+            return tuple(lost)
         # A held-out size lies just above the grid's: who lost there need not be tried.
         above = {
             (op, grid): between
@@ -286,12 +286,11 @@ class _Launch:
                 op, self._ranks, self._options.dtype, self._options.max_nbytes
             )
         }
-        moved = [
-            Item(one.op, above[one.op, one.nbytes], one.candidate)
-            for one in lost
+        return tuple(
+            (Item(one.op, above[one.op, one.nbytes], one.candidate), links)
+            for one, links in lost
             if (one.op, one.nbytes) in above
-        ]
-        return [*moved, *self._done]
+        )
 
     def _take(self, message: Message) -> None:
         kind, now_s = message["tune"], self._progress.elapsed_s
@@ -314,28 +313,32 @@ def _item(message: Message) -> Item:
     return Item(message["op"], message["nbytes"], message["candidate"])
 
 
-def losers(recording: Recording, ranks: int, ratio: float = 1.5) -> list[Item]:
-    """Return what later launches need not repeat.
+def losers(
+    recording: Recording, ranks: int, ratio: float = 1.5
+) -> list[tuple[Item, str]]:
+    """Return what later launches need not repeat, and in which class of the links.
 
     That is what took more than ``ratio`` times the best of its launch, in every launch
-    so far and in two at least, as one may have met another state of the machine. The
-    library's own collective is always repeated: it is what people compare with.
+    that met this class so far and in two at least, as one may have met another state of
+    the machine. The library's own collective is always repeated: it is what people
+    compare with.
     """
-    cells: dict[tuple[int, str, int], dict[str, float]] = {}
+    cells: dict[tuple[int, str, int, str], dict[str, float]] = {}
     for sample in recording.samples:
         launch = recording.launches[sample.launch]
         if launch.facts.size == ranks and not launch.held_out and sample.us:
-            cell = (sample.launch, sample.op, sample.nbytes)
+            links = recording.group_of(sample).link_class
+            cell = (sample.launch, sample.op, sample.nbytes, links)
             cells.setdefault(cell, {})[str(sample.candidate)] = median(sample.us)
-    lost: dict[Item, list[bool]] = {}
-    for (_, op, nbytes), times in cells.items():
+    lost: dict[tuple[Item, str], list[bool]] = {}
+    for (_, op, nbytes, links), times in cells.items():
         best = min(times.values())
         for candidate, us in times.items():
-            verdicts = lost.setdefault(Item(op, nbytes, candidate), [])
+            verdicts = lost.setdefault((Item(op, nbytes, candidate), links), [])
             verdicts.append(us > ratio * best)
     return [
-        item
-        for item, verdicts in lost.items()
+        (item, links)
+        for (item, links), verdicts in lost.items()
         if all(verdicts) and len(verdicts) >= 2 and item.candidate not in NATIVES
     ]
 

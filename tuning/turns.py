@@ -28,6 +28,11 @@ __all__ = ["Runner", "ready", "take_turns"]
 _FLOOR_US = 20.0
 """A repetition lasts at least this long; below it the clock would be measured."""
 _TURN_S = 0.003
+_SETTLED_CALLS = 24
+"""Calls after which a plan that learns by itself how to write has tried all kinds
+(native/store_choice.hpp): what it takes from then on is what users will see."""
+_SETTLED_S = 0.02
+"""Calls that take long are not repeated for that."""
 _LARGEST_TURN = 5
 """Repetitions: ten rounds or more make up the usual hundred."""
 _MIN_REPETITIONS = 3
@@ -76,6 +81,9 @@ def ready(session: Session, item: Item, index: int, call: Call) -> Runner:
         calls = max(1, math.ceil(_FLOOR_US / call_us))
         if call_us > 10 * _FLOOR_US:
             break
+    settling = min(_SETTLED_CALLS, math.ceil(_SETTLED_S * 1e6 / call_us))
+    if calls < settling:
+        session.worst([_repetition(session, call, settling)])
     turn = int(_TURN_S * 1e6 / (call_us * calls))
     return Runner(item, index, call, calls, max(1, min(_LARGEST_TURN, turn)))
 

@@ -2,9 +2,10 @@
 """Which transport parameters a launch tries: those of whoever leads so far.
 
 Every candidate with every parameter would take hours. So launches begin with the
-defaults; from the second one on, the leader of each size is tried with one parameter
-changed at a time; and what is not ahead of it in two launches is not tried again. All
-that holds for each class of the links by itself: what is tried may win in one of them.
+defaults; from the second one on, the leader of each size, and the next one where that
+is close, is tried with one parameter changed at a time; and what is not ahead of the
+leader in two launches is not tried again. All that holds for each class of the links by
+itself: what is tried may win in one of them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ _AHEAD = 0.98
 """Time of a variant over that of its leader that is worth a further launch."""
 _TRIED = 2
 """Launches after which a variant must be ahead."""
+_LEADERS = 2
+_NEXT_LEADER = 1.1
+"""So many are tried with other parameters, of those that take at most so many times what
+the first of them takes: a parameter may help one of them alone."""
 
 Cell = tuple[str, int]
 """Operation, rule bytes."""
@@ -131,30 +136,34 @@ def _in_the_running(
         plain = {one: median(r) for one, r in schedules.items() if not _is_variant(one)}
         if not plain:
             continue
-        leader = min(plain, key=lambda one: plain[one])
+        least = min(plain.values())
         full = full_nbytes(Query(op, nbytes, dtype), ranks)
+        tried = []
+        for leader in sorted(plain, key=lambda one: plain[one])[:_LEADERS]:
+            if plain[leader] > _NEXT_LEADER * least:
+                break
+            tried += (
+                piece_variants(leader, full)
+                if leader.backend in DEVICE_BACKENDS
+                else transport_variants(
+                    *(op, leader, ranks, full, dtype),
+                    thorough=thorough,
+                    crowded=crowded,
+                    nodes=nodes,
+                )
+            )
         yield (
             (op, nbytes),
             [
                 one
-                for one in (
-                    piece_variants(leader, full)
-                    if leader.backend in DEVICE_BACKENDS
-                    else transport_variants(
-                        *(op, leader, ranks, full, dtype),
-                        thorough=thorough,
-                        crowded=crowded,
-                        nodes=nodes,
-                    )
-                )
-                if (op, one) not in failed
-                and _may_win(schedules.get(one, []), plain[leader])
+                for one in tried
+                if (op, one) not in failed and _may_win(schedules.get(one, []), least)
             ],
         )
 
 
-def _may_win(ratios: list[float], leader: float) -> bool:
-    return len(ratios) < _TRIED or median(ratios) < _AHEAD * leader
+def _may_win(ratios: list[float], least: float) -> bool:
+    return len(ratios) < _TRIED or median(ratios) < _AHEAD * least
 
 
 def _is_variant(candidate: Candidate) -> bool:

@@ -23,8 +23,8 @@ _BY_FRAGMENT: tuple[dict[str, ParamValue], ...] = (
     {"reuse": 2},
     {"reuse": 4},
 )
-_STREAMED_FROM_NBYTES = 4 << 20
-"""Below, caches keep what a transport writes, and plain stores win anywhere."""
+_STREAMED_FROM_NBYTES = 2 << 20
+"""Below, caches keep what is written, and what ranks learn by themselves is right."""
 
 _PIECES = (1 << 18, 1 << 22, 1 << 24)
 """Bytes of the pieces of a staged call that are tried beside its default."""

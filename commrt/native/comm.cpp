@@ -205,10 +205,11 @@ Store Comm::store_for_run(const Plan& plan, bool timed, bool in_heap) {
     const Store kind = plan.learns() && timed ? choice.next() : choice.current();
     return streams_second(kind) ? Store::StreamBoth : Store::Plain;
   }
-  if (plan.learns()) return timed ? plan.choice.next() : plan.choice.current();
+  if (plan.learns()) {
+    if (learned_ >= 0) plan.choice.hear(learned_ == 1);
+    return timed ? plan.choice.next() : plan.choice.current();
+  }
   if (!streams_second(plan.adaptive) || learned_ < 0) return plan.store;
-  // A rank that only sends is done before its peers have read: by its own time it would
-  // choose what is best to write. It does as the plans that wait for answers do.
   return store_of(streams_first(plan.store), learned_ == 1);
 }
 
@@ -217,7 +218,7 @@ void Comm::report_run(const Plan& plan, uint64_t took_ticks, bool in_heap) {
     plan.heap_choice.report(took_ticks);
     return;
   }
-  plan.choice.report(took_ticks);
+  plan.choice.report(took_ticks, !plan.answered);
   // By the latest run, not by the latest change: who changed in another state of the machine
   // and did not run since may never change back.
   if (streams_second(plan.adaptive) && plan.choice.has_tried()) {

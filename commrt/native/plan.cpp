@@ -140,7 +140,8 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse, size_t
     return std::any_of(peers.begin(), peers.end(),
                        [count](const PeerUse& peer) { return peer.*count > 0; });
   };
-  answered = any(&PeerUse::sends_per_fragment) && any(&PeerUse::recvs_per_fragment);
+  sends = any(&PeerUse::sends_per_fragment);
+  answered = sends && any(&PeerUse::recvs_per_fragment);
   run_short = is_short();
   if (!needs_lane) {
     slots = 1;
@@ -177,6 +178,7 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse, size_t
   const size_t fragments_held = std::min({fit / static_cast<size_t>(npublish), wanted,
                                           static_cast<size_t>(fragments)});
   slots = npublish * static_cast<int>(fragments_held);
+  if (sends && static_cast<size_t>(fragments) >= 2 * fragments_held) answered = true;
   constexpr size_t kLeastMoving = 8192;
   moves_on = fragments_held == static_cast<size_t>(fragments) &&
              static_cast<size_t>(slots) * slot_nbytes >= kLeastMoving;

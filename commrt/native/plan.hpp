@@ -163,7 +163,10 @@ class Plan : public std::enable_shared_from_this<Plan> {
   size_t itemsize = 1;
   Store store = Store::Plain;
   Store adaptive = Store::Plain;  // which destinations are decided by experience
-  bool answered = false;  // messages both ways: a run takes as long as the peers need too
+  // Whether a run takes as long as the peers need too: messages go both ways, or slots are used
+  // again. Who only sends may be done before its peers have read.
+  bool answered = false;
+  bool sends = false;
   mutable StoreChoice choice;  // guarded by the engine's lock
   bool shows_result = false;  // long enough for buffers in the symmetric heap to matter
   mutable StoreChoice heap_choice;  // the same for buffers there: all stores, or none
@@ -253,7 +256,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   }
 
   // Whether runs are timed to learn from them.
-  bool learns() const { return adaptive != Store::Plain && answered; }
+  bool learns() const { return adaptive != Store::Plain && (answered || sends); }
 
  private:
   bool is_short() const;

@@ -22,7 +22,10 @@ void* make(int first, int open) {
 }
 using Choice = StoreChoice*;
 int next(void* c) { return static_cast<int>(static_cast<Choice>(c)->next()); }
-void report(void* c, uint64_t t) { static_cast<Choice>(c)->report(t); }
+void report(void* c, uint64_t t, bool only_writes) {
+  static_cast<Choice>(c)->report(t, only_writes);
+}
+void hear(void* c, bool streams) { static_cast<Choice>(c)->hear(streams); }
 bool has_tried(void* c) { return static_cast<Choice>(c)->has_tried(); }
 int current(void* c) { return static_cast<int>(static_cast<Choice>(c)->current()); }
 void drop(void* c) { delete static_cast<Choice>(c); }
@@ -49,9 +52,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 class Learner:
     """One plan's choice, run after run."""
 
-    def __init__(self, library: ctypes.CDLL, first: int, opened: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, first: int, opened: int, only_writes: bool = False
+    ) -> None:
         self._library = library
         self._choice = ctypes.c_void_p(library.make(first, opened))
+        self._only_writes = only_writes
         self._run = 0
 
     @property
@@ -67,7 +73,7 @@ class Learner:
         for _ in range(runs):
             kind = int(self._library.next(self._choice))
             ticks = ctypes.c_uint64(time(self._run, kind))
-            self._library.report(self._choice, ticks)
+            self._library.report(self._choice, ticks, self._only_writes)
             self._run += 1
             yield kind
 
@@ -76,16 +82,19 @@ class Learner:
         assert len(list(self.kinds(runs, time))) == runs
         return self.current
 
+    def hear(self, streams_slots: bool) -> None:
+        self._library.hear(self._choice, streams_slots)
+
     def close(self) -> None:
         self._library.drop(self._choice)
 
 
 @pytest.fixture
-def learner(library: ctypes.CDLL) -> Iterator[Callable[[int, int], Learner]]:
+def learner(library: ctypes.CDLL) -> Iterator[Callable[..., Learner]]:
     made: list[Learner] = []
 
-    def make(first: int, opened: int) -> Learner:
-        made.append(Learner(library, first, opened))
+    def make(first: int, opened: int, only_writes: bool = False) -> Learner:
+        made.append(Learner(library, first, opened, only_writes))
         return made[-1]
 
     yield make
@@ -161,3 +170,54 @@ def test_in_the_long_run_trials_are_rare(
     one = learner(PLAIN, STREAM_BOTH)
     kinds = list(one.kinds(10_000, lambda run, kind: 1000 + 400 * (kind != PLAIN)))
     assert sum(kind != PLAIN for kind in kinds) <= 100
+
+
+def test_who_has_not_run_begins_with_what_others_found(
+    learner: Callable[..., Learner],
+) -> None:
+    one = learner(STREAM, STREAM_SLOTS)
+    one.hear(True)
+    assert one.current == STREAM_BOTH
+    one.hear(False)
+    assert one.current == STREAM
+    closed = learner(STREAM, STREAM)
+    closed.hear(True)
+    assert closed.current == STREAM, "slots are not open"
+
+
+def test_who_hears_of_a_change_tries_soon(learner: Callable[..., Learner]) -> None:
+    one = learner(PLAIN, STREAM_SLOTS)
+    one.settle(100, lambda run, kind: 1000 + 500 * kind)
+    # A machine in which plain stores are slower by less than tells a run.
+    one.hear(True)
+    kinds = list(one.kinds(20, lambda run, kind: 1500 - 250 * kind))
+    assert kinds[:4] == [PLAIN] * 4, "what its own kind takes by now"
+    assert kinds[4:] == [STREAM_SLOTS] * 16
+
+
+def test_who_tries_in_vain_listens_less_and_less(
+    learner: Callable[..., Learner],
+) -> None:
+    one = learner(PLAIN, STREAM_SLOTS)
+    one.settle(1, lambda run, kind: 1000)
+    kinds: list[int] = []
+    for _ in range(8192):
+        one.hear(True)
+        kinds.extend(one.kinds(1, lambda run, kind: 1000 + 3000 * kind))
+    tried = [run for run, kind in enumerate(kinds) if kind != PLAIN]
+    rounds = [run for run in tried if run - 1 not in tried]
+    assert len(tried) == 3 * len(rounds)
+    assert 100 <= rounds[2] - rounds[1] <= 200
+    assert len([run for run in rounds if run > 4096]) <= 9
+
+
+@pytest.mark.parametrize(("streamed", "expected"), [(800, PLAIN), (500, STREAM_SLOTS)])
+def test_who_sees_only_its_writes_wants_more_of_streamed_ones(
+    learner: Callable[..., Learner], streamed: int, expected: int
+) -> None:
+    def time(run: int, kind: int) -> int:
+        return streamed if kind == STREAM_SLOTS else 1000
+
+    assert learner(PLAIN, STREAM_SLOTS, True).settle(100, time) == expected
+    assert learner(STREAM_SLOTS, STREAM_SLOTS, True).settle(100, time) == expected
+    assert learner(PLAIN, STREAM_SLOTS).settle(100, time) == STREAM_SLOTS

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tuning_recordings import DIRECT, NATIVE, NEAR, RING, TRUTH, record
+from tuning_recordings import DIRECT, NATIVE, NEAR, RING, TRUTH, Truth, record
 
 from commrt.bench.timing_loop import element_counts, numpy_dtype
 from commrt.errors import BackendError, TableError, UsageError
@@ -46,7 +46,9 @@ JOB = Job(("allreduce",), "float32", 1 << 16, False, 1, 1e9)
 
 
 def test_a_job_reads_back_equal() -> None:
-    job = replace(JOB, excluded=(("bcast", "a/b"),), skipped=(Item("bcast", 8, "a/b"),))
+    item = Item("bcast", 8, "a/b")
+    job = replace(JOB, excluded=(("bcast", "a/b"),), skipped=(item,))
+    job = replace(job, losers=((item, "far"),), variants=(item,))
     assert Job.from_json(job.to_json()) == job
 
 
@@ -154,6 +156,8 @@ def _played(
             for index, name in enumerate(names):
                 item = Item("allreduce", nbytes, name)
                 if ("allreduce", name) in job.excluded or item in job.skipped:
+                    continue
+                if (item, NEAR.link_class) in job.losers:
                     continue
                 on_message(
                     {"tune": "begin", **item.__dict__, "index": index, "items": 9}
@@ -299,15 +303,29 @@ def test_a_later_launch_that_cannot_start_costs_only_itself() -> None:
 def test_clear_losers_are_not_repeated_but_native_is() -> None:
     jobs, start = _played()
     recording = run_launches(OPTIONS, _progress(), start)
-    lost = {item.candidate for item in losers(recording, 2)}
+    lost = {item.candidate for item, _ in losers(recording, 2)}
     assert str(LOOP) in lost
     assert str(NATIVE) not in lost
-    assert jobs[0].skipped == ()
-    assert jobs[1].skipped == (), "one launch may have met another state"
-    assert Item("allreduce", 8, str(LOOP)) in jobs[2].skipped
+    assert jobs[0].losers == ()
+    assert jobs[1].losers == (), "one launch may have met another state"
+    assert (Item("allreduce", 8, str(LOOP)), "near") in jobs[2].losers
     assert jobs[3].held_out
-    held = {item.nbytes for item in jobs[3].skipped}
+    held = {item.nbytes for item, _ in jobs[3].losers}
     assert held <= set(sizes("allreduce", 2, jobs[3]))
+
+
+def test_who_lost_between_near_cores_is_tried_between_far_ones() -> None:
+    slow: Truth = {**TRUTH, LOOP: lambda n: 1e6}
+    recording = record(seed=4, truth=slow, launches=2, held_out=0)
+    away = replace(NEAR, link_class="far")
+    far = record(seed=5, truth=slow, launches=1, held_out=0, facts=away)
+    launch = replace(far.launches[0], index=2)
+    recording.launches[2] = launch
+    recording.samples += [replace(sample, launch=2) for sample in far.samples]
+    lost = {
+        links for item, links in losers(recording, 2) if item.candidate == str(LOOP)
+    }
+    assert lost == {"near"}
 
 
 def test_the_table_of_a_run_reads_back_and_the_summary_says_what_matters(

@@ -154,6 +154,17 @@ def test_a_slower_schedule_has_no_variants() -> None:
     }
 
 
+@pytest.mark.parametrize(("slower", "found"), [(1.05, True), (1.2, False)])
+def test_who_is_close_behind_the_leader_is_tried_too(
+    slower: float, found: bool
+) -> None:
+    close = Candidate("shm", "recursive_doubling")
+    truth = {DIRECT: TRUTH[DIRECT], close: lambda n: slower * TRUTH[DIRECT](n)}
+    tried_at = tried(truth, launches=1)
+    names = {one.algorithm for one in tried_at[8388608]}
+    assert names == ({"direct", "recursive_doubling"} if found else {"direct"})
+
+
 def test_what_failed_is_not_tried_again() -> None:
     recording = record(3, TRUTH, launches=1, held_out=0)
     recording.failures.append(Failure(2, "allreduce", 8388608, WIDE, "hung"))

@@ -109,8 +109,12 @@ SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks tests/matrix/test_crowds
   -v $(TEST_ARGS:-q=) $(if $(SEED),--seed $(SEED)) --capture=sys \
   --share $(SHARE) $(if $(FULL),,--plain-kernels)
 
+# Each builds the engine anew: an ordinary run has one of the two, by its seed or by chance.
+SANITIZERS := $(if $(FULL),test-asan test-tsan,$(if \
+  $(filter 0,$(shell echo $$(($(or $(SEED),$$RANDOM) % 2)))),test-asan,test-tsan))
+
 .PHONY: test-sanitize
-test-sanitize: test-asan test-tsan ## Tests of the engine under sanitizers.
+test-sanitize: $(SANITIZERS) ## Tests of the engine under a sanitizer; in a full run under both.
 
 .PHONY: test-asan
 test-asan: build/asan$(SCOPE)/.installed ## AddressSanitizer and UBSan on ranks as threads.

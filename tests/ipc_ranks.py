@@ -31,6 +31,7 @@ __all__ = ["IpcSimRanks", "ipc_here", "on_ipc_threads", "prepare", "verdict"]
 
 T = TypeVar("T")
 HALF_NBYTES = 1 << 12
+DEADLINE_S = 20.0
 PRETENDED = {"simulated", "threads"}
 
 
@@ -41,7 +42,7 @@ def ipc_here(*, is_clean: bool = True) -> Iterator[None]:
     try:
         yield
         if is_clean:
-            peer_sharing.end_all(5.0)
+            peer_sharing.end_all(DEADLINE_S)
             assert peer_sharing.sweep() == 0
     finally:
         ipc_calls.KINDS -= PRETENDED
@@ -136,7 +137,7 @@ class IpcSimRanks(SimRanks):
                     stager.close()
                 comm._staging._stagers.clear()
                 comm._staging.ipc = IpcCalls(comm)
-        peer_sharing.end_all(0.0)  # all have left by now; the first freed nothing yet
+        peer_sharing.end_all(DEADLINE_S)  # all have left, but memory ends step by step
         assert peer_sharing.sweep() == 0
         super().close()
         for group in self.groups:

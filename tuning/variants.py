@@ -37,8 +37,8 @@ _TRIED = 2
 """Launches after which a variant must be ahead."""
 _LEADERS = 2
 _NEXT_LEADER = 1.1
-"""So many are tried with other parameters, of those that take at most so many times what
-the first of them takes: a parameter may help one of them alone."""
+"""So many are tried with other parameters, of those that take at most so many times
+what the first of them takes: a parameter may help one of them alone."""
 
 Cell = tuple[str, int]
 """Operation, rule bytes."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ipc_ranks import HALF_NBYTES, ipc_here, on_ipc_threads, prepare
+from ipc_ranks import DEADLINE_S, HALF_NBYTES, ipc_here, on_ipc_threads, prepare
 from nccl_ranks import NcclSimRanks, nccl_here
 from staged_ranks import Rank, forget_ranks, kept_ranks
 from test_nccl_order import verdict
@@ -78,7 +78,7 @@ def leave_all(groups: list[list[Any]]) -> None:
     for comm in (each for group in groups for each in group):
         comm._staging.ipc.close()
         comm._staging.ipc = IpcCalls(comm)
-    peer_sharing.end_all(0.0)
+    peer_sharing.end_all(DEADLINE_S)
     assert peer_sharing.sweep() == 0
 
 

@@ -114,6 +114,8 @@ bool Op::advance(uint64_t limit) {
     lane_ = comm->acquire_lane(p);
     if (lane_ < 0) return false;
     any = true;
+    // Who only sends is timed while it writes: it waits here for what was sent before.
+    if (timed_from != 0 && !p.answered) timed_from = ticks();
   }
   // Behind a gate it has its lane already: lanes are taken in the order of operations.
   if (!gate.is_open()) return any;

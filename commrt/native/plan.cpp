@@ -178,7 +178,7 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse, size_t
   const size_t fragments_held = std::min({fit / static_cast<size_t>(npublish), wanted,
                                           static_cast<size_t>(fragments)});
   slots = npublish * static_cast<int>(fragments_held);
-  if (sends && static_cast<size_t>(fragments) >= 2 * fragments_held) answered = true;
+  answered = answered || (sends && static_cast<size_t>(fragments) > fragments_held);
   constexpr size_t kLeastMoving = 8192;
   moves_on = fragments_held == static_cast<size_t>(fragments) &&
              static_cast<size_t>(slots) * slot_nbytes >= kLeastMoving;

@@ -81,7 +81,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
   if (p.needs_lane) {
     lane_refused_ = false;
     lane = acquire_lane(p);
-    if (lane < 0) return start(plan, in, out, nullptr);
+    if (lane < 0) return start(plan, in, out, nullptr, !p.answered);
   }
   const uint64_t seq = next_seq++;
   const Store store = store_for_run(p, true);

@@ -63,8 +63,8 @@ class StoreChoice {
 
   // What the run took for which next() was asked. `only_writes`: without the time that its
   // readers need, who find streamed payloads in memory and not in a cache. Near, the writes
-  // alone take 1.1 to 4 times as long plain as streamed, where plain ones are better for all;
-  // far, 4 (8 KiB) to 16 times.
+  // alone take 1.2 to 3.5 times as long plain as streamed, where plain ones are no worse for all;
+  // far, 4 (8 KiB) to 18 times.
   void report(uint64_t ticks, bool only_writes = false) {
     const unsigned kind = trials_left_ > 0 ? kind_ ^ flipped_ : kind_;
     if (only_writes && (kind & bits(Store::Stream2)) != 0) ticks *= kReadersShare;
@@ -91,7 +91,7 @@ class StoreChoice {
   }
 
  private:
-  static constexpr uint32_t kPeriod = 1024, kFirst = 8, kDeaf = 64, kReadersShare = 4;
+  static constexpr uint32_t kPeriod = 1024, kFirst = 8, kDeaf = 64, kReadersShare = 3;
   // As many slow runs as are remembered: trials are then compared with slow ones alone.
   static constexpr int kTrials = 3, kRecent = 4, kSlowRuns = kRecent;
 

@@ -211,7 +211,7 @@ def test_who_tries_in_vain_listens_less_and_less(
     assert len([run for run in rounds if run > 4096]) <= 9
 
 
-@pytest.mark.parametrize(("streamed", "expected"), [(300, PLAIN), (190, STREAM_SLOTS)])
+@pytest.mark.parametrize(("streamed", "expected"), [(400, PLAIN), (240, STREAM_SLOTS)])
 def test_who_sees_only_its_writes_wants_more_of_streamed_ones(
     learner: Callable[..., Learner], streamed: int, expected: int
 ) -> None:

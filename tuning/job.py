@@ -24,8 +24,9 @@ _STEP = 4
 _SHORT_STEP_AT = 32
 """From here to 128 bytes payloads leave the lines of their messages: one more size."""
 _TYPICAL_NBYTES = 16384
-_SHORT_STEPS_FROM = 8 << 20
-"""From here on buffers outgrow the last cache, some candidates' sooner than others'."""
+_SHORT_STEPS_FROM = 512 << 10
+"""From here on buffers outgrow one cache after the other, some candidates' sooner than
+others'."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def size_pairs(
 ) -> list[tuple[int, int]]:
     """Return the grid's sizes, each with the held-out size above it.
 
-    The grid: 8, 32, 64, 128 bytes, then by 4 to 8 MiB, then by 2.
+    The grid: 8, 32, 64, 128 bytes, then by 4 to 512 KiB, then by 2.
     Every size is a whole number of elements of the operation: of one element per rank
     where x is cut into blocks.
     """

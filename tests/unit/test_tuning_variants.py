@@ -51,8 +51,8 @@ def tried(
         (WIDE, 1 << 20, set()),
         (TWO_SHOTS, 131072, set()),
         (TWO_SHOTS, 262144, {"chunk"}),
-        (TWO_SHOTS, 524288, {"chunk"}),
-        (TWO_SHOTS, 1 << 20, {"chunk", "depth", "reuse"}),
+        (TWO_SHOTS, 524288, {"chunk", "store"}),
+        (TWO_SHOTS, 1 << 20, {"chunk", "depth", "reuse", "store"}),
         (TWO_SHOTS, 8 << 20, {"chunk", "depth", "reuse", "store"}),
         (Candidate("shm", "no_such_algorithm"), 1 << 20, set()),
     ],
@@ -185,7 +185,7 @@ def test_a_judging_launch_measures_what_would_be_chosen() -> None:
 
 def test_where_the_choice_changes_later_launches_measure_the_size_between() -> None:
     # With TRUTH of the recordings: crossings at 1667 B and at 240 000 B.
-    recording = record(3, CROSSING, launches=3, held_out=1)
+    recording = record(2, CROSSING, launches=3, held_out=1)
     found = sizes_to_refine(recording, 2, "float32", MAX_NBYTES)
     assert found == [("allreduce", 1024), ("allreduce", 262144)]
     assert sizes_to_refine(recording, 4, "float32", MAX_NBYTES) == []
@@ -194,11 +194,11 @@ def test_where_the_choice_changes_later_launches_measure_the_size_between() -> N
 def test_a_size_once_begun_is_gone_on_with() -> None:
     recording = record(3, TRUTH, launches=3, held_out=0)
     before = sizes_to_refine(recording, 2, "float32", MAX_NBYTES)
-    assert ("allreduce", 4096) not in before
-    begun = replace(recording.samples[0], nbytes=4096)
+    assert ("allreduce", 16384) not in before
+    begun = replace(recording.samples[0], nbytes=16384)
     recording.samples.append(begun)
     after = sizes_to_refine(recording, 2, "float32", MAX_NBYTES)
-    assert ("allreduce", 4096) in after
+    assert ("allreduce", 16384) in after
 
 
 @pytest.mark.parametrize(

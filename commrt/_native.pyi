@@ -257,6 +257,66 @@ class Device:
     def write_value32(self, stream: int, flag: int, value: int) -> None:
         """Write a flag, after all before it."""
 
+class DeviceCall:
+    """One started call on device memory."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, without progress."""
+
+    @property
+    def failure(self) -> Any:
+        """(kind, text) of what went wrong; None where nothing did."""
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether it was recorded in a graph, and runs as that is launched."""
+
+    def let_be(self) -> None:
+        """Give the device all of it, as nobody will ask for it again."""
+
+    @property
+    def received_nbytes(self) -> list[int]:
+        """Bytes of each receive, so far."""
+
+    @property
+    def seq(self) -> int:
+        """Sequence number on the communicator, of its first piece."""
+
+    def synchronize(self, timeout_s: float) -> bool:
+        """Block the host until the end; False where time ran out."""
+
+    def test(self) -> bool:
+        """Run a little progress; whether it has ended."""
+
+    def wait_on(self, stream: int) -> None:
+        """Let a stream wait for the end."""
+
+    @property
+    def waits_for(self) -> str:
+        """What messages wait for; empty: nobody."""
+
+class DeviceWork:
+    """A communicator's work of a kind on one device."""
+
+    def close(self) -> None:
+        """Nobody calls any more: give back what is not in use, at once or later."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something failed, so that nothing more is taken."""
+
+    def give_up(self, why: str) -> None:
+        """Fail what is under way, and let its streams go."""
+
+    @property
+    def num_events(self) -> int:
+        """Events that wait for the next call."""
+
+    @property
+    def outstanding(self) -> int:
+        """Calls whose end the host has not seen."""
+
 class Engine:
     """Progress for every communicator of one rank."""
 
@@ -420,7 +480,7 @@ class Group:
     @property
     def size(self) -> int: ...
 
-class MessageStager:
+class MessageStager(DeviceWork):
     """A communicator's messages on one device."""
 
     def __init__(
@@ -432,27 +492,9 @@ class MessageStager:
         most_nbytes: int,
         first_value: int = 0,
     ) -> None: ...
-    def close(self) -> None:
-        """Give everything back that is not in use."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether something failed, so that nothing more is taken."""
-
-    def give_up(self, why: str) -> None:
-        """Fail what is under way, and let its streams go."""
-
-    @property
-    def num_events(self) -> int:
-        """Events that wait for the next call."""
-
     @property
     def num_leaving(self) -> int:
         """Calls whose copy to the host is not seen."""
-
-    @property
-    def outstanding(self) -> int:
-        """Calls whose end the host has not seen."""
 
     @property
     def pinned_nbytes(self) -> int:
@@ -472,36 +514,8 @@ class MessageStager:
         orders: bool,
         keep: Any,
         timeout_s: float,
-    ) -> StagedCall:
+    ) -> DeviceCall:
         """Start messages, rows of (address, bytes, peer, tag), as one operation."""
-
-class NcclCall:
-    """One started call by NCCL."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended, without a look."""
-
-    @property
-    def failure(self) -> Any:
-        """(kind, text) of what went wrong; None where nothing did."""
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether it was recorded in a graph, and runs as that is launched."""
-
-    @property
-    def seq(self) -> int:
-        """Sequence number on the communicator."""
-
-    def synchronize(self, timeout_s: float) -> bool:
-        """Block the host until the end; False where time ran out."""
-
-    def test(self) -> bool:
-        """Look at it; whether it has ended."""
-
-    def wait_on(self, stream: int) -> None:
-        """Let a stream wait for the end."""
 
 class NcclComm:
     """One rank of an NCCL communicator; see commrt/nccl."""
@@ -689,27 +703,13 @@ class NcclPlan:
         reduction: int,
     ) -> None: ...
 
-class NcclWork:
+class NcclWork(DeviceWork):
     """A communicator's operations by NCCL."""
 
     def __init__(self, group: Group, order: NcclOrder, comm: NcclComm) -> None: ...
-    def close(self) -> None:
-        """Leave the NCCL communicator to be ended, where nothing is under way."""
-
     @property
     def comm_pointer(self) -> int:
         """The ncclComm_t, for tests."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether something failed, so that nothing more is taken."""
-
-    def give_up(self, why: str) -> None:
-        """Fail what is under way, and let its streams go."""
-
-    @property
-    def outstanding(self) -> int:
-        """Calls whose end the host has not seen."""
 
     def plant(self, name: str) -> None:
         """Plant a bug, for tests."""
@@ -724,7 +724,7 @@ class NcclWork:
         keep_x: Any | None,
         keep_out: Any | None,
         timeout_s: float,
-    ) -> NcclCall:
+    ) -> DeviceCall:
         """Give the device all that there is to do."""
 
     def start_arrays(
@@ -735,32 +735,8 @@ class NcclWork:
         orders: bool,
         keep: Any,
         timeout_s: float,
-    ) -> NcclCall:
+    ) -> DeviceCall:
         """The same of any number of arrays."""
-
-class PeerCall:
-    """One started call over memory of peers."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended, without a look."""
-
-    @property
-    def failure(self) -> Any:
-        """(kind, text) of what went wrong; None where nothing did."""
-
-    @property
-    def seq(self) -> int:
-        """Sequence number on the communicator."""
-
-    def synchronize(self, timeout_s: float) -> bool:
-        """Block the host until the end; False where time ran out."""
-
-    def test(self) -> bool:
-        """Look at it; whether it has ended."""
-
-    def wait_on(self, stream: int) -> None:
-        """Let a stream wait for the end."""
 
 class PeerExchange:
     """Exchange memory that peers have opened."""
@@ -792,31 +768,17 @@ class PeerPlan:
         reduction: int,
     ) -> None: ...
 
-class PeerWork:
+class PeerWork(DeviceWork):
     """A communicator's operations over memory of peers."""
 
     def __init__(
         self, group: Group, exchange: PeerExchange, first_value: int = 0
     ) -> None: ...
-    def close(self) -> None:
-        """Nobody calls any more."""
-
     def end(self) -> None:
         """Give back what the device has of this, but for the exchange memory."""
 
-    @property
-    def failed(self) -> bool:
-        """Whether something failed, so that nothing more is taken."""
-
-    def give_up(self, why: str) -> None:
-        """Fail what is under way, and let its streams go."""
-
     def has_run(self) -> bool:
         """Whether all that the device was given has run; after close()."""
-
-    @property
-    def outstanding(self) -> int:
-        """Calls whose end the host has not seen."""
 
     def plant(self, name: str) -> None:
         """Plant a bug, for tests."""
@@ -831,7 +793,7 @@ class PeerWork:
         keep_x: Any | None,
         keep_out: Any | None,
         timeout_s: float,
-    ) -> PeerCall:
+    ) -> DeviceCall:
         """Give the device all that there is to do."""
 
 class PersistentCall:
@@ -1041,41 +1003,6 @@ class SimWorld:
     def violations(self) -> list[str]:
         """What was found wrong; the first 64."""
 
-class StagedCall:
-    """One started call on device memory."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended, without progress."""
-
-    @property
-    def failure(self) -> Any:
-        """(kind, text) of what went wrong; None where nothing did."""
-
-    def let_be(self) -> None:
-        """Give the device all of it, as nobody will ask for it again."""
-
-    @property
-    def received_nbytes(self) -> list[int]:
-        """Bytes of each receive, so far."""
-
-    @property
-    def seq(self) -> int:
-        """Sequence number of its first piece."""
-
-    def synchronize(self, timeout_s: float) -> bool:
-        """Block the host until the end; False where time ran out."""
-
-    def test(self) -> bool:
-        """Run a little progress; whether it has ended."""
-
-    def wait_on(self, stream: int) -> None:
-        """Let a stream wait for the end."""
-
-    @property
-    def waits_for(self) -> str:
-        """What messages wait for; empty: nobody."""
-
 class StagedLaunch:
     """A launch of boxes that is part of a call."""
 
@@ -1127,7 +1054,7 @@ class StagedPlan:
     def pieces(self) -> int:
         """Parts that are copied and combined one after the other."""
 
-class Stager:
+class Stager(DeviceWork):
     """A communicator's collectives on one device."""
 
     def __init__(
@@ -1139,24 +1066,6 @@ class Stager:
         most_nbytes: int,
         first_value: int = 0,
     ) -> None: ...
-    def close(self) -> None:
-        """Give everything back that is not in use."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether something failed, so that nothing more is taken."""
-
-    def give_up(self, why: str) -> None:
-        """Fail what is under way, and let its streams go."""
-
-    @property
-    def num_events(self) -> int:
-        """Events that wait for the next call."""
-
-    @property
-    def outstanding(self) -> int:
-        """Calls whose end the host has not seen."""
-
     @property
     def pinned_nbytes(self) -> int:
         """Pinned memory for data."""
@@ -1177,7 +1086,7 @@ class Stager:
         keep_x: Any | None,
         keep_out: Any | None,
         timeout_s: float,
-    ) -> StagedCall:
+    ) -> DeviceCall:
         """Give the device and the engine all that there is to do."""
 
     def start_arrays(
@@ -1188,7 +1097,7 @@ class Stager:
         orders: bool,
         keep: Any,
         timeout_s: float,
-    ) -> StagedCall:
+    ) -> DeviceCall:
         """The same of any number of arrays."""
 
 class StreamProgram:

@@ -7,7 +7,6 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from commrt import _native
 from commrt.calls import check_timeout
 from commrt.device_arrays import as_stream, current_stream_of
 from commrt.errors import (
@@ -22,6 +21,7 @@ from commrt.errors import (
 )
 
 if TYPE_CHECKING:
+    from commrt import _native
     from commrt.comm import Communicator
 
 __all__ = ["DeviceMessageRequest", "DeviceRequest"]
@@ -43,7 +43,7 @@ class DeviceRequest:
     def __init__(
         self,
         comm: Communicator,
-        call: _native.StagedCall | _native.NcclCall | _native.PeerCall,
+        call: _native.DeviceCall,
         result: Any,
         operation: str,
         timeout_s: float,
@@ -52,7 +52,7 @@ class DeviceRequest:
         array: Any,
     ) -> None:
         self._comm = comm
-        self._call: _native.StagedCall | _native.NcclCall | _native.PeerCall = call
+        self._call = call
         self._result = result
         self._operation = operation
         self._timeout_s = timeout_s
@@ -120,7 +120,7 @@ class DeviceRequest:
         return True
 
     def _check_runs(self, method: str) -> None:
-        if not self._is_captured:
+        if not self._call.is_captured:
             return
         raise CaptureError(
             f"{method}() for {self._what}: it was captured into a graph, and runs as "
@@ -128,10 +128,6 @@ class DeviceRequest:
             f"into",
             "capturing",
         )
-
-    @property
-    def _is_captured(self) -> bool:
-        return isinstance(self._call, _native.NcclCall) and self._call.is_captured
 
     def be_quiet(self) -> None:
         """Do not warn where it is dropped."""
@@ -204,7 +200,7 @@ class DeviceRequest:
         return self._comm._operation_error(self._what, text, kind)
 
     def __repr__(self) -> str:
-        state = "captured" if self._is_captured else "pending"
+        state = "captured" if self._call.is_captured else "pending"
         if self.done:
             state = "done" if self._call.failure is None else "failed"
         return f"<commrt.DeviceRequest {self._what}: {state}>"
@@ -232,8 +228,6 @@ class DeviceMessageRequest(DeviceRequest):
     when on the array may be changed; ``synchronize()`` waits until it has left. What
     comes is given to the device by ``wait()``, ``test()`` and ``synchronize()``.
     """
-
-    _call: _native.StagedCall
 
     def __init__(self, *arguments: Any, peers: tuple[int, ...]) -> None:
         super().__init__(*arguments)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from commrt import _native
 from commrt.device_arrays import as_stream, current_stream_of, is_on_device, see
@@ -37,8 +37,6 @@ _MOST_PLANS = 4096
 
 
 DevicePlan = _native.StagedPlan | _native.NcclPlan | _native.PeerPlan
-DeviceCall = _native.StagedCall | _native.NcclCall | _native.PeerCall
-_StartedCall = TypeVar("_StartedCall")
 
 
 class Staging:
@@ -165,7 +163,7 @@ class Staging:
         exported: int | None,
         array: Any,
         orders: bool,
-    ) -> tuple[DeviceCall, int]:
+    ) -> tuple[_native.DeviceCall, int]:
         stream = current_stream_of(array, device)
         if exported is not None and exported != stream:
             self._order_after(device, stream, exported)
@@ -200,7 +198,7 @@ class Staging:
             return self.nccl.work(device)
         return self.stager(device)
 
-    def _give(self, device: Any, *arguments: Any) -> DeviceCall:
+    def _give(self, device: Any, *arguments: Any) -> _native.DeviceCall:
         if isinstance(arguments[0], _native.NcclPlan):
             work = self.nccl.work(device)
             return self.given(lambda: work.start(*arguments))
@@ -210,7 +208,7 @@ class Staging:
         stager = self.stager(device)
         return self.given(lambda: stager.start(*arguments))
 
-    def given(self, start: Callable[[], _StartedCall]) -> _StartedCall:
+    def given(self, start: Callable[[], _native.DeviceCall]) -> _native.DeviceCall:
         """Return what a start returns; its error says if the communicator failed."""
         try:
             return start()
@@ -438,8 +436,8 @@ class Staging:
         return staged + self.nccl.outstanding + self.ipc.outstanding
 
     @property
-    def _work(self) -> list[_native.Stager | _native.MessageStager]:
-        found: list[_native.Stager | _native.MessageStager] = []
+    def _work(self) -> list[_native.DeviceWork]:
+        found: list[_native.DeviceWork] = []
         found += [each for _, each in self._stagers.values()]
         found += [each for _, each in self._messages.values()]
         return found

@@ -13,7 +13,6 @@
 #include "group.hpp"
 #include "p2p.hpp"
 #include "device_work.hpp"
-#include "watched.hpp"
 
 namespace commrt {
 
@@ -155,9 +154,6 @@ void bind_group(nb::module_& m) {
       .def_rw("_slow", &Group::slow)
       .def_prop_ro("_num_plans", &Group::num_plans)
       .def_prop_ro("_idle", [](const Group& g) {
-        for (const auto& work : g.watched) {
-          if (work->outstanding() != 0) return false;
-        }
         for (const auto& work : g.device_work) {
           if (work->outstanding() != 0) return false;
         }

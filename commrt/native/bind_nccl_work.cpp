@@ -5,75 +5,32 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "bind_watched.hpp"
+#include "bind_device_work.hpp"
 #include "nccl_work.hpp"
 
 namespace commrt {
 
 namespace {
 
-[[noreturn]] void raise_nccl(const NcclFailure& failure) {
-  const char* type = failure.kind == "timeout"   ? "TimeoutError_"
-                     : failure.kind == "revoked" ? "RevokedError"
-                     : failure.kind == "peer"    ? "PeerFailedError"
-                                                 : "BackendError";
-  const nb::object cls = nb::module_::import_("commrt.errors").attr(type);
-  PyErr_SetString(cls.ptr(), failure.what());
-  throw nb::python_error();
+using PyNcclWork = PyWork<NcclWork>;
+
+PyDeviceCall start(const PyNcclWork& self, const std::shared_ptr<const NcclPlan>& plan, uint64_t in,
+                   uint64_t out, uint64_t stream, bool orders, nb::handle keep_x,
+                   nb::handle keep_out, double timeout_s) {
+  return started(self, keep_x, keep_out, [&](void* const* kept) {
+    return self.own().start(plan, {as_memory(in), as_memory(out)}, stream, orders, kept,
+                            timeout_s);
+  });
 }
 
-// Runs without the GIL, and raises what the device or NCCL says.
-template <class F>
-auto guarded(F function) -> decltype(function()) {
-  try {
-    return guarded_by_device(function);
-  } catch (const NcclFailure& failure) {
-    raise_nccl(failure);
-  }
-}
-
-struct PyNcclWork {
-  std::shared_ptr<NcclWork> work;
-  std::shared_ptr<Engine> engine;
-};
-
-using PyNcclCall = PyWatchedCall<NcclWork, NcclCall>;
-
-PyNcclCall start_all(const PyNcclWork& self, const std::shared_ptr<const NcclPlan>& plan,
-                     const std::vector<uint64_t>& addresses, uint64_t stream, bool orders,
-                     nb::handle keep_x, nb::handle keep_out, double timeout_s) {
-  std::vector<unsigned char*> arrays;
-  for (const uint64_t address : addresses)
-    arrays.push_back(reinterpret_cast<unsigned char*>(address));
+PyDeviceCall start_arrays(const PyNcclWork& self, const std::shared_ptr<const NcclPlan>& plan,
+                          const std::vector<uint64_t>& addresses, uint64_t stream, bool orders,
+                          nb::handle keep, double timeout_s) {
+  std::vector<unsigned char*> arrays = as_memory(addresses);
   if (arrays.size() < 2) arrays.resize(2);
-  PyNcclCall made{nullptr, self.engine};
-  if (self.engine->has_ended()) drop_ended(*self.engine);
-  void* kept[2] = {keep_x.is_none() ? nullptr : keep_x.inc_ref().ptr(),
-                   keep_out.is_none() ? nullptr : keep_out.inc_ref().ptr()};
-  try {
-    made.call = guarded([&] {
-      return self.work->start(plan, std::move(arrays), stream, orders, kept, timeout_s);
-    });
-  } catch (...) {
-    // Where the device had begun with it, the arrays stay alive for ever.
-    if (!self.work->failed()) {
-      for (void* object : kept) Py_XDECREF(static_cast<PyObject*>(object));
-    }
-    throw;
-  }
-  return made;
-}
-
-PyNcclCall start(const PyNcclWork& self, const std::shared_ptr<const NcclPlan>& plan, uint64_t in,
-                 uint64_t out, uint64_t stream, bool orders, nb::handle keep_x,
-                 nb::handle keep_out, double timeout_s) {
-  return start_all(self, plan, {in, out}, stream, orders, keep_x, keep_out, timeout_s);
-}
-
-PyNcclCall start_arrays(const PyNcclWork& self, const std::shared_ptr<const NcclPlan>& plan,
-                        const std::vector<uint64_t>& addresses, uint64_t stream, bool orders,
-                        nb::handle keep, double timeout_s) {
-  return start_all(self, plan, addresses, stream, orders, keep, nb::none(), timeout_s);
+  return started(self, keep, nb::none(), [&](void* const* kept) {
+    return self.own().start(plan, std::move(arrays), stream, orders, kept, timeout_s);
+  });
 }
 
 using CopyRow = std::tuple<int, size_t, int, size_t, size_t>;
@@ -192,12 +149,6 @@ void bind_nccl_work(nb::module_& m) {
         nb::arg("element_type") = 0, nb::arg("reduction") = 0,
         "A plan of messages among neighbours, one phase behind the other.");
 
-  nb::class_<PyNcclCall> call(m, "NcclCall", "One started call by NCCL.");
-  bind_watched_call(call, [](auto function) { return guarded(function); });
-  call.def_prop_ro("is_captured",
-                   [](const PyNcclCall& self) { return self.call->capture != 0; },
-                   "Whether it was recorded in a graph, and runs as that is launched.");
-
   nb::class_<NcclOrder>(m, "NcclOrder", "The order of NCCL's work on a device.")
       .def("__init__",
            [](NcclOrder* self, const PyDevice& device, uint32_t first_value) {
@@ -212,18 +163,17 @@ void bind_nccl_work(nb::module_& m) {
       .def("close", [](NcclOrder& self, double timeout_s) { self.close(timeout_s); },
            nb::arg("abort_timeout_s"), nb::call_guard<nb::gil_scoped_release>(),
            "Abort those that are left, and give everything back.")
-      .def_prop_ro("num_events", [](NcclOrder& self) { return self.num_events(); },
+      .def_prop_ro("num_events", [](NcclOrder& self) { return self.events.size(); },
                    "Events that wait for the next call.");
 
-  nb::class_<PyNcclWork>(m, "NcclWork", "A communicator's operations by NCCL.")
+  nb::class_<PyNcclWork, PyDeviceWork>(m, "NcclWork", "A communicator's operations by NCCL.")
       .def("__init__",
            [](PyNcclWork* self, Group& group, std::shared_ptr<NcclOrder> order,
               std::shared_ptr<NcclComm> comm) {
-             auto made = std::make_shared<NcclWork>(*group.comm, *group.engine, std::move(order),
-                                                    std::move(comm));
-             group.engine->watch(made);
-             group.watched.push_back(made);
-             new (self) PyNcclWork{std::move(made), group.engine};
+             make_work(self, group, [&] {
+               return std::make_shared<NcclWork>(*group.comm, *group.engine, std::move(order),
+                                                 std::move(comm));
+             });
            }, nb::arg("group"), nb::arg("order"), nb::arg("comm"))
       .def("start", &start, nb::arg("plan"), nb::arg("data_in"), nb::arg("data_out"),
            nb::arg("stream"), nb::arg("orders"), nb::arg("keep_x").none(),
@@ -232,30 +182,13 @@ void bind_nccl_work(nb::module_& m) {
       .def("start_arrays", &start_arrays, nb::arg("plan"), nb::arg("addresses"),
            nb::arg("stream"), nb::arg("orders"), nb::arg("keep"), nb::arg("timeout_s"),
            "The same of any number of arrays.")
-      .def("give_up",
-           [](const PyNcclWork& self, const std::string& why) {
-             nb::gil_scoped_release release;
-             self.work->give_up("revoked", why);
-           }, nb::arg("why"), "Fail what is under way, and let its streams go.")
-      .def("close", [](const PyNcclWork& self) { self.work->close(); },
-           nb::call_guard<nb::gil_scoped_release>(),
-           "Leave the NCCL communicator to be ended, where nothing is under way.")
       .def("plant",
            [](const PyNcclWork& self, const std::string& name) {
-             for (int i = 0; i < kNumNcclPlanted; ++i) {
-               if (name == kNcclPlantedNames[i]) {
-                 self.work->planted = static_cast<NcclPlanted>(i);
-                 return;
-               }
-             }
-             throw nb::value_error(("no bug is called " + name).c_str());
+             self.own().planted =
+                 planted_bug<NcclPlanted>(name, kNcclPlantedNames, kNumNcclPlanted);
            }, nb::arg("name"), "Plant a bug, for tests.")
-      .def_prop_ro("outstanding", [](const PyNcclWork& self) { return self.work->outstanding(); },
-                   "Calls whose end the host has not seen.")
-      .def_prop_ro("comm_pointer", [](const PyNcclWork& self) { return self.work->comm_pointer(); },
-                   "The ncclComm_t, for tests.")
-      .def_prop_ro("failed", [](const PyNcclWork& self) { return self.work->failed(); },
-                   "Whether something failed, so that nothing more is taken.");
+      .def_prop_ro("comm_pointer", [](const PyNcclWork& self) { return self.own().comm_pointer(); },
+                   "The ncclComm_t, for tests.");
   m.def("planted_nccl_bugs", [] {
     return std::vector<std::string>(kNcclPlantedNames + 1, kNcclPlantedNames + kNumNcclPlanted);
   }, "Names of the bugs that tests can plant in calls by NCCL.");

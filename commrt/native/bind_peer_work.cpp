@@ -4,48 +4,28 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "bind_watched.hpp"
+#include "bind_device_work.hpp"
 #include "peer_work.hpp"
 
 namespace commrt {
 
 namespace {
 
-unsigned char* at(uint64_t address) { return reinterpret_cast<unsigned char*>(address); }
+using PyPeerWork = PyWork<PeerWork>;
 
-struct PyPeerWork {
-  std::shared_ptr<PeerWork> work;
-  std::shared_ptr<Engine> engine;
-};
-
-using PyPeerCall = PyWatchedCall<PeerWork, PeerCall>;
-
-PyPeerCall start(const PyPeerWork& self, const std::shared_ptr<const PeerPlan>& plan, uint64_t in,
-                 uint64_t out, uint64_t stream, bool orders, nb::handle keep_x,
-                 nb::handle keep_out, double timeout_s) {
+PyDeviceCall start(const PyPeerWork& self, const std::shared_ptr<const PeerPlan>& plan, uint64_t in,
+                   uint64_t out, uint64_t stream, bool orders, nb::handle keep_x,
+                   nb::handle keep_out, double timeout_s) {
   const StreamProgram& program = *plan->program;
-  const PeerExchange& exchange = self.work->exchange();
+  const PeerExchange& exchange = self.own().exchange();
   if (program.size != exchange.size)
     throw std::invalid_argument("a program of another number of ranks");
   for (std::size_t i = kFirstPeerBase; i < program.extents.size(); ++i)
     if (program.extents[i] > exchange.half_nbytes)
       throw std::invalid_argument("a program that publishes more than there is room");
-  PyPeerCall made{nullptr, self.engine};
-  if (self.engine->has_ended()) drop_ended(*self.engine);
-  void* kept[2] = {keep_x.is_none() ? nullptr : keep_x.inc_ref().ptr(),
-                   keep_out.is_none() ? nullptr : keep_out.inc_ref().ptr()};
-  try {
-    made.call = guarded_by_device([&] {
-      return self.work->start(plan, at(in), at(out), stream, orders, kept, timeout_s);
-    });
-  } catch (...) {
-    // Where the device had begun with it, the arrays stay alive for ever.
-    if (!self.work->failed()) {
-      for (void* object : kept) Py_XDECREF(static_cast<PyObject*>(object));
-    }
-    throw;
-  }
-  return made;
+  return started(self, keep_x, keep_out, [&](void* const* kept) {
+    return self.own().start(plan, as_memory(in), as_memory(out), stream, orders, kept, timeout_s);
+  });
 }
 
 std::shared_ptr<PeerExchange> make_exchange(const PyDevice& device, int rank,
@@ -53,8 +33,7 @@ std::shared_ptr<PeerExchange> make_exchange(const PyDevice& device, int rank,
                                             std::size_t half_nbytes) {
   if (rank < 0 || rank >= static_cast<int>(memory.size()))
     throw nb::value_error("the rank is none of those with memory");
-  std::vector<unsigned char*> places;
-  for (uint64_t address : memory) places.push_back(at(address));
+  std::vector<unsigned char*> places = as_memory(memory);
   DeviceStatus status = DeviceStatus::Ok;
   std::shared_ptr<PeerExchange> made;
   {
@@ -119,57 +98,36 @@ void bind_peer_work(nb::module_& m) {
            nb::arg("out_nbytes"), nb::arg("in_place"), nb::arg("coll"), nb::arg("root"),
            nb::arg("elements"), nb::arg("element_type"), nb::arg("reduction"));
 
-  nb::class_<PyPeerCall> call(m, "PeerCall", "One started call over memory of peers.");
-  bind_watched_call(call, [](auto function) { return guarded_by_device(function); });
-
-  nb::class_<PyPeerWork>(m, "PeerWork", "A communicator's operations over memory of peers.")
+  nb::class_<PyPeerWork, PyDeviceWork>(m, "PeerWork",
+                                       "A communicator's operations over memory of peers.")
       .def("__init__",
            [](PyPeerWork* self, Group& group, std::shared_ptr<PeerExchange> exchange,
               uint32_t first_value) {
-             auto made = guarded_by_device([&] {
+             make_work(self, group, [&] {
                return std::make_shared<PeerWork>(*group.comm, *group.engine, std::move(exchange),
                                                  first_value);
              });
-             group.engine->watch(made);
-             group.watched.push_back(made);
-             new (self) PyPeerWork{std::move(made), group.engine};
            }, nb::arg("group"), nb::arg("exchange"), nb::arg("first_value") = 0)
       .def("start", &start, nb::arg("plan"), nb::arg("data_in"), nb::arg("data_out"),
            nb::arg("stream"), nb::arg("orders"), nb::arg("keep_x").none(),
            nb::arg("keep_out").none(), nb::arg("timeout_s"),
            "Give the device all that there is to do.")
-      .def("give_up",
-           [](const PyPeerWork& self, const std::string& why) {
-             nb::gil_scoped_release release;
-             self.work->give_up("revoked", why);
-           }, nb::arg("why"), "Fail what is under way, and let its streams go.")
-      .def("close", [](const PyPeerWork& self) { self.work->close(); },
-           nb::call_guard<nb::gil_scoped_release>(), "Nobody calls any more.")
       .def("has_run",
            [](const PyPeerWork& self) {
-             return guarded_by_device([&] { return self.work->has_run(); });
+             return guarded([&] { return self.own().has_run(); });
            }, "Whether all that the device was given has run; after close().")
       .def("end",
            [](const PyPeerWork& self) {
-             guarded_by_device([&] {
-               self.work->end();
+             guarded([&] {
+               self.own().end();
                return 0;
              });
            }, "Give back what the device has of this, but for the exchange memory.")
       .def("plant",
            [](const PyPeerWork& self, const std::string& name) {
-             for (int i = 0; i < kNumPlantedInExchange; ++i) {
-               if (name == kPlantedInExchangeNames[i]) {
-                 self.work->exchange().planted = static_cast<PlantedInExchange>(i);
-                 return;
-               }
-             }
-             throw nb::value_error(("no bug is called " + name).c_str());
-           }, nb::arg("name"), "Plant a bug, for tests.")
-      .def_prop_ro("outstanding", [](const PyPeerWork& self) { return self.work->outstanding(); },
-                   "Calls whose end the host has not seen.")
-      .def_prop_ro("failed", [](const PyPeerWork& self) { return self.work->failed(); },
-                   "Whether something failed, so that nothing more is taken.");
+             self.own().exchange().planted = planted_bug<PlantedInExchange>(
+                 name, kPlantedInExchangeNames, kNumPlantedInExchange);
+           }, nb::arg("name"), "Plant a bug, for tests.");
   m.def("planted_peer_bugs", [] {
     return std::vector<std::string>(kPlantedInExchangeNames + 1,
                                     kPlantedInExchangeNames + kNumPlantedInExchange);

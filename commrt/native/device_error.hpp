@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// How an implementation of a device says why a call failed.
+// How an implementation of a device says why a call failed, and how that goes on.
 #pragma once
 
+#include <stdexcept>
 #include <string>
 
 #include "device.hpp"
@@ -14,6 +15,33 @@ DeviceStatus device_fails(DeviceStatus status, std::string text);
 const char* last_device_error(Device*);  // for the table
 // For the tables of devices that are not hardware.
 DeviceStatus make_current_here(Device*, bool enter);
+
+// A call of the device that failed.
+struct DeviceFailure : std::runtime_error {
+  DeviceFailure(DeviceStatus status_, const std::string& text)
+      : std::runtime_error(text), status(status_) {}
+  DeviceStatus status;
+};
+
+// Whoever calls a device, and goes on only where it works.
+class DeviceUser {
+ public:
+  explicit DeviceUser(Device* on) : device_(on) {}
+  Device* device() const { return device_; }
+
+ protected:
+  static void check(DeviceStatus status) {
+    if (status != DeviceStatus::Ok) throw DeviceFailure(status, device_error());
+  }
+  template <class... Parameters, class... Arguments>
+  void call(DeviceStatus (*DeviceApi::*entry)(Device*, Parameters...),
+            Arguments... arguments) const {
+    check((device_->api->*entry)(device_, arguments...));
+  }
+
+  Device* const device_;
+};
+
 std::string hex(std::uint64_t number);
 inline std::string hex(const void* ptr) { return hex(reinterpret_cast<std::uint64_t>(ptr)); }
 

@@ -1,20 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a communicator has under way on a device: the ground that collectives (staging.hpp) and
-// messages (staged_messages.hpp) on device memory stand on.
+// What a communicator has under way on a device: a list of calls that whoever makes progress looks
+// at, that end or fail once, and whose failure is the communicator's.
+//
+//   StagedWork (staged_work.hpp):   the host has a part in each call, and flags let it go on:
+//                                   collectives (staging.hpp), messages (staged_messages.hpp)
+//   WatchedWork (watched_work.hpp): the device ends calls by itself: NCCL's (nccl_work.hpp), those
+//                                   over memory of peers (peer_work.hpp)
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "device.hpp"
-#include "pinned_pool.hpp"
-#include "pinned_ring.hpp"
-#include "staged_plan.hpp"
+#include "device_error.hpp"
+#include "device_stores.hpp"
 
 namespace commrt {
 
@@ -24,17 +28,23 @@ class DeviceWork;
 class Engine;
 class Op;
 
-// A call of the device that failed.
-struct DeviceFailure : std::runtime_error {
-  DeviceFailure(DeviceStatus status_, const std::string& text)
-      : std::runtime_error(text), status(status_) {}
-  DeviceStatus status;
+// What adds to a flag on failure: also what is still to be given its commands is let go.
+constexpr std::uint32_t kFarAhead = std::uint32_t{1} << 30;
+// Looks without a change between two questions that take longer.
+constexpr unsigned kIdleLooks = 256;
+
+// A call that could not be made for another reason than the device; `kind` as DeviceCall's.
+struct CallFailure : std::runtime_error {
+  CallFailure(std::string kind_, const std::string& text)
+      : std::runtime_error(text), kind(std::move(kind_)) {}
+  std::string kind;
 };
 
-struct StagedCall {
+// One started call on device memory.
+struct DeviceCall {
   enum class State : int { Running = 0, Done, Failed };
 
-  ~StagedCall();
+  virtual ~DeviceCall();
   bool ended() const { return state.load(std::memory_order_acquire) != 0; }
   bool failed() const {
     return state.load(std::memory_order_acquire) == static_cast<int>(State::Failed);
@@ -42,57 +52,57 @@ struct StagedCall {
   // Once; `kind_` and `why` are what its request says.
   void fail(const std::string& kind_, const std::string& why);
   void succeed();
+  // Recorded in a graph, it runs as that is launched, and its state does not change.
+  virtual bool is_captured() const { return false; }
+  // The event that says, as it is asked, whether the device still works; 0: none yet.
+  virtual Event asked() const { return end; }
+  // The host's operation, of messages.
+  virtual const Op* messages() const { return nullptr; }
 
   std::shared_ptr<DeviceWork> work;
   std::atomic<int> state{0};
-  // Whether the end event is recorded: at once, but where streams have no flags.
-  std::atomic<bool> end_given{false};
-  std::uint64_t seq = 0;  // of its first piece
+  std::uint64_t seq = 0;  // on the communicator; of its first piece
   Event end = 0;
-  std::uint32_t end_value = 0;
   double timeout_s = 0;
   std::string kind, error;  // of a failure; written before the state
-  void* keep[2] = {nullptr, nullptr};  // PyObject*: the caller's arrays, until the end flag
-
-  // Of collectives.
-  std::shared_ptr<const StagedPlan> plan;
-  std::vector<unsigned char*> arrays;                // on the device, by their numbers
-  std::vector<std::vector<std::uint64_t>> tables;    // of addresses on the host, by piece
-  PinnedRing::Part memory;
-  // Of messages.
-  std::shared_ptr<Op> messages;
-  std::vector<StagedCopy> in, out;     // of `arrays` and the block
-  PinnedPool::Block block;
-  Event copied = 0;                    // all that leaves is on the host
-  std::uint32_t start_value = 0, go_value = 0;
-  double opened_s = 0;
-  bool asked = true;                   // somebody will ask what became of it
-  bool given = false;                  // what comes back is given to the device
+  void* keep[2] = {nullptr, nullptr};  // PyObject*: the caller's arrays, until the end
 };
 
 // One communicator's work of a kind on one device.
-class DeviceWork : public std::enable_shared_from_this<DeviceWork> {
+class DeviceWork : public DeviceUser, public std::enable_shared_from_this<DeviceWork> {
  public:
-  DeviceWork(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps);
+  using CallPtr = std::shared_ptr<DeviceCall>;
+
+  // `keeps` is alive as long as the device is needed, `events` as long as calls are.
+  DeviceWork(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
+             EventPool& events);
   virtual ~DeviceWork();
 
-  // Looks at flags; true if anything went on. Of several threads one at a time.
+  // One look; true if anything has changed. Of several threads one at a time. Takes no lock that
+  // anybody holds while it waits for a peer or the device.
   virtual bool progress() = 0;
-  // Lets a stream wait for the end of a call; blocks only where streams have no flags.
-  virtual void wait_on(const std::shared_ptr<StagedCall>& call, Stream stream) = 0;
+  // Lets a stream wait for the end of a call. Throws DeviceFailure where one of them is in a
+  // capture that the other one has no part in; the capture goes on.
+  virtual void wait_on(const CallPtr& call, Stream stream) = 0;
   // Gives the device what of a call can be given by now.
-  virtual void advance(const std::shared_ptr<StagedCall>& call) = 0;
+  virtual void advance(const CallPtr&) {}
   // Gives it all: nobody will ask for the call again.
-  virtual void let_be(const std::shared_ptr<StagedCall>& call) = 0;
+  virtual void let_be(const CallPtr&) {}
+  // A call has been waited for: gives up where it takes longer than it may.
+  virtual void give_up_late(const CallPtr&, double) {}
   // Gives everything back, where nothing is under way. Idempotent.
   virtual void close() = 0;
+  // Whether streams wait for this process, and go on only by its progress.
+  virtual bool holds_streams() const { return false; }
 
-  // Throws DeviceFailure where a stream is captured; the capture goes on.
-  void refuse_capture(Stream stream);
   // What a thread asks that waits for a call: whether the device still works.
-  void ask_device(const std::shared_ptr<StagedCall>& call);
-  // Fails all that is under way and lets the streams go.
-  void give_up(const std::string& kind, const std::string& why);
+  void ask_device(const CallPtr& call);
+  // The same where nobody waits: by a thread that may be stopped.
+  void ask_for_oldest();
+  // Fails all that is under way and lets the streams go. `seq` is the operation that cannot be
+  // done; without it, the first one under way.
+  void give_up(const std::string& kind, const std::string& why,
+               std::optional<std::uint64_t> seq = std::nullopt);
   // The communicator goes away: nothing of it may be touched any more.
   void abandon();
   // Waits for something to change; Deadlock on a simulated device that sees there is nothing.
@@ -100,65 +110,57 @@ class DeviceWork : public std::enable_shared_from_this<DeviceWork> {
   // A simulated device learns that the engine did something.
   void announce();
   // Whether a call has ended, as the thread sees it that asks.
-  bool has_ended(const StagedCall& call);
-  // Whether the device still works, asked where nobody waits: by a thread that may be stopped.
-  void ask_for_oldest();
+  bool has_ended(const DeviceCall& call);
 
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   bool simulated() const { return device_->api->lock != nullptr; }
+  // Calls whose end the host has not seen.
   int outstanding() const { return outstanding_.load(std::memory_order_acquire); }
-  Device* device() const { return device_; }
-  void give_event(Event event);
-  std::size_t num_events();
+  EventPool& events() const { return events_; }
 
  protected:
-  void check(DeviceStatus status) const;
-  template <class... Parameters, class... Arguments>
-  void call(DeviceStatus (*DeviceApi::*entry)(Device*, Parameters...), Arguments... arguments) {
-    check((device_->api->*entry)(device_, arguments...));
-  }
-  Event take_event();
-  void destroy_events();
-  // Lines of pinned memory for flags, the last of which tells of activity.
-  void make_flags(std::size_t count, std::uint32_t value, std::uint32_t** const* flags);
-  void free_flags();
   // Throws where all that is under way has failed.
   void check_failed() const;
-  // Waits for room in pinned memory until `deadline`: throws where that is over.
-  void wait_for_memory(Backoff& backoff, double deadline, double timeout_s, std::size_t most);
-  // The host is done with a call: its references are free.
-  void drop(StagedCall& call);
+  // Throws where a stream is captured; the capture goes on. `why` no graph can have the call.
+  void refuse_capture_of(Stream stream, const char* why) const;
+  // Holds polling_. What a call keeps becomes its own, and it counts as under way.
+  void take_up(DeviceCall& call, void* const* keep);
+  // Holds polling_. The host has seen the end: its references are free.
+  void drop(DeviceCall& call);
+  // Holds polling_.
+  void fail(const std::string& kind, const std::string& why, bool device_is_gone,
+            std::optional<std::uint64_t> seq = std::nullopt);
+  void fail_as(const DeviceFailure& failure);
+  // What a thread does in a call that meets one: gives up, and goes on throwing.
+  void give_up_as(const DeviceFailure& failure,
+                  std::optional<std::uint64_t> seq = std::nullopt);
+
   // Holds polling_. The call whose end is awaited longest, or null.
-  virtual std::shared_ptr<StagedCall> oldest() const = 0;
+  virtual CallPtr oldest() const = 0;
   // Holds polling_. Marks calls, and lets their streams go.
   virtual void let_all_go(const std::string& kind, const std::string& why) = 0;
-  void fail(const std::string& kind, const std::string& why, bool device_is_gone);
-  void fail_as(const DeviceFailure& failure);
+  // Holds polling_. Sees what has ended, which is then nothing to give up.
+  virtual void see_ended() {}
+  // Holds polling_ and the engine's lock. The first operation that peers must not count on.
+  virtual std::uint64_t first_lost(std::uint64_t next) const { return next; }
+  // What the communicator's later calls say of one that took too long.
+  virtual const char* too_late() const = 0;
 
-  Comm* comm_;
+  Comm* comm_;  // guarded by polling_; null once it is gone
   Engine& engine_;
-  Device* const device_;
   const std::shared_ptr<void> keeps_;
-  const bool flags_;
+  EventPool& events_;
+  std::uint32_t* activity_ = nullptr;  // a flag
 
-  std::mutex issue_;    // of who starts: the order of commands is that of operations
   std::mutex polling_;  // of who looks; nobody waits for a peer or the device with it
   unsigned idle_ = 0;
   bool device_gone_ = false;
   std::atomic<bool> failed_{false}, closed_{false};
   std::string failure_kind_, failure_;
-  std::atomic<int> outstanding_{0};
 
  private:
-  std::uint32_t* activity_ = nullptr;
-  void* flag_memory_ = nullptr;
+  std::atomic<int> outstanding_{0};
   std::atomic<std::uint32_t> activities_{0};
-  std::mutex events_mutex_;
-  std::vector<Event> events_;  // for the ends of calls
-  bool events_closed_ = false;
 };
-
-// What the engine says became of an operation that failed, as errors are called.
-const char* failure_kind(const Op& op);
 
 }  // namespace commrt

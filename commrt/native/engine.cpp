@@ -3,7 +3,6 @@
 #include "engine.hpp"
 
 #include "device_work.hpp"
-#include "watched.hpp"
 
 #include <pthread.h>
 #include <sched.h>
@@ -56,10 +55,10 @@ bool Engine::step_locked(uint64_t limit) {
 }
 
 bool Engine::step() {
-  bool any = look_at_watched();
+  bool any = false;
   {
     std::lock_guard<std::mutex> lock(mutex);
-    any = step_locked(kSliceBytes) || any;
+    any = step_locked(kSliceBytes);
   }
   return has_device_work() ? step_device_work(any) : any;
 }
@@ -87,47 +86,15 @@ bool Engine::step_device_work(bool advanced) {
     all = device_work_;
   }
   for (const auto& work : all) advanced = work->progress() || advanced;
-  if (advanced && !all.empty()) all.front()->announce();
+  // Where the host has a part, somebody may pause until it has done it.
+  const auto staged = std::find_if(all.begin(), all.end(),
+                                   [](const auto& work) { return work->holds_streams(); });
+  if (advanced && staged != all.end()) (*staged)->announce();
   all.clear();
   return advanced;
 }
 
-void Engine::watch(std::shared_ptr<Watched> work) {
-  const std::lock_guard<std::mutex> own(watched_mutex_);
-  watched_.push_back(std::move(work));
-  num_watched_.fetch_add(1, std::memory_order_release);
-}
-
-void Engine::unwatch(const Watched* work) {
-  const std::lock_guard<std::mutex> own(watched_mutex_);
-  const auto found = std::find_if(watched_.begin(), watched_.end(),
-                                  [&](const auto& one) { return one.get() == work; });
-  if (found == watched_.end()) return;
-  watched_.erase(found);
-  num_watched_.fetch_sub(1, std::memory_order_release);
-}
-
-bool Engine::look_at_watched() {
-  if (num_watched_.load(std::memory_order_acquire) == 0) return false;
-  thread_local std::vector<std::shared_ptr<Watched>> all;
-  {
-    const std::lock_guard<std::mutex> own(watched_mutex_);
-    all = watched_;
-  }
-  bool any = false;
-  for (const auto& work : all) any = work->look() || any;
-  all.clear();
-  return any;
-}
-
-bool Engine::is_watching() {
-  if (num_watched_.load(std::memory_order_acquire) == 0) return false;
-  const std::lock_guard<std::mutex> own(watched_mutex_);
-  return std::any_of(watched_.begin(), watched_.end(),
-                     [](const auto& one) { return one->outstanding() != 0; });
-}
-
-bool Engine::is_staging() {
+bool Engine::is_device_busy() {
   if (!has_device_work()) return false;
   const std::lock_guard<std::mutex> own(device_work_mutex_);
   return std::any_of(device_work_.begin(), device_work_.end(),
@@ -141,7 +108,7 @@ void Engine::release_streams(const std::string& why) {
     all = device_work_;
   }
   for (const auto& work : all) {
-    if (work->outstanding() != 0) work->give_up("revoked", why);
+    if (work->holds_streams() && work->outstanding() != 0) work->give_up("revoked", why);
   }
 }
 
@@ -164,7 +131,7 @@ bool Engine::busy_locked() const {
 }
 
 bool Engine::idle() {
-  if (is_staging() || is_watching()) return false;
+  if (is_device_busy()) return false;
   std::lock_guard<std::mutex> lock(mutex);
   return !busy_locked();
 }
@@ -230,7 +197,8 @@ void Engine::watch_main() {
       all = device_work_;
     }
     for (const auto& work : all) {
-      if (work->outstanding() != 0 && !work->simulated()) work->ask_for_oldest();
+      const bool may_hold = work->holds_streams() && !work->simulated();
+      if (may_hold && work->outstanding() != 0) work->ask_for_oldest();
     }
   }
 }
@@ -271,7 +239,7 @@ void Engine::thread_main() {
     bool advanced = false;
     {
       std::unique_lock<std::mutex> lock(mutex);
-      auto needed = [this] { return stopping_ || busy_locked() || is_staging() || is_watching(); };
+      auto needed = [this] { return stopping_ || busy_locked() || is_device_busy(); };
       if (!needed()) {
         is_parked_.store(true, std::memory_order_release);
         parked_->wait(lock, needed);
@@ -289,7 +257,6 @@ void Engine::thread_main() {
       }
     }
     // Between passes the lock is free, so that callers can submit and wait.
-    advanced = look_at_watched() || advanced;
     if (has_device_work()) advanced = step_device_work(advanced);
     if (advanced) backoff.reset();
     backoff.pause();

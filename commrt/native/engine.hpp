@@ -31,7 +31,6 @@ double now_s();
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 class DeviceWork;
-class Watched;
 
 class Engine {
  public:
@@ -68,27 +67,17 @@ class Engine {
   void discard_objects(void* (&objects)[2]);
   std::vector<void*> take_objects();
 
-  // Work on device memory (staging.hpp). Its progress is made without the lock.
+  // Work on device memory (device_work.hpp). Its progress is made without the lock.
   void add_device_work(std::shared_ptr<DeviceWork> work);
   void remove_device_work(const DeviceWork* work);
   bool step_device_work(bool advanced);
   bool has_device_work() const { return num_device_work_.load(std::memory_order_acquire) != 0; }
-  bool is_staging();
+  bool is_device_busy();
   // Whether devices still work is asked now and then, by a thread of its own: a question goes to
   // the driver, where it may have to wait for a call that only progress lets go.
   void start_watch();
-  // Fails what is under way there, so that no stream goes on waiting for this process.
+  // Fails what is under way there and waits for this process, so that no stream goes on waiting.
   void release_streams(const std::string& why);
-
-  // Work that goes on by itself (watched.hpp). Looked at without the lock.
-  void watch(std::shared_ptr<Watched> work);
-  void unwatch(const Watched* work);
-  bool look_at_watched();
-  bool is_watching();
-  // Whether a step may take locks of work on devices.
-  bool looks_at_devices() const {
-    return has_device_work() || num_watched_.load(std::memory_order_acquire) != 0;
-  }
 
   // A hint, without the lock.
   bool has_ended() const { return has_ended_.load(std::memory_order_relaxed); }
@@ -123,9 +112,6 @@ class Engine {
   std::mutex device_work_mutex_;  // the innermost one
   std::vector<std::shared_ptr<DeviceWork>> device_work_;
   std::atomic<int> num_device_work_{0};
-  std::mutex watched_mutex_;  // like device_work_mutex_
-  std::vector<std::shared_ptr<Watched>> watched_;
-  std::atomic<int> num_watched_{0};
   std::vector<void*> objects_;
   std::atomic<bool> wants_python_{false};
   std::thread thread_;

@@ -13,7 +13,6 @@
 #include "fusion.hpp"
 #include "p2p.hpp"
 #include "device_work.hpp"
-#include "watched.hpp"
 
 namespace commrt {
 
@@ -107,10 +106,6 @@ Group::Group(std::shared_ptr<Engine> engine_, int rank, int size, const std::str
     : engine(std::move(engine_)), comm(std::make_unique<Comm>(*engine, rank, size, name)) {}
 
 Group::~Group() {
-  if (!watched.empty() && !Engine::forked.load(std::memory_order_relaxed)) {
-    nb::gil_scoped_release release;
-    for (const auto& work : watched) work->abandon();
-  }
   if (!device_work.empty() && !Engine::forked.load(std::memory_order_relaxed)) {
     nb::gil_scoped_release release;
     for (const auto& work : device_work) work->abandon();
@@ -323,7 +318,7 @@ bool Request::test() {
     Engine& engine = *nb::cast<Group&>(group_).engine;
     // Who looks at devices waits for locks whose holder may wait for the GIL.
     auto step = [&] {
-      if (is_long(*op_) || engine.looks_at_devices()) {
+      if (is_long(*op_) || engine.has_device_work()) {
         nb::gil_scoped_release release;
         engine.step();
       } else {

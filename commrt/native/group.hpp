@@ -115,9 +115,7 @@ class Group {
   void forget_plans();
   size_t num_plans() const { return plans_.size() + vector_plans_.size(); }
 
-  std::vector<std::shared_ptr<class DeviceWork>> device_work;  // one for each device it works on
-
-  std::vector<std::shared_ptr<class Watched>> watched;  // one for each NCCL communicator
+  std::vector<std::shared_ptr<class DeviceWork>> device_work;  // of each kind, on each device
 
   VectorKey asked;  // of the call that is being looked at: its memory is used again
 
@@ -232,6 +230,7 @@ void bind_p2p_operation(nb::module_& m);
 void bind_multi(nb::module_& m);
 void bind_boxes(nb::module_& m);
 void bind_persistent(nb::module_& m);
+void bind_device_work(nb::module_& m);
 void bind_staging(nb::module_& m);
 
 }  // namespace commrt

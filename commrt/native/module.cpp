@@ -38,6 +38,7 @@ NB_MODULE(_native, m) {
   commrt::bind_device(m);
   commrt::bind_programs(m);
   commrt::bind_nccl(m);
+  commrt::bind_device_work(m);
   commrt::bind_staging(m);
   commrt::bind_nccl_work(m);
   commrt::bind_peer_work(m);

@@ -4,14 +4,11 @@
 
 #include <algorithm>
 
-#include "device_error.hpp"
 #include "nccl_work.hpp"
-#include "staging.hpp"
 
 namespace commrt {
 
 namespace {
-constexpr std::size_t kLine = 64;
 // What has been finalised is destroyed at once; where that sticks, its thread is left behind.
 constexpr double kDestroy_s = 1;
 // Captures whose latest operation is remembered. As many would have to go on at once for one to be
@@ -20,61 +17,15 @@ constexpr std::size_t kMostCaptures = 1024;
 }
 
 NcclOrder::NcclOrder(Device* on, std::shared_ptr<void> keeps, std::uint32_t first_value)
-    : device(on), flags(on->memory_flags), issued(first_value), keeps_(std::move(keeps)) {
+    : DeviceUser(on), events(on), flags(on->memory_flags), issued(first_value), scratch(on),
+      lines(on, 3, first_value), keeps_(std::move(keeps)) {
   using Api = DeviceApi;
-  call(&Api::pinned_alloc, 3 * kLine, &flag_memory_);
-  std::uint32_t** const all[] = {&begun, &ended, &activity};
-  for (std::size_t i = 0; i < 3; ++i) {
-    *all[i] =
-        reinterpret_cast<std::uint32_t*>(static_cast<unsigned char*>(flag_memory_) + i * kLine);
-    call(&Api::flag_store, *all[i], first_value);
-  }
   // Non-blocking: it must not take turns with the legacy stream.
   call(&Api::stream_create, -1, false, &stream);
   call(&Api::event_create, &ready);
   call(&Api::event_create, &serial);
   forks_.push_back(0);  // so that a capture need not make one
   call(&Api::stream_create, -1, false, &forks_.back());
-}
-
-void NcclOrder::check(DeviceStatus status) const {
-  if (status != DeviceStatus::Ok) throw DeviceFailure(status, device_error());
-}
-
-Event NcclOrder::take_event() {
-  {
-    const std::lock_guard<std::mutex> own(events_mutex_);
-    if (!events_.empty()) {
-      const Event event = events_.back();
-      events_.pop_back();
-      return event;
-    }
-  }
-  Event event = 0;
-  call(&DeviceApi::event_create, &event);
-  return event;
-}
-
-void NcclOrder::give_event(Event event) {
-  const std::lock_guard<std::mutex> own(events_mutex_);
-  if (!events_closed_) events_.push_back(event);
-}
-
-std::size_t NcclOrder::num_events() {
-  const std::lock_guard<std::mutex> own(events_mutex_);
-  return events_.size();
-}
-
-void* NcclOrder::scratch(std::size_t nbytes) {
-  if (scratches_.empty() || scratches_.back().second < nbytes) {
-    const std::size_t before = scratches_.empty() ? 256 : 2 * scratches_.back().second;
-    const std::size_t wanted = std::max(nbytes, before);
-    void* made = nullptr;
-    call(&DeviceApi::alloc, wanted, &made);
-    // The smaller ones stay: what was given to the device may use them.
-    scratches_.emplace_back(made, wanted);
-  }
-  return scratches_.back().first;
 }
 
 Event* NcclOrder::tip(std::uint64_t capture) {
@@ -90,11 +41,11 @@ Event* NcclOrder::tip(std::uint64_t capture) {
 
 void NcclOrder::set_tip(std::uint64_t capture, Event event) {
   Event& kept = tips_[capture];
-  if (kept != 0) give_event(kept);
+  if (kept != 0) events.give(kept);
   kept = event;
   if (tips_.size() <= kMostCaptures) return;
   forgotten_ = tips_.begin()->first;
-  give_event(tips_.begin()->second);
+  events.give(tips_.begin()->second);
   tips_.erase(tips_.begin());
 }
 
@@ -113,12 +64,12 @@ Stream NcclOrder::fork(std::uint64_t capture) {
 }
 
 void NcclOrder::retire(std::shared_ptr<NcclComm> comm) {
-  HostLock own(device, issue);
+  HostLock own(device_, issue);
   retired_.push_back(std::move(comm));
 }
 
 std::size_t NcclOrder::sweep() {
-  HostLock own(device, issue);
+  HostLock own(device_, issue);
   sweep_locked();
   return retired_.size();
 }
@@ -139,27 +90,21 @@ void NcclOrder::sweep_locked() {
 }
 
 void NcclOrder::close(double abort_timeout_s) {
-  HostLock own(device, issue);
+  HostLock own(device_, issue);
   if (closed_) return;
   closed_ = true;
   for (auto& comm : retired_) comm->abort(abort_timeout_s);
   retired_.clear();
   last = nullptr;
   // A device that is gone has taken all of it along, so nobody looks at what it says.
-  const auto give = [this](auto entry, auto what) { (device->api->*entry)(device, what); };
+  const auto give = [this](auto entry, auto what) { (device_->api->*entry)(device_, what); };
   give(&DeviceApi::stream_destroy, stream);
   for (const Stream each : forks_) give(&DeviceApi::stream_destroy, each);
   for (const Event each : {ready, serial}) give(&DeviceApi::event_destroy, each);
   for (const auto& [capture, event] : tips_) give(&DeviceApi::event_destroy, event);
-  std::vector<Event> events;
-  {
-    const std::lock_guard<std::mutex> events_own(events_mutex_);
-    events.swap(events_);
-    events_closed_ = true;
-  }
-  for (const Event event : events) give(&DeviceApi::event_destroy, event);
-  for (const auto& [memory, nbytes] : scratches_) give(&DeviceApi::free, memory);
-  give(&DeviceApi::pinned_free, flag_memory_);
+  events.close();
+  scratch.free();
+  lines.free();
 }
 
 }  // namespace commrt

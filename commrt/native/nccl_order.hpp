@@ -22,14 +22,14 @@
 #include <mutex>
 #include <vector>
 
-#include "device.hpp"
+#include "device_stores.hpp"
 #include "nccl_comm.hpp"
 
 namespace commrt {
 
 struct NcclCall;
 
-class NcclOrder {
+class NcclOrder : public DeviceUser {
  public:
   // Throws DeviceFailure. `keeps` is alive as long as the device is needed.
   NcclOrder(Device* device, std::shared_ptr<void> keeps, std::uint32_t first_value);
@@ -42,15 +42,10 @@ class NcclOrder {
   // Aborts those that are left, and gives streams, events and memory back.
   void close(double abort_timeout_s);
 
-  Event take_event();
-  void give_event(Event event);
-  std::size_t num_events();
-  // For callers that hold `issue`: device memory that operations use one after the other.
-  void* scratch(std::size_t nbytes);
   // For callers that hold `issue`.
   void sweep_locked();
 
-  Device* const device;
+  EventPool events;
   const bool flags;  // whether streams write them; else events are polled
   std::mutex issue;  // whoever gives the device an operation, until NCCL has taken it
   // What follows is guarded by it.
@@ -68,45 +63,16 @@ class NcclOrder {
   void set_tip(std::uint64_t capture, Event event);
   // A stream for nonblocking calls in a capture: `stream` must not become a part of it.
   Stream fork(std::uint64_t capture);
-  std::uint32_t *begun = nullptr, *ended = nullptr;  // flags: values of operations
-  std::uint32_t* activity = nullptr;
+  Scratch scratch;    // that operations use one after the other
+  FlagLines lines;  // begun and ended, which hold values of operations, and activity
 
  private:
-  void check(DeviceStatus status) const;
-  template <class... Parameters, class... Arguments>
-  void call(DeviceStatus (*DeviceApi::*entry)(Device*, Parameters...), Arguments... arguments) {
-    check((device->api->*entry)(device, arguments...));
-  }
-
   const std::shared_ptr<void> keeps_;
-  void* flag_memory_ = nullptr;
-  std::vector<std::pair<void*, std::size_t>> scratches_;  // the last one is the largest
   std::vector<std::shared_ptr<NcclComm>> retired_;
   std::map<std::uint64_t, Event> tips_;
   std::uint64_t forgotten_ = 0;  // captures up to this one are not remembered
   std::vector<Stream> forks_;
   bool closed_ = false;
-  std::mutex events_mutex_;
-  std::vector<Event> events_;
-  bool events_closed_ = false;
-};
-
-// While it lives, calls of this thread do not end captures, whoever began them.
-class RelaxedCapture {
- public:
-  explicit RelaxedCapture(Device* device) : device_(device) {
-    relaxed_ = device_->api->exchange_capture_mode(device_, &mode_) == DeviceStatus::Ok;
-  }
-  ~RelaxedCapture() {
-    if (relaxed_) device_->api->exchange_capture_mode(device_, &mode_);
-  }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  Device* const device_;
-  CaptureMode mode_ = CaptureMode::Relaxed;
-  bool relaxed_ = false;
 };
 
 }  // namespace commrt

@@ -2,21 +2,18 @@
 // What a call gives the device, and what whoever makes progress sees of it (nccl_work.hpp).
 #include "nccl_work.hpp"
 
-#include <algorithm>
+#include <utility>
 
 #include "comm.hpp"
 #include "device_error.hpp"
 #include "engine.hpp"
 #include "nccl_program.hpp"
-#include "staging.hpp"
 
 namespace commrt {
 
 namespace {
 
 constexpr int kRemoteError = 6;  // ncclRemoteError
-// Looks without a change between two questions that take longer.
-constexpr unsigned kIdleLooks = 256;
 // A simulated device has no time: the abort is over before anything else goes on.
 constexpr double kSimulatedAbort_s = 10;
 
@@ -28,13 +25,12 @@ std::string seconds(double time_s) {
 }
 
 // Whether an input has to be put away first.
-bool reads_what_it_writes(const NcclPlan& plan, const void* in, const void* out) {
-  if (plan.in_nbytes == 0) return false;
-  if (plan.program == nullptr && plan.phases.empty()) return plan.needs_copy && in == out;
-  if (plan.in_place && in == out) return false;
-  const auto* x = static_cast<const unsigned char*>(in);
-  const auto* y = static_cast<const unsigned char*>(out);
-  return x < y + plan.out_nbytes && y < x + plan.in_nbytes;
+bool reads_what_it_writes(const NcclPlan& plan, const unsigned char* in,
+                          const unsigned char* out) {
+  if (plan.program == nullptr && plan.phases.empty()) {
+    return plan.in_nbytes != 0 && plan.needs_copy && in == out;
+  }
+  return plan.overlaps(in, out);
 }
 
 }  // namespace
@@ -46,28 +42,21 @@ const char* const kNcclPlantedNames[kNumNcclPlanted] = {
     "graph_no_seed", "graph_eager_no_wait", "graph_eager_no_record", "graph_own_stream",
     "graph_flags", "graph_drops", "pack_late", "unpack_early", "unpack_other"};
 
-NcclCall::~NcclCall() {
-  if (work == nullptr) return;
-  if (end != 0) work->order().give_event(end);
-  if (begun != 0) work->order().give_event(begun);
-}
-
 NcclWork::NcclWork(Comm& comm, Engine& engine, std::shared_ptr<NcclOrder> order,
                    std::shared_ptr<NcclComm> native)
-    : comm_(&comm), engine_(engine), order_(std::move(order)), device_(order_->device),
+    : WatchedWork(comm, engine, order->device(), order, order->events), order_(std::move(order)),
       native_(std::move(native)) {
+  activity_ = order_->lines[2];
+  if (order_->flags) {
+    begun_ = order_->lines[0];
+    ended_ = order_->lines[1];
+  }
   native_->meanwhile = [this] {
     if (engine_.step()) return true;
     if (!simulated()) return false;
     check(device_->api->pause(device_));
     return true;
   };
-}
-
-NcclWork::~NcclWork() = default;
-
-void NcclWork::check(DeviceStatus status) const {
-  if (status != DeviceStatus::Ok) throw DeviceFailure(status, device_error());
 }
 
 // The capture that a stream is in; 0: none.
@@ -87,9 +76,9 @@ std::uint64_t NcclWork::capture_of(Stream stream) {
 
 // --- the call ---
 
-std::shared_ptr<NcclCall> NcclWork::start(const std::shared_ptr<const NcclPlan>& plan,
-                                          std::vector<unsigned char*> arrays, Stream stream,
-                                          bool orders, void* const* keep, double timeout_s) {
+DeviceWork::CallPtr NcclWork::start(const std::shared_ptr<const NcclPlan>& plan,
+                                    std::vector<unsigned char*> arrays, Stream stream,
+                                    bool orders, void* const* keep, double timeout_s) {
   for (const NcclPhase& phase : plan->phases) {
     if (static_cast<std::size_t>(phase.num_arrays) > arrays.size())
       throw std::invalid_argument("fewer arrays than the plan speaks of");
@@ -110,16 +99,13 @@ std::shared_ptr<NcclCall> NcclWork::start(const std::shared_ptr<const NcclPlan>&
 }
 
 // Holds the device's lock.
-void NcclWork::issue(const std::shared_ptr<NcclCall>& made, std::vector<unsigned char*>& arrays,
-                     Stream stream, bool orders, void* const* keep) {
+void NcclWork::issue(const NcclPtr& made, std::vector<unsigned char*>& arrays, Stream stream,
+                     bool orders, void* const* keep) {
   unsigned char*& in = arrays[0];
   unsigned char*& out = arrays[1];
   made->capture = capture_of(stream);
   const bool captured = made->capture != 0;
-  // Not the device's: the caller says what became of the communicator.
-  if (failed_) {
-    throw DeviceFailure(device_gone_ ? DeviceStatus::Failed : DeviceStatus::NotReady, failure_);
-  }
+  check_failed();
   // Memory, events and streams may have to be made.
   std::optional<RelaxedCapture> relaxed;
   if (captured) relaxed.emplace(device_);
@@ -129,33 +115,21 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, std::vector<unsigned
     throw std::invalid_argument("a program of another number of ranks");
   // First, as it may wait for all that the device was given.
   unsigned char* copy = nullptr;
-  if (plan.is_barrier) out = static_cast<unsigned char*>(order_->scratch(1));
-  void* scratch = nullptr;
+  if (plan.is_barrier) out = order_->scratch.of(1);
+  unsigned char* scratch = nullptr;
   const bool copies = reads_what_it_writes(plan, in, out) && !has(NcclPlanted::NoCopy);
   if (copies || plan.scratch_nbytes != 0) {
     // The program's begins it, on the device's own alignment.
-    scratch = order_->scratch(plan.scratch_nbytes + (copies ? plan.in_nbytes : 0));
-    if (copies) copy = static_cast<unsigned char*>(scratch) + plan.scratch_nbytes;
+    scratch = order_->scratch.of(plan.scratch_nbytes + (copies ? plan.in_nbytes : 0));
+    if (copies) copy = scratch + plan.scratch_nbytes;
   }
-  made->end = order_->take_event();
-  if (!order_->flags && !captured) made->begun = order_->take_event();
+  made->end = events_.take();
+  if (!order_->flags && !captured) made->begun = events_.take();
   made->work = shared_from_this();
   made->value = ++order_->issued;
   const bool forks = captured && !has(NcclPlanted::GraphOwnStream);
   const Stream own_stream = forks ? order_->fork(made->capture) : order_->stream;
-  {
-    const std::lock_guard<std::mutex> own(engine_.mutex);
-    Record record;
-    record.count = plan.elements;
-    record.coll = static_cast<int16_t>(plan.code);
-    record.root = static_cast<int16_t>(plan.root);
-    record.dtype = static_cast<uint8_t>(plan.element_type);
-    record.redop = static_cast<uint8_t>(plan.reduction);
-    record.blocking = orders;
-    record.stream = stream;
-    record.device = 0;
-    made->seq = comm_->count_elsewhere(record);
-  }
+  count(*made, plan, stream, orders);
   const bool in_callers = orders && !has(NcclPlanted::WrongStream);
   const Stream on = in_callers ? stream : own_stream;
   const Stream other = in_callers ? own_stream : stream;
@@ -170,7 +144,7 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, std::vector<unsigned
     if (code != kNcclSuccess) {
       const std::string text = text_of(code, made->timeout_s);
       give_up(kind_of(code), text, made->seq);
-      throw NcclFailure(kind_of(code), plan.operation + " #" + std::to_string(made->seq) + " on " +
+      throw CallFailure(kind_of(code), plan.operation + " #" + std::to_string(made->seq) + " on " +
                                            comm_->name + ", rank " + std::to_string(comm_->rank) +
                                            ": " + text);
     }
@@ -182,17 +156,17 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, std::vector<unsigned
   } catch (const DeviceFailure& failure) {
     // A capture that was lost has run nothing: the communicator is as it was.
     if (captured && failure.status == DeviceStatus::Capturing) throw;
-    give_up(std::string("device:") + status_name(failure.status), failure.what(), made->seq);
+    give_up_as(failure, made->seq);
     throw;
-  } catch (const NcclFailure&) {
+  } catch (const CallFailure&) {
     throw;
   } catch (...) {  // Ctrl-C: whether NCCL has taken it up is not known
     give_up("revoked", "a call was interrupted while NCCL took it up", made->seq);
     throw;
   }
-  HostLock own(device_, looking_);
-  check(own.status());
   if (captured) {
+    HostLock own(device_, polling_);
+    check(own.status());
     void* kept[2] = {keep[0], keep[1]};
     if (has(NcclPlanted::GraphDrops)) engine_.discard_objects(kept);
     for (void* object : kept)
@@ -202,12 +176,7 @@ void NcclWork::issue(const std::shared_ptr<NcclCall>& made, std::vector<unsigned
   order_->last = made;
   order_->last_is_own = !in_callers;
   last_value_ = made->value;
-  made->keep[0] = keep[0];
-  made->keep[1] = keep[1];
-  calls_.push_back(made);
-  outstanding_.fetch_add(1, std::memory_order_release);
-  // It failed meanwhile; the streams are let go already.
-  if (failed_) fail(failure_kind_, failure_, device_gone_);
+  watch(made, keep);
 }
 
 void NcclWork::order_before(NcclCall& made, Stream on, Stream stream, bool orders) {
@@ -220,12 +189,12 @@ void NcclWork::order_before(NcclCall& made, Stream on, Stream stream, bool order
   wait_for_others(made, on);
   if (made.capture != 0 && !has(NcclPlanted::GraphFlags)) return;
   if (order_->flags) {
-    call(&Api::write_value32, on, order_->begun, made.value);
+    call(&Api::write_value32, on, order_->lines[0], made.value);
   } else {
     call(&Api::event_record, made.begun, on);
   }
   if (has(NcclPlanted::EndFlagEarly) && order_->flags) {
-    call(&Api::write_value32, on, order_->ended, made.value);
+    call(&Api::write_value32, on, order_->lines[1], made.value);
   }
   if (has(NcclPlanted::EndEarly)) call(&Api::event_record, made.end, on);
 }
@@ -258,7 +227,7 @@ void NcclWork::wait_for_others(const NcclCall& made, Stream on) {
 void NcclWork::tell_others(const NcclCall& made, Stream on) {
   using Api = DeviceApi;
   if (made.capture != 0) {
-    const Event tip = order_->take_event();
+    const Event tip = events_.take();
     order_->set_tip(made.capture, tip);
     call(&Api::event_record, tip, on);
     if (!has(NcclPlanted::GraphNoRecord)) call(&Api::event_record_external, order_->serial, on);
@@ -282,7 +251,7 @@ void NcclWork::order_after(NcclCall& made, Stream on, Stream other) {
   tell_others(made, on);
   const bool writes = made.capture == 0 || has(NcclPlanted::GraphFlags);
   if (order_->flags && writes && !has(NcclPlanted::EndFlagEarly)) {
-    call(&Api::write_value32, on, order_->ended, made.value);
+    call(&Api::write_value32, on, order_->lines[1], made.value);
   }
   if (has(NcclPlanted::EndEarly)) return;
   call(&Api::event_record, made.end, has(NcclPlanted::EndOtherStream) ? other : on);
@@ -324,7 +293,8 @@ int NcclWork::run(const NcclPlan& plan, const std::vector<unsigned char*>& array
                              stream, timeout_s);
 }
 
-void NcclWork::wait_on(const NcclCall& made, Stream stream) {
+void NcclWork::wait_on(const CallPtr& waited_for, Stream stream) {
+  const auto& made = static_cast<const NcclCall&>(*waited_for);
   const std::uint64_t capture = capture_of(stream);
   if (capture != made.capture) {
     const std::string number = "stream " + std::to_string(stream);
@@ -341,125 +311,13 @@ void NcclWork::wait_on(const NcclCall& made, Stream stream) {
   call(&DeviceApi::stream_wait_event, stream, made.end);
 }
 
-void NcclWork::pause(Backoff& backoff) {
-  if (simulated()) {
-    check(device_->api->pause(device_));
-  } else {
-    backoff.pause();
-  }
-}
-
-void NcclWork::see() {
-  if (simulated()) HostLock own(device_, looking_);
-}
-
-void NcclWork::announce() {
-  if (!simulated() || closed_) return;
-  device_->api->flag_store(device_, order_->activity,
-                           activities_.fetch_add(1, std::memory_order_relaxed) + 1);
-}
-
 // --- what the host sees ---
 
-bool NcclWork::look() {
-  if (outstanding() == 0) return false;
-  HostLock own(device_, looking_);
-  if (own.status() != DeviceStatus::Ok || calls_.empty()) return false;
-  const bool any = order_->flags ? look_at_flags() : look_at_events();
-  if (any || failed_ || calls_.empty()) return any;
-  if (++idle_ % kIdleLooks != 0 && !simulated()) return false;
-  return look_after();
-}
-
-bool NcclWork::look_at_flags() {
-  std::uint32_t begun = 0, ended = 0;
-  const bool known =
-      device_->api->flag_load(device_, order_->begun, &begun) == DeviceStatus::Ok &&
-      device_->api->flag_load(device_, order_->ended, &ended) == DeviceStatus::Ok;
-  if (!known && !device_gone_) return false;
-  for (; seen_begun_ < calls_.size(); ++seen_begun_) {
-    NcclCall& one = *calls_[seen_begun_];
-    if (!flag_reached(begun, one.value)) break;
-    one.begun_s.store(now_s(), std::memory_order_release);
-  }
-  bool any = false;
-  while (!calls_.empty() && (device_gone_ || flag_reached(ended, calls_.front()->value))) {
-    finish(calls_.front());
-    any = true;
-  }
-  return any;
-}
-
-bool NcclWork::look_at_events() {
-  // Another thread's capture must not end by these questions.
-  const RelaxedCapture relaxed(device_);
-  const auto happened = [this](Event event) {
-    return device_->api->event_query(device_, event) == DeviceStatus::Ok;
-  };
-  for (; seen_begun_ < calls_.size(); ++seen_begun_) {
-    NcclCall& one = *calls_[seen_begun_];
-    if (!happened(one.begun)) break;
-    one.begun_s.store(now_s(), std::memory_order_release);
-  }
-  bool any = false;
-  while (!calls_.empty() && (device_gone_ || happened(calls_.front()->end))) {
-    finish(calls_.front());
-    any = true;
-  }
-  return any;
-}
-
-// The device has done all of it: references are free. Holds looking_.
-void NcclWork::finish(const std::shared_ptr<NcclCall>& made) {
-  engine_.discard_objects(made->keep);
-  int running = static_cast<int>(State::Running);
-  made->state.compare_exchange_strong(running, static_cast<int>(State::Done),
-                                      std::memory_order_acq_rel);
-  if (seen_begun_ > 0) --seen_begun_;
-  calls_.pop_front();
-  outstanding_.fetch_sub(1, std::memory_order_release);
-}
-
-// Nothing has changed for a while: it may be too late, a peer may have given up, NCCL may have
-// failed. Holds looking_.
-bool NcclWork::look_after() {
-  const NcclCall& first = *calls_.front();
-  const double begun_s = first.begun_s.load(std::memory_order_acquire);
-  if (begun_s != 0 && now_s() > begun_s + first.timeout_s) {
-    fail("timeout", "", false);
-    return true;
-  }
-  std::string who;
-  if (comm_ != nullptr) {
-    const std::lock_guard<std::mutex> own(engine_.mutex);
-    who = comm_->who_gave_up(first.seq);
-  }
-  if (!who.empty()) {
-    fail("revoked", who, false);
-    return true;
-  }
+bool NcclWork::look_further() {
   const int code = native_->poll();
   if (code == kNcclSuccess || code == kNcclInProgress || code == kNcclInterrupted) return false;
   fail(kind_of(code), text_of(code, 0), false);
   return true;
-}
-
-void NcclWork::give_up_late(const std::shared_ptr<NcclCall>& made, double waited_s) {
-  if (made->begun_s.load(std::memory_order_acquire) == 0 || waited_s < made->timeout_s) return;
-  HostLock own(device_, looking_);
-  check(own.status());
-  if (!made->ended() && !failed_ && !closed_) fail("timeout", "", false);
-}
-
-void NcclWork::ask_device(const std::shared_ptr<NcclCall>& made) {
-  // Another thread's capture must not end by this question.
-  CaptureMode mode = CaptureMode::Relaxed;
-  if (device_->api->exchange_capture_mode(device_, &mode) != DeviceStatus::Ok) return;
-  const DeviceStatus status = device_->api->event_query(device_, made->end);
-  const std::string text = device_error();
-  device_->api->exchange_capture_mode(device_, &mode);
-  if (status == DeviceStatus::Ok || status == DeviceStatus::NotReady) return;
-  give_up(std::string("device:") + status_name(status), text);
 }
 
 // --- failures ---
@@ -480,40 +338,10 @@ std::string NcclWork::text_of(int code, double timeout_s) const {
          "; the NCCL communicator was aborted. NCCL_DEBUG=WARN tells more";
 }
 
-void NcclWork::give_up(const std::string& kind, const std::string& why,
-                       std::optional<std::uint64_t> seq) {
-  HostLock own(device_, looking_);
-  if (closed_ || failed_) return;
-  const bool is_gone = kind == "device:failed";
-  // What has ended unseen is not given up: peers are told of the first that is.
-  if (!is_gone) order_->flags ? look_at_flags() : look_at_events();
-  fail(kind, why, is_gone, seq);
-}
-
-// Holds looking_.
-void NcclWork::fail(const std::string& kind, const std::string& why, bool device_is_gone,
-                    std::optional<std::uint64_t> seq) {
-  const bool is_first = !failed_;
-  failed_ = true;
-  device_gone_ = device_gone_ || device_is_gone;
-  failure_kind_ = kind;
-  failure_ = why;
-  if (comm_ != nullptr) {
-    const std::string text = kind == "timeout" ? "an operation by NCCL came too late" : why;
-    const std::lock_guard<std::mutex> own(engine_.mutex);
-    comm_->break_down(text);
-    // Peers whose own call of this number is under way wait in vain, too.
-    const std::uint64_t next = seq.value_or(comm_->next_seq);
-    comm_->tell_failure(calls_.empty() ? next : calls_.front()->seq);
-  }
-  for (const auto& one : calls_) {
-    if (one->ended()) continue;
-    one->kind = kind;
-    one->error = why;
-    one->state.store(static_cast<int>(State::Failed), std::memory_order_release);
-  }
-  // Its kernels end by that, and the streams go on.
-  if (is_first && !has(NcclPlanted::Kept)) native_->abort(simulated() ? kSimulatedAbort_s : 0.0);
+// Its kernels end by that, and the streams go on.
+void NcclWork::let_streams_go() {
+  if (std::exchange(is_aborted_, true) || has(NcclPlanted::Kept)) return;
+  native_->abort(simulated() ? kSimulatedAbort_s : 0.0);
 }
 
 // --- the end ---
@@ -522,7 +350,7 @@ void NcclWork::close() {
   abandon();
   bool is_whole = false;
   {
-    HostLock own(device_, looking_);
+    HostLock own(device_, polling_);
     if (closed_) return;
     closed_ = true;
     is_whole = !failed_ && calls_.empty();
@@ -535,12 +363,6 @@ void NcclWork::close() {
   }
   native_->meanwhile = nullptr;
   if (is_whole) order_->retire(native_);
-}
-
-void NcclWork::abandon() {
-  engine_.unwatch(this);
-  HostLock own(device_, looking_);
-  comm_ = nullptr;
 }
 
 }  // namespace commrt

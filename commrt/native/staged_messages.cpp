@@ -10,40 +10,27 @@
 
 namespace commrt {
 
-namespace {
-
-constexpr std::size_t kLine = 64;
-// What a failure adds to the go flag: also what is still to be given its commands is let go.
-constexpr std::uint32_t kFarAhead = std::uint32_t{1} << 30;
-constexpr unsigned kIdleLooks = 256;
-std::size_t in_lines(std::size_t nbytes) { return (nbytes + kLine - 1) / kLine * kLine; }
-
-}  // namespace
-
 const char* const kPlantedMessageNames[kNumPlantedMessages] = {
     "none",         "ungated",     "rest_ungated",    "no_go",          "go_early",
     "no_ready",     "sent_early",  "end_early",       "no_end_wait",    "not_copied",
     "early_recycling", "sent_recycling", "given_at_once", "rest_lost",  "flags_kept"};
 
-MessageStager::MessageStager(Comm& comm, Engine& engine, Device* device,
-                             std::shared_ptr<void> keeps, const StagerOptions& options)
-    : DeviceWork(comm, engine, device, std::move(keeps)), options_(options),
-      starts_(options.first_value), ends_(options.first_value), gos_(options.first_value),
-      opened_(options.first_value) {
-  using Api = DeviceApi;
-  std::uint32_t** const flags[] = {&start_, &go_, &end_};
-  make_flags(3, options.first_value, flags);
-  call(&Api::stream_create, -1, false, &d2h_);
-  call(&Api::stream_create, -1, false, &h2d_);
-  call(&Api::event_create, &ready_);
-  void* first = nullptr;
-  call(&Api::pinned_alloc, options_.first_nbytes, &first);
-  pool_.add_first(first, options_.first_nbytes);
+MessagesCall::~MessagesCall() {
+  if (work != nullptr && copied != 0) work->events().give(copied);
 }
 
-std::size_t MessageStager::pinned_nbytes() {
-  HostLock own(device_, polling_);
-  return pool_.total();
+// Where the end is not given yet, what was copied to the host tells as much.
+Event MessagesCall::asked() const {
+  return end_given.load(std::memory_order_acquire) ? end : copied;
+}
+
+MessageStager::MessageStager(Comm& comm, Engine& engine, Device* device,
+                             std::shared_ptr<void> keeps, const StagerOptions& options)
+    : StagedWork(comm, engine, device, std::move(keeps), options), starts_(options.first_value),
+      ends_(options.first_value), gos_(options.first_value) {
+  void* first = nullptr;
+  call(&DeviceApi::pinned_alloc, options_.first_nbytes, &first);
+  pool_.add_first(first, options_.first_nbytes);
 }
 
 std::size_t MessageStager::num_leaving() {
@@ -51,38 +38,24 @@ std::size_t MessageStager::num_leaving() {
   return leaving_.size();
 }
 
-PinnedPool::Block MessageStager::take_memory(std::size_t nbytes, double timeout_s) {
-  const double deadline = now_s() + timeout_s;
+PinnedPool::Block MessageStager::take_block(std::size_t nbytes, double timeout_s) {
   const int size_class = PinnedPool::class_for(nbytes);
   const std::size_t rounded = PinnedPool::nbytes_of(size_class);
-  Backoff backoff(0);
-  for (;;) {
-    PinnedPool::Block block;
-    bool grow = false;
-    {
-      HostLock own(device_, polling_);
-      check(own.status());
-      check_failed();
-      if (pool_.take(size_class, &block)) return block;
-      grow = rounded > options_.most_nbytes || pool_.total() + rounded <= options_.most_nbytes;
-    }
-    if (grow) {
-      // It may wait for all that the device was given, so nothing is held that progress needs.
-      void* more = nullptr;
-      call(&DeviceApi::pinned_alloc, rounded, &more);
-      HostLock own(device_, polling_);
-      check(own.status());
-      pool_.add(more, size_class);
-      continue;
-    }
-    wait_for_memory(backoff, deadline, timeout_s, options_.most_nbytes);
-  }
+  PinnedPool::Block block;
+  const auto take = [&](std::size_t* grow) {
+    if (pool_.take(size_class, &block)) return true;
+    const std::size_t most = options_.most_nbytes;
+    if (rounded > most || pool_.total() + rounded <= most) *grow = rounded;
+    return false;
+  };
+  take_memory(take, [&](void* more, std::size_t) { pool_.add(more, size_class); }, timeout_s);
+  return block;
 }
 
 // --- the call ---
 
 // Where everything is in pinned memory, and the same lists there.
-void MessageStager::lay_out(StagedCall& made, const MessageLists& lists,
+void MessageStager::lay_out(MessagesCall& made, const MessageLists& lists,
                             MessageLists& on_host) const {
   std::size_t at = 0;
   auto place = [&](const std::vector<Message>& list, std::vector<StagedCopy>& copies) {
@@ -107,12 +80,11 @@ void MessageStager::lay_out(StagedCall& made, const MessageLists& lists,
   }
 }
 
-std::shared_ptr<StagedCall> MessageStager::start(const MessageLists& lists, Stream stream,
-                                                 bool orders, void* const* keep,
-                                                 double timeout_s) {
-  auto made = std::make_shared<StagedCall>();
+DeviceWork::CallPtr MessageStager::start(const MessageLists& lists, Stream stream, bool orders,
+                                            void* const* keep, double timeout_s) {
+  auto made = std::make_shared<MessagesCall>();
   made->timeout_s = timeout_s;
-  made->asked = !orders;
+  made->asked_for = !orders;
   {
     HostLock own(device_, issue_);
     check(own.status());
@@ -121,9 +93,9 @@ std::shared_ptr<StagedCall> MessageStager::start(const MessageLists& lists, Stre
     for (const auto* list : {&lists.sends, &lists.recvs}) {
       for (const Message& one : *list) nbytes += in_lines(one.nbytes);
     }
-    made->block = take_memory(std::max(nbytes, kLine), timeout_s);
-    made->end = take_event();
-    if (!lists.recvs.empty()) made->copied = take_event();
+    made->block = take_block(std::max(nbytes, kLine), timeout_s);
+    made->end = events_.take();
+    if (!lists.recvs.empty()) made->copied = events_.take();
     made->work = shared_from_this();
     MessageLists on_host;
     lay_out(*made, lists, on_host);
@@ -131,39 +103,33 @@ std::shared_ptr<StagedCall> MessageStager::start(const MessageLists& lists, Stre
     const bool gated = !has(PlantedMessage::Ungated) &&
                        !(has(PlantedMessage::RestUngated) && lists.sends.empty());
     const Gate gate{gated ? &opened_ : nullptr, made->start_value};
-    try {
-      copy_to_host(*made, stream);
-      {
-        const std::lock_guard<std::mutex> engine(engine_.mutex);
-        made->messages = comm_->p2p->multi(on_host, {}, gate);
-        made->seq = made->messages->seq;
-      }
-      // What has begun already has read, which a simulated device is told.
-      if (!gated) touch(*made, made->in, false);
-    } catch (const DeviceFailure& failure) {
-      give_up(std::string("device:") + status_name(failure.status), failure.what());
-      throw;
-    } catch (...) {
-      give_up("backend", "no memory for what messages of device memory need");
-      throw;
-    }
+    give_or_fail(
+        [&] {
+          copy_to_host(*made, stream);
+          {
+            const std::lock_guard<std::mutex> engine(engine_.mutex);
+            made->op = comm_->p2p->multi(on_host, {}, gate);
+            made->seq = made->op->seq;
+          }
+          // What has begun already has read, which a simulated device is told.
+          if (!gated) touch(*made, made->in, false);
+        },
+        "no memory for what messages of device memory need");
     starts_ = made->start_value;
     HostLock polling(device_, polling_);
     check(polling.status());
-    made->keep[0] = keep[0];
-    made->keep[1] = keep[1];
-    outstanding_.fetch_add(1, std::memory_order_release);
+    take_up(*made, keep);
     leaving_.push_back(made);
     if (failed_) fail(failure_kind_, failure_, device_gone_);
   }
   announce();
   engine_.wake();
   if (has(PlantedMessage::GivenAtOnce)) give(made);
-  if (orders) wait_on(made, stream);
+  if (orders) order_after(made, stream);
   return made;
 }
 
-void MessageStager::copy_to_host(StagedCall& made, Stream stream) {
+void MessageStager::copy_to_host(MessagesCall& made, Stream stream) {
   using Api = DeviceApi;
   call(&Api::event_record, ready_, stream);
   if (!has(PlantedMessage::NoReady)) call(&Api::stream_wait_event, d2h_, ready_);
@@ -186,7 +152,7 @@ void MessageStager::copy_to_host(StagedCall& made, Stream stream) {
   made.end_given.store(made.out.empty(), std::memory_order_release);
 }
 
-void MessageStager::copy_back(StagedCall& made) {
+void MessageStager::copy_back(MessagesCall& made) {
   using Api = DeviceApi;
   for (const StagedCopy& one : made.out) {
     if (one.nbytes == 0) continue;
@@ -198,7 +164,7 @@ void MessageStager::copy_back(StagedCall& made) {
 
 // Gives the device the copies back, which wait there for the messages. Without flags they cannot,
 // and whoever makes progress gives them.
-void MessageStager::give(const CallPtr& made) {
+void MessageStager::give(const MessagesPtr& made) {
   using Api = DeviceApi;
   HostLock own(device_, issue_);
   check(own.status());
@@ -213,7 +179,7 @@ void MessageStager::give(const CallPtr& made) {
     made->end_value = ++ends_;
     call(&Api::write_value32, h2d_, end_, made->end_value);
   } catch (const DeviceFailure& failure) {
-    give_up(std::string("device:") + status_name(failure.status), failure.what());
+    give_up_as(failure);
     throw;
   }
   HostLock polling(device_, polling_);
@@ -227,7 +193,7 @@ void MessageStager::give(const CallPtr& made) {
 }
 
 // Without flags: what has come goes back. Holds polling_.
-bool MessageStager::give_finished(const CallPtr& made) {
+bool MessageStager::give_finished(const MessagesPtr& made) {
   using Api = DeviceApi;
   try {
     touch(*made, made->out, true);
@@ -244,52 +210,34 @@ bool MessageStager::give_finished(const CallPtr& made) {
   }
 }
 
-void MessageStager::advance(const CallPtr& made) {
+void MessageStager::advance(const CallPtr& call) {
+  const MessagesPtr made = as_messages(call);
   if (made->ended()) return;
-  if (!made->messages->finished()) {  // a peer may have given up
-    Op& op = *made->messages;
+  if (!made->op->finished()) {  // a peer may have given up
+    Op& op = *made->op;
     const std::lock_guard<std::mutex> own(engine_.mutex);
-    if (!op.finished()) op.comm->p2p->fail_after_peer(made->messages);
+    if (!op.finished()) op.comm->p2p->fail_after_peer(made->op);
     return;
   }
   give(made);
   progress();
 }
 
-void MessageStager::wait_on(const CallPtr& made, Stream stream) {
+void MessageStager::order_after(const StagedPtr& made, Stream stream) {
   if (has(PlantedMessage::NoEndWait)) return;
-  if (!made->out.empty()) {
-    give(made);
+  const MessagesPtr messages = as_messages(made);
+  if (!messages->out.empty()) {
+    give(messages);
     progress();
     announce();
     engine_.wake();
-    Backoff backoff(0);
-    while (!made->end_given.load(std::memory_order_acquire) && !made->ended()) {
-      if (engine_.step()) {
-        backoff.reset();
-      } else {
-        pause(backoff);
-      }
-    }
   }
-  if (closed_ || made->failed()) return;
-  call(&DeviceApi::stream_wait_event, stream, made->end);
+  StagedWork::order_after(made, stream);
 }
 
 // --- progress ---
 
-bool MessageStager::progress() {
-  if (outstanding() == 0) return false;
-  HostLock own(device_, polling_);
-  if (own.status() != DeviceStatus::Ok || comm_ == nullptr || outstanding() == 0) return false;
-  bool any = false;
-  if (!failed_) any = open_gates();
-  if (!failed_) any = settle() || any;
-  if (!failed_) any = let_go() || any;
-  return take_ended() || any;
-}
-
-void MessageStager::touch(const StagedCall& made, const std::vector<StagedCopy>& copies,
+void MessageStager::touch(const MessagesCall& made, const std::vector<StagedCopy>& copies,
                           bool writes) {
   if (!simulated()) return;
   for (const StagedCopy& one : copies) {
@@ -307,7 +255,7 @@ bool MessageStager::open_gates() {
   }
   bool any = false;
   for (; !leaving_.empty(); leaving_.pop_front()) {
-    const CallPtr& made = leaving_.front();
+    const MessagesPtr& made = leaving_.front();
     if (flags_) {
       const bool ungated =
           has(PlantedMessage::Ungated) ||
@@ -323,8 +271,10 @@ bool MessageStager::open_gates() {
         return true;
       }
     }
-    touch(*made, made->in, false);
-    touch(*made, made->out, true);  // the messages come over what is there
+    if (!made->failed()) {  // what did is let go, and may be on its way back
+      touch(*made, made->in, false);
+      touch(*made, made->out, true);  // the messages come over what is there
+    }
     made->opened_s = now_s();
     opened_.store(made->start_value, std::memory_order_release);
     if (has(PlantedMessage::SentRecycling) && made->out.empty()) pool_.give_back(made->block);
@@ -338,10 +288,10 @@ bool MessageStager::open_gates() {
 bool MessageStager::settle() {
   bool any = false;
   for (auto next = open_.begin(); next != open_.end();) {
-    const CallPtr made = *next;
-    const bool finished = made->messages->finished();
+    const MessagesPtr made = *next;
+    const bool finished = made->op->finished();
     const bool failed =
-        finished && made->messages->state.load(std::memory_order_acquire) ==
+        finished && made->op->state.load(std::memory_order_acquire) ==
                         static_cast<int>(OpState::Failed);
     if (!finished || (flags_ && !failed && !made->out.empty())) {
       ++next;
@@ -363,15 +313,16 @@ bool MessageStager::settle() {
 
 // What the host is done with, in the order in which it was given to the device.
 bool MessageStager::let_go() {
-  bool any = false;
+  bool any = settle();
+  if (failed_) return any;
   while (!given_.empty()) {
-    const CallPtr& made = given_.front();
-    if (!made->messages->finished() && !has(PlantedMessage::GoEarly)) {
+    const MessagesPtr& made = given_.front();
+    if (!made->op->finished() && !has(PlantedMessage::GoEarly)) {
       if (any || (++idle_ % kIdleLooks != 0 && !simulated())) return any;
       look_after(made);
       return any;
     }
-    const bool failed = made->messages->state.load(std::memory_order_acquire) ==
+    const bool failed = made->op->state.load(std::memory_order_acquire) ==
                         static_cast<int>(OpState::Failed);
     if (failed) {
       fail_one(*made);
@@ -389,16 +340,16 @@ bool MessageStager::let_go() {
 }
 
 // Nothing has changed for a while: a peer may have given up, or come too late.
-void MessageStager::look_after(const CallPtr& made) {
+void MessageStager::look_after(const MessagesPtr& made) {
   std::string why;
   {
     const std::lock_guard<std::mutex> own(engine_.mutex);
-    if (!made->messages->finished()) comm_->p2p->fail_after_peer(made->messages);
-    if (!made->messages->finished() && comm_->broken.load(std::memory_order_acquire)) {
+    if (!made->op->finished()) comm_->p2p->fail_after_peer(made->op);
+    if (!made->op->finished() && comm_->broken.load(std::memory_order_acquire)) {
       why = comm_->failure;
     }
   }
-  if (made->messages->finished()) return;  // the next pass finds it
+  if (made->op->finished()) return;  // the next pass finds it
   if (!why.empty()) {
     fail("revoked", why, false);
   } else if (made->opened_s != 0 && now_s() > made->opened_s + made->timeout_s) {
@@ -406,44 +357,26 @@ void MessageStager::look_after(const CallPtr& made) {
   }
 }
 
-bool MessageStager::take_ended() {
-  if (ending_.empty()) return false;
-  std::uint32_t value = 0;
-  if (flags_ && device_->api->flag_load(device_, end_, &value) != DeviceStatus::Ok) return false;
-  bool any = false;
-  while (!ending_.empty()) {
-    const CallPtr made = ending_.front();
-    const bool ended =
-        flags_ ? flag_reached(value, made->end_value)
-               : device_->api->event_query(device_, made->end) != DeviceStatus::NotReady;
-    if (!ended && !device_gone_) break;
-    ending_.pop_front();
-    finish(made);
-    any = true;
-  }
-  return any;
-}
-
-// Neither the host nor the device uses its memory any more.
-void MessageStager::finish(const CallPtr& made) {
+void MessageStager::give_memory_back(StagedCall& ended) {
+  auto& made = static_cast<MessagesCall&>(ended);
   const bool early = has(PlantedMessage::EarlyRecycling) ||
-                     (has(PlantedMessage::SentRecycling) && made->out.empty());
-  if (!failed_ && !early) pool_.give_back(made->block);
-  drop(*made);
+                     (has(PlantedMessage::SentRecycling) && made.out.empty());
+  if (!failed_ && !early) pool_.give_back(made.block);
 }
 
 // --- failures ---
 
-MessageStager::CallPtr MessageStager::oldest() const {
+DeviceWork::CallPtr MessageStager::oldest() const {
   if (!ending_.empty()) return ending_.front();
   if (!given_.empty()) return given_.front();
-  return leaving_.empty() ? nullptr : leaving_.front();
+  if (leaving_.empty()) return nullptr;
+  return leaving_.front();
 }
 
 // Of a call that blocked nobody nobody asks: later calls say it.
-void MessageStager::fail_one(StagedCall& made) {
-  made.fail(failure_kind(*made.messages), made.messages->error);
-  if (made.asked) return;
+void MessageStager::fail_one(MessagesCall& made) {
+  made.fail(failure_kind(*made.op), made.op->error);
+  if (made.asked_for) return;
   const std::lock_guard<std::mutex> own(engine_.mutex);
   comm_->break_down(made.error);
 }
@@ -453,15 +386,15 @@ void MessageStager::let_all_go(const std::string& kind, const std::string& why) 
   if (flags_ && !has(PlantedMessage::FlagsKept)) {
     device_->api->flag_store(device_, go_, gos_.load(std::memory_order_acquire) + kFarAhead);
   }
-  std::vector<CallPtr> all(given_.begin(), given_.end());
-  for (const CallPtr& made : leaving_) {
+  std::vector<MessagesPtr> all(given_.begin(), given_.end());
+  for (const MessagesPtr& made : leaving_) {
     if (!made->given) all.push_back(made);
   }
   all.insert(all.end(), open_.begin(), open_.end());
   given_.clear();
   leaving_.clear();
   open_.clear();
-  for (const CallPtr& made : all) {
+  for (const MessagesPtr& made : all) {
     made->fail(kind, why);
     if (made->given && made->end_given) {
       ending_.push_back(made);
@@ -474,22 +407,8 @@ void MessageStager::let_all_go(const std::string& kind, const std::string& why) 
 
 // --- the end ---
 
-void MessageStager::close() {
-  using Api = DeviceApi;
-  abandon();
-  HostLock issue(device_, issue_);
-  {
-    HostLock own(device_, polling_);
-    if (closed_) return;
-    closed_ = true;
-    if (failed_ || outstanding() != 0) return;
-  }
-  device_->api->stream_destroy(device_, d2h_);
-  device_->api->stream_destroy(device_, h2d_);
-  device_->api->event_destroy(device_, ready_);
-  destroy_events();
+void MessageStager::free_all() {
   pool_.each([&](void* base) { device_->api->pinned_free(device_, base); });
-  free_flags();
 }
 
 }  // namespace commrt

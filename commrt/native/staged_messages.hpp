@@ -23,9 +23,9 @@
 #include <string>
 #include <vector>
 
-#include "device_work.hpp"
 #include "p2p.hpp"
-#include "staging.hpp"
+#include "pinned_pool.hpp"
+#include "staged_work.hpp"
 
 namespace commrt {
 
@@ -50,63 +50,74 @@ enum class PlantedMessage : int {
 constexpr int kNumPlantedMessages = 15;
 extern const char* const kPlantedMessageNames[kNumPlantedMessages];
 
+// Messages that are one operation.
+struct MessagesCall : StagedCall {
+  ~MessagesCall() override;
+  Event asked() const override;
+  const Op* messages() const override { return op.get(); }
+
+  std::shared_ptr<Op> op;              // the host's
+  std::vector<unsigned char*> arrays;  // on the device, by their numbers
+  std::vector<StagedCopy> in, out;     // of `arrays` and the block
+  PinnedPool::Block block;
+  Event copied = 0;                    // all that leaves is on the host
+  std::uint32_t start_value = 0, go_value = 0;
+  double opened_s = 0;
+  bool asked_for = true;               // somebody will ask what became of it
+  bool given = false;                  // what comes back is given to the device
+};
+
 // One communicator's messages on one device.
-class MessageStager : public DeviceWork {
+class MessageStager : public StagedWork {
  public:
   // Throws DeviceFailure. `keeps` is alive as long as the device is needed.
   MessageStager(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
                 const StagerOptions& options);
 
   // Starts all of the lists, which are of device memory, as one operation. As Stager::start.
-  std::shared_ptr<StagedCall> start(const MessageLists& lists, Stream stream, bool orders,
-                                    void* const* keep, double timeout_s);
-  void wait_on(const std::shared_ptr<StagedCall>& call, Stream stream) override;
-  void advance(const std::shared_ptr<StagedCall>& call) override;
-  void let_be(const std::shared_ptr<StagedCall>& call) override { give(call); }
-  bool progress() override;
-  void close() override;
+  CallPtr start(const MessageLists& lists, Stream stream, bool orders, void* const* keep,
+                double timeout_s);
+  void advance(const CallPtr& call) override;
+  void let_be(const CallPtr& call) override { give(as_messages(call)); }
 
-  std::size_t pinned_nbytes();
   // Calls whose copy to the host is not seen.
   std::size_t num_leaving();
   PlantedMessage planted = PlantedMessage::None;
 
  private:
-  using CallPtr = std::shared_ptr<StagedCall>;
+  using MessagesPtr = std::shared_ptr<MessagesCall>;
 
+  static MessagesPtr as_messages(const CallPtr& call) {
+    return std::static_pointer_cast<MessagesCall>(call);
+  }
   bool has(PlantedMessage bug) const { return planted == bug; }
-  void lay_out(StagedCall& made, const MessageLists& lists, MessageLists& on_host) const;
-  PinnedPool::Block take_memory(std::size_t nbytes, double timeout_s);
-  void copy_to_host(StagedCall& made, Stream stream);
-  void give(const CallPtr& made);
-  bool give_finished(const CallPtr& made);
-  void copy_back(StagedCall& made);
-  void touch(const StagedCall& made, const std::vector<StagedCopy>& copies, bool writes);
-  bool open_gates();
+  void lay_out(MessagesCall& made, const MessageLists& lists, MessageLists& on_host) const;
+  PinnedPool::Block take_block(std::size_t nbytes, double timeout_s);
+  void copy_to_host(MessagesCall& made, Stream stream);
+  void give(const MessagesPtr& made);
+  bool give_finished(const MessagesPtr& made);
+  void copy_back(MessagesCall& made);
+  void touch(const MessagesCall& made, const std::vector<StagedCopy>& copies, bool writes);
   bool settle();
-  bool let_go();
-  bool take_ended();
-  void look_after(const CallPtr& made);
-  void finish(const CallPtr& made);
-  void fail_one(StagedCall& made);
+  void look_after(const MessagesPtr& made);
+  void fail_one(MessagesCall& made);
+  void order_after(const StagedPtr& call, Stream stream) override;
+  bool open_gates() override;
+  bool let_go() override;
+  void give_memory_back(StagedCall& call) override;
+  std::size_t memory_nbytes() const override { return pool_.total(); }
+  void free_all() override;
   void let_all_go(const std::string& kind, const std::string& why) override;
   CallPtr oldest() const override;
 
-  const StagerOptions options_;
-  Stream d2h_ = 0, h2d_ = 0;
-  Event ready_ = 0;
   std::uint32_t starts_, ends_;        // the latest values of flags; by issue_
   std::atomic<std::uint32_t> gos_;
-  std::uint32_t *start_ = nullptr, *go_ = nullptr, *end_ = nullptr;
 
   // Guarded by polling_.
   PinnedPool pool_;
-  std::deque<CallPtr> leaving_;  // whose copy to the host is not seen
-  std::list<CallPtr> open_;      // that the host works on, and nobody waits for on the device
-  std::deque<CallPtr> given_;    // whose copy back waits for the host, in that order
-  std::deque<CallPtr> ending_;   // whose copy back is on its way
-
-  std::atomic<std::uint32_t> opened_;  // gates up to this value are open; the engine reads it
+  std::deque<MessagesPtr> leaving_;  // whose copy to the host is not seen
+  std::list<MessagesPtr> open_;      // that the host works on, and nobody waits for on the device
+  std::deque<MessagesPtr> given_;    // whose copy back waits for the host, in that order
 };
 
 }  // namespace commrt

@@ -10,16 +10,6 @@
 
 namespace commrt {
 
-namespace {
-
-constexpr std::size_t kLine = 64;
-// What a failure adds to the go flag: also what is still to be given its commands is let go.
-constexpr std::uint32_t kFarAhead = std::uint32_t{1} << 30;
-// Looks without a change between two questions that take longer.
-constexpr unsigned kIdleLooks = 256;
-
-}  // namespace
-
 const char* const kPlantedNames[kNumPlanted] = {
     "none",         "ungated",     "no_go",          "early_recycling",    "no_end_wait",
     "no_ready",     "start_early", "end_early",      "go_early",           "go_all",
@@ -30,88 +20,51 @@ const char* const kPlantedNames[kNumPlanted] = {
 
 Stager::Stager(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
                const StagerOptions& options)
-    : DeviceWork(comm, engine, device, std::move(keeps)), options_(options),
-      issued_(options.first_value), ends_(options.first_value), opened_(options.first_value) {
-  using Api = DeviceApi;
-  std::uint32_t** const flags[] = {&start_, &go_, &end_};
-  make_flags(3, options.first_value, flags);
-  // Non-blocking: work of the legacy stream must not wait for a stream that waits for a flag.
-  call(&Api::stream_create, -1, false, &d2h_);
-  call(&Api::stream_create, -1, false, &h2d_);
-  call(&Api::event_create, &ready_);
+    : StagedWork(comm, engine, device, std::move(keeps), options), issued_(options.first_value),
+      ends_(options.first_value) {
   for (int slot = 0; slot < options_.slots; ++slot) {
-    Event event = 0;
-    call(&Api::event_create, &event);
-    copied_.push_back(event);
-    call(&Api::event_create, &event);
-    drained_.push_back(event);
+    drained_.push_back(0);
+    call(&DeviceApi::event_create, &drained_.back());
   }
   void* first = nullptr;
-  call(&Api::pinned_alloc, options_.first_nbytes, &first);
+  call(&DeviceApi::pinned_alloc, options_.first_nbytes, &first);
   ring_.add(first, options_.first_nbytes);
 }
 
-PinnedRing::Part Stager::take_memory(std::size_t nbytes, double timeout_s) {
-  const double deadline = now_s() + timeout_s;
-  Backoff backoff(0);
-  for (;;) {
-    PinnedRing::Part part;
-    std::size_t grow = 0;
-    bool taken = false;
-    auto look = [&] {
-      taken = ring_.take(nbytes, &part);
-      if (taken) return;
-      const std::size_t wanted = std::max(2 * ring_.largest(), 4 * nbytes);
-      const std::size_t room =
-          options_.most_nbytes > ring_.total() ? options_.most_nbytes - ring_.total() : 0;
-      // What does not fit into anything there is gets its own, whatever the limit.
-      grow = std::max(std::min(wanted, room), nbytes > ring_.largest() ? nbytes + kLine * 4 : 0);
-      if (grow < nbytes) grow = 0;
-    };
-    if (has(Planted::RingUnlocked)) {
-      look();
-    } else {
-      HostLock own(device_, polling_);
-      check(own.status());
-      check_failed();
-      look();
-    }
-    if (taken) return part;
-    if (grow != 0) {
-      // It may wait for all that the device was given, so nothing is held that progress needs.
-      void* more = nullptr;
-      call(&DeviceApi::pinned_alloc, grow, &more);
-      HostLock own(device_, polling_);
-      check(own.status());
-      ring_.add(more, grow);
-      continue;
-    }
-    wait_for_memory(backoff, deadline, timeout_s, options_.most_nbytes);
-  }
-}
-
-std::size_t Stager::pinned_nbytes() {
-  HostLock own(device_, polling_);
-  return ring_.total();
+PinnedRing::Part Stager::take_part(std::size_t nbytes, double timeout_s) {
+  PinnedRing::Part part;
+  const auto take = [&](std::size_t* grow) {
+    if (ring_.take(nbytes, &part)) return true;
+    const std::size_t wanted = std::max(2 * ring_.largest(), 4 * nbytes);
+    const std::size_t room =
+        options_.most_nbytes > ring_.total() ? options_.most_nbytes - ring_.total() : 0;
+    // What does not fit into anything there is gets its own, whatever the limit.
+    *grow = std::max(std::min(wanted, room), nbytes > ring_.largest() ? nbytes + kLine * 4 : 0);
+    if (*grow < nbytes) *grow = 0;
+    return false;
+  };
+  const auto add = [&](void* more, std::size_t grown) { ring_.add(more, grown); };
+  take_memory(take, add, timeout_s, !has(Planted::RingUnlocked));
+  return part;
 }
 
 // --- the call ---
 
-std::shared_ptr<StagedCall> Stager::start(const std::shared_ptr<const StagedPlan>& plan,
-                                          std::vector<unsigned char*> arrays, Stream stream,
-                                          bool orders, void* const* keep, double timeout_s) {
-  auto made = std::make_shared<StagedCall>();
+DeviceWork::CallPtr Stager::start(const std::shared_ptr<const StagedPlan>& plan,
+                                  std::vector<unsigned char*> arrays, Stream stream,
+                                  bool orders, void* const* keep, double timeout_s) {
+  auto made = std::make_shared<PiecesCall>();
   made->plan = plan;
   made->arrays = std::move(arrays);
   made->timeout_s = timeout_s;
   issue(made, stream, keep);
   announce();
   engine_.wake();
-  if (orders) wait_on(made, stream);
+  if (orders) order_after(made, stream);
   return made;
 }
 
-void Stager::issue(const std::shared_ptr<StagedCall>& made, Stream stream, void* const* keep) {
+void Stager::issue(const PiecesPtr& made, Stream stream, void* const* keep) {
   HostLock own(device_, issue_);
   check(own.status());
   refuse_capture(stream);
@@ -120,8 +73,8 @@ void Stager::issue(const std::shared_ptr<StagedCall>& made, Stream stream, void*
   const std::int64_t slots = plan.serial ? 1
                              : flags_    ? std::min<std::int64_t>(plan.pieces, options_.slots)
                                          : plan.pieces;
-  made->memory = take_memory(static_cast<std::size_t>(slots) * plan.slot_nbytes, made->timeout_s);
-  made->end = take_event();
+  made->memory = take_part(static_cast<std::size_t>(slots) * plan.slot_nbytes, made->timeout_s);
+  made->end = events_.take();
   made->work = shared_from_this();
   if (has(Planted::ValuesAgain)) issued_ = options_.first_value;
 
@@ -138,24 +91,18 @@ void Stager::issue(const std::shared_ptr<StagedCall>& made, Stream stream, void*
                  0};
   }
   made->end_value = ends_ + 1;
-  try {
-    enqueue(*made, pieces, stream, places);
-    submit(pieces, stream);
-  } catch (const DeviceFailure& failure) {
-    give_up(std::string("device:") + status_name(failure.status), failure.what());
-    throw;
-  } catch (...) {
-    give_up("backend", "no memory for what a call on device memory needs");
-    throw;
-  }
+  give_or_fail(
+      [&] {
+        enqueue(*made, pieces, stream, places);
+        submit(pieces, stream);
+      },
+      "no memory for what a call on device memory needs");
   ends_ = made->end_value;
   {
     HostLock polling(device_, polling_);
     check(polling.status());
-    made->keep[0] = keep[0];
-    made->keep[1] = keep[1];
+    take_up(*made, keep);
     if (has(Planted::RecycledAtCall)) ring_.give_back(made->memory);
-    outstanding_.fetch_add(1, std::memory_order_release);
     for (Piece& piece : pieces) pieces_.push_back(std::move(piece));
     // The streams are let go already; it needs no more than to be told.
     if (failed_) fail(failure_kind_, failure_, device_gone_);
@@ -164,7 +111,7 @@ void Stager::issue(const std::shared_ptr<StagedCall>& made, Stream stream, void*
 
 // All pieces that have a place are copied before the first one is waited for: on one hardware
 // queue a copy behind the wait would come after it.
-void Stager::enqueue(StagedCall& made, std::vector<Piece>& pieces, Stream stream,
+void Stager::enqueue(PiecesCall& made, std::vector<Piece>& pieces, Stream stream,
                      std::size_t slots) {
   using Api = DeviceApi;
   if (has(Planted::ReadyAfter)) call(&Api::stream_wait_event, d2h_, ready_);
@@ -196,7 +143,7 @@ void Stager::enqueue(StagedCall& made, std::vector<Piece>& pieces, Stream stream
   made.end_given.store(true, std::memory_order_release);
 }
 
-void Stager::launch(const StagedLaunch& what, const StagedCall& made, Stream stream) {
+void Stager::launch(const StagedLaunch& what, const PiecesCall& made, Stream stream) {
   BoxLaunch now = what.launch;
   now.buffer = made.arrays[static_cast<std::size_t>(what.buffer)];
   for (std::size_t i = 0; i < what.arrays.size(); ++i) {
@@ -207,7 +154,7 @@ void Stager::launch(const StagedLaunch& what, const StagedCall& made, Stream str
 
 void Stager::copy_to_host(Piece& piece, std::size_t slots) {
   using Api = DeviceApi;
-  const StagedCall& made = *piece.call;
+  const PiecesCall& made = *piece.call;
   const std::size_t i = piece.number;
   if (i >= slots && flags_ && !has(Planted::NotDrained)) {
     call(&Api::stream_wait_event, d2h_, drained_[i % slots]);
@@ -223,19 +170,18 @@ void Stager::copy_to_host(Piece& piece, std::size_t slots) {
   }
   issued_.store(piece.value, std::memory_order_release);
   if (!flags_) {
-    piece.copied = take_event();
+    piece.copied = events_.take();
     call(&Api::event_record, piece.copied, d2h_);
     return;
   }
   if (!has(Planted::StartEarly)) {
     call(&Api::write_value32, has(Planted::StartOtherStream) ? h2d_ : d2h_, start_, piece.value);
   }
-  call(&Api::event_record, copied_[i % slots], d2h_);
 }
 
 void Stager::give_output(const Piece& piece, const unsigned char* memory) {
   using Api = DeviceApi;
-  const StagedCall& made = *piece.call;
+  const PiecesCall& made = *piece.call;
   const bool early = has(Planted::UnpackedEarly);
   auto unpack = [&] {
     for (const StagedLaunch& one : piece.part->unpacks) launch(one, made, h2d_);
@@ -251,10 +197,10 @@ void Stager::give_output(const Piece& piece, const unsigned char* memory) {
 
 void Stager::copy_back(Piece& piece, const unsigned char* memory, std::size_t slots) {
   using Api = DeviceApi;
-  const StagedCall& made = *piece.call;
+  const PiecesCall& made = *piece.call;
   const std::size_t i = piece.number;
-  // Not only by flags: the device sees this order, and a failure lets the streams go at once.
-  if (!has(Planted::NotCopied)) call(&Api::stream_wait_event, h2d_, copied_[i % slots]);
+  // Not only by the host: a failure lets the streams go at once.
+  if (!has(Planted::NotCopied)) call(&Api::wait_value32_geq, h2d_, start_, piece.value);
   if (!has(Planted::NoGo)) {
     const std::uint32_t less = has(Planted::GoOffByOne) ? 1 : 0;
     call(&Api::wait_value32_geq, h2d_, go_, piece.value - less);
@@ -268,7 +214,7 @@ void Stager::copy_back(Piece& piece, const unsigned char* memory, std::size_t sl
 }
 
 void Stager::submit(std::vector<Piece>& pieces, Stream stream) {
-  StagedCall& made = *pieces[0].call;
+  PiecesCall& made = *pieces[0].call;
   const std::lock_guard<std::mutex> own(engine_.mutex);
   for (Piece& piece : pieces) {
     const StagedPart& part = *piece.part;
@@ -289,35 +235,16 @@ void Stager::submit(std::vector<Piece>& pieces, Stream stream) {
   made.seq = pieces[0].op->seq;
 }
 
-void Stager::wait_on(const std::shared_ptr<StagedCall>& made, Stream stream) {
+void Stager::order_after(const StagedPtr& made, Stream stream) {
   if (has(Planted::NoEndWait)) return;
   if (has(Planted::LateCopy)) {
     call(&DeviceApi::wait_value32_geq, stream, end_, made->end_value);
     return;
   }
-  Backoff backoff(0);
-  while (!made->end_given.load(std::memory_order_acquire) && !made->ended()) {
-    if (engine_.step()) {
-      backoff.reset();
-    } else {
-      pause(backoff);
-    }
-  }
-  if (closed_ || made->failed()) return;
-  call(&DeviceApi::stream_wait_event, stream, made->end);
+  StagedWork::order_after(made, stream);
 }
 
 // --- progress ---
-
-bool Stager::progress() {
-  if (outstanding() == 0) return false;
-  HostLock own(device_, polling_);
-  if (own.status() != DeviceStatus::Ok || comm_ == nullptr || outstanding() == 0) return false;
-  bool any = false;
-  if (!failed_) any = open_gates();
-  if (!failed_) any = let_go() || any;
-  return take_ended() || any;
-}
 
 // The host's part of a piece reads or wrote what is copied.
 void Stager::touch(const Piece& piece, const std::vector<StagedCopy>& copies, bool writes) {
@@ -348,7 +275,7 @@ bool Stager::open_gates() {
              status == DeviceStatus::Failed);
         return true;
       }
-      give_event(piece.copied);
+      events_.give(piece.copied);
       piece.copied = 0;
     }
     touch(piece, piece.part->in, false);
@@ -426,38 +353,18 @@ void Stager::give_copy_back(Piece& piece) {
   }
 }
 
-bool Stager::take_ended() {
-  if (ending_.empty()) return false;
-  std::uint32_t value = 0;
-  if (flags_ && device_->api->flag_load(device_, end_, &value) != DeviceStatus::Ok) return false;
-  bool any = false;
-  while (!ending_.empty()) {
-    const auto& made = ending_.front();
-    const bool ended =
-        flags_ ? flag_reached(value, made->end_value)
-               : device_->api->event_query(device_, made->end) != DeviceStatus::NotReady;
-    if (!ended && !device_gone_) break;
-    finish(made);
-    ending_.pop_front();
-    any = true;
-  }
-  return any;
-}
-
-// The device has done all of it: memory and references are free.
-void Stager::finish(const std::shared_ptr<StagedCall>& made) {
+void Stager::give_memory_back(StagedCall& made) {
   // What failed is left alone: MPI may still write to it, and nothing follows that could use it.
-  if (!made->failed() && !has(Planted::EarlyRecycling) && !has(Planted::RecycledAtCall)) {
-    ring_.give_back(made->memory);
-  }
-  drop(*made);
+  if (made.failed() || has(Planted::EarlyRecycling) || has(Planted::RecycledAtCall)) return;
+  ring_.give_back(static_cast<PiecesCall&>(made).memory);
 }
 
 // --- failures ---
 
-std::shared_ptr<StagedCall> Stager::oldest() const {
+DeviceWork::CallPtr Stager::oldest() const {
   if (!ending_.empty()) return ending_.front();
-  return pieces_.empty() ? nullptr : pieces_.front().call;
+  if (pieces_.empty()) return nullptr;
+  return pieces_.front().call;
 }
 
 // Holds polling_.
@@ -487,26 +394,9 @@ void Stager::let_all_go(const std::string& kind, const std::string& why) {
 
 // --- the end ---
 
-void Stager::close() {
-  using Api = DeviceApi;
-  abandon();
-  HostLock issue(device_, issue_);
-  {
-    HostLock own(device_, polling_);
-    if (closed_) return;
-    closed_ = true;
-    if (failed_ || outstanding() != 0) return;
-  }
-  const Device* const device = device_;
-  auto give = [&](auto entry, auto what) { (device->api->*entry)(device_, what); };
-  give(&Api::stream_destroy, d2h_);
-  give(&Api::stream_destroy, h2d_);
-  give(&Api::event_destroy, ready_);
-  for (const Event event : copied_) give(&Api::event_destroy, event);
-  for (const Event event : drained_) give(&Api::event_destroy, event);
-  destroy_events();
-  ring_.each([&](unsigned char* base) { give(&Api::pinned_free, static_cast<void*>(base)); });
-  free_flags();
+void Stager::free_all() {
+  for (const Event event : drained_) device_->api->event_destroy(device_, event);
+  ring_.each([&](unsigned char* base) { device_->api->pinned_free(device_, base); });
 }
 
 }  // namespace commrt

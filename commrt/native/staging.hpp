@@ -24,8 +24,8 @@
 #include <string>
 #include <vector>
 
-#include "device_work.hpp"
-#include "staged_plan.hpp"
+#include "pinned_ring.hpp"
+#include "staged_work.hpp"
 
 namespace commrt {
 
@@ -61,15 +61,16 @@ enum class Planted : int {
 constexpr int kNumPlanted = 26;
 extern const char* const kPlantedNames[kNumPlanted];
 
-struct StagerOptions {
-  int slots = 4;                             // pieces of a call that are on their way at once
-  std::size_t first_nbytes = std::size_t{1} << 20;   // of pinned memory
-  std::size_t most_nbytes = std::size_t{256} << 20;  // beyond, calls wait
-  std::uint32_t first_value = 0;             // of flags
+// A collective, in pieces.
+struct PiecesCall : StagedCall {
+  std::shared_ptr<const StagedPlan> plan;
+  std::vector<unsigned char*> arrays;                // on the device, by their numbers
+  std::vector<std::vector<std::uint64_t>> tables;    // of addresses on the host, by piece
+  PinnedRing::Part memory;
 };
 
 // One communicator's collectives on one device.
-class Stager : public DeviceWork {
+class Stager : public StagedWork {
  public:
   // Throws DeviceFailure. `keeps` is alive as long as the device is needed.
   Stager(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
@@ -78,21 +79,15 @@ class Stager : public DeviceWork {
   // Gives the device and the engine all that there is to do. With `orders`, the caller's stream
   // goes on only when it is done. `keep` are references that become the call's own. Throws
   // DeviceFailure; then the references are still the caller's.
-  std::shared_ptr<StagedCall> start(const std::shared_ptr<const StagedPlan>& plan,
-                                    std::vector<unsigned char*> arrays, Stream stream,
-                                    bool orders, void* const* keep, double timeout_s);
-  void wait_on(const std::shared_ptr<StagedCall>& call, Stream stream) override;
-  void advance(const std::shared_ptr<StagedCall>&) override {}  // all is given at the start
-  void let_be(const std::shared_ptr<StagedCall>&) override {}
-  bool progress() override;
-  void close() override;
+  CallPtr start(const std::shared_ptr<const StagedPlan>& plan, std::vector<unsigned char*> arrays,
+                Stream stream, bool orders, void* const* keep, double timeout_s);
 
-  std::size_t pinned_nbytes();
   Planted planted = Planted::None;
 
  private:
+  using PiecesPtr = std::shared_ptr<PiecesCall>;
   struct Piece {
-    std::shared_ptr<StagedCall> call;
+    PiecesPtr call;
     std::shared_ptr<Op> op;
     const StagedPart* part;
     std::size_t number;     // among the call's
@@ -104,39 +99,34 @@ class Stager : public DeviceWork {
   };
 
   bool has(Planted bug) const { return planted == bug; }
-  void issue(const std::shared_ptr<StagedCall>& made, Stream stream, void* const* keep);
-  PinnedRing::Part take_memory(std::size_t nbytes, double timeout_s);
-  void enqueue(StagedCall& call, std::vector<Piece>& pieces, Stream stream, std::size_t slots);
+  void issue(const PiecesPtr& made, Stream stream, void* const* keep);
+  PinnedRing::Part take_part(std::size_t nbytes, double timeout_s);
+  void enqueue(PiecesCall& call, std::vector<Piece>& pieces, Stream stream, std::size_t slots);
   void copy_to_host(Piece& piece, std::size_t slots);
   void copy_back(Piece& piece, const unsigned char* memory, std::size_t slots);
-  void launch(const StagedLaunch& what, const StagedCall& made, Stream stream);
+  void launch(const StagedLaunch& what, const PiecesCall& made, Stream stream);
   void give_output(const Piece& piece, const unsigned char* memory);
   void submit(std::vector<Piece>& pieces, Stream stream);
   void touch(const Piece& piece, const std::vector<StagedCopy>& copies, bool writes);
-  bool open_gates();
-  bool let_go();
-  bool take_ended();
   bool look_after(Piece& piece);
   void give_copy_back(Piece& piece);
-  void finish(const std::shared_ptr<StagedCall>& call);
+  void order_after(const StagedPtr& call, Stream stream) override;
+  bool open_gates() override;
+  bool let_go() override;
+  void give_memory_back(StagedCall& call) override;
+  std::size_t memory_nbytes() const override { return ring_.total(); }
+  void free_all() override;
   void let_all_go(const std::string& kind, const std::string& why) override;
-  std::shared_ptr<StagedCall> oldest() const override;
+  CallPtr oldest() const override;
 
-  const StagerOptions options_;
-  Stream d2h_ = 0, h2d_ = 0;
-  Event ready_ = 0;
-  std::vector<Event> copied_, drained_;  // by slot
-  std::atomic<std::uint32_t> issued_;    // the latest value of the start flag
-  std::uint32_t ends_;                   // of the end flag
-  std::uint32_t *start_ = nullptr, *go_ = nullptr, *end_ = nullptr;
+  std::vector<Event> drained_;         // by slot
+  std::atomic<std::uint32_t> issued_;  // the latest value of the start flag
+  std::uint32_t ends_;                 // of the end flag
 
   // Guarded by polling_.
   PinnedRing ring_;
   std::deque<Piece> pieces_;  // the host's part of which is not done
   std::size_t open_ = 0;      // of these, the first so many have open gates
-  std::deque<std::shared_ptr<StagedCall>> ending_;
-
-  std::atomic<std::uint32_t> opened_;  // gates up to this value are open; the engine reads it
 };
 
 }  // namespace commrt

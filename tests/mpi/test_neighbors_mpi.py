@@ -75,6 +75,8 @@ def timed() -> list[Any]:
             "periodic": True,
             "density": 0.01,
             "iterations": 10,
+            "device": "cpu",
+            "timing": "host",
         }
         found = turns.measure(job)
         if found is not None:

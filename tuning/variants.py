@@ -4,8 +4,9 @@
 Every candidate with every parameter would take hours. So launches begin with the
 defaults; from the second one on, the leader of each size, and the next one where that
 is close, is tried with one parameter changed at a time; and what is not ahead of the
-leader in two launches is not tried again. All that holds for each class of the links by
-itself: what is tried may win in one of them.
+leader in two launches is not tried again, unless it is ahead at the sizes on both
+sides: then these two have met an unusual state of the machine. All that holds for each
+class of the links by itself: what is tried may win in one of them.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ what the first of them takes: a parameter may help one of them alone."""
 
 Cell = tuple[str, int]
 """Operation, rule bytes."""
+Place = tuple[str, int, str]
+"""Operation, rule bytes, class of the links."""
 
 
 def variants_to_try(
@@ -59,8 +62,8 @@ def variants_to_try(
     chosen there and what was still in the running at the grid's sizes on both sides.
     """
     alive: dict[Cell, dict[Candidate, None]] = defaultdict(dict)
-    for cell, variants in _in_the_running(recording, ranks, dtype, thorough):
-        alive[cell].update(dict.fromkeys(variants))
+    for (op, nbytes, _), variants in _in_the_running(recording, ranks, dtype, thorough):
+        alive[op, nbytes].update(dict.fromkeys(variants))
     if not held_out:
         return [
             Item(op, nbytes, str(one))
@@ -115,8 +118,31 @@ def sizes_to_refine(
 
 def _in_the_running(
     recording: Recording, ranks: int, dtype: str, thorough: bool
-) -> Iterator[tuple[Cell, list[Candidate]]]:
-    """Yield, per cell and class of the links, the variants that have not lost."""
+) -> Iterator[tuple[Place, list[Candidate]]]:
+    """Yield the variants that have not lost, or not at the sizes on both sides."""
+    rivals = dict(_variants_of_leaders(recording, ranks, dtype, thorough))
+    ahead = {
+        place: {one for one, is_ahead in variants.items() if is_ahead}
+        for place, variants in rivals.items()
+    }
+    sizes: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for op, nbytes, links in sorted(rivals):
+        sizes[op, links].append(nbytes)
+    for (op, links), along in sizes.items():
+        for at, nbytes in enumerate(along):
+            around: set[Candidate] = set()
+            if 0 < at < len(along) - 1:
+                low, high = along[at - 1], along[at + 1]
+                around = ahead[op, low, links] & ahead[op, high, links]
+            place = op, nbytes, links
+            kept = ahead[place] | around
+            yield place, [one for one in rivals[place] if one in kept]
+
+
+def _variants_of_leaders(
+    recording: Recording, ranks: int, dtype: str, thorough: bool
+) -> Iterator[tuple[Place, dict[Candidate, bool]]]:
+    """Yield the variants that did not fail, and whether they have not lost."""
     failed = {
         (one.op, one.candidate) for one in recording.failures if one.ranks == ranks
     }
@@ -131,7 +157,8 @@ def _in_the_running(
         if one.facts.size == ranks
     )
     nodes = next(layouts, None)
-    for (op, nbytes, _), ratios in _ratios(recording, ranks).items():
+    for place, ratios in _ratios(recording, ranks).items():
+        op, nbytes, _ = place
         schedules = {one: r for one, r in ratios.items() if one.name not in NATIVES}
         plain = {one: median(r) for one, r in schedules.items() if not _is_variant(one)}
         if not plain:
@@ -153,12 +180,12 @@ def _in_the_running(
                 )
             )
         yield (
-            (op, nbytes),
-            [
-                one
+            place,
+            {
+                one: _may_win(schedules.get(one, []), least)
                 for one in tried
-                if (op, one) not in failed and _may_win(schedules.get(one, []), least)
-            ],
+                if (op, one) not in failed
+            },
         )
 
 
@@ -173,11 +200,8 @@ def _is_variant(candidate: Candidate) -> bool:
 
 def _ratios(
     recording: Recording, ranks: int
-) -> dict[tuple[str, int, str], dict[Candidate, list[float]]]:
-    """Return every candidate's time over the best of its launch.
-
-    By operation, rule bytes and class of the links.
-    """
+) -> dict[Place, dict[Candidate, list[float]]]:
+    """Return every candidate's time over the best of its launch."""
     times: dict[tuple[int, str, int, str], dict[Candidate, float]] = defaultdict(dict)
     for sample in recording.samples:
         launch = recording.launches[sample.launch]
@@ -185,7 +209,7 @@ def _ratios(
             links = recording.group_of(sample).link_class
             cell = times[sample.launch, sample.op, sample.nbytes, links]
             cell[sample.candidate] = median(sample.us)
-    found: dict[tuple[str, int, str], dict[Candidate, list[float]]] = {}
+    found: dict[Place, dict[Candidate, list[float]]] = {}
     for (_, op, nbytes, links), by_candidate in times.items():
         best = min(by_candidate.values())
         cell_ratios = found.setdefault((op, nbytes, links), {})

@@ -145,6 +145,22 @@ def test_the_leader_s_are_tried_and_what_does_not_win_is_given_up() -> None:
     assert all(DEEP not in variants for variants in later.values())
 
 
+@pytest.mark.parametrize(
+    ("lost_at", "given_up"), [({8 << 20}, set()), ({8 << 20, 16 << 20},) * 2]
+)
+def test_who_is_ahead_on_both_sides_of_a_size_goes_on_to_be_tried_there(
+    lost_at: set[int], given_up: set[int]
+) -> None:
+    """Its launches there may have met an unusual state of the machine."""
+
+    def mostly_ahead(nbytes: int) -> float:
+        return TRUTH[DIRECT](nbytes) * (1.02 if nbytes in lost_at else 0.8)
+
+    found = tried({**TRUTH, WIDE: mostly_ahead}, launches=3)
+    around = {4 << 20, 8 << 20, 16 << 20, 32 << 20}
+    assert {nbytes for nbytes in around if WIDE not in found[nbytes]} == given_up
+
+
 def test_a_slower_schedule_has_no_variants() -> None:
     faster = Candidate("shm", "recursive_doubling")
     truth = {**TRUTH, faster: lambda n: 0.1 + 1e-5 * n}

@@ -9,6 +9,7 @@
 #define PY_ARRAY_UNIQUE_SYMBOL commrt_numpy
 #define NO_IMPORT_ARRAY
 #include "fusion.hpp"
+#include "known_calls.hpp"
 #include "method_descriptor.hpp"
 
 #include <algorithm>
@@ -186,6 +187,14 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     }
   }
 
+  // An array that is not numpy's, or not a plain one.
+  auto elsewhere = [&]() -> PyObject* {
+    if (group.known_calls->empty() || self->num_counts != 0 || factor != nullptr) return slow();
+    const AskedCall asked{self->coll, reduction, static_cast<int>(root), args[1], out_object,
+                          self->head.name, nonblocking};
+    PyObject* const found = run_known(args[0], asked);
+    return found != nullptr || PyErr_Occurred() ? found : slow();
+  };
   View x, out;
   int64_t count = -1;  // of x; none where only others have one
   int64_t asked = -1;  // the plan's length, as remembered
@@ -195,7 +204,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     x.dtype = out.dtype;
     if (self->num_counts == 0) asked = out.count * group.comm->size;
   } else if (self->takes_x) {
-    if (!view_of_numpy(args[1], x)) return slow();
+    if (!view_of_numpy(args[1], x)) return elsewhere();
     count = asked = x.count;
     if (out_object == nullptr) {
       out = x;

@@ -2,8 +2,7 @@
 // Reads arrays on devices (device_view.hpp).
 #include "device_view.hpp"
 
-#include <algorithm>
-#include <cstring>
+#include <iterator>
 #include <string>
 #include <unordered_map>
 
@@ -188,7 +187,7 @@ struct Libraries {
  private:
   Library find(PyTypeObject* type) {
     PyObject* const own = kept(device_array, "commrt.devices.arrays", "DeviceArray");
-    if (reinterpret_cast<PyObject*>(type) == own) return Library::Own;
+    if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(own))) return Library::Own;
     if (tensor != nullptr && PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(tensor))) {
       return Library::Torch;
     }

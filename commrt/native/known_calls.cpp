@@ -153,6 +153,18 @@ void bind_known_calls(nb::module_& m) {
         "something in the list `detours`.");
   m.def("forget_device_calls", [](Group& group) { group.known_calls->forget(); },
         nb::arg("group"), "Look at all of them in full again.");
+  m.def("view_on_device",
+        [](nb::handle array) -> nb::object {
+          DeviceView view;
+          if (!view_on_device(array.ptr(), view)) return nb::none();
+          const nb::object exported = view.exports ? nb::object(nb::int_(view.exported))
+                                                   : nb::object(nb::none());
+          return nb::make_tuple(view.address, view.count, static_cast<int>(view.dtype),
+                                view.writable, view.device, view.stream, exported);
+        },
+        nb::arg("array").none(),
+        "Return (address, count, dtype code, whether it is writable, device, current stream, the "
+        "stream that the array names or None); None for what is left to Python. For tests.");
   m.def("num_known_device_calls", [](const Group& group) { return group.known_calls->size(); },
         nb::arg("group"), "How many there are.");
 }

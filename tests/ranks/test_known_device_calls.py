@@ -1,0 +1,635 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls on device arrays that are like ones before: started without Python.
+
+They have the results of the first ones, say the same of what is wrong, and are
+forgotten where what was found out about them no longer holds.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ipc_ranks import ipc_here, on_ipc_threads
+from known_calls import calls_of_python, num_known, said, without_python
+from nccl_ranks import nccl_here, on_nccl_threads
+from staged_ranks import Rank, SimRanks, forget_ranks, on_threads
+
+import commrt
+from commrt.backends.peer_sharing import ENDING
+from commrt.devices import DeviceArray, DeviceStream
+from commrt.errors import CaptureError, ClosedError, RevokedError
+from commrt.operations import OPERATIONS
+
+SIZES = (1, 2, 3)
+COUNTS = (0, 1, 7)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_ranks_left() -> Iterator[None]:
+    yield
+    forget_ranks()
+
+
+def values(rank: int, count: int, dtype: str, turn: int = 0) -> Any:
+    return (np.arange(count) % 5 + rank + 2 * turn).astype(dtype)
+
+
+def reduced(size: int, count: int, dtype: str, op: str, turn: int) -> Any:
+    each = [values(rank, count, dtype, turn) for rank in range(size)]
+    combine = {"sum": np.add, "max": np.maximum}[op]
+    found = each[0]
+    for one in each[1:]:
+        found = combine(found, one)
+    return found
+
+
+def fetched(rank: Rank, array: DeviceArray) -> Any:
+    value = rank.fetch(array)
+    rank.stream.synchronize()
+    return value()
+
+
+def ones(rank: Rank, count: int = 8, dtype: str = "f4") -> DeviceArray:
+    return rank.array(np.full(count, 1 + rank.rank, dtype))
+
+
+# --- results ---
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_later_calls_in_place_have_the_results_of_the_first(size: int) -> None:
+    def main(rank: Rank) -> None:
+        comm = rank.comm
+        for count in COUNTS:
+            for dtype, op in (("f4", "sum"), ("i8", "max"), ("f4", "max")):
+                for turn in range(3):
+                    x = rank.array(values(rank.rank, count, dtype, turn))
+                    with calls_of_python(comm) as looked_at:
+                        if turn % 2:
+                            assert comm.allreduce(x, op=op) is x
+                        else:
+                            request = comm.allreduce(x, op=op, nonblocking=True)
+                            assert request.operation == "allreduce"
+                            assert request.stream == rank.stream.handle
+                            assert request.wait() is x
+                    assert looked_at == ["allreduce"] * (turn == 0)
+                    expected = reduced(size, count, dtype, op, turn)
+                    np.testing.assert_array_equal(fetched(rank, x), expected)
+        rank.finish()
+
+    for seed in range(2):
+        ranks = SimRanks(size, seed)
+        ranks.run(main)
+        ranks.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("coll", ["bcast", "reduce"])
+def test_each_root_is_a_call_of_its_own(coll: str, size: int) -> None:
+    def main(rank: Rank) -> None:
+        comm = rank.comm
+        for turn in range(2):
+            for root in range(size):
+                x = rank.array(values(rank.rank, 5, "f4", turn + root))
+                with calls_of_python(comm) as looked_at:
+                    request = getattr(comm, coll)(x, root=root, nonblocking=True)
+                assert looked_at == [coll] * (turn == 0)
+                found = request.wait()
+                is_out = coll == "bcast" or root == rank.rank
+                assert found is (x if is_out else None)
+                if coll == "bcast":
+                    expected = values(root, 5, "f4", turn + root)
+                else:
+                    expected = reduced(size, 5, "f4", "sum", turn + root)
+                if is_out:
+                    np.testing.assert_array_equal(fetched(rank, x), expected)
+        rank.finish()
+
+    ranks = SimRanks(size, 1)
+    ranks.run(main)
+    ranks.close()
+
+
+WITH_OUT = [
+    spec.name
+    for spec in OPERATIONS
+    if spec.x_count != "none" and not spec.count_arguments
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("coll", WITH_OUT)
+def test_later_calls_with_an_output_have_the_results_of_the_first(
+    coll: str, size: int
+) -> None:
+    spec = next(each for each in OPERATIONS if each.name == coll)
+    per_rank = 3
+    counts = {"times_size": size * size * per_rank, "div_size": per_rank}
+    count = size * per_rank
+    out_count = counts.get(spec.out_count, count)
+
+    def main(rank: Rank) -> list[Any]:
+        found = []
+        for turn in range(3):
+            x = rank.array(values(rank.rank, count, "f4", 1))
+            out = rank.array(np.zeros(out_count, "f4"))
+            with calls_of_python(rank.comm) as looked_at:
+                result = getattr(rank.comm, coll)(x, out=out)
+            assert looked_at == [coll] * (turn == 0)
+            is_root = spec.output_on != "root" or rank.rank == 0
+            assert result is (out if is_root else None)
+            found.append(fetched(rank, out).tolist())
+            untouched = fetched(rank, x)
+            np.testing.assert_array_equal(untouched, values(rank.rank, count, "f4", 1))
+        rank.finish()
+        assert found[0] == found[1] == found[2]
+        return found[0]
+
+    ranks = SimRanks(size, 2)
+    found = ranks.run(main)
+    ranks.close()
+    written = found[-1] if spec.output_on != "root" else found[0]
+    assert any(written) or coll == "exscan"  # rank 0 has none
+
+
+def test_an_array_and_itself_as_output_is_a_call_in_place() -> None:
+    def main(rank: Rank) -> None:
+        x = ones(rank)
+        for turn in range(2):
+            with calls_of_python(rank.comm) as looked_at:
+                assert rank.comm.allreduce(x, out=x) is x
+            assert looked_at == ["allreduce"] * (turn == 0)
+        np.testing.assert_array_equal(fetched(rank, x), np.full(8, 6, "f4"))
+        rank.finish()
+
+    ranks = SimRanks(2, 4)
+    ranks.run(main)
+    ranks.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_calls_by_nccl_are_known(size: int) -> None:
+    def main(rank: Rank) -> None:
+        comm = rank.comm
+        for count in COUNTS:
+            for turn in range(3):
+                x = rank.array(values(rank.rank, count, "f4", turn))
+                out = x.new_empty(count)
+                rank.arrays.append(out)
+                with calls_of_python(comm) as looked_at:
+                    comm.allreduce(x, out=out, nonblocking=True).wait()
+                    comm.allreduce(x, nonblocking=True).wait()
+                assert looked_at == ["allreduce"] * (2 * (turn == 0))
+                expected = reduced(size, count, "f4", "sum", turn)
+                np.testing.assert_array_equal(fetched(rank, x), expected)
+                np.testing.assert_array_equal(fetched(rank, out), expected)
+        assert comm._staging.nccl.is_made
+
+    with nccl_here():
+        on_nccl_threads(size, main)
+
+
+def test_calls_over_memory_of_peers_are_known_while_nothing_else_ends_there() -> None:
+    def main(rank: Rank) -> None:
+        comm = rank.comm
+        rank.device.load_kernels(b"")
+        assert comm.explain("allreduce", 28, device="cuda").choice is not None
+        for turn in range(3):
+            x = rank.array(values(rank.rank, 7, "f4", turn))
+            with calls_of_python(comm) as looked_at:
+                comm.allreduce(x, nonblocking=True).wait()
+            assert looked_at == ["allreduce"] * (turn == 0)
+            expected = reduced(2, 7, "f4", "sum", turn)
+            np.testing.assert_array_equal(fetched(rank, x), expected)
+        if rank.rank == 0:
+            assert isinstance(next(iter(comm._staging._plans.values())), object)
+        barrier.wait(30)
+        if rank.rank == 0:
+            ENDING.append(ended)
+        barrier.wait(30)
+        x = ones(rank)
+        comm.allreduce(x)  # of another length, in full
+        with calls_of_python(comm) as looked_at:
+            comm.allreduce(x)
+        assert looked_at == ["allreduce"]
+        rank.stream.synchronize()
+        barrier.wait(30)
+        if rank.rank == 0:
+            ENDING.remove(ended)
+        barrier.wait(30)
+        with without_python(comm):
+            comm.allreduce(x)
+
+    class Ended:
+        """What was shared on a device that nobody here has."""
+
+        device = None
+        is_ending = True
+
+    ended: Any = Ended()
+    barrier = threading.Barrier(2)
+    with ipc_here():
+        on_ipc_threads(2, main)
+
+
+# --- what is another call ---
+
+
+def test_another_length_type_or_reduction_is_looked_at_in_full() -> None:
+    def main(rank: Rank) -> None:
+        comm = rank.comm
+        comm.allreduce(ones(rank))
+        others: list[tuple[DeviceArray, dict[str, Any]]] = [
+            (ones(rank, 9), {}),
+            (ones(rank, 8, "i4"), {}),
+            (ones(rank), {"op": "max"}),
+            (ones(rank), {"stream": rank.stream}),
+            (ones(rank), {"timeout_s": 30}),
+            (ones(rank), {"algorithm": "direct"}),
+            (ones(rank), {"params": {"piece": 16}}),
+            (ones(rank), {"op": "premul_sum", "factor": 1.0}),
+            (ones(rank), {"op": "premul_sum", "factor": 2.0}),
+        ]
+        for x, arguments in others:
+            with calls_of_python(comm) as looked_at:
+                comm.allreduce(x, **arguments)
+            assert looked_at == ["allreduce"], arguments
+            factor = arguments.get("factor", 1.0)
+            expected = 2 if arguments.get("op") == "max" else 3 * factor
+            np.testing.assert_array_equal(
+                fetched(rank, x), np.full(x.shape, expected, x.dtype)
+            )
+        with without_python(comm):
+            comm.allreduce(ones(rank))
+        rank.finish()
+
+    ranks = SimRanks(2, 0)
+    ranks.run(main)
+    ranks.close()
+
+
+def test_a_thread_has_its_own_current_stream() -> None:
+    def main(rank: Rank) -> None:
+        comm, streams = rank.comm, []
+        comm.allreduce(ones(rank))
+        rank.finish()
+
+        def other_thread() -> None:
+            mine = DeviceStream(rank.device)
+            x = DeviceArray(rank.device, 8).put(np.ones(8), stream=mine.handle)
+            with without_python(comm):
+                requests = [comm.allreduce(x, nonblocking=True)]
+                with mine:
+                    requests.append(comm.allreduce(x, nonblocking=True))
+                    with DeviceStream(rank.device) as inner:
+                        requests.append(comm.allreduce(x, nonblocking=True))
+            assert [one.stream for one in requests] == [0, mine.handle, inner.handle]
+            for one in requests:
+                one.synchronize()
+            streams.append(mine.handle)
+            assert x.get(stream=mine.handle).tolist() == [8.0] * 8
+
+        thread = threading.Thread(target=other_thread)
+        thread.start()
+        thread.join(60)
+        assert len(streams) == 1
+
+    on_threads(2, main)
+
+
+# --- what is wrong with a call ---
+
+
+def wrong_calls(rank: Rank) -> list[tuple[Callable[[], Any], Any]]:
+    """Return calls that must not be made, with what says so."""
+    comm, device = rank.comm, rank.device
+    x, out = ones(rank), ones(rank)
+    readonly = DeviceArray(device, 8, readonly=True)
+    freed = DeviceArray(device, 8)
+    freed.free()
+    rank.arrays.append(readonly)
+
+    class Part(DeviceArray):
+        """Some elements of another array."""
+
+        def __init__(self, of: DeviceArray, begin: int, count: int) -> None:
+            self.__dict__.update(of.__dict__)
+            self.shape = (count,)
+            self._address = of.address + begin * of.dtype.itemsize
+            self._pinned = 0
+
+        def free(self) -> None:
+            """It is not ours."""
+
+    long = ones(rank, 12)
+    return [
+        (lambda: comm.allreduce(readonly), "read-only"),
+        (lambda: comm.allreduce(x, out=readonly), "read-only"),
+        (lambda: comm.allreduce(freed), "freed"),
+        (lambda: comm.allreduce(x, out=freed), "freed"),
+        (lambda: comm.allreduce(x, out=ones(rank, 9)), "out has 9 elements"),
+        (lambda: comm.allreduce(x, out=ones(rank, 8, "i4")), "out has dtype int32"),
+        (lambda: comm.allreduce(x, out=np.zeros(8, "f4")), "not on the same device"),
+        (
+            lambda: comm.allreduce(Part(long, 0, 8), out=Part(long, 4, 8)),
+            "out overlaps x",
+        ),
+        (lambda: comm.allreduce(x, out="there"), "out is a str"),
+        (lambda: comm.bcast(x, root=7), "root=7 is not a rank"),
+        (lambda: comm.bcast(x, op="sum"), "no argument 'op'"),
+        (lambda: comm.allreduce(x, root=0), "no argument 'root'"),
+        (lambda: comm.allreduce(x, op="sun"), "sun"),
+        (lambda: comm.allreduce(x, nonblocking=1), "must be True or False"),
+        (lambda: comm.allreduce(x, out), "everything else is passed by keyword"),
+    ]
+
+
+def test_later_calls_say_what_the_first_ones_say_of_what_is_wrong() -> None:
+    def main(rank: Rank) -> None:
+        comm = rank.comm
+        comm._staging.forget_plans()
+        before = [said(call) for call, _ in wrong_calls(rank)]
+        x, out = ones(rank), ones(rank)
+        comm.allreduce(x)
+        comm.allreduce(x, out=out)
+        comm.bcast(x)
+        seq, known = comm.next_seq, num_known(comm)
+        assert known == 3
+        for (call, text), first in zip(wrong_calls(rank), before, strict=True):
+            assert text in first
+            assert said(call) == first
+        assert comm.next_seq == seq
+        with without_python(comm):
+            comm.allreduce(x)
+        rank.finish()
+
+    ranks = SimRanks(2, 0)
+    ranks.run(main)
+    ranks.close()
+
+
+def test_an_array_on_another_device_is_not_the_known_one() -> None:
+    def main(rank: Rank) -> None:
+        comm, x = rank.comm, ones(rank)
+        comm.allreduce(x)
+        comm.allreduce(x, out=ones(rank))
+        there = elsewhere[rank.rank]
+        first = said(lambda: comm.allreduce(x, out=there, algorithm="direct"))
+        assert "x and out are not on the same device" in first
+        assert said(lambda: comm.allreduce(x, out=there)) == first
+        rank.finish()
+
+    ranks = SimRanks(2, 0)
+    others = [ranks.world.device(f"other {rank}", ordinal=1) for rank in range(2)]
+    elsewhere = [DeviceArray(device, 8) for device in others]
+    ranks.run(main)
+    for array in elsewhere:
+        array.free()
+    ranks.close()
+
+
+def test_a_captured_stream_is_refused_in_known_calls_too() -> None:
+    def main(rank: Rank) -> None:
+        comm, x = rank.comm, ones(rank)
+        comm.allreduce(x)
+        rank.finish()
+        rank.stream.synchronize()
+        rank.device.begin_capture(rank.stream.handle)
+        seq = comm.next_seq
+        text = rf"^allreduce on {comm.name}, rank {rank.rank}: stream \d+ is being capt"
+        with without_python(comm):
+            for arguments in ({}, {"nonblocking": True}):
+                with pytest.raises(CaptureError, match=text) as caught:
+                    comm.allreduce(x, **arguments)
+                assert caught.value.status == "capturing"
+        assert comm.next_seq == seq
+        graph = rank.device.end_capture(rank.stream.handle)
+        assert rank.device.num_graph_commands(graph) == 0
+        with without_python(comm):
+            comm.allreduce(x)
+        rank.finish()
+
+    ranks = SimRanks(2, 3)
+    ranks.run(main)
+    ranks.close()
+
+
+# --- what is forgotten ---
+
+
+def test_calls_are_forgotten_with_the_plans() -> None:
+    def main(rank: Rank) -> None:
+        comm, x = rank.comm, ones(rank)
+        comm._staging.forget_plans()
+        assert num_known(comm) == 0
+        for forget in (comm._staging.forget_plans, comm._staging._forget_choices):
+            comm.allreduce(x)
+            assert num_known(comm) == 1
+            forget()
+            assert num_known(comm) == 0
+            with calls_of_python(comm) as looked_at:
+                comm.allreduce(x)
+            assert looked_at == ["allreduce"]
+        rank.finish()
+
+    ranks = SimRanks(2, 0)
+    ranks.run(main)
+    ranks.close()
+
+
+def test_symmetric_memory_forgets_them() -> None:
+    def main(rank: Rank) -> None:
+        comm, x = rank.comm, ones(rank)
+        comm.allreduce(x)
+        assert num_known(comm) == 1
+        kept = comm.empty(4)
+        assert num_known(comm) == 0
+        comm.allreduce(x)
+        assert kept.tolist() == [0.0] * 4
+
+    on_threads(2, main)
+
+
+def test_a_communicator_that_failed_or_was_freed_starts_nothing() -> None:
+    def main(rank: Rank) -> None:
+        x = ones(rank)
+        comms = [rank.comm.dup(), rank.comm.dup()]
+        for comm in comms:
+            comm.allreduce(x, nonblocking=True).synchronize()
+            with without_python(comm):
+                comm.allreduce(x, nonblocking=True).synchronize()
+        comms[0].give_up("it was told to")
+        seq = comms[0].next_seq
+        with pytest.raises(RevokedError, match="it was told to"):
+            comms[0].allreduce(x)
+        assert comms[0].next_seq == seq
+        comms[1].free()
+        assert num_known(comms[1]) == 0
+        with pytest.raises(ClosedError, match="was freed"):
+            comms[1].allreduce(x)
+
+    on_threads(2, main)
+
+
+def test_a_work_that_failed_says_so_in_the_next_call() -> None:
+    def main(rank: Rank) -> str:
+        comm, x = rank.comm, ones(rank)
+        comm.allreduce(x, nonblocking=True).synchronize()
+        if rank.rank == 1:
+            return ""
+        request = comm.allreduce(x, nonblocking=True)
+        stager = comm._staging.stager(rank.device)
+        stager.give_up("it was told to")
+        first = said(request.wait)
+        assert said(request.synchronize) == said(request.wait) == first
+        with pytest.raises(RevokedError, match="it was told to"):
+            comm.allreduce(x)
+        rank.stream.synchronize()
+        return first
+
+    found = on_threads(2, main, survives=False)
+    assert found[0].startswith("RevokedError: allreduce #")
+
+
+def test_check_mode_knows_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMRT_DEBUG", "check")
+
+    def main(rank: Rank) -> None:
+        x = ones(rank)
+        for _ in range(3):
+            with calls_of_python(rank.comm) as looked_at:
+                rank.comm.allreduce(x)
+            assert looked_at == ["allreduce"]
+        assert num_known(rank.comm) == 0
+
+    on_threads(2, main)
+
+
+_FORKS = """
+import os, sys
+sys.path[:0] = {paths}
+import numpy as np
+import commrt
+from commrt import _native
+from commrt.devices import DeviceArray, DeviceStream, ThreadDevice
+
+comm = commrt.init()
+device = ThreadDevice()
+with DeviceStream(device):
+    x = DeviceArray(device, 4).put(np.ones(4, "f4"))
+    comm.allreduce(x)
+    request = comm.allreduce(x, nonblocking=True)
+    assert _native.num_known_device_calls(comm) == 1
+    child = os.fork()
+    if child == 0:
+        found = 0
+        for call in (lambda: comm.allreduce(x), request.wait, request.synchronize,
+                     request.test):
+            try:
+                call()
+            except commrt.errors.ClosedError as error:
+                found += "was forked" in str(error)
+        os._exit(found)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    request.wait()
+"""
+
+
+def test_a_forked_process_is_refused(tmp_path: Path) -> None:
+    paths = [str(Path(__file__).parents[1])]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _FORKS.format(paths=paths)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**os.environ, "COMMRT_LAUNCH": "single"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["4"]
+
+
+# --- what stays alive ---
+
+
+def test_arrays_of_known_calls_stay_alive_until_the_end() -> None:
+    def main(rank: Rank) -> None:
+        comm = rank.comm
+        first = DeviceArray(rank.device, 8)
+        comm.allreduce(first, out=DeviceArray(rank.device, 8), nonblocking=True).wait()
+        rank.finish()
+        x, out = DeviceArray(rank.device, 8), DeviceArray(rank.device, 8)
+        alive = [weakref.ref(x), weakref.ref(out)]
+        with without_python(comm):
+            request = comm.allreduce(x, out=out, nonblocking=True)
+        request.wait()
+        del x, out, request
+        gc.collect()
+        assert None not in [each() for each in alive]
+        rank.finish()
+        comm.allreduce(first, nonblocking=True).synchronize()
+        assert [each() for each in alive] == [None, None]
+
+    ranks = SimRanks(2, 0, preempt=0.0)
+    ranks.run(main)
+    ranks.close()
+
+
+def test_a_request_that_failed_and_its_error_go_together() -> None:
+    """The error's traceback holds the frame that has the request."""
+
+    class Held:
+        pass
+
+    def main(rank: Rank) -> None:
+        comm, x = rank.comm, ones(rank)
+        held = Held()
+        if rank.rank == 1:
+            return
+        request = comm.allreduce(x, nonblocking=True)
+        comm.give_up("it was told to")
+
+        def ask(kept: Any, one: Any) -> None:
+            with pytest.raises(RevokedError):
+                one.wait()
+            kept.request = one
+
+        ask(held, request)
+        rank.stream.synchronize()
+        gone = weakref.ref(held), weakref.ref(request)
+        del held, request
+        gc.collect()
+        assert [each() for each in gone] == [None, None]
+
+    on_threads(2, main, survives=False)
+
+
+def test_a_known_request_that_is_dropped_is_told_of() -> None:
+    def main(rank: Rank) -> None:
+        x = ones(rank)
+        rank.comm.allreduce(x)
+        with pytest.warns(ResourceWarning, match="allreduce #.* was dropped without"):
+            rank.comm.allreduce(x, nonblocking=True)
+        rank.finish()
+
+    ranks = SimRanks(2, 0)
+    ranks.run(main)
+    ranks.close()
+
+
+def test_requests_are_made_of_a_communicator_alone() -> None:
+    request: Any = commrt.request.DeviceRequest
+    with pytest.raises(TypeError):
+        request()
+    with pytest.raises((TypeError, RuntimeError)):
+        request(*[None] * 8)

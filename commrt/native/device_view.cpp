@@ -63,7 +63,7 @@ const Words& words() {
 // An object of commrt's own modules, kept for ever. Not by a guarded static: its import may let
 // the GIL go to a thread that would then wait for the guard.
 PyObject* kept(PyObject*& place, const char* module, const char* name) {
-  if (place == nullptr) place = nb::module_::import_(module).attr(name).release().ptr();
+  if (place == nullptr) place = nb::object(nb::module_::import_(module).attr(name)).release().ptr();
   return place;
 }
 

@@ -24,11 +24,11 @@ from known_calls import calls_of_python, num_known, said, without_python
 from nccl_ranks import nccl_here, on_nccl_threads
 from staged_ranks import Rank, SimRanks, forget_ranks, on_threads
 
-import commrt
 from commrt.backends.peer_sharing import ENDING
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.errors import CaptureError, ClosedError, RevokedError
 from commrt.operations import OPERATIONS
+from commrt.request import DeviceRequest
 
 SIZES = (1, 2, 3)
 COUNTS = (0, 1, 7)
@@ -287,22 +287,26 @@ def test_a_thread_has_its_own_current_stream() -> None:
         def other_thread() -> None:
             mine = DeviceStream(rank.device)
             x = DeviceArray(rank.device, 8).put(np.ones(8), stream=mine.handle)
+
+            def called_in() -> int:
+                request = comm.allreduce(x, nonblocking=True)
+                request.synchronize()  # the next one is in another stream
+                streams.append(request.stream)
+                return len(streams)
+
             with without_python(comm):
-                requests = [comm.allreduce(x, nonblocking=True)]
+                called_in()
                 with mine:
-                    requests.append(comm.allreduce(x, nonblocking=True))
+                    called_in()
                     with DeviceStream(rank.device) as inner:
-                        requests.append(comm.allreduce(x, nonblocking=True))
-            assert [one.stream for one in requests] == [0, mine.handle, inner.handle]
-            for one in requests:
-                one.synchronize()
-            streams.append(mine.handle)
+                        assert called_in() == 3
+            assert streams == [0, mine.handle, inner.handle]
             assert x.get(stream=mine.handle).tolist() == [8.0] * 8
 
         thread = threading.Thread(target=other_thread)
         thread.start()
         thread.join(60)
-        assert len(streams) == 1
+        assert len(streams) == 3
 
     on_threads(2, main)
 
@@ -628,8 +632,7 @@ def test_a_known_request_that_is_dropped_is_told_of() -> None:
 
 
 def test_requests_are_made_of_a_communicator_alone() -> None:
-    request: Any = commrt.request.DeviceRequest
-    with pytest.raises(TypeError):
-        request()
-    with pytest.raises((TypeError, RuntimeError)):
-        request(*[None] * 8)
+    make: Any = DeviceRequest
+    for arguments in ([], [None] * 8):
+        with pytest.raises(TypeError):
+            make(*arguments)

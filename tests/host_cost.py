@@ -76,6 +76,7 @@ def _measure(driver: Path, nccl: Path | None, num_calls: int) -> list[Cost]:
     from commrt.backends.local import run
     from commrt.devices import CudaDevice, DeviceArray, DeviceStream
     from commrt.nccl import Library, libnccl
+    from commrt.nccl_calls import NcclFacts
 
     counters = ctypes.CDLL(str(driver))
     counters.fake_num_calls.restype = ctypes.c_long
@@ -93,6 +94,8 @@ def _measure(driver: Path, nccl: Path | None, num_calls: int) -> list[Cost]:
     backend = "staged" if nccl is None else "nccl"
 
     def main(comm: Any) -> list[Cost]:
+        if nccl is None:  # which this process may have from elsewhere
+            comm._staging.nccl._agreed = NcclFacts("staged calls are measured")
         with DeviceStream(device):
             x, out = DeviceArray(device, 4), DeviceArray(device, 4)
             label = comm.plan.allreduce(x).label

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests ask of calls on device arrays that are started without Python.
 
-    with without_python(comm):
-        comm.allreduce(x)  # fails where Python had to look at it
+with without_python(comm):
+    comm.allreduce(x)  # fails where Python had to look at it
 """
 
 from __future__ import annotations

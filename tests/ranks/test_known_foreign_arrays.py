@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +35,10 @@ def no_ranks_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def device() -> Iterator[ThreadDevice]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadDevice]:
+    """Give a device that is known by its number."""
     with ThreadDevice() as gpu:
+        monkeypatch.setitem(registry._CUDA, 0, gpu)
         yield gpu
 
 
@@ -64,22 +67,21 @@ def test_arrays_of_all_types_are_seen_as_by_python(
     dtype: str, device: ThreadDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrays = [DeviceArray(device, shape, dtype) for shape in (1, 7, (2, 3), ())]
-    monkeypatch.setitem(registry._CUDA, 0, device)
     tensor, _ = torch_here(monkeypatch, {0: device})
     ndarray, _ = cupy_here(monkeypatch, lambda: device)
-    for stream in (None, DeviceStream(device)):
-        if stream is not None:
-            stream.__enter__()
-        for array in arrays:
-            same_view(array)
-            same_view(tensor(array))
-            same_view(ndarray(array))
-            same_view(Exported(array))
-            same_view(Exported(array, stream=None))
-            same_view(Exported(array, stream=77))
-            same_view(Exported(array, data=(array.address, True)))
-    assert stream is not None
-    stream.__exit__(None, None, None)
+    DeviceStream(device)  # whose number interfaces have for the legacy stream
+    with DeviceStream(device) as stream:
+        pass
+    for current in (nullcontext(), stream):
+        with current:
+            for array in arrays:
+                same_view(array)
+                same_view(tensor(array))
+                same_view(ndarray(array))
+                same_view(Exported(array))
+                same_view(Exported(array, stream=None))
+                same_view(Exported(array, stream=77))
+                same_view(Exported(array, data=(array.address, True)))
     for array in arrays:
         array.free()
 
@@ -87,7 +89,6 @@ def test_arrays_of_all_types_are_seen_as_by_python(
 def test_types_that_numpy_has_not_are_known_of_tensors(
     device: ThreadDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(registry._CUDA, 0, device)
     tensor, _ = torch_here(monkeypatch, {0: device})
     array = DeviceArray(device, 8, "uint8")
     for dtype in DTYPES:
@@ -98,7 +99,6 @@ def test_types_that_numpy_has_not_are_known_of_tensors(
 def test_empty_arrays_are_seen_as_by_python(
     device: ThreadDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(registry._CUDA, 0, device)
     tensor, _ = torch_here(monkeypatch, {0: device})
     ndarray, _ = cupy_here(monkeypatch, lambda: device)
     array = DeviceArray(device, 0)
@@ -124,7 +124,6 @@ def test_arrays_with_rows_of_one_element_may_have_any_strides(
 def test_what_is_out_of_the_ordinary_is_left_to_python(
     device: ThreadDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(registry._CUDA, 0, device)
     tensor, _ = torch_here(monkeypatch, {0: device})
     ndarray, _ = cupy_here(monkeypatch, lambda: device)
     array = DeviceArray(device, 8)
@@ -181,7 +180,6 @@ def freed_of(array: DeviceArray) -> Any:
 def test_what_is_no_error_of_an_array_is_not_taken_for_one(
     device: ThreadDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(registry._CUDA, 0, device)
     tensor, _ = torch_here(monkeypatch, {0: device})
     array = DeviceArray(device, 8)
     with pytest.raises(KeyboardInterrupt):
@@ -193,7 +191,6 @@ def test_another_torch_is_looked_at_anew(
     device: ThreadDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     array = DeviceArray(device, 8)
-    monkeypatch.setitem(registry._CUDA, 0, device)
     first, first_streams = torch_here(monkeypatch, {0: device})
     same_view(first(array))
     second, streams = torch_here(monkeypatch, {0: device}, has_raw=False)
@@ -376,7 +373,10 @@ def test_what_is_wrong_is_said_as_at_the_first_call(
     on_ranks(main)
 
 
-def test_a_device_that_is_served_is_found(device: ThreadDevice) -> None:
+def test_a_device_that_is_served_is_found(
+    device: ThreadDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(registry._CUDA, 0)
     array = DeviceArray(device, 8)
     exported = Exported(array, stream=None)
     assert _native.view_on_device(exported) is None

@@ -172,8 +172,11 @@ def test_what_is_out_of_the_ordinary_is_left_to_python(
 def freed_of(array: DeviceArray) -> Any:
     """Return what says that it lies where nothing is."""
     return SimpleNamespace(
-        **{"dtype": array.dtype, "shape": array.shape, "size": array.size},
-        **{"address": 64, "device": array.device},
+        dtype=array.dtype,
+        shape=array.shape,
+        size=array.size,
+        address=64,
+        device=array.device,
     )
 
 

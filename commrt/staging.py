@@ -314,9 +314,10 @@ class Staging:
         """Let the call come after the streams that its arrays are ordered by."""
         for each in arrays:
             if each.stream is not None and each.stream != stream:
-                self._order_after(device, stream, each.stream)
+                self.order_after(device, stream, each.stream)
 
-    def _order_after(self, device: Any, stream: int, exported: int) -> None:
+    def order_after(self, device: Any, stream: int, exported: int) -> None:
+        """Let a call in one stream come after what another was given so far."""
         if device.capture_id(exported) != device.capture_id(stream):
             raise CaptureError(
                 f"an array is ordered by stream {exported}, and stream {stream} is "

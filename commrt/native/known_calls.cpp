@@ -26,10 +26,10 @@ bool overlap(const DeviceView& a, const DeviceView& b) {
   return as_memory(a.address) < end_of(b) && as_memory(b.address) < end_of(a);
 }
 
-// Whether the output is one that the entry was made for, and is ordered as the input is.
+// Whether the output is one that the entry was made for.
 bool fits(const DeviceView& x, const DeviceView& out, const KnownCalls::Entry& entry) {
   if (out.device.ptr() != x.device.ptr() || out.dtype != x.dtype || !out.writable ||
-      out.count != entry.out_count || (out.exports && out.exported != x.stream)) {
+      out.count != entry.out_count) {
     return false;
   }
   const bool is_same = out.address == x.address && out.count == x.count;
@@ -44,10 +44,29 @@ bool fits(const DeviceView& x, const DeviceView& out, const KnownCalls::Entry& e
   throw nb::python_error();
 }
 
+// The stream that a call is given. False where it is none of that device's, or is no stream.
+bool read_stream(const AskedCall& asked, const nb::object& device, Stream* stream) {
+  try {
+    const nb::object as_stream = nb::module_::import_("commrt.device_arrays").attr("as_stream");
+    *stream = nb::cast<Stream>(as_stream(nb::handle(asked.stream), device,
+                                         nb::handle(asked.name)));
+    return true;
+  } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_Exception)) throw;
+    return false;
+  }
+}
+
+// Lets the call come after the stream that an array says it is ordered by.
+void order_after(nb::handle group, const DeviceView& view, Stream stream) {
+  if (!view.exports || view.exported == stream) return;
+  group.attr("_staging").attr("order_after")(view.device, stream, view.exported);
+}
+
 nb::object run(nb::handle group_object, const AskedCall& asked) {
   Group& group = *nb::inst_ptr<Group>(group_object);
   DeviceView x, out;
-  if (!view_on_device(asked.x, x) || (x.exports && x.exported != x.stream)) return {};
+  if (!view_on_device(asked.x, x)) return {};
   const PlanKey plain{x.count, PlanKey::pack(asked.coll, x.dtype, asked.reduction, kHost),
                       static_cast<std::int32_t>(asked.root)};
   const KnownCalls::EntryPtr entry =
@@ -62,15 +81,19 @@ nb::object run(nb::handle group_object, const AskedCall& asked) {
   unsigned char* const from = entry->sends ? as_memory(x.address) : nullptr;
   unsigned char* const to =
       entry->receives ? as_memory(has_out ? out.address : x.address) : nullptr;
+  Stream stream = x.stream;
+  if (asked.stream != nullptr && !read_stream(asked, x.device, &stream)) return {};
   try {
+    if (entry->sends || !has_out) order_after(group_object, x, stream);
+    if (has_out) order_after(group_object, out, stream);
     PyDeviceCall call = started(
         entry->work, entry->sends ? nb::handle(asked.x) : nb::handle(Py_None), result,
         [&](void* const* kept) {
-          return entry->start(from, to, x.stream, !asked.nonblocking, kept, group.timeout_s);
+          return entry->start(from, to, stream, !asked.nonblocking, kept, asked.timeout_s);
         });
     if (!asked.nonblocking) return nb::borrow(result);
     return make_device_request(group_object, std::move(call), result, nb::handle(asked.name),
-                               group.timeout_s, x.device, x.stream, nb::handle(asked.x));
+                               asked.timeout_s, x.device, stream, nb::handle(asked.x));
   } catch (nb::python_error& error) {
     raise_explained(group_object, asked.name, error);
   }

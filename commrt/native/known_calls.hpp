@@ -68,6 +68,8 @@ struct AskedCall {
   int root;
   PyObject *x, *out;  // `out` is null where it was not given
   PyObject* name;     // of the operation
+  PyObject* stream;   // null where it was not given
+  double timeout_s;
   bool nonblocking;
 };
 

@@ -26,7 +26,7 @@ from staged_ranks import Rank, SimRanks, forget_ranks, on_threads
 
 from commrt.backends.peer_sharing import ENDING
 from commrt.devices import DeviceArray, DeviceStream
-from commrt.errors import CaptureError, ClosedError, RevokedError
+from commrt.errors import CaptureError, ClosedError, RevokedError, TimeoutError_
 from commrt.operations import OPERATIONS
 from commrt.request import DeviceRequest
 
@@ -253,8 +253,6 @@ def test_another_length_type_or_reduction_is_looked_at_in_full() -> None:
             (ones(rank, 9), {}),
             (ones(rank, 8, "i4"), {}),
             (ones(rank), {"op": "max"}),
-            (ones(rank), {"stream": rank.stream}),
-            (ones(rank), {"timeout_s": 30}),
             (ones(rank), {"algorithm": "direct"}),
             (ones(rank), {"params": {"piece": 16}}),
             (ones(rank), {"op": "premul_sum", "factor": 1.0}),
@@ -276,6 +274,56 @@ def test_another_length_type_or_reduction_is_looked_at_in_full() -> None:
     ranks = SimRanks(2, 0)
     ranks.run(main)
     ranks.close()
+
+
+def test_a_call_may_be_given_a_stream_and_a_limit() -> None:
+    def main(rank: Rank) -> None:
+        comm, other = rank.comm, DeviceStream(rank.device)
+        comm.allreduce(ones(rank))
+        given: list[tuple[dict[str, Any], int, float]] = [
+            ({"stream": other}, other.handle, comm.timeout_s),
+            ({"stream": other.handle}, other.handle, comm.timeout_s),
+            ({"stream": rank.stream}, rank.stream.handle, comm.timeout_s),
+            ({"stream": None}, rank.stream.handle, comm.timeout_s),
+            ({"timeout_s": 30}, rank.stream.handle, 30.0),
+            ({"timeout_s": 7.5, "stream": other}, other.handle, 7.5),
+            ({"timeout_s": None}, rank.stream.handle, comm.timeout_s),
+        ]
+        for arguments, handle, timeout_s in given:
+            # Filled in one stream, summed in another, as the array says.
+            x = ones(rank)
+            with without_python(comm):
+                request = comm.allreduce(x, nonblocking=True, **arguments)
+            assert (request.stream, request.timeout_s) == (handle, timeout_s)
+            request.wait()
+            check = fetched(rank, x)
+            np.testing.assert_array_equal(check, np.full(8, 3, "f4"))
+            request.synchronize()
+        rank.finish()
+        other.destroy()
+
+    for seed in range(3):
+        ranks = SimRanks(2, seed)
+        ranks.run(main)
+        ranks.close()
+
+
+def test_a_limit_of_a_known_call_is_kept() -> None:
+    def main(rank: Rank) -> str:
+        comm, x = rank.comm, ones(rank)
+        comm.allreduce(x, nonblocking=True).synchronize()
+        if rank.rank == 1:
+            return ""
+        with without_python(comm):
+            request = comm.allreduce(x, nonblocking=True, timeout_s=0.05)
+        request.wait()
+        with pytest.raises(TimeoutError_, match=r"within 0\.05 s.*were let go"):
+            while True:
+                request.synchronize(timeout_s=30)
+        rank.stream.synchronize()
+        return "let go"
+
+    assert on_threads(2, main, survives=False) == ["let go", ""]
 
 
 def test_a_thread_has_its_own_current_stream() -> None:
@@ -354,6 +402,12 @@ def wrong_calls(rank: Rank) -> list[tuple[Callable[[], Any], Any]]:
         (lambda: comm.allreduce(x, root=0), "no argument 'root'"),
         (lambda: comm.allreduce(x, op="sun"), "sun"),
         (lambda: comm.allreduce(x, nonblocking=1), "must be True or False"),
+        (lambda: comm.allreduce(x, stream="fast"), "must be None, the integer"),
+        (lambda: comm.allreduce(x, stream=-3), "must be None, the integer"),
+        (lambda: comm.allreduce(x, timeout_s=0), "seconds above 0"),
+        (lambda: comm.allreduce(x, timeout_s=float("nan")), "seconds above 0"),
+        (lambda: comm.allreduce(x, timeout_s=True), "seconds above 0"),
+        (lambda: comm.barrier(x), "takes no array"),
         (lambda: comm.allreduce(x, out), "everything else is passed by keyword"),
     ]
 
@@ -416,6 +470,10 @@ def test_a_captured_stream_is_refused_in_known_calls_too() -> None:
                 with pytest.raises(CaptureError, match=text) as caught:
                     comm.allreduce(x, **arguments)
                 assert caught.value.status == "capturing"
+            other = DeviceStream(rank.device)
+            ordered = rf"^allreduce on {comm.name}, .*: an array is ordered by stream"
+            with pytest.raises(CaptureError, match=ordered):
+                comm.allreduce(x, stream=other)  # which x is not ordered by
         assert comm.next_seq == seq
         graph = rank.device.end_capture(rank.stream.handle)
         assert rank.device.num_graph_commands(graph) == 0

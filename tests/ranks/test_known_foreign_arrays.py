@@ -221,7 +221,7 @@ def test_many_types_of_arrays_are_told_apart(device: ThreadDevice) -> None:
 # --- calls ---
 
 
-def on_ranks(function: Callable[[Rank], None]) -> None:
+def on_ranks(function: Callable[[Rank], None], **device: Any) -> None:
     """Run a function on two ranks, whose devices are known by their numbers."""
     devices: dict[int, Any] = {}
     ready = threading.Barrier(2)
@@ -236,7 +236,7 @@ def on_ranks(function: Callable[[Rank], None]) -> None:
             ready.wait(30)
             registry._CUDA.pop(rank.rank)
 
-    on_threads(2, main)
+    on_threads(2, main, **device)
 
 
 def filled(rank: Rank, count: int = 8) -> DeviceArray:
@@ -315,29 +315,31 @@ def test_a_call_comes_in_the_current_stream_of_the_arrays_library(
     assert streams.asked >= 6
 
 
-def test_an_output_that_another_stream_orders_is_looked_at_in_full(
+def test_a_call_comes_after_the_stream_that_its_output_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The call then comes after both, by an event."""
+    """What that stream still does to the output is over before the result comes."""
     tensor, _ = torch_here(monkeypatch, registry._CUDA)
 
     def main(rank: Rank) -> None:
         comm, other = rank.comm, DeviceStream(rank.device)
-        x = tensor(filled(rank), rank.rank)
-        out = filled(rank)
-        for turn in range(3):
+        x, out = tensor(filled(rank), rank.rank), DeviceArray(rank.device, 1 << 16)
+        long = tensor(filled(rank, 1 << 16), rank.rank)
+        old = rank.pin(out.nbytes)
+        given = Exported(out, stream=other.handle)
+        for turn in range(5):
             with calls_of_python(comm) as looked_at:
-                given = Exported(out, stream=other.handle) if turn else out
-                assert comm.allreduce(x, out=given) is given
-            assert looked_at == ["allreduce"]
+                rank.device.memcpy_async(out.address, old, out.nbytes, other.handle)
+                assert comm.allreduce(long, out=given) is given
+            assert looked_at == ["allreduce"] * (turn == 0)
             check(rank, out, 3.0)
-        with without_python(comm):
-            comm.allreduce(x, out=out)
+        comm.allreduce(x)
         rank.finish()
+        rank.arrays.append(out)
         other.synchronize()
         other.destroy()
 
-    on_ranks(main)
+    on_ranks(main, max_delay_us=2000)
 
 
 def test_what_is_wrong_is_said_as_at_the_first_call(

@@ -13,8 +13,8 @@ def test_the_cost_of_calls_is_measured_without_python_in_them(
     monkeypatch.setenv("COMMRT_PROGRESS", "off")
     rows = host_cost.main(["--calls", "64"])
     printed = capsys.readouterr().out
-    assert [row.what.partition("/")[0] for row in rows] == ["staged"] * 3 + ["nccl"] * 3
-    assert [row.is_known for row in rows] == [True, True, False] * 2
+    assert [row.what.partition("/")[0] for row in rows] == ["staged"] * 4 + ["nccl"] * 4
+    assert [row.is_known for row in rows] == [True, True, True, False] * 2
     for row in rows:
         assert row.what in printed
         assert row.call_us > row.device_us > 0

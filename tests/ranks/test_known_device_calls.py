@@ -318,8 +318,7 @@ def test_a_limit_of_a_known_call_is_kept() -> None:
             request = comm.allreduce(x, nonblocking=True, timeout_s=0.05)
         request.wait()
         with pytest.raises(TimeoutError_, match=r"within 0\.05 s.*were let go"):
-            while True:
-                request.synchronize(timeout_s=30)
+            request.synchronize(timeout_s=30)
         rank.stream.synchronize()
         return "let go"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When calls that are started without Python are forgotten, and what they keep alive."""
+"""When calls that are started without Python are forgotten, and what they keep."""
 
 from __future__ import annotations
 

@@ -296,6 +296,83 @@ class DeviceCall:
     def waits_for(self) -> str:
         """What messages wait for; empty: nobody."""
 
+class DeviceRequest:
+    """One started call on arrays on a device; has the methods of Request."""
+
+    def __bool__(self) -> bool: ...
+    def __init__(
+        self,
+        comm: Any,
+        call: DeviceCall,
+        result: Any | None,
+        operation: str,
+        timeout_s: float,
+        device: Any,
+        stream: int,
+        array: Any | None,
+    ) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def _call(self) -> DeviceCall: ...
+    @property
+    def _comm(self) -> Any: ...
+    def _waits_for(self) -> Any:
+        """Return who keeps it waiting, in words."""
+
+    @property
+    def _what(self) -> str:
+        """Its name in messages."""
+
+    def be_quiet(self) -> None:
+        """Do not warn where it is dropped."""
+
+    @property
+    def device(self) -> int:
+        """Number of the device of its arrays."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the host has seen the end, without progress. Never of what was
+        captured into a graph: nobody looks at its launches.
+        """
+
+    @property
+    def operation(self) -> Any:
+        """Name of the operation."""
+
+    @property
+    def received_nbytes(self) -> int:
+        """Bytes that messages brought; -1 for other operations."""
+
+    @property
+    def seq(self) -> int:
+        """Sequence number of its first piece on the communicator."""
+
+    @property
+    def source(self) -> int:
+        """The rank that a message came from; -1 for other operations."""
+
+    @property
+    def stream(self) -> int:
+        """Stream that it was ordered after, as an integer."""
+
+    def synchronize(self, *, timeout_s: Any | None = None) -> Any:
+        """Block the host until the operation is complete; return the output."""
+
+    def test(self) -> bool:
+        """Run a little progress; True once complete. Raises the operation's error."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Default limit of synchronize, in seconds."""
+
+    def wait(self, *, stream: Any | None = None, timeout_s: Any | None = None) -> Any:
+        """Let a stream wait for the end, and return the output at once. `stream` is
+        the current one of the array's library by itself. The host is not blocked:
+        what is given to that stream from now on comes after the operation.
+        Idempotent; raises the operation's error if it has failed by now.
+        """
+
 class DeviceWork:
     """A communicator's work of a kind on one device."""
 
@@ -1158,6 +1235,9 @@ def drop_ended(arg: Engine, /) -> None: ...
 def fail_fused(group: Group, error: Any) -> None:
     """End the open calls with this error."""
 
+def forget_device_calls(group: Group) -> None:
+    """Look at all of them in full again."""
+
 def fuse(
     group: Any,
     data_in: int,
@@ -1393,6 +1473,9 @@ def nccl_program_plan(
 ) -> NcclPlan:
     """A plan that runs a schedule's rounds."""
 
+def num_known_device_calls(group: Group) -> int:
+    """How many there are."""
+
 def open_fusion(group: Group, nbytes: int, limit_s: float) -> None:
     """From now on short nonblocking allreduces go into buckets."""
 
@@ -1415,6 +1498,28 @@ def region_nbytes(arg0: int, arg1: int, /) -> int:
     """Bytes of shared memory per rank for a group of `members` on-node ranks."""
 
 def register_numpy_type(arg0: int, arg1: int, /) -> None: ...
+def remember_device_call(
+    group: Group,
+    *,
+    coll: int,
+    reduction: int,
+    root: int,
+    dtype: int,
+    count: int,
+    device: Any,
+    runner: DeviceWork,
+    plan: Any,
+    gives_out: bool,
+    sends: bool,
+    receives: bool,
+    in_place: bool,
+    out_count: int,
+    detours: Any | None,
+) -> None:
+    """Start collectives like this one without Python from now on, but while there
+    is something in the list `detours`.
+    """
+
 def send_fused(group: Group, call: int) -> None:
     """Send the buckets of the calls before `call`."""
 
@@ -1513,6 +1618,12 @@ def stream_steps() -> list[str]:
 
 def view_of_numpy(arg: Any, /) -> Any:
     """(address, count, dtype code, writable) of a plain numpy array, else None."""
+
+def view_on_device(array: Any | None) -> Any:
+    """Return (address, count, dtype code, whether it is writable, device, current
+    stream, the stream that the array names or None); None for what is left to
+    Python. For tests.
+    """
 
 def wait_fused(requests: list[Any]) -> Any:
     """Wait for a list of fused requests, and return their outputs up to one that

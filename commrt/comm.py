@@ -417,9 +417,6 @@ class Communicator(Fusing, Operations):
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective that the dispatcher did not recognise at a glance."""
         self._check_usable()
-        again = self._staging.again(name, args, kwargs)
-        if again is not None:
-            return again[0]
         try:
             call = calls.parse(operation(name), args, kwargs)
             bound = bind_call(self, call)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from commrt._native import register_numpy_type
 from commrt.devices.arrays import DeviceArray, DeviceStream, current_stream
 from commrt.devices.registry import cuda_device, find_device
 from commrt.dlpack import export
@@ -21,6 +22,7 @@ from commrt.tensors import is_tensor, tensor_dtype
 __all__ = [
     "OnDevice",
     "as_stream",
+    "code_of",
     "current_stream_of",
     "is_cupy",
     "is_jax",
@@ -174,6 +176,14 @@ def _see_interface(interface: Any, what: str, any_strides: bool) -> OnDevice:
     )
 
 
+def code_of(typestr: str) -> int:
+    """Return the engine's code of an array interface's type; -1 where it has none."""
+    try:
+        return _dtype(np.dtype(typestr), typestr).code
+    except (BufferError_, TypeError):
+        return -1
+
+
 def _dtype(dtype: np.dtype[Any], what: str) -> DType:
     found = _BY_NAME.get(dtype.name)
     if found is None or dtype.names is not None or not dtype.isnative:
@@ -181,6 +191,8 @@ def _dtype(dtype: np.dtype[Any], what: str) -> DType:
             f"{what} has dtype {dtype}, which cannot be communicated as it is; "
             f"supported: {', '.join(_BY_NAME)}"
         )
+    if found.needs_ml_dtypes:
+        register_numpy_type(dtype.num, found.code)
     return found
 
 

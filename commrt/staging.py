@@ -11,7 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
-from commrt.device_arrays import as_stream, current_stream_of, is_on_device, see
+from commrt.backends.peer_sharing import ENDING
+from commrt.device_arrays import as_stream, current_stream_of
 from commrt.device_requests import DeviceRequest
 from commrt.devices.arrays import DeviceStream
 from commrt.devices.registry import cuda_device
@@ -30,8 +31,6 @@ _SLOTS = 4
 """Pieces of a call that have pinned memory at once: one on its way to the host, one
 that is combined, one on its way back, and one to spare."""
 _FIRST_NBYTES = 1 << 20
-_PLAIN = frozenset(("op", "root", "nonblocking"))
-"""Arguments that a call may have to be run like one before."""
 _MOST_NBYTES = 256 << 20
 _MOST_PLANS = 4096
 
@@ -50,7 +49,6 @@ class Staging:
         self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
         self._copies: dict[int, HostCopies] = {}
         self._plans: dict[Any, DevicePlan] = {}
-        self._known: dict[Any, tuple[DevicePlan, bool, bool]] = {}
         self._own = threading.local()
         self.memory: weakref.WeakSet[Any] = weakref.WeakSet()
         """Plans that hold memory of devices, which goes with the communicator."""
@@ -65,20 +63,23 @@ class Staging:
             return self._compressed(call, bound)
         try:
             plan = self.plan(call, bound)
-            self._remember(call, bound, plan)
             request = self.start(call, bound, plan)
         except CaptureError as error:
-            raise self._captured(call.spec.name, error) from None
+            raise self.why_not_started(call.spec.name, error) from None
+        self._remember(call, bound, plan)
         if call.nonblocking:
             return request
         request.be_quiet()
         return bound.result
 
-    def _captured(self, name: str, error: CaptureError) -> CaptureError:
-        """Return the error of a call whose stream is captured, with its name."""
+    def why_not_started(self, name: str, error: Exception) -> Exception:
+        """Return what a call says that could not be given to its device."""
         comm = self._comm
-        text = f"{name} on {comm.name}, rank {comm.rank}: {error}"
-        return CaptureError(text, error.status)
+        if isinstance(error, CaptureError):
+            text = f"{name} on {comm.name}, rank {comm.rank}: {error}"
+            return CaptureError(text, error.status)
+        self._check_not_failed(error)
+        return error
 
     def _compressed(self, call: Call, bound: Bound) -> Any:
         """Let the host compress: what goes over the wire is made there."""
@@ -108,78 +109,6 @@ class Staging:
             stream=call.stream,
         )
 
-    def again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that works in place, like one before: its checks hold.
-
-        Returns None for all others, which are looked at in full. To parse and to bind a
-        call takes several times as long as all that is left.
-        """
-        if len(args) != 1 or not _PLAIN.issuperset(kwargs) or not self._known:
-            return None
-        x = args[0]
-        if not is_on_device(x):
-            return None
-        seen = see(x, name)
-        op, root = kwargs.get("op", "sum"), kwargs.get("root", 0)
-        if type(op) is not str or type(root) is not int or not seen.writable:
-            return None
-        known = self._known.get((name, op, root, seen.dtype.code, seen.count))
-        nonblocking = kwargs.get("nonblocking", False)
-        if known is None or type(nonblocking) is not bool:
-            return None
-        plan, sends, receives = known
-        try:
-            started, stream = self._started(
-                plan,
-                x if sends else None,
-                seen.address if sends else 0,
-                x if receives else None,
-                seen.address if receives else 0,
-                seen.device,
-                seen.stream,
-                x,
-                not nonblocking,
-            )
-        except CaptureError as error:
-            raise self._captured(name, error) from None
-        result = x if receives else None
-        if not nonblocking:
-            return (result,)
-        timeout_s = self._comm.timeout_s
-        return (
-            DeviceRequest(
-                *(self._comm, started, result, name, timeout_s, seen.device, stream, x)
-            ),
-        )
-
-    def _started(
-        self,
-        plan: DevicePlan,
-        keep_x: Any,
-        data_in: int,
-        keep_out: Any,
-        data_out: int,
-        device: Any,
-        exported: int | None,
-        array: Any,
-        orders: bool,
-    ) -> tuple[_native.DeviceCall, int]:
-        stream = current_stream_of(array, device)
-        if exported is not None and exported != stream:
-            self._order_after(device, stream, exported)
-        started = self._give(
-            device,
-            plan,
-            data_in,
-            data_out,
-            stream,
-            orders,
-            keep_x,
-            keep_out,
-            self._comm.timeout_s,
-        )
-        return started, stream
-
     def by_nccl(self, device: Any, what: str, stream: int, timeout_s: float) -> bool:
         """Whether NCCL carries what is no reduction, on all ranks alike; collective.
 
@@ -193,48 +122,57 @@ class Staging:
         return self.nccl.prepare(device, stream)
 
     def runner(self, device: Any, plan: DevicePlan) -> Any:
-        """Return what starts a plan of any number of arrays."""
+        """Return what starts a plan."""
         if isinstance(plan, _native.NcclPlan):
             return self.nccl.work(device)
+        if isinstance(plan, _native.PeerPlan):
+            return self.ipc.work(device)
         return self.stager(device)
-
-    def _give(self, device: Any, *arguments: Any) -> _native.DeviceCall:
-        if isinstance(arguments[0], _native.NcclPlan):
-            work = self.nccl.work(device)
-            return self.given(lambda: work.start(*arguments))
-        if isinstance(arguments[0], _native.PeerPlan):
-            peers = self.ipc.work(device)
-            return self.given(lambda: peers.start(*arguments))
-        stager = self.stager(device)
-        return self.given(lambda: stager.start(*arguments))
 
     def given(self, start: Callable[[], _native.DeviceCall]) -> _native.DeviceCall:
         """Return what a start returns; its error says if the communicator failed."""
         try:
             return start()
         except DeviceError as error:
-            if error.status == "not_ready":  # it failed since this call began
-                self._comm._check_usable()
+            self._check_not_failed(error)
             raise
 
+    def _check_not_failed(self, error: Exception) -> None:
+        """Raise what is to be said where the communicator failed since a call began."""
+        if isinstance(error, DeviceError) and error.status == "not_ready":
+            self._comm._check_usable()
+
     def _remember(self, call: Call, bound: Bound, plan: DevicePlan) -> None:
-        """Keep the plan of a call that ``again`` may run."""
+        """Let calls like this one be started without Python (known_calls.hpp)."""
+        spec, x, out = call.spec, bound.x, bound.out
         asked = call.algorithm, call.backend, call.params, call.user, call.factor
-        held = bound.x or bound.out
         if (
             self._comm._checker is not None
             or any(each is not None for each in asked)
-            or not call.spec.in_place
-            or call.spec.count_arguments
-            or call.out is not None
-            or held is None
+            or spec.count_arguments
+            or call.x is None
+            or (call.out is None and not spec.in_place)
         ):
             return
-        if len(self._known) >= _MOST_PLANS:
-            self._known.clear()
-        op = call.reduction.name.lower()
-        key = call.spec.name, op, call.root, held.dtype.code, held.count
-        self._known[key] = plan, bound.x is not None, bound.out is not None
+        device = self._device(call, bound)
+        _native.remember_device_call(
+            self._comm,
+            coll=spec.code,
+            reduction=int(call.reduction),
+            root=call.root,
+            dtype=bound.dtype.code,
+            count=bound.num_elements if x is None else x.count,
+            device=device,
+            runner=self.runner(device, plan),
+            plan=plan,
+            gives_out=call.out is not None,
+            sends=x is not None,
+            receives=out is not None,
+            in_place=spec.in_place,
+            out_count=bound.out_elements,
+            # What a freed communicator left ends in calls that are looked at in full.
+            detours=ENDING if isinstance(plan, _native.PeerPlan) else None,
+        )
 
     def start(self, call: Call, bound: Bound, plan: DevicePlan) -> DeviceRequest:
         """Give the device and the engine all that there is to do."""
@@ -246,16 +184,18 @@ class Staging:
         stream = self._stream(call, device, default)
         self.order_exported(device, stream, arrays)
         timeout_s = comm.timeout_s if call.timeout_s is None else call.timeout_s
-        started = self._give(
-            device,
-            plan,
-            0 if x is None else x.address,
-            0 if out is None else out.address,
-            stream,
-            not call.nonblocking,
-            None if x is None else x.owner,
-            None if out is None else out.owner,
-            timeout_s,
+        runner = self.runner(device, plan)
+        started = self.given(
+            lambda: runner.start(
+                plan,
+                0 if x is None else x.address,
+                0 if out is None else out.address,
+                stream,
+                not call.nonblocking,
+                None if x is None else x.owner,
+                None if out is None else out.owner,
+                timeout_s,
+            )
         )
         return DeviceRequest(
             comm, started, bound.result, name, timeout_s, device, stream, default
@@ -374,9 +314,10 @@ class Staging:
         """Let the call come after the streams that its arrays are ordered by."""
         for each in arrays:
             if each.stream is not None and each.stream != stream:
-                self._order_after(device, stream, each.stream)
+                self.order_after(device, stream, each.stream)
 
-    def _order_after(self, device: Any, stream: int, exported: int) -> None:
+    def order_after(self, device: Any, stream: int, exported: int) -> None:
+        """Let a call in one stream come after what another was given so far."""
         if device.capture_id(exported) != device.capture_id(stream):
             raise CaptureError(
                 f"an array is ordered by stream {exported}, and stream {stream} is "
@@ -427,7 +368,7 @@ class Staging:
     def forget_plans(self) -> None:
         """Make plans anew from here on."""
         self._plans.clear()
-        self._known.clear()
+        _native.forget_device_calls(self._comm)
 
     @property
     def outstanding(self) -> int:
@@ -451,6 +392,7 @@ class Staging:
 
     def close(self) -> None:
         """Give streams and memory back, where nothing is under way."""
+        self.forget_plans()
         waits = any(each.failed or each.outstanding for each in self._work)
         if not (waits or self.nccl.outstanding):
             for kept in list(self.memory):

@@ -9,7 +9,7 @@ from typing import Any
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_
 
-__all__ = ["is_tensor", "tensor_dtype"]
+__all__ = ["code_of", "is_tensor", "tensor_dtype"]
 
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 
@@ -20,12 +20,22 @@ def is_tensor(array: Any) -> bool:
     return tensor is not None and isinstance(array, tensor)
 
 
+def code_of(dtype: Any) -> int:
+    """Return the engine's code of a ``torch.dtype``; -1 where it has none."""
+    found = _BY_NAME.get(_name(dtype))
+    return -1 if found is None else found.code
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def tensor_dtype(tensor: Any, what: str, *, any_strides: bool = False) -> DType:
     """Return the element type of a dense tensor, contiguous but with ``any_strides``.
 
     Raises BufferError_, which names ``what``, for every other one.
     """
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = _name(tensor.dtype)
     dtype = _BY_NAME.get(name)
     if dtype is None or tensor.is_sparse or tensor.is_quantized:
         raise BufferError_(

@@ -47,7 +47,7 @@ def ipc_here(*, is_clean: bool = True) -> Iterator[None]:
     finally:
         ipc_calls.KINDS -= PRETENDED
         peer_sharing._SHARED.clear()
-        peer_sharing._ENDING.clear()
+        peer_sharing.ENDING.clear()
 
 
 def prepare(comm: Communicator, device: Any) -> None:

@@ -28,7 +28,7 @@ from commrt.backends.peer_memory import HALF_NBYTES, PeerMemory
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, CommError, DeviceError, UsageError
 
-__all__ = ["Shared", "connect", "end_all", "sweep"]
+__all__ = ["ENDING", "Shared", "connect", "end_all", "sweep"]
 
 _GRACE_S = 5.0
 _RELAXED = 2
@@ -132,7 +132,7 @@ class Shared:
         if self.work is not None:
             self.work.close()
         self.is_ending = True
-        _ENDING.append(self)
+        ENDING.append(self)
 
     def let_go(self, deadline: float) -> None:
         """Wait for what is under way until the deadline; then give it up.
@@ -176,7 +176,7 @@ class Shared:
 
 _LOCK = threading.Lock()
 _SHARED: list[Shared] = []
-_ENDING: list[Shared] = []
+ENDING: list[Shared] = []
 """Those that end, so that a call that finds none has nothing to do."""
 _SWEEPING = threading.Lock()
 _REGISTERED: list[int] = []
@@ -188,7 +188,7 @@ def sweep(device: Any = None) -> int:
     Waits for no peer. Where a stream is stuck on a device, which only failures can
     bring about, nothing is given back there: to free memory may wait for all streams.
     """
-    if not _ENDING:
+    if not ENDING:
         return 0
     if not _SWEEPING.acquire(blocking=False):
         return 1
@@ -204,7 +204,7 @@ def sweep(device: Any = None) -> int:
         with _LOCK:
             for one in over:
                 _SHARED.remove(one)
-                _ENDING.remove(one)
+                ENDING.remove(one)
         return len(ending) - len(over)
     finally:
         _SWEEPING.release()

@@ -32,7 +32,7 @@ std::vector<unsigned char*> as_memory(const std::vector<uint64_t>& addresses) {
 namespace {
 
 // How a wait ended: 0 done or failed, 1 out of time, 2 with a signal.
-int synchronize(const PyDeviceCall& self, double timeout_s) {
+int wait_for_end(const PyDeviceCall& self, double timeout_s) {
   constexpr double kSignalPeriod_s = 0.05;
   constexpr unsigned kLooks = 64;
   Engine& engine = *self.engine;
@@ -70,18 +70,6 @@ int synchronize(const PyDeviceCall& self, double timeout_s) {
   }
 }
 
-bool test(const PyDeviceCall& self) {
-  if (!self.call->ended()) {
-    guarded([&] {
-      if (!self.engine->step()) self.work().ask_device(self.call);
-      self.work().advance(self.call);
-      return 0;
-    });
-  }
-  if (self.engine->has_ended()) drop_ended(*self.engine);
-  return guarded([&] { return self.work().has_ended(*self.call); });
-}
-
 // Of each receive of a call of messages, what has come so far.
 std::vector<uint64_t> received_nbytes(const PyDeviceCall& self) {
   const Op* const op = self.call->messages();
@@ -100,29 +88,46 @@ std::string waits_for(const PyDeviceCall& self) {
 
 }  // namespace
 
+void PyDeviceCall::wait_on(Stream stream) const {
+  guarded([&] {
+    work().wait_on(call, stream);
+    return 0;
+  });
+}
+
+bool PyDeviceCall::synchronize(double timeout_s) const {
+  const int how = wait_for_end(*this, timeout_s);
+  if (how == 2) throw nb::python_error();
+  drop_ended(*engine);
+  return how == 0;
+}
+
+bool PyDeviceCall::test() const {
+  if (!call->ended()) {
+    guarded([&] {
+      if (!engine->step()) work().ask_device(call);
+      work().advance(call);
+      return 0;
+    });
+  }
+  if (engine->has_ended()) drop_ended(*engine);
+  return guarded([&] { return work().has_ended(*call); });
+}
+
+bool PyDeviceCall::ended() const {
+  if (!call->ended()) return false;
+  nb::gil_scoped_release release;
+  return work().has_ended(*call);
+}
+
 void bind_device_work(nb::module_& m) {
   nb::class_<PyDeviceCall>(m, "DeviceCall", "One started call on device memory.")
-      .def("wait_on",
-           [](const PyDeviceCall& self, uint64_t stream) {
-             guarded([&] {
-               self.work().wait_on(self.call, stream);
-               return 0;
-             });
-           }, nb::arg("stream"), "Let a stream wait for the end.")
-      .def("synchronize",
-           [](const PyDeviceCall& self, double timeout_s) {
-             const int how = synchronize(self, timeout_s);
-             if (how == 2) throw nb::python_error();
-             drop_ended(*self.engine);
-             return how == 0;
-           }, nb::arg("timeout_s"), "Block the host until the end; False where time ran out.")
-      .def("test", &test, "Run a little progress; whether it has ended.")
-      .def_prop_ro("ended",
-                   [](const PyDeviceCall& self) {
-                     if (!self.call->ended()) return false;
-                     nb::gil_scoped_release release;
-                     return self.work().has_ended(*self.call);
-                   }, "Whether it has ended, without progress.")
+      .def("wait_on", &PyDeviceCall::wait_on, nb::arg("stream"),
+           "Let a stream wait for the end.")
+      .def("synchronize", &PyDeviceCall::synchronize, nb::arg("timeout_s"),
+           "Block the host until the end; False where time ran out.")
+      .def("test", &PyDeviceCall::test, "Run a little progress; whether it has ended.")
+      .def_prop_ro("ended", &PyDeviceCall::ended, "Whether it has ended, without progress.")
       .def_prop_ro("failure", [](const PyDeviceCall& self) -> nb::object {
         if (!self.call->failed()) return nb::none();
         return nb::make_tuple(self.call->kind, self.call->error);

@@ -49,11 +49,34 @@ struct PyWork : PyDeviceWork {
   Work& own() const { return static_cast<Work&>(*work); }
 };
 
+// Drops a call. Without the GIL: with the last reference to it locks are taken, and who has them
+// may wait for the GIL.
+inline void let_go(std::shared_ptr<DeviceCall>& call) {
+  if (call == nullptr) return;
+  nb::gil_scoped_release release;
+  call.reset();
+}
+
 // One started call.
 struct PyDeviceCall {
+  PyDeviceCall(std::shared_ptr<DeviceCall> call_, std::shared_ptr<Engine> engine_)
+      : call(std::move(call_)), engine(std::move(engine_)) {}
+  PyDeviceCall(const PyDeviceCall&) = default;
+  PyDeviceCall(PyDeviceCall&&) = default;
+  ~PyDeviceCall() { let_go(call); }
+
+  DeviceWork& work() const { return *call->work; }
+  // Lets a stream wait for the end.
+  void wait_on(Stream stream) const;
+  // Blocks the host until the end; false where time ran out.
+  bool synchronize(double timeout_s) const;
+  // Runs a little progress; whether it has ended.
+  bool test() const;
+  // The same without progress.
+  bool ended() const;
+
   std::shared_ptr<DeviceCall> call;
   std::shared_ptr<Engine> engine;
-  DeviceWork& work() const { return *call->work; }
 };
 
 // Makes the work of a communicator, which counts as its own from here on.

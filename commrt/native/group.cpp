@@ -11,6 +11,7 @@
 #include <new>
 
 #include "fusion.hpp"
+#include "known_calls.hpp"
 #include "p2p.hpp"
 #include "device_work.hpp"
 
@@ -82,6 +83,12 @@ void register_numpy_type(int type_num, int code) {
   dtype_codes[type_num] = code;
 }
 
+int code_of_numpy_type(PyObject* dtype) {
+  if (!PyArray_DescrCheck(dtype)) return kUnknown;
+  const auto* descr = reinterpret_cast<const PyArray_Descr*>(dtype);
+  return descr->byteorder == '>' ? kUnknown : dtype_code(descr->type_num);
+}
+
 bool view_of_numpy(PyObject* object, View& view) {
   if (!PyArray_CheckExact(object)) return false;
   auto* array = reinterpret_cast<PyArrayObject*>(object);
@@ -103,7 +110,8 @@ bool view_of_numpy(PyObject* object, View& view) {
 }
 
 Group::Group(std::shared_ptr<Engine> engine_, int rank, int size, const std::string& name)
-    : engine(std::move(engine_)), comm(std::make_unique<Comm>(*engine, rank, size, name)) {}
+    : engine(std::move(engine_)), comm(std::make_unique<Comm>(*engine, rank, size, name)),
+      known_calls(std::make_unique<KnownCalls>()) {}
 
 Group::~Group() {
   if (!device_work.empty() && !Engine::forked.load(std::memory_order_relaxed)) {

@@ -15,6 +15,7 @@
 
 namespace commrt {
 
+class KnownCalls;
 struct MessageLists;
 
 namespace nb = nanobind;
@@ -33,6 +34,8 @@ struct View {
 // no Python error set, for everything else: the caller then asks Python.
 bool view_of_numpy(PyObject* object, View& view);
 void register_numpy_type(int type_num, int dtype_code);
+// The code of numpy's dtype; -1 where it is none, or of a type or byte order that is not known.
+int code_of_numpy_type(PyObject* dtype);
 
 struct PlanKey {
   int64_t count;
@@ -116,6 +119,7 @@ class Group {
   size_t num_plans() const { return plans_.size() + vector_plans_.size(); }
 
   std::vector<std::shared_ptr<class DeviceWork>> device_work;  // of each kind, on each device
+  std::unique_ptr<KnownCalls> known_calls;  // on arrays on devices
 
   VectorKey asked;  // of the call that is being looked at: its memory is used again
 

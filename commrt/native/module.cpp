@@ -13,6 +13,8 @@ void bind_programs(nb::module_& m);
 void bind_nccl_work(nb::module_& m);
 void bind_peer_work(nb::module_& m);
 void bind_device(nb::module_& m);
+void bind_device_request(nb::module_& m);
+void bind_known_calls(nb::module_& m);
 void bind_sparse(nb::module_& m);
 void bind_wire(nb::module_& m);
 }
@@ -39,7 +41,9 @@ NB_MODULE(_native, m) {
   commrt::bind_programs(m);
   commrt::bind_nccl(m);
   commrt::bind_device_work(m);
+  commrt::bind_device_request(m);
   commrt::bind_staging(m);
   commrt::bind_nccl_work(m);
   commrt::bind_peer_work(m);
+  commrt::bind_known_calls(m);
 }

@@ -9,6 +9,7 @@
 #define PY_ARRAY_UNIQUE_SYMBOL commrt_numpy
 #define NO_IMPORT_ARRAY
 #include "fusion.hpp"
+#include "known_calls.hpp"
 #include "method_descriptor.hpp"
 
 #include <algorithm>
@@ -29,7 +30,7 @@ struct Operation {
 };
 
 struct Words {  // interned once: keyword names are compared by address
-  PyObject *out, *op, *factor, *root, *nonblocking, *call;
+  PyObject *out, *op, *factor, *root, *nonblocking, *stream, *timeout_s, *call;
   PyObject *counts, *send_counts, *recv_counts;
   PyObject* reductions[kNumRedOps];
 };
@@ -78,6 +79,14 @@ PyObject* hand_over(Operation* self, PyObject* const* args, Py_ssize_t nargs, Py
   Py_XDECREF(keywords);
   Py_DECREF(method);
   return result;
+}
+
+// Reads a number of seconds above 0; false for anything else.
+bool read_limit(PyObject* object, double* seconds) {
+  if (!PyFloat_CheckExact(object) && !PyLong_CheckExact(object)) return false;
+  *seconds = PyFloat_AsDouble(object);
+  if (PyErr_Occurred()) PyErr_Clear();  // a number that is too large is -1
+  return *seconds > 0;
 }
 
 // Reads the numbers of a tuple, a list or an array of numpy; false for anything else.
@@ -155,6 +164,9 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   long root = 0;
   bool nonblocking = false;
   double timeout_s = group.timeout_s;
+  // What only calls on devices may have here.
+  PyObject* stream = nullptr;
+  bool is_limited = false;
   const Py_ssize_t nkw = kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0;
   for (Py_ssize_t i = 0; i < nkw; ++i) {
     PyObject* key = PyTuple_GET_ITEM(kwnames, i);
@@ -181,11 +193,26 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     } else if (key == words.nonblocking) {
       if (!PyBool_Check(value)) return slow();
       nonblocking = value == Py_True;
+    } else if (key == words.stream && self->takes_x) {
+      if (value != Py_None) stream = value;
+    } else if (key == words.timeout_s && self->takes_x) {
+      if (value == Py_None) continue;
+      if (!read_limit(value, &timeout_s)) return slow();
+      is_limited = true;
     } else {
       return slow();
     }
   }
 
+  // An array that is not numpy's, or not a plain one.
+  auto elsewhere = [&]() -> PyObject* {
+    if (group.known_calls->empty() || self->num_counts != 0 || factor != nullptr) return slow();
+    const AskedCall asked{self->coll, reduction, static_cast<int>(root), args[1], out_object,
+                          self->head.name, stream, timeout_s, nonblocking};
+    PyObject* const found = run_known(args[0], asked);
+    return found != nullptr || PyErr_Occurred() ? found : slow();
+  };
+  if (stream != nullptr || is_limited) return elsewhere();
   View x, out;
   int64_t count = -1;  // of x; none where only others have one
   int64_t asked = -1;  // the plan's length, as remembered
@@ -195,7 +222,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     x.dtype = out.dtype;
     if (self->num_counts == 0) asked = out.count * group.comm->size;
   } else if (self->takes_x) {
-    if (!view_of_numpy(args[1], x)) return slow();
+    if (!view_of_numpy(args[1], x)) return elsewhere();
     count = asked = x.count;
     if (out_object == nullptr) {
       out = x;
@@ -278,6 +305,8 @@ void bind_operation(nb::module_& m) {
   words.op = PyUnicode_InternFromString("op");
   words.factor = PyUnicode_InternFromString("factor");
   words.root = PyUnicode_InternFromString("root");
+  words.stream = PyUnicode_InternFromString("stream");
+  words.timeout_s = PyUnicode_InternFromString("timeout_s");
   words.nonblocking = PyUnicode_InternFromString("nonblocking");
   words.counts = PyUnicode_InternFromString("counts");
   words.send_counts = PyUnicode_InternFromString("send_counts");

@@ -244,9 +244,17 @@ class _SharedByThreads(Arena):
 
 
 def connect_world(
-    bootstrap: Bootstrap, launch: LaunchInfo, *, in_process: bool = False
+    bootstrap: Bootstrap,
+    launch: LaunchInfo,
+    *,
+    in_process: bool = False,
+    engine: Any = None,
 ) -> World:
-    """Agree on nodes, variables and table with the other ranks; collective."""
+    """Agree on nodes, variables and table with the other ranks; collective.
+
+    ``engine``: that of this process's other worlds, so that whoever waits in one of
+    them makes progress in all.
+    """
     timeout_s = env.read_float("COMMRT_TIMEOUT_S")
     located = _agree(bootstrap, timeout_s)
     everybody = list(range(bootstrap.size))
@@ -256,16 +264,12 @@ def connect_world(
         nodes = discover_nodes(bootstrap, timeout_s, env.read_nodes())
     mpi = getattr(bootstrap, "comm", None)
     if len(nodes) > 1 and mpi is None:
-        raise BackendError(
-            f"the ranks lie on {len(nodes)} nodes, and between nodes commrt needs MPI: "
-            f"start them with mpiexec instead of {launch.kind}, with the extra "
-            f"commrt[mpi] installed"
-        )
+        raise BackendError(_needs_mpi(len(nodes), launch))
     world = World(
         bootstrap=bootstrap,
         launch=launch,
         nodes=nodes,
-        engine=_native.Engine(),
+        engine=_native.Engine() if engine is None else engine,
         cores=0,
         table=located.parse(known_names()),
         located=located,
@@ -281,6 +285,20 @@ def connect_world(
         world.native_comms = NativeComms(mpi, bootstrap, _libmpi.load().Exception)
         _load_mpi(world)
     return world
+
+
+def _needs_mpi(num_nodes: int, launch: LaunchInfo) -> str:
+    if launch.kind == "torch":
+        return (
+            f"the ranks of this process group lie on {num_nodes} nodes, and commrt's "
+            f"process groups communicate within one node so far: keep the job on one "
+            f"node, or take another backend, such as gloo or nccl, for this group"
+        )
+    return (
+        f"the ranks lie on {num_nodes} nodes, and between nodes commrt needs MPI: "
+        f"start them with mpiexec instead of {launch.kind}, with the extra "
+        f"commrt[mpi] installed"
+    )
 
 
 def _agree_cores(world: World) -> int:

@@ -109,28 +109,35 @@ def _start(mpi_comm: Any) -> World:
     return world
 
 
-def join_world(bootstrap: Bootstrap, launch: LaunchInfo) -> World:
+def join_world(bootstrap: Bootstrap, launch: LaunchInfo, timeout_s: float) -> World:
     """Return a world of other ranks than those of ``init``; collective over them.
 
     It shares this process's engine: a rank that waits in one world serves the others.
+    ``timeout_s`` is the world's limit, of the meeting as of later calls.
     """
     with _RUNTIME.lock:
-        world = _join(bootstrap, launch)
+        world = _join(bootstrap, launch, timeout_s)
         if progress_mode(world) and not world.engine.has_thread:
             world.engine.start_thread()
         return world
 
 
-def _join(bootstrap: Bootstrap, launch: LaunchInfo) -> World:
-    if _RUNTIME.engine is None:
+def _join(
+    bootstrap: Bootstrap, launch: LaunchInfo, timeout_s: float | None = None
+) -> World:
+    first = _RUNTIME.engine is None
+    if first:
         _RUNTIME.engine, _RUNTIME.pid = _native.Engine(), os.getpid()
     if _RUNTIME.pid != os.getpid():
         raise ClosedError(
             f"commrt was started in process {_RUNTIME.pid}, from which this one was "
             f"forked: start processes that communicate by 'spawn'"
         )
-    world = connect_world(bootstrap, launch, engine=_RUNTIME.engine)
-    atexit.register(_leave, world, os.getpid())
+    world = connect_world(
+        bootstrap, launch, engine=_RUNTIME.engine, timeout_s=timeout_s
+    )
+    if first:
+        atexit.register(_leave, _RUNTIME.engine, launch.rank, os.getpid())
     return world
 
 
@@ -153,16 +160,16 @@ def _drain(engine: Any, limit_s: float) -> bool:
     return True
 
 
-def _leave(world: World, owner: int) -> None:
+def _leave(engine: Any, rank: int, owner: int) -> None:
     """Finish what other ranks wait for, for a moment; runs at exit.
 
     A forked process that ends in its own way must not touch what is its parent's.
     """
     if os.getpid() != owner:
         return
-    if not _drain(world.engine, _GRACE_S):
+    if not _drain(engine, _GRACE_S):
         sys.stderr.write(
-            f"commrt: rank {world.rank} ends with operations in flight: other ranks "
-            f"may wait for its part in them\n"
+            f"commrt: rank {rank} ends with operations in flight: other ranks may wait "
+            f"for its part in them\n"
         )
-    end_of_process(world)
+    end_of_process(engine)

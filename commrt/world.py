@@ -249,13 +249,16 @@ def connect_world(
     *,
     in_process: bool = False,
     engine: Any = None,
+    timeout_s: float | None = None,
 ) -> World:
     """Agree on nodes, variables and table with the other ranks; collective.
 
     ``engine``: that of this process's other worlds, so that whoever waits in one of
-    them makes progress in all.
+    them makes progress in all. ``timeout_s``: default limit of all that follows; None:
+    COMMRT_TIMEOUT_S.
     """
-    timeout_s = env.read_float("COMMRT_TIMEOUT_S")
+    if timeout_s is None:
+        timeout_s = env.read_float("COMMRT_TIMEOUT_S")
     located = _agree(bootstrap, timeout_s)
     everybody = list(range(bootstrap.size))
     if in_process:
@@ -399,11 +402,11 @@ def _threads_may_call_mpi(world: World) -> bool:
     return bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
 
 
-def end_of_process(world: World, grace_s: float = 5.0) -> None:
+def end_of_process(engine: Any, grace_s: float = 5.0) -> None:
     """Drain what still moves, stop the progress thread, and leave; runs at exit."""
     deadline = time.monotonic() + grace_s
-    while world.engine.step() and time.monotonic() < deadline:
+    while engine.step() and time.monotonic() < deadline:
         os.sched_yield()
     # A driver that closes would wait for streams that wait for this process.
-    world.engine.release_streams("the process ends")
-    world.engine.stop_thread()
+    engine.release_streams("the process ends")
+    engine.stop_thread()

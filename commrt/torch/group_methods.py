@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from commrt.errors import UsageError
 from commrt.torch.calls import Calls
@@ -33,7 +33,7 @@ __all__ = ["Collectives"]
 
 Tensors = Sequence[torch.Tensor]
 Answer = CommrtWork | None
-_AllreduceCoalesced = dist.AllreduceCoalescedOptions
+_AllreduceCoalesced = c10d.AllreduceCoalescedOptions
 
 
 class Collectives:
@@ -45,9 +45,9 @@ class Collectives:
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
         """Reduce a tensor over all ranks, in place; dense or sparse COO."""
-        if type(opts) is not dist.AllreduceOptions:
+        if type(opts) is not c10d.AllreduceOptions:
             opts = options(
-                dist.AllreduceOptions, opts, reduceOp=None, timeout=timeout
+                c10d.AllreduceOptions, opts, reduceOp=None, timeout=timeout
             )
         x = one("allreduce", tensors)
         if x.layout is not torch.strided:
@@ -89,7 +89,7 @@ class Collectives:
     ) -> Answer:
         """Reduce a tensor over all ranks, in place on the root."""
         opts = options(
-            dist.ReduceOptions, root, rootRank=None, reduceOp=op, timeout=timeout
+            c10d.ReduceOptions, root, rootRank=None, reduceOp=op, timeout=timeout
         )
         x = one("reduce", tensors)
         buffer, back = target(x, moved=False)
@@ -108,7 +108,7 @@ class Collectives:
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> Answer:
         """Reduce a list of tensors, one per rank, and give each rank its own."""
-        opts = options(dist.ReduceScatterOptions, opts, reduceOp=None, timeout=timeout)
+        opts = options(c10d.ReduceScatterOptions, opts, reduceOp=None, timeout=timeout)
         out, parts = one("reduce_scatter", outputs), given(inputs)
         self._check_list("reduce_scatter", "inputs", parts)
         counts = [part.numel() for part in parts]
@@ -128,8 +128,8 @@ class Collectives:
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> Answer:
         """Reduce a tensor over all ranks, and give each rank its block."""
-        if type(opts) is not dist.ReduceScatterOptions:
-            opts = options(dist.ReduceScatterOptions, opts, reduceOp=None)
+        if type(opts) is not c10d.ReduceScatterOptions:
+            opts = options(c10d.ReduceScatterOptions, opts, reduceOp=None)
         buffer, back = target(output, moved=False)
         x = plain(input)
         mine, num = buffer.numel(), x.numel()
@@ -154,7 +154,7 @@ class Collectives:
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Answer:
         """Do several at once."""
-        opts = options(dist.ReduceScatterOptions, opts, reduceOp=None)
+        opts = options(c10d.ReduceScatterOptions, opts, reduceOp=None)
         pairs = list(zip(outputs, inputs, strict=True))
         return self._each(
             [lambda a=a, b=b: self.reduce_scatter_single(a, b, opts) for a, b in pairs],
@@ -167,7 +167,7 @@ class Collectives:
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
         """Copy the root's tensor to every rank."""
-        opts = options(dist.BroadcastOptions, opts, rootRank=None, timeout=timeout)
+        opts = options(c10d.BroadcastOptions, opts, rootRank=None, timeout=timeout)
         x = one("broadcast", tensors)
         buffer, back = target(x)
         return self._calls.run(
@@ -184,7 +184,7 @@ class Collectives:
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> Answer:
         """Give every rank a list of all ranks' tensors, which may differ in length."""
-        opts = options(dist.AllgatherOptions, opts, timeout=timeout)
+        opts = options(c10d.AllgatherOptions, opts, timeout=timeout)
         into, x = given(outputs), movable(one("allgather", inputs))
         self._check_list("allgather", "outputs", into)
         out, back = split_back(into)
@@ -200,7 +200,7 @@ class Collectives:
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> Answer:
         """Do several at once; ``outputs[r][i]`` is rank r's i-th tensor."""
-        opts = options(dist.AllgatherOptions, opts)
+        opts = options(c10d.AllgatherOptions, opts)
         self._check_list("allgather_coalesced", "outputs", outputs)
         return self._each(
             [
@@ -214,8 +214,8 @@ class Collectives:
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> Answer:
         """Put all ranks' tensors into one, in rank order."""
-        if type(opts) is not dist.AllgatherOptions:
-            opts = options(dist.AllgatherOptions, opts)
+        if type(opts) is not c10d.AllgatherOptions:
+            opts = options(c10d.AllgatherOptions, opts)
         out, back = target(output)
         return self._gather_all(out, movable(input), opts, [output], back)
 
@@ -225,7 +225,7 @@ class Collectives:
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Answer:
         """Do several at once."""
-        opts = options(dist.AllgatherOptions, opts)
+        opts = options(c10d.AllgatherOptions, opts)
         pairs = list(zip(outputs, inputs, strict=True))
         return self._each(
             [lambda a=a, b=b: self.all_gather_single(a, b, opts) for a, b in pairs],
@@ -238,7 +238,7 @@ class Collectives:
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> Answer:
         """Give the root a list of all ranks' tensors."""
-        opts = options(dist.GatherOptions, opts, rootRank=None, timeout=timeout)
+        opts = options(c10d.GatherOptions, opts, rootRank=None, timeout=timeout)
         x = movable(one("gather", inputs))
         if self._calls.comm.rank != opts.rootRank:
             return self._calls.call("gather", [x], opts, [], root=opts.rootRank)
@@ -253,7 +253,7 @@ class Collectives:
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> Answer:
         """Give each rank its tensor of the root's list."""
-        opts = options(dist.ScatterOptions, opts, rootRank=None, timeout=timeout)
+        opts = options(c10d.ScatterOptions, opts, rootRank=None, timeout=timeout)
         output = one("scatter", outputs)
         out, back = target(output)
         x = None
@@ -274,8 +274,8 @@ class Collectives:
         opts: Any = None,
     ) -> Answer:
         """Send each rank a part of a tensor, in rows; without splits equal parts."""
-        if type(opts) is not dist.AllToAllOptions:
-            opts = options(dist.AllToAllOptions, opts, timeout=None)
+        if type(opts) is not c10d.AllToAllOptions:
+            opts = options(c10d.AllToAllOptions, opts, timeout=None)
         out, back = target(output)
         x = movable(input)
         size = self._calls.comm.size
@@ -305,7 +305,7 @@ class Collectives:
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Any = None
     ) -> Answer:
         """Send each rank its tensor of a list; lengths may differ."""
-        opts = options(dist.AllToAllOptions, opts, timeout=timeout)
+        opts = options(c10d.AllToAllOptions, opts, timeout=timeout)
         self._check_list("alltoall", "outputs", outputs)
         self._check_list("alltoall", "inputs", inputs)
         out, back = split_back(outputs)
@@ -319,7 +319,7 @@ class Collectives:
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Answer:
         """Return once every rank is here, and its device has done what it was given."""
-        opts = options(dist.BarrierOptions, opts, timeout=timeout)
+        opts = options(c10d.BarrierOptions, opts, timeout=timeout)
         device = getattr(opts, "device", None)
         if device is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()

@@ -9,6 +9,7 @@ hosts the store, and tells the others by MPI where.
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -27,8 +28,8 @@ Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 def serve_launchers() -> None:
     """Let ``env://``, torch's default, also know what MPI's launchers say."""
-    from torch.distributed import rendezvous
-
+    # torch.distributed has a function of the module's name.
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, Handler] = rendezvous._rendezvous_handlers
     given = handlers.get(_SCHEME)
     if given is not None and not isinstance(given, _Rendezvous):

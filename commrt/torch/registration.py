@@ -24,23 +24,26 @@ _TORCHCOMMS = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
 
 def register() -> None:
     """Make ``commrt`` a backend of torch.distributed; idempotent."""
+    try:
+        _register()
+    except Exception as error:  # noqa: BLE001  it would break `import torch`
+        warnings.warn(
+            f"commrt cannot register itself as a backend of this torch "
+            f"({type(error).__name__}: {error}): init_process_group({BACKEND!r}) will "
+            f"not work; it was tested with torch {', '.join(TESTED)}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _register() -> None:
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.Backend, BACKEND.upper()):
         return
-    try:
-        dist.Backend.register_backend(
-            BACKEND, _create, extended_api=True, devices=["cpu", "cuda"]
-        )
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        warnings.warn(
-            f"commrt cannot register itself as a backend of this torch ({error}): "
-            f"init_process_group({BACKEND!r}) will not work; it was tested with torch "
-            f"{', '.join(TESTED)}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return
+    dist.Backend.register_backend(
+        BACKEND, _create, extended_api=True, devices=["cpu", "cuda"]
+    )
     _warn_of_torchcomms()
     from commrt.torch.launchers import serve_launchers
 

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from commrt.errors import UsageError
 from commrt.torch.calls import Calls
@@ -26,7 +26,7 @@ _SUMS = ("sum", "avg")
 
 
 def sparse_allreduce(
-    calls: Calls, x: torch.Tensor, opts: dist.AllreduceOptions
+    calls: Calls, x: torch.Tensor, opts: c10d.AllreduceOptions
 ) -> CommrtWork | None:
     """Sum a sparse tensor over all ranks, in place."""
     op = reduction_of(opts.reduceOp)

@@ -68,8 +68,15 @@ class Collectives:
         opts = options(_AllreduceCoalesced, opts, reduceOp=None)
         calls, op = self._calls, reduction_of(opts.reduceOp)
         if op.factor is not None or calls.comm.size == 1 or not _on_host(tensors):
+            plain_opts = options(
+                c10d.AllreduceOptions,
+                None,
+                reduceOp=opts.reduceOp,
+                timeout=opts.timeout,
+                asyncOp=opts.asyncOp,
+            )
             return self._each(
-                [lambda x=x: self.allreduce([x], opts) for x in tensors], opts
+                [lambda x=x: self.allreduce([x], plain_opts) for x in tensors], opts
             )
         buffers = [target(x, moved=False) for x in tensors]
         limit = calls.limit(opts)

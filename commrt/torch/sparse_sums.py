@@ -58,7 +58,7 @@ def sparse_allreduce(
         if op.name == "avg":
             summed = summed / calls.comm.size
         with torch.no_grad():
-            x.detach().copy_(summed)
+            x.copy_(summed)  # a detached one would keep its entries to itself
 
     return calls.end(request, waits, [x], back)
 

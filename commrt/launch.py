@@ -18,7 +18,7 @@ from commrt.errors import UsageError
 
 __all__ = ["Kind", "LaunchInfo", "check_mpi_library", "check_mpi_size", "detect"]
 
-Kind = Literal["mpi", "torchrun", "slurm", "single"]
+Kind = Literal["mpi", "torchrun", "slurm", "torch", "single"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class LaunchInfo:
     """Who started this process, as far as its environment tells."""
 
     kind: Kind
-    """The launcher; ``slurm`` means MPI started by srun."""
+    """The launcher; ``slurm`` means MPI started by srun, ``torch`` that the ranks are
+    those of a process group of torch, whoever started them."""
     rank: int
     """This process's rank."""
     size: int

@@ -10,26 +10,28 @@ import threading
 import time
 from typing import Any
 
-from commrt import env
-from commrt.bootstrap import connect
+from commrt import _native, env
+from commrt.bootstrap import Bootstrap, connect
 from commrt.calls import check_flag
 from commrt.comm import Communicator
-from commrt.errors import UsageError
-from commrt.launch import detect
+from commrt.errors import ClosedError, UsageError
+from commrt.launch import LaunchInfo, detect
 from commrt.safety.abort import install_excepthook
 from commrt.world import World, connect_world, end_of_process, progress_mode
 
-__all__ = ["init", "synchronize"]
+__all__ = ["init", "join_world", "synchronize"]
 
 _GRACE_S = 5.0
 """How long a process that ends waits for operations in flight."""
 
 
 class _Runtime:
-    """The world communicator of this process, once there is one."""
+    """What this process has once: its engine, and the communicator of all ranks."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.engine: Any = None
+        self.pid = 0
         self.comm: Communicator | None = None
         self.given: Any = None
         self.world: World | None = None
@@ -102,42 +104,72 @@ def init(mpi_comm: Any = None, *, deterministic: bool | None = None) -> Communic
 
 def _start(mpi_comm: Any) -> World:
     launch = detect()
-    world = connect_world(connect(launch, mpi_comm), launch)
-    atexit.register(_leave, world, os.getpid())
+    world = _join(connect(launch, mpi_comm), launch)
     install_excepthook(world)
+    return world
+
+
+def join_world(bootstrap: Bootstrap, launch: LaunchInfo, timeout_s: float) -> World:
+    """Return a world of other ranks than those of ``init``; collective over them.
+
+    It shares this process's engine: a rank that waits in one world serves the others.
+    ``timeout_s`` is the world's limit, of the meeting as of later calls.
+    """
+    with _RUNTIME.lock:
+        world = _join(bootstrap, launch, timeout_s)
+        if progress_mode(world) and not world.engine.has_thread:
+            world.engine.start_thread()
+        return world
+
+
+def _join(
+    bootstrap: Bootstrap, launch: LaunchInfo, timeout_s: float | None = None
+) -> World:
+    first = _RUNTIME.engine is None
+    if first:
+        _RUNTIME.engine, _RUNTIME.pid = _native.Engine(), os.getpid()
+    if _RUNTIME.pid != os.getpid():
+        raise ClosedError(
+            f"commrt was started in process {_RUNTIME.pid}, from which this one was "
+            f"forked: start processes that communicate by 'spawn'"
+        )
+    world = connect_world(
+        bootstrap, launch, engine=_RUNTIME.engine, timeout_s=timeout_s
+    )
+    if first:
+        atexit.register(_leave, _RUNTIME.engine, launch.rank, os.getpid())
     return world
 
 
 def synchronize() -> None:
     """Run progress until nothing that this rank started is in flight."""
-    world, comm = _RUNTIME.world, _RUNTIME.comm
-    if world is None or comm is None:
-        return
-    comm._check_process()
-    _drain(world, float("inf"))
+    if _RUNTIME.comm is not None:
+        _RUNTIME.comm._check_process()
+    if _RUNTIME.engine is not None and _RUNTIME.pid == os.getpid():
+        _drain(_RUNTIME.engine, float("inf"))
 
 
-def _drain(world: World, limit_s: float) -> bool:
+def _drain(engine: Any, limit_s: float) -> bool:
     """Run progress until nothing is in flight; return False if time ran out."""
     deadline = time.monotonic() + limit_s
-    while not world.engine.idle:
-        if not world.engine.step():
+    while not engine.idle:
+        if not engine.step():
             os.sched_yield()
         if time.monotonic() > deadline:
             return False
     return True
 
 
-def _leave(world: World, owner: int) -> None:
+def _leave(engine: Any, rank: int, owner: int) -> None:
     """Finish what other ranks wait for, for a moment; runs at exit.
 
     A forked process that ends in its own way must not touch what is its parent's.
     """
     if os.getpid() != owner:
         return
-    if not _drain(world, _GRACE_S):
+    if not _drain(engine, _GRACE_S):
         sys.stderr.write(
-            f"commrt: rank {world.rank} ends with operations in flight: other ranks "
-            f"may wait for its part in them\n"
+            f"commrt: rank {rank} ends with operations in flight: other ranks may wait "
+            f"for its part in them\n"
         )
-    end_of_process(world)
+    end_of_process(engine)

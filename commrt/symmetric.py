@@ -317,6 +317,8 @@ def as_array(
         return memory.view(dtype).reshape(shape)
     import torch
 
+    if memory.size == 0:  # torch's stride of it is 0, which no other type may have
+        return torch.empty(shape, dtype=torch_dtype)
     return torch.from_numpy(memory).view(torch_dtype).reshape(shape)
 
 

@@ -244,10 +244,21 @@ class _SharedByThreads(Arena):
 
 
 def connect_world(
-    bootstrap: Bootstrap, launch: LaunchInfo, *, in_process: bool = False
+    bootstrap: Bootstrap,
+    launch: LaunchInfo,
+    *,
+    in_process: bool = False,
+    engine: Any = None,
+    timeout_s: float | None = None,
 ) -> World:
-    """Agree on nodes, variables and table with the other ranks; collective."""
-    timeout_s = env.read_float("COMMRT_TIMEOUT_S")
+    """Agree on nodes, variables and table with the other ranks; collective.
+
+    ``engine``: that of this process's other worlds, so that whoever waits in one of
+    them makes progress in all. ``timeout_s``: default limit of all that follows; None:
+    COMMRT_TIMEOUT_S.
+    """
+    if timeout_s is None:
+        timeout_s = env.read_float("COMMRT_TIMEOUT_S")
     located = _agree(bootstrap, timeout_s)
     everybody = list(range(bootstrap.size))
     if in_process:
@@ -256,16 +267,12 @@ def connect_world(
         nodes = discover_nodes(bootstrap, timeout_s, env.read_nodes())
     mpi = getattr(bootstrap, "comm", None)
     if len(nodes) > 1 and mpi is None:
-        raise BackendError(
-            f"the ranks lie on {len(nodes)} nodes, and between nodes commrt needs MPI: "
-            f"start them with mpiexec instead of {launch.kind}, with the extra "
-            f"commrt[mpi] installed"
-        )
+        raise BackendError(_needs_mpi(len(nodes), launch))
     world = World(
         bootstrap=bootstrap,
         launch=launch,
         nodes=nodes,
-        engine=_native.Engine(),
+        engine=_native.Engine() if engine is None else engine,
         cores=0,
         table=located.parse(known_names()),
         located=located,
@@ -281,6 +288,20 @@ def connect_world(
         world.native_comms = NativeComms(mpi, bootstrap, _libmpi.load().Exception)
         _load_mpi(world)
     return world
+
+
+def _needs_mpi(num_nodes: int, launch: LaunchInfo) -> str:
+    if launch.kind == "torch":
+        return (
+            f"the ranks of this process group lie on {num_nodes} nodes, and commrt's "
+            f"process groups communicate within one node so far: keep the job on one "
+            f"node, or take another backend, such as gloo or nccl, for this group"
+        )
+    return (
+        f"the ranks lie on {num_nodes} nodes, and between nodes commrt needs MPI: "
+        f"start them with mpiexec instead of {launch.kind}, with the extra "
+        f"commrt[mpi] installed"
+    )
 
 
 def _agree_cores(world: World) -> int:
@@ -381,11 +402,11 @@ def _threads_may_call_mpi(world: World) -> bool:
     return bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
 
 
-def end_of_process(world: World, grace_s: float = 5.0) -> None:
+def end_of_process(engine: Any, grace_s: float = 5.0) -> None:
     """Drain what still moves, stop the progress thread, and leave; runs at exit."""
     deadline = time.monotonic() + grace_s
-    while world.engine.step() and time.monotonic() < deadline:
+    while engine.step() and time.monotonic() < deadline:
         os.sched_yield()
     # A driver that closes would wait for streams that wait for this process.
-    world.engine.release_streams("the process ends")
-    world.engine.stop_thread()
+    engine.release_streams("the process ends")
+    engine.stop_thread()

@@ -210,6 +210,13 @@ void bind_group(nb::module_& m) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         g.comm->slot_window = std::min(nbytes, g.comm->layout.lane_nbytes);
       }, nb::arg("nbytes"), "Let payloads pass through so much of each lane; 0: not at all.")
+      .def("_waiting_source",
+           [](Group& g, int tag, int first) {
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             return g.comm->p2p->waiting_source(tag, first);
+           }, nb::arg("tag"), nb::arg("first"), nb::call_guard<nb::gil_scoped_release>(),
+           "Return a rank whose message of this tag no receive has asked for, looking from "
+           "`first` on; -1: there is none.")
       .def("_not_started", [](const Group& g, uint64_t seq) { return g.comm->not_started(seq); })
       .def("_remember_plan",
            [](Group& g, int64_t count, int coll, int dtype, int redop, int root, PlanPtr plan) {

@@ -428,6 +428,16 @@ bool P2P::drain(int peer) {
   return any;
 }
 
+int P2P::waiting_source(int tag, int first) {
+  if (!attached_) attach();
+  for (int i = 0; i < comm_.size; ++i) {
+    const int peer = (first + i) % comm_.size;
+    serve(peer);
+    if (unexpected_.count(key(peer, tag)) != 0) return peer;
+  }
+  return -1;
+}
+
 bool P2P::progress() {
   if (idle()) {
     // A peer's messages are taken in even by a rank that waits for something else: sends do

@@ -166,5 +166,7 @@ def like(given: HostView, raw: Any) -> Any:
         return raw.view(array.dtype)
     if hasattr(array, "new_empty"):  # a torch tensor: its library is there
         torch: Any = sys.modules["torch"]
+        if raw.size == 0:  # torch's stride of it is 0, which no other type may have
+            return torch.empty(0, dtype=array.dtype)
         return torch.from_numpy(raw).view(array.dtype)
     return raw.view(given.dtype.name)

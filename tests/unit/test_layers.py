@@ -96,6 +96,7 @@ LAYERS = (
         "vector_calls",
         "world",
     ),
+    ("torch",),
     (
         "tuning",
         "bench",

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Futures of operations: who completes them, and where callbacks run.
+
+A callback of a future may call further collectives, as PowerSGD's do, and wait for
+them. Two things must hold then. Nobody whom such a wait needs may be running the
+callback; so no thread that makes progress does. And all ranks must make these calls in
+the same order, between the same other calls. NCCL keeps that by running callbacks at
+once, in the call of ``then``, and so does commrt: a future that Python asks for is
+complete, which means that ``get_future()`` waits for the operation.
+
+DDP's reducer, in C++, asks for futures while gradients are still being computed, looks at
+them at the end, and attaches nothing of Python's. It gets one that a thread of the group
+completes later, where the operation makes progress by itself meanwhile.
+
+An error has to be an error of C++: what ``Future.set_exception`` stores is a value to C++,
+and DDP crashes on it. An error that a callback raises is one, so every future here is what
+``then`` made of another one.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import graph
+
+if TYPE_CHECKING:
+    from commrt.torch.work import CommrtWork
+
+__all__ = ["Completer", "future_of"]
+
+_BACKWARD = graph._engine_run_backward.__code__
+
+
+def future_of(work: CommrtWork, completer: Completer | None) -> Any:
+    """Return a future of the work's outputs.
+
+    It is complete, but for DDP's reducer where there is a thread for it.
+    """
+    devices = {each.device for each in work.result() if each.device.type != "cpu"}
+    source: torch.futures.Future[None] = torch.futures.Future(devices=[*devices])
+
+    def outcome(_: Any) -> list[torch.Tensor]:
+        work.wait()
+        return work.result()
+
+    public = source.then(outcome)
+    if completer is None or devices or not _called_from_cpp() or work.is_completed():
+        source.set_result(None)
+    else:
+        completer.complete(work, source)
+    return public
+
+
+def _called_from_cpp() -> bool:
+    """Whether ``Work.get_future`` was called by no function of Python's.
+
+    Then the frame above it is that of ``backward()``, or there is none. Who is wrong
+    about that only waits at another place.
+    """
+    frame = sys._getframe(2).f_back  # _called_from_cpp, future_of, get_future
+    return frame is None or frame.f_code is _BACKWARD
+
+
+class Completer:
+    """A thread that waits for operations in their order, and completes their futures."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._todo: queue.SimpleQueue[tuple[CommrtWork, Any] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def complete(self, work: CommrtWork, source: Any) -> None:
+        """Complete ``source`` once ``work`` has ended."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name=f"commrt-futures-{self._name}", daemon=True
+                )
+                self._thread.start()
+        self._todo.put((work, source))
+
+    def close(self) -> None:
+        """Complete what there is, and end the thread."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            self._todo.put(None)
+            thread.join()
+
+    def _run(self) -> None:
+        while (item := self._todo.get()) is not None:
+            _, source = item
+            source.set_result(None)  # runs ``outcome``, which waits

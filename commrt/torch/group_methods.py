@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's collectives, by the names and in the forms that torch calls them.
+
+Names changed in torch 2.13 (``all_gather_single`` was ``_allgather_base``); both are
+here, as C++ and Python of one version may use either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from commrt.errors import UsageError
+from commrt.torch.calls import Calls
+from commrt.torch.operands import (
+    CopyBack,
+    apart,
+    movable,
+    plain,
+    split_back,
+    target,
+    together,
+)
+from commrt.torch.options import given, one, options
+from commrt.torch.reductions import reduction_of
+from commrt.torch.sparse_sums import sparse_allreduce
+from commrt.torch.work import CommrtWork
+
+__all__ = ["Collectives"]
+
+Tensors = Sequence[torch.Tensor]
+Answer = CommrtWork | None
+_AllreduceCoalesced = c10d.AllreduceCoalescedOptions
+
+
+class Collectives:
+    """The collectives of a process group."""
+
+    _calls: Calls
+
+    # -- reductions --------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
+        """Reduce a tensor over all ranks, in place; dense or sparse COO."""
+        if type(opts) is not c10d.AllreduceOptions:
+            opts = options(
+                c10d.AllreduceOptions, opts, reduceOp=None, timeout=timeout
+            )
+        x = one("allreduce", tensors)
+        if x.layout is not torch.strided:
+            return sparse_allreduce(self._calls, x, opts)
+        buffer, back = target(x, moved=False)
+        return self._calls.run(
+            "allreduce",
+            buffer,
+            opts,
+            tensors if back is None and type(tensors) is list else [x],
+            back=back,
+            reduction=reduction_of(opts.reduceOp),
+            num_elements=buffer.numel(),
+        )
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Answer:
+        """Reduce several tensors over all ranks, in place; short ones go together."""
+        opts = options(_AllreduceCoalesced, opts, reduceOp=None)
+        calls, op = self._calls, reduction_of(opts.reduceOp)
+        if op.factor is not None or calls.comm.size == 1 or not _on_host(tensors):
+            plain_opts = options(
+                c10d.AllreduceOptions,
+                None,
+                reduceOp=opts.reduceOp,
+                timeout=opts.timeout,
+                asyncOp=opts.asyncOp,
+            )
+            return self._each(
+                [lambda x=x: self.allreduce([x], plain_opts) for x in tensors], opts
+            )
+        buffers = [target(x, moved=False) for x in tensors]
+        limit = calls.limit(opts)
+        arguments = {"op": op.name, "nonblocking": True}
+        if limit is not None:
+            arguments["timeout_s"] = limit
+        with calls.raising(), calls.comm.fused():
+            requests = [calls.comm.allreduce(x, **arguments) for x, _ in buffers]
+        works = [
+            CommrtWork(request, [x], back, calls.completer)
+            for request, x, (_, back) in zip(requests, tensors, buffers, strict=True)
+        ]
+        return calls.join(works, opts)
+
+    def reduce(
+        self, tensors: Any, root: Any = None, op: Any = None, timeout: Any = None
+    ) -> Answer:
+        """Reduce a tensor over all ranks, in place on the root."""
+        opts = options(
+            c10d.ReduceOptions, root, rootRank=None, reduceOp=op, timeout=timeout
+        )
+        x = one("reduce", tensors)
+        buffer, back = target(x, moved=False)
+        return self._calls.run(
+            "reduce",
+            buffer,
+            opts,
+            [x],
+            back=back,
+            reduction=reduction_of(opts.reduceOp),
+            root=opts.rootRank,
+            num_elements=buffer.numel(),
+        )
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> Answer:
+        """Reduce a list of tensors, one per rank, and give each rank its own."""
+        opts = options(c10d.ReduceScatterOptions, opts, reduceOp=None, timeout=timeout)
+        out, parts = one("reduce_scatter", outputs), given(inputs)
+        self._check_list("reduce_scatter", "inputs", parts)
+        counts = [part.numel() for part in parts]
+        if len({*counts}) == 1:
+            return self.reduce_scatter_single(out, together(parts, False), opts)
+        buffer, back = target(out, moved=False)
+        x = apart(together(parts, False), buffer)
+        op = reduction_of(opts.reduceOp)
+        return self._calls.call(
+            *("reduce_scatterv", [x], opts, [out], back),
+            counts=counts,
+            out=buffer,
+            **op.arguments,
+        )
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> Answer:
+        """Reduce a tensor over all ranks, and give each rank its block."""
+        if type(opts) is not c10d.ReduceScatterOptions:
+            opts = options(c10d.ReduceScatterOptions, opts, reduceOp=None)
+        buffer, back = target(output, moved=False)
+        x = plain(input)
+        mine, num = buffer.numel(), x.numel()
+        fits = num == mine * self._calls.comm.size
+        if fits and not _separate(x, buffer):
+            x = _unless_own_block(buffer, x, self._calls.comm.rank)
+            fits = False
+        return self._calls.run(
+            "reduce_scatter",
+            x,
+            opts,
+            [output],
+            out=buffer,
+            back=back,
+            reduction=reduction_of(opts.reduceOp),
+            num_elements=num if fits and buffer.dtype == x.dtype else -1,
+        )
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Answer:
+        """Do several at once."""
+        opts = options(c10d.ReduceScatterOptions, opts, reduceOp=None)
+        pairs = list(zip(outputs, inputs, strict=True))
+        return self._each(
+            [lambda a=a, b=b: self.reduce_scatter_single(a, b, opts) for a, b in pairs],
+            opts,
+        )
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- moving ------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
+        """Copy the root's tensor to every rank."""
+        opts = options(c10d.BroadcastOptions, opts, rootRank=None, timeout=timeout)
+        x = one("broadcast", tensors)
+        buffer, back = target(x)
+        return self._calls.run(
+            "bcast",
+            buffer,
+            opts,
+            [x],
+            back=back,
+            root=opts.rootRank,
+            num_elements=buffer.numel(),
+        )
+
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> Answer:
+        """Give every rank a list of all ranks' tensors, which may differ in length."""
+        opts = options(c10d.AllgatherOptions, opts, timeout=timeout)
+        into, x = given(outputs), movable(one("allgather", inputs))
+        self._check_list("allgather", "outputs", into)
+        out, back = split_back(into)
+        counts = _counts(into, out)
+        if len({*counts}) > 1:
+            x = apart(x, out)
+            return self._calls.call(
+                *("allgatherv", [x], opts, into, back), counts=counts, out=out
+            )
+        return self._gather_all(out, x, opts, into, back)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> Answer:
+        """Do several at once; ``outputs[r][i]`` is rank r's i-th tensor."""
+        opts = options(c10d.AllgatherOptions, opts)
+        self._check_list("allgather_coalesced", "outputs", outputs)
+        return self._each(
+            [
+                lambda x=x, i=i: self.allgather([[of[i] for of in outputs]], [x], opts)
+                for i, x in enumerate(inputs)
+            ],
+            opts,
+        )
+
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> Answer:
+        """Put all ranks' tensors into one, in rank order."""
+        if type(opts) is not c10d.AllgatherOptions:
+            opts = options(c10d.AllgatherOptions, opts)
+        out, back = target(output)
+        return self._gather_all(out, movable(input), opts, [output], back)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Answer:
+        """Do several at once."""
+        opts = options(c10d.AllgatherOptions, opts)
+        pairs = list(zip(outputs, inputs, strict=True))
+        return self._each(
+            [lambda a=a, b=b: self.all_gather_single(a, b, opts) for a, b in pairs],
+            opts,
+        )
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> Answer:
+        """Give the root a list of all ranks' tensors."""
+        opts = options(c10d.GatherOptions, opts, rootRank=None, timeout=timeout)
+        x = movable(one("gather", inputs))
+        if self._calls.comm.rank != opts.rootRank:
+            return self._calls.call("gather", [x], opts, [], root=opts.rootRank)
+        into = given(outputs)
+        self._check_list("gather", "outputs", into)
+        out, back = split_back(into)
+        return self._calls.call(
+            *("gather", [x], opts, into, back), root=opts.rootRank, out=out
+        )
+
+    def scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> Answer:
+        """Give each rank its tensor of the root's list."""
+        opts = options(c10d.ScatterOptions, opts, rootRank=None, timeout=timeout)
+        output = one("scatter", outputs)
+        out, back = target(output)
+        x = None
+        if self._calls.comm.rank == opts.rootRank:
+            parts = given(inputs)
+            self._check_list("scatter", "inputs", parts)
+            x = apart(together(parts), out)
+        return self._calls.call(
+            *("scatter", [x], opts, [output], back), root=opts.rootRank, out=out
+        )
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Any = None,
+        input_splits: Any = None,
+        opts: Any = None,
+    ) -> Answer:
+        """Send each rank a part of a tensor, in rows; without splits equal parts."""
+        if type(opts) is not c10d.AllToAllOptions:
+            opts = options(c10d.AllToAllOptions, opts, timeout=None)
+        out, back = target(output)
+        x = movable(input)
+        size = self._calls.comm.size
+        if not output_splits and not input_splits:
+            fits = x.numel() == out.numel() and x.numel() % size == 0
+            if not _separate(x, out) and x.data_ptr() != out.data_ptr():
+                x = apart(x, out)
+            return self._calls.run(
+                "alltoall",
+                x,
+                opts,
+                [output],
+                out=out,
+                back=back,
+                num_elements=x.numel() if fits and x.dtype == out.dtype else -1,
+            )
+        return self._calls.call(
+            *("alltoallv", [apart(x, out)], opts, [output], back),
+            send_counts=_elements("input", input_splits, input, x, size),
+            recv_counts=_elements("output", output_splits, output, out, size),
+            out=out,
+        )
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Any = None
+    ) -> Answer:
+        """Send each rank its tensor of a list; lengths may differ."""
+        opts = options(c10d.AllToAllOptions, opts, timeout=timeout)
+        self._check_list("alltoall", "outputs", outputs)
+        self._check_list("alltoall", "inputs", inputs)
+        out, back = split_back(outputs)
+        x = apart(together(inputs), out)
+        return self._calls.call(
+            *("alltoallv", [x], opts, outputs, back),
+            send_counts=_counts(inputs, x),
+            recv_counts=_counts(outputs, out),
+            out=out,
+        )
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Answer:
+        """Return once every rank is here, and its device has done what it was given."""
+        opts = options(c10d.BarrierOptions, opts, timeout=timeout)
+        device = getattr(opts, "device", None)
+        if device is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return self._calls.call("barrier", [], opts, [])
+
+    # -- several calls as one ----------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Begin to join the works of the calls that follow."""
+        self._calls.start_batch()
+
+    def _end_coalescing(self, device: torch.device) -> CommrtWork:
+        """Return the one work of the calls since."""
+        return self._calls.end_batch()
+
+    def _each(self, starts: Sequence[Any], opts: Any) -> Answer:
+        """Start several calls; return one Work of all."""
+        calls, outer = self._calls, self._calls.batch
+        calls.start_batch()
+        try:
+            for start in starts:
+                start()
+        finally:
+            works, calls.batch = calls.batch or [], outer
+        return calls.join(works, opts)
+
+    # -- parts -------------------------------------------------------------------
+
+    def _gather_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        opts: Any,
+        outputs: Tensors,
+        back: CopyBack | None,
+    ) -> Answer:
+        comm = self._calls.comm
+        fits = out.numel() == x.numel() * comm.size
+        if fits and not _separate(x, out):
+            x = _unless_own_block(x, out, comm.rank, copied=x)
+            fits = False
+        return self._calls.run(
+            "allgather",
+            x,
+            opts,
+            outputs,
+            out=out,
+            back=back,
+            num_elements=out.numel() if fits and out.dtype == x.dtype else -1,
+        )
+
+    def _check_list(self, what: str, argument: str, tensors: Sequence[Any]) -> None:
+        size = self._calls.comm.size
+        if len(tensors) != size:
+            raise UsageError(
+                f"{what}: {argument} has {len(tensors)} tensors; expected one for each "
+                f"of the {size} ranks of the group"
+            )
+
+
+def _on_host(tensors: Tensors) -> bool:
+    return all(x.is_cpu and x.layout is torch.strided for x in tensors)
+
+
+def _separate(x: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether two tensors share no memory."""
+    first, second = x.data_ptr(), out.data_ptr()
+    return first + x.nbytes <= second or second + out.nbytes <= first
+
+
+def _unless_own_block(
+    small: torch.Tensor,
+    large: torch.Tensor,
+    rank: int,
+    *,
+    copied: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what is sent of two tensors that share memory.
+
+    Where one is this rank's block of the other, commrt's call sees to it. Else a copy of
+    what is sent is sent: ``copied``, by itself ``large``.
+    """
+    sent = large if copied is None else copied
+    own = small.data_ptr() == large.data_ptr() + rank * small.nbytes
+    return sent if own else sent.detach().clone()
+
+
+def _counts(tensors: Tensors, flat: torch.Tensor) -> list[int]:
+    """Return the elements of each tensor, as ``flat`` counts them."""
+    unit = flat.element_size()
+    return [tensor.nbytes // unit for tensor in tensors]
+
+
+def _elements(
+    what: str, splits: Any, tensor: torch.Tensor, flat: torch.Tensor, size: int
+) -> list[int]:
+    """Return elements per rank from rows per rank; equal ones where none are given."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % size:
+            raise UsageError(
+                f"all_to_all_single: {what} has {rows} rows, which cannot be divided "
+                f"by {size} ranks: give split sizes"
+            )
+        splits = [rows // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise UsageError(
+            f"all_to_all_single: {what} split sizes {list(splits)} must be {size} "
+            f"numbers that add up to its {rows} rows"
+        )
+    row = flat.numel() // rows if rows else 0
+    return [split * row for split in splits]
+
+

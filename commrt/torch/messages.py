@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's point-to-point calls: every one is asynchronous, and torch waits for its Work."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from commrt.errors import TimeoutError_
+from commrt.torch.calls import Calls
+from commrt.torch.operands import movable, target
+from commrt.torch.options import one
+from commrt.torch.work import CommrtWork
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
+__all__ = ["Messages"]
+
+
+
+
+class Messages:
+    """The point-to-point methods of a process group."""
+
+    _calls: Calls
+
+    def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> CommrtWork | None:
+        """Send a tensor to a rank of the group."""
+        x = one("send", tensors)
+        calls = self._calls
+        with calls.raising():
+            request = calls.comm.send(
+                movable(x), dest=dst_rank, tag=tag, nonblocking=True
+            )
+        return calls.end(request, False, [x], None)
+
+    def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> CommrtWork | None:
+        """Receive a tensor from a rank of the group."""
+        x = one("recv", tensors)
+        out, back = target(x)
+        calls = self._calls
+        with calls.raising():
+            request = calls.comm.recv(out, source=src_rank, tag=tag, nonblocking=True)
+        return calls.end(request, False, [x], back)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> CommrtWork | None:
+        """Receive a tensor from whichever rank sends one."""
+        x = one("recv_anysource", tensors)
+        out, back = target(x)
+        calls = self._calls
+        request = _FromAnyone(calls.comm, out, tag)
+        return calls.end(request, False, [x], back)
+
+
+class _FromAnyone:
+    """A receive from any rank; has the methods of a request that a Work uses.
+
+    commrt's receives name their source. So this one looks whose message waits, and
+    receives that one.
+    """
+
+    def __init__(self, comm: Communicator, out: Any, tag: int) -> None:
+        self._comm = comm
+        self._out = out
+        self._tag = tag
+        self._receive: Any = None
+        self._begin()
+
+    @property
+    def source(self) -> int:
+        """Whose message it was; -1 until one was there."""
+        return -1 if self._receive is None else int(self._receive.source)
+
+    def test(self) -> bool:
+        """Run a little progress; True once complete."""
+        return self._begin() and bool(self._receive.test())
+
+    def wait(self, *, timeout_s: float | None = None) -> Any:
+        """Return the tensor once a message has come."""
+        limit = self._comm.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        while not self._begin():
+            if time.monotonic() > deadline:
+                raise TimeoutError_(
+                    f"recv_anysource on {self._comm.name}, rank {self._comm.rank}: no "
+                    f"rank has sent a message with tag {self._tag} within {limit:g} s"
+                )
+            os.sched_yield()
+        left_s = max(1e-3, deadline - time.monotonic())
+        return self._receive.wait(timeout_s=left_s)
+
+    def _begin(self) -> bool:
+        """Begin to receive if there is a message; True once that has happened."""
+        if self._receive is None:
+            comm = self._comm
+            comm._check_usable()
+            comm._world.engine.step()
+            # From the next rank on: nobody's messages come first every time.
+            source = comm._waiting_source(self._tag, (comm.rank + 1) % comm.size)
+            if source < 0:
+                return False
+            self._receive = comm.recv(
+                self._out, source=source, tag=self._tag, nonblocking=True
+            )
+        return True

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors as commrt takes them: contiguous memory, and copies where they are not.
+
+NCCL's users pass views, aliases, parameters and tensors of any strides. What is
+contiguous is used where it lies. Of what is not, the operation works on a copy, and
+results are copied back once it has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from commrt.dtypes import DTYPES
+
+__all__ = [
+    "KNOWN",
+    "CopyBack",
+    "apart",
+    "movable",
+    "plain",
+    "split_back",
+    "target",
+    "together",
+]
+
+CopyBack = Callable[[], None]
+
+KNOWN = {
+    getattr(torch, dtype.name): dtype.name
+    for dtype in DTYPES
+    if hasattr(torch, dtype.name)
+}
+"""commrt's names of the types of torch's that it knows."""
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a contiguous copy of what it shows."""
+    if tensor.is_complex() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """As ``plain``; of a type that commrt does not know, the bytes."""
+    tensor = plain(tensor)
+    if tensor.dtype in KNOWN:
+        return tensor
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def target(
+    tensor: torch.Tensor, *, moved: bool = True
+) -> tuple[torch.Tensor, CopyBack | None]:
+    """Return the memory of an output, and what copies it to the tensor at the end.
+
+    ``moved``: elements are only moved, so that their type does not matter.
+    """
+    mine = plain(tensor)
+    buffer = movable(mine) if moved else mine
+    return buffer, None if mine is tensor else lambda: _put(tensor, mine)
+
+
+def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a value into a tensor, which may be a parameter."""
+    with torch.no_grad():
+        tensor.detach().copy_(value.view(tensor.shape))
+
+
+def apart(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, or a copy where it shares memory with ``out``."""
+    begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
+    first, last = out.data_ptr(), out.data_ptr() + out.nbytes
+    return x.detach().clone() if begin < last and first < end else x
+
+
+def together(tensors: Sequence[torch.Tensor], moved: bool = True) -> torch.Tensor:
+    """Return one flat tensor of what all of them show, one after the other.
+
+    Where they lie so already, as the chunks of one tensor do, it is their own memory.
+    """
+    if _are_adjacent(tensors):
+        flat = _adjacent(tensors)
+    else:
+        flat = torch.cat([plain(each).detach().reshape(-1) for each in tensors])
+    return movable(flat) if moved else flat
+
+
+def split_back(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, CopyBack | None]:
+    """Return flat memory for outputs, and what copies it to them at the end."""
+    if _are_adjacent(tensors):
+        return movable(_adjacent(tensors)), None
+    first = tensors[0]
+    total = sum(tensor.numel() for tensor in tensors)
+    flat = torch.empty(total, dtype=first.dtype, device=first.device)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+
+    def back() -> None:
+        for tensor, part in zip(tensors, parts, strict=True):
+            _put(tensor, part)
+
+    return movable(flat), back
+
+
+def _are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether each begins where the one before ends, within one storage."""
+    first = tensors[0]
+    storage = first.untyped_storage().data_ptr()
+    at = first.data_ptr()
+    for tensor in tensors:
+        if (
+            not tensor.is_contiguous()
+            or tensor.data_ptr() != at
+            or tensor.untyped_storage().data_ptr() != storage
+            or tensor.dtype != first.dtype
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return False
+        at += tensor.nbytes
+    return at != first.data_ptr() or len(tensors) == 1
+
+
+def _adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = tensors[0].detach()
+    total = sum(tensor.numel() for tensor in tensors)
+    return first.as_strided((total,), (1,), first.storage_offset())

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's ReduceOp as commrt's reductions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from commrt.dtypes import ReduceOp
+from commrt.errors import UsageError
+
+__all__ = ["Reduction", "reduction_of"]
+
+_KINDS = dist.ReduceOp.RedOpType
+
+_NAMES = {
+    _KINDS.SUM: "sum",
+    _KINDS.AVG: "avg",
+    _KINDS.PRODUCT: "prod",
+    _KINDS.MIN: "min",
+    _KINDS.MAX: "max",
+    _KINDS.BAND: "band",
+    _KINDS.BOR: "bor",
+    _KINDS.BXOR: "bxor",
+    _KINDS.PREMUL_SUM: "premul_sum",
+}
+"""Names of commrt, by torch's kinds."""
+
+
+class Reduction:
+    """A reduction: its name, its code in the engine, and a factor if it has one."""
+
+    __slots__ = ("code", "factor", "name")
+
+    def __init__(self, name: str, factor: float | None = None) -> None:
+        self.name = name
+        self.code = int(ReduceOp[name.upper()])
+        self.factor = factor
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What a call of commrt is given."""
+        if self.factor is None:
+            return {"op": self.name}
+        return {"op": self.name, "factor": self.factor}
+
+
+_PLAIN = {
+    kind: Reduction(name) for kind, name in _NAMES.items() if name != "premul_sum"
+}
+
+
+def reduction_of(op: Any) -> Reduction:
+    """Return the reduction that torch calls ``op``; UsageError where there is none."""
+    kind = op.op if isinstance(op, dist.ReduceOp) else op
+    found = _PLAIN.get(kind)
+    if found is not None:
+        return found
+    if kind != _KINDS.PREMUL_SUM:
+        raise UsageError(
+            f"{op} is no reduction of commrt's; expected one of "
+            f"{', '.join(sorted(each.name for each in _NAMES))}"
+        )
+    factor = op.factor
+    if isinstance(factor, dist.torch.Tensor):
+        if factor.numel() != 1:
+            raise UsageError(
+                f"PREMUL_SUM has a factor of {factor.numel()} elements; expected one"
+            )
+        factor = factor.item()
+    return Reduction("premul_sum", factor)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How torch learns of the backend: called at the end of ``import torch``.
+
+An error in here would make ``import torch`` fail for every program of an environment
+that has commrt, so whatever is wrong is a warning, and all that takes time waits for the
+first process group.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from functools import lru_cache
+from typing import Any
+
+__all__ = ["BACKEND", "check_version", "register"]
+
+BACKEND = "commrt"
+TESTED = ("2.13",)
+"""Versions of torch whose own tests were run on commrt."""
+_TORCHCOMMS = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
+
+
+def register() -> None:
+    """Make ``commrt`` a backend of torch.distributed; idempotent."""
+    try:
+        _register()
+    except Exception as error:  # noqa: BLE001  it would break `import torch`
+        warnings.warn(
+            f"commrt cannot register itself as a backend of this torch "
+            f"({type(error).__name__}: {error}): init_process_group({BACKEND!r}) will "
+            f"not work; it was tested with torch {', '.join(TESTED)}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _register() -> None:
+    import torch.distributed as dist
+
+    if not dist.is_available() or hasattr(dist.Backend, BACKEND.upper()):
+        return
+    dist.Backend.register_backend(
+        BACKEND, _create, extended_api=True, devices=["cpu", "cuda"]
+    )
+    _warn_of_torchcomms()
+    from commrt.torch.launchers import serve_launchers
+
+    serve_launchers()
+
+
+def _warn_of_torchcomms() -> None:
+    """Say why no group will be commrt's where torch asks torchcomms for all of them."""
+    wanted = os.environ.get(_TORCHCOMMS, "0").lower() not in ("", "0", "false")
+    if wanted and importlib.util.find_spec("torchcomms") is not None:
+        warnings.warn(
+            f"with {_TORCHCOMMS} torch asks torchcomms for every backend, and {BACKEND} "
+            f"is none of torchcomms': init_process_group({BACKEND!r}) will fail; unset "
+            f"{_TORCHCOMMS} to use it",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _create(options: Any, pg_options: Any) -> Any:
+    """Return a process group; torch calls this on every rank of it."""
+    check_version()
+    from commrt.torch.process_group import make_process_group
+
+    return make_process_group(options, pg_options)
+
+
+@lru_cache(maxsize=1)
+def check_version() -> None:
+    """Warn, once, where nobody has tried this version of torch."""
+    import torch
+
+    version: str = torch.__version__
+    if not any(version.startswith(f"{tested}.") for tested in TESTED):
+        warnings.warn(
+            f"commrt's process groups were tested with torch {', '.join(TESTED)}, and "
+            f"this is {version}: what that version calls otherwise may be missing",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse COO tensors summed over all ranks, by commrt's sparse allreduce.
+
+torch's gradients of embeddings are hybrid: an index names a row, and a value is a row of
+numbers. commrt's sparse vectors name elements, so each row's elements are named one by
+one, and the rows of the sum are found from them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from commrt.errors import UsageError
+from commrt.torch.calls import Calls
+from commrt.torch.operands import plain
+from commrt.torch.reductions import reduction_of
+from commrt.torch.work import CommrtWork
+
+__all__ = ["sparse_allreduce"]
+
+_SUMS = ("sum", "avg")
+
+
+def sparse_allreduce(
+    calls: Calls, x: torch.Tensor, opts: c10d.AllreduceOptions
+) -> CommrtWork | None:
+    """Sum a sparse tensor over all ranks, in place."""
+    op = reduction_of(opts.reduceOp)
+    if x.layout is not torch.sparse_coo:
+        raise UsageError(
+            f"allreduce: a tensor of layout {x.layout}: expected a dense or a sparse "
+            f"COO tensor"
+        )
+    if op.name not in _SUMS:
+        raise UsageError(
+            f"allreduce: op={op.name!r} of sparse tensors: what is not stored counts "
+            f"as zero, so only {' and '.join(_SUMS)} are defined"
+        )
+    given = x.detach().coalesce()
+    out: list[Any] = []
+    request: Any = None
+    waits, limit = calls.waits(opts), calls.limit(opts)
+    arguments = {} if limit is None else {"timeout_s": limit}
+    with calls.raising():
+        request = calls.comm.sparse_allreduce(
+            _elements(given), result="sparse", nonblocking=True, **arguments
+        )
+        if waits:
+            out.append(request.wait())
+
+    def back() -> None:
+        total = out[0] if out else request.wait()
+        summed = _like(x, total)
+        if op.name == "avg":
+            summed = summed / calls.comm.size
+        with torch.no_grad():
+            x.copy_(summed)  # a detached one would keep its entries to itself
+
+    return calls.end(request, waits, [x], back)
+
+
+def _elements(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """Return the elements' places in the flat tensor, and their values."""
+    indices, values = x.indices(), plain(x.values())
+    places = torch.zeros(indices.shape[1], dtype=torch.int64, device=x.device)
+    for axis in range(x.sparse_dim()):
+        places = places * x.shape[axis] + indices[axis]
+    row = math.prod(x.shape[x.sparse_dim() :])
+    if x.dense_dim():
+        within = torch.arange(row, device=x.device)
+        places = (places[:, None] * row + within).reshape(-1)
+    return places.contiguous(), values.reshape(-1), tuple(x.shape)
+
+
+def _like(x: torch.Tensor, total: Any) -> torch.Tensor:
+    """Return the sum as a tensor of the form of ``x``."""
+    sparse, dense = x.shape[: x.sparse_dim()], x.shape[x.sparse_dim() :]
+    row = math.prod(dense)
+    places = total.indices.long()
+    values = total.values
+    if x.dense_dim() and row:
+        rows, at = torch.unique(places // row, return_inverse=True)
+        filled = values.new_zeros(len(rows) * row)
+        filled[at * row + places % row] = values
+        places, values = rows, filled.reshape(len(rows), *dense)
+    indices = []
+    for length in reversed(sparse):
+        indices.insert(0, places % length)
+        places = places // length
+    return torch.sparse_coo_tensor(
+        torch.stack(indices), values, x.shape, is_coalesced=True, check_invariants=False
+    )

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call that is not waited for returns: torch's Work over commrt's requests.
+
+torch reaches a Work in two ways: Python programs call its methods, and C++ (DDP's
+reducer, functional collectives) only ``wait`` and ``get_future``. An output that is not
+contiguous is copied to where it belongs by the first who learns of the end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commrt.device_requests import DeviceRequest
+from commrt.errors import CommError, TimeoutError_
+from commrt.torch.errors import as_torch_error
+from commrt.torch.futures import future_of
+from commrt.torch.operands import CopyBack
+
+__all__ = ["CommrtWork", "JoinedWork", "seconds"]
+
+Complete = Callable[["CommrtWork"], None]
+
+
+def seconds(timeout: timedelta | None) -> float | None:
+    """Return a limit in seconds, None for what torch means by "the default"."""
+    if timeout is None:
+        return None
+    limit = timeout.total_seconds()
+    return limit if limit > 0 else None
+
+
+class CommrtWork(dist.Work):
+    """One started operation of a group."""
+
+    def __init__(
+        self,
+        request: Any,
+        outputs: Sequence[torch.Tensor],
+        back: CopyBack | None = None,
+        futures: Any = None,
+    ) -> None:
+        """Take over a request.
+
+        Args:
+            request: commrt's; None for an operation that has ended.
+            outputs: what ``result`` and the future give.
+            back: to be called once, after the end: copies results to where they belong.
+            futures: the group's thread that completes futures, where it has one.
+        """
+        super().__init__()
+        self._request = request
+        self._outputs = list(outputs)
+        self._back = back
+        self._futures = futures
+        self._future: Any = None
+        self._error: CommError | None = None
+        self._source = -1
+        self._lock = threading.Lock() if back is not None else None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end; of CUDA tensors, let the current stream wait for it.
+
+        Raises the operation's error. After a TimeoutError_ it is still in flight, and
+        may be waited for again.
+        """
+        request = self._request
+        if request is not None:
+            self._wait_for(request, seconds(timeout))
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _wait_for(self, request: Any, limit: float | None) -> None:
+        try:
+            if limit is None:
+                request.wait()
+            elif isinstance(request, DeviceRequest):
+                request.synchronize(timeout_s=limit)
+                request.wait()
+            else:
+                request.wait(timeout_s=limit)
+        except TimeoutError_ as error:
+            raise as_torch_error(error) from error.__cause__
+        except CommError as error:
+            self._error = as_torch_error(error)
+        # What is on a device has not ended yet: its stream goes on.
+        self._settle(request)
+
+    def _settle(self, request: Any) -> None:
+        """Give results to whom they belong; the operation is over."""
+        if self._lock is not None:
+            with self._lock:
+                back, self._back = self._back, None
+                if back is not None and self._error is None:
+                    back()
+        self._source = getattr(request, "source", -1)
+        self._request = None
+
+    def synchronize(self) -> None:
+        """As ``wait``."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, after a little progress."""
+        request = self._request
+        if request is None:
+            return True
+        try:
+            if not request.test():
+                return False
+        except CommError as error:
+            self._error = as_torch_error(error)
+        self._settle(request)
+        return True
+
+    def is_success(self) -> bool:
+        """Whether it has ended without an error."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> CommError | None:
+        """Return the operation's error; None where there is none so far."""
+        self.is_completed()
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the outputs; they are worth something after ``wait``."""
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """Return whose message a receive took, -1 before it has."""
+        self.is_completed()
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """Return a future of the outputs, a list of tensors."""
+        if self._future is None:
+            self._future = future_of(self, self._futures)
+        return self._future
+
+    def block_current_stream(self) -> None:
+        """Let the current stream wait; on the CPU there is none, and the caller waits."""
+        self.wait()
+
+    def __repr__(self) -> str:
+        state = "done" if self._request is None else repr(self._request)
+        return f"<commrt.torch.Work: {state}>"
+
+
+class JoinedWork(CommrtWork):
+    """Several started operations as one."""
+
+    def __init__(self, works: Sequence[CommrtWork], futures: Any = None) -> None:
+        outputs = [output for work in works for output in work.result()]
+        super().__init__(_Joined(works), outputs, futures=futures)
+
+
+class _Joined:
+    """Works, seen as a request; each of them is ended even where some fail."""
+
+    def __init__(self, works: Sequence[CommrtWork]) -> None:
+        self._works = list(works)
+
+    def wait(self, *, timeout_s: float | None = None) -> None:
+        limit = None if timeout_s is None else timedelta(seconds=timeout_s)
+        errors = []
+        for work in self._works:
+            try:
+                work.wait(limit)
+            except CommError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def test(self) -> bool:
+        if not all([work.is_completed() for work in self._works]):
+            return False
+        for work in self._works:
+            work.wait()
+        return True

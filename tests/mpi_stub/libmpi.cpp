@@ -273,11 +273,16 @@ int start(const char* name, Kind kind, Handle comm, const void* in, void* out, H
   part.in_place = in == kInPlace;
   part.in = static_cast<const unsigned char*>(part.in_place ? out : in);
   part.out = static_cast<unsigned char*>(out);
-  if (!part.in_place && in == out && in != nullptr && kind != Bcast) {
-    violate(std::string(name) + " with equal buffers");
-  }
   part.sent = sent(*known, size, lengths);
   part.received = received(*known, size, lengths);
+  const std::size_t gives_nbytes = part.in == nullptr ? 0 : part.sent.total();
+  const std::size_t takes_nbytes = kind == ReduceScatter && !part.sent.nbytes.empty()
+                                       ? part.sent.nbytes[static_cast<std::size_t>(rank)]
+                                       : part.received.total();
+  if (!part.in_place && kind != Bcast && gives_nbytes != 0 && part.out != nullptr &&
+      takes_nbytes != 0 && part.in < part.out + takes_nbytes && part.out < part.in + gives_nbytes) {
+    violate(std::string(name) + " with buffers that overlap");
+  }
   if (gives(*call, rank)) {
     part.given.resize(part.sent.total());
     if (!part.given.empty()) std::memcpy(part.given.data(), part.in, part.given.size());

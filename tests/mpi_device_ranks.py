@@ -54,7 +54,7 @@ def mpi_here(*, is_clean: bool = True) -> Iterator[FakeDeviceMpi]:
             yield fake
         finally:
             mpi_calls.KINDS -= PRETENDED
-            end_all(DEADLINE_S)
+            end_all(5.0)
             forget_ranks()
     if is_clean:
         fake.check()

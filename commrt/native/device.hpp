@@ -170,7 +170,7 @@ inline constexpr char kNoFlags[] =
 // The current one of this thread, of those that are not hardware; null if there is none.
 Device* current_device();
 
-// While it lives, a device is this thread's current one, as libraries take it that are not told.
+// While it lives, a device is this thread's current one; null: nothing.
 class CurrentDevice {
  public:
   explicit CurrentDevice(Device* device) : device_(device) {

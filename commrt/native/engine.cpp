@@ -3,6 +3,7 @@
 #include "engine.hpp"
 
 #include "device_work.hpp"
+#include "mpi_turn.hpp"
 
 #include <pthread.h>
 #include <sched.h>
@@ -65,7 +66,7 @@ void Engine::leave_mpi() {
 }
 
 bool Engine::step_locked(uint64_t limit) {
-  const CurrentDevice current(mpi_device_);
+  const MpiTurn turn(mpi_device_);
   bool any = false;
   for (Comm* comm : comms_) any = comm->progress(limit) || any;
   return any;

@@ -41,10 +41,10 @@ class Table:
     """How it was measured; recorded."""
     tie_margin: float = schema.DEFAULT_TIE_MARGIN
     """Relative difference below which the simpler candidate was kept."""
-    tested_together: tuple[tuple[str, ...], ...] = ()
-    """Engines that may be at work at the same time on a device, as somebody tested."""
     name: str = field(default="", compare=False)
     """File it came from, for messages."""
+    tested_together: tuple[tuple[str, ...], ...] = ()
+    """Engines that may be at work at the same time on a device, as somebody tested."""
 
     @cached_property
     def digest(self) -> str:
@@ -127,7 +127,8 @@ def load(text: str, name: str, known: Known) -> Table:
         )
         if section in keys
     }
-    margin, together = schema.DEFAULT_TIE_MARGIN, ()
+    margin = schema.DEFAULT_TIE_MARGIN
+    together: tuple[tuple[str, ...], ...] = ()
     if "defaults" in keys:
         margin, together = schema.read_defaults(keys["defaults"])
     return Table(

@@ -282,6 +282,57 @@ def test_a_table_asks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     on_mpi_threads(2, main)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_a_table_lets_it_be_at_work_beside_nccl(
+    together: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    mpi: FakeDeviceMpi,
+) -> None:
+    table = tmp_path / "by_hand.yaml"
+    here = this_machine()
+    written = {
+        "schema": "commrt-tune/1",
+        "machine": {
+            "fingerprint": here.fingerprint,
+            "cpu": asdict(here.cpu),
+            "gpus": [asdict(each) for each in here.gpus],
+            "nics": [asdict(each) for each in here.nics],
+        },
+        "defaults": {"tested_together": [["mpi", "nccl"]]} if together else {},
+        "rules": [],
+    }
+    table.write_text(yaml.safe_dump(written))
+    monkeypatch.setenv("COMMRT_TABLE", str(table))
+
+    def main(rank: Rank) -> bool:
+        """Whether a call of NCCL, which all have given, has run while MPI was held."""
+        x, y = ones(rank), ones(rank)
+        comm = rank.comm
+        comm.allreduce(y)
+        comm.allreduce(x, backend="mpi", nonblocking=True).synchronize()
+        comm._world.bootstrap.exchange(range(2), "warm", b"", 20)
+        mpi.set("hold", 1)
+        held = comm.allreduce(x, backend="mpi", nonblocking=True)
+        request = comm.allreduce(y, nonblocking=True)
+        ended = False
+        if together:
+            request.synchronize()
+            ended = True
+        comm._world.bootstrap.exchange(range(2), "looked", b"", 20)
+        ended = ended or request.done
+        assert not held.done
+        comm._world.bootstrap.exchange(range(2), "seen", b"", 20)
+        mpi.set("hold", 0)
+        held.synchronize()
+        request.synchronize()
+        sums(rank, y, 6.0)
+        return ended
+
+    with nccl_here():
+        assert on_mpi_threads(2, main) == [together] * 2
+
+
 # --- what is refused ---
 
 

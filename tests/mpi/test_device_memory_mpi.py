@@ -54,7 +54,9 @@ def test_every_operation(
     mpirun: Any, size: int, where: str, memory_flags: bool, seed: int
 ) -> None:
     env = {"COMMRT_NODES": where, "COMMRT_TIMEOUT_S": "20"} if where else {}
-    found = mpirun(size, given_as_they_lie, env=env, seed=seed, memory_flags=memory_flags)
+    found = mpirun(
+        size, given_as_they_lie, env=env, seed=seed, memory_flags=memory_flags
+    )
     assert found == [[]] * size
 
 

@@ -184,8 +184,12 @@ def test_what_runs_unasked_and_what_is_staged_by_rule() -> None:
         ):
             said = told(rank, **asked)
             assert ": staged/" in said
-            assert any("mpi/native" in line and why in line for line in said.split("\n"))
-        with pytest.raises(BackendError, match=r"asks for mpi/native.*no avg of float32"):
+            assert any(
+                "mpi/native" in line and why in line for line in said.split("\n")
+            )
+        with pytest.raises(
+            BackendError, match=r"asks for mpi/native.*no avg of float32"
+        ):
             rank.comm.allreduce(ones(rank), op="avg", algorithm="mpi/native")
         with pytest.raises(BackendError, match="no avg of float32"):
             rank.comm.allreduce(ones(rank), op="avg", backend="mpi")

@@ -26,9 +26,7 @@ OF_FAILURES = ("flags_kept", "not_started")
 OF_NCCL = ("not_behind_nccl", "not_before_nccl")
 """Bugs beside NCCL: test_mixed_engines.py."""
 BUGS = [
-    bug
-    for bug in _native.planted_mpi_bugs()
-    if bug not in (*OF_FAILURES, *OF_NCCL)
+    bug for bug in _native.planted_mpi_bugs() if bug not in (*OF_FAILURES, *OF_NCCL)
 ]
 COMMUNICATORS = {"communicators": 2}
 
@@ -121,7 +119,9 @@ def test_the_order_is_right_whatever_happens_when(
 ) -> None:
     seeds = range(seed, seed + (FULL_GOOD_SEEDS if full else GOOD_SEEDS))
     options = {**COMMUNICATORS, "memory_flags": memory_flags}
-    found = {each: verdict(calls, size, each, queues, None, **options) for each in seeds}
+    found = {
+        each: verdict(calls, size, each, queues, None, **options) for each in seeds
+    }
     assert {each: what for each, what in found.items() if what} == {}
 
 
@@ -130,7 +130,9 @@ def test_the_order_is_right_whatever_happens_when(
 def test_a_planted_bug_is_caught_by_every_seed(
     bug: str, queues: int, seeds: range
 ) -> None:
-    found = {each: verdict(calls, 2, each, queues, bug, **COMMUNICATORS) for each in seeds}
+    found = {
+        each: verdict(calls, 2, each, queues, bug, **COMMUNICATORS) for each in seeds
+    }
     assert [each for each, what in found.items() if not what] == []
 
 

@@ -83,8 +83,10 @@ def join_mpi(
             staging.mpi.first_value = first_value
             staging._agree(device, "first", DEADLINE_S)
             assert not each.mpi_facts.why, each.mpi_facts.why
+            # To make it takes a lock that the simulation does not know of.
+            work = staging.mpi.work(device)
             if bug is not None:
-                staging.mpi.work(device).plant(bug)
+                work.plant(bug)
 
     kept_ranks(len(groups)).each(join)
 
@@ -141,7 +143,6 @@ def verdict(
     found = set()
     with mpi_here(is_clean=bug is None) as fake:
         fake.set("needs_current", 1)
-        fake.set("looks", 2)
         ranks = MpiSimRanks(size, seed, queues, bug=bug, **options)
         try:
             ranks.run(lambda rank: run(ranks.groups, rank))

@@ -335,7 +335,6 @@ def kept_apart(seed: int, queues: int, bug: str | None, **options: Any) -> bool:
 def test_nccl_and_mpi_are_never_at_work_together(
     queues: int, memory_flags: bool, seed: int, mpi: FakeDeviceMpi
 ) -> None:
-    mpi.set("looks", 3)
     for each in range(seed, seed + 3):
         assert kept_apart(each, queues, None, memory_flags=memory_flags), f"seed {each}"
 
@@ -344,7 +343,6 @@ def test_nccl_and_mpi_are_never_at_work_together(
 def test_engines_that_are_not_kept_apart_are_caught(
     bug: str, seed: int, mpi: FakeDeviceMpi
 ) -> None:
-    mpi.set("looks", 3)
     for each in range(seed, seed + 3):
         assert not kept_apart(each, 8, bug), f"seed {each}"
 

@@ -84,6 +84,8 @@ void MpiWork::issue(const MpiPtr& made, Stream stream, void* const* keep) {
       [&] {
         enqueue(made, stream, copy_to, copy_nbytes);
         submit(*made, stream);
+        // What has begun already has read, which a simulated device is told.
+        if (has(PlantedInMpi::Ungated)) touch(*made);
       },
       "no memory for what a call of MPI on device memory needs");
   HostLock polling(device_, polling_);

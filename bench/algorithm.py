@@ -52,8 +52,8 @@ def _backends(
 ) -> list[str]:
     """Return the backends that may run ``algorithm`` on these ranks."""
     having = [name for name in _serving(device) if algorithm in offered(name, coll)]
-    if device != "cpu":
-        return having
+    if device != "cpu":  # of MPI, arrays on devices have its own collectives only
+        return [name for name in having if name != "mpi" or algorithm == "native"]
     nodes = _nodes(ranks, launch)
     if nodes is None:  # MPI's ranks, wherever they are
         return [name for name in having if (name == "local") == (ranks == 1)]

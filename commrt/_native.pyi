@@ -594,6 +594,49 @@ class MessageStager(DeviceWork):
     ) -> DeviceCall:
         """Start messages, rows of (address, bytes, peer, tag), as one operation."""
 
+class MpiDevicePlan:
+    """What a call of MPI on device memory does."""
+
+    def __init__(
+        self,
+        runs: Plan,
+        *,
+        in_nbytes: int,
+        out_nbytes: int,
+        in_place: bool,
+        sends_out: bool,
+    ) -> None:
+        """`in_place`: MPI may read where it writes; `sends_out`: this rank's input is
+        to lie in its output.
+        """
+
+class MpiWork(DeviceWork):
+    """A communicator's operations of MPI on device memory."""
+
+    def __init__(
+        self,
+        group: Group,
+        device: Device,
+        order: NcclOrder | None,
+        flags: bool,
+        first_value: int = 0,
+    ) -> None: ...
+    def plant(self, name: str) -> None:
+        """Plant a bug, for tests."""
+
+    def start(
+        self,
+        plan: MpiDevicePlan,
+        data_in: int,
+        data_out: int,
+        stream: int,
+        orders: bool,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        timeout_s: float,
+    ) -> DeviceCall:
+        """Give the device and the engine all that there is to do."""
+
 class NcclComm:
     """One rank of an NCCL communicator; see commrt/nccl."""
 
@@ -1487,6 +1530,9 @@ def planted_bugs() -> list[str]:
 
 def planted_message_bugs() -> list[str]:
     """The same, of messages of device memory."""
+
+def planted_mpi_bugs() -> list[str]:
+    """Names of the bugs that tests can plant in MPI's calls on device memory."""
 
 def planted_nccl_bugs() -> list[str]:
     """Names of the bugs that tests can plant in calls by NCCL."""

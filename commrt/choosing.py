@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from commrt import algorithms, backends, calls
 from commrt.backends import ipc as by_ipc
+from commrt.backends import mpi as by_mpi
 from commrt.backends import nccl as by_nccl
 from commrt.backends import planning
 from commrt.backends.ordering import wanted_order, why_refused
@@ -29,6 +30,7 @@ from commrt.world import NATIVE
 if TYPE_CHECKING:
     from commrt.calls import Bound, Call
     from commrt.ipc_calls import IpcFacts
+    from commrt.mpi_calls import MpiFacts
     from commrt.nccl_calls import NcclFacts
     from commrt.staging import Staging
 
@@ -53,6 +55,11 @@ class Choosing(Redistributing):
     def ipc_facts(self) -> IpcFacts:
         """What selection knows of memory of peers here."""
         return self._staging.ipc.facts
+
+    @property
+    def mpi_facts(self) -> MpiFacts:
+        """What selection knows of MPI on device memory here."""
+        return self._staging.mpi.facts
 
     @property
     def ipc_half_nbytes(self) -> int:
@@ -82,19 +89,21 @@ class Choosing(Redistributing):
         """Return what could run the operation, but not as this query needs it."""
         by_user = query.op is not None and not is_known(query.op)
         refused = []
+        libraries = (by_nccl.NATIVE, by_mpi.NATIVE) if query.device == "cuda" else ()
         if query.device == "cuda":
-            reason = by_nccl.why_refused(self, query)
-            if reason is not None:
-                refused.append(Rejected(by_nccl.NATIVE, reason, is_missing=True))
-            reason = by_ipc.why_refused(self, query)
-            if reason is not None:
-                refused.append(Rejected(by_ipc.DIRECT, reason, is_missing=True))
+            for one, why in (
+                (by_nccl.NATIVE, by_nccl.why_refused(self, query)),
+                (by_ipc.DIRECT, by_ipc.why_refused(self, query)),
+                (by_mpi.NATIVE, by_mpi.why_refused(self, query)),
+            ):
+                if why is not None:
+                    refused.append(Rejected(one, why, is_missing=True))
         if query.order == "any" and not by_user:
             return refused
         allowed = {str(each) for each in self._candidates(query)}
         plain = replace(query, order="any", op="sum" if by_user else query.op)
         for each in self._found(plain):
-            if str(each) not in allowed and not (by_user and each == by_nccl.NATIVE):
+            if str(each) not in allowed and not (by_user and each in libraries):
                 reason = self._why_refused(query, each) or "knows no reduction of yours"
                 refused.append(Rejected(each, reason))
         return refused
@@ -205,7 +214,12 @@ class Choosing(Redistributing):
         return query, self._choices.of(query, call)
 
     def _speaks_of(self, query: Query, candidate: Candidate) -> bool:
-        """Whether COMMRT_ALGORITHM, which names the candidate, means such memory."""
+        """Whether COMMRT_ALGORITHM, which names the candidate, means such memory.
+
+        MPI's collectives are those of host memory, and of devices' where it takes that.
+        """
+        if query.device == "cuda" and candidate.backend == by_mpi.NATIVE.backend:
+            return self._has_mpi(query) and candidate.algorithm == "native"
         return query.device in backends.get(candidate.backend).capabilities.devices
 
     def _has_nccl(self, query: Query) -> bool:
@@ -213,6 +227,12 @@ class Choosing(Redistributing):
         if query.device != "cuda" or query.order != "any":
             return False
         return by_nccl.why_refused(self, query) is None
+
+    def _has_mpi(self, query: Query) -> bool:
+        """Whether an MPI library that takes device memory runs ``query`` there."""
+        if query.device != "cuda" or query.order != "any":
+            return False
+        return by_mpi.why_refused(self, query) is None
 
     def _prefers_ipc(self, query: Query) -> bool:
         """Whether memory of peers runs ``query`` unasked.
@@ -226,6 +246,12 @@ class Choosing(Redistributing):
             return False
         return self._why_refused(query, by_ipc.DIRECT) is None
 
+    def _runs_before_host(self, query: Query) -> str | None:
+        """Return what runs unasked before anything in which the host has a part."""
+        if self._prefers_ipc(query):
+            return "memory of peers serves"
+        return "NCCL runs this" if self._has_nccl(query) else None
+
     def _only_on_request(self, query: Query, candidate: Candidate) -> str | None:
         if candidate.backend == by_ipc.DIRECT.backend:
             if not self._prefers_ipc(query):
@@ -233,10 +259,15 @@ class Choosing(Redistributing):
             if candidate.algorithm == by_ipc.DIRECT.algorithm:
                 return None
             return "another schedule runs there where a table or the call names it"
-        if candidate.backend == "staged" and self._prefers_ipc(query):
-            return "memory of peers serves unless a table or the call says otherwise"
-        if candidate.backend == "staged" and self._has_nccl(query):
-            return "NCCL runs this unless a table, COMMRT_ALGORITHM or the call says so"
+        is_mpi = query.device == "cuda" and candidate == by_mpi.NATIVE
+        if is_mpi or candidate.backend == "staged":
+            first = self._runs_before_host(query)
+            if first is None and self._has_mpi(query) and not is_mpi:
+                first = "MPI, which takes device memory, runs this"
+            if first is not None:
+                return f"{first} unless a table, COMMRT_ALGORITHM or the call says so"
+            if is_mpi:
+                return None
         if candidate.backend == by_nccl.NATIVE.backend and candidate != by_nccl.NATIVE:
             return "a schedule on NCCL runs where a table or the call names it"
         native = candidate.name in (NATIVE, "staged/native")

@@ -538,15 +538,19 @@ class Communicator(Fusing, Operations):
         it is made for the first call that asks for it by name, which is then collective
         even if it is nonblocking.
         """
-        if self._native_comm is None:
-            self._lease_native_comm(self.timeout_s)
-        if self._native_comm is None:
+        if not self.has_native_mpi(self.timeout_s):
             raise BackendError(
                 f"{self.name}: no MPI communicator can be had for {NATIVE}: the "
                 f"library has no more of them, or commrt has made as many as it takes; "
                 f"free() communicators that are not needed, or use a schedule"
             )
         return _libmpi.handle(self._native_comm)
+
+    def has_native_mpi(self, timeout_s: float) -> bool:
+        """Whether there is one, made now where there was none; collective then."""
+        if self._native_comm is None:
+            self._lease_native_comm(timeout_s)
+        return self._native_comm is not None
 
     def _lease_native_comm(self, timeout_s: float) -> None:
         lender = self._world.native_comms

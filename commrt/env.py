@@ -118,6 +118,15 @@ VARIABLES: tuple[Variable, ...] = (
         _flag,
     ),
     Variable(
+        "COMMRT_CUDA_AWARE_MPI",
+        "auto|events|off",
+        "auto",
+        "Whether an MPI library that says it takes CUDA memory is given device arrays; "
+        "with events no stream waits for a flag meanwhile, but who waits for the call.",
+        True,
+        _choice("auto", "events", "off"),
+    ),
+    Variable(
         "COMMRT_DEBUG",
         "off|check",
         "off",

@@ -19,6 +19,7 @@ from commrt.devices.registry import cuda_device
 from commrt.errors import CaptureError, DeviceError, UsageError
 from commrt.hosted_calls import HostCopies, run_hosted
 from commrt.ipc_calls import IpcCalls
+from commrt.mpi_calls import MpiCalls
 from commrt.nccl_calls import NcclCalls
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ _MOST_NBYTES = 256 << 20
 _MOST_PLANS = 4096
 
 
-DevicePlan = _native.StagedPlan | _native.NcclPlan | _native.PeerPlan
+DevicePlan = (
+    _native.StagedPlan | _native.NcclPlan | _native.PeerPlan | _native.MpiDevicePlan
+)
 
 
 class Staging:
@@ -45,6 +48,7 @@ class Staging:
         self._comm = comm
         self.nccl = NcclCalls(comm)
         self.ipc = IpcCalls(comm)
+        self.mpi = MpiCalls(comm)
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
         self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
         self._copies: dict[int, HostCopies] = {}
@@ -115,11 +119,17 @@ class Staging:
         The first time the ranks meet for it, as they do in a collective's first call.
         """
         if not self.nccl.is_agreed:
-            self.nccl.agree(device, what, timeout_s)
-            self._forget_choices()
+            self._agree(device, what, timeout_s)
         if self.nccl.facts.why:
             return False
         return self.nccl.prepare(device, stream)
+
+    def _agree(self, device: Any, what: str, timeout_s: float) -> None:
+        """Let the ranks tell each other what carries device arrays; collective."""
+        self.nccl.agree(device, what, timeout_s)
+        self.ipc.agree(device, timeout_s)
+        self.mpi.agree(device, timeout_s)
+        self._forget_choices()
 
     def runner(self, device: Any, plan: DevicePlan) -> Any:
         """Return what starts a plan."""
@@ -127,6 +137,8 @@ class Staging:
             return self.nccl.work(device)
         if isinstance(plan, _native.PeerPlan):
             return self.ipc.work(device)
+        if isinstance(plan, _native.MpiDevicePlan):
+            return self.mpi.work(device)
         return self.stager(device)
 
     def given(self, start: Callable[[], _native.DeviceCall]) -> _native.DeviceCall:
@@ -225,9 +237,7 @@ class Staging:
             if checker is not None:
                 checker.check(call, bound)
             limit = call.timeout_s or self._comm.timeout_s
-            self.nccl.agree(self._device(call, bound), call.spec.name, limit)
-            self.ipc.agree(self._device(call, bound), limit)
-            self._forget_choices()
+            self._agree(self._device(call, bound), call.spec.name, limit)
             checker = None
         plan = self._plan(call, bound)
         if checker is not None:
@@ -241,7 +251,7 @@ class Staging:
 
         Then the ranks choose among what is left; staging needs nothing of the kind.
         """
-        if isinstance(plan, _native.StagedPlan):
+        if isinstance(plan, _native.StagedPlan | _native.MpiDevicePlan):
             return True
         device = self._device(call, bound)
         if not isinstance(plan, _native.NcclPlan):
@@ -278,7 +288,10 @@ class Staging:
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._comm._make_plan(call, bound)
+            plan = self._comm._make_plan(call, bound)
+            if isinstance(plan, _native.Plan):
+                plan = self.mpi.planned(plan, call, bound)
+            self._plans[key] = plan
         return plan
 
     def _check(self, call: Call, bound: Bound) -> None:
@@ -374,7 +387,8 @@ class Staging:
     def outstanding(self) -> int:
         """Calls whose end the host has not seen."""
         staged = sum(each.outstanding for each in self._work)
-        return staged + self.nccl.outstanding + self.ipc.outstanding
+        others = self.nccl.outstanding + self.ipc.outstanding + self.mpi.outstanding
+        return staged + others
 
     @property
     def _work(self) -> list[_native.DeviceWork]:
@@ -389,6 +403,7 @@ class Staging:
             each.give_up(why)
         self.nccl.give_up(why)
         self.ipc.give_up(why)
+        self.mpi.give_up(why)
 
     def close(self) -> None:
         """Give streams and memory back, where nothing is under way."""
@@ -402,6 +417,7 @@ class Staging:
         may_call = self._comm._closed != "dropped"
         self.nccl.close(may_call=may_call)
         self.ipc.close(may_call=may_call)
+        self.mpi.close()
 
 
 def _views(bound: Bound) -> list[Any]:

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import os
-import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
+from stub_library import build_stub
 
 from commrt import _native
 from commrt.bootstrap import ThreadWorld
@@ -34,50 +31,14 @@ __all__ = ["FakeNccl", "build"]
 
 T = TypeVar("T")
 
-_SOURCES = Path(__file__).parent / "nccl_stub"
-_ENGINE = Path(__file__).parents[1] / "commrt" / "native"
-_BUILT = Path(__file__).parents[1] / "build" / "nccl_stub"
 DEADLINE_S = 20.0
 
 
 def build(*defines: str) -> Path:
     """Return the compiled stub, made where the sources have changed."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed: the pretended NCCL cannot be compiled")
-    sources = sorted(_SOURCES.glob("*.[ch]pp"))
-    shared = [_ENGINE / name for name in ("device.hpp", "foreign_kernel.hpp")]
     # Named like the original, so that it is found among what is loaded.
-    flags = "-std=c++17 -O0 -shared -fPIC -fvisibility=hidden -pthread"
-    flags += f" -I{_ENGINE}"
-    if "libtsan" in os.environ.get("LD_PRELOAD", ""):
-        flags += " -fsanitize=thread -g1"  # or how its threads are ordered is not seen
-    digest = hashlib.sha256(repr((defines, flags)).encode())
-    for source in [*sources, *shared]:
-        digest.update(source.read_bytes())
-    folder = _BUILT / digest.hexdigest()[:16]
-    made = folder / "libnccl.so.2"
-    if made.exists():
-        return made
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{os.getpid()}.so"
-    environ = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-    code = [str(source) for source in sources if source.suffix == ".cpp"]
-    subprocess.run(
-        [
-            compiler,
-            *flags.split(),
-            "-Wl,-soname,libnccl.so.2",
-            *(f"-D{name}" for name in defines),
-            *code,
-            "-o",
-            str(partial),
-        ],
-        check=True,
-        env=environ,
-    )
-    partial.rename(made)
-    return made
+    headers = ("device.hpp", "foreign_kernel.hpp")
+    return build_stub("nccl_stub", "libnccl.so.2", headers=headers, defines=defines)
 
 
 class FakeNccl:

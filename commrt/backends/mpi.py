@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``mpi`` backend: the library's own collectives, and schedules across nodes."""
+"""The ``mpi`` backend: the library's own collectives, and schedules across nodes.
+
+A library that takes device memory, as the ranks have agreed (``commrt/mpi_calls.py``),
+runs its collectives on arrays on devices too, where it keeps commrt's rules; all else is
+left to ``staged``. Its schedules are of host memory alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -18,7 +24,9 @@ from commrt.launch import detect
 from commrt.operations import operation
 from commrt.select.facts import Candidate, Query
 
-__all__ = ["MpiBackend"]
+__all__ = ["NATIVE", "MpiBackend", "why_refused"]
+
+NATIVE = Candidate("mpi", "native")
 
 _INT_MAX = 2**31 - 1
 _constants = lru_cache(maxsize=1)(_libmpi.mpi_constants)
@@ -38,12 +46,14 @@ _DEFINED_BY_MPI = {
 
 
 class MpiBackend:
-    """Host memory on any nodes, through the MPI that mpi4py has loaded."""
+    """Memory on any nodes, through the MPI that mpi4py has loaded."""
 
     name = "mpi"
     capabilities = Capabilities(
+        devices=("host", "cuda"),
         native=True,
-        limits="schedules: ranks on several nodes; native: sum and prod of types of 32 "
+        limits="schedules: host memory, ranks on several nodes; native: on devices where "
+        "the library says that it takes their memory; sum and prod of types of 32 "
         "bits and more, min, max and bitwise of integers, logical of integers and "
         "bool, each where the library has the type; counts below 2^31",
     )
@@ -63,45 +73,17 @@ class MpiBackend:
 
     def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
         """Return ``native`` where it keeps commrt's rules, and schedules off-node."""
+        if query.device == "cuda":
+            can = query.order == "any" and why_refused(comm, query) is None
+            return [NATIVE] if can else []
         found: list[Candidate] = []
         if query.device != "host" or comm.mpi is None:
             return found
-        if comm.size > 1 and self._keeps_the_rules(query, comm.size):
-            found.append(Candidate(self.name, "native"))
+        if comm.size > 1 and _why_not(query, comm.size) is None:
+            found.append(NATIVE)
         if serves(comm.facts, self.name):
             found.extend(schedule_candidates(comm, query, self.name))
         return found
-
-    def _keeps_the_rules(self, query: Query, size: int) -> bool:
-        constants = _constants()
-        dtype = dtype_by_name(query.dtype)
-        # What only moves is counted in bytes.
-        unit = 1 if query.op is None else dtype.itemsize
-        # Blocks of different lengths are counted together.
-        blocks = size if operation(query.coll).count_arguments else 1
-        if blocks * query.nbytes // unit > _INT_MAX:
-            return False
-        if query.op is None:
-            return True
-        if query.order != "any" or not is_known(query.op):
-            # The library combines as it likes, and knows no reductions of users.
-            return False
-        reduction = ReduceOp[query.op.upper()]
-        ordered_float = reduction in _ORDERED and dtype.kind == "float"
-        if ordered_float or dtype.is_short_float:
-            # NaN rules differ between libraries; short floats round at every step.
-            return False
-        if reduction not in _DEFINED_BY_MPI[dtype.kind]:
-            return False
-        if dtype.itemsize < 4 and reduction in _ARITHMETIC:
-            # Open MPI's vectorised sums of short integers saturate instead of wrapping.
-            return False
-        is_prefix = operation(query.coll).prefix != "none"
-        if is_prefix and reduction in _LOGICAL and dtype.kind != "bool":
-            # The first rank's contribution would come as it is, not as 0 or 1.
-            return False
-        has_op = f"op:{query.op}" in constants
-        return has_op and f"dtype:{dtype.name}" in constants
 
     def plan(self, comm: Any, spec: PlanSpec) -> Any:
         """Return the native plan of this rank."""
@@ -180,3 +162,50 @@ class MpiBackend:
             returns_out=spec.has_output,
             **counts,
         )
+
+
+def why_refused(comm: Any, query: Query) -> str | None:
+    """Return why MPI's own collective does not run ``query`` on devices; equal on all.
+
+    The order of a reduction is not looked at.
+    """
+    facts = comm.mpi_facts
+    if facts.why:
+        return str(facts.why)
+    return _why_not(replace(query, order="any"), comm.size)
+
+
+def _why_not(query: Query, size: int) -> str | None:
+    """Return why the library's own collective would not keep commrt's rules."""
+    constants = _constants()
+    dtype = dtype_by_name(query.dtype)
+    # What only moves is counted in bytes.
+    unit = 1 if query.op is None else dtype.itemsize
+    # Blocks of different lengths are counted together.
+    blocks = size if operation(query.coll).count_arguments else 1
+    if blocks * query.nbytes // unit > _INT_MAX:
+        return "the library counts in 32 bits"
+    if query.op is None:
+        return None
+    if query.order != "any":
+        return "the library combines in any order"
+    if not is_known(query.op):
+        return "knows no reduction of yours"
+    reduction = ReduceOp[query.op.upper()]
+    if reduction in _ORDERED and dtype.kind == "float":
+        return "libraries differ in what the least and the largest of NaN are"
+    if dtype.is_short_float:
+        return "short floats would be rounded at every step"
+    if reduction not in _DEFINED_BY_MPI[dtype.kind]:
+        return f"MPI defines no {query.op} of {dtype.name}"
+    if dtype.itemsize < 4 and reduction in _ARITHMETIC:
+        # Open MPI's vectorised sums of short integers.
+        return "sums of short integers saturate instead of wrapping"
+    is_prefix = operation(query.coll).prefix != "none"
+    if is_prefix and reduction in _LOGICAL and dtype.kind != "bool":
+        # It would not be 0 or 1.
+        return "the first rank's contribution would come as it is"
+    for constant in (f"op:{query.op}", f"dtype:{dtype.name}"):
+        if constant not in constants:
+            return f"the library has no {constant.partition(':')[2]}"
+    return None

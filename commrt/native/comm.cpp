@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "engine.hpp"
+#include "mpi_turn.hpp"
 #include "p2p.hpp"
 
 namespace commrt {
@@ -190,6 +191,7 @@ std::shared_ptr<Op> Comm::begin(std::shared_ptr<Op> op, uint64_t limit) {
   // Issue order decides: an operation may not overtake an older one that waits for a lane.
   // With others in flight, what the last pass refused is still refused.
   if (active_.empty()) lane_refused_ = native_refused_ = false;
+  const MpiTurn turn(engine.mpi_device());
   if (!fail_after_own(*op)) op->advance(limit);
   if (op->finished()) {
     if (op->has_keep()) engine.discard(std::shared_ptr<Op>(op));

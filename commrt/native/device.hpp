@@ -170,6 +170,23 @@ inline constexpr char kNoFlags[] =
 // The current one of this thread, of those that are not hardware; null if there is none.
 Device* current_device();
 
+// While it lives, a device is this thread's current one; null: nothing.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(Device* device) : device_(device) {
+    entered_ = device_ != nullptr && device_->api->make_current(device_, true) == DeviceStatus::Ok;
+  }
+  ~CurrentDevice() {
+    if (entered_) device_->api->make_current(device_, false);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  Device* const device_;
+  bool entered_ = false;
+};
+
 // Holds a mutex that other host threads take too, in a way that a simulated device can follow:
 // a thread that waits for a mutex it does not know of would stop the whole simulation.
 class HostLock {

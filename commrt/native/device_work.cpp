@@ -69,6 +69,17 @@ void DeviceWork::pause(Backoff& backoff) {
   }
 }
 
+void DeviceWork::progress_until(const std::function<bool()>& is_so) {
+  Backoff backoff(0);
+  while (!is_so()) {
+    if (engine_.step()) {
+      backoff.reset();
+    } else {
+      pause(backoff);
+    }
+  }
+}
+
 void DeviceWork::announce() {
   if (!simulated() || closed_) return;
   device_->api->flag_store(device_, activity_,

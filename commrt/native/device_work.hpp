@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -123,6 +124,8 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   void check_failed() const;
   // Throws where a stream is captured; the capture goes on. `why` no graph can have the call.
   void refuse_capture_of(Stream stream, const char* why) const;
+  // Makes progress until that is so. Holds no lock that progress takes.
+  void progress_until(const std::function<bool()>& is_so);
   // Holds polling_. What a call keeps becomes its own, and it counts as under way.
   void take_up(DeviceCall& call, void* const* keep);
   // Holds polling_. The host has seen the end: its references are free.

@@ -3,6 +3,7 @@
 #include "engine.hpp"
 
 #include "device_work.hpp"
+#include "mpi_turn.hpp"
 
 #include <pthread.h>
 #include <sched.h>
@@ -48,7 +49,24 @@ void Engine::remove(Comm* comm) {
   comms_.erase(std::remove(comms_.begin(), comms_.end(), comm), comms_.end());
 }
 
+bool Engine::share_with_mpi(Device* device, std::shared_ptr<void> keeps) {
+  const std::lock_guard<std::mutex> own(mutex);
+  if (mpi_device_users_ != 0 && mpi_device_ != device) return false;
+  mpi_device_ = device;
+  mpi_device_keeps_ = std::move(keeps);
+  ++mpi_device_users_;
+  return true;
+}
+
+void Engine::leave_mpi() {
+  const std::lock_guard<std::mutex> own(mutex);
+  if (--mpi_device_users_ != 0) return;
+  mpi_device_ = nullptr;
+  mpi_device_keeps_ = nullptr;
+}
+
 bool Engine::step_locked(uint64_t limit) {
+  const MpiTurn turn(mpi_device_);
   bool any = false;
   for (Comm* comm : comms_) any = comm->progress(limit) || any;
   return any;

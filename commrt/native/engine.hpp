@@ -31,6 +31,7 @@ double now_s();
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 class DeviceWork;
+struct Device;
 
 class Engine {
  public:
@@ -79,6 +80,14 @@ class Engine {
   // Fails what is under way there and waits for this process, so that no stream goes on waiting.
   void release_streams(const std::string& why);
 
+  // The MPI library is given memory of a device, which is current from here on for whoever makes
+  // progress: any of MPI's calls may go on with what it was given. False where it has another
+  // one's. As many calls of leave_mpi() end it.
+  bool share_with_mpi(Device* device, std::shared_ptr<void> keeps);
+  void leave_mpi();
+  // Guarded by the lock; null: none.
+  Device* mpi_device() const { return mpi_device_; }
+
   // A hint, without the lock.
   bool has_ended() const { return has_ended_.load(std::memory_order_relaxed); }
 
@@ -113,6 +122,9 @@ class Engine {
   std::vector<std::shared_ptr<DeviceWork>> device_work_;
   std::atomic<int> num_device_work_{0};
   std::vector<void*> objects_;
+  Device* mpi_device_ = nullptr;  // this and the next two are guarded by `mutex`
+  std::shared_ptr<void> mpi_device_keeps_;
+  int mpi_device_users_ = 0;
   std::atomic<bool> wants_python_{false};
   std::thread thread_;
   // On the heap: in a forked process it is left alone, as the thread that waits on it does

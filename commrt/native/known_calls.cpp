@@ -5,8 +5,10 @@
 #include <nanobind/stl/shared_ptr.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "device_request.hpp"
+#include "mpi_work.hpp"
 #include "nccl_work.hpp"
 #include "peer_work.hpp"
 #include "staging.hpp"
@@ -99,30 +101,31 @@ nb::object run(nb::handle group_object, const AskedCall& asked) {
   }
 }
 
-// What starts a plan: the work of its kind, which it is given to with two arrays.
-KnownCalls::Start start_of(const PyDeviceWork& runner, nb::handle plan) {
-  std::shared_ptr<const StagedPlan> staged;
-  if (nb::try_cast(plan, staged)) {
-    return [plan = std::move(staged), work = static_cast<Stager*>(runner.work.get())](
-               unsigned char* in, unsigned char* out, Stream stream, bool orders,
-               void* const* keep, double timeout_s) {
-      return work->start(plan, {in, out}, stream, orders, keep, timeout_s);
-    };
-  }
-  std::shared_ptr<const NcclPlan> nccl;
-  if (nb::try_cast(plan, nccl)) {
-    return [plan = std::move(nccl), work = static_cast<NcclWork*>(runner.work.get())](
-               unsigned char* in, unsigned char* out, Stream stream, bool orders,
-               void* const* keep, double timeout_s) {
-      return work->start(plan, {in, out}, stream, orders, keep, timeout_s);
-    };
-  }
-  auto peers = nb::cast<std::shared_ptr<const PeerPlan>>(plan);
-  return [plan = std::move(peers), work = static_cast<PeerWork*>(runner.work.get())](
+// What starts a plan by the work of its kind, which takes one array for each way, or a list of
+// them. Null where the plan is of another kind.
+template <class Plan, class Work>
+KnownCalls::Start start_by(const PyDeviceWork& runner, nb::handle given) {
+  std::shared_ptr<const Plan> plan;
+  if (!nb::try_cast(given, plan)) return nullptr;
+  return [plan = std::move(plan), work = static_cast<Work*>(runner.work.get())](
              unsigned char* in, unsigned char* out, Stream stream, bool orders,
              void* const* keep, double timeout_s) {
-    return work->start(plan, in, out, stream, orders, keep, timeout_s);
+    using Pointer = unsigned char*;
+    if constexpr (std::is_invocable_v<decltype(&Work::start), Work*, decltype((plan)), Pointer,
+                                      Pointer, Stream, bool, void* const*, double>) {
+      return work->start(plan, in, out, stream, orders, keep, timeout_s);
+    } else {
+      return work->start(plan, {in, out}, stream, orders, keep, timeout_s);
+    }
   };
+}
+
+KnownCalls::Start start_of(const PyDeviceWork& runner, nb::handle plan) {
+  for (const auto& by : {start_by<StagedPlan, Stager>, start_by<NcclPlan, NcclWork>,
+                         start_by<PeerPlan, PeerWork>, start_by<MpiDevicePlan, MpiWork>}) {
+    if (KnownCalls::Start found = by(runner, plan)) return found;
+  }
+  throw nb::type_error("a plan that no work on devices starts");
 }
 
 }  // namespace

@@ -12,6 +12,7 @@ void bind_nccl(nb::module_& m);
 void bind_programs(nb::module_& m);
 void bind_nccl_work(nb::module_& m);
 void bind_peer_work(nb::module_& m);
+void bind_mpi_work(nb::module_& m);
 void bind_device(nb::module_& m);
 void bind_device_request(nb::module_& m);
 void bind_known_calls(nb::module_& m);
@@ -46,4 +47,5 @@ NB_MODULE(_native, m) {
   commrt::bind_nccl_work(m);
   commrt::bind_peer_work(m);
   commrt::bind_known_calls(m);
+  commrt::bind_mpi_work(m);
 }

@@ -302,7 +302,8 @@ bool Op::advance_native(uint64_t limit) {
   const NativeCall& call = plan->call;
   const MpiApi& api = mpi();
   const bool copies_root = plan->coll == 2 && comm->rank == plan->root && in != out;
-  if (!native_started_) {
+  const bool starts = !native_started_;
+  if (starts) {
     // The library matches collectives by the order of the calls: start in sequence order.
     if (comm->native_refused_) return false;
     const bool in_place = static_cast<const void*>(in) == static_cast<void*>(out);
@@ -416,7 +417,7 @@ bool Op::advance_native(uint64_t limit) {
     fail_mpi("MPI_Test", rc, "the MPI library failed the collective");
     return true;
   }
-  if (!flag) return false;
+  if (!flag) return starts;
   if (!copies_root || copy_slice(out, in, plan->out_elems, limit)) finish();
   return true;
 }

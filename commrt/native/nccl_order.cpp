@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "nccl_work.hpp"
+#include "staged_work.hpp"
 
 namespace commrt {
 
@@ -26,6 +27,21 @@ NcclOrder::NcclOrder(Device* on, std::shared_ptr<void> keeps, std::uint32_t firs
   call(&Api::event_create, &serial);
   forks_.push_back(0);  // so that a capture need not make one
   call(&Api::stream_create, -1, false, &forks_.back());
+}
+
+std::shared_ptr<StagedCall> NcclOrder::unended() const {
+  for (const auto& [work, one] : beside) {
+    if (!one->end_given.load(std::memory_order_acquire) && !one->ended()) return one;
+  }
+  return nullptr;
+}
+
+void NcclOrder::wait_for_last(Stream on) {
+  if (last != nullptr) call(&DeviceApi::stream_wait_event, on, last->end);
+}
+
+void NcclOrder::wait_for_beside(Stream on) {
+  for (const auto& [work, one] : beside) call(&DeviceApi::stream_wait_event, on, one->end);
 }
 
 Event* NcclOrder::tip(std::uint64_t capture) {
@@ -96,6 +112,7 @@ void NcclOrder::close(double abort_timeout_s) {
   for (auto& comm : retired_) comm->abort(abort_timeout_s);
   retired_.clear();
   last = nullptr;
+  beside.clear();
   // A device that is gone has taken all of it along, so nobody looks at what it says.
   const auto give = [this](auto entry, auto what) { (device_->api->*entry)(device_, what); };
   give(&DeviceApi::stream_destroy, stream);

@@ -14,6 +14,10 @@
 // records it; a graph does both at each launch, by an external wait and external records. NCCL
 // orders the graphs and calls of one communicator in the same way; this is for all of a device.
 // Within a capture an operation waits for the one before it there.
+//
+// An MPI library that is given device memory must not be at work there while NCCL is: who waits in
+// NCCL's kernel may hold what the other library needs. Its calls (mpi_work.hpp) wait for NCCL's
+// latest operation, and NCCL's next one waits for them; they do not wait for each other.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +32,7 @@
 namespace commrt {
 
 struct NcclCall;
+struct StagedCall;
 
 class NcclOrder : public DeviceUser {
  public:
@@ -54,6 +59,12 @@ class NcclOrder : public DeviceUser {
   std::uint32_t issued;            // the value of the latest operation
   std::shared_ptr<NcclCall> last;  // that operation
   bool last_is_own = false;        // whether it is in `stream`
+  // Since then, of each work that must not run beside NCCL's, the latest call.
+  std::map<const void*, std::shared_ptr<StagedCall>> beside;
+  // One of these whose end the device is not given yet; null: all are.
+  std::shared_ptr<StagedCall> unended() const;
+  void wait_for_last(Stream on);
+  void wait_for_beside(Stream on);
   // The latest operation, in a launch of a graph too; recorded since the first capture.
   Event serial = 0;
   bool has_captured = false;

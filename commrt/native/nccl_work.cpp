@@ -8,6 +8,7 @@
 #include "device_error.hpp"
 #include "engine.hpp"
 #include "nccl_program.hpp"
+#include "staged_work.hpp"
 
 namespace commrt {
 
@@ -89,13 +90,28 @@ DeviceWork::CallPtr NcclWork::start(const std::shared_ptr<const NcclPlan>& plan,
   if (has(NcclPlanted::Unlocked)) {
     issue(made, arrays, stream, orders, keep);
   } else {
-    HostLock own(device_, order_->issue);
-    check(own.status());
-    issue(made, arrays, stream, orders, keep);
+    while (!issue_behind_others(made, arrays, stream, orders, keep)) {}
   }
   announce();
   engine_.wake();
   return made;
+}
+
+// False where it has first waited for an end that was still to be given to the device.
+bool NcclWork::issue_behind_others(const NcclPtr& made, std::vector<unsigned char*>& arrays,
+                                   Stream stream, bool orders, void* const* keep) {
+  std::shared_ptr<StagedCall> other;
+  {
+    HostLock own(device_, order_->issue);
+    check(own.status());
+    other = order_->unended();
+    if (other == nullptr) {
+      issue(made, arrays, stream, orders, keep);
+      return true;
+    }
+  }
+  progress_until([&] { return other->end_given.load(std::memory_order_acquire) || other->ended(); });
+  return false;
 }
 
 // Holds the device's lock.
@@ -175,6 +191,7 @@ void NcclWork::issue(const NcclPtr& made, std::vector<unsigned char*>& arrays, S
   }
   order_->last = made;
   order_->last_is_own = !in_callers;
+  order_->beside.clear();
   last_value_ = made->value;
   watch(made, keep);
 }
@@ -211,6 +228,7 @@ void NcclWork::wait_for_others(const NcclCall& made, Stream on) {
     }
     return;
   }
+  order_->wait_for_beside(on);
   // Streams of the caller's are not compared: a new one may have the handle of one that is gone.
   const NcclCall* const before = order_->last.get();
   const bool is_behind = order_->last_is_own && on == order_->stream;
@@ -239,8 +257,10 @@ void NcclWork::tell_others(const NcclCall& made, Stream on) {
 // From the first capture on graphs may be launched, which have to be told of what was given before.
 void NcclWork::begin_graphs() {
   if (order_->has_captured) return;
-  if (order_->last != nullptr && !has(NcclPlanted::GraphNoSeed)) {
-    call(&DeviceApi::stream_wait_event, order_->stream, order_->last->end);
+  const bool any = order_->last != nullptr || !order_->beside.empty();
+  if (any && !has(NcclPlanted::GraphNoSeed)) {
+    order_->wait_for_last(order_->stream);
+    order_->wait_for_beside(order_->stream);
     call(&DeviceApi::event_record, order_->serial, order_->stream);
   }
   order_->has_captured = true;

@@ -130,6 +130,8 @@ class NcclWork : public WatchedWork {
   using NcclPtr = std::shared_ptr<NcclCall>;
 
   bool has(NcclPlanted bug) const { return planted == bug; }
+  bool issue_behind_others(const NcclPtr& made, std::vector<unsigned char*>& arrays, Stream stream,
+                           bool orders, void* const* keep);
   void issue(const NcclPtr& made, std::vector<unsigned char*>& arrays, Stream stream, bool orders,
              void* const* keep);
   std::uint64_t capture_of(Stream stream);

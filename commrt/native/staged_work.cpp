@@ -17,7 +17,7 @@ const char* failure_kind(const Op& op) {
 StagedWork::StagedWork(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
                        const StagerOptions& options)
     : DeviceWork(comm, engine, device, std::move(keeps), own_events_), options_(options),
-      flags_(device->memory_flags), own_events_(device), lines_(device, 4, options.first_value),
+      flags_(device->memory_flags && options.flags), own_events_(device), lines_(device, 4, options.first_value),
       start_(lines_[0]), go_(lines_[1]), end_(lines_[2]), opened_(options.first_value) {
   using Api = DeviceApi;
   activity_ = lines_[3];
@@ -28,9 +28,12 @@ StagedWork::StagedWork(Comm& comm, Engine& engine, Device* device, std::shared_p
 }
 
 void StagedWork::refuse_capture(Stream stream) const {
-  refuse_capture_of(stream,
-                    "an operation through host memory cannot be a part of a graph: the host works "
-                    "at each replay, and values of flags would come twice");
+  refuse_capture_of(stream, why_no_graph());
+}
+
+const char* StagedWork::why_no_graph() const {
+  return "an operation through host memory cannot be a part of a graph: the host works at each "
+         "replay, and values of flags would come twice";
 }
 
 std::size_t StagedWork::pinned_nbytes() {
@@ -60,14 +63,7 @@ void StagedWork::wait_on(const CallPtr& made, Stream stream) {
 }
 
 void StagedWork::order_after(const StagedPtr& made, Stream stream) {
-  Backoff backoff(0);
-  while (!made->end_given.load(std::memory_order_acquire) && !made->ended()) {
-    if (engine_.step()) {
-      backoff.reset();
-    } else {
-      pause(backoff);
-    }
-  }
+  progress_until([&] { return made->end_given.load(std::memory_order_acquire) || made->ended(); });
   if (closed_ || made->failed()) return;
   call(&DeviceApi::stream_wait_event, stream, made->end);
 }

@@ -22,6 +22,7 @@ struct StagerOptions {
   std::size_t first_nbytes = std::size_t{1} << 20;   // of pinned memory
   std::size_t most_nbytes = std::size_t{256} << 20;  // beyond, calls wait
   std::uint32_t first_value = 0;             // of flags
+  bool flags = true;                         // used where streams have them
 };
 
 struct StagedCall : DeviceCall {
@@ -57,6 +58,8 @@ class StagedWork : public DeviceWork {
   virtual std::size_t memory_nbytes() const = 0;
   // Nothing is under way: gives back what this has beside the streams.
   virtual void free_all() = 0;
+  // Why a captured stream is refused.
+  virtual const char* why_no_graph() const;
   // Not by who holds a lock: lets a stream wait for the end, once that is given.
   virtual void order_after(const StagedPtr& call, Stream stream);
   const char* too_late() const override { return "an operation on device memory came too late"; }

@@ -30,6 +30,7 @@ from commrt.select.rules import (
 from commrt.select.tree import Node, Scalar, fail
 
 __all__ = [
+    "KEPT_APART",
     "METHOD_KEYS",
     "SCHEMA",
     "SOFTWARE_KEYS",
@@ -46,6 +47,8 @@ __all__ = [
 SCHEMA = "commrt-tune/1"
 DEFAULT_TIE_MARGIN = 0.04
 DEVICES = ("host", "cuda")
+KEPT_APART = (("mpi", "nccl"),)
+"""Engines that are not at work at the same time on a device, unless a table says so."""
 _DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES)
 _REDOP_NAMES = tuple(op.name.lower() for op in ReduceOp)
 _NAMED_MATCHES: Mapping[str, Collection[str]] = {
@@ -148,13 +151,26 @@ def read_schema(node: Node) -> None:
         raise fail(node, f"expected schema {SCHEMA!r}, found {_kind(node)}")
 
 
-def read_defaults(node: Node) -> float:
-    """Return the margin of a tie; the other defaults have one allowed value."""
-    keys = take(node, [], ["unmatched", "tie", "tie_margin"])
+def read_defaults(node: Node) -> tuple[float, tuple[tuple[str, ...], ...]]:
+    """Return the margin of a tie, and the engines that were tested together.
+
+    The other defaults have one allowed value.
+    """
+    keys = take(node, [], ["unmatched", "tie", "tie_margin", "tested_together"])
     for key, only in (("unmatched", "model"), ("tie", "keep_simpler")):
         if key in keys:
             _name(keys[key], (only,), key)
-    return _optional(keys.get("tie_margin"), _time, DEFAULT_TIE_MARGIN)
+    margin = _optional(keys.get("tie_margin"), _time, DEFAULT_TIE_MARGIN)
+    return margin, tuple(map(_pair, _items(keys.get("tested_together"))))
+
+
+def _pair(node: Node) -> tuple[str, ...]:
+    """Return two engines, of those that are kept apart otherwise."""
+    named = tuple(sorted(_text(each) for each in _list(node)))
+    if named not in KEPT_APART:
+        known = ", ".join(f"[{', '.join(pair)}]" for pair in KEPT_APART)
+        raise fail(node, f"these are not kept apart on a device; known: {known}")
+    return named
 
 
 def read_rules(node: Node, known: Known) -> tuple[Rule, ...]:

@@ -43,6 +43,8 @@ class Table:
     """Relative difference below which the simpler candidate was kept."""
     name: str = field(default="", compare=False)
     """File it came from, for messages."""
+    tested_together: tuple[tuple[str, ...], ...] = ()
+    """Engines that may be at work at the same time on a device, as somebody tested."""
 
     @cached_property
     def digest(self) -> str:
@@ -63,6 +65,8 @@ class Table:
             "tie": "keep_simpler",
             "tie_margin": self.tie_margin,
         }
+        if self.tested_together:
+            plain["defaults"]["tested_together"] = [*map(list, self.tested_together)]
         plain["rules"] = [plain_rule(rule) for rule in self.rules]
         return plain
 
@@ -124,14 +128,16 @@ def load(text: str, name: str, known: Known) -> Table:
         if section in keys
     }
     margin = schema.DEFAULT_TIE_MARGIN
+    together: tuple[tuple[str, ...], ...] = ()
     if "defaults" in keys:
-        margin = schema.read_defaults(keys["defaults"])
+        margin, together = schema.read_defaults(keys["defaults"])
     return Table(
         machine=schema.read_machine(keys["machine"]),
         rules=schema.read_rules(keys["rules"], known),
         software=sections.get("software", {}),
         method=sections.get("method", {}),
         tie_margin=margin,
+        tested_together=together,
         name=name,
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NCCL, memory of peers, staged and host operations at once, in any interleaving."""
+"""NCCL, memory of peers, MPI, staged and host operations, in any interleaving."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_device_mpi import FakeDeviceMpi
 from ipc_ranks import DEADLINE_S, HALF_NBYTES, ipc_here, on_ipc_threads, prepare
+from mpi_device_ranks import join_mpi, mpi_here
 from nccl_ranks import NcclSimRanks, nccl_here
 from staged_ranks import Rank, forget_ranks, kept_ranks
 from test_nccl_order import verdict
@@ -20,11 +22,12 @@ from commrt.backends import peer_sharing
 from commrt.devices import DeviceStream
 from commrt.errors import OrderingError
 from commrt.ipc_calls import IpcCalls
+from commrt.mpi_calls import MpiCalls
 
 SEEDS, FULL_SEEDS = 2, 40
 CALLS, FULL_CALLS = 50, 400
 SMALL = {"slots": 2, "first_nbytes": 1024, "most_nbytes": 1 << 16}
-BACKENDS = ("nccl", "ipc", "staged", "host", None)
+BACKENDS = ("nccl", "ipc", "mpi", "staged", "host", None)
 BY_TABLE = ("bxor", "max", "sum")
 """Reductions of which NCCL has all but the first, for integers."""
 PLANTED = ("no_ready", "end_early", "end_other_stream", "no_end_wait", "wrong_stream")
@@ -43,6 +46,13 @@ def ipc() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def mpi() -> Iterator[FakeDeviceMpi]:
+    with mpi_here(is_clean=False) as fake:
+        yield fake
+    assert fake.violations() == []
+
+
 class MixedRanks(NcclSimRanks):
     """Ranks that NCCL and memory of peers serve."""
 
@@ -52,10 +62,14 @@ class MixedRanks(NcclSimRanks):
             device.load_kernels(b"")
         first = {"first_value": options.get("first_value", 0)}
         connect_all(self.groups, self.devices, **first)
+        join_mpi(self.groups, self.devices, first.get("first_value", 0), None)
 
     def close(self) -> None:
         """Leave each other's memory first."""
         leave_all(self.groups)
+        for comm in (each for group in self.groups for each in group):
+            comm._staging.mpi.close()
+            comm._staging.mpi = MpiCalls(comm)
         super().close()
 
 
@@ -170,7 +184,7 @@ def mixed(
 def test_no_interleaving_waits_for_itself(
     size: int, queues: int, seed: int, full: bool
 ) -> None:
-    """Three communicators, two streams, four engines; one hardware queue, too."""
+    """Three communicators, two streams, five engines; one hardware queue, too."""
     for each in range(seed, seed + (FULL_SEEDS if full else SEEDS)):
         with nccl_here() as nccl:
             ranks = MixedRanks(size, each, queues, communicators=3, staging=SMALL)
@@ -189,7 +203,7 @@ def test_hundreds_are_outstanding(seed: int) -> None:
             xs = [rank.array(values(rank.rank, i, 4)) for i in range(300)]
             requests = []
             for number, x in enumerate(xs):
-                backend = ("nccl", "staged", "ipc")[number % 3]
+                backend = ("nccl", "staged", "ipc", "mpi")[number % 4]
                 comm = comms[number % len(comms)]
                 requests.append(comm.allreduce(x, backend=backend, nonblocking=True))
             assert len(requests) == 300
@@ -206,6 +220,7 @@ def test_hundreds_are_outstanding(seed: int) -> None:
         ranks.close()
 
 
+PLANTED_IN_MPI = ("not_behind_nccl", "not_before_nccl")
 PLANTED_IN_IPC = ("no_ready", "end_early", "no_await", "values_again", "user_stream")
 
 
@@ -231,8 +246,9 @@ def test_a_bug_over_memory_of_peers_is_caught_between_other_engines(
 @pytest.mark.parametrize("queues", [1, 8])
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught_between_other_engines(
-    bug: str, queues: int, seed: int, full: bool
+    bug: str, queues: int, seed: int, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COMMRT_CUDA_AWARE_MPI", "off")  # the bugs' ranks have none
     for each in range(seed, seed + (FULL_SEEDS if full else 1)):
         run = partial(mixed, drawn=each, backends=("nccl", "staged", "host", None))
         assert verdict(each, queues, bug, run), f"seed {each}"
@@ -263,6 +279,75 @@ def test_mixed_calls_of_real_threads(seed: int) -> None:
         assert nccl.counter("kernels") > 0
 
 
+def beside_nccl(groups: list[list[Any]], rank: Rank) -> None:
+    """NCCL's and MPI's calls on the same arrays, between which nobody waits.
+
+    Nobody may do so with two calls of one engine, nor with others. These two are never
+    at work at the same time, so the later one comes after the earlier one.
+    """
+    comms = groups[rank.rank]
+    streams = [rank.stream, DeviceStream(rank.device), DeviceStream(rank.device)]
+    x = rank.array(values(rank.rank, 0, 40))
+    outs = [rank.array(np.zeros(40, "i4")) for _ in range(4)]
+    rank.stream.synchronize()
+    requests = []
+    for number, out in enumerate(outs):
+        for backend in ("nccl", "mpi"):
+            how = {"backend": backend, "stream": streams[1 + number % 2]}
+            comm = comms[(number + (backend == "mpi")) % len(comms)]
+            one = x if backend == "nccl" else out
+            request = comm.allreduce(x, out=one, nonblocking=True, **how)
+            request.be_quiet()
+            requests.append(request)
+    for request in requests:
+        request.synchronize()
+    found = [rank.fetch(out) for out in outs]
+    rank.stream.synchronize()
+    wanted = result("sum", 0, 40, 2)
+    for value in found:
+        wanted = 2 * wanted
+        assert np.array_equal(value(), wanted)
+    for each in streams[1:]:
+        each.destroy()
+
+
+def kept_apart(seed: int, queues: int, bug: str | None, **options: Any) -> bool:
+    """Whether NCCL and MPI are."""
+    with nccl_here(is_clean=False):
+        ranks = MixedRanks(2, seed, queues, communicators=2, staging=SMALL, **options)
+        for group, device in zip(ranks.groups, ranks.devices, strict=True):
+            for comm in group if bug is not None else ():
+                comm._staging.mpi.work(device).plant(bug)
+        try:
+            ranks.run(partial(beside_nccl, ranks.groups))
+            fine = not ranks.world.violations
+            if fine:
+                ranks.close()
+        except (AssertionError, OrderingError):
+            fine = False
+        if not fine:
+            forget_ranks()
+        return fine
+
+
+@pytest.mark.parametrize("memory_flags", [True, False], ids=["flags", "events"])
+@pytest.mark.parametrize("queues", [0, 1, 8])
+def test_nccl_and_mpi_are_never_at_work_together(
+    queues: int, memory_flags: bool, seed: int, mpi: FakeDeviceMpi
+) -> None:
+    for each in range(seed, seed + 3):
+        assert kept_apart(each, queues, None, memory_flags=memory_flags), f"seed {each}"
+
+
+@pytest.mark.parametrize("bug", PLANTED_IN_MPI)
+def test_engines_that_are_not_kept_apart_are_caught(
+    bug: str, seed: int, mpi: FakeDeviceMpi
+) -> None:
+    for each in range(seed, seed + 3):
+        assert not kept_apart(each, 8, bug), f"seed {each}"
+
+
 def test_the_list_of_bugs_is_that_of_the_engine() -> None:
+    assert {*PLANTED_IN_MPI} < {*_native.planted_mpi_bugs()}
     assert {*PLANTED} < {*_native.planted_nccl_bugs()}
     assert {*PLANTED_IN_IPC} < {*_native.planted_peer_bugs()}

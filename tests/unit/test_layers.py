@@ -75,6 +75,7 @@ LAYERS = (
         "mesh",
         "message_lists",
         "native_comms",
+        "mpi_calls",
         "nccl_calls",
         "nccl_messages",
         "neighbors",

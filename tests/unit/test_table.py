@@ -52,6 +52,19 @@ def test_a_good_table_is_read() -> None:
     assert table.tie_margin == schema.DEFAULT_TIE_MARGIN
 
 
+def test_a_table_says_which_engines_were_tested_together() -> None:
+    plain = _load(GOOD)
+    assert plain.tested_together == ()
+    assert "tested_together" not in plain.plain()["defaults"]
+    told = f"defaults: {{tested_together: [[nccl, mpi]]}}\n{GOOD}"
+    table = _load(told)
+    assert table.tested_together == (("mpi", "nccl"),)
+    assert table.digest != plain.digest
+    assert _load(dump(table)) == table
+    with pytest.raises(TableError, match=r"tested_together\[0\]: these are not kept"):
+        _load(told.replace("[nccl, mpi]", "[nccl, staged]"))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [

@@ -16,6 +16,8 @@ waits for each.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,7 +30,7 @@ from commrt.bucket_copies import Block, BucketCopies, Part
 from commrt.calls import Bound, Call, allreduce_in_place
 from commrt.device_arrays import current_stream_of, is_on_device, see
 from commrt.dtypes import DType, ReduceOp, reduce_op
-from commrt.errors import UsageError
+from commrt.errors import CommError, UsageError
 from commrt.fused_device_requests import FusedDeviceRequest, SentBucket
 
 if TYPE_CHECKING:
@@ -148,6 +150,7 @@ class _Lane:
 
     def __init__(self, comm: Communicator, device: Any) -> None:
         self._comm = comm
+        self._pid = os.getpid()
         self._device = device
         self.copies = BucketCopies(device)
         self._under_way: deque[SentBucket] = deque()
@@ -239,14 +242,25 @@ class _Lane:
 
     def close(self) -> None:
         """Give streams and memory back, where no bucket is under way."""
-        for each in self._under_way:
-            if each.failure is None and each.request.done:
-                each.put_back()
+        if self._is_closed:
+            return
+        self.sweep()  # gives the device what it has not been given yet
+        with suppress(CommError):  # what failed may still be under way
+            for each in self._under_way:
+                each.check()
+            if all(each.request.done for each in self._under_way):
                 self._device.stream_synchronize(self.copies.puts_back.handle)
-        self.sweep()
-        if not self._under_way and not self._is_closed:
+            self.sweep()
+        if not self._under_way:
             self._is_closed = True
             self.copies.close()
+
+    def __del__(self) -> None:
+        if sys.is_finalizing() or os.getpid() != getattr(self, "_pid", 0):
+            return
+        # A device that failed or is gone has taken its memory along.
+        with suppress(CommError, AttributeError):
+            self.close()
 
 
 def _at(bound: Bound, block: Block) -> Bound:

@@ -61,9 +61,10 @@ class Fusing(Compressing):
 
         Calls of ``allreduce(..., nonblocking=True)`` shorter than ``nbytes`` are
         collected in buckets, one for each element type and reduction, and are sent as
-        one allreduce of all their elements, out of the arrays and into them. Everything
-        else runs as ever, after what was called before it. Arguments mean the same as
-        outside, and so do requests.
+        one allreduce of all their elements, out of the arrays and into them; on each
+        device one that comes after what the calls' streams held. Everything else runs
+        as ever, after what was called before it. Arguments mean the same as outside,
+        and so do requests.
 
         All buckets are sent when they hold ``nbytes``, before any other collective of
         this communicator, and at the end of the context. Without ``time_limit_s`` also

@@ -122,6 +122,7 @@ def drawn(rank: Rank, seed: int, limit: float | None, turns: int = 30) -> int:
             request.synchronize()
     for each in streams[1:]:
         each.destroy()
+    rank.finish()
     return len(ends)
 
 

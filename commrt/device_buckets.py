@@ -79,6 +79,7 @@ class DeviceBuckets:
         op = kwargs.get("op", "sum")
         if (
             name != "allreduce"
+            or not self._known
             or comm._fused is None
             or len(args) != 1
             or not _PLAIN.issuperset(kwargs)

@@ -116,7 +116,8 @@ Bucket* copy_from(const Bucket& bucket, size_t at) {
   rest->calls.assign(bucket.calls.begin() + static_cast<std::ptrdiff_t>(at), bucket.calls.end());
   // Of the host's all: which array belongs to which call is not recorded.
   const size_t first = bucket.away.is_valid() ? at : 0;
-  rest->arrays = slice(bucket.arrays, first, PyList_GET_SIZE(bucket.arrays.ptr()));
+  const auto num = static_cast<size_t>(PyList_GET_SIZE(bucket.arrays.ptr()));
+  rest->arrays = slice(bucket.arrays, first, num);
   return rest.release();
 }
 

@@ -697,6 +697,7 @@ def test_check_mode_compares_calls_one_by_one(
 # -- forks -----------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_leaves_the_context_alone() -> None:
     def main(rank: Rank) -> int:
         comm, x = rank.comm, ones(rank)

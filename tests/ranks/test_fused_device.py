@@ -58,6 +58,7 @@ def drawn(rank: Rank, seed: int, limit: float | None, turns: int = 30) -> int:
     nbytes = rng.choice([1, 64, 1000, 4096, 20_000, 1 << 20])
     started: list[tuple[Any, Any, Any]] = []
     copies: list[tuple[Any, Any]] = []
+    requests: list[Any] = []
     with comm.fused(nbytes=nbytes, time_limit_s=limit):
         for turn in range(turns):
             dtype, op, count, in_place = draw_call(rng)
@@ -79,10 +80,11 @@ def drawn(rank: Rank, seed: int, limit: float | None, turns: int = 30) -> int:
                     copies.append((x, given))
             request = comm.allreduce(x, op=op, nonblocking=True, **kwargs)
             started.append((request, out, right))
+            requests.append(request)
             if own.random() < 0.1:
-                assert own.choice(started)[0].wait() is not None
+                assert own.choice(requests).wait() is not None
             if own.random() < 0.05:
-                own.choice(started)[0].test()
+                own.choice(requests).test()
             other = rng.random()
             if other < 0.05:
                 comm.barrier()

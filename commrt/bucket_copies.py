@@ -23,20 +23,27 @@ from commrt.errors import CommError
 from commrt.kernels.boxes import MOST_ARRAYS, BoxKind, BoxTable, move_table
 from commrt.schedule.boxes import Box
 
-__all__ = ["Block", "BucketCopies", "Part", "PooledEvent"]
+__all__ = ["Block", "BucketCopies", "Part", "PooledEvent", "ring_nbytes"]
 
 _RELAXED = 2
 """Calls of a thread in this mode end no capture."""
-_LEAST_NBYTES = 256
-_MOST_BLOCKS = 4
-"""Blocks of a length: for buckets that are gathered, combined and put back, and one to
-spare. Where more are under way the next one waits on the device."""
+_ALIGNED = 256
+_ROUND = 4
+"""Buckets in a ring: what is gathered, combined and put back, and one to spare."""
+_MOST_AHEAD_NBYTES = 64 << 20
+"""Of a ring, but for longer buckets."""
 _TABLES = 64
 _TABLE_NBYTES = 4096
 """Of sixteen boxes, rounded up."""
 
 _Placed = tuple[BoxTable, int]
 """A table, and the address of its copy on the device."""
+
+
+def ring_nbytes(nbytes: int) -> int:
+    """Return how long the ring is to be for buckets of so many bytes."""
+    most = max(nbytes, min(_ROUND * nbytes, _MOST_AHEAD_NBYTES))
+    return -(-most // _ALIGNED) * _ALIGNED
 
 
 class PooledEvent:
@@ -100,7 +107,7 @@ class Part:
     """What that stream held when the call was made."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Block:
     """Memory for a bucket."""
 
@@ -108,58 +115,72 @@ class Block:
     """Of its first byte."""
     nbytes: int
     """Its length."""
-    free_after: PooledEvent | None = None
-    """When the bucket before has no use of it any more; None: there was none."""
+    after: list[PooledEvent]
+    """When the buckets that had the memory have no use of it any more."""
+    end: PooledEvent | None = None
+    """The same of this bucket, once the device has been given all of it."""
 
 
-class _Blocks:
-    """Memory of the device for buckets, by length; nothing is given back before all."""
+class BlockRing:
+    """Memory of the device for buckets, in the order in which they are sent.
+
+    Who comes round to what another bucket has waits for its end, on the device. To make
+    memory may wait for all that the device was given, so that is done ahead.
+    """
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self._free: dict[int, deque[Block]] = {}
-        self._num: dict[int, int] = {}
-        self._all: list[int] = []
+        self._memory: list[int] = []
+        self._address, self._head = 0, 0
+        self._uses: deque[Block] = deque()
+        self.nbytes = 0
+        """Of the ring; what it was before stays for those that have parts of it."""
+
+    def reserve(self, nbytes: int) -> None:
+        """Have so much."""
+        if nbytes <= self.nbytes:
+            return
+        self._address = int(self._device.alloc(nbytes))
+        self._memory.append(self._address)
+        self.nbytes, self._head = nbytes, 0
+        self._uses.clear()
 
     def take(self, nbytes: int) -> Block:
-        """Return a block; what uses it must wait for its ``free_after``.
+        """Return memory for a bucket."""
+        length = -(-max(1, nbytes) // _ALIGNED) * _ALIGNED
+        if length > self.nbytes:
+            self.reserve(ring_nbytes(length))
+        before = self._uses_of(length)
+        if any(each.end is None for each in before):  # nothing to wait for, as yet
+            self.reserve(2 * self.nbytes)
+            before = []
+        for each in before:
+            self._uses.remove(each)
+        at = self._place(length)
+        ends = [each.end for each in before if each.end is not None]
+        block = Block(self._address + at, length, ends)
+        self._uses.append(block)
+        self._head = at + length
+        return block
 
-        New memory may wait for all that the device was given, so there is little: from
-        then on the block that was given back first is used again.
-        """
-        length = max(_LEAST_NBYTES, 1 << max(0, nbytes - 1).bit_length())
-        free = self._free.setdefault(length, deque())
-        if self._num.get(length, 0) >= _MOST_BLOCKS or self._first_is_free(free):
-            with suppress(IndexError):  # all are under way, and nobody has ended them
-                return free.popleft()
-        address = int(self._device.alloc(length))
-        self._num[length] = self._num.get(length, 0) + 1
-        self._all.append(address)
-        return Block(address, length)
+    def _place(self, length: int) -> int:
+        return self._head if self._head + length <= self.nbytes else 0
 
-    def _first_is_free(self, free: deque[Block]) -> bool:
-        try:
-            event = free[0].free_after
-        except IndexError:
-            return False
-        return event is None or bool(self._device.event_query(event.handle))
-
-    def give(self, block: Block, after: PooledEvent) -> None:
-        """Take it back, to be used again after an event that is recorded."""
-        block.free_after = after
-        self._free[block.nbytes].append(block)
-
-    @property
-    def nbytes(self) -> int:
-        """Of all blocks."""
-        return sum(length * num for length, num in self._num.items())
+    def _uses_of(self, length: int) -> list[Block]:
+        """Return the buckets that have parts of what comes next."""
+        low = self._address + self._place(length)
+        return [
+            each
+            for each in self._uses
+            if each.address < low + length and low < each.address + each.nbytes
+        ]
 
     def close(self) -> None:
         """Free all; idempotent."""
-        self._free.clear()
-        self._num.clear()
-        while self._all:
-            self._device.free(self._all.pop())
+        self._uses.clear()
+        self.nbytes = 0
+        while self._memory:
+            self._device.free(self._memory.pop())
 
 
 class _Tables:
@@ -217,12 +238,20 @@ class BucketCopies:
     def __init__(self, device: Any) -> None:
         """Make streams and memory for tables, which may wait for the device."""
         self.device = device
-        self.gathers, self.puts_back = DeviceStream(device), DeviceStream(device)
         self.events = EventPool(device)
-        self.blocks = _Blocks(device)
+        self.blocks = BlockRing(device)
         self._tables: _Tables | None = None
-        if getattr(device, "why_no_kernels", None) is None:
-            self._tables = _Tables(device)
+        with self.outside_captures():
+            self.gathers, self.puts_back = DeviceStream(device), DeviceStream(device)
+            if getattr(device, "why_no_kernels", None) is None:
+                self._tables = _Tables(device)
+
+    def reserve(self, nbytes: int) -> None:
+        """Have memory for buckets of so many bytes; mostly there is."""
+        most = ring_nbytes(min(nbytes, _MOST_AHEAD_NBYTES))
+        if most > self.blocks.nbytes:
+            with self.outside_captures():
+                self.blocks.reserve(most)
 
     def note(self, stream: int) -> PooledEvent:
         """Return what a stream holds by now."""
@@ -257,8 +286,9 @@ class BucketCopies:
         self._move(BoxKind.PACK, [each.x for each in parts], block, stream)
 
     def _await_block(self, block: Block) -> None:
-        if block.free_after is not None:
-            self._follow(block.free_after)
+        for each in block.after:
+            self._follow(each)
+        block.after.clear()
 
     def _await_calls(self, parts: Sequence[Part]) -> None:
         """Wait for the last call of each stream: those before come before it."""
@@ -268,10 +298,10 @@ class BucketCopies:
     def _follow(self, event: PooledEvent) -> None:
         self.device.stream_wait_event(self.gathers.handle, event.handle)
 
-    def put_back(self, parts: Sequence[Part], block: Block) -> PooledEvent:
+    def put_back(self, outs: Sequence[HostView], block: Block) -> PooledEvent:
         """Copy the parts of the block to the outputs; return when that is done."""
         stream = self.puts_back.handle
-        self._move(BoxKind.UNPACK, [each.out for each in parts], block, stream)
+        self._move(BoxKind.UNPACK, outs, block, stream)
         return self.note(stream)
 
     def _move(

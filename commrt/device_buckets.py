@@ -121,6 +121,8 @@ class DeviceBuckets:
         timeout_s: float,
     ) -> FusedDeviceRequest | None:
         comm, lane = self._comm, self._lane(x.on)
+        if comm._fused is not None:
+            lane.copies.reserve(comm._fused.nbytes)
         lane.sweep()
         part = Part(x, out, reduction, stream, lane.copies.note(stream))
         request = FusedDeviceRequest(comm, part, result, timeout_s)

@@ -42,8 +42,8 @@ class SentBucket:
         self.request = request
         """Of the collective."""
         self._comm, self._copies, self._block = comm, copies, block
-        self._parts = tuple(parts)
-        """The arrays, which somebody works on until the end."""
+        self._arrays = [(each.x, each.out) for each in parts]
+        """Which somebody works on until the end."""
         self._end: PooledEvent | None = None
         self._claims = [None]
         self._is_over = False
@@ -71,9 +71,8 @@ class SentBucket:
         copies = self._copies
         with copies.outside_captures():
             self._follow_collective()
-            end = copies.put_back(self._parts, self._block)
-        copies.blocks.give(self._block, end)
-        self._end = end
+            outs = [out for _, out in self._arrays]
+            self._end = self._block.end = copies.put_back(outs, self._block)
 
     def _follow_collective(self) -> None:
         self.request.wait(stream=self._copies.puts_back)
@@ -138,7 +137,7 @@ class SentBucket:
             over = True
         if over:
             self._is_over = True
-            self._parts = ()
+            self._arrays = []
         return over
 
     def _settle_end(self) -> bool:

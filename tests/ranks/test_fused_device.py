@@ -445,7 +445,6 @@ def test_wait_orders_any_stream_and_may_be_repeated() -> None:
         assert request.wait(stream=other.handle) is x
         value = rank.fetch_in(x, other)
         assert request.wait() is x
-        rank.fill(x, 7)
         with pytest.raises(UsageError, match=r"belongs to synchronize"):
             request.wait(timeout_s=1)
         with pytest.raises(UsageError, match=r"must be None, the integer handle"):
@@ -503,22 +502,31 @@ def test_calls_in_place_like_one_before_take_the_short_way() -> None:
 
 def test_memory_is_used_again(seed: int) -> None:
     def main(rank: Rank) -> None:
-        x = ones(rank)
-        y = ones(rank)
-        blocks = None
-        for turn in range(30):
-            with rank.comm.fused():
+        x, y = ones(rank), ones(rank)
+        requests: list[Any] = []
+        for _ in range(30):
+            with rank.comm.fused(nbytes=256):
                 requests = [rank.comm.allreduce(a, nonblocking=True) for a in (x, y)]
             commrt.wait_all(requests)
-            if turn == 10:
-                [lane] = rank.comm._staging.buckets._lanes.values()
-                blocks = lane.copies.blocks
-                before = blocks.nbytes, len(lane.copies.events)
-        assert blocks is not None
         for request in requests:
             request.synchronize()
-        assert blocks.nbytes == before[0] <= 4 * 256
+        [lane] = rank.comm._staging.buckets._lanes.values()
+        assert lane.copies.blocks.nbytes == 1024
         assert rank.comm._staging.outstanding == 0
-        assert len(lane.copies.events) < 40
+        assert len(lane.copies.events) <= 30 + 2  # the ends of all, and of one bucket
+        requests.clear()
+
+    def longer(rank: Rank) -> None:
+        """A later context takes more at once; what is longer than 16 MiB, as needed."""
+        x = ones(rank)
+        nbytes = []
+        for limit in (256, 1024, 100, 1 << 30):
+            with rank.comm.fused(nbytes=limit):
+                request = rank.comm.allreduce(x, nonblocking=True)
+            request.synchronize()
+            [lane] = rank.comm._staging.buckets._lanes.values()
+            nbytes.append(lane.copies.blocks.nbytes)
+        assert nbytes == [1024, 4096, 4096, 64 << 20]
 
     on_sim(2, main, seed)
+    on_sim(1, longer)

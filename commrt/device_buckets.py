@@ -144,7 +144,7 @@ class DeviceBuckets:
 
     @property
     def outstanding(self) -> int:
-        """Buckets that the host has not seen the end of, on the device or on the way."""
+        """Buckets that the host has not seen the end of."""
         return sum(lane.outstanding for lane in self._lanes.values())
 
 

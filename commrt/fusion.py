@@ -127,7 +127,11 @@ class Fusing(Compressing):
 
     def _fuse_on_device(self, call: Call, bound: Bound) -> FusedDeviceRequest | None:
         """The same for arrays on a device."""
-        if self._fused is None or bound.on is None or not self._fused.takes(call, bound):
+        if (
+            self._fused is None
+            or bound.on is None
+            or not self._fused.takes(call, bound)
+        ):
             return None
         return self._staging.buckets.add(call, bound, self._fused.nbytes)
 

@@ -287,9 +287,7 @@ class Staging:
             self.stager(self._device(call, bound))
         return BoundDeviceCall(self, call, bound, plan)
 
-    def plan(
-        self, call: Call, bound: Bound, *, is_checked: bool = False
-    ) -> DevicePlan:
+    def plan(self, call: Call, bound: Bound, *, is_checked: bool = False) -> DevicePlan:
         """Return the plan; in check mode only where all ranks made the same call."""
         self._comm._cut_fused()
         self.check(call, bound)

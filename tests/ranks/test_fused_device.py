@@ -161,8 +161,10 @@ def test_any_number_of_arrays_goes_together(count: int) -> None:
 
     def main(rank: Rank) -> Any:
         lengths = [1 + (7 * i) % 5 + (i // 16) % 16 for i in range(count)]
-        xs = [DeviceArray(rank.device, n, F).put(np.full(n, i + rank.rank)) 
-              for i, n in enumerate(lengths)]
+        xs = [
+            DeviceArray(rank.device, n, F).put(np.full(n, i + rank.rank))
+            for i, n in enumerate(lengths)
+        ]
         begin = rank.comm.next_seq
         for _ in range(2):  # the second time tables are there, or there is no room
             with rank.comm.fused():
@@ -186,9 +188,7 @@ def test_bits_are_those_of_single_calls_where_order_is_fixed() -> None:
         ]
         alone = [fixed.allreduce(x, out=np.empty_like(x)) for x in given]
         with fixed.fused(nbytes=30_000):
-            requests = [
-                fixed.allreduce(rank.array(x), nonblocking=True) for x in given
-            ]
+            requests = [fixed.allreduce(rank.array(x), nonblocking=True) for x in given]
         found = [rank.fetch(each) for each in commrt.wait_all(requests)]
         rank.stream.synchronize()
         same = all(same_numbers(a, b()) for a, b in zip(alone, found, strict=True))
@@ -489,9 +489,12 @@ def test_calls_in_place_like_one_before_take_the_short_way() -> None:
             for _ in range(3):
                 request = rank.comm.allreduce(x, nonblocking=True)
                 request.wait()
-            assert rank.comm._staging.buckets.again(
-                "allreduce", (x,), {"nonblocking": True, "op": "max"}
-            ) is None
+            assert (
+                rank.comm._staging.buckets.again(
+                    "allreduce", (x,), {"nonblocking": True, "op": "max"}
+                )
+                is None
+            )
         value = rank.fetch(x)
         request.synchronize()
         rank.stream.synchronize()

@@ -61,7 +61,9 @@ def rounds(rank: Rank) -> None:
     other.destroy()
     for number, (value, wanted) in enumerate(values):
         if not np.array_equal(value(), wanted):
-            raise WrongResultError(f"rank {rank.rank}, {number}: {value()}, not {wanted}")
+            raise WrongResultError(
+                f"rank {rank.rank}, {number}: {value()}, not {wanted}"
+            )
 
 
 def gated(rank: Rank) -> None:

@@ -51,7 +51,9 @@ class DeviceBuckets:
         self._known: set[tuple[str, DType]] = set()
         """Reductions and types that need no checks."""
 
-    def add(self, call: Call, bound: Bound, most_nbytes: int) -> Any:
+    def add(
+        self, call: Call, bound: Bound, most_nbytes: int
+    ) -> FusedDeviceRequest | None:
         """Return the request of a call; None for one that must run by itself.
 
         That is what a stream is captured for: a graph has no bucket to go with.

@@ -1295,6 +1295,14 @@ def fuse(
 ) -> Any:
     """Add an allreduce to a bucket; None where it is too long for that."""
 
+def fuse_away(
+    group: Any, away: Any, request: Any, count: int, dtype: int, redop: int
+) -> Any:
+    """Add an allreduce on a device to the bucket that `away` sends:
+    `away.send(requests)`, or `away.fail(requests, error)`. The number of the
+    call; None where it is too long.
+    """
+
 def fused_calls(group: Group) -> tuple[Any, ...]:
     """Calls that went into buckets, and those of them that are sent."""
 

@@ -43,6 +43,7 @@ from commrt.wire_formats import EXACT, check_compress
 __all__ = [
     "Bound",
     "Call",
+    "allreduce_in_place",
     "as_integer",
     "bind",
     "check_flag",
@@ -168,6 +169,28 @@ class Bound:
     def out_elements(self) -> int:
         """Elements of the output."""
         return 0 if self.out is None else self.out.count
+
+
+def allreduce_in_place(
+    array: HostView, reduction: ReduceOp, stream: Any = None
+) -> tuple[Call, Bound]:
+    """Return the nonblocking call that buckets make, with all else left open."""
+    call = Call(
+        spec=operation("allreduce"),
+        x=array,
+        out=None,
+        reduction=reduction,
+        factor=None,
+        root=0,
+        nonblocking=True,
+        timeout_s=None,
+        algorithm=None,
+        backend=None,
+        params=None,
+        name=None,
+        stream=stream,
+    )
+    return call, Bound(array, array, array, array.dtype, array.count)
 
 
 def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

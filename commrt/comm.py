@@ -417,13 +417,17 @@ class Communicator(Fusing, Operations):
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective that the dispatcher did not recognise at a glance."""
         self._check_usable()
+        if self._fused is not None and kwargs.get("nonblocking") is True:
+            fused = self._staging.buckets.again(name, args, kwargs)
+            if fused is not None:
+                return fused
         try:
             call = calls.parse(operation(name), args, kwargs)
             bound = bind_call(self, call)
             if bound.device is not None or call.stream is not None:
                 return self._staging.run(call, bound)
             compressed = self._bound_compressed(call, bound)
-            fused: Any = None
+            fused = None
             plan: Any = None
             # Where rules may compress, by a length that a bucket would hide, none are
             # made.

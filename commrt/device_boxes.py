@@ -327,6 +327,7 @@ class DeviceBoxes:
     ) -> Any:
         """Start it on arrays laid out as planned; return the request, or the result."""
         comm, device = self._comm, self._device
+        comm._cut_fused()
         first = arrays[0].array
         if stream is None:
             handle = current_stream_of(first, device)

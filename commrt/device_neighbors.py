@@ -157,6 +157,7 @@ class BoundNeighbors:
         """Start it; return a request, or let the stream wait and return the output."""
         comm, call = self._comm, self._call
         comm._check_usable()
+        comm._cut_fused()
         device, x, out = call.x.on, call.x, call.out
         if stream is None:
             handle = current_stream_of(x.array, device)

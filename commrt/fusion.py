@@ -17,15 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 from commrt import _native
 from commrt.arrays import HostView
-from commrt.calls import Bound, Call, as_integer, check_timeout
+from commrt.calls import (
+    Bound,
+    Call,
+    allreduce_in_place,
+    as_integer,
+    check_timeout,
+)
 from commrt.compression.methods import Compressing
 from commrt.dtypes import DTYPES, ReduceOp
 from commrt.errors import CommError, UsageError
 from commrt.fusion_agreement import Agreement, Follower, Leader
-from commrt.operations import operation
 
 if TYPE_CHECKING:
+    from commrt.fused_device_requests import FusedDeviceRequest
     from commrt.safety.check import Checker
+    from commrt.staging import Staging
 
 __all__ = ["DEFAULT_NBYTES", "Fused", "Fusing"]
 
@@ -41,6 +48,7 @@ class Fusing(Compressing):
 
     _fused: Fused | None = None
     _checker: Checker | None
+    _staging: Staging
 
     def fused(
         self, *, nbytes: int = DEFAULT_NBYTES, time_limit_s: float | None = None
@@ -53,9 +61,10 @@ class Fusing(Compressing):
 
         Calls of ``allreduce(..., nonblocking=True)`` shorter than ``nbytes`` are
         collected in buckets, one for each element type and reduction, and are sent as
-        one allreduce of all their elements, out of the arrays and into them. Everything
-        else runs as ever, after what was called before it. Arguments mean the same as
-        outside, and so do requests.
+        one allreduce of all their elements, out of the arrays and into them; on each
+        device one that comes after what the calls' streams held. Everything else runs
+        as ever, after what was called before it. Arguments mean the same as outside,
+        and so do requests.
 
         All buckets are sent when they hold ``nbytes``, before any other collective of
         this communicator, and at the end of the context. Without ``time_limit_s`` also
@@ -96,17 +105,10 @@ class Fusing(Compressing):
     def _fuse(self, call: Call, bound: Bound) -> Any:
         """Return the request of a call that goes into a bucket, else None."""
         x, out = bound.x, bound.out
-        asked = call.algorithm, call.backend, call.factor, call.user, call.params
-        if (
-            self._fused is None
-            or call.spec.name != "allreduce"
-            or not call.nonblocking
-            or any(each is not None for each in asked)
-            or x is None
-            or out is None
-            or x.nbytes >= self._fused.nbytes
-        ):
+        if self._fused is None or not self._fused.takes(call, bound):
             return None
+        assert x is not None
+        assert out is not None
         self._refuse_what_no_bucket_runs(call, bound, self._fused.nbytes)
         if self._checker is not None:
             self._checker.check(call, bound)
@@ -122,6 +124,21 @@ class Fusing(Compressing):
             bound.result,
             self.timeout_s if call.timeout_s is None else call.timeout_s,
         )
+
+    def _fuse_on_device(self, call: Call, bound: Bound) -> FusedDeviceRequest | None:
+        """The same for arrays on a device."""
+        if (
+            self._fused is None
+            or bound.on is None
+            or not self._fused.takes(call, bound)
+        ):
+            return None
+        return self._staging.buckets.add(call, bound, self._fused.nbytes)
+
+    def _cut_fused(self) -> None:
+        """Send the open buckets before a collective that is in none of them."""
+        if self._fused is not None:
+            _native.cut_fusion(self)
 
     def _refuse_what_no_bucket_runs(self, call: Call, bound: Bound, most: int) -> None:
         """Raise UsageError where nothing can run the call, in whatever company.
@@ -141,21 +158,7 @@ class Fusing(Compressing):
         """
         kind = DTYPES[dtype]
         array = HostView(None, None, 0, count, kind, (count,), True)
-        call = Call(
-            spec=operation("allreduce"),
-            x=array,
-            out=None,
-            reduction=ReduceOp(reduction),
-            factor=None,
-            root=0,
-            nonblocking=True,
-            timeout_s=None,
-            algorithm=None,
-            backend=None,
-            params=None,
-            name=None,
-        )
-        bound = Bound(array, array, array, kind, count)
+        call, bound = allreduce_in_place(array, ReduceOp(reduction))
         try:
             return self._plan(call, bound)
         except UsageError:
@@ -203,6 +206,18 @@ class Fused:
         self.time_limit_s = time_limit_s
         """How long a call may wait for others; None: until something else sends it."""
         self._entered = False
+
+    def takes(self, call: Call, bound: Bound) -> bool:
+        """Return whether a call goes into a bucket."""
+        asked = call.algorithm, call.backend, call.factor, call.user, call.params
+        return (
+            call.spec.name == "allreduce"
+            and call.nonblocking
+            and all(each is None for each in asked)
+            and bound.x is not None
+            and bound.out is not None
+            and bound.x.nbytes < self.nbytes
+        )
 
     def __enter__(self) -> Fused:
         comm = self._comm

@@ -13,6 +13,7 @@ from commrt._native import FusedRequest, Request
 from commrt.calls import check_timeout
 from commrt.device_requests import DeviceMessageRequest, DeviceRequest
 from commrt.errors import CommError, TimeoutError_, UsageError
+from commrt.fused_device_requests import FusedDeviceRequest
 from commrt.hosted_calls import HostedRequest
 from commrt.stepped import SteppedRequest
 
@@ -31,6 +32,7 @@ _KINDS = {
     FusedRequest,
     DeviceRequest,
     DeviceMessageRequest,
+    FusedDeviceRequest,
     HostedRequest,
 }
 
@@ -73,7 +75,7 @@ def wait_all(
             else:
                 left_s = max(1e-3, deadline - time.monotonic())
                 # Of device arrays a wait blocks nobody, so only this has a limit.
-                on_device = isinstance(request, DeviceRequest)
+                on_device = isinstance(request, DeviceRequest | FusedDeviceRequest)
                 wait = request.synchronize if on_device else request.wait
                 output = wait(timeout_s=left_s)
             outputs.append(output)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from commrt import _native
 from commrt.backends.peer_sharing import ENDING
 from commrt.device_arrays import as_stream, current_stream_of
+from commrt.device_buckets import DeviceBuckets
 from commrt.device_requests import DeviceRequest
 from commrt.devices.arrays import DeviceStream
 from commrt.devices.registry import cuda_device
@@ -49,6 +50,7 @@ class Staging:
         self.nccl = NcclCalls(comm)
         self.ipc = IpcCalls(comm)
         self.mpi = MpiCalls(comm)
+        self.buckets = DeviceBuckets(comm)
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
         self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
         self._copies: dict[int, HostCopies] = {}
@@ -66,6 +68,9 @@ class Staging:
         if call.compress not in (None, "none"):
             return self._compressed(call, bound)
         try:
+            fused = self._comm._fuse_on_device(call, bound)
+            if fused is not None:
+                return fused
             plan = self.plan(call, bound)
             request = self.start(call, bound, plan)
         except CaptureError as error:
@@ -87,7 +92,7 @@ class Staging:
 
     def _compressed(self, call: Call, bound: Bound) -> Any:
         """Let the host compress: what goes over the wire is made there."""
-        self._check(call, bound)
+        self.check(call, bound)
         comm, name = self._comm, call.spec.name
         given = {"x": call.x, "out": call.out, "residual": call.residual}
         counts = zip(call.spec.count_arguments, call.counts, strict=False)
@@ -118,6 +123,7 @@ class Staging:
 
         The first time the ranks meet for it, as they do in a collective's first call.
         """
+        self._comm._cut_fused()
         if not self.nccl.is_agreed:
             self._agree(device, what, timeout_s)
         if self.nccl.facts.why:
@@ -189,11 +195,12 @@ class Staging:
     def start(self, call: Call, bound: Bound, plan: DevicePlan) -> DeviceRequest:
         """Give the device and the engine all that there is to do."""
         comm, name = self._comm, call.spec.name
+        comm._cut_fused()
         device = self._device(call, bound)
         x, out = bound.x, bound.out
         arrays = [each for each in (x, out) if each is not None]
         default = arrays[0].array if arrays else None
-        stream = self._stream(call, device, default)
+        stream = self.stream_of(call, device, default)
         self.order_exported(device, stream, arrays)
         timeout_s = comm.timeout_s if call.timeout_s is None else call.timeout_s
         runner = self.runner(device, plan)
@@ -214,7 +221,8 @@ class Staging:
         )
 
     @staticmethod
-    def _stream(call: Call, device: Any, array: Any) -> int:
+    def stream_of(call: Call, device: Any, array: Any) -> int:
+        """Return the stream that orders a call."""
         if call.stream is None:
             return current_stream_of(array, device)
         return as_stream(call.stream, device, call.spec.name)
@@ -228,10 +236,11 @@ class Staging:
             self.stager(self._device(call, bound))
         return BoundDeviceCall(self, call, bound, plan)
 
-    def plan(self, call: Call, bound: Bound) -> DevicePlan:
+    def plan(self, call: Call, bound: Bound, *, is_checked: bool = False) -> DevicePlan:
         """Return the plan; in check mode only where all ranks made the same call."""
-        self._check(call, bound)
-        checker = self._comm._checker
+        self._comm._cut_fused()
+        self.check(call, bound)
+        checker = None if is_checked else self._comm._checker
         if not self.nccl.is_agreed:
             # Before the ranks meet for it: where they differ, check mode says so.
             if checker is not None:
@@ -259,7 +268,7 @@ class Staging:
         else:
             arrays = _views(bound)
             array = arrays[0].array if arrays else None
-            is_made = self.nccl.prepare(device, self._stream(call, device, array))
+            is_made = self.nccl.prepare(device, self.stream_of(call, device, array))
         if is_made:
             return True
         self._forget_choices()
@@ -294,7 +303,7 @@ class Staging:
             self._plans[key] = plan
         return plan
 
-    def _check(self, call: Call, bound: Bound) -> None:
+    def check(self, call: Call, bound: Bound) -> None:
         """Raise UsageError for what cannot be done on devices."""
         name = call.spec.name
         if bound.on is None and call.spec.x_count != "none":
@@ -388,7 +397,7 @@ class Staging:
         """Calls whose end the host has not seen."""
         staged = sum(each.outstanding for each in self._work)
         others = self.nccl.outstanding + self.ipc.outstanding + self.mpi.outstanding
-        return staged + others
+        return staged + others + self.buckets.outstanding
 
     @property
     def _work(self) -> list[_native.DeviceWork]:

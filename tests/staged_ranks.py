@@ -15,6 +15,7 @@ import numpy as np
 
 from commrt.backends.local import LocalRanks
 from commrt.comm import Communicator
+from commrt.device_buckets import DeviceBuckets
 from commrt.devices import DeviceArray, DeviceStream, SimWorld, ThreadDevice
 from commrt.errors import OrderingError
 
@@ -63,6 +64,7 @@ def forget_work(comm: Communicator) -> None:
     """Let a communicator make its work on devices anew."""
     comm._staging._stagers.clear()
     comm._staging._messages.clear()
+    comm._staging.buckets = DeviceBuckets(comm)
     comm._staging.forget_plans()
 
 
@@ -94,11 +96,15 @@ class Rank:
 
     def array(self, values: Any, *, shape: Any = None) -> DeviceArray:
         """Return an array that the caller's stream fills once it comes to that."""
+        return self.array_in(values, self.stream)
+
+    def array_in(self, values: Any, stream: DeviceStream) -> DeviceArray:
+        """Return an array that a stream fills once it comes to that."""
         given = np.ascontiguousarray(values)
         made = DeviceArray(self.device, given.shape, given.dtype)
         source = self.pin(given.nbytes)
         self.device.write(source, given.tobytes())
-        self.device.memcpy_async(made.address, source, given.nbytes, self.stream.handle)
+        self.device.memcpy_async(made.address, source, given.nbytes, stream.handle)
         self.arrays.append(made)
         return made
 

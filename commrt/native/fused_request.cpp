@@ -382,6 +382,17 @@ void bind_fusion(nb::module_& m) {
      nb::arg("dtype"), nb::arg("redop"), nb::arg("keep_x"), nb::arg("keep_out"),
      nb::arg("result"), nb::arg("timeout_s"),
      "Add an allreduce to a bucket; None where it is too long for that.");
+  m.def("fuse_away", [](nb::handle group, nb::handle away, nb::handle request, int64_t count,
+                        int dtype, int redop) -> nb::object {
+    Group& g = *nb::inst_ptr<Group>(group);
+    const FusedCall call{static_cast<DType>(dtype), static_cast<RedOp>(redop), count,
+                         nullptr, nullptr, request.ptr(), nullptr, nullptr, 0};
+    if (g.fusion == nullptr || !g.fusion->takes(call.nbytes())) return nb::none();
+    return nb::int_(g.fusion->add_away(group, away, call));
+  }, nb::arg("group"), nb::arg("away"), nb::arg("request"), nb::arg("count"), nb::arg("dtype"),
+     nb::arg("redop"),
+     "Add an allreduce on a device to the bucket that `away` sends: `away.send(requests)`, or\n"
+     "`away.fail(requests, error)`. The number of the call; None where it is too long.");
   m.def("cut_fusion", [](nb::handle group) {
     Group& g = *nb::inst_ptr<Group>(group);
     if (g.fusion != nullptr && !g.fusion->cut(group)) throw nb::python_error();

@@ -63,6 +63,16 @@ void send(Bucket& bucket) {
       Engine::forked.load(std::memory_order_relaxed)) {
     bucket.group.attr("_check_usable")();
   }
+  if (bucket.away.is_valid()) {
+    const nb::object interrupt = bucket.away.attr("send")(bucket.arrays);
+    bucket.left = true;
+    bucket.arrays.reset();
+    if (!interrupt.is_none()) {
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(interrupt.ptr())), interrupt.ptr());
+      throw nb::python_error();
+    }
+    return;
+  }
   const PlanPtr plan = plan_of(group, bucket);
   if (plan == nullptr) return;
   Engine& engine = *group.engine;
@@ -90,17 +100,24 @@ void send(Bucket& bucket) {
   if (engine.wants_python() && !run_wanted(engine)) throw nb::python_error();
 }
 
+nb::object slice(const nb::object& list, size_t low, size_t high) {
+  PyObject* const part = PyList_GetSlice(list.ptr(), static_cast<Py_ssize_t>(low),
+                                         static_cast<Py_ssize_t>(high));
+  if (part == nullptr) throw nb::python_error();
+  return nb::steal(part);
+}
+
 // The calls from number `at` on, in a bucket of their own, which is to come behind.
 Bucket* copy_from(const Bucket& bucket, size_t at) {
   std::unique_ptr<Bucket, void (*)(Bucket*)> rest(
-      new Bucket(bucket.group, bucket.dtype, bucket.redop), [](Bucket* b) { b->let_go(); });
+      new Bucket(bucket.group, bucket.dtype, bucket.redop, bucket.away),
+      [](Bucket* b) { b->let_go(); });
   rest->parts = bucket.parts->tail(at);
   rest->calls.assign(bucket.calls.begin() + static_cast<std::ptrdiff_t>(at), bucket.calls.end());
-  // All of them: which array belongs to which call is not recorded.
-  PyObject* const arrays = bucket.arrays.ptr();
-  PyObject* const copied = PyList_GetSlice(arrays, 0, PyList_GET_SIZE(arrays));
-  if (copied == nullptr) throw nb::python_error();
-  rest->arrays = nb::steal(copied);
+  // Of the host's all: which array belongs to which call is not recorded.
+  const size_t first = bucket.away.is_valid() ? at : 0;
+  const auto num = static_cast<size_t>(PyList_GET_SIZE(bucket.arrays.ptr()));
+  rest->arrays = slice(bucket.arrays, first, num);
   return rest.release();
 }
 
@@ -122,22 +139,35 @@ Fusion::~Fusion() {
   for (Bucket* bucket : queued_) bucket->let_go();
 }
 
-Bucket* Fusion::bucket_for(nb::handle group, DType dtype, RedOp redop) {
+// What it has in Python may run anything, and change what is open.
+void Bucket::fail(const nb::object& why) {
+  error = why;
+  const nb::object requests = std::move(arrays);
+  parts.reset();
+  if (away.is_valid()) raised_by([&] { away.attr("fail")(requests, why); });
+}
+
+Bucket* Fusion::bucket_for(nb::handle group, nb::handle away, const FusedCall& call) {
   for (Bucket* bucket : open_) {
-    if (bucket->dtype == dtype && bucket->redop == redop) return bucket;
+    if (bucket->dtype == call.dtype && bucket->redop == call.redop && bucket->away.is(away)) {
+      return bucket;
+    }
   }
   auto bucket = std::unique_ptr<Bucket, void (*)(Bucket*)>(
-      new Bucket(nb::borrow(group), dtype, redop), [](Bucket* b) { b->let_go(); });
+      new Bucket(nb::borrow(group), call.dtype, call.redop, nb::borrow(away)),
+      [](Bucket* b) { b->let_go(); });
   open_.push_back(bucket.get());
   return bucket.release();
 }
 
+bool Fusion::make_room(nb::handle group, uint64_t nbytes) {
+  return open_nbytes_ + nbytes <= full_nbytes_ || !is_open() || fill(group);
+}
+
 PyObject* Fusion::add(nb::handle group, const FusedCall& call) {
-  const int dtype = static_cast<int>(call.dtype), redop = static_cast<int>(call.redop);
-  known_[dtype] |= 1u << redop;
-  const uint64_t nbytes = call.nbytes();
-  if (open_nbytes_ + nbytes > full_nbytes_ && is_open() && !fill(group)) return nullptr;
-  Bucket* const bucket = bucket_for(group, call.dtype, call.redop);
+  known_[static_cast<int>(call.dtype)] |= 1u << static_cast<int>(call.redop);
+  if (!make_room(group, call.nbytes())) return nullptr;
+  Bucket* const bucket = bucket_for(group, nb::handle(), call);
   PyObject* const request = make_fused_request(bucket, num_calls_, call.result, call.timeout_s);
   if (request == nullptr) return nullptr;
   PyObject* const arrays = bucket->arrays.ptr();
@@ -146,21 +176,39 @@ PyObject* Fusion::add(nb::handle group, const FusedCall& call) {
     drop_fused_request(request);
     return nullptr;
   }
-  bucket->parts->add(call.in, call.out, call.count, agrees_ ? 0 : item_size(call.dtype));
-  const double now = agrees_ ? now_s() : 0;
-  if (agrees_) {
-    if (!is_open()) set_due(now);
-    bucket->calls.push_back(num_calls_);
-    const uint64_t kind = static_cast<uint64_t>(dtype) << 32 | static_cast<uint64_t>(redop);
-    digests_.push_back(mix(mix(digests_.back(), kind), static_cast<uint64_t>(call.count)));
-  }
-  ++num_calls_;
-  open_nbytes_ += nbytes;
-  if ((open_nbytes_ >= full_nbytes_ || (agrees_ && is_due(now))) && !fill(group)) {
+  if (!count(group, *bucket, call)) {
     drop_fused_request(request);
     return nullptr;
   }
   return request;
+}
+
+uint64_t Fusion::add_away(nb::handle group, nb::handle away, const FusedCall& call) {
+  if (!make_room(group, call.nbytes())) throw nb::python_error();
+  Bucket* const bucket = bucket_for(group, away, call);
+  if (PyList_Append(bucket->arrays.ptr(), call.keep_x) != 0) throw nb::python_error();
+  const uint64_t number = num_calls_;
+  if (!count(group, *bucket, call)) throw nb::python_error();
+  return number;
+}
+
+// The call is in the bucket. False with Python's error set where sending was interrupted.
+bool Fusion::count(nb::handle group, Bucket& bucket, const FusedCall& call) {
+  // Those of the host that lie one behind the other are one part where nothing cuts between them.
+  const bool merges = !agrees_ && !bucket.away.is_valid();
+  bucket.parts->add(call.in, call.out, call.count, merges ? item_size(call.dtype) : 0);
+  const double now = agrees_ ? now_s() : 0;
+  if (agrees_) {
+    if (!is_open()) set_due(now);
+    bucket.calls.push_back(num_calls_);
+    const uint64_t place = bucket.away.is_valid() ? uint64_t{1} << 63 : 0;
+    const uint64_t kind = place | static_cast<uint64_t>(static_cast<int>(call.dtype)) << 32 |
+                          static_cast<uint64_t>(static_cast<int>(call.redop));
+    digests_.push_back(mix(mix(digests_.back(), kind), static_cast<uint64_t>(call.count)));
+  }
+  ++num_calls_;
+  open_nbytes_ += call.nbytes();
+  return !(open_nbytes_ >= full_nbytes_ || (agrees_ && is_due(now))) || fill(group);
 }
 
 bool Fusion::is_due(double now) {
@@ -213,9 +261,11 @@ bool Fusion::fill(nb::handle group) {
 }
 
 bool Fusion::cut(nb::handle group) {
+  // What sends a bucket makes calls of its own, which are that bucket.
+  if (is_sending_ && sender_ == std::this_thread::get_id()) return true;
   if (is_open() && !(agrees_ ? ask(group, "_cut_bucket") : send_before(num_calls_))) return false;
   // What comes next must not overtake buckets that another thread is sending.
-  while (is_sending_ && sender_ != std::this_thread::get_id()) {
+  while (is_sending_) {
     if (PyErr_CheckSignals() != 0) return false;
     nb::gil_scoped_release release;
     sched_yield();
@@ -229,6 +279,7 @@ bool Fusion::send_before(uint64_t call) {
     Bucket* bucket;
     size_t at;
     Bucket* rest;
+    nb::object requests;  // of those on a device, what stays
   };
   std::vector<Cut> cuts;
   // First what needs memory: where there is none, all calls stay open.
@@ -245,9 +296,12 @@ bool Fusion::send_before(uint64_t call) {
       now.push_back(bucket);
       if (!agrees_ || calls.back() < call) continue;
       const auto at = std::lower_bound(calls.begin(), calls.end(), call) - calls.begin();
-      cuts.push_back({bucket, static_cast<size_t>(at), nullptr});
+      cuts.push_back({bucket, static_cast<size_t>(at), nullptr, {}});
       cuts.back().rest = copy_from(*bucket, static_cast<size_t>(at));
       later.push_back(cuts.back().rest);
+      if (bucket->away.is_valid()) {
+        cuts.back().requests = slice(bucket->arrays, 0, static_cast<size_t>(at));
+      }
     }
     queued_.insert(queued_.end(), now.begin(), now.end());
   } catch (...) {
@@ -257,6 +311,7 @@ bool Fusion::send_before(uint64_t call) {
   for (const Cut& cut : cuts) {
     cut.bucket->parts->cut(cut.at);
     cut.bucket->calls.resize(cut.at);
+    if (cut.requests.is_valid()) cut.bucket->arrays = cut.requests;
     cut.bucket->end = call;
     cut.bucket->next = cut.rest;
     cut.rest->hold();  // by the bucket, and by the one who has the open ones
@@ -283,14 +338,15 @@ bool Fusion::send_before(uint64_t call) {
 }
 
 void Fusion::fail_open(const nb::object& error) {
-  for (Bucket* bucket : open_) {
-    bucket->fail(error);
-    bucket->let_go();
-  }
-  open_.clear();
+  std::vector<Bucket*> failing;
+  failing.swap(open_);
   num_sent_ = num_calls_;
   digests_.assign(1, 0);
   open_nbytes_ = 0;
+  for (Bucket* bucket : failing) {
+    bucket->fail(error);
+    bucket->let_go();
+  }
 }
 
 void Fusion::close(const nb::object& group) {

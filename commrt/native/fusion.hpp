@@ -16,12 +16,16 @@ namespace commrt {
 
 // Calls that go as one. Open while calls are added; then sent, or failed. Guarded by the GIL,
 // its references, too.
+//
+// Of arrays on a device only what settles its place among the others is here: `away` sends it
+// (commrt/device_buckets.py), `arrays` are its requests, and `parts` have lengths alone.
 struct Bucket {
-  Bucket(nb::object group_, DType dtype_, RedOp redop_)
-      : group(std::move(group_)), dtype(dtype_), redop(redop_), parts(new BucketParts),
-        arrays(nb::steal(PyList_New(0))) {}
+  Bucket(nb::object group_, DType dtype_, RedOp redop_, nb::object away_)
+      : group(std::move(group_)), away(std::move(away_)), dtype(dtype_), redop(redop_),
+        parts(new BucketParts), arrays(nb::steal(PyList_New(0))) {}
 
   nb::object group;
+  nb::object away;  // invalid: the engine runs it
   DType dtype;
   RedOp redop;
   std::unique_ptr<BucketParts> parts;  // until it is sent
@@ -31,17 +35,14 @@ struct Bucket {
   std::vector<uint64_t> calls;   // numbers of the calls, one for each part
   nb::object request;            // once it is sent
   Request* sent = nullptr;       // the same
+  bool left = false;             // `away` has sent it
   nb::object error;              // why it was not sent
   uint64_t end = ~uint64_t{0};   // calls from this one on went over into `next`
   Bucket* next = nullptr;
 
-  bool is_settled() const { return sent != nullptr || error.is_valid(); }
+  bool is_settled() const { return sent != nullptr || left || error.is_valid(); }
   // Instead of being sent: nobody works on the arrays.
-  void fail(const nb::object& why) {
-    error = why;
-    arrays.reset();
-    parts.reset();
-  }
+  void fail(const nb::object& why);
   void hold() { ++references_; }
   void let_go() {
     if (--references_ != 0) return;
@@ -86,6 +87,9 @@ class Fusion {
   bool takes(uint64_t nbytes) const { return nbytes < most_nbytes_; }
   // Returns the call's request; null with Python's error set.
   PyObject* add(nb::handle group, const FusedCall& call);
+  // Adds a call on a device, `keep_x` being its request, to the bucket that `away` sends. Returns
+  // the call's number. Throws Python's error where it was interrupted: the call is made, or not.
+  uint64_t add_away(nb::handle group, nb::handle away, const FusedCall& call);
   // Sends what was called so far. False with Python's error set where it was interrupted;
   // whatever else goes wrong, the requests tell.
   bool cut(nb::handle group);
@@ -107,7 +111,9 @@ class Fusion {
   void close(const nb::object& group);
 
  private:
-  Bucket* bucket_for(nb::handle group, DType dtype, RedOp redop);
+  Bucket* bucket_for(nb::handle group, nb::handle away, const FusedCall& call);
+  bool make_room(nb::handle group, uint64_t nbytes);
+  bool count(nb::handle group, Bucket& bucket, const FusedCall& call);
   bool ask(nb::handle group, const char* method);
   bool fill(nb::handle group);
   bool send_queued();

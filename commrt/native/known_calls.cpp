@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "device_request.hpp"
+#include "fusion.hpp"
 #include "mpi_work.hpp"
 #include "nccl_work.hpp"
 #include "peer_work.hpp"
@@ -85,6 +86,8 @@ nb::object run(nb::handle group_object, const AskedCall& asked) {
       entry->receives ? as_memory(has_out ? out.address : x.address) : nullptr;
   Stream stream = x.stream;
   if (asked.stream != nullptr && !read_stream(asked, x.device, &stream)) return {};
+  // Before a collective that is in none of the open buckets.
+  if (group.fusion != nullptr && !group.fusion->cut(group_object)) throw nb::python_error();
   try {
     if (entry->sends || !has_out) order_after(group_object, x, stream);
     if (has_out) order_after(group_object, out, stream);

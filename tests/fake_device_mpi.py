@@ -39,7 +39,7 @@ class FakeDeviceMpi:
         self._stub.stub_counter.restype = ctypes.c_long
         self._stub.stub_outstanding.restype = ctypes.c_long
         self._stub.stub_in_place.restype = ctypes.c_uint64
-        self._stub.stub_reset(ctypes.c_void_p(_native.current_device_function()))
+        self.forget()
         table = {name: self._address(name) for name in _libmpi.FUNCTIONS}
         _native.load_mpi(table, _BYTE, self._stub.stub_in_place(), ERR_TRUNCATE)
         self.constants = {"BYTE": _BYTE}
@@ -47,6 +47,10 @@ class FakeDeviceMpi:
             self.constants[f"dtype:{name}"] = _FIRST_TYPE + number
         for op in _libmpi._MPI_OPS:
             self.constants[f"op:{op.name.lower()}"] = _FIRST_OP + int(ReduceOp(op))
+
+    def forget(self) -> None:
+        """Forget all that was called, and all that was set."""
+        self._stub.stub_reset(ctypes.c_void_p(_native.current_device_function()))
 
     def _address(self, name: str) -> int:
         """Return where a function is; 0 for those that are not called here."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a communicator does with an MPI library that takes device memory.
 
-Whether the library does it is asked at run time (``cuda_aware``), and the ranks tell each
+Whether the library does is asked at run time (``cuda_aware``), and the ranks tell each
 other at the first call on a device array; it is the same for all of them from then on.
 Then MPI's own collectives are given the arrays as they lie; what they cannot do runs
 staged, by rule.

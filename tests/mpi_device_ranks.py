@@ -47,8 +47,8 @@ def mpi_here(*, is_clean: bool = True) -> Iterator[FakeDeviceMpi]:
     with (
         mock.patch.object(local, "_connect", _connect),
         mock.patch.object(_libmpi, "handle", lambda comm: comm),
-        mock.patch.object(mpi, "_constants", lambda: fake.constants),
-        mock.patch.object(world, "_threads_may_call_mpi", lambda _: True),
+        mock.patch.object(mpi, "_constants", return_value=fake.constants),
+        mock.patch.object(world, "_threads_may_call_mpi", return_value=True),
     ):
         try:
             yield fake

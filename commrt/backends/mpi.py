@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``mpi`` backend: the library's own collectives, and schedules across nodes.
 
-A library that takes device memory, as the ranks have agreed (``commrt/mpi_calls.py``),
-runs its collectives on arrays on devices too, where it keeps commrt's rules; all else is
-left to ``staged``. Its schedules are of host memory alone.
+A library that takes device memory, as the ranks agree (``commrt/mpi_calls.py``),
+runs its collectives on arrays on devices too, where it keeps commrt's rules; all else
+is left to ``staged``. Its schedules are of host memory alone.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class MpiBackend:
     capabilities = Capabilities(
         devices=("host", "cuda"),
         native=True,
-        limits="schedules: host memory, ranks on several nodes; native: on devices where "
-        "the library says that it takes their memory; sum and prod of types of 32 "
-        "bits and more, min, max and bitwise of integers, logical of integers and "
+        limits="schedules: host memory, ranks on several nodes; native: on devices "
+        "where the library says that it takes their memory; sum and prod of types of "
+        "32 bits and more, min, max and bitwise of integers, logical of integers and "
         "bool, each where the library has the type; counts below 2^31",
     )
 

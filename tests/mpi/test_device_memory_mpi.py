@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real MPI libraries are given the memory of devices of threads, which is the host's."""
+"""Real MPI libraries are given memory of devices of threads, which is the host's."""
 
 from __future__ import annotations
 

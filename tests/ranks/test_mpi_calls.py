@@ -148,7 +148,7 @@ def test_calls_of_several_communicators() -> None:
 
 
 def test_the_legacy_stream_is_not_held(mpi: FakeDeviceMpi) -> None:
-    """MPI's own copies may take turns with it: a call there returns when MPI is done."""
+    """MPI's copies may take turns with it: a call there returns when MPI is done."""
 
     def main(rank: Rank) -> None:
         x = ones(rank)
@@ -440,7 +440,7 @@ def test_a_captured_stream_is_refused() -> None:
         x = ones(rank)
         rank.comm.allreduce(x)
         rank.device.begin_capture(rank.stream.handle)
-        with pytest.raises(CaptureError, match="allreduce on .*the host calls MPI at"):
+        with pytest.raises(CaptureError, match=r"allreduce on .*the host calls MPI at"):
             rank.comm.allreduce(x)
         graph = rank.device.end_capture(rank.stream.handle)
         rank.device.graph_destroy(graph)

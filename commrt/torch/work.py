@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commrt._native import Request
 from commrt.device_requests import DeviceRequest
 from commrt.errors import CommError, TimeoutError_
 from commrt.torch.errors import as_torch_error
@@ -54,6 +55,8 @@ class CommrtWork(dist.Work):
             futures: the group's thread that completes futures, where it has one.
         """
         super().__init__()
+        if type(request) is Request:
+            request._be_quiet()  # torch's own code drops some, as other backends allow
         self._request = request
         self._outputs = list(outputs)
         self._back = back

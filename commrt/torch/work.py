@@ -36,7 +36,7 @@ def seconds(timeout: timedelta | None) -> float | None:
     return limit if limit > 0 else None
 
 
-class CommrtWork(dist.Work):
+class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
     """One started operation of a group."""
 
     def __init__(
@@ -149,7 +149,7 @@ class CommrtWork(dist.Work):
         return self._future
 
     def block_current_stream(self) -> None:
-        """Let the current stream wait; on the CPU there is none, and the caller waits."""
+        """Let the current stream wait; of CPU tensors the caller waits."""
         self.wait()
 
     def __repr__(self) -> str:

@@ -125,7 +125,9 @@ def subgroups(rank: int, size: int) -> list[bool]:
 
 
 def meshes(rank: int, size: int) -> list[bool]:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1, size), mesh_dim_names=("a", "b"))
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu", (1, size), mesh_dim_names=("a", "b")
+    )
     x = torch.ones(2)
     dist.all_reduce(x, group=mesh["b"].get_group())
     y = torch.ones(2)
@@ -291,7 +293,9 @@ def wrong_calls() -> list[str]:
             lambda: dist.all_gather_single(torch.zeros(3), torch.zeros(2)),
             lambda: dist.all_reduce(torch.zeros(2, dtype=torch.float8_e8m0fnu)),
             lambda: dist.all_reduce(torch.zeros(2), dist.ReduceOp.BAND),
-            lambda: dist.all_to_all_single(torch.zeros(3), torch.zeros(3), [1, 1], [2, 1]),
+            lambda: dist.all_to_all_single(
+                torch.zeros(3), torch.zeros(3), [1, 1], [2, 1]
+            ),
             lambda: dist.group.WORLD.allreduce([torch.zeros(1), torch.zeros(1)]),
             lambda: dist.all_gather([torch.zeros(1)], torch.zeros(1)),
             lambda: dist.new_group(pg_options=object()),

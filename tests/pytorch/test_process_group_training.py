@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 DEADLINE_S = 110.0
 RANKS = 2
@@ -84,24 +84,28 @@ def used(kind: Any = None) -> nn.Module:
 
 
 def plain() -> Any:
-    return trained(DDP(used()))
+    return trained(DistributedDataParallel(used()))
 
 
 def small_buckets() -> Any:
-    return trained(DDP(used(), bucket_cap_mb=0.0001, gradient_as_bucket_view=True))
+    return trained(
+        DistributedDataParallel(
+            used(), bucket_cap_mb=0.0001, gradient_as_bucket_view=True
+        )
+    )
 
 
 def static_graph() -> Any:
-    return trained(DDP(used(), static_graph=True))
+    return trained(DistributedDataParallel(used(), static_graph=True))
 
 
 def unused_parameters() -> Any:
-    model = DDP(made(), find_unused_parameters=True)
+    model = DistributedDataParallel(made(), find_unused_parameters=True)
     return trained(model, other=False) + trained(model, other=True)
 
 
 def no_sync() -> Any:
-    model = DDP(used())
+    model = DistributedDataParallel(used())
     with model.no_sync():
         model(rows(0)).sum().backward()
     model(rows(1)).sum().backward()
@@ -109,20 +113,20 @@ def no_sync() -> Any:
 
 
 def compressing_hook() -> Any:
-    model = DDP(used())
+    model = DistributedDataParallel(used())
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     return trained(model)
 
 
 def allreduce_hook() -> Any:
-    model = DDP(used(), bucket_cap_mb=0.0001)
+    model = DistributedDataParallel(used(), bucket_cap_mb=0.0001)
     model.register_comm_hook(None, default_hooks.allreduce_hook)
     return trained(model)
 
 
 def power_sgd() -> Any:
     """Its callbacks call further collectives and wait for them."""
-    model = DDP(used(), bucket_cap_mb=0.0001)
+    model = DistributedDataParallel(used(), bucket_cap_mb=0.0001)
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=2, start_powerSGD_iter=2
     )
@@ -131,7 +135,7 @@ def power_sgd() -> Any:
 
 
 def join() -> Any:
-    model = DDP(used())
+    model = DistributedDataParallel(used())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.join():
         for step in range(2 + dist.get_rank()):
@@ -155,7 +159,7 @@ class Words(nn.Module):
 
 
 def sparse_gradients() -> Any:
-    model = DDP(made(Words))
+    model = DistributedDataParallel(made(Words))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
@@ -167,11 +171,13 @@ def sparse_gradients() -> Any:
 def buffers() -> Any:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
     torch.manual_seed(dist.get_rank())
-    return trained(DDP(model))[3:] + [b.clone() for b in model.buffers()]
+    return trained(DistributedDataParallel(model))[3:] + [
+        b.clone() for b in model.buffers()
+    ]
 
 
 def zero_1() -> Any:
-    model = DDP(used())
+    model = DistributedDataParallel(used())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
     for step in range(3):
         optimizer.zero_grad()
@@ -263,7 +269,9 @@ def state_dicts() -> Any:
     state = dcp_state.get_model_state_dict(other)
     dcp.load(state, checkpoint_id=box[0])
     dcp_state.set_model_state_dict(other, state)
-    assert all(torch.equal(a, b) for a, b in zip(whole(model), whole(other), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole(model), whole(other), strict=True)
+    )
     return whole(other)
 
 
@@ -290,7 +298,14 @@ def tensor_parallel() -> Any:
     return [loss.detach(), *grads]
 
 
-SHARDED = [fully_sharded, half_precision, hybrid, state_dicts, dtensors, tensor_parallel]
+SHARDED = [
+    fully_sharded,
+    half_precision,
+    hybrid,
+    state_dicts,
+    dtensors,
+    tensor_parallel,
+]
 
 
 def run_sharded() -> list[str]:
@@ -322,8 +337,10 @@ def run_shared_memory() -> list[Any]:
         pairs = zip(divided.parameters(), plain_.parameters(), strict=True)
         found.append(all(p.grad is not None and q.grad is not None for p, q in pairs))
         backend = group._get_backend(torch.device("cpu"))
-        kept = [backend.allocate_tensor(n, dtype=torch.float32, device=torch.device("cpu"))
-                for n in (0, 3, 5000)]  # fmt: skip
+        kept = [
+            backend.allocate_tensor(n, dtype=torch.float32, device=torch.device("cpu"))
+            for n in (0, 3, 5000)
+        ]
         at = kept[2].data_ptr()
         assert kept[1].data_ptr() != at
         view = kept[2][:10].view(2, 5)
@@ -401,7 +418,7 @@ def compiled() -> Any:
         dist.all_reduce(y)
         return y + 1
 
-    model = torch.compile(DDP(used()), backend="eager")
+    model = torch.compile(DistributedDataParallel(used()), backend="eager")
     loss = model(rows(0)).square().mean()
     loss.backward()
     return [step(torch.arange(3.0)), *(p.grad for p in model.parameters())]

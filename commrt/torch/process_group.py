@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from commrt.comm import Communicator
 from commrt.errors import CommError, UsageError
@@ -71,16 +71,12 @@ def _end_groups(owner: int) -> None:
             group._completer.close()
 
 
-_ProcessGroup: Any = dist.ProcessGroup
-"""mypy does not look into torch."""
-
-
-class CommrtProcessGroup(Collectives, Messages, _ProcessGroup):
+class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[misc]
     """A process group of torch on a communicator of commrt."""
 
     def __init__(self, comm: Communicator, member: jobs.Member) -> None:
         # With the store, as other groups have it, torch 2.13 fails.
-        _ProcessGroup.__init__(self, member.rank, member.size)
+        ProcessGroup.__init__(self, member.rank, member.size)
         self._comm = comm
         self._member = member
         self._group_name = member.name

@@ -6,7 +6,11 @@ Each scenario runs on both within one launch, from the same seeds.
 
 from __future__ import annotations
 
+import json
+import os
 import tempfile
+import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,7 +24,6 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -29,6 +32,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which it uses
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 DEADLINE_S = 110.0
 RANKS = 2
@@ -452,3 +459,30 @@ def test_mismatches_in_check_mode(torchrun: Any) -> None:
     first, second = torchrun(RANKS, run_mismatch, env=env, deadline_s=DEADLINE_S)
     assert first == second
     assert "allreduce" in first[0]
+
+
+def run_lost_peer() -> str:
+    """Rank 1 leaves out a backward pass: DDP's reducer, in C++, gets an error."""
+    said = ""
+    with job(timeout=timedelta(seconds=2)) as rank:
+        model = DistributedDataParallel(used())
+        model(rows(0)).sum().backward()
+        dist.barrier()
+        if rank == 0:
+            with pytest.raises(RuntimeError) as raised:
+                model(rows(1)).sum().backward()
+            said = str(raised.value)
+        dist.distributed_c10d._get_default_store().set(f"ended{rank}", "1")
+        dist.distributed_c10d._get_default_store().get("ended0")
+        # What is in flight will not end.
+        print(json.dumps(said), flush=True)
+        os._exit(0)
+    return said
+
+
+@pytest.mark.parametrize("progress", ["off", "on"])
+def test_errors_come_through_the_reducer(torchrun: Any, progress: str) -> None:
+    env = {"COMMRT_PROGRESS": progress}
+    done = torchrun.failing(RANKS, run_lost_peer, env=env, deadline_s=DEADLINE_S)
+    assert done.ok, done.describe_failure()
+    assert "rank 1 on this node has not started it" in done.stdout

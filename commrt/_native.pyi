@@ -548,6 +548,11 @@ class Group:
     def _timeout_s(self) -> float: ...
     @_timeout_s.setter
     def _timeout_s(self, arg: float, /) -> None: ...
+    def _waiting_source(self, tag: int, first: int) -> int:
+        """Return a rank whose message of this tag no receive has asked for, looking
+        from `first` on; -1: there is none.
+        """
+
     @property
     def name(self) -> str: ...
     @property

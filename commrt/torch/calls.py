@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a tensor to a call of commrt, and from there to what torch is given.
 
-A call that torch waits for (``asyncOp`` is False) runs to its end on the caller's thread
-and returns None: no Work, no thread in between. Every other one returns a Work. While
-torch coalesces calls, all are started at once and join the one Work at the end.
+A call that torch waits for (``asyncOp`` is False) runs to its end on the caller's
+thread and returns None: no Work, no thread in between. Every other one returns a Work.
+While torch coalesces calls, all are started at once and join the one Work at the end.
 
-commrt's dispatcher knows numpy's arrays at a glance, torch's tensors not. Their plans are
-looked up here, by what would make the same plan there; whatever is not plain goes through
-the communicator's methods, which check it and say what is wrong.
+commrt's dispatcher knows numpy's arrays at a glance, torch's tensors not. Their plans
+are looked up here, by what would make the same plan there; whatever is not plain goes
+through the communicator's methods, which check it and say what is wrong.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Calls:
         waits: bool,
         limit: float | None,
     ) -> Any:
-        """Run a call whose plan is known; NotImplemented where it has to be looked at."""
+        """Run a call whose plan is known; NotImplemented where it must be looked at."""
         comm = self.comm
         if num_elements < 0 or not self._may_look_up or not x.is_cpu:
             return NotImplemented

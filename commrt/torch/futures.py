@@ -8,13 +8,13 @@ the same order, between the same other calls. NCCL keeps that by running callbac
 once, in the call of ``then``, and so does commrt: a future that Python asks for is
 complete, which means that ``get_future()`` waits for the operation.
 
-DDP's reducer, in C++, asks for futures while gradients are still being computed, looks at
-them at the end, and attaches nothing of Python's. It gets one that a thread of the group
-completes later, where the operation makes progress by itself meanwhile.
+DDP's reducer, in C++, asks for futures while gradients are still being computed, looks
+at them at the end, and attaches nothing of Python's. It gets one that a thread of the
+group completes later, where the operation makes progress by itself meanwhile.
 
-An error has to be an error of C++: what ``Future.set_exception`` stores is a value to C++,
-and DDP crashes on it. An error that a callback raises is one, so every future here is what
-``then`` made of another one.
+An error has to be an error of C++: what ``Future.set_exception`` stores is a value to
+C++, and DDP crashes on it. An error that a callback raises is one, so every future here
+is what ``then`` made of another one.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def future_of(work: CommrtWork, completer: Completer | None) -> Any:
 def _called_from_cpp() -> bool:
     """Whether ``Work.get_future`` was called by no function of Python's.
 
-    Then the frame above it is that of ``backward()``, or there is none. Who is wrong
-    about that only waits at another place.
+    Then the frame above it is that of ``backward()``, or there is none. To be wrong
+    about that only means to wait at another place.
     """
     frame = sys._getframe(2).f_back  # _called_from_cpp, future_of, get_future
     return frame is None or frame.f_code is _BACKWARD
 
 
 class Completer:
-    """A thread that waits for operations in their order, and completes their futures."""
+    """A thread that waits for operations, in their order, for their futures."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -46,9 +46,7 @@ class Collectives:
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
         """Reduce a tensor over all ranks, in place; dense or sparse COO."""
         if type(opts) is not c10d.AllreduceOptions:
-            opts = options(
-                c10d.AllreduceOptions, opts, reduceOp=None, timeout=timeout
-            )
+            opts = options(c10d.AllreduceOptions, opts, reduceOp=None, timeout=timeout)
         x = one("allreduce", tensors)
         if x.layout is not torch.strided:
             return sparse_allreduce(self._calls, x, opts)
@@ -80,7 +78,7 @@ class Collectives:
             )
         buffers = [target(x, moved=False) for x in tensors]
         limit = calls.limit(opts)
-        arguments = {"op": op.name, "nonblocking": True}
+        arguments: dict[str, Any] = {"op": op.name, "nonblocking": True}
         if limit is not None:
             arguments["timeout_s"] = limit
         with calls.raising(), calls.comm.fused():
@@ -394,7 +392,7 @@ def _on_host(tensors: Tensors) -> bool:
 def _separate(x: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether two tensors share no memory."""
     first, second = x.data_ptr(), out.data_ptr()
-    return first + x.nbytes <= second or second + out.nbytes <= first
+    return bool(first + x.nbytes <= second or second + out.nbytes <= first)
 
 
 def _unless_own_block(
@@ -406,8 +404,8 @@ def _unless_own_block(
 ) -> torch.Tensor:
     """Return what is sent of two tensors that share memory.
 
-    Where one is this rank's block of the other, commrt's call sees to it. Else a copy of
-    what is sent is sent: ``copied``, by itself ``large``.
+    Where one is this rank's block of the other, commrt sees to it. Else a copy
+    is sent: of ``copied``, by itself of ``large``.
     """
     sent = large if copied is None else copied
     own = small.data_ptr() == large.data_ptr() + rank * small.nbytes
@@ -439,5 +437,3 @@ def _elements(
         )
     row = flat.numel() // rows if rows else 0
     return [split * row for split in splits]
-
-

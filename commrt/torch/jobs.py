@@ -2,8 +2,8 @@
 """Communicators for torch's groups: the ranks meet in the store that torch gives.
 
 The default group's ranks are a world, and a later group a communicator of some of them,
-made by its members alone. A group whose default group is another backend's is a world by
-itself. All of them share the process's engine, so that who waits in one serves the
+made by its members alone. A group whose default group is another backend's is a world
+by itself. All of them share the process's engine, so that who waits in one serves the
 others.
 """
 
@@ -92,9 +92,7 @@ def _world_of(member: Member) -> World:
     return join_world(bootstrap, launch, member.timeout_s)
 
 
-def _communicator(
-    world: World, ranks: Sequence[int], member: Member
-) -> Communicator:
+def _communicator(world: World, ranks: Sequence[int], member: Member) -> Communicator:
     limit = member.timeout_s
     label = f"torch/{member.name}"
     identity = world.agree_id(ranks, label, timeout_s=limit)

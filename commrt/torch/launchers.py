@@ -37,7 +37,7 @@ def serve_launchers() -> None:
 
 
 class _Rendezvous:
-    """torch's own ``env://``, but where its variables are missing and MPI's are there."""
+    """torch's own ``env://``, unless its variables are missing and MPI's are there."""
 
     def __init__(self, own: Handler) -> None:
         self._own = own

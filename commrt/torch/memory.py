@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors in memory that the ranks of a node share, for programs that ask the group.
 
-FSDP2 asks for its buffers anew in every layer of every step. Symmetric memory is made by
-all ranks together, which takes milliseconds; so a group makes one large piece when it is
-first asked, and each rank gives out parts of it on its own: where a rank's tensors lie is
-its own affair. What does not fit is ordinary memory. Pages count when they are touched.
+FSDP2 asks for its buffers anew in every layer of every step. Symmetric memory is made
+by all ranks together, which takes milliseconds; so a group makes one large piece when
+it is first asked, and each rank gives out parts of it on its own: where a rank's
+tensors lie is its own affair. What does not fit is ordinary memory. Pages count when
+they are touched.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ class SharedMemory:
 class _Loan:
     """The owner of a part, as numpy sees it: it ends when no view is left."""
 
-    def __init__(self, memory: SharedMemory, begin: int, nbytes: int, part: Any) -> None:
+    def __init__(
+        self, memory: SharedMemory, begin: int, nbytes: int, part: Any
+    ) -> None:
         self._memory = memory
         self._begin = begin
         self._nbytes = nbytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's point-to-point calls: every one is asynchronous, and torch waits for its Work."""
+"""torch's point-to-point calls: all are asynchronous; torch waits for their Work."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from commrt.comm import Communicator
 
 __all__ = ["Messages"]
-
-
 
 
 class Messages:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forms in which torch's group methods may be called.
 
-C++ and torch.distributed pass lists of tensors and an options object. Programs that call
-a group's methods themselves also pass one tensor, a reduction or a root, and leave the
-options out.
+C++ and torch.distributed pass lists of tensors and an options object. Programs that
+call a group's methods themselves also pass one tensor, a reduction or a root, and leave
+the options out.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def one(what: str, tensors: Any) -> torch.Tensor:
         return tensors
     if len(tensors) != 1:
         raise UsageError(
-            f"{what}: {len(tensors)} tensors in one call; expected one: several devices "
-            f"of one rank, as of old, are not supported"
+            f"{what}: {len(tensors)} tensors in one call; expected one: a rank has "
+            f"one device, not several as of old"
         )
     found: torch.Tensor = tensors[0]
     return found

@@ -2,9 +2,9 @@
 """The process group: what torch holds of a commrt communicator.
 
 torch 2.13 lets Python derive from ``ProcessGroup``, not from ``Backend``. So a group of
-commrt's serves every device itself, by where a call's tensors are. The calls are in base
-classes that know nothing of ProcessGroup: a Backend, where torch allows one, is another
-class as short as this one.
+commrt's serves every device itself, by where a call's tensors are. The calls are in
+base classes that know nothing of ProcessGroup: a Backend, where torch allows one, is
+another class as short as this one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from commrt.comm import Communicator
 from commrt.errors import CommError, UsageError
@@ -34,7 +34,7 @@ from commrt.world import progress_mode
 __all__ = ["CommrtProcessGroup", "make_process_group"]
 
 _LIVING: weakref.WeakSet[CommrtProcessGroup] = weakref.WeakSet()
-"""Groups that ``destroy_process_group`` has not ended; looked at as the process ends."""
+"""Groups that ``destroy_process_group`` has not ended, for the end of the process."""
 
 
 def make_process_group(options: Any, pg_options: Any) -> CommrtProcessGroup:
@@ -71,12 +71,12 @@ def _end_groups(owner: int) -> None:
             group._completer.close()
 
 
-class CommrtProcessGroup(Collectives, Messages, dist.ProcessGroup):
+class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[misc]
     """A process group of torch on a communicator of commrt."""
 
     def __init__(self, comm: Communicator, member: jobs.Member) -> None:
         # With the store, as other groups have it, torch 2.13 fails.
-        dist.ProcessGroup.__init__(self, member.rank, member.size)
+        ProcessGroup.__init__(self, member.rank, member.size)
         self._comm = comm
         self._member = member
         self._group_name = member.name
@@ -154,7 +154,7 @@ class CommrtProcessGroup(Collectives, Messages, dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """End the group on this rank; ``destroy_process_group`` calls it. Idempotent."""
+        """End the group here; ``destroy_process_group`` calls it. Idempotent."""
         if self._is_over:
             return
         self._is_over = True

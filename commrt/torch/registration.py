@@ -2,8 +2,8 @@
 """How torch learns of the backend: called at the end of ``import torch``.
 
 An error in here would make ``import torch`` fail for every program of an environment
-that has commrt, so whatever is wrong is a warning, and all that takes time waits for the
-first process group.
+that has commrt, so whatever is wrong is a warning, and all that takes time waits for
+the first process group.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def _warn_of_torchcomms() -> None:
     wanted = os.environ.get(_TORCHCOMMS, "0").lower() not in ("", "0", "false")
     if wanted and importlib.util.find_spec("torchcomms") is not None:
         warnings.warn(
-            f"with {_TORCHCOMMS} torch asks torchcomms for every backend, and {BACKEND} "
-            f"is none of torchcomms': init_process_group({BACKEND!r}) will fail; unset "
-            f"{_TORCHCOMMS} to use it",
+            f"with {_TORCHCOMMS} torch asks torchcomms for every backend, and "
+            f"{BACKEND} is none of torchcomms': init_process_group({BACKEND!r}) will "
+            f"fail; unset {_TORCHCOMMS} to use it",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse COO tensors summed over all ranks, by commrt's sparse allreduce.
 
-torch's gradients of embeddings are hybrid: an index names a row, and a value is a row of
-numbers. commrt's sparse vectors name elements, so each row's elements are named one by
-one, and the rows of the sum are found from them.
+torch's gradients of embeddings are hybrid: an index names a row, and a value is a row
+of numbers. commrt's sparse vectors name elements, so each row's elements are named one
+by one, and the rows of the sum are found from them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def sparse_allreduce(
     out: list[Any] = []
     request: Any = None
     waits, limit = calls.waits(opts), calls.limit(opts)
-    arguments = {} if limit is None else {"timeout_s": limit}
+    arguments: dict[str, Any] = {} if limit is None else {"timeout_s": limit}
     with calls.raising():
         request = calls.comm.sparse_allreduce(
             _elements(given), result="sparse", nonblocking=True, **arguments
@@ -87,7 +87,7 @@ def _like(x: torch.Tensor, total: Any) -> torch.Tensor:
         filled = values.new_zeros(len(rows) * row)
         filled[at * row + places % row] = values
         places, values = rows, filled.reshape(len(rows), *dense)
-    indices = []
+    indices: list[torch.Tensor] = []
     for length in reversed(sparse):
         indices.insert(0, places % length)
         places = places // length

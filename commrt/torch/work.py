@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commrt._native import Request
 from commrt.device_requests import DeviceRequest
 from commrt.errors import CommError, TimeoutError_
 from commrt.torch.errors import as_torch_error
@@ -35,7 +36,7 @@ def seconds(timeout: timedelta | None) -> float | None:
     return limit if limit > 0 else None
 
 
-class CommrtWork(dist.Work):
+class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
     """One started operation of a group."""
 
     def __init__(
@@ -54,6 +55,8 @@ class CommrtWork(dist.Work):
             futures: the group's thread that completes futures, where it has one.
         """
         super().__init__()
+        if type(request) is Request:
+            request._be_quiet()  # torch's own code drops some, as other backends allow
         self._request = request
         self._outputs = list(outputs)
         self._back = back
@@ -146,7 +149,7 @@ class CommrtWork(dist.Work):
         return self._future
 
     def block_current_stream(self) -> None:
-        """Let the current stream wait; on the CPU there is none, and the caller waits."""
+        """Let the current stream wait; of CPU tensors the caller waits."""
         self.wait()
 
     def __repr__(self) -> str:

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from mpi_ranks import KILL_GRACE_S, SpawnedRanks
+from mpi_ranks import KILL_GRACE_S, SpawnedRanks, mpirun
 
 from commrt.mpiexec import Completed, child_environment, run_process
+
+__all__ = ["mpirun", "torchrun"]
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch's own tests of a backend, from the installed wheel, on commrt and on gloo.
 
-    python tests/pytorch/distributed_suite.py                    all of them, on commrt
-    python tests/pytorch/distributed_suite.py -k all_gather      those with this in the name
+    python tests/pytorch/distributed_suite.py                 all of them, on commrt
+    python tests/pytorch/distributed_suite.py -k all_gather   those so named
     python tests/pytorch/distributed_suite.py --backend gloo --write gloo.json
     python tests/pytorch/distributed_suite.py --compare gloo.json
 
-The tests are those of ``torch.testing._internal.distributed.distributed_test``, with two
-ranks. They run in chunks, each in a process of its own with a deadline: a test that hangs
-costs its chunk the rest, which runs again without it. With ``--compare`` the exit status
-says whether all pass that passed there.
+The tests are those of ``torch.testing._internal.distributed.distributed_test``, with
+two ranks. They run in chunks, each in a process of its own with a deadline: a test that
+hangs costs its chunk the rest, which runs again without it. With ``--compare`` the exit
+status says whether all pass that passed there.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -69,9 +70,7 @@ def run(backend: str, pattern: str, known: dict[str, str]) -> dict[str, str]:
 
 def report(found: dict[str, str], known: dict[str, str]) -> int:
     """Print what did not pass, and how many did."""
-    bad = {
-        name: how for name, how in found.items() if how not in ("passed", "skipped")
-    }
+    bad = {name: how for name, how in found.items() if how not in ("passed", "skipped")}
     for name, how in sorted(bad.items()):
         print(f"FAILS {name}: {how}")
     passed = sum(how == "passed" for how in found.values())
@@ -127,7 +126,7 @@ def _chunk_of(backend: str, names: list[str]) -> dict[str, str]:
             stderr=subprocess.DEVNULL,
         )
         how = _watch(process, results)
-        with_suppressed_end(process)
+        _end(process)
         lines = [json.loads(line) for line in results.read_text().splitlines()]
     found = dict(lines)
     begun = [name for name, how_ in found.items() if how_ == "begun"]
@@ -152,12 +151,10 @@ def _watch(process: subprocess.Popen[bytes], results: Path) -> str:
     return ENDED
 
 
-def with_suppressed_end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """End a chunk's process and the ranks it has left."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -41,8 +41,10 @@ def combined(op: Any, size: int, count: int, name: str) -> torch.Tensor:
         result = inputs[0].to(torch.int64)
         for other in inputs[1:]:
             one = other.to(torch.int64)
-            result = result & one if op is OP.BAND else (
-                result | one if op is OP.BOR else result ^ one
+            result = (
+                result & one
+                if op is OP.BAND
+                else (result | one if op is OP.BOR else result ^ one)
             )
         return result.to(getattr(torch, name))
     stack = torch.stack([one.to(wide) for one in inputs])
@@ -80,9 +82,7 @@ def run_reductions() -> list[str]:
     return wrong
 
 
-def check_reductions(
-    rank: int, size: int, name: str, op: Any, count: int
-) -> list[str]:
+def check_reductions(rank: int, size: int, name: str, op: Any, count: int) -> list[str]:
     """Return which operations are wrong."""
     want = combined(op, size, count, name)
     x = values(rank, count, name)
@@ -286,7 +286,7 @@ def uneven(rank: int, size: int) -> list[bool]:
     dist.reduce_scatter(mine, parts)
     return [
         [g.tolist() for g in got] == want,
-        out[:, 1].tolist() == sum(want, []),
+        out[:, 1].tolist() == [x for part in want for x in part],
         [o.tolist() for o in outs] == [[float(r)] * (r + 1) for r in range(size)],
         mine.tolist() == [size * (size + 1) / 2] * (rank + 1),
     ]
@@ -336,8 +336,11 @@ def sparse(rank: int, size: int) -> list[bool]:
 def coalesced(rank: int, size: int) -> list[bool]:
     """Several calls as one, in each of torch's ways."""
     total = size * (size + 1) / 2
-    tensors = [torch.full((n,), rank + 1.0, dtype=d) for n in (0, 3, 70_000)
-               for d in (torch.float32, torch.bfloat16)]  # fmt: skip
+    tensors = [
+        torch.full((n,), rank + 1.0, dtype=d)
+        for n in (0, 3, 70_000)
+        for d in (torch.float32, torch.bfloat16)
+    ]
     with dist._coalescing_manager():
         for x in tensors:
             dist.all_reduce(x)
@@ -348,8 +351,9 @@ def coalesced(rank: int, size: int) -> list[bool]:
             mine = torch.full((out.numel() // size,), float(rank))
             dist.all_gather_single(out, mine)
     manager.wait()
-    found.append(all(o.tolist() == sorted(o.tolist()) and o[-1] == size - 1
-                     for o in outs))  # fmt: skip
+    found.append(
+        all(o.tolist() == sorted(o.tolist()) and o[-1] == size - 1 for o in outs)
+    )
     parts = [torch.zeros(n) for n in (1, 5)]
     with dist._coalescing_manager():
         for part in parts:
@@ -391,9 +395,15 @@ def works(rank: int, size: int) -> list[bool]:
     ended = work.wait()
     future = work.get_future()
     later = future.then(lambda f: f.value()[0].sum().item())
-    nested = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(
-        lambda f: dist.all_reduce(f.value()[0], async_op=True).get_future().wait()[0]
-    )  # fmt: skip
+    nested = (
+        dist.all_reduce(torch.ones(1), async_op=True)
+        .get_future()
+        .then(
+            lambda f: (
+                dist.all_reduce(f.value()[0], async_op=True).get_future().wait()[0]
+            )
+        )
+    )
     total = size * (size + 1) / 2
     synchronous = dist.group.WORLD.allreduce(x)  # in the form of programs of old
     synchronous.wait()

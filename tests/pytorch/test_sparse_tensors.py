@@ -43,3 +43,14 @@ def test_topk_takes_and_gives_tensors() -> None:
         return values
 
     assert run(2, rank_main, timeout_s=120) == [[0, 0, 0, 0, 8, 10]] * 2
+
+
+def test_sums_of_nothing_are_tensors() -> None:
+    def rank_main(comm: Any) -> tuple[int, int]:
+        nothing = torch.sparse_coo_tensor(
+            torch.zeros(1, 0, dtype=torch.int64), [], (5,), check_invariants=True
+        )
+        total = comm.sparse_allreduce(nothing.coalesce(), result="sparse")
+        return total.values.numel(), total.indices.numel()
+
+    assert run(2, rank_main, timeout_s=120) == [(0, 0)] * 2

@@ -111,6 +111,7 @@ def test_symmetric_tensors(name: str) -> None:
         assert (x.dtype, tuple(x.shape), bool(x.any())) == (dtype, (200, 300), False)
         x[:] = int(comm.rank == 1)
         comm.allreduce(x, out=out)
+        assert tuple(comm.empty((0, 3), dtype).shape) == (0, 3)
         scalar = comm.empty((), dtype)
         return [out[0, 0].item(), out[-1, -1].item(), tuple(scalar.shape)]
 

@@ -513,3 +513,37 @@ def test_every_message_leaves_a_record() -> None:
         ]
         settle(ranks)
         wait_all(taken)
+
+
+@pytest.mark.parametrize("nbytes", LENGTHS)
+def test_whose_message_waits_is_known_before_it_is_received(nbytes: int) -> None:
+    def rank_main(comm: Any) -> list[int]:
+        if comm.rank != 1:
+            x = np.full(nbytes, comm.rank, np.uint8)
+            comm.send(x, dest=1, tag=4)
+            return []
+        found = []
+        out = np.zeros(nbytes, np.uint8)
+        assert comm._waiting_source(5, 0) == -1
+        while len(found) < 2:
+            source = comm._waiting_source(4, 2)
+            if source >= 0:
+                comm.recv(out, source=source, tag=4)
+                assert not nbytes or out[-1] == source
+                found.append(source)
+        assert comm._waiting_source(4, 0) == -1
+        return sorted(found)
+
+    assert run(3, rank_main, timeout_s=20) == [[], [0, 2], []]
+
+
+def test_a_message_to_oneself_waits_too() -> None:
+    def rank_main(comm: Any) -> int:
+        sent = comm.send(np.ones(3), dest=comm.rank, tag=1, nonblocking=True)
+        source = int(comm._waiting_source(1, 0))
+        comm.recv(np.zeros(3), source=source, tag=1)
+        sent.wait()
+        return source
+
+    assert run(1, rank_main) == [0]
+    assert run(2, rank_main) == [0, 1]

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups, messages, limits and ends of process groups."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from process_groups import job
+
+from commrt.errors import CommError, RevokedError, TimeoutError_
+
+DEADLINE_S = 90.0
+
+
+# -- messages ------------------------------------------------------------------------
+
+
+def ring(rank: int, size: int) -> list[bool]:
+    """Short and long messages round, any strides, tags, and to oneself."""
+    right, left = (rank + 1) % size, (rank - 1) % size
+    found = []
+    for count in (0, 1, 100_000):
+        x, out = torch.full((count,), float(rank)), torch.zeros(count)
+        works = [dist.isend(x, right), dist.irecv(out, left)]
+        for work in works:
+            work.wait()
+        found.append(bool((out == left).all()))
+        if count:
+            found.append(works[1].result()[0] is out)
+    table = torch.zeros(4, 6)
+    sent = dist.isend(torch.arange(12.0).reshape(4, 3).t() + rank, right, tag=5)
+    dist.recv(table[:, ::2].t(), left, tag=5) if size > 1 else None
+    if size == 1:
+        dist.irecv(table[:, ::2].t(), 0, tag=5).wait()
+    sent.wait()
+    want = torch.arange(12.0).reshape(4, 3) + left
+    found += [torch.equal(table[:, ::2], want), bool((table[:, 1::2] == 0).all())]
+    mine = torch.zeros(3)
+    works = [dist.irecv(mine, rank, tag=9), dist.isend(torch.ones(3), rank, tag=9)]
+    for work in works:
+        work.wait()
+    return [*found, mine.tolist() == [1.0] * 3]
+
+
+def batches(rank: int, size: int) -> list[bool]:
+    """Sends and receives of a batch in an order that would hang one by one."""
+    others = [r for r in range(size) if r != rank]
+    outs = {r: torch.zeros(50_000) for r in others}
+    mine = torch.full((50_000,), float(rank))
+    ops = [dist.P2POp(dist.irecv, outs[r], r) for r in others]
+    ops += [dist.P2POp(dist.isend, mine, r) for r in reversed(others)]
+    for work in dist.batch_isend_irecv(ops) if ops else []:
+        work.wait()
+    return [bool((out == r).all()) for r, out in outs.items()] or [True]
+
+
+def from_anyone(rank: int, size: int) -> list[bool]:
+    """Receives that do not say from whom; each message is received once."""
+    if rank:
+        dist.send(torch.full((3,), float(rank)), 0, tag=2)
+        dist.send(torch.full((20_000,), float(rank)), 0, tag=3)
+        return [True]
+    short = []
+    for _ in range(size - 1):
+        out = torch.zeros(3)
+        short.append((dist.recv(out, tag=2), float(out[2])))
+    outs = [torch.zeros(20_000) for _ in range(size - 1)]
+    works = [dist.irecv(out, tag=3) for out in outs]
+    for work in works:
+        work.wait()
+    long = [(work.source_rank(), float(o[-1])) for work, o in zip(works, outs)]  # noqa: B905
+    want = [(r, float(r)) for r in range(1, size)]
+    return [sorted(short) == want, sorted(long) == want]
+
+
+def objects(rank: int, size: int) -> list[bool]:
+    got: list[Any] = [None, None]
+    if rank == 0:
+        for peer in range(1, size):
+            dist.send_object_list([peer, "text"], dst=peer)
+        return [True]
+    dist.recv_object_list(got, src=0)
+    return [got == [rank, "text"]]
+
+
+# -- groups --------------------------------------------------------------------------
+
+
+def subgroups(rank: int, size: int) -> list[bool]:
+    """Groups of some ranks, in any order, of one, and among members only."""
+    found = []
+    whole = [dist.new_group([r]) for r in range(size)]
+    x = torch.ones(3)
+    dist.all_reduce(x, group=whole[rank])
+    found.append(x.tolist() == [1.0] * 3)
+    backwards = dist.new_group([*range(size)][::-1], backend="commrt")
+    x = torch.full((2,), rank + 1.0)
+    dist.all_reduce(x, group=backwards)
+    found.append(x.tolist() == [size * (size + 1) / 2] * 2)
+    members = [0, size - 1] if size > 1 else [0]
+    if rank in members:
+        local = dist.new_group(members, use_local_synchronization=True)
+        x = torch.full((2,), float(rank))
+        dist.broadcast(x, members[-1], group=local)
+        found.append(x.tolist() == [members[-1]] * 2)
+        dist.destroy_process_group(local)
+    gloo = dist.new_group(backend="gloo")
+    x = torch.ones(2)
+    dist.all_reduce(x, group=gloo)
+    found.append(x.tolist() == [size] * 2)
+    last = torch.zeros(1)
+    dist.all_reduce(last)
+    return found
+
+
+def meshes(rank: int, size: int) -> list[bool]:
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu", (1, size), mesh_dim_names=("a", "b")
+    )
+    x = torch.ones(2)
+    dist.all_reduce(x, group=mesh["b"].get_group())
+    y = torch.ones(2)
+    dist.all_reduce(y, group=mesh["a"].get_group())
+    z = funcol.all_reduce(torch.ones(3), "sum", mesh["b"])
+    parts = funcol.all_gather_tensor(torch.full((1,), float(rank)), 0, mesh["b"])
+    name = mesh["b"].get_group().group_name
+    resolved = torch.distributed.distributed_c10d._resolve_process_group(name)
+    return [
+        x.tolist() == [size] * 2,
+        y.tolist() == [1] * 2,
+        z.tolist() == [size] * 3,
+        parts.tolist() == [*range(size)],
+        resolved is mesh["b"].get_group(),
+    ]
+
+
+def names(rank: int, size: int) -> list[bool]:
+    group = dist.group.WORLD
+    return [
+        dist.get_backend() == "commrt",
+        group.name() == group._get_backend_name() == "commrt",
+        (group.rank(), group.size()) == (rank, size),
+        dist.get_process_group_ranks(group) == [*range(size)],
+        group._device_types[0] == torch.device("cpu"),
+        group.communicator.size == size,
+    ]
+
+
+SCENES: list[Callable[[int, int], list[bool]]] = [
+    *(ring, batches, from_anyone, objects, subgroups, meshes, names),
+]
+
+
+def run_scenes() -> dict[str, list[bool]]:
+    with job() as rank:
+        size = dist.get_world_size()
+        return {scene.__name__: scene(rank, size) for scene in SCENES}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_messages_and_groups(torchrun: Any, size: int) -> None:
+    for found in torchrun(size, run_scenes, deadline_s=DEADLINE_S):
+        assert [name for name, right in found.items() if not all(right)] == [], found
+
+
+def many_groups() -> float:
+    """Make groups of one, of which programs have hundreds, and some of two."""
+    with job() as rank:
+        for _ in range(250):
+            for member in range(2):
+                group = dist.new_group([member])
+                if member == rank:
+                    dist.all_reduce(torch.ones(1), group=group)
+        total = torch.zeros(1)
+        for _ in range(20):
+            x = torch.ones(1)
+            dist.all_reduce(x, group=dist.new_group([0, 1]))
+            total += x
+        return float(total)
+
+
+def test_five_hundred_groups_in_one_process(torchrun: Any) -> None:
+    assert torchrun(2, many_groups, deadline_s=DEADLINE_S) == [40.0] * 2
+
+
+def stores(folder: str) -> list[float]:
+    """Start again and again, from each kind of store, and by torchrun's variables."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found = []
+
+    def one(**arguments: Any) -> None:
+        dist.init_process_group("commrt", **arguments)
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        found.append(float(x[0]))
+        dist.destroy_process_group()
+
+    one()
+    where = {"rank": rank, "world_size": size}
+    for turn in range(2):
+        one(init_method=f"file://{folder}/store{turn}", **where)
+    one(store=dist.FileStore(f"{folder}/given", size), **where)
+    one(store=dist.HashStore(), rank=0, world_size=1)
+    # All devices are commrt's then, as torch has it with groups of Python's.
+    both = f"file://{folder}/both"
+    dist.init_process_group("cpu:gloo,cuda:commrt", init_method=both, **where)
+    found.append(float(dist.group.WORLD.name() == "commrt"))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", **where)
+    mixed = dist.new_group(backend="commrt")
+    x = torch.ones(2)
+    dist.all_reduce(x, group=mixed)
+    found.append(float(x[0]))
+    dist.destroy_process_group()
+    return found
+
+
+def test_any_store_and_again_after_the_end(torchrun: Any, tmp_path: Path) -> None:
+    got = torchrun(2, stores, deadline_s=DEADLINE_S, folder=str(tmp_path))
+    assert got == [[2.0] * 4 + [1.0, 1.0, 2.0]] * 2
+
+
+# -- limits and ends -----------------------------------------------------------------
+
+
+def late() -> list[str]:
+    """Rank 1 comes too late for a call with a limit, and the call ends all the same."""
+    said = []
+    with job(timeout=timedelta(seconds=30)) as rank:
+        group = dist.group.WORLD
+        options = torch.distributed.distributed_c10d.AllreduceOptions()
+        options.timeout = timedelta(seconds=0.3)
+        x = torch.ones(4)
+        if rank == 0:
+            work = group.allreduce([x], options)
+            with pytest.raises(RuntimeError) as raised:
+                work.wait(timedelta(seconds=0.2))
+            assert isinstance(raised.value, TimeoutError_)
+            assert isinstance(raised.value, dist.DistBackendError)
+            said.append(str(raised.value))
+            dist.distributed_c10d._get_default_store().set("go", "1")
+            work.wait(timedelta(seconds=20))
+        else:
+            dist.distributed_c10d._get_default_store().get("go")
+            group.allreduce([x], options).wait()
+        assert x.tolist() == [2.0] * 4
+        group.set_timeout(timedelta(seconds=7))
+        assert group.communicator.timeout_s == 7
+    return said
+
+
+def test_a_rank_that_is_late_is_named(torchrun: Any) -> None:
+    first, second = torchrun(2, late, deadline_s=DEADLINE_S)
+    assert "rank 1 on this node has not started it" in first[0]
+    assert second == []
+
+
+def aborted() -> str:
+    """A group is aborted by one rank while the other one waits."""
+    with job() as rank:
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(1), group=group)
+        if rank == 0:
+            dist.distributed_c10d._abort_process_group(group)
+            return ""
+        with pytest.raises(RuntimeError) as raised:
+            dist.all_reduce(torch.ones(1), group=group)
+        assert isinstance(raised.value, RevokedError)
+        return str(raised.value)
+
+
+def test_abort_wakes_who_waits(torchrun: Any) -> None:
+    _, said = torchrun(2, aborted, deadline_s=DEADLINE_S)
+    assert "rank 0 gave up" in said
+
+
+def wrong_calls() -> list[str]:
+    """What is wrong with a call is said, and the group goes on."""
+    said = []
+    with job() as rank:
+        calls = [
+            lambda: dist.all_gather_single(torch.zeros(3), torch.zeros(2)),
+            lambda: dist.all_reduce(torch.zeros(2, dtype=torch.float8_e8m0fnu)),
+            lambda: dist.all_reduce(torch.zeros(2), dist.ReduceOp.BAND),
+            lambda: dist.all_to_all_single(
+                torch.zeros(3), torch.zeros(3), [1, 1], [2, 1]
+            ),
+            lambda: dist.group.WORLD.allreduce([torch.zeros(1), torch.zeros(1)]),
+            lambda: dist.all_gather([torch.zeros(1)], torch.zeros(1)),
+            lambda: dist.new_group(pg_options=object()),
+        ]
+        for call in calls:
+            with pytest.raises((CommError, RuntimeError, ValueError)) as raised:
+                call()
+            said.append(str(raised.value))
+        x = torch.full((2,), rank + 1.0)
+        dist.all_reduce(x)
+        assert x.tolist() == [3.0] * 2
+    return said
+
+
+def test_wrong_calls_are_named(torchrun: Any) -> None:
+    for said in torchrun(2, wrong_calls, deadline_s=DEADLINE_S):
+        parts = ("out has 3 elements", "float8_e8m0fnu", "op='band'", "add up to its 3")
+        parts += ("expected one", "expected one for each", "take no options")
+        for text, part in zip(said, parts, strict=True):
+            assert part in text
+
+
+PROGRAM = """
+import torch, torch.distributed as dist
+dist.init_process_group("commrt")
+x = torch.ones(100_000)
+works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
+group = dist.new_group([0, 1])
+dist.all_reduce(x, group=group)
+{end}
+print("rank", dist.get_rank(), "ends")
+{last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "last"),
+    [
+        ("[work.wait() for work in works]", ""),  # no destroy_process_group
+        ("", ""),  # nor waited for
+        ("", "dist.destroy_process_group()"),
+    ],
+)
+def test_programs_end_cleanly(
+    torchrun: Any, tmp_path: Path, end: str, last: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(end=end, last=last))
+    done = torchrun.program(2, [str(program)])
+    assert done.ok, done.describe_failure()
+    assert sorted(done.stdout.splitlines()) == ["rank 0 ends", "rank 1 ends"]
+    assert "terminate called" not in done.stderr
+
+
+DIES = """
+import os, torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("commrt", timeout=timedelta(seconds=2))
+dist.barrier()
+if dist.get_rank() == 1:
+    os._exit(0)
+try:
+    dist.all_reduce(torch.ones(3))
+except RuntimeError as error:
+    print(type(error).__name__, error)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_dies_is_named(torchrun: Any, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(DIES)
+    done = torchrun.program(2, [str(program)])
+    assert "TimeoutError_" in done.stdout
+    assert "rank 1 on this node has not started it" in done.stdout
+
+
+def test_mpiexec_tells_rank_size_and_rendezvous(mpirun: Any, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('commrt')\n"
+        "x = torch.ones(2)\n"
+        "dist.all_reduce(x)\n"
+        "print(dist.get_rank(), dist.get_world_size(), x.tolist())\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = mpirun.program(2, [str(program)])
+    assert done.ok, done.describe_failure()
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert sorted(lines) == ["0 2 [2.0, 2.0]", "1 2 [2.0, 2.0]"]
+
+
+# -- registration --------------------------------------------------------------------
+
+
+def test_importing_torch_is_enough() -> None:
+    code = (
+        "import torch.distributed as dist, sys;"
+        "assert dist.is_backend_available('commrt');"
+        "assert 'commrt.comm' not in sys.modules, 'registering is to be light'"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+def test_torchcomms_is_said_to_take_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from commrt.torch import registration
+
+    found = importlib.util.find_spec("json")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setenv("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "1")
+    with pytest.warns(RuntimeWarning, match="unset TORCH_DISTRIBUTED_USE_TORCHCOMMS"):
+        registration._warn_of_torchcomms()
+    monkeypatch.setenv("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0")
+    registration._warn_of_torchcomms()
+
+
+def test_an_untried_version_of_torch_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from commrt.torch import registration
+
+    registration.check_version.cache_clear()
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with pytest.warns(RuntimeWarning, match=r"and this is 2\.99\.0"):
+        registration.check_version()
+    registration.check_version()
+
+
+def test_what_is_wrong_at_registration_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from commrt.torch import registration
+
+    monkeypatch.delattr(dist.Backend, "COMMRT")
+    monkeypatch.setattr(dist.Backend, "register_backend", None)
+    with pytest.warns(RuntimeWarning, match="cannot register itself"):
+        registration.register()

@@ -146,7 +146,7 @@ def test_drawn_calls_give_what_numpy_gives(
 def test_the_order_is_right_whatever_happens_when(
     queues: int, full: bool, seed: int
 ) -> None:
-    for each in range(seed, seed + (60 if full else 3)):
+    for each in range(seed, seed + (20 if full else 3)):
         size = 1 + each % 3
         on_sim(size, lambda rank, n=each: drawn(rank, n, None, 12), each, queues=queues)
 

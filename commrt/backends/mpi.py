@@ -24,7 +24,7 @@ from commrt.launch import detect
 from commrt.operations import operation
 from commrt.select.facts import Candidate, Query
 
-__all__ = ["NATIVE", "MpiBackend", "why_refused"]
+__all__ = ["NATIVE", "MpiBackend", "why_not", "why_refused"]
 
 NATIVE = Candidate("mpi", "native")
 
@@ -79,7 +79,7 @@ class MpiBackend:
         found: list[Candidate] = []
         if query.device != "host" or comm.mpi is None:
             return found
-        if comm.size > 1 and _why_not(query, comm.size) is None:
+        if comm.size > 1 and why_not(query, comm.size) is None:
             found.append(NATIVE)
         if serves(comm.facts, self.name):
             found.extend(schedule_candidates(comm, query, self.name))
@@ -172,10 +172,10 @@ def why_refused(comm: Any, query: Query) -> str | None:
     facts = comm.mpi_facts
     if facts.why:
         return str(facts.why)
-    return _why_not(replace(query, order="any"), comm.size)
+    return why_not(replace(query, order="any"), comm.size)
 
 
-def _why_not(query: Query, size: int) -> str | None:
+def why_not(query: Query, size: int) -> str | None:
     """Return why the library's own collective would not keep commrt's rules."""
     constants = _constants()
     dtype = dtype_by_name(query.dtype)

@@ -119,12 +119,12 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "COMMRT_CUDA_AWARE_MPI",
-        "auto|events|off",
-        "auto",
-        "Whether an MPI library that says it takes CUDA memory is given device arrays; "
-        "with events no stream waits for a flag meanwhile, but who waits for the call.",
+        "events|flags|off",
+        "events",
+        "Whether an MPI library that says it takes CUDA memory is given device arrays, "
+        "and what waits until it is done: who waits for the call, or a stream.",
         True,
-        _choice("auto", "events", "off"),
+        _choice("events", "flags", "off"),
     ),
     Variable(
         "COMMRT_DEBUG",

@@ -12,6 +12,7 @@ thread that waits for another one outside of it would stop it.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -49,6 +50,7 @@ def mpi_here(*, is_clean: bool = True) -> Iterator[FakeDeviceMpi]:
         mock.patch.object(_libmpi, "handle", lambda comm: comm),
         mock.patch.object(mpi, "_constants", return_value=fake.constants),
         mock.patch.object(world, "_threads_may_call_mpi", return_value=True),
+        mock.patch.dict(os.environ, {"COMMRT_CUDA_AWARE_MPI": "flags"}),
     ):
         try:
             yield fake

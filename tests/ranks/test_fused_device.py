@@ -272,7 +272,7 @@ def test_types_and_reductions_have_buckets_of_their_own() -> None:
 
 def test_other_collectives_come_after_what_was_called_before() -> None:
     def main(rank: Rank) -> None:
-        comm, x = rank.comm, ones(rank, 4)
+        comm, x, y = rank.comm, ones(rank, 4), ones(rank, 4)
         cart = comm.cart((2,), periodic=True)
         field, once, again = ones(rank, 4), ones(rank, 4), ones(rank, 4)
         out = ones(rank, 8)
@@ -288,7 +288,7 @@ def test_other_collectives_come_after_what_was_called_before() -> None:
             lambda: comm.allreduce(once, algorithm="direct", nonblocking=True),
             lambda: comm.bcast(again, root=0),
             lambda: comm.bcast(again, root=0, nonblocking=True),
-            lambda: comm.allgather(x, out=out),
+            lambda: comm.allgather(once, out=out),
             bound,
             bound.start,
         ]
@@ -304,7 +304,7 @@ def test_other_collectives_come_after_what_was_called_before() -> None:
             request = cart.allreduce(x, nonblocking=True)
             halo()
             assert request.seq >= 0
-            again_in = cart.allreduce(x, nonblocking=True)
+            again_in = cart.allreduce(y, nonblocking=True)
             cart.halo_exchange(field, 1)
             assert again_in.seq >= 0
         request.synchronize()

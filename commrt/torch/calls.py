@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from commrt.dtypes import ReduceOp
 from commrt.errors import CommError
 from commrt.operations import operation
 from commrt.torch.errors import as_torch_error
@@ -34,6 +35,7 @@ __all__ = ["Calls"]
 
 _SUM = 0
 """What the key of a plan holds for operations that reduce nothing."""
+_PREMUL_SUM = int(ReduceOp.PREMUL_SUM)
 _CODES = {
     name: operation(name).code
     for name in ("allreduce", "reduce", "bcast", "allgather", "reduce_scatter")
@@ -182,17 +184,13 @@ class Calls:
         comm = self.comm
         if num_elements < 0 or not self._may_look_up or not x.is_cpu:
             return NotImplemented
-        if reduction is None:
-            code = _SUM
-        elif reduction.factor is None:
-            code = reduction.code
-        else:
+        how, what = _CODES[name], KNOWN.get(x.dtype)
+        combines = _SUM if reduction is None else reduction.code
+        if combines == _PREMUL_SUM:
             return NotImplemented
-        key = (
-            *(_CODES[name], num_elements, KNOWN.get(x.dtype), None, code, root),
-            *(None, None, (), ()),
+        plan = comm._plans.get(
+            (how, num_elements, what, None, combines, root, None, None, (), ())
         )
-        plan = comm._plans.get(key)
         if plan is None or comm._slow or comm._fused is not None or comm._failure:
             return NotImplemented
         target = x if out is None else out

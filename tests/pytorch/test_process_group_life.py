@@ -327,7 +327,7 @@ group = dist.new_group([0, 1])
 dist.all_reduce(x, group=group)
 {end}
 import sys
-sys.stdout.write("rank %d ends\n" % dist.get_rank())
+sys.stdout.write("rank %d ends\\n" % dist.get_rank())
 {last}
 """
 

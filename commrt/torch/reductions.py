@@ -10,7 +10,7 @@ import torch.distributed as dist
 from commrt.dtypes import ReduceOp
 from commrt.errors import UsageError
 
-__all__ = ["Reduction", "reduction_of"]
+__all__ = ["CODES", "Reduction", "reduction_of"]
 
 _KINDS = dist.ReduceOp.RedOpType
 _OBJECTS = (dist.ReduceOp, _KINDS)
@@ -52,6 +52,8 @@ _PLAIN = {
 }
 """By their numbers, which are torch's hashes: to compare kinds takes several times as
 long."""
+CODES = {number: reduction.code for number, reduction in _PLAIN.items()}
+"""commrt's codes of reductions, by torch's numbers."""
 
 
 def reduction_of(op: Any) -> Reduction:

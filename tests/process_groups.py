@@ -17,6 +17,9 @@ import torch.distributed as dist
 
 LIMIT = timedelta(seconds=60)
 Scenario = Callable[[], Any]
+_KEPT: list[Any] = []
+"""Groups of gloo: one whose last reference goes with a future's callback is destroyed
+by its own thread, which ends the process ("Resource deadlock avoided")."""
 
 
 @contextmanager
@@ -28,6 +31,8 @@ def job(backend: str = "commrt", name: str = "job", **options: Any) -> Iterator[
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=limit, **options
     )
+    if backend == "gloo":
+        _KEPT.append(dist.group.WORLD)
     try:
         yield rank
     finally:

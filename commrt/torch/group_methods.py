@@ -48,6 +48,8 @@ class Collectives:
         if type(opts) is not c10d.AllreduceOptions:
             opts = options(c10d.AllreduceOptions, opts, reduceOp=None, timeout=timeout)
         x = one("allreduce", tensors)
+        if self._calls.is_allreduced(x, opts):
+            return None
         if x.layout is not torch.strided:
             return sparse_allreduce(self._calls, x, opts)
         buffer, back = target(x, moved=False)

@@ -61,14 +61,13 @@ def join(member: Member) -> Communicator:
     """Return the communicator of a group; collective over its ranks."""
     if member.size == 1:
         return _alone(member)
+    if _JOBS.default is not None and not member.is_default:
+        return _communicator(_JOBS.default, member.ranks, member)
+    world = _world_of(member)
+    comm = _communicator(world, range(member.size), member)
     if member.is_default:
-        world = _JOBS.default = _world_of(member)
-        ranks: Sequence[int] = range(member.size)
-    elif _JOBS.default is not None:
-        world, ranks = _JOBS.default, member.ranks
-    else:
-        world, ranks = _world_of(member), range(member.size)
-    return _communicator(world, ranks, member)
+        _JOBS.default = world
+    return comm
 
 
 def leave(world_of: Communicator, is_default: bool) -> None:

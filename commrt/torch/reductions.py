@@ -10,9 +10,10 @@ import torch.distributed as dist
 from commrt.dtypes import ReduceOp
 from commrt.errors import UsageError
 
-__all__ = ["Reduction", "reduction_of"]
+__all__ = ["CODES", "Reduction", "reduction_of"]
 
 _KINDS = dist.ReduceOp.RedOpType
+_OBJECTS = (dist.ReduceOp, _KINDS)
 
 _NAMES = {
     _KINDS.SUM: "sum",
@@ -47,21 +48,28 @@ class Reduction:
 
 
 _PLAIN = {
-    kind: Reduction(name) for kind, name in _NAMES.items() if name != "premul_sum"
+    hash(kind): Reduction(name) for kind, name in _NAMES.items() if name != "premul_sum"
 }
+"""By their numbers, which are torch's hashes: to compare kinds takes several times as
+long."""
+CODES = {number: reduction.code for number, reduction in _PLAIN.items()}
+"""commrt's codes of reductions, by torch's numbers."""
 
 
 def reduction_of(op: Any) -> Reduction:
     """Return the reduction that torch calls ``op``; UsageError where there is none."""
+    if isinstance(op, _OBJECTS):
+        found = _PLAIN.get(hash(op))
+        if found is not None:
+            return found
     kind = op.op if isinstance(op, dist.ReduceOp) else op
-    found = _PLAIN.get(kind)
-    if found is not None:
-        return found
     if kind != _KINDS.PREMUL_SUM:
         raise UsageError(
             f"{op} is no reduction of commrt's; expected one of "
             f"{', '.join(sorted(each.name for each in _NAMES))}"
         )
+    if not isinstance(op, dist.ReduceOp):
+        raise UsageError("PREMUL_SUM needs a factor: ReduceOp.PREMUL_SUM(0.5)")
     factor = op.factor
     if isinstance(factor, dist.torch.Tensor):
         if factor.numel() != 1:

@@ -71,14 +71,12 @@ def reductions_of(name: str) -> list[Any]:
     return ops + ([OP.BAND, OP.BOR, OP.BXOR] if name in INTEGERS else [])
 
 
-def run_reductions() -> list[str]:
+def run_reductions(rank: int, size: int) -> list[str]:
     wrong = []
-    with job() as rank:
-        size = dist.get_world_size()
-        for name in TYPES:
-            for op in reductions_of(name):
-                for count in COUNTS:
-                    wrong += check_reductions(rank, size, name, op, count)
+    for name in TYPES:
+        for op in reductions_of(name):
+            for count in COUNTS:
+                wrong += check_reductions(rank, size, name, op, count)
     return wrong
 
 
@@ -114,11 +112,6 @@ def check_reductions(rank: int, size: int, name: str, op: Any, count: int) -> li
     ]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_reductions_of_every_type(torchrun: Any, size: int) -> None:
-    assert torchrun(size, run_reductions, deadline_s=DEADLINE_S) == [[]] * size
-
-
 MOVED = (*TYPES, "float8_e4m3fn", "float8_e5m2fnuz", "float8_e8m0fnu", "complex32")
 
 
@@ -136,18 +129,16 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
-def run_moves() -> list[str]:
+def run_moves(rank: int, size: int) -> list[str]:
     wrong = []
-    with job() as rank:
-        size = dist.get_world_size()
-        for name in MOVED:
-            for count in COUNTS:
-                found = moves(rank, size, count, name)
-                wrong += [
-                    f"{name} {count}: {what}"
-                    for what, (got, want) in found.items()
-                    if not torch.equal(as_bytes(got), as_bytes(want))
-                ]
+    for name in MOVED:
+        for count in COUNTS:
+            found = moves(rank, size, count, name)
+            wrong += [
+                f"{name} {count}: {what}"
+                for what, (got, want) in found.items()
+                if not torch.equal(as_bytes(got), as_bytes(want))
+            ]
     return wrong
 
 
@@ -188,11 +179,6 @@ def moves(
     dist.all_to_all_single(out, flat)
     found["all_to_all_single"] = (out, want)
     return found
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_moves_of_every_type(torchrun: Any, size: int) -> None:
-    assert torchrun(size, run_moves, deadline_s=DEADLINE_S) == [[]] * size
 
 
 # -- what NCCL's users pass ----------------------------------------------------------
@@ -422,13 +408,20 @@ SCENES: list[Callable[[int, int], list[bool]]] = [
 ]
 
 
-def run_scenes() -> dict[str, list[bool]]:
+def run_everything() -> list[Any]:
     with job() as rank:
         size = dist.get_world_size()
-        return {scene.__name__: scene(rank, size) for scene in SCENES}
+        scenes = {scene.__name__: scene(rank, size) for scene in SCENES}
+        return [run_reductions(rank, size), run_moves(rank, size), scenes]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_nccls_programs_pass(torchrun: Any, size: int) -> None:
-    for found in torchrun(size, run_scenes, deadline_s=DEADLINE_S):
-        assert [name for name, right in found.items() if not all(right)] == [], found
+def test_every_type_and_reduction_and_what_nccls_programs_pass(
+    torchrun: Any, size: int
+) -> None:
+    for reductions, moved, scenes in torchrun(
+        size, run_everything, deadline_s=DEADLINE_S
+    ):
+        assert reductions == []
+        assert moved == []
+        assert [name for name, right in scenes.items() if not all(right)] == [], scenes

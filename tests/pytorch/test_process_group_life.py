@@ -326,7 +326,8 @@ works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
 group = dist.new_group([0, 1])
 dist.all_reduce(x, group=group)
 {end}
-print("rank", dist.get_rank(), "ends")
+import sys
+sys.stdout.write("rank %d ends\\n" % dist.get_rank())
 {last}
 """
 

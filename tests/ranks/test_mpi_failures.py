@@ -14,6 +14,7 @@ from fake_device_mpi import FakeDeviceMpi
 from mpi_device_ranks import mpi_here, on_mpi_threads
 from staged_ranks import Rank
 
+from commrt import _native
 from commrt.devices import DeviceArray
 from commrt.errors import (
     BackendError,
@@ -199,6 +200,9 @@ def test_arrays_that_mpi_may_still_use_are_kept_for_ever(mpi: FakeDeviceMpi) -> 
         arrays = [ones(rank), ones(rank)]
         gone = [weakref.ref(each) for each in arrays]
         rank.arrays.clear()
+        # To free what the engine still has would wait for the stream held below.
+        rank.finish()
+        _native.drop_ended(rank.comm._world.engine)
 
         def begin(x: DeviceArray) -> Any:
             request = rank.comm.allreduce(x, nonblocking=True)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.distributed on commrt beside gloo, and beside commrt's own calls.
+
+    torchrun --nproc-per-node 2 -m commrt.bench.process_groups
+    torchrun --nproc-per-node 2 -m commrt.bench.process_groups --alone
+
+Both backends' groups are in one launch and take turns, block by block, so that they
+meet the same machine. ``--alone`` has no gloo, whose threads take turns with the ranks
+where there are no cores to spare, and shows what the adapter adds to commrt's call on
+an array of numpy. Times are medians over blocks, in microseconds, of rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from commrt.bench.machine import describe_machine
+from commrt.bench.raw_data import write_data
+from commrt.errors import UsageError
+
+__all__ = ["main", "measure"]
+
+SIZES = (8, 1 << 10, 32 << 10, 1 << 20, 64 << 20)
+"""Bytes of a rank's tensor."""
+OPERATIONS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter")
+_BLOCKS = 15
+_BLOCK_NBYTES = 32 << 20
+"""A block's calls move about so much, but are at least two and at most 300."""
+Call = Callable[[], Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print a table; collective over the ranks that torchrun started."""
+    parser = argparse.ArgumentParser(prog="python -m commrt.bench.process_groups")
+    parser.add_argument("--op", default=",".join(OPERATIONS), help="operations")
+    parser.add_argument("--alone", action="store_true", help="without gloo")
+    parser.add_argument("--out", help="write all times to this file")
+    arguments = parser.parse_args(argv)
+    wanted = arguments.op.split(",")
+    unknown = sorted(set(wanted) - set(OPERATIONS))
+    if unknown:
+        error = UsageError(f"--op {unknown[0]}: expected {', '.join(OPERATIONS)}")
+        print(f"process_groups: {error}", file=sys.stderr)
+        return 2
+    import torch.distributed as dist
+
+    dist.init_process_group("commrt")
+    try:
+        rows = measure(wanted, alone=arguments.alone)
+        if dist.get_rank() == 0:
+            print(_text(rows))
+            if arguments.out:
+                found = {"machine": describe_machine(), "rows": rows}
+                write_data(Path(arguments.out), json.dumps(found))
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def measure(
+    wanted: Sequence[str],
+    *,
+    alone: bool,
+    sizes: Sequence[int] = SIZES,
+    blocks: int = _BLOCKS,
+) -> list[dict[str, Any]]:
+    """Return the times of blocks, in µs for a call, by operation, bytes and way."""
+    import torch.distributed as dist
+
+    ours: Any = dist.group.WORLD
+    gloo = None if alone else dist.new_group(backend="gloo")
+    rows = []
+    for name in wanted:
+        for nbytes in sizes:
+            calls = {"commrt": _call(name, nbytes, ours)}
+            if gloo is not None:
+                calls["gloo"] = _call(name, nbytes, gloo)
+            elif name == "all_reduce":
+                calls["without torch"] = _own_call(nbytes, ours.communicator)
+            repetitions = max(2, min(300, _BLOCK_NBYTES // nbytes))
+            times: dict[str, list[float]] = {way: [] for way in calls}
+            for _ in range(blocks):
+                for way, call in calls.items():
+                    dist.barrier()
+                    times[way].append(round(_block_us(call, repetitions), 3))
+            rows.append({"op": name, "nbytes": nbytes, "us": times})
+    return rows
+
+
+def _block_us(call: Call, repetitions: int) -> float:
+    call()
+    start = time.perf_counter()
+    for _ in range(repetitions):
+        call()
+    return (time.perf_counter() - start) / repetitions * 1e6
+
+
+def _call(name: str, nbytes: int, group: Any) -> Call:
+    """Return a call on tensors of its own."""
+    import torch
+    import torch.distributed as dist
+
+    size = dist.get_world_size()
+    count = max(size, nbytes // 4)
+    x = torch.zeros(count)
+    if name == "all_reduce":
+        return lambda: dist.all_reduce(x, group=group)
+    if name == "all_to_all":
+        out = torch.zeros(count)
+        return lambda: dist.all_to_all_single(out, x, group=group)
+    if name == "all_gather":
+        gathered = torch.zeros(size * count)
+        return lambda: dist.all_gather_into_tensor(gathered, x, group=group)
+    part = torch.zeros(count // size)
+    return lambda: dist.reduce_scatter_tensor(part, x, group=group)
+
+
+def _own_call(nbytes: int, comm: Any) -> Call:
+    import numpy as np
+
+    x = np.zeros(nbytes // 4, np.float32)
+    return lambda: comm.allreduce(x)
+
+
+def _text(rows: Sequence[dict[str, Any]]) -> str:
+    ways = list(dict.fromkeys(way for row in rows for way in row["us"]))
+    lines = [f"{'operation':<16}{'bytes':>10}" + "".join(f"{w:>15}" for w in ways)]
+    lines[0] += f"{'ratio':>8}"
+    for row in rows:
+        typical = {way: median(times) for way, times in row["us"].items()}
+        text = f"{row['op']:<16}{row['nbytes']:>10}"
+        text += "".join(f"{typical.get(way, float('nan')):>15.2f}" for way in ways)
+        others = [us for way, us in typical.items() if way != "commrt"]
+        text += f"{typical['commrt'] / others[0]:>8.2f}" if others else ""
+        lines.append(text)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -87,7 +87,7 @@ def drawn(rank: Rank, seed: int, limit: float | None, turns: int = 30) -> int:
                 own.choice(requests).test()
             other = rng.random()
             if other < 0.05:
-                comm.barrier()
+                comm.barrier(stream=rank.stream)
             elif other < 0.15:
                 y = ones(rank, 3)
                 comm.allreduce(y)

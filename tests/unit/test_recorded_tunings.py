@@ -72,13 +72,14 @@ def test_runs_of_a_minute_choose_nearly_as_well(number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("link_class", "regret", "beyond"), [("far", 1.02, 1.02), ("near", 1.02, 1.055)]
+    ("number", "link_class", "beyond"),
+    [(11, "far", 1.02), (11, "near", 1.055), (14, "far", 1.02), (14, "near", 1.32)],
 )
-def test_many_launches_of_one_operation_find_the_choice_as_good(
-    link_class: str, regret: float, beyond: float
+def test_many_launches_find_the_choice_as_good(
+    number: int, link_class: str, beyond: float
 ) -> None:
-    """By four to thirteen launches per size, far and near apart."""
-    recording = _recording(11)
+    """By runs of single operations, and one where the machine changed meanwhile."""
+    recording = _recording(number)
     held_out = {at for at, launch in recording.launches.items() if launch.held_out}
     samples = [
         sample
@@ -86,9 +87,9 @@ def test_many_launches_of_one_operation_find_the_choice_as_good(
         if sample.launch in held_out
         and recording.group_of(sample).link_class == link_class
     ]
-    found = held_out_regret(replace(recording, samples=samples), _decisions(11))
+    found = held_out_regret(replace(recording, samples=samples), _decisions(number))
     assert found.cells > 60
-    assert 1.0 <= found.regret <= regret
+    assert 1.0 <= found.regret <= 1.02
     assert found.beyond <= beyond
 
 

@@ -22,7 +22,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import unittest
 from pathlib import Path
 from typing import Any
@@ -141,15 +140,16 @@ def _chunk_of(backend: str, names: list[str]) -> dict[str, str]:
 
 def _watch(process: subprocess.Popen[bytes], results: Path) -> str:
     """Wait until the process ends, or no test has ended for too long."""
-    size, since = -1, time.monotonic()
-    while process.poll() is None:
-        now = results.stat().st_size
-        if now != size:
-            size, since = now, time.monotonic()
-        if time.monotonic() - since > PER_TEST_S:
-            return HANGS
-        time.sleep(0.2)
-    return ENDED
+    size = -1
+    while True:
+        try:
+            process.wait(timeout=PER_TEST_S)
+        except subprocess.TimeoutExpired:
+            before, size = size, results.stat().st_size
+            if size == before:
+                return HANGS
+        else:
+            return ENDED
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

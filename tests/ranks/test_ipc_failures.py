@@ -10,15 +10,14 @@ import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from device_checks import meet, ones, sums_to
 from ipc_ranks import IpcSimRanks, ipc_here, on_ipc_threads
 from staged_ranks import Rank, forget_ranks
 
 from commrt.backends import peer_sharing
-from commrt.devices import DeviceArray
 from commrt.errors import (
     ClosedError,
     CommError,
@@ -39,25 +38,6 @@ def no_ranks_left() -> Iterator[None]:
 def ipc() -> Iterator[None]:
     with ipc_here(is_clean=False):
         yield
-
-
-def ones(rank: Rank, count: int = 8) -> DeviceArray:
-    return rank.array(np.full(count, 1.0 + rank.rank, "f4"))
-
-
-def sums_to(rank: Rank, comm: Any, wanted: float) -> None:
-    """Check that a communicator works."""
-    x = ones(rank)
-    comm.allreduce(x)
-    value = rank.fetch(x)
-    rank.stream.synchronize()
-    assert value().tolist() == [wanted] * 8
-
-
-def meet(rank: Rank, what: str) -> None:
-    """Wait for the other ranks, beside what they test."""
-    world = rank.comm._world
-    world.bootstrap.exchange(range(rank.comm.size), what, b"", 20)
 
 
 def test_who_waits_in_vain_goes_on_and_others_still_work() -> None:

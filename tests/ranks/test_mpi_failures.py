@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
+from device_checks import meet, ones, sums_to
 from fake_device_mpi import FakeDeviceMpi
 from mpi_device_ranks import mpi_here, on_mpi_threads
 from staged_ranks import Rank
@@ -30,25 +30,6 @@ def mpi() -> Iterator[FakeDeviceMpi]:
     with mpi_here(is_clean=False) as fake:
         yield fake
     assert fake.violations() == []
-
-
-def ones(rank: Rank, count: int = 8) -> DeviceArray:
-    return rank.array(np.full(count, 1.0 + rank.rank, "f4"))
-
-
-def sums_to(rank: Rank, comm: Any, wanted: float) -> None:
-    """Check that a communicator works."""
-    x = ones(rank)
-    comm.allreduce(x)
-    value = rank.fetch(x)
-    rank.stream.synchronize()
-    assert value().tolist() == [wanted] * 8
-
-
-def meet(rank: Rank, what: str) -> None:
-    """Wait for the other ranks, beside what they test."""
-    world = rank.comm._world
-    world.bootstrap.exchange(range(rank.comm.size), what, b"", 20)
 
 
 FLAGS = pytest.mark.parametrize("flags", [True, False], ids=["flags", "events"])

@@ -24,9 +24,10 @@ _STEP = 4
 _SHORT_STEP_AT = 32
 """From here to 128 bytes payloads leave the lines of their messages: one more size."""
 _TYPICAL_NBYTES = 16384
-_SHORT_STEPS_FROM = 512 << 10
+_SHORT_STEPS_FROM = 384 << 10
 """From here on buffers outgrow one cache after the other, some candidates' sooner than
-others'."""
+others'. Three times a power of two: who wins at a power of two may lose at the sizes
+between, where most buffers lie (docs/performance.md, How well auto chooses)."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def size_pairs(
 ) -> list[tuple[int, int]]:
     """Return the grid's sizes, each with the held-out size above it.
 
-    The grid: 8, 32, 64, 128 bytes, then by 4 to 512 KiB, then by 2.
+    The grid: 8, 32, 64, 128 bytes, then by 4 to 128 KiB, then 384 KiB, then by 2.
     Every size is a whole number of elements of the operation: of one element per rank
     where x is cut into blocks.
     """
@@ -156,9 +157,17 @@ def size_pairs(
     while nbytes * _blocks(op, size) <= max_nbytes:
         between = nbytes * 9 // 5
         pairs.append((-(-nbytes // unit) * unit, -(-between // unit) * unit))
-        leaves = nbytes in (_SHORT_STEP_AT, 2 * _SHORT_STEP_AT)
-        nbytes *= 2 if leaves or nbytes >= _SHORT_STEPS_FROM else _STEP
+        nbytes = _next_size(nbytes)
     return pairs
+
+
+def _next_size(nbytes: int) -> int:
+    """Return the size of the grid after ``nbytes``."""
+    leaves = nbytes in (_SHORT_STEP_AT, 2 * _SHORT_STEP_AT)
+    if leaves or nbytes >= _SHORT_STEPS_FROM:
+        return 2 * nbytes
+    far = _STEP * nbytes
+    return _SHORT_STEPS_FROM if far > _SHORT_STEPS_FROM else far
 
 
 def middle(op: str, size: int, dtype: str, low: int, high: int) -> int:

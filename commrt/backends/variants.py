@@ -23,7 +23,7 @@ _BY_FRAGMENT: tuple[dict[str, ParamValue], ...] = (
     {"reuse": 2},
     {"reuse": 4},
 )
-_STREAMED_FROM_NBYTES = 512 << 10
+_STREAMED_FROM_NBYTES = 384 << 10
 """Below, caches keep what is written, and what ranks learn by themselves is right."""
 
 _PIECES = (1 << 18, 1 << 22, 1 << 24)

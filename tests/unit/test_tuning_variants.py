@@ -138,15 +138,15 @@ def test_what_flows_one_way_is_cut_smaller() -> None:
 
 def test_the_leader_s_are_tried_and_what_does_not_win_is_given_up() -> None:
     first = tried(TRUTH, launches=1)
-    assert {WIDE, DEEP} <= first[8388608]
+    assert {WIDE, DEEP} <= first[6291456]
     assert not [nbytes for nbytes in first if 2096 < nbytes <= 8192]
     later = tried(TRUTH, launches=3)
-    assert WIDE in later[8388608]
+    assert WIDE in later[6291456]
     assert all(DEEP not in variants for variants in later.values())
 
 
 @pytest.mark.parametrize(
-    ("lost_at", "given_up"), [({8 << 20}, set()), ({8 << 20, 16 << 20},) * 2]
+    ("lost_at", "given_up"), [({6 << 20}, set()), ({6 << 20, 12 << 20},) * 2]
 )
 def test_who_is_ahead_on_both_sides_of_a_size_goes_on_to_be_tried_there(
     lost_at: set[int], given_up: set[int]
@@ -157,7 +157,7 @@ def test_who_is_ahead_on_both_sides_of_a_size_goes_on_to_be_tried_there(
         return TRUTH[DIRECT](nbytes) * (1.02 if nbytes in lost_at else 0.8)
 
     found = tried({**TRUTH, WIDE: mostly_ahead}, launches=3)
-    around = {4 << 20, 8 << 20, 16 << 20, 32 << 20}
+    around = {3 << 20, 6 << 20, 12 << 20, 24 << 20}
     assert {nbytes for nbytes in around if WIDE not in found[nbytes]} == given_up
 
 
@@ -177,13 +177,13 @@ def test_who_is_close_behind_the_leader_is_tried_too(
     close = Candidate("shm", "recursive_doubling")
     truth = {DIRECT: TRUTH[DIRECT], close: lambda n: slower * TRUTH[DIRECT](n)}
     tried_at = tried(truth, launches=1)
-    names = {one.algorithm for one in tried_at[8388608]}
+    names = {one.algorithm for one in tried_at[6291456]}
     assert names == ({"direct", "recursive_doubling"} if found else {"direct"})
 
 
 def test_what_failed_is_not_tried_again() -> None:
     recording = record(3, TRUTH, launches=1, held_out=0)
-    recording.failures.append(Failure(2, "allreduce", 8388608, WIDE, "hung"))
+    recording.failures.append(Failure(2, "allreduce", 6291456, WIDE, "hung"))
     items = variants_to_try(recording, 2, "float32", MAX_NBYTES, held_out=False)
     assert items
     assert str(WIDE) not in {item.candidate for item in items}
@@ -196,14 +196,14 @@ def test_what_failed_is_not_tried_again() -> None:
 def test_a_judging_launch_measures_what_would_be_chosen() -> None:
     between = tried(TRUTH, launches=3, held_out=True)
     assert all(nbytes not in tried(TRUTH, launches=1) for nbytes in between)
-    assert WIDE in between[-(-8388608 * 9 // 20) * 4]
+    assert WIDE in between[6291456 * 9 // 5]
 
 
 def test_where_the_choice_changes_later_launches_measure_the_size_between() -> None:
     # With TRUTH of the recordings: crossings at 1667 B and at 240 000 B.
     recording = record(2, CROSSING, launches=3, held_out=1)
     found = sizes_to_refine(recording, 2, "float32", MAX_NBYTES)
-    assert found == [("allreduce", 1024), ("allreduce", 262144)]
+    assert found == [("allreduce", 1024), ("allreduce", 227024)]
     assert sizes_to_refine(recording, 4, "float32", MAX_NBYTES) == []
 
 
@@ -244,7 +244,7 @@ def test_what_wins_between_near_cores_alone_goes_on_to_be_tried() -> None:
             near.launches[sample.launch], index=far.launch
         )
     items = variants_to_try(near, 2, "float32", MAX_NBYTES, held_out=False)
-    assert str(WIDE) in {one.candidate for one in items if one.nbytes == 8 << 20}
+    assert str(WIDE) in {one.candidate for one in items if one.nbytes == 6 << 20}
 
 
 def test_pieces_of_staged_calls_are_tried_where_they_differ() -> None:
@@ -266,5 +266,5 @@ def test_the_leader_on_devices_is_tried_with_other_pieces() -> None:
     truth: Truth = {staged: lambda n: 9 + 6e-5 * n, native: lambda n: 20 + 9e-5 * n}
     found = tried(truth, launches=1)
     wanted = {Candidate("staged", "direct", {"piece": n}) for n in (1 << 18, 1 << 22)}
-    assert wanted <= found[8 << 20]
+    assert wanted <= found[6 << 20]
     assert all("chunk" not in one.params for each in found.values() for one in each)

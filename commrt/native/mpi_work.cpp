@@ -259,12 +259,7 @@ bool MpiWork::open_gates() {
     if (flags_) {
       if (!flag_reached(started, made.value) && !has(PlantedInMpi::Ungated)) break;
     } else {
-      DeviceStatus status = DeviceStatus::NotReady;
-      {
-        // Another thread's capture must not end by this question.
-        const RelaxedCapture relaxed(device_);
-        if (relaxed) status = device_->api->event_query(device_, made.started);
-      }
+      const DeviceStatus status = query(made.started);
       if (status == DeviceStatus::NotReady) break;
       if (status != DeviceStatus::Ok) {
         fail(std::string("device:") + status_name(status), device_error(),

@@ -263,7 +263,7 @@ bool MessageStager::open_gates() {
       if (!flag_reached(started, made->start_value) && !ungated) break;
     } else {
       const Event event = made->out.empty() ? made->end : made->copied;
-      const DeviceStatus status = device_->api->event_query(device_, event);
+      const DeviceStatus status = query(event);
       if (status == DeviceStatus::NotReady) break;
       if (status != DeviceStatus::Ok) {
         fail(std::string("device:") + status_name(status), device_error(),

@@ -268,7 +268,7 @@ bool Stager::open_gates() {
       if (!flag_reached(started, piece.value) && !has(Planted::Ungated)) break;
     } else {
       if (piece.copied == 0) break;  // the piece before is not back
-      const DeviceStatus status = device_->api->event_query(device_, piece.copied);
+      const DeviceStatus status = query(piece.copied);
       if (status == DeviceStatus::NotReady) break;
       if (status != DeviceStatus::Ok) {
         fail(std::string("device:") + status_name(status), device_error(),

@@ -13,7 +13,8 @@ namespace commrt {
 const char* const kPlantedMessageNames[kNumPlantedMessages] = {
     "none",         "ungated",     "rest_ungated",    "no_go",          "go_early",
     "no_ready",     "sent_early",  "end_early",       "no_end_wait",    "not_copied",
-    "early_recycling", "sent_recycling", "given_at_once", "rest_lost",  "flags_kept"};
+    "early_recycling", "sent_recycling", "given_at_once", "rest_lost",  "flags_kept",
+    "block_lost"};
 
 MessagesCall::~MessagesCall() {
   if (work != nullptr && copied != 0) work->events().give(copied);
@@ -361,7 +362,7 @@ void MessageStager::give_memory_back(StagedCall& ended) {
   auto& made = static_cast<MessagesCall&>(ended);
   const bool early = has(PlantedMessage::EarlyRecycling) ||
                      (has(PlantedMessage::SentRecycling) && made.out.empty());
-  if (!failed_ && !early) pool_.give_back(made.block);
+  if (!failed_ && !early && !has(PlantedMessage::BlockLost)) pool_.give_back(made.block);
 }
 
 // --- failures ---

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from commrt.bench.device_memory import number_of_devices
 from commrt.bench.launch import LaunchError
 from commrt.bench.machine import describe_machine
 from commrt.bench.options import check_dtype
@@ -53,6 +54,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> dict[str, Any]:
+    if args.device != "cpu":
+        number_of_devices(args.device)  # before any rank starts
     check_dtype(args.dtype)
     item = dtype_by_name(args.dtype).itemsize
     if args.message_size % item:
@@ -69,6 +72,7 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
         "fresh": args.fresh,
         "iterations": args.iterations,
         "pin": args.pin,
+        "device": args.device,
     }
 
 
@@ -91,7 +95,8 @@ def text(job: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     lines = [
         f"# commrt {result['version']}, fusion, {result['ranks']} ranks, links "
         f"{result['link_class']}, arrays "
-        f"{'rewritten' if job['fresh'] else 'unchanged'} between calls",
+        f"{'rewritten' if job['fresh'] else 'unchanged'} between calls"
+        f"{'' if job['device'] == 'cpu' else ', on ' + job['device']}",
         f"# {job['number']} allreduces of {nbytes} bytes, {job['dtype']}, in place; "
         f"buckets of {result['nbytes']} bytes, "
         f"{'no time limit' if limit is None else f'time limit {limit:g} s'}",

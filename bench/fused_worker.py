@@ -2,7 +2,8 @@
 """One launch of the fusion benchmark: ``mpiexec -n N python fused_worker.py JOB``.
 
 The ways take turns, so that all of them meet the same machine. All sum zeros in place,
-so values stay as they are. The short arrays lie where they happen to lie.
+so values stay as they are. The short arrays lie where they happen to lie. On a device
+``wait()`` blocks nobody: a way is over when its stream is empty.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,16 @@ Call = Callable[[], Any]
 def measure(comm: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     """Measure on a communicator; only rank 0's result counts."""
     import commrt
+    from commrt.bench.device_memory import memory_for
+    from commrt.bench.timing_loop import numpy_dtype
 
     number, elements = job["number"], job["elements"]
-    whole = np.zeros(number * elements, job["dtype"])
-    arrays = [np.zeros(elements, job["dtype"]) for _ in range(number)]
+    memory = memory_for(comm, job["device"], "host")
+    dtype = numpy_dtype(job["dtype"])
+    whole = memory.empty(number * elements, dtype)
+    arrays = [memory.empty(elements, dtype) for _ in range(number)]
+    for each in (whole, *arrays):
+        memory.fill(each, 0)
     limits = {"time_limit_s": job["time_limit_s"]}
     if job["nbytes"] is not None:
         limits["nbytes"] = job["nbytes"]
@@ -59,8 +65,8 @@ def measure(comm: Any, job: Mapping[str, Any]) -> dict[str, Any]:
         "blocking": blocking,
     }
     used = {way: [whole] if way == "one" else arrays for way in ways}
-    valid = all(_is_right(comm, used[way], call) for way, call in ways.items())
-    samples = _samples(job, comm, ways, used)
+    valid = all(_is_right(comm, memory, used[way], call) for way, call in ways.items())
+    samples = _samples(job, comm, memory, ways, used)
     return {
         "version": commrt.__version__,
         "link_class": str(comm.facts.link_class),
@@ -71,22 +77,27 @@ def measure(comm: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_right(comm: Any, arrays: list[Any], call: Call) -> bool:
+def _is_right(comm: Any, memory: Any, arrays: list[Any], call: Call) -> bool:
     """Run a way on values whose sum is exact, and leave zeros."""
+    ones = np.ones(max(each.size for each in arrays), np.int64)
     for index, array in enumerate(arrays):
-        array[:] = (np.arange(array.size) + index) % 8 if comm.rank == 0 else 1
+        first = (np.arange(array.size) + index) % 8
+        values = first if comm.rank == 0 else ones[: array.size]
+        memory.write(array, 0, values.astype(array.dtype))
     call()
     right = True
     for index, array in enumerate(arrays):
         total = (np.arange(array.size) + index) % 8 + comm.size - 1
-        right = right and np.array_equal(array, total.astype(array.dtype))
-        array[:] = 0
+        found = memory.read(array, 0, array.size)
+        right = right and np.array_equal(found, total.astype(array.dtype))
+        memory.fill(array, 0)
     return right
 
 
 def _samples(
     job: Mapping[str, Any],
     comm: Any,
+    memory: Any,
     ways: Mapping[str, Call],
     used: Mapping[str, list[Any]],
 ) -> dict[str, list[float]]:
@@ -96,11 +107,10 @@ def _samples(
         for way, call in ways.items():
             for _ in range(burst):
                 for array in used[way] if job["fresh"] else ():
-                    array += 0
+                    memory.fill(array, 0)
+                memory.drain()
                 comm.barrier()
-                start = time.perf_counter_ns()
-                call()
-                spent_us = (time.perf_counter_ns() - start) / 1000
+                spent_us = memory.timed(call, 1)
                 if turn:  # the first warms up
                     times[way].append(spent_us)
     return times

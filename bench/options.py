@@ -158,17 +158,21 @@ def _osu_options(command: argparse.ArgumentParser, largest: str) -> None:
 
 
 def _device_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        *("-d", "--device"),
-        choices=DEVICES,
-        default="cpu",
-        help="where the arrays lie; thread is a device of threads, for trying (cpu)",
-    )
+    _device_option(command)
     command.add_argument(
         "--timing",
         choices=TIMINGS,
         default="events",
         help="whose clock times calls on a device: its events', or the host's (events)",
+    )
+
+
+def _device_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        *("-d", "--device"),
+        choices=DEVICES,
+        default="cpu",
+        help="where the arrays lie; thread is a device of threads, for trying (cpu)",
     )
 
 
@@ -324,6 +328,7 @@ def _add_fused(commands: _Commands) -> None:
     command.add_argument(
         "-T", "--type", dest="dtype", type=argument(dtype_name), default="float32"
     )
+    _device_option(command)
     command.add_argument("--ranks", type=argument(rank_list))
     command.add_argument(
         "-i", "--iterations", type=count(1), default=200, help="repetitions (200)"

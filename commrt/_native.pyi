@@ -1110,6 +1110,10 @@ class SimWorld:
         """A number that says what ran when: equal for equal runs."""
 
     @property
+    def live(self) -> dict[str, Any]:
+        """How many of each thing there are that somebody made, on all devices."""
+
+    @property
     def live_nbytes(self) -> int:
         """Bytes that were allocated and not freed."""
 

@@ -69,33 +69,28 @@ class IpcCalls:
         """Whether the ranks have told each other."""
         return self._agreed is not None
 
-    def agree(self, device: Any, timeout_s: float) -> None:
-        """Let the ranks tell each other what their devices can; collective, once.
+    def tells(self, device: Any) -> dict[str, str] | None:
+        """Return what this rank's device can, for the others (``device_agreement``).
 
         Devices that stand for none are of one kind on all ranks: about them nothing
         is asked.
         """
-        if self._agreed is not None:
-            return
         comm = self._comm
         if device.kind not in KINDS:
             self._agreed = IpcFacts(f"processes share no memory of a {device.kind} one")
-            return
+            return None
         why = self._why_never()
         if not why and device.kind == "cuda" and comm.in_process and comm.size > 1:
             why = "a process does not open memory that is its own, and these ranks are"
             why += " threads of one"
         if why:
             self._agreed = IpcFacts(why)
-            return
-        mine = {"why": _lacks(device), "device": _identity(device)}
-        blobs = comm._world.bootstrap.exchange(
-            comm._ranks,
-            f"comm{comm._identity}/ipc",
-            json.dumps(mine).encode(),
-            timeout_s,
-        )
-        self._agreed = _together([json.loads(blob) for blob in blobs])
+            return None
+        return {"why": _lacks(device), "device": _identity(device)}
+
+    def settle(self, said: Sequence[dict[str, str]], timeout_s: float) -> None:
+        """Take what all ranks told."""
+        self._agreed = _together(said)
 
     def _why_never(self) -> str:
         """Return what keeps these ranks from it anyway; equal on all of them."""

@@ -9,7 +9,6 @@ staged, by rule.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,28 +53,31 @@ class MpiCalls:
         """What the ranks have agreed upon, or until then what this rank sees."""
         return self._agreed or MpiFacts(self._why_never() or _lacks("cuda"))
 
-    def agree(self, device: Any, timeout_s: float) -> None:
-        """Let the ranks tell each other what their libraries take; collective, once.
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the ranks have told each other."""
+        return self._agreed is not None
 
-        Where all take device memory, they get a communicator of MPI's own for it.
+    def tells(self, device: Any) -> str | None:
+        """Return why this rank's library takes no device memory; empty where it does.
+
+        For the other ranks (``device_agreement``); None where nothing is asked.
         """
-        if self._agreed is not None:
-            return
         why = self._why_never()
         if not why and device.kind not in KINDS:
             why = f"no MPI library takes memory of a {device.kind} device"
         if why:
             self._agreed = MpiFacts(why)
-            return
-        comm = self._comm
-        blobs = comm._world.bootstrap.exchange(
-            comm._ranks,
-            f"comm{comm._identity}/mpi-on-devices",
-            json.dumps(_lacks(device.kind)).encode(),
-            timeout_s,
-        )
-        why = _together([json.loads(blob) for blob in blobs])
-        if not why and not comm.has_native_mpi(timeout_s):
+            return None
+        return _lacks(device.kind)
+
+    def settle(self, said: Sequence[str], timeout_s: float) -> None:
+        """Take what all ranks told.
+
+        Where all take device memory, they get a communicator of MPI's own for it.
+        """
+        why = _together(said)
+        if not why and not self._comm.has_native_mpi(timeout_s):
             why = "no MPI communicator is left for its collectives"
         self._agreed = MpiFacts(why)
 

@@ -21,7 +21,6 @@ from commrt.errors import (
     BackendError,
     CaptureError,
     CommError,
-    MismatchError,
     UsageError,
 )
 from commrt.nccl.features import NEWEST_KNOWN, version_text
@@ -78,43 +77,18 @@ class NcclCalls:
         """The device of the NCCL communicator; None where there is none."""
         return None if self._made is None else self._made[0]
 
-    def agree(self, device: Any, what: str, timeout_s: float) -> None:
-        """Let the ranks tell each other whether they have NCCL; collective, once.
+    def tells(self, device: Any) -> dict[str, Any] | None:
+        """Return whether this rank has NCCL, for the others (``device_agreement``).
 
-        ``what`` is the operation that all of them call. Devices of other kinds than
-        the library serves are pretended ones, and so are those of all ranks: about
-        them nothing is asked.
+        Devices of other kinds than the library serves are pretended ones, and so are
+        those of all ranks: about them nothing is asked.
         """
-        if self._agreed is not None:
-            return
         opened = nccl.taken()
         if device.kind != "cuda" and (
             opened is None or device.kind not in opened.serves
         ):
             self._agreed = NcclFacts(f"NCCL has no use of a {device.kind} device")
-            return
-        comm = self._comm
-        mine = {"what": what, **self._mine(device)}
-        blobs = comm._world.bootstrap.exchange(
-            comm._ranks,
-            f"comm{comm._identity}/nccl",
-            json.dumps(mine).encode(),
-            timeout_s,
-        )
-        said = [json.loads(blob) for blob in blobs]
-        called = [each["what"] for each in said]
-        if len({*called}) > 1:
-            lines = "; ".join(
-                f"rank {rank}: {name}" for rank, name in enumerate(called)
-            )
-            comm.give_up("the ranks differ in their first call on a device array")
-            raise MismatchError(
-                f"{comm.name}: the ranks disagree on their first call on a device "
-                f"array, and {comm.name} cannot be used any more: {lines}"
-            )
-        self._agreed = _together(said)
-
-    def _mine(self, device: Any) -> dict[str, Any]:
+            return None
         place = [machine_identity(), os.getpid(), getattr(device, "ordinal", 0)]
         try:
             opened = nccl.library()
@@ -129,6 +103,10 @@ class NcclCalls:
             "no_kernels": getattr(device, "why_no_kernels", None) or "",
             "place": place,
         }
+
+    def settle(self, said: Sequence[dict[str, Any]], timeout_s: float) -> None:
+        """Take what all ranks told."""
+        self._agreed = _together(said)
 
     def work(self, device: Any) -> _native.NcclWork:
         """Return what calls NCCL on a device; collective where it is the first call.

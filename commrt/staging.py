@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from commrt import _native
 from commrt.backends.peer_sharing import ENDING
+from commrt.device_agreement import Carrier, meet
 from commrt.device_arrays import as_stream, current_stream_of
 from commrt.device_buckets import DeviceBuckets
 from commrt.device_requests import DeviceRequest
@@ -132,9 +133,9 @@ class Staging:
 
     def _agree(self, device: Any, what: str, timeout_s: float) -> None:
         """Let the ranks tell each other what carries device arrays; collective."""
-        self.nccl.agree(device, what, timeout_s)
-        self.ipc.agree(device, timeout_s)
-        self.mpi.agree(device, timeout_s)
+        carriers: dict[str, Carrier] = {}
+        carriers |= {"nccl": self.nccl, "ipc": self.ipc, "mpi": self.mpi}
+        meet(self._comm, carriers, device, what, timeout_s)
         self._forget_choices()
 
     def runner(self, device: Any, plan: DevicePlan) -> Any:

@@ -52,8 +52,7 @@ def ipc_here(*, is_clean: bool = True) -> Iterator[None]:
 
 def prepare(comm: Communicator, device: Any) -> None:
     """Let the ranks connect, as a first call does."""
-    comm._staging.nccl.agree(device, "first", 20.0)
-    comm._staging.ipc.agree(device, 20.0)
+    comm._staging._agree(device, "first", 20.0)
     assert comm._staging.ipc.prepare(device), comm.ipc_facts.why
 
 

@@ -48,7 +48,7 @@ def nccl_here(version: int = 22809, *, is_clean: bool = True) -> Iterator[FakeNc
 
 def prepare(comm: Communicator, device: Any) -> None:
     """Let the ranks meet, as a first call does."""
-    comm._staging.nccl.agree(device, "first", 20.0)
+    comm._staging._agree(device, "first", 20.0)
     assert comm._staging.nccl.prepare(device, 0), comm.nccl_facts.why
 
 

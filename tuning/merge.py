@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median_low
 
@@ -31,6 +31,7 @@ from commrt.tuning.regret import held_out_regret
 from commrt.tuning.samples import Recording
 from commrt.tuning.summary import human_nbytes
 from commrt.tuning.table_writer import make_table
+from commrt.tuning.tested_pairs import keep_pairs
 
 __all__ = ["Input", "Merged", "merge", "read_input"]
 
@@ -145,6 +146,10 @@ def merge(
         + [recording.software for _, recording in recorded]
     )
     method = _method(tables)
+    together = keep_pairs(
+        [(one.name, one.table) for one in tables if one.table],
+        [(name, recording.software) for name, recording in recorded],
+    )
     held_out = held_out_regret(joined, decisions)
     if held_out.cells:
         method["held_out"] = held_out.for_table()
@@ -155,17 +160,17 @@ def merge(
         method={key: method[key] for key in METHOD_KEYS if key in method},
         tie_margin=margin,
         date=max((one.date for _, one in recorded), default="") or date,
+        together=together,
     )
     anew = _cells("raw data", decided.rules)
     rules, chosen = _choose(anew, tables)
     if not rules:
         raise TableError("nothing to merge: the inputs hold no rule and no sample")
-    table = Table(
-        machine, tuple(rules), decided.software, decided.method, margin, "merged table"
-    )
+    table = replace(decided, rules=tuple(rules), name="merged table")
     # What was read was checked; what comes out is, too, before anybody relies on it.
     load(dump(table), "merged table", known)
-    return Merged(table, [*lines, *more, *_versions(software), *chosen])
+    said = [*more, *together.lines, *_versions(software)]
+    return Merged(table, [*lines, *said, *chosen])
 
 
 def _one_machine(inputs: Sequence[Input], same_machine: bool) -> Machine:

@@ -20,7 +20,7 @@ from commrt.select.fingerprint import this_machine
 from commrt.select.locate import user_table_path
 from commrt.select.rules import Rule
 from commrt.select.schema import DEFAULT_TIE_MARGIN
-from commrt.select.table import load_file
+from commrt.select.table import Table, load_file
 from commrt.tuning.decide import decide
 from commrt.tuning.job import Job
 from commrt.tuning.launch import Ended, Message, choose_launcher, start_ranks
@@ -29,6 +29,7 @@ from commrt.tuning.regret import Regret, held_out_regret
 from commrt.tuning.samples import Recording
 from commrt.tuning.summary import describe_failure, summarise
 from commrt.tuning.table_writer import make_table, write_table
+from commrt.tuning.tested_pairs import keep_pairs
 from commrt.tuning.tuner import Options, jobs_within, run_launches
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "finish",
     "launched",
     "other_memory",
+    "table_at",
     "terminated_like_interrupted",
     "within",
 ]
@@ -172,11 +174,17 @@ def finish(
         raise TableError(f"no table was written: {'; '.join(_why_nothing(recording))}")
     regret = held_out_regret(recording, decisions)
     path = out or user_table_path(machine)
-    kept = () if out is not None else other_memory(path, options.device)
+    before = None if out is not None else table_at(path)
+    kept = () if before is None else other_memory(before, options.device)
     if kept:
         recording.notes.append(
             f"{len(kept)} rules for arrays elsewhere are kept as they were"
         )
+    together = keep_pairs(
+        [] if before is None else [("the table that was here", before)],
+        [("this run", recording.software)],
+    )
+    recording.notes += together.lines
     table = make_table(
         decisions,
         machine,
@@ -185,27 +193,29 @@ def finish(
         tie_margin=DEFAULT_TIE_MARGIN,
         date=recording.date,
         kept=kept,
+        together=together,
     )
     write_table(table, path)
     return summarise(recording, decisions, regret, str(path), in_force=out is None)
 
 
-def other_memory(path: Path, device: str) -> Sequence[Rule]:
-    """Return the rules of a table that a run on ``device`` says nothing about.
-
-    None where there is no table, or one that cannot be read: it is replaced.
-    """
+def table_at(path: Path) -> Table | None:
+    """Return the table that is replaced; None where none is, or none can be read."""
     if not path.exists():
-        return ()
+        return None
     from commrt.tuning.measure import known_names
 
     try:
-        rules = load_file(path, known_names()).rules
+        return load_file(path, known_names())
     except TableError:
-        return ()
+        return None
+
+
+def other_memory(table: Table, device: str) -> Sequence[Rule]:
+    """Return the rules of a table that a run on ``device`` says nothing about."""
     if device == "cpu":
-        return [rule for rule in rules if rule.match.device == "cuda"]
-    return [rule for rule in rules if rule.match.device in (None, "host")]
+        return [rule for rule in table.rules if rule.match.device == "cuda"]
+    return [rule for rule in table.rules if rule.match.device in (None, "host")]
 
 
 def _why_nothing(recording: Recording) -> list[str]:

@@ -15,6 +15,7 @@ from commrt.select.table import Table
 from commrt.select.write import dump
 from commrt.tuning.decide import Decision, Range, tied
 from commrt.tuning.statistics import Estimate
+from commrt.tuning.tested_pairs import Kept
 
 __all__ = ["NATIVE", "NATIVES", "make_table", "write_table"]
 
@@ -33,14 +34,26 @@ def make_table(
     tie_margin: float,
     date: str,
     kept: Sequence[Rule] = (),
+    together: Kept | None = None,
 ) -> Table:
-    """Return the table that the decisions make, with rules that are ``kept`` behind."""
+    """Return the table that the decisions make, with rules that are ``kept`` behind.
+
+    ``together`` is what stays of the engines that older tables call tested together.
+    """
+    pairs = together or Kept()
     rules = tuple(
         _rule(decision, chosen, date)
         for decision in decisions
         for chosen in decision.ranges
     )
-    return Table(machine, (*rules, *kept), software, method, tie_margin)
+    return Table(
+        machine,
+        (*rules, *kept),
+        {**pairs.software, **software},
+        method,
+        tie_margin,
+        tested_together=pairs.pairs,
+    )
 
 
 def write_table(table: Table, path: Path) -> None:

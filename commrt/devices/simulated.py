@@ -178,6 +178,16 @@ class SimWorld:
         return self._world.digest
 
     @property
+    def live(self) -> dict[str, int]:
+        """How many of each thing was made and not given back, on all devices.
+
+        ``blocks`` of memory and their ``nbytes``, ``streams``, ``events``, ``graphs``,
+        ``captures``, and ``flags`` in memory; besides what the simulation itself keeps:
+        ``ranges`` of memory that were touched, ``actors`` and ``locks``.
+        """
+        return self._world.live
+
+    @property
     def live_nbytes(self) -> int:
         """Bytes that were allocated and not freed."""
         return self._world.live_nbytes

@@ -115,6 +115,12 @@ void bind_sim(nb::module_& m, nb::class_<PyDevice>& device) {
       .def_prop_ro("digest", [](const PyWorld& w) {
         return locked(*w.world, [&] { return w.world->digest; });
       }, "A number that says what ran when: equal for equal runs.")
+      .def_prop_ro("live", [](const PyWorld& w) {
+        const auto counts = locked(*w.world, [&] { return w.world->live(); });
+        nb::dict made;
+        for (const auto& [name, count] : counts) made[name] = count;
+        return made;
+      }, "How many of each thing there are that somebody made, on all devices.")
       .def_prop_ro("live_nbytes", [](const PyWorld& w) {
         return locked(*w.world, [&] { return w.world->memory.live_nbytes(); });
       }, "Bytes that were allocated and not freed.");

@@ -36,7 +36,8 @@ const char* why_no_launch(const BoxLaunch& launch);
 // Called before some bytes are touched; false: leave them alone.
 using BoxTouch = bool (*)(void* context, const void* ptr, std::size_t nbytes, bool writes);
 
-// Does what the kernel does, on this thread.
-void run_boxes(const BoxLaunch& launch, BoxTouch touch = nullptr, void* context = nullptr);
+// Does what the kernel does, on this thread. Null, or what is wrong with the table: its copy may not
+// be there yet, and what lies there instead would lead anywhere. Then nothing was moved.
+const char* run_boxes(const BoxLaunch& launch, BoxTouch touch = nullptr, void* context = nullptr);
 
 }  // namespace commrt

@@ -14,7 +14,7 @@ const char* const kPlantedInMpiNames[kNumPlantedInMpi] = {
     "no_ready",  "ready_after",      "start_other_stream", "end_early", "end_other_stream",
     "no_end_wait", "values_again",   "copy_late", "copy_other_stream",
     "no_copy",   "copy_early",       "not_behind_nccl", "not_before_nccl", "flags_kept",
-    "not_started"};
+    "not_started", "not_behind_graphs", "not_before_graphs"};
 
 namespace {
 
@@ -189,7 +189,8 @@ void MpiWork::record_end(const MpiCall& made) {
 void MpiWork::come_after_nccl() {
   if (order_ == nullptr || has(PlantedInMpi::NotBehindNccl)) return;
   order_->wait_for_last(d2h_);
-  if (order_->has_captured) call(&DeviceApi::stream_wait_event, d2h_, order_->serial);
+  if (!order_->has_captured || has(PlantedInMpi::NotBehindGraphs)) return;
+  call(&DeviceApi::stream_wait_event, d2h_, order_->serial);
 }
 
 // Holds the order's lock.
@@ -197,13 +198,14 @@ void MpiWork::stay_before_nccl(const MpiPtr& made) {
   if (order_ == nullptr || has(PlantedInMpi::NotBeforeNccl)) return;
   order_->beside[this] = made;
   // Graphs that are launched later wait for it.
-  if (order_->has_captured && flags_) call(&DeviceApi::event_record, order_->serial, h2d_);
+  const bool tells = flags_ && !has(PlantedInMpi::NotBeforeGraphs);
+  if (order_->has_captured && tells) call(&DeviceApi::event_record, order_->serial, h2d_);
 }
 
 // Where the end is given late, a graph that is launched before would not wait for it: so once there
 // are any, a call without flags ends before it returns.
 void MpiWork::tell_graphs(const MpiCall& made) {
-  if (order_ == nullptr || flags_) return;
+  if (order_ == nullptr || flags_ || has(PlantedInMpi::NotBeforeGraphs)) return;
   {
     HostLock own(device_, order_->issue);
     check(own.status());
@@ -259,12 +261,7 @@ bool MpiWork::open_gates() {
     if (flags_) {
       if (!flag_reached(started, made.value) && !has(PlantedInMpi::Ungated)) break;
     } else {
-      DeviceStatus status = DeviceStatus::NotReady;
-      {
-        // Another thread's capture must not end by this question.
-        const RelaxedCapture relaxed(device_);
-        if (relaxed) status = device_->api->event_query(device_, made.started);
-      }
+      const DeviceStatus status = query(made.started);
       if (status == DeviceStatus::NotReady) break;
       if (status != DeviceStatus::Ok) {
         fail(std::string("device:") + status_name(status), device_error(),

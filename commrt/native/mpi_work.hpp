@@ -48,8 +48,10 @@ enum class PlantedInMpi : int {
   NotBeforeNccl,     // NCCL's next work does not learn of the call
   FlagsKept,         // a failure does not release the streams
   NotStarted,        // nothing but the go flag orders the end behind the start
+  NotBehindGraphs,   // the start does not wait for NCCL's work in graphs that were launched
+  NotBeforeGraphs,   // graphs that are launched later do not wait for the call
 };
-constexpr int kNumPlantedInMpi = 20;
+constexpr int kNumPlantedInMpi = 22;
 extern const char* const kPlantedInMpiNames[kNumPlantedInMpi];
 
 // What of a call follows from its arguments alone.

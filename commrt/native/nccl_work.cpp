@@ -40,7 +40,7 @@ const char* const kNcclPlantedNames[kNumNcclPlanted] = {
     "none",      "no_ready",   "ready_late", "no_end_wait",  "end_early",         "end_other_stream",
     "end_flag_early", "no_chain", "chain_self", "unlocked", "wrong_stream", "copy_other_stream",
     "no_copy",   "kept",       "graph_no_wait", "graph_no_record", "graph_no_chain",
-    "graph_no_seed", "graph_eager_no_wait", "graph_eager_no_record", "graph_own_stream",
+    "graph_no_seed", "graph_seed_alone", "graph_eager_no_wait", "graph_eager_no_record", "graph_own_stream",
     "graph_flags", "graph_drops", "pack_late", "unpack_early", "unpack_other"};
 
 NcclWork::NcclWork(Comm& comm, Engine& engine, std::shared_ptr<NcclOrder> order,
@@ -260,7 +260,7 @@ void NcclWork::begin_graphs() {
   const bool any = order_->last != nullptr || !order_->beside.empty();
   if (any && !has(NcclPlanted::GraphNoSeed)) {
     order_->wait_for_last(order_->stream);
-    order_->wait_for_beside(order_->stream);
+    if (!has(NcclPlanted::GraphSeedAlone)) order_->wait_for_beside(order_->stream);
     call(&DeviceApi::event_record, order_->serial, order_->stream);
   }
   order_->has_captured = true;

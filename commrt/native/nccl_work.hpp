@@ -51,6 +51,7 @@ enum class NcclPlanted : int {
   GraphNoRecord,   // what is given after a launch is not told of it
   GraphNoChain,    // an operation of a capture does not wait for the one before
   GraphNoSeed,     // the first graph is not told of what was given before the capture
+  GraphSeedAlone,  // it is told of NCCL's operations only, not of MPI's
   GraphEagerNoWait,    // a call outside does not wait for graphs
   GraphEagerNoRecord,  // a call outside is not seen by graphs
   GraphOwnStream,  // a capture takes the device's stream, which others use meanwhile
@@ -60,7 +61,7 @@ enum class NcclPlanted : int {
   UnpackEarly,     // what is to come is unpacked before the messages
   UnpackOther,     // it is unpacked in a stream that the messages are not in
 };
-constexpr int kNumNcclPlanted = 26;
+constexpr int kNumNcclPlanted = 27;
 extern const char* const kNcclPlantedNames[kNumNcclPlanted];
 
 // Messages among neighbours: parts of the call's arrays, by the arrays' numbers.

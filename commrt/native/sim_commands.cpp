@@ -221,7 +221,12 @@ void World::execute(Command& command, StreamState* stream) {
         auto* now = static_cast<Running*>(context);
         return now->world->operand(*now->command, ptr, nbytes, writes_it, true);
       };
-      run_boxes(*command.boxes, touch, &running);
+      if (const char* why = run_boxes(*command.boxes, touch, &running)) {
+        const Access access{stream->actor, stream->tick, kind_name(command.kind), command.number};
+        report("table: " + describe(access) + " finds no table at " +
+               hex(command.boxes->table) + " (" + why +
+               "): let the launch come after the copy of its table, by a stream or an event");
+      }
       break;
     }
     case Kind::Record:

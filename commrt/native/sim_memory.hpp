@@ -82,6 +82,11 @@ class Memory {
   bool is_pageable(const Allocation* allocation) const { return allocation == &pageable_; }
   std::size_t live_nbytes() const { return live_nbytes_; }
   std::size_t live_count() const { return live_count_; }
+  template <class F>
+  void each_live(F function) const {
+    for (const auto& [base, one] : by_base_)
+      if (!one->freed) function(*one);
+  }
 
   // Notes an access, and appends those it is not ordered after.
   static void touch(Allocation* allocation, std::uint64_t address, std::size_t nbytes, bool writes,

@@ -201,6 +201,28 @@ void World::declare_deadlock() {
   deadlock = text;
 }
 
+// --- what is left ---
+
+std::vector<std::pair<const char*, std::size_t>> World::live() const {
+  std::size_t streams = 0, events = 0, graphs = 0, captures = 0, flags = 0;
+  for (const auto& device : devices) {
+    streams += device->streams.size() - 1;  // the legacy stream is always there
+    events += device->events.size();
+    graphs += device->graphs.size();
+    captures += device->captures.size();
+  }
+  std::size_t ranges = 0;
+  memory.each_live([&](const Allocation& one) {
+    flags += one.flags.size();
+    ranges += one.touched.size();
+  });
+  return {{"blocks", memory.live_count()}, {"nbytes", memory.live_nbytes()},
+          {"streams", streams},            {"events", events},
+          {"graphs", graphs},              {"captures", captures},
+          {"flags", flags},                {"ranges", ranges},
+          {"actors", actor_names_.size()}, {"locks", lock_clocks.size()}};
+}
+
 // --- findings ---
 
 void World::report(std::string text) {

@@ -214,6 +214,8 @@ class World {
   void touch(const void* ptr, std::size_t nbytes, bool writes, const Access& access,
              const Clock& clock);
   void report(std::string text);
+  // What calls made and did not give back; and what the simulation itself keeps.
+  std::vector<std::pair<const char*, std::size_t>> live() const;
   std::string describe(const Access& access) const;
   std::string actor_name(Actor actor) const { return actor_names_[actor]; }
   Actor new_actor(std::string name, Tick* tick);

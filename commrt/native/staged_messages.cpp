@@ -13,7 +13,8 @@ namespace commrt {
 const char* const kPlantedMessageNames[kNumPlantedMessages] = {
     "none",         "ungated",     "rest_ungated",    "no_go",          "go_early",
     "no_ready",     "sent_early",  "end_early",       "no_end_wait",    "not_copied",
-    "early_recycling", "sent_recycling", "given_at_once", "rest_lost",  "flags_kept"};
+    "early_recycling", "sent_recycling", "given_at_once", "rest_lost",  "flags_kept",
+    "block_lost"};
 
 MessagesCall::~MessagesCall() {
   if (work != nullptr && copied != 0) work->events().give(copied);
@@ -263,7 +264,7 @@ bool MessageStager::open_gates() {
       if (!flag_reached(started, made->start_value) && !ungated) break;
     } else {
       const Event event = made->out.empty() ? made->end : made->copied;
-      const DeviceStatus status = device_->api->event_query(device_, event);
+      const DeviceStatus status = query(event);
       if (status == DeviceStatus::NotReady) break;
       if (status != DeviceStatus::Ok) {
         fail(std::string("device:") + status_name(status), device_error(),
@@ -361,7 +362,7 @@ void MessageStager::give_memory_back(StagedCall& ended) {
   auto& made = static_cast<MessagesCall&>(ended);
   const bool early = has(PlantedMessage::EarlyRecycling) ||
                      (has(PlantedMessage::SentRecycling) && made.out.empty());
-  if (!failed_ && !early) pool_.give_back(made.block);
+  if (!failed_ && !early && !has(PlantedMessage::BlockLost)) pool_.give_back(made.block);
 }
 
 // --- failures ---

@@ -46,8 +46,9 @@ enum class PlantedMessage : int {
   GivenAtOnce,     // the copy back is given at the call
   RestLost,        // the array does not go to the host first
   FlagsKept,       // a failure does not release the streams
+  BlockLost,       // pinned memory does not come back
 };
-constexpr int kNumPlantedMessages = 15;
+constexpr int kNumPlantedMessages = 16;
 extern const char* const kPlantedMessageNames[kNumPlantedMessages];
 
 // Messages that are one operation.

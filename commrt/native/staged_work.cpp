@@ -87,13 +87,18 @@ bool StagedWork::take_ended() {
     const StagedPtr made = ending_.front();
     const bool ended =
         flags_ ? flag_reached(value, made->end_value)
-               : device_->api->event_query(device_, made->end) != DeviceStatus::NotReady;
+               : query(made->end) != DeviceStatus::NotReady;
     if (!ended && !device_gone_) break;
     ending_.pop_front();
     finish(made);
     any = true;
   }
   return any;
+}
+
+DeviceStatus StagedWork::query(Event event) const {
+  const RelaxedCapture relaxed(device_);
+  return device_->api->event_query(device_, event);
 }
 
 void StagedWork::finish(const StagedPtr& made) {

@@ -73,6 +73,8 @@ class StagedWork : public DeviceWork {
   void give_or_fail(Give give, const char* lacking);
   bool take_ended();
   void finish(const StagedPtr& call);
+  // Whether an event has happened. The question ends nobody's capture, this thread's neither.
+  DeviceStatus query(Event event) const;
 
   const StagerOptions options_;
   const bool flags_;

@@ -16,7 +16,7 @@ const char* const kPlantedNames[kNumPlanted] = {
     "go_off_by_one", "end_flag_early", "start_other_stream", "end_other_stream", "ready_after",
     "not_drained",  "not_copied",  "flags_kept",     "wrong_slot",         "late_copy",
     "values_again", "recycled_at_call", "ring_unlocked", "ready_late", "not_packed",
-    "unpacked_early"};
+    "unpacked_early", "event_lost", "memory_kept", "references_kept"};
 
 Stager::Stager(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
                const StagerOptions& options)
@@ -75,6 +75,7 @@ void Stager::issue(const PiecesPtr& made, Stream stream, void* const* keep) {
                                          : plan.pieces;
   made->memory = take_part(static_cast<std::size_t>(slots) * plan.slot_nbytes, made->timeout_s);
   made->end = events_.take();
+  if (has(Planted::EventLost)) events_.take();
   made->work = shared_from_this();
   if (has(Planted::ValuesAgain)) issued_ = options_.first_value;
 
@@ -268,7 +269,7 @@ bool Stager::open_gates() {
       if (!flag_reached(started, piece.value) && !has(Planted::Ungated)) break;
     } else {
       if (piece.copied == 0) break;  // the piece before is not back
-      const DeviceStatus status = device_->api->event_query(device_, piece.copied);
+      const DeviceStatus status = query(piece.copied);
       if (status == DeviceStatus::NotReady) break;
       if (status != DeviceStatus::Ok) {
         fail(std::string("device:") + status_name(status), device_error(),
@@ -356,6 +357,8 @@ void Stager::give_copy_back(Piece& piece) {
 void Stager::give_memory_back(StagedCall& made) {
   // What failed is left alone: MPI may still write to it, and nothing follows that could use it.
   if (made.failed() || has(Planted::EarlyRecycling) || has(Planted::RecycledAtCall)) return;
+  if (has(Planted::ReferencesKept)) made.keep[0] = made.keep[1] = nullptr;
+  if (has(Planted::MemoryKept)) return;
   ring_.give_back(static_cast<PiecesCall&>(made).memory);
 }
 

@@ -57,8 +57,11 @@ enum class Planted : int {
   ReadyLate,        // the caller's stream is recorded after the first copy
   NotPacked,        // boxes are not packed before they are copied to the host
   UnpackedEarly,    // boxes are unpacked before they are copied back
+  EventLost,        // a call takes an event more than it gives back
+  MemoryKept,       // its pinned memory does not come back
+  ReferencesKept,   // nor do its references to arrays
 };
-constexpr int kNumPlanted = 26;
+constexpr int kNumPlanted = 29;
 extern const char* const kPlantedNames[kNumPlanted];
 
 // A collective, in pieces.

@@ -64,7 +64,10 @@ void execute(Command& command, ThreadDevice* device) {
       divide_inplace(command.dtype, command.dst, command.nbytes / item_size(command.dtype),
                      command.factor.integer);
       break;
-    case Kind::Boxes: run_boxes(*command.boxes); break;
+    case Kind::Boxes:
+      // A GPU would read wherever that leads, and fail for good.
+      if (run_boxes(*command.boxes) != nullptr) device->failed.store(true);
+      break;
     case Kind::Record:
       if (command.record->is_timed) command.record->at = std::chrono::steady_clock::now();
       command.record->done.store(true);

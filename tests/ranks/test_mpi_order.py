@@ -24,8 +24,11 @@ GOOD_SEEDS, FULL_GOOD_SEEDS = 3, 150
 QUEUES = (0, 1, 2, 8)
 OF_FAILURES = ("flags_kept", "not_started")
 """Bugs of operations that fail."""
-OF_NCCL = ("not_behind_nccl", "not_before_nccl")
-"""Bugs beside NCCL: test_mixed_engines.py."""
+OF_NCCL = (
+    *("not_behind_nccl", "not_before_nccl"),
+    *("not_behind_graphs", "not_before_graphs"),
+)
+"""Bugs beside NCCL: test_mixed_engines.py, test_graphs_beside_mpi.py."""
 BUGS = [
     bug for bug in _native.planted_mpi_bugs() if bug not in (*OF_FAILURES, *OF_NCCL)
 ]

@@ -25,6 +25,7 @@ from staged_ranks import (
 )
 
 from commrt import Block, Layout
+from commrt.device_boxes import DeviceBoxes
 from commrt.devices import DeviceArray
 from commrt.errors import (
     CommError,
@@ -299,6 +300,29 @@ def test_a_planted_bug_is_caught_by_every_seed(
 ) -> None:
     seeds = range(seed, seed + (FULL_SEEDS if full else SEEDS))
     assert [each for each in seeds if not halo_verdict(each, queues, bug)] == []
+
+
+def _filled_late(self: DeviceBoxes, tables: Any, nbytes: int) -> int:
+    """Copy the tables in a stream that nobody waits for."""
+    if not tables:
+        return 0
+    device, content = self._device, bytearray(nbytes)
+    for table, at in tables:
+        content[at : at + len(table.content)] = table.content
+    address, pinned = self._alloc(nbytes), device.pinned_alloc(nbytes)
+    device.write(pinned, bytes(content))
+    device.memcpy_async(address, pinned, nbytes, device.stream_create(0))
+    return address
+
+
+@pytest.mark.parametrize("queues", [0, 1, 8])
+def test_tables_that_are_not_waited_for_are_found_by_every_seed(
+    queues: int, full: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a launch comes before its table, or behind it by luck."""
+    monkeypatch.setattr(DeviceBoxes, "_filled", _filled_late)
+    seeds = range(seed, seed + (FULL_SEEDS if full else 2 * SEEDS))
+    assert [each for each in seeds if not halo_verdict(each, queues, None)] == []
 
 
 # --- calls without a plan, and wrong ones ---

@@ -45,8 +45,12 @@ ONE_QUEUE = ("given_at_once",)
 """Bugs only where streams share a hardware queue."""
 LAZY_DEVICE = ("early_recycling", "sent_recycling", "end_early", "rest_ungated")
 """Bugs only where the host is ahead of the device."""
+OF_LEAKS = ("block_lost",)
+"""What is left behind: test_staged_leaks.py."""
 BUGS = [
-    bug for bug in _native.planted_message_bugs() if bug not in (*FAILING, *ONE_QUEUE)
+    bug
+    for bug in _native.planted_message_bugs()
+    if bug not in (*FAILING, *ONE_QUEUE, *OF_LEAKS)
 ]
 
 

@@ -23,7 +23,7 @@ from commrt.select.table import load_file
 from commrt.tuning import cli, worker
 from commrt.tuning.job import Item, Job
 from commrt.tuning.measure import Session, known_names
-from commrt.tuning.run import check_outputs, finish, other_memory
+from commrt.tuning.run import check_outputs, finish, other_memory, table_at
 from commrt.tuning.samples import Recording
 from commrt.tuning.tuner import Options
 
@@ -116,7 +116,7 @@ def test_rules_for_other_memory_stay_in_the_users_table(
     finish(on_device, Options((2,), ("allreduce",), device="cuda"), out=None)
     (path,) = tmp_path.rglob("*.yaml")
     first = load_file(path, known_names())
-    assert other_memory(path, "cuda") == []
+    assert other_memory(first, "cuda") == []
     on_host = measured(2, replace(JOB, ops=("alltoall",), device="cpu", max_nbytes=64))
     said = finish(on_host, Options((2,), ("alltoall",)), out=None)
     assert f"{len(first.rules)} rules for arrays elsewhere are kept" in said
@@ -126,8 +126,8 @@ def test_rules_for_other_memory_stay_in_the_users_table(
         ("allreduce", "cuda"),
     }
     path.write_text("not a table")
-    assert other_memory(path, "cpu") == ()
-    assert other_memory(tmp_path / "nowhere", "cpu") == ()
+    assert table_at(path) is None
+    assert table_at(tmp_path / "nowhere") is None
 
 
 def test_a_device_of_threads_writes_no_table_that_programs_find(

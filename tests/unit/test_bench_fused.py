@@ -19,12 +19,15 @@ JOB: dict[str, Any] = {
     "fresh": True,
     "iterations": 2,
     "pin": False,
+    "device": "cpu",
 }
 
 
+@pytest.mark.parametrize("device", ["cpu", "thread"])
 @pytest.mark.parametrize("limits", [{}, {"nbytes": 1000, "time_limit_s": 0.5}])
-def test_every_way_is_checked_and_timed(limits: dict[str, Any]) -> None:
-    results = run(2, lambda comm: fused_worker.measure(comm, {**JOB, **limits}))
+def test_every_way_is_checked_and_timed(limits: dict[str, Any], device: str) -> None:
+    job = {**JOB, **limits, "device": device}
+    results = run(2, lambda comm: fused_worker.measure(comm, job))
     assert [result["valid"] for result in results] == [True, True]
     assert set(results[0]["samples_us"]) == set(fused.WAYS)
     assert all(len(times) == 2 for times in results[0]["samples_us"].values())
@@ -45,6 +48,7 @@ def test_the_text_has_a_line_per_way() -> None:
             "blocking": [6.0],
         },
     }
+    assert "between calls, on thread" in fused.text({**JOB, "device": "thread"}, result)
     lines = fused.text(JOB, result).splitlines()
     assert "2 ranks, links near, arrays rewritten" in lines[0]
     assert "20 allreduces of 256 bytes, float32" in lines[1]
@@ -62,6 +66,7 @@ def test_the_text_has_a_line_per_way() -> None:
         (["-m", "10"], "-m 10: is not a multiple of the 4 bytes of float32"),
         (["-n", "0"], "not a whole number from 1"),
         (["--time-limit-s", "-1"], "--time-limit-s"),
+        (["-d", "cuda"], "CUDA"),
     ],
 )
 def test_wrong_arguments_are_one_line(

@@ -169,6 +169,73 @@ def test_different_versions_and_margins_are_said() -> None:
     assert "different tie margins (0.05, 0.1)" in text
 
 
+PAIR = (("mpi", "nccl"),)
+TESTED = {"mpi": "A", "nccl": "2.28.9"}
+
+
+def with_pair(
+    name: str = "a", software: dict[str, object] | None = None, *rules: Rule
+) -> Input:
+    """Return a table that says that NCCL and MPI were tested together."""
+    versions = TESTED if software is None else software
+    made = Table(HERE, rules or (rule(DIRECT),), versions, tested_together=PAIR)
+    return Input(name, table=made)
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [{}, {"commrt": "0"}, {"mpi": "A"}, TESTED],
+    ids=["nothing", "neither", "one", "both"],
+)
+def test_engines_tested_together_stay_beside_what_was_measured_so(
+    measured: dict[str, object],
+) -> None:
+    raw = record(seed=1)
+    raw.software = measured
+    result = merged(with_pair(), recorded(raw))
+    assert result.table.tested_together == PAIR
+    assert {key: result.table.software[key] for key in TESTED} == TESTED
+    assert load(dump(result.table), "t", KNOWN) == result.table
+    again = merged(Input("again", table=result.table), recorded(raw))
+    assert again.table.tested_together == PAIR
+
+
+@pytest.mark.parametrize(
+    ("software", "measured"),
+    [
+        (TESTED, {"mpi": "B"}),
+        (TESTED, {**TESTED, "nccl": "2.29.0"}),
+        ({}, {"mpi": "A"}),
+        ({"mpi": "A"}, TESTED),
+    ],
+    ids=["other MPI", "other NCCL", "unnamed", "one unnamed"],
+)
+def test_engines_are_kept_apart_where_something_was_measured_with_other_versions(
+    software: dict[str, object], measured: dict[str, object]
+) -> None:
+    raw = record(seed=1)
+    raw.software = measured
+    result = merged(with_pair("hand.yaml", software), recorded(raw))
+    assert result.table.tested_together == ()
+    assert any(
+        line.startswith("mpi and nccl are kept apart") and "raw was measured" in line
+        for line in result.lines
+    )
+
+
+def test_every_table_has_to_say_that_engines_were_tested_together() -> None:
+    both = merged(with_pair(), with_pair("b", {"mpi": "B", "nccl": "2.29.0"}))
+    assert both.table.tested_together == PAIR
+    one = merged(with_pair(), table(rule(RING, op="bcast"), name="b"))
+    assert one.table.tested_together == ()
+    assert any("b does not say that they were" in line for line in one.lines)
+    # Of two that were tested, each with its own, no mixture was.
+    raw = record(seed=1)
+    raw.software = {"mpi": "A", "nccl": "2.29.0"}
+    tables = with_pair(), with_pair("b", {"mpi": "B", "nccl": "2.29.0"})
+    assert merged(*tables, recorded(raw)).table.tested_together == ()
+
+
 def test_different_machines_are_an_error_that_names_both() -> None:
     with pytest.raises(TableError, match=r"of different ones \(a: some.*b: other"):
         merged(table(rule(DIRECT)), table(rule(RING), name="b", machine=THERE))

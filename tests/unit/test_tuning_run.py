@@ -30,6 +30,7 @@ from commrt.tuning.lint import lint
 from commrt.tuning.progress import Progress
 from commrt.tuning.run import finish, terminated_like_interrupted
 from commrt.tuning.samples import Recording
+from commrt.tuning.table_writer import write_table
 from commrt.tuning.tuner import Options, losers, run_launches
 
 KNOWN = Known(
@@ -354,6 +355,31 @@ def test_the_table_of_a_run_reads_back_and_the_summary_says_what_matters(
     ):
         assert part in summary
     assert lint(table) == []
+
+
+def test_a_run_keeps_that_engines_were_tested_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as what it ran with was: the user's table is written anew."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    pair = (("mpi", "nccl"),)
+    recording, path = record(seed=4), None
+    by_hand: dict[str, object] = {"mpi": "A", "nccl": "2.28.9"}
+    finish(recording, OPTIONS, out=path)
+    (written,) = tmp_path.rglob("*.yaml")
+    table = replace(load_file(written, KNOWN), software=by_hand, tested_together=pair)
+    write_table(table, written)
+    recording.software = {"commrt": "1", "mpi": "A"}
+    said = finish(recording, OPTIONS, out=path)
+    kept = load_file(written, KNOWN)
+    assert kept.tested_together == pair
+    assert kept.software == {**by_hand, "commrt": "1"}
+    assert "kept apart" not in said
+    recording.software = {"commrt": "1", "mpi": "B"}
+    said = finish(recording, OPTIONS, out=path)
+    assert load_file(written, KNOWN).tested_together == ()
+    assert "mpi and nccl are kept apart on devices from here on" in said
+    assert "this run was measured with mpi B" in said
 
 
 def test_a_run_without_any_measurement_writes_no_table(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines a table that is written anew may still call tested together.
+
+That two engines may be at work at the same time on a device somebody has tried, with
+the versions that a table names. No measurement tries it. So a pair stays where every
+table that goes into the new one says it, and all that was measured besides was measured
+with the versions of one of these tables. Else it goes, and a line says why: apart they
+are slower, together they may hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from commrt.select.table import Table
+
+__all__ = ["Kept", "keep_pairs"]
+
+Versions = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What of the tables' pairs stays."""
+
+    pairs: tuple[tuple[str, ...], ...] = ()
+    """For ``Table.tested_together``."""
+    software: Versions = field(default_factory=dict)
+    """The versions that these were tested with, as far as the tables name them."""
+    lines: tuple[str, ...] = ()
+    """Which pairs go, and why."""
+
+
+def keep_pairs(
+    tables: Sequence[tuple[str, Table]], measured: Sequence[tuple[str, Versions]]
+) -> Kept:
+    """Return what stays of the tables' pairs beside what was measured.
+
+    Args:
+        tables: each with its name, for the lines.
+        measured: the software of each recording, with the recording's name.
+    """
+    said = {pair for _, table in tables for pair in table.tested_together}
+    pairs: list[tuple[str, ...]] = []
+    lines: list[str] = []
+    for pair in sorted(said):
+        why = _why_not(pair, tables, measured)
+        if why:
+            lines.append(
+                f"{' and '.join(pair)} are kept apart on devices from here on: {why}. "
+                f"Test them together, and write tested_together again"
+            )
+        else:
+            pairs.append(pair)
+    engines = {engine for pair in pairs for engine in pair}
+    software = {
+        engine: table.software[engine]
+        for _, table in tables
+        for engine in sorted(engines)
+        if engine in table.software
+    }
+    return Kept(tuple(pairs), software, tuple(lines))
+
+
+def _why_not(
+    pair: tuple[str, ...],
+    tables: Sequence[tuple[str, Table]],
+    measured: Sequence[tuple[str, Versions]],
+) -> str:
+    """Return why a pair goes; empty where it stays."""
+    for name, table in tables:
+        if pair not in table.tested_together:
+            return f"{name} does not say that they were tested together"
+    tested = [{key: table.software.get(key) for key in pair} for _, table in tables]
+    for name, software in measured:
+        seen = {key: software[key] for key in pair if key in software}
+        if not any(all(one[key] == seen[key] for key in seen) for one in tested):
+            versions = ", ".join(f"{key} {value}" for key, value in seen.items())
+            return f"{name} was measured with {versions}, and they were not tested so"
+    return ""

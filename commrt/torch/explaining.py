@@ -45,9 +45,9 @@ def explain(
     """
     chosen: Any = dist.group.WORLD if group is None else group
     if not isinstance(chosen, CommrtProcessGroup):
-        name = "none" if chosen is None else dist.get_backend(chosen)
         raise UsageError(
-            f"{_WHAT}: the group's backend is {name}; expected a group of commrt's"
+            f"{_WHAT}: {chosen!r}: expected a group of commrt's, such as the default "
+            f"group after init_process_group('commrt')"
         )
     coll = commrt_name(_WHAT, op)
     if tensor.layout is not torch.strided:

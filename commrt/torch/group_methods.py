@@ -36,9 +36,9 @@ __all__ = ["Collectives"]
 Tensors = Sequence[torch.Tensor]
 Answer = CommrtWork | None
 _AllreduceCoalesced = c10d.AllreduceCoalescedOptions
-_ALLREDUCE, _REDUCE, _BCAST = map(if_known, ("allreduce", "reduce", "bcast"))
-_ALLGATHER, _ALLTOALL = map(if_known, ("allgather", "alltoall"))
-_SCATTER = if_known("reduce_scatter")
+_REDUCE, _BCAST = if_known("reduce"), if_known("bcast")
+_SCATTER, _ALLGATHER = if_known("reduce_scatter"), if_known("allgather")
+_ALLTOALL = if_known("alltoall")
 
 
 class Collectives:
@@ -52,11 +52,10 @@ class Collectives:
         """Reduce a tensor over all ranks, in place; dense or sparse COO."""
         if type(opts) is not c10d.AllreduceOptions:
             opts = options(c10d.AllreduceOptions, opts, reduceOp=None, timeout=timeout)
-        x, calls = one("allreduce", tensors), self._calls
-        if calls.is_plain(opts):
-            op = PLAIN.get(hash(opts.reduceOp))
-            if op is not None and calls.ends(_ALLREDUCE, x, op=op):
-                return None
+        calls, is_list = self._calls, type(tensors) is list and len(tensors) == 1
+        x = tensors[0] if is_list else one("allreduce", tensors)
+        if calls.is_allreduced(x, opts):
+            return None
         if x.layout is not torch.strided:
             return sparse_allreduce(calls, x, opts)
         buffer, back = target(x, moved=False)

@@ -1428,8 +1428,11 @@ def make_operation(
     in_place: bool,
     scatters: bool,
     num_counts: int,
+    only_known: bool = False,
 ) -> Any:
-    """Make the method descriptor of one operation."""
+    """Make the method descriptor of one operation; with `only_known` it returns
+    NotImplemented where it would leave a call to Python.
+    """
 
 def make_peer_exchange(
     device: Device, rank: int, memory: Sequence[int], half_nbytes: int
@@ -1681,6 +1684,11 @@ def stream_steps() -> list[str]:
 
 def view_of_numpy(arg: Any, /) -> Any:
     """(address, count, dtype code, writable) of a plain numpy array, else None."""
+
+def view_of_tensor(arg: Any, /) -> Any:
+    """(address, count, dtype code) of a plain tensor of torch's in host memory,
+    else None.
+    """
 
 def view_on_device(array: Any | None) -> Any:
     """Return (address, count, dtype code, whether it is writable, device, current

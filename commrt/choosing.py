@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from commrt.remembered import Choices
 from commrt.select.facts import Candidate, CommFacts, Query, without_compression
 from commrt.select.policy import Explanation, Policy, Rejected
 from commrt.select.schema import DEVICES
+from commrt.select.wishes import Wish
 from commrt.user_reduction import Reduction
 from commrt.world import NATIVE
 
@@ -153,14 +154,20 @@ class Choosing(Redistributing):
         op: str | Reduction = "sum",
         root: int = 0,
         device: str = "host",
+        backend: str | None = None,
+        algorithm: str | None = None,
+        params: Mapping[str, int | str] | None = None,
     ) -> Explanation:
         """Return what a call would run, why, and what was rejected; print it.
 
         ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``);
-        ``device`` is ``cuda`` for arrays on devices.
+        ``device`` is ``cuda`` for arrays on devices. ``backend``, ``algorithm`` and
+        ``params`` are what the call itself asks for.
         """
         query = self._question("explain", coll, nbytes, dtype, op, root, device)
-        return self._policy.explain(query)
+        return self._policy.explain(
+            query, backend=backend, algorithm=algorithm, params=params
+        )
 
     def _question(
         self,
@@ -213,14 +220,16 @@ class Choosing(Redistributing):
             query = replace(query, order=order)
         return query, self._choices.of(query, call)
 
-    def _speaks_of(self, query: Query, candidate: Candidate) -> bool:
-        """Whether COMMRT_ALGORITHM, which names the candidate, means such memory.
+    def _speaks_of(self, query: Query, wish: Wish) -> bool:
+        """Whether what was asked for beforehand means such memory.
 
         MPI's collectives are those of host memory, and of devices' where it takes that.
         """
-        if query.device == "cuda" and candidate.backend == by_mpi.NATIVE.backend:
-            return self._has_mpi(query) and candidate.algorithm == "native"
-        return query.device in backends.get(candidate.backend).capabilities.devices
+        if wish.backend is None:
+            return True
+        if query.device == "cuda" and wish.backend == by_mpi.NATIVE.backend:
+            return self._has_mpi(query) and wish.algorithm in (None, "native")
+        return query.device in backends.get(wish.backend).capabilities.devices
 
     def _has_nccl(self, query: Query) -> bool:
         """Whether NCCL runs ``query`` here."""

@@ -17,8 +17,7 @@ import numpy as np
 from commrt import _libmpi, _native, backends, calls
 from commrt.arrays import numpy_type
 from commrt.backends.base import PlanSpec
-from commrt.backends.planning import LANE_NBYTES, allows
-from commrt.backends.staged import on_host
+from commrt.backends.planning import LANE_NBYTES
 from commrt.dtypes import engine_factor
 from commrt.errors import BackendError, UsageError
 from commrt.failures import watch_forks
@@ -29,13 +28,14 @@ from commrt.memory_limit import check_fits
 from commrt.native_comms import Lease
 from commrt.neighbors import Graph
 from commrt.nvtx_ranges import ranges_around
+from commrt.operation_methods import method_of
 from commrt.operations import OPERATIONS, operation
 from commrt.persistent import Plans
 from commrt.remembered import Choices, remember
 from commrt.safety.check import Checker
 from commrt.schedule.nodes import check_nodes
 from commrt.select.facts import CommFacts
-from commrt.select.policy import Policy
+from commrt.settings import Settings, make_policy
 from commrt.slot_window import measure_slot_window
 from commrt.staging import Staging
 from commrt.symmetric import SymmetricHeap, as_array, parse_request
@@ -87,12 +87,14 @@ class Communicator(Fusing, Operations):
         deterministic: bool = False,
         native_comm: Any = None,
         timeout_s: float | None = None,
+        settings: Settings | None = None,
     ) -> None:
         """Collective over ``ranks`` (ranks of the world); users call ``commrt.init``.
 
         ``may_check`` is False for the communicator that check mode itself uses.
         ``native_comm``: an mpi4py communicator of these ranks where nobody else runs
         collectives. ``timeout_s``: limit of every wait in here, not of later ones.
+        ``settings``: what this communicator has of its own, equal on all ranks.
         """
         watch_forks()
         world.free_lingering()
@@ -117,25 +119,19 @@ class Communicator(Fusing, Operations):
         self.facts = self._agree_facts()
         self._set_spins(spins_for(self.facts))
         self._set_slot_window(world.slot_window_nbytes)
+        mine = settings or Settings()
+        self._table = mine.table or world.table
+        wishes = mine.all_wishes(world.wishes)
         self._native_comm = native_comm
-        if native_comm is None and may_check and world.picks_native(self.facts):
+        picks = world.picks_native(self.facts, self._table, wishes)
+        if native_comm is None and may_check and picks:
             self._lease_native_comm(limit)
         self._unasked_native = self._native_comm is not None
-        self._policy = Policy(
-            self.facts,
-            world.table,
-            self._candidates,
-            self._cost,
-            world.overrides,
-            self._only_on_request,
-            self._floor,
-            lambda query, one: allows(self.facts.layout, *on_host(query, one)),
-            self._refused,
-            self._speaks_of,
-        )
+        self._policy = make_policy(self, self._table, wishes)
         self._choices = Choices(self._policy)
         self._checker: Checker | None = None
-        if may_check and self.size > 1 and Checker.is_wanted():
+        checks = Checker.is_wanted() if mine.checks is None else mine.checks
+        if may_check and self.size > 1 and checks:
             self._checker = Checker(self, self._private("check", limit))
             self._slow = True
         self._ranges = ranges_around(self)
@@ -323,8 +319,7 @@ class Communicator(Fusing, Operations):
     @property
     def table_digest(self) -> str | None:
         """Digest of the selection table in force, None without one."""
-        table = self._world.table
-        return None if table is None else table.digest
+        return None if self._table is None else self._table.digest
 
     def shares_memory_with(self, rank: int) -> bool:
         """Return whether ``rank`` is reached over shared memory."""
@@ -577,23 +572,5 @@ Communicator._plain, Communicator._cart = Communicator, CartCommunicator
 Communicator._graph = GraphCommunicator
 
 
-def _install_operations() -> None:
-    """Give Communicator a method per row of the table of operations."""
-    from commrt.signatures import docstring
-
-    for spec in OPERATIONS:
-        method = _native.make_operation(
-            spec.name,
-            docstring(spec),
-            spec.code,
-            spec.x_count != "none",
-            spec.has_root,
-            spec.reduces,
-            spec.in_place,
-            spec.has_root and spec.out_count == "div_size",
-            len(spec.count_arguments),
-        )
-        setattr(Communicator, spec.name, method)
-
-
-_install_operations()
+for _spec in OPERATIONS:
+    setattr(Communicator, _spec.name, method_of(_spec))

@@ -95,9 +95,10 @@ def _nodes(raw: str) -> tuple[int, ...]:
 VARIABLES: tuple[Variable, ...] = (
     Variable(
         "COMMRT_ALGORITHM",
-        "COLL:BACKEND/ALGORITHM, comma separated",
+        "COLL:BACKEND/ALGORITHM or ALGORITHM, comma separated",
         None,
-        "Override the selection, as in allreduce:mpi/native.",
+        "Override the selection: of one operation, as in allreduce:mpi/native, or of "
+        "all that have it, as in ring.",
         True,
         _text,
     ),

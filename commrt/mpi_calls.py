@@ -125,7 +125,7 @@ class MpiCalls:
             return made
         comm._world.drive(device)
         flags = env.read_str(_SWITCH) == "flags"
-        table = comm._world.table
+        table = comm._table
         together = table is not None and ("mpi", "nccl") in table.tested_together
         order = None if together else order_of(device, self.first_value)
         try:

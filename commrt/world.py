@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,19 +19,21 @@ from commrt.arena import (
     process_arena,
     share,
 )
-from commrt.backends.known import known_names
+from commrt.backends.known import check_wishes, known_names
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.launch import LaunchInfo
 from commrt.native_comms import NativeComms
-from commrt.select.facts import Candidate, CommFacts, LinkClass, parse_overrides
+from commrt.select.facts import Candidate, CommFacts, LinkClass
 from commrt.select.fingerprint import available_cores
 from commrt.select.locate import LocatedTable, locate
 from commrt.select.table import Table
+from commrt.select.wishes import VARIABLE, Wishes, parse_wishes
 
 __all__ = ["FIRST_TAG", "NATIVE", "World", "connect_world"]
 
 NATIVE = "mpi/native"
+_NATIVE = Candidate.parse(NATIVE)
 
 FIRST_TAG = 16
 """MPI tags below it belong to the bootstrap; each communicator takes two."""
@@ -55,7 +57,7 @@ class World:
     """Selection table, agreed by all ranks."""
     located: LocatedTable
     """Where the table came from."""
-    overrides: Mapping[str, Candidate]
+    wishes: Wishes
     """What COMMRT_ALGORITHM asks for."""
     timeout_s: float
     """Default deadline of an operation."""
@@ -93,16 +95,22 @@ class World:
         """Return the index of the node that ``rank`` lies on."""
         return next(i for i, ranks in enumerate(self.nodes) if rank in ranks)
 
-    def picks_native(self, facts: CommFacts) -> bool:
+    def picks_native(
+        self, facts: CommFacts, table: Table | None, wishes: Sequence[Wishes]
+    ) -> bool:
         """Return whether unasked calls may run the MPI library's own collectives.
 
-        That is so where the table or COMMRT_ALGORITHM says it for such a communicator;
-        between nodes the model may, too. The same on every rank.
+        That is so where the table, or what is asked for beforehand, says it for such a
+        communicator; between nodes the model may, too. The same on every rank.
         """
+        asked = any(wish.fits(_NATIVE) for each in wishes for wish in each)
+        if asked or facts.nodes > 1:
+            return True
+        if table is not self.table:
+            return table is not None and table.may_pick(facts, NATIVE)
         if facts not in self._picks_native:
-            asked = any(each.name == NATIVE for each in self.overrides.values())
-            tabled = self.table is not None and self.table.may_pick(facts, NATIVE)
-            self._picks_native[facts] = asked or tabled or facts.nodes > 1
+            picked = table is not None and table.may_pick(facts, NATIVE)
+            self._picks_native[facts] = picked
         return self._picks_native[facts]
 
     def drive(self, device: Any) -> None:
@@ -276,7 +284,7 @@ def connect_world(
         cores=0,
         table=located.parse(known_names()),
         located=located,
-        overrides=_overrides(),
+        wishes=check_wishes(parse_wishes(env.read_str(VARIABLE))),
         timeout_s=timeout_s,
         mpi=mpi,
         mpi_given=getattr(bootstrap, "given", None),
@@ -326,11 +334,6 @@ def _agree_cores(world: World) -> int:
         poorest.append(len({core for r in ranks for core in said[r][0]}))
         poorest.append(len({core for r in beside for core in said[r][0]}) * share)
     return max(1, int(min(poorest)))
-
-
-def _overrides() -> dict[str, Candidate]:
-    text = env.read_str("COMMRT_ALGORITHM")
-    return parse_overrides(text) if text else {}
 
 
 def _agree(bootstrap: Bootstrap, timeout_s: float) -> LocatedTable:

@@ -16,9 +16,10 @@ from commrt.errors import UsageError, suggest
 from commrt.operations import COLLECTIVES, operation
 from commrt.select.facts import Candidate, ParamValue
 from commrt.select.schema import Known, Parameters
+from commrt.select.wishes import Wish, Wishes
 from commrt.wire_formats import COMPRESS, check_compress
 
-__all__ = ["check_candidate", "known_names", "offered"]
+__all__ = ["check_candidate", "check_wishes", "known_names", "offered"]
 
 _MANY = range(1, 129)
 """Rank counts that are asked where a rule holds for any."""
@@ -57,6 +58,37 @@ def check_candidate(coll: str, candidate: Candidate, ranks: int | None = None) -
         wrong = known[name](value)
         if wrong is not None:
             raise UsageError(f"{candidate}: {wrong}")
+
+
+def check_wishes(wishes: Wishes, *, named: bool = False) -> Wishes:
+    """Return the wishes; UsageError where no operation has what all are to run.
+
+    With ``named``, also where an operation has not what it alone is to run. Otherwise
+    its first call says so, by which time the program may have registered it.
+    """
+    asked = [(COLLECTIVES, wishes.others)] if wishes.others is not None else []
+    if named:
+        asked += [((coll,), wish) for coll, wish in wishes.named.items()]
+    for colls, wish in asked:
+        found = {
+            Candidate(backend, algorithm)
+            for backend in backends.all_backends()
+            for coll in colls
+            for algorithm in offered(backend, coll)
+        }
+        if any(wish.fits(each) for each in found):
+            continue
+        names = {each.backend for each in found}
+        if wish.backend in (None, *names) and wish.algorithm is not None:
+            names = {each.algorithm for each in found if wish.backend is None}
+            names |= {each.name for each in found if each.backend == wish.backend}
+        which = "no operation has" if colls is COLLECTIVES else f"{colls[0]} has not"
+        asked_for = str(Wish(*wish.names)).removesuffix("/*")
+        raise UsageError(
+            f"{wishes.who} asks for {asked_for!r}, which {which}"
+            f"{suggest(asked_for, names)}"
+        )
+    return wishes
 
 
 def offered(backend: str, coll: str) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -158,8 +158,9 @@ class Compressing(Choosing):
     def _rules_may_compress(self) -> bool:
         policy = self._policy
         rules = () if policy.table is None else policy.table.rules
-        named = [*policy.overrides.values(), *(rule.use for rule in rules)]
-        return any(COMPRESS in candidate.params for candidate in named)
+        asked = [wish for wishes in policy.wishes for wish in wishes]
+        params = [wish.params for wish in asked] + [rule.use.params for rule in rules]
+        return any(COMPRESS in each for each in params)
 
     def explain(
         self,
@@ -170,13 +171,25 @@ class Compressing(Choosing):
         op: str | Reduction = "sum",
         root: int = 0,
         device: str = "host",
+        backend: str | None = None,
+        algorithm: str | None = None,
+        params: Mapping[str, int | str] | None = None,
     ) -> Explanation:
         """Return what a call would run, why, and what was rejected; print it.
 
-        ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``).
+        ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``), and
+        ``backend``, ``algorithm`` and ``params`` what the call itself asks for.
         """
         found = super().explain(
-            coll, nbytes, dtype=dtype, op=op, root=root, device=device
+            coll,
+            nbytes,
+            dtype=dtype,
+            op=op,
+            root=root,
+            device=device,
+            backend=backend,
+            algorithm=algorithm,
+            params=params,
         )
         wanted = found.choice.candidate.params.get(COMPRESS)
         if wanted is None or wanted == EXACT:

@@ -17,6 +17,7 @@ void bind_device(nb::module_& m);
 void bind_device_request(nb::module_& m);
 void bind_known_calls(nb::module_& m);
 void bind_sparse(nb::module_& m);
+void bind_tensor_view(nb::module_& m);
 void bind_wire(nb::module_& m);
 }
 
@@ -31,6 +32,7 @@ NB_MODULE(_native, m) {
   commrt::bind_plan(m);
   commrt::bind_group(m);
   commrt::bind_fusion(m);
+  commrt::bind_tensor_view(m);
   commrt::bind_operation(m);
   commrt::bind_p2p_operation(m);
   commrt::bind_boxes(m);

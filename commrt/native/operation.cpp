@@ -2,15 +2,16 @@
 // The public methods: one callable per row of commrt/operations.py, cached plans, no detours.
 //
 // An Operation is a method descriptor with a vectorcall: `comm.allreduce(x)` reaches it
-// without a bound method. What it does not recognise at a glance (an array that is not
-// numpy, an unknown plan, a wrong argument) it hands to `Communicator._call`, which either
-// runs the call or raises the precise error.
+// without a bound method. What it does not recognise at a glance (an array of another library,
+// an unknown plan, a wrong argument) it hands to `Communicator._call`, which either runs the call
+// or raises the precise error. One made with `only_known` says NotImplemented there.
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
 #define PY_ARRAY_UNIQUE_SYMBOL commrt_numpy
 #define NO_IMPORT_ARRAY
 #include "fusion.hpp"
 #include "known_calls.hpp"
 #include "method_descriptor.hpp"
+#include "tensor_view.hpp"
 
 #include <algorithm>
 #include <new>
@@ -27,6 +28,7 @@ struct Operation {
   bool takes_x, has_root, reduces, in_place;
   bool scatters;   // only the root need have an x
   int num_counts;  // arguments with a number per rank
+  bool only_known;  // hands nothing over
 };
 
 struct Words {  // interned once: keyword names are compared by address
@@ -51,6 +53,7 @@ int reduction_code(PyObject* name) {
 }
 
 PyObject* hand_over(Operation* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
+  if (self->only_known) Py_RETURN_NOTIMPLEMENTED;
   if (nargs < 1) {
     PyErr_Format(PyExc_TypeError, "%U() needs a communicator: call it as comm.%U(...)",
                  self->head.name, self->head.name);
@@ -204,7 +207,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     }
   }
 
-  // An array that is not numpy's, or not a plain one.
+  // An array that is neither numpy's nor torch's, or not a plain one.
   auto elsewhere = [&]() -> PyObject* {
     if (group.known_calls->empty() || self->num_counts != 0 || factor != nullptr) return slow();
     // It may go into a bucket (commrt/device_buckets.py).
@@ -220,15 +223,15 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   int64_t asked = -1;  // the plan's length, as remembered
   const bool others_have_x = self->num_counts != 0 || (self->scatters && root != group.comm->rank);
   if (self->takes_x && others_have_x && args[1] == Py_None) {
-    if (out_object == nullptr || !view_of_numpy(out_object, out)) return slow();
+    if (out_object == nullptr || !view_on_host(out_object, out)) return slow();
     x.dtype = out.dtype;
     if (self->num_counts == 0) asked = out.count * group.comm->size;
   } else if (self->takes_x) {
-    if (!view_of_numpy(args[1], x)) return elsewhere();
+    if (!view_on_host(args[1], x)) return elsewhere();
     count = asked = x.count;
     if (out_object == nullptr) {
       out = x;
-    } else if (!view_of_numpy(out_object, out) || out.dtype != x.dtype) {
+    } else if (!view_on_host(out_object, out) || out.dtype != x.dtype) {
       return slow();
     }
   }
@@ -322,7 +325,7 @@ void bind_operation(nb::module_& m) {
 
   m.def("make_operation",
         [](nb::str name, nb::str doc, int coll, bool takes_x, bool has_root, bool reduces,
-           bool in_place, bool scatters, int num_counts) -> nb::object {
+           bool in_place, bool scatters, int num_counts, bool only_known) -> nb::object {
           auto* self = reinterpret_cast<Operation*>(
               make_descriptor(operation_type, call_operation, name.release().ptr(),
                               doc.release().ptr(), nullptr));
@@ -334,11 +337,14 @@ void bind_operation(nb::module_& m) {
           self->in_place = in_place;
           self->scatters = scatters;
           self->num_counts = num_counts;
+          self->only_known = only_known;
           return nb::steal(reinterpret_cast<PyObject*>(self));
         },
         nb::arg("name"), nb::arg("doc"), nb::arg("coll"), nb::arg("takes_x"),
         nb::arg("has_root"), nb::arg("reduces"), nb::arg("in_place"),
-        nb::arg("scatters"), nb::arg("num_counts"), "Make the method descriptor of one operation.");
+        nb::arg("scatters"), nb::arg("num_counts"), nb::arg("only_known") = false,
+        "Make the method descriptor of one operation; with `only_known` it returns NotImplemented "
+        "where it would leave a call to Python.");
 }
 
 }  // namespace commrt

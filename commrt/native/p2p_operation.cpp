@@ -2,11 +2,12 @@
 // send, recv, sendrecv, multi_sendrecv: one callable each, without detours for plain arrays.
 //
 // A MessageMethod is a method descriptor with a vectorcall, as an Operation is. It knows
-// plain numpy arrays, ints in range and bools; every other call goes to the Python function
+// plain arrays of numpy and of torch, ints in range and bools; every other call goes to the Python function
 // that it wraps, which runs it or raises the precise error.
 #include "group.hpp"
 #include "method_descriptor.hpp"
 #include "p2p.hpp"
+#include "tensor_view.hpp"
 
 #include <new>
 
@@ -81,7 +82,7 @@ bool parse(Kind kind, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames
 
 bool side_of(PyObject* array, int peer, int tag, bool written, Side& side) {
   View view;
-  if (!view_of_numpy(array, view) || (written && !view.writable)) return false;
+  if (!view_on_host(array, view) || (written && !view.writable)) return false;
   side = {view.data, static_cast<uint64_t>(view.count) * item_size(view.dtype), peer, tag, array};
   return true;
 }

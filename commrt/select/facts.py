@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from commrt.errors import UsageError, suggest
-from commrt.operations import COLLECTIVES
+from commrt.errors import UsageError
 from commrt.schedule.order import Order
 from commrt.wire_formats import COMPRESS
 
@@ -28,13 +27,12 @@ __all__ = [
     "ParamValue",
     "Query",
     "Source",
-    "parse_overrides",
     "without_compression",
 ]
 
 LinkClass = Literal["near", "far", "oversubscribed", "network", "single"]
 LINK_CLASSES: tuple[LinkClass, ...] = get_args(LinkClass)
-Source = Literal["override", "call", "table", "model", "only"]
+Source = Literal["call", "group", "override", "table", "model", "only"]
 ParamValue = int | str
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_.-]*"
@@ -177,41 +175,9 @@ class Choice:
     candidate: Candidate
     """What runs."""
     source: Source
-    """Who decided: COMMRT_ALGORITHM, the call, the table, the model, or no choice."""
+    """Who decided: the call, the options of the group, COMMRT_ALGORITHM, the table, the
+    model, or no choice."""
     reason: str
     """One sentence for people."""
     rule: int | None = None
     """Index of the table's rule, where a table decided."""
-
-
-def parse_overrides(text: str | None) -> dict[str, Candidate]:
-    """Return what COMMRT_ALGORITHM asks for, by operation.
-
-    The text is ``COLL:BACKEND/ALGORITHM{NAME=VALUE,...}``, comma separated. Raises
-    UsageError for anything else, for an unknown operation, and for one named twice.
-    Whether the candidate exists is known only to the policy.
-    """
-    overrides: dict[str, Candidate] = {}
-    for part in _split_outside_braces(text or ""):
-        coll, colon, candidate = part.partition(":")
-        coll = coll.strip()
-        if not colon:
-            raise UsageError(
-                f"COMMRT_ALGORITHM: {part!r} should be COLL:BACKEND/ALGORITHM, as in "
-                f"allreduce:mpi/native"
-            )
-        if coll not in COLLECTIVES:
-            raise UsageError(
-                f"COMMRT_ALGORITHM: unknown operation {coll!r}"
-                f"{suggest(coll, COLLECTIVES)}"
-            )
-        if coll in overrides:
-            raise UsageError(f"COMMRT_ALGORITHM names {coll!r} twice: keep one")
-        overrides[coll] = Candidate.parse(candidate)
-    return overrides
-
-
-def _split_outside_braces(text: str) -> list[str]:
-    """Split at commas that separate overrides, not at those between parameters."""
-    parts = re.split(r",(?![^{]*\})", text)
-    return [part.strip() for part in parts if part.strip()]

@@ -21,7 +21,7 @@ from commrt.select.schema import Known
 from commrt.select.table import Table, load
 from commrt.select.text_file import read_text
 
-__all__ = ["LocatedTable", "locate", "parse", "user_table_path"]
+__all__ = ["LocatedTable", "locate", "parse", "read_named", "user_table_path"]
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ def locate(
     machine = machine or this_machine()
     named = env.read_str("COMMRT_TABLE", environ)
     if named is not None:
-        allowed = env.read_bool("COMMRT_TABLE_ANY_MACHINE", environ)
-        return _read(Path(named), "COMMRT_TABLE", machine, allowed)
+        return read_named(Path(named), "COMMRT_TABLE", machine, environ)
     mine = _users_table(machine, environ)
     if mine is not None:
         return _read(mine, "written here by commrt-tune", machine)
@@ -82,6 +81,17 @@ def locate(
             return LocatedTable(shipped, text, why, machine.fingerprint)
     why = "no table for this machine: commrt-tune run writes one"
     return LocatedTable(None, None, why, machine.fingerprint)
+
+
+def read_named(
+    path: Path,
+    why: str,
+    machine: Machine | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> LocatedTable:
+    """Return a table that somebody asks for by its path; for rank 0."""
+    allowed = env.read_bool("COMMRT_TABLE_ANY_MACHINE", environ)
+    return _read(path, why, machine or this_machine(), allowed)
 
 
 def parse(located: LocatedTable, text: str, known: Known) -> Table:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Picks how an operation runs, and says why.
 
-In this order: what the call asks for, what COMMRT_ALGORITHM asks for, the table's rule,
-the model. The policy is a pure function of facts that are equal on all ranks: the same
-query gives the same choice, or the same error, everywhere.
+In this order: what the call asks for, what its group asks for, what COMMRT_ALGORITHM
+asks for, the table's rule, the model. The policy is a pure function of facts that are
+equal on all ranks: the same query gives the same choice, or the same error, everywhere.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from commrt.select.match import Hit
 from commrt.select.model import cheapest
 from commrt.select.rules import Evidence
 from commrt.select.table import Table
+from commrt.select.wishes import VARIABLE, Wish, Wishes
 
 __all__ = ["Candidates", "Cost", "Explanation", "Policy", "Rejected"]
 
@@ -33,6 +34,8 @@ Allows = Callable[[Query, Candidate], bool]
 """Whether the parameters of something that runs here may have such values, too."""
 OnRequest = Callable[[Query, Candidate], str | None]
 """Why a candidate runs only where it is asked for by name; None: it needs no asking."""
+SpeaksOf = Callable[[Query, Wish], bool]
+"""Whether a wish means the query's kind of memory."""
 Refused = Callable[[Query], Sequence["Rejected"]]
 """Candidates for the operation that must not run the query, and why."""
 
@@ -91,12 +94,12 @@ class Policy:
         table: the agreed table, or None.
         candidates: returns what can run a query here, simplest first.
         cost: predicted microseconds of a candidate.
-        overrides: what COMMRT_ALGORITHM asks for, by operation.
+        wishes: what is asked for beforehand; the first that speaks of a query holds.
         on_request: tells what only a call that names it may have, and why.
         floor: what the cost is at least, where that is quicker to find.
         allows: whether a rule's parameters are allowed, beside those of the candidates.
         refused: returns what offers the operation, but must not run the query.
-        speaks_of: whether an override means the query's kind of memory.
+        speaks_of: whether a wish means the query's kind of memory.
     """
 
     def __init__(
@@ -105,16 +108,16 @@ class Policy:
         table: Table | None,
         candidates: Candidates,
         cost: Cost,
-        overrides: Mapping[str, Candidate] | None = None,
+        wishes: Sequence[Wishes] = (),
         on_request: OnRequest = lambda query, candidate: None,
         floor: Cost = lambda query, candidate: 0.0,
         allows: Allows = lambda query, candidate: False,
         refused: Refused = lambda _: (),
-        speaks_of: Callable[[Query, Candidate], bool] = lambda query, candidate: True,
+        speaks_of: SpeaksOf = lambda query, wish: True,
     ) -> None:
         self.facts = facts
         self.table = table
-        self.overrides = dict(overrides or {})
+        self.wishes = tuple(wishes)
         self._candidates = candidates
         self._cost = cost
         self._on_request = on_request
@@ -165,12 +168,12 @@ class Policy:
             choice = self._forced(
                 query, subset, given, "call", "the call asked for it", wishes
             )
-        elif self._is_overridden(query):
-            asked = self.overrides[query.coll]
-            wanted = (asked.backend, asked.algorithm)
-            subset = self._subset(found, wanted, query, _VARIABLE)
+        elif (asked := self._asked_before(query, found)) is not None:
+            who, wish = asked
+            subset = self._subset(found, wish.names, query, who)
+            source: Source = "override" if who == VARIABLE else "group"
             choice = self._forced(
-                query, subset, asked.params, "override", f"{_VARIABLE} asks for {asked}"
+                query, subset, wish.params, source, f"{who} asks for {wish}"
             )
         else:
             able = [each for each in found if self._on_request(query, each) is None]
@@ -180,19 +183,36 @@ class Policy:
             choice = replace(choice, candidate=_with(choice.candidate, merged))
         return choice
 
-    def _is_overridden(self, query: Query) -> bool:
-        """Whether COMMRT_ALGORITHM speaks of this.
+    def _asked_before(
+        self, query: Query, found: Sequence[Candidate]
+    ) -> tuple[str, Wish] | None:
+        """Return what is asked for beforehand, and who asks; None where nobody does.
 
         What names a backend of the host does not speak of arrays on devices, nor one of
         devices of arrays in host memory.
         """
-        asked = self.overrides.get(query.coll)
-        return asked is not None and self._speaks_of(query, asked)
+        for each in self.wishes:
+            wish = each.named.get(query.coll)
+            if wish is not None and self._speaks_of(query, wish):
+                return each.who, wish
+            wish = each.others
+            if wish is None or not self._speaks_of(query, wish):
+                continue
+            if any(wish.fits(candidate) for candidate in found):
+                return each.who, wish
+        return None
 
-    def explain(self, query: Query) -> Explanation:
+    def explain(
+        self,
+        query: Query,
+        *,
+        backend: str | None = None,
+        algorithm: str | None = None,
+        params: Mapping[str, int | str] | None = None,
+    ) -> Explanation:
         """Return what ``choose`` would pick, the evidence, and what was rejected."""
         found = self.candidates(query)
-        choice = self.choose(query)
+        choice = self.choose(query, backend=backend, algorithm=algorithm, params=params)
         hit = self._lookup(query)
         rejected = self._rejections(query, found, choice, hit)
         followed = hit is not None and choice.rule == hit.index
@@ -366,7 +386,6 @@ class Policy:
         return [*rejected, *self._refused(query)]
 
 
-_VARIABLE = "COMMRT_ALGORITHM"
 _ROOT_ALONE_FROM_NBYTES = 1 << 20
 """From such blocks on, a root's link is what a gather or a scatter takes: no tree saves
 anything, so libraries move each block straight from rank to rank, as their vector forms
@@ -379,27 +398,15 @@ def _asked(
     """Return (backend, algorithm) and parameters that a call's arguments name."""
     if algorithm is None or ("/" not in algorithm and "{" not in algorithm):
         return (backend, algorithm), {}
-    # A bare name with parameters gets a stand-in backend, so that one parser serves.
-    bare = "/" not in algorithm.partition("{")[0]
-    parsed = Candidate.parse(f"any/{algorithm}" if bare else algorithm)
-    named = None if bare else parsed.backend
-    if backend is not None and named is not None and named != backend:
-        raise UsageError(
-            f"backend={backend!r} contradicts algorithm={algorithm!r}: give one of them"
-        )
-    return (backend or named, parsed.algorithm), parsed.params
+    parsed = Wish.parse(algorithm, backend)
+    return parsed.names, parsed.params
 
 
 def _fitting(
     found: Sequence[Candidate], wanted: tuple[str | None, str | None]
 ) -> list[Candidate]:
-    backend, algorithm = wanted
-    return [
-        candidate
-        for candidate in found
-        if backend in (None, candidate.backend)
-        and algorithm in (None, candidate.algorithm)
-    ]
+    wish = Wish(*wanted)
+    return [candidate for candidate in found if wish.fits(candidate)]
 
 
 def _agrees(candidate: Candidate, wishes: Mapping[str, int | str]) -> bool:

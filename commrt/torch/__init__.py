@@ -3,11 +3,36 @@
 
 torch finds the backend by itself, through the entry point ``torch.backends``, so
 programs need no import. Importing this package imports neither torch nor anything else
-that is big; what a process group needs comes with the first one.
+that is big; what a process group needs comes with the first one. For who chooses how
+operations run there are ``Options``, ``using`` and ``explain``.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from commrt.torch.registration import register
 
-__all__ = ["register"]
+__all__ = ["Options", "explain", "register", "using"]
+
+_HOME = {
+    "Options": "commrt.torch.group_options",
+    "explain": "commrt.torch.explaining",
+    "using": "commrt.torch.per_call",
+}
+
+if TYPE_CHECKING:
+    from commrt.torch.explaining import explain as explain
+    from commrt.torch.group_options import Options as Options
+    from commrt.torch.per_call import using as using
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used: `import torch` imports this package."""
+    import importlib
+
+    if name not in _HOME:
+        raise AttributeError(f"module 'commrt.torch' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -5,9 +5,8 @@ A call that torch waits for (``asyncOp`` is False) runs to its end on the caller
 thread and returns None: no Work, no thread in between. Every other one returns a Work.
 While torch coalesces calls, all are started at once and join the one Work at the end.
 
-commrt's dispatcher knows numpy's arrays at a glance, torch's tensors not. Their plans
-are looked up here, by what would make the same plan there; whatever is not plain goes
-through the communicator's methods, which check it and say what is wrong.
+Most calls are plain: of one dense tensor, waited for, without wishes, and like one
+before. commrt's dispatcher knows these at a glance, and they are tried first.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from commrt.dtypes import ReduceOp
 from commrt.errors import CommError
+from commrt.operation_methods import if_known
 from commrt.operations import operation
 from commrt.torch.errors import as_torch_error
 from commrt.torch.futures import Completer
-from commrt.torch.operands import KNOWN, CopyBack
-from commrt.torch.reductions import CODES
+from commrt.torch.operands import CopyBack
+from commrt.torch.per_call import ASKED
+from commrt.torch.reductions import PLAIN
 from commrt.torch.work import CommrtWork, JoinedWork, seconds
 
 if TYPE_CHECKING:
@@ -34,15 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Calls"]
 
-_SUM = 0
-"""What the key of a plan holds for operations that reduce nothing."""
-_PREMUL_SUM = int(ReduceOp.PREMUL_SUM)
-_CODES = {
-    name: operation(name).code
-    for name in ("allreduce", "reduce", "bcast", "allgather", "reduce_scatter")
-}
-_CODES["alltoall"] = operation("alltoall").code
-_ALLREDUCE = _CODES["allreduce"]
+_ALLREDUCE = if_known("allreduce")
 _UNSET = timedelta(milliseconds=-1)
 """What torch passes for "the group's default"."""
 
@@ -55,12 +47,50 @@ class Calls:
         self.completer = completer
         self.batch: list[CommrtWork] | None = None
         """Works of calls that torch coalesces; None where it does not."""
-        # Where a rule of the table may compress, each call has to be asked about.
-        self._may_look_up = not comm._rules_may_compress
 
     def waits(self, opts: Any) -> bool:
         """Whether the caller waits for the call, so that it needs no Work."""
         return self.batch is None and not opts.asyncOp
+
+    def is_plain(self, opts: Any) -> bool:
+        """Whether a call is waited for, and nothing is asked of it."""
+        return (
+            self.batch is None
+            and not opts.asyncOp
+            and ASKED.get() is None
+            and opts.timeout == _UNSET
+        )
+
+    def ends(self, known: Any, *x: torch.Tensor, **arguments: Any) -> bool:
+        """Run a call of plain tensors to its end; False where it is not known so far.
+
+        ``known`` is an operation of ``operation_methods.if_known``.
+        """
+        try:
+            return known(self.comm, *x, **arguments) is not NotImplemented
+        except CommError as error:
+            raise as_torch_error(error) from error.__cause__
+
+    def is_allreduced(self, x: torch.Tensor, opts: Any) -> bool:
+        """Run a plain allreduce to its end; False where it is not known so far.
+
+        What the two above do, without a step in between: programs call nothing as
+        often, and at 8 bytes these steps take longer than the operation.
+        """
+        if (
+            self.batch is not None
+            or opts.asyncOp
+            or ASKED.get() is not None
+            or opts.timeout != _UNSET
+        ):
+            return False
+        op = PLAIN.get(hash(opts.reduceOp))
+        if op is None:
+            return False
+        try:
+            return _ALLREDUCE(self.comm, x, op=op) is not NotImplemented
+        except CommError as error:
+            raise as_torch_error(error) from error.__cause__
 
     def limit(self, opts: Any) -> float | None:
         """Return the call's own limit in seconds, None for the group's."""
@@ -78,7 +108,6 @@ class Calls:
         back: CopyBack | None = None,
         reduction: Reduction | None = None,
         root: int = 0,
-        num_elements: int = -1,
     ) -> CommrtWork | None:
         """Run a collective with blocks of equal lengths.
 
@@ -91,65 +120,15 @@ class Calls:
             back: copies results to where they belong, at the end.
             reduction: what combines.
             root: where the operation has one.
-            num_elements: of the operation's full vector; -1 where the lengths of ``x``
-                and ``out`` do not fit, or the memory is one that needs a closer look.
         """
-        waits, limit = self.waits(opts), self.limit(opts)
-        try:
-            request = self._at_a_glance(
-                name, x, out, reduction, root, num_elements, waits, limit
-            )
-            if request is NotImplemented:
-                request = self._looked_at(name, x, out, reduction, root, waits, limit)
-        except CommError as error:
-            raise as_torch_error(error) from error.__cause__
-        return self.end(request, waits, outputs, back)
-
-    def is_allreduced(self, x: torch.Tensor, opts: Any) -> bool:
-        """Run an allreduce that is waited for, if it is of the plainest kind.
-
-        What ``run`` does, without a step in between: at 8 bytes these take longer than
-        the operation.
-        """
-        comm = self.comm
-        if (
-            opts.asyncOp
-            or self.batch is not None
-            or not self._may_look_up
-            or not x.is_cpu
-            or x.layout is not torch.strided
-            or not x.is_contiguous()
-            or x.is_neg()
-            or x.is_conj()
-        ):
-            return False
-        code = CODES.get(hash(opts.reduceOp))
-        key = (
-            _ALLREDUCE,
-            x.numel(),
-            KNOWN.get(x.dtype),
-            None,
-            code,
-            0,
-            None,
-            None,
-            (),
-            (),
-        )
-        plan = comm._plans.get(key)
-        if plan is None or comm._slow or comm._fused is not None or comm._failure:
-            return False
-        timeout = opts.timeout
-        limit = None if timeout == _UNSET else seconds(timeout)
-        at = x.data_ptr()
-        try:
-            comm._run_plan(
-                *(plan, at, at, x, None, x, "allreduce", False),
-                comm.timeout_s if limit is None else limit,
-            )
-        except CommError as error:
-            raise as_torch_error(error) from error.__cause__
-        return True
+        arguments: dict[str, Any] = {}
+        if reduction is not None:
+            arguments |= reduction.arguments
+        if operation(name).has_root:
+            arguments["root"] = root
+        if out is not None:
+            arguments["out"] = out
+        return self.call(name, [x], opts, outputs, back, **arguments)
 
     def end(
         self,
@@ -181,10 +160,13 @@ class Calls:
         back: CopyBack | None = None,
         **arguments: Any,
     ) -> CommrtWork | None:
-        """Run any method of the communicator."""
+        """Run any collective of the communicator."""
         waits, limit = self.waits(opts), self.limit(opts)
         if limit is not None:
             arguments["timeout_s"] = limit
+        asked = ASKED.get()
+        if asked is not None:
+            arguments |= asked
         try:
             method = getattr(self.comm, name)
             request = method(*x, nonblocking=not waits, **arguments)
@@ -216,61 +198,3 @@ class Calls:
         """Return all that was started since as one Work."""
         works, self.batch = self.batch or [], None
         return JoinedWork(works, self.completer)
-
-    def _at_a_glance(
-        self,
-        name: str,
-        x: torch.Tensor,
-        out: torch.Tensor | None,
-        reduction: Reduction | None,
-        root: int,
-        num_elements: int,
-        waits: bool,
-        limit: float | None,
-    ) -> Any:
-        """Run a call whose plan is known; NotImplemented where it must be looked at."""
-        comm = self.comm
-        if num_elements < 0 or not self._may_look_up or not x.is_cpu:
-            return NotImplemented
-        how, what = _CODES[name], KNOWN.get(x.dtype)
-        combines = _SUM if reduction is None else reduction.code
-        if combines == _PREMUL_SUM:
-            return NotImplemented
-        plan = comm._plans.get(
-            (how, num_elements, what, None, combines, root, None, None, (), ())
-        )
-        if plan is None or comm._slow or comm._fused is not None or comm._failure:
-            return NotImplemented
-        target = x if out is None else out
-        return comm._run_plan(
-            plan,
-            x.data_ptr(),
-            target.data_ptr(),
-            x,
-            out,
-            target,
-            name,
-            not waits,
-            comm.timeout_s if limit is None else limit,
-        )
-
-    def _looked_at(
-        self,
-        name: str,
-        x: torch.Tensor,
-        out: torch.Tensor | None,
-        reduction: Reduction | None,
-        root: int,
-        waits: bool,
-        limit: float | None,
-    ) -> Any:
-        arguments: dict[str, Any] = {"nonblocking": not waits}
-        if reduction is not None:
-            arguments |= reduction.arguments
-        if operation(name).has_root:
-            arguments["root"] = root
-        if out is not None:
-            arguments["out"] = out
-        if limit is not None:
-            arguments["timeout_s"] = limit
-        return getattr(self.comm, name)(x, **arguments)

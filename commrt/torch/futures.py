@@ -13,8 +13,12 @@ at them at the end, and attaches nothing of Python's. It gets one that a thread 
 group completes later, where the operation makes progress by itself meanwhile.
 
 An error has to be an error of C++: what ``Future.set_exception`` stores is a value to
-C++, and DDP crashes on it. An error that a callback raises is one, so every future here
-is what ``then`` made of another one.
+C++, and DDP crashes on it. An error that a callback raises is one, so futures that may
+have one are what ``then`` made of another one.
+
+And to DDP's hooks in C++ the value has to be a list of tensors of C++, which in a
+future that Python completes is an object of Python. One that is complete when it is
+made, as ``torch.jit.fork`` makes them, has a value of C++.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["Completer", "future_of"]
 
 _BACKWARD = graph._engine_run_backward.__code__
+_typed = torch._C.fork
+"""What ``torch.jit.fork`` calls: runs a function, and returns its value in a future."""
 
 
 def future_of(work: CommrtWork, completer: Completer | None) -> Any:
@@ -40,19 +47,43 @@ def future_of(work: CommrtWork, completer: Completer | None) -> Any:
 
     It is complete, but for DDP's reducer where there is a thread for it.
     """
-    devices = {each.device for each in work.result() if each.device.type != "cpu"}
+    outputs = work.result()
+    devices = {each.device for each in outputs if each.device.type != "cpu"}
     source: torch.futures.Future[None] = torch.futures.Future(devices=[*devices])
+    is_later = completer is not None and not devices and _called_from_cpp()
+    if is_later and not _is_compressed(outputs) and not work.is_completed():
+        assert completer is not None
+        public = source.then(lambda _: _waited_for(work))
+        completer.complete(work, source)
+        return public
+    error: Exception | None = None
+    if outputs and not devices:
+        try:
+            return _typed(lambda: _waited_for(work))
+        except Exception as raised:  # noqa: BLE001  what waits for the future raises it
+            error = raised
 
     def outcome(_: Any) -> list[torch.Tensor]:
-        work.wait()
-        return work.result()
+        if error is not None:
+            raise error
+        return _waited_for(work)
 
     public = source.then(outcome)
-    if completer is None or devices or not _called_from_cpp() or work.is_completed():
-        source.set_result(None)
-    else:
-        completer.complete(work, source)
+    source.set_result(None)
     return public
+
+
+def _waited_for(work: CommrtWork) -> list[torch.Tensor]:
+    work.wait()
+    return work.result()
+
+
+def _is_compressed(outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether the work may be that of a hook in C++: only those send float16.
+
+    What else does so waits where it need not.
+    """
+    return any(each.dtype is torch.float16 for each in outputs)
 
 
 def _called_from_cpp() -> bool:

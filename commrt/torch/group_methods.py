@@ -14,6 +14,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from commrt.errors import UsageError
+from commrt.operation_methods import if_known
 from commrt.torch.calls import Calls
 from commrt.torch.operands import (
     CopyBack,
@@ -25,7 +26,8 @@ from commrt.torch.operands import (
     together,
 )
 from commrt.torch.options import given, one, options
-from commrt.torch.reductions import reduction_of
+from commrt.torch.per_call import ASKED
+from commrt.torch.reductions import PLAIN, reduction_of
 from commrt.torch.sparse_sums import sparse_allreduce
 from commrt.torch.work import CommrtWork
 
@@ -34,6 +36,9 @@ __all__ = ["Collectives"]
 Tensors = Sequence[torch.Tensor]
 Answer = CommrtWork | None
 _AllreduceCoalesced = c10d.AllreduceCoalescedOptions
+_REDUCE, _BCAST = if_known("reduce"), if_known("bcast")
+_SCATTER, _ALLGATHER = if_known("reduce_scatter"), if_known("allgather")
+_ALLTOALL = if_known("alltoall")
 
 
 class Collectives:
@@ -47,27 +52,28 @@ class Collectives:
         """Reduce a tensor over all ranks, in place; dense or sparse COO."""
         if type(opts) is not c10d.AllreduceOptions:
             opts = options(c10d.AllreduceOptions, opts, reduceOp=None, timeout=timeout)
-        x = one("allreduce", tensors)
-        if self._calls.is_allreduced(x, opts):
+        calls, is_list = self._calls, type(tensors) is list and len(tensors) == 1
+        x = tensors[0] if is_list else one("allreduce", tensors)
+        if calls.is_allreduced(x, opts):
             return None
         if x.layout is not torch.strided:
-            return sparse_allreduce(self._calls, x, opts)
+            return sparse_allreduce(calls, x, opts)
         buffer, back = target(x, moved=False)
-        return self._calls.run(
+        return calls.run(
             "allreduce",
             buffer,
             opts,
             tensors if back is None and type(tensors) is list else [x],
             back=back,
             reduction=reduction_of(opts.reduceOp),
-            num_elements=buffer.numel(),
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Answer:
         """Reduce several tensors over all ranks, in place; short ones go together."""
         opts = options(_AllreduceCoalesced, opts, reduceOp=None)
         calls, op = self._calls, reduction_of(opts.reduceOp)
-        if op.factor is not None or calls.comm.size == 1 or not _on_host(tensors):
+        apart = op.factor is not None or calls.comm.size == 1 or ASKED.get() is not None
+        if apart or not _on_host(tensors):
             plain_opts = options(
                 c10d.AllreduceOptions,
                 None,
@@ -98,7 +104,12 @@ class Collectives:
         opts = options(
             c10d.ReduceOptions, root, rootRank=None, reduceOp=op, timeout=timeout
         )
-        x = one("reduce", tensors)
+        x, calls = one("reduce", tensors), self._calls
+        if calls.is_plain(opts):
+            known = PLAIN.get(hash(opts.reduceOp))
+            root = opts.rootRank
+            if known is not None and calls.ends(_REDUCE, x, op=known, root=root):
+                return None
         buffer, back = target(x, moved=False)
         return self._calls.run(
             "reduce",
@@ -108,7 +119,6 @@ class Collectives:
             back=back,
             reduction=reduction_of(opts.reduceOp),
             root=opts.rootRank,
-            num_elements=buffer.numel(),
         )
 
     def reduce_scatter(
@@ -137,13 +147,16 @@ class Collectives:
         """Reduce a tensor over all ranks, and give each rank its block."""
         if type(opts) is not c10d.ReduceScatterOptions:
             opts = options(c10d.ReduceScatterOptions, opts, reduceOp=None)
+        calls = self._calls
+        if calls.is_plain(opts):
+            op = PLAIN.get(hash(opts.reduceOp))
+            if op is not None and calls.ends(_SCATTER, input, out=output, op=op):
+                return None
         buffer, back = target(output, moved=False)
         x = plain(input)
-        mine, num = buffer.numel(), x.numel()
-        fits = num == mine * self._calls.comm.size
+        fits = x.numel() == buffer.numel() * calls.comm.size
         if fits and not _separate(x, buffer):
-            x = _unless_own_block(buffer, x, self._calls.comm.rank)
-            fits = False
+            x = _unless_own_block(buffer, x, calls.comm.rank)
         return self._calls.run(
             "reduce_scatter",
             x,
@@ -152,7 +165,6 @@ class Collectives:
             out=buffer,
             back=back,
             reduction=reduction_of(opts.reduceOp),
-            num_elements=num if fits and buffer.dtype == x.dtype else -1,
         )
 
     _reduce_scatter_base = reduce_scatter_single
@@ -175,7 +187,9 @@ class Collectives:
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
         """Copy the root's tensor to every rank."""
         opts = options(c10d.BroadcastOptions, opts, rootRank=None, timeout=timeout)
-        x = one("broadcast", tensors)
+        x, calls = one("broadcast", tensors), self._calls
+        if calls.is_plain(opts) and calls.ends(_BCAST, x, root=opts.rootRank):
+            return None
         buffer, back = target(x)
         return self._calls.run(
             "bcast",
@@ -184,7 +198,6 @@ class Collectives:
             [x],
             back=back,
             root=opts.rootRank,
-            num_elements=buffer.numel(),
         )
 
     def allgather(
@@ -223,6 +236,9 @@ class Collectives:
         """Put all ranks' tensors into one, in rank order."""
         if type(opts) is not c10d.AllgatherOptions:
             opts = options(c10d.AllgatherOptions, opts)
+        calls = self._calls
+        if calls.is_plain(opts) and calls.ends(_ALLGATHER, input, out=output):
+            return None
         out, back = target(output)
         return self._gather_all(out, movable(input), opts, [output], back)
 
@@ -283,11 +299,13 @@ class Collectives:
         """Send each rank a part of a tensor, in rows; without splits equal parts."""
         if type(opts) is not c10d.AllToAllOptions:
             opts = options(c10d.AllToAllOptions, opts, timeout=None)
+        calls, even = self._calls, not output_splits and not input_splits
+        if even and calls.is_plain(opts) and calls.ends(_ALLTOALL, input, out=output):
+            return None
         out, back = target(output)
         x = movable(input)
-        size = self._calls.comm.size
-        if not output_splits and not input_splits:
-            fits = x.numel() == out.numel() and x.numel() % size == 0
+        size = calls.comm.size
+        if even:
             if not _separate(x, out) and x.data_ptr() != out.data_ptr():
                 x = apart(x, out)
             return self._calls.run(
@@ -297,7 +315,6 @@ class Collectives:
                 [output],
                 out=out,
                 back=back,
-                num_elements=x.numel() if fits and x.dtype == out.dtype else -1,
             )
         return self._calls.call(
             *("alltoallv", [apart(x, out)], opts, [output], back),
@@ -367,16 +384,7 @@ class Collectives:
         fits = out.numel() == x.numel() * comm.size
         if fits and not _separate(x, out):
             x = _unless_own_block(x, out, comm.rank, copied=x)
-            fits = False
-        return self._calls.run(
-            "allgather",
-            x,
-            opts,
-            outputs,
-            out=out,
-            back=back,
-            num_elements=out.numel() if fits and out.dtype == x.dtype else -1,
-        )
+        return self._calls.run("allgather", x, opts, outputs, out=out, back=back)
 
     def _check_list(self, what: str, argument: str, tensors: Sequence[Any]) -> None:
         size = self._calls.comm.size

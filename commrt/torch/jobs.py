@@ -10,14 +10,28 @@ others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from commrt.backends.known import known_names
+from commrt.bootstrap import Bootstrap
+from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.bootstrap.single import SingleBootstrap
 from commrt.bootstrap.store import StoreBootstrap
+from commrt.calls import check_flag
 from commrt.comm import Communicator
+from commrt.env import read_bool
+from commrt.errors import UsageError
 from commrt.launch import LaunchInfo
+from commrt.operations import COLLECTIVES
 from commrt.runtime import join_world
+from commrt.select.locate import LocatedTable, read_named
+from commrt.select.schema import DEVICES
+from commrt.select.wishes import Wishes
+from commrt.settings import Settings
+from commrt.torch.group_options import Options
+from commrt.torch.launchers import take_mpi
 from commrt.world import World
 
 __all__ = ["Member", "join", "leave"]
@@ -38,7 +52,9 @@ class Member:
     name: str
     """torch's name of the group; the same on all of its ranks."""
     timeout_s: float
-    """Limit of its calls."""
+    """Limit of its calls, as torch has it."""
+    options: Options = field(default_factory=Options)
+    """What the group has of its own."""
 
     @property
     def is_default(self) -> bool:
@@ -87,16 +103,82 @@ def _alone(member: Member) -> Communicator:
 def _world_of(member: Member) -> World:
     source = f"the process group {member.name!r} of torch"
     launch = LaunchInfo("torch", member.rank, member.size, source)
-    bootstrap = StoreBootstrap(member.store, member.rank, member.size)
-    return join_world(bootstrap, launch, member.timeout_s)
+    return join_world(_bootstrap(member), launch, member.timeout_s)
+
+
+def _bootstrap(member: Member) -> Bootstrap:
+    """Return how the ranks of a new world meet.
+
+    Where MPI's launcher started the default group's ranks, by MPI: then they also have
+    the library's own collectives.
+    """
+    mpi = take_mpi(member.rank, member.size) if member.is_default else None
+    if mpi is not None:
+        return MpiBootstrap(mpi, member.timeout_s)
+    return StoreBootstrap(member.store, member.rank, member.size)
 
 
 def _communicator(world: World, ranks: Sequence[int], member: Member) -> Communicator:
-    limit = member.timeout_s
-    label = f"torch/{member.name}"
-    identity = world.agree_id(ranks, label, timeout_s=limit)
+    limit, options = member.timeout_s, member.options
+    name = f"torch group {member.name}"
+    # What is wrong with options is looked for once all are known to have the same.
+    same = f"pg_options={options!r}"
+    identity = world.agree_id(ranks, f"torch/{member.name}", same, timeout_s=limit)
+    settings = _settings(world, ranks, member, name, identity)
+    wanted = options.deterministic
     comm = Communicator(
-        world, ranks, f"torch group {member.name}", identity, timeout_s=limit
+        world,
+        ranks,
+        name,
+        identity,
+        deterministic=read_bool("COMMRT_DETERMINISTIC") if wanted is None else wanted,
+        timeout_s=limit,
+        settings=settings,
     )
-    comm.timeout_s = limit
+    comm.timeout_s = options.timeout_s or limit
+    _check_serves(comm, settings.wishes)
     return comm
+
+
+def _settings(
+    world: World, ranks: Sequence[int], member: Member, name: str, identity: int
+) -> Settings:
+    """Return what the options say, checked; alike on all ranks."""
+    options = member.options
+    _ = options.timeout_s  # wrong ones are errors
+    wishes = options.wishes(f"{name} (pg_options)")
+    for what in ("check", "deterministic"):
+        value = getattr(options, what)
+        if value is not None:
+            check_flag("commrt.torch.Options", what, value)
+    table = None
+    if options.table is not None:
+        blob = b""
+        if world.rank == ranks[0]:
+            why = "pg_options of a process group"
+            blob = read_named(Path(options.table), why).encode()
+        key = f"table/{identity}"
+        said = world.bootstrap.exchange(ranks, key, blob, member.timeout_s)
+        table = LocatedTable.decode(said[0]).parse(known_names())
+    return Settings(wishes, table, options.check)
+
+
+def _check_serves(comm: Communicator, wishes: Wishes | None) -> None:
+    """Raise UsageError where what all operations are to run can run none of them."""
+    wish = None if wishes is None else wishes.others
+    if wishes is None or wish is None or comm.size == 1:
+        return
+    for device in DEVICES:
+        for coll in COLLECTIVES:
+            try:
+                found = comm.candidates(coll, 0, device=device)
+            except UsageError:  # nothing runs it there
+                continue
+            if any(wish.fits(each) for each in found):
+                return
+    comm.free()
+    raise UsageError(
+        f"{wishes.who} asks for {wish}, which can run no operation of this group; "
+        f"comm.candidates() of its communicator lists what can, and python -m commrt "
+        f"info what each backend lacks"
+    )

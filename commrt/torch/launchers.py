@@ -20,9 +20,11 @@ from commrt import _libmpi
 from commrt.errors import BackendError
 from commrt.launch import LaunchInfo, check_mpi_library, check_mpi_size, detect
 
-__all__ = ["serve_launchers"]
+__all__ = ["serve_launchers", "take_mpi"]
 
 _SCHEME = "env"
+_MET: list[Any] = []
+"""mpi4py's communicator by which the ranks of a default group to come have met."""
 Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 
@@ -84,4 +86,15 @@ def _meet_by_mpi(launch: LaunchInfo, timeout: Any) -> Iterator[tuple[Any, int, i
     host, port = comm.bcast(where, root=0)
     if store is None:
         store = TCPStore(host, port, size, False, limit, wait_for_workers=False)
+    _MET[:] = [comm]
     yield store, rank, size
+
+
+def take_mpi(rank: int, size: int) -> Any:
+    """Return mpi4py's communicator of the ranks of a new default group, once.
+
+    None where they have not met by MPI.
+    """
+    comm = _MET.pop() if _MET else None
+    fits = comm is not None and (comm.Get_rank(), comm.Get_size()) == (rank, size)
+    return comm if fits else None

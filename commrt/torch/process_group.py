@@ -26,6 +26,7 @@ from commrt.torch.calls import Calls
 from commrt.torch.errors import as_torch_error
 from commrt.torch.futures import Completer
 from commrt.torch.group_methods import Collectives
+from commrt.torch.group_options import Options
 from commrt.torch.memory import SharedMemory
 from commrt.torch.messages import Messages
 from commrt.torch.registration import BACKEND
@@ -39,10 +40,10 @@ _LIVING: weakref.WeakSet[CommrtProcessGroup] = weakref.WeakSet()
 
 def make_process_group(options: Any, pg_options: Any) -> CommrtProcessGroup:
     """Return the group that torch asks for; collective over its ranks."""
-    if pg_options is not None:
+    if pg_options is not None and not isinstance(pg_options, Options):
         raise UsageError(
-            f"init_process_group or new_group: pg_options={pg_options!r}: commrt's "
-            f"groups take no options; leave it out"
+            f"init_process_group or new_group: pg_options={pg_options!r}: expected "
+            f"commrt.torch.Options, or None"
         )
     member = jobs.Member(
         store=options.store,
@@ -51,6 +52,7 @@ def make_process_group(options: Any, pg_options: Any) -> CommrtProcessGroup:
         ranks=list(options.global_ranks_in_group),
         name=options.group_id,
         timeout_s=options.timeout.total_seconds(),
+        options=pg_options or Options(),
     )
     try:
         comm = jobs.join(member)

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commrt.dtypes import ReduceOp
 from commrt.errors import UsageError
 
-__all__ = ["CODES", "Reduction", "reduction_of"]
+__all__ = ["PLAIN", "Reduction", "reduction_of"]
 
 _KINDS = dist.ReduceOp.RedOpType
 _OBJECTS = (dist.ReduceOp, _KINDS)
@@ -30,13 +29,12 @@ _NAMES = {
 
 
 class Reduction:
-    """A reduction: its name, its code in the engine, and a factor if it has one."""
+    """A reduction: its name, and a factor if it has one."""
 
-    __slots__ = ("code", "factor", "name")
+    __slots__ = ("factor", "name")
 
     def __init__(self, name: str, factor: float | None = None) -> None:
         self.name = name
-        self.code = int(ReduceOp[name.upper()])
         self.factor = factor
 
     @property
@@ -52,8 +50,8 @@ _PLAIN = {
 }
 """By their numbers, which are torch's hashes: to compare kinds takes several times as
 long."""
-CODES = {number: reduction.code for number, reduction in _PLAIN.items()}
-"""commrt's codes of reductions, by torch's numbers."""
+PLAIN = {number: reduction.name for number, reduction in _PLAIN.items()}
+"""commrt's names of reductions without a factor, by torch's numbers."""
 
 
 def reduction_of(op: Any) -> Reduction:

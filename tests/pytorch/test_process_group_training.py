@@ -131,6 +131,19 @@ def allreduce_hook() -> Any:
     return trained(model)
 
 
+def built_in_hooks() -> Any:
+    """Hooks in C++, which ask works for futures with values of C++."""
+    found = []
+    for kind in (
+        dist.BuiltinCommHookType.ALLREDUCE,
+        dist.BuiltinCommHookType.FP16_COMPRESS,
+    ):
+        model = DistributedDataParallel(used(), bucket_cap_mb=0.0001)
+        model._register_builtin_comm_hook(kind)
+        found += trained(model)
+    return found
+
+
 def power_sgd(bucket_cap_mb: float = 25) -> Any:
     """Its callbacks call further collectives and wait for them."""
     model = DistributedDataParallel(used(), bucket_cap_mb=bucket_cap_mb)
@@ -195,7 +208,15 @@ def zero_1() -> Any:
 
 DATA_PARALLEL = [
     *(plain, small_buckets, static_graph, unused_parameters, no_sync),
-    *(compressing_hook, allreduce_hook, power_sgd, join, sparse_gradients, buffers),
+    *(
+        compressing_hook,
+        allreduce_hook,
+        built_in_hooks,
+        power_sgd,
+        join,
+        sparse_gradients,
+        buffers,
+    ),
     zero_1,
 ]
 

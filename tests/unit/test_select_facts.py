@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates, overrides, fingerprints: the words of selection."""
+"""Candidates, fingerprints: the words of selection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commrt.errors import UsageError
-from commrt.select.facts import Candidate, Query, parse_overrides
+from commrt.select.facts import Candidate, Query
 from commrt.select.fingerprint import available_cores, this_machine
 
 WORDS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
@@ -43,31 +43,6 @@ def test_candidate_text_is_sorted_and_params_are_read_only() -> None:
 def test_malformed_candidates_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         Candidate.parse(text)
-
-
-def test_overrides_keep_parameters_with_commas() -> None:
-    found = parse_overrides(
-        "allreduce:shm/ring{chunk=1,store=plain}, bcast:mpi/native,"
-    )
-    assert found == {
-        "allreduce": Candidate("shm", "ring", {"chunk": 1, "store": "plain"}),
-        "bcast": Candidate("mpi", "native"),
-    }
-    assert parse_overrides(None) == parse_overrides(" ") == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("alreduce:mpi/native", "did you mean 'allreduce'"),
-        ("mpi/native", "COLL:BACKEND/ALGORITHM"),
-        ("bcast:mpi/native,bcast:shm/ring", "twice"),
-        ("bcast:native", "BACKEND/ALGORITHM"),
-    ],
-)
-def test_bad_overrides_say_what_to_write(text: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        parse_overrides(text)
 
 
 def test_query_text_names_what_was_asked() -> None:

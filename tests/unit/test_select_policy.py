@@ -13,6 +13,7 @@ from commrt.select.fingerprint import Cpu, Machine
 from commrt.select.policy import Policy
 from commrt.select.rules import Evidence, Match, Point, Rule, RunnerUp
 from commrt.select.table import Table
+from commrt.select.wishes import Wish, Wishes, parse_wishes
 
 NATIVE = Candidate("mpi", "native")
 DIRECT = Candidate("shm", "direct")
@@ -41,9 +42,9 @@ def _policy(
     table: Table | None = TABLE,
     facts: CommFacts = NEAR2,
     found: tuple[Candidate, ...] = (NATIVE, DIRECT, RING),
-    overrides: dict[str, Candidate] | None = None,
+    wishes: tuple[Wishes, ...] = (),
 ) -> Policy:
-    return Policy(facts, table, lambda query: found, _cost, overrides)
+    return Policy(facts, table, lambda query: found, _cost, wishes)
 
 
 def _small(nbytes: int = 8) -> Query:
@@ -70,7 +71,7 @@ def test_a_single_candidate_needs_no_reason_to_win() -> None:
 
 
 def test_call_beats_variable_beats_table() -> None:
-    policy = _policy(overrides={"allreduce": Candidate("shm", "ring", {"f": 4})})
+    policy = _policy(wishes=(parse_wishes("allreduce:shm/ring{f=4}"),))
     choice = policy.choose(_small())
     assert (str(choice.candidate), choice.source) == ("shm/ring{f=4}", "override")
     assert policy.choose(_small(), algorithm="mpi/native").source == "call"
@@ -116,9 +117,70 @@ def test_what_does_not_exist_is_refused_with_a_guess(
 
 
 def test_an_override_that_cannot_run_is_an_error_not_a_fallback() -> None:
-    policy = _policy(found=(DIRECT, RING), overrides={"allreduce": NATIVE})
+    policy = _policy(
+        found=(DIRECT, RING), wishes=(parse_wishes("allreduce:mpi/native"),)
+    )
     with pytest.raises(UsageError, match="COMMRT_ALGORITHM asks for 'mpi/native'"):
         policy.choose(_small())
+
+
+def test_call_beats_group_beats_variable() -> None:
+    group = parse_wishes("allreduce:direct", "group g")
+    policy = _policy(wishes=(group, parse_wishes("allreduce:mpi/native,bcast:ring")))
+    choice = policy.choose(_small(4096))
+    assert (choice.candidate, choice.source) == (DIRECT, "group")
+    assert choice.reason == "group g asks for direct"
+    assert policy.choose(_small(), algorithm="ring").source == "call"
+    other = policy.choose(Query("bcast", 8))  # of which the group says nothing
+    assert (other.candidate.name, other.source) == ("shm/ring", "override")
+
+
+@pytest.mark.parametrize(
+    ("asked", "nbytes", "expected"),
+    [
+        ("ring", 8, "shm/ring{f=8}"),
+        ("ring", 4096, "shm/ring{f=2}"),  # the rule knows the parameters
+        ("shm/ring{f=4}", 8, "shm/ring{f=4}"),
+        ("swing", 8, "mpi/native"),  # which is not here: the table decides
+        ("mpi/ring", 8, "mpi/native"),
+        ("swing,allreduce:direct", 8, "shm/direct"),
+        ("direct,bcast:ring", 8, "shm/direct"),
+    ],
+)
+def test_what_is_asked_of_all_operations_holds_where_there_is_such(
+    asked: str, nbytes: int, expected: str
+) -> None:
+    choice = _policy(wishes=(parse_wishes(asked),)).choose(_small(nbytes))
+    assert choice.candidate.name == expected.partition("{")[0]
+    if "=4" in expected or "=2" in expected:
+        assert str(choice.candidate) == expected
+
+
+def test_a_backend_alone_leaves_the_algorithm_open() -> None:
+    wishes = Wishes("group g", others=Wish("shm"))
+    choice = _policy(wishes=(wishes,)).choose(_small(4096))
+    assert str(choice.candidate) == "shm/ring{f=2}"
+    assert choice.reason.startswith("group g asks for shm/*; of these, rule 1")
+
+
+def test_a_group_that_speaks_of_other_memory_leaves_it_to_the_variable() -> None:
+    group = parse_wishes("allreduce:shm/direct", "group g")
+    policy = Policy(
+        NEAR2,
+        None,
+        lambda query: (NATIVE, DIRECT, RING),
+        _cost,
+        (group, parse_wishes("allreduce:shm/ring")),
+        speaks_of=lambda query, wish: wish.algorithm != "direct",
+    )
+    assert policy.choose(_small()).candidate.name == "shm/ring"
+
+
+def test_explain_answers_for_a_call_with_wishes_of_its_own() -> None:
+    said = str(_policy().explain(_small(), algorithm="ring{f=8}"))
+    assert "shm/ring{f=8}" in said.splitlines()[0]
+    assert "the call asked for it" in said
+    assert "rule 0 of the table, overruled" in said
 
 
 def test_no_candidate_at_all_points_to_info() -> None:

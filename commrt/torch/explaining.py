@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call of torch.distributed would run on commrt, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commrt.errors import UsageError
+from commrt.operations import operation, rule_nbytes
+from commrt.select.policy import Explanation
+from commrt.torch.group_options import commrt_name
+from commrt.torch.operands import KNOWN
+from commrt.torch.per_call import ASKED
+from commrt.torch.process_group import CommrtProcessGroup
+from commrt.torch.reductions import reduction_of
+
+__all__ = ["explain"]
+
+_WHAT = "commrt.torch.explain"
+_OF_ALL_RANKS = ("allgather", "allgatherv", "gather", "gatherv", "scatter", "scatterv")
+"""Operations whose full vector has a block like the tensor for each rank."""
+
+
+def explain(
+    tensor: torch.Tensor,
+    op: Any = "all_reduce",
+    group: Any = None,
+    *,
+    reduction: Any = dist.ReduceOp.SUM,
+    root: int = 0,
+) -> Explanation:
+    """Return what a call would run, why, and what was rejected; print it.
+
+    Nothing is sent. Within ``commrt.torch.using`` it is the answer for a call there.
+
+    Args:
+        tensor: what this rank gives to the call; of a scatter what it gets.
+        op: the operation, by torch's name or commrt's, or the function itself.
+        group: of commrt's; None for the default group.
+        reduction: of operations that reduce.
+        root: in the group, of operations that have one.
+    """
+    chosen: Any = dist.group.WORLD if group is None else group
+    if not isinstance(chosen, CommrtProcessGroup):
+        raise UsageError(
+            f"{_WHAT}: {chosen!r}: expected a group of commrt's, such as the default "
+            f"group after init_process_group('commrt')"
+        )
+    coll = commrt_name(_WHAT, op)
+    if tensor.layout is not torch.strided:
+        raise UsageError(
+            f"{_WHAT}: a tensor of layout {tensor.layout}: sparse allreduce chooses by "
+            f"what the ranks hold, as the call is made"
+        )
+    comm, spec = chosen.communicator, operation(coll)
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if spec.reduces and real.dtype not in KNOWN:
+        raise UsageError(f"{_WHAT}: nothing reduces {real.dtype}")
+    dtype = KNOWN.get(real.dtype, "uint8")  # of what is only moved, the bytes are
+    nbytes = tensor.nbytes * (comm.size if coll in _OF_ALL_RANKS else 1)
+    return comm.explain(
+        coll,
+        rule_nbytes(coll, nbytes, comm.size),
+        dtype=dtype,
+        op=reduction_of(reduction).name if spec.reduces else "sum",
+        root=root,
+        device="host" if tensor.is_cpu else "cuda",
+        **(ASKED.get() or {}),
+    )

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pg_options`` of ``init_process_group`` and ``new_group``: a group's own choices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from commrt.backends.known import check_wishes
+from commrt.errors import UsageError, suggest
+from commrt.operations import COLLECTIVES
+from commrt.select.facts import ParamValue
+from commrt.select.wishes import Wish, Wishes, parse_wishes
+
+__all__ = ["Options", "commrt_name"]
+
+_NAMES = {
+    "all_gather": "allgather",
+    "all_gather_into_tensor": "allgather",
+    "all_gather_single": "allgather",
+    "all_reduce": "allreduce",
+    "all_to_all": "alltoallv",
+    "all_to_all_single": "alltoall",
+    "broadcast": "bcast",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+"""commrt's names of the operations that torch calls otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a process group of commrt's has of its own; equal on all of its ranks.
+
+    It comes before COMMRT_ALGORITHM and the job's table, and after
+    ``commrt.torch.using``. What is None is as the environment says.
+    """
+
+    algorithm: str | Mapping[str, str] | None = None
+    """``ring`` or ``shm/ring`` for all operations that have it; for one of them
+    ``allreduce:shm/ring``, or ``{"all_reduce": "shm/ring"}``."""
+    backend: str | None = None
+    """Who is to run what it can, such as ``shm`` or ``mpi``."""
+    params: Mapping[str, ParamValue] | None = None
+    """Parameters of ``algorithm`` and ``backend``, as in ``{"chunk": 131072}``."""
+    table: str | os.PathLike[str] | None = None
+    """Selection table, a file that the group's rank 0 reads, instead of the job's."""
+    check: bool | None = None
+    """Whether every call is compared across ranks before data moves."""
+    deterministic: bool | None = None
+    """Whether results are bitwise the same whatever algorithm runs."""
+    timeout: timedelta | float | None = None
+    """Limit of the calls, in seconds if it is a number; None: what torch is given."""
+
+    @property
+    def timeout_s(self) -> float | None:
+        """The limit in seconds; UsageError where it is none."""
+        given = self.timeout
+        if given is None:
+            return None
+        seconds = given.total_seconds() if isinstance(given, timedelta) else given
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise UsageError(
+                f"commrt.torch.Options: timeout={given!r} must be seconds or a "
+                f"timedelta"
+            )
+        if not seconds > 0:
+            raise UsageError(f"commrt.torch.Options: timeout={given!r} must be above 0")
+        return float(seconds)
+
+    def wishes(self, who: str) -> Wishes:
+        """Return what the group asks for; UsageError for what nothing has."""
+        named: dict[str, Wish] = {}
+        if isinstance(self.algorithm, Mapping):
+            for name, text in self.algorithm.items():
+                one = parse_wishes(f"{commrt_name(who, name)}:{text}", who)
+                named |= one.named
+            asked = Wishes(who, named)
+        elif self.algorithm is None or isinstance(self.algorithm, str):
+            asked = parse_wishes(self.algorithm, who)
+        else:
+            raise UsageError(
+                f"{who}: algorithm={self.algorithm!r} must be a string, or a mapping "
+                f"of operations to strings"
+            )
+        return check_wishes(self._with_backend(asked), named=True)
+
+    def _with_backend(self, asked: Wishes) -> Wishes:
+        """Add the backend to what names none, and the parameters to what is for all."""
+        if self.backend is not None and not isinstance(self.backend, str):
+            raise UsageError(
+                f"{asked.who}: backend={self.backend!r} must be a string: a group of "
+                f"several backends names them by operation, in algorithm="
+            )
+        named = {coll: self._completed(asked.who, w) for coll, w in asked.named.items()}
+        others = asked.others
+        if others is not None or (self.backend is not None and not named):
+            others = self._completed(asked.who, others or Wish(), self.params or {})
+        elif self.params:
+            raise UsageError(
+                f"{asked.who}: params={dict(self.params)!r} are of an algorithm or a "
+                f"backend for all operations: name one, or write parameters of one "
+                f"operation as in allreduce:shm/ring{{chunk=131072}}"
+            )
+        return Wishes(asked.who, named, others)
+
+    def _completed(
+        self, who: str, wish: Wish, params: Mapping[str, ParamValue] | None = None
+    ) -> Wish:
+        if self.backend is not None and wish.backend not in (None, self.backend):
+            raise UsageError(
+                f"{who}: backend={self.backend!r} contradicts {str(wish)!r}: give one "
+                f"of them"
+            )
+        return Wish(
+            wish.backend or self.backend,
+            wish.algorithm,
+            {**wish.params, **(params or {})},
+        )
+
+
+def commrt_name(who: str, name: Any) -> str:
+    """Return commrt's name of an operation that may have torch's; UsageError if none.
+
+    A function of torch.distributed stands for its name.
+    """
+    text = getattr(name, "__name__", name)
+    if not isinstance(text, str):
+        raise UsageError(f"{who}: {name!r} is no name of an operation")
+    found = _NAMES.get(text, text)
+    if found not in COLLECTIVES:
+        known = [*COLLECTIVES, *_NAMES]
+        raise UsageError(f"{who}: unknown operation {text!r}{suggest(text, known)}")
+    return found

@@ -155,9 +155,12 @@ class Communicator(Fusing, Operations):
                 self._arena.address, self._arena.region_nbytes, LANE_NBYTES, members
             )
         self._members = frozenset(members)
-        if world.mpi is not None and len(members) < len(self._ranks):
+        if len(members) < len(self._ranks):
             tag = FIRST_TAG + 2 * identity
-            self._attach_mpi(_libmpi.handle(world.mpi), tag, list(self._ranks))
+            if world.relay is not None:
+                self._attach_relay(world.relay.native, tag, list(self._ranks))
+            elif world.mpi is not None:
+                self._attach_mpi(_libmpi.handle(world.mpi), tag, list(self._ranks))
 
     def _agree_facts(self) -> CommFacts:
         world = self._world
@@ -278,6 +281,11 @@ class Communicator(Fusing, Operations):
             self.free()
 
     # -- what it is --------------------------------------------------------------
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether gloo carries messages to ranks on other nodes."""
+        return self._world.relay is not None and len(self._members) < self.size
 
     @property
     def in_process(self) -> bool:

@@ -22,6 +22,7 @@ from commrt.arena import (
 from commrt.backends.known import known_names
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
+from commrt.gloo_relay import GlooRelay
 from commrt.launch import LaunchInfo
 from commrt.native_comms import NativeComms
 from commrt.select.facts import Candidate, CommFacts, LinkClass, parse_overrides
@@ -67,6 +68,8 @@ class World:
     """Largest MPI tag."""
     in_process: bool = False
     """Whether the ranks are threads of this process."""
+    relay: GlooRelay | None = None
+    """Carries messages between nodes where there is no MPI."""
     native_comms: NativeComms | None = None
     """Lends MPI communicators for the library's own collectives; None without MPI."""
     links: dict[tuple[int, int], LinkClass] = field(default_factory=dict)
@@ -102,7 +105,8 @@ class World:
         if facts not in self._picks_native:
             asked = any(each.name == NATIVE for each in self.overrides.values())
             tabled = self.table is not None and self.table.may_pick(facts, NATIVE)
-            self._picks_native[facts] = asked or tabled or facts.nodes > 1
+            wanted = asked or tabled or facts.nodes > 1
+            self._picks_native[facts] = wanted and self.mpi is not None
         return self._picks_native[facts]
 
     def drive(self, device: Any) -> None:
@@ -266,8 +270,6 @@ def connect_world(
     else:
         nodes = discover_nodes(bootstrap, timeout_s, env.read_nodes())
     mpi = getattr(bootstrap, "comm", None)
-    if len(nodes) > 1 and mpi is None:
-        raise BackendError(_needs_mpi(len(nodes), launch))
     world = World(
         bootstrap=bootstrap,
         launch=launch,
@@ -284,24 +286,29 @@ def connect_world(
     )
     bootstrap.idle = world.engine.step
     world.cores = _agree_cores(world)
+    if len(nodes) > 1 and mpi is None:
+        world.relay = _relay(world)
     if mpi is not None:
         world.native_comms = NativeComms(mpi, bootstrap, _libmpi.load().Exception)
         _load_mpi(world)
     return world
 
 
-def _needs_mpi(num_nodes: int, launch: LaunchInfo) -> str:
-    if launch.kind == "torch":
-        return (
-            f"the ranks of this process group lie on {num_nodes} nodes, and commrt's "
-            f"process groups communicate within one node so far: keep the job on one "
-            f"node, or take another backend, such as gloo or nccl, for this group"
+def _relay(world: World) -> GlooRelay:
+    """Connect the nodes by gloo; collective."""
+    private_store = getattr(world.bootstrap, "private_store", None)
+    if private_store is None:
+        raise BackendError(
+            f"the ranks lie on {len(world.nodes)} nodes, and between nodes commrt needs "
+            f"MPI or a torch Store: start them with mpiexec and the extra commrt[mpi], "
+            f"or with torchrun"
         )
-    return (
-        f"the ranks lie on {num_nodes} nodes, and between nodes commrt needs MPI: "
-        f"start them with mpiexec instead of {launch.kind}, with the extra "
-        f"commrt[mpi] installed"
-    )
+    here = world.nodes[world.node_of(world.rank)]
+    away = [rank for rank in range(world.size) if rank not in here]
+    # A rank that comes late is named here; gloo would only say that time is up.
+    world.meet(range(world.size), "gloo")
+    store = private_store("gloo")
+    return GlooRelay(store, world.rank, world.size, away, world.timeout_s)
 
 
 def _agree_cores(world: World) -> int:

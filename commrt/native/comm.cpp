@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "engine.hpp"
+#include "relay.hpp"
 #include "mpi_turn.hpp"
 #include "p2p.hpp"
 
@@ -90,6 +91,12 @@ void Comm::attach_mpi(Handle comm_handle, int tag, const std::vector<int>& mpi_r
     link.mpi_rank = mpi_ranks[peer];
     if (peer != rank && link.kind == LinkKind::Self) link.kind = LinkKind::Mpi;
   }
+}
+
+void Comm::attach_relay(std::shared_ptr<Relay> relay, int tag, const std::vector<int>& ranks) {
+  off_node = &relay_api();
+  attach_mpi(reinterpret_cast<Handle>(relay.get()), tag, ranks);
+  relay_ = std::move(relay);
 }
 
 std::shared_ptr<Op> Comm::fresh_op() {

@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from commrt import _native
+from commrt.bootstrap.base import poll_until
 from commrt.errors import BackendError
 
 __all__ = ["GlooRelay"]
@@ -28,6 +29,7 @@ _FRAMES, _PAYLOADS = 0, 1
 _AHEAD = 4
 """Receives of frames that are posted at once: gloo's sender waits for a receive."""
 _FOREVER = timedelta(days=365)
+_ANSWER_S = 1.0
 _GRACE_S = 5.0
 """How long the end waits for what has been sent, and for peers to say that it was all."""
 
@@ -62,6 +64,29 @@ class GlooRelay:
         ]
         for thread in self._threads:
             thread.start()
+
+    def started(self, peers: Sequence[int], tag: int) -> dict[int, int | None]:
+        """Return how many operations of a communicator each peer has started.
+
+        None where it has not answered within a second: its threads answer, whatever
+        its program does. -1 where it knows no such communicator, or has ended.
+        """
+        native = self.native
+        asked = {peer: native.ask(peer, tag) for peer in peers}
+        told: dict[int, int | None] = {}
+
+        def heard() -> bool:
+            for peer, question in asked.items():
+                if told.get(peer) is None:
+                    told[peer] = native.answer(question)
+            return None not in told.values()
+
+        poll_until(heard, _ANSWER_S)
+        return told
+
+    def has_ended(self, peer: int) -> bool:
+        """Whether nothing comes from this peer any more."""
+        return bool(self.native.failure_of(peer))
 
     def close(self) -> None:
         """Send what there is, and tell the peers that it was all. Idempotent.
@@ -117,7 +142,7 @@ class GlooRelay:
         coming: deque[tuple[Any, Any]] = deque()
         try:
             for _ in range(_AHEAD):
-                frame = torch.zeros(_native.Relay.frame_nbytes, dtype=torch.uint8)
+                frame = torch.empty(_native.Relay.frame_nbytes, dtype=torch.uint8)
                 coming.append((self._group.recv([frame], peer, _FRAMES), frame))
             while True:
                 work, frame = coming.popleft()

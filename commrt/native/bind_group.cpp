@@ -34,6 +34,7 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
                   : group.comm->start(plan, from, to, nullptr, true);
     if (op == nullptr) continue;
     Backoff backoff(group.comm->spins_of(plan.get()));
+    backoff.sleep_soon(group.comm->off_node->is_relay);
     while (!op->finished()) {
       if (engine.step_locked(kNoLimit)) {
         backoff.reset();

@@ -51,6 +51,17 @@ void bind_relay(nb::module_& m) {
       .def("lost", &Relay::lost, nb::arg("peer"), nb::arg("why"),
            nb::call_guard<nb::gil_scoped_release>(),
            "Nothing comes from the peer any more, nor reaches it.")
+      .def("ask", &Relay::ask, nb::arg("peer"), nb::arg("tag"),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Ask how many operations a communicator has started there.")
+      .def("answer",
+           [](Relay& relay, uint64_t question) -> nb::object {
+             uint64_t count = 0;
+             if (!relay.answer(question, count)) return nb::none();
+             return nb::int_(count == Relay::kUnknown ? -1 : static_cast<int64_t>(count));
+           }, nb::arg("question"),
+           "What a peer has answered: None so far, -1 where it knows no such communicator.")
+      .def("failure_of", &Relay::failure_of, nb::arg("peer"), "Why a peer is lost, or nothing.")
       .def("leave", &Relay::leave, nb::call_guard<nb::gil_scoped_release>(),
            "Tell all peers that this was all.");
 }

@@ -421,6 +421,7 @@ class Comm {
   bool is_place(Place place) const { return place != 0 && segment_of(place) < heap_.size(); }
 
   std::shared_ptr<Relay> relay_;  // what off_node and mpi_comm refer to, or null
+  std::shared_ptr<std::atomic<uint64_t>> told_;  // next_seq, for ranks that ask over the relay
   std::vector<Segment> heap_;
   bool showing_[kCallLines] = {};  // which call lines belong to operations in flight
   std::vector<Link> links_;

@@ -3,6 +3,7 @@
 #include "relay.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 namespace commrt {
@@ -35,7 +36,48 @@ Texts& texts() {
   return all;
 }
 
+// What who waits for messages sleeps on.
+struct Changes {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::atomic<uint64_t> count{1};
+  std::atomic<int> sleepers{0};
+
+  void tell() {
+    // In one order with a sleeper's two steps: it is counted, or sees the new count.
+    count.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers.load(std::memory_order_seq_cst) == 0) return;
+    const std::lock_guard<std::mutex> lock(mutex);
+    changed.notify_all();
+  }
+  void wait(uint64_t& seen) {
+    // Messages of the same node tell nobody.
+    constexpr auto kMost = std::chrono::microseconds(50);
+    sleepers.fetch_add(1, std::memory_order_seq_cst);
+    {
+      std::unique_lock<std::mutex> lock(mutex);
+      changed.wait_for(lock, kMost,
+                       [&] { return count.load(std::memory_order_seq_cst) != seen; });
+    }
+    sleepers.fetch_sub(1, std::memory_order_relaxed);
+    seen = count.load(std::memory_order_acquire);
+  }
+};
+
+Changes& changes() {
+  static Changes all;
+  return all;
+}
+
 }  // namespace
+
+void Relay::Request::end(int with) {
+  code = with;
+  done.store(true, std::memory_order_release);
+  changes().tell();
+}
+
+void Relay::wait_for_change(uint64_t& seen) { changes().wait(seen); }
 
 void Relay::push(Peer& peer, Outgoing&& what) {
   peer.queue.push_back(std::move(what));
@@ -87,6 +129,16 @@ void Relay::sent(int number) {
   peer.leaving.reset();
 }
 
+// A whole message is this rank's memory no more.
+void Relay::count_received(Peer& peer, uint64_t nbytes) {
+  peer.eager_in += nbytes;
+  if (peer.eager_in < kWindowNbytes / 4) return;
+  Outgoing credit;
+  credit.frame = {FrameKind::Credit, 0, peer.eager_in, 0, 0};
+  peer.eager_in = 0;
+  push(peer, std::move(credit));
+}
+
 // A message has met its receive.
 void Relay::match(Peer& peer, Request* request, Incoming&& message) {
   const bool fits = message.nbytes <= request->nbytes;
@@ -95,6 +147,7 @@ void Relay::match(Peer& peer, Request* request, Incoming&& message) {
     if (fits && message.nbytes != 0) {
       std::memcpy(request->data, message.bytes.get(), message.nbytes);
     }
+    count_received(peer, message.nbytes);
     request->end(fits ? 0 : kTruncated);
     return;
   }
@@ -112,6 +165,7 @@ void Relay::take_message(Peer& peer, int tag, Incoming&& message) {
   if (it == peer.posted.end()) {
     peer.unexpected[tag].push_back(std::move(message));
     peer.num_unexpected.fetch_add(1, std::memory_order_release);
+    changes().tell();
     return;
   }
   Request* request = it->second.front();
@@ -154,11 +208,26 @@ Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbyt
     case FrameKind::Ready:
       take_message(peer, frame.tag, std::move(message));
       return Then::Next;
+    case FrameKind::Credit:
+      peer.eager_out -= std::min(frame.nbytes, peer.eager_out);
+      return Then::Next;
     case FrameKind::Clear:
       send_payload(peer, frame.id);
       return Then::Next;
     case FrameKind::Done:
       return Then::Land;
+    case FrameKind::Ask: {
+      const auto it = counts_.find(frame.tag);
+      const auto count = it == counts_.end() ? nullptr : it->second.lock();
+      Outgoing answer;
+      answer.frame = {FrameKind::Answer, frame.tag, count == nullptr ? kUnknown : count->load(),
+                      frame.id, 0};
+      push(peer, std::move(answer));
+      return Then::Next;
+    }
+    case FrameKind::Answer:
+      answers_[frame.id] = frame.nbytes;
+      return Then::Next;
     case FrameKind::Bye:
       break;
   }
@@ -206,6 +275,7 @@ void Relay::lost(int number, const std::string& why) {
   }
   peer.landing.clear();
   peer.changed.notify_all();
+  changes().tell();
 }
 
 void Relay::leave() {
@@ -216,6 +286,41 @@ void Relay::leave() {
     one.said_bye = true;
     push(one, Outgoing{});
   }
+}
+
+std::shared_ptr<std::atomic<uint64_t>> Relay::count_of(int tag) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto made = std::make_shared<std::atomic<uint64_t>>(0);
+  counts_[tag] = made;
+  return made;
+}
+
+uint64_t Relay::ask(int number, int tag) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const uint64_t question = ++questions_;
+  if (peer.failure != 0 || peer.said_bye) {
+    answers_[question] = kUnknown;
+    return question;
+  }
+  Outgoing ask;
+  ask.frame = {FrameKind::Ask, tag, 0, question, 0};
+  push(peer, std::move(ask));
+  return question;
+}
+
+bool Relay::answer(uint64_t question, uint64_t& count) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto it = answers_.find(question);
+  if (it == answers_.end()) return false;
+  count = it->second;
+  answers_.erase(it);
+  return true;
+}
+
+std::string Relay::failure_of(int number) const {
+  const int code = peers_[static_cast<size_t>(number)].failure;
+  return code == 0 ? "" : texts().get(code);
 }
 
 int Relay::isend(const void* data, int nbytes, int number, int tag, Request** request) {
@@ -234,7 +339,9 @@ int Relay::isend(const void* data, int nbytes, int number, int tag, Request** re
   *request = made.release();
   Outgoing one;
   one.request = *request;
-  if (static_cast<size_t>(nbytes) <= kEagerNbytes) {
+  const uint64_t length = static_cast<uint64_t>(nbytes);
+  if (length <= kEagerNbytes && peer.eager_out + length <= kWindowNbytes) {
+    peer.eager_out += length;
     one.frame = {FrameKind::Message, tag, (*request)->nbytes, 0, 0};
     one.payload = data;
   } else {

@@ -7,6 +7,9 @@
 // Between two ranks go frames, in order, and behind a frame at most one payload:
 //
 //   Message:  a message of at most kEagerNbytes, whole
+//   Credit:   so many bytes of such messages have been received
+//   Ask:      how many operations of a communicator have been started there?
+//   Answer:   so many, or kUnknown
 //   Ready:    a longer one waits for its receive
 //   Clear:    its receive is there, and so is the receive of its payload
 //   Done:     the payload has been sent, before this
@@ -31,8 +34,11 @@ namespace commrt {
 
 class Relay {
  public:
-  // Longer messages wait for their receives, as memory for what comes unexpected ends.
-  static constexpr size_t kEagerNbytes = 64 << 10;
+  // Longer messages wait for their receives, and so do all while a peer has kWindowNbytes of
+  // others that it has not received: memory for what comes unexpected ends.
+  static constexpr size_t kEagerNbytes = 256 << 10;
+  static constexpr uint64_t kWindowNbytes = 16 << 20;
+  static constexpr uint64_t kUnknown = ~0ull;
   static constexpr size_t kHeaderNbytes = 32;
   static constexpr size_t kFrameNbytes = kHeaderNbytes + kEagerNbytes;
 
@@ -45,10 +51,7 @@ class Relay {
     Relay* owner = nullptr;
     int peer = 0, tag = 0;
 
-    void end(int with = 0) {
-      code = with;
-      done.store(true, std::memory_order_release);
-    }
+    void end(int with = 0);
   };
 
   // What the thread that sends to a peer is to do.
@@ -79,12 +82,23 @@ class Relay {
   void lost(int peer, const std::string& why);
   // Says Bye to all peers, behind what has been sent so far.
   void leave();
+  // Asks a peer, whose threads answer whatever its program does; the number of the question.
+  uint64_t ask(int peer, int tag);
+  // Whether there is an answer, and which; then the question is forgotten.
+  bool answer(uint64_t question, uint64_t& count);
+  // Why a peer is lost; empty: it is not.
+  std::string failure_of(int peer) const;
 
   // -- for the engine, in MPI's words --
   int isend(const void* data, int nbytes, int peer, int tag, Request** request);
   int irecv(void* data, int nbytes, int peer, int tag, Request** request);
   int iprobe(int peer, int tag, int* flag, int* count);
   void cancel(Request* request);
+  // The count of operations that the communicator of this tag has started, to be kept there.
+  std::shared_ptr<std::atomic<uint64_t>> count_of(int tag);
+  // Waits until something has changed for the engine since `seen`, at most for a moment, and
+  // brings `seen` up to date. Of all relays of this process.
+  static void wait_for_change(uint64_t& seen);
 
  private:
   struct Incoming {  // a message that has no receive yet
@@ -92,7 +106,7 @@ class Relay {
     uint64_t nbytes = 0;
     uint64_t id = 0;  // the sender's
   };
-  enum class FrameKind : uint32_t { Message, Ready, Clear, Done, Bye };
+  enum class FrameKind : uint32_t { Message, Credit, Ready, Clear, Done, Ask, Answer, Bye };
   struct Frame {
     FrameKind kind = FrameKind::Bye;
     int32_t tag = 0;
@@ -118,17 +132,23 @@ class Relay {
     std::atomic<int> num_unexpected{0};
     std::atomic<int> failure{0};  // a code, once it is lost
     uint64_t next_id = 1;
+    uint64_t eager_out = 0;  // bytes that this peer has not said it has received
+    uint64_t eager_in = 0;   // bytes received that it has not been told of
     bool said_bye = false;
   };
 
   Peer& peer_of(int peer) { return peers_[static_cast<size_t>(peer)]; }
   void push(Peer& peer, Outgoing&& what);
   void match(Peer& peer, Request* request, Incoming&& message);
+  void count_received(Peer& peer, uint64_t nbytes);
   void take_message(Peer& peer, int tag, Incoming&& message);
   void send_payload(Peer& peer, uint64_t id);
 
   const int rank_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
+  std::unordered_map<int, std::weak_ptr<std::atomic<uint64_t>>> counts_;  // by tag
+  std::unordered_map<uint64_t, uint64_t> answers_;                        // by question
+  uint64_t questions_ = 0;
   std::vector<Peer> peers_;
 };
 

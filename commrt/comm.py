@@ -115,7 +115,7 @@ class Communicator(Fusing, Operations):
         limit = self.timeout_s if timeout_s is None else timeout_s
         self._attach(identity, limit)
         self.facts = self._agree_facts()
-        self._set_spins(spins_for(self.facts))
+        self._set_spins(spins_for(self.facts, self.is_relayed))
         self._set_slot_window(world.slot_window_nbytes)
         self._native_comm = native_comm
         if native_comm is None and may_check and world.picks_native(self.facts):

@@ -2,9 +2,10 @@
 """Messages to ranks of other nodes by gloo, where there is no MPI.
 
 The engine hands messages to a native relay (native/relay.hpp) and looks there for what
-has come. Here two threads for each rank of another node carry what the relay gives them:
-one sends, one receives, over a gloo group that is made from the store in which the ranks
-have met. The threads wait without the GIL, and nothing in the engine waits for them.
+has come. Here two threads for each rank of another node carry what the relay gives
+them: one sends, one receives, over a gloo group that is made from the store in which
+the ranks have met. The threads wait without the GIL, and nothing in the engine waits
+for them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _AHEAD = 4
 _FOREVER = timedelta(days=365)
 _ANSWER_S = 1.0
 _GRACE_S = 5.0
-"""How long the end waits for what has been sent, and for peers to say that it was all."""
+"""How long the end waits for what has been sent, and for peers' last frames."""
 
 
 class GlooRelay:

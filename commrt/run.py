@@ -22,6 +22,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -306,7 +307,7 @@ def _shares(size: int) -> list[set[int]]:
         )
         return [{cores[number % len(cores)]} for number in range(size)]
     ends = [number * len(cores) // size for number in range(size + 1)]
-    return [{*cores[a:b]} for a, b in zip(ends, ends[1:], strict=False)]
+    return [{*cores[a:b]} for a, b in pairwise(ends)]
 
 
 def _place(cpu: int) -> tuple[int, int, int]:

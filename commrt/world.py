@@ -299,9 +299,9 @@ def _relay(world: World) -> GlooRelay:
     private_store = getattr(world.bootstrap, "private_store", None)
     if private_store is None:
         raise BackendError(
-            f"the ranks lie on {len(world.nodes)} nodes, and between nodes commrt needs "
-            f"MPI or a torch Store: start them with mpiexec and the extra commrt[mpi], "
-            f"or with torchrun"
+            f"the ranks lie on {len(world.nodes)} nodes, and between nodes commrt "
+            f"needs MPI or a torch Store: start them with mpiexec and the extra "
+            f"commrt[mpi], or with torchrun"
         )
     here = world.nodes[world.node_of(world.rank)]
     away = [rank for rank in range(world.size) if rank not in here]

@@ -8,9 +8,9 @@ from typing import Any
 
 from commrt import _libmpi, env
 from commrt.bootstrap.base import Bootstrap
+from commrt.bootstrap.directory import DirectoryStore
 from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.bootstrap.single import SingleBootstrap
-from commrt.bootstrap.directory import DirectoryStore
 from commrt.bootstrap.store import StoreBootstrap, slurm_store, torchrun_store
 from commrt.launch import LaunchInfo, check_mpi_library, check_mpi_size
 

@@ -109,7 +109,8 @@ class _Rendezvous:
         found = {"RANK": str(rank), "WORLD_SIZE": str(size)}
         for name, theirs in _LOCAL:
             values = [os.environ[one] for one in theirs if os.environ.get(one)]
-            found |= {name: value for value in values[:1]}
+            if values:
+                found[name] = values[0]
         for name, value in found.items():
             if not os.environ.get(name) or name in self._told:
                 os.environ[name] = self._told[name] = value

@@ -7,8 +7,6 @@ files, and what is only there.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +25,7 @@ from test_process_group_training import (
     run_sharded,
 )
 
-from commrt.errors import BackendError, MismatchError, RevokedError, TimeoutError_
+from commrt.errors import MismatchError, TimeoutError_
 
 DEADLINE_S = 90.0
 LAYOUTS = {"2,1": 3, "2": 4, "1": 2}

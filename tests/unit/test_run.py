@@ -23,9 +23,9 @@ DEADLINE_S = 60.0
 SAYS_ITS_VARIABLES = """
 import json, os, sys
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+met = os.path.isdir(os.environ["COMMRT_MEETING"])
 print(json.dumps([[os.environ[name] for name in names], sys.argv[1:],
-                  os.environ["MASTER_PORT"], os.path.isdir(os.environ["COMMRT_MEETING"]),
-                  sorted(os.sched_getaffinity(0))]))
+                  os.environ["MASTER_PORT"], met, sorted(os.sched_getaffinity(0))]))
 """
 # Once all the others have said that they wait.
 RANK_1_ENDS = """

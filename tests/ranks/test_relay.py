@@ -146,7 +146,7 @@ def test_a_lost_peer_ends_what_needs_it_and_nothing_else() -> None:
         with pytest.raises(RevokedError, match="rank 1 of the job has ended"):
             first.send(out, dest=1)
         missing = first.who_is_missing(0)
-        assert "rank 1 on another node has ended, or cannot be reached" in missing
+        assert "rank 1 elsewhere has ended, or cannot be reached" in missing
         x, y = np.ones(4), np.ones(4)
         other = pairs[2].allreduce(y, nonblocking=True)
         pairs[0].allreduce(x)

@@ -53,6 +53,7 @@ class Guarded(_native.Group):
 
     _world: World
     _ranks: tuple[int, ...]
+    _identity: int
     _members: frozenset[int]
     _arena: Arena | None
     _closed: str | None
@@ -85,10 +86,15 @@ class Guarded(_native.Group):
         """Return who of other nodes keeps operation ``seq`` waiting; asks them."""
         away = {self._ranks[r]: r for r in range(self.size) if r not in self._members}
         told = relay.started(list(away), FIRST_TAG + 2 * self._identity)
-        late = [r for at, r in away.items() if told[at] is not None and told[at] <= seq]
-        ended = [r for at, r in away.items() if relay.has_ended(at)]
-        silent = [r for at, r in away.items() if told[at] is None and r not in ended]
-        late = [r for r in late if r not in ended]
+        late, ended, silent = [], [], []
+        for at, rank in away.items():
+            count = told[at]
+            if relay.has_ended(at):
+                ended.append(rank)
+            elif count is None:
+                silent.append(rank)
+            elif count <= seq:
+                late.append(rank)
         where = "on another node" if len(late + ended + silent) == 1 else "elsewhere"
         said = []
         if late:

@@ -111,7 +111,7 @@ class GlooRelay:
         """Send frames and payloads to a peer, in order."""
         import torch
 
-        frame = torch.empty(_native.Relay.frame_nbytes, dtype=torch.uint8)
+        frame = torch.empty(self.native.frame_nbytes, dtype=torch.uint8)
         try:
             while todo := self.native.next(peer, frame.data_ptr()):
                 nbytes, payload, payload_nbytes, landing, landing_nbytes, ends = todo
@@ -143,7 +143,7 @@ class GlooRelay:
         coming: deque[tuple[Any, Any]] = deque()
         try:
             for _ in range(_AHEAD):
-                frame = torch.empty(_native.Relay.frame_nbytes, dtype=torch.uint8)
+                frame = torch.empty(self.native.frame_nbytes, dtype=torch.uint8)
                 coming.append((self._group.recv([frame], peer, _FRAMES), frame))
             while True:
                 work, frame = coming.popleft()

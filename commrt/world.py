@@ -265,7 +265,8 @@ def connect_world(
         timeout_s = env.read_float("COMMRT_TIMEOUT_S")
     located = _agree(bootstrap, timeout_s)
     everybody = list(range(bootstrap.size))
-    if in_process:
+    # A process group of one is not what COMMRT_NODES speaks of.
+    if in_process or (launch.kind == "torch" and bootstrap.size == 1):
         nodes = [everybody]
     else:
         nodes = discover_nodes(bootstrap, timeout_s, env.read_nodes())

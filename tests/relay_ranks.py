@@ -66,9 +66,9 @@ class Carrier:
 
     def _carry(self, source: int, dest: int) -> None:
         """Bring frames from one rank to another, each after its payload."""
-        frame = (ctypes.c_uint8 * _native.Relay.frame_nbytes)()
-        at = ctypes.addressof(frame)
         sender, receiver = self._relays[source], self._relays[dest]
+        frame = (ctypes.c_uint8 * sender.frame_nbytes)()
+        at = ctypes.addressof(frame)
         while todo := sender.next(dest, at):
             nbytes, payload, payload_nbytes, landing, _, ends = todo
             if landing:

@@ -32,7 +32,8 @@ nb::object next(Relay& relay, int peer, uint64_t frame) {
 void bind_relay(nb::module_& m) {
   nb::class_<Relay>(m, "Relay", "Messages to other nodes that threads of Python's carry.")
       .def(nb::init<int, int>(), nb::arg("rank"), nb::arg("size"))
-      .def_ro_static("frame_nbytes", &Relay::kFrameNbytes, "The longest frame.")
+      .def_prop_ro("frame_nbytes", [](const Relay&) { return Relay::kFrameNbytes; },
+                   "The longest frame.")
       .def("next", &next, nb::arg("peer"), nb::arg("frame"),
            "Wait for something to send and write its frame. (bytes of the frame, payload to be "
            "sent before it, its bytes, where to receive a payload, its bytes, whether it is the "

@@ -156,11 +156,7 @@ class Communicator(Fusing, Operations):
             )
         self._members = frozenset(members)
         if len(members) < len(self._ranks):
-            tag = FIRST_TAG + 2 * identity
-            if world.relay is not None:
-                self._attach_relay(world.relay.native, tag, list(self._ranks))
-            elif world.mpi is not None:
-                self._attach_mpi(_libmpi.handle(world.mpi), tag, list(self._ranks))
+            world.attach_other_nodes(self, FIRST_TAG + 2 * identity)
 
     def _agree_facts(self) -> CommFacts:
         world = self._world
@@ -281,11 +277,6 @@ class Communicator(Fusing, Operations):
             self.free()
 
     # -- what it is --------------------------------------------------------------
-
-    @property
-    def is_relayed(self) -> bool:
-        """Whether gloo carries messages to ranks on other nodes."""
-        return self._world.relay is not None and len(self._members) < self.size
 
     @property
     def in_process(self) -> bool:

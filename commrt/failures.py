@@ -68,6 +68,11 @@ class Guarded(_native.Group):
     def timeout_s(self, timeout_s: float) -> None:
         self._timeout_s = check_timeout(self.name, timeout_s)
 
+    @property
+    def is_relayed(self) -> bool:
+        """Whether gloo carries messages to ranks on other nodes."""
+        return self._world.relay is not None and len(self._members) < self.size
+
     def who_is_missing(self, seq: int) -> str:
         """Return who keeps operation ``seq`` waiting, as far as this node can tell."""
         missing = self._not_started(seq) if self._arena is not None else []

@@ -169,6 +169,14 @@ class World:
             )
         return _SharedByThreads.of(int(said))
 
+    def attach_other_nodes(self, comm: Any, tag: int) -> None:
+        """Let messages of a communicator to other nodes go by MPI, or by gloo."""
+        ranks = list(comm._ranks)
+        if self.relay is not None:
+            comm._attach_relay(self.relay.native, tag, ranks)
+        elif self.mpi is not None:
+            comm._attach_mpi(_libmpi.handle(self.mpi), tag, ranks)
+
     def meet(
         self, members: Sequence[int], key: str, timeout_s: float | None = None
     ) -> None:

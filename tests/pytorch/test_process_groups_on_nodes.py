@@ -102,7 +102,7 @@ def test_numbers_are_gloos(torchrun: Any, nodes: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", LAYOUTS)
-@pytest.mark.full(sample=1)
+@pytest.mark.full
 def test_every_type_and_reduction(torchrun: Any, nodes: str) -> None:
     got = torchrun(LAYOUTS[nodes], run_everything, **on_nodes(nodes))
     for reductions, moved, scenes in got:
@@ -112,7 +112,7 @@ def test_every_type_and_reduction(torchrun: Any, nodes: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", LAYOUTS)
-@pytest.mark.full(sample=1)
+@pytest.mark.full
 def test_messages_and_groups(torchrun: Any, nodes: str) -> None:
     for found in torchrun(LAYOUTS[nodes], run_scenes, **on_nodes(nodes)):
         assert [name for name, right in found.items() if not all(right)] == [], found
@@ -160,6 +160,7 @@ def run_where() -> list[Any]:
         return found
 
 
+@pytest.mark.full
 def test_who_runs_what(torchrun: Any) -> None:
     first, second, third = torchrun(3, run_where, **on_nodes("2,1"))
     whole = [[[0, 1], [2]], "gloo", True, True]
@@ -215,6 +216,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_is_named(torchrun: Any, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(DIES)
@@ -246,6 +248,7 @@ def run_mismatch() -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_mismatches_in_check_mode(torchrun: Any) -> None:
     where = on_nodes("2,1", COMMRT_DEBUG="check")
     first, second, third = torchrun(3, run_mismatch, **where)
@@ -265,6 +268,7 @@ def test_mismatches_in_check_mode(torchrun: Any) -> None:
     ("end", "last"),
     [("", ""), ("[work.wait() for work in works]", "dist.destroy_process_group()")],
 )
+@pytest.mark.full
 def test_programs_end_cleanly(
     torchrun: Any, tmp_path: Path, end: str, last: str
 ) -> None:

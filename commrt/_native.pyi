@@ -427,6 +427,7 @@ class Group:
         self, arg0: int, arg1: int, arg2: int, arg3: Sequence[int], /
     ) -> None: ...
     def _attach_mpi(self, arg0: int, arg1: int, arg2: Sequence[int], /) -> None: ...
+    def _attach_relay(self, relay: Relay, tag: int, ranks: Sequence[int]) -> None: ...
     def _attach_segment(self, address: int, part_nbytes: int) -> None:
         """Add a segment to the symmetric heap: a part for each on-node rank."""
 
@@ -1002,6 +1003,48 @@ class Plan:
         """This plan of a premul_sum with another factor; the same object if it is the
         same.
         """
+
+class Relay:
+    """Messages to other nodes that threads of Python's carry."""
+
+    def __init__(self, rank: int, size: int) -> None: ...
+    def answer(self, question: int) -> Any:
+        """What a peer has answered: None so far, -1 where it knows no such
+        communicator.
+        """
+
+    def arrived(self, peer: int, frame: int, nbytes: int) -> int:
+        """Take a frame. 0: on to the next; 1: wait for the oldest payload first; 2: it
+        was the last one.
+        """
+
+    def ask(self, peer: int, tag: int) -> int:
+        """Ask how many operations a communicator has started there."""
+
+    def failure_of(self, peer: int) -> str:
+        """Why a peer is lost, or nothing."""
+
+    @property
+    def frame_nbytes(self) -> int:
+        """The longest frame."""
+
+    def landed(self, peer: int) -> None:
+        """The oldest payload whose receive has begun is there."""
+
+    def leave(self) -> None:
+        """Tell all peers that this was all."""
+
+    def lost(self, peer: int, why: str) -> None:
+        """Nothing comes from the peer any more, nor reaches it."""
+
+    def next(self, peer: int, frame: int) -> Any:
+        """Wait for something to send and write its frame. (bytes of the frame, payload
+        to be sent before it, its bytes, where to receive a payload, its bytes,
+        whether it is the last one); None where the peer is lost.
+        """
+
+    def sent(self, peer: int) -> None:
+        """What `next` gave has left."""
 
 class Request:
     """One started operation. Keep it, and wait() for it: the buffers belong to the

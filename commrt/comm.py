@@ -117,7 +117,7 @@ class Communicator(Fusing, Operations):
         limit = self.timeout_s if timeout_s is None else timeout_s
         self._attach(identity, limit)
         self.facts = self._agree_facts()
-        self._set_spins(spins_for(self.facts))
+        self._set_spins(spins_for(self.facts, self.is_relayed))
         self._set_slot_window(world.slot_window_nbytes)
         mine = settings or Settings()
         self._table = mine.table or world.table
@@ -151,9 +151,8 @@ class Communicator(Fusing, Operations):
                 self._arena.address, self._arena.region_nbytes, LANE_NBYTES, members
             )
         self._members = frozenset(members)
-        if world.mpi is not None and len(members) < len(self._ranks):
-            tag = FIRST_TAG + 2 * identity
-            self._attach_mpi(_libmpi.handle(world.mpi), tag, list(self._ranks))
+        if len(members) < len(self._ranks):
+            world.attach_other_nodes(self, FIRST_TAG + 2 * identity)
 
     def _agree_facts(self) -> CommFacts:
         world = self._world

@@ -147,11 +147,20 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "COMMRT_LAUNCH",
-        "mpi|torchrun|slurm|single",
+        "mpi|run|torchrun|slurm|single",
         None,
         "Who started the ranks, instead of detecting it.",
         True,
-        _choice("mpi", "torchrun", "slurm", "single"),
+        _choice("mpi", "run", "torchrun", "slurm", "single"),
+    ),
+    Variable(
+        "COMMRT_MEETING",
+        "path",
+        None,
+        "Folder in which the ranks meet that python -m commrt.run has started; it "
+        "sets the variable.",
+        False,
+        _text,
     ),
     Variable(
         "COMMRT_NCCL_LIB",

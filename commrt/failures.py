@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,8 +21,10 @@ from commrt.errors import (
     TruncationError,
     UsageError,
 )
+from commrt.world import FIRST_TAG
 
 if TYPE_CHECKING:
+    from commrt.gloo_relay import GlooRelay
     from commrt.world import World
 
 __all__ = ["Guarded", "watch_forks"]
@@ -50,6 +53,7 @@ class Guarded(_native.Group):
 
     _world: World
     _ranks: tuple[int, ...]
+    _identity: int
     _members: frozenset[int]
     _arena: Arena | None
     _closed: str | None
@@ -64,16 +68,47 @@ class Guarded(_native.Group):
     def timeout_s(self, timeout_s: float) -> None:
         self._timeout_s = check_timeout(self.name, timeout_s)
 
+    @property
+    def is_relayed(self) -> bool:
+        """Whether gloo carries messages to ranks on other nodes."""
+        return self._world.relay is not None and len(self._members) < self.size
+
     def who_is_missing(self, seq: int) -> str:
         """Return who keeps operation ``seq`` waiting, as far as this node can tell."""
         missing = self._not_started(seq) if self._arena is not None else []
-        if missing:
-            plural, have = ("s", "have") if len(missing) > 1 else ("", "has")
-            names = ", ".join(map(str, missing))
-            return f"rank{plural} {names} on this node {have} not started it"
+        said = [_have(missing, "on this node", "not started it")] if missing else []
+        if self._world.relay is not None and len(self._members) < self.size:
+            said += self._missing_elsewhere(self._world.relay, seq)
+            started = "all ranks have started it and one does not make progress"
+            return "; ".join(said) or started
+        if said:
+            return said[0]
         if len(self._members) < self.size:
             return "all ranks of this node have started it; look at the other nodes"
         return "all ranks have started it and one does not make progress"
+
+    def _missing_elsewhere(self, relay: GlooRelay, seq: int) -> list[str]:
+        """Return who of other nodes keeps operation ``seq`` waiting; asks them."""
+        away = {self._ranks[r]: r for r in range(self.size) if r not in self._members}
+        told = relay.started(list(away), FIRST_TAG + 2 * self._identity)
+        late, ended, silent = [], [], []
+        for at, rank in away.items():
+            count = told[at]
+            if relay.has_ended(at):
+                ended.append(rank)
+            elif count is None:
+                silent.append(rank)
+            elif count <= seq:
+                late.append(rank)
+        where = "on another node" if len(late + ended + silent) == 1 else "elsewhere"
+        said = []
+        if late:
+            said.append(_have(late, where, "not started it"))
+        if ended:
+            said.append(_have(ended, where, "ended, or cannot be reached"))
+        if silent:
+            said.append(_have(silent, where, "not answered when asked"))
+        return said
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -127,3 +162,8 @@ class Guarded(_native.Group):
         )
         error.request = request  # type: ignore[attr-defined]
         raise error
+
+
+def _have(ranks: Sequence[int], where: str, what: str) -> str:
+    plural, have = ("s", "have") if len(ranks) > 1 else ("", "has")
+    return f"rank{plural} {', '.join(map(str, ranks))} {where} {have} {what}"

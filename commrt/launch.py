@@ -2,8 +2,9 @@
 """Who am I: the rank and the launcher of this process, from the environment alone.
 
 Nothing here imports or starts MPI. The order is: MPI's variables where their size is
-above 1, then torchrun's, then Slurm's, then a world of one. Slurm's come last because
-inside an allocation every process inherits them, whoever started it.
+above 1, then those of ``commrt.run``, then torchrun's, then Slurm's, then a world of
+one. Slurm's come last because inside an allocation every process inherits them,
+whoever started it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from commrt.errors import UsageError
 
 __all__ = ["Kind", "LaunchInfo", "check_mpi_library", "check_mpi_size", "detect"]
 
-Kind = Literal["mpi", "torchrun", "slurm", "torch", "single"]
+Kind = Literal["mpi", "run", "torchrun", "slurm", "torch", "single"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,9 @@ class LaunchInfo:
     """Who started this process, as far as its environment tells."""
 
     kind: Kind
-    """The launcher; ``slurm`` means MPI started by srun, ``torch`` that the ranks are
-    those of a process group of torch, whoever started them."""
+    """The launcher; ``run`` is ``python -m commrt.run``, ``slurm`` srun, with or
+    without MPI; ``torch`` means that the ranks are those of a process group of torch,
+    whoever started them."""
     rank: int
     """This process's rank."""
     size: int
@@ -66,6 +68,7 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchInfo:
         return _forced(forced, environ)
     return (
         _from_mpi(environ)
+        or _from_run(environ)
         or _from_torchrun(environ)
         or _from_slurm(environ)
         or _single("no launcher's variables with a size above 1")
@@ -91,7 +94,7 @@ def check_mpi_size(launch: LaunchInfo, mpi_size: int, library: str) -> None:
     MPICH's mpiexec in front of an mpi4py that is linked to Open MPI starts N worlds of
     one rank each: every rank would be 0 and nothing would talk.
     """
-    if launch.kind == "torchrun" or launch.size in (0, mpi_size):
+    if launch.kind in ("run", "torchrun") or launch.size in (0, mpi_size):
         return
     raise UsageError(
         f"{launch.source} says {launch.size} ranks, but MPI ({library}) was started "
@@ -109,14 +112,24 @@ def _forced(kind: str, environ: Mapping[str, str]) -> LaunchInfo:
     if kind == "mpi":
         found = _from_mpi(environ, smallest=1)
         return found or LaunchInfo("mpi", 0, 0, "COMMRT_LAUNCH=mpi")
-    wanted = {"torchrun": _from_torchrun, "slurm": _from_slurm}[kind](environ, 1)
+    find, needs, program = {
+        "run": (_from_run, "COMMRT_MEETING, RANK and WORLD_SIZE", "commrt.run"),
+        "torchrun": (
+            _from_torchrun,
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            "torchrun",
+        ),
+        "slurm": (
+            _from_slurm,
+            "SLURM_PROCID, SLURM_NTASKS and SLURM_STEP_ID",
+            "srun",
+        ),
+    }[kind]
+    wanted = find(environ, 1)
     if wanted is None:
-        needs = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-        if kind == "slurm":
-            needs = "SLURM_PROCID, SLURM_NTASKS and SLURM_STEP_ID"
         raise UsageError(
             f"COMMRT_LAUNCH={kind}, but {needs} are not set: start the program with "
-            f"{'srun' if kind == 'slurm' else kind}, or unset COMMRT_LAUNCH"
+            f"{program}, or unset COMMRT_LAUNCH"
         )
     return wanted
 
@@ -141,6 +154,16 @@ def _has_size(environ: Mapping[str, str]) -> bool:
     """Whether another variable tells the size, so that PMIx need not be believed."""
     sizes = [size_name for _, _, size_name in _MPI_VARIABLES]
     return any(name in environ for name in (*sizes, "WORLD_SIZE", "SLURM_STEP_ID"))
+
+
+def _from_run(environ: Mapping[str, str], smallest: int = 1) -> LaunchInfo | None:
+    names = ("COMMRT_MEETING", "RANK", "WORLD_SIZE")
+    if any(not environ.get(name) for name in names):
+        return None
+    size = _number(environ, "WORLD_SIZE")
+    if size < smallest:
+        return None
+    return _checked("run", _number(environ, "RANK"), size, "python -m commrt.run")
 
 
 def _from_torchrun(environ: Mapping[str, str], smallest: int = 1) -> LaunchInfo | None:

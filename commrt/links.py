@@ -112,7 +112,7 @@ def agree_link_class(world: World, ranks: Sequence[int], ppn: int) -> LinkClass:
     return max(classes, key=_ORDER.index)
 
 
-def spins_for(facts: CommFacts) -> int:
+def spins_for(facts: CommFacts, is_relayed: bool = False) -> int:
     """Return how often a wait polls before it yields its core to another rank.
 
     Where ranks outnumber cores, what a rank waits for is most likely still to be done
@@ -122,4 +122,5 @@ def spins_for(facts: CommFacts) -> int:
     a table, may say another number (the parameter ``spins``).
     """
     crowded = facts.link_class == "oversubscribed" or facts.ppn > facts.cores
+    crowded = crowded or is_relayed  # threads of this process need the core, too
     return _SPINS_OVERSUBSCRIBED if crowded else _SPINS

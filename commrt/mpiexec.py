@@ -55,7 +55,14 @@ _FLAVOUR_WORDS: tuple[tuple[str, Flavour], ...] = (
 
 # Set by a launcher for its ranks. A job started from such a rank must not inherit them.
 _RANK_PREFIXES = ("OMPI_COMM_", "OMPI_UNIVERSE_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL")
-_RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_RANK_NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "COMMRT_MEETING",
+)
 
 _KILL_GRACE_S = 3.0
 _TAIL_LINES = 25

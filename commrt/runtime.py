@@ -15,6 +15,7 @@ from commrt.bootstrap import Bootstrap, connect
 from commrt.calls import check_flag
 from commrt.comm import Communicator
 from commrt.errors import ClosedError, UsageError
+from commrt.gloo_relay import GlooRelay
 from commrt.launch import LaunchInfo, detect
 from commrt.safety.abort import install_excepthook
 from commrt.world import World, connect_world, end_of_process, progress_mode
@@ -35,6 +36,8 @@ class _Runtime:
         self.comm: Communicator | None = None
         self.given: Any = None
         self.world: World | None = None
+        self.relays: list[GlooRelay] = []
+        """Of this process's worlds; those that were closed stay closed."""
 
 
 _RUNTIME = _Runtime()
@@ -44,8 +47,9 @@ def init(mpi_comm: Any = None, *, deterministic: bool | None = None) -> Communic
     """Return the communicator of all ranks; idempotent.
 
     Ranks are found in this order: MPI's launcher variables with a size above 1, then
-    torchrun's, then Slurm's; otherwise this process is a world of one. COMMRT_LAUNCH
-    overrides it. The first call is collective over all ranks.
+    those of ``python -m commrt.run``, then torchrun's, then Slurm's; otherwise this
+    process is a world of one. COMMRT_LAUNCH overrides it. The first call is collective
+    over all ranks.
 
     Args:
         mpi_comm: an mpi4py communicator to use instead of MPI's world.
@@ -136,6 +140,8 @@ def _join(
     world = connect_world(
         bootstrap, launch, engine=_RUNTIME.engine, timeout_s=timeout_s
     )
+    if world.relay is not None:
+        _RUNTIME.relays.append(world.relay)
     if first:
         atexit.register(_leave, _RUNTIME.engine, launch.rank, os.getpid())
     return world
@@ -172,4 +178,6 @@ def _leave(engine: Any, rank: int, owner: int) -> None:
             f"commrt: rank {rank} ends with operations in flight: other ranks may wait "
             f"for its part in them\n"
         )
+    for relay in _RUNTIME.relays:
+        relay.close()
     end_of_process(engine)

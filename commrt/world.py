@@ -22,6 +22,7 @@ from commrt.arena import (
 from commrt.backends.known import check_wishes, known_names
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
+from commrt.gloo_relay import GlooRelay
 from commrt.launch import LaunchInfo
 from commrt.native_comms import NativeComms
 from commrt.select.facts import Candidate, CommFacts, LinkClass
@@ -69,6 +70,8 @@ class World:
     """Largest MPI tag."""
     in_process: bool = False
     """Whether the ranks are threads of this process."""
+    relay: GlooRelay | None = None
+    """Carries messages between nodes where there is no MPI."""
     native_comms: NativeComms | None = None
     """Lends MPI communicators for the library's own collectives; None without MPI."""
     links: dict[tuple[int, int], LinkClass] = field(default_factory=dict)
@@ -103,6 +106,8 @@ class World:
         That is so where the table, or what is asked for beforehand, says it for such a
         communicator; between nodes the model may, too. The same on every rank.
         """
+        if self.mpi is None:
+            return False
         asked = any(wish.fits(_NATIVE) for each in wishes for wish in each)
         if asked or facts.nodes > 1:
             return True
@@ -172,6 +177,14 @@ class World:
                 f"bytes ({key}): rank {ranks[0]}: {said.removeprefix('no: ')}"
             )
         return _SharedByThreads.of(int(said))
+
+    def attach_other_nodes(self, comm: Any, tag: int) -> None:
+        """Let messages of a communicator to other nodes go by MPI, or by gloo."""
+        ranks = list(comm._ranks)
+        if self.relay is not None:
+            comm._attach_relay(self.relay.native, tag, ranks)
+        elif self.mpi is not None:
+            comm._attach_mpi(_libmpi.handle(self.mpi), tag, ranks)
 
     def meet(
         self, members: Sequence[int], key: str, timeout_s: float | None = None
@@ -269,13 +282,12 @@ def connect_world(
         timeout_s = env.read_float("COMMRT_TIMEOUT_S")
     located = _agree(bootstrap, timeout_s)
     everybody = list(range(bootstrap.size))
-    if in_process:
+    # A process group of one is not what COMMRT_NODES speaks of.
+    if in_process or (launch.kind == "torch" and bootstrap.size == 1):
         nodes = [everybody]
     else:
         nodes = discover_nodes(bootstrap, timeout_s, env.read_nodes())
     mpi = getattr(bootstrap, "comm", None)
-    if len(nodes) > 1 and mpi is None:
-        raise BackendError(_needs_mpi(len(nodes), launch))
     world = World(
         bootstrap=bootstrap,
         launch=launch,
@@ -292,24 +304,29 @@ def connect_world(
     )
     bootstrap.idle = world.engine.step
     world.cores = _agree_cores(world)
+    if len(nodes) > 1 and mpi is None:
+        world.relay = _relay(world)
     if mpi is not None:
         world.native_comms = NativeComms(mpi, bootstrap, _libmpi.load().Exception)
         _load_mpi(world)
     return world
 
 
-def _needs_mpi(num_nodes: int, launch: LaunchInfo) -> str:
-    if launch.kind == "torch":
-        return (
-            f"the ranks of this process group lie on {num_nodes} nodes, and commrt's "
-            f"process groups communicate within one node so far: keep the job on one "
-            f"node, or take another backend, such as gloo or nccl, for this group"
+def _relay(world: World) -> GlooRelay:
+    """Connect the nodes by gloo; collective."""
+    private_store = getattr(world.bootstrap, "private_store", None)
+    if private_store is None:
+        raise BackendError(
+            f"the ranks lie on {len(world.nodes)} nodes, and between nodes commrt "
+            f"needs MPI or a torch Store: start them with mpiexec and the extra "
+            f"commrt[mpi], or with torchrun"
         )
-    return (
-        f"the ranks lie on {num_nodes} nodes, and between nodes commrt needs MPI: "
-        f"start them with mpiexec instead of {launch.kind}, with the extra "
-        f"commrt[mpi] installed"
-    )
+    here = world.nodes[world.node_of(world.rank)]
+    away = [rank for rank in range(world.size) if rank not in here]
+    # A rank that comes late is named here; gloo would only say that time is up.
+    world.meet(range(world.size), "gloo")
+    store = private_store("gloo")
+    return GlooRelay(store, world.rank, world.size, away, world.timeout_s)
 
 
 def _agree_cores(world: World) -> int:

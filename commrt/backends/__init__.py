@@ -14,7 +14,7 @@ from commrt.backends.base import Availability, Backend, Capabilities
 from commrt.backends.ipc import IpcBackend
 from commrt.backends.mpi import MpiBackend
 from commrt.backends.nccl import NcclBackend
-from commrt.backends.schedules import LocalBackend, ShmBackend
+from commrt.backends.schedules import GlooBackend, LocalBackend, ShmBackend
 from commrt.backends.staged import StagedBackend
 from commrt.errors import BackendError, UsageError, suggest
 
@@ -37,6 +37,7 @@ def all_backends() -> dict[str, Backend]:
     built_in: tuple[Backend, ...] = (
         ShmBackend(),
         MpiBackend(),
+        GlooBackend(),
         LocalBackend(),
         NcclBackend(),
         IpcBackend(),

@@ -61,10 +61,11 @@ class MpiBackend:
     def availability(self) -> Availability:
         """Look for mpi4py and its library without starting MPI."""
         launch = detect()
-        if launch.kind == "torchrun":
-            # Not looked for either: under torchrun mpi4py is left alone.
+        if launch.kind in ("run", "torchrun"):
+            # Not looked for either: there mpi4py is left alone.
             here = False
-            reason = "torchrun started these ranks, and then MPI is not used"
+            program = {"run": "commrt.run", "torchrun": "torchrun"}[launch.kind]
+            reason = f"{program} started these ranks, and then MPI is not used"
         else:
             here, reason = _libmpi.look()
             if here and launch.kind == "single":

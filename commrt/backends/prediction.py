@@ -41,7 +41,8 @@ def _predicted(
     if candidate.algorithm in algorithms.names(query.coll):
         own, _ = split_params(candidate.params)
         on_node = facts.nodes == 1 and candidate.algorithm != "native"
-        transport: Transport = "shm" if on_node else "mpi"
+        away: Transport = "gloo" if candidate.backend == "gloo" else "mpi"
+        transport: Transport = "shm" if on_node else away
         return _schedule_us(
             facts, query, candidate.algorithm, own, transport, only_floor
         )

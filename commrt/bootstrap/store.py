@@ -18,17 +18,22 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from commrt import slurm
 from commrt.bootstrap.base import Keys, poll_until, timed_out
+from commrt.bootstrap.directory import DirectoryStore
 from commrt.errors import BackendError
 
-__all__ = ["StoreBootstrap", "torchrun_store"]
+__all__ = ["StoreBootstrap", "slurm_store", "torchrun_store"]
 
 _VERDICT_S = 10.0
 """Within which the rank that counted first writes its verdict, unless it died."""
 
 
 class StoreBootstrap:
-    """Exchanges blobs through a ``torch.distributed.Store`` of any kind."""
+    """Exchanges blobs through a ``torch.distributed.Store`` of any kind.
+
+    Or through the folder of ``commrt.run``, which has the same methods.
+    """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         """Local. Every rank must make the same number of bootstraps on a store."""
@@ -64,6 +69,15 @@ class StoreBootstrap:
                     absent = [r for r in members if r not in attempt.came]
                     never = [r for r in absent if r not in came]
                     raise timed_out(self.rank, members, key, never or absent, timeout_s)
+
+    def private_store(self, purpose: str) -> Any:
+        """Return a part of the store of torch for one use; the same on all ranks."""
+        from torch.distributed import PrefixStore
+
+        name = f"{self._prefix}/{purpose}"
+        if isinstance(self._store, DirectoryStore):
+            return self._store.for_torch(name)
+        return PrefixStore(name, self._store)
 
     def close(self) -> None:
         """Let go of the store; its server ends with the process that hosts it."""
@@ -140,20 +154,46 @@ def torchrun_store(
     """
     environ = os.environ if environ is None else environ
     try:
-        from torch.distributed import PrefixStore, TCPStore
+        from torch.distributed import PrefixStore
     except ImportError as error:
         raise BackendError(
             "torchrun's variables are set, but torch cannot be imported: "
             "pip install 'commrt[torch]', or set COMMRT_LAUNCH=mpi or single"
         ) from error
     agent_hosts = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    hosts = rank == 0 and not agent_hosts
+    store = _tcp_store(where, rank, size, hosts, timeout_s, "MASTER_ADDR:MASTER_PORT")
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"commrt/attempt_{attempt}", store)
+
+
+def slurm_store(
+    rank: int, size: int, timeout_s: float, environ: Mapping[str, str] | None = None
+) -> Any:
+    """Return the store of a Slurm step, which rank 0 hosts (commrt/slurm.py)."""
+    where = slurm.rendezvous(os.environ if environ is None else environ)
+    said = "from Slurm's variables; MASTER_ADDR and MASTER_PORT override it"
+    return _tcp_store(where, rank, size, rank == 0, timeout_s, said)
+
+
+def _tcp_store(
+    where: tuple[str, int],
+    rank: int,
+    size: int,
+    hosts: bool,
+    timeout_s: float,
+    source: str,
+) -> Any:
+    from torch.distributed import TCPStore
+
+    host, port = where
     try:
-        store = TCPStore(
+        return TCPStore(
             host,
             port,
             size,
-            is_master=rank == 0 and not agent_hosts,
+            is_master=hosts,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
@@ -161,7 +201,5 @@ def torchrun_store(
     except RuntimeError as error:
         raise BackendError(
             f"rank {rank} of {size}: no torch store at {host}:{port} "
-            f"(MASTER_ADDR:MASTER_PORT) within {timeout_s:g} s: {error}"
+            f"({source}) within {timeout_s:g} s: {error}"
         ) from error
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"commrt/attempt_{attempt}", store)

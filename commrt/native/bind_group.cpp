@@ -13,6 +13,7 @@
 #include "group.hpp"
 #include "p2p.hpp"
 #include "device_work.hpp"
+#include "relay.hpp"
 
 namespace commrt {
 
@@ -33,6 +34,7 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
                   : group.comm->start(plan, from, to, nullptr, true);
     if (op == nullptr) continue;
     Backoff backoff(group.comm->spins_of(plan.get()));
+    backoff.sleep_soon(group.comm->off_node->is_relay);
     while (!op->finished()) {
       if (engine.step_locked(kNoLimit)) {
         backoff.reset();
@@ -195,6 +197,11 @@ void bind_group(nb::module_& m) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         g.comm->attach_mpi(static_cast<Handle>(comm), tag, ranks);
       })
+      .def("_attach_relay",
+           [](Group& g, std::shared_ptr<Relay> relay, int tag, const std::vector<int>& ranks) {
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             g.comm->attach_relay(std::move(relay), tag, ranks);
+           }, nb::arg("relay"), nb::arg("tag"), nb::arg("ranks"))
       .def("_probe_latency_ns",
            [](Group& g, int peer, int rounds, double timeout_s) {
              return g.comm->probe_latency(peer, rounds, timeout_s);

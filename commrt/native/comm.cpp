@@ -9,6 +9,7 @@
 #include "engine.hpp"
 #include "mpi_turn.hpp"
 #include "p2p.hpp"
+#include "relay.hpp"
 
 namespace commrt {
 
@@ -90,6 +91,13 @@ void Comm::attach_mpi(Handle comm_handle, int tag, const std::vector<int>& mpi_r
     link.mpi_rank = mpi_ranks[peer];
     if (peer != rank && link.kind == LinkKind::Self) link.kind = LinkKind::Mpi;
   }
+}
+
+void Comm::attach_relay(std::shared_ptr<Relay> relay, int tag, const std::vector<int>& ranks) {
+  off_node = &relay_api();
+  attach_mpi(reinterpret_cast<Handle>(relay.get()), tag, ranks);
+  told_ = relay->count_of(tag);
+  relay_ = std::move(relay);
 }
 
 std::shared_ptr<Op> Comm::fresh_op() {
@@ -183,6 +191,7 @@ std::shared_ptr<Op> Comm::start_bucket(const std::shared_ptr<const Plan>& plan,
 
 // Keeps the books, and does the first of the work.
 std::shared_ptr<Op> Comm::begin(std::shared_ptr<Op> op, uint64_t limit) {
+  if (told_ != nullptr) told_->store(next_seq, std::memory_order_relaxed);
   if (arena != nullptr) {
     header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
   }

@@ -20,6 +20,7 @@ namespace commrt {
 
 class Comm;
 class Engine;
+class Relay;
 
 enum class LinkKind : uint8_t { Self, Shared, Mpi };
 
@@ -300,6 +301,8 @@ class Comm {
   void detach();
   // Off-node peers, reached over MPI: ranks in `mpi_comm`, all messages under `tag`.
   void attach_mpi(Handle mpi_comm, int tag, const std::vector<int>& mpi_ranks);
+  // The same, where a relay stands in for MPI.
+  void attach_relay(std::shared_ptr<Relay> relay, int tag, const std::vector<int>& ranks);
 
   // `keep` are the owners of the buffers of a nonblocking call (references handed over to
   // the operation), or null. Does at most `limit` bytes of the work at once.
@@ -383,6 +386,7 @@ class Comm {
   size_t region_nbytes = 0;
   RegionLayout layout;
   std::vector<int> members;
+  const MpiApi* off_node = &mpi();  // what carries messages to other nodes
   Handle mpi_comm = 0;
   int mpi_tag = 0;
 
@@ -416,6 +420,8 @@ class Comm {
   }
   bool is_place(Place place) const { return place != 0 && segment_of(place) < heap_.size(); }
 
+  std::shared_ptr<Relay> relay_;  // what off_node and mpi_comm refer to, or null
+  std::shared_ptr<std::atomic<uint64_t>> told_;  // next_seq, for ranks that ask over the relay
   std::vector<Segment> heap_;
   bool showing_[kCallLines] = {};  // which call lines belong to operations in flight
   std::vector<Link> links_;

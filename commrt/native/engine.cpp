@@ -4,6 +4,7 @@
 
 #include "device_work.hpp"
 #include "mpi_turn.hpp"
+#include "relay.hpp"
 
 #include <pthread.h>
 #include <sched.h>
@@ -268,6 +269,8 @@ void Engine::thread_main() {
       int spins = kSpins;  // where ranks outnumber cores, hardly any
       for (const Comm* comm : comms_) spins = std::min(spins, comm->spin_before_yield);
       backoff.spin_at_most(spins_locked(spins));
+      backoff.sleep_soon(std::any_of(comms_.begin(), comms_.end(),
+                                     [](const Comm* comm) { return comm->off_node->is_relay; }));
       try {
         advanced = step_locked(kSliceBytes);
       } catch (const std::bad_alloc&) {
@@ -287,11 +290,12 @@ void Backoff::pause() {
     relax();
     return;
   }
-  constexpr int kYields = 20000;
-  if (count_ <= spins_ + kYields) {
+  constexpr int kYields = 20000, kYieldsBeforeSleep = 20;
+  if (count_ <= spins_ + (sleeps_soon_ ? kYieldsBeforeSleep : kYields)) {
     sched_yield();
     return;
   }
+  if (sleeps_soon_) return Relay::wait_for_change(seen_);
   const timespec nap{0, 50000};
   nanosleep(&nap, nullptr);
 }

@@ -145,9 +145,13 @@ class Backoff {
   explicit Backoff(int spins) : spins_(spins) {}
   void reset() { count_ = 0; }
   void spin_at_most(int spins) { spins_ = spins; }
+  // Where threads of this process carry messages (relay.hpp): they need the core.
+  void sleep_soon(bool soon) { sleeps_soon_ = soon; }
   void pause();
 
  private:
+  bool sleeps_soon_ = false;
+  uint64_t seen_ = 0;  // of relays' changes
   int spins_;
   int count_ = 0;
 };

@@ -202,6 +202,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
   const double deadline = start + timeout_s;
   double next_signal_check = start + kSignalPeriod_s;
   Backoff backoff(spins);
+  backoff.sleep_soon(group.comm->off_node->is_relay);
   for (;;) {
     bool finished = false;
     {

@@ -16,6 +16,7 @@ void bind_mpi_work(nb::module_& m);
 void bind_device(nb::module_& m);
 void bind_device_request(nb::module_& m);
 void bind_known_calls(nb::module_& m);
+void bind_relay(nb::module_& m);
 void bind_sparse(nb::module_& m);
 void bind_tensor_view(nb::module_& m);
 void bind_wire(nb::module_& m);
@@ -30,6 +31,7 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);
   commrt::bind_kernels(m);
   commrt::bind_plan(m);
+  commrt::bind_relay(m);
   commrt::bind_group(m);
   commrt::bind_fusion(m);
   commrt::bind_tensor_view(m);

@@ -62,6 +62,7 @@ std::string MpiApi::describe(const char* function, int code) const {
   std::string said;
   if (error_string(code, text, &length) == 0) said = text;
   std::replace(said.begin(), said.end(), '\n', ' ');
+  if (is_relay) return said;
   const std::string number = "error code " + std::to_string(code);
   return std::string(function) + " failed" +
          (said.empty() ? " with " + number : ": " + said + " (" + number + ")");

@@ -26,6 +26,7 @@ struct MpiStatus {
 struct MpiApi {
   using Fn = int (*)();
   bool loaded = false;
+  bool is_relay = false;  // of messages alone, and no library's (relay.hpp)
 
   int (*isend)(const void*, int, Handle, int, int, Handle, void*) = nullptr;
   int (*irecv)(void*, int, Handle, int, int, Handle, void*) = nullptr;

@@ -25,7 +25,7 @@ unsigned char* Op::start_of(const Instr& ins, const Ref& ref, int64_t fragment) 
 }
 
 void Op::fail_mpi(const char* function, int code, const std::string& what) {
-  const std::string why = what + ": " + mpi().describe(function, code);
+  const std::string why = what + ": " + comm->off_node->describe(function, code);
   by_mpi = true;
   comm->break_down(why);
   fail(why + "; " + kAfterMpiFailure);
@@ -43,8 +43,8 @@ bool Op::all_posted(MpiStep& step, const Instr& ins, int64_t fragment, size_t nb
       all = false;
       continue;
     }
-    const int rc = mpi().irecv(step.sources[one.index], static_cast<int>(nbytes),
-                               mpi().byte_type, link.mpi_rank, comm->mpi_tag, comm->mpi_comm,
+    const int rc = comm->off_node->irecv(step.sources[one.index], static_cast<int>(nbytes),
+                               comm->off_node->byte_type, link.mpi_rank, comm->mpi_tag, comm->mpi_comm,
                                &one.request);
     if (rc != 0) {
       fail_mpi("MPI_Irecv", rc, "no message from rank " + std::to_string(rank_of(ref)));
@@ -75,18 +75,18 @@ bool Op::all_arrived(MpiStep& step, const Instr& ins, size_t nbytes) {
     };
     MpiStatus status;
     int flag = 0, count = -1;
-    const int rc = mpi().test(&one.request, &flag, &status);
+    const int rc = comm->off_node->test(&one.request, &flag, &status);
     if (rc == 0 && !flag) {
       all = false;
       continue;
     }
     one.done = true;
-    if (rc != 0 && !mpi().is_truncation(rc)) {
+    if (rc != 0 && !comm->off_node->is_truncation(rc)) {
       hold(one);  // nobody knows whether the request has ended
       return lost("MPI_Test", rc);
     }
     if (rc == 0) {
-      const int counted = mpi().get_count(&status, mpi().byte_type, &count);
+      const int counted = comm->off_node->get_count(&status, comm->off_node->byte_type, &count);
       if (counted != 0) return lost("MPI_Get_count", counted);
     }
     if (count != static_cast<int>(nbytes)) {
@@ -104,7 +104,7 @@ bool Op::all_sent() {
   for (auto it = mpi_sends_.begin(); it != mpi_sends_.end();) {
     MpiStatus status;
     int flag = 0;
-    const int rc = mpi().test(&it->request, &flag, &status);
+    const int rc = comm->off_node->test(&it->request, &flag, &status);
     if (rc != 0) {
       fail_mpi("MPI_Test", rc, "a message was not sent");
       return false;
@@ -121,11 +121,11 @@ void Op::abandon_mpi() {
     for (MpiInput& one : step.inputs) {
       if (!one.posted || one.done) continue;
       // A receive that has no message yet ends at once when it is cancelled.
-      mpi().cancel(&one.request);
+      comm->off_node->cancel(&one.request);
       MpiStatus status;
       int flag = 0;
       for (int tries = 0; tries < 1000 && !flag; ++tries) {
-        if (mpi().test(&one.request, &flag, &status) != 0) break;
+        if (comm->off_node->test(&one.request, &flag, &status) != 0) break;
       }
       one.done = true;
       if (!flag) hold(one);
@@ -134,7 +134,7 @@ void Op::abandon_mpi() {
   for (MpiSend& send : mpi_sends_) {
     MpiStatus status;
     int flag = 0;
-    if (mpi().test(&send.request, &flag, &status) == 0 && flag) continue;
+    if (comm->off_node->test(&send.request, &flag, &status) == 0 && flag) continue;
     if (send.staging == nullptr) held = true;
     static_cast<void>(send.staging.release());
   }
@@ -231,7 +231,7 @@ bool Op::run_mpi(int64_t fragment, int index) {
       value = send.staging.get();
     }
     Link& link = comm->link(rank_of(ref));
-    const int rc = mpi().isend(value, static_cast<int>(nbytes), mpi().byte_type, link.mpi_rank,
+    const int rc = comm->off_node->isend(value, static_cast<int>(nbytes), comm->off_node->byte_type, link.mpi_rank,
                                comm->mpi_tag, comm->mpi_comm, &send.request);
     if (rc != 0) {
       static_cast<void>(send.staging.release());

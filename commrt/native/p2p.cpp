@@ -157,7 +157,7 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
 bool P2P::lose(int peer, const char* function, int code) {
   Channel& c = channels_[peer];
   c.failure = "no messages to and from rank " + std::to_string(peer) + ": " +
-              mpi().describe(function, code);
+              comm_.off_node->describe(function, code);
   comm_.break_down(c.failure);
   comm_.tell_failure(comm_.next_seq);
   std::vector<std::shared_ptr<Op>> ended(c.unannounced.begin(), c.unannounced.end());
@@ -214,7 +214,7 @@ bool P2P::push(int peer, const PacketHeader& header, const unsigned char* payloa
   std::memcpy(packet.bytes.get(), &header, sizeof header);
   if (nbytes != 0) std::memcpy(packet.bytes.get() + sizeof header, payload, nbytes);
   const int rc =
-      mpi().isend(packet.bytes.get(), static_cast<int>(packet.nbytes), mpi().byte_type,
+      comm_.off_node->isend(packet.bytes.get(), static_cast<int>(packet.nbytes), comm_.off_node->byte_type,
                   link.mpi_rank, comm_.mpi_tag + 1, comm_.mpi_comm, &packet.request);
   return rc == 0 || !lose(peer, "MPI_Isend", rc);
 }
@@ -250,15 +250,15 @@ bool P2P::pull_mpi(int peer) {
   for (int found = 0; found < kMaxSending; ++found) {
     MpiStatus status;
     int flag = 0, count = 0;
-    int rc = mpi().iprobe(link.mpi_rank, tag, comm_.mpi_comm, &flag, &status);
+    int rc = comm_.off_node->iprobe(link.mpi_rank, tag, comm_.mpi_comm, &flag, &status);
     if (rc != 0) return lose(peer, "MPI_Iprobe", rc);
     if (!flag) break;
-    rc = mpi().get_count(&status, mpi().byte_type, &count);
+    rc = comm_.off_node->get_count(&status, comm_.off_node->byte_type, &count);
     if (rc != 0) return lose(peer, "MPI_Get_count", rc);
     MpiPacket& packet = c.mpi_arriving.emplace_back();
     packet.nbytes = static_cast<size_t>(count);
     packet.bytes.reset(new unsigned char[packet.nbytes]);
-    rc = mpi().irecv(packet.bytes.get(), count, mpi().byte_type, link.mpi_rank, tag,
+    rc = comm_.off_node->irecv(packet.bytes.get(), count, comm_.off_node->byte_type, link.mpi_rank, tag,
                      comm_.mpi_comm, &packet.request);
     if (rc != 0) return lose(peer, "MPI_Irecv", rc);
     any = true;
@@ -267,7 +267,7 @@ bool P2P::pull_mpi(int peer) {
     MpiPacket& packet = c.mpi_arriving.front();
     MpiStatus status;
     int flag = 0;
-    const int rc = mpi().test(&packet.request, &flag, &status);
+    const int rc = comm_.off_node->test(&packet.request, &flag, &status);
     if (rc != 0) return lose(peer, "MPI_Test", rc);
     if (!flag) break;
     PacketHeader header;
@@ -287,7 +287,7 @@ bool P2P::reap(int peer) {
   for (auto it = c.mpi_sending.begin(); it != c.mpi_sending.end();) {
     MpiStatus status;
     int flag = 0;
-    const int rc = mpi().test(&it->request, &flag, &status);
+    const int rc = comm_.off_node->test(&it->request, &flag, &status);
     if (rc != 0) return lose(peer, "MPI_Test", rc);
     it = flag ? c.mpi_sending.erase(it) : std::next(it);
     any = any || flag;

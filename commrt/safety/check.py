@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -243,8 +244,14 @@ def _message(comm: str, said: list[dict[str, Any]], differing: list[str]) -> str
 
 
 def _call_site() -> str:
-    """Return file and line of the innermost frame outside commrt."""
+    """Return file and line of the innermost frame outside commrt.
+
+    And outside torch.distributed, where calls of its process groups come from.
+    """
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    between = [] if torch is None else [f"{os.path.dirname(torch)}/distributed/"]
+    passed = (_PACKAGE, *between)
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(passed):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name[-40:]}:{frame.f_lineno}"

@@ -16,7 +16,7 @@ from commrt.select.facts import LinkClass
 
 __all__ = ["Constants", "Transport", "cheapest", "constants"]
 
-Transport = Literal["shm", "mpi"]
+Transport = Literal["shm", "mpi", "gloo"]
 One = TypeVar("One")
 
 
@@ -43,9 +43,10 @@ _CONSTANTS: dict[tuple[LinkClass, Transport], Constants] = {
     # A round costs a hand-over of the core to the next rank.
     ("oversubscribed", "shm"): Constants(2.0, 3e-5, 1.5 * _GAMMA),
     ("oversubscribed", "mpi"): Constants(3.0, 6e-5, 1.5 * _GAMMA),
-    # Between nodes all messages are MPI's.
+    # Between nodes messages are MPI's, or gloo's, which threads of Python carry.
     ("network", "shm"): Constants(2.0, 1.5e-4, 2 * _GAMMA),
     ("network", "mpi"): Constants(2.0, 1.5e-4, 2 * _GAMMA),
+    ("network", "gloo"): Constants(100.0, 5e-4, 2 * _GAMMA),
 }
 
 

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank, size and rendezvous where MPI's or Slurm's launcher started the processes.
+"""Rank, size and rendezvous where another launcher than torchrun started the processes.
 
 torchrun tells its processes all of it in variables (RANK, WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT), and ``init_process_group`` without ``init_method`` asks for exactly these.
-Under mpiexec and srun they are not there, and torch would raise an error. Then rank 0
-hosts the store, and tells the others by MPI where.
+Under mpiexec and srun they are not there, and torch would raise an error.
+
+- mpiexec: rank 0 hosts the store, and tells the others by MPI where.
+- srun: rank 0 hosts the store, and the others know where from Slurm's variables alone.
+- commrt.run: torch's variables are set; the ranks meet in its folder, as no port has to
+  be free there.
+
+The variables that programs read beside that (LOCAL_RANK and so on) are set, too.
 """
 
 from __future__ import annotations
@@ -13,10 +19,13 @@ import importlib
 import os
 import socket
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlparse
 
-from commrt import _libmpi
+from commrt import _libmpi, env
+from commrt.bootstrap.directory import DirectoryStore
+from commrt.bootstrap.store import slurm_store
 from commrt.errors import BackendError
 from commrt.launch import LaunchInfo, check_mpi_library, check_mpi_size, detect
 
@@ -26,10 +35,15 @@ _SCHEME = "env"
 _MET: list[Any] = []
 """mpi4py's communicator by which the ranks of a default group to come have met."""
 Handler = Callable[..., Iterator[tuple[Any, int, int]]]
+_LOCAL = (
+    ("LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")),
+    ("LOCAL_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")),
+)
+"""torch's names, and what launchers call it."""
 
 
 def serve_launchers() -> None:
-    """Let ``env://``, torch's default, also know what MPI's launchers say."""
+    """Let ``env://``, torch's default, also know what other launchers say."""
     # torch.distributed has a function of the module's name.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, Handler] = rendezvous._rendezvous_handlers
@@ -39,31 +53,74 @@ def serve_launchers() -> None:
 
 
 class _Rendezvous:
-    """torch's own ``env://``, unless its variables are missing and MPI's are there."""
+    """torch's own ``env://``, unless its variables are missing and a launcher's are."""
 
     def __init__(self, own: Handler) -> None:
         self._own = own
+        self._count = 0
+        """Of rendezvous so far; the same on all ranks."""
+        self._told: dict[str, str] = {}
+        """Variables that were set here."""
 
     def __call__(self, url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         """Yield store, rank and size, as torch's handlers do."""
-        launch = _launched_by_mpi(url)
+        launch = self._launched(url)
         if launch is None:
             return self._own(url, **kwargs)
-        return _meet_by_mpi(launch, kwargs.get("timeout"))
+        limit = kwargs.get("timeout")
+        if limit is None:
+            from torch.distributed import default_pg_timeout
+
+            limit = default_pg_timeout
+        self._count += 1
+        return self._meet(launch, limit)
+
+    def _launched(self, url: str) -> LaunchInfo | None:
+        """Return who started the ranks, if it was one of those that are served here."""
+        said = {name for name, _ in parse_qsl(urlparse(url).query)}
+        if said & {"rank", "world_size"}:
+            return None
+        launch = detect()
+        if launch.kind == "run":
+            return launch
+        told = any(
+            os.environ.get(name) not in (None, "", self._told.get(name))
+            for name in ("RANK", "WORLD_SIZE")
+        )
+        return launch if launch.kind in ("mpi", "slurm") and not told else None
+
+    def _meet(
+        self, launch: LaunchInfo, limit: timedelta
+    ) -> Iterator[tuple[Any, int, int]]:
+        from torch.distributed import PrefixStore
+
+        if launch.kind == "run":
+            folder = DirectoryStore(env.given("COMMRT_MEETING") or "", launch.size)
+            yield folder.for_torch(f"groups-{self._count}"), launch.rank, launch.size
+            return
+        if launch.kind == "slurm":
+            rank, size = launch.rank, launch.size
+            store = slurm_store(rank, size, limit.total_seconds())
+        else:
+            store, rank, size = _by_mpi(launch, limit)
+        self._tell(rank, size)
+        yield PrefixStore(f"groups-{self._count}", store), rank, size
+
+    def _tell(self, rank: int, size: int) -> None:
+        """Set the variables that programs read, where nobody has."""
+        found = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+        for name, theirs in _LOCAL:
+            values = [os.environ[one] for one in theirs if os.environ.get(one)]
+            if values:
+                found[name] = values[0]
+        for name, value in found.items():
+            if not os.environ.get(name) or name in self._told:
+                os.environ[name] = self._told[name] = value
 
 
-def _launched_by_mpi(url: str) -> LaunchInfo | None:
-    """Return who started the ranks, if it was MPI and nothing says anything else."""
-    said = {name for name, _ in parse_qsl(urlparse(url).query)}
-    variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if said or any(os.environ.get(name) for name in variables):
-        return None
-    launch = detect()
-    return launch if launch.kind in ("mpi", "slurm") else None
-
-
-def _meet_by_mpi(launch: LaunchInfo, timeout: Any) -> Iterator[tuple[Any, int, int]]:
-    from torch.distributed import TCPStore, default_pg_timeout
+def _by_mpi(launch: LaunchInfo, limit: timedelta) -> tuple[Any, int, int]:
+    """Return a store that rank 0 hosts, rank and size; collective over MPI's ranks."""
+    from torch.distributed import TCPStore
 
     try:
         check_mpi_library(launch, _libmpi.library_name(_libmpi.imported()))
@@ -76,18 +133,17 @@ def _meet_by_mpi(launch: LaunchInfo, timeout: Any) -> Iterator[tuple[Any, int, i
     comm = mpi.COMM_WORLD
     check_mpi_size(launch, comm.Get_size(), _libmpi.library_name(mpi))
     rank, size = comm.Get_rank(), comm.Get_size()
-    limit = default_pg_timeout if timeout is None else timeout
     store = None
     where = ("", 0)
     if rank == 0:
-        host = socket.gethostname()
-        store = TCPStore(host, 0, size, True, limit, wait_for_workers=False)
+        host, port = _own_address()
+        store = TCPStore(host, port, size, True, limit, wait_for_workers=False)
         where = (host, store.port)
     host, port = comm.bcast(where, root=0)
     if store is None:
         store = TCPStore(host, port, size, False, limit, wait_for_workers=False)
     _MET[:] = [comm]
-    yield store, rank, size
+    return store, rank, size
 
 
 def take_mpi(rank: int, size: int) -> Any:
@@ -98,3 +154,9 @@ def take_mpi(rank: int, size: int) -> Any:
     comm = _MET.pop() if _MET else None
     fits = comm is not None and (comm.Get_rank(), comm.Get_size()) == (rank, size)
     return comm if fits else None
+
+
+def _own_address() -> tuple[str, int]:
+    """Return where rank 0 hosts the store: MASTER_ADDR and MASTER_PORT, if set."""
+    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    return host, int(os.environ.get("MASTER_PORT") or 0)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Messages"]
 
+_NAP_S = 2e-5
+
 
 class Messages:
     """The point-to-point methods of a process group."""
@@ -85,7 +87,10 @@ class _FromAnyone:
                     f"recv_anysource on {self._comm.name}, rank {self._comm.rank}: no "
                     f"rank has sent a message with tag {self._tag} within {limit:g} s"
                 )
-            os.sched_yield()
+            if self._comm.is_relayed:
+                time.sleep(_NAP_S)  # threads of this process carry the message
+            else:
+                os.sched_yield()
         left_s = max(1e-3, deadline - time.monotonic())
         return self._receive.wait(timeout_s=left_s)
 

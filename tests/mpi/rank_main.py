@@ -21,7 +21,7 @@ def main() -> None:
     file, function, folder, arguments, deadline_s = sys.argv[1:]
     # Before the launcher is killed, so that the test shows where each rank hangs.
     faulthandler.dump_traceback_later(float(deadline_s), exit=True)
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # what tests share
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(file).parent)]
     spec = importlib.util.spec_from_file_location("ranks_of_test", file)
     assert spec is not None
     assert spec.loader is not None

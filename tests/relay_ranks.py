@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as threads on pretended nodes, whose messages go through the native relay.
+
+What gloo's threads do in ``commrt/gloo_relay.py`` is done here by threads of the test,
+from memory to memory: no torch, no network.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+from commrt import _native
+from commrt.backends import local
+from commrt.backends.local import LocalRanks
+from commrt.comm import Communicator
+from commrt.launch import LaunchInfo
+from commrt.world import connect_world
+
+__all__ = ["CarriedRelay", "RelayRanks"]
+
+DEADLINE_S = 30.0
+Pair = tuple[int, int]
+
+
+class CarriedRelay:
+    """One rank's relay, as a world has it."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.native = _native.Relay(rank, size)
+        self.lost: set[int] = set()
+
+    def started(self, peers: Sequence[int], tag: int) -> dict[int, int | None]:
+        """Ask the peers, and wait for the answers."""
+        asked = {peer: self.native.ask(peer, tag) for peer in peers}
+        told: dict[int, int | None] = {}
+        while len(told) < len(asked):
+            for peer, question in asked.items():
+                if peer not in told:
+                    answer = self.native.answer(question)
+                    told |= {} if answer is None else {peer: answer}
+        return told
+
+    def has_ended(self, peer: int) -> bool:
+        """Whether the test has said so."""
+        return bool(self.native.failure_of(peer))
+
+
+class Carrier:
+    """A thread for each ordered pair of ranks on different nodes."""
+
+    def __init__(self, relays: list[Any], pairs: list[Pair]) -> None:
+        self._relays = relays
+        self._landing: dict[Pair, deque[int]] = {pair: deque() for pair in pairs}
+        self.frames = 0
+        self.threads = [
+            threading.Thread(target=self._carry, args=pair, daemon=True)
+            for pair in pairs
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _carry(self, source: int, dest: int) -> None:
+        """Bring frames from one rank to another, each after its payload."""
+        sender, receiver = self._relays[source], self._relays[dest]
+        frame = (ctypes.c_uint8 * sender.frame_nbytes)()
+        at = ctypes.addressof(frame)
+        while todo := sender.next(dest, at):
+            nbytes, payload, payload_nbytes, landing, _, ends = todo
+            if landing:
+                self._landing[source, dest].append(landing)
+            if payload:
+                to = self._landing[dest, source].popleft()
+                ctypes.memmove(to, payload, payload_nbytes)
+            if receiver.arrived(source, at, nbytes) == 1:
+                receiver.landed(source)
+            sender.sent(dest)
+            if ends:
+                return
+
+    def join(self) -> None:
+        """Wait for the last frames."""
+        for thread in self.threads:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+
+
+class RelayRanks(LocalRanks):
+    """LocalRanks on pretended nodes: between them messages go through relays."""
+
+    def __init__(
+        self, nodes: list[list[int]], *, timeout_s: float = DEADLINE_S
+    ) -> None:
+        size = sum(map(len, nodes))
+        node = {rank: i for i, ranks in enumerate(nodes) for rank in ranks}
+        self.relays = [CarriedRelay(rank, size) for rank in range(size)]
+        pairs = [(a, b) for a in range(size) for b in range(size) if node[a] != node[b]]
+        self.carrier = Carrier([each.native for each in self.relays], pairs)
+
+        def connect(world: Any, rank: int, count: int, limit: float) -> Communicator:
+            launch = LaunchInfo("single", rank, count, "threads of one process")
+            mine = connect_world(world.bootstrap(rank), launch, in_process=True)
+            mine.timeout_s, mine.nodes = limit, nodes
+            mine.relay = self.relays[rank]  # type: ignore[assignment]
+            identity = mine.agree_id(range(count), "world")
+            return Communicator(mine, range(count), "local", identity)
+
+        with mock.patch.object(local, "_connect", connect):
+            super().__init__(size, timeout_s=timeout_s)
+
+    def leave(self) -> None:
+        """End all ranks' messages, in one order, as programs that end do."""
+        for relay in self.relays:
+            relay.native.leave()
+        self.carrier.join()
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        for relay in self.relays:
+            for peer in range(len(self.relays)):
+                if error is not None:
+                    relay.native.lost(peer, "the test has failed")
+        self.leave()

@@ -9,6 +9,7 @@ it, so it is found again by two numbers; which line that is, is read when it is 
 from __future__ import annotations
 
 import sys
+from enum import Enum, auto
 from types import CodeType, FrameType
 from typing import Final
 
@@ -59,8 +60,6 @@ class Site:
 
 CORE: Final = Site(None, -2)
 """Stands for calls that commrt itself makes, which are parts of a user's call."""
-_PASS: Final = Site(None, -3)
-"""Stands for frames that are passed over."""
 _NOWHERE: Final = Site(None, -1)
 
 
@@ -68,59 +67,65 @@ class CallSites:
     """Places that calls have come from."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], Site] = {}
+        self.known: dict[tuple[int, int], Site] = {}
+        """Places in the program, and CORE, by code and instruction."""
+        self._passed: set[int] = set()
+        """Codes whose frames are passed over."""
         # The codes are kept, so that no other one can get their addresses.
         self._codes: dict[int, CodeType] = {}
 
     def of_caller(self, frame: FrameType) -> Site:
         """Return where the user's program called; CORE for calls of commrt's own."""
-        known = self._known
-        site = known.get((id(frame.f_code), frame.f_lasti))
-        if site is None:
-            site = self._look(frame)
-        if site is not _PASS:
-            return site
-        nearest = frame
-        at: FrameType | None = frame.f_back
+        known, passed = self.known, self._passed
+        at: FrameType | None = frame
         while at is not None:
-            site = known.get((id(at.f_code), at.f_lasti))
-            if site is None:
-                site = self._look(at)
-            if site is not _PASS and site is not CORE:
-                return site
+            code = at.f_code
+            if id(code) not in passed:
+                site = known.get((id(code), at.f_lasti)) or self._look(at)
+                if site is not None and (site is not CORE or at is frame):
+                    return site
             at = at.f_back
-        return Site(nearest.f_code, nearest.f_lasti)
+        return Site(frame.f_code, frame.f_lasti)
 
     @staticmethod
     def nowhere() -> Site:
         """Return the place of a call that no Python made."""
         return _NOWHERE
 
-    def _look(self, frame: FrameType) -> Site:
-        """Classify a frame that was not met before."""
-        if len(self._known) >= _MOST_SITES:
-            self._known.clear()
+    def _look(self, frame: FrameType) -> Site | None:
+        """Classify a frame that was not met before; None: it is passed over."""
+        if len(self._codes) >= _MOST_SITES or len(self.known) >= _MOST_SITES:
+            self.known.clear()
+            self._passed.clear()
             self._codes.clear()
         code = frame.f_code
         self._codes[id(code)] = code
-        found = _kind(str(frame.f_globals.get("__name__", "")))
-        if found is None:
-            found = Site(code, frame.f_lasti)
-        self._known[id(code), frame.f_lasti] = found
-        return found
+        kind = _kind(str(frame.f_globals.get("__name__", "")))
+        if kind is _Kind.PASSED:
+            self._passed.add(id(code))
+            return None
+        site = CORE if kind is _Kind.CORE else Site(code, frame.f_lasti)
+        self.known[id(code), frame.f_lasti] = site
+        return site
 
 
-def _kind(module: str) -> Site | None:
-    """Return what stands for frames of a module; None for the user's own."""
+class _Kind(Enum):
+    USER = auto()
+    PASSED = auto()
+    CORE = auto()
+
+
+def _kind(module: str) -> _Kind:
+    """Return whose frames those of a module are."""
     top, _, rest = module.partition(".")
     if top == _OWN:
         part = rest.partition(".")[0]
         if part in _PROGRAMS:
-            return None
-        return _PASS if part in _PASSED else CORE
+            return _Kind.USER
+        return _Kind.PASSED if part in _PASSED else _Kind.CORE
     if top in _LIBRARIES and module != "__main__":
-        return _PASS
-    return None
+        return _Kind.PASSED
+    return _Kind.USER
 
 
 def _name_of(code: CodeType) -> str:

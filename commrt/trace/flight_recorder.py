@@ -19,7 +19,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from commrt.trace.log import Log, LoggedGroup, Operation
+from commrt.trace.log import Log, Operation
 
 __all__ = ["VERSION", "entries_of", "write_flight"]
 

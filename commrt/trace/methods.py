@@ -19,7 +19,6 @@ from commrt.operations import COLLECTIVES, OpSpec, operation, rule_nbytes
 from commrt.trace.call_sites import CORE
 from commrt.trace.folder import begin_where_asked
 from commrt.trace.recorder import (
-    END,
     Group,
     Kind,
     Record,
@@ -27,7 +26,7 @@ from commrt.trace.recorder import (
     now,
     recorder,
 )
-from commrt.trace.requests import TracedRequest
+from commrt.trace.requests import TracedRequest, end_all
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
@@ -38,7 +37,10 @@ _OTHERS = ("sparse_allreduce", "topk_allreduce", "redistribute")
 _PAIR = {"send": ("dest", "tag"), "recv": ("source", "tag")}
 _SAID = ("op", "root", "algorithm", "backend", "compress")
 """Arguments of a collective that make another kind of it."""
-Find = Callable[["Communicator", tuple[Any, ...], dict[str, Any]], list[Kind]]
+Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+KeyOf = Callable[[tuple[Any, ...], dict[str, Any]], Hashable]
+Look = Callable[["Communicator", tuple[Any, ...], dict[str, Any]], Kind]
+LookAtAll = Callable[["Communicator", tuple[Any, ...], dict[str, Any]], list[Kind]]
 
 
 def follow_communicator(comm: Communicator, *, is_users: bool = True) -> None:
@@ -63,60 +65,137 @@ def group_of_communicator(comm: Communicator) -> Group:
 def _attach(to: Recorder, comm: Communicator) -> Group:
     group = to.group(group_of_communicator(comm))
     for name in COLLECTIVES:
-        _replace(to, comm, group, name, _collective(operation(name), group))
+        counts = operation(name).count_arguments
+        keys = _keys_of(name, counts)
+        _replace_one(to, comm, group, name, _collective(group, name), keys)
     for name in _OTHERS:
-        _replace(to, comm, group, name, _other(name, group))
+        _replace_one(to, comm, group, name, _other(group, name), None)
     for name in ("send", "recv"):
-        _replace(to, comm, group, name, _message(name, group))
-    _replace(to, comm, group, "sendrecv", _two_messages(group))
-    _replace(to, comm, group, "multi_sendrecv", _many_messages(group))
+        _replace_one(
+            to, comm, group, name, _message(group, name), _key_of_message(name)
+        )
+    _replace_several(to, comm, "sendrecv", _two_messages(group))
+    _replace_several(to, comm, "multi_sendrecv", _many_messages(group))
     return group
 
 
-def _replace(
-    to: Recorder, comm: Communicator, group: Group, name: str, find: Find
-) -> None:
+def _runner(comm: Communicator, name: str) -> Run:
+    """Return what runs a method as it was before."""
     held = vars(comm).get(name)  # such as one that shows ranges to a profiler
     function = getattr(type(comm), name)
     # Not the communicator itself, which would then outlive its last user.
     this = weakref.ref(comm)
-    append, of_caller, getframe = to.ring.append, to.sites.of_caller, sys._getframe
+    if held is None:
+        return lambda args, more: function(this(), *args, **more)
+    return lambda args, more: held(*args, **more)
 
-    def run(comm: Communicator, args: tuple[Any, ...], more: dict[str, Any]) -> Any:
-        return function(comm, *args, **more) if held is None else held(*args, **more)
+
+def _replace_one(
+    to: Recorder,
+    comm: Communicator,
+    group: Group,
+    name: str,
+    look: Look,
+    key_of: KeyOf | None,
+) -> None:
+    """Record calls that are one operation each.
+
+    What of it can be is in one function: a call of Python's costs as much as a record.
+    """
+    run, this, known = _runner(comm, name), weakref.ref(comm), to.sites.known
+    held, function = vars(comm).get(name), getattr(type(comm), name)
+    append, of_caller, getframe = to.ring.append, to.sites.of_caller, sys._getframe
+    kinds, clock = group.kinds, now
 
     def traced(*args: Any, **more: Any) -> Any:
-        site = of_caller(getframe(1))
+        frame = getframe(1)
+        site = known.get((id(frame.f_code), frame.f_lasti)) or of_caller(frame)
+        if site is CORE:
+            return run(args, more)
+        try:
+            if more:
+                kind = kinds[key_of(args, more)]  # type: ignore[misc]
+            else:
+                x = args[0]
+                kind = kinds[name, x.nbytes, x.dtype]
+        except (AttributeError, IndexError, KeyError, TypeError):
+            kind = _looked_at(this(), group, look, name, key_of, args, more)
+        counter = kind.counter
+        seq = counter[0]
+        counter[0] = seq + 1
+        record = [kind, site, seq, clock(), 0]
+        append(record)
+        try:
+            if held is None:
+                result = function(this(), *args, **more)
+            else:
+                result = held(*args, **more)
+        except UsageError:
+            to.taken_back(record)
+            raise
+        except BaseException as error:
+            to.failed(record, error)
+            raise
+        if more and more.get("nonblocking"):
+            return TracedRequest(result, [record], to)
+        record[4] = clock()
+        return result
+
+    traced.__name__ = name
+    to.replace(comm, name, traced)
+
+
+def _looked_at(
+    comm: Communicator | None,
+    group: Group,
+    look: Look,
+    name: str,
+    key_of: KeyOf | None,
+    args: tuple[Any, ...],
+    more: dict[str, Any],
+) -> Kind:
+    """Return the kind of a call that was not met before; the next one is found."""
+    assert comm is not None, "its method is called, so somebody has it"
+    kind = look(comm, args, more)
+    with suppress(AttributeError, IndexError, TypeError):  # of which the call speaks
+        if not more:
+            return group.keep((name, args[0].nbytes, args[0].dtype), kind)
+        if key_of is not None:
+            return group.keep(key_of(args, more), kind)
+    return kind
+
+
+def _replace_several(
+    to: Recorder, comm: Communicator, name: str, look: LookAtAll
+) -> None:
+    """Record calls that are any number of messages."""
+    run, this = _runner(comm, name), weakref.ref(comm)
+
+    def traced(*args: Any, **more: Any) -> Any:
+        site = to.sites.of_caller(sys._getframe(1))
         comm = this()
         assert comm is not None, "its method is called, so somebody has it"
         if site is CORE:
-            return run(comm, args, more)
+            return run(args, more)
         records: list[Record] = []
-        for kind in find(comm, args, more):
-            counter = kind.counter
-            seq = counter[0]
-            counter[0] = seq + 1
-            record = [kind, site, seq, 0, 0]
-            append(record)
-            records.append(record)
         begin = now()
-        for record in records:
-            record[3] = begin
+        for kind in look(comm, args, more):
+            records.append([kind, site, kind.counter[0], begin, 0])
+            kind.counter[0] += 1
+        to.ring.extend(records)
         try:
-            result = run(comm, args, more)
+            result = run(args, more)
         except UsageError:
-            for record in records:
+            for record in reversed(records):
                 to.taken_back(record)
             raise
         except BaseException as error:
             for record in records:
                 to.failed(record, error)
             raise
-        if more and more.get("nonblocking"):
+        if more.get("nonblocking"):
             return TracedRequest(result, records, to)
-        ended = now()
-        for record in records:
-            record[END] = ended
+        end_all(records)
         return result
 
     traced.__name__ = name
@@ -126,30 +205,29 @@ def _replace(
 # -- what a call is --------------------------------------------------------------
 
 
-def _collective(spec: OpSpec, group: Group) -> Find:
-    kinds, name, counts = group.kinds, spec.name, spec.count_arguments
+def _keys_of(name: str, counts: tuple[str, ...]) -> KeyOf:
+    """Return what reads off a collective's arguments what tells calls apart."""
 
-    def find(
-        comm: Communicator, args: tuple[Any, ...], more: dict[str, Any]
-    ) -> list[Kind]:
+    def key_of(args: tuple[Any, ...], more: dict[str, Any]) -> Hashable:
         x = args[0] if args else more.get("x")
-        key: Hashable
-        try:
-            like = more.get("out") if x is None and more else x
-            key = (name, like.nbytes, like.dtype) if like is not None else (name,)
-            if more:
-                key = (*key, x is None, *map(more.get, _SAID))
-                if counts:
-                    key = (*key, *(tuple(more.get(each) or ()) for each in counts))
-            kind = kinds.get(key)
-        except (AttributeError, TypeError):  # of which the call may speak
-            key, kind = (name, repr(type(x))), None
-        if kind is None:
-            made = _kind_of_collective(comm, spec, group, x, more)
-            kind = group.keep(key, made)
-        return [kind]
+        like = more.get("out") if x is None else x
+        key = name, like.nbytes, like.dtype, x is None, *map(more.get, _SAID)
+        if counts:
+            return (*key, *(tuple(more.get(each) or ()) for each in counts))
+        return key
 
-    return find
+    return key_of
+
+
+def _collective(group: Group, name: str) -> Look:
+    spec = operation(name)
+
+    def look(comm: Communicator, args: tuple[Any, ...], more: dict[str, Any]) -> Kind:
+        return _kind_of_collective(
+            comm, spec, group, args[0] if args else more.get("x"), more
+        )
+
+    return look
 
 
 def _kind_of_collective(
@@ -202,43 +280,43 @@ def _nbytes_of_collective(
     return nbytes_of(out) * (comm.size if spec.out_count == "div_size" else 1)
 
 
-def _other(name: str, group: Group) -> Find:
-    def find(
-        comm: Communicator, args: tuple[Any, ...], more: dict[str, Any]
-    ) -> list[Kind]:
+def _other(group: Group, name: str) -> Look:
+    def look(comm: Communicator, args: tuple[Any, ...], more: dict[str, Any]) -> Kind:
         x = args[0] if args else more.get("x")
-        nbytes = nbytes_of(x)
         dtype, itemsize = element_of(x)
-        key = (name, nbytes, dtype)
-        kind = group.kinds.get(key)
-        if kind is None:
-            made = Kind(
-                *(group, name, nbytes),
-                dtype=dtype,
-                itemsize=itemsize,
-                on_device=_is_on_device(x),
-            )
-            kind = group.keep(key, made)
-        return [kind]
+        return Kind(
+            *(group, name, nbytes_of(x)),
+            dtype=dtype,
+            itemsize=itemsize,
+            on_device=_is_on_device(x),
+        )
 
-    return find
+    return look
 
 
-def _message(name: str, group: Group) -> Find:
-    peer_name, tag_name = _PAIR[name]
+def _key_of_message(name: str) -> KeyOf:
+    peer, tag = _PAIR[name]
 
-    def find(
-        comm: Communicator, args: tuple[Any, ...], more: dict[str, Any]
-    ) -> list[Kind]:
+    def key_of(args: tuple[Any, ...], more: dict[str, Any]) -> Hashable:
         x = args[0] if args else more.get("x", more.get("out"))
-        peer, tag = more.get(peer_name), more.get(tag_name, 0)
-        return [_kind_of_message(comm, group, name, x, peer, tag)]
+        return name, x.nbytes, x.dtype, more.get(peer), more.get(tag, 0)
 
-    return find
+    return key_of
 
 
-def _two_messages(group: Group) -> Find:
-    def find(
+def _message(group: Group, name: str) -> Look:
+    peer, tag = _PAIR[name]
+
+    def look(comm: Communicator, args: tuple[Any, ...], more: dict[str, Any]) -> Kind:
+        x = args[0] if args else more.get("x", more.get("out"))
+        where = more.get(peer), more.get(tag, 0)
+        return _kind_of_message(comm, group, name, x, *where)
+
+    return look
+
+
+def _two_messages(group: Group) -> LookAtAll:
+    def look(
         comm: Communicator, args: tuple[Any, ...], more: dict[str, Any]
     ) -> list[Kind]:
         x = args[0] if args else more.get("x")
@@ -249,11 +327,11 @@ def _two_messages(group: Group) -> Find:
             _kind_of_message(comm, group, "recv", more.get("out"), source, recvtag),
         ]
 
-    return find
+    return look
 
 
-def _many_messages(group: Group) -> Find:
-    def find(
+def _many_messages(group: Group) -> LookAtAll:
+    def look(
         comm: Communicator, args: tuple[Any, ...], more: dict[str, Any]
     ) -> list[Kind]:
         found = []
@@ -264,7 +342,7 @@ def _many_messages(group: Group) -> Find:
                     found.append(_kind_of_message(comm, group, name, x, peer, of))
         return found
 
-    return find
+    return look
 
 
 def _kind_of_message(

@@ -19,7 +19,7 @@ from commrt.torch.operands import KNOWN
 from commrt.torch.work import CommrtWork
 from commrt.trace.call_sites import CORE
 from commrt.trace.methods import algorithm_of
-from commrt.trace.recorder import END, Group, Kind, Record, Recorder, now, recorder
+from commrt.trace.recorder import Group, Kind, Record, Recorder, now, recorder
 from commrt.trace.requests import end_all
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def _replace(
     this = weakref.ref(group)
     calls, kinds, pending = group._calls, logged.kinds, logged.pending
     append, of_caller, getframe = to.ring.append, to.sites.of_caller, sys._getframe
+    clock = now
 
     def traced(*args: Any, **more: Any) -> Any:
         try:
@@ -81,18 +82,20 @@ def _replace(
             return function(this(), *args, **more)
         try:
             key = read(args, more)
+            kind = kinds.get(key) or logged.keep(key, _kind(this(), logged, key))
         except (AttributeError, TypeError, IndexError, RuntimeError):
             return function(this(), *args, **more)  # which says what is wrong
-        kind = kinds.get(key)
-        if kind is None:
-            kind = logged.keep(key, _kind(this(), logged, key))
         counter = kind.counter
         seq = counter[0]
         counter[0] = seq + 1
-        record = [kind, site, seq, now(), 0]
+        record = [kind, site, seq, clock(), 0]
         append(record)
         try:
-            result = function(this(), *args, **more)
+            if more or len(args) != 2:
+                result = function(this(), *args, **more)
+            else:
+                first, second = args
+                result = function(this(), first, second)
         except UsageError:
             to.taken_back(record)
             raise
@@ -104,7 +107,7 @@ def _replace(
         elif calls.batch is not None:
             pending.append(record)
         else:
-            record[END] = now()
+            record[4] = clock()
         return result
 
     to.replace(group, name, traced)
@@ -213,10 +216,11 @@ def _reduction(op: str, size: int) -> Read:
     def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
         tensors = args[0] if args else more["tensors"]
         x = tensors[0] if type(tensors) is list else tensors
-        if x.is_sparse:
+        try:
+            nbytes = x.nbytes
+        except RuntimeError:  # torch does not say it of sparse ones
             stored = x._indices().nbytes + x._values().nbytes
             return ("sparse_allreduce", stored, x.dtype, stored, -1, 0, x.is_cpu)
-        nbytes = x.nbytes
         return (op, nbytes, x.dtype, nbytes, -1, 0, x.is_cpu)
 
     return read

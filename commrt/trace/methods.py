@@ -35,6 +35,7 @@ __all__ = ["algorithm_of", "follow_communicator", "group_of_communicator"]
 
 _OTHERS = ("sparse_allreduce", "topk_allreduce", "redistribute")
 _PAIR = {"send": ("dest", "tag"), "recv": ("source", "tag")}
+_NOTHING: Any = object()
 _SAID = ("op", "root", "algorithm", "backend", "compress")
 """Arguments of a collective that make another kind of it."""
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -105,20 +106,21 @@ def _replace_one(
     run, this, known = _runner(comm, name), weakref.ref(comm), to.sites.known
     held, function = vars(comm).get(name), getattr(type(comm), name)
     append, of_caller, getframe = to.ring.append, to.sites.of_caller, sys._getframe
-    kinds, clock = group.kinds, now
+    kinds, clock, identity = group.kinds, now, id
 
-    def traced(*args: Any, **more: Any) -> Any:
+    def traced(x: Any = _NOTHING, *rest: Any, **more: Any) -> Any:
         frame = getframe(1)
-        site = known.get((id(frame.f_code), frame.f_lasti)) or of_caller(frame)
+        site = known.get((identity(frame.f_code), frame.f_lasti)) or of_caller(frame)
         if site is CORE:
-            return run(args, more)
+            return run(() if x is _NOTHING else (x, *rest), more)
         try:
             if more:
+                args = () if x is _NOTHING else (x,)
                 kind = kinds[key_of(args, more)]  # type: ignore[misc]
             else:
-                x = args[0]
                 kind = kinds[name, x.nbytes, x.dtype]
-        except (AttributeError, IndexError, KeyError, TypeError):
+        except (AttributeError, KeyError, TypeError):
+            args = () if x is _NOTHING else (x,)
             kind = _looked_at(this(), group, look, name, key_of, args, more)
         counter = kind.counter
         seq = counter[0]
@@ -126,10 +128,12 @@ def _replace_one(
         record = [kind, site, seq, clock(), 0]
         append(record)
         try:
-            if held is None:
-                result = function(this(), *args, **more)
+            if held is not None or rest or x is _NOTHING:
+                result = run(() if x is _NOTHING else (x, *rest), more)
+            elif more:
+                result = function(this(), x, **more)
             else:
-                result = held(*args, **more)
+                result = function(this(), x)
         except UsageError:
             to.taken_back(record)
             raise

@@ -96,7 +96,7 @@ def _replace(
             else:
                 first, second = args
                 result = function(this(), first, second)
-        except UsageError:
+        except (UsageError, TypeError):  # of this rank's arguments
             to.taken_back(record)
             raise
         except BaseException as error:

@@ -22,12 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 0, 1 where something could not be written, 2 for misuse."""
     args = _parser().parse_args(argv)
     try:
+        by = list(filter(None, (vars(args).get("by") or "").split(",")))
+        wrong = [name for name in by if name not in KEYS]
+        if wrong:
+            raise UsageError(f"--by {wrong[0]}: expected of {', '.join(KEYS)}")
         job = load(args.files, args.job)
         if args.command == "summarize":
-            by = list(filter(None, (args.by or "").split(",")))
-            wrong = [name for name in by if name not in KEYS]
-            if wrong:
-                raise UsageError(f"--by {wrong[0]}: expected of {', '.join(KEYS)}")
             print(summary_text(job, by), end="")
             return 0
         return _write(job, args)

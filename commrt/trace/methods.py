@@ -134,7 +134,7 @@ def _replace_one(
                 result = function(this(), x, **more)
             else:
                 result = function(this(), x)
-        except UsageError:
+        except (UsageError, TypeError):  # of this rank's arguments
             to.taken_back(record)
             raise
         except BaseException as error:
@@ -189,7 +189,7 @@ def _replace_several(
         to.ring.extend(records)
         try:
             result = run(args, more)
-        except UsageError:
+        except (UsageError, TypeError):  # of this rank's arguments
             for record in reversed(records):
                 to.taken_back(record)
             raise
@@ -241,10 +241,10 @@ def _kind_of_collective(
     like = out if x is None else x
     dtype, itemsize = element_of(like)
     nbytes = _nbytes_of_collective(comm, spec, x, out, more, itemsize)
-    asked = more.get("algorithm") or more.get("backend")
+    asked = more.get("backend") or "", more.get("algorithm") or ""
     on_device = _is_on_device(like)
-    algorithm = str(asked) if asked is not None else ""
-    if not algorithm:
+    algorithm = "/".join(map(str, asked))
+    if not any(asked):
         algorithm = algorithm_of(
             *(comm, spec.name, nbytes, dtype),
             op=more.get("op", "sum"),

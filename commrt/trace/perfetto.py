@@ -64,12 +64,12 @@ def _tracks(
     for event in sorted(events, key=lambda one: (one.rank, one.start_ns)):
         group = event.call.group
         mine = lanes.setdefault((event.rank, group.key), [])
-        for at, (track, end_ns) in enumerate(mine):
-            if end_ns <= event.start_ns:
-                break
+        free = (at for at, (_, end_ns) in enumerate(mine) if end_ns <= event.start_ns)
+        at = next(free, len(mine))
+        if at < len(mine):
+            track = mine[at][0]
         else:
-            at, track = len(mine), count.get(event.rank, 0) + 1
-            count[event.rank] = track
+            track = count[event.rank] = count.get(event.rank, 0) + 1
             mine.append((track, 0))
             same = group.name == group.dimension
             name = group.name if same else f"{group.dimension} ({group.name})"

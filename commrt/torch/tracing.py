@@ -50,7 +50,7 @@ def _attach(to: Recorder, group: CommrtProcessGroup) -> Group:
         return this.getGroupName(), desc, _DIMENSIONS.get(desc, desc[_after(desc) :])
 
     world = group._comm._world
-    key = f"torch/{member.name}/{','.join(map(str, ranks))}"
+    key = f"torch/{world.job}/{member.name}/{','.join(map(str, ranks))}"
     logged = to.group(
         Group(key, "torch", ranks, member.rank, world.job, world.size, names)
     )

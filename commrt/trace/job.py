@@ -30,8 +30,10 @@ from commrt.trace.log import Log, Operation, read_log
 __all__ = ["Event", "Job", "find_files", "load"]
 
 _ALL_NEEDED = frozenset(
-    ("allreduce", "allgather", "allgatherv", "alltoall", "alltoallv", "barrier")
-    + ("reduce_scatter", "reduce_scatterv", "sparse_allreduce", "topk_allreduce")
+    (
+        *("allreduce", "allgather", "allgatherv", "alltoall", "alltoallv", "barrier"),
+        *("reduce_scatter", "reduce_scatterv", "sparse_allreduce", "topk_allreduce"),
+    )
 )
 _ROOT_NEEDED = frozenset(("bcast", "scatter", "scatterv"))
 _BY_ROOT = frozenset(("reduce", "gather", "gatherv"))

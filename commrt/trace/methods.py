@@ -58,8 +58,9 @@ def group_of_communicator(comm: Communicator) -> Group:
     def names() -> tuple[str, str, str]:
         return name, "", ""
 
-    key = f"{name}/{comm._identity}/{','.join(map(str, comm._ranks))}"
     world = comm._world
+    members = ",".join(map(str, comm._ranks))
+    key = f"commrt/{world.job}/{name}/{comm._identity}/{members}"
     return Group(*(key, "commrt", comm._ranks, comm.rank, world.job, world.size, names))
 
 

@@ -325,7 +325,7 @@ def test_calls_from_many_places_are_told_apart() -> None:
     assert sites.of_caller(frame) is not sites.of_caller(frame)  # two instructions
     assert sites.of_caller(frame).line == frame.f_lineno
     made = {"f": sys._getframe, "__name__": "commrt.layers.data"}
-    exec("def call(take): return take(f(0))", made)  # noqa: S102
+    exec("def call(take): return take(f(0))", made)
     site = made["call"](sites.of_caller)
     assert site.file == __file__, "a layer calls on behalf of the program"
 

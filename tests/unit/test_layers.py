@@ -97,6 +97,7 @@ LAYERS = (
         "staging",
         "stepped",
         "symmetric",
+        "trace",
         "vector_calls",
         "world",
     ),

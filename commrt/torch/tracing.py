@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from commrt.errors import TimeoutError_, UsageError
@@ -19,7 +19,16 @@ from commrt.torch.operands import KNOWN
 from commrt.torch.work import CommrtWork
 from commrt.trace.call_sites import CORE
 from commrt.trace.methods import algorithm_of
-from commrt.trace.recorder import Group, Kind, Record, Recorder, now, recorder
+from commrt.trace.recorder import (
+    END,
+    KIND,
+    Group,
+    Kind,
+    Record,
+    Recorder,
+    now,
+    recorder,
+)
 from commrt.trace.requests import end_all
 
 if TYPE_CHECKING:
@@ -103,7 +112,7 @@ def _replace(
             to.failed(record, error)
             raise
         if result is not None:
-            _watch(result, [record])
+            _watch(result, (record,))
         elif calls.batch is not None:
             pending.append(record)
         else:
@@ -121,14 +130,14 @@ def _replace_end(to: Recorder, group: CommrtProcessGroup, logged: Group) -> None
     def traced(*args: Any, **more: Any) -> Any:
         records = pending.copy()
         pending.clear()
-        result = function(this(), *args, **more)  # type: ignore[arg-type]
+        result = function(this(), *args, **more)
         _watch(result, records)
         return result
 
     to.replace(group, "_end_coalescing", traced)
 
 
-def _watch(work: CommrtWork, records: list[Record]) -> None:
+def _watch(work: CommrtWork, records: Sequence[Record]) -> None:
     work.__class__ = TracedWork
     work._records = records  # type: ignore[attr-defined]
 
@@ -136,7 +145,7 @@ def _watch(work: CommrtWork, records: list[Record]) -> None:
 class TracedWork(CommrtWork):
     """A Work that notes its end in the log."""
 
-    _records: list[Record]
+    _records: Sequence[Record]
 
     def is_completed(self) -> bool:
         """As the Work's."""
@@ -147,18 +156,19 @@ class TracedWork(CommrtWork):
 
     def _wait_for(self, request: Any, limit: float | None) -> None:
         try:
-            super()._wait_for(request, limit)
+            CommrtWork._wait_for(self, request, limit)
         except TimeoutError_ as error:  # it stays in flight
             recorder().tell(error)
             raise
 
     def _settle(self, request: Any) -> None:
-        super()._settle(request)
-        if self._error is not None:
-            for record in self._records:
+        CommrtWork._settle(self, request)
+        ended = now()
+        for record in self._records:
+            if self._error is not None:
                 recorder().failed(record, self._error)
-        elif not (self._records and self._records[0][0].on_device):
-            end_all(self._records)
+            elif record[END] == 0 and not record[KIND].on_device:
+                record[END] = ended
 
 
 def _kind(group: CommrtProcessGroup | None, logged: Group, key: Key) -> Kind:

@@ -71,7 +71,7 @@ def _attach(to: Recorder, comm: Communicator) -> Group:
         keys = _keys_of(name, counts)
         _replace_one(to, comm, group, name, _collective(group, name), keys)
     for name in _OTHERS:
-        _replace_one(to, comm, group, name, _other(group, name), None)
+        _replace_one(to, comm, group, name, _other(group, name), _keys_of(name))
     for name in ("send", "recv"):
         _replace_one(
             to, comm, group, name, _message(group, name), _key_of_message(name)
@@ -98,7 +98,7 @@ def _replace_one(
     group: Group,
     name: str,
     look: Look,
-    key_of: KeyOf | None,
+    key_of: KeyOf,
 ) -> None:
     """Record calls that are one operation each.
 
@@ -115,14 +115,15 @@ def _replace_one(
         if site is CORE:
             return run(() if x is _NOTHING else (x, *rest), more)
         try:
-            if more:
-                args = () if x is _NOTHING else (x,)
-                kind = kinds[key_of(args, more)]  # type: ignore[misc]
-            else:
+            if x is _NOTHING or x is None:
+                kind = kinds[key_of((), more)]
+            elif len(more) == ("out" in more) + ("nonblocking" in more):
                 kind = kinds[name, x.nbytes, x.dtype]
+            else:
+                kind = kinds[key_of((x,), more)]
         except (AttributeError, KeyError, TypeError):
             args = () if x is _NOTHING else (x,)
-            kind = _looked_at(this(), group, look, name, key_of, args, more)
+            kind = _looked_at(this(), group, look, key_of, args, more)
         counter = kind.counter
         seq = counter[0]
         counter[0] = seq + 1
@@ -142,7 +143,7 @@ def _replace_one(
             to.failed(record, error)
             raise
         if more and more.get("nonblocking"):
-            return TracedRequest(result, [record], to)
+            return TracedRequest(result, (record,))
         record[4] = clock()
         return result
 
@@ -154,8 +155,7 @@ def _looked_at(
     comm: Communicator | None,
     group: Group,
     look: Look,
-    name: str,
-    key_of: KeyOf | None,
+    key_of: KeyOf,
     args: tuple[Any, ...],
     more: dict[str, Any],
 ) -> Kind:
@@ -163,10 +163,7 @@ def _looked_at(
     assert comm is not None, "its method is called, so somebody has it"
     kind = look(comm, args, more)
     with suppress(AttributeError, IndexError, TypeError):  # of which the call speaks
-        if not more:
-            return group.keep((name, args[0].nbytes, args[0].dtype), kind)
-        if key_of is not None:
-            return group.keep(key_of(args, more), kind)
+        return group.keep(key_of(args, more), kind)
     return kind
 
 
@@ -199,7 +196,7 @@ def _replace_several(
                 to.failed(record, error)
             raise
         if more.get("nonblocking"):
-            return TracedRequest(result, records, to)
+            return TracedRequest(result, records)
         end_all(records)
         return result
 
@@ -210,16 +207,20 @@ def _replace_several(
 # -- what a call is --------------------------------------------------------------
 
 
-def _keys_of(name: str, counts: tuple[str, ...]) -> KeyOf:
-    """Return what reads off a collective's arguments what tells calls apart."""
+def _keys_of(name: str, counts: tuple[str, ...] = ()) -> KeyOf:
+    """Return what reads off a call's arguments what tells it from others."""
 
     def key_of(args: tuple[Any, ...], more: dict[str, Any]) -> Hashable:
-        x = args[0] if args else more.get("x")
-        like = more.get("out") if x is None else x
-        key = name, like.nbytes, like.dtype, x is None, *map(more.get, _SAID)
+        x: Any = args[0] if args else more.get("x")
+        if x is not None and len(more) == ("out" in more) + ("nonblocking" in more):
+            return name, x.nbytes, x.dtype
+        like: Any = more.get("out") if x is None else x
+        said = tuple(map(more.get, _SAID))
         if counts:
-            return (*key, *(tuple(more.get(each) or ()) for each in counts))
-        return key
+            said = (*said, *(tuple(more.get(each) or ()) for each in counts))
+        if like is None:
+            return name, said
+        return name, like.nbytes, like.dtype, x is None, said
 
     return key_of
 
@@ -303,7 +304,7 @@ def _key_of_message(name: str) -> KeyOf:
     peer, tag = _PAIR[name]
 
     def key_of(args: tuple[Any, ...], more: dict[str, Any]) -> Hashable:
-        x = args[0] if args else more.get("x", more.get("out"))
+        x: Any = args[0] if args else more.get("x", more.get("out"))
         return name, x.nbytes, x.dtype, more.get(peer), more.get(tag, 0)
 
     return key_of

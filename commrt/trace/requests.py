@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from commrt.errors import TimeoutError_
-
-if TYPE_CHECKING:
-    from commrt.trace.recorder import Record, Recorder
+from commrt.trace.recorder import END, KIND, Record, now, recorder
 
 __all__ = ["TracedRequest", "end_all"]
 
 
-def end_all(records: list[Record]) -> None:
+def end_all(records: Sequence[Record]) -> None:
     """Note that calls have ended, those that are not known to have."""
-    from commrt.trace.recorder import END, now
-
     ended = now()
     for record in records:
         if record[END] == 0:
@@ -26,49 +23,58 @@ def end_all(records: list[Record]) -> None:
 class TracedRequest:
     """A request, with notes of its end. It passes for one of the same class."""
 
-    __slots__ = ("__weakref__", "_records", "_request", "_to")
+    __slots__ = ("__weakref__", "_records", "_request")
 
-    def __init__(self, request: Any, records: list[Record], to: Recorder) -> None:
+    def __init__(self, request: Any, records: Sequence[Record]) -> None:
         self._request = request
         self._records = records
-        self._to = to
 
     @property
-    def __class__(self) -> type:  # so that isinstance() knows it
+    def __class__(self) -> type:  # type: ignore[misc]  # isinstance() knows it
         kind: type = type(self._request)
         return kind
 
     def wait(self, **limits: Any) -> Any:
         """As the request's."""
-        result = self._watched(self._request.wait, limits)
-        # On a device the stream goes on: the host learns nothing of the end.
-        if self._records and not self._records[0][0].on_device:
-            end_all(self._records)
+        try:
+            result = self._request.wait(**limits)
+        except Exception as error:
+            self._raised(error)
+            raise
+        ended = now()
+        for record in self._records:
+            # On a device the stream goes on: the host learns nothing of the end.
+            if record[END] == 0 and not record[KIND].on_device:
+                record[END] = ended
         return result
 
     def synchronize(self, **limits: Any) -> Any:
         """As the request's."""
-        result = self._watched(self._request.synchronize, limits)
+        try:
+            result = self._request.synchronize(**limits)
+        except Exception as error:
+            self._raised(error)
+            raise
         end_all(self._records)
         return result
 
     def test(self) -> bool:
         """As the request's."""
-        done = bool(self._watched(self._request.test, {}))
+        try:
+            done = bool(self._request.test())
+        except Exception as error:
+            self._raised(error)
+            raise
         if done:
             end_all(self._records)
         return done
 
-    def _watched(self, call: Any, limits: dict[str, Any]) -> Any:
-        try:
-            return call(**limits)
-        except TimeoutError_ as error:  # it stays in flight
-            self._to.tell(error)
-            raise
-        except Exception as error:
-            for record in self._records:
-                self._to.failed(record, error)
-            raise
+    def _raised(self, error: Exception) -> None:
+        if isinstance(error, TimeoutError_):  # it stays in flight
+            recorder().tell(error)
+            return
+        for record in self._records:
+            recorder().failed(record, error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import commrt
-from commrt.errors import TimeoutError_
+from commrt.errors import TimeoutError_, UsageError
 from commrt.torch import tracing
 from commrt.trace.job import load
 
@@ -207,7 +208,7 @@ def each_method() -> list[Any]:
         sent.wait()
         dist.send(x, other) if rank == 0 else dist.recv(torch.empty(3))
         dist.group.WORLD.communicator.allreduce(x)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(UsageError):
             dist.all_gather([torch.empty(1)], x)
     log = recording.log()
     rows = [[one.op, one.nbytes] for one in log.operations]
@@ -276,17 +277,20 @@ def flown(folder: str) -> str:
             dist.all_reduce(x, group=pair)
     dist.barrier()
     said = ""
+    store = dist.group.WORLD.get_group_store()
     with commrt.trace.record(f"{folder}/missed"):
         dist.all_reduce(x)
         if rank != 1:
             work = dist.all_reduce(x, async_op=True)
             try:
-                work.wait(timeout=dist.constants.timedelta(seconds=0.2))
+                work.wait(timeout=timedelta(seconds=0.2))
             except TimeoutError_ as error:
                 said = str(error)
     if rank == 1:
+        store.wait([f"late {other}" for other in {*range(size)} - {1}])
         dist.all_reduce(x)
     else:
+        store.set(f"late {rank}", "")
         work.wait()
     return said
 

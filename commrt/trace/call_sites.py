@@ -22,7 +22,9 @@ _PASSED = frozenset(("layers",))
 """Parts of commrt that call it as a program does, on behalf of one."""
 _PROGRAMS = frozenset(("bench", "tuning", "examples"))
 """Parts of commrt that are programs."""
-_LIBRARIES = frozenset(("torch", "functorch")) | sys.stdlib_module_names
+_LIBRARIES = (
+    frozenset(("torch", "functorch", "typing_extensions")) | sys.stdlib_module_names
+)
 
 
 class Site:

@@ -10,7 +10,7 @@ between two ranks. Figures are those of one rank, the mean over all that have a 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from commrt.trace.job import Event, Job
@@ -65,19 +65,18 @@ def rows_by(job: Job, by: Sequence[str]) -> list[Row]:
     return sorted(rows, key=lambda row: (-row.nbytes, -row.seconds, row.key))
 
 
-def _row(key: tuple[str, ...], events: Iterable[Event], ranks: int) -> Row:
-    row = Row(key, 0, 0, 0, 0, 0, 0)
-    for event in events:
-        call = event.call
-        # A message's bytes count once, where it is sent; time passes at both ends.
-        sent = call.op != "recv"
-        row.calls += 1 / ranks
-        row.nbytes += sent * call.nbytes / ranks
-        row.wire_nbytes += sent * call.wire_nbytes / ranks
-        row.seconds += event.duration_ns / 1e9 / ranks
-        row.waiting_s += (event.waiting_ns or 0) / 1e9 / ranks
-        row.unknown += (event.waiting_ns is None) / ranks
-    return row
+def _row(key: tuple[str, ...], events: Sequence[Event], ranks: int) -> Row:
+    # A message's bytes count once, where it is sent; time passes at both ends.
+    sent = [event.call for event in events if event.call.op != "recv"]
+    return Row(
+        key,
+        calls=len(events) / ranks,
+        nbytes=sum(call.nbytes for call in sent) / ranks,
+        wire_nbytes=sum(call.wire_nbytes for call in sent) / ranks,
+        seconds=sum(event.duration_ns for event in events) / 1e9 / ranks,
+        waiting_s=sum(event.waiting_ns or 0 for event in events) / 1e9 / ranks,
+        unknown=sum(event.waiting_ns is None for event in events) / ranks,
+    )
 
 
 @dataclass

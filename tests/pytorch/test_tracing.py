@@ -199,6 +199,10 @@ def each_method() -> list[Any]:
             dist.all_reduce(torch.ones(5))
             dist.all_reduce(torch.ones(6))
         works.wait()
+        with dist._coalescing_manager(async_ops=True) as works:
+            dist.broadcast(torch.ones(1), 0)
+            dist.broadcast(torch.ones(2), 0)
+        works.wait()
         dist.group.WORLD.allreduce_coalesced([x, torch.ones(4)]).wait()
         work = dist.all_reduce(torch.ones(7), async_op=True)
         unseen = recording.log().operations[-1].end_ns
@@ -213,9 +217,9 @@ def each_method() -> list[Any]:
     log = recording.log()
     rows = [[one.op, one.nbytes] for one in log.operations]
     ended = all(one.end_ns is not None and not one.failed for one in log.operations)
-    places = {one.site.file for one in log.operations}
+    places = sorted({one.site.file for one in log.operations})
     algorithms = [one.algorithm for one in log.operations if one.op == "allreduce"]
-    return [rows, ended, unseen, places == {__file__}, all(algorithms)]
+    return [rows, ended, unseen, places == [__file__], all(algorithms)]
 
 
 def check_methods(rank: int, rows: list[Any], *rest: Any) -> None:
@@ -225,7 +229,8 @@ def check_methods(rank: int, rows: list[Any], *rest: Any) -> None:
         *(["reduce_scatter", 24], ["reduce_scatter", 24]),
         *(["alltoall", 24], ["alltoall", 12], ["alltoall", 24]),
         *(["gather", 24], ["scatter", 24], ["barrier", 0]),
-        *(["allreduce", 20], ["allreduce", 24], ["allreduce", 28], ["allreduce", 28]),
+        *(["allreduce", 44], ["bcast", 4], ["bcast", 8]),
+        *(["allreduce", 28], ["allreduce", 28]),
         *(["send", 12], ["recv", 12]),
     ]
     last = ["recv" if rank else "send", 12]

@@ -124,7 +124,7 @@ def _replace(
 
 def _replace_end(to: Recorder, group: CommrtProcessGroup, logged: Group) -> None:
     """What torch coalesces ends as one Work."""
-    function = type(group)._end_coalescing
+    function: Callable[..., CommrtWork] = type(group)._end_coalescing
     this, pending = weakref.ref(group), logged.pending
 
     def traced(*args: Any, **more: Any) -> Any:
@@ -139,7 +139,7 @@ def _replace_end(to: Recorder, group: CommrtProcessGroup, logged: Group) -> None
 
 def _watch(work: CommrtWork, records: Sequence[Record]) -> None:
     work.__class__ = TracedWork
-    work._records = records  # type: ignore[attr-defined]
+    work._records = records
 
 
 class TracedWork(CommrtWork):

@@ -29,8 +29,8 @@ class TracedRequest:
         self._request = request
         self._records = records
 
-    @property
-    def __class__(self) -> type:  # type: ignore[misc]  # isinstance() knows it
+    @property  # type: ignore[misc]  # so that isinstance() knows it
+    def __class__(self) -> type:
         kind: type = type(self._request)
         return kind
 

@@ -241,6 +241,7 @@ def check_methods(rank: int, rows: list[Any], *rest: Any) -> None:
 def test_every_method_of_a_group_is_recorded() -> None:
     from commrt.torch.group_methods import Collectives
     from commrt.torch.messages import Messages
+    from commrt.torch.process_group import CommrtProcessGroup
 
     def methods(kind: type) -> Iterator[str]:
         return (name for name, each in vars(kind).items() if inspect.isfunction(each))
@@ -248,7 +249,8 @@ def test_every_method_of_a_group_is_recorded() -> None:
     named = {*methods(Collectives), *methods(Messages)}
     known = {*tracing._CALLS, "_start_coalescing", "_end_coalescing"}
     parts = {"_each", "_gather_all", "_check_list"}
-    assert named - parts == known
+    assert named - parts <= known
+    assert [name for name in known if not hasattr(CommrtProcessGroup, name)] == []
 
 
 # -- torch's own analyser --------------------------------------------------------
@@ -267,7 +269,8 @@ def flown(folder: str) -> str:
     with commrt.trace.record(f"{folder}/healthy"):
         dist.all_reduce(x)
         dist.all_gather_into_tensor(torch.empty(3 * size * size), x)
-        dist.all_gather([torch.empty(1 + r) for r in range(size)], torch.ones(rank + 1))
+        uneven = [torch.empty(1 + r * r) for r in range(size)]
+        dist.all_gather(uneven, torch.ones(1 + rank * rank))
         dist.reduce_scatter_tensor(torch.empty(3), x)
         dist.all_to_all_single(torch.empty_like(x), x)
         dist.barrier()

@@ -26,21 +26,24 @@ __all__ = ["extra_ns", "main"]
 
 def extra_ns(
     call: Callable[[], Any], *, calls: int = 2000, blocks: int = 60
-) -> tuple[float, float]:
-    """Return what a call takes without a recording, and what one adds; medians, ns.
+) -> tuple[float, float, float]:
+    """Return what a call takes without a recording, and what one adds; ns.
 
-    Each block without a recording is compared with the next one, which has one.
+    Medians, of pairs of blocks that follow one another; and the difference of the
+    least of all blocks, which other programs on the machine have least to do with.
     """
-    without, added = [], []
+    without, within, added = [], [], []
     _block(call, calls)
     for _ in range(blocks):
         plain = _block(call, calls)
         recorder().begin()
         _block(call, calls // 10)  # the first call of a kind is looked at in full
-        added.append(_block(call, calls) - plain)
+        within.append(_block(call, calls))
         recorder().end()
         without.append(plain)
-    return statistics.median(without), statistics.median(added)
+        added.append(within[-1] - plain)
+    least = min(within) - min(without)
+    return statistics.median(without), statistics.median(added), least
 
 
 def _block(call: Callable[[], Any], calls: int) -> float:
@@ -78,10 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=60, help="pairs of blocks (60)")
     parser.add_argument("--calls", type=int, default=2000, help="in a block (2000)")
     args = parser.parse_args(argv)
-    print(f"{'8 bytes, CPU time in ns':32} {'without':>8} {'a log adds':>11}")
+    print(
+        f"{'8 bytes, CPU time in ns':32} {'without':>8} {'a log adds':>11} {'least':>7}"
+    )
     for name, call in _calls(args.torch).items():
-        plain, added = extra_ns(call, calls=args.calls, blocks=args.blocks)
-        print(f"{name:32} {plain:8.0f} {added:11.0f}")
+        plain, added, least = extra_ns(call, calls=args.calls, blocks=args.blocks)
+        print(f"{name:32} {plain:8.0f} {added:11.0f} {least:7.0f}")
     if args.torch:
         import torch.distributed as dist
 

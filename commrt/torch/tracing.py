@@ -80,7 +80,8 @@ def _replace(
     this = weakref.ref(group)
     calls, kinds, pending = group._calls, logged.kinds, logged.pending
     append, of_caller, getframe = to.ring.append, to.sites.of_caller, sys._getframe
-    clock = now
+    clock, tells, op = now, _TELLS.get(name, -1), _CALLS[name][0]
+    known: dict[tuple[int, Any, bool], Kind] = logged.glances.setdefault(op, {})
 
     def traced(*args: Any, **more: Any) -> Any:
         try:
@@ -90,10 +91,20 @@ def _replace(
         if site is CORE:
             return function(this(), *args, **more)
         try:
-            key = read(args, more)
-            kind = kinds.get(key) or logged.keep(key, _kind(this(), logged, key))
-        except (AttributeError, TypeError, IndexError, RuntimeError):
-            return function(this(), *args, **more)  # which says what is wrong
+            if tells < 0:
+                kind = kinds[read(args, more)]
+            else:
+                x = args[tells]
+                if type(x) is list:
+                    x = x[0]
+                kind = known[x.nbytes, x.dtype, x.is_cpu]
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):
+            kind = _looked_at(this, logged, read, args, more)
+            if kind is None:  # what is wrong with it, the call will say
+                return function(this(), *args, **more)
+            if 0 <= tells < len(args) and kind.op == op:
+                x = _first(args[tells])
+                known[x.nbytes, x.dtype, x.is_cpu] = kind
         counter = kind.counter
         seq = counter[0]
         counter[0] = seq + 1
@@ -120,6 +131,21 @@ def _replace(
         return result
 
     to.replace(group, name, traced)
+
+
+def _looked_at(
+    this: weakref.ref[CommrtProcessGroup],
+    logged: Group,
+    read: Read,
+    args: tuple[Any, ...],
+    more: dict[str, Any],
+) -> Kind | None:
+    """Return a call's kind; None where it is no call that can be right."""
+    try:
+        key = read(args, more)
+        return logged.kinds.get(key) or logged.keep(key, _kind(this(), logged, key))
+    except (AttributeError, TypeError, IndexError, RuntimeError):
+        return None
 
 
 def _replace_end(to: Recorder, group: CommrtProcessGroup, logged: Group) -> None:
@@ -344,3 +370,11 @@ _CALLS: dict[str, tuple[str, Callable[[str, int], Read]]] = {
     "recv_anysource": ("recv", _from_anyone),
 }
 """torch's methods: the operation in the log, and what reads a call of them."""
+_TELLS = {
+    "allreduce": 0,
+    "all_gather_single": 0,
+    "_allgather_base": 0,
+    "reduce_scatter_single": 1,
+    "_reduce_scatter_base": 1,
+}
+"""Which argument alone, a tensor or a list of one, tells a call's kind."""

@@ -124,6 +124,8 @@ class Group:
         self.job = job
         self.num_ranks = num_ranks
         self.kinds: dict[Hashable, Kind] = {}
+        self.glances: dict[str, dict[Any, Kind]] = {}
+        """By operation: kinds of calls that less tells apart."""
         self.label = ""
         """The dimension that a program has given it."""
         self.pending: list[Record] = []
@@ -149,6 +151,8 @@ class Group:
         """Remember what calls with a key have in common."""
         if len(self.kinds) >= _MOST_KINDS:
             self.kinds.clear()
+            for known in self.glances.values():
+                known.clear()
         self.kinds[key] = kind
         return kind
 

@@ -29,6 +29,7 @@ __all__ = [
     "init",
     "reduction",
     "synchronize",
+    "trace",
     "wait_all",
     "wait_any",
 ]
@@ -53,6 +54,7 @@ _HOME = {
 
 if TYPE_CHECKING:
     from commrt import errors as errors
+    from commrt import trace as trace
     from commrt.algorithms import algorithm as algorithm
     from commrt.comm import CartCommunicator as CartCommunicator
     from commrt.comm import Communicator as Communicator
@@ -74,8 +76,8 @@ def __getattr__(name: str) -> Any:
     """Load a public name when it is first used: importing commrt stays cheap."""
     import importlib
 
-    if name == "errors":
-        return importlib.import_module("commrt.errors")
+    if name in ("errors", "trace"):
+        return importlib.import_module(f"commrt.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'commrt' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

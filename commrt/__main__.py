@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m commrt info``, ``verify`` and ``draw``."""
+"""``python -m commrt info``, ``verify``, ``draw`` and ``trace``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from commrt.errors import CommError, suggest
 
 __all__ = ["main"]
 
-COMMANDS = ("draw", "info", "verify")
+COMMANDS = ("draw", "info", "trace", "verify")
 USAGE = """\
 usage: python -m commrt COMMAND [OPTIONS]
 
 commands:
   info     show backends, algorithms, the table in force, ranks and the environment
   draw     make a picture of an algorithm: draw ring --ranks 8 --out ring.svg
+  trace    show what ranks have called: trace summarize FOLDER; also plot, perfetto
   verify   check an algorithm for many rank counts: verify ring --ranks 1..64
 
 Other programs: python -m commrt.bench (benchmarks), commrt-tune (selection tables).
@@ -52,6 +53,10 @@ def _run(command: str, options: list[str]) -> int:
         from commrt.schedule import draw_cli
 
         return draw_cli.main(options)
+    if command == "trace":
+        from commrt.trace import cli as trace_cli
+
+        return trace_cli.main(options)
     from commrt.schedule import cli
 
     return cli.main(options)

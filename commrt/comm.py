@@ -39,6 +39,7 @@ from commrt.settings import Settings, make_policy
 from commrt.slot_window import measure_slot_window
 from commrt.staging import Staging
 from commrt.symmetric import SymmetricHeap, as_array, parse_request
+from commrt.trace.methods import follow_communicator
 from commrt.user_reduction import BoundReduction
 from commrt.vector_calls import bind_call
 from commrt.world import FIRST_TAG, NATIVE, World
@@ -49,7 +50,6 @@ else:
     Operations = object
 
 __all__ = ["CartCommunicator", "CommStats", "Communicator", "GraphCommunicator"]
-
 
 _MAX_PLANS = 4096
 _REST_S = 1.0
@@ -135,6 +135,7 @@ class Communicator(Fusing, Operations):
             self._checker = Checker(self, self._private("check", limit))
             self._slow = True
         self._ranges = ranges_around(self)
+        follow_communicator(self, is_users=may_check)
 
     # -- making ------------------------------------------------------------------
 

@@ -81,6 +81,13 @@ def _seconds(raw: str) -> float:
     return seconds
 
 
+def _count(raw: str) -> float:
+    """Parse a whole number above 0."""
+    if not raw.isdecimal() or int(raw) == 0:
+        raise ValueError("must be a whole number above 0")
+    return float(raw)
+
+
 def _nodes(raw: str) -> tuple[int, ...]:
     """Parse ``2,3``: ranks per pretended node."""
     try:
@@ -221,6 +228,22 @@ VARIABLES: tuple[Variable, ...] = (
         "rank are available.",
         True,
         _choice("off", "on", "auto"),
+    ),
+    Variable(
+        "COMMRT_TRACE",
+        "path of a folder",
+        None,
+        "Log every call of every rank into files in this folder, which is made.",
+        False,
+        _text,
+    ),
+    Variable(
+        "COMMRT_TRACE_RECORDS",
+        "number",
+        "100000",
+        "How many calls of a rank its log keeps, the latest ones; 0.2 KiB each.",
+        False,
+        _count,
     ),
     Variable(
         "COMMRT_TIMEOUT_S",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -82,6 +83,8 @@ class World:
     """Identity of the next communicator: names its shared memory and its MPI tags."""
     lingering: list[Any] = field(default_factory=list)
     """Communicators that were dropped with operations in flight, until these end."""
+    job: str = ""
+    """Names this job in logs; the same on all ranks."""
     _picks_native: dict[CommFacts, bool] = field(default_factory=dict)
 
     @property
@@ -337,16 +340,18 @@ def _agree_cores(world: World) -> int:
     Nodes on one machine share its cores, and pretended ones their container's quota.
     """
     affinity = sorted(os.sched_getaffinity(0))
-    mine = json.dumps([affinity, available_cores(), machine_identity()]).encode()
+    facts = [affinity, available_cores(), machine_identity(), secrets.token_hex(4)]
+    mine = json.dumps(facts).encode()
     everybody = range(world.size)
     blobs = world.bootstrap.exchange(everybody, "cores", mine, world.timeout_s)
     said = [json.loads(blob) for blob in blobs]
+    world.job = said[0][3]
     pretended = env.read_nodes() is not None
     poorest: list[float] = []
     for ranks in world.nodes:
         beside = [r for r in everybody if said[r][2] == said[ranks[0]][2]]
         share = len(ranks) / len(beside)
-        quotas = [n for cores, n, _ in (said[r] for r in ranks) if n < len(cores)]
+        quotas = [n for cores, n, *_ in (said[r] for r in ranks) if n < len(cores)]
         poorest += [n * share if pretended else n for n in quotas]
         poorest.append(len({core for r in ranks for core in said[r][0]}))
         poorest.append(len({core for r in beside for core in said[r][0]}) * share)

@@ -30,6 +30,8 @@ from commrt.torch.group_options import Options
 from commrt.torch.memory import SharedMemory
 from commrt.torch.messages import Messages
 from commrt.torch.registration import BACKEND
+from commrt.torch.tracing import follow_group
+from commrt.trace.folder import keep_files
 from commrt.world import progress_mode
 
 __all__ = ["CommrtProcessGroup", "make_process_group"]
@@ -90,6 +92,7 @@ class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[m
         self._memory = SharedMemory(comm)
         self._view = BackendView(self)
         self._is_over = False
+        follow_group(self)
 
     # -- what it is --------------------------------------------------------------
 
@@ -161,6 +164,7 @@ class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[m
             return
         self._is_over = True
         _LIVING.discard(self)
+        keep_files()
         self._completer.close()
         try:
             self._comm.free()

@@ -101,6 +101,7 @@ LAYERS = (
         "staging",
         "stepped",
         "symmetric",
+        "trace",
         "vector_calls",
         "world",
     ),

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process group's methods while somebody records: torch's calls, as a log has them.
+
+A call of torch's is one operation of the log, whatever commrt makes of it. Its bytes
+are those of the tensors that torch passes, so what torch's layers ask for can be
+compared with formulas. One that is not waited for ends in the log where its Work is
+first seen complete.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from commrt.errors import TimeoutError_, UsageError
+from commrt.torch.operands import KNOWN
+from commrt.torch.work import CommrtWork
+from commrt.trace.call_sites import CORE
+from commrt.trace.methods import algorithm_of
+from commrt.trace.recorder import (
+    END,
+    KIND,
+    Group,
+    Kind,
+    Record,
+    Recorder,
+    now,
+    recorder,
+)
+from commrt.trace.requests import end_all
+
+if TYPE_CHECKING:
+    from commrt.torch.process_group import CommrtProcessGroup
+
+__all__ = ["TracedWork", "follow_group"]
+
+Key = tuple[str, int, Any, int, int, int, bool]
+"""Operation, bytes, element type, bytes that come, root or peer, tag, on the host."""
+Read = Callable[[tuple[Any, ...], dict[str, Any]], Key]
+_MESH = "mesh_"
+"""What DeviceMesh puts before a dimension's name."""
+_DIMENSIONS = {"default_pg": "world", "undefined": ""}
+
+
+def follow_group(group: CommrtProcessGroup) -> None:
+    """Record a group's calls while somebody records."""
+    recorder().follow(group, _attach)
+
+
+def _attach(to: Recorder, group: CommrtProcessGroup) -> Group:
+    this = weakref.proxy(group)
+    member = group._member
+    ranks = list(member.ranks) or list(range(member.size))
+
+    def names() -> tuple[str, str, str]:
+        desc = this.getGroupDesc()
+        return this.getGroupName(), desc, _DIMENSIONS.get(desc, desc[_after(desc) :])
+
+    world = group._comm._world
+    key = f"torch/{world.job}/{member.name}/{','.join(map(str, ranks))}"
+    logged = to.group(
+        Group(key, "torch", ranks, member.rank, world.job, world.size, names)
+    )
+    for name, (op, read) in _CALLS.items():
+        _replace(to, group, logged, name, read(op, member.size))
+    _replace_end(to, group, logged)
+    return logged
+
+
+def _after(desc: str) -> int:
+    return len(_MESH) if desc.startswith(_MESH) else 0
+
+
+def _replace(
+    to: Recorder, group: CommrtProcessGroup, logged: Group, name: str, read: Read
+) -> None:
+    function = getattr(type(group), name)
+    this = weakref.ref(group)
+    calls, kinds, pending = group._calls, logged.kinds, logged.pending
+    append, of_caller, getframe = to.ring.append, to.sites.of_caller, sys._getframe
+    clock, tells, op = now, _TELLS.get(name, -1), _CALLS[name][0]
+    known: dict[tuple[int, Any, bool], Kind] = logged.glances.setdefault(op, {})
+
+    def traced(*args: Any, **more: Any) -> Any:
+        try:
+            site = of_caller(getframe(1))
+        except ValueError:  # C++ called, on a thread of its own
+            site = to.sites.nowhere()
+        if site is CORE:
+            return function(this(), *args, **more)
+        try:
+            if tells < 0:
+                kind = kinds[read(args, more)]
+            else:
+                x = args[tells]
+                if type(x) is list:
+                    x = x[0]
+                kind = known[x.nbytes, x.dtype, x.is_cpu]
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):
+            kind = _looked_at(this, logged, read, args, more)
+            if kind is None:  # what is wrong with it, the call will say
+                return function(this(), *args, **more)
+            if 0 <= tells < len(args) and kind.op == op:
+                x = _first(args[tells])
+                known[x.nbytes, x.dtype, x.is_cpu] = kind
+        counter = kind.counter
+        seq = counter[0]
+        counter[0] = seq + 1
+        record = [kind, site, seq, clock(), 0]
+        append(record)
+        try:
+            if more or len(args) != 2:
+                result = function(this(), *args, **more)
+            else:
+                first, second = args
+                result = function(this(), first, second)
+        except (UsageError, TypeError):  # of this rank's arguments
+            to.taken_back(record)
+            raise
+        except BaseException as error:
+            to.failed(record, error)
+            raise
+        if result is not None:
+            _watch(result, (record,))
+        elif calls.batch is not None:
+            pending.append(record)
+        else:
+            record[4] = clock()
+        return result
+
+    to.replace(group, name, traced)
+
+
+def _looked_at(
+    this: weakref.ref[CommrtProcessGroup],
+    logged: Group,
+    read: Read,
+    args: tuple[Any, ...],
+    more: dict[str, Any],
+) -> Kind | None:
+    """Return a call's kind; None where it is no call that can be right."""
+    try:
+        key = read(args, more)
+        return logged.kinds.get(key) or logged.keep(key, _kind(this(), logged, key))
+    except (AttributeError, TypeError, IndexError, RuntimeError):
+        return None
+
+
+def _replace_end(to: Recorder, group: CommrtProcessGroup, logged: Group) -> None:
+    """What torch coalesces ends as one Work."""
+    function: Callable[..., CommrtWork] = type(group)._end_coalescing
+    this, pending = weakref.ref(group), logged.pending
+
+    def traced(*args: Any, **more: Any) -> Any:
+        records = pending.copy()
+        pending.clear()
+        result = function(this(), *args, **more)
+        _watch(result, records)
+        return result
+
+    to.replace(group, "_end_coalescing", traced)
+
+
+def _watch(work: CommrtWork, records: Sequence[Record]) -> None:
+    work.__class__ = TracedWork
+    work._records = records
+
+
+class TracedWork(CommrtWork):
+    """A Work that notes its end in the log."""
+
+    _records: Sequence[Record]
+
+    def is_completed(self) -> bool:
+        """As the Work's."""
+        done = super().is_completed()
+        if done:
+            end_all(self._records)
+        return done
+
+    def _wait_for(self, request: Any, limit: float | None) -> None:
+        try:
+            CommrtWork._wait_for(self, request, limit)
+        except TimeoutError_ as error:  # it stays in flight
+            recorder().tell(error)
+            raise
+
+    def _settle(self, request: Any) -> None:
+        CommrtWork._settle(self, request)
+        ended = now()
+        for record in self._records:
+            if self._error is not None:
+                recorder().failed(record, self._error)
+            elif record[END] == 0 and not record[KIND].on_device:
+                record[END] = ended
+
+
+def _kind(group: CommrtProcessGroup | None, logged: Group, key: Key) -> Kind:
+    op, nbytes, dtype, out_nbytes, who, tag, on_host = key
+    assert group is not None
+    comm = group._comm
+    name = KNOWN.get(dtype, "uint8")
+    is_message = op in ("send", "recv")
+    if is_message:
+        near = 0 <= who < comm.size and comm.shares_memory_with(who)
+        algorithm = "shm/message" if near else "mpi/message"
+    elif op == "sparse_allreduce":
+        algorithm = ""
+    else:
+        algorithm = algorithm_of(
+            comm, op, nbytes, name, root=max(who, 0), on_device=not on_host
+        )
+    return Kind(
+        *(logged, op, nbytes),
+        dtype="" if dtype is None else str(dtype).removeprefix("torch."),
+        itemsize=1 if dtype is None else dtype.itemsize,
+        out_nbytes=out_nbytes,
+        peer=who if is_message else -1,
+        tag=tag,
+        root=-1 if is_message else who,
+        algorithm=algorithm,
+        on_device=not on_host,
+    )
+
+
+# -- what a call is --------------------------------------------------------------
+
+
+def _argument(args: tuple[Any, ...], more: dict[str, Any], at: int, *names: str) -> Any:
+    if len(args) > at:
+        return args[at]
+    return next((more[name] for name in names if name in more), None)
+
+
+def _first(tensors: Any) -> Any:
+    """Return the tensor of a list of one, or of a list of one list, or itself."""
+    while isinstance(tensors, list | tuple):
+        tensors = tensors[0]
+    return tensors
+
+
+def _total(tensors: Any) -> int:
+    """Return the bytes of tensors in lists, or of one."""
+    if isinstance(tensors, list | tuple):
+        return sum(map(_total, tensors))
+    return int(tensors.nbytes)
+
+
+def _reduction(op: str, size: int) -> Read:
+    def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
+        tensors = args[0] if args else more["tensors"]
+        x = tensors[0] if type(tensors) is list else tensors
+        try:
+            nbytes = x.nbytes
+        except RuntimeError:  # torch does not say it of sparse ones
+            stored = x._indices().nbytes + x._values().nbytes
+            return ("sparse_allreduce", stored, x.dtype, stored, -1, 0, x.is_cpu)
+        return (op, nbytes, x.dtype, nbytes, -1, 0, x.is_cpu)
+
+    return read
+
+
+def _several(op: str, size: int) -> Read:
+    def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
+        tensors = _argument(args, more, 0, "tensors")
+        x, nbytes = _first(tensors), _total(tensors)
+        return (op, nbytes, x.dtype, nbytes, -1, 0, x.is_cpu)
+
+    return read
+
+
+def _rooted(op: str, size: int) -> Read:
+    def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
+        x = _first(_argument(args, more, 0, "tensors"))
+        root = _root(_argument(args, more, 1, "opts", "root"))
+        return (op, x.nbytes, x.dtype, x.nbytes, root, 0, x.is_cpu)
+
+    return read
+
+
+def _root(opts: Any) -> int:
+    return opts if isinstance(opts, int) else int(getattr(opts, "rootRank", 0))
+
+
+def _from_input(op: str, size: int) -> Read:
+    """Of calls whose logical buffer is what a rank passes: output, input."""
+
+    def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
+        given = _argument(args, more, 1, "input", "inputs")
+        got = _argument(args, more, 0, "output", "outputs")
+        x = _first(given)
+        return (op, _total(given), x.dtype, _total(got), -1, 0, x.is_cpu)
+
+    return read
+
+
+def _from_output(op: str, size: int) -> Read:
+    """Of calls whose logical buffer is what a rank gets: output, input."""
+
+    def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
+        got = _argument(args, more, 0, "output", "outputs")
+        x, nbytes = _first(got), _total(got)
+        return (op, nbytes, x.dtype, nbytes, -1, 0, x.is_cpu)
+
+    return read
+
+
+def _parts(op: str, size: int) -> Read:
+    """Of calls whose logical buffer only the root has: outputs, inputs, root."""
+
+    def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
+        at = 1 if op == "gather" else 0
+        x = _first(_argument(args, more, at, ("outputs", "inputs")[at]))
+        root = _root(_argument(args, more, 2, "opts"))
+        nbytes = x.nbytes * size
+        return (op, nbytes, x.dtype, nbytes, root, 0, x.is_cpu)
+
+    return read
+
+
+def _nothing(op: str, size: int) -> Read:
+    return lambda args, more: (op, 0, None, 0, -1, 0, True)
+
+
+def _message(op: str, size: int) -> Read:
+    def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
+        x = _first(_argument(args, more, 0, "tensors"))
+        peer = _argument(args, more, 1, "dst_rank", "src_rank")
+        tag = _argument(args, more, 2, "tag") or 0
+        return (op, x.nbytes, x.dtype, x.nbytes, peer, tag, x.is_cpu)
+
+    return read
+
+
+def _from_anyone(op: str, size: int) -> Read:
+    def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
+        x = _first(_argument(args, more, 0, "tensors"))
+        tag = _argument(args, more, 1, "tag") or 0
+        return (op, x.nbytes, x.dtype, x.nbytes, -1, tag, x.is_cpu)
+
+    return read
+
+
+_CALLS: dict[str, tuple[str, Callable[[str, int], Read]]] = {
+    "allreduce": ("allreduce", _reduction),
+    "allreduce_coalesced": ("allreduce", _several),
+    "reduce": ("reduce", _rooted),
+    "broadcast": ("bcast", _rooted),
+    "reduce_scatter": ("reduce_scatter", _from_input),
+    "reduce_scatter_single": ("reduce_scatter", _from_input),
+    "_reduce_scatter_base": ("reduce_scatter", _from_input),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", _from_input),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _from_input),
+    "allgather": ("allgather", _from_output),
+    "allgather_coalesced": ("allgather", _from_output),
+    "all_gather_single": ("allgather", _from_output),
+    "_allgather_base": ("allgather", _from_output),
+    "all_gather_single_coalesced": ("allgather", _from_output),
+    "allgather_into_tensor_coalesced": ("allgather", _from_output),
+    "gather": ("gather", _parts),
+    "scatter": ("scatter", _parts),
+    "all_to_all_single": ("alltoall", _from_input),
+    "alltoall_base": ("alltoall", _from_input),
+    "alltoall": ("alltoall", _from_input),
+    "barrier": ("barrier", _nothing),
+    "send": ("send", _message),
+    "recv": ("recv", _message),
+    "recv_anysource": ("recv", _from_anyone),
+}
+"""torch's methods: the operation in the log, and what reads a call of them."""
+_TELLS = {
+    "allreduce": 0,
+    "all_gather_single": 0,
+    "_allgather_base": 0,
+    "reduce_scatter_single": 1,
+    "_reduce_scatter_base": 1,
+}
+"""Which argument alone, a tensor or a list of one, tells a call's kind."""

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's log: its operations in order, in memory and as a file.
+
+A file is lines of JSON: a header; groups, kinds of calls and places in the program as
+they are first needed; an array of five numbers per operation; and a last line that says
+how many there were. One that ends early is read as far as it goes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from commrt.errors import UsageError, suggest
+from commrt.trace.recorder import END, KIND, SEQ, SITE, START, Group, Kind, Recorder
+from commrt.trace.volumes import Volume, wire_nbytes
+
+__all__ = [
+    "FORMAT",
+    "KEYS",
+    "Log",
+    "LoggedGroup",
+    "Operation",
+    "Place",
+    "logs_of",
+    "read_log",
+    "size_bin",
+    "write_log",
+]
+
+FORMAT = "commrt-trace/1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a call stands in the program."""
+
+    file: str
+    """Path; empty where no Python called."""
+    line: int
+    """Line in it."""
+    function: str
+    """Name of the function."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.file else "(no Python)"
+
+
+@dataclass(frozen=True)
+class LoggedGroup:
+    """A communicator or process group."""
+
+    key: str
+    """The same on all of its ranks."""
+    layer: str
+    """``commrt`` or ``torch``."""
+    name: str
+    """Its name there."""
+    desc: str
+    """What torch says it is for."""
+    dimension: str
+    """Parallel dimension, as in dp or tp; the name where none is known."""
+    ranks: tuple[int, ...]
+    """Its members, as ranks of the job."""
+    rank: int
+    """This rank's place among them."""
+
+    @property
+    def size(self) -> int:
+        """Number of its ranks."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call."""
+
+    group: LoggedGroup
+    """Whose it was."""
+    op: str
+    """Operation, as commrt calls it."""
+    nbytes: int
+    """Bytes, as ``volumes.MEANING`` says."""
+    out_nbytes: int
+    """Bytes that this rank gets, where those differ by rank."""
+    dtype: str
+    """Element type."""
+    itemsize: int
+    """Its bytes."""
+    backend: str
+    """What ran it."""
+    algorithm: str
+    """What the backend ran."""
+    peer: int
+    """Of a message: the other rank of the group; -1: any, or no message."""
+    tag: int
+    """Of a message."""
+    root: int
+    """Rank of the group; -1: there is none."""
+    on_device: bool
+    """Whether it was on device memory, so that times are those of the host's calls."""
+    seq: int
+    """Collectives of a group count together, messages by direction, peer and tag."""
+    start_ns: int
+    """When it was called, by the host's monotonic clock."""
+    end_ns: int | None
+    """When its end was seen; None: it was not."""
+    failed: bool
+    """Whether the call raised an error, at its end."""
+    site: Place
+    """Where in the program."""
+
+    @property
+    def duration_ns(self) -> int:
+        """From the call to where its end was seen; 0 where it was not."""
+        return 0 if self.end_ns is None else self.end_ns - self.start_ns
+
+    @property
+    def wire_nbytes(self) -> float:
+        """The least that a rank sends for it, on average."""
+        return wire_nbytes(self.op, self.nbytes, self.group.size)
+
+
+def size_bin(nbytes: int) -> str:
+    """Return the power of four that a message belongs to, as ``4 KiB - 16 KiB``."""
+    if nbytes <= 0:
+        return "0 B"
+    low = 1 << (2 * ((nbytes.bit_length() - 1) // 2))
+    return f"{_human(low)} - {_human(4 * low)}"
+
+
+def _human(nbytes: int) -> str:
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << power:
+            return f"{nbytes >> power} {unit}"
+    return f"{nbytes} B"
+
+
+KEYS: dict[str, Callable[[Operation], str]] = {
+    "op": lambda one: one.op,
+    "dimension": lambda one: one.group.dimension,
+    "group": lambda one: one.group.name,
+    "dtype": lambda one: one.dtype,
+    "backend": lambda one: one.backend,
+    "algorithm": lambda one: "/".join(filter(None, (one.backend, one.algorithm))),
+    "nbytes": lambda one: str(one.nbytes),
+    "bin": lambda one: size_bin(one.nbytes),
+    "site": lambda one: str(one.site),
+}
+"""What operations can be counted by."""
+
+
+@dataclass
+class Log:
+    """What one rank has called."""
+
+    job: str
+    """The same on all ranks of a job, and of no other."""
+    rank: int
+    """In the job."""
+    size: int
+    """Ranks of the job."""
+    host: str
+    """Name of the machine."""
+    boot: str
+    """Names the running kernel: ranks that share it share a clock."""
+    pid: int
+    """Of the process."""
+    wall_offset_ns: int
+    """What makes times of the monotonic clock times since 1970."""
+    num_dropped: int = 0
+    """Older operations that did not fit into the ring."""
+    is_complete: bool = True
+    """Whether the file has its end."""
+    error: str = ""
+    """What a call had failed with as this was written."""
+    operations: list[Operation] = field(default_factory=list)
+    """In the order of their calls."""
+
+    @property
+    def groups(self) -> list[LoggedGroup]:
+        """Groups that occur, in order of appearance."""
+        return list(dict.fromkeys(one.group for one in self.operations))
+
+    def volume(
+        self, by: Sequence[str] = ("dimension", "op")
+    ) -> dict[tuple[str, ...], Volume]:
+        """Return calls and bytes of this rank, counted by some of ``KEYS``.
+
+        Receives are left out: their bytes are those of somebody's send.
+        """
+        return count(self.operations, by)
+
+
+def count(
+    operations: Iterable[Operation], by: Sequence[str]
+) -> dict[tuple[str, ...], Volume]:
+    """Return calls and bytes of operations, but receives, by some of ``KEYS``."""
+    wrong = [name for name in by if name not in KEYS]
+    if wrong:
+        raise UsageError(f"by={wrong[0]!r}{suggest(wrong[0], KEYS)}")
+    keys = [KEYS[name] for name in by]
+    found: dict[tuple[str, ...], Volume] = {}
+    for one in operations:
+        if one.op != "recv":
+            at = tuple(key(one) for key in keys)
+            found.setdefault(at, Volume()).add(one.nbytes, one.wire_nbytes)
+    return found
+
+
+# -- from the recorder -----------------------------------------------------------
+
+
+def logs_of(
+    recorder: Recorder, since_ns: int = 0, until_ns: int | None = None
+) -> list[Log]:
+    """Return the logs of this process's ranks; mostly one."""
+    records = [
+        record
+        for record in recorder.snapshot()
+        if record[START] >= since_ns and (until_ns is None or record[START] <= until_ns)
+    ]
+    groups: dict[int, LoggedGroup] = {}
+    places: dict[int, Place] = {}
+    logs: dict[int, Log] = {}
+    largest = max(
+        (record[KIND].group for record in records),
+        key=lambda group: group.num_ranks,
+        default=None,
+    )
+    for record in records:
+        kind: Kind = record[KIND]
+        rank = kind.group.ranks[kind.group.rank]
+        if rank not in logs:
+            assert largest is not None
+            logs[rank] = _empty(largest, rank, recorder.num_dropped)
+        if id(kind.group) not in groups:
+            groups[id(kind.group)] = _logged(kind.group)
+        site = record[SITE]
+        if id(site) not in places:
+            places[id(site)] = Place(site.file, site.line, site.function)
+        logs[rank].operations.append(
+            _operation(record, groups[id(kind.group)], places[id(site)])
+        )
+    return [logs[rank] for rank in sorted(logs)]
+
+
+def _empty(group: Group, rank: int, num_dropped: int) -> Log:
+    return Log(
+        job=group.job,
+        rank=rank,
+        size=max(group.num_ranks, rank + 1),
+        host=socket.gethostname(),
+        boot=_boot(),
+        pid=os.getpid(),
+        wall_offset_ns=time.time_ns() - time.monotonic_ns(),
+        num_dropped=num_dropped,
+    )
+
+
+def _boot() -> str:
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def _logged(group: Group) -> LoggedGroup:
+    name, desc, dimension = group.names
+    return LoggedGroup(
+        *(group.key, group.layer, name, desc, dimension, group.ranks, group.rank)
+    )
+
+
+def _operation(record: Sequence[Any], group: LoggedGroup, site: Place) -> Operation:
+    kind: Kind = record[KIND]
+    end = record[END]
+    return Operation(
+        *(group, kind.op, kind.nbytes, kind.out_nbytes, kind.dtype, kind.itemsize),
+        *(kind.backend, kind.algorithm, kind.peer, kind.tag, kind.root),
+        *(kind.on_device, record[SEQ], record[START]),
+        *(abs(end) or None, end < 0, site),
+    )
+
+
+# -- files -----------------------------------------------------------------------
+
+
+def write_log(log: Log, path: Path) -> None:
+    """Write a log; a reader finds the old file or the new one."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    with part.open("w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in _lines(log))
+    part.replace(path)
+
+
+def _lines(log: Log) -> Iterator[str]:
+    head = dict(vars(log))
+    head.pop("operations")
+    head.pop("is_complete")
+    yield json.dumps({"format": FORMAT, **head})
+    groups: dict[LoggedGroup, int] = {}
+    kinds: dict[tuple[Any, ...], int] = {}
+    sites: dict[Place, int] = {}
+    for one in log.operations:
+        if one.group not in groups:
+            groups[one.group] = len(groups)
+            yield json.dumps({"group": asdict(one.group)})
+        kind = (groups[one.group], *(getattr(one, name) for name in _KIND_FIELDS))
+        if kind not in kinds:
+            kinds[kind] = len(kinds)
+            yield json.dumps({"kind": kind})
+        if one.site not in sites:
+            sites[one.site] = len(sites)
+            yield json.dumps({"site": asdict(one.site)})
+        end = one.end_ns or 0
+        row = [kinds[kind], sites[one.site], one.seq, one.start_ns]
+        yield json.dumps([*row, -end if one.failed else end])
+    yield json.dumps({"end": len(log.operations)})
+
+
+_KIND_FIELDS = (
+    *("op", "nbytes", "out_nbytes", "dtype", "itemsize", "backend", "algorithm"),
+    *("peer", "tag", "root", "on_device"),
+)
+
+
+def read_log(path: Path) -> Log:
+    """Return what a file has; one that ends early is not ``is_complete``.
+
+    Raises UsageError where it is no log.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no log of {FORMAT}: it is no text") from error
+    lines = text.split("\n")
+    head = _parsed(lines[0])
+    if not isinstance(head, dict) or head.pop("format", None) != FORMAT:
+        raise UsageError(
+            f"{path} is no log of {FORMAT}: its first line is {lines[0][:60]!r}; logs "
+            f"are the .jsonl files that COMMRT_TRACE=FOLDER makes"
+        )
+    try:
+        log = Log(**head, is_complete=False)
+        _read_lines(log, lines[1:])
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        raise UsageError(f"{path}: not as {FORMAT} has it: {error!r}") from error
+    return log
+
+
+def _read_lines(log: Log, lines: list[str]) -> None:
+    groups: list[LoggedGroup] = []
+    kinds: list[tuple[LoggedGroup, dict[str, Any]]] = []
+    sites: list[Place] = []
+    for number, line in enumerate(lines):
+        found = _parsed(line)
+        if found is None:
+            if any(lines[number + 1 :]):
+                raise ValueError(f"line {number + 2} is no JSON")
+            return  # cut off within a line
+        if isinstance(found, list):
+            kind, site, seq, start, end = found
+            group, fields = kinds[kind]
+            log.operations.append(
+                Operation(
+                    group=group,
+                    **fields,
+                    seq=seq,
+                    start_ns=start,
+                    end_ns=abs(end) or None,
+                    failed=end < 0,
+                    site=sites[site],
+                )
+            )
+        elif "group" in found:
+            given = found["group"]
+            groups.append(LoggedGroup(**{**given, "ranks": tuple(given["ranks"])}))
+        elif "kind" in found:
+            at, *values = found["kind"]
+            kinds.append((groups[at], dict(zip(_KIND_FIELDS, values, strict=True))))
+        elif "site" in found:
+            sites.append(Place(**found["site"]))
+        else:
+            log.is_complete = found["end"] == len(log.operations)
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

@@ -101,9 +101,11 @@ LAYERS = (
         "world",
     ),
     ("torch",),
+    ("layers",),
     (
         "tuning",
         "bench",
+        "examples",
         "tables",
         "info",
         "schedule.cli",

@@ -25,12 +25,16 @@ __all__ = ["BATCH", "Cnn", "batch_of", "main"]
 
 BATCH = 120
 """Images of a step, over all ranks: a multiple of 2, 3, 4, 5, 6 and 8 ranks."""
-STEPS = 150
+STEPS = 100
 SEED = 1
 
 
 class Cnn(nn.Module):
-    """Three convolutions and two linear layers, some 220,000 parameters."""
+    """Three convolutions and two linear layers, some 190,000 parameters.
+
+    All of it is smooth: where a kink or a maximum decides, a last digit that differs is
+    another path, and after fifty steps another loss.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,13 +43,16 @@ class Cnn(nn.Module):
         self.third = nn.Conv2d(64, 64, 3, padding=1)
         self.hidden = nn.Linear(64 * 16, 128)
         self.out = nn.Linear(128, 10)
+        for layer in self.children():
+            nn.init.kaiming_normal_(layer.weight)
+            nn.init.zeros_(layer.bias)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return ten numbers for each image."""
-        x = functional.relu(self.first(images))
-        x = functional.max_pool2d(functional.relu(self.second(x)), 2)
-        x = functional.relu(self.third(x)).flatten(1)
-        logits: torch.Tensor = self.out(functional.relu(self.hidden(x)))
+        x = functional.gelu(self.first(images))
+        x = functional.avg_pool2d(functional.gelu(self.second(x)), 2)
+        x = functional.gelu(self.third(x)).flatten(1)
+        logits: torch.Tensor = self.out(functional.gelu(self.hidden(x)))
         return logits
 
 
@@ -98,7 +105,7 @@ def trained(
     size: int,
 ) -> list[torch.Tensor]:
     """Train on a rank's parts of the batches; return its losses."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     losses = []
     for step in range(steps):
         images, digits = batch_of(data, step, rank, size)

@@ -7,15 +7,13 @@ gives, so that tensor parallelism may cut them by heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 from torch.nn import functional
 
 from commrt.examples.documents import VOCABULARY, windows
 
-__all__ = ["BATCH", "LENGTH", "Block", "Gpt", "loss_of", "made", "trained"]
+__all__ = ["BATCH", "LENGTH", "Block", "Gpt", "alone", "made", "trained"]
 
 WIDTH, HEADS, BLOCKS, LENGTH = 128, 4, 3, 64
 BATCH = 16
@@ -42,7 +40,9 @@ class Attention(nn.Module):
             return projected.view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
 
         mixed = functional.scaled_dot_product_attention(
-            heads(self.query(x)), heads(self.key(x)), heads(self.value(x)),
+            heads(self.query(x)),
+            heads(self.key(x)),
+            heads(self.value(x)),
             is_causal=True,
         )
         joined = mixed.transpose(1, 2).reshape(batch, length, -1)
@@ -79,26 +79,21 @@ class Gpt(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return for each place a number per byte that may come next."""
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the mean surprise at each row's bytes but the first."""
+        tokens, expected = rows[:, :-1], rows[:, 1:]
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.bytes(tokens) + self.places(places)
         for block in self.blocks:
             x = block(x)
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        return functional.cross_entropy(logits, expected.flatten())
 
 
 def made() -> Gpt:
     """Return the model that all processes begin with."""
     torch.manual_seed(SEED)
     return Gpt()
-
-
-def loss_of(model: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Return the mean surprise at the next byte."""
-    logits = model(rows[:, :-1])
-    return functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
 def trained(
@@ -110,7 +105,7 @@ def trained(
     for step in range(steps):
         rows = windows(text, BATCH, LENGTH, step)[part::parts]
         optimizer.zero_grad()
-        loss = loss_of(model, rows)
+        loss = model(rows)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())

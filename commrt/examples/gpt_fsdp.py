@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small GPT learns commrt's own documents under FSDP2: every rank has a shard of it.
 
-    torchrun --nproc-per-node 2 -m commrt.examples.gpt_fsdp --check
+torchrun --nproc-per-node 2 -m commrt.examples.gpt_fsdp --check
 """
 
 from __future__ import annotations

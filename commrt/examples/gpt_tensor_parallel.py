@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             runs.say(f"{size} ranks: expected 2, 4, 8, 16 or 32")
             return 2
         text = load_documents()
-        mesh = init_device_mesh("cpu", (parts, TENSOR), mesh_dim_names=("data", "tensor"))
+        mesh = init_device_mesh(
+            "cpu", (parts, TENSOR), mesh_dim_names=("data", "tensor")
+        )
         part = mesh["data"].get_local_rank()
 
         def together() -> list[float]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the examples share: their arguments, their job, and the check of their losses."""
+"""What the examples share: arguments, their job, and the check of their losses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 __all__ = ["arguments_of", "compare", "job", "mean_over_ranks", "report", "say"]
 
-TOLERANCE = 1e-3
-"""How far a loss may be from that of one process alone, as a part of it. Sums over ranks
-are the same numbers added in another order, which rounds differently in float32, and
-training makes such differences grow."""
+TOLERANCE = 1e-4
+"""How far a loss may be from that of one process alone, as a part of it. Sums over
+ranks are the same numbers added in another order, which float32 rounds differently."""
 
 
 def arguments_of(

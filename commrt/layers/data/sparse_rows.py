@@ -105,8 +105,8 @@ def scaled(x: SparseVector, divisor: int) -> SparseVector:
 def dense_rows(x: SparseVector) -> tuple[Any, Any]:
     """Return the rows that a reduced gradient touches, and their values.
 
-        rows, values = dense_rows(gradient)
-        table[rows] -= rate * values
+    rows, values = dense_rows(gradient)
+    table[rows] -= rate * values
     """
     row = prod(x.shape[1:])
     places = np.asarray(x.indices)

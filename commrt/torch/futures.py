@@ -10,7 +10,9 @@ complete, which means that ``get_future()`` waits for the operation.
 
 DDP's reducer, in C++, asks for futures while gradients are still being computed, looks
 at them at the end, and attaches nothing of Python's. It gets one that a thread of the
-group completes later, where the operation makes progress by itself meanwhile.
+group completes later, where the operation makes progress by itself meanwhile. Elsewhere
+the end of the backward pass completes it, just before DDP looks: so no rank waits at
+each bucket for the slowest.
 
 An error has to be an error of C++: what ``Future.set_exception`` stores is a value to
 C++, and DDP crashes on it. An error that a callback raises is one, so every future here
@@ -25,7 +27,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import graph
+from torch.autograd import Variable, graph
 
 if TYPE_CHECKING:
     from commrt.torch.work import CommrtWork
@@ -48,10 +50,15 @@ def future_of(work: CommrtWork, completer: Completer | None) -> Any:
         return work.result()
 
     public = source.then(outcome)
-    if completer is None or devices or not _called_from_cpp() or work.is_completed():
+    if devices or not _called_from_cpp() or work.is_completed():
         source.set_result(None)
-    else:
+    elif completer is not None:
         completer.complete(work, source)
+    elif torch._C._current_autograd_node() is None:
+        source.set_result(None)  # the backward pass has come to its end
+    else:
+        # DDP's own callback, which waits for the futures, is queued after its last one.
+        Variable._execution_engine.queue_callback(lambda: source.set_result(None))
     return public
 
 

@@ -87,9 +87,15 @@ class HookState:
         for earlier in self._under_way:
             earlier.request.test()  # a little progress, while the computation goes on
         started = self._started(bucket)
-        if not self._under_way:
-            Variable._execution_engine.queue_callback(self._complete)
         self._under_way.append(started)
+        if torch._C._current_autograd_node() is None:
+            # After the backward pass, as DDP does in a static graph's first step: it
+            # waits for the futures next.
+            self._complete()
+        else:
+            # For each bucket: a backward pass within another one (checkpoints) has an
+            # end of its own, and DDP may wait there for all of them.
+            Variable._execution_engine.queue_callback(self._complete)
         return started.future
 
     def _started(self, bucket: dist.GradBucket) -> _Started:

@@ -91,7 +91,7 @@ def measure(
 def exposed_ms(row: dict[str, Any], way: str) -> float:
     """Return the median over rounds of what a way takes longer than without."""
     pairs = zip(row["ms"][way], row["ms"]["none"], strict=True)
-    return median(with_ms - without_ms for with_ms, without_ms in pairs)
+    return float(median(with_ms - without_ms for with_ms, without_ms in pairs))
 
 
 def _block_ms(step: Step, steps: int) -> float:

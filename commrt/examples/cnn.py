@@ -29,7 +29,7 @@ STEPS = 100
 SEED = 1
 
 
-class Cnn(nn.Module):
+class Cnn(nn.Module):  # type: ignore[misc]  # torch is not looked into
     """Three convolutions and two linear layers, some 190,000 parameters.
 
     All of it is smooth: where a kink or a maximum decides, a last digit that differs is

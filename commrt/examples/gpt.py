@@ -22,7 +22,7 @@ STEPS = 40
 SEED = 2
 
 
-class Attention(nn.Module):
+class Attention(nn.Module):  # type: ignore[misc]  # torch is not looked into
     """Causal self-attention."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         return found
 
 
-class Block(nn.Module):
+class Block(nn.Module):  # type: ignore[misc]
     """Attention and two linear layers, each added to what comes in."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Block(nn.Module):
         return found
 
 
-class Gpt(nn.Module):
+class Gpt(nn.Module):  # type: ignore[misc]
     """Some 670,000 parameters."""
 
     def __init__(self) -> None:

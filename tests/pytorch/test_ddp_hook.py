@@ -220,7 +220,9 @@ def _arrays(rank: int, size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("nranks", [2, pytest.param(3, marks=pytest.mark.full)])
-@pytest.mark.parametrize("progress", ["off", pytest.param("on", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "progress", ["off", pytest.param("on", marks=pytest.mark.full)]
+)
 def test_ddp_with_the_hook(torchrun: Any, nranks: int, progress: str) -> None:
     results = torchrun(
         nranks,

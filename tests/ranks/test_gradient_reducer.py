@@ -303,7 +303,7 @@ def test_what_a_step_takes_says_what_is_wrong() -> None:
                 reducer.ready(2, x)
             with pytest.raises(UsageError, match=r"shape \(3,\).*parameter has \(2, 3"):
                 reducer.ready(0, x[0])
-            with pytest.raises(UsageError, match="float64.*float32"):
+            with pytest.raises(UsageError, match=r"float64.*float32"):
                 reducer.ready(0, x.astype(np.float64))
             with pytest.raises(UsageError, match="have not been given in step 0"):
                 reducer.wait(0)

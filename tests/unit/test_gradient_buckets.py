@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -26,7 +28,7 @@ def test_each_parameter_is_in_one_bucket_and_none_is_too_long(
     for bucket in buckets:
         assert len(bucket) == 1 or sum(lengths[i] for i in bucket) <= most
         assert len(bucket) == 1 or not alone & {*bucket}
-    for one, other in zip(buckets, buckets[1:], strict=False):
+    for one, other in pairwise(buckets):
         # None ends before it has to.
         could = sum(lengths[i] for i in one) + lengths[other[0]] <= most
         assert not could or alone & {*one, other[0]}

@@ -108,6 +108,7 @@ class GradientReducer:
         self._times = allreduce_times_us(self._comm) if priority else {}
         self._step = 0
         self._syncs = True
+        self._is_flushed = False
         self._accumulated: dict[int, Any] = {}
         self._seen: dict[int, float] = {}
         self._begin(self._cut(range(len(given) - 1, -1, -1), {}))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -96,7 +97,7 @@ def compare(losses: Sequence[float], expected: Sequence[float]) -> int:
     worst, step = 0.0, 0
     for index, (ours, theirs) in enumerate(zip(losses, expected, strict=True)):
         off = abs(ours - theirs) / max(abs(theirs), 1e-3)
-        if not off <= worst:  # a NaN is the worst
+        if not off <= worst and not math.isnan(worst):  # nothing is worse than a NaN
             worst, step = off, index
     good = worst <= TOLERANCE
     text = (

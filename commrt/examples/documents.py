@@ -19,14 +19,14 @@ VOCABULARY = 256
 def load_documents() -> bytes:
     """Return all documents in one, in the order of their names.
 
-    They are ``commrt/documents`` of the installed package; in a checkout ``docs/``.
+    They are ``commrt/docs`` of the installed package; in a checkout ``docs/``.
     """
-    found = _pages(resources.files("commrt") / "documents")
+    found = _pages(resources.files("commrt") / "docs")
     if not found:
         found = _pages(Path(__file__).resolve().parents[2] / "docs")
     if not found:
         raise FileNotFoundError(
-            "no documents: neither commrt/documents of the installed package nor docs/ "
+            "no documents: neither commrt/docs of the installed package nor docs/ "
             "of a checkout has any; install commrt from a wheel"
         )
     return b"\n".join(found)

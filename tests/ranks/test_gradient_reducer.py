@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from staged_ranks import Rank, on_threads
 from wire_reference import allreduce_off_by
 
 from commrt.backends.local import run
@@ -360,3 +361,26 @@ def test_the_bucket_size_is_the_same_on_all_ranks() -> None:
     assert sizes[0] == sizes[1]
     assert sizes[0] in SIZES
     assert run(1, best_bucket_nbytes) == [4 << 20]
+
+
+def test_gradients_on_devices_stay_there() -> None:
+    def rank_main(rank: Rank) -> None:
+        comm = rank.comm
+        like = [rank.array(np.zeros(n, np.float32)) for n in (5, 300, 1)]
+        with pytest.raises(UsageError, match="parameter 0 is on a device"):
+            GradientReducer(comm, like, compress="int8")
+        with GradientReducer(comm, like, bucket_nbytes=100) as reducer:
+            for step in range(2):
+                given = [
+                    rank.array(np.full(x.shape, comm.rank + step, np.float32))
+                    for x in like
+                ]
+                last = None if comm.rank else given[2]
+                means = reducer([given[0], given[1], last])
+                rank.stream.synchronize()
+                assert means[0] is given[0]
+                assert means[1] is given[1]
+                assert (means[1].get() == 0.5 + step).all()
+                assert (means[2].get() == step / 2).all()
+
+    on_threads(2, rank_main)

@@ -8,7 +8,9 @@ three groups in one launch: commrt's, gloo's, and one that moves nothing, on whi
 rank does the same work. The three take turns, block by block, so that they meet the
 same machine, in an order that changes from round to round. A block's time is that of
 the slowest rank. A round's exposed time is its difference to the block without
-communication; figures are medians over rounds, in milliseconds for a step.
+communication; figures are medians over rounds, in milliseconds for a step. The same is
+said of the time that a process has run on any core, which other programs on the machine
+change less.
 """
 
 from __future__ import annotations
@@ -79,27 +81,33 @@ def measure(
         for step in ways.values():
             step(), step()  # buckets are cut anew after the first
         times: dict[str, list[float]] = {way: [] for way in ways}
+        busy: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(rounds):
             order = [*ways][turn % len(ways) :] + [*ways][: turn % len(ways)]
             for way in order:
                 dist.barrier()
-                times[way].append(_block_ms(ways[way], steps))
-        rows.append({"workload": name, "steps": steps, "ms": _slowest(times)})
+                wall_ms, cpu_ms = _block_ms(ways[way], steps)
+                times[way].append(wall_ms)
+                busy[way].append(cpu_ms)
+        row: dict[str, Any] = {"workload": name, "steps": steps}
+        rows.append({**row, "ms": _slowest(times), "cpu_ms": _slowest(busy)})
     return rows
 
 
-def exposed_ms(row: dict[str, Any], way: str) -> float:
+def exposed_ms(row: dict[str, Any], way: str, clock: str = "ms") -> float:
     """Return the median over rounds of what a way takes longer than without."""
-    pairs = zip(row["ms"][way], row["ms"]["none"], strict=True)
+    pairs = zip(row[clock][way], row[clock]["none"], strict=True)
     return float(median(with_ms - without_ms for with_ms, without_ms in pairs))
 
 
-def _block_ms(step: Step, steps: int) -> float:
+def _block_ms(step: Step, steps: int) -> tuple[float, float]:
+    """Return milliseconds for a step, by the wall's clock and the process's."""
     step()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step()
-    return (time.perf_counter() - start) / steps * 1e3
+    wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+    return wall_s / steps * 1e3, cpu_s / steps * 1e3
 
 
 def _slowest(times: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -182,15 +190,19 @@ WORKLOADS: dict[str, Callable[[Any], Step]] = {
 
 def _text(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
-        f"{'step, ms':<12}{'none':>10}{'commrt':>10}{'gloo':>10}"
+        f"{'ms for a step':<20}{'none':>10}{'commrt':>10}{'gloo':>10}"
         f"{'exposed: commrt':>18}{'gloo':>10}{'ratio':>8}"
     ]
     for row in rows:
-        typical = {way: median(times) for way, times in row["ms"].items()}
-        ours, theirs = exposed_ms(row, "commrt"), exposed_ms(row, "gloo")
-        text = f"{row['workload']:<12}"
-        text += "".join(f"{typical[way]:>10.2f}" for way in ("none", "commrt", "gloo"))
-        lines.append(f"{text}{ours:>18.3f}{theirs:>10.3f}{ours / theirs:>8.2f}")
+        for clock, label in (("ms", ""), ("cpu_ms", ", on cores")):
+            typical = {way: median(times) for way, times in row[clock].items()}
+            ours = exposed_ms(row, "commrt", clock)
+            theirs = exposed_ms(row, "gloo", clock)
+            ratio = ours / theirs if theirs else float("nan")
+            text = f"{row['workload'] + label:<20}"
+            ways = ("none", "commrt", "gloo")
+            text += "".join(f"{typical[way]:>10.2f}" for way in ways)
+            lines.append(f"{text}{ours:>18.3f}{theirs:>10.3f}{ratio:>8.2f}")
     return "\n".join(lines)
 
 

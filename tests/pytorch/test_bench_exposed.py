@@ -17,8 +17,9 @@ def measured() -> list[Any]:
     rows = exposed.measure([*exposed.WORKLOADS], rounds=2, steps=1)
     text = exposed._text(rows)
     dist.destroy_process_group()
-    counts = [[len(times) for times in row["ms"].values()] for row in rows]
-    positive = all(ms > 0 for row in rows for each in row["ms"].values() for ms in each)
+    clocks = [row[clock] for row in rows for clock in ("ms", "cpu_ms")]
+    counts = [[len(times) for times in clock.values()] for clock in clocks]
+    positive = all(ms > 0 for clock in clocks for each in clock.values() for ms in each)
     ways = [[row["workload"], [*row["ms"]]] for row in rows]
     return [ways, counts, positive, len(text.splitlines())]
 
@@ -26,7 +27,7 @@ def measured() -> list[Any]:
 def test_each_workload_in_each_way(torchrun: Any) -> None:
     ways = [[name, ["commrt", "gloo", "none"]] for name in exposed.WORKLOADS]
     results = torchrun(2, measured, deadline_s=100)
-    assert results == [[ways, [[2, 2, 2]] * 2, True, 3]] * 2
+    assert results == [[ways, [[2, 2, 2]] * 4, True, 5]] * 2
 
 
 def test_exposed_is_the_difference_within_a_round() -> None:

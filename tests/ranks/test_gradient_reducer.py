@@ -306,6 +306,8 @@ def test_what_a_step_takes_says_what_is_wrong() -> None:
                 reducer.ready(0, x[0])
             with pytest.raises(UsageError, match=r"float64.*float32"):
                 reducer.ready(0, x.astype(np.float64))
+            with pytest.raises(UsageError, match="a list; expected an array of shape"):
+                reducer.ready(0, [[0.0] * 3] * 2)
             with pytest.raises(UsageError, match="have not been given in step 0"):
                 reducer.wait(0)
             reducer.ready(1, x.copy())

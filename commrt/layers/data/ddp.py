@@ -139,7 +139,8 @@ class _Started:
 
     def __init__(self, request: Any, buffer: torch.Tensor) -> None:
         self.request = request
-        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        devices = [] if buffer.is_cpu else [buffer.device]
+        self.future: Any = torch.futures.Future(devices=devices)
         self._buffer = buffer
 
     def finish(self) -> None:

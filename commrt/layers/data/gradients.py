@@ -70,6 +70,11 @@ class Parameter:
             dtype, expected = gradient.dtype, self.seen.array.dtype
             if gradient.shape == self.shape and dtype == expected:
                 return
+        if not hasattr(gradient, "shape") or not hasattr(gradient, "dtype"):
+            raise UsageError(
+                f"{what}: a {type(gradient).__name__}; expected an array of shape "
+                f"{self.shape} and type {self.dtype}"
+            )
         shape = tuple(gradient.shape)
         name = str(gradient.dtype).rpartition(".")[2]
         if shape != self.shape or name != self.dtype:

@@ -41,7 +41,7 @@ class Options:
         """Return what must be equal on all ranks."""
         kept = self.error_feedback
         named = self.op, self.compress, self.density, kept, self.priority
-        return [*named, sorted(self.sparse)]
+        return [*named, sorted(map(int, self.sparse))]
 
     def check(self, parameters: Sequence[Parameter], bucket_nbytes: Any) -> None:
         """Raise UsageError for what cannot be."""

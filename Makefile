@@ -11,6 +11,8 @@ WHEELS := build/wheels
 TYPED := build/types
 TUNE_ARGS ?=
 TEST_ARGS ?= -q
+# make examples EXAMPLE_ARGS='--backend gloo'
+EXAMPLE_ARGS ?=
 # For test-torch; PyPI's build for Linux brings CUDA, gigabytes of it. Also a wheel file.
 TORCH ?= torch==2.13.0
 # make test SEED=123 draws the same samples as the run that printed 123.
@@ -30,7 +32,7 @@ BUILD_TOOLS := cmake ninja \
   $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | sed 's/", *"/" "/g')
 
 NATIVE := pyproject.toml $(wildcard commrt/native/*)
-SOURCES := $(NATIVE) $(shell find commrt tuning bench tables -type f \
+SOURCES := $(NATIVE) $(wildcard docs/*.md) $(shell find commrt tuning bench tables -type f \
 	-not -path '*/__pycache__/*' -not -path 'commrt/native/*')
 UNIT_TESTS := $(wildcard tests/unit tests/docs tests/gpu)
 RANKS_TESTS := $(wildcard tests/ranks)
@@ -87,6 +89,13 @@ test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, wit
 .PHONY: test-torch
 test-torch: $(VENV_TORCH)/.installed ## Tests with torch: torchrun's ranks, tensors, gloo.
 	$(VENV_TORCH)/bin/pytest tests/pytorch $(PYTEST_ARGS) $(if $(FULL),,--functions 0.5)
+
+.PHONY: examples
+examples: $(VENV_TORCH)/.installed ## Train the examples on 2 ranks, and compare with one process.
+	for each in cnn gpt_fsdp gpt_tensor_parallel; do \
+	  OMP_NUM_THREADS=1 $(VENV_TORCH)/bin/torchrun --standalone --nproc-per-node 2 \
+	    -m commrt.examples.$$each --check $(EXAMPLE_ARGS); \
+	done
 
 # The sanitizers' run-time libraries must be in the process before Python is.
 preload = $(shell g++ -print-file-name=lib$(1).so)

@@ -10,7 +10,9 @@ complete, which means that ``get_future()`` waits for the operation.
 
 DDP's reducer, in C++, asks for futures while gradients are still being computed, looks
 at them at the end, and attaches nothing of Python's. It gets one that a thread of the
-group completes later, where the operation makes progress by itself meanwhile.
+group completes later, where the operation makes progress by itself meanwhile. Elsewhere
+the end of the backward pass completes it, just before DDP looks: so no rank waits at
+each bucket for the slowest.
 
 An error has to be an error of C++: what ``Future.set_exception`` stores is a value to
 C++, and DDP crashes on it. An error that a callback raises is one, so futures that may
@@ -26,11 +28,11 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import graph
+from torch.autograd import Variable, graph
 
 if TYPE_CHECKING:
     from commrt.torch.work import CommrtWork
@@ -50,12 +52,13 @@ def future_of(work: CommrtWork, completer: Completer | None) -> Any:
     outputs = work.result()
     devices = {each.device for each in outputs if each.device.type != "cpu"}
     source: torch.futures.Future[None] = torch.futures.Future(devices=[*devices])
-    is_later = completer is not None and not devices and _called_from_cpp()
-    if is_later and not _is_compressed(outputs) and not work.is_completed():
-        assert completer is not None
-        public = source.then(lambda _: _waited_for(work))
-        completer.complete(work, source)
-        return public
+    from_cpp = not devices and _called_from_cpp() and not _is_compressed(outputs)
+    if from_cpp and not work.is_completed():
+        later = _deferred(completer)
+        if later is not None:
+            public = source.then(lambda _: _waited_for(work))
+            later(work, source)
+            return public
     error: Exception | None = None
     if outputs and not devices:
         try:
@@ -71,6 +74,20 @@ def future_of(work: CommrtWork, completer: Completer | None) -> Any:
     public = source.then(outcome)
     source.set_result(None)
     return public
+
+
+def _deferred(completer: Completer | None) -> Callable[[CommrtWork, Any], None] | None:
+    """Return what completes a future later; None where it has to be complete now."""
+    if completer is not None:
+        return completer.complete
+    if torch._C._current_autograd_node() is None:
+        return None  # the backward pass has come to its end
+    return _at_end_of_backward
+
+
+def _at_end_of_backward(_: CommrtWork, source: Any) -> None:
+    # DDP's own callback, which waits for the futures, is queued after its last one.
+    Variable._execution_engine.queue_callback(lambda: source.set_result(None))
 
 
 def _waited_for(work: CommrtWork) -> list[torch.Tensor]:

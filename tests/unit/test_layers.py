@@ -106,9 +106,11 @@ LAYERS = (
         "world",
     ),
     ("torch",),
+    ("layers",),
     (
         "tuning",
         "bench",
+        "examples",
         "tables",
         "info",
         "run",

@@ -92,7 +92,7 @@ def _answer_device_calls() -> None:
     cuda.current_device = lambda: 0
     cuda.set_device = cuda.empty_cache = lambda *_: None
     cuda.synchronize = lambda *_: commrt.synchronize()
-    cuda.manual_seed = cuda.manual_seed_all = torch.manual_seed
+    cuda.manual_seed = cuda.manual_seed_all = torch.default_generator.manual_seed
     cuda.get_rng_state = lambda *_: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     cuda.memory_allocated = cuda.max_memory_allocated = lambda *_: 0

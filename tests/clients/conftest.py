@@ -8,7 +8,7 @@ run says which they were, for docs/testing.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -31,7 +31,10 @@ def compare(request: pytest.FixtureRequest) -> Compare:
     said = request.config.stash[_SAID]
 
     def compared(
-        what: str, want: list[float], ranks: list[list[float]], tolerance: float = 1e-5
+        what: str,
+        want: list[float],
+        ranks: Sequence[list[float]],
+        tolerance: float = 1e-5,
     ) -> None:
         got = [sum(step) / len(ranks) for step in zip(*ranks, strict=True)]
         pairs = list(zip(got, want, strict=True))

@@ -55,6 +55,7 @@ def configuration(size: int, **more: Any) -> dict[str, Any]:
         "train_batch_size": ROWS,
         "train_micro_batch_size_per_gpu": ROWS // size,
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # by itself it clips at 1
         "wall_clock_breakdown": False,
         **more,
     }
@@ -74,28 +75,35 @@ def trained(engine: Any) -> list[float]:
 # -- ZeRO ----------------------------------------------------------------------------
 
 
-def zero(stage: int) -> list[float]:
+STAGES = (0, 1, 2, 3)
+
+
+def zero() -> list[list[float]]:
+    """Train with each stage of ZeRO, one after the other."""
     deepspeed = started()
-    model = net()
-    config = configuration(
-        dist.get_world_size(),
-        zero_optimization={
-            "stage": stage,
-            "stage3_param_persistence_threshold": 0,
-            "overlap_comm": stage == 2,
-        },
-    )
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer_of(model.parameters()), config=config
-    )
-    return trained(engine)
+    found = []
+    for stage in STAGES:
+        model = net()
+        config = configuration(
+            dist.get_world_size(),
+            zero_optimization={
+                "stage": stage,
+                "stage3_param_persistence_threshold": 0,
+                "overlap_comm": stage == 2,
+            },
+        )
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer_of(model.parameters()), config=config
+        )
+        found.append(trained(engine))
+    return found
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_zero(torchrun: Any, compare: Any, stage: int, size: int) -> None:
-    got = torchrun(size, zero, env=SETTINGS, deadline_s=DEADLINE_S, stage=stage)
-    compare(f"{version()}, ZeRO-{stage}", alone(), got)
+def test_zero(torchrun: Any, compare: Any, size: int) -> None:
+    got = torchrun(size, zero, env=SETTINGS, deadline_s=DEADLINE_S)
+    for stage, ranks in zip(STAGES, zip(*got, strict=True), strict=True):
+        compare(f"{version()}, ZeRO-{stage}", alone(), ranks)
 
 
 # -- mixtures of experts -------------------------------------------------------------
@@ -135,37 +143,48 @@ class Mixed(nn.Module):
         return found
 
 
-def mixture(experts: int, ep_size: int, k: int, stage: int) -> list[float]:
+def mixtures(cases: list[dict[str, int]]) -> list[list[float]]:
+    """Train each mixture, one after the other."""
     deepspeed = started()
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
-    model = Mixed(experts, ep_size, k)
-    groups = split_params_into_different_moe_groups_for_optimizer(
-        {"params": list(model.parameters()), "name": "all"}
-    )
-    config = configuration(dist.get_world_size(), zero_optimization={"stage": stage})
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer_of(groups), config=config
-    )
-    return trained(engine)
+    found = []
+    for case in cases:
+        model = Mixed(case["experts"], case["ep_size"], case["k"])
+        groups = split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(model.parameters()), "name": "all"}
+        )
+        config = configuration(
+            dist.get_world_size(), zero_optimization={"stage": case["stage"]}
+        )
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer_of(groups), config=config
+        )
+        found.append(trained(engine))
+    return found
 
 
-MIXTURES = [
-    {"size": 2, "experts": 2, "ep_size": 2, "k": 1, "stage": 0},
-    {"size": 2, "experts": 4, "ep_size": 2, "k": 2, "stage": 0},
-    {"size": 2, "experts": 2, "ep_size": 2, "k": 2, "stage": 2},
-    {"size": 4, "experts": 4, "ep_size": 4, "k": 2, "stage": 0},
-    {"size": 4, "experts": 4, "ep_size": 2, "k": 1, "stage": 0},
-]
+MIXTURES = {
+    2: [
+        {"experts": 2, "ep_size": 2, "k": 1, "stage": 0},
+        {"experts": 4, "ep_size": 2, "k": 2, "stage": 0},
+        {"experts": 2, "ep_size": 2, "k": 2, "stage": 2},
+    ],
+    4: [
+        {"experts": 4, "ep_size": 4, "k": 2, "stage": 0},
+        {"experts": 4, "ep_size": 2, "k": 1, "stage": 0},
+    ],
+}
 
 
-@pytest.mark.parametrize("case", MIXTURES, ids=str)
-def test_mixture_of_experts(torchrun: Any, compare: Any, case: dict[str, int]) -> None:
-    how = dict(case)
-    size = how.pop("size")
-    got = torchrun(size, mixture, env=SETTINGS, deadline_s=DEADLINE_S, **how)
-    want = alone(nn.Sequential(Mixture(case["experts"], case["k"]), head()))
-    compare(f"{version()}, MoE {how}", want, got)
+@pytest.mark.parametrize("size", [2, 4])
+def test_mixtures_of_experts(torchrun: Any, compare: Any, size: int) -> None:
+    cases = MIXTURES[size]
+    got = torchrun(size, mixtures, env=SETTINGS, deadline_s=DEADLINE_S, cases=cases)
+    for case, ranks in zip(cases, zip(*got, strict=True), strict=True):
+        want = alone(nn.Sequential(Mixture(case["experts"], case["k"]), head()))
+        how = ", ".join(f"{name} {value}" for name, value in case.items())
+        compare(f"{version()}, MoE ({how})", want, ranks)
 
 
 # -- pipelines -----------------------------------------------------------------------
@@ -175,7 +194,11 @@ MICROBATCHES = 4
 
 def layers() -> list[nn.Module]:
     model = net()
-    return [model.first, nn.Tanh(), model.second, nn.Tanh(), model.third]
+    return [
+        nn.Sequential(model.first, nn.Tanh()),
+        nn.Sequential(model.second, nn.Tanh()),
+        model.third,
+    ]
 
 
 def pipeline(stages: int) -> list[float]:
@@ -200,7 +223,7 @@ def pipeline(stages: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("size", "stages"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("size", "stages"), [(2, 2), (4, 2)])
 def test_pipeline(torchrun: Any, compare: Any, size: int, stages: int) -> None:
     got = torchrun(size, pipeline, env=SETTINGS, deadline_s=DEADLINE_S, stages=stages)
     want = alone()

@@ -131,11 +131,16 @@ class Parallel(nn.Module):
         return found
 
 
-def tensor_parallel(size: int, sequence_parallel: bool) -> list[float]:
+def tensor_parallel(size: int) -> list[list[float]]:
+    """Train without and with the positions split, too."""
+    started(tensor_model_parallel_size=size)
+    return [trained_in_parallel(size, split) for split in (False, True)]
+
+
+def trained_in_parallel(size: int, sequence_parallel: bool) -> list[float]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    started(tensor_model_parallel_size=size)
     replicas = parallel_state.get_data_parallel_world_size()
     replica = parallel_state.get_data_parallel_rank()
     config = configuration(
@@ -171,19 +176,12 @@ def finish(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 4), (4, 2)])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel(
-    torchrun: Any, compare: Any, sequence_parallel: bool, ranks: int, size: int
-) -> None:
-    got = torchrun(
-        ranks,
-        tensor_parallel,
-        deadline_s=DEADLINE_S,
-        size=size,
-        sequence_parallel=sequence_parallel,
-    )
-    how = f"tensor{' and sequence' * sequence_parallel} parallel over {size}"
-    compare(f"{version()}, {how}", alone(Plain(), plain_loss), got)
+def test_tensor_parallel(torchrun: Any, compare: Any, ranks: int, size: int) -> None:
+    got = torchrun(ranks, tensor_parallel, deadline_s=DEADLINE_S, size=size)
+    want = alone(Plain(), plain_loss)
+    whole, split = zip(*got, strict=True)
+    compare(f"{version()}, tensor parallel over {size}", want, whole)
+    compare(f"{version()}, tensor and sequence parallel over {size}", want, split)
 
 
 # -- 1F1B ----------------------------------------------------------------------------
@@ -225,12 +223,17 @@ def piped_loss(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return (got - want).square().mean()
 
 
-def one_forward_one_backward(stages: int, batched: bool) -> list[float]:
+def one_forward_one_backward(stages: int) -> list[list[float]]:
+    """Train with messages in batches, and each alone."""
+    started(pipeline_model_parallel_size=stages)
+    return [piped(stages, batched) for batched in (True, False)]
+
+
+def piped(stages: int, batched: bool) -> list[float]:
     from megatron.core import parallel_state
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    started(pipeline_model_parallel_size=stages)
     config = configuration(
         pipeline_model_parallel_size=stages,
         pipeline_dtype=torch.float32,
@@ -280,22 +283,19 @@ def one_forward_one_backward(stages: int, batched: bool) -> list[float]:
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 4), (4, 2)])
-@pytest.mark.parametrize("batched", [True, False])
-def test_pipeline(
-    torchrun: Any, compare: Any, batched: bool, ranks: int, stages: int
-) -> None:
+def test_pipeline(torchrun: Any, compare: Any, ranks: int, stages: int) -> None:
     got = torchrun(
-        ranks,
-        one_forward_one_backward,
-        deadline_s=DEADLINE_S,
-        stages=stages,
-        batched=batched,
+        ranks, one_forward_one_backward, deadline_s=DEADLINE_S, stages=stages
     )
     whole = nn.Sequential()
     for number in range(stages):
         whole.extend([stage_layer(number), nn.Tanh()])
-    want = alone(
-        whole, lambda model, step: piped_loss(model(rows(step)[0]), rows(step)[1])
-    )
-    how = f"1F1B of {stages} stages, messages {'in batches' if batched else 'alone'}"
-    compare(f"{version()}, {how}", want, got)
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        x, want = rows(step)
+        return piped_loss(model(x), want)
+
+    want = alone(whole, loss)
+    how = ("messages in batches", "messages alone")
+    for what, losses in zip(how, zip(*got, strict=True), strict=True):
+        compare(f"{version()}, 1F1B of {stages} stages, {what}", want, losses)

@@ -114,7 +114,6 @@ class Mixed(nn.Module):
 
     def __init__(self, experts: int, ep_size: int, k: int) -> None:
         from deepspeed.moe.layer import MoE
-        from deepspeed.utils import groups
 
         super().__init__()
         self.mixture = MoE(
@@ -128,11 +127,10 @@ class Mixed(nn.Module):
             use_rts=False,
             top2_2nd_expert_sampling=False,
         )
-        self.mixture.set_deepspeed_parallelism()
         self.head = head()
         layer = self.mixture.deepspeed_moe
         layer.gate.wg.load_state_dict(gate(experts).state_dict())
-        mine = groups._get_expert_parallel_rank(f"ep_size_{ep_size}")
+        mine = dist.get_rank() % ep_size
         each = layer.experts.deepspeed_experts
         for at, expert in enumerate(each):
             expert.load_state_dict(Expert(mine * len(each) + at).state_dict())

@@ -50,6 +50,16 @@ def all_reduce_of_integers(group: Any) -> Any:
 
 
 @scenario()
+def all_reduce_of_bools(group: Any) -> Any:
+    found = []
+    for op in (OP.SUM, OP.PRODUCT, OP.MIN, OP.MAX):
+        x = numbers(group, 7, torch.bool)
+        dist.all_reduce(x, op, group=group)
+        found.append(x)
+    return found
+
+
+@scenario()
 def all_reduce_of_complex_numbers(group: Any) -> Any:
     found = [numbers(group, 7, torch.complex64), numbers(group, 7, torch.complex128)]
     for x in found:
@@ -396,18 +406,6 @@ def sparse_tensors_of_two_dimensions(group: Any) -> Any:
 # -- what gloo refuses ---------------------------------------------------------------
 
 
-@scenario(gloo_cannot="its allreduce has no bool")
-def all_reduce_of_bools(group: Any) -> Any:
-    size = dist.get_world_size(group)
-    every = [torch.tensor([r == 0, True, False]) for r in range(size)]
-    found = []
-    for op, want in ((OP.SUM, torch.any), (OP.PRODUCT, torch.all), (OP.MIN, torch.all)):
-        x = every[dist.get_rank(group)].clone()
-        dist.all_reduce(x, op, group=group)
-        found.append((x, want(torch.stack(every), dim=0)))
-    return found
-
-
 @scenario(gloo_cannot="it has no PREMUL_SUM")
 def sums_with_a_factor(group: Any) -> Any:
     size = dist.get_world_size(group)
@@ -449,9 +447,10 @@ def tensors_of_any_strides(group: Any) -> Any:
     dist.all_reduce(base.t()[::2], group=group)
     want = torch.zeros(6, 4)
     want.t()[::2] = size * (size + 1) / 2
-    columns = torch.zeros(4, size).t()
-    dist.all_gather_into_tensor(columns, torch.arange(4.0) + rank, group=group)
-    rows = torch.stack([torch.arange(4.0) + r for r in range(size)])
+    columns = torch.zeros(4, 2 * size).t()
+    mine = torch.arange(8.0).reshape(2, 4) + rank
+    dist.all_gather_into_tensor(columns, mine, group=group)
+    rows = torch.cat([torch.arange(8.0).reshape(2, 4) + r for r in range(size)])
     out = torch.zeros(3, 5).t()
     dist.broadcast(out if rank else torch.arange(15.0).reshape(5, 3), 0, group=group)
     last = out if rank else torch.arange(15.0).reshape(5, 3)
@@ -503,8 +502,8 @@ def means_of_sparse_tensors(group: Any) -> Any:
     return [(x.to_dense(), torch.tensor([0.0, (size - 1) / 2, 0.0]))]
 
 
-@scenario(gloo_cannot="it does not coalesce, and swallows later calls")
-def coalesced_sums(group: Any) -> Any:
+@scenario(gloo_cannot="what it coalesces must have one type")
+def coalesced_sums_of_many_types(group: Any) -> Any:
     size = dist.get_world_size(group)
     total = size * (size + 1) / 2
     mine = dist.get_rank(group) + 1.0
@@ -518,25 +517,32 @@ def coalesced_sums(group: Any) -> Any:
     return [(found, want), (after, torch.full((3,), float(size)))]
 
 
-@scenario(gloo_cannot="it does not coalesce, and swallows later calls")
+@scenario()
 def coalesced_gathers_and_scatters(group: Any) -> Any:
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    size = dist.get_world_size(group)
     outs = [torch.empty(size * n) for n in (1, 5)]
     with dist._coalescing_manager(group=group, async_ops=True) as manager:
-        for out, n in zip(outs, (1, 5), strict=True):
-            mine = torch.full((n,), float(rank))
+        for out in outs:
+            mine = numbers(group, out.numel() // size)
             dist.all_gather_into_tensor(out, mine, group=group)
     manager.wait()
     parts = [torch.empty(n) for n in (1, 5)]
     with dist._coalescing_manager(group=group):
         for part in parts:
-            every = torch.ones(size * part.numel())
+            every = numbers(group, size * part.numel())
             dist.reduce_scatter_tensor(part, every, group=group)
-    ranks = torch.arange(float(size))
-    return [
-        (outs, [ranks.repeat_interleave(n) for n in (1, 5)]),
-        (parts, [torch.full((n,), float(size)) for n in (1, 5)]),
-    ]
+    return [outs, parts]
+
+
+@scenario()
+def coalesced_sums_of_one_type(group: Any) -> Any:
+    found = [numbers(group, count) for count in (0, 3, 70_000)]
+    with dist._coalescing_manager(group=group):
+        for x in found:
+            dist.all_reduce(x, group=group)
+    after = numbers(group, 3)
+    dist.all_reduce(after, group=group)
+    return [found, after]
 
 
 @scenario()

@@ -59,6 +59,11 @@ def run(backend: str, pattern: str, known: dict[str, str]) -> dict[str, str]:
     names = [name for name in _names(backend) if pattern in name]
     if known:
         names = [name for name in names if known.get(name) == "passed"]
+    return run_names(backend, names)
+
+
+def run_names(backend: str, names: list[str]) -> dict[str, str]:
+    """Return how each of these tests ended."""
     found: dict[str, str] = {}
     chunks = [names[at : at + CHUNK] for at in range(0, len(names), CHUNK)]
     for chunk in chunks:

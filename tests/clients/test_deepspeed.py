@@ -27,11 +27,14 @@ from client_training import (
 from torch import nn
 
 NAME = "deepspeed"
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec(NAME) is None,
-    reason=f"{NAME} is not installed; make test-clients makes an environment with it",
-)
-DEADLINE_S = 110.0
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        importlib.util.find_spec(NAME) is None,
+        reason=f"{NAME} is not installed; make test-clients makes an environment with it",
+    ),
+]
+DEADLINE_S = 240.0
 SETTINGS = {"DS_ACCELERATOR": "cpu"}
 
 

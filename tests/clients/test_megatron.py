@@ -19,11 +19,14 @@ from client_training import STEPS, alone, optimizer_of
 from torch import nn
 
 NAME = "megatron-core"
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None,
-    reason=f"{NAME} is not installed; make test-clients makes an environment with it",
-)
-DEADLINE_S = 110.0
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None,
+        reason=f"{NAME} is not installed; make test-clients makes an environment with it",
+    ),
+]
+DEADLINE_S = 240.0
 WORDS, HIDDEN, LENGTH, SEQUENCES = 24, 12, 8, 4
 
 

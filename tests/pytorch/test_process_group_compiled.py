@@ -57,8 +57,8 @@ def replicas() -> Any:
     """A compiled model under DDP: its graph is cut where buckets are full."""
     torch._dynamo.reset()
     torch.manual_seed(5)
-    layers = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4))
-    model = torch.compile(DistributedDataParallel(layers, bucket_cap_mb=0.001))
+    layers = nn.Sequential(nn.Linear(8, 600), nn.Linear(600, 600), nn.Linear(600, 4))
+    model = torch.compile(DistributedDataParallel(layers, bucket_cap_mb=1))
     x, _ = inputs()
     model(x + dist.get_rank()).square().mean().backward()
     return [parameter.grad for parameter in layers.parameters()]

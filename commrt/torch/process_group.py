@@ -24,6 +24,7 @@ from commrt.torch import jobs
 from commrt.torch.backend_view import BackendView
 from commrt.torch.calls import Calls
 from commrt.torch.errors import as_torch_error
+from commrt.torch.functional import serve_compiled_gathers
 from commrt.torch.futures import Completer
 from commrt.torch.group_methods import Collectives
 from commrt.torch.group_options import Options
@@ -63,6 +64,7 @@ def make_process_group(options: Any, pg_options: Any) -> CommrtProcessGroup:
     if not _LIVING:
         atexit.unregister(_end_groups)
         atexit.register(_end_groups, os.getpid())
+    serve_compiled_gathers()
     group = CommrtProcessGroup(comm, member)
     _LIVING.add(group)
     return group

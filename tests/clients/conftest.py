@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs from PyPI on commrt, each in an environment of its own.
+
+``make test-clients`` makes the environments and runs each test in the one that has its
+program. The losses of all ranks are compared with those of one process; the end of a
+run says which they were, for docs/testing.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from torch_ranks import torchrun
+
+__all__ = ["torchrun"]
+
+_SAID = pytest.StashKey[list[str]]()
+Compare = Callable[..., None]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin the list of what was compared."""
+    config.stash[_SAID] = []
+
+
+@pytest.fixture
+def compare(request: pytest.FixtureRequest) -> Compare:
+    """Return what compares the losses of ranks with those of one process."""
+    said = request.config.stash[_SAID]
+
+    def compared(
+        what: str,
+        want: list[float],
+        ranks: Sequence[list[float]],
+        tolerance: float = 1e-5,
+    ) -> None:
+        got = [sum(step) / len(ranks) for step in zip(*ranks, strict=True)]
+        pairs = list(zip(got, want, strict=True))
+        apart = max(abs(a - b) / abs(b) for a, b in pairs)
+        assert apart <= tolerance, f"{what}: {pairs}"
+        # A model that learns nothing would have equal losses, too.
+        assert want[-1] != want[0]
+        said.append(
+            f"{what}, {len(ranks)} ranks: {len(want)} steps, loss {got[0]:.6f} to "
+            f"{got[-1]:.6f}, at most {apart:.1e} of it apart"
+        )
+
+    return compared
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say what was compared."""
+    for line in config.stash[_SAID]:
+        terminalreporter.write_line(line)

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-core on commrt: tensor and sequence parallel layers, 1F1B, on the CPU.
+
+It knows only CUDA and NCCL, for which ``cuda_on_cpu`` answers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import cuda_on_cpu
+import pytest
+import torch
+import torch.distributed as dist
+from client_training import STEPS, alone, optimizer_of
+from torch import nn
+
+NAME = "megatron-core"
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None,
+        reason=f"{NAME} is not installed; make test-clients installs it",
+    ),
+]
+DEADLINE_S = 240.0
+WORDS, HIDDEN, LENGTH, SEQUENCES = 24, 12, 8, 4
+
+
+def version() -> str:
+    return f"{NAME} {importlib.metadata.version(NAME)}"
+
+
+def fill(weight: torch.Tensor) -> torch.Tensor:
+    """Give a whole matrix its first values, which follow from its shape."""
+    generator = torch.Generator().manual_seed(1000 * weight.shape[0] + weight.shape[1])
+    with torch.no_grad():
+        return weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+
+
+def text(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return words, and those that follow them; [position, sequence]."""
+    generator = torch.Generator().manual_seed(200 + step)
+    words = torch.randint(0, WORDS, (LENGTH, SEQUENCES), generator=generator)
+    return words, (words * 5 + 3) % WORDS
+
+
+# -- in one process ------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """What the parallel models compute, in torch's own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, HIDDEN)
+        self.up = nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.down = nn.Linear(4 * HIDDEN, HIDDEN)
+        self.out = nn.Linear(HIDDEN, WORDS, bias=False)
+        for layer in (self.words, self.up, self.down, self.out):
+            fill(layer.weight)
+        for biased in (self.up, self.down):
+            nn.init.zeros_(biased.bias)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Return logits; [position, sequence, word]."""
+        hidden = self.words(words)
+        hidden = hidden + self.down(torch.tanh(self.up(hidden)))
+        found: torch.Tensor = self.out(hidden)
+        return found
+
+
+def plain_loss(model: nn.Module, step: int) -> torch.Tensor:
+    words, following = text(step)
+    logits = model(words).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, following.flatten())
+
+
+# -- tensor and sequence parallel ----------------------------------------------------
+
+
+def started(**sizes: int) -> None:
+    """Start as a program for NCCL does."""
+    cuda_on_cpu.answer()
+    dist.init_process_group("nccl")
+    assert dist.get_backend() == "commrt"
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(**sizes)
+
+
+def configuration(**more: Any) -> Any:
+    from megatron.core import ModelParallelConfig
+
+    config = ModelParallelConfig(
+        use_cpu_initialization=True, params_dtype=torch.float32, **more
+    )
+    config.hidden_size = HIDDEN
+    return config
+
+
+class Parallel(nn.Module):
+    """The model in Megatron's layers: all of their collectives are in it."""
+
+    def __init__(self, config: Any) -> None:
+        from megatron.core import tensor_parallel as layers
+
+        super().__init__()
+        self.is_split = config.sequence_parallel
+        how = {"config": config, "init_method": fill}
+        self.words = layers.VocabParallelEmbedding(
+            WORDS, HIDDEN, reduce_scatter_embeddings=self.is_split, **how
+        )
+        self.up = layers.ColumnParallelLinear(HIDDEN, 4 * HIDDEN, **how)
+        self.down = layers.RowParallelLinear(
+            4 * HIDDEN,
+            HIDDEN,
+            bias=True,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            **how,
+        )
+        self.out = layers.ColumnParallelLinear(HIDDEN, WORDS, bias=False, **how)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the logits."""
+        # Where the positions are split, its own transposition is done by Megatron.
+        hidden = self.words(words.t() if self.is_split else words)
+        hidden = hidden + self.down(torch.tanh(self.up(hidden)[0]))[0]
+        found: torch.Tensor = self.out(hidden)[0]
+        return found
+
+
+def tensor_parallel(size: int) -> list[list[float]]:
+    """Train without and with the positions split, too."""
+    started(tensor_model_parallel_size=size)
+    return [trained_in_parallel(size, split) for split in (False, True)]
+
+
+def trained_in_parallel(size: int, sequence_parallel: bool) -> list[float]:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    replicas = parallel_state.get_data_parallel_world_size()
+    replica = parallel_state.get_data_parallel_rank()
+    config = configuration(
+        tensor_model_parallel_size=size, sequence_parallel=sequence_parallel
+    )
+    model = Parallel(config)
+    optimizer = optimizer_of(model.parameters())
+    losses = []
+    for step in range(STEPS):
+        words, following = (each.chunk(replicas, 1)[replica] for each in text(step))
+        optimizer.zero_grad()
+        loss = vocab_parallel_cross_entropy(model(words), following).mean()
+        loss.backward()
+        finish(model)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def finish(model: nn.Module) -> None:
+    """Sum what each rank has for its positions only, and average replicas."""
+    from megatron.core import parallel_state
+
+    for parameter in model.parameters():
+        if getattr(parameter, "sequence_parallel", False):
+            group = parallel_state.get_tensor_model_parallel_group()
+            dist.all_reduce(parameter.grad, group=group)
+        dist.all_reduce(
+            parameter.grad,
+            op=dist.ReduceOp.AVG,
+            group=parallel_state.get_data_parallel_group(),
+        )
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 4), (4, 2)])
+def test_tensor_parallel(torchrun: Any, compare: Any, ranks: int, size: int) -> None:
+    got = torchrun(ranks, tensor_parallel, deadline_s=DEADLINE_S, size=size)
+    want = alone(Plain(), plain_loss)
+    whole, split = zip(*got, strict=True)
+    compare(f"{version()}, tensor parallel over {size}", want, whole)
+    compare(f"{version()}, tensor and sequence parallel over {size}", want, split)
+
+
+# -- 1F1B ----------------------------------------------------------------------------
+
+
+class Stage(nn.Module):
+    """One layer of a pipeline; the last one has what becomes the loss."""
+
+    def __init__(self, config: Any, number: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = stage_layer(number)
+        self.given: torch.Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        """Take what the stage before it has made."""
+        self.given = tensors[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the next stage is given."""
+        x = x if self.given is None else self.given
+        found: torch.Tensor = torch.tanh(self.layer(x))
+        return found
+
+
+def stage_layer(number: int) -> nn.Linear:
+    torch.manual_seed(60 + number)
+    return nn.Linear(HIDDEN, HIDDEN)
+
+
+def rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return input and what shall come out; [position, sequence, number]."""
+    generator = torch.Generator().manual_seed(300 + step)
+    x = torch.randn(LENGTH, SEQUENCES, HIDDEN, generator=generator)
+    return x, torch.sin(2 * x).roll(1, dims=2)
+
+
+def piped_loss(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    return (got - want).square().mean()
+
+
+def one_forward_one_backward(stages: int) -> list[list[float]]:
+    """Train with messages in batches, and each alone."""
+    started(pipeline_model_parallel_size=stages)
+    return [piped(stages, batched) for batched in (True, False)]
+
+
+def piped(stages: int, batched: bool) -> list[float]:
+    from megatron.core import parallel_state
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    config = configuration(
+        pipeline_model_parallel_size=stages,
+        pipeline_dtype=torch.float32,
+        batch_p2p_comm=batched,
+    )
+    model: Any = Stage(config, parallel_state.get_pipeline_model_parallel_rank())
+    model.model_type = ModelType.encoder_or_decoder
+    replicas = parallel_state.get_data_parallel_world_size()
+    replica = parallel_state.get_data_parallel_rank()
+
+    def forward(data: Iterator[Any], of: Any) -> Any:
+        x, want = next(data)
+
+        def loss(got: torch.Tensor) -> Any:
+            value = piped_loss(got, want)
+            return value, {"loss": value.detach().clone()}
+
+        return of(x), loss
+
+    optimizer = optimizer_of(model.parameters())
+    losses = []
+    microbatches = SEQUENCES // replicas
+    for step in range(STEPS):
+        x, y = (each.chunk(replicas, 1)[replica] for each in rows(step))
+        pieces = zip(x.split(1, 1), y.split(1, 1), strict=True)
+        optimizer.zero_grad()
+        found = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=pieces,
+            model=model,
+            num_microbatches=microbatches,
+            seq_length=LENGTH,
+            micro_batch_size=1,
+        )
+        for parameter in model.parameters():
+            group = parallel_state.get_data_parallel_group()
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=group)
+        optimizer.step()
+        # Only the last stage knows the loss.
+        mine = torch.tensor(sum(float(each["loss"]) for each in found) / microbatches)
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(
+            mine, last, group=parallel_state.get_pipeline_model_parallel_group()
+        )
+        losses.append(mine.item())
+    return losses
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 4), (4, 2)])
+def test_pipeline(torchrun: Any, compare: Any, ranks: int, stages: int) -> None:
+    got = torchrun(
+        ranks, one_forward_one_backward, deadline_s=DEADLINE_S, stages=stages
+    )
+    whole = nn.Sequential()
+    for number in range(stages):
+        whole.extend([stage_layer(number), nn.Tanh()])
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        x, want = rows(step)
+        return piped_loss(model(x), want)
+
+    want = alone(whole, loss)
+    how = ("messages in batches", "messages alone")
+    for what, losses in zip(how, zip(*got, strict=True), strict=True):
+        compare(f"{version()}, 1F1B of {stages} stages, {what}", want, losses)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How process groups' operations run: options of groups, wishes of calls, what is said."""
+"""How process groups' operations run: options of groups, wishes of calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from process_groups import job
 
-import commrt.torch
 from commrt import _native
 from commrt.arrays import view
 from commrt.dtypes import DTYPES
@@ -74,7 +73,7 @@ def test_limits_are_seconds() -> None:
     assert Options(timeout=2).timeout_s == 2.0
     assert Options(timeout=timedelta(milliseconds=1500)).timeout_s == 1.5
     for wrong in (0, -1, True, "1", math.nan):
-        with pytest.raises(UsageError, match="commrt.torch.Options: timeout="):
+        with pytest.raises(UsageError, match=r"torch\.Options: timeout="):
             _ = Options(timeout=wrong).timeout_s  # type: ignore[arg-type]
 
 
@@ -120,9 +119,8 @@ def chosen(table: str) -> dict[str, Any]:
         found["sum"] = [x[0].item(), x[-1].item()]
         labels = {plan.label for plan in world.communicator._plans.values()}
         found["labels"] = sorted(labels)
-        with pytest.raises(RuntimeError, match="call asks for 'rign'.*mean 'ring'"):
-            with using("rign"):
-                dist.all_reduce(x)
+        with using("rign"), pytest.raises(RuntimeError, match="call asks for 'rign'"):
+            dist.all_reduce(x)
         dist.all_reduce(x)
         found["after"] = x[0].item()
     return found

@@ -368,8 +368,8 @@ def test_where_one_rank_has_no_nccl_all_run_staged(nccl: FakeNccl) -> None:
     def main(rank: Rank) -> None:
         if rank.rank == 1:
             mine = rank.comm._staging.nccl
-            place = mine._mine(rank.device)["place"]
-            mine._mine = lambda device: {"why": "not to be found", "place": place}
+            place = mine.tells(rank.device)["place"]
+            mine.tells = lambda device: {"why": "not to be found", "place": place}
         sums_to(rank, rank.comm, 3.0)
         told = explained(rank, "allreduce")
         assert "not    nccl/native: rank 1: not to be found" in told

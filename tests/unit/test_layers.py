@@ -54,6 +54,7 @@ LAYERS = (
         "comm",
         "commrt",
         "compression",
+        "device_agreement",
         "device_arrays",
         "device_boxes",
         "device_buckets",

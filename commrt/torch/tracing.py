@@ -99,9 +99,10 @@ def _replace(
                     x = x[0]
                 kind = known[x.nbytes, x.dtype, x.is_cpu]
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):
-            kind = _looked_at(this, logged, read, args, more)
-            if kind is None:  # what is wrong with it, the call will say
+            found = _looked_at(this, logged, read, args, more)
+            if found is None:  # what is wrong with it, the call will say
                 return function(this(), *args, **more)
+            kind = found
             if 0 <= tells < len(args) and kind.op == op:
                 x = _first(args[tells])
                 known[x.nbytes, x.dtype, x.is_cpu] = kind

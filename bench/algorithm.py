@@ -15,6 +15,9 @@ from commrt.select.facts import Candidate, CommFacts
 
 __all__ = ["resolve"]
 
+_WITHOUT_MPI = ("torchrun", "run")
+"""Launchers whose ranks meet without MPI; those that a benchmark starts meet by it."""
+
 
 def resolve(
     text: str, coll: str, ranks: int, launch: LaunchInfo, device: str = "cpu"
@@ -56,9 +59,11 @@ def _backends(
         return [name for name in having if name != "mpi" or algorithm == "native"]
     nodes = _nodes(ranks, launch)
     if nodes is None:  # MPI's ranks, wherever they are
+        having = [name for name in having if name != "gloo"]
         return [name for name in having if (name == "local") == (ranks == 1)]
     facts = CommFacts(ranks, nodes, -(-ranks // nodes), 1, "near")
-    return [name for name in having if _may_run(name, algorithm, facts)]
+    between = "gloo" if launch.kind in _WITHOUT_MPI else "mpi"
+    return [name for name in having if _may_run(name, algorithm, facts, between)]
 
 
 def _serving(device: str) -> list[str]:
@@ -68,11 +73,14 @@ def _serving(device: str) -> list[str]:
     return [name for name, each in every.items() if kind in each.capabilities.devices]
 
 
-def _may_run(backend: str, algorithm: str, facts: CommFacts) -> bool:
-    if backend not in ("shm", "mpi", "local"):
+def _may_run(backend: str, algorithm: str, facts: CommFacts, between: str) -> bool:
+    """Whether a backend runs it, where ``between`` carries messages between nodes."""
+    if backend not in ("shm", "mpi", "gloo", "local"):
         return True  # of another package: its own affair
     if algorithm == "native":
         return facts.size > 1
+    if facts.nodes > 1:
+        return backend == between
     return serves(facts, backend)
 
 

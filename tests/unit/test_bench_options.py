@@ -162,6 +162,7 @@ def test_inside_a_launcher_its_ranks_are_used(
 
 
 SINGLE, MPI = LaunchInfo("single", 0, 1, "x"), LaunchInfo("mpi", 0, 4, "x")
+TORCHRUN = LaunchInfo("torchrun", 0, 4, "x")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,8 @@ SINGLE, MPI = LaunchInfo("single", 0, 1, "x"), LaunchInfo("mpi", 0, 4, "x")
         ("ring", 4, SINGLE, {"COMMRT_SHM": "off"}, "mpi/ring"),
         ("native", 2, SINGLE, {}, "mpi/native"),
         ("native", 4, MPI, {}, "mpi/native"),
-        ("ring", 4, LaunchInfo("torchrun", 0, 4, "x"), {}, "shm/ring"),
+        ("ring", 4, TORCHRUN, {}, "shm/ring"),
+        ("ring", 4, TORCHRUN, {"COMMRT_NODES": "2"}, "gloo/ring"),
         ("mpi/ring", 4, MPI, {}, "mpi/ring"),
         ("shm/ring", 4, MPI, {}, "shm/ring"),
     ],

@@ -41,7 +41,7 @@ def found(calls: int, seed: int, **plants: Any) -> Counts:
         work.close()
     assert samples[-1]["calls"] - samples[0]["calls"] >= calls
     assert {"waited for", "dropped", "truncated", "RevokedError"} <= work.ended.keys()
-    return left(samples[0], samples[-1], kept, ALLOWED)
+    return left(samples, kept, ALLOWED)
 
 
 def test_calls_of_all_kinds_leave_nothing_behind(seed: int) -> None:

@@ -92,8 +92,9 @@ test-torch: $(VENV_TORCH)/.installed ## Tests with torch: torchrun's ranks, tens
 
 .PHONY: examples
 examples: $(VENV_TORCH)/.installed ## Train the examples on 2 ranks, and compare with one process.
-	for each in cnn gpt_fsdp gpt_tensor_parallel; do \
-	  OMP_NUM_THREADS=1 $(VENV_TORCH)/bin/torchrun --standalone --nproc-per-node 2 \
+	@# Not from here: this folder's commrt has no engine, and -m would find it first.
+	cd $(VENV_TORCH); for each in cnn gpt_fsdp gpt_tensor_parallel; do \
+	  OMP_NUM_THREADS=1 bin/torchrun --standalone --nproc-per-node 2 \
 	    -m commrt.examples.$$each --check $(EXAMPLE_ARGS); \
 	done
 

@@ -43,6 +43,9 @@ __all__ = [
 
 T = TypeVar("T")
 
+# With it a line is written in two pieces, and ranks that share a pipe come between.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # A time limit per example would make busy machines fail.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")

@@ -10,7 +10,7 @@ from commrt.arena import pretended_nodes
 from commrt.backends.base import serves
 from commrt.backends.known import check_candidate, offered
 from commrt.errors import UsageError, suggest
-from commrt.launch import LaunchInfo
+from commrt.launch.detect import LaunchInfo
 from commrt.select.facts import Candidate, CommFacts
 
 __all__ = ["resolve"]

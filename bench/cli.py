@@ -43,7 +43,7 @@ from commrt.bench.options import (
 from commrt.console import until_reader_leaves
 from commrt.dtypes import dtype_by_name
 from commrt.errors import CommError, DeviceMissingError, UsageError
-from commrt.launch import LaunchInfo, detect
+from commrt.launch.detect import LaunchInfo, detect
 from commrt.operations import OpSpec
 
 __all__ = ["about", "main"]

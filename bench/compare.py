@@ -29,7 +29,7 @@ from commrt.bench.options import check_dtype
 from commrt.bench.raw_data import read_data, write_data
 from commrt.devices.packages import torch_cuda
 from commrt.errors import BackendError, UsageError
-from commrt.launch import detect
+from commrt.launch.detect import detect
 
 __all__ = [
     "SCHEMA",

@@ -18,7 +18,7 @@ from commrt.bench.machine import describe_machine
 from commrt.bench.options import check_dtype
 from commrt.dtypes import dtype_by_name
 from commrt.errors import UsageError
-from commrt.mpiexec import run_ranks
+from commrt.launch.mpiexec import run_ranks
 
 __all__ = ["WAYS", "main", "text"]
 

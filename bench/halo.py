@@ -17,7 +17,7 @@ from commrt.bench.launch import LaunchError, parse_peer
 from commrt.bench.machine import describe_machine
 from commrt.bench.options import check_dtype
 from commrt.errors import UsageError
-from commrt.mpiexec import run_ranks
+from commrt.launch.mpiexec import run_ranks
 
 __all__ = ["extents", "job_of", "main", "text"]
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from commrt.bench.bench_operations import bench_operation
 from commrt.bench.timing_loop import SharedFlags
 from commrt.errors import BackendError, UsageError, suggest
-from commrt.mpiexec import (
+from commrt.launch.mpiexec import (
     Completed,
     available_cpus,
     child_environment,

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from commrt.mpiexec import available_cpus
+from commrt.launch.mpiexec import available_cpus
 
 __all__ = ["describe_machine"]
 

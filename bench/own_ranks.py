@@ -11,8 +11,8 @@ from typing import Any
 
 from commrt.bench.machine import describe_machine
 from commrt.errors import BackendError
-from commrt.launch import detect
-from commrt.mpiexec import run_ranks
+from commrt.launch.detect import detect
+from commrt.launch.mpiexec import run_ranks
 
 __all__ = ["report", "tell"]
 

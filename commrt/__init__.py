@@ -41,7 +41,7 @@ _HOME = {
     "Cyclic": "commrt.layouts",
     "GraphCommunicator": "commrt.comm",
     "Layout": "commrt.layouts",
-    "Mesh": "commrt.mesh",
+    "Mesh": "commrt.grids.mesh",
     "Request": "commrt.request",
     "SparseVector": "commrt.sparse.vector",
     "algorithm": "commrt.algorithms",
@@ -59,10 +59,10 @@ if TYPE_CHECKING:
     from commrt.comm import CartCommunicator as CartCommunicator
     from commrt.comm import Communicator as Communicator
     from commrt.comm import GraphCommunicator as GraphCommunicator
+    from commrt.grids.mesh import Mesh as Mesh
     from commrt.layouts import Block as Block
     from commrt.layouts import Cyclic as Cyclic
     from commrt.layouts import Layout as Layout
-    from commrt.mesh import Mesh as Mesh
     from commrt.request import Request as Request
     from commrt.request import wait_all as wait_all
     from commrt.request import wait_any as wait_any

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
-from commrt.arrays import HostView, overlap
-from commrt.device_messages import DeviceMessages, place_of
+from commrt.arrays.host import HostView, overlap
+from commrt.device_calls.hosted import holds_device_arrays
+from commrt.device_calls.messages import DeviceMessages, place_of
+from commrt.device_calls.nccl_messages import NcclMessages
 from commrt.errors import UsageError
-from commrt.hosted_calls import holds_device_arrays
 from commrt.message_lists import bind_lists
-from commrt.nccl_messages import NcclMessages
 from commrt.sparse.vector import parts_on_device
 
 if TYPE_CHECKING:

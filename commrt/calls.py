@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from commrt.arrays import (
+from commrt.arrays.host import (
     HostView,
     block_shape,
     copy_of,

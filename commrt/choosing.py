@@ -30,10 +30,10 @@ from commrt.world import NATIVE
 
 if TYPE_CHECKING:
     from commrt.calls import Bound, Call
-    from commrt.ipc_calls import IpcFacts
-    from commrt.mpi_calls import MpiFacts
-    from commrt.nccl_calls import NcclFacts
-    from commrt.staging import Staging
+    from commrt.device_calls.ipc import IpcFacts
+    from commrt.device_calls.mpi import MpiFacts
+    from commrt.device_calls.nccl import NcclFacts
+    from commrt.device_calls.staging import Staging
 
 __all__ = ["Choosing"]
 

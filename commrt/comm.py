@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from commrt import _libmpi, _native, backends, calls
-from commrt.arrays import numpy_type
+from commrt.arrays.host import numpy_type
 from commrt.backends.base import PlanSpec
 from commrt.backends.planning import LANE_NBYTES
+from commrt.device_calls.staging import Staging
 from commrt.dtypes import engine_factor
 from commrt.errors import BackendError, UsageError
 from commrt.failures import watch_forks
-from commrt.fusion import Fusing
-from commrt.grids import Cartesian
+from commrt.fusion.calls import Fusing
+from commrt.grids.grid import Cartesian
+from commrt.grids.neighbors import Graph
 from commrt.links import agree_link_class, measure_links, spins_for
 from commrt.memory_limit import check_fits
 from commrt.native_comms import Lease
-from commrt.neighbors import Graph
 from commrt.nvtx_ranges import ranges_around
 from commrt.operation_methods import method_of
 from commrt.operations import OPERATIONS, operation
@@ -37,7 +38,6 @@ from commrt.schedule.nodes import check_nodes
 from commrt.select.facts import CommFacts
 from commrt.settings import Settings, make_policy
 from commrt.slot_window import measure_slot_window
-from commrt.staging import Staging
 from commrt.symmetric import SymmetricHeap, as_array, parse_request
 from commrt.trace.methods import follow_communicator
 from commrt.user_reduction import BoundReduction

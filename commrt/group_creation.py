@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from commrt.calls import as_integer, check_flag
 from commrt.errors import MismatchError, UsageError
-from commrt.grids import Grid, make_grid
-from commrt.mesh import Mesh, parse_axes
-from commrt.neighbors import make_neighborhood
+from commrt.grids.grid import Grid, make_grid
+from commrt.grids.mesh import Mesh, parse_axes
+from commrt.grids.neighbors import make_neighborhood
 from commrt.sparse.methods import SparseMethods
 
 if TYPE_CHECKING:

@@ -52,7 +52,7 @@ def report() -> tuple[str, bool, int]:
 
     def launched() -> Iterator[str]:
         nonlocal rank
-        from commrt.launch import detect
+        from commrt.launch.detect import detect
 
         launch = detect()
         rank = launch.rank

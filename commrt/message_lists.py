@@ -12,11 +12,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
-from commrt.arrays import HostView, view_anywhere
+from commrt.arrays.host import HostView, view_anywhere
 from commrt.calls import as_integer, check_flag
-from commrt.device_messages import DeviceMessages, place_of
+from commrt.device_calls.messages import DeviceMessages, place_of
+from commrt.device_calls.nccl_messages import NcclMessages, check_backend
 from commrt.errors import BufferError_, UsageError
-from commrt.nccl_messages import NcclMessages, check_backend
 
 if TYPE_CHECKING:
     from commrt.failures import Guarded

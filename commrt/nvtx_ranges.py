@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commrt import env
-from commrt.device_arrays import is_on_device
+from commrt.arrays.device import is_on_device
 from commrt.errors import BackendError, CommError
 from commrt.operations import COLLECTIVES, operation, rule_nbytes
 

@@ -17,13 +17,13 @@ from commrt.bound_calls import (
     bind_sparse,
     bind_topk,
 )
-from commrt.device_boxes import BoundBoxes
+from commrt.device_calls.boxes import BoundBoxes
+from commrt.device_calls.nccl_messages import NcclMessages
+from commrt.device_calls.staging import BoundDeviceCall, BoundHostedCall
 from commrt.errors import UsageError, suggest
-from commrt.nccl_messages import NcclMessages
 from commrt.nvtx_ranges import NamedCall
 from commrt.operations import COLLECTIVES, operation
 from commrt.redistribution import bound_redistribution, make_redistribution
-from commrt.staging import BoundDeviceCall, BoundHostedCall
 from commrt.vector_calls import bind_call
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from commrt import _native
-from commrt.arrays import HostView, overlap, view_anywhere
+from commrt.arrays.host import HostView, overlap, view_anywhere
 from commrt.calls import check_flag, check_timeout
-from commrt.device_messages import DeviceMessages, place_of
-from commrt.device_requests import DeviceRequest
+from commrt.device_calls.messages import DeviceMessages, place_of
+from commrt.device_calls.nccl_messages import NcclMessages
+from commrt.device_calls.requests import DeviceRequest
 from commrt.errors import BufferError_, UsageError
 from commrt.failures import Guarded
 from commrt.message_lists import bind_lists, check_tag
-from commrt.nccl_messages import NcclMessages
 from commrt.request import Request
 
 __all__ = ["PointToPoint"]

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commrt import _native
-from commrt.arrays import empty_like_array, view_anywhere
-from commrt.backends.boxes import box_plan, compile_for
-from commrt.calls import check_flag
-from commrt.device_boxes import BoundBoxes, DeviceBoxes
-from commrt.device_messages import place_of
-from commrt.errors import BufferError_, UsageError
-from commrt.layouts import Layout, Runs, common_runs
-from commrt.schedule.boxes import Box, Move
-from commrt.strided import (
+from commrt.arrays.host import empty_like_array, view_anywhere
+from commrt.arrays.strided import (
     StridedArray,
     address_table,
     check_apart,
     check_writable,
     strided,
 )
+from commrt.backends.boxes import box_plan, compile_for
+from commrt.calls import check_flag
+from commrt.device_calls.boxes import BoundBoxes, DeviceBoxes
+from commrt.device_calls.messages import place_of
+from commrt.errors import BufferError_, UsageError
+from commrt.layouts import Layout, Runs, common_runs
+from commrt.schedule.boxes import Box, Move
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator

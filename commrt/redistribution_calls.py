@@ -7,11 +7,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from commrt.agreed_plans import agreed_plan
+from commrt.arrays.strided import address_table
 from commrt.calls import check_timeout
-from commrt.device_boxes import DeviceBoxes
+from commrt.device_calls.boxes import DeviceBoxes
 from commrt.group_creation import GroupCreation
 from commrt.redistribution import Redistribution, agreed_boxes, make_redistribution
-from commrt.strided import address_table
 
 if TYPE_CHECKING:
     from commrt.layouts import Layout

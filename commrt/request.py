@@ -11,10 +11,10 @@ from typing import Any
 from commrt import _native
 from commrt._native import FusedRequest, Request
 from commrt.calls import check_timeout
-from commrt.device_requests import DeviceMessageRequest, DeviceRequest
+from commrt.device_calls.fused_requests import FusedDeviceRequest
+from commrt.device_calls.hosted import HostedRequest
+from commrt.device_calls.requests import DeviceMessageRequest, DeviceRequest
 from commrt.errors import CommError, TimeoutError_, UsageError
-from commrt.fused_device_requests import FusedDeviceRequest
-from commrt.hosted_calls import HostedRequest
 from commrt.stepped import SteppedRequest
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commrt.arrays import HostView, overlap, view
+from commrt.arrays.host import HostView, overlap, view
 from commrt.errors import BufferError_, UsageError
 
 __all__ = ["check_residual"]

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import IO
 
 from commrt.console import until_reader_leaves
-from commrt.mpiexec import child_environment, last_words
+from commrt.launch.mpiexec import child_environment, last_words
 
 __all__ = ["main"]
 

@@ -16,7 +16,7 @@ from commrt.calls import check_flag
 from commrt.comm import Communicator
 from commrt.errors import ClosedError, UsageError
 from commrt.gloo_relay import GlooRelay
-from commrt.launch import LaunchInfo, detect
+from commrt.launch.detect import LaunchInfo, detect
 from commrt.safety.abort import install_excepthook
 from commrt.world import World, connect_world, end_of_process, progress_mode
 

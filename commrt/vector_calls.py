@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commrt.arrays import HostView, copy_of, empty_like_array
+from commrt.arrays.host import HostView, copy_of, empty_like_array
 from commrt.calls import (
     Bound,
     Call,

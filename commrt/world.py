@@ -24,7 +24,7 @@ from commrt.backends.known import check_wishes, known_names
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.gloo_relay import GlooRelay
-from commrt.launch import LaunchInfo
+from commrt.launch.detect import LaunchInfo
 from commrt.native_comms import NativeComms
 from commrt.select.facts import Candidate, CommFacts, LinkClass
 from commrt.select.fingerprint import available_cores

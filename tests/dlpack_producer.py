@@ -6,8 +6,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from commrt.arrays.dlpack import _Tensor, _Versioned
 from commrt.devices import DeviceArray
-from commrt.dlpack import _Tensor, _Versioned
 
 _new = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p

@@ -22,7 +22,7 @@ from commrt import _libmpi, _native
 from commrt.backends import local
 from commrt.backends.local import LocalRanks
 from commrt.comm import Communicator
-from commrt.launch import LaunchInfo
+from commrt.launch.detect import LaunchInfo
 from commrt.world import connect_world
 
 __all__ = ["ERR_OTHER", "ERR_TRUNCATE", "FakeMpi", "MpiRanks", "prototype"]

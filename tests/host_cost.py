@@ -74,9 +74,9 @@ def measure(num_calls: int) -> list[Cost]:
 def _measure(driver: Path, nccl: Path | None, num_calls: int) -> list[Cost]:
     from commrt import _native
     from commrt.backends.local import run
+    from commrt.device_calls.nccl import NcclFacts
     from commrt.devices import CudaDevice, DeviceArray, DeviceStream
     from commrt.nccl import Library, libnccl
-    from commrt.nccl_calls import NcclFacts
 
     counters = ctypes.CDLL(str(driver))
     counters.fake_num_calls.restype = ctypes.c_long

@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 
 from staged_ranks import Rank, SimRanks, forget_ranks, kept_ranks
 
-from commrt import ipc_calls
 from commrt.backends import peer_sharing
 from commrt.backends.local import run
 from commrt.comm import Communicator
+from commrt.device_calls import ipc as ipc_calls
+from commrt.device_calls.ipc import IpcCalls
 from commrt.devices import ThreadDevice
 from commrt.errors import CommError, OrderingError
-from commrt.ipc_calls import IpcCalls
 
 __all__ = ["IpcSimRanks", "ipc_here", "on_ipc_threads", "prepare", "verdict"]
 

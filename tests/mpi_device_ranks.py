@@ -20,12 +20,13 @@ from unittest import mock
 from fake_device_mpi import FakeDeviceMpi, PretendedComms
 from staged_ranks import Rank, SimRanks, forget_ranks, kept_ranks, on_threads
 
-from commrt import _libmpi, mpi_calls, world
+from commrt import _libmpi, world
 from commrt.backends import local, mpi
 from commrt.comm import Communicator
+from commrt.device_calls import mpi as mpi_calls
+from commrt.device_calls.mpi import MpiCalls
 from commrt.errors import CommError, OrderingError
-from commrt.launch import LaunchInfo
-from commrt.mpi_calls import MpiCalls
+from commrt.launch.detect import LaunchInfo
 from commrt.nccl.orders import end_all
 from commrt.world import connect_world
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from commrt.errors import BackendError
-from commrt.mpiexec import Completed, Flavour, find_launcher, run_ranks
+from commrt.launch.mpiexec import Completed, Flavour, find_launcher, run_ranks
 
 RANK_MAIN = Path(__file__).parent / "mpi" / "rank_main.py"
 KILL_GRACE_S = 5.0

@@ -19,9 +19,9 @@ from fake_nccl import FakeNccl
 from staged_ranks import Rank, SimRanks, kept_ranks, on_threads
 
 from commrt.comm import Communicator
+from commrt.device_calls.nccl import NcclCalls
 from commrt.nccl import libnccl
 from commrt.nccl.orders import end_all
-from commrt.nccl_calls import NcclCalls
 
 __all__ = ["NcclSimRanks", "nccl_here", "on_nccl_threads", "prepare"]
 

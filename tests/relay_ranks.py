@@ -18,7 +18,7 @@ from commrt import _native
 from commrt.backends import local
 from commrt.backends.local import LocalRanks
 from commrt.comm import Communicator
-from commrt.launch import LaunchInfo
+from commrt.launch.detect import LaunchInfo
 from commrt.world import connect_world
 
 __all__ = ["CarriedRelay", "RelayRanks"]

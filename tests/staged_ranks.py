@@ -15,7 +15,7 @@ import numpy as np
 
 from commrt.backends.local import LocalRanks
 from commrt.comm import Communicator
-from commrt.device_buckets import DeviceBuckets
+from commrt.device_calls.buckets import DeviceBuckets
 from commrt.devices import DeviceArray, DeviceStream, SimWorld, ThreadDevice
 from commrt.errors import OrderingError
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from mpi_ranks import KILL_GRACE_S, SpawnedRanks
 
-from commrt.mpiexec import Completed, child_environment, run_process
+from commrt.launch.mpiexec import Completed, child_environment, run_process
 
 __all__ = ["TorchRun", "torchrun"]
 

@@ -12,7 +12,7 @@ from commrt.bench.device_memory import DEVICES, number_of_devices
 from commrt.console import until_reader_leaves
 from commrt.dtypes import dtype_by_name
 from commrt.errors import CommError, TableError, UsageError, suggest
-from commrt.launch import detect
+from commrt.launch.detect import detect
 from commrt.operations import COLLECTIVES, operation
 from commrt.select.facts import LINK_CLASSES, CommFacts, Query
 from commrt.select.fingerprint import available_cores

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from commrt.bench.timing_loop import SharedFlags
 from commrt.errors import UsageError
-from commrt.mpiexec import Launcher, find_launcher, kill_tree, launch_command
+from commrt.launch.mpiexec import Launcher, find_launcher, kill_tree, launch_command
 from commrt.tuning.job import Job, Turn
 
 __all__ = ["Ended", "Message", "Start", "choose_launcher", "listen", "start_ranks"]

@@ -2,7 +2,7 @@
 """Device memory over memory of peers: every schedule, by kernels and flags alone.
 
 Whether the ranks can share memory of their devices they agree upon
-(``commrt/ipc_calls.py``); the rest follows from the call. Unasked it runs where ranks
+(``device_calls/ipc.py``); the rest follows from the call. Unasked it runs where ranks
 share a device and NCCL does not run: then ``direct``, in one shot or in two.
 """
 

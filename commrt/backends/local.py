@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from commrt.bootstrap.threads import ThreadWorld
 from commrt.comm import Communicator
-from commrt.launch import LaunchInfo
+from commrt.launch.detect import LaunchInfo
 from commrt.world import connect_world
 
 __all__ = ["LocalRanks", "run"]

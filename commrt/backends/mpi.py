@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``mpi`` backend: the library's own collectives, and schedules across nodes.
 
-A library that takes device memory, as the ranks agree (``commrt/mpi_calls.py``),
+A library that takes device memory, as the ranks agree (``commrt/device_calls/mpi.py``),
 runs its collectives on arrays on devices too, where it keeps commrt's rules; all else
 is left to ``staged``. Its schedules are of host memory alone.
 """
@@ -20,7 +20,7 @@ from commrt.backends.planning import check_params, schedule_plan
 from commrt.backends.schedules import schedule_candidates
 from commrt.dtypes import ReduceOp, dtype_by_name, is_known
 from commrt.errors import BackendError
-from commrt.launch import detect
+from commrt.launch.detect import detect
 from commrt.operations import operation
 from commrt.select.facts import Candidate, Query
 

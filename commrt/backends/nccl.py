@@ -2,7 +2,7 @@
 """Device memory by NCCL: what it can do as commrt promises it, by rule.
 
 What it cannot do is left to ``staged``, on all ranks alike: whether NCCL is there is
-agreed by the ranks (``commrt/nccl_calls.py``), and the rest follows from the call.
+agreed by the ranks (``device_calls/nccl.py``), and the rest follows from the call.
 """
 
 from __future__ import annotations

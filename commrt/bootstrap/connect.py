@@ -12,7 +12,7 @@ from commrt.bootstrap.directory import DirectoryStore
 from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.bootstrap.single import SingleBootstrap
 from commrt.bootstrap.store import StoreBootstrap, slurm_store, torchrun_store
-from commrt.launch import LaunchInfo, check_mpi_library, check_mpi_size
+from commrt.launch.detect import LaunchInfo, check_mpi_library, check_mpi_size
 
 __all__ = ["connect"]
 

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from commrt import slurm
 from commrt.bootstrap.base import Keys, poll_until, timed_out
 from commrt.bootstrap.directory import DirectoryStore
 from commrt.errors import BackendError
+from commrt.launch import slurm
 
 __all__ = ["StoreBootstrap", "slurm_store", "torchrun_store"]
 
@@ -171,7 +171,7 @@ def torchrun_store(
 def slurm_store(
     rank: int, size: int, timeout_s: float, environ: Mapping[str, str] | None = None
 ) -> Any:
-    """Return the store of a Slurm step, which rank 0 hosts (commrt/slurm.py)."""
+    """Return the store of a Slurm step, which rank 0 hosts (commrt/launch/slurm.py)."""
     where = slurm.rendezvous(os.environ if environ is None else environ)
     said = "from Slurm's variables; MASTER_ADDR and MASTER_PORT override it"
     return _tcp_store(where, rank, size, rank == 0, timeout_s, said)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commrt import _native
-from commrt.arrays import HostView
+from commrt.arrays.host import HostView
 from commrt.calls import Bound, Call
 from commrt.compression.parts import (
     HEADER_NBYTES,

@@ -9,7 +9,7 @@ namespace commrt {
 namespace {
 
 nb::object words_for(const char* function) {
-  return nb::module_::import_("commrt.device_requests").attr(function);
+  return nb::module_::import_("commrt.device_calls.requests").attr(function);
 }
 
 [[noreturn]] void raise(const nb::object& error) {
@@ -90,7 +90,7 @@ nb::object DeviceRequest::wait(nb::handle stream, nb::handle timeout_s) {
   if (stream.is_none()) {
     handle = current_stream_of(array_, device_);
   } else {
-    const nb::object as_stream = nb::module_::import_("commrt.device_arrays").attr("as_stream");
+    const nb::object as_stream = nb::module_::import_("commrt.arrays.device").attr("as_stream");
     handle = nb::cast<Stream>(as_stream(stream, device_, what()));
   }
   try {

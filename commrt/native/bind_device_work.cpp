@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Binds what all calls on device memory, and all works, have alike (commrt/device_requests.py).
+// Binds what all calls on device memory, and all works, have alike (device_calls/requests.py).
 #include "bind_device_work.hpp"
 
 #include <nanobind/stl/vector.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // One started call on arrays on devices as its caller holds it. What goes wrong is put into words
-// by commrt/device_requests.py.
+// by commrt/device_calls/requests.py.
 #pragma once
 
 #include <string>

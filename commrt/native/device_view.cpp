@@ -374,7 +374,7 @@ DType interface_type(PyObject* typestr) {
   if (text == nullptr) throw nb::python_error();
   const std::string name(text, static_cast<std::size_t>(length));
   if (const auto found = known->find(name); found != known->end()) return found->second;
-  const nb::object arrays = nb::module_::import_("commrt.device_arrays");
+  const nb::object arrays = nb::module_::import_("commrt.arrays.device");
   const nb::object code = arrays.attr("code_of")(nb::handle(typestr));
   return known->emplace(name, known_type(nb::cast<int>(code))).first->second;
 }
@@ -472,7 +472,7 @@ Stream current_stream_of(nb::handle array, nb::handle device) {
     }
   });
   if (is_known) return stream;
-  const nb::object arrays = nb::module_::import_("commrt.device_arrays");
+  const nb::object arrays = nb::module_::import_("commrt.arrays.device");
   return nb::cast<Stream>(arrays.attr("current_stream_of")(array, device));
 }
 

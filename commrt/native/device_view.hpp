@@ -3,7 +3,7 @@
 //
 // Known are commrt's own arrays, cupy's, torch's, and what has __cuda_array_interface__, each by
 // what its library documents. Whatever is out of the ordinary, such as strides, managed memory,
-// or a device that is not open yet, is left to commrt/device_arrays.py, which says what is wrong.
+// or a device that is not open yet, is left to commrt/arrays/device.py, which says what is wrong.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -23,7 +23,7 @@ struct DeviceView {
   DType dtype = DType::F32;
   bool writable = false;
   nb::object device;   // as Python knows it
-  Stream stream = 0;   // the current one, as current_stream_of() in device_arrays.py says
+  Stream stream = 0;   // the current one, as current_stream_of() in arrays/device.py says
   // Whether the array says that a stream orders it, and which one.
   bool exports = false;
   Stream exported = 0;

@@ -18,7 +18,7 @@ namespace commrt {
 // its references, too.
 //
 // Of arrays on a device only what settles its place among the others is here: `away` sends it
-// (commrt/device_buckets.py), `arrays` are its requests, and `parts` have lengths alone.
+// (device_calls/buckets.py), `arrays` are its requests, and `parts` have lengths alone.
 struct Bucket {
   Bucket(nb::object group_, DType dtype_, RedOp redop_, nb::object away_)
       : group(std::move(group_)), away(std::move(away_)), dtype(dtype_), redop(redop_),
@@ -72,7 +72,7 @@ struct FusedCall {
 // calls: where that happens is called a cut.
 class Fusion {
  public:
-  // With a time limit the ranks agree where to cut (fusion_agreement.py), as clocks differ. Without
+  // With a time limit the ranks agree where to cut (fusion/agreement.py), as clocks differ. Without
   // one it is infinite, and cuts follow from the calls alone.
   Fusion(Group& group, uint64_t most_nbytes, double limit_s)
       : engine_(*group.engine), known_(group.fused_kinds), most_nbytes_(most_nbytes),

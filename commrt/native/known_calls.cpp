@@ -50,7 +50,7 @@ bool fits(const DeviceView& x, const DeviceView& out, const KnownCalls::Entry& e
 // The stream that a call is given. False where it is none of that device's, or is no stream.
 bool read_stream(const AskedCall& asked, const nb::object& device, Stream* stream) {
   try {
-    const nb::object as_stream = nb::module_::import_("commrt.device_arrays").attr("as_stream");
+    const nb::object as_stream = nb::module_::import_("commrt.arrays.device").attr("as_stream");
     *stream = nb::cast<Stream>(as_stream(nb::handle(asked.stream), device,
                                          nb::handle(asked.name)));
     return true;

@@ -210,7 +210,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   // An array that is neither numpy's nor torch's, or not a plain one.
   auto elsewhere = [&]() -> PyObject* {
     if (group.known_calls->empty() || self->num_counts != 0 || factor != nullptr) return slow();
-    // It may go into a bucket (commrt/device_buckets.py).
+    // It may go into a bucket (device_calls/buckets.py).
     if (group.fusion != nullptr && nonblocking && self->coll == kAllreduce) return slow();
     const AskedCall asked{self->coll, reduction, static_cast<int>(root), args[1], out_object,
                           self->head.name, stream, timeout_s, nonblocking};

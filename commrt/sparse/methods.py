@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from commrt.arrays import HostView, overlap, view
+from commrt.arrays.host import HostView, overlap, view
 from commrt.calls import check_flag, check_timeout
+from commrt.device_calls.hosted import holds_device_arrays, run_hosted
 from commrt.errors import BufferError_, MismatchError, UsageError, suggest
-from commrt.hosted_calls import holds_device_arrays, run_hosted
 from commrt.meeting import Meeting
 from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, sparse_allreduce

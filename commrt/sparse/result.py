@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from commrt.arrays import HostView
+from commrt.arrays.host import HostView
 from commrt.sparse.messages import Talk, deliver, tell
 from commrt.sparse.pieces import Elements, Piece
 from commrt.sparse.vector import Given, SparseVector

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
-from commrt.arrays import HostView, view
+from commrt.arrays.host import HostView, view
 from commrt.calls import as_integer
 from commrt.errors import BufferError_, UsageError
 from commrt.residual import check_residual

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
-from commrt.arrays import HostView, view
+from commrt.arrays.device import is_on_device
+from commrt.arrays.host import HostView, view
 from commrt.calls import as_integer
-from commrt.device_arrays import is_on_device
 from commrt.dtypes import DType
 from commrt.errors import BufferError_, UsageError
 from commrt.tensors import is_tensor

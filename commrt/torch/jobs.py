@@ -23,7 +23,7 @@ from commrt.calls import check_flag
 from commrt.comm import Communicator
 from commrt.env import read_bool
 from commrt.errors import UsageError
-from commrt.launch import LaunchInfo
+from commrt.launch.detect import LaunchInfo
 from commrt.operations import COLLECTIVES
 from commrt.runtime import join_world
 from commrt.select.locate import LocatedTable, read_named

@@ -27,7 +27,7 @@ from commrt import _libmpi, env
 from commrt.bootstrap.directory import DirectoryStore
 from commrt.bootstrap.store import slurm_store
 from commrt.errors import BackendError
-from commrt.launch import LaunchInfo, check_mpi_library, check_mpi_size, detect
+from commrt.launch.detect import LaunchInfo, check_mpi_library, check_mpi_size, detect
 
 __all__ = ["serve_launchers", "take_mpi"]
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commrt._native import Request
-from commrt.device_requests import DeviceRequest
+from commrt.device_calls.requests import DeviceRequest
 from commrt.errors import CommError, TimeoutError_
 from commrt.torch.errors import as_torch_error
 from commrt.torch.futures import future_of

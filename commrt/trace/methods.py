@@ -435,7 +435,7 @@ def element_of(x: Any) -> tuple[str, int]:
 
 
 def _is_on_device(x: Any) -> bool:
-    from commrt.device_arrays import is_on_device
+    from commrt.arrays.device import is_on_device
 
     with suppress(Exception):  # of which the call will speak
         return x is not None and bool(is_on_device(x))

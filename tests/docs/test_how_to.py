@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commrt.mpiexec import child_environment, run_ranks
+from commrt.launch.mpiexec import child_environment, run_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "write-an-algorithm.md").read_text()
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.S | re.M)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from commrt.mpiexec import Completed, child_environment, run_process
+from commrt.launch.mpiexec import Completed, child_environment, run_process
 
 TEXT = (Path(__file__).parents[2] / "README.md").read_text()
 SECTION = TEXT.split("\n## From the shell\n")[1].split("\n## ")[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from commrt.errors import BackendError
-from commrt.mpiexec import child_environment, find_launcher, run_ranks
+from commrt.launch.mpiexec import child_environment, find_launcher, run_ranks
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.S | re.M)

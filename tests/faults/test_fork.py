@@ -14,7 +14,7 @@ import pytest
 
 import commrt
 from commrt.errors import ClosedError
-from commrt.mpiexec import child_environment
+from commrt.launch.mpiexec import child_environment
 
 COMM: list[Any] = []
 

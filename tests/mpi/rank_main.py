@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from commrt.launch import detect
+from commrt.launch.detect import detect
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from commrt.errors import TimeoutError_, UsageError
-from commrt.launch import LaunchInfo, detect
+from commrt.launch.detect import LaunchInfo, detect
 
 
 def _connect() -> Any:

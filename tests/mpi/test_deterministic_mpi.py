@@ -66,7 +66,7 @@ def test_the_variable_asks_for_it_and_the_library_is_refused(mpirun: Any) -> Non
 
 
 def disagree() -> str:
-    from commrt.launch import detect
+    from commrt.launch.detect import detect
 
     try:
         commrt.init(deterministic=detect().rank == 1)

@@ -11,7 +11,7 @@ from cases import Case, sample
 from staged_cases import run_on_device
 
 import commrt
-from commrt import mpi_calls
+from commrt.device_calls import mpi as mpi_calls
 from commrt.devices import DeviceArray, DeviceStream, ThreadDevice
 from commrt.operations import OPERATIONS
 

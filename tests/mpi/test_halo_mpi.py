@@ -16,7 +16,7 @@ from halo_cases import check, draw
 from layout_cases import move_drawn
 
 import commrt
-from commrt.mpiexec import child_environment
+from commrt.launch.mpiexec import child_environment
 
 
 def nodes(text: str) -> dict[str, str]:

@@ -14,8 +14,8 @@ import pytest
 
 import commrt
 from commrt.errors import UsageError
-from commrt.launch import detect
-from commrt.mpiexec import child_environment
+from commrt.launch.detect import detect
+from commrt.launch.mpiexec import child_environment
 
 PLAIN = """
 import numpy as np, commrt, sys

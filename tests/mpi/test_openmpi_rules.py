@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from commrt.mpiexec import (
+from commrt.launch.mpiexec import (
     Completed,
     child_environment,
     find_launcher,

@@ -17,7 +17,7 @@ import pytest
 import commrt
 from commrt.bench.timing_loop import SharedFlags
 from commrt.errors import TableError
-from commrt.launch import detect
+from commrt.launch.detect import detect
 from commrt.select.facts import Candidate, ParamValue
 from commrt.select.fingerprint import Cpu, Machine, this_machine
 from commrt.select.locate import user_table_path

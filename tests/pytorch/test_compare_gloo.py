@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commrt.mpiexec import child_environment, run_process
+from commrt.launch.mpiexec import child_environment, run_process
 
 
 def test_gloo_is_compared_where_torch_is_installed(

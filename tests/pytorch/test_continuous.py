@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commrt.mpiexec import child_environment, run_process
+from commrt.launch.mpiexec import child_environment, run_process
 
 SUITE = Path(__file__).with_name("continuous_suite.py")
 LEAST = 70

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from commrt.mpiexec import Completed, child_environment, run_process
+from commrt.launch.mpiexec import Completed, child_environment, run_process
 
 DEADLINE_S = 90.0
 STAND_IN = Path(__file__).parents[1] / "srun_stand_in.py"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from process_groups import job
 
 from commrt import _native
-from commrt.arrays import view
+from commrt.arrays.host import view
 from commrt.dtypes import DTYPES
 from commrt.errors import BufferError_, CommError, MismatchError, TableError, UsageError
 from commrt.operation_methods import if_known

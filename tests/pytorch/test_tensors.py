@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from commrt.arrays import empty_like_array, view
+from commrt.arrays.host import empty_like_array, view
 from commrt.backends.local import run
 from commrt.dtypes import DTYPES
 from commrt.errors import BufferError_

@@ -17,7 +17,7 @@ from cases import run_cases, sample
 
 import commrt
 from commrt.errors import TimeoutError_
-from commrt.launch import detect
+from commrt.launch.detect import detect
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.S | re.M)

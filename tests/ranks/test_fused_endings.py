@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import commrt
-from commrt import fusion_agreement
 from commrt.backends.local import LocalRanks, run
 from commrt.comm import Communicator
 from commrt.errors import (
@@ -23,6 +22,7 @@ from commrt.errors import (
     TimeoutError_,
     UsageError,
 )
+from commrt.fusion import agreement as fusion_agreement
 
 pytestmark = pytest.mark.filterwarnings("error::ResourceWarning")
 

@@ -18,7 +18,7 @@ from staged_cases import run_on_device
 from staged_ranks import Rank
 
 import commrt
-from commrt import ipc_calls
+from commrt.device_calls import ipc as ipc_calls
 from commrt.devices import DeviceArray, ThreadDevice
 from commrt.errors import BackendError, CaptureError, MismatchError, UsageError
 from commrt.operations import OPERATIONS

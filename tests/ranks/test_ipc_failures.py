@@ -398,7 +398,7 @@ import atexit, sys
 sys.path[:0] = {paths!r}
 import numpy as np
 import commrt
-from commrt import ipc_calls
+from commrt.device_calls import ipc as ipc_calls
 from commrt.backends import peer_sharing
 from commrt.devices import DeviceArray, DeviceStream, ThreadDevice
 

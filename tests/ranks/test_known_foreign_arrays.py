@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays of torch, of cupy, and of libraries with an interface, read natively.
 
-What the engine reads is what ``commrt/device_arrays.py`` reads; what is out of the
+What the engine reads is what ``commrt/arrays/device.py`` reads; what is out of the
 ordinary it leaves to that. Calls that are known take the library's current stream.
 """
 
@@ -22,7 +22,7 @@ from known_calls import calls_of_python, said, without_python
 from staged_ranks import Rank, SimRanks, forget_ranks, on_threads
 
 from commrt import _native
-from commrt.device_arrays import current_stream_of, see
+from commrt.arrays.device import current_stream_of, see
 from commrt.devices import DeviceArray, DeviceStream, ThreadDevice, registry
 from commrt.dtypes import DTYPES
 from commrt.request import DeviceRequest

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from commrt import _native
-from commrt.arrays import view
+from commrt.arrays.host import view
 from commrt.backends.local import LocalRanks, run
 from commrt.comm import Communicator
 from commrt.dtypes import DTYPES

@@ -19,10 +19,10 @@ from test_nccl_order import verdict
 
 from commrt import _native
 from commrt.backends import peer_sharing
+from commrt.device_calls.ipc import IpcCalls
+from commrt.device_calls.mpi import MpiCalls
 from commrt.devices import DeviceStream
 from commrt.errors import OrderingError
-from commrt.ipc_calls import IpcCalls
-from commrt.mpi_calls import MpiCalls
 
 SEEDS, FULL_SEEDS = 2, 40
 CALLS, FULL_CALLS = 50, 400

@@ -18,7 +18,8 @@ from nccl_ranks import nccl_here
 from staged_cases import run_on_device
 from staged_ranks import Rank
 
-from commrt import _native, mpi_calls
+from commrt import _native
+from commrt.device_calls import mpi as mpi_calls
 from commrt.devices import DeviceArray, ThreadDevice
 from commrt.errors import BackendError, CaptureError, MismatchError, UsageError
 from commrt.operations import OPERATIONS

@@ -19,9 +19,9 @@ from test_nccl_order import OF_BOXES
 from test_staged_boxes import CASE, FORMS, HaloRanks, halo_verdict
 
 from commrt import Block, Layout
+from commrt.device_calls.nccl import NcclCalls
 from commrt.errors import CaptureError, RevokedError, TimeoutError_
 from commrt.nccl.orders import end_all
-from commrt.nccl_calls import NcclCalls
 
 SEEDS, FULL_SEEDS = 1, 60
 GOOD_SEEDS, FULL_GOOD_SEEDS = 2, 150

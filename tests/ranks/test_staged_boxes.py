@@ -25,7 +25,7 @@ from staged_ranks import (
 )
 
 from commrt import Block, Layout
-from commrt.device_boxes import DeviceBoxes
+from commrt.device_calls.boxes import DeviceBoxes
 from commrt.devices import DeviceArray
 from commrt.errors import (
     CommError,

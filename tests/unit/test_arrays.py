@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from commrt._native import view_of_numpy
-from commrt.arrays import block_shape, copy_of, empty_like_array, overlap, view
+from commrt.arrays.host import block_shape, copy_of, empty_like_array, overlap, view
 from commrt.dtypes import DTYPES
 from commrt.errors import BufferError_
 

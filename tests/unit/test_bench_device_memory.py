@@ -18,7 +18,7 @@ from commrt.bench.launch import KINDS, parse_peer
 from commrt.bench.options import parse
 from commrt.devices import ThreadDevice
 from commrt.errors import DeviceMissingError, UsageError
-from commrt.launch import detect
+from commrt.launch.detect import detect
 
 
 @pytest.fixture

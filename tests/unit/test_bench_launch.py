@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from commrt import mpiexec
 from commrt.bench.cli import main
 from commrt.bench.import_cost import measure_import
 from commrt.bench.launch import PeerSpec, launch, make_job, parse_peer
 from commrt.errors import BackendError, UsageError
-from commrt.mpiexec import Launcher
+from commrt.launch import mpiexec
+from commrt.launch.mpiexec import Launcher
 
 needs_mpi = pytest.mark.skipif(
     importlib.util.find_spec("mpi4py") is None

@@ -12,7 +12,7 @@ from commrt.bench.algorithm import resolve
 from commrt.bench.cli import main
 from commrt.bench.launch import make_job
 from commrt.errors import UsageError
-from commrt.launch import LaunchInfo
+from commrt.launch.detect import LaunchInfo
 from commrt.operations import COLLECTIVES
 
 

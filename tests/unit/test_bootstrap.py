@@ -18,7 +18,7 @@ from commrt.bootstrap.base import poll_until
 from commrt.bootstrap.single import SingleBootstrap
 from commrt.bootstrap.store import StoreBootstrap
 from commrt.errors import BackendError, PeerFailedError
-from commrt.launch import LaunchInfo
+from commrt.launch.detect import LaunchInfo
 
 
 class DictStore:
@@ -113,7 +113,7 @@ def test_poll_until_gives_up_and_reports_it() -> None:
 def test_plain_python_is_a_world_of_one_without_mpi_and_torch() -> None:
     code = (
         "import sys; from commrt.bootstrap import connect; "
-        "from commrt.launch import detect; "
+        "from commrt.launch.detect import detect; "
         "peers = connect(detect({})); "
         "assert peers.exchange([0], 'k', b'b', 1) == [b'b']; "
         "sys.exit('mpi4py' in sys.modules or 'torch' in sys.modules)"

@@ -13,8 +13,8 @@ from halo_cases import draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commrt.grids import Grid
-from commrt.halo import HaloShape, directions, halo_moves
+from commrt.grids.grid import Grid
+from commrt.grids.halo import HaloShape, directions, halo_moves
 from commrt.schedule.boxes import (
     Box,
     BoxProgram,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from commrt.device_arrays import as_stream, current_stream_of, is_on_device
+from commrt.arrays.device import as_stream, current_stream_of, is_on_device
 from commrt.devices import DeviceArray, DeviceStream, SimWorld
 from commrt.errors import UsageError
 

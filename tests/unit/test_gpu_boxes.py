@@ -16,7 +16,7 @@ from kernels_on_cpu import Buffer, OnCpu
 from commrt import _native
 from commrt.dtypes import DTYPES, DType, ReduceOp, dtype_by_name
 from commrt.errors import UsageError
-from commrt.halo import HaloShape, halo_moves
+from commrt.grids.halo import HaloShape, halo_moves
 from commrt.kernels.boxes import BoxTable, combine_table, move_table
 from commrt.kernels.source import reductions
 from commrt.schedule.boxes import Box

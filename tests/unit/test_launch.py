@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from commrt.errors import UsageError
-from commrt.launch import LaunchInfo, check_mpi_size, detect
+from commrt.launch.detect import LaunchInfo, check_mpi_size, detect
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "2",
@@ -125,7 +125,7 @@ def test_agreeing_or_unknown_sizes_pass() -> None:
 
 def test_detect_imports_neither_mpi_nor_torch() -> None:
     code = (
-        "import sys, commrt.launch; commrt.launch.detect();"
+        "import sys, commrt.launch.detect; commrt.launch.detect.detect();"
         "sys.exit('mpi4py' in sys.modules or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

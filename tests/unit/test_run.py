@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from commrt.mpiexec import child_environment
+from commrt.launch.mpiexec import child_environment
 from commrt.run import main
 
 DEADLINE_S = 60.0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from commrt.errors import UsageError
-from commrt.slurm import hosts, rendezvous
+from commrt.launch.slurm import hosts, rendezvous
 
 
 @pytest.mark.parametrize(

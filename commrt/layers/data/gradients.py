@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from commrt.arrays import HostView, numpy_type, view, view_anywhere, zeros_like_array
+from commrt.arrays.host import (
+    HostView,
+    numpy_type,
+    view,
+    view_anywhere,
+    zeros_like_array,
+)
 from commrt.errors import UsageError
 from commrt.tensors import is_tensor
 

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from commrt.errors import ClosedError, UsageError, suggest
-from commrt.grids import Grid, fill_dims, ranks_along
+from commrt.grids.grid import Grid, fill_dims, ranks_along
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator

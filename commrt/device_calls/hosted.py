@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commrt.arrays import HostView, empty_like_array, numpy_type, view_anywhere
-from commrt.device_arrays import as_stream, current_stream_of, is_on_device
-from commrt.device_messages import place_of
+from commrt.arrays.device import as_stream, current_stream_of, is_on_device
+from commrt.arrays.host import HostView, empty_like_array, numpy_type, view_anywhere
+from commrt.device_calls.messages import place_of
 from commrt.errors import UsageError
 
 if TYPE_CHECKING:

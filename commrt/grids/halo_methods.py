@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from commrt.agreed_plans import agreed_plan
+from commrt.arrays.strided import address_table
 from commrt.calls import check_timeout
-from commrt.device_boxes import DeviceBoxes
-from commrt.halo_calls import EXCHANGE, REDUCE, Halo, agreed_halo_plan, make_halo
-from commrt.neighbors import NeighborCalls
-from commrt.strided import address_table
+from commrt.device_calls.boxes import DeviceBoxes
+from commrt.grids.halo_calls import EXCHANGE, REDUCE, Halo, agreed_halo_plan, make_halo
+from commrt.grids.neighbors import NeighborCalls
 
 __all__ = ["HaloCalls"]
 

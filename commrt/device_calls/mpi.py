@@ -61,7 +61,7 @@ class MpiCalls:
     def tells(self, device: Any) -> str | None:
         """Return why this rank's library takes no device memory; empty where it does.
 
-        For the other ranks (``device_agreement``); None where nothing is asked.
+        For the other ranks (``device_calls.agreement``); None where nothing is asked.
         """
         why = self._why_never()
         if not why and device.kind not in KINDS:

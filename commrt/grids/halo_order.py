@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from commrt.arrays.strided import StridedArray
 from commrt.backends.ordering import wanted_order
 from commrt.calls import check_flag
 from commrt.dtypes import ReduceOp
 from commrt.errors import UsageError
-from commrt.strided import StridedArray
 
 __all__ = ["choose_direct", "needs_order"]
 

@@ -78,7 +78,7 @@ class NcclCalls:
         return None if self._made is None else self._made[0]
 
     def tells(self, device: Any) -> dict[str, Any] | None:
-        """Return whether this rank has NCCL, for the others (``device_agreement``).
+        """Return whether this rank has NCCL, for the others (``agreement.py``).
 
         Devices of other kinds than the library serves are pretended ones, and so are
         those of all ranks: about them nothing is asked.

@@ -25,13 +25,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
-from commrt.arrays import HostView
-from commrt.bucket_copies import Block, BucketCopies, Part
+from commrt.arrays.device import current_stream_of, is_on_device, see
+from commrt.arrays.host import HostView
 from commrt.calls import Bound, Call, allreduce_in_place
-from commrt.device_arrays import current_stream_of, is_on_device, see
+from commrt.device_calls.bucket_copies import Block, BucketCopies, Part
+from commrt.device_calls.fused_requests import FusedDeviceRequest, SentBucket
 from commrt.dtypes import DType, ReduceOp, reduce_op
 from commrt.errors import CommError, UsageError
-from commrt.fused_device_requests import FusedDeviceRequest, SentBucket
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator

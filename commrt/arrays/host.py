@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
-from commrt.device_arrays import is_cupy, is_jax, is_on_device, see
+from commrt.arrays.device import is_cupy, is_jax, is_on_device, see
 from commrt.devices.arrays import DeviceArray
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_, UsageError

@@ -11,18 +11,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
+from commrt.arrays.device import as_stream, current_stream_of
 from commrt.backends.peer_sharing import ENDING
-from commrt.device_agreement import Carrier, meet
-from commrt.device_arrays import as_stream, current_stream_of
-from commrt.device_buckets import DeviceBuckets
-from commrt.device_requests import DeviceRequest
+from commrt.device_calls.agreement import Carrier, meet
+from commrt.device_calls.buckets import DeviceBuckets
+from commrt.device_calls.hosted import HostCopies, run_hosted
+from commrt.device_calls.ipc import IpcCalls
+from commrt.device_calls.mpi import MpiCalls
+from commrt.device_calls.nccl import NcclCalls
+from commrt.device_calls.requests import DeviceRequest
 from commrt.devices.arrays import DeviceStream
 from commrt.devices.registry import cuda_device
 from commrt.errors import CaptureError, DeviceError, UsageError
-from commrt.hosted_calls import HostCopies, run_hosted
-from commrt.ipc_calls import IpcCalls
-from commrt.mpi_calls import MpiCalls
-from commrt.nccl_calls import NcclCalls
 
 if TYPE_CHECKING:
     from commrt.calls import Bound, Call

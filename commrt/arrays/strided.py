@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from commrt.arrays import view
+from commrt.arrays.device import is_on_device, see
+from commrt.arrays.host import view
 from commrt.backends.boxes import MOST_DIMS, ArrayLayout
-from commrt.device_arrays import is_on_device, see
 from commrt.dtypes import DType
 from commrt.errors import BufferError_, UsageError
 

@@ -3,7 +3,7 @@
 
 The native side (``native/fusion.cpp``) collects the calls in buckets. Where it cuts,
 that is, sends what it has, must be the same on all ranks. Without a time limit that
-follows from the calls. With one the ranks agree (``fusion_agreement.py``).
+follows from the calls. With one the ranks agree (``fusion/agreement.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
-from commrt.arrays import HostView
+from commrt.arrays.host import HostView
 from commrt.calls import (
     Bound,
     Call,
@@ -27,12 +27,12 @@ from commrt.calls import (
 from commrt.compression.methods import Compressing
 from commrt.dtypes import DTYPES, ReduceOp
 from commrt.errors import CommError, UsageError
-from commrt.fusion_agreement import Agreement, Follower, Leader
+from commrt.fusion.agreement import Agreement, Follower, Leader
 
 if TYPE_CHECKING:
-    from commrt.fused_device_requests import FusedDeviceRequest
+    from commrt.device_calls.fused_requests import FusedDeviceRequest
+    from commrt.device_calls.staging import Staging
     from commrt.safety.check import Checker
-    from commrt.staging import Staging
 
 __all__ = ["DEFAULT_NBYTES", "Fused", "Fusing"]
 

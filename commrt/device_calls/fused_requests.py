@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
-from commrt.bucket_copies import Block, BucketCopies, Part, PooledEvent
+from commrt.arrays.device import as_stream, current_stream_of
 from commrt.calls import check_timeout
-from commrt.device_arrays import as_stream, current_stream_of
+from commrt.device_calls.bucket_copies import Block, BucketCopies, Part, PooledEvent
 from commrt.errors import (
     CaptureError,
     CommError,
@@ -23,7 +23,7 @@ from commrt.errors import (
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
-    from commrt.device_requests import DeviceRequest
+    from commrt.device_calls.requests import DeviceRequest
 
 __all__ = ["FusedDeviceRequest", "SentBucket"]
 

@@ -19,9 +19,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
+from commrt.arrays.device import as_stream, current_stream_of
+from commrt.arrays.strided import StridedArray
 from commrt.backends.boxes import ArrayLayout, box_plan, compile_for
-from commrt.device_arrays import as_stream, current_stream_of
-from commrt.device_requests import DeviceRequest
+from commrt.device_calls.requests import DeviceRequest
 from commrt.dtypes import DTYPES, ReduceOp
 from commrt.errors import CommError, KernelsMissingError
 from commrt.kernels.boxes import (
@@ -32,7 +33,6 @@ from commrt.kernels.boxes import (
     move_table,
 )
 from commrt.schedule.boxes import Box, Move
-from commrt.strided import StridedArray
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
-from commrt.arrays import HostView
-from commrt.device_arrays import as_stream, current_stream_of
-from commrt.device_messages import place_of
-from commrt.device_requests import DeviceRequest
+from commrt.arrays.device import as_stream, current_stream_of
+from commrt.arrays.host import HostView
+from commrt.device_calls.messages import place_of
+from commrt.device_calls.requests import DeviceRequest
 from commrt.errors import BackendError, MismatchError, UsageError
 
 if TYPE_CHECKING:

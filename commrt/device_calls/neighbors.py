@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from commrt import _native
-from commrt.arrays import HostView
-from commrt.device_arrays import as_stream, current_stream_of
-from commrt.device_requests import DeviceRequest
+from commrt.arrays.device import as_stream, current_stream_of
+from commrt.arrays.host import HostView
+from commrt.device_calls.requests import DeviceRequest
 from commrt.schedule.boxes import Move
 
 if TYPE_CHECKING:

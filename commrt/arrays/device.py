@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from commrt._native import register_numpy_type
+from commrt.arrays.dlpack import export
 from commrt.devices.arrays import DeviceArray, DeviceStream, current_stream
 from commrt.devices.registry import cuda_device, find_device
-from commrt.dlpack import export
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_, UsageError
 from commrt.tensors import is_tensor, tensor_dtype

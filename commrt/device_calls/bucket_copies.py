@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from commrt.arrays import HostView
+from commrt.arrays.host import HostView
 from commrt.devices.arrays import DeviceStream
 from commrt.dtypes import ReduceOp
 from commrt.errors import CommError

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from commrt.arrays import HostView
-from commrt.device_arrays import as_stream, current_stream_of
-from commrt.device_requests import DeviceMessageRequest
+from commrt.arrays.device import as_stream, current_stream_of
+from commrt.arrays.host import HostView
+from commrt.device_calls.requests import DeviceMessageRequest
 from commrt.errors import UsageError
 
 if TYPE_CHECKING:

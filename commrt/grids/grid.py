@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from commrt.calls import as_integer
 from commrt.errors import UsageError
-from commrt.halo_calls import CartPlans
-from commrt.halo_methods import HaloCalls
-from commrt.neighbors import Neighborhood, grid_neighborhood
+from commrt.grids.halo_calls import CartPlans
+from commrt.grids.halo_methods import HaloCalls
+from commrt.grids.neighbors import Neighborhood, grid_neighborhood
 
 if TYPE_CHECKING:
     from commrt.comm import CartCommunicator

@@ -70,7 +70,7 @@ class IpcCalls:
         return self._agreed is not None
 
     def tells(self, device: Any) -> dict[str, str] | None:
-        """Return what this rank's device can, for the others (``device_agreement``).
+        """Return what this rank's device can, for the others (``agreement.py``).
 
         Devices that stand for none are of one kind on all ranks: about them nothing
         is asked.

@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commrt import _native
-from commrt.arrays import HostView, overlap, view_anywhere, zeros_like_array
+from commrt.arrays.device import as_stream, current_stream_of
+from commrt.arrays.host import HostView, overlap, view_anywhere, zeros_like_array
 from commrt.backends.boxes import ArrayLayout, box_plan, compile_for
 from commrt.calls import as_integer, check_flag, check_timeout
-from commrt.device_arrays import as_stream, current_stream_of
-from commrt.device_messages import place_of
-from commrt.device_neighbors import BoundNeighbors, nccl_neighbors, staged_neighbors
+from commrt.device_calls.messages import place_of
+from commrt.device_calls.neighbors import (
+    BoundNeighbors,
+    nccl_neighbors,
+    staged_neighbors,
+)
 from commrt.errors import BufferError_, MismatchError, UsageError
 from commrt.persistent import Plans
 from commrt.schedule.boxes import Box, Move

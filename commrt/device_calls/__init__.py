@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls on device arrays, ordered with the streams of their callers."""

@@ -16,17 +16,13 @@ change less.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from commrt.bench.machine import describe_machine
-from commrt.bench.raw_data import write_data
-from commrt.errors import UsageError
+from commrt.bench.in_process_group import Rows, names_of, report
 
 __all__ = ["WORKLOADS", "exposed_ms", "main", "measure"]
 
@@ -40,31 +36,26 @@ Step = Callable[[], Any]
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print a table; collective over the ranks that torchrun started."""
     parser = argparse.ArgumentParser(prog="python -m commrt.bench.exposed")
-    parser.add_argument("--workload", default=",".join(WORKLOADS), help="what to train")
+    parser.add_argument(
+        "--workload",
+        type=names_of(WORKLOADS),
+        default=list(WORKLOADS),
+        help="what to train",
+    )
     parser.add_argument("--rounds", type=int, default=_ROUNDS, help="turns of all ways")
     parser.add_argument("--steps", type=int, default=_STEPS, help="timed in a block")
     parser.add_argument("--out", help="write all times to this file")
     arguments = parser.parse_args(argv)
-    wanted = arguments.workload.split(",")
-    unknown = sorted(set(wanted) - set(WORKLOADS))
-    if unknown:
-        error = UsageError(f"--workload {unknown[0]}: expected {', '.join(WORKLOADS)}")
-        print(f"exposed: {error}", file=sys.stderr)
-        return 2
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("commrt")
-    try:
-        rows = measure(wanted, rounds=arguments.rounds, steps=arguments.steps)
-        if dist.get_rank() == 0:
-            print(_text(rows))
-            if arguments.out:
-                found = {"machine": describe_machine(), "rows": rows}
-                write_data(Path(arguments.out), json.dumps(found))
-    finally:
-        dist.destroy_process_group()
+
+    def measured_here() -> Rows:
+        return measure(
+            arguments.workload, rounds=arguments.rounds, steps=arguments.steps
+        )
+
+    report(measured_here, _text, arguments.out)
     return 0
 
 

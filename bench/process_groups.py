@@ -13,17 +13,13 @@ an array of numpy. Times are medians over blocks, in microseconds, of rank 0.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from commrt.bench.machine import describe_machine
-from commrt.bench.raw_data import write_data
-from commrt.errors import UsageError
+from commrt.bench.in_process_group import names_of, report
 
 __all__ = ["main", "measure"]
 
@@ -39,28 +35,17 @@ Call = Callable[[], Any]
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print a table; collective over the ranks that torchrun started."""
     parser = argparse.ArgumentParser(prog="python -m commrt.bench.process_groups")
-    parser.add_argument("--op", default=",".join(OPERATIONS), help="operations")
+    parser.add_argument(
+        "--op",
+        type=names_of(OPERATIONS),
+        default=list(OPERATIONS),
+        help="operations",
+    )
     parser.add_argument("--alone", action="store_true", help="without gloo")
     parser.add_argument("--out", help="write all times to this file")
     arguments = parser.parse_args(argv)
-    wanted = arguments.op.split(",")
-    unknown = sorted(set(wanted) - set(OPERATIONS))
-    if unknown:
-        error = UsageError(f"--op {unknown[0]}: expected {', '.join(OPERATIONS)}")
-        print(f"process_groups: {error}", file=sys.stderr)
-        return 2
-    import torch.distributed as dist
-
-    dist.init_process_group("commrt")
-    try:
-        rows = measure(wanted, alone=arguments.alone)
-        if dist.get_rank() == 0:
-            print(_text(rows))
-            if arguments.out:
-                found = {"machine": describe_machine(), "rows": rows}
-                write_data(Path(arguments.out), json.dumps(found))
-    finally:
-        dist.destroy_process_group()
+    wanted, alone = arguments.op, arguments.alone
+    report(lambda: measure(wanted, alone=alone), _text, arguments.out)
     return 0
 
 

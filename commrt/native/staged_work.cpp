@@ -107,7 +107,6 @@ void StagedWork::finish(const StagedPtr& made) {
 }
 
 void StagedWork::close() {
-  using Api = DeviceApi;
   abandon();
   HostLock issue(device_, issue_);
   {

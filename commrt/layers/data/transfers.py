@@ -7,6 +7,7 @@ it. Nobody can know that of the others, and what no rank has is no gradient at a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,7 +66,7 @@ class Bucket:
         return found
 
 
-class Transfer:
+class Transfer(ABC):
     """A bucket under way."""
 
     def __init__(self, bucket: Bucket, given: Sequence[Any], size: int) -> None:
@@ -81,13 +82,13 @@ class Transfer:
         self._requests: list[Any] = []
         self._results: list[Any] | None = None
 
+    @abstractmethod
     def start(self, comm: Communicator) -> None:
         """Start the operations, the same ones on all ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finished(self, outputs: Sequence[Any]) -> list[Any]:
         """Return the sums, from the outputs of the operations."""
-        raise NotImplementedError
 
     def test(self) -> bool:
         """Whether it has come to its end, after a little progress."""

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmarks over torch.distributed: ranks of torchrun measure, rank 0 tells."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from commrt.bench.machine import describe_machine
+from commrt.bench.raw_data import write_data
+
+Rows = list[dict[str, Any]]
+
+__all__ = ["Rows", "names_of", "report"]
+
+
+def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """Return an argument's type: known names with commas between them."""
+
+    def names(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in known:
+                raise ArgumentTypeError(f"{name}: expected {', '.join(known)}")
+        return text.split(",")
+
+    return names
+
+
+def report(
+    measure: Callable[[], Rows], text: Callable[[Rows], str], out: str | None
+) -> None:
+    """Measure in a process group of commrt, print a table, and keep all times.
+
+    Args:
+        measure: Called on every rank; its rows are those of rank 0.
+        text: The table of the rows.
+        out: The file that the rows are written to, with the machine; None: nowhere.
+    """
+    import torch.distributed as dist
+
+    dist.init_process_group("commrt")
+    try:
+        rows = measure()
+        if dist.get_rank() == 0:
+            print(text(rows))
+            if out:
+                found = {"machine": describe_machine(), "rows": rows}
+                write_data(Path(out), json.dumps(found))
+    finally:
+        dist.destroy_process_group()

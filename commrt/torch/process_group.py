@@ -65,9 +65,18 @@ def make_process_group(options: Any, pg_options: Any) -> CommrtProcessGroup:
         atexit.unregister(_end_groups)
         atexit.register(_end_groups, os.getpid())
     serve_compiled_gathers()
-    group = CommrtProcessGroup(comm, member)
+    group = _class_for(comm)(comm, member)
     _LIVING.add(group)
     return group
+
+
+def _class_for(comm: Communicator) -> type[CommrtProcessGroup]:
+    """Return the class of a group on this communicator."""
+    if comm._checker is None:
+        return CommrtProcessGroup
+    from commrt.torch.checked_group import CheckedProcessGroup
+
+    return CheckedProcessGroup
 
 
 def _end_groups(owner: int) -> None:

@@ -23,7 +23,7 @@ from commrt.torch.errors import as_torch_error
 from commrt.torch.futures import future_of
 from commrt.torch.operands import CopyBack
 
-__all__ = ["CommrtWork", "JoinedWork", "seconds"]
+__all__ = ["CommrtWork", "JoinedWork", "seconds", "wait_for"]
 
 Complete = Callable[["CommrtWork"], None]
 
@@ -34,6 +34,17 @@ def seconds(timeout: timedelta | None) -> float | None:
         return None
     limit = timeout.total_seconds()
     return limit if limit > 0 else None
+
+
+def wait_for(request: Any, limit: float | None) -> None:
+    """Wait for a request; of CUDA tensors, without a limit, only the stream waits."""
+    if limit is None:
+        request.wait()
+    elif isinstance(request, DeviceRequest):
+        request.synchronize(timeout_s=limit)
+        request.wait()
+    else:
+        request.wait(timeout_s=limit)
 
 
 class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
@@ -81,13 +92,7 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
 
     def _wait_for(self, request: Any, limit: float | None) -> None:
         try:
-            if limit is None:
-                request.wait()
-            elif isinstance(request, DeviceRequest):
-                request.synchronize(timeout_s=limit)
-                request.wait()
-            else:
-                request.wait(timeout_s=limit)
+            wait_for(request, limit)
         except TimeoutError_ as error:
             raise as_torch_error(error) from error.__cause__
         except CommError as error:

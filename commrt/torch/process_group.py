@@ -12,14 +12,15 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup
 
 from commrt.comm import Communicator
-from commrt.errors import CommError, UsageError
+from commrt.errors import CommError, TimeoutError_, UsageError
 from commrt.torch import jobs
 from commrt.torch.backend_view import BackendView
 from commrt.torch.calls import Calls
@@ -48,17 +49,27 @@ def make_process_group(options: Any, pg_options: Any) -> CommrtProcessGroup:
             f"init_process_group or new_group: pg_options={pg_options!r}: expected "
             f"commrt.torch.Options, or None"
         )
-    member = jobs.Member(
-        store=options.store,
-        rank=options.group_rank,
-        size=options.group_size,
-        ranks=list(options.global_ranks_in_group),
-        name=options.group_id,
-        timeout_s=options.timeout.total_seconds(),
-        options=pg_options or Options(),
+    return _made(
+        jobs.Member(
+            store=options.store,
+            rank=options.group_rank,
+            size=options.group_size,
+            ranks=list(options.global_ranks_in_group),
+            name=options.group_id,
+            timeout_s=options.timeout.total_seconds(),
+            options=pg_options or Options(),
+        )
     )
+
+
+def _made(member: jobs.Member) -> CommrtProcessGroup:
+    """Return a group of which this process is a member; collective over its ranks."""
     try:
         comm = jobs.join(member)
+    except TimeoutError_ as error:
+        ranks = list(member.ranks) or list(range(member.size))
+        error.args = (f"process group {member.name!r} of ranks {ranks}: {error}",)
+        raise as_torch_error(error) from error.__cause__
     except CommError as error:
         raise as_torch_error(error) from error.__cause__
     if not _LIVING:
@@ -103,6 +114,7 @@ class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[m
         self._memory = SharedMemory(comm)
         self._view = BackendView(self)
         self._is_over = False
+        self._splits = 0
         follow_group(self)
 
     # -- what it is --------------------------------------------------------------
@@ -160,6 +172,58 @@ class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[m
 
     def __repr__(self) -> str:
         return f"<CommrtProcessGroup {self._group_name}: {self._comm!r}>"
+
+    # -- groups made of it -------------------------------------------------------
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Options | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> CommrtProcessGroup | None:
+        """Return a group of some of these ranks, None on the others; all call it.
+
+        ``torch.distributed.split_group`` does not come here: it wants a device that
+        the default group is bound to, and torch binds none to a group of Python's.
+        What is returned is not known to torch.distributed's functions with a root.
+        """
+        given = self._member
+        self._splits += 1
+        ranks = sorted(new_ranks)
+        if given.rank not in ranks:
+            return None
+        of_all = given.ranks or range(given.size)
+        name = group_name or f"{self._group_name}:split:{self._splits}:{ranks[0]}"
+        limit = self._comm.timeout_s if timeout is None else timeout.total_seconds()
+        group = _made(
+            jobs.Member(
+                store=PrefixStore(f"{name}/", given.store),
+                rank=ranks.index(given.rank),
+                size=len(ranks),
+                ranks=[of_all[rank] for rank in ranks],
+                name=name,
+                timeout_s=limit,
+                options=opts or given.options,
+            )
+        )
+        group.setGroupDesc(group_desc or f"{self._group_desc}:split:{self._splits}")
+        return group
+
+    splitGroup = split_group  # noqa: N815  what C++ calls it
+
+    def merge_remote_group(self, *args: Any, **more: Any) -> Any:
+        """Raise UsageError: a job of commrt's has the ranks that it began with."""
+        raise UsageError(
+            f"merge_remote_group: the process group {self._group_name!r} of commrt "
+            f"cannot take in ranks of another job; start one job of all of them, by "
+            f"init_process_group with a store that they share, and give the parts to "
+            f"new_group"
+        )
+
+    mergeRemoteGroup = merge_remote_group  # noqa: N815
 
     # -- limits and ends ---------------------------------------------------------
 

@@ -9,6 +9,7 @@ contiguous is copied to where it belongs by the first who learns of the end.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,7 @@ from commrt.torch.operands import CopyBack
 __all__ = ["CommrtWork", "JoinedWork", "seconds", "wait_for"]
 
 Complete = Callable[["CommrtWork"], None]
+_LEAST_S = 1e-3
 
 
 def seconds(timeout: timedelta | None) -> float | None:
@@ -177,13 +179,26 @@ class _Joined:
         self._works = list(works)
 
     def wait(self, *, timeout_s: float | None = None) -> None:
-        limit = None if timeout_s is None else timedelta(seconds=timeout_s)
-        errors = []
+        """Wait for all; the limit is that of all together.
+
+        Once one has run into it, the others are looked at, and not waited for.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        errors: list[CommError] = []
+        late: CommError | None = None
         for work in self._works:
+            if late is not None:
+                work.is_completed()
+                continue
+            left = None if end is None else max(_LEAST_S, end - time.monotonic())
             try:
-                work.wait(limit)
+                work.wait(None if left is None else timedelta(seconds=left))
+            except TimeoutError_ as error:
+                late = error
             except CommError as error:
                 errors.append(error)
+        if late is not None:
+            raise late
         if errors:
             raise errors[0]
 

@@ -154,7 +154,7 @@ def _settings(
 ) -> Settings:
     """Return what the options say, checked; alike on all ranks."""
     options = member.options
-    _ = options.timeout_s  # wrong ones are errors
+    _ = options.timeout_s, options.sparse_algorithm  # wrong ones are errors
     wishes = options.wishes(f"{name} (pg_options)")
     for what in ("check", "deterministic"):
         value = getattr(options, what)

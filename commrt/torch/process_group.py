@@ -110,7 +110,8 @@ class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[m
         # Without a second core for it, progress would only interrupt the computation.
         self._completer = Completer(member.name)
         by_itself = member.size > 1 and progress_mode(comm._world)
-        self._calls = Calls(comm, self._completer if by_itself else None)
+        completer = self._completer if by_itself else None
+        self._calls = Calls(comm, completer, member.options.sparse_algorithm)
         self._memory = SharedMemory(comm)
         self._view = BackendView(self)
         self._is_over = False

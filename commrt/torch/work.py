@@ -27,7 +27,6 @@ from commrt.torch.operands import CopyBack
 __all__ = ["CommrtWork", "JoinedWork", "seconds", "wait_for"]
 
 Complete = Callable[["CommrtWork"], None]
-_LEAST_S = 1e-3
 
 
 def seconds(timeout: timedelta | None) -> float | None:
@@ -190,7 +189,7 @@ class _Joined:
             if late is not None:
                 work.is_completed()
                 continue
-            left = None if end is None else max(_LEAST_S, end - time.monotonic())
+            left = None if end is None else _rounded(end - time.monotonic())
             try:
                 work.wait(None if left is None else timedelta(seconds=left))
             except TimeoutError_ as error:
@@ -208,3 +207,8 @@ class _Joined:
         for work in self._works:
             work.wait()
         return True
+
+
+def _rounded(seconds_left: float) -> float:
+    """Return what is left of a limit, in whole milliseconds, as messages show it."""
+    return max(1e-3, round(seconds_left, 3))

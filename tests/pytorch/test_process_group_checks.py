@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Call, Call, list[str]]] = {
     "all_to_all": (
         lambda n: dist.all_to_all(rows(n, 2), rows(n, 2)),
         lambda n: dist.all_to_all([*rows(n - 1, 3), Z(2)], [*rows(n - 1, 3), Z(2)]),
-        ["sends 3 elements to rank 0", "which expects 2", "put_tensor_list[0]=float32[3]"],
+        ["sends 3 elements to rank 0", "which expects 2", "tensor_list[0]=float32[3]"],
     ),
     "coalesced all_reduce": (
         lambda n: whole("allreduce_coalesced")(many(0, Z(3))),

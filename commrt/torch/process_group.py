@@ -24,6 +24,7 @@ from commrt.errors import CommError, TimeoutError_, UsageError
 from commrt.torch import jobs
 from commrt.torch.backend_view import BackendView
 from commrt.torch.calls import Calls
+from commrt.torch.checked_calls import CheckedCalls
 from commrt.torch.errors import as_torch_error
 from commrt.torch.functional import serve_compiled_gathers
 from commrt.torch.futures import Completer
@@ -36,7 +37,7 @@ from commrt.torch.tracing import follow_group
 from commrt.trace.folder import keep_files
 from commrt.world import progress_mode
 
-__all__ = ["CommrtProcessGroup", "make_process_group"]
+__all__ = ["CheckedProcessGroup", "CommrtProcessGroup", "make_process_group"]
 
 _LIVING: weakref.WeakSet[CommrtProcessGroup] = weakref.WeakSet()
 """Groups that ``destroy_process_group`` has not ended, for the end of the process."""
@@ -76,18 +77,10 @@ def _made(member: jobs.Member) -> CommrtProcessGroup:
         atexit.unregister(_end_groups)
         atexit.register(_end_groups, os.getpid())
     serve_compiled_gathers()
-    group = _class_for(comm)(comm, member)
+    kind = CommrtProcessGroup if comm._checker is None else CheckedProcessGroup
+    group = kind(comm, member)
     _LIVING.add(group)
     return group
-
-
-def _class_for(comm: Communicator) -> type[CommrtProcessGroup]:
-    """Return the class of a group on this communicator."""
-    if comm._checker is None:
-        return CommrtProcessGroup
-    from commrt.torch.checked_group import CheckedProcessGroup
-
-    return CheckedProcessGroup
 
 
 def _end_groups(owner: int) -> None:
@@ -254,3 +247,7 @@ class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[m
         if not self._is_over:
             self._comm.give_up("the process group was aborted")
         self.shutdown()
+
+
+class CheckedProcessGroup(CheckedCalls, CommrtProcessGroup):  # type: ignore[misc]
+    """A process group whose ranks compare their calls before they run."""

@@ -365,7 +365,7 @@ def check_not_coming(got: list[str]) -> None:
 
 def asked_for() -> list[list[str]]:
     """Who is in check mode: by torch's variable, by commrt's, by a group's own."""
-    from commrt.torch.checked_group import CheckedProcessGroup
+    from commrt.torch.process_group import CheckedProcessGroup
 
     found = []
     given = os.environ.pop("COMMRT_DEBUG")

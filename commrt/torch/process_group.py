@@ -249,5 +249,5 @@ class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[m
         self.shutdown()
 
 
-class CheckedProcessGroup(CheckedCalls, CommrtProcessGroup):  # type: ignore[misc]
+class CheckedProcessGroup(CheckedCalls, CommrtProcessGroup):
     """A process group whose ranks compare their calls before they run."""

@@ -105,7 +105,7 @@ class CheckedCalls(Collectives, Messages):
         """Send a tensor, and what it is."""
         x = one("send", tensors)
         calls, channel = self._calls, self._channel
-        header = _header(x, "send")
+        header = _header(x)
         with calls.raising():
             data = calls.comm.send(movable(x), dest=dst_rank, tag=tag, nonblocking=True)
             said = channel.send(header, dest=dst_rank, tag=tag, nonblocking=True)
@@ -161,7 +161,7 @@ def _quiet(*requests: Any) -> None:
             request._be_quiet()
 
 
-def _header(x: torch.Tensor, operation: str) -> np.ndarray[Any, Any]:
+def _header(x: torch.Tensor) -> np.ndarray[Any, Any]:
     said = {
         "like": _likeness(x),
         "words": shortened(tensor_in_words(x)),

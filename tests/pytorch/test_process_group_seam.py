@@ -80,7 +80,7 @@ def test_a_backend_of_a_later_torch_takes_the_same_methods(tmp_path: Path) -> No
         [sys.executable, str(file), json.dumps(ASKED)],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=150,
         env=child_environment(sys.executable),
     )
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ALONE = """
 import json, os, sys, warnings
 import torch, torch.distributed as dist
@@ -135,6 +137,7 @@ def new_comm(backend, device, **more):
 }
 
 
+@pytest.mark.full
 def test_who_is_asked_where_torchcomms_is_wanted(tmp_path: Path) -> None:
     wanted = {"TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1"}
     # It is not installed: torch does without, and so does commrt, without a word.

@@ -207,6 +207,7 @@ def check_compared(got: list[dict[str, list[str]]]) -> None:
         assert (alike in text) != differ, text
 
 
+@pytest.mark.full
 def test_every_rank_names_tensors_and_lines(torchrun: Any) -> None:
     env = {"COMMRT_DEBUG": "check"}
     check_compared(torchrun(3, compared, env=env, deadline_s=DEADLINE_S))

@@ -9,7 +9,7 @@ from typing import Any
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_
 
-__all__ = ["code_of", "is_tensor", "tensor_dtype"]
+__all__ = ["check_has_data", "code_of", "is_tensor", "tensor_dtype"]
 
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 
@@ -18,6 +18,19 @@ def is_tensor(array: Any) -> bool:
     """Return whether an array is torch's."""
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor is not None and isinstance(array, tensor)
+
+
+def check_has_data(tensor: Any, what: str) -> None:
+    """Raise BufferError_ for a tensor that has a shape and no memory."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    is_fake = fakes is not None and isinstance(tensor, fakes.FakeTensor)
+    if is_fake or tensor.device.type == "meta":
+        raise BufferError_(
+            f"{what} is a tensor without data ({type(tensor).__name__} on "
+            f"{tensor.device}), so there is nothing to communicate: pass one with "
+            f"memory, as torch.empty_like(x, device='cpu') makes it outside of "
+            f"FakeTensorMode"
+        )
 
 
 def code_of(dtype: Any) -> int:

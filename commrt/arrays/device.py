@@ -17,7 +17,7 @@ from commrt.devices.arrays import DeviceArray, DeviceStream, current_stream
 from commrt.devices.registry import cuda_device, find_device
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_, UsageError
-from commrt.tensors import is_tensor, tensor_dtype
+from commrt.tensors import check_has_data, is_tensor, tensor_dtype
 
 __all__ = [
     "OnDevice",
@@ -89,6 +89,7 @@ def see(array: Any, what: str, *, any_strides: bool = False) -> OnDevice:
             current_stream(array.device),
         )
     if is_tensor(array):
+        check_has_data(array, what)
         return _see_tensor(array, what, any_strides)
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is not None:

@@ -21,7 +21,7 @@ from commrt.arrays.device import is_cupy, is_jax, is_on_device, see
 from commrt.devices.arrays import DeviceArray
 from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_, UsageError
-from commrt.tensors import is_tensor, tensor_dtype
+from commrt.tensors import check_has_data, is_tensor, tensor_dtype
 
 __all__ = [
     "HostView",
@@ -219,6 +219,7 @@ def _way_out(dtype: np.dtype[Any]) -> str:
 
 
 def _view_torch(tensor: Any, what: str) -> HostView:
+    check_has_data(tensor, what)
     if tensor.device.type != "cpu":
         raise BufferError_(f"{what} is on {tensor.device}: {_HOST_ONLY}")
     dtype = tensor_dtype(tensor, what)

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,24 +22,29 @@ from commrt.errors import (
     TimeoutError_,
     UsageError,
 )
+from commrt.safety.call_site import call_site
 
 if TYPE_CHECKING:
     from commrt.calls import Bound, Call
     from commrt.comm import Communicator
 
-__all__ = ["Checker", "describe"]
+__all__ = ["Checker", "describe", "shortened"]
 
 _NBYTES = 640
 _TEXT_NBYTES = 96
 _ERROR_LENGTH = 300
+_MOST_SHOWN = 400
+"""Characters of a call that are shown whole."""
 _COMPARED = (
     "operation",
+    "shapes",
     "elements",
     "counts",
     "dtype",
     "memory",
     "op",
     "root",
+    "splits",
     "algorithm",
     "compress",
     "result",
@@ -49,7 +52,6 @@ _COMPARED = (
     "name",
     "table",
 )
-_PACKAGE = str(Path(__file__).parents[1]) + "/"
 
 
 def describe(call: Call, bound: Bound, table: str | None) -> dict[str, Any]:
@@ -65,11 +67,11 @@ def describe(call: Call, bound: Bound, table: str | None) -> dict[str, Any]:
         "elements": None if spec.rule_bytes == "any" else bound.num_elements,
         "counts": _counts(call, bound),
         "dtype": bound.dtype.name,
-        "op": None if call.op is None else _shortened(call.op),
+        "op": None if call.op is None else shortened(call.op),
         "root": call.root if spec.has_root else None,
-        "algorithm": _shortened(json.dumps(asked)) if any(asked) else None,
+        "algorithm": shortened(json.dumps(asked)) if any(asked) else None,
         "compress": call.compress,
-        "name": None if call.name is None else _shortened(call.name),
+        "name": None if call.name is None else shortened(call.name),
         "table": None if table is None else table[:12],
     }
 
@@ -80,10 +82,10 @@ def _counts(call: Call, bound: Bound) -> str | None:
         return "recv_counts exchanged" if call.counts[1] is None else "all given"
     if not bound.counts:
         return None
-    return _shortened(" ".join(map(str, bound.counts[0])))
+    return shortened(" ".join(map(str, bound.counts[0])))
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
     """Return ``text``, or its beginning and a digest where it is long as JSON."""
     if len(json.dumps(text)) <= _TEXT_NBYTES:
         return text
@@ -131,20 +133,45 @@ class Checker:
         while len(json.dumps(text)) > _ERROR_LENGTH:
             text = text[:-8]
         kind = "BufferError_" if isinstance(error, BufferError_) else "UsageError"
-        told = [kind, f"{text} (check mode: nothing was sent)"]
+        told = [kind, f"{text} (at {call_site()}; check mode: nothing was sent)"]
         try:
             self._said({"operation": what, "error": told}, timeout_s)
         except TimeoutError_:
             raise error from None
 
-    def compare(self, fields: dict[str, Any], timeout_s: float | None) -> None:
+    def compare(
+        self,
+        fields: dict[str, Any],
+        timeout_s: float | None,
+        call: Sequence[str] = (),
+    ) -> None:
         """Raise MismatchError on every rank unless all of them say the same.
 
         Or the error that one of them tells.
-        """
-        self._compare(self._exchange(fields, timeout_s))
 
-    def _compare(self, said: list[dict[str, Any]]) -> None:
+        Args:
+            fields: what is compared; short texts.
+            timeout_s: limit, None for the communicator's.
+            call: the call in words, of any length: its name, then its arguments. It is
+                sent, and shown, only where the ranks do not say the same.
+        """
+        if call:
+            fields["in_words"] = True
+        self._compare(self._exchange(fields, timeout_s), call)
+
+    def with_calls(self, error: MismatchError, call: Sequence[str]) -> MismatchError:
+        """Return an error that was raised on all ranks with the calls of all of them.
+
+        Collective, where ``error`` comes from a comparison.
+        """
+        if not getattr(error, "is_of_all", False):
+            return error
+        texts = self._exchanged([call_site(), *call])
+        sites, calls = [text[0] for text in texts], [text[1:] for text in texts]
+        lines = _by_rank(shown_calls(calls, sites))
+        return _of_all(MismatchError("\n".join([str(error), *lines])))
+
+    def _compare(self, said: list[dict[str, Any]], call: Sequence[str] = ()) -> None:
         """Raise MismatchError where the ranks do not say the same."""
         first = said[0]
         differing = [
@@ -153,7 +180,22 @@ class Checker:
             if any(each.get(key) != first.get(key) for each in said)
         ]
         if differing:
-            raise MismatchError(_message(self._comm.name, said, differing))
+            calls = None
+            if any("in_words" in each for each in said):
+                calls = self._exchanged(call)
+            text = _message(self._comm.name, said, differing, calls)
+            raise _of_all(MismatchError(text))
+
+    def _exchanged(self, mine: Sequence[str]) -> list[list[str]]:
+        """Return the texts of all ranks, of whatever length."""
+        text = json.dumps(list(mine)).encode()
+        channel = self.channel
+        limit = self._comm.timeout_s
+        lengths = channel.allgather(np.array([len(text)]), timeout_s=limit)
+        row = np.zeros(int(lengths.max()), np.uint8)
+        row[: len(text)] = np.frombuffer(text, np.uint8)
+        rows = channel.allgather(row, timeout_s=limit)
+        return [json.loads(each.tobytes().rstrip(b"\0")) for each in rows]
 
     def _check_pairs(
         self, call: Call, sent: tuple[int, ...], received: tuple[int, ...]
@@ -171,11 +213,12 @@ class Checker:
         rows = self.channel.allgather(mine, timeout_s=limit)
         for rank, (source, gives, wants) in enumerate(rows.tolist()):
             if source >= 0:
-                raise MismatchError(
+                text = (
                     f"{call.spec.name} #{comm.next_seq} on {comm.name}: rank {source} "
                     f"sends {gives} elements to rank {rank} (send_counts[{rank}]), "
                     f"which expects {wants} (recv_counts[{source}]); nothing was sent"
                 )
+                raise _of_all(MismatchError(text))
 
     def _exchange(
         self, fields: dict[str, Any], timeout_s: float | None
@@ -192,7 +235,7 @@ class Checker:
     ) -> list[dict[str, Any]]:
         """Return what all ranks say; raise what one of them tells."""
         fields["seq"] = self._comm.next_seq
-        fields["site"] = _call_site()
+        fields["site"] = call_site()
         text = json.dumps(fields, separators=(",", ":")).encode()
         # New arrays each time: after a timeout the old ones are still in flight.
         mine = np.zeros(_NBYTES, np.uint8)
@@ -226,32 +269,79 @@ def _decode(row: np.ndarray[Any, Any]) -> dict[str, Any]:
     return decoded
 
 
-def _message(comm: str, said: list[dict[str, Any]], differing: list[str]) -> str:
-    groups: dict[str, list[int]] = {}
-    for rank, fields in enumerate(said):
-        values = ", ".join(f"{key}={fields.get(key)}" for key in differing)
-        groups.setdefault(f"{values} (at {fields['site']})", []).append(rank)
-    lines = [
-        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {values}"
-        for values, ranks in groups.items()
-    ]
+def _of_all(error: MismatchError) -> MismatchError:
+    """Mark an error that every rank raises, at the same comparison."""
+    error.is_of_all = True  # type: ignore[attr-defined]
+    return error
+
+
+def _message(
+    comm: str,
+    said: list[dict[str, Any]],
+    differing: list[str],
+    calls: list[list[str]] | None = None,
+) -> str:
+    sites = [fields["site"] for fields in said]
+    if calls is None:
+        values = [
+            ", ".join(f"{key}={fields.get(key)}" for key in differing)
+            for fields in said
+        ]
+        shown = [f"{v} (at {site})" for v, site in zip(values, sites, strict=True)]
+    else:
+        words = [
+            call or [str(fields["operation"])]
+            for call, fields in zip(calls, said, strict=True)
+        ]
+        shown = shown_calls(words, sites)
     operations = {fields["operation"] for fields in said}
     what = operations.pop() if len(operations) == 1 else "collective"
     return (
         f"{what} #{said[0]['seq']} on {comm}: the ranks disagree on "
-        f"{', '.join(differing)}; nothing was sent:\n" + "\n".join(lines)
+        f"{', '.join(differing)}; nothing was sent:\n" + "\n".join(_by_rank(shown))
     )
 
 
-def _call_site() -> str:
-    """Return file and line of the innermost frame outside commrt.
+def _by_rank(texts: Sequence[str]) -> list[str]:
+    """Return a line for each text that is there, with the ranks that say it."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        groups.setdefault(text, []).append(rank)
+    return [
+        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in groups.items()
+    ]
 
-    And outside torch.distributed, where calls of its process groups come from.
+
+def shown_calls(calls: Sequence[Sequence[str]], sites: Sequence[str]) -> list[str]:
+    """Return calls as text; of long ones the arguments that differ.
+
+    Args:
+        calls: by rank: the name, then the arguments.
+        sites: by rank, where they were made.
     """
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    between = [] if torch is None else [f"{os.path.dirname(torch)}/distributed/"]
-    passed = (_PACKAGE, *between)
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(passed):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name[-40:]}:{frame.f_lineno}"
+    if max(len(", ".join(call)) for call in calls) > _MOST_SHOWN:
+        calls = _without_equal(calls)
+    return [
+        f"{name}({', '.join(arguments)}) at {site}"
+        for (name, *arguments), site in zip(calls, sites, strict=True)
+    ]
+
+
+def _without_equal(calls: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Leave out the arguments that all ranks have at the same place."""
+    most = max(len(call) for call in calls)
+    differs = [
+        len({call[at] if at < len(call) else None for call in calls}) > 1
+        for at in range(most)
+    ]
+    shown = []
+    for name, *arguments in calls:
+        kept: list[str] = []
+        for argument, differing in zip(arguments, differs[1:], strict=False):
+            if differing:
+                kept.append(argument)
+            elif kept[-1:] != ["..."]:
+                kept.append("...")
+        shown.append([name, *kept])
+    return shown

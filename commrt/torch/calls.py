@@ -42,11 +42,18 @@ _UNSET = timedelta(milliseconds=-1)
 class Calls:
     """Starts one group's operations on its communicator."""
 
-    def __init__(self, comm: Communicator, completer: Completer | None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        completer: Completer | None,
+        sparse_algorithm: str | None = None,
+    ) -> None:
         self.comm = comm
         self.completer = completer
         self.batch: list[CommrtWork] | None = None
         """Works of calls that torch coalesces; None where it does not."""
+        self.sparse_algorithm = sparse_algorithm
+        """What the group's sparse sums run, None for what their fill says."""
 
     def waits(self, opts: Any) -> bool:
         """Whether the caller waits for the call, so that it needs no Work."""

@@ -14,6 +14,7 @@ from commrt.errors import UsageError, suggest
 from commrt.operations import COLLECTIVES
 from commrt.select.facts import ParamValue
 from commrt.select.wishes import Wish, Wishes, parse_wishes
+from commrt.sparse.cost import ALGORITHMS
 
 __all__ = ["Options", "commrt_name"]
 
@@ -29,6 +30,7 @@ _NAMES = {
     "reduce_scatter_tensor": "reduce_scatter",
 }
 """commrt's names of the operations that torch calls otherwise."""
+_SPARSE = "sparse_allreduce"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,8 @@ class Options:
 
     algorithm: str | Mapping[str, str] | None = None
     """``ring`` or ``shm/ring`` for all operations that have it; for one of them
-    ``allreduce:shm/ring``, or ``{"all_reduce": "shm/ring"}``."""
+    ``allreduce:shm/ring``, or ``{"all_reduce": "shm/ring"}``. In a mapping
+    ``sparse_allreduce`` is that of sparse tensors, such as ``split``."""
     backend: str | None = None
     """Who is to run what it can, such as ``shm`` or ``mpi``."""
     params: Mapping[str, ParamValue] | None = None
@@ -71,11 +74,26 @@ class Options:
             raise UsageError(f"commrt.torch.Options: timeout={given!r} must be above 0")
         return float(seconds)
 
+    @property
+    def sparse_algorithm(self) -> str | None:
+        """What sums of sparse tensors are to run; UsageError for what there is not."""
+        if not isinstance(self.algorithm, Mapping):
+            return None
+        name = self.algorithm.get(_SPARSE)
+        if name is not None and name not in ALGORITHMS:
+            raise UsageError(
+                f"commrt.torch.Options: unknown algorithm {name!r} of {_SPARSE}"
+                f"{suggest(str(name), ALGORITHMS)}"
+            )
+        return name
+
     def wishes(self, who: str) -> Wishes:
         """Return what the group asks for; UsageError for what nothing has."""
         named: dict[str, Wish] = {}
         if isinstance(self.algorithm, Mapping):
             for name, text in self.algorithm.items():
+                if name == _SPARSE:
+                    continue
                 one = parse_wishes(f"{commrt_name(who, name)}:{text}", who)
                 named |= one.named
             asked = Wishes(who, named)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from commrt.backends.known import known_names
 from commrt.bootstrap import Bootstrap
 from commrt.bootstrap.mpi import MpiBootstrap
@@ -21,7 +23,7 @@ from commrt.bootstrap.single import SingleBootstrap
 from commrt.bootstrap.store import StoreBootstrap
 from commrt.calls import check_flag
 from commrt.comm import Communicator
-from commrt.env import read_bool
+from commrt.env import given, read_bool
 from commrt.errors import UsageError
 from commrt.launch.detect import LaunchInfo
 from commrt.operations import COLLECTIVES
@@ -35,6 +37,8 @@ from commrt.torch.launchers import take_mpi
 from commrt.world import World
 
 __all__ = ["Member", "join", "leave"]
+
+_DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL"
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,8 @@ def _communicator(world: World, ranks: Sequence[int], member: Member) -> Communi
     name = f"torch group {member.name}"
     # What is wrong with options is looked for once all are known to have the same.
     same = f"pg_options={options!r}"
+    if _torch_asks_for_checks():
+        same = f"{same}, {_DETAIL}"
     identity = world.agree_id(ranks, f"torch/{member.name}", same, timeout_s=limit)
     settings = _settings(world, ranks, member, name, identity)
     wanted = options.deterministic
@@ -148,7 +154,7 @@ def _settings(
 ) -> Settings:
     """Return what the options say, checked; alike on all ranks."""
     options = member.options
-    _ = options.timeout_s  # wrong ones are errors
+    _ = options.timeout_s, options.sparse_algorithm  # wrong ones are errors
     wishes = options.wishes(f"{name} (pg_options)")
     for what in ("check", "deterministic"):
         value = getattr(options, what)
@@ -163,7 +169,16 @@ def _settings(
         key = f"table/{identity}"
         said = world.bootstrap.exchange(ranks, key, blob, member.timeout_s)
         table = LocatedTable.decode(said[0]).parse(known_names())
-    return Settings(wishes, table, options.check)
+    checks = options.check
+    if checks is None and _torch_asks_for_checks():
+        checks = True
+    return Settings(wishes, table, checks)
+
+
+def _torch_asks_for_checks() -> bool:
+    """Whether torch's own way to ask for check mode is all that is said about it."""
+    is_detailed: bool = dist.get_debug_level() == dist.DebugLevel.DETAIL
+    return is_detailed and given("COMMRT_DEBUG") is None
 
 
 def _check_serves(comm: Communicator, wishes: Wishes | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from commrt.errors import TimeoutError_
@@ -16,7 +17,7 @@ from commrt.torch.work import CommrtWork
 if TYPE_CHECKING:
     from commrt.comm import Communicator
 
-__all__ = ["Messages"]
+__all__ = ["FromAnyone", "Messages"]
 
 _NAP_S = 2e-5
 
@@ -50,20 +51,33 @@ class Messages:
         x = one("recv_anysource", tensors)
         out, back = target(x)
         calls = self._calls
-        request = _FromAnyone(calls.comm, out, tag)
-        return calls.end(request, False, [x], back)
+        comm = calls.comm
+
+        def receive(source: int) -> Any:
+            return comm.recv(out, source=source, tag=tag, nonblocking=True)
+
+        return calls.end(FromAnyone(comm, receive, tag), False, [x], back)
 
 
-class _FromAnyone:
+class FromAnyone:
     """A receive from any rank; has the methods of a request that a Work uses.
 
     commrt's receives name their source. So this one looks whose message waits, and
     receives that one.
     """
 
-    def __init__(self, comm: Communicator, out: Any, tag: int) -> None:
+    def __init__(
+        self, comm: Communicator, receive: Callable[[int], Any], tag: int
+    ) -> None:
+        """Begin to look.
+
+        Args:
+            comm: whose messages.
+            receive: starts to receive from a rank; returns a request.
+            tag: of the message.
+        """
         self._comm = comm
-        self._out = out
+        self._start = receive
         self._tag = tag
         self._receive: Any = None
         self._begin()
@@ -104,7 +118,5 @@ class _FromAnyone:
             source = comm._waiting_source(self._tag, (comm.rank + 1) % comm.size)
             if source < 0:
                 return False
-            self._receive = comm.recv(
-                self._out, source=source, tag=self._tag, nonblocking=True
-            )
+            self._receive = self._start(source)
         return True

@@ -30,8 +30,16 @@ def options(kind: type[Any], opts: Any, **said: Any) -> Any:
     if opts is not None and said:
         said[next(iter(said))] = opts
     for name, value in said.items():
-        if value is not None:
+        if value is None:
+            continue
+        try:
             setattr(made, name, value)
+        except TypeError as error:
+            raise UsageError(
+                f"{kind.__name__}: {name}={value!r} is not what torch takes there: a "
+                f"rank, a timedelta, or a reduction as ReduceOp.SUM, and with a factor "
+                f"ReduceOp.PREMUL_SUM(0.5)"
+            ) from error
     return made
 
 

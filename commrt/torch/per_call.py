@@ -29,8 +29,9 @@ def using(
 
     It holds for this thread, for all groups, and comes before what groups, environment
     and table say. What cannot run so is an error on all ranks, and sends nothing. Of
-    several contexts, one in another, the inner one holds alone. Messages between two
-    ranks and sparse tensors are not chosen among.
+    several contexts, one in another, the inner one holds alone. Sums of sparse tensors
+    have algorithms of their own, and neither backends nor parameters. Between two ranks
+    there is one way for messages, whatever stands here.
 
     Args:
         algorithm: ``NAME`` or ``BACKEND/NAME``, with ``{PARAM=VALUE}`` if need be.

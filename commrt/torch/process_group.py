@@ -12,17 +12,19 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup
 
 from commrt.comm import Communicator
-from commrt.errors import CommError, UsageError
+from commrt.errors import CommError, TimeoutError_, UsageError
 from commrt.torch import jobs
 from commrt.torch.backend_view import BackendView
 from commrt.torch.calls import Calls
+from commrt.torch.checked_calls import CheckedCalls
 from commrt.torch.errors import as_torch_error
 from commrt.torch.functional import serve_compiled_gathers
 from commrt.torch.futures import Completer
@@ -35,7 +37,7 @@ from commrt.torch.tracing import follow_group
 from commrt.trace.folder import keep_files
 from commrt.world import progress_mode
 
-__all__ = ["CommrtProcessGroup", "make_process_group"]
+__all__ = ["CheckedProcessGroup", "CommrtProcessGroup", "make_process_group"]
 
 _LIVING: weakref.WeakSet[CommrtProcessGroup] = weakref.WeakSet()
 """Groups that ``destroy_process_group`` has not ended, for the end of the process."""
@@ -48,24 +50,35 @@ def make_process_group(options: Any, pg_options: Any) -> CommrtProcessGroup:
             f"init_process_group or new_group: pg_options={pg_options!r}: expected "
             f"commrt.torch.Options, or None"
         )
-    member = jobs.Member(
-        store=options.store,
-        rank=options.group_rank,
-        size=options.group_size,
-        ranks=list(options.global_ranks_in_group),
-        name=options.group_id,
-        timeout_s=options.timeout.total_seconds(),
-        options=pg_options or Options(),
+    return _made(
+        jobs.Member(
+            store=options.store,
+            rank=options.group_rank,
+            size=options.group_size,
+            ranks=list(options.global_ranks_in_group),
+            name=options.group_id,
+            timeout_s=options.timeout.total_seconds(),
+            options=pg_options or Options(),
+        )
     )
+
+
+def _made(member: jobs.Member) -> CommrtProcessGroup:
+    """Return a group of which this process is a member; collective over its ranks."""
     try:
         comm = jobs.join(member)
+    except TimeoutError_ as error:
+        ranks = list(member.ranks) or list(range(member.size))
+        error.args = (f"process group {member.name!r} of ranks {ranks}: {error}",)
+        raise as_torch_error(error) from error.__cause__
     except CommError as error:
         raise as_torch_error(error) from error.__cause__
     if not _LIVING:
         atexit.unregister(_end_groups)
         atexit.register(_end_groups, os.getpid())
     serve_compiled_gathers()
-    group = CommrtProcessGroup(comm, member)
+    kind = CommrtProcessGroup if comm._checker is None else CheckedProcessGroup
+    group = kind(comm, member)
     _LIVING.add(group)
     return group
 
@@ -90,10 +103,12 @@ class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[m
         # Without a second core for it, progress would only interrupt the computation.
         self._completer = Completer(member.name)
         by_itself = member.size > 1 and progress_mode(comm._world)
-        self._calls = Calls(comm, self._completer if by_itself else None)
+        completer = self._completer if by_itself else None
+        self._calls = Calls(comm, completer, member.options.sparse_algorithm)
         self._memory = SharedMemory(comm)
         self._view = BackendView(self)
         self._is_over = False
+        self._splits = 0
         follow_group(self)
 
     # -- what it is --------------------------------------------------------------
@@ -152,6 +167,58 @@ class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[m
     def __repr__(self) -> str:
         return f"<CommrtProcessGroup {self._group_name}: {self._comm!r}>"
 
+    # -- groups made of it -------------------------------------------------------
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Options | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> CommrtProcessGroup | None:
+        """Return a group of some of these ranks, None on the others; all call it.
+
+        ``torch.distributed.split_group`` does not come here: it wants a device that
+        the default group is bound to, and torch binds none to a group of Python's.
+        What is returned is not known to torch.distributed's functions with a root.
+        """
+        given = self._member
+        self._splits += 1
+        ranks = sorted(new_ranks)
+        if given.rank not in ranks:
+            return None
+        of_all = given.ranks or range(given.size)
+        name = group_name or f"{self._group_name}:split:{self._splits}:{ranks[0]}"
+        limit = self._comm.timeout_s if timeout is None else timeout.total_seconds()
+        group = _made(
+            jobs.Member(
+                store=PrefixStore(f"{name}/", given.store),
+                rank=ranks.index(given.rank),
+                size=len(ranks),
+                ranks=[of_all[rank] for rank in ranks],
+                name=name,
+                timeout_s=limit,
+                options=opts or given.options,
+            )
+        )
+        group.setGroupDesc(group_desc or f"{self._group_desc}:split:{self._splits}")
+        return group
+
+    splitGroup = split_group  # noqa: N815  what C++ calls it
+
+    def merge_remote_group(self, *args: Any, **more: Any) -> Any:
+        """Raise UsageError: a job of commrt's has the ranks that it began with."""
+        raise UsageError(
+            f"merge_remote_group: the process group {self._group_name!r} of commrt "
+            f"cannot take in ranks of another job; start one job of all of them, by "
+            f"init_process_group with a store that they share, and give the parts to "
+            f"new_group"
+        )
+
+    mergeRemoteGroup = merge_remote_group  # noqa: N815
+
     # -- limits and ends ---------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -180,3 +247,7 @@ class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[m
         if not self._is_over:
             self._comm.give_up("the process group was aborted")
         self.shutdown()
+
+
+class CheckedProcessGroup(CheckedCalls, CommrtProcessGroup):
+    """A process group whose ranks compare their calls before they run."""

@@ -60,13 +60,14 @@ def reduction_of(op: Any) -> Reduction:
         found = _PLAIN.get(hash(op))
         if found is not None:
             return found
-    kind = op.op if isinstance(op, dist.ReduceOp) else op
+    is_kind = isinstance(op, _KINDS)  # which torch also calls an instance of ReduceOp
+    kind = op.op if isinstance(op, dist.ReduceOp) and not is_kind else op
     if kind != _KINDS.PREMUL_SUM:
         raise UsageError(
             f"{op} is no reduction of commrt's; expected one of "
             f"{', '.join(sorted(each.name for each in _NAMES))}"
         )
-    if not isinstance(op, dist.ReduceOp):
+    if is_kind:
         raise UsageError("PREMUL_SUM needs a factor: ReduceOp.PREMUL_SUM(0.5)")
     factor = op.factor
     if isinstance(factor, dist.torch.Tensor):

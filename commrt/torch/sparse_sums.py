@@ -15,8 +15,10 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from commrt.errors import UsageError
+from commrt.sparse.cost import ALGORITHMS
 from commrt.torch.calls import Calls
 from commrt.torch.operands import plain
+from commrt.torch.per_call import ASKED
 from commrt.torch.reductions import reduction_of
 from commrt.torch.work import CommrtWork
 
@@ -45,6 +47,7 @@ def sparse_allreduce(
     request: Any = None
     waits, limit = calls.waits(opts), calls.limit(opts)
     arguments: dict[str, Any] = {} if limit is None else {"timeout_s": limit}
+    arguments["algorithm"] = _chosen(calls)
     with calls.raising():
         request = calls.comm.sparse_allreduce(
             _elements(given), result="sparse", nonblocking=True, **arguments
@@ -61,6 +64,21 @@ def sparse_allreduce(
             x.copy_(summed)  # a detached one would keep its entries to itself
 
     return calls.end(request, waits, [x], back)
+
+
+def _chosen(calls: Calls) -> str | None:
+    """Return the algorithm that the call or the group asks for."""
+    asked = ASKED.get()
+    if asked is None:
+        return calls.sparse_algorithm
+    name: str = asked.get("algorithm", "")
+    if set(asked) != {"algorithm"} or set(name) & set("/{"):
+        raise UsageError(
+            f"all_reduce of a sparse tensor within commrt.torch.using: {asked} names a "
+            f"backend or parameters, which sparse sums have not; name an algorithm "
+            f"alone, one of {', '.join(ALGORITHMS)}, or make the call outside"
+        )
+    return name
 
 
 def _elements(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:

@@ -9,6 +9,7 @@ contiguous is copied to where it belongs by the first who learns of the end.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,7 +24,7 @@ from commrt.torch.errors import as_torch_error
 from commrt.torch.futures import future_of
 from commrt.torch.operands import CopyBack
 
-__all__ = ["CommrtWork", "JoinedWork", "seconds"]
+__all__ = ["CommrtWork", "JoinedWork", "seconds", "wait_for"]
 
 Complete = Callable[["CommrtWork"], None]
 
@@ -34,6 +35,17 @@ def seconds(timeout: timedelta | None) -> float | None:
         return None
     limit = timeout.total_seconds()
     return limit if limit > 0 else None
+
+
+def wait_for(request: Any, limit: float | None) -> None:
+    """Wait for a request; of CUDA tensors, without a limit, only the stream waits."""
+    if limit is None:
+        request.wait()
+    elif isinstance(request, DeviceRequest):
+        request.synchronize(timeout_s=limit)
+        request.wait()
+    else:
+        request.wait(timeout_s=limit)
 
 
 class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
@@ -81,13 +93,7 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
 
     def _wait_for(self, request: Any, limit: float | None) -> None:
         try:
-            if limit is None:
-                request.wait()
-            elif isinstance(request, DeviceRequest):
-                request.synchronize(timeout_s=limit)
-                request.wait()
-            else:
-                request.wait(timeout_s=limit)
+            wait_for(request, limit)
         except TimeoutError_ as error:
             raise as_torch_error(error) from error.__cause__
         except CommError as error:
@@ -172,13 +178,26 @@ class _Joined:
         self._works = list(works)
 
     def wait(self, *, timeout_s: float | None = None) -> None:
-        limit = None if timeout_s is None else timedelta(seconds=timeout_s)
-        errors = []
+        """Wait for all; the limit is that of all together.
+
+        Once one has run into it, the others are looked at, and not waited for.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        errors: list[CommError] = []
+        late: CommError | None = None
         for work in self._works:
+            if late is not None:
+                work.is_completed()
+                continue
+            left = None if end is None else _rounded(end - time.monotonic())
             try:
-                work.wait(limit)
+                work.wait(None if left is None else timedelta(seconds=left))
+            except TimeoutError_ as error:
+                late = error
             except CommError as error:
                 errors.append(error)
+        if late is not None:
+            raise late
         if errors:
             raise errors[0]
 
@@ -188,3 +207,8 @@ class _Joined:
         for work in self._works:
             work.wait()
         return True
+
+
+def _rounded(seconds_left: float) -> float:
+    """Return what is left of a limit, in whole milliseconds, as messages show it."""
+    return max(1e-3, round(seconds_left, 3))

@@ -135,6 +135,7 @@ def wrong_groups() -> list[str]:
             (UsageError, Options(backend="mpi")),
             (UsageError, Options(check=1)),  # type: ignore[arg-type]
             (UsageError, Options(timeout=-1)),
+            (UsageError, Options(algorithm={"sparse_allreduce": "rung"})),
             (TableError, Options(table="/nowhere/t.yaml")),
             (MismatchError, Options(algorithm="ring" if rank else "direct")),
             (MismatchError, Options(check=True) if rank else None),
@@ -157,9 +158,35 @@ def wrong_groups() -> list[str]:
     return said
 
 
-def both(table: str) -> tuple[dict[str, Any], list[str]]:
+def sparse() -> list[Any]:
+    """Sums of sparse tensors are chosen by the call, then by the group."""
+    found: list[Any] = []
+    with job() as rank:
+        options = Options(algorithm={"sparse_allreduce": "ring"})
+        group = dist.new_group(pg_options=options)
+
+        def ran() -> str:
+            x = torch.eye(8)[rank : rank + 2].to_sparse()
+            dist.all_reduce(x, group=group)
+            want = torch.eye(8)[:2] + torch.eye(8)[1:3]
+            assert torch.equal(x.to_dense(), want)
+            return group.communicator.sparse_report.algorithm
+
+        found.append(ran())
+        for name in ("split", "recursive_doubling"):
+            with using(name):
+                found.append(ran())
+        for name in ("shm/ring", "direct", "split_dense"):
+            with using(name), pytest.raises(UsageError) as raised:
+                ran()
+            found.append(str(raised.value))
+        found.append(ran())
+    return found
+
+
+def both(table: str) -> tuple[dict[str, Any], list[str], list[Any]]:
     """Run them in one launch."""
-    return chosen(table), wrong_groups()
+    return chosen(table), wrong_groups(), sparse()
 
 
 TABLE = """
@@ -184,7 +211,12 @@ def test_calls_groups_and_tables_choose(torchrun: Any, tmp_path: Path) -> None:
     path.write_text(TABLE.format(fingerprint=fingerprint))
     env = {"COMMRT_TABLE_ANY_MACHINE": "1", "COMMRT_ALGORITHM": "alltoall:pairwise"}
     results = torchrun(2, both, table=str(path), env=env, deadline_s=DEADLINE_S)
-    for found, said in results:
+    for found, said, sums in results:
+        assert sums[:3] == ["ring", "split", "recursive_doubling"]
+        assert "which sparse sums have not" in sums[3]
+        assert "unknown algorithm='direct'" in sums[4]
+        assert "has a dense sum" in sums[5]
+        assert sums[6] == "ring"
         assert found["limit"] == 77.0
         assert found["group"][0].endswith(": shm/ring")
         assert found["group"][1] == "  why    torch group 0 (pg_options) asks for ring"
@@ -211,6 +243,7 @@ WRONG = (
     "(pg_options) asks for mpi/*, which can run no operation of this group",
     "check=1 must be True or False",
     "timeout=-1 must be above 0",
+    "unknown algorithm 'rung' of sparse_allreduce; did you mean 'ring'",
     "cannot open selection table /nowhere/t.yaml",
     "rank 1 of the job: pg_options=Options(algorithm='ring'",
     "the ranks of a new communicator disagree",

@@ -490,7 +490,7 @@ def test_mismatches_in_check_mode(torchrun: Any) -> None:
     env = {"COMMRT_DEBUG": "check"}
     first, second = torchrun(RANKS, run_mismatch, env=env, deadline_s=DEADLINE_S)
     assert first == second
-    assert "allreduce" in first[0]
+    assert "all_reduce(tensor=float32[3]" in first[0]
 
 
 def run_lost_peer() -> str:

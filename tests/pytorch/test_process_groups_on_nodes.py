@@ -255,12 +255,12 @@ def test_mismatches_in_check_mode(torchrun: Any) -> None:
     assert first == second == third
     elements, dtypes, operations, total = first
     file = Path(__file__).name
-    assert "elements=3" in elements
-    assert "elements=5" in elements
-    assert "rank 2: dtype=int32" in dtypes
-    assert "operation=barrier" in operations
+    assert "rank 0: all_reduce(tensor=float32[3]" in elements
+    assert "rank 2: all_reduce(tensor=float32[5]" in elements
+    assert "rank 2: broadcast(tensor=int32[2]" in dtypes
+    assert "ranks 1, 2: barrier()" in operations
     for text in (elements, dtypes, operations):
-        assert f"(at {file}:" in text
+        assert f" at {file}:" in text
     assert total == "[3.0, 3.0]"
 
 

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group in check mode: its calls are compared, as torch made them, before they run.
+
+commrt compares elements, types and whatever else its own calls have. Here come shapes,
+lists of tensors and torch's names, which it never sees. Whatever is wrong with a call
+then, on one rank or between ranks, is the same error on every rank.
+
+A message has two ends only, and its sender may be elsewhere when it is received. So
+a description of the tensor goes with it, and the receiver compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+from collections.abc import Callable
+from contextvars import ContextVar
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+
+from commrt._native import Request
+from commrt.errors import (
+    MismatchError,
+    TruncationError,
+    UsageError,
+)
+from commrt.safety.call_site import call_site
+from commrt.safety.check import Checker, shortened
+from commrt.torch.described import DESCRIBED, tensor_in_words
+from commrt.torch.errors import as_torch_error
+from commrt.torch.group_methods import Collectives
+from commrt.torch.messages import FromAnyone, Messages
+from commrt.torch.operands import movable, target
+from commrt.torch.options import one
+from commrt.torch.work import CommrtWork, seconds, wait_for
+
+__all__ = ["CheckedCalls"]
+
+_IS_PART: ContextVar[bool] = ContextVar("commrt.torch.checked", default=False)
+"""Whether a call is part of one that has been compared."""
+_HEADER_NBYTES = 256
+
+
+def _compared(name: str) -> Any:
+    """Return a collective that compares its calls across ranks."""
+    method = getattr(Collectives, name)
+    describe, arguments = DESCRIBED[name], inspect.signature(method)
+
+    @wraps(method)
+    def compared(self: CheckedCalls, *args: Any, **more: Any) -> Any:
+        if _IS_PART.get():
+            return method(self, *args, **more)
+        given = arguments.bind(self, *args, **more).arguments
+        token = _IS_PART.set(True)
+        try:
+            return self._compared(name, describe, given, lambda: method(**given))
+        finally:
+            _IS_PART.reset(token)
+
+    return compared
+
+
+class CheckedCalls(Collectives, Messages):
+    """A group's methods where its ranks compare their calls."""
+
+    def _compared(
+        self,
+        name: str,
+        describe: Callable[[Any], Any],
+        given: Any,
+        run: Callable[[], Any],
+    ) -> Any:
+        comm, limit = self._calls.comm, _limit(given)
+        checker = comm._checker
+        assert checker is not None
+        with self._calls.raising():
+            try:
+                comm._check_usable()
+                said = describe(given)
+                fields = {
+                    key: shortened(value) if isinstance(value, str) else value
+                    for key, value in said.compared().items()
+                }
+                checker.compare(fields, limit, said.call())
+            except UsageError as error:
+                comm._tell(name, error, limit)
+                raise
+        try:
+            return run()
+        except MismatchError as error:
+            raise as_torch_error(checker.with_calls(error, said.call())) from error
+        except UsageError as error:
+            with self._calls.raising():
+                comm._tell(said.operation, error, limit)
+            raise
+
+    # -- messages ----------------------------------------------------------------
+
+    def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> CommrtWork | None:
+        """Send a tensor, and what it is."""
+        x = one("send", tensors)
+        calls, channel = self._calls, self._channel
+        header = _header(x)
+        with calls.raising():
+            data = calls.comm.send(movable(x), dest=dst_rank, tag=tag, nonblocking=True)
+            said = channel.send(header, dest=dst_rank, tag=tag, nonblocking=True)
+        return calls.end(_Sent(data, said), False, [x], None)
+
+    def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> CommrtWork | None:
+        """Receive a tensor, if it is what the sender sends."""
+        x = one("recv", tensors)
+        out, back = target(x)
+        calls = self._calls
+        with calls.raising():
+            request = _Received(self._channel, calls.comm, x, out, src_rank, tag)
+        return calls.end(request, False, [x], back)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> CommrtWork | None:
+        """Receive a tensor from whichever rank sends one, if it is the same there."""
+        x = one("recv_anysource", tensors)
+        out, back = target(x)
+        calls, channel, site = self._calls, self._channel, call_site()
+
+        def receive(source: int) -> _Received:
+            return _Received(channel, calls.comm, x, out, source, tag, site)
+
+        request = FromAnyone(calls.comm, receive, tag)
+        return calls.end(request, False, [x], back)
+
+    @property
+    def _channel(self) -> Any:
+        checker: Checker | None = self._calls.comm._checker
+        assert checker is not None
+        return checker.channel
+
+
+for _name in DESCRIBED:
+    setattr(CheckedCalls, _name, _compared(_name))
+
+
+def _limit(given: Any) -> float | None:
+    """Return a call's own limit in seconds, None where it has none."""
+    timeout = given.get("timeout")
+    if timeout is None:
+        timeout = getattr(given.get("opts", given.get("root")), "timeout", None)
+    return seconds(timeout) if isinstance(timeout, timedelta) else None
+
+
+# -- messages with a description -------------------------------------------------
+
+
+def _quiet(*requests: Any) -> None:
+    """Let requests be dropped, as torch's own code does."""
+    for request in requests:
+        if type(request) is Request:
+            request._be_quiet()
+
+
+def _header(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    said = {
+        "like": _likeness(x),
+        "words": shortened(tensor_in_words(x)),
+        "site": call_site(),
+    }
+    text = json.dumps(said).encode()
+    header = np.zeros(_HEADER_NBYTES, np.uint8)
+    header[: len(text)] = np.frombuffer(text, np.uint8)
+    return header
+
+
+def _likeness(x: torch.Tensor) -> str:
+    """Return what must be the same at both ends: type, and elements, not shape."""
+    return f"{x.dtype} {x.numel()}"
+
+
+class _Sent:
+    """A message and its description, as one request."""
+
+    def __init__(self, *requests: Any) -> None:
+        self._requests = requests
+        _quiet(*requests)
+
+    def test(self) -> bool:
+        return all([request.test() for request in self._requests])
+
+    def wait(self, *, timeout_s: float | None = None) -> None:
+        for request in self._requests:
+            wait_for(request, timeout_s)
+
+
+class _Received:
+    """A message that is received and compared with its description, as a request."""
+
+    def __init__(
+        self,
+        channel: Any,
+        comm: Any,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        source: int,
+        tag: int,
+        site: str | None = None,
+    ) -> None:
+        self._what = f"recv on {comm.name}, rank {comm.rank}"
+        self._x = x
+        self._said = np.empty(_HEADER_NBYTES, np.uint8)
+        self._tag = tag
+        self._site = site or call_site()
+        self._data = comm.recv(out, source=source, tag=tag, nonblocking=True)
+        self._words = channel.recv(self._said, source=source, tag=tag, nonblocking=True)
+        _quiet(self._data, self._words)
+
+    @property
+    def source(self) -> int:
+        """Whose message it is."""
+        return int(self._data.source)
+
+    def test(self) -> bool:
+        """Run a little progress; True once both have come."""
+        if not (self._words.test() and self._has_come()):
+            return False
+        self._compare()
+        return True
+
+    def _has_come(self) -> bool:
+        try:
+            return bool(self._data.test())
+        except TruncationError:  # the description says it better
+            return True
+
+    def wait(self, *, timeout_s: float | None = None) -> None:
+        """Return once both have come and fit."""
+        with contextlib.suppress(TruncationError):  # the description says it better
+            wait_for(self._data, timeout_s)
+        self._words.wait(timeout_s=timeout_s)
+        self._compare()
+
+    def _compare(self) -> None:
+        said = json.loads(self._said.tobytes().rstrip(b"\0"))
+        if said["like"] != _likeness(self._x):
+            raise MismatchError(
+                f"{self._what}: rank {self.source} sends {said['words']} with tag "
+                f"{self._tag} (at {said['site']}), and it is received into "
+                f"{tensor_in_words(self._x)} (at {self._site}): both need the same "
+                f"type and number of elements"
+            )

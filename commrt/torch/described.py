@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call of torch says of itself in check mode: what ranks compare, and in words.
+
+Shapes are compared as torch's own wrapper for ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does
+it, so that (2, 3) broadcast into (6,) is an error, although NCCL would take it. Where a
+list has tensors of different shapes, one for each rank, all ranks must have the same
+list. What an all-to-all sends to whom is each pair's own affair, so there only types
+are compared here, and lengths by pairs later. Roots and reductions, which that wrapper
+leaves out, are compared, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from commrt.torch.options import given, one
+from commrt.torch.reductions import reduction_of
+
+__all__ = ["DESCRIBED", "Described", "tensor_in_words"]
+
+Arguments = Mapping[str, Any]
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Described:
+    """One rank's call of a collective."""
+
+    operation: str
+    """torch's name of it."""
+    alike: Tensors
+    """Tensors whose shapes and types are the same on all ranks."""
+    in_words: Sequence[str]
+    """All tensors that the rank gives, by the names of their arguments."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """What else is the same on all ranks."""
+    only_types: bool = False
+    """Whether shapes may differ."""
+
+    def compared(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks, as texts of any length."""
+        found: dict[str, Any] = {"operation": self.operation, **self.fields}
+        if not self.only_types:
+            found["shapes"] = ", ".join(_shape(x) for x in self.alike)
+        found["dtype"] = ", ".join(_in_runs([_dtype(x) for x in self.alike]))
+        found["memory"] = ", ".join(sorted({x.device.type for x in self.alike}))
+        return found
+
+    def call(self) -> list[str]:
+        """Return the call in words: its name, then its arguments."""
+        settings = [f"{name}={value}" for name, value in self.fields.items()]
+        return [self.operation, *self.in_words, *settings]
+
+
+def tensor_in_words(x: torch.Tensor) -> str:
+    """Return type, shape and place of a tensor."""
+    on = "" if x.is_cpu else f" on {x.device}"
+    return f"{_dtype(x)}{_shape(x)}{on}"
+
+
+def _dtype(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _shape(x: torch.Tensor) -> str:
+    if x.layout is torch.strided:
+        return str(list(x.shape))
+    how = str(x.layout).removeprefix("torch.")
+    return f"{list(x.shape)} {how} of {x.sparse_dim()} dimensions"
+
+
+def _in_runs(texts: Sequence[str]) -> list[str]:
+    """Return equal neighbours as one, with their number."""
+    runs: list[tuple[str, int]] = []
+    for text in texts:
+        if runs and runs[-1][0] == text:
+            runs[-1] = (text, runs[-1][1] + 1)
+        else:
+            runs.append((text, 1))
+    return [text if count == 1 else f"{count} {text}" for text, count in runs]
+
+
+def _words(name: str, tensors: Any) -> list[str]:
+    """Return an argument in words: a tensor, a list, or a list of lists."""
+    if isinstance(tensors, torch.Tensor):
+        return [f"{name}={tensor_in_words(tensors)}"]
+    return [
+        text for i, each in enumerate(tensors) for text in _words(f"{name}[{i}]", each)
+    ]
+
+
+def _of_opts(arguments: Arguments, name: str) -> Any:
+    """Return an option, which may stand in place of the options object."""
+    opts = arguments.get("opts")
+    return getattr(opts, name, opts)
+
+
+def _op(arguments: Arguments) -> str:
+    """Return the reduction's name."""
+    op = _of_opts(arguments, "reduceOp")
+    return "SUM" if op is None else reduction_of(op).name.upper()
+
+
+def _root(arguments: Arguments) -> int:
+    root = _of_opts(arguments, "rootRank")
+    return 0 if root is None else int(root)
+
+
+def _are_alike(tensors: Tensors) -> bool:
+    return len({tuple(x.shape) for x in tensors}) <= 1
+
+
+# -- one for each operation ----------------------------------------------------------
+
+
+def _allreduce(arguments: Arguments) -> Described:
+    x = one("all_reduce", arguments["tensors"])
+    fields = {"op": _op(arguments)}
+    return Described("all_reduce", [x], _words("tensor", x), fields)
+
+
+def _allreduce_coalesced(arguments: Arguments) -> Described:
+    tensors = arguments["tensors"]
+    fields = {"op": _op(arguments)}
+    words = _words("tensors", tensors)
+    return Described("all_reduce_coalesced", tensors, words, fields)
+
+
+def _reduce(arguments: Arguments) -> Described:
+    x, opts = one("reduce", arguments["tensors"]), arguments.get("root")
+    op = arguments.get("op") or getattr(opts, "reduceOp", None)
+    root = getattr(opts, "rootRank", opts) or 0
+    named = "SUM" if op is None else reduction_of(op).name.upper()
+    return Described("reduce", [x], _words("tensor", x), {"op": named, "root": root})
+
+
+def _broadcast(arguments: Arguments) -> Described:
+    x = one("broadcast", arguments["tensors"])
+    fields = {"root": _root(arguments)}
+    return Described("broadcast", [x], _words("tensor", x), fields)
+
+
+def _allgather(arguments: Arguments) -> Described:
+    into, x = given(arguments["outputs"]), one("all_gather", arguments["inputs"])
+    alike = [x] if _are_alike(into) else into
+    words = [*_words("tensor_list", into), *_words("tensor", x)]
+    return Described("all_gather", alike, words)
+
+
+def _allgather_coalesced(arguments: Arguments) -> Described:
+    lists, tensors = arguments["outputs"], arguments["inputs"]
+    alike: list[torch.Tensor] = []
+    for i, x in enumerate(tensors):
+        of_ranks = [each[i] for each in lists]
+        alike += [x] if _are_alike(of_ranks) else of_ranks
+    words = [*_words("output_tensor_lists", lists), *_words("input_tensors", tensors)]
+    return Described("all_gather_coalesced", alike, words)
+
+
+def _all_gather_single(arguments: Arguments) -> Described:
+    out, x = arguments["output"], arguments["input"]
+    words = [*_words("output", out), *_words("input", x)]
+    return Described("all_gather_single", [x], words)
+
+
+def _all_gather_single_coalesced(arguments: Arguments) -> Described:
+    outs, tensors = arguments["outputs"], arguments["inputs"]
+    words = [*_words("outputs", outs), *_words("inputs", tensors)]
+    return Described("all_gather_single_coalesced", tensors, words)
+
+
+def _reduce_scatter(arguments: Arguments) -> Described:
+    out, parts = one("reduce_scatter", arguments["outputs"]), given(arguments["inputs"])
+    alike = [out] if _are_alike(parts) else parts
+    words = [*_words("output", out), *_words("input_list", parts)]
+    return Described("reduce_scatter", alike, words, {"op": _op(arguments)})
+
+
+def _reduce_scatter_single(arguments: Arguments) -> Described:
+    out, x = arguments["output"], arguments["input"]
+    words = [*_words("output", out), *_words("input", x)]
+    fields = {"op": _op(arguments)}
+    return Described("reduce_scatter_single", [x, out], words, fields)
+
+
+def _reduce_scatter_single_coalesced(arguments: Arguments) -> Described:
+    outs, tensors = arguments["outputs"], arguments["inputs"]
+    words = [*_words("outputs", outs), *_words("inputs", tensors)]
+    fields = {"op": _op(arguments)}
+    alike = [*tensors, *outs]
+    return Described("reduce_scatter_single_coalesced", alike, words, fields)
+
+
+def _gather(arguments: Arguments) -> Described:
+    x = one("gather", arguments["inputs"])
+    words = [*_words("tensor", x), *_words("gather_list", given(arguments["outputs"]))]
+    return Described("gather", [x], words, {"root": _root(arguments)})
+
+
+def _scatter(arguments: Arguments) -> Described:
+    out = one("scatter", arguments["outputs"])
+    parts = given(arguments["inputs"])
+    words = [*_words("tensor", out), *_words("scatter_list", parts)]
+    return Described("scatter", [out], words, {"root": _root(arguments)})
+
+
+def _all_to_all_single(arguments: Arguments) -> Described:
+    out, x = arguments["output"], arguments["input"]
+    splits = {
+        name: list(arguments.get(name) or [])
+        for name in ("output_splits", "input_splits")
+    }
+    words = [*_words("output", out), *_words("input", x)]
+    words += [f"{name}={sizes}" for name, sizes in splits.items() if sizes]
+    how = "given" if any(splits.values()) else "none"
+    name = "all_to_all_single"
+    return Described(name, [x], words, {"splits": how}, only_types=True)
+
+
+def _alltoall(arguments: Arguments) -> Described:
+    outs, tensors = arguments["outputs"], arguments["inputs"]
+    words = [*_words("output_tensor_list", outs), *_words("input_tensor_list", tensors)]
+    return Described("all_to_all", tensors, words, only_types=True)
+
+
+def _barrier(arguments: Arguments) -> Described:
+    return Described("barrier", [], [], only_types=True)
+
+
+DESCRIBED: dict[str, Callable[[Arguments], Described]] = {
+    "allreduce": _allreduce,
+    "allreduce_coalesced": _allreduce_coalesced,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "allgather": _allgather,
+    "allgather_coalesced": _allgather_coalesced,
+    "all_gather_single": _all_gather_single,
+    "_allgather_base": _all_gather_single,
+    "all_gather_single_coalesced": _all_gather_single_coalesced,
+    "allgather_into_tensor_coalesced": _all_gather_single_coalesced,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter_single,
+    "_reduce_scatter_base": _reduce_scatter_single,
+    "reduce_scatter_single_coalesced": _reduce_scatter_single_coalesced,
+    "reduce_scatter_tensor_coalesced": _reduce_scatter_single_coalesced,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all_single": _all_to_all_single,
+    "alltoall_base": _all_to_all_single,
+    "alltoall": _alltoall,
+    "barrier": _barrier,
+}
+"""By the names of a group's methods."""

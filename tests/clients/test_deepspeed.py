@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from client_calls import Calls, calls
+from client_programs import DEADLINE_S, Program
 from client_training import (
     ROWS,
     STEPS,
@@ -26,20 +28,13 @@ from client_training import (
 )
 from torch import nn
 
-NAME = "deepspeed"
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        importlib.util.find_spec(NAME) is None,
-        reason=f"{NAME} is not installed; make test-clients installs it",
-    ),
-]
-DEADLINE_S = 240.0
+import commrt
+
+PROGRAM = Program("DeepSpeed", "deepspeed")
+pytestmark = PROGRAM.marks
 SETTINGS = {"DS_ACCELERATOR": "cpu"}
-
-
-def version() -> str:
-    return f"DeepSpeed {importlib.metadata.version(NAME)}"
+E = 4
+"""Bytes of an element."""
 
 
 def started() -> Any:
@@ -78,35 +73,130 @@ def trained(engine: Any) -> list[float]:
 # -- ZeRO ----------------------------------------------------------------------------
 
 
-STAGES = (0, 1, 2, 3)
+OWNERS = {"use_multi_rank_bucket_allreduce": False}
+AT_ONCE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+KINDS: dict[str, dict[str, Any]] = {
+    "ZeRO-0": {"stage": 0},
+    "ZeRO-1": {"stage": 1},
+    "ZeRO-2": {"stage": 2, "overlap_comm": True},
+    "ZeRO-2, reduced to owners": {"stage": 2, "overlap_comm": False, **OWNERS},
+    "ZeRO-3, parameters kept for the backward pass": {"stage": 3},
+    "ZeRO-3, parameters freed at once": {"stage": 3, **AT_ONCE},
+}
 
 
-def zero() -> list[list[float]]:
-    """Train with each stage of ZeRO, one after the other."""
+def zero(folder: str) -> list[list[float]]:
+    """Train with each kind of ZeRO, one after the other."""
     deepspeed = started()
     found = []
-    for stage in STAGES:
+    for kind, options in KINDS.items():
         model = net()
-        config = configuration(
-            dist.get_world_size(),
-            zero_optimization={
-                "stage": stage,
-                "stage3_param_persistence_threshold": 0,
-                "overlap_comm": stage == 2,
-            },
-        )
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer_of(model.parameters()), config=config
-        )
-        found.append(trained(engine))
+        given = {"stage3_param_persistence_threshold": 0, **options}
+        config = configuration(dist.get_world_size(), zero_optimization=given)
+        with commrt.trace.record(f"{folder}/{kind}"):
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer_of(model.parameters()), config=config
+            )
+            found.append(trained(engine))
     return found
 
 
+def rounded(count: int, multiple: int) -> int:
+    """Return the bytes of so many float32, with what makes them a multiple."""
+    return E * multiple * math.ceil(count / multiple)
+
+
+def zero_formula(kind: str, size: int) -> Calls:
+    """Return what all steps call by the formulas.
+
+    With P bytes of parameters a step of ZeRO-0 has an allreduce of P; ZeRO-1 and 2 an
+    allreduce of P, or what is a reduce_scatter of P in pieces, and an allgather of P;
+    ZeRO-3 two allgathers of P and a reduce_scatter of P, or one allgather where it may
+    keep what it has gathered. What it gathers and scatters it pads: ZeRO-1 and 2 all of
+    it to two elements per rank, ZeRO-3 each parameter to one.
+    """
+    ranks, counts = range(size), [p.numel() for p in net().parameters()]
+    each = [rounded(count, size) for count in counts]
+    whole, padded = E * sum(counts), rounded(sum(counts), 2 * size)
+    place = "engine" if kind == "ZeRO-0" else "stage_1_and_2"
+    summed = calls(f"{place}.allreduce_bucket", "allreduce", ranks, whole, times=STEPS)
+    again = ("utils.all_gather_into_tensor_dp_groups", "allgather", ranks)
+    gather = ("partition_parameters._dist_allgather_fn", "allgather", ranks)
+    scatter = (
+        "coalesced_collectives._torch_reduce_scatter_fn",
+        "reduce_scatter",
+        ranks,
+    )
+    if kind == "ZeRO-0":
+        return summed
+    if not kind.startswith("ZeRO-3"):
+        if "owners" in kind:
+            parts = [padded // size] * (size - 1)
+            parts.append(whole - sum(parts))
+            summed = calls(
+                *("stage_1_and_2.allreduce_bucket", "reduce", ranks),
+                *parts,
+                times=STEPS,
+            )
+        return summed + calls(*again, padded, times=STEPS)
+    # A layer's weight and bias are gathered together, forwards and again backwards.
+    layers = [sum(each[at : at + 2]) for at in range(0, len(each), 2)]
+    twice, once = [*layers, *layers], [sum(layers)]
+    gathered = calls(*gather, *twice, times=STEPS)
+    if "kept" in kind:  # in the first step it learns when they are needed
+        gathered = calls(*gather, *twice) + calls(*gather, *once, times=STEPS - 1)
+    return gathered + calls(*scatter, sum(each), times=STEPS)
+
+
+def zero_beside(kind: str, size: int) -> Calls:
+    """Return what is called beside: to begin with, for norms, to agree on the order."""
+    ranks, counts = range(size), [p.numel() for p in net().parameters()]
+    all_equal = calls(
+        *("engine._broadcast_model", "bcast", ranks), *(E * count for count in counts)
+    )
+    if kind == "ZeRO-0":
+        return all_equal
+    if not kind.startswith("ZeRO-3"):
+        norm = ("stage_1_and_2.get_grad_norm_direct", "allreduce", ranks, E)
+        return all_equal + calls(*norm, times=STEPS)
+    cut = calls(
+        "partition_parameters._zero_init_param",
+        *("bcast", ranks),
+        *(E * count for count in counts),
+    )
+    barrier = ("barrier", ranks, 0)
+    cut += calls("stage3._create_fp16_partitions_with_defragmentation", *barrier)
+    cut += calls("stage3._setup_for_real_optimizer", *barrier, times=2)
+    cut += calls(
+        "partition_parameters._allgather_params_sequential",
+        *("allgather", ranks),
+        *(rounded(count, size) for count in counts),
+    )
+    norms = calls("stage3.get_grad_norm_direct", "allreduce", ranks, 8, times=STEPS)
+    # Ranks agree on the order of modules, at first none; then on that of a step, in
+    # which each is met twice, and on the parameters, and when each was last used.
+    modules, fetched = 2 * len(list(net().modules())), 2 * len(counts)
+    lengths = ("utils.assert_lst_len_same_as_other_ranks", "bcast", ranks, 8)
+    lists = ("utils.get_lst_from_rank0", "bcast", ranks)
+    order = calls(*lengths, times=4)
+    order += calls(*lists, 0, 8 * modules, 8 * fetched, 8 * fetched)
+    return all_equal + cut + norms + order
+
+
 @pytest.mark.parametrize("size", [2, 4])
-def test_zero(torchrun: Any, compare: Any, size: int) -> None:
-    got = torchrun(size, zero, env=SETTINGS, deadline_s=DEADLINE_S)
-    for stage, ranks in zip(STAGES, zip(*got, strict=True), strict=True):
-        compare(f"{version()}, ZeRO-{stage}", alone(), ranks)
+def test_zero(
+    torchrun: Any, compare: Any, account: Any, tmp_path: Path, size: int
+) -> None:
+    got = torchrun(
+        size, zero, env=SETTINGS, deadline_s=DEADLINE_S, folder=str(tmp_path)
+    )
+    for kind, ranks in zip(KINDS, zip(*got, strict=True), strict=True):
+        compare(f"{PROGRAM}, {kind}", alone(), ranks)
+        formula, beside = zero_formula(kind, size), zero_beside(kind, size)
+        folder = tmp_path / kind
+        account(
+            f"{PROGRAM}, {kind}", folder, lambda _, f=formula: f, lambda _, b=beside: b
+        )
 
 
 # -- mixtures of experts -------------------------------------------------------------
@@ -185,7 +275,7 @@ def test_mixtures_of_experts(torchrun: Any, compare: Any, size: int) -> None:
     for case, ranks in zip(cases, zip(*got, strict=True), strict=True):
         want = alone(nn.Sequential(Mixture(case["experts"], case["k"]), head()))
         how = ", ".join(f"{name} {value}" for name, value in case.items())
-        compare(f"{version()}, MoE ({how})", want, ranks)
+        compare(f"{PROGRAM}, MoE ({how})", want, ranks)
 
 
 # -- pipelines -----------------------------------------------------------------------
@@ -228,5 +318,5 @@ def pipeline(stages: int) -> list[float]:
 def test_pipeline(torchrun: Any, compare: Any, size: int, stages: int) -> None:
     got = torchrun(size, pipeline, env=SETTINGS, deadline_s=DEADLINE_S, stages=stages)
     want = alone()
-    compare(f"{version()}, PipelineModule of {stages} stages", want, got)
+    compare(f"{PROGRAM}, PipelineModule of {stages} stages", want, got)
     assert all(each == got[0] for each in got), "every rank is told the same loss"

@@ -6,8 +6,6 @@ It knows only CUDA and NCCL, for which ``cuda_on_cpu`` answers.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,23 +13,13 @@ import cuda_on_cpu
 import pytest
 import torch
 import torch.distributed as dist
+from client_programs import DEADLINE_S, Program
 from client_training import STEPS, alone, optimizer_of
 from torch import nn
 
-NAME = "megatron-core"
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None,
-        reason=f"{NAME} is not installed; make test-clients installs it",
-    ),
-]
-DEADLINE_S = 240.0
+PROGRAM = Program("megatron-core", "megatron-core", "megatron")
+pytestmark = PROGRAM.marks
 WORDS, HIDDEN, LENGTH, SEQUENCES = 24, 12, 8, 4
-
-
-def version() -> str:
-    return f"{NAME} {importlib.metadata.version(NAME)}"
 
 
 def fill(weight: torch.Tensor) -> torch.Tensor:
@@ -183,8 +171,8 @@ def test_tensor_parallel(torchrun: Any, compare: Any, ranks: int, size: int) -> 
     got = torchrun(ranks, tensor_parallel, deadline_s=DEADLINE_S, size=size)
     want = alone(Plain(), plain_loss)
     whole, split = zip(*got, strict=True)
-    compare(f"{version()}, tensor parallel over {size}", want, whole)
-    compare(f"{version()}, tensor and sequence parallel over {size}", want, split)
+    compare(f"{PROGRAM}, tensor parallel over {size}", want, whole)
+    compare(f"{PROGRAM}, tensor and sequence parallel over {size}", want, split)
 
 
 # -- 1F1B ----------------------------------------------------------------------------
@@ -301,4 +289,4 @@ def test_pipeline(torchrun: Any, compare: Any, ranks: int, stages: int) -> None:
     want = alone(whole, loss)
     how = ("messages in batches", "messages alone")
     for what, losses in zip(how, zip(*got, strict=True), strict=True):
-        compare(f"{version()}, 1F1B of {stages} stages, {what}", want, losses)
+        compare(f"{PROGRAM}, 1F1B of {stages} stages, {what}", want, losses)

@@ -4,21 +4,24 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from client_calls import Calls, calls
+from client_calls import Calls, calls, nbytes_of
 from client_programs import DEADLINE_S, Program
 from client_training import (
     ROWS,
     STEPS,
+    WIDTH,
     Expert,
     Mixture,
     alone,
     batch,
+    front,
     gate,
     head,
     loss_of,
@@ -83,6 +86,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "ZeRO-3, parameters kept for the backward pass": {"stage": 3},
     "ZeRO-3, parameters freed at once": {"stage": 3, **AT_ONCE},
 }
+
+
+PASSES = dict(
+    zip(
+        KINDS,
+        [
+            *((STEPS, 0), (STEPS, STEPS), (STEPS, STEPS), (STEPS, STEPS)),
+            *((0, 2 * STEPS + 1), (0, 3 * STEPS)),
+        ],
+        strict=True,
+    )
+)
+"""How often all parameters' bytes pass in the training: as they are, and padded."""
 
 
 def zero(folder: str) -> list[list[float]]:
@@ -192,31 +208,38 @@ def test_zero(
     )
     for kind, ranks in zip(KINDS, zip(*got, strict=True), strict=True):
         compare(f"{PROGRAM}, {kind}", alone(), ranks)
-        formula, beside = zero_formula(kind, size), zero_beside(kind, size)
-        folder = tmp_path / kind
-        account(
-            f"{PROGRAM}, {kind}", folder, lambda _, f=formula: f, lambda _, b=beside: b
-        )
+        formula = zero_formula(kind, size)
+        account(f"{PROGRAM}, {kind}", tmp_path / kind, formula, zero_beside(kind, size))
+        plain, padded = PASSES[kind]
+        counts = [p.numel() for p in net().parameters()]
+        padding = sum(rounded(count, size) - E * count for count in counts)
+        if not kind.startswith("ZeRO-3"):
+            padding = rounded(sum(counts), 2 * size) - E * sum(counts)
+        textbook = (plain + padded) * E * sum(counts)
+        assert nbytes_of(formula) == textbook + padded * padding
 
 
 # -- mixtures of experts -------------------------------------------------------------
 
 
 class Mixed(nn.Module):
-    """A mixture of DeepSpeed's, with the layer behind it."""
+    """A mixture of DeepSpeed's, between a layer before it and one behind it."""
 
-    def __init__(self, experts: int, ep_size: int, k: int) -> None:
+    def __init__(self, experts: int, ep_size: int, k: int, drops: bool) -> None:
         from deepspeed.moe.layer import MoE
 
         super().__init__()
+        self.front = front()
         self.mixture = MoE(
             hidden_size=Expert().up.in_features,
             expert=Expert(),
             num_experts=experts,
             ep_size=ep_size,
             k=k,
+            # Room for all rows at each expert, so that none is dropped.
+            capacity_factor=experts / k,
             min_capacity=0,
-            drop_tokens=False,
+            drop_tokens=drops,
             use_rts=False,
             top2_2nd_expert_sampling=False,
         )
@@ -230,18 +253,18 @@ class Mixed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return five numbers for each row."""
-        found: torch.Tensor = self.head(self.mixture(x)[0])
+        found: torch.Tensor = self.head(self.mixture(self.front(x))[0])
         return found
 
 
-def mixtures(cases: list[dict[str, int]]) -> list[list[float]]:
+def mixtures(cases: list[dict[str, int]], folder: str) -> list[list[float]]:
     """Train each mixture, one after the other."""
     deepspeed = started()
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
     found = []
-    for case in cases:
-        model = Mixed(case["experts"], case["ep_size"], case["k"])
+    for number, case in enumerate(cases):
+        model = Mixed(case["experts"], case["ep_size"], case["k"], bool(case["drops"]))
         groups = split_params_into_different_moe_groups_for_optimizer(
             {"params": list(model.parameters()), "name": "all"}
         )
@@ -251,31 +274,106 @@ def mixtures(cases: list[dict[str, int]]) -> list[list[float]]:
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer_of(groups), config=config
         )
-        found.append(trained(engine))
+        with commrt.trace.record(f"{folder}/{number}"):
+            found.append(trained(engine))
     return found
 
 
 MIXTURES = {
     2: [
-        {"experts": 2, "ep_size": 2, "k": 1, "stage": 0},
-        {"experts": 4, "ep_size": 2, "k": 2, "stage": 0},
-        {"experts": 2, "ep_size": 2, "k": 2, "stage": 2},
+        {"experts": 2, "ep_size": 2, "k": 1, "drops": 0, "stage": 0},
+        {"experts": 4, "ep_size": 2, "k": 2, "drops": 1, "stage": 0},
+        {"experts": 2, "ep_size": 2, "k": 2, "drops": 0, "stage": 2},
     ],
     4: [
-        {"experts": 4, "ep_size": 4, "k": 2, "stage": 0},
-        {"experts": 4, "ep_size": 2, "k": 1, "stage": 0},
+        {"experts": 4, "ep_size": 4, "k": 2, "drops": 0, "stage": 0},
+        {"experts": 4, "ep_size": 2, "k": 1, "drops": 0, "stage": 0},
+        {"experts": 4, "ep_size": 4, "k": 1, "drops": 1, "stage": 0},
     ],
 }
 
 
+def mixture_formula(
+    case: dict[str, int], size: int, chosen: list[torch.Tensor], rank: int
+) -> Calls:
+    """Return four all-to-alls a step, and what gradients are summed in.
+
+    Rows go to their experts and come back, forwards and backwards, each time with an
+    expert's capacity for every expert: rows times k, over the experts, times the
+    capacity factor; where nothing may be dropped, what goes to the most wanted expert
+    from any rank. Gradients of experts are summed by the ranks that have the same ones.
+    """
+    mine = sharing(case, rank)
+    found: Calls = Calls()
+    for step in chosen:
+        capacity = ROWS // size
+        if not case["drops"]:
+            parts = step.chunk(size)
+            capacity = max(int(parts[member].sum(dim=0).max()) for member in mine)
+        block = E * case["experts"] * capacity * WIDTH
+        found += calls("sharded_moe.forward", "alltoall", mine, block, times=4)
+    place = "stage_1_and_2" if case["stage"] else "engine"
+    summed = (f"{place}.allreduce_bucket", "allreduce")
+    replicas = range(rank % case["ep_size"], size, case["ep_size"])
+    dense, experts = mixture_counts(case)
+    found += calls(*summed, range(size), E * dense, times=STEPS)
+    found += calls(*summed, replicas, E * experts, times=STEPS)
+    if case["stage"]:
+        again = ("utils.all_gather_into_tensor_dp_groups", "allgather", range(size))
+        found += calls(*again, rounded(dense, 2 * size), times=STEPS)
+    return found
+
+
+def mixture_beside(case: dict[str, int], size: int, rank: int) -> Calls:
+    """Return what is called to agree on the capacity, and for norms."""
+    found: Calls = Calls()
+    if not case["drops"]:
+        place = f"sharded_moe.top{case['k']}gating"
+        found += calls(place, "allreduce", sharing(case, rank), 8, times=STEPS)
+    if case["stage"]:
+        norm = ("stage_1_and_2.get_grad_norm_direct", "allreduce", range(size))
+        found += calls(*norm, E, times=2 * STEPS)  # of experts apart from others
+        replicas = range(rank % case["ep_size"], size, case["ep_size"])
+        mean = ("stage_1_and_2._average_expert_grad_norms", "allreduce", replicas)
+        found += calls(*mean, E, times=STEPS)
+    return found
+
+
+def sharing(case: dict[str, int], rank: int) -> range:
+    """Return the ranks among which a rank's experts are distributed."""
+    first = rank - rank % case["ep_size"]
+    return range(first, first + case["ep_size"])
+
+
+def mixture_counts(case: dict[str, int]) -> tuple[int, int]:
+    """Return the parameters of what all ranks have, and of a rank's experts."""
+    common = (front(), gate(case["experts"]), head())
+    dense = sum(p.numel() for layer in common for p in layer.parameters())
+    one = sum(p.numel() for p in Expert().parameters())
+    return dense, one * case["experts"] // case["ep_size"]
+
+
 @pytest.mark.parametrize("size", [2, 4])
-def test_mixtures_of_experts(torchrun: Any, compare: Any, size: int) -> None:
+def test_mixtures_of_experts(
+    torchrun: Any, compare: Any, account: Any, tmp_path: Path, size: int
+) -> None:
     cases = MIXTURES[size]
-    got = torchrun(size, mixtures, env=SETTINGS, deadline_s=DEADLINE_S, cases=cases)
-    for case, ranks in zip(cases, zip(*got, strict=True), strict=True):
-        want = alone(nn.Sequential(Mixture(case["experts"], case["k"]), head()))
+    got = torchrun(
+        *(size, mixtures),
+        env=SETTINGS,
+        deadline_s=DEADLINE_S,
+        cases=cases,
+        folder=str(tmp_path),
+    )
+    for number, (case, *ranks) in enumerate(zip(cases, *got, strict=True)):
+        mixture = Mixture(case["experts"], case["k"])
+        want = alone(nn.Sequential(front(), mixture, head()))
         how = ", ".join(f"{name} {value}" for name, value in case.items())
-        compare(f"{PROGRAM}, MoE ({how})", want, ranks)
+        what = f"{PROGRAM}, MoE ({how})"
+        compare(what, want, ranks)
+        formula = partial(mixture_formula, case, size, mixture.chosen)
+        beside = partial(mixture_beside, case, size)
+        account(what, tmp_path / str(number), formula, beside)
 
 
 # -- pipelines -----------------------------------------------------------------------
@@ -293,6 +391,7 @@ def layers() -> list[nn.Module]:
 
 
 def pipeline(stages: int) -> list[float]:
+    """Train, with a log of the whole process: COMMRT_TRACE is set."""
     deepspeed = started()
     from deepspeed.pipe import PipelineModule
 
@@ -314,9 +413,42 @@ def pipeline(stages: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("size", "stages"), [(2, 2), (4, 2)])
-def test_pipeline(torchrun: Any, compare: Any, size: int, stages: int) -> None:
-    got = torchrun(size, pipeline, env=SETTINGS, deadline_s=DEADLINE_S, stages=stages)
-    want = alone()
-    compare(f"{PROGRAM}, PipelineModule of {stages} stages", want, got)
+def stage_counts() -> list[int]:
+    """Return the parameters of each stage: the first of two has two layers."""
+    one, two, three = (sum(p.numel() for p in layer.parameters()) for layer in layers())
+    return [one + two, three]
+
+
+def pipeline_formula(size: int, rank: int) -> Calls:
+    """Return a message per micro-batch, boundary and direction, and gradients' sums."""
+    replicas = size // 2
+    stage, replica = divmod(rank, replicas)
+    other = (1 - stage) * replicas + replica
+    block = E * ROWS // replicas // MICROBATCHES * net().third.in_features
+    sends, receives = "_exec_send_activations", "_exec_recv_grads"
+    if stage:
+        sends, receives = "_exec_send_grads", "_exec_recv_activations"
+    times = STEPS * MICROBATCHES
+    found = calls(f"engine.{sends}", "send", (rank, other), block, times=times)
+    found += calls(f"engine.{receives}", "recv", (other, rank), block, times=times)
+    peers = range(stage * replicas, (stage + 1) * replicas)
+    nbytes = E * stage_counts()[stage]
+    found += calls("engine.allreduce_bucket", "allreduce", peers, nbytes, times=STEPS)
+    return found
+
+
+def pipeline_beside(size: int, rank: int) -> Calls:
+    return Calls()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_pipeline(
+    torchrun: Any, compare: Any, account: Any, tmp_path: Path, size: int
+) -> None:
+    settings = {**SETTINGS, "COMMRT_TRACE": str(tmp_path / "log")}
+    got = torchrun(size, pipeline, env=settings, deadline_s=DEADLINE_S, stages=2)
+    what = f"{PROGRAM}, PipelineModule of 2 stages"
+    compare(what, alone(), got)
     assert all(each == got[0] for each in got), "every rank is told the same loss"
+    formula, beside = partial(pipeline_formula, size), partial(pipeline_beside, size)
+    account(what, tmp_path / "log", formula, beside)

@@ -413,32 +413,55 @@ def pipeline(stages: int) -> list[float]:
     return losses
 
 
-def stage_counts() -> list[int]:
+def stage_counts() -> list[list[int]]:
     """Return the parameters of each stage: the first of two has two layers."""
-    one, two, three = (sum(p.numel() for p in layer.parameters()) for layer in layers())
-    return [one + two, three]
+    one, two, three = ([p.numel() for p in layer.parameters()] for layer in layers())
+    return [[*one, *two], three]
+
+
+def place_of(size: int, rank: int) -> tuple[int, int, range]:
+    """Return a rank's stage of two, the rank it talks to, and those of its stage."""
+    replicas = size // 2
+    stage, replica = divmod(rank, replicas)
+    other = (1 - stage) * replicas + replica
+    return stage, other, range(stage * replicas, (stage + 1) * replicas)
 
 
 def pipeline_formula(size: int, rank: int) -> Calls:
     """Return a message per micro-batch, boundary and direction, and gradients' sums."""
-    replicas = size // 2
-    stage, replica = divmod(rank, replicas)
-    other = (1 - stage) * replicas + replica
-    block = E * ROWS // replicas // MICROBATCHES * net().third.in_features
+    stage, other, peers = place_of(size, rank)
+    rows = ROWS // len(peers) // MICROBATCHES
+    block = E * rows * net().third.in_features
     sends, receives = "_exec_send_activations", "_exec_recv_grads"
     if stage:
         sends, receives = "_exec_send_grads", "_exec_recv_activations"
     times = STEPS * MICROBATCHES
     found = calls(f"engine.{sends}", "send", (rank, other), block, times=times)
     found += calls(f"engine.{receives}", "recv", (other, rank), block, times=times)
-    peers = range(stage * replicas, (stage + 1) * replicas)
-    nbytes = E * stage_counts()[stage]
-    found += calls("engine.allreduce_bucket", "allreduce", peers, nbytes, times=STEPS)
-    return found
+    nbytes = E * sum(stage_counts()[stage])
+    return found + calls(
+        *("engine.allreduce_bucket", "allreduce", peers, nbytes), times=STEPS
+    )
 
 
 def pipeline_beside(size: int, rank: int) -> Calls:
-    return Calls()
+    """Return what is called to begin with, and to tell all ranks the loss."""
+    stage, other, peers = place_of(size, rank)
+    ends = first, _ = min(rank, other), max(rank, other)
+    found = calls(
+        *("engine._broadcast_model", "bcast", peers),
+        *(E * count for count in stage_counts()[stage]),
+    )
+    # How many parameters there are in all, and how many are the same in several stages.
+    found += calls("engine.__init__", "allreduce", ends, 16)
+    # A message so that there is a connection, and one with types and shapes.
+    way = "send" if rank == first else "recv"
+    found += calls("engine.__init__", way, ends, 4)
+    found += calls(f"engine._{way}_tensor_meta", way, ends, 1024)
+    total = "engine._aggregate_total_loss"
+    if stage and len(peers) > 1:
+        found += calls(total, "allreduce", peers, E, times=STEPS)
+    return found + calls(total, "bcast", ends, 2 * E, times=STEPS)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 from client_calls import Calls, by_rank, nbytes_of
+from mpi_ranks import mpirun
 from torch_ranks import torchrun
 
-__all__ = ["torchrun"]
+__all__ = ["mpirun", "torchrun"]
 
 _SAID = pytest.StashKey[list[str]]()
 Compare = Callable[..., None]

@@ -21,7 +21,8 @@ __all__ = ["mpirun", "torchrun"]
 
 _SAID = pytest.StashKey[list[str]]()
 Compare = Callable[..., None]
-Expected = Callable[[int], Calls]
+Expected = Calls | Callable[[int], Calls]
+"""The same on all ranks, or by rank."""
 Account = Callable[[str, Path, Expected, Expected], None]
 
 
@@ -64,19 +65,23 @@ def account(request: pytest.FixtureRequest) -> Account:
         """Compare calls with those of the formula, and those beside it, of a rank."""
         found = by_rank(folder)
         for rank, mine in enumerate(found):
-            want, more = formula(rank), beside(rank)
+            want, more = _of(formula, rank), _of(beside, rank)
             assert not want.keys() & more.keys()
             assert want, "a formula of nothing holds for everything"
             where = f"{what}, rank {rank}"
             assert mine - (want + more) == {}, f"{where}: too many"
             assert (want + more) - mine == {}, f"{where}: missing"
-        first, other = formula(0), beside(0)
+        first, other = _of(formula, 0), _of(beside, 0)
         said.append(
             f"{what}, {len(found)} ranks: {first.total()} calls of {nbytes_of(first)} "
             f"B as the formula has it, {other.total()} of {nbytes_of(other)} B beside"
         )
 
     return accounted
+
+
+def _of(expected: Expected, rank: int) -> Calls:
+    return expected(rank) if callable(expected) else expected
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

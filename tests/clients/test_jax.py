@@ -160,8 +160,7 @@ def test_training(
     for name, place in (("calls", "averaged"), ("compiled", "called")):
         each = calls(f"test_jax.{place}", "allreduce", range(size), *nbytes)
         formula = Calls({call: STEPS * n for call, n in each.items()})
-        what = f"{PROGRAM}, {name}"
-        account(what, tmp_path / name, lambda _, of=formula: of, lambda _: Calls())
+        account(f"{PROGRAM}, {name}", tmp_path / name, formula, Calls())
 
 
 # -- arrays --------------------------------------------------------------------------

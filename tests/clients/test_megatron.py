@@ -405,3 +405,133 @@ def test_pipeline(
         formula = partial(pipeline_formula, ranks, stages, batched)
         beside = partial(pipeline_beside, ranks, stages)
         account(what, tmp_path / str(batched), formula, beside)
+
+
+# -- experts on several ranks --------------------------------------------------------
+
+EXPERTS, K = 4, 2
+
+
+class PlainExperts(nn.Module):
+    """Each position goes to the ``K`` best experts, in torch's own words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Parameter(drawn(EXPERTS, HIDDEN, 70))
+        self.up = nn.Parameter(torch.stack([drawn(16, HIDDEN, 80 + n) for n in TURN]))
+        self.down = nn.Parameter(torch.stack([drawn(HIDDEN, 16, 90 + n) for n in TURN]))
+        self.chosen: list[torch.Tensor] = []
+        """In each step: how often each sequence's positions go to each expert."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the experts' results, weighed by the router."""
+        best = (x @ self.router.T).topk(K, dim=-1)
+        ones = nn.functional.one_hot(best.indices, EXPERTS)
+        self.chosen.append(ones.sum(dim=(0, 2)))
+        weights = (ones * best.values.softmax(-1)[..., None]).sum(dim=-2)
+        inner = torch.tanh(torch.einsum("psh,eih->psei", x, self.up))
+        return torch.einsum("psei,ehi,pse->psh", inner, self.down, weights)
+
+
+TURN = range(EXPERTS)
+
+
+def drawn(rows: int, columns: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 0.4 * torch.randn(rows, columns, generator=generator)
+
+
+def experts(size: int, folder: str) -> list[float]:
+    """Train a layer of experts that are distributed over so many ranks."""
+    started(expert_model_parallel_size=size)
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=16,
+        num_attention_heads=1,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=K,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=size,
+        use_cpu_initialization=True,
+        params_dtype=torch.float32,
+        add_bias_linear=False,
+        activation_func=torch.tanh,
+        bias_activation_fusion=False,
+    )
+    kinds = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
+    layer: Any = MoELayer(config, kinds)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = layer.experts.local_experts
+    with torch.no_grad():
+        layer.router.weight.copy_(drawn(EXPERTS, HIDDEN, 70))
+        for at, expert in enumerate(mine):
+            number = rank % size * len(mine) + at
+            expert.linear_fc1.weight.copy_(drawn(16, HIDDEN, 80 + number))
+            expert.linear_fc2.weight.copy_(drawn(HIDDEN, 16, 90 + number))
+    optimizer = optimizer_of(layer.parameters())
+    losses = []
+    with commrt.trace.record(folder):
+        for step in range(STEPS):
+            x, want = (each.chunk(ranks, 1)[rank] for each in rows(step))
+            x = x.clone().requires_grad_()
+            optimizer.zero_grad()
+            loss = piped_loss(layer(x)[0], want)
+            loss.backward()
+            # Experts have the gradients of all ranks that gave them positions.
+            for expert in mine:
+                for weight in expert.parameters():
+                    weight.grad /= ranks
+            dist.all_reduce(layer.router.weight.grad, op=dist.ReduceOp.AVG)
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def experts_formula(chosen: list[torch.Tensor], size: int, rank: int) -> Calls:
+    """Return four all-to-alls a step, and the sum of the router's gradient.
+
+    A rank sends each position to K experts, and their results back to where they came
+    from, forwards; and backwards what is the gradient of each.
+    """
+    each = E * HIDDEN
+    found: Calls = Calls()
+    for step in chosen:
+        per_rank = step.chunk(size)
+        sent = int(per_rank[rank].sum())
+        mine = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
+        got = int(step[:, mine].sum())
+        both = each * sent, each * got
+        found += calls("mappings.forward", "alltoall", range(size), *both, times=2)
+    router = E * EXPERTS * HIDDEN
+    return found + calls(
+        *("test_megatron.experts", "allreduce", range(size), router), times=STEPS
+    )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_experts(
+    torchrun: Any, compare: Any, account: Any, tmp_path: Path, size: int
+) -> None:
+    folder = tmp_path / "log"
+    got = torchrun(
+        *(size, experts), deadline_s=DEADLINE_S, size=size, folder=str(folder)
+    )
+    model = PlainExperts()
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        x, want = rows(step)
+        return piped_loss(model(x), want)
+
+    what = f"{PROGRAM}, {EXPERTS} experts over {size}"
+    compare(what, alone(model, loss), got)
+    # How many positions go to each expert, before they go.
+    place = "mappings._gather_along_first_dim_moe"
+    beside = calls(place, "allgather", range(size), 8 * EXPERTS * size, times=STEPS)
+    account(what, folder, partial(experts_formula, model.chosen, size), beside)

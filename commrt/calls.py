@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from commrt.arrays.device import is_jax
 from commrt.arrays.host import (
     HostView,
     block_shape,
     copy_of,
     empty_like_array,
+    never_changes,
     numpy_type,
     overlap,
     view_anywhere,
@@ -451,9 +453,11 @@ def _bind_bcast(call: Call, is_root: bool) -> Bound:
     if call.out is not None:
         check_pair(call, x, target, x.count)
         check_overlap(call, x, target)
+    elif not is_root and never_changes(x):
+        target = call.view(_new(call, x), "out")
     if not (is_root and target is x):
         check_writable(call.spec, target)
-    result = call.x if call.out is None else call.out
+    result = given(call, target)
     return Bound(x if is_root else None, target, result, x.dtype, x.count)
 
 
@@ -483,15 +487,17 @@ def given(call: Call, out: HostView) -> Any:
     """Return the object the caller knows the output by."""
     if call.out is not None:
         return call.out
-    return call.x if call.spec.in_place else out.array
+    return call.x if call.spec.in_place and not is_jax(call.x) else out.array
 
 
 def _output(call: Call, x: HostView, size: int) -> HostView:
     spec = call.spec
     if call.out is None:
-        if spec.in_place:
+        if spec.in_place and not never_changes(x):
             check_writable(spec, x)
             return x
+        if spec.in_place:
+            return call.view(_new(call, x), "out")
         times = spec.out_count == "times_size"
         shape = (size, *x.shape) if times else block_shape(x, size)
         return call.view(empty_like_array(x, shape), "out")
@@ -504,6 +510,14 @@ def _output(call: Call, x: HostView, size: int) -> HostView:
     check_pair(call, x, out, count)
     check_writable(spec, out)
     return out
+
+
+def _new(call: Call, x: HostView) -> Any:
+    """Return what takes the result in the place of an ``x`` that never changes."""
+    made = empty_like_array(x, x.shape)
+    if call.spec.name == "exscan":  # of which rank 0 has no result
+        made[...] = np.asarray(call.x)
+    return made
 
 
 def check_pair(call: Call, x: HostView, out: HostView, count: int) -> None:

@@ -116,16 +116,26 @@ class Mixture(nn.Module):
         self.k = k
         self.gate = gate(experts)
         self.experts = nn.ModuleList(Expert(number) for number in range(experts))
+        self.chosen: list[torch.Tensor] = []
+        """In each step: which experts each row has gone to."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the experts' results, weighed by the gate."""
         weights = torch.softmax(self.gate(x), dim=1)
         best = weights.topk(self.k, dim=1).indices
-        chosen = torch.zeros_like(weights).scatter(1, best, 1.0) * weights
+        ones = torch.zeros_like(weights).scatter(1, best, 1.0)
+        self.chosen.append(ones)
+        chosen = ones * weights
         if self.k > 1:
             chosen = chosen / chosen.sum(dim=1, keepdim=True)
         each = torch.stack([expert(x) for expert in self.experts], dim=1)
         return (chosen[:, :, None] * each).sum(dim=1)
+
+
+def front() -> nn.Sequential:
+    """Return the layer before a mixture, which needs the gradient of its input."""
+    torch.manual_seed(29)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
 def gate(experts: int) -> nn.Linear:

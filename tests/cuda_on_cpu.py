@@ -39,6 +39,7 @@ def answer() -> None:
         kind.cuda = _itself  # type: ignore[method-assign, assignment]
         kind.to = _moved(kind.to)  # type: ignore[method-assign, assignment]
     torch.Tensor.pin_memory = _itself  # type: ignore[method-assign, assignment]
+    torch.histc = _of_any_type(torch.histc)  # type: ignore[assignment]
     _answer_device_calls()
     dist.init_process_group = _asked_of_commrt(dist.init_process_group)
     dist.new_group = _asked_of_commrt(dist.new_group)
@@ -82,6 +83,16 @@ def _moved(to: Callable[..., Any]) -> Callable[..., Any]:
         return to(self, *found, **kwargs)
 
     return moved
+
+
+def _of_any_type(histc: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``histc`` for integers, too, as CUDA has it."""
+
+    @functools.wraps(histc)
+    def counted(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return histc(x.float(), *args, **kwargs).to(x.dtype)
+
+    return counted
 
 
 def _answer_device_calls() -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "block_shape",
     "copy_of",
     "empty_like_array",
+    "never_changes",
     "numpy_type",
     "overlap",
     "view",
@@ -235,7 +236,8 @@ def _view_dlpack(array: Any, what: str) -> HostView:
             f"{what} is on a device (DLPack device type {kind}): {_HOST_ONLY}"
         )
     try:
-        exported = np.from_dlpack(array)
+        # JAX gives numpy more types than DLPack; it copies for neither.
+        exported = np.asarray(array) if is_jax(array) else np.from_dlpack(array)
     except (RuntimeError, TypeError, ValueError, BufferError) as exc:
         raise BufferError_(
             f"{what} is a {type(array).__name__} that DLPack cannot export to numpy "
@@ -261,12 +263,25 @@ def overlap(a: HostView, b: HostView) -> bool:
     return a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
 
 
+def never_changes(x: HostView) -> bool:
+    """Whether an array in host memory is of a library whose arrays never change.
+
+    An operation that would put its result into ``x`` makes a new array for it.
+    """
+    return x.on is None and is_jax(x.array)
+
+
 def empty_like_array(
     x: HostView, shape: tuple[int, ...], dtype: str | None = None
 ) -> Any:
     """Return a new array of ``shape`` in the library that ``x`` comes from.
 
-    ``dtype`` is the name of its element type, by itself that of ``x``.
+    Of JAX's arrays in host memory an array of numpy: nothing can be put into theirs.
+
+    Args:
+        x: what it is for.
+        shape: its shape.
+        dtype: name of its element type, by itself that of ``x``.
     """
     if is_tensor(x.array):
         of = None if dtype is None else getattr(sys.modules["torch"], dtype)
@@ -283,6 +298,8 @@ def empty_like_array(
             "pass out=, an array of another library: JAX's arrays never change once "
             "they are made, so nothing can be put into one"
         )
+    if is_jax(x.array):
+        return np.empty(shape, dtype=dtype or numpy_type(x))
     if namespace is None and x.on is not None:
         raise UsageError(
             f"pass out=: nothing is known of how to allocate a {type(x.array).__name__}"

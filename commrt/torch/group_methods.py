@@ -299,7 +299,11 @@ class Collectives:
         """Send each rank a part of a tensor, in rows; without splits equal parts."""
         if type(opts) is not c10d.AllToAllOptions:
             opts = options(c10d.AllToAllOptions, opts, timeout=None)
-        calls, even = self._calls, not output_splits and not input_splits
+        calls = self._calls
+        # Lists mostly; Megatron-core passes arrays of numpy, which have no truth.
+        even = (output_splits is None or not len(output_splits)) and (
+            input_splits is None or not len(input_splits)
+        )
         if even and calls.is_plain(opts) and calls.ends(_ALLTOALL, input, out=output):
             return None
         out, back = target(output)
@@ -433,7 +437,7 @@ def _elements(
 ) -> list[int]:
     """Return elements per rank from rows per rank; equal ones where none are given."""
     rows = tensor.shape[0] if tensor.dim() else 1
-    if not splits:
+    if splits is None or not len(splits):
         if rows % size:
             raise UsageError(
                 f"all_to_all_single: {what} has {rows} rows, which cannot be divided "
@@ -446,4 +450,4 @@ def _elements(
             f"numbers that add up to its {rows} rows"
         )
     row = flat.numel() // rows if rows else 0
-    return [split * row for split in splits]
+    return [int(split) * row for split in splits]

@@ -3,29 +3,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from client_programs import DEADLINE_S, Program
 from client_training import ROWS, STEPS, alone, batch, loss_of, net, optimizer_of
 from torch.utils.data import DataLoader, TensorDataset
 
-NAME = "accelerate"
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        importlib.util.find_spec(NAME) is None,
-        reason=f"{NAME} is not installed; make test-clients installs it",
-    ),
-]
-DEADLINE_S = 240.0
-
-
-def version() -> str:
-    return f"accelerate {importlib.metadata.version(NAME)}"
+PROGRAM = Program("accelerate", "accelerate")
+pytestmark = PROGRAM.marks
 
 
 def accelerator(**options: Any) -> Any:
@@ -74,7 +62,7 @@ def test_training(torchrun: Any, compare: Any, accumulated: int, size: int) -> N
     got = torchrun(size, training, deadline_s=DEADLINE_S, accumulated=accumulated)
     assert all(each == got[0] for each in got)
     how = f"DDP, gradients of {accumulated} batches"
-    compare(f"{version()}, {how}", alone(), got)
+    compare(f"{PROGRAM}, {how}", alone(), got)
 
 
 def metrics() -> list[Any]:

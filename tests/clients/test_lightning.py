@@ -3,29 +3,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from client_programs import DEADLINE_S, Program
 from client_training import STEPS, alone, loss_of, net, optimizer_of, part
 
-NAME = "lightning"
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        importlib.util.find_spec(NAME) is None,
-        reason=f"{NAME} is not installed; make test-clients installs it",
-    ),
-]
-DEADLINE_S = 240.0
-
-
-def version() -> str:
-    return f"Lightning {importlib.metadata.version(NAME)}"
+PROGRAM = Program("Lightning", "lightning")
+pytestmark = PROGRAM.marks
 
 
 def parts() -> list[Any]:
@@ -108,7 +96,7 @@ def test_trainer(
     )
     assert (folder / "end").exists()
     how = "FSDP2" if sharded else "DDP"
-    compare(f"{version()}, Trainer with {how}", alone(), got)
+    compare(f"{PROGRAM}, Trainer with {how}", alone(), got)
 
 
 def fabric(sharded: bool) -> list[float]:
@@ -155,4 +143,4 @@ def fabric(sharded: bool) -> list[float]:
 def test_fabric(torchrun: Any, compare: Any, sharded: bool, size: int) -> None:
     got = torchrun(size, fabric, deadline_s=DEADLINE_S, sharded=sharded)
     how = "FSDP2" if sharded else "DDP"
-    compare(f"{version()}, Fabric with {how}", alone(), got)
+    compare(f"{PROGRAM}, Fabric with {how}", alone(), got)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -265,6 +266,8 @@ def uneven(rank: int, size: int) -> list[bool]:
     out = torch.zeros(sum(counts[a][rank] for a in range(size)), 2)
     received = [counts[a][rank] for a in range(size)]
     dist.all_to_all_single(out, rows, received, counts[rank])
+    again = torch.zeros_like(out)  # arrays, as Megatron-core passes them
+    dist.all_to_all_single(again, rows, np.array(received), np.array(counts[rank]))
     outs = [torch.zeros(r + 1) for r in range(size)]
     dist.all_gather(outs, torch.full((rank + 1,), float(rank)))
     parts = [torch.full((r + 1,), rank + 1.0) for r in range(size)]
@@ -273,6 +276,7 @@ def uneven(rank: int, size: int) -> list[bool]:
     return [
         [g.tolist() for g in got] == want,
         out[:, 1].tolist() == [x for part in want for x in part],
+        torch.equal(again, out),
         [o.tolist() for o in outs] == [[float(r)] * (r + 1) for r in range(size)],
         mine.tolist() == [size * (size + 1) / 2] * (rank + 1),
     ]

@@ -385,6 +385,13 @@ def sparse_rows(group: Any) -> Any:
 
 
 @scenario()
+def sparse_sums_under_way(group: Any) -> Any:
+    x = torch.diag(numbers(group, 4)).to_sparse()
+    dist.all_reduce(x, group=group, async_op=True).wait()
+    return [x.is_sparse, x.coalesce()]
+
+
+@scenario()
 def sparse_tensors_of_nothing(group: Any) -> Any:
     """Of nothing on all ranks, and of nothing on some."""
     empty = torch.sparse_coo_tensor(torch.zeros(2, 0), [], (3, 3))
@@ -457,12 +464,25 @@ def tensors_of_any_strides(group: Any) -> Any:
     return [(base, want), (columns, rows), (last, torch.arange(15.0).reshape(5, 3))]
 
 
+@scenario(gloo_cannot="it gathers the numbers of before the conjugation")
+def conjugates(group: Any) -> Any:
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    mine = torch.full((3,), complex(1, 1 + rank)).conj()
+    outs = [torch.empty_like(mine) for _ in range(size)]
+    group.allgather([outs], [mine]).wait()
+    want = [torch.full((3,), complex(1, -1 - r)) for r in range(size)]
+    return [(outs, want)]
+
+
 @scenario(gloo_cannot="an input may not be among its outputs")
 def inputs_among_the_outputs(group: Any) -> Any:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     whole = torch.zeros(size, 3)
     whole[rank] = rank + 1.0
     dist.all_gather_into_tensor(whole, whole[rank], group=group)
+    outs = [torch.zeros(3) for _ in range(size)]
+    outs[rank].fill_(rank + 1.0)
+    dist.all_gather(outs, outs[rank], group=group)
     total = torch.arange(3.0 * size)
     mine = total[3 * rank : 3 * rank + 3]
     dist.reduce_scatter_tensor(mine, total, group=group)
@@ -470,8 +490,27 @@ def inputs_among_the_outputs(group: Any) -> Any:
     dist.all_to_all_single(x, x, group=group)
     return [
         (whole, torch.arange(1.0, size + 1)[:, None].expand(size, 3)),
+        (outs, [torch.full((3,), r + 1.0) for r in range(size)]),
         (mine, torch.arange(3.0 * rank, 3 * rank + 3) * size),
         (x, torch.arange(float(size)) * 10 + rank),
+    ]
+
+
+@scenario(gloo_cannot="it writes to no parameter")
+def outputs_that_are_parameters_or_views(group: Any) -> Any:
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    one = torch.nn.Parameter(torch.full((3,), float(rank)))
+    dist.broadcast(one, size - 1, group=group)
+    several = [torch.nn.Parameter(torch.zeros(3)) for _ in range(size)]
+    dist.all_gather(several, torch.full((3,), rank + 1.0), group=group)
+    flat = torch.zeros(size * 3)
+    dist.all_gather(list(flat.chunk(size)), torch.full((3,), rank + 1.0), group=group)
+    want = torch.arange(1.0, size + 1)[:, None].expand(size, 3)
+    return [
+        (one, torch.full((3,), size - 1.0)),
+        (one.is_leaf, True),
+        (several, [*want]),
+        (flat.reshape(size, 3), want),
     ]
 
 
@@ -532,6 +571,19 @@ def coalesced_gathers_and_scatters(group: Any) -> Any:
             every = numbers(group, size * part.numel())
             dist.reduce_scatter_tensor(part, every, group=group)
     return [outs, parts]
+
+
+@scenario(gloo_cannot="it has no coalescing by a device")
+def coalesced_broadcasts(group: Any) -> Any:
+    size, mine = dist.get_world_size(group), float(dist.get_rank(group))
+    a, b = torch.full((3,), mine), torch.full((2,), mine)
+    with dist._coalescing_manager(
+        group=group, device=torch.device("cpu"), async_ops=True
+    ) as both:
+        dist.broadcast(a, 0, group=group)
+        dist.broadcast(b, size - 1, group=group)
+    both.wait()
+    return [(a, torch.zeros(3)), (b, torch.full((2,), size - 1.0))]
 
 
 @scenario()

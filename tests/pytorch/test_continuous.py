@@ -15,7 +15,7 @@ LEAST = 79
 """Scenarios there are at least, for two ranks and more."""
 LEAST_ALONE = 65
 """And for one."""
-DEADLINE_S = 110.0
+DEADLINE_S = 300.0
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,7 @@ DEADLINE_S = 110.0
     [(1, ""), (2, ""), (3, ""), (4, ""), (2, "1"), (3, "2,1"), (4, "2")],
 )
 @pytest.mark.full(sample=1)
+@pytest.mark.timeout(DEADLINE_S + 30)
 def test_scenarios_beside_gloo(ranks: int, nodes: str) -> None:
     environ = {**child_environment(sys.executable), "OMP_NUM_THREADS": "1"}
     done = run_process(

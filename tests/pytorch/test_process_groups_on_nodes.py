@@ -19,7 +19,7 @@ from process_groups import differences, job
 from test_process_group_collectives import run_everything
 from test_process_group_life import PROGRAM, stores
 from test_process_group_training import (
-    RANKS,
+    LONG_S,
     run_data_parallel,
     run_others,
     run_sharded,
@@ -112,12 +112,15 @@ def test_every_type_and_reduction(torchrun: Any, nodes: str) -> None:
 
 @pytest.mark.parametrize("scenarios", [run_data_parallel, run_sharded, run_others])
 @pytest.mark.parametrize("progress", ["off", "on"])
+@pytest.mark.parametrize("nodes", ["1", "2"])
 @pytest.mark.full
+@pytest.mark.timeout(LONG_S + 30)
 def test_training(
-    torchrun: Any, scenarios: Callable[[], list[str]], progress: str
+    torchrun: Any, scenarios: Callable[[], list[str]], progress: str, nodes: str
 ) -> None:
-    where = on_nodes("1", COMMRT_PROGRESS=progress)
-    assert torchrun(RANKS, scenarios, **where) == [[]] * RANKS
+    where = on_nodes(nodes, COMMRT_PROGRESS=progress) | {"deadline_s": LONG_S}
+    ranks = LAYOUTS[nodes]
+    assert torchrun(ranks, scenarios, **where) == [[]] * ranks
 
 
 @pytest.mark.full

@@ -210,17 +210,10 @@ def zero_1() -> Any:
 
 DATA_PARALLEL = [
     *(plain, small_buckets, static_graph, unused_parameters, no_sync),
-    *(
-        compressing_hook,
-        allreduce_hook,
-        built_in_hooks,
-        power_sgd,
-        join,
-        sparse_gradients,
-        buffers,
-    ),
-    zero_1,
+    *(allreduce_hook, power_sgd, join, sparse_gradients, buffers, zero_1),
 ]
+ROUNDED = [compressing_hook, built_in_hooks]
+"""Gradients are sums of float16, which gloo rounds after each rank's."""
 
 
 def nested() -> list[str]:
@@ -235,7 +228,7 @@ def nested() -> list[str]:
 
 
 def run_data_parallel() -> list[str]:
-    return differences(DATA_PARALLEL) + nested()
+    return differences(DATA_PARALLEL) + differences(ROUNDED, 3e-4) + nested()
 
 
 @pytest.mark.parametrize("progress", ["off", "on"])

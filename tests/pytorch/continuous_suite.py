@@ -19,6 +19,7 @@ from typing import Any
 
 import collective_scenarios
 import message_scenarios
+import nccl_scenarios
 import scenarios
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
@@ -26,6 +27,7 @@ from torch.testing._internal.common_distributed import MultiProcContinuousTest
 RANKS = "SCENARIO_RANKS"
 assert collective_scenarios
 assert message_scenarios
+assert nccl_scenarios
 
 
 class Scenarios(MultiProcContinuousTest):  # type: ignore[misc]

@@ -12,6 +12,7 @@ from typing import Any
 
 import collective_scenarios
 import message_scenarios
+import nccl_scenarios
 import pytest
 import scenarios
 import torch.distributed as dist
@@ -26,6 +27,7 @@ LONG_S = 300.0
 """For all scenarios on a busy machine."""
 assert collective_scenarios
 assert message_scenarios
+assert nccl_scenarios
 STAND_IN = Path(__file__).parents[1] / "srun_stand_in.py"
 GROUPS = """
 import json, os, sys

@@ -2,7 +2,7 @@
 """Collectives of a process group: every type and reduction, against a wide type.
 
 A launch takes seconds, so each runs many cases and returns those that are wrong. Forms
-and layouts of tensors are in ``collective_scenarios.py``.
+and layouts of tensors are in ``collective_scenarios.py`` and ``nccl_scenarios.py``.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ DEADLINE_S = 90.0
 
 def many_groups() -> float:
     """Make groups of one, of which programs have hundreds, and some of two."""
-    with job() as rank:
+    with job(name="many") as rank:
         for _ in range(250):
             for member in range(2):
                 group = dist.new_group([member])
@@ -41,10 +41,6 @@ def many_groups() -> float:
             dist.all_reduce(x, group=dist.new_group([0, 1]))
             total += x
         return float(total)
-
-
-def test_five_hundred_groups_in_one_process(torchrun: Any) -> None:
-    assert torchrun(2, many_groups, deadline_s=DEADLINE_S) == [40.0] * 2
 
 
 def stores(folder: str) -> list[float]:
@@ -90,7 +86,7 @@ def test_any_store_and_again_after_the_end(torchrun: Any, tmp_path: Path) -> Non
 def late() -> list[str]:
     """Rank 1 comes too late for a call with a limit, and the call ends all the same."""
     said = []
-    with job(timeout=timedelta(seconds=30)) as rank:
+    with job(name="late", timeout=timedelta(seconds=30)) as rank:
         group = dist.group.WORLD
         options = torch.distributed.distributed_c10d.AllreduceOptions()
         options.timeout = timedelta(seconds=0.3)
@@ -113,15 +109,9 @@ def late() -> list[str]:
     return said
 
 
-def test_a_rank_that_is_late_is_named(torchrun: Any) -> None:
-    first, second = torchrun(2, late, deadline_s=DEADLINE_S)
-    assert "rank 1 on this node has not started it" in first[0]
-    assert second == []
-
-
 def aborted() -> str:
     """A group is aborted by one rank while the other one waits."""
-    with job() as rank:
+    with job(name="aborted") as rank:
         group = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(1), group=group)
         if rank == 0:
@@ -133,15 +123,10 @@ def aborted() -> str:
         return str(raised.value)
 
 
-def test_abort_wakes_who_waits(torchrun: Any) -> None:
-    _, said = torchrun(2, aborted, deadline_s=DEADLINE_S)
-    assert "rank 0 gave up" in said
-
-
 def wrong_calls() -> list[str]:
     """What is wrong with a call is said, and the group goes on."""
     said = []
-    with job() as rank:
+    with job(name="wrong") as rank:
         calls = [
             lambda: dist.all_gather_single(torch.zeros(3), torch.zeros(2)),
             lambda: dist.all_reduce(torch.zeros(2, dtype=torch.float8_e8m0fnu)),
@@ -163,12 +148,22 @@ def wrong_calls() -> list[str]:
     return said
 
 
-def test_wrong_calls_are_named(torchrun: Any) -> None:
-    for said in torchrun(2, wrong_calls, deadline_s=DEADLINE_S):
-        parts = ("out has 3 elements", "float8_e8m0fnu", "op='band'", "add up to its 3")
-        parts += ("expected one", "expected one for each", "commrt.torch.Options")
-        for text, part in zip(said, parts, strict=True):
+def jobs() -> list[Any]:
+    """Run them in one launch."""
+    return [many_groups(), wrong_calls(), late(), aborted()]
+
+
+def test_many_groups_late_ranks_aborts_and_wrong_calls(torchrun: Any) -> None:
+    first, second = torchrun(2, jobs, deadline_s=DEADLINE_S)
+    parts = ("out has 3 elements", "float8_e8m0fnu", "op='band'", "add up to its 3")
+    parts += ("expected one", "expected one for each", "commrt.torch.Options")
+    for total, wrong, *_ in (first, second):
+        assert total == 40.0
+        for text, part in zip(wrong, parts, strict=True):
             assert part in text
+    assert "rank 1 on this node has not started it" in first[2][0]
+    assert second[2] == []
+    assert "rank 0 gave up" in second[3]
 
 
 PROGRAM = """

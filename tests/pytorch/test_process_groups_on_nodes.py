@@ -19,7 +19,6 @@ from process_groups import differences, job
 from test_process_group_collectives import run_everything
 from test_process_group_life import PROGRAM, stores
 from test_process_group_training import (
-    LONG_S,
     run_data_parallel,
     run_others,
     run_sharded,
@@ -27,7 +26,9 @@ from test_process_group_training import (
 
 from commrt.errors import MismatchError, TimeoutError_
 
-DEADLINE_S = 90.0
+DEADLINE_S = 300.0
+"""Four ranks and their threads on two busy cores take their time."""
+pytestmark = pytest.mark.timeout(DEADLINE_S + 30)
 LAYOUTS = {"2,1": 3, "2": 4, "1": 2}
 """COMMRT_NODES, and how many ranks."""
 
@@ -114,11 +115,10 @@ def test_every_type_and_reduction(torchrun: Any, nodes: str) -> None:
 @pytest.mark.parametrize("progress", ["off", "on"])
 @pytest.mark.parametrize("nodes", ["1", "2"])
 @pytest.mark.full
-@pytest.mark.timeout(LONG_S + 30)
 def test_training(
     torchrun: Any, scenarios: Callable[[], list[str]], progress: str, nodes: str
 ) -> None:
-    where = on_nodes(nodes, COMMRT_PROGRESS=progress) | {"deadline_s": LONG_S}
+    where = on_nodes(nodes, COMMRT_PROGRESS=progress)
     ranks = LAYOUTS[nodes]
     assert torchrun(ranks, scenarios, **where) == [[]] * ranks
 

@@ -87,7 +87,7 @@ test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, wit
 	$(VENV_MPICH)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.15 --functions 0.16)
 
 .PHONY: test-torch
-test-torch: $(VENV_TORCH)/.installed ## Tests with torch: torchrun's ranks, tensors, gloo.
+test-torch: $(VENV_TORCH)/.installed $(VENV_MPICH)/.installed ## Tests with torch: torchrun's ranks, tensors, gloo.
 	$(VENV_TORCH)/bin/pytest tests/pytorch $(PYTEST_ARGS) $(if $(FULL),,--functions 0.35)
 
 .PHONY: examples
@@ -214,7 +214,8 @@ $(VENV_MPICH)/.installed: $(WHEELS)/.built
 	$(VENV_MPICH)/bin/python -m pip install $(PIP_OPTIONS) "$$wheel[mpich,test]"
 	@touch $@
 
-# With an MPI too, so that the tests see that torchrun's ranks leave it alone.
+# With an MPI too, so that the tests see that torchrun's ranks leave it alone. Tests under
+# MPICH take the library of the other environment: mpi4py's wheel serves both.
 $(VENV_TORCH)/.installed: $(WHEELS)/.built
 	$(PYTHON) -m venv $(VENV_TORCH)
 	$(VENV_TORCH)/bin/python -m pip install $(PIP_OPTIONS) --upgrade pip

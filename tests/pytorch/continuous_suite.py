@@ -15,30 +15,19 @@ import os
 import sys
 import unittest
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import collective_scenarios
 import message_scenarios
-import torch
+import nccl_scenarios
+import scenarios
 import torch.distributed as dist
-from scenarios import BESIDE_GLOO, WITHOUT_GLOO
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from process_groups import unequal
-
-__all__ = ["names", "run"]
-
-RANKS = "COMMRT_SCENARIO_RANKS"
-TOLERANCE = 1e-6
+RANKS = "SCENARIO_RANKS"
 assert collective_scenarios
 assert message_scenarios
-
-
-def names() -> list[str]:
-    """Return the names of all scenarios."""
-    return [*BESIDE_GLOO, *WITHOUT_GLOO]
+assert nccl_scenarios
 
 
 class Scenarios(MultiProcContinuousTest):  # type: ignore[misc]
@@ -60,20 +49,10 @@ class Scenarios(MultiProcContinuousTest):  # type: ignore[misc]
 
     def compared(self, name: str) -> None:
         """Run a scenario with both groups, on every rank."""
-        group: Any = dist.group.WORLD
-        if name in WITHOUT_GLOO:
-            for got, want in WITHOUT_GLOO[name](group):
-                differ = unequal(want, got, TOLERANCE)
-                assert not differ, differ
-            return
         # One for all: to make it takes longer than most scenarios.
         if Scenarios.gloo is None:
             Scenarios.gloo = dist.new_group(backend="gloo", timeout=self.timeout)
-        results = []
-        for each in (Scenarios.gloo, group):
-            torch.manual_seed(1234)
-            results.append(BESIDE_GLOO[name](each))
-        differ = unequal(*results, TOLERANCE)
+        differ = scenarios.differences(name, dist.group.WORLD, Scenarios.gloo)
         assert not differ, differ
 
 
@@ -85,14 +64,16 @@ def _test_of(name: str) -> Any:
     return test
 
 
-for _name in names():
+for _name in scenarios.LEAST_RANKS:
     setattr(Scenarios, f"test_{_name}", _test_of(_name))
 
 
 def run(which: list[str]) -> bool:
     """Run scenarios by their names; print what fails; whether none does."""
     suite = unittest.TestSuite(Scenarios(f"test_{name}") for name in which)
-    found = unittest.TextTestRunner(stream=sys.stdout, failfast=True).run(suite)
+    found = unittest.TextTestRunner(
+        stream=sys.stdout, failfast="SLOW" not in os.environ
+    ).run(suite)
     skipped = len(found.skipped)
     print(f"{found.testsRun} scenarios ran, {skipped} of them were skipped", flush=True)
     return found.wasSuccessful() and found.testsRun == len(which) and not skipped
@@ -106,7 +87,8 @@ def main() -> int:
     asked = parser.parse_args()
     Scenarios.world_size = asked.ranks
     os.environ[RANKS] = str(asked.ranks)
-    return 0 if run([name for name in names() if asked.pattern in name]) else 1
+    names = scenarios.names(asked.ranks)
+    return 0 if run([name for name in names if asked.pattern in name]) else 1
 
 
 if __name__ == "__main__":

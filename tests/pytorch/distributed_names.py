@@ -39,6 +39,7 @@ PASSING = [
     "test_barrier",
     "test_barrier_full_group",
     "test_barrier_timeout_full_group",
+    "test_barrier_timeout_global",
     "test_batch_isend_irecv_gloo",
     "test_batch_isend_irecv_gloo_tags",
     "test_broadcast",

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from scenarios import numbers, raised, scenario
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # -- messages ------------------------------------------------------------------------
 
@@ -23,7 +24,7 @@ def neighbours(group: Any) -> tuple[int, int]:
     return (rank + 1) % size, (rank - 1) % size
 
 
-@scenario()
+@scenario(ranks=2)
 def messages_round_a_ring(group: Any) -> Any:
     right, left = neighbours(group)
     found = []
@@ -36,7 +37,7 @@ def messages_round_a_ring(group: Any) -> Any:
     return found
 
 
-@scenario()
+@scenario(ranks=2)
 def messages_of_every_type(group: Any) -> Any:
     right, left = neighbours(group)
     found = []
@@ -50,7 +51,7 @@ def messages_of_every_type(group: Any) -> Any:
     return found
 
 
-@scenario()
+@scenario(ranks=2)
 def messages_by_their_tags(group: Any) -> Any:
     """Received in another order than they were sent."""
     right, left = neighbours(group)
@@ -66,7 +67,7 @@ def messages_by_their_tags(group: Any) -> Any:
     return outs
 
 
-@scenario()
+@scenario(ranks=2)
 def messages_in_a_batch(group: Any) -> Any:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     others = [r for r in range(size) if r != rank]
@@ -79,7 +80,7 @@ def messages_in_a_batch(group: Any) -> Any:
     return outs
 
 
-@scenario()
+@scenario(ranks=2)
 def messages_from_any_source(group: Any) -> Any:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if rank:
@@ -95,7 +96,7 @@ def messages_from_any_source(group: Any) -> Any:
     return sorted(found)
 
 
-@scenario()
+@scenario(ranks=2)
 def objects_as_messages(group: Any) -> Any:
     right, left = neighbours(group)
     got: list[Any] = [None, None]
@@ -108,7 +109,7 @@ def objects_as_messages(group: Any) -> Any:
     return got
 
 
-@scenario()
+@scenario(ranks=2)
 def messages_beside_collectives(group: Any) -> Any:
     right, left = neighbours(group)
     out, x = torch.zeros(1000), numbers(group, 1000)
@@ -120,7 +121,7 @@ def messages_beside_collectives(group: Any) -> Any:
     return [x, out]
 
 
-@scenario()
+@scenario(ranks=2)
 def a_batch_that_receives_last(group: Any) -> Any:
     """Long sends first on all ranks, received in the other direction."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -132,6 +133,35 @@ def a_batch_that_receives_last(group: Any) -> Any:
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     return outs
+
+
+@scenario(gloo_cannot="its messages lie together in memory", ranks=2)
+def messages_of_any_strides(group: Any) -> Any:
+    right, left = neighbours(group)
+    table = torch.zeros(4, 6)
+    x = torch.arange(12.0).reshape(4, 3)
+    sent = dist.isend(x.t() + dist.get_rank(group), right, group=group, tag=5)
+    dist.recv(table[:, ::2].t(), left, group=group, tag=5)
+    sent.wait()
+    want = torch.zeros(4, 6)
+    want[:, ::2] = x + left
+    return [(table, want)]
+
+
+@scenario(gloo_cannot="its works do not say whose message it was", ranks=2)
+def receives_under_way_from_any_source(group: Any) -> Any:
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if rank:
+        x = torch.full((20_000,), float(rank))
+        dist.send(x, 0, group=group, tag=4)
+        return []
+    outs = [torch.zeros(20_000) for _ in range(size - 1)]
+    works = [dist.irecv(out, group=group, tag=4) for out in outs]
+    for work in works:
+        work.wait()
+    sources = [work.source_rank() for work in works]
+    ends = [int(out[-1]) for out in outs]
+    return [(ends, sources), (sorted(sources), [*range(1, size)])]
 
 
 @scenario(gloo_cannot="it sends no rank a message of its own")
@@ -158,7 +188,7 @@ def backend(group: Any) -> str:
 def groups_of_some_ranks(group: Any) -> Any:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     found = []
-    for ranks in ([0], [size - 1, 0], [*range(size)][::-1]):
+    for ranks in ([0], [size - 1, 0][:size], [*range(size)][::-1]):
         some = dist.new_group(ranks, backend=backend(group))
         if rank in ranks:
             x = numbers(group, 5)
@@ -172,7 +202,7 @@ def groups_of_some_ranks(group: Any) -> Any:
     return found
 
 
-@scenario()
+@scenario(ranks=2)
 def a_group_made_by_its_members(group: Any) -> Any:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     ranks = [0, size - 1]
@@ -204,13 +234,12 @@ def two_groups_in_turns(group: Any) -> Any:
 def a_mesh_of_rows_and_columns(group: Any) -> Any:
     """Collectives along each axis of a mesh whose groups are of the backend."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    rows = [[2 * a, 2 * a + 1] for a in range(size // 2)]
-    columns = [[*range(0, size, 2)], [*range(1, size, 2)]]
+    width = size if size % 2 else 2
+    table = torch.arange(size).reshape(-1, width)
     made = [
-        dist.new_subgroups_by_enumeration(each, backend=backend(group))[0]
-        for each in (rows, columns)
+        dist.new_subgroups_by_enumeration(each.tolist(), backend=backend(group))[0]
+        for each in (table.t(), table)
     ]
-    table = torch.arange(size).reshape(-1, 2)
     mesh = DeviceMesh.from_group(made, "cpu", mesh=table, mesh_dim_names=("b", "a"))
     found = []
     for name in ("a", "b"):
@@ -218,6 +247,38 @@ def a_mesh_of_rows_and_columns(group: Any) -> Any:
         dist.all_reduce(x, group=mesh[name].get_group())
         found.append(x)
     return [*found, mesh.get_coordinate()]
+
+
+@scenario(gloo_cannot="it is not the default group, of which the mesh is made")
+def a_mesh_of_the_default_group(group: Any) -> Any:
+    size = dist.get_world_size(group)
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("a", "b"))
+    x, y = torch.ones(2), torch.ones(2)
+    dist.all_reduce(x, group=mesh["b"].get_group())
+    dist.all_reduce(y, group=mesh["a"].get_group())
+    z = funcol.all_reduce(torch.ones(3), "sum", mesh["b"])
+    mine = torch.full((1,), float(dist.get_rank(group)))
+    parts = funcol.all_gather_tensor(mine, 0, mesh["b"])
+    name = mesh["b"].get_group().group_name
+    found = dist.distributed_c10d._resolve_process_group(name)
+    return [
+        (x, torch.full((2,), float(size))),
+        (y, torch.ones(2)),
+        (z + 0, torch.full((3,), float(size))),
+        (parts + 0, torch.arange(float(size))),
+        (found is mesh["b"].get_group(), True),
+    ]
+
+
+@scenario(gloo_cannot="it is another backend")
+def what_a_group_of_commrt_has(group: Any) -> Any:
+    return [
+        (dist.get_backend(group), "commrt"),
+        ((group.name(), group._get_backend_name()), ("commrt", "commrt")),
+        (group._device_types[0], torch.device("cpu")),
+        (group.communicator.size, dist.get_world_size(group)),
+        (group.communicator.rank, dist.get_rank(group)),
+    ]
 
 
 @scenario()
@@ -272,6 +333,24 @@ def works_of_every_collective(group: Any) -> Any:
     ]
     waited = [work.wait() for work in reversed(works)]
     return [waited, [work.is_completed() for work in works[:3]], x, y, out, part, moved]
+
+
+@scenario(gloo_cannot="its works have no result of their own")
+def what_a_work_says_at_its_end(group: Any) -> Any:
+    x = numbers(group, 1000)
+    work = dist.all_reduce(x, group=group, async_op=True)
+    ended = work.wait()
+    out = torch.zeros(3)
+    works = [dist.isend(out, dist.get_rank(group), group=group)]
+    works.append(dist.irecv(out, dist.get_rank(group), group=group))
+    for each in works:
+        each.wait()
+    return [
+        ((ended, work.is_completed(), work.is_success()), (True, True, True)),
+        ((work.exception(), work.result()[0] is x), (None, True)),
+        (work.get_future().value()[0], x),
+        (works[1].result()[0] is out, True),
+    ]
 
 
 @scenario()
@@ -358,7 +437,7 @@ def apart(group: Any, limit_s: float) -> Any:
     return dist.new_group(backend=backend(group), timeout=limit)
 
 
-@scenario()
+@scenario(ranks=2)
 def a_limit_of_the_group(group: Any) -> Any:
     """The last rank does not come; the others get an error, and go on."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -372,7 +451,7 @@ def a_limit_of_the_group(group: Any) -> Any:
     return [kind, x]
 
 
-@scenario()
+@scenario(ranks=2)
 def a_limit_of_a_wait(group: Any) -> Any:
     """A receive that nobody sends for ends with the limit of the wait."""
     other = apart(group, 30)
@@ -384,7 +463,7 @@ def a_limit_of_a_wait(group: Any) -> Any:
     return kind
 
 
-@scenario()
+@scenario(ranks=2)
 def an_operation_that_ends_after_its_limit(group: Any) -> Any:
     """A wait whose limit has passed gives up the wait, not the operation."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)

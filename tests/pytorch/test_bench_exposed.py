@@ -36,6 +36,6 @@ def test_exposed_is_the_difference_within_a_round() -> None:
 
 
 def test_a_workload_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         exposed.main(["--workload", "cnn-ddp,llm"])
     assert "--workload: llm: expected cnn-ddp, " in capsys.readouterr().err

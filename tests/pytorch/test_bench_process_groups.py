@@ -34,6 +34,6 @@ def test_each_operation_in_each_way(torchrun: Any, alone: bool) -> None:
 
 
 def test_an_operation_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         process_groups.main(["--op", "all_reduce,halo"])
     assert "--op: halo: expected all_reduce, " in capsys.readouterr().err

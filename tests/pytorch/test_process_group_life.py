@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups, messages, limits and ends of process groups."""
+"""Groups, limits and ends of process groups.
+
+Messages, groups of some ranks, works and futures are in ``message_scenarios.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from process_groups import job
 
 from commrt.errors import CommError, RevokedError, TimeoutError_
@@ -23,160 +24,12 @@ from commrt.errors import CommError, RevokedError, TimeoutError_
 DEADLINE_S = 90.0
 
 
-# -- messages ------------------------------------------------------------------------
-
-
-def ring(rank: int, size: int) -> list[bool]:
-    """Short and long messages round, any strides, tags, and to oneself."""
-    right, left = (rank + 1) % size, (rank - 1) % size
-    found = []
-    for count in (0, 1, 100_000):
-        x, out = torch.full((count,), float(rank)), torch.zeros(count)
-        works = [dist.isend(x, right), dist.irecv(out, left)]
-        for work in works:
-            work.wait()
-        found.append(bool((out == left).all()))
-        if count:
-            found.append(works[1].result()[0] is out)
-    table = torch.zeros(4, 6)
-    sent = dist.isend(torch.arange(12.0).reshape(4, 3).t() + rank, right, tag=5)
-    dist.recv(table[:, ::2].t(), left, tag=5) if size > 1 else None
-    if size == 1:
-        dist.irecv(table[:, ::2].t(), 0, tag=5).wait()
-    sent.wait()
-    want = torch.arange(12.0).reshape(4, 3) + left
-    found += [torch.equal(table[:, ::2], want), bool((table[:, 1::2] == 0).all())]
-    mine = torch.zeros(3)
-    works = [dist.irecv(mine, rank, tag=9), dist.isend(torch.ones(3), rank, tag=9)]
-    for work in works:
-        work.wait()
-    return [*found, mine.tolist() == [1.0] * 3]
-
-
-def batches(rank: int, size: int) -> list[bool]:
-    """Sends and receives of a batch in an order that would hang one by one."""
-    others = [r for r in range(size) if r != rank]
-    outs = {r: torch.zeros(50_000) for r in others}
-    mine = torch.full((50_000,), float(rank))
-    ops = [dist.P2POp(dist.irecv, outs[r], r) for r in others]
-    ops += [dist.P2POp(dist.isend, mine, r) for r in reversed(others)]
-    for work in dist.batch_isend_irecv(ops) if ops else []:
-        work.wait()
-    return [bool((out == r).all()) for r, out in outs.items()] or [True]
-
-
-def from_anyone(rank: int, size: int) -> list[bool]:
-    """Receives that do not say from whom; each message is received once."""
-    if rank:
-        dist.send(torch.full((3,), float(rank)), 0, tag=2)
-        dist.send(torch.full((20_000,), float(rank)), 0, tag=3)
-        return [True]
-    short = []
-    for _ in range(size - 1):
-        out = torch.zeros(3)
-        short.append((dist.recv(out, tag=2), float(out[2])))
-    outs = [torch.zeros(20_000) for _ in range(size - 1)]
-    works = [dist.irecv(out, tag=3) for out in outs]
-    for work in works:
-        work.wait()
-    long = [(work.source_rank(), float(o[-1])) for work, o in zip(works, outs)]  # noqa: B905
-    want = [(r, float(r)) for r in range(1, size)]
-    return [sorted(short) == want, sorted(long) == want]
-
-
-def objects(rank: int, size: int) -> list[bool]:
-    got: list[Any] = [None, None]
-    if rank == 0:
-        for peer in range(1, size):
-            dist.send_object_list([peer, "text"], dst=peer)
-        return [True]
-    dist.recv_object_list(got, src=0)
-    return [got == [rank, "text"]]
-
-
 # -- groups --------------------------------------------------------------------------
-
-
-def subgroups(rank: int, size: int) -> list[bool]:
-    """Groups of some ranks, in any order, of one, and among members only."""
-    found = []
-    whole = [dist.new_group([r]) for r in range(size)]
-    x = torch.ones(3)
-    dist.all_reduce(x, group=whole[rank])
-    found.append(x.tolist() == [1.0] * 3)
-    backwards = dist.new_group([*range(size)][::-1], backend="commrt")
-    x = torch.full((2,), rank + 1.0)
-    dist.all_reduce(x, group=backwards)
-    found.append(x.tolist() == [size * (size + 1) / 2] * 2)
-    members = [0, size - 1] if size > 1 else [0]
-    if rank in members:
-        local = dist.new_group(members, use_local_synchronization=True)
-        x = torch.full((2,), float(rank))
-        dist.broadcast(x, members[-1], group=local)
-        found.append(x.tolist() == [members[-1]] * 2)
-        dist.destroy_process_group(local)
-    gloo = dist.new_group(backend="gloo")
-    x = torch.ones(2)
-    dist.all_reduce(x, group=gloo)
-    found.append(x.tolist() == [size] * 2)
-    last = torch.zeros(1)
-    dist.all_reduce(last)
-    return found
-
-
-def meshes(rank: int, size: int) -> list[bool]:
-    mesh = dist.device_mesh.init_device_mesh(
-        "cpu", (1, size), mesh_dim_names=("a", "b")
-    )
-    x = torch.ones(2)
-    dist.all_reduce(x, group=mesh["b"].get_group())
-    y = torch.ones(2)
-    dist.all_reduce(y, group=mesh["a"].get_group())
-    z = funcol.all_reduce(torch.ones(3), "sum", mesh["b"])
-    parts = funcol.all_gather_tensor(torch.full((1,), float(rank)), 0, mesh["b"])
-    name = mesh["b"].get_group().group_name
-    resolved = torch.distributed.distributed_c10d._resolve_process_group(name)
-    return [
-        x.tolist() == [size] * 2,
-        y.tolist() == [1] * 2,
-        z.tolist() == [size] * 3,
-        parts.tolist() == [*range(size)],
-        resolved is mesh["b"].get_group(),
-    ]
-
-
-def names(rank: int, size: int) -> list[bool]:
-    group = dist.group.WORLD
-    return [
-        dist.get_backend() == "commrt",
-        group.name() == group._get_backend_name() == "commrt",
-        (group.rank(), group.size()) == (rank, size),
-        dist.get_process_group_ranks(group) == [*range(size)],
-        group._device_types[0] == torch.device("cpu"),
-        group.communicator.size == size,
-    ]
-
-
-SCENES: list[Callable[[int, int], list[bool]]] = [
-    *(ring, batches, from_anyone, objects, subgroups, meshes, names),
-]
-
-
-def run_scenes() -> dict[str, list[bool]]:
-    with job() as rank:
-        size = dist.get_world_size()
-        return {scene.__name__: scene(rank, size) for scene in SCENES}
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_messages_and_groups(torchrun: Any, size: int) -> None:
-    for found in torchrun(size, run_scenes, deadline_s=DEADLINE_S):
-        assert [name for name, right in found.items() if not all(right)] == [], found
 
 
 def many_groups() -> float:
     """Make groups of one, of which programs have hundreds, and some of two."""
-    with job() as rank:
+    with job(name="many") as rank:
         for _ in range(250):
             for member in range(2):
                 group = dist.new_group([member])
@@ -188,10 +41,6 @@ def many_groups() -> float:
             dist.all_reduce(x, group=dist.new_group([0, 1]))
             total += x
         return float(total)
-
-
-def test_five_hundred_groups_in_one_process(torchrun: Any) -> None:
-    assert torchrun(2, many_groups, deadline_s=DEADLINE_S) == [40.0] * 2
 
 
 def stores(folder: str) -> list[float]:
@@ -237,7 +86,7 @@ def test_any_store_and_again_after_the_end(torchrun: Any, tmp_path: Path) -> Non
 def late() -> list[str]:
     """Rank 1 comes too late for a call with a limit, and the call ends all the same."""
     said = []
-    with job(timeout=timedelta(seconds=30)) as rank:
+    with job(name="late", timeout=timedelta(seconds=30)) as rank:
         group = dist.group.WORLD
         options = torch.distributed.distributed_c10d.AllreduceOptions()
         options.timeout = timedelta(seconds=0.3)
@@ -260,15 +109,9 @@ def late() -> list[str]:
     return said
 
 
-def test_a_rank_that_is_late_is_named(torchrun: Any) -> None:
-    first, second = torchrun(2, late, deadline_s=DEADLINE_S)
-    assert "rank 1 on this node has not started it" in first[0]
-    assert second == []
-
-
 def aborted() -> str:
     """A group is aborted by one rank while the other one waits."""
-    with job() as rank:
+    with job(name="aborted") as rank:
         group = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(1), group=group)
         if rank == 0:
@@ -280,15 +123,10 @@ def aborted() -> str:
         return str(raised.value)
 
 
-def test_abort_wakes_who_waits(torchrun: Any) -> None:
-    _, said = torchrun(2, aborted, deadline_s=DEADLINE_S)
-    assert "rank 0 gave up" in said
-
-
 def wrong_calls() -> list[str]:
     """What is wrong with a call is said, and the group goes on."""
     said = []
-    with job() as rank:
+    with job(name="wrong") as rank:
         calls = [
             lambda: dist.all_gather_single(torch.zeros(3), torch.zeros(2)),
             lambda: dist.all_reduce(torch.zeros(2, dtype=torch.float8_e8m0fnu)),
@@ -310,12 +148,22 @@ def wrong_calls() -> list[str]:
     return said
 
 
-def test_wrong_calls_are_named(torchrun: Any) -> None:
-    for said in torchrun(2, wrong_calls, deadline_s=DEADLINE_S):
-        parts = ("out has 3 elements", "float8_e8m0fnu", "op='band'", "add up to its 3")
-        parts += ("expected one", "expected one for each", "commrt.torch.Options")
-        for text, part in zip(said, parts, strict=True):
+def jobs() -> list[Any]:
+    """Run them in one launch."""
+    return [many_groups(), wrong_calls(), late(), aborted()]
+
+
+def test_many_groups_late_ranks_aborts_and_wrong_calls(torchrun: Any) -> None:
+    first, second = torchrun(2, jobs, deadline_s=DEADLINE_S)
+    parts = ("out has 3 elements", "float8_e8m0fnu", "op='band'", "add up to its 3")
+    parts += ("expected one", "expected one for each", "commrt.torch.Options")
+    for total, wrong, *_ in (first, second):
+        assert total == 40.0
+        for text, part in zip(wrong, parts, strict=True):
             assert part in text
+    assert "rank 1 on this node has not started it" in first[2][0]
+    assert second[2] == []
+    assert "rank 0 gave up" in second[3]
 
 
 PROGRAM = """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups on several nodes without MPI: pretended nodes, which gloo connects.
 
-What is right on one node must be right there: these are the scenarios of the other
-files, and what is only there.
+What is right on one node must be right there: these are the tests of the other files,
+and what is only there. ``test_continuous.py`` has the scenarios there, too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from process_groups import differences, job
 from test_process_group_collectives import run_everything
-from test_process_group_life import PROGRAM, run_scenes, stores
+from test_process_group_life import PROGRAM, stores
 from test_process_group_training import (
-    RANKS,
     run_data_parallel,
     run_others,
     run_sharded,
@@ -27,7 +26,9 @@ from test_process_group_training import (
 
 from commrt.errors import MismatchError, TimeoutError_
 
-DEADLINE_S = 90.0
+DEADLINE_S = 300.0
+"""Four ranks and their threads on two busy cores take their time."""
+pytestmark = pytest.mark.timeout(DEADLINE_S + 30)
 LAYOUTS = {"2,1": 3, "2": 4, "1": 2}
 """COMMRT_NODES, and how many ranks."""
 
@@ -105,27 +106,21 @@ def test_numbers_are_gloos(torchrun: Any, nodes: str) -> None:
 @pytest.mark.full
 def test_every_type_and_reduction(torchrun: Any, nodes: str) -> None:
     got = torchrun(LAYOUTS[nodes], run_everything, **on_nodes(nodes))
-    for reductions, moved, scenes in got:
+    for reductions, moved in got:
         assert reductions == []
         assert moved == []
-        assert [name for name, right in scenes.items() if not all(right)] == [], scenes
-
-
-@pytest.mark.parametrize("nodes", LAYOUTS)
-@pytest.mark.full
-def test_messages_and_groups(torchrun: Any, nodes: str) -> None:
-    for found in torchrun(LAYOUTS[nodes], run_scenes, **on_nodes(nodes)):
-        assert [name for name, right in found.items() if not all(right)] == [], found
 
 
 @pytest.mark.parametrize("scenarios", [run_data_parallel, run_sharded, run_others])
 @pytest.mark.parametrize("progress", ["off", "on"])
+@pytest.mark.parametrize("nodes", ["1", "2"])
 @pytest.mark.full
 def test_training(
-    torchrun: Any, scenarios: Callable[[], list[str]], progress: str
+    torchrun: Any, scenarios: Callable[[], list[str]], progress: str, nodes: str
 ) -> None:
-    where = on_nodes("1", COMMRT_PROGRESS=progress)
-    assert torchrun(RANKS, scenarios, **where) == [[]] * RANKS
+    where = on_nodes(nodes, COMMRT_PROGRESS=progress)
+    ranks = LAYOUTS[nodes]
+    assert torchrun(ranks, scenarios, **where) == [[]] * ranks
 
 
 @pytest.mark.full

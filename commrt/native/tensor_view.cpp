@@ -124,18 +124,31 @@ bool is_literal(PyObject* tensor, DType type) {
   return true;
 }
 
-}  // namespace
-
-bool view_of_tensor(PyObject* object, View& view) {
+// Shows a dense tensor of a known class; false for everything else.
+bool show(PyObject* object, dlpack::Tensor& seen) {
   PyTypeObject* const type = Py_TYPE(object);
   if (!is_plain_class(type) && !(is_new_torch() && is_plain_class(type))) return false;
   const dlpack::ViewOf view_of = torch().view_of;
   if (view_of == nullptr || !is_strided(object)) return false;
+  if (view_of(object, &seen) == 0) return true;
+  PyErr_Clear();  // without memory, on a device that DLPack does not know, …
+  return false;
+}
+
+}  // namespace
+
+bool extent_of_tensor(PyObject* object, Extent& extent) {
   dlpack::Tensor seen{};
-  if (view_of(object, &seen) != 0) {  // without memory, on a device that DLPack does not know, …
-    PyErr_Clear();
-    return false;
-  }
+  if (!show(object, seen) || !read_type(seen, extent.dtype)) return false;
+  extent.count = 1;
+  for (int i = 0; i < seen.ndim; ++i) extent.count *= seen.shape[i];
+  extent.on_host = seen.device_type == dlpack::kCpu;
+  return true;
+}
+
+bool view_of_tensor(PyObject* object, View& view) {
+  dlpack::Tensor seen{};
+  if (!show(object, seen)) return false;
   if (seen.device_type != dlpack::kCpu || !read_type(seen, view.dtype)) return false;
   view.count = contiguous_count(seen);
   // A tensor of zeros that nobody has written down has no memory.

@@ -23,6 +23,8 @@ struct Names {  // interned: keyword names are compared by address
   PyObject* stream = PyUnicode_InternFromString("stream");
   PyObject* request = PyUnicode_InternFromString("_request");
   PyObject* batch = PyUnicode_InternFromString("batch");
+  PyObject* shape = PyUnicode_InternFromString("shape");
+  PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* root = PyUnicode_InternFromString("rootRank");
 };
 const Names& names() {
@@ -35,8 +37,7 @@ bool is_list(PyObject* object) { return PyList_CheckExact(object) || PyTuple_Che
 // Type and bytes of an array, wherever it is and whoever made it.
 bool read_array(PyObject* object, uint64_t& type, uint64_t& nbytes) {
   Extent extent;
-  View view;
-  if (view_of_numpy(object, view)) {
+  if (View view; view_of_numpy(object, view)) {
     extent = {view.count, view.dtype, true};
   } else if (!extent_of_tensor(object, extent)) {
     DeviceView on_device;
@@ -86,17 +87,47 @@ bool add_root(PyObject* object, CallWords& key) {
 }
 
 // A word that nobody can change: only what is the same object is the same then.
+bool is_lasting(PyObject* object, int depth = 0) {
+  if (PyUnicode_CheckExact(object) || PyBool_Check(object) || object == Py_None ||
+      PyFloat_CheckExact(object) || PyLong_CheckExact(object)) {
+    return true;
+  }
+  if (!PyTuple_CheckExact(object) || depth == kDeepest) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) {
+    if (!is_lasting(PyTuple_GET_ITEM(object, i), depth + 1)) return false;
+  }
+  return true;
+}
+
 bool add_word(PyObject* object, CallWords& key) {
   if (PyLong_CheckExact(object)) return add_int(object, key);
-  if (PyTuple_CheckExact(object)) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) {
-      if (!PyLong_CheckExact(PyTuple_GET_ITEM(object, i))) return false;
+  return is_lasting(object) && key.add(kObject) && key.add_object(object);
+}
+
+// Shape and type of an array, of any strides; or of several.
+bool add_shapes(PyObject* object, CallWords& key, int depth = 0) {
+  if (is_list(object)) {
+    const Py_ssize_t num = PySequence_Fast_GET_SIZE(object);
+    if (depth == kDeepest || !key.add(static_cast<uint64_t>(num))) return false;
+    for (Py_ssize_t i = 0; i < num; ++i) {
+      if (!add_shapes(PySequence_Fast_ITEMS(object)[i], key, depth + 1)) return false;
     }
-  } else if (!PyUnicode_CheckExact(object) && !PyBool_Check(object) && object != Py_None &&
-             !PyFloat_CheckExact(object)) {
+    return true;
+  }
+  const nb::object shape = nb::steal(PyObject_GetAttr(object, names().shape));
+  const nb::object dtype = nb::steal(PyObject_GetAttr(object, names().dtype));
+  if (!shape.is_valid() || !dtype.is_valid() || !PyTuple_Check(shape.ptr())) {
+    PyErr_Clear();
     return false;
   }
-  return key.add(kObject) && key.add_object(object);
+  // Types of arrays are kept by their libraries, and by what is remembered of the call.
+  if (Py_REFCNT(dtype.ptr()) < 2 || !key.add_object(dtype.ptr())) return false;
+  const Py_ssize_t ndim = PyTuple_GET_SIZE(shape.ptr());
+  if (!key.add(static_cast<uint64_t>(ndim))) return false;
+  for (Py_ssize_t i = 0; i < ndim; ++i) {
+    if (!add_int(PyTuple_GET_ITEM(shape.ptr(), i), key)) return false;
+  }
+  return true;
 }
 
 bool add_positional(char how, PyObject* object, CallWords& key) {
@@ -104,6 +135,8 @@ bool add_positional(char how, PyObject* object, CallWords& key) {
     case 'a': return add_arrays(object, key);
     case 'i': return add_int(object, key);
     case 'r': return add_root(object, key);
+    case 's': return add_shapes(object, key);
+    case 'w': return add_word(object, key);
     default: return true;
   }
 }
@@ -135,6 +168,17 @@ nb::object referent(nb::handle reference) {
   return nb::borrow(PyWeakref_GetObject(reference.ptr()));
 #endif
 }
+
+// Recorded calls that this thread is in: what is called within one is a part of it.
+thread_local int calls_within = 0;
+
+class Within {
+ public:
+  Within() { ++calls_within; }
+  ~Within() { --calls_within; }
+  Within(const Within&) = delete;
+  Within& operator=(const Within&) = delete;
+};
 
 }  // namespace
 
@@ -242,8 +286,8 @@ nb::object RecordedCalls::pass_on(PyObject* const* args, size_t nargsf, PyObject
 
 nb::object RecordedCalls::call(PyObject* const* args, size_t nargsf, PyObject* kwnames) {
   const Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
-  const nb::object site = sites->of_running();
-  if (sites->is_core(site)) {
+  const nb::object site = calls_within == 0 ? sites->of_running() : nb::object();
+  if (!site.is_valid() || sites->is_core(site)) {
     nb::object result = pass_on(args, nargsf, kwnames);
     if (!result.is_valid()) throw nb::python_error();
     return result;
@@ -268,7 +312,11 @@ nb::object RecordedCalls::call(PyObject* const* args, size_t nargsf, PyObject* k
       if (num++ == 0) first = number;
     }
   }
-  nb::object result = pass_on(args, nargsf, kwnames);
+  nb::object result;
+  {
+    const Within call;
+    result = pass_on(args, nargsf, kwnames);
+  }
   if (result.is_valid()) {
     if (num == 0) return result;
     return ended(std::move(result), is_nonblocking(args, nargs, kwnames), on_device, first, num);

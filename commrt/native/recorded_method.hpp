@@ -23,7 +23,7 @@ namespace commrt {
 
 // What tells a call from others of the same method.
 struct CallWords {
-  static constexpr size_t kMost = 20;
+  static constexpr size_t kMost = 32;
   std::array<uint64_t, kMost> words;
   size_t num = 0;
   std::array<PyObject*, kMost> objects;  // whose addresses are words
@@ -50,8 +50,9 @@ class RecordedCalls {
   nb::object owner;     // a weak reference to what it is called with; none where it is bound
   std::shared_ptr<RecordRing> ring;
   std::shared_ptr<CallSites> sites;
-  // How each positional argument is read: `a` array or arrays, `i` int, `r` the root of torch's
-  // options or an int, `-` not at all.
+  // How each positional argument is read: `a` type and bytes of an array or of several, `s` their
+  // types and shapes, `i` int, `w` a word that lasts, `r` the root of torch's options or an int,
+  // `-` not at all.
   std::string reads;
   nb::object look;    // (args, kwargs) -> kinds, or None for a call that is not to be recorded
   nb::object watch;   // (result, first, num) -> what the caller gets

@@ -23,10 +23,13 @@ from commrt.wire_formats import EXACT
 if TYPE_CHECKING:
     from commrt.comm import Communicator
 
-__all__ = ["algorithm_of", "follow_communicator", "group_of_communicator"]
+__all__ = [
+    "algorithm_of",
+    "follow_communicator",
+    "group_of_communicator",
+    "kinds_of",
+]
 
-_OTHERS = {"sparse_allreduce": "a", "topk_allreduce": "ai", "redistribute": "a--"}
-"""Operations that are no collectives of the table, and how their arguments are read."""
 _SAID = ("op", "root", "algorithm", "backend", "compress")
 """Arguments of a collective that make another kind of it."""
 _WISHES = ("algorithm", "backend", "params")
@@ -56,16 +59,22 @@ def group_of_communicator(comm: Communicator) -> Group:
 
 def _attach(to: Recorder, comm: Communicator) -> Group:
     group = to.group(group_of_communicator(comm))
-    for name in COLLECTIVES:
-        reads = "" if operation(name).x_count == "none" else "a"
-        _replace(to, comm, name, reads, _collective(group, name))
-    for name, reads in _OTHERS.items():
-        _replace(to, comm, name, reads, _other(group, name))
-    _replace(to, comm, "send", "a", _one_message(group, "send", "dest"))
-    _replace(to, comm, "recv", "a", _one_message(group, "recv", "source"))
-    _replace(to, comm, "sendrecv", "a", _two_messages(group))
-    _replace(to, comm, "multi_sendrecv", "", _many_messages(group))
+    for name, (reads, make) in _METHODS.items():
+        if hasattr(type(comm), name):
+            _replace(to, comm, name, reads, make(group, name))
     return group
+
+
+def kinds_of(
+    comm: Communicator,
+    group: Group,
+    name: str,
+    args: Arguments,
+    more: dict[str, Any],
+) -> Sequence[Kind]:
+    """Return what a call of a communicator's method is: one, or several messages."""
+    _, make = _METHODS[name]
+    return make(group, name)(comm, args, more)
 
 
 def _replace(
@@ -194,7 +203,34 @@ def _other(group: Group, name: str) -> LookAt:
     return look
 
 
-def _one_message(group: Group, name: str, peer: str) -> LookAt:
+def _among_neighbors(group: Group, name: str) -> LookAt:
+    """Of what a rank sends to those beside it."""
+
+    def look(
+        comm: Communicator, args: Arguments, more: dict[str, Any]
+    ) -> Sequence[Kind]:
+        x = args[0] if args else more.get("x", more.get("fields"))
+        first = x[0] if isinstance(x, list | tuple) and x else x
+        dtype, itemsize = element_of(first)
+        on_device = _is_on_device(first)
+        nbytes = 0
+        with suppress(CommError, TypeError):  # of which the call will speak
+            nbytes = comm._sent_to_neighbors(name, args, more)  # type: ignore[attr-defined]
+        kind = Kind(
+            *(group, name, nbytes),
+            dtype=dtype,
+            itemsize=itemsize,
+            algorithm="staged/boxes" if on_device else "boxes/direct",
+            on_device=on_device,
+        )
+        return (kind,)
+
+    return look
+
+
+def _one_message(group: Group, name: str) -> LookAt:
+    peer = {"send": "dest", "recv": "source"}[name]
+
     def look(
         comm: Communicator, args: Arguments, more: dict[str, Any]
     ) -> Sequence[Kind]:
@@ -205,7 +241,7 @@ def _one_message(group: Group, name: str, peer: str) -> LookAt:
     return look
 
 
-def _two_messages(group: Group) -> LookAt:
+def _two_messages(group: Group, name: str) -> LookAt:
     def look(
         comm: Communicator, args: Arguments, more: dict[str, Any]
     ) -> Sequence[Kind]:
@@ -220,16 +256,16 @@ def _two_messages(group: Group) -> LookAt:
     return look
 
 
-def _many_messages(group: Group) -> LookAt:
+def _many_messages(group: Group, name: str) -> LookAt:
     def look(
         comm: Communicator, args: Arguments, more: dict[str, Any]
     ) -> Sequence[Kind]:
         found = []
-        for name, argument in (("send", "sends"), ("recv", "recvs")):
+        for kind, argument in (("send", "sends"), ("recv", "recvs")):
             with suppress(TypeError, ValueError):  # of which the call will speak
                 for x, peer, *tag in more.get(argument, ()):
-                    of = tag[0] if tag else 0
-                    found.append(_kind_of_message(comm, group, name, x, peer, of))
+                    where = peer, tag[0] if tag else 0
+                    found.append(_kind_of_message(comm, group, kind, x, *where))
         return found
 
     return look
@@ -292,6 +328,29 @@ def algorithm_of(
         )
         return str(found.choice.candidate)
     return ""
+
+
+_METHODS: dict[str, tuple[str, Callable[[Group, str], LookAt]]] = {
+    **{
+        name: ("" if operation(name).x_count == "none" else "a", _collective)
+        for name in COLLECTIVES
+    },
+    "sparse_allreduce": ("a", _other),
+    "topk_allreduce": ("ai", _other),
+    "redistribute": ("a--", _other),
+    "halo_exchange": ("sw", _among_neighbors),
+    "halo_reduce": ("sw", _among_neighbors),
+    "neighbor_allgather": ("a", _among_neighbors),
+    "neighbor_allgatherv": ("a", _among_neighbors),
+    "neighbor_alltoall": ("a", _among_neighbors),
+    "neighbor_alltoallv": ("a", _among_neighbors),
+    "send": ("a", _one_message),
+    "recv": ("a", _one_message),
+    "sendrecv": ("a", _two_messages),
+    "multi_sendrecv": ("", _many_messages),
+}
+"""A communicator's methods: how their arguments are read natively
+(native/recorded_method.hpp), and what looks at the first call of a kind."""
 
 
 # -- arrays ----------------------------------------------------------------------

@@ -93,6 +93,20 @@ class Kind:
         self.on_device = on_device
         self.counter = group.counter_of(op, peer, tag)
 
+    def run_by(self, label: str) -> Kind:
+        """Return the same, run by something else: backend/algorithm."""
+        return Kind(
+            *(self.group, self.op, self.nbytes),
+            dtype=self.dtype,
+            itemsize=self.itemsize,
+            out_nbytes=self.out_nbytes,
+            peer=self.peer,
+            tag=self.tag,
+            root=self.root,
+            algorithm=label,
+            on_device=self.on_device,
+        )
+
 
 class Group:
     """A communicator or a process group, as a log knows it."""
@@ -196,6 +210,10 @@ class Recorder:
             self._followed[target] = attach
             if self.users:
                 self._attach(target, attach)
+
+    def is_followed(self, target: Any) -> bool:
+        """Whether it is recorded while somebody records."""
+        return target in self._followed
 
     def begin(self, num_records: int | None = None) -> None:
         """Record from now on."""

@@ -81,13 +81,13 @@ void bind_multi(nb::module_& m) {
            [](const PersistentMessages& self, bool nonblocking, double timeout_s) {
              return self.run(nonblocking, timeout_s);
            }, nb::arg("nonblocking"), nb::arg("timeout_s"))
-      .def("_run", [](const PersistentMessages& self, bool nonblocking) {
+      .def("_run_bound", [](const PersistentMessages& self, bool nonblocking) {
         return self.run(nonblocking);
       }, nb::arg("nonblocking"))
       .def("_record_by",
            [](PersistentMessages& self, const nb::object& method) {
              self.recorded = method.is_none() ? nb::object() : method;
-           }, nb::arg("method").none(), "Let runs go through a method that calls _run.")
+           }, nb::arg("method").none(), "Let runs go through a method that calls _run_bound.")
       .def("__call__", [](const PersistentMessages& self) { return self.call(false); },
            "Run the operation and return its output.")
       .def("start", [](const PersistentMessages& self) { return self.call(true); },

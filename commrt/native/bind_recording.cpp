@@ -118,7 +118,7 @@ void bind_recording(nb::module_& m) {
       .def("take_back", &RecordRing::take_back, nb::arg("first"), nb::arg("num") = 1,
            "They were refused here: they count on no rank.")
       .def("kind_of", &RecordRing::kind_of, nb::arg("number"),
-           "What a record's call has in common with others; None where it is not there.")
+           "What a record's call has in common with others; None: it is gone.")
       .def("snapshot", &RecordRing::snapshot,
            "Return (kind, site, seq, start in ns, end in ns) of each, oldest first.");
 
@@ -130,7 +130,7 @@ void bind_recording(nb::module_& m) {
              if (!PyFrame_Check(frame.ptr())) throw nb::type_error("expected a frame");
              return self.of_caller(reinterpret_cast<PyFrameObject*>(frame.ptr()));
            }, nb::arg("frame"),
-           "Return where the user's program called; the core's place for its own calls.")
+           "Return where the user's program called; `core` for calls of commrt's own.")
       .def("of_running", &CallSites::of_running, "The same of the frame that runs now.")
       .def("clear", &CallSites::clear, "Forget all of them.");
 

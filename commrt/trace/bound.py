@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ __all__ = ["follow_bound"]
 
 _ENGINES = (_native.PersistentCall, _native.PersistentMessages)
 _KINDS = "_kinds_in_log"
+_CLASSES: dict[type, type] = {}
 
 
 def follow_bound(
@@ -71,20 +71,25 @@ def _attach(
             return kinds
 
         method = to.method(
-            *(name, kind._run, bound, look), reads="", watch=TracedRequest
+            *(name, kind._run_bound, bound, look), reads="", watch=TracedRequest
         )
         bound._record_by(method)
         to.at_end(bound, lambda of: of._record_by(None))
     else:
         object.__setattr__(bound, _KINDS, kinds)
-        object.__setattr__(bound, "__class__", _recorded(kind))
+        object.__setattr__(bound, "__class__", _class_of(kind))
         to.at_end(bound, lambda of: object.__setattr__(of, "__class__", kind))
     return group
 
 
-@lru_cache(maxsize=64)
-def _recorded(kind: type) -> type:
+def _class_of(kind: type) -> type:
     """Return a class of bound calls whose runs are recorded."""
+    if kind not in _CLASSES:
+        _CLASSES[kind] = _recorded(kind)
+    return _CLASSES[kind]
+
+
+def _recorded(kind: type) -> type:
 
     def call(self: Any) -> Any:
         return _run(self, kind.__call__, sys._getframe(1), waits=True)

@@ -307,7 +307,7 @@ class Recorder:
                 the engine's; returns what the caller gets.
             of_torch: see there.
         """
-        return _native.record_method(
+        method: Callable[..., Any] = _native.record_method(
             *(name, function, None if owner is None else weakref.ref(owner)),
             *(self.ring, self.sites),
             reads=reads,
@@ -316,6 +316,7 @@ class Recorder:
             raised=self.raised,
             **of_torch,
         )
+        return method
 
     def raised(self, first: int, num: int, error: BaseException) -> None:
         """Note that a call has raised an error: it has failed, or was none."""

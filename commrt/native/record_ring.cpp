@@ -2,7 +2,6 @@
 // Records in a ring (record_ring.hpp).
 #include "record_ring.hpp"
 
-#include <algorithm>
 #include <new>
 #include <utility>
 
@@ -23,6 +22,7 @@ void RecordRing::reserve() {
 }
 
 void RecordRing::resize(size_t capacity) {
+  capacity = std::max<size_t>(capacity, 1);
   if (capacity == capacity_) return;
   while (next_ - oldest_ > capacity) drop_oldest();
   std::unique_ptr<LoggedCall[], Free> slots(zeroed(capacity));

@@ -9,6 +9,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <ctime>
@@ -40,7 +41,7 @@ struct LoggedCall {
 
 class RecordRing {
  public:
-  explicit RecordRing(size_t capacity) : capacity_(capacity) {}
+  explicit RecordRing(size_t capacity) : capacity_(std::max<size_t>(capacity, 1)) {}
   ~RecordRing() { clear(); }
   RecordRing(const RecordRing&) = delete;
   RecordRing& operator=(const RecordRing&) = delete;

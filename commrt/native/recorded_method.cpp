@@ -347,6 +347,10 @@ nb::object RecordedCalls::ended(nb::object result, bool nonblocking, bool on_dev
       request = nb::steal(PyObject_GetAttr(result.ptr(), names().request));
       if (!request.is_valid()) throw nb::python_error();
     }
+    if (request.is_none()) {  // a Work of what is over
+      ring->end(first, num);
+      return result;
+    }
     if (is_plain_request(request)) {
       nb::inst_ptr<Request>(request)->record_in(ring, first, num);
       return result;

@@ -14,7 +14,8 @@ namespace {
 // Programs with endless different lengths would otherwise keep them for ever.
 constexpr size_t kMostKinds = 4096;
 constexpr int kDeepest = 2;  // lists of lists of tensors
-constexpr uint64_t kNothing = ~uint64_t{0}, kNumber = 1, kObject = 2, kOnDevice = 1 << 8;
+constexpr uint64_t kNothing = ~uint64_t{0}, kNumber = 1, kObject = 2, kList = 3,
+                   kOnDevice = 1 << 8;
 
 struct Names {  // interned: keyword names are compared by address
   PyObject* out = PyUnicode_InternFromString("out");
@@ -23,6 +24,8 @@ struct Names {  // interned: keyword names are compared by address
   PyObject* stream = PyUnicode_InternFromString("stream");
   PyObject* request = PyUnicode_InternFromString("_request");
   PyObject* batch = PyUnicode_InternFromString("batch");
+  PyObject* sends = PyUnicode_InternFromString("sends");
+  PyObject* recvs = PyUnicode_InternFromString("recvs");
   PyObject* shape = PyUnicode_InternFromString("shape");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* root = PyUnicode_InternFromString("rootRank");
@@ -58,9 +61,8 @@ bool read_arrays(PyObject* object, uint64_t& type, uint64_t& nbytes, int depth =
     return true;
   }
   if (depth == kDeepest) return false;
-  PyObject** const items = PySequence_Fast_ITEMS(object);
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
-    if (!read_arrays(items[i], type, nbytes, depth + 1)) return false;
+    if (!read_arrays(PySequence_Fast_GET_ITEM(object, i), type, nbytes, depth + 1)) return false;
   }
   return true;
 }
@@ -101,16 +103,48 @@ bool is_lasting(PyObject* object, int depth = 0) {
 
 bool add_word(PyObject* object, CallWords& key) {
   if (PyLong_CheckExact(object)) return add_int(object, key);
+  if (PyList_CheckExact(object)) {  // as counts are: what is in it now
+    const Py_ssize_t num = PyList_GET_SIZE(object);
+    bool fits = key.add(kList) && key.add(static_cast<uint64_t>(num));
+    for (Py_ssize_t i = 0; i < num && fits; ++i) fits = add_int(PyList_GET_ITEM(object, i), key);
+    return fits;
+  }
   return is_lasting(object) && key.add(kObject) && key.add_object(object);
+}
+
+// Messages, each an array and who is at the other end, and perhaps a tag.
+bool add_messages(PyObject* object, CallWords& key) {
+  if (!is_list(object) || !key.add(static_cast<uint64_t>(PySequence_Fast_GET_SIZE(object)))) {
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+    PyObject* const message = PySequence_Fast_ITEMS(object)[i];
+    if (!is_list(message)) return false;
+    const Py_ssize_t num = PySequence_Fast_GET_SIZE(message);
+    if (num == 0 || !key.add(static_cast<uint64_t>(num))) return false;
+    if (!add_arrays(PySequence_Fast_GET_ITEM(message, 0), key)) return false;
+    for (Py_ssize_t k = 1; k < PySequence_Fast_GET_SIZE(message); ++k) {
+      if (!add_int(PySequence_Fast_GET_ITEM(message, k), key)) return false;
+    }
+  }
+  return true;
+}
+
+// What a keyword says.
+bool add_named(PyObject* name, PyObject* value, CallWords& key) {
+  if (!key.add_object(name)) return false;
+  if (name == names().out) return add_arrays(value, key);
+  if (name == names().sends || name == names().recvs) return add_messages(value, key);
+  return add_word(value, key);
 }
 
 // Shape and type of an array, of any strides; or of several.
 bool add_shapes(PyObject* object, CallWords& key, int depth = 0) {
   if (is_list(object)) {
-    const Py_ssize_t num = PySequence_Fast_GET_SIZE(object);
-    if (depth == kDeepest || !key.add(static_cast<uint64_t>(num))) return false;
-    for (Py_ssize_t i = 0; i < num; ++i) {
-      if (!add_shapes(PySequence_Fast_ITEMS(object)[i], key, depth + 1)) return false;
+    const auto num = static_cast<uint64_t>(PySequence_Fast_GET_SIZE(object));
+    if (depth == kDeepest || !key.add(num)) return false;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+      if (!add_shapes(PySequence_Fast_GET_ITEM(object, i), key, depth + 1)) return false;
     }
     return true;
   }
@@ -205,8 +239,7 @@ bool RecordedCalls::read(PyObject* const* args, Py_ssize_t nargs, PyObject* kwna
     if (name == names().nonblocking || name == names().timeout_s || name == names().stream) {
       continue;
     }
-    if (!key.add_object(name)) return false;
-    if (!(name == names().out ? add_arrays(value, key) : add_word(value, key))) return false;
+    if (!add_named(name, value, key)) return false;
   }
   return true;
 }

@@ -23,11 +23,21 @@ namespace commrt {
 
 // What tells a call from others of the same method.
 struct CallWords {
-  static constexpr size_t kMost = 32;
+  static constexpr size_t kMost = 96, kMostObjects = 24;
   std::array<uint64_t, kMost> words;
   size_t num = 0;
-  std::array<PyObject*, kMost> objects;  // whose addresses are words
+  std::array<PyObject*, kMostObjects> objects;  // whose addresses are words
   size_t num_objects = 0;
+
+  CallWords() = default;
+  CallWords(const CallWords& other) { *this = other; }
+  CallWords& operator=(const CallWords& other) {  // not what is unused
+    num = other.num;
+    num_objects = other.num_objects;
+    std::copy_n(other.words.begin(), num, words.begin());
+    std::copy_n(other.objects.begin(), num_objects, objects.begin());
+    return *this;
+  }
 
   bool add(uint64_t word) {
     if (num == kMost) return false;
@@ -35,7 +45,7 @@ struct CallWords {
     return true;
   }
   bool add_object(PyObject* object) {
-    if (!add(reinterpret_cast<uint64_t>(object))) return false;
+    if (num_objects == kMostObjects || !add(reinterpret_cast<uint64_t>(object))) return false;
     objects[num_objects++] = object;
     return true;
   }

@@ -96,7 +96,13 @@ def test_calls_are_of_one_kind_where_what_they_say_is_equal() -> None:
         take(x, out=x[:2])
         take(x, out=x)
     assert len(looked) == 6 + 3 + 2 + 2 + 2
-    for changing in ([1, 2], {"chunk": 1}, np.float32(1)):
+    before, counts_now = len(looked), [1, 2]
+    for value in (2, 3, 2, 3):
+        counts_now[1] = value
+        take(x, counts=counts_now)
+        take(None, sends=[(x, value), (x, 0, 5)], recvs=[[x[:2], 1]])
+    assert len(looked) == before + 2 + 2
+    for changing in ([1.5], [[1]], [1] * 100, {"chunk": 1}, np.float32(1)):
         before = len(looked)
         take(x, counts=changing)
         take(x, counts=changing)

@@ -2,6 +2,7 @@
 // Records in a ring (record_ring.hpp).
 #include "record_ring.hpp"
 
+#include <algorithm>
 #include <new>
 #include <utility>
 
@@ -9,9 +10,11 @@ namespace commrt {
 
 namespace {
 
+// Touched at once: a page that a call is the first to touch would cost that call.
 LoggedCall* zeroed(size_t capacity) {
-  auto* const memory = static_cast<LoggedCall*>(std::calloc(capacity, sizeof(LoggedCall)));
+  auto* const memory = static_cast<LoggedCall*>(std::malloc(capacity * sizeof(LoggedCall)));
   if (memory == nullptr) throw std::bad_alloc();
+  std::fill_n(memory, capacity, LoggedCall{});
   return memory;
 }
 

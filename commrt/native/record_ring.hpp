@@ -46,7 +46,7 @@ class RecordRing {
   RecordRing(const RecordRing&) = delete;
   RecordRing& operator=(const RecordRing&) = delete;
 
-  // Takes memory for as many records as there may be; pages are touched as they fill.
+  // Takes memory for as many records as there may be.
   void reserve();
   void resize(size_t capacity);
   void clear();

@@ -67,10 +67,12 @@ def _calls(of_torch: bool) -> dict[str, Callable[[], Any]]:
         }
     comm = commrt.init()
     x, out = np.ones(2, np.float32), np.ones(2 * comm.size, np.float32)
+    bound = comm.plan.allreduce(x)
     return {
         "allreduce(x)": lambda: comm.allreduce(x),
         "allgather(x, out=y)": lambda: comm.allgather(x, out=out),
         "allreduce(x, nonblocking)": lambda: comm.allreduce(x, nonblocking=True).wait(),
+        "plan.allreduce(x), run": lambda: bound(),
     }
 
 

@@ -36,6 +36,19 @@ class FusedRequest:
 class MessageMethod: ...
 class Operation: ...
 
+class CallSites:
+    """Places that calls have come from."""
+
+    def __init__(self, classify: Any, beyond: Any, core: Any, nowhere: Any) -> None: ...
+    def clear(self) -> None:
+        """Forget all of them."""
+
+    def of_caller(self, frame: Any) -> Any:
+        """Return where the user's program called; `core` for calls of commrt's own."""
+
+    def of_running(self) -> Any:
+        """The same of the frame that runs now."""
+
 class CudaDevice(Device):
     """A GPU, through the CUDA driver."""
 
@@ -942,6 +955,10 @@ class PersistentCall:
         nbytes: int = 0,
     ) -> None: ...
     def __repr__(self) -> str: ...
+    def _record_by(self, method: Any | None) -> None:
+        """Let runs go through a method that calls _run_bound."""
+
+    def _run_bound(self, nonblocking: bool) -> Any: ...
     @property
     def label(self) -> str:
         """What runs it: backend/algorithm{params}."""
@@ -972,7 +989,11 @@ class PersistentMessages:
         """Rows are (address, nbytes, peer, tag, replaced), all checked."""
 
     def __repr__(self) -> str: ...
+    def _record_by(self, method: Any | None) -> None:
+        """Let runs go through a method that calls _run_bound."""
+
     def _run(self, nonblocking: bool, timeout_s: float) -> Any: ...
+    def _run_bound(self, nonblocking: bool) -> Any: ...
     @property
     def operation(self) -> Any:
         """Name of the operation."""
@@ -1003,6 +1024,55 @@ class Plan:
         """This plan of a premul_sum with another factor; the same object if it is the
         same.
         """
+
+class RecordCounter:
+    """What counts the calls of a group, or the messages of a pair."""
+
+    def __init__(self) -> None: ...
+    @property
+    def next(self) -> int: ...
+    @next.setter
+    def next(self, arg: int, /) -> None: ...
+
+class RecordRing:
+    """The latest calls of this process's ranks."""
+
+    def __init__(self, maxlen: int) -> None: ...
+    def __len__(self) -> int: ...
+    def append(self, kind: Any, site: Any) -> int:
+        """Add a call that begins now; return its number."""
+
+    def clear(self) -> None:
+        """Forget all of them."""
+
+    def end(self, first: int, num: int = 1) -> None:
+        """The end of so many was seen, of those that have none so far."""
+
+    def fail(self, first: int, num: int, error: Any) -> None:
+        """They have failed."""
+
+    def kind_of(self, number: int) -> Any:
+        """What a record's call has in common with others; None: it is gone."""
+
+    @property
+    def maxlen(self) -> int:
+        """How many it keeps."""
+
+    @property
+    def num_dropped(self) -> int:
+        """Records that later ones have pushed out."""
+
+    def reserve(self) -> None:
+        """Take the memory."""
+
+    def resize(self, maxlen: int) -> None:
+        """Keep so many from now on."""
+
+    def snapshot(self) -> list[Any]:
+        """Return (kind, site, seq, start in ns, end in ns) of each, oldest first."""
+
+    def take_back(self, first: int, num: int = 1) -> None:
+        """They were refused here: they count on no rank."""
 
 class Relay:
     """Messages to other nodes that threads of Python's carry."""
@@ -1602,6 +1672,22 @@ def planted_nccl_bugs() -> list[str]:
 
 def planted_peer_bugs() -> list[str]:
     """Names of the bugs that tests can plant in calls over memory of peers."""
+
+def record_method(
+    name: str,
+    function: Any,
+    owner: Any | None,
+    ring: RecordRing,
+    sites: CallSites,
+    *,
+    reads: str,
+    look: Any,
+    watch: Any,
+    raised: Any,
+    calls: Any | None = None,
+    asked: Any | None = None,
+) -> Any:
+    """Return a callable that runs a function, with a record of each call."""
 
 def region_nbytes(arg0: int, arg1: int, /) -> int:
     """Bytes of shared memory per rank for a group of `members` on-node ranks."""

@@ -241,7 +241,7 @@ VARIABLES: tuple[Variable, ...] = (
         "COMMRT_TRACE_RECORDS",
         "number",
         "100000",
-        "How many calls of a rank its log keeps, the latest ones; 0.2 KiB each.",
+        "How many calls of a rank its log keeps, the latest ones; 40 bytes each.",
         False,
         _count,
     ),

@@ -24,6 +24,7 @@ from commrt.errors import UsageError, suggest
 from commrt.nvtx_ranges import NamedCall
 from commrt.operations import COLLECTIVES, operation
 from commrt.redistribution import bound_redistribution, make_redistribution
+from commrt.trace.bound import follow_bound
 from commrt.vector_calls import bind_call
 
 if TYPE_CHECKING:
@@ -68,9 +69,13 @@ class Plans:
     def __getattr__(self, name: str) -> Callable[..., _Bound]:
         if name not in COLLECTIVES:
             raise AttributeError(f"no collective {name!r}{suggest(name, COLLECTIVES)}")
-        if self._comm._ranges is not None:
-            return partial(self._named, name)
-        return partial(self._make, name)
+        return partial(self._followed, name)
+
+    def _followed(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Return a bound call whose runs a log may have."""
+        make = self._make if self._comm._ranges is None else self._named
+        made = make(name, *args, **kwargs)
+        return follow_bound(self._comm, made, name, args, **kwargs)
 
     def _named(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Return a bound call whose runs a profiler shows."""
@@ -87,11 +92,15 @@ class Plans:
         Each run sends what ``x`` holds then. Making one is local, and the peer need not
         have one: its message meets an ordinary receive.
         """
-        return bind_send(self._comm, x, dest, tag)
+        bound = bind_send(self._comm, x, dest, tag)
+        follow_bound(self._comm, bound, "send", (x,), dest=dest, tag=tag)
+        return bound
 
     def recv(self, out: Any, *, source: int, tag: int = 0) -> BoundCall:
         """Return the communicator's call of this name, bound to its array; as send."""
-        return bind_recv(self._comm, out, source, tag)
+        bound = bind_recv(self._comm, out, source, tag)
+        follow_bound(self._comm, bound, "recv", (out,), source=source, tag=tag)
+        return bound
 
     def sendrecv(
         self,
@@ -104,7 +113,12 @@ class Plans:
         recvtag: int = 0,
     ) -> BoundCall:
         """Return the communicator's call of this name, bound to its arrays; as send."""
-        return bind_sendrecv(self._comm, x, dest, out, source, sendtag, recvtag)
+        comm, given = self._comm, (x, dest, out, source, sendtag, recvtag)
+        bound = bind_sendrecv(comm, *given)
+        names = ("dest", "out", "source", "sendtag", "recvtag")
+        more = dict(zip(names, given[1:], strict=True))
+        follow_bound(comm, bound, "sendrecv", (x,), **more)
+        return bound
 
     def sparse_allreduce(
         self,
@@ -121,7 +135,9 @@ class Plans:
         then. Without ``out`` each run returns a new result. Making one is local, in
         check mode collective.
         """
-        return bind_sparse(self._comm, x, result, out, algorithm)
+        bound = bind_sparse(self._comm, x, result, out, algorithm)
+        follow_bound(self._comm, bound, "sparse_allreduce", (x,))
+        return bound
 
     def topk_allreduce(self, x: Any, k: int, *, residual: Any = None) -> BoundCall:
         """Return the communicator's call of this name, bound to its arguments.
@@ -129,7 +145,9 @@ class Plans:
         Each run reads what ``x`` and ``residual`` hold then, and returns a new result.
         Making one is local, in check mode collective.
         """
-        return bind_topk(self._comm, x, k, residual)
+        bound = bind_topk(self._comm, x, k, residual)
+        follow_bound(self._comm, bound, "topk_allreduce", (x, k))
+        return bound
 
     def multi_sendrecv(
         self,
@@ -144,7 +162,10 @@ class Plans:
         Making one is local, and the peers need not have one: each message meets an
         ordinary one, but with ``backend="nccl"`` those of the same collective call.
         """
-        return bind_messages(self._comm, sends, recvs, in_place, backend)
+        bound = bind_messages(self._comm, sends, recvs, in_place, backend)
+        given = {"sends": sends, "recvs": recvs}
+        follow_bound(self._comm, bound, "multi_sendrecv", (), **given)
+        return bound
 
     def redistribute(
         self, x: Any, source: Layout, target: Layout, *, out: Any = None
@@ -175,6 +196,7 @@ class Plans:
         made: _native.PersistentCall | BoundBoxes = make_redistribution(
             comm, x, source, target, out, partial(bound_redistribution, comm)
         )
+        follow_bound(comm, made, "redistribute", (x, source, target))
         return made
 
     def _make(self, name: str, *args: Any, **kwargs: Any) -> _Bound:

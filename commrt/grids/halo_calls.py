@@ -24,11 +24,21 @@ from commrt.errors import MismatchError, UsageError
 from commrt.grids.halo import HaloShape, halo_moves
 from commrt.grids.halo_order import choose_direct, needs_order
 from commrt.grids.neighbors import NeighborPlans
+from commrt.schedule.boxes import Move
+from commrt.trace.bound import follow_bound
 
 if TYPE_CHECKING:
     from commrt.comm import CartCommunicator
 
-__all__ = ["EXCHANGE", "REDUCE", "CartPlans", "Halo", "agreed_halo_plan", "make_halo"]
+__all__ = [
+    "EXCHANGE",
+    "REDUCE",
+    "CartPlans",
+    "Halo",
+    "agreed_halo_plan",
+    "make_halo",
+    "sent_nbytes",
+]
 
 EXCHANGE, REDUCE = "halo_exchange", "halo_reduce"
 _CODES = {EXCHANGE: 80, REDUCE: 81}
@@ -119,6 +129,10 @@ class CartPlans(NeighborPlans):
         made: _native.PersistentCall | BoundBoxes = make_halo(
             comm, what, fields, width, axes, corners, direct, op, bind
         )
+        how = {"axes": axes, "corners": corners, "direct": direct}
+        if op is not None:
+            how["op"] = op
+        follow_bound(comm, made, what, (fields, width), **how)
         return made
 
     def __dir__(self) -> list[str]:
@@ -199,6 +213,36 @@ def _checked(
     return halo
 
 
+def sent_nbytes(
+    comm: CartCommunicator,
+    what: str,
+    fields: Any,
+    width: Any,
+    *,
+    axes: Any = None,
+    corners: Any = True,
+    direct: Any = None,
+    op: str | None = None,
+    **_: Any,
+) -> int:
+    """Return the bytes that a call with these arguments sends to other ranks."""
+    if what == REDUCE and op is None:
+        op = "sum"
+    halo = _checked(comm, what, fields, width, axes, corners, direct, op, None)
+    return sum(
+        move.source.count * halo.arrays[move.source.array].dtype.itemsize
+        for move in _halo_moves(comm, halo)
+        if move.source is not None and move.peer is not None
+    )
+
+
+def _halo_moves(comm: CartCommunicator, halo: Halo) -> list[Move]:
+    shapes = [array.shape for array in halo.arrays]
+    return halo_moves(
+        comm.grid, comm.rank, halo.shape, shapes, reverse=halo.what == REDUCE
+    )
+
+
 def _bound(
     comm: CartCommunicator, halo: Halo, fields: Any
 ) -> _native.PersistentCall | BoundBoxes:
@@ -215,13 +259,7 @@ def _bound(
 def agreed_halo_plan(comm: CartCommunicator, halo: Halo) -> Any:
     """Return the native plan of a call that fits those of all ranks; collective."""
     _agree(comm, halo)
-    moves = halo_moves(
-        comm.grid,
-        comm.rank,
-        halo.shape,
-        [array.shape for array in halo.arrays],
-        reverse=halo.what == REDUCE,
-    )
+    moves = _halo_moves(comm, halo)
     layouts = [array.layout for array in halo.arrays]
     label = "boxes/direct" if halo.shape.direct else "boxes/by_dimension"
     if halo.on is not None:

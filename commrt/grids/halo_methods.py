@@ -10,7 +10,14 @@ from commrt.agreed_plans import agreed_plan
 from commrt.arrays.strided import address_table
 from commrt.calls import check_timeout
 from commrt.device_calls.boxes import DeviceBoxes
-from commrt.grids.halo_calls import EXCHANGE, REDUCE, Halo, agreed_halo_plan, make_halo
+from commrt.grids.halo_calls import (
+    EXCHANGE,
+    REDUCE,
+    Halo,
+    agreed_halo_plan,
+    make_halo,
+    sent_nbytes,
+)
 from commrt.grids.neighbors import NeighborCalls
 
 __all__ = ["HaloCalls"]
@@ -60,6 +67,15 @@ class HaloCalls(NeighborCalls):
         """
         how = nonblocking, timeout_s, stream
         return self._halo(REDUCE, op, fields, width, axes, corners, direct, *how)
+
+    def _sent_to_neighbors(
+        self, what: str, args: tuple[Any, ...], more: dict[str, Any]
+    ) -> int:
+        """Return the bytes that a call with these arguments sends to other ranks."""
+        if what not in (EXCHANGE, REDUCE):
+            return super()._sent_to_neighbors(what, args, more)
+        whole: Any = self  # a CartCommunicator
+        return sent_nbytes(whole, what, *args, **more)
 
     def _halo(
         self,

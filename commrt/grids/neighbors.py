@@ -32,6 +32,7 @@ from commrt.device_calls.neighbors import (
 from commrt.errors import BufferError_, MismatchError, UsageError
 from commrt.persistent import Plans
 from commrt.schedule.boxes import Box, Move
+from commrt.trace.bound import follow_bound
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
@@ -152,13 +153,17 @@ class NeighborPlans(Plans):
         comm: Any = self._comm
         bound = _bound(comm, what, (x, out, sends, receives), comm.timeout_s)
         plan = _plan(comm, bound, comm.timeout_s)
+        made: _Persistent
         if bound.on is not None:
-            return BoundNeighbors(comm, plan, bound)
-        table = np.array([bound.x.address, bound.out.address], np.uint64)
-        owners = (table, bound.x.owner, bound.out.owner)
-        return _native.PersistentCall(
-            comm, plan, table.ctypes.data, 0, owners, None, bound.result, what
-        )
+            made = BoundNeighbors(comm, plan, bound)
+        else:
+            table = np.array([bound.x.address, bound.out.address], np.uint64)
+            owners = (table, bound.x.owner, bound.out.owner)
+            made = _native.PersistentCall(
+                comm, plan, table.ctypes.data, 0, owners, None, bound.result, what
+            )
+        follow_bound(comm, made, what, (x,), send_counts=sends)
+        return made
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *_CODES]
@@ -248,6 +253,20 @@ class NeighborCalls(GroupCreation):
         given = x, out, send_counts, recv_counts
         how = nonblocking, timeout_s, stream
         return self._neighbor("neighbor_alltoallv", *given, *how)
+
+    def _sent_to_neighbors(
+        self, what: str, args: tuple[Any, ...], more: dict[str, Any]
+    ) -> int:
+        """Return the bytes that a call with these arguments sends to other ranks."""
+        x = view_anywhere(args[0] if args else more.get("x"), f"{what}: x")
+        nobody = (None, self.rank)
+        others = [peer not in nobody for peer in self.neighborhood.destinations]
+        if what.startswith("neighbor_allgather"):
+            return sum(others) * x.nbytes
+        if what == "neighbor_alltoall":
+            return sum(others) * (x.nbytes // max(1, len(others)))
+        counts = zip(more.get("send_counts", ()), others, strict=False)
+        return sum(int(count) for count, other in counts if other) * x.dtype.itemsize
 
     def _neighbor(
         self,

@@ -49,6 +49,14 @@ class PersistentMessages {
     return run(nonblocking, nb::inst_ptr<Group>(group_)->timeout_s);
   }
 
+  // What somebody calls: recorded, while somebody records.
+  nb::object call(bool nonblocking) const {
+    if (!recorded.is_valid()) return run(nonblocking);
+    return recorded(nb::arg("nonblocking") = nonblocking);
+  }
+
+  nb::object recorded;  // calls run()
+
   nb::object operation() const { return operation_; }
   size_t num_sends() const { return lists_.sends.size(); }
   size_t num_recvs() const { return lists_.recvs.size(); }
@@ -62,7 +70,7 @@ class PersistentMessages {
 }  // namespace
 
 void bind_multi(nb::module_& m) {
-  nb::class_<PersistentMessages>(m, "PersistentMessages",
+  nb::class_<PersistentMessages>(m, "PersistentMessages", nb::is_weak_referenceable(),
                                  "A multi_sendrecv bound to its arrays; call it, or start() it.")
       .def(nb::init<nb::object, const std::vector<Row>&, const std::vector<Row>&, nb::object,
                     nb::object, nb::object, nb::object>(),
@@ -73,9 +81,16 @@ void bind_multi(nb::module_& m) {
            [](const PersistentMessages& self, bool nonblocking, double timeout_s) {
              return self.run(nonblocking, timeout_s);
            }, nb::arg("nonblocking"), nb::arg("timeout_s"))
-      .def("__call__", [](const PersistentMessages& self) { return self.run(false); },
+      .def("_run_bound", [](const PersistentMessages& self, bool nonblocking) {
+        return self.run(nonblocking);
+      }, nb::arg("nonblocking"))
+      .def("_record_by",
+           [](PersistentMessages& self, const nb::object& method) {
+             self.recorded = method.is_none() ? nb::object() : method;
+           }, nb::arg("method").none(), "Let runs go through a method that calls _run_bound.")
+      .def("__call__", [](const PersistentMessages& self) { return self.call(false); },
            "Run the operation and return its output.")
-      .def("start", [](const PersistentMessages& self) { return self.run(true); },
+      .def("start", [](const PersistentMessages& self) { return self.call(true); },
            "Start the operation and return its Request; wait before starting it again.")
       .def_prop_ro("operation", &PersistentMessages::operation, "Name of the operation.")
       .def("__repr__", [](const PersistentMessages& self) {

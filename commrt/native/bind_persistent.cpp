@@ -33,6 +33,14 @@ class PersistentCall {
                     nonblocking, group.timeout_s);
   }
 
+  // What somebody calls: recorded, while somebody records.
+  nb::object call(bool nonblocking) {
+    if (!recorded.is_valid()) return run(nonblocking);
+    return recorded(nb::arg("nonblocking") = nonblocking);
+  }
+
+  nb::object recorded;  // calls run()
+
   nb::object operation() const { return operation_; }
   std::string label() const { return plan_->label; }
 
@@ -50,17 +58,22 @@ class PersistentCall {
 }  // namespace
 
 void bind_persistent(nb::module_& m) {
-  nb::class_<PersistentCall>(m, "PersistentCall",
+  nb::class_<PersistentCall>(m, "PersistentCall", nb::is_weak_referenceable(),
                              "A collective bound to its arrays; call it, or start() it.")
       .def(nb::init<nb::object, PlanPtr, uint64_t, uint64_t, nb::object, nb::object, nb::object,
                     nb::object, uint64_t, uint64_t>(),
            nb::arg("group"), nb::arg("plan"), nb::arg("data_in"), nb::arg("data_out"),
            nb::arg("keep_x").none(), nb::arg("keep_out").none(), nb::arg("result").none(),
            nb::arg("operation"), nb::arg("source") = 0, nb::arg("nbytes") = 0)
-      .def("__call__", [](PersistentCall& self) { return self.run(false); },
+      .def("__call__", [](PersistentCall& self) { return self.call(false); },
            "Run the operation and return its output.")
-      .def("start", [](PersistentCall& self) { return self.run(true); },
+      .def("start", [](PersistentCall& self) { return self.call(true); },
            "Start the operation and return its Request; wait before starting it again.")
+      .def("_run_bound", &PersistentCall::run, nb::arg("nonblocking"))
+      .def("_record_by",
+           [](PersistentCall& self, const nb::object& method) {
+             self.recorded = method.is_none() ? nb::object() : method;
+           }, nb::arg("method").none(), "Let runs go through a method that calls _run_bound.")
       .def_prop_ro("operation", &PersistentCall::operation, "Name of the operation.")
       .def_prop_ro("label", &PersistentCall::label, "What runs it: backend/algorithm{params}.")
       .def("__repr__", [](const PersistentCall& self) {

@@ -14,6 +14,7 @@
 #include "known_calls.hpp"
 #include "p2p.hpp"
 #include "device_work.hpp"
+#include "record_ring.hpp"
 
 namespace commrt {
 
@@ -283,8 +284,14 @@ nb::object Request::outcome() {
         error_.attr("__cause__") = nb::getattr(reduction, "error", nb::none());
       }
     }
+    if (ring_ != nullptr) ring_->fail(first_record_, num_records_, error_);
+    ring_.reset();
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error_.ptr())), error_.ptr());
     throw nb::python_error();
+  }
+  if (ring_ != nullptr) {
+    ring_->end(first_record_, num_records_);
+    ring_.reset();
   }
   return result_;
 }
@@ -298,7 +305,12 @@ nb::object Request::outcome_after(WaitResult ended, double seconds) {
       std::lock_guard<std::mutex> lock(group.engine->mutex);
       if (!op_->finished()) waits_for = group.comm->p2p->waits_for(*op_);
     }
-    group_.attr("_timed_out")(what(), op_->seq, seconds, waits_for, nb::find(*this));
+    try {
+      group_.attr("_timed_out")(what(), op_->seq, seconds, waits_for, nb::find(*this));
+    } catch (nb::python_error& error) {  // it stays in flight
+      if (ring_ != nullptr) RecordRing::tell(error.value());
+      throw;
+    }
   }
   return outcome();
 }

@@ -83,6 +83,7 @@ struct VectorKeyHash {
 };
 
 class Fusion;
+class RecordRing;
 
 // Base class of commrt.comm.Communicator.
 class Group {
@@ -169,6 +170,12 @@ class Request {
   nb::object stream() const;
   nb::str repr() const;
   nb::object outcome_after(WaitResult ended, double seconds);
+  // Lets records of a log have their end where the program sees it.
+  void record_in(std::shared_ptr<RecordRing> ring, uint64_t first, uint32_t num) {
+    ring_ = std::move(ring);
+    first_record_ = first;
+    num_records_ = num;
+  }
 
  private:
   nb::object outcome();
@@ -179,6 +186,9 @@ class Request {
   double timeout_s_;
   nb::object error_;
   bool observed_ = false;
+  std::shared_ptr<RecordRing> ring_;  // null where nobody records it, or its end was seen
+  uint64_t first_record_ = 0;
+  uint32_t num_records_ = 0;
 };
 
 // Runs progress until the operation ends, the deadline passes or a signal handler raises

@@ -16,6 +16,7 @@ void bind_mpi_work(nb::module_& m);
 void bind_device(nb::module_& m);
 void bind_device_request(nb::module_& m);
 void bind_known_calls(nb::module_& m);
+void bind_recording(nb::module_& m);
 void bind_relay(nb::module_& m);
 void bind_sparse(nb::module_& m);
 void bind_tensor_view(nb::module_& m);
@@ -52,4 +53,5 @@ NB_MODULE(_native, m) {
   commrt::bind_peer_work(m);
   commrt::bind_known_calls(m);
   commrt::bind_mpi_work(m);
+  commrt::bind_recording(m);
 }

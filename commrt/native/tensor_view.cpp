@@ -124,18 +124,42 @@ bool is_literal(PyObject* tensor, DType type) {
   return true;
 }
 
+bool is_plain(PyObject* object) {
+  PyTypeObject* const type = Py_TYPE(object);
+  return is_plain_class(type) || (is_new_torch() && is_plain_class(type));
+}
+
+// Shows a tensor; false for those without memory, on a device that DLPack does not know, …
+bool show(PyObject* object, dlpack::Tensor& seen) {
+  if (torch().view_of(object, &seen) == 0) return true;
+  PyErr_Clear();
+  return false;
+}
+
 }  // namespace
 
-bool view_of_tensor(PyObject* object, View& view) {
-  PyTypeObject* const type = Py_TYPE(object);
-  if (!is_plain_class(type) && !(is_new_torch() && is_plain_class(type))) return false;
-  const dlpack::ViewOf view_of = torch().view_of;
-  if (view_of == nullptr || !is_strided(object)) return false;
+bool extent_of_tensor(PyObject* object, Extent& extent) {
+  // To look whether a tensor is dense takes a tenth as long as recording a call may. It is looked
+  // from the first tensor on that cannot be shown: most programs have none.
+  static bool looks_first = false;
+  if (!is_plain(object) || torch().view_of == nullptr) return false;
+  if (looks_first && !is_strided(object)) return false;
   dlpack::Tensor seen{};
-  if (view_of(object, &seen) != 0) {  // without memory, on a device that DLPack does not know, …
-    PyErr_Clear();
+  if (!show(object, seen)) {
+    looks_first = true;
     return false;
   }
+  if (!read_type(seen, extent.dtype)) return false;
+  extent.count = 1;
+  for (int i = 0; i < seen.ndim; ++i) extent.count *= seen.shape[i];
+  extent.on_host = seen.device_type == dlpack::kCpu;
+  return true;
+}
+
+bool view_of_tensor(PyObject* object, View& view) {
+  if (!is_plain(object) || torch().view_of == nullptr || !is_strided(object)) return false;
+  dlpack::Tensor seen{};
+  if (!show(object, seen)) return false;
   if (seen.device_type != dlpack::kCpu || !read_type(seen, view.dtype)) return false;
   view.count = contiguous_count(seen);
   // A tensor of zeros that nobody has written down has no memory.

@@ -174,9 +174,12 @@ class Calls:
         asked = ASKED.get()
         if asked is not None:
             arguments |= asked
+        comm, how = self.comm, {"nonblocking": not waits, **arguments}
         try:
-            method = getattr(self.comm, name)
-            request = method(*x, nonblocking=not waits, **arguments)
+            if comm._ranges is not None:  # a profiler is to see it
+                request = getattr(comm, name)(*x, **how)
+            else:  # a log has it already, as torch calls it
+                request = getattr(type(comm), name)(comm, *x, **how)
         except CommError as error:
             raise as_torch_error(error) from error.__cause__
         return self.end(request, waits, outputs, back)

@@ -4,32 +4,21 @@
 A call of torch's is one operation of the log, whatever commrt makes of it. Its bytes
 are those of the tensors that torch passes, so what torch's layers ask for can be
 compared with formulas. One that is not waited for ends in the log where its Work is
-first seen complete.
+first seen complete; the engine's own request below the Work notes that by itself.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from commrt.errors import TimeoutError_, UsageError
+from commrt.errors import TimeoutError_
 from commrt.torch.operands import KNOWN
+from commrt.torch.per_call import ASKED
 from commrt.torch.work import CommrtWork
-from commrt.trace.call_sites import CORE
 from commrt.trace.methods import algorithm_of
-from commrt.trace.recorder import (
-    END,
-    KIND,
-    Group,
-    Kind,
-    Record,
-    Recorder,
-    now,
-    recorder,
-)
-from commrt.trace.requests import end_all
+from commrt.trace.recorder import Group, Kind, Recorder, recorder
 
 if TYPE_CHECKING:
     from commrt.torch.process_group import CommrtProcessGroup
@@ -63,8 +52,8 @@ def _attach(to: Recorder, group: CommrtProcessGroup) -> Group:
     logged = to.group(
         Group(key, "torch", ranks, member.rank, world.job, world.size, names)
     )
-    for name, (op, read) in _CALLS.items():
-        _replace(to, group, logged, name, read(op, member.size))
+    for name, (op, read, reads) in _CALLS.items():
+        _replace(to, group, logged, name, read(op, member.size), reads)
     _replace_end(to, group, logged)
     return logged
 
@@ -74,79 +63,45 @@ def _after(desc: str) -> int:
 
 
 def _replace(
-    to: Recorder, group: CommrtProcessGroup, logged: Group, name: str, read: Read
-) -> None:
-    function = getattr(type(group), name)
-    this = weakref.ref(group)
-    calls, kinds, pending = group._calls, logged.kinds, logged.pending
-    append, of_caller, getframe = to.ring.append, to.sites.of_caller, sys._getframe
-    clock, tells, op = now, _TELLS.get(name, -1), _CALLS[name][0]
-    known: dict[tuple[int, Any, bool], Kind] = logged.glances.setdefault(op, {})
-
-    def traced(*args: Any, **more: Any) -> Any:
-        try:
-            site = of_caller(getframe(1))
-        except ValueError:  # C++ called, on a thread of its own
-            site = to.sites.nowhere()
-        if site is CORE:
-            return function(this(), *args, **more)
-        try:
-            if tells < 0:
-                kind = kinds[read(args, more)]
-            else:
-                x = args[tells]
-                if type(x) is list:
-                    x = x[0]
-                kind = known[x.nbytes, x.dtype, x.is_cpu]
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):
-            found = _looked_at(this, logged, read, args, more)
-            if found is None:  # what is wrong with it, the call will say
-                return function(this(), *args, **more)
-            kind = found
-            if 0 <= tells < len(args) and kind.op == op:
-                x = _first(args[tells])
-                known[x.nbytes, x.dtype, x.is_cpu] = kind
-        counter = kind.counter
-        seq = counter[0]
-        counter[0] = seq + 1
-        record = [kind, site, seq, clock(), 0]
-        append(record)
-        try:
-            if more or len(args) != 2:
-                result = function(this(), *args, **more)
-            else:
-                first, second = args
-                result = function(this(), first, second)
-        except (UsageError, TypeError):  # of this rank's arguments
-            to.taken_back(record)
-            raise
-        except BaseException as error:
-            to.failed(record, error)
-            raise
-        if result is not None:
-            _watch(result, (record,))
-        elif calls.batch is not None:
-            pending.append(record)
-        else:
-            record[4] = clock()
-        return result
-
-    to.replace(group, name, traced)
-
-
-def _looked_at(
-    this: weakref.ref[CommrtProcessGroup],
+    to: Recorder,
+    group: CommrtProcessGroup,
     logged: Group,
+    name: str,
     read: Read,
-    args: tuple[Any, ...],
-    more: dict[str, Any],
-) -> Kind | None:
-    """Return a call's kind; None where it is no call that can be right."""
-    try:
-        key = read(args, more)
-        return logged.kinds.get(key) or logged.keep(key, _kind(this(), logged, key))
-    except (AttributeError, TypeError, IndexError, RuntimeError):
-        return None
+    reads: str,
+) -> None:
+    this, pending = weakref.ref(group), logged.pending
+
+    def look(args: tuple[Any, ...], more: dict[str, Any]) -> Sequence[Kind] | None:
+        asked = ASKED.get()
+        try:
+            key = read(args, more)
+            whole = key if asked is None else (key, repr(asked))
+            kind = logged.kinds.get(whole)
+            if kind is None:
+                kind = logged.keep(whole, _kind(this(), logged, key, asked))
+        except (AttributeError, TypeError, IndexError, KeyError, RuntimeError):
+            return None  # what is wrong with it, the call will say
+        return (kind,)
+
+    def watch(work: CommrtWork | None, first: int, num: int) -> CommrtWork | None:
+        if work is None:  # torch coalesces
+            pending.append(first)
+        else:
+            _watch(work, (first,))
+        return work
+
+    to.replace(
+        group,
+        name,
+        to.method(
+            *(name, getattr(type(group), name), group, look),
+            reads=reads,
+            watch=watch,
+            calls=group._calls,
+            asked=ASKED,
+        ),
+    )
 
 
 def _replace_end(to: Recorder, group: CommrtProcessGroup, logged: Group) -> None:
@@ -164,21 +119,24 @@ def _replace_end(to: Recorder, group: CommrtProcessGroup, logged: Group) -> None
     to.replace(group, "_end_coalescing", traced)
 
 
-def _watch(work: CommrtWork, records: Sequence[Record]) -> None:
+def _watch(work: CommrtWork, records: Sequence[int]) -> None:
     work.__class__ = TracedWork
     work._records = records
 
 
 class TracedWork(CommrtWork):
-    """A Work that notes its end in the log."""
+    """A Work that notes its end in the log, as its request does not."""
 
-    _records: Sequence[Record]
+    _records: Sequence[int]
+    """Numbers."""
 
     def is_completed(self) -> bool:
         """As the Work's."""
         done = super().is_completed()
         if done:
-            end_all(self._records)
+            ring = recorder().ring
+            for number in self._records:
+                ring.end(number)
         return done
 
     def _wait_for(self, request: Any, limit: float | None) -> None:
@@ -190,15 +148,21 @@ class TracedWork(CommrtWork):
 
     def _settle(self, request: Any) -> None:
         CommrtWork._settle(self, request)
-        ended = now()
-        for record in self._records:
+        ring = recorder().ring
+        for number in self._records:
+            kind = ring.kind_of(number)
             if self._error is not None:
-                recorder().failed(record, self._error)
-            elif record[END] == 0 and not record[KIND].on_device:
-                record[END] = ended
+                ring.fail(number, 1, self._error)
+            elif kind is not None and not kind.on_device:
+                ring.end(number)
 
 
-def _kind(group: CommrtProcessGroup | None, logged: Group, key: Key) -> Kind:
+def _kind(
+    group: CommrtProcessGroup | None,
+    logged: Group,
+    key: Key,
+    asked: Mapping[str, Any] | None,
+) -> Kind:
     op, nbytes, dtype, out_nbytes, who, tag, on_host = key
     assert group is not None
     comm = group._comm
@@ -211,7 +175,10 @@ def _kind(group: CommrtProcessGroup | None, logged: Group, key: Key) -> Kind:
         algorithm = ""
     else:
         algorithm = algorithm_of(
-            comm, op, nbytes, name, root=max(who, 0), on_device=not on_host
+            *(comm, op, nbytes, name),
+            root=max(who, 0),
+            on_device=not on_host,
+            asked=asked,
         )
     return Kind(
         *(logged, op, nbytes),
@@ -344,38 +311,31 @@ def _from_anyone(op: str, size: int) -> Read:
     return read
 
 
-_CALLS: dict[str, tuple[str, Callable[[str, int], Read]]] = {
-    "allreduce": ("allreduce", _reduction),
-    "allreduce_coalesced": ("allreduce", _several),
-    "reduce": ("reduce", _rooted),
-    "broadcast": ("bcast", _rooted),
-    "reduce_scatter": ("reduce_scatter", _from_input),
-    "reduce_scatter_single": ("reduce_scatter", _from_input),
-    "_reduce_scatter_base": ("reduce_scatter", _from_input),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", _from_input),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _from_input),
-    "allgather": ("allgather", _from_output),
-    "allgather_coalesced": ("allgather", _from_output),
-    "all_gather_single": ("allgather", _from_output),
-    "_allgather_base": ("allgather", _from_output),
-    "all_gather_single_coalesced": ("allgather", _from_output),
-    "allgather_into_tensor_coalesced": ("allgather", _from_output),
-    "gather": ("gather", _parts),
-    "scatter": ("scatter", _parts),
-    "all_to_all_single": ("alltoall", _from_input),
-    "alltoall_base": ("alltoall", _from_input),
-    "alltoall": ("alltoall", _from_input),
-    "barrier": ("barrier", _nothing),
-    "send": ("send", _message),
-    "recv": ("recv", _message),
-    "recv_anysource": ("recv", _from_anyone),
+_CALLS: dict[str, tuple[str, Callable[[str, int], Read], str]] = {
+    "allreduce": ("allreduce", _reduction, "a--"),
+    "allreduce_coalesced": ("allreduce", _several, "a-"),
+    "reduce": ("reduce", _rooted, "ar--"),
+    "broadcast": ("bcast", _rooted, "ar-"),
+    "reduce_scatter": ("reduce_scatter", _from_input, "aa--"),
+    "reduce_scatter_single": ("reduce_scatter", _from_input, "aa-"),
+    "_reduce_scatter_base": ("reduce_scatter", _from_input, "aa-"),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", _from_input, "aa-"),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _from_input, "aa-"),
+    "allgather": ("allgather", _from_output, "a---"),
+    "allgather_coalesced": ("allgather", _from_output, "a--"),
+    "all_gather_single": ("allgather", _from_output, "a--"),
+    "_allgather_base": ("allgather", _from_output, "a--"),
+    "all_gather_single_coalesced": ("allgather", _from_output, "a--"),
+    "allgather_into_tensor_coalesced": ("allgather", _from_output, "a--"),
+    "gather": ("gather", _parts, "-ar-"),
+    "scatter": ("scatter", _parts, "a-r-"),
+    "all_to_all_single": ("alltoall", _from_input, "aa---"),
+    "alltoall_base": ("alltoall", _from_input, "aa---"),
+    "alltoall": ("alltoall", _from_input, "aa--"),
+    "barrier": ("barrier", _nothing, "--"),
+    "send": ("send", _message, "aii"),
+    "recv": ("recv", _message, "aii"),
+    "recv_anysource": ("recv", _from_anyone, "ai"),
 }
-"""torch's methods: the operation in the log, and what reads a call of them."""
-_TELLS = {
-    "allreduce": 0,
-    "all_gather_single": 0,
-    "_allgather_base": 0,
-    "reduce_scatter_single": 1,
-    "_reduce_scatter_base": 1,
-}
-"""Which argument alone, a tensor or a list of one, tells a call's kind."""
+"""torch's methods: the operation in the log, what reads a call of them, and how it is
+read natively (native/recorded_method.hpp)."""

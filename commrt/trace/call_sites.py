@@ -3,7 +3,8 @@
 
 Between the program and commrt lie frames of torch, of Python's own library and of
 commrt's layers, which are passed over. A place is a code object and an instruction in
-it, so it is found again by two numbers; which line that is, is read when it is shown.
+it, so it is found again by two numbers (``native/call_sites.cpp``); which line that
+is, is read when it is shown.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from enum import Enum, auto
 from types import CodeType, FrameType
 from typing import Final
 
-__all__ = ["CORE", "CallSites", "Site"]
+from commrt import _native
 
-_MOST_SITES = 1 << 16
-"""Programs that compile code for ever would otherwise keep it for ever."""
+__all__ = ["CORE", "NOWHERE", "Site", "call_sites"]
+
 _OWN = "commrt"
 _PASSED = frozenset(("layers",))
 """Parts of commrt that call it as a program does, on behalf of one."""
@@ -64,53 +65,26 @@ class Site:
 
 CORE: Final = Site(None, -2)
 """Stands for calls that commrt itself makes, which are parts of a user's call."""
-_NOWHERE: Final = Site(None, -1)
+NOWHERE: Final = Site(None, -1)
+"""Stands for calls that no Python made."""
 
 
-class CallSites:
-    """Places that calls have come from."""
+def call_sites() -> _native.CallSites:
+    """Return what finds the places that calls have come from, and remembers them."""
+    return _native.CallSites(_classified, _beyond, CORE, NOWHERE)
 
-    def __init__(self) -> None:
-        self.known: dict[tuple[int, int], Site] = {}
-        """Places in the program, and CORE, by code and instruction."""
-        self._passed: set[int] = set()
-        """Codes whose frames are passed over."""
-        # The codes are kept, so that no other one can get their addresses.
-        self._codes: dict[int, CodeType] = {}
 
-    def of_caller(self, frame: FrameType) -> Site:
-        """Return where the user's program called; CORE for calls of commrt's own."""
-        known, passed = self.known, self._passed
-        at: FrameType | None = frame
-        while at is not None:
-            code = at.f_code
-            if id(code) not in passed:
-                site = known.get((id(code), at.f_lasti)) or self._look(at)
-                if site is not None and (site is not CORE or at is frame):
-                    return site
-            at = at.f_back
-        return Site(frame.f_code, frame.f_lasti)
+def _classified(frame: FrameType) -> Site | None:
+    """Return what a frame is that was not met before; None: it is passed over."""
+    kind = _kind(str(frame.f_globals.get("__name__", "")))
+    if kind is _Kind.PASSED:
+        return None
+    return CORE if kind is _Kind.CORE else Site(frame.f_code, frame.f_lasti)
 
-    @staticmethod
-    def nowhere() -> Site:
-        """Return the place of a call that no Python made."""
-        return _NOWHERE
 
-    def _look(self, frame: FrameType) -> Site | None:
-        """Classify a frame that was not met before; None: it is passed over."""
-        if len(self._codes) >= _MOST_SITES or len(self.known) >= _MOST_SITES:
-            self.known.clear()
-            self._passed.clear()
-            self._codes.clear()
-        code = frame.f_code
-        self._codes[id(code)] = code
-        kind = _kind(str(frame.f_globals.get("__name__", "")))
-        if kind is _Kind.PASSED:
-            self._passed.add(id(code))
-            return None
-        site = CORE if kind is _Kind.CORE else Site(code, frame.f_lasti)
-        self.known[id(code), frame.f_lasti] = site
-        return site
+def _beyond(frame: FrameType) -> Site:
+    """Return the place of a call that nothing but passed frames have led to."""
+    return Site(frame.f_code, frame.f_lasti)
 
 
 class _Kind(Enum):

@@ -224,7 +224,7 @@ def logs_of(
     """Return the logs of this process's ranks; mostly one."""
     records = [
         record
-        for record in recorder.snapshot()
+        for record in recorder.ring.snapshot()
         if record[START] >= since_ns and (until_ns is None or record[START] <= until_ns)
     ]
     groups: dict[int, LoggedGroup] = {}

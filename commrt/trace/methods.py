@@ -1,47 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """A communicator's methods while somebody records.
 
-What a call is, is read off its first array and its arguments: the same key, the same
-kind. Only the first call of a kind is looked at in full. Calls that commrt makes for
-itself within one of the user's are passed on as they are.
+What a call is, is read off its arrays and its arguments natively; here is what is
+asked for the first call of a kind. Calls that commrt makes for itself within one of the
+user's are passed on as they are.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from commrt.errors import CommError, UsageError
+from commrt.errors import CommError
 from commrt.operations import COLLECTIVES, OpSpec, operation, rule_nbytes
-from commrt.trace.call_sites import CORE
 from commrt.trace.folder import begin_where_asked
-from commrt.trace.recorder import (
-    Group,
-    Kind,
-    Record,
-    Recorder,
-    now,
-    recorder,
-)
-from commrt.trace.requests import TracedRequest, end_all
+from commrt.trace.recorder import Group, Kind, Recorder, recorder
+from commrt.trace.requests import TracedRequest
+from commrt.wire_formats import EXACT
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
 
-__all__ = ["algorithm_of", "follow_communicator", "group_of_communicator"]
+__all__ = [
+    "algorithm_of",
+    "follow_communicator",
+    "group_of_communicator",
+    "kinds_of",
+]
 
-_OTHERS = ("sparse_allreduce", "topk_allreduce", "redistribute")
-_PAIR = {"send": ("dest", "tag"), "recv": ("source", "tag")}
-_NOTHING: Any = object()
 _SAID = ("op", "root", "algorithm", "backend", "compress")
 """Arguments of a collective that make another kind of it."""
-Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-KeyOf = Callable[[tuple[Any, ...], dict[str, Any]], Hashable]
-Look = Callable[["Communicator", tuple[Any, ...], dict[str, Any]], Kind]
-LookAtAll = Callable[["Communicator", tuple[Any, ...], dict[str, Any]], list[Kind]]
+_WISHES = ("algorithm", "backend", "params")
+Arguments: TypeAlias = tuple[Any, ...]
+LookAt = Callable[["Communicator", Arguments, dict[str, Any]], Sequence[Kind]]
 
 
 def follow_communicator(comm: Communicator, *, is_users: bool = True) -> None:
@@ -66,172 +59,79 @@ def group_of_communicator(comm: Communicator) -> Group:
 
 def _attach(to: Recorder, comm: Communicator) -> Group:
     group = to.group(group_of_communicator(comm))
-    for name in COLLECTIVES:
-        counts = operation(name).count_arguments
-        keys = _keys_of(name, counts)
-        _replace_one(to, comm, group, name, _collective(group, name), keys)
-    for name in _OTHERS:
-        _replace_one(to, comm, group, name, _other(group, name), _keys_of(name))
-    for name in ("send", "recv"):
-        _replace_one(
-            to, comm, group, name, _message(group, name), _key_of_message(name)
-        )
-    _replace_several(to, comm, "sendrecv", _two_messages(group))
-    _replace_several(to, comm, "multi_sendrecv", _many_messages(group))
+    for name, (reads, make) in _METHODS.items():
+        if hasattr(type(comm), name):
+            _replace(to, comm, name, reads, make(group, name))
     return group
 
 
-def _runner(comm: Communicator, name: str) -> Run:
-    """Return what runs a method as it was before."""
-    held = vars(comm).get(name)  # such as one that shows ranges to a profiler
-    function = getattr(type(comm), name)
-    # Not the communicator itself, which would then outlive its last user.
-    this = weakref.ref(comm)
-    if held is None:
-        return lambda args, more: function(this(), *args, **more)
-    return lambda args, more: held(*args, **more)
-
-
-def _replace_one(
-    to: Recorder,
+def kinds_of(
     comm: Communicator,
     group: Group,
     name: str,
-    look: Look,
-    key_of: KeyOf,
-) -> None:
-    """Record calls that are one operation each.
-
-    What of it can be is in one function: a call of Python's costs as much as a record.
-    """
-    run, this, known = _runner(comm, name), weakref.ref(comm), to.sites.known
-    held, function = vars(comm).get(name), getattr(type(comm), name)
-    append, of_caller, getframe = to.ring.append, to.sites.of_caller, sys._getframe
-    kinds, clock, identity = group.kinds, now, id
-
-    def traced(x: Any = _NOTHING, *rest: Any, **more: Any) -> Any:
-        frame = getframe(1)
-        site = known.get((identity(frame.f_code), frame.f_lasti)) or of_caller(frame)
-        if site is CORE:
-            return run(() if x is _NOTHING else (x, *rest), more)
-        try:
-            if x is _NOTHING or x is None:
-                kind = kinds[key_of((), more)]
-            elif len(more) == ("out" in more) + ("nonblocking" in more):
-                kind = kinds[name, x.nbytes, x.dtype]
-            else:
-                kind = kinds[key_of((x,), more)]
-        except (AttributeError, KeyError, TypeError):
-            args = () if x is _NOTHING else (x,)
-            kind = _looked_at(this(), group, look, key_of, args, more)
-        counter = kind.counter
-        seq = counter[0]
-        counter[0] = seq + 1
-        record = [kind, site, seq, clock(), 0]
-        append(record)
-        try:
-            if held is not None or rest or x is _NOTHING:
-                result = run(() if x is _NOTHING else (x, *rest), more)
-            elif more:
-                result = function(this(), x, **more)
-            else:
-                result = function(this(), x)
-        except (UsageError, TypeError):  # of this rank's arguments
-            to.taken_back(record)
-            raise
-        except BaseException as error:
-            to.failed(record, error)
-            raise
-        if more and more.get("nonblocking"):
-            return TracedRequest(result, (record,))
-        record[4] = clock()
-        return result
-
-    traced.__name__ = name
-    to.replace(comm, name, traced)
-
-
-def _looked_at(
-    comm: Communicator | None,
-    group: Group,
-    look: Look,
-    key_of: KeyOf,
-    args: tuple[Any, ...],
+    args: Arguments,
     more: dict[str, Any],
-) -> Kind:
-    """Return the kind of a call that was not met before; the next one is found."""
-    assert comm is not None, "its method is called, so somebody has it"
-    kind = look(comm, args, more)
-    with suppress(AttributeError, IndexError, TypeError):  # of which the call speaks
-        return group.keep(key_of(args, more), kind)
-    return kind
+) -> Sequence[Kind]:
+    """Return what a call of a communicator's method is: one, or several messages."""
+    _, make = _METHODS[name]
+    return make(group, name)(comm, args, more)
 
 
-def _replace_several(
-    to: Recorder, comm: Communicator, name: str, look: LookAtAll
+def _replace(
+    to: Recorder, comm: Communicator, name: str, reads: str, look: LookAt
 ) -> None:
-    """Record calls that are any number of messages."""
-    run, this = _runner(comm, name), weakref.ref(comm)
+    """Record a method's calls."""
+    # Not the communicator itself, which would then outlive its last user.
+    this = weakref.ref(comm)
+    held = vars(comm).get(name)  # such as one that shows ranges to a profiler
+    function = getattr(type(comm), name) if held is None else held
 
-    def traced(*args: Any, **more: Any) -> Any:
-        site = to.sites.of_caller(sys._getframe(1))
+    def looked_at(args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
         comm = this()
         assert comm is not None, "its method is called, so somebody has it"
-        if site is CORE:
-            return run(args, more)
-        records: list[Record] = []
-        begin = now()
-        for kind in look(comm, args, more):
-            records.append([kind, site, kind.counter[0], begin, 0])
-            kind.counter[0] += 1
-        to.ring.extend(records)
-        try:
-            result = run(args, more)
-        except (UsageError, TypeError):  # of this rank's arguments
-            for record in reversed(records):
-                to.taken_back(record)
-            raise
-        except BaseException as error:
-            for record in records:
-                to.failed(record, error)
-            raise
-        if more.get("nonblocking"):
-            return TracedRequest(result, records)
-        end_all(records)
-        return result
+        return look(comm, args, more)
 
-    traced.__name__ = name
-    to.replace(comm, name, traced)
+    owner = comm if held is None else None
+    method = to.method(
+        *(name, function, owner, looked_at), reads=reads, watch=TracedRequest
+    )
+    to.replace(comm, name, method)
 
 
 # -- what a call is --------------------------------------------------------------
 
 
-def _keys_of(name: str, counts: tuple[str, ...] = ()) -> KeyOf:
-    """Return what reads off a call's arguments what tells it from others."""
+def _key_of(
+    name: str, args: Arguments, more: dict[str, Any], counts: tuple[str, ...]
+) -> Hashable:
+    """Return what tells a call from others; None where that cannot be said."""
+    x: Any = args[0] if args else more.get("x")
+    like: Any = more.get("out") if x is None else x
+    said = [more.get(each) for each in _SAID]
+    with suppress(AttributeError, TypeError, ValueError):
+        params = tuple(sorted((more.get("params") or {}).items()))
+        lengths = [tuple(more.get(each) or ()) for each in counts]
+        extent = () if like is None else (like.nbytes, like.dtype)
+        key = (name, extent, x is None, *said, params, *lengths)
+        hash(key)
+        return key
+    return None
 
-    def key_of(args: tuple[Any, ...], more: dict[str, Any]) -> Hashable:
-        x: Any = args[0] if args else more.get("x")
-        if x is not None and len(more) == ("out" in more) + ("nonblocking" in more):
-            return name, x.nbytes, x.dtype
-        like: Any = more.get("out") if x is None else x
-        said = tuple(map(more.get, _SAID))
-        if counts:
-            said = (*said, *(tuple(more.get(each) or ()) for each in counts))
-        if like is None:
-            return name, said
-        return name, like.nbytes, like.dtype, x is None, said
 
-    return key_of
-
-
-def _collective(group: Group, name: str) -> Look:
+def _collective(group: Group, name: str) -> LookAt:
     spec = operation(name)
 
-    def look(comm: Communicator, args: tuple[Any, ...], more: dict[str, Any]) -> Kind:
-        return _kind_of_collective(
-            comm, spec, group, args[0] if args else more.get("x"), more
-        )
+    def look(
+        comm: Communicator, args: Arguments, more: dict[str, Any]
+    ) -> Sequence[Kind]:
+        key = _key_of(name, args, more, spec.count_arguments)
+        kind = None if key is None else group.kinds.get(key)
+        if kind is None:
+            x = args[0] if args else more.get("x")
+            kind = _kind_of_collective(comm, spec, group, x, more)
+            if key is not None:
+                group.keep(key, kind)
+        return (kind,)
 
     return look
 
@@ -243,16 +143,16 @@ def _kind_of_collective(
     like = out if x is None else x
     dtype, itemsize = element_of(like)
     nbytes = _nbytes_of_collective(comm, spec, x, out, more, itemsize)
-    asked = more.get("backend") or "", more.get("algorithm") or ""
     on_device = _is_on_device(like)
-    algorithm = "/".join(map(str, asked))
-    if not any(asked):
-        algorithm = algorithm_of(
-            *(comm, spec.name, nbytes, dtype),
-            op=more.get("op", "sum"),
-            root=more.get("root", 0),
-            on_device=on_device,
-        )
+    algorithm = algorithm_of(
+        *(comm, spec.name, nbytes, dtype),
+        op=more.get("op", "sum"),
+        root=more.get("root", 0),
+        on_device=on_device,
+        asked={name: more[name] for name in _WISHES if more.get(name) is not None},
+    )
+    if more.get("compress") not in (None, EXACT):
+        algorithm = f"compressed/{more['compress']}"
     out_nbytes = None
     if spec.name == "alltoallv":
         out_nbytes = _sum(more.get("recv_counts")) * itemsize
@@ -286,45 +186,65 @@ def _nbytes_of_collective(
     return nbytes_of(out) * (comm.size if spec.out_count == "div_size" else 1)
 
 
-def _other(group: Group, name: str) -> Look:
-    def look(comm: Communicator, args: tuple[Any, ...], more: dict[str, Any]) -> Kind:
+def _other(group: Group, name: str) -> LookAt:
+    def look(
+        comm: Communicator, args: Arguments, more: dict[str, Any]
+    ) -> Sequence[Kind]:
         x = args[0] if args else more.get("x")
         dtype, itemsize = element_of(x)
-        return Kind(
+        kind = Kind(
             *(group, name, nbytes_of(x)),
             dtype=dtype,
             itemsize=itemsize,
             on_device=_is_on_device(x),
         )
+        return (kind,)
 
     return look
 
 
-def _key_of_message(name: str) -> KeyOf:
-    peer, tag = _PAIR[name]
+def _among_neighbors(group: Group, name: str) -> LookAt:
+    """Of what a rank sends to those beside it."""
 
-    def key_of(args: tuple[Any, ...], more: dict[str, Any]) -> Hashable:
-        x: Any = args[0] if args else more.get("x", more.get("out"))
-        return name, x.nbytes, x.dtype, more.get(peer), more.get(tag, 0)
-
-    return key_of
-
-
-def _message(group: Group, name: str) -> Look:
-    peer, tag = _PAIR[name]
-
-    def look(comm: Communicator, args: tuple[Any, ...], more: dict[str, Any]) -> Kind:
-        x = args[0] if args else more.get("x", more.get("out"))
-        where = more.get(peer), more.get(tag, 0)
-        return _kind_of_message(comm, group, name, x, *where)
-
-    return look
-
-
-def _two_messages(group: Group) -> LookAtAll:
     def look(
-        comm: Communicator, args: tuple[Any, ...], more: dict[str, Any]
-    ) -> list[Kind]:
+        comm: Communicator, args: Arguments, more: dict[str, Any]
+    ) -> Sequence[Kind]:
+        x = args[0] if args else more.get("x", more.get("fields"))
+        first = x[0] if isinstance(x, list | tuple) and x else x
+        dtype, itemsize = element_of(first)
+        on_device = _is_on_device(first)
+        nbytes = 0
+        with suppress(CommError, TypeError):  # of which the call will speak
+            nbytes = comm._sent_to_neighbors(name, args, more)  # type: ignore[attr-defined]
+        kind = Kind(
+            *(group, name, nbytes),
+            dtype=dtype,
+            itemsize=itemsize,
+            algorithm="staged/boxes" if on_device else "boxes/direct",
+            on_device=on_device,
+        )
+        return (kind,)
+
+    return look
+
+
+def _one_message(group: Group, name: str) -> LookAt:
+    peer = {"send": "dest", "recv": "source"}[name]
+
+    def look(
+        comm: Communicator, args: Arguments, more: dict[str, Any]
+    ) -> Sequence[Kind]:
+        x = args[0] if args else more.get("x", more.get("out"))
+        where = more.get(peer), more.get("tag", 0)
+        return (_kind_of_message(comm, group, name, x, *where),)
+
+    return look
+
+
+def _two_messages(group: Group, name: str) -> LookAt:
+    def look(
+        comm: Communicator, args: Arguments, more: dict[str, Any]
+    ) -> Sequence[Kind]:
         x = args[0] if args else more.get("x")
         dest, source = more.get("dest"), more.get("source")
         sendtag, recvtag = more.get("sendtag", 0), more.get("recvtag", 0)
@@ -336,16 +256,16 @@ def _two_messages(group: Group) -> LookAtAll:
     return look
 
 
-def _many_messages(group: Group) -> LookAtAll:
+def _many_messages(group: Group, name: str) -> LookAt:
     def look(
-        comm: Communicator, args: tuple[Any, ...], more: dict[str, Any]
-    ) -> list[Kind]:
+        comm: Communicator, args: Arguments, more: dict[str, Any]
+    ) -> Sequence[Kind]:
         found = []
-        for name, argument in (("send", "sends"), ("recv", "recvs")):
+        for kind, argument in (("send", "sends"), ("recv", "recvs")):
             with suppress(TypeError, ValueError):  # of which the call will speak
                 for x, peer, *tag in more.get(argument, ()):
-                    of = tag[0] if tag else 0
-                    found.append(_kind_of_message(comm, group, name, x, peer, of))
+                    where = peer, tag[0] if tag else 0
+                    found.append(_kind_of_message(comm, group, kind, x, *where))
         return found
 
     return look
@@ -386,10 +306,12 @@ def algorithm_of(
     op: Any = "sum",
     root: Any = 0,
     on_device: bool = False,
+    asked: Mapping[str, Any] | None = None,
 ) -> str:
     """Return what runs such a call, as ``backend/algorithm``; "" if that is not known.
 
     It is asked of the policy that the call itself asks, once for a kind of calls.
+    ``asked`` are the wishes of the call itself.
     """
     spec = operation(coll)
     if comm.size == 1:
@@ -402,9 +324,33 @@ def algorithm_of(
             **({"op": op} if spec.reduces else {}),
             root=root if spec.has_root else 0,
             device="cuda" if on_device else "host",
+            **(asked or {}),
         )
         return str(found.choice.candidate)
     return ""
+
+
+_METHODS: dict[str, tuple[str, Callable[[Group, str], LookAt]]] = {
+    **{
+        name: ("" if operation(name).x_count == "none" else "a", _collective)
+        for name in COLLECTIVES
+    },
+    "sparse_allreduce": ("a", _other),
+    "topk_allreduce": ("ai", _other),
+    "redistribute": ("a--", _other),
+    "halo_exchange": ("sw", _among_neighbors),
+    "halo_reduce": ("sw", _among_neighbors),
+    "neighbor_allgather": ("a", _among_neighbors),
+    "neighbor_allgatherv": ("a", _among_neighbors),
+    "neighbor_alltoall": ("a", _among_neighbors),
+    "neighbor_alltoallv": ("a", _among_neighbors),
+    "send": ("a", _one_message),
+    "recv": ("a", _one_message),
+    "sendrecv": ("a", _two_messages),
+    "multi_sendrecv": ("", _many_messages),
+}
+"""A communicator's methods: how their arguments are read natively
+(native/recorded_method.hpp), and what looks at the first call of a kind."""
 
 
 # -- arrays ----------------------------------------------------------------------

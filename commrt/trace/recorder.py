@@ -3,10 +3,11 @@
 
 While nobody records, communicators and process groups are what they always are.
 Recording gives each of them methods of its own (``methods.py``, and torch's in
-``commrt/torch/tracing.py``), which make a record per call: a list of five that is in
-the ring before the call, so that a call that never ends is in the log as well. What
-calls have in common (operation, bytes, element type, peer, algorithm) is a ``Kind``,
-found again by what can be read off a call at once; the place in the program likewise.
+``commrt/torch/tracing.py``), native ones, which make a record per call: forty bytes
+that are in the ring before the call, so that a call that never ends is in the log as
+well. What calls have in common (operation, bytes, element type, peer, algorithm) is a
+``Kind``, found again by what can be read off a call at once; the place in the program
+likewise. Python looks at the first call of a kind, and at what fails.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+from commrt import _native
 from commrt.errors import UsageError
-from commrt.trace.call_sites import CallSites
+from commrt.trace.call_sites import call_sites
 
 __all__ = [
     "END",
@@ -38,7 +39,7 @@ __all__ = [
 
 KIND, SITE, SEQ, START, END = range(5)
 """What a record holds: its end is 0 while it is not seen, negative where it failed."""
-Record = list[Any]
+Record: TypeAlias = tuple["Kind", Any, int, int, int]
 DEFAULT_RECORDS = 100_000
 _MOST_KINDS = 1 << 15
 
@@ -92,6 +93,20 @@ class Kind:
         self.on_device = on_device
         self.counter = group.counter_of(op, peer, tag)
 
+    def run_by(self, label: str) -> Kind:
+        """Return the same, run by something else: backend/algorithm."""
+        return Kind(
+            *(self.group, self.op, self.nbytes),
+            dtype=self.dtype,
+            itemsize=self.itemsize,
+            out_nbytes=self.out_nbytes,
+            peer=self.peer,
+            tag=self.tag,
+            root=self.root,
+            algorithm=label,
+            on_device=self.on_device,
+        )
+
 
 class Group:
     """A communicator or a process group, as a log knows it."""
@@ -124,15 +139,13 @@ class Group:
         self.job = job
         self.num_ranks = num_ranks
         self.kinds: dict[Hashable, Kind] = {}
-        self.glances: dict[str, dict[Any, Kind]] = {}
-        """By operation: kinds of calls that less tells apart."""
         self.label = ""
         """The dimension that a program has given it."""
-        self.pending: list[Record] = []
-        """Calls that torch coalesces, until they are one Work."""
+        self.pending: list[int] = []
+        """Calls that torch coalesces, until they are one Work: numbers of records."""
         self._names = names
         self._said = ("", "", "")
-        self._counters: dict[Hashable, list[int]] = {}
+        self._counters: dict[Hashable, _native.RecordCounter] = {}
 
     @property
     def names(self) -> tuple[str, str, str]:
@@ -142,31 +155,35 @@ class Group:
         name, desc, dimension = self._said
         return name, desc, self.label or dimension or name
 
-    def counter_of(self, op: str, peer: int, tag: int) -> list[int]:
+    def counter_of(self, op: str, peer: int, tag: int) -> _native.RecordCounter:
         """Return what counts calls: collectives of a group, messages of a pair."""
         key = (op, peer, tag) if op in ("send", "recv") else None
-        return self._counters.setdefault(key, [0])
+        return self._counters.setdefault(key, _native.RecordCounter())
 
     def keep(self, key: Hashable, kind: Kind) -> Kind:
         """Remember what calls with a key have in common."""
         if len(self.kinds) >= _MOST_KINDS:
             self.kinds.clear()
-            for known in self.glances.values():
-                known.clear()
         self.kinds[key] = kind
         return kind
 
 
 Attach = Callable[["Recorder", Any], Group]
 """Gives an object methods that record."""
+Undo = Callable[[Any], None]
+"""Takes what was given away from an object, which it must not hold."""
+Look = Callable[[tuple[Any, ...], dict[str, Any]], "Sequence[Kind] | None"]
+"""Says what a call is: one operation, or several messages; None: nothing to record."""
+Watch = Callable[[Any, int, int], Any]
+"""Takes a result, the number of the first record, and how many there are."""
 
 
 class Recorder:
     """Everything that this process has recorded."""
 
     def __init__(self) -> None:
-        self.ring: deque[Record] = deque(maxlen=DEFAULT_RECORDS)
-        self.sites = CallSites()
+        self.ring = _native.RecordRing(DEFAULT_RECORDS)
+        self.sites = call_sites()
         self.groups: dict[str, Group] = {}
         """By key and rank: ranks may be threads of one process."""
         self.users = 0
@@ -177,7 +194,7 @@ class Recorder:
         self._followed: weakref.WeakKeyDictionary[Any, Attach] = (
             weakref.WeakKeyDictionary()
         )
-        self._wrapped: weakref.WeakKeyDictionary[Any, dict[str, Any]] = (
+        self._wrapped: weakref.WeakKeyDictionary[Any, list[Undo]] = (
             weakref.WeakKeyDictionary()
         )
         self._groups: weakref.WeakKeyDictionary[Any, Group] = (
@@ -194,14 +211,16 @@ class Recorder:
             if self.users:
                 self._attach(target, attach)
 
+    def is_followed(self, target: Any) -> bool:
+        """Whether it is recorded while somebody records."""
+        return target in self._followed
+
     def begin(self, num_records: int | None = None) -> None:
         """Record from now on."""
         with self._lock:
-            if num_records is not None and num_records != self.ring.maxlen:
-                self.ring = deque(self.ring, maxlen=num_records)
-                for target in list(self._wrapped):  # they hold the other ring
-                    self._detach(target)
-                    self._attach(target, self._followed[target])
+            if num_records is not None:
+                self.ring.resize(num_records)
+            self.ring.reserve()
             self.users += 1
             if self.users == 1:
                 for target, attach in list(self._followed.items()):
@@ -238,65 +257,84 @@ class Recorder:
 
     def _attach(self, target: Any, attach: Attach) -> None:
         if target not in self._wrapped:
-            self._wrapped[target] = {}
+            self._wrapped[target] = []
             group = self._groups[target] = attach(self, target)
             group.label = self._labels.get(target, group.label)
 
     def replace(self, target: Any, name: str, method: Callable[..., Any]) -> None:
         """Give an object a method of its own, until recording ends."""
         held = vars(target)
-        self._wrapped[target][name] = held.get(name)
+        before = held.get(name)
+
+        def undo(of: Any) -> None:
+            vars(of).pop(name, None)
+            if before is not None:
+                vars(of)[name] = before
+
         held[name] = method
+        self.at_end(target, undo)
+
+    def at_end(self, target: Any, undo: Undo) -> None:
+        """Let something be done to an object when recording ends."""
+        self._wrapped[target].append(undo)
 
     def _detach(self, target: Any) -> None:
-        held = vars(target)
-        for name, before in self._wrapped.pop(target).items():
-            held.pop(name, None)
-            if before is not None:
-                held[name] = before
+        for undo in reversed(self._wrapped.pop(target)):
+            undo(target)
 
     # -- what happens ------------------------------------------------------------
+
+    def method(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        owner: Any,
+        look: Look,
+        *,
+        reads: str,
+        watch: Watch,
+        **of_torch: Any,
+    ) -> Callable[..., Any]:
+        """Return a callable that runs a function, with a record of each call.
+
+        Args:
+            name: of the method.
+            function: called with the owner before the call's own arguments.
+            owner: what the method is of, held weakly; None for a bound function.
+            look: says what a call is that was not met before.
+            reads: how each positional argument is read (native/recorded_method.hpp).
+            watch: lets what a call returns note its end, where that is no request of
+                the engine's; returns what the caller gets.
+            of_torch: see there.
+        """
+        method: Callable[..., Any] = _native.record_method(
+            *(name, function, None if owner is None else weakref.ref(owner)),
+            *(self.ring, self.sites),
+            reads=reads,
+            look=look,
+            watch=watch,
+            raised=self.raised,
+            **of_torch,
+        )
+        return method
+
+    def raised(self, first: int, num: int, error: BaseException) -> None:
+        """Note that a call has raised an error: it has failed, or was none."""
+        if isinstance(error, (UsageError, TypeError)):  # of this rank's arguments
+            self.ring.take_back(first, num)
+        else:
+            self.ring.fail(first, num, error)
 
     @property
     def num_dropped(self) -> int:
         """Records that the ring has lost, of all that were made."""
-        made = sum(
-            counter[0]
-            for group in self.groups.values()
-            for counter in group._counters.values()
-        )
-        return max(0, made - len(self.ring))
-
-    def failed(self, record: Record, error: BaseException) -> None:
-        """Note that a call has failed, and tell who wants to know."""
-        if record[END] == 0:
-            record[END] = -now()
-        self.tell(error)
+        return self.ring.num_dropped
 
     def tell(self, error: BaseException) -> None:
         """Tell who wants to know that something went wrong."""
         said = f"{type(error).__name__}: {error}"
         for each in list(self.failures):
             each(said)
-
-    def taken_back(self, record: Record) -> None:
-        """Forget a call that was refused here, so that it counts on no rank."""
-        counter = record[KIND].counter
-        if counter[0] == record[SEQ] + 1:
-            counter[0] -= 1
-        with suppress(ValueError, IndexError):
-            if self.ring[-1] is record:
-                self.ring.pop()
-            else:
-                self.ring.remove(record)
-
-    def snapshot(self) -> list[Record]:
-        """Return the records, oldest first, while others may be added."""
-        while True:
-            try:
-                return [list(record) for record in self.ring]
-            except RuntimeError:  # it changed meanwhile
-                continue
 
 
 _RECORDER = Recorder()

@@ -1,33 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of recorded calls: they see the end where the program sees it."""
+"""Requests of recorded calls that are not the engine's own: they see the end where the
+program sees it, as the engine's do natively."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from commrt.errors import TimeoutError_
-from commrt.trace.recorder import END, KIND, Record, now, recorder
+from commrt.trace.recorder import recorder
 
-__all__ = ["TracedRequest", "end_all"]
-
-
-def end_all(records: Sequence[Record]) -> None:
-    """Note that calls have ended, those that are not known to have."""
-    ended = now()
-    for record in records:
-        if record[END] == 0:
-            record[END] = ended
+__all__ = ["TracedRequest"]
 
 
 class TracedRequest:
     """A request, with notes of its end. It passes for one of the same class."""
 
-    __slots__ = ("__weakref__", "_records", "_request")
+    __slots__ = ("__weakref__", "_first", "_num", "_request")
 
-    def __init__(self, request: Any, records: Sequence[Record]) -> None:
+    def __init__(self, request: Any, first: int, num: int) -> None:
+        """Take a request, and the records of its call."""
         self._request = request
-        self._records = records
+        self._first = first
+        self._num = num
 
     @property  # type: ignore[misc]  # so that isinstance() knows it
     def __class__(self) -> type:
@@ -41,11 +35,11 @@ class TracedRequest:
         except Exception as error:
             self._raised(error)
             raise
-        ended = now()
-        for record in self._records:
-            # On a device the stream goes on: the host learns nothing of the end.
-            if record[END] == 0 and not record[KIND].on_device:
-                record[END] = ended
+        ring = recorder().ring
+        kind = ring.kind_of(self._first)
+        # On a device the stream goes on: the host learns nothing of the end.
+        if kind is not None and not kind.on_device:
+            ring.end(self._first, self._num)
         return result
 
     def synchronize(self, **limits: Any) -> Any:
@@ -55,7 +49,7 @@ class TracedRequest:
         except Exception as error:
             self._raised(error)
             raise
-        end_all(self._records)
+        recorder().ring.end(self._first, self._num)
         return result
 
     def test(self) -> bool:
@@ -66,15 +60,14 @@ class TracedRequest:
             self._raised(error)
             raise
         if done:
-            end_all(self._records)
+            recorder().ring.end(self._first, self._num)
         return done
 
     def _raised(self, error: Exception) -> None:
         if isinstance(error, TimeoutError_):  # it stays in flight
             recorder().tell(error)
-            return
-        for record in self._records:
-            recorder().failed(record, error)
+        else:
+            recorder().ring.fail(self._first, self._num, error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)

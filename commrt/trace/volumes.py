@@ -36,6 +36,12 @@ MEANING = {
     "sparse_allreduce": "indices and values that this rank has",
     "topk_allreduce": "the array of one rank",
     "redistribute": "the array of this rank",
+    "halo_exchange": "what this rank sends to others",
+    "halo_reduce": "what this rank sends to others",
+    "neighbor_allgather": "what this rank sends to others",
+    "neighbor_allgatherv": "what this rank sends to others",
+    "neighbor_alltoall": "what this rank sends to others",
+    "neighbor_alltoallv": "what this rank sends to others",
 }
 """What an operation's bytes are those of."""
 

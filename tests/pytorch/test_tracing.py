@@ -138,13 +138,33 @@ def all_schemes() -> list[Any]:
     for scheme in (*SCHEMES, each_method):
         with job(name=scheme.__name__):
             found.append(scheme())
+    with job(name="asked_for"):
+        found.insert(0, asked_for())
     return found
+
+
+def asked_for() -> list[str]:
+    """Return what ran calls that ask for something, and others, as the log says."""
+    x = torch.ones(1000)
+    ring = commrt.torch.Options(algorithm={"all_reduce": "ring"})
+    group = dist.new_group(pg_options=ring)
+    with commrt.trace.record() as recording:
+        for _ in range(2):
+            dist.all_reduce(x)
+            with commrt.torch.using("ring"):
+                dist.all_reduce(x)
+                dist.all_reduce(x, async_op=True).wait()
+            dist.all_reduce(x, group=group)
+    return [one.algorithm for one in recording.log().operations]
 
 
 def test_bytes_are_those_of_the_formulas_and_of_each_method(torchrun: Any) -> None:
     ranks = torchrun(2, all_schemes, deadline_s=DEADLINE_S)
     for rank, found in enumerate(ranks):
         check_methods(rank, *found.pop())
+        plain, *asked = found.pop(0)
+        assert plain != "ring"
+        assert asked == ["ring", "ring", "ring", plain, "ring", "ring", "ring"]
     first, last = ranks
     psi = sum(p.nbytes for p in net().parameters())
     block = 2 * IN * E  # of a micro-batch: two rows of eight

@@ -14,8 +14,8 @@ def test_a_line_for_each_kind_of_call(capsys: pytest.CaptureFixture[str]) -> Non
     assert recording.main(["--blocks", "2", "--calls", "20"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:10].strip() for line in lines[1:]] == [
-        *("allreduce(", "allgather(", "allreduce("),
+        *("allreduce(", "allgather(", "allreduce(", "plan.allre"),
     ]
-    # Three kinds, two blocks with a recording each, and the calls before them.
-    assert len(recorder().ring) == before + 3 * 2 * (20 + 2)
+    # Four kinds, two blocks with a recording each, and the calls before them.
+    assert len(recorder().ring) == before + 4 * 2 * (20 + 2)
     assert recorder().users == 0

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that ``comm.plan`` has bound, while somebody records: each run is in the log.
+
+The engine's own kinds hold a method that records them; others get a class that does,
+and their own one back at the end. What runs them is known, and need not be asked of the
+policy: their label says it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from commrt import _native
+from commrt.trace.call_sites import CORE
+from commrt.trace.methods import group_of_communicator, kinds_of
+from commrt.trace.recorder import Group, Kind, Recorder, recorder
+from commrt.trace.requests import TracedRequest
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
+__all__ = ["follow_bound"]
+
+_ENGINES = (_native.PersistentCall, _native.PersistentMessages)
+_KINDS = "_kinds_in_log"
+_CLASSES: dict[type, type] = {}
+
+
+def follow_bound(
+    comm: Communicator, bound: Any, name: str, args: tuple[Any, ...], **more: Any
+) -> Any:
+    """Record the runs of a bound call while somebody records; return it.
+
+    Args:
+        comm: its communicator.
+        bound: what ``comm.plan`` has made.
+        name: of the communicator's method that it stands for.
+        args: positional arguments of that.
+        more: the others.
+    """
+    to = recorder()
+    if to.is_followed(comm):  # and none of commrt's own
+
+        def attach(to: Recorder, target: Any) -> Group:
+            return _attach(to, target, comm, name, args, more)
+
+        to.follow(bound, attach)
+    return bound
+
+
+def _attach(
+    to: Recorder,
+    bound: Any,
+    comm: Communicator,
+    name: str,
+    args: tuple[Any, ...],
+    more: dict[str, Any],
+) -> Group:
+    group = to.group(group_of_communicator(comm))
+    kinds = kinds_of(comm, group, name, args, more)
+    label = getattr(bound, "label", "")
+    if len(kinds) == 1 and kinds[0].peer < 0 and label:
+        kinds = [kinds[0].run_by(label)]
+    kind = type(bound)
+    if isinstance(bound, _ENGINES):
+
+        def look(args: tuple[Any, ...], more: dict[str, Any]) -> Sequence[Kind]:
+            return kinds
+
+        method = to.method(
+            *(name, kind._run_bound, bound, look), reads="", watch=TracedRequest
+        )
+        bound._record_by(method)
+        to.at_end(bound, lambda of: of._record_by(None))
+    else:
+        object.__setattr__(bound, _KINDS, kinds)
+        object.__setattr__(bound, "__class__", _class_of(kind))
+        to.at_end(bound, lambda of: object.__setattr__(of, "__class__", kind))
+    return group
+
+
+def _class_of(kind: type) -> type:
+    """Return a class of bound calls whose runs are recorded."""
+    if kind not in _CLASSES:
+        _CLASSES[kind] = _recorded(kind)
+    return _CLASSES[kind]
+
+
+def _recorded(kind: type) -> type:
+
+    def call(self: Any) -> Any:
+        return _run(self, kind.__call__, sys._getframe(1), waits=True)
+
+    def start(self: Any) -> Any:
+        return _run(self, kind.start, sys._getframe(1), waits=False)  # type: ignore[attr-defined]
+
+    return type(kind.__name__, (kind,), {"__call__": call, "start": start})
+
+
+def _run(
+    bound: Any, function: Callable[[Any], Any], frame: FrameType, *, waits: bool
+) -> Any:
+    to = recorder()
+    site = to.sites.of_caller(frame)
+    if site is CORE:
+        return function(bound)
+    numbers = [to.ring.append(kind, site) for kind in getattr(bound, _KINDS)]
+    first, num = numbers[0] if numbers else 0, len(numbers)
+    try:
+        result = function(bound)
+    except BaseException as error:
+        to.raised(first, num, error)
+        raise
+    if not waits:
+        return TracedRequest(result, first, num)
+    to.ring.end(first, num)
+    return result

@@ -104,6 +104,16 @@ class SteppedRequest:
         self._outcome()
         return True
 
+    def advance_for(self, limit_s: float) -> bool:
+        """Run steps for so long; True once complete. Raises the operation's error."""
+        try:
+            self.wait(timeout_s=limit_s)
+        except TimeoutError_:
+            if not self._done:
+                return False
+            raise
+        return True
+
     @property
     def done(self) -> bool:
         """Whether the operation has ended, without progress."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native, env
+from commrt.devices.arrays import freeing_nothing
 from commrt.errors import CommError, MismatchError, TimeoutError_
 from commrt.stepped import SteppedRequest
 
@@ -165,7 +166,8 @@ class _Feed:
             if not self.jobs:
                 return False
             first = self.jobs[0]
-            moved = first.advance(blocks=blocks)
+            with freeing_nothing():  # the device may wait for this very job
+                moved = first.advance(blocks=blocks)
             if first.is_over:
                 self.jobs.popleft()
             return moved

@@ -144,7 +144,7 @@ void HostedWork::copy_back(HostedCall& made) {
 void HostedWork::order_after(const StagedPtr& made, Stream stream) {
   if (has(PlantedHosted::NoEndWait)) return;
   if (has(PlantedHosted::LateCopy)) {
-    call(&DeviceApi::wait_value32_geq, stream, end_, made->start_value);
+    call(&DeviceApi::wait_value32_geq, stream, end_, as_hosted(made)->start_value);
     return;
   }
   StagedWork::order_after(made, stream);

@@ -4,16 +4,19 @@ in it; and that none of them blocks its caller."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from hosted_ranks import HostedRanks
-from staged_ranks import Rank, WrongResultError, forget_ranks, found_by
+from staged_ranks import Rank, WrongResultError, forget_ranks, found_by, on_threads
 
 from commrt import _native
+from commrt.device_calls import hosted, hosted_jobs
 from commrt.devices import DeviceStream
+from commrt.errors import CommError, OrderingError
 
 F = np.float32
 SEEDS, FULL_SEEDS = 1, 40
@@ -250,3 +253,242 @@ def test_a_planted_bug_is_caught_by_every_seed(
 @pytest.mark.parametrize("bug", ONE_QUEUE)
 def test_a_copy_that_is_given_late_is_a_deadlock(bug: str, seeds: range) -> None:
     assert all("deadlock" in verdict(all_of_it, each, 1, bug) for each in seeds)
+
+
+# --- bugs in what runs the host's part ---
+
+
+def out_of_order(rank: Rank) -> None:
+    """Streams that come to their calls in another order on the other rank."""
+    comm, found = rank.comm, []
+    streams = [rank.stream, DeviceStream(rank.device)]
+    rank.asides.append(streams[1])
+    gate = rank.pin(64)
+    rank.device.flag_store(gate, 0)
+    held = streams[rank.rank]
+    rank.device.wait_value32_geq(held.handle, gate, 1)
+    for number, stream in enumerate(streams):
+        x = rank.array_in(given(rank.rank, number, 20), stream)
+        comm.allreduce(x, compress="float16", stream=stream)
+        found.append((rank.fetch_in(x, stream), total(number, 20)))
+    for _ in range(50):
+        comm._world.engine.step()
+    rank.device.flag_store(gate, 1)
+    check(rank, found)
+
+
+def dropped(rank: Rank) -> None:
+    """Arrays that nobody but the call keeps, and whose memory is freed with them."""
+    for number in range(3):
+        x = rank.array(given(rank.rank, number, 40))
+        rank.arrays.remove(x)
+        rank.comm.allreduce(x, compress="float16")
+        del x
+    rank.finish()
+    rank.stream.synchronize()
+
+
+def _as_they_come(patch: pytest.MonkeyPatch) -> None:
+    def advance_first(self: hosted_jobs._Feed, *, blocks: bool) -> bool:
+        for job in list(self.jobs):
+            moved = job.advance(blocks=blocks)
+            if job.is_over:
+                self.jobs.remove(job)
+            if moved:
+                return True
+        return False
+
+    patch.setattr(hosted_jobs._Feed, "advance_first", advance_first)
+
+
+def _over_at_once(patch: pytest.MonkeyPatch) -> None:
+    plain = hosted_jobs.HostedJob._start
+
+    def start(self: hosted_jobs.HostedJob, blocks: bool) -> bool:
+        moved = plain(self, blocks)
+        if moved:
+            self.work.done(self.call)
+        return moved
+
+    patch.setattr(hosted_jobs.HostedJob, "_start", start)
+
+
+def _results_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    plain = hosted.HostedResultRequest._give_result
+
+    class Nothing:
+        def wait_on(self, stream: int) -> None:
+            """Let nothing wait."""
+
+    def give(self: hosted.HostedResultRequest, stream: int) -> None:
+        plain(self, stream)
+        self._given = Nothing()
+
+    patch.setattr(hosted.HostedResultRequest, "_give_result", give)
+
+
+def _kept_by_nobody(patch: pytest.MonkeyPatch) -> None:
+    plain = hosted_jobs.HostedJobs.start
+
+    def start(self: Any, device: Any, arrays: Any, stream: int, keep: Any, *more: Any,
+              **how: Any) -> Any:  # fmt: skip
+        job = plain(self, device, arrays, stream, None, *more, **how)
+        begin = job._begin
+        # The host's part knows where things are, and keeps no array.
+        begin._call = lambda channel, copy_of, call=begin._call: call(channel, copy_of)
+        return job
+
+    patch.setattr(hosted_jobs.HostedJobs, "start", start)
+
+
+JOB_BUGS: dict[
+    str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Rank], None]]
+] = {
+    "jobs as their arrays come": (_as_they_come, out_of_order),
+    "a job is over when it begins": (_over_at_once, all_of_it),
+    "no wait for the copy of a result": (_results_not_waited_for, all_of_it),
+    "arrays kept by nobody": (_kept_by_nobody, dropped),
+}
+SWITCHES: dict[Callable[[Rank], None], dict[str, Any]] = {
+    out_of_order: {},
+    all_of_it: {},
+    dropped: {"free_syncs": False, "preempt": 0.05},
+}
+
+
+def outcome_of(function: Callable[[Rank], None], seed: int) -> str:
+    """What is found; a mismatch, where ranks differ in their next operation."""
+    try:
+        return verdict(function, seed, 8, None, **SWITCHES[function])
+    except CommError as error:
+        forget_ranks()
+        return type(error).__name__
+
+
+@pytest.mark.parametrize("function", [out_of_order, dropped])
+def test_neither_streams_nor_dropped_arrays_disturb(
+    function: Callable[[Rank], None], seeds: range
+) -> None:
+    assert [each for each in seeds if outcome_of(function, each)] == []
+
+
+@pytest.mark.parametrize("bug", JOB_BUGS)
+def test_a_bug_in_the_hosts_part_is_caught(
+    bug: str, seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant, function = JOB_BUGS[bug]
+    plant(monkeypatch)
+    assert [each for each in seeds if not outcome_of(function, each)] == []
+
+
+# --- failures ---
+
+
+def outcome(request: Any) -> str:
+    """What a request says in the end, by the name of its error."""
+    try:
+        request.synchronize()
+    except CommError as error:
+        return type(error).__name__
+    return ""
+
+
+def give_up(rank: Rank) -> list[str]:
+    """Give up what streams wait for: on one rank what the other one waits for."""
+    comm = rank.comm
+    requests = []
+    for number in range(3):
+        x = rank.array(given(rank.rank, number, 40))
+        out = rank.array(np.zeros(40, F))
+        if rank.rank == 0 or number == 0:
+            requests.append(
+                comm.allreduce(x, out=out, compress="float16", nonblocking=True)
+            )
+            requests[-1].be_quiet()
+    if rank.rank == 0:
+        requests[1].wait()  # never: the stream is to be let go
+    else:
+        comm.give_up("it was told to")
+    rank.stream.synchronize()
+    return [outcome(request) for request in requests[1:]]
+
+
+@pytest.mark.parametrize("queues", [1, 8])
+def test_who_gives_up_lets_all_streams_go(queues: int, seeds: range) -> None:
+    for each in seeds:
+        ranks = HostedRanks(2, each, queues, preempt=0.05)
+        found = ranks.run(give_up)
+        ranks.world.check()
+        assert found == [["RevokedError"] * 2, []], f"seed {each}"
+        forget_ranks()
+
+
+def gives_up(rank: Rank) -> list[str]:
+    """Give up at once, with copies on their way."""
+    comm = rank.comm
+    requests = []
+    for number in range(3):
+        x = rank.array(given(rank.rank, number, 40))
+        requests.append(comm.allreduce(x, compress="float16", nonblocking=True))
+        requests[-1].be_quiet()
+        requests[-1].wait()
+    comm.give_up("it was told to")
+    rank.stream.synchronize()
+    return [outcome(request) for request in requests]
+
+
+@pytest.mark.parametrize("bug", FAILING)
+def test_a_failure_with_a_planted_bug_is_caught(bug: str, seeds: range) -> None:
+    for each in seeds:
+        ranks = HostedRanks(2, each, 8, bug=bug, preempt=0.05)
+        found = False
+        try:
+            ranks.run(gives_up)
+        except OrderingError:
+            found = True
+        assert found or ranks.world.violations, f"seed {each}"
+        forget_ranks()
+
+
+# --- what is left ---
+
+
+def many(rank: Rank) -> tuple[int, int]:
+    """Pinned memory, and arrays that are still there, after many calls."""
+    kept = []
+    for number in range(40):
+        x = rank.array(given(rank.rank, number, 1000))
+        kept.append(weakref.ref(x))
+        rank.arrays.remove(x)
+        rank.comm.allreduce(x, compress="float16", nonblocking=True).synchronize()
+        del x
+    rank.finish()
+    rank.comm.barrier()  # what has ended goes with the next call
+    work = rank.comm._staging.hosted.work(rank.device)
+    return work.pinned_nbytes, sum(each() is not None for each in kept)
+
+
+@pytest.mark.parametrize("bug", [None, *OF_LEAKS])
+def test_nothing_is_left_behind(bug: str | None, seed: int) -> None:
+    ranks = HostedRanks(
+        1, seed, bug=bug, preempt=0.0, staging={"first_nbytes": 1 << 16}
+    )
+    pinned_nbytes, arrays = ranks.run(many)[0]
+    assert (pinned_nbytes > 1 << 17) == (bug == "block_lost")
+    assert (arrays > 2) == (bug == "references_kept")
+    if bug is None:
+        ranks.close()
+    else:
+        forget_ranks()
+
+
+# --- on threads ---
+
+
+@pytest.mark.parametrize("queues", ["flags", "events"])
+def test_calls_on_devices_of_threads(queues: str, seed: int) -> None:
+    on_threads(2, all_of_it, memory_flags=queues == "flags", seed=seed)
+
+
+def test_no_call_blocks_its_caller(seed: int) -> None:
+    on_threads(2, gated, seed=seed)

@@ -50,6 +50,8 @@ class SteppedRequest:
         self._operation = operation
         self._timeout_s = timeout_s
         self._ended = ended
+        self.num_steps = 0
+        """Steps that were begun."""
         self._waiting: Sequence[Request] = ()
         self._output: Any = None
         self._error: BaseException | None = None
@@ -165,6 +167,7 @@ class SteppedRequest:
             self._fail(error)
 
     def _advance(self) -> None:
+        self.num_steps += 1
         try:
             self._waiting = next(self._steps)
         except StopIteration as end:

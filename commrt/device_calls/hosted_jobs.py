@@ -93,9 +93,13 @@ class HostedJob:
         return True
 
     def _go_on(self, request: SteppedRequest, blocks: bool) -> bool:
+        before = request.num_steps
         is_done = request.advance_for(_SLICE_S) if blocks else request.test()
         if not is_done:
-            return False
+            if request.num_steps == before:
+                return False
+            self.work.announce()  # messages have left
+            return True
         self.found = request.wait()
         self.work.done(self.call)
         self._end()

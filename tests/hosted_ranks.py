@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from staged_ranks import Rank, SimRanks, kept_ranks
+from staged_ranks import Rank, SimRanks, forget_ranks, kept_ranks
 
 KINDS = ("sparse", "compression")
 ENOUGH = {"first_nbytes": 1 << 20}
@@ -37,6 +37,10 @@ class HostedRanks(SimRanks):
         how.setdefault("staging", ENOUGH)
         # The ranks meet for it, which no simulated thread can wait for.
         made = kept_ranks(size)
+        channels = [comm._staging.hosted._channel for comm in made.comms]
+        if any(each is not None and each._failure for each in channels):
+            forget_ranks()
+            made = kept_ranks(size)
         if any(comm._staging.hosted._channel is None for comm in made.comms):
             for kind in KINDS:
                 made.each(lambda comm, k=kind: comm._staging.hosted.channel(k, 60))

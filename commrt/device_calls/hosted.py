@@ -136,9 +136,7 @@ def run_hosted(
         request = HostedResultRequest(
             *of, job=job, like=made.reads[-1], rebuild=made.rebuild
         )
-    if nonblocking:
-        return request
-    return request.wait(stream=handle)
+    return request if nonblocking else request.wait_in(handle)
 
 
 class _Begins:
@@ -206,7 +204,7 @@ class HostedRequest(DeviceRequest):
 
     def __init__(self, *arguments: Any, job: HostedJob) -> None:
         super().__init__(*arguments)
-        self._on, self._array = arguments[5], arguments[7]
+        self._output, self._on, self._array = arguments[2], arguments[5], arguments[7]
         self._job = job
 
     def wait(self, *, stream: Any = None, timeout_s: float | None = None) -> Any:
@@ -217,6 +215,14 @@ class HostedRequest(DeviceRequest):
         if not self._on.memory_flags and timeout_s is None:
             self._finish(self.timeout_s)
         return super().wait(stream=stream, timeout_s=timeout_s)
+
+    def wait_in(self, stream: int) -> Any:
+        """The same of a blocking call, whose stream is the device's number for it."""
+        self.be_quiet()
+        if not self._on.memory_flags:
+            self._finish(self.timeout_s)
+        self._call.wait_on(stream)
+        return self._output
 
     def synchronize(self, *, timeout_s: float | None = None) -> Any:
         """Block the host until the operation is complete; return the output."""
@@ -272,17 +278,22 @@ class HostedResultRequest(HostedRequest):
 
         Returns the output; raises the operation's error.
         """
-        self._finish(self._limit(timeout_s))
-        if self._job.error is not None:
-            return super().wait(stream=stream)  # raises it
         if stream is None:
             handle = current_stream_of(self._array, self._on)
         else:
             handle = as_stream(stream, self._on, self._what)
-        super().wait(stream=handle)
+        return self.wait_in(handle, timeout_s)
+
+    def wait_in(self, stream: int, timeout_s: float | None = None) -> Any:
+        """The same, with the device's number for the stream."""
+        self.be_quiet()
+        self._finish(self._limit(timeout_s))
+        if self._job.error is not None or self._call.failure is not None:
+            return super().wait()  # raises it
+        self._call.wait_on(stream)
         if self._given is None:
-            self._give_result(handle)
-        self._given.wait_on(handle)
+            self._give_result(stream)
+        self._given.wait_on(stream)
         return self._made
 
     def synchronize(self, *, timeout_s: float | None = None) -> Any:

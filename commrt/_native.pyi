@@ -1464,6 +1464,9 @@ class kernels:  # noqa: N801
     def use_isa(name: str) -> bool:
         """Force an instruction set; false where the machine lacks it."""
 
+def leave_arrays(leaves: bool) -> None:
+    """Whether this thread drops no arrays of devices that calls have kept."""
+
 def load_mpi(
     addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int
 ) -> None: ...

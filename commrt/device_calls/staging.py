@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from commrt.comm import Communicator
 
 __all__ = ["BoundDeviceCall", "BoundHostedCall", "Staging"]
+
+T = TypeVar("T")
 
 _SLOTS = 4
 """Pieces of a call that have pinned memory at once: one on its way to the host, one
@@ -160,7 +162,7 @@ class Staging:
             return self.mpi.work(device)
         return self.stager(device)
 
-    def given(self, start: Callable[[], _native.DeviceCall]) -> _native.DeviceCall:
+    def given(self, start: Callable[[], T]) -> T:
         """Return what a start returns; its error says if the communicator failed."""
         try:
             return start()

@@ -236,7 +236,8 @@ def test_without_a_thread_requests_do_the_work(
         indices, values = drawn(rank.rank, seed)
         entries = rank.array(indices), rank.array(values), (500,)
         want = comm.sparse_allreduce((indices, values, (500,)), result="sparse")
-        assert same(comm.sparse_allreduce(entries, result="sparse"), want)
+        late = comm.sparse_allreduce(entries, result="sparse", nonblocking=True)
+        assert same(late.synchronize(), want)
         out = rank.array(np.zeros(500, "f4"))
         request = comm.sparse_allreduce(entries, out=out, nonblocking=True)
         assert request.synchronize() is out

@@ -3,7 +3,8 @@
 
 Plain and compressed calls take turns within one run, and medians are compared; each
 compressed result is compared with the plain one, within its bound, before it is timed.
-The time is that of the slowest rank.
+The time is that of the slowest rank; on a device it is the host's, from before the
+call until its stream is empty.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
+from commrt.bench.device_memory import memory_for, number_of_devices, placed
 from commrt.bench.own_ranks import report, tell
+from commrt.bench.timing_loop import Memory
 from commrt.wire_formats import WIRE_FORMATS, WireFormat, wire_format
 
 __all__ = [
@@ -42,11 +45,14 @@ def main(args: argparse.Namespace) -> int:
         rates = kernel_rates(args.sizes)
         print(json.dumps(rates) if args.format == "json" else _kernel_text(rates))
         return 0
+    if args.device != "cpu":
+        number_of_devices(args.device)  # before any rank starts
     job = {
         "op": args.op,
         "sizes": args.sizes,
         "iterations": args.iterations,
         "residual": args.residual,
+        "device": args.device,
     }
     return report(args, job, "commrt.bench.compression", measure, describe)
 
@@ -61,9 +67,10 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def measure_on(comm: Any, job: Mapping[str, Any]) -> dict[str, Any] | None:
     """Run the job on a communicator; the result is rank 0's."""
+    memory = memory_for(comm, job.get("device", "cpu"), "host")
     rows = []
     for nbytes in job["sizes"]:
-        rows += _rows(comm, job, max(1, nbytes // 4 // comm.size) * comm.size)
+        rows += _rows(comm, memory, job, max(1, nbytes // 4 // comm.size) * comm.size)
     about = {
         "ranks": comm.size,
         "nodes": comm.facts.nodes,
@@ -72,31 +79,35 @@ def measure_on(comm: Any, job: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**about, "rows": rows} if comm.rank == 0 else None
 
 
-def _rows(comm: Any, job: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    x = np.random.default_rng(comm.rank).standard_normal(count).astype(np.float32)
-    out, plain = np.empty_like(x), np.empty_like(x)
+def _rows(
+    comm: Any, memory: Memory, job: Mapping[str, Any], count: int
+) -> list[dict[str, Any]]:
+    mine = np.random.default_rng(comm.rank).standard_normal(count).astype(np.float32)
+    x = placed(memory, mine)
+    out, plain = (memory.empty(count, mine.dtype) for _ in range(2))
     method = getattr(comm, job["op"])
     calls: dict[str, Callable[[], Any]] = {_PLAIN: lambda: method(x, out=plain)}
     for one in WIRE_FORMATS:
-        more = {"residual": np.zeros_like(x)} if job["residual"] else {}
+        owed = placed(memory, np.zeros_like(mine)) if job["residual"] else None
+        more = {} if owed is None else {"residual": owed}
         calls[one.name] = _call(method, x, out, one.name, more)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     valid = dict.fromkeys(calls, True)
     for turn in range(job["iterations"] + 1):  # the first is not timed, but checked
         for name, call in calls.items():
+            memory.drain()
             comm.barrier()
-            start = time.perf_counter()
-            call()
-            took = np.array([time.perf_counter() - start])
+            took = np.array([memory.timed(call, 1)])
             comm.allreduce(took, op="max")
             if turn:
-                samples[name].append(1e6 * float(took[0]))
+                samples[name].append(float(took[0]))
             elif name != _PLAIN:
-                valid[name] = is_near(comm, job["op"], name, x, plain, out)
+                got, exact = (memory.read(each, 0, count) for each in (out, plain))
+                valid[name] = is_near(comm, job["op"], name, mine, exact, got)
     plain_us = statistics.median(samples[_PLAIN])
     return [
         {
-            "nbytes": x.nbytes,
+            "nbytes": mine.nbytes,
             "compress": name,
             "valid": valid[name],
             "plain_us": plain_us,
@@ -133,7 +144,8 @@ def describe(job: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     lines = [
         f"# commrt {job['op']} compressed, {found['ranks']} ranks on {found['nodes']} "
         f"node(s), links {found['link_class']}, float32, plain and compressed in turn"
-        f"{', with residual' if job['residual'] else ''}",
+        f"{', with residual' if job['residual'] else ''}"
+        f"{'' if job.get('device', 'cpu') == 'cpu' else ', on ' + job['device']}",
         f"# {'Size':>10} {'Compress':<10} {'Plain(us)':>12} {'Compressed(us)':>15} "
         f"{'Compressed/plain':>17}",
     ]

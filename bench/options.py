@@ -451,6 +451,7 @@ def _add_sparse(commands: _Commands) -> None:
         help="may be there several times (auto: the one that is chosen)",
     )
     command.add_argument("--result", choices=FORMATS, default="auto")
+    _device_option(command)
     command.add_argument("--ranks", type=argument(rank_list))
     command.add_argument("--iterations", type=count(1), default=9)
     command.add_argument(
@@ -480,6 +481,7 @@ def _add_compress(commands: _Commands) -> None:
         default=size_list("65536:67108864:4"),
         help="bytes of float32 (65536:67108864:4)",
     )
+    _device_option(command)
     command.add_argument("--ranks", type=argument(rank_list))
     command.add_argument("--iterations", type=count(1), default=9)
     command.add_argument("--residual", action="store_true", help="with error feedback")

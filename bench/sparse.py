@@ -3,7 +3,8 @@
 
 Every rank draws its own indices, evenly over the vector. Dense and sparse calls take
 turns within one run, and medians are compared; each sparse result is compared with the
-dense one before it is timed. The time is that of the slowest rank.
+dense one before it is timed. The time is that of the slowest rank; on a device it is
+the host's, from before the call until its stream is empty.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
+from commrt.bench.device_memory import memory_for, number_of_devices, placed, seen
 from commrt.bench.own_ranks import report, tell
+from commrt.bench.timing_loop import Memory
 from commrt.sparse.cost import Question, estimated_fill, predicted_us, prices_of
 from commrt.sparse.memory import Pool
+from commrt.sparse.vector import SparseVector
 
-__all__ = ["AUTO", "main", "measure", "merge_rates"]
+__all__ = ["AUTO", "main", "measure", "measure_on", "merge_rates"]
 
 AUTO = "auto"
 """In place of an algorithm: the one that is chosen."""
@@ -36,6 +40,8 @@ def main(args: argparse.Namespace) -> int:
         rates = merge_rates(args.elements, args.densities)
         print(json.dumps(rates) if args.format == "json" else _kernel_text(rates))
         return 0
+    if args.device != "cpu":
+        number_of_devices(args.device)  # before any rank starts
     job = {
         "elements": args.elements,
         "densities": args.densities,
@@ -43,6 +49,7 @@ def main(args: argparse.Namespace) -> int:
         "iterations": args.iterations,
         "result": args.result,
         "warm": args.warm,
+        "device": args.device,
     }
     return report(args, job, "commrt.bench.sparse", measure, _text)
 
@@ -52,22 +59,30 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
     import commrt
 
     runtime: Any = commrt
-    comm = runtime.init()
+    return measure_on(runtime.init(), job)
+
+
+def measure_on(comm: Any, job: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Run the job on a communicator; the result is rank 0's."""
     length = int(job["elements"])
-    x, total = np.empty(length, np.float32), np.empty(length, np.float32)
+    memory = memory_for(comm, job.get("device", "cpu"), "host")
+    whole = np.empty(length, np.float32)
+    x, total = (memory.empty(length, whole.dtype) for _ in range(2))
     rows = []
     for density in job["densities"]:
         rng = np.random.default_rng((comm.rank, int(1e9 * density)))
         indices = np.flatnonzero(rng.random(length) < density).astype(np.int32)
         values = rng.integers(1, 9, len(indices)).astype(np.float32)
-        x.fill(0)
-        x[indices] = values
+        whole.fill(0)
+        whole[indices] = values
+        memory.write(x, 0, whole)
+        entries = placed(memory, indices), placed(memory, values), length
         calls: dict[str, Callable[[], Any]] = {
             "dense": lambda: comm.allreduce(x, out=total)
         }
         for name in job["algorithms"]:
-            calls[name] = _call(comm, (indices, values, length), name, job["result"])
-        rows += _rows(comm, calls, total, density, int(job["iterations"]), job)
+            calls[name] = _call(comm, entries, name, job["result"])
+        rows += _rows(comm, memory, calls, total, density, job)
     about = {
         "ranks": comm.size,
         "nodes": comm.facts.nodes,
@@ -83,36 +98,37 @@ def _call(comm: Any, x: Any, name: str, form: str) -> Callable[[], Any]:
 
 def _rows(
     comm: Any,
+    memory: Memory,
     calls: Mapping[str, Callable[[], Any]],
     total: Any,
     density: float,
-    iterations: int,
     job: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     samples: dict[str, list[float]] = {name: [] for name in calls}
     ran, valid, nnz, fill, model = {}, {}, {}, 0.0, {}
-    turns = [(turn, name) for turn in range(iterations + 1) for name in calls]
+    repetitions = range(int(job["iterations"]) + 1)
+    turns = [(turn, name) for turn in repetitions for name in calls]
     if job["warm"]:
         turns.sort(key=lambda each: list(calls).index(each[1]))
     for turn, name in turns:  # the first of each is not timed, but checked
+        memory.drain()
         comm.barrier()
-        start = time.perf_counter()
-        result = calls[name]()
-        took = np.array([time.perf_counter() - start])
+        us, result = _timed(memory, calls[name])
+        took = np.array([us])
         comm.allreduce(took, op="max")
         if turn:
-            samples[name].append(1e6 * float(took[0]))
+            samples[name].append(float(took[0]))
         elif name != "dense":
             report = comm.sparse_report
             ran[name], nnz[name] = report.algorithm, report.output_nnz
-            whole = result.to_dense() if hasattr(result, "to_dense") else result
-            right = np.array([float(np.array_equal(whole, total))])
+            expected = memory.read(total, 0, total.size)
+            right = np.array([float(np.array_equal(_dense(memory, result), expected))])
             valid[name] = bool(comm.allreduce(right, op="min")[0])
-            fill = estimated_fill(report.counts, len(total))
+            fill = estimated_fill(report.counts, total.size)
             shared = report.shared
-            question = _question(comm, len(total), job["result"], shared)
+            question = _question(comm, total.size, job["result"], shared)
             model[name] = predicted_us(question, ran[name], fill)
-        del result
+        del result  # its memory is the next result's
     dense_us = statistics.median(samples["dense"])
     return [
         {
@@ -132,6 +148,21 @@ def _rows(
     ]
 
 
+def _timed(memory: Memory, call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the µs that a call takes, and what it returns."""
+    kept: list[Any] = []
+    us = memory.timed(lambda: kept.append(call()), 1)
+    return us, kept[0]
+
+
+def _dense(memory: Memory, result: Any) -> Any:
+    """Return a result as an array of the host."""
+    if not isinstance(result, SparseVector):
+        return seen(memory, result)
+    values, indices = seen(memory, result.values), seen(memory, result.indices)
+    return SparseVector(indices, values, result.shape).to_dense()
+
+
 def _question(comm: Any, length: int, form: str, shared: bool) -> Question:
     facts = comm.facts
     prices = prices_of(facts)
@@ -143,7 +174,8 @@ def _text(job: Mapping[str, Any], found: Mapping[str, Any]) -> str:
         f"# commrt sparse allreduce, {found['ranks']} ranks on {found['nodes']} "
         f"node(s), links {found['link_class']}, {job['elements']} elements float32, "
         f"indices int32, result {job['result']}, "
-        f"{'calls of a kind in a row' if job['warm'] else 'kinds in turn'}",
+        f"{'calls of a kind in a row' if job['warm'] else 'kinds in turn'}"
+        f"{'' if job['device'] == 'cpu' else ', on ' + job['device']}",
         f"# {'Density':>9} {'Fill':>8} {'Algorithm':<19} {'Sparse(us)':>11} "
         f"{'Dense(us)':>11} {'Dense/sparse':>12} {'Model(us)':>10}",
     ]

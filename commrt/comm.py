@@ -169,14 +169,22 @@ class Communicator(Fusing, Operations):
         layout = check_nodes(map(world.node_of, self._ranks), self.size)
         return CommFacts(self.size, len(per_node), ppn, world.cores, link, layout)
 
-    def _private(self, purpose: str, timeout_s: float) -> Communicator:
+    def _private(
+        self, purpose: str, timeout_s: float, *, deterministic: bool = False
+    ) -> Communicator:
         """Return a communicator of the same ranks for commrt's own use; collective."""
         world, ranks = self._world, self._ranks
         label = f"comm{self._identity}/{purpose}"
         identity = world.agree_id(ranks, label, timeout_s=timeout_s)
         name = f"{self.name}.{purpose}"
         return Communicator(
-            world, ranks, name, identity, may_check=False, timeout_s=timeout_s
+            world,
+            ranks,
+            name,
+            identity,
+            may_check=False,
+            deterministic=deterministic,
+            timeout_s=timeout_s,
         )
 
     def free(self) -> None:

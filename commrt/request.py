@@ -12,7 +12,7 @@ from commrt import _native
 from commrt._native import FusedRequest, Request
 from commrt.calls import check_timeout
 from commrt.device_calls.fused_requests import FusedDeviceRequest
-from commrt.device_calls.hosted import HostedRequest
+from commrt.device_calls.hosted import HostedRequest, HostedResultRequest
 from commrt.device_calls.requests import DeviceMessageRequest, DeviceRequest
 from commrt.errors import CommError, TimeoutError_, UsageError
 from commrt.stepped import SteppedRequest
@@ -34,6 +34,7 @@ _KINDS = {
     DeviceMessageRequest,
     FusedDeviceRequest,
     HostedRequest,
+    HostedResultRequest,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commrt.arrays.host import HostView, overlap, view
+from commrt.arrays.host import HostView, overlap, view_anywhere
 from commrt.errors import BufferError_, UsageError
 
 __all__ = ["check_residual"]
@@ -15,7 +15,12 @@ def check_residual(
     what: str, x: HostView, residual: Any, out: HostView | None = None
 ) -> HostView:
     """Return the residual's view; UsageError unless it is a writable array like x."""
-    owed = view(residual, f"{what}: residual")
+    owed = view_anywhere(residual, f"{what}: residual")
+    if owed.on is not x.on:
+        raise UsageError(
+            f"{what}: residual is not where x is: pass both in host memory, or on one "
+            f"device"
+        )
     if owed.dtype is not x.dtype or owed.count != x.count:
         raise UsageError(
             f"{what}: residual has {owed.count} elements of {owed.dtype.name}, x has "

@@ -50,6 +50,8 @@ class SteppedRequest:
         self._operation = operation
         self._timeout_s = timeout_s
         self._ended = ended
+        self.num_steps = 0
+        """Steps that were begun."""
         self._waiting: Sequence[Request] = ()
         self._output: Any = None
         self._error: BaseException | None = None
@@ -104,6 +106,16 @@ class SteppedRequest:
         self._outcome()
         return True
 
+    def advance_for(self, limit_s: float) -> bool:
+        """Run steps for so long; True once complete. Raises the operation's error."""
+        try:
+            self.wait(timeout_s=limit_s)
+        except TimeoutError_:
+            if not self._done:
+                return False
+            raise
+        return True
+
     @property
     def done(self) -> bool:
         """Whether the operation has ended, without progress."""
@@ -155,6 +167,7 @@ class SteppedRequest:
             self._fail(error)
 
     def _advance(self) -> None:
+        self.num_steps += 1
         try:
             self._waiting = next(self._steps)
         except StopIteration as end:

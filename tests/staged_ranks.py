@@ -65,6 +65,7 @@ def forget_work(comm: Communicator) -> None:
     comm._staging._stagers.clear()
     comm._staging._messages.clear()
     comm._staging.buckets = DeviceBuckets(comm)
+    comm._staging.hosted._works.clear()
     comm._staging.forget_plans()
 
 
@@ -209,13 +210,17 @@ class SimRanks:
         threads: dict[str, Callable[[], Any]] = {}
         for rank in self.ranks:
             threads[f"caller {rank.rank}"] = lambda rank=rank: caller(rank)
-            threads[f"progress {rank.rank}"] = rank.progress
+            threads |= self.threads_of(rank)
         try:
             found = self.world.run(threads)
         except BaseException:
             forget_ranks()
             raise
         return [found[f"caller {rank.rank}"] for rank in self.ranks]
+
+    def threads_of(self, rank: Rank) -> dict[str, Callable[[], Any]]:
+        """What runs beside a caller, by name."""
+        return {f"progress {rank.rank}": rank.progress}
 
     def close(self) -> None:
         """Give everything back, and see that nothing is left and nothing was wrong."""

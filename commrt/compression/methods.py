@@ -235,18 +235,23 @@ class Compressing(Choosing):
             self._checker.check(call, bound)
         return CompressedCall(self, call, bound, wire)
 
+    def _open_compression(self, timeout_s: float) -> _Channels:
+        """Return what compressed operations use; the ranks make it together."""
+        channels = self._compressed
+        if channels is None:
+            one: Any = self
+            alone = self.size == 1
+            names = ("compress.shares", "compress.sums")
+            pair = [one if alone else one._private(n, timeout_s) for n in names]
+            channels = self._compressed = _Channels(pair[0], pair[1], alone)
+        return channels
+
     def _start_compressed(
         self, call: Call, bound: Bound, wire: WireFormat
     ) -> SteppedRequest:
         self._check_usable()
         limit = self.timeout_s if call.timeout_s is None else call.timeout_s
-        channels = self._compressed
-        if channels is None:  # the first one: made by all ranks together
-            one: Any = self
-            alone = self.size == 1
-            names = ("compress.shares", "compress.sums")
-            pair = [one if alone else one._private(name, limit) for name in names]
-            channels = self._compressed = _Channels(pair[0], pair[1], alone)
+        channels = self._open_compression(limit)
         channels.shares._check_usable()
         seq = channels.seq
         title = f"{call.spec.name} #{seq} (compress={wire.name!r}) on {self.name}"

@@ -69,6 +69,9 @@ def late(request: DeviceRequest, limit_s: float) -> TimeoutError_:
 
 def failed(request: DeviceRequest, kind: str, text: str) -> Exception:
     """Return the error of a call that failed; ``kind`` and ``text`` are its own."""
+    own: Exception | None = getattr(request, "own_error", None)
+    if own is not None:  # of what the host does in Python
+        return own
     comm = request._comm
     where = f"{request._what}, rank {comm.rank}"
     if kind == "timeout":

@@ -7,15 +7,16 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of
+from commrt.arrays.host import view_anywhere
 from commrt.backends.peer_sharing import ENDING
 from commrt.device_calls.agreement import Carrier, meet
 from commrt.device_calls.buckets import DeviceBuckets
-from commrt.device_calls.hosted import HostCopies, run_hosted
+from commrt.device_calls.hosted import HostedCall, run_hosted
+from commrt.device_calls.hosted_jobs import HostedJobs
 from commrt.device_calls.ipc import IpcCalls
 from commrt.device_calls.mpi import MpiCalls
 from commrt.device_calls.nccl import NcclCalls
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from commrt.comm import Communicator
 
 __all__ = ["BoundDeviceCall", "BoundHostedCall", "Staging"]
+
+T = TypeVar("T")
 
 _SLOTS = 4
 """Pieces of a call that have pinned memory at once: one on its way to the host, one
@@ -54,7 +57,7 @@ class Staging:
         self.buckets = DeviceBuckets(comm)
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
         self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
-        self._copies: dict[int, HostCopies] = {}
+        self.hosted = HostedJobs(comm)
         self._plans: dict[Any, DevicePlan] = {}
         self._own = threading.local()
         self.memory: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -95,28 +98,39 @@ class Staging:
         """Let the host compress: what goes over the wire is made there."""
         self.check(call, bound)
         comm, name = self._comm, call.spec.name
-        given = {"x": call.x, "out": call.out, "residual": call.residual}
+        compressed = comm._bound_compressed(call, bound)
+        assert compressed is not None
+        x, out = bound.x, bound.out
+        assert x is not None
+        assert out is not None
+        residual = None
+        if call.residual is not None:
+            residual = view_anywhere(call.residual, f"{name}: residual")
         counts = zip(call.spec.count_arguments, call.counts, strict=False)
-        start = partial(
-            getattr(comm, name),
-            nonblocking=True,
-            compress=call.compress,
-            timeout_s=comm.timeout_s if call.timeout_s is None else call.timeout_s,
+        limit = comm.timeout_s if call.timeout_s is None else call.timeout_s
+        arguments = {
+            "nonblocking": True,
+            "compress": compressed.wire.name,
+            "timeout_s": limit,
             **{argument: value for argument, value in counts if value is not None},
             **({"op": call.reduction.name.lower()} if call.spec.reduces else {}),
+        }
+        in_place = out.address == x.address
+
+        def start(channel: Communicator, copy_of: Callable[[Any], Any]) -> Any:
+            return getattr(channel, name)(
+                copy_of(x),
+                out=None if in_place else copy_of(out),
+                residual=None if residual is None else copy_of(residual),
+                **arguments,
+            )
+
+        kept = [] if residual is None else [residual]
+        hosted = HostedCall(
+            name, "compression", [x, *kept], [out, *kept], start, limit, bound.result
         )
-
-        def call_host(x: Any, out: Any, residual: Any) -> Any:
-            return start(x, out=out, residual=residual)
-
         return run_hosted(
-            comm,
-            name,
-            given,
-            call_host,
-            written=() if call.residual is None else ("residual",),
-            nonblocking=call.nonblocking,
-            stream=call.stream,
+            comm, hosted, nonblocking=call.nonblocking, stream=call.stream
         )
 
     def by_nccl(self, device: Any, what: str, stream: int, timeout_s: float) -> bool:
@@ -148,7 +162,7 @@ class Staging:
             return self.mpi.work(device)
         return self.stager(device)
 
-    def given(self, start: Callable[[], _native.DeviceCall]) -> _native.DeviceCall:
+    def given(self, start: Callable[[], T]) -> T:
         """Return what a start returns; its error says if the communicator failed."""
         try:
             return start()
@@ -376,14 +390,6 @@ class Staging:
             found = self._messages[id(device)] = device, made
         return found[1]
 
-    def copies(self, device: Any) -> HostCopies:
-        """Return what copies there and back for calls whose work is the host's."""
-        found = self._copies.get(id(device))
-        if found is None:
-            found = self._copies[id(device)] = HostCopies(device)
-            self.memory.add(found)
-        return found
-
     def _options(self, device: Any) -> tuple[int, int, int, int]:
         self._comm._world.drive(device)
         return self.slots, self.first_nbytes, self.most_nbytes, self.first_value
@@ -405,12 +411,14 @@ class Staging:
         found: list[_native.DeviceWork] = []
         found += [each for _, each in self._stagers.values()]
         found += [each for _, each in self._messages.values()]
+        found += self.hosted.works
         return found
 
     def give_up(self, why: str) -> None:
         """Fail what is under way, and let its streams go."""
         for each in self._work:
             each.give_up(why)
+        self.hosted.give_up(why)
         self.nccl.give_up(why)
         self.ipc.give_up(why)
         self.mpi.give_up(why)
@@ -422,6 +430,7 @@ class Staging:
         if not (waits or self.nccl.outstanding):
             for kept in list(self.memory):
                 kept.close()
+        self.hosted.close()
         for each in self._work:
             each.close()
         may_call = self._comm._closed != "dropped"

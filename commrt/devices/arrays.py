@@ -9,20 +9,64 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from math import prod
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from commrt import _native
 from commrt._native import Device
 from commrt.errors import CommError, UsageError
 
 __all__ = ["DeviceArray", "DeviceStream", "current_devices", "current_stream"]
 
 _CURRENT = threading.local()
+
+
+class _Freeing(threading.local):
+    """What a thread does with memory of devices that comes to be freed in it."""
+
+    waits = True
+    left: ClassVar[deque[tuple[Device, int, int]]] = deque()
+    """Of all threads: what one of them did not free, by device and addresses."""
+
+
+_FREEING = _Freeing()
+
+
+@contextmanager
+def freeing_nothing() -> Iterator[None]:
+    """Leave memory of devices to other threads, the garbage collector's finds, too.
+
+    To free it may wait for all that the device was given, and that for this thread.
+    """
+    before, _FREEING.waits = _FREEING.waits, False
+    _native.leave_arrays(True)
+    try:
+        yield
+    finally:
+        _FREEING.waits = before
+        _native.leave_arrays(not before)
+
+
+def _free_what_was_left() -> None:
+    # Nobody is there to be told of a device that failed or is gone.
+    with suppress(IndexError):
+        while True:
+            device, address, pinned = _FREEING.left.popleft()
+            with suppress(CommError):
+                _free(device, address, pinned)
+
+
+def _free(device: Device, address: int, pinned: int) -> None:
+    if address:
+        device.free(address)
+    if pinned:
+        device.pinned_free(pinned)
 
 
 class DeviceStream:
@@ -167,10 +211,11 @@ class DeviceArray:
         """Give the memory back, which waits for the device; idempotent."""
         address, self._address = self._address, 0
         pinned, self._pinned = self._pinned, 0
-        if address:
-            self.device.free(address)
-        if pinned:
-            self.device.pinned_free(pinned)
+        if not _FREEING.waits:
+            _FREEING.left.append((self.device, address, pinned))
+            return
+        _free_what_was_left()
+        _free(self.device, address, pinned)
 
     def __del__(self) -> None:
         if sys.is_finalizing():

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "bind_device_work.hpp"
+#include "bind_staged_work.hpp"
 #include "p2p.hpp"
 #include "staged_messages.hpp"
 #include "staging.hpp"
@@ -88,33 +88,6 @@ StagedLaunch launch_of(int kind, int op, int dtype, int buffer, size_t buffer_nb
   made.arrays = arrays;
   if (const char* why = why_no_launch(made.launch)) throw nb::value_error(why);
   return made;
-}
-
-// What Stager and MessageStager have alike.
-template <class Work>
-void bind_staged_work(nb::class_<PyWork<Work>, PyDeviceWork>& type) {
-  using Py = PyWork<Work>;
-  type.def("__init__",
-           [](Py* self, Group& group, const PyDevice& device, int slots, size_t first_nbytes,
-              size_t most_nbytes, uint32_t first_value) {
-             const StagerOptions options{slots, first_nbytes, most_nbytes, first_value};
-             make_work(self, group, [&, on = device.device, keeps = device.keeps] {
-               return std::make_shared<Work>(*group.comm, *group.engine, on, keeps, options);
-             });
-           }, nb::arg("group"), nb::arg("device"), nb::arg("slots"), nb::arg("first_nbytes"),
-           nb::arg("most_nbytes"), nb::arg("first_value") = 0)
-      .def("refuse_capture",
-           [](const Py& self, uint64_t stream) {
-             guarded([&] {
-               self.own().refuse_capture(stream);
-               return 0;
-             });
-           }, nb::arg("stream"), "Raise CaptureError where a stream is captured.")
-      .def_prop_ro("pinned_nbytes",
-                   [](const Py& self) {
-                     nb::gil_scoped_release release;
-                     return self.own().pinned_nbytes();
-                   }, "Pinned memory for data.");
 }
 
 }  // namespace

@@ -199,6 +199,9 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
 
 // Drops the Python objects of ended operations. Needs the GIL.
 void drop_ended(Engine& engine);
+// Whether this thread leaves arrays of devices to others: to free one may wait for the device,
+// and the device for what this thread is to do.
+extern thread_local bool leaves_arrays;
 void keep_alive(Op& op, PyObject* first, PyObject* second);
 
 // Starts an operation and, unless nonblocking, waits for its end: the result, or a Request.

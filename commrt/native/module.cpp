@@ -18,6 +18,7 @@ void bind_device_request(nb::module_& m);
 void bind_known_calls(nb::module_& m);
 void bind_recording(nb::module_& m);
 void bind_relay(nb::module_& m);
+void bind_hosted(nb::module_& m);
 void bind_sparse(nb::module_& m);
 void bind_tensor_view(nb::module_& m);
 void bind_wire(nb::module_& m);
@@ -49,6 +50,7 @@ NB_MODULE(_native, m) {
   commrt::bind_device_work(m);
   commrt::bind_device_request(m);
   commrt::bind_staging(m);
+  commrt::bind_hosted(m);
   commrt::bind_nccl_work(m);
   commrt::bind_peer_work(m);
   commrt::bind_known_calls(m);

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from commrt.arrays.host import HostView, overlap, view
+from commrt.arrays.host import HostView, empty_like_array, overlap, view_anywhere
 from commrt.calls import check_flag, check_timeout
-from commrt.device_calls.hosted import holds_device_arrays, run_hosted
+from commrt.device_calls.hosted import (
+    HostedCall,
+    holds_device_arrays,
+    refuse_host_arrays,
+    run_hosted,
+)
 from commrt.errors import BufferError_, MismatchError, UsageError, suggest
 from commrt.meeting import Meeting
 from commrt.sparse.agreement import Header
@@ -23,7 +28,7 @@ from commrt.sparse.pieces import Elements
 from commrt.sparse.result import FORMATS, Output
 from commrt.sparse.ring import why_not_two_level
 from commrt.sparse.shared import Room, make_room
-from commrt.sparse.topk import Largest, topk_allreduce
+from commrt.sparse.topk import Largest, check_largest, topk_allreduce
 from commrt.sparse.vector import Given, SparseVector, parse, parts_on_device
 from commrt.stepped import SteppedRequest, Steps
 
@@ -47,13 +52,15 @@ class _Sparse:
     """Numbers of the operations that have not ended."""
     seq: int = 0
     rules: dict[Any, tuple[Rule, ...]] = field(default_factory=dict)
-    report: SparseReport | None = None
 
 
 class SparseMethods(Meeting):
     """The methods of a communicator that sum sparse vectors."""
 
     _sparse: _Sparse | None = None
+    _sparse_report: SparseReport | None = None
+    _made_for: Callable[[], SparseMethods | None] = staticmethod(lambda: None)
+    """The communicator whose calls on device arrays go over this one."""
     _private: Callable[[str, float], Communicator]
     _deterministic: bool
 
@@ -84,9 +91,11 @@ class SparseMethods(Meeting):
             algorithm: one of recursive_doubling, split, split_dense, ring,
                 two_level_ring; chosen by the estimated fill unless given. Where the
                 communicator is ``deterministic``, only those that add from the left.
-            nonblocking: return a request. Its steps run in ``test()`` and ``wait()``.
-                The first sparse call of a communicator waits for all ranks all the
-                same, as they make what sparse calls use.
+            nonblocking: return a request. Its steps run in ``test()`` and ``wait()``;
+                those of device arrays in a thread, and ``wait()`` blocks only where
+                the result's length is not known before (docs/gpu.md). The first sparse
+                call of a communicator waits for all ranks all the same, as they make
+                what sparse calls use.
             timeout_s: limit of the wait, and of that of the first call.
 
         Raises:
@@ -99,22 +108,14 @@ class SparseMethods(Meeting):
         limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
         parts = parts_on_device(what, x)
         if parts is not None or holds_device_arrays(out):
-            check_flag(here, "nonblocking", nonblocking)
-            return run_hosted(
-                self._whole,
-                what,
-                {"x": x if parts is None else parts, "out": out},
-                partial(
-                    self.sparse_allreduce,
-                    result=result,
-                    algorithm=algorithm,
-                    nonblocking=True,
-                    timeout_s=limit,
-                ),
-                rebuild=_on_device,
-                nonblocking=nonblocking,
+            arrays = x if parts is None else parts[:2]
+            refuse_host_arrays(f"{what}: x", arrays)
+            refuse_host_arrays(f"{what}: out", out)
+            _, output = self._check_sparse(
+                parts, result, out, algorithm, nonblocking, limit
             )
-
+            hosted = _sum_on_host(output, algorithm, limit)
+            return run_hosted(self._whole, hosted, nonblocking=nonblocking)
         header, output = self._check_sparse(
             x, result, out, algorithm, nonblocking, limit
         )
@@ -159,16 +160,10 @@ class SparseMethods(Meeting):
         self._check_usable()
         limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
         if holds_device_arrays(x, residual):
-            check_flag(here, "nonblocking", nonblocking)
-            return run_hosted(
-                self._whole,
-                what,
-                {"x": x, "residual": residual},
-                partial(self.topk_allreduce, k=k, nonblocking=True, timeout_s=limit),
-                written=() if residual is None else ("residual",),
-                rebuild=_on_device,
-                nonblocking=nonblocking,
-            )
+            refuse_host_arrays(f"{what}: x", x)
+            refuse_host_arrays(f"{what}: residual", residual)
+            hosted = self._largest_on_host(x, k, residual, nonblocking, limit)
+            return run_hosted(self._whole, hosted, nonblocking=nonblocking)
 
         header, mine = self._check_topk(x, k, residual, nonblocking, limit)
 
@@ -181,7 +176,14 @@ class SparseMethods(Meeting):
     @property
     def sparse_report(self) -> SparseReport | None:
         """What the sparse operation that ended last did on this rank; None before."""
-        return None if self._sparse is None else self._sparse.report
+        return self._sparse_report
+
+    def _note(self, report: SparseReport) -> None:
+        """Keep what an operation did; one for device arrays is their communicator's."""
+        self._sparse_report = report
+        of = self._made_for()
+        if of is not None:
+            of._sparse_report = report
 
     @property
     def _whole(self) -> Any:
@@ -244,7 +246,47 @@ class SparseMethods(Meeting):
 
         return self._together(what, check, timeout_s=limit, describe=_described)
 
+    def _largest_on_host(
+        self, x: Any, k: Any, residual: Any, nonblocking: Any, limit: float
+    ) -> HostedCall:
+        """Return a topk_allreduce of device arrays; an error says what is wrong."""
+        what = "topk_allreduce"
+        here = f"{what}, rank {self.rank}"
+
+        def check() -> tuple[HostView, HostView | None, int]:
+            check_flag(here, "nonblocking", nonblocking)
+            return check_largest(here, x, k, residual)
+
+        def say(found: tuple[HostView, HostView | None, int]) -> dict[str, Any]:
+            array, _, number = found
+            return _facts(array.dtype.name, "sparse", None, number)
+
+        array, owed, number = self._together(what, check, timeout_s=limit, describe=say)
+
+        def start(channel: Any, copy_of: Callable[[HostView], Any]) -> SteppedRequest:
+            found: SteppedRequest = channel.topk_allreduce(
+                copy_of(array),
+                number,
+                residual=None if owed is None else copy_of(owed),
+                nonblocking=True,
+                timeout_s=limit,
+            )
+            return found
+
+        kept = [] if owed is None else [owed]
+        reads = [*kept, array]
+        return HostedCall(what, "sparse", reads, kept, start, limit, rebuild=_on_device)
+
     # -- starting ----------------------------------------------------------------
+
+    def _open_sparse(self, timeout_s: float) -> _Sparse:
+        """Return what sparse operations use; the ranks make it together."""
+        state = self._sparse
+        if state is None:
+            channel = self._private("sparse", timeout_s)
+            room = make_room(channel, timeout_s)
+            state = self._sparse = _Sparse(channel, room)
+        return state
 
     def _start(
         self,
@@ -255,10 +297,7 @@ class SparseMethods(Meeting):
         nonblocking: bool,
         limit: float,
     ) -> Any:
-        state = self._sparse
-        if state is None:  # the first one: made by all ranks together
-            channel = self._private("sparse", limit)
-            state = self._sparse = _Sparse(channel, make_room(channel, limit))
+        state = self._open_sparse(limit)
         state.channel._check_usable()
         seq = state.seq
         state.seq += 1
@@ -278,7 +317,7 @@ class SparseMethods(Meeting):
 
         def ended(error: BaseException | None) -> None:
             state.pending.discard(seq)
-            state.report = report
+            self._note(report)
             if error is not None and not isinstance(error, MismatchError):
                 # The others must not wait for messages that never come.
                 state.channel._set_failure(f"{title}: {error}")
@@ -348,15 +387,45 @@ def _on_device(found: Any, put: Callable[[Any], Any]) -> Any:
     return put(found)
 
 
+def _sum_on_host(output: Output, algorithm: Any, limit: float) -> HostedCall:
+    """Return a sparse_allreduce of device arrays, whose arguments are checked."""
+    given, out = output.given, output.out
+    result: Any = None
+    if out is not None:
+        result = out.array
+    elif output.format == "dense":
+        dtype = given.dtype.name
+        result = empty_like_array(given.values, given.shape, dtype)
+        out = view_anywhere(result, "sparse_allreduce: out")
+
+    def start(channel: Any, copy_of: Callable[[HostView], Any]) -> SteppedRequest:
+        found: SteppedRequest = channel.sparse_allreduce(
+            (copy_of(given.indices), copy_of(given.values), given.shape),
+            result=output.format,
+            out=None if out is None else copy_of(out),
+            algorithm=algorithm,
+            nonblocking=True,
+            timeout_s=limit,
+        )
+        return found
+
+    what, reads = "sparse_allreduce", [given.indices, given.values]
+    if out is None:
+        return HostedCall(what, "sparse", reads, [], start, limit, rebuild=_on_device)
+    return HostedCall(what, "sparse", reads, [out], start, limit, result)
+
+
 def _described(found: tuple[Header, Any]) -> dict[str, Any]:
     """Return what check mode compares of a call, before its first header is sent."""
     header = found[0]
-    return {
-        "dtype": header.dtype,
-        "result": header.format,
-        "algorithm": header.algorithm,
-        "k": header.k if header.operation == "topk_allreduce" else None,
-    }
+    k = header.k if header.operation == "topk_allreduce" else None
+    return _facts(header.dtype, header.format, header.algorithm, k)
+
+
+def _facts(
+    dtype: str, form: str, algorithm: str | None, k: int | None
+) -> dict[str, Any]:
+    return {"dtype": dtype, "result": form, "algorithm": algorithm, "k": k}
 
 
 def _output(
@@ -376,7 +445,7 @@ def _output(
 
 
 def _dense_out(what: str, given: Given, out: Any) -> HostView:
-    target = view(out, f"{what}: out")
+    target = view_anywhere(out, f"{what}: out")
     if not target.writable:
         raise BufferError_(f"{what}: out is read-only: pass a writable array")
     if target.dtype is not given.dtype:

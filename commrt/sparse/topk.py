@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
-from commrt.arrays.host import HostView, view
+from commrt.arrays.host import HostView, view, view_anywhere
 from commrt.calls import as_integer
 from commrt.errors import BufferError_, UsageError
 from commrt.residual import check_residual
@@ -40,7 +40,7 @@ from commrt.sparse.split import split
 from commrt.sparse.vector import Given, check_shape
 from commrt.stepped import Steps
 
-__all__ = ["Largest", "topk_allreduce"]
+__all__ = ["Largest", "check_largest", "topk_allreduce"]
 
 _kernels = _native.sparse
 _NUM_CLASSES = 2048
@@ -68,20 +68,7 @@ class Largest:
         in_order: bool = False,
     ) -> Largest:
         """Select the largest elements; UsageError says what is wrong."""
-        array = view(x, f"{what}: x")
-        check_shape(what, array.shape)
-        number = as_integer(k)
-        if number is None or not 0 <= number <= array.count:
-            raise UsageError(
-                f"{what}: k={k!r} must be an integer in 0..{array.count}, the elements "
-                f"of x"
-            )
-        if array.dtype.kind in ("bool", "complex"):
-            raise BufferError_(
-                f"{what}: x has dtype {array.dtype.name}, whose elements have no "
-                f"largest; expected integers or floats"
-            )
-        owed = None if residual is None else check_residual(what, array, residual)
+        array, owed, number = check_largest(what, x, k, residual)
         had = bytes_at(array)
         if owed is not None:
             had = pool.take(array.nbytes)
@@ -91,6 +78,26 @@ class Largest:
         given = _entries(array, had, number)
         elements = Elements.of(what, given, pool, in_order)
         return cls(number, Output(given, elements, "sparse", None), had, owed)
+
+
+def check_largest(
+    what: str, x: Any, k: Any, residual: Any
+) -> tuple[HostView, HostView | None, int]:
+    """Return a call's arguments, of host or device; UsageError says what is wrong."""
+    array = view_anywhere(x, f"{what}: x")
+    check_shape(what, array.shape)
+    number = as_integer(k)
+    if number is None or not 0 <= number <= array.count:
+        raise UsageError(
+            f"{what}: k={k!r} must be an integer in 0..{array.count}, the elements of x"
+        )
+    if array.dtype.kind in ("bool", "complex"):
+        raise BufferError_(
+            f"{what}: x has dtype {array.dtype.name}, whose elements have no largest; "
+            f"expected integers or floats"
+        )
+    owed = None if residual is None else check_residual(what, array, residual)
+    return array, owed, number
 
 
 def _entries(x: HostView, had: Any, k: int) -> Given:

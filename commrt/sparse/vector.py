@@ -17,7 +17,7 @@ import numpy as np
 
 from commrt import _native
 from commrt.arrays.device import is_on_device
-from commrt.arrays.host import HostView, view
+from commrt.arrays.host import HostView, view_anywhere
 from commrt.calls import as_integer
 from commrt.dtypes import DType
 from commrt.errors import BufferError_, UsageError
@@ -106,7 +106,8 @@ def parse(what: str, x: Any) -> Given:
     """Return the sparse vector ``x``; UsageError says what is wrong with it."""
     indices, values, shape = _parts(what, x)
     where = f"{what}: indices"
-    of_indices, of_values = view(indices, where), view(values, f"{what}: values")
+    of_indices = view_anywhere(indices, where)
+    of_values = view_anywhere(values, f"{what}: values")
     given = Given(of_indices, of_values, check_shape(what, shape))
     if of_indices.dtype.name not in ("int32", "int64"):
         raise BufferError_(
@@ -120,17 +121,23 @@ def parse(what: str, x: Any) -> Given:
             f"{what}: {of_indices.count} indices, but {of_values.count} values; there "
             f"must be a value for each index"
         )
-    check_indices(what, given)
+    check_width(what, given)
+    if of_indices.on is None:  # on a device the host does not see them yet
+        check_indices(what, given)
     return given
 
 
-def check_indices(what: str, given: Given) -> None:
-    """Raise UsageError unless the indices ascend and lie in the shape."""
+def check_width(what: str, given: Given) -> None:
+    """Raise UsageError where the indices' type cannot name all elements."""
     if given.index_nbytes == 4 and given.length > 2**31:
         raise UsageError(
             f"{what}: shape={given.shape} has {given.length} elements, more than int32 "
             f"indices can name; pass int64 indices"
         )
+
+
+def check_indices(what: str, given: Given) -> None:
+    """Raise UsageError unless the indices ascend and lie in the shape."""
     at = _native.sparse.first_wrong(
         given.index_nbytes, given.indices.address, given.count, given.length
     )

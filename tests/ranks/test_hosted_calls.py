@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,14 @@ import pytest
 from staged_ranks import Rank, on_threads
 
 from commrt.devices import DeviceArray
-from commrt.errors import BufferError_, UsageError
+from commrt.errors import (
+    BufferError_,
+    CommError,
+    MismatchError,
+    RevokedError,
+    TimeoutError_,
+    UsageError,
+)
 from commrt.request import wait_all
 from commrt.sparse.vector import SparseVector
 
@@ -127,3 +135,127 @@ def test_wrong_hosted_calls_are_refused() -> None:
             comm.topk_allreduce(x[1], -1)
 
     on_threads(2, main)
+
+
+def test_what_is_wrong_with_contents_is_said_by_the_request() -> None:
+    def main(rank: Rank) -> str:
+        comm = rank.comm
+        indices = np.array([5, 3] if rank.rank else [3, 5], np.int32)
+        x = rank.array(indices), rank.array(np.ones(2, "f4")), (10,)
+        out = rank.array(np.zeros(10, "f4"))
+        request = comm.sparse_allreduce(x, out=out, nonblocking=True)
+        with suppress(CommError):  # it may have failed by now
+            request.wait()
+        rank.stream.synchronize()  # it is let go
+        with pytest.raises(CommError) as failed:
+            request.synchronize()
+        with pytest.raises(CommError) as again:
+            request.wait()
+        assert again.value is failed.value
+        with pytest.raises(RevokedError, match=r"hosted failed in an earlier"):
+            comm.sparse_allreduce(x, out=out)
+        assert comm.allreduce(np.ones(1))[0] == 2  # others go on
+        return f"{type(failed.value).__name__}: {failed.value}"
+
+    said = on_threads(2, main)
+    assert said[1].startswith("UsageError")
+    assert "not sorted: indices[0] is 5, indices[1] is 3" in said[1]
+    assert said[0].startswith("RevokedError")
+
+
+def test_a_blocking_call_that_failed_is_told_by_the_next() -> None:
+    def main(rank: Rank) -> None:
+        indices = np.array([5, 3], np.int32)
+        x = rank.array(indices), rank.array(np.ones(2, "f4")), (10,)
+        out = rank.array(np.zeros(10, "f4"))
+        assert rank.comm.sparse_allreduce(x, out=out) is out
+        rank.stream.synchronize()
+        with pytest.raises(CommError, match=r"not sorted"):
+            rank.comm.allreduce(np.ones(1))
+
+    on_threads(1, main)
+
+
+def test_ranks_that_differ_are_told_and_go_on() -> None:
+    def main(rank: Rank) -> None:
+        comm = rank.comm
+        length = 20 + rank.rank
+        values = rank.array(np.ones(2, "f4"))
+        x = rank.array(np.array([0, 3], np.int32)), values, (length,)
+        requests = [
+            comm.sparse_allreduce(x, result=form, nonblocking=True)
+            for form in ("dense", "sparse")
+        ]
+        with suppress(MismatchError):
+            rank.arrays.append(requests[0].wait())
+        rank.stream.synchronize()
+        with pytest.raises(MismatchError, match=r"shape"):
+            requests[0].synchronize()
+        with pytest.raises(MismatchError, match=r"shape"):
+            requests[1].wait()
+        same = *x[:2], (30,)
+        got = comm.sparse_allreduce(same, result="dense")
+        rank.arrays.append(got)
+        assert got.get().tolist() == [2, 0, 0, 2, *[0] * 26]
+
+    on_threads(2, main)
+
+
+def test_a_rank_that_does_not_come_is_an_error_in_time() -> None:
+    def main(rank: Rank) -> None:
+        comm = rank.comm
+        x = rank.array(np.ones(8, "f4"))
+        comm.allreduce(x, compress="float16")  # the ranks meet for the first one
+        rank.stream.synchronize()
+        if rank.rank:
+            return
+        request = comm.allreduce(x, compress="float16", nonblocking=True, timeout_s=0.1)
+        request.wait()
+        rank.stream.synchronize()  # let go, when the time is over
+        with pytest.raises(TimeoutError_, match=r"not complete within 0.1 s"):
+            request.synchronize()
+        with pytest.raises(CommError):
+            comm.allreduce(x)
+
+    on_threads(2, main)
+
+
+def test_without_a_thread_requests_do_the_work(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setenv("COMMRT_PROGRESS", "off")
+
+    def main(rank: Rank) -> None:
+        comm = rank.comm
+        x = rank.array(np.full(50, rank.rank + 1, "f4"))
+        request = comm.allreduce(x, compress="float16", nonblocking=True)
+        while not request.test():
+            pass
+        assert request.wait() is x
+        assert x.get().tolist() == [3] * 50
+        indices, values = drawn(rank.rank, seed)
+        entries = rank.array(indices), rank.array(values), (500,)
+        want = comm.sparse_allreduce((indices, values, (500,)), result="sparse")
+        late = comm.sparse_allreduce(entries, result="sparse", nonblocking=True)
+        assert same(late.synchronize(), want)
+        out = rank.array(np.zeros(500, "f4"))
+        request = comm.sparse_allreduce(entries, out=out, nonblocking=True)
+        assert request.synchronize() is out
+        assert np.array_equal(out.get(), want.to_dense())
+        assert not comm._staging.hosted._threads
+
+    on_threads(2, main)
+
+
+def test_a_report_of_a_sum_of_device_arrays_is_the_communicators() -> None:
+    def main(rank: Rank) -> None:
+        comm = rank.comm
+        x = rank.array(np.array([1], np.int32)), rank.array(np.ones(1, "f4")), (9,)
+        assert comm.sparse_report is None
+        comm.sparse_allreduce(x, result="sparse")  # returns when it has ended
+        assert comm.sparse_report.counts == (1,)
+        host = np.array([1, 2], np.int32), np.ones(2, "f4"), (9,)
+        comm.sparse_allreduce(host)
+        assert comm.sparse_report.counts == (2,)
+
+    on_threads(1, main)

@@ -83,6 +83,8 @@ class World:
     """Identity of the next communicator: names its shared memory and its MPI tags."""
     lingering: list[Any] = field(default_factory=list)
     """Communicators that were dropped with operations in flight, until these end."""
+    left_behind: list[Any] = field(default_factory=list)
+    """Work on devices that failed (commrt/device_calls/left_behind.py)."""
     job: str = ""
     """Names this job in logs; the same on all ranks."""
     _picks_native: dict[CommFacts, bool] = field(default_factory=dict)

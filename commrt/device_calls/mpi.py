@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native, cuda_aware, env
+from commrt.device_calls.left_behind import leave
 from commrt.errors import CommError, DeviceError, UsageError
 from commrt.nccl.orders import order_of
 
@@ -156,6 +157,7 @@ class MpiCalls:
             return
         (_, made), self._made = self._made, None
         made.close()
+        leave(self._comm._world, [made])
 
 
 def _lacks(kind: str) -> str:

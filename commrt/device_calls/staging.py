@@ -17,6 +17,7 @@ from commrt.device_calls.agreement import Carrier, meet
 from commrt.device_calls.buckets import DeviceBuckets
 from commrt.device_calls.hosted import HostCopies, run_hosted
 from commrt.device_calls.ipc import IpcCalls
+from commrt.device_calls.left_behind import StagedWork, give_back, leave
 from commrt.device_calls.mpi import MpiCalls
 from commrt.device_calls.nccl import NcclCalls
 from commrt.device_calls.requests import DeviceRequest
@@ -386,6 +387,7 @@ class Staging:
 
     def _options(self, device: Any) -> tuple[int, int, int, int]:
         self._comm._world.drive(device)
+        give_back(self._comm._world)
         return self.slots, self.first_nbytes, self.most_nbytes, self.first_value
 
     def forget_plans(self) -> None:
@@ -401,8 +403,8 @@ class Staging:
         return staged + others + self.buckets.outstanding
 
     @property
-    def _work(self) -> list[_native.DeviceWork]:
-        found: list[_native.DeviceWork] = []
+    def _work(self) -> list[StagedWork]:
+        found: list[StagedWork] = []
         found += [each for _, each in self._stagers.values()]
         found += [each for _, each in self._messages.values()]
         return found
@@ -422,8 +424,10 @@ class Staging:
         if not (waits or self.nccl.outstanding):
             for kept in list(self.memory):
                 kept.close()
-        for each in self._work:
+        work = self._work
+        for each in work:
             each.close()
+        leave(self._comm._world, work)
         may_call = self._comm._closed != "dropped"
         self.nccl.close(may_call=may_call)
         self.ipc.close(may_call=may_call)

@@ -110,6 +110,12 @@ void bind_staged_work(nb::class_<PyWork<Work>, PyDeviceWork>& type) {
                return 0;
              });
            }, nb::arg("stream"), "Raise CaptureError where a stream is captured.")
+      .def("give_rest_back",
+           [](const Py& self) {
+             nb::gil_scoped_release release;
+             return static_cast<int>(self.own().give_rest_back());
+           }, "Give back what is left of one that failed and is closed: 1 where nothing is, 2 "
+              "where that can never be, 0 later.")
       .def_prop_ro("pinned_nbytes",
                    [](const Py& self) {
                      nb::gil_scoped_release release;
@@ -162,6 +168,8 @@ void bind_staging(nb::module_& m) {
            },
            nb::arg("parts"), nb::arg("pieces"), nb::arg("slot_nbytes"),
            nb::arg("serial") = false)
+      .def_rw("by_kernel", &StagedPlan::by_kernel,
+              "Whether kernels copy to pinned memory and back; set before the first start.")
       .def_prop_ro("pieces", [](const StagedPlan& p) { return p.pieces; },
                    "Parts that are copied and combined one after the other.");
 

@@ -124,8 +124,7 @@ class MpiCalls:
                     f"each device, or backend='staged'"
                 )
             return made
-        comm._world.drive(device)
-        flags = env.read_str(_SWITCH) == "flags"
+        flags = comm._world.drive(device) and env.read_str(_SWITCH) == "flags"
         table = comm._table
         together = table is not None and ("mpi", "nccl") in table.tested_together
         order = None if together else order_of(device, self.first_value)

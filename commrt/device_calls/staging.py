@@ -64,6 +64,8 @@ class Staging:
         self.first_nbytes = _FIRST_NBYTES
         self.most_nbytes = _MOST_NBYTES
         self.first_value = 0
+        self.flags_without_progress = False
+        """For tests: streams wait for this process though nobody makes progress."""
 
     def run(self, call: Call, bound: Bound) -> Any:
         """Start a collective whose arrays are on a device; return output or request."""
@@ -385,10 +387,11 @@ class Staging:
             self.memory.add(found)
         return found
 
-    def _options(self, device: Any) -> tuple[int, int, int, int]:
-        self._comm._world.drive(device)
+    def _options(self, device: Any) -> tuple[int, int, int, int, bool]:
+        flags = self._comm._world.drive(device) or self.flags_without_progress
         give_back(self._comm._world)
-        return self.slots, self.first_nbytes, self.most_nbytes, self.first_value
+        options = self.slots, self.first_nbytes, self.most_nbytes, self.first_value
+        return *options, flags
 
     def forget_plans(self) -> None:
         """Make plans anew from here on."""

@@ -583,11 +583,10 @@ class MessageStager(DeviceWork):
         first_nbytes: int,
         most_nbytes: int,
         first_value: int = 0,
+        flags: bool = True,
     ) -> None: ...
     def give_rest_back(self) -> int:
-        """Give back what is left of one that failed and is closed: 1 where nothing is,
-        2 where that can never be, 0 later.
-        """
+        """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
 
     @property
     def num_leaving(self) -> int:
@@ -642,9 +641,7 @@ class MpiWork(DeviceWork):
         first_value: int = 0,
     ) -> None: ...
     def give_rest_back(self) -> int:
-        """Give back what is left of one that failed and is closed: 1 where nothing is,
-        2 where that can never be, 0 later.
-        """
+        """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
 
     def plant(self, name: str) -> None:
         """Plant a bug, for tests."""
@@ -1243,7 +1240,7 @@ class StagedPlan:
     ) -> None: ...
     @property
     def by_kernel(self) -> bool:
-        """Whether kernels copy to pinned memory and back; set before the first start."""
+        """Whether kernels copy to pinned memory and back; set before a start."""
 
     @by_kernel.setter
     def by_kernel(self, arg: bool, /) -> None: ...
@@ -1262,11 +1259,10 @@ class Stager(DeviceWork):
         first_nbytes: int,
         most_nbytes: int,
         first_value: int = 0,
+        flags: bool = True,
     ) -> None: ...
     def give_rest_back(self) -> int:
-        """Give back what is left of one that failed and is closed: 1 where nothing is,
-        2 where that can never be, 0 later.
-        """
+        """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
 
     @property
     def pinned_nbytes(self) -> int:

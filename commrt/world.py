@@ -153,7 +153,7 @@ class World:
         if self.engine.idle:
             return None
         return (
-            f"memory of a device cannot be freed while calls are under way, as some may "
+            f"memory of a device cannot be freed while calls are under way, which may "
             f"use it: rank {self.rank} has no progress thread to end them "
             f"(COMMRT_PROGRESS=off): synchronize() their requests first"
         )

@@ -30,8 +30,8 @@ _STREAMED_FROM_NBYTES = 384 << 10
 _PIECES = (1 << 18, 1 << 22, 1 << 24)
 """Bytes of the pieces of a staged call that are tried beside its default."""
 _BY_KERNEL_NBYTES = 16 << 10
-"""Up to here kernels are tried in the place of copy engines: these take longer to begin,
-and move more at once."""
+"""Up to here kernels are tried instead of copy engines: these take longer to begin, and
+move more at once."""
 _SPINS = (0, 4)
 _YIELDS_SHOW_NBYTES = 1 << 19
 """Beyond, the switch from one rank to the next is a small part of the time."""

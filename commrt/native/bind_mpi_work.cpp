@@ -58,8 +58,7 @@ void bind_mpi_work(nb::module_& m) {
            [](const PyMpiWork& self) {
              nb::gil_scoped_release release;
              return static_cast<int>(self.own().give_rest_back());
-           }, "Give back what is left of one that failed and is closed: 1 where nothing is, 2 "
-              "where that can never be, 0 later.")
+           }, "Give back what is left of one that failed: 1 done, 2 never, 0 later.")
       .def("plant",
            [](const PyMpiWork& self, const std::string& name) {
              self.own().planted =

@@ -114,8 +114,7 @@ void bind_staged_work(nb::class_<PyWork<Work>, PyDeviceWork>& type) {
            [](const Py& self) {
              nb::gil_scoped_release release;
              return static_cast<int>(self.own().give_rest_back());
-           }, "Give back what is left of one that failed and is closed: 1 where nothing is, 2 "
-              "where that can never be, 0 later.")
+           }, "Give back what is left of one that failed: 1 done, 2 never, 0 later.")
       .def_prop_ro("pinned_nbytes",
                    [](const Py& self) {
                      nb::gil_scoped_release release;
@@ -169,7 +168,7 @@ void bind_staging(nb::module_& m) {
            nb::arg("parts"), nb::arg("pieces"), nb::arg("slot_nbytes"),
            nb::arg("serial") = false)
       .def_rw("by_kernel", &StagedPlan::by_kernel,
-              "Whether kernels copy to pinned memory and back; set before the first start.")
+              "Whether kernels copy to pinned memory and back; set before a start.")
       .def_prop_ro("pieces", [](const StagedPlan& p) { return p.pieces; },
                    "Parts that are copied and combined one after the other.");
 

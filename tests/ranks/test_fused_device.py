@@ -14,7 +14,7 @@ from staged_ranks import Rank, SimRanks, WrongResultError, forget_ranks, on_thre
 from test_fused import draw_call, expected, values
 
 import commrt
-from commrt._native import FusedRequest
+from commrt._native import FusedRequest, Request
 from commrt.device_calls.fused_requests import FusedDeviceRequest
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.errors import UsageError

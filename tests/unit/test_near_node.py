@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pinned memory is taken from the machine's node that a GPU is connected to.
 
-The driver and ``/sys`` are pretended, the calls of the system are real. Where pages come
-to lie on a machine with several nodes is seen there only.
+The driver and ``/sys`` are pretended, the calls of the system are real. Where pages
+come to lie on a machine with several nodes is seen there only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,11 +32,11 @@ BUS_ID = "0000:1a:00.0"
 
 
 @pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fake]:
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Fake:
     fake = Fake(built(tmp_path_factory.mktemp("cuda")))
     fake.library.fake_place.restype = ctypes.c_char_p
     fake.reset()
-    yield fake
+    return fake
 
 
 @pytest.fixture

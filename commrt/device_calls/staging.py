@@ -388,10 +388,15 @@ class Staging:
         return found
 
     def _options(self, device: Any) -> tuple[int, int, int, int, bool]:
-        flags = self._comm._world.drive(device) or self.flags_without_progress
+        flags = self.lets_streams_wait(device)
         give_back(self._comm._world)
         options = self.slots, self.first_nbytes, self.most_nbytes, self.first_value
         return *options, flags
+
+    def lets_streams_wait(self, device: Any) -> bool:
+        """Whether streams wait for what this process does; else ``wait()`` blocks."""
+        helped = self._comm._world.drive(device) or self.flags_without_progress
+        return helped and bool(device.memory_flags)
 
     def forget_plans(self) -> None:
         """Make plans anew from here on."""

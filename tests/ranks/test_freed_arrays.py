@@ -106,3 +106,25 @@ def test_without_progress_freeing_in_flight_is_refused() -> None:
         y.free()
 
     on_threads(2, main)
+
+
+@pytest.mark.usefixtures("without_thread")
+def test_without_progress_a_bucket_is_sent_without_waiting_for_peers() -> None:
+    """The other rank comes only after a message that follows."""
+
+    def main(rank: Rank) -> float:
+        comm, x = rank.comm, ones(rank)
+        comm.barrier()
+        if rank.rank == 1:
+            comm.recv(np.empty(1), source=0)
+        with comm.fused():
+            request = comm.allreduce(x, nonblocking=True)
+        if rank.rank == 0:
+            comm.send(np.empty(1), dest=1)
+        request.wait()
+        value = rank.fetch(x)
+        rank.stream.synchronize()
+        request.synchronize()
+        return float(value()[0])
+
+    assert on_threads(2, main) == [3.0, 3.0]

@@ -83,6 +83,8 @@ class World:
     """Identity of the next communicator: names its shared memory and its MPI tags."""
     lingering: list[Any] = field(default_factory=list)
     """Communicators that were dropped with operations in flight, until these end."""
+    left_behind: list[Any] = field(default_factory=list)
+    """Work on devices that failed (commrt/device_calls/left_behind.py)."""
     job: str = ""
     """Names this job in logs; the same on all ranks."""
     _picks_native: dict[CommFacts, bool] = field(default_factory=dict)
@@ -121,23 +123,40 @@ class World:
             self._picks_native[facts] = picked
         return self._picks_native[facts]
 
-    def drive(self, device: Any) -> None:
-        """See that calls on a device make progress though nobody waits for them.
+    def drive(self, device: Any) -> bool:
+        """See that calls on a device make progress; whether streams may wait for that.
 
         A stream that waits for the host needs no thread of the program to go on, so
-        the progress thread runs, but where COMMRT_PROGRESS=off. A simulated device's
-        threads are known to it: there the program makes progress.
+        the progress thread runs. With COMMRT_PROGRESS=off none does: a program that
+        synchronizes a stream, or frees memory, would wait for ever for what only a
+        call of commrt lets go, so streams are given only what they need not wait for.
+        A simulated device's threads are known to it: there the program makes progress.
         """
         if device.kind == "simulated" or self.engine.has_thread:
-            return
+            return True
         if env.read_str("COMMRT_PROGRESS") == "off":
-            return
+            asked = device.__dict__.setdefault("why_no_free", [])
+            if self.why_no_free not in asked:
+                asked.append(self.why_no_free)
+            return False
         if not _threads_may_call_mpi(self):
             raise UsageError(
                 "calls on arrays on devices need a progress thread, and that needs MPI "
                 "initialised with THREAD_MULTIPLE: do not lower mpi4py.rc.thread_level"
             )
         self.engine.start_thread()
+        return True
+
+    def why_no_free(self) -> str | None:
+        """Return why memory of a device is not to be freed now, without a thread."""
+        self.engine.step()
+        if self.engine.idle:
+            return None
+        return (
+            f"memory of a device cannot be freed while calls are under way, which may "
+            f"use it: rank {self.rank} has no progress thread to end them "
+            f"(COMMRT_PROGRESS=off): synchronize() their requests first"
+        )
 
     def free_lingering(self) -> None:
         """Free what was dropped with operations in flight that have ended since."""

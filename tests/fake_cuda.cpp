@@ -2,6 +2,10 @@
 // A CUDA driver without a GPU: what a stream is given happens at once. It writes down how it was
 // called, and can be told to fail; tests/unit/test_cuda_device.py builds it.
 // With COMMRT_SILENT calls are only counted, and cost next to nothing (tests/host_cost.py).
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -28,6 +32,20 @@ struct Block {
   unsigned type;
 };
 std::map<Pointer, Block> blocks;
+
+// The policy for memory and the CPUs of the thread that last asked for pinned memory.
+std::string place;
+void note_place() {
+  int policy = 0;
+  unsigned long nodes[16] = {};
+  const bool known = syscall(SYS_get_mempolicy, &policy, nodes, 1024, nullptr, 0) == 0;
+  place = known ? std::to_string(policy) + " " + std::to_string(nodes[0]) : "unknown";
+  cpu_set_t cpus;
+  sched_getaffinity(0, sizeof cpus, &cpus);
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &cpus)) place += "," + std::to_string(cpu);
+  }
+}
 
 long num_calls = 0;
 #ifdef COMMRT_SILENT
@@ -62,6 +80,9 @@ Result cuDeviceGetUuid(unsigned char* out, int) {
   for (int i = 0; i < 16; ++i) out[i] = static_cast<unsigned char>(17 * i);
   return 0;
 }
+Result cuDeviceGetPCIBusId(char* out, int size, int) {
+  return std::strncpy(out, "0000:1A:00.0", size), 0;
+}
 Result cuDeviceGetAttribute(int* out, int which, int) {
   *out = which == 41 ? 1 : which == 122 ? memory_operations : which == 16 ? 4 : which == 75 ? 9 : which == 76 ? 0 : -1;
   return 0;
@@ -83,6 +104,7 @@ Result cuMemFree(Pointer ptr) {
   return called("cuMemFree");
 }
 Result cuMemHostAlloc(void** out, std::size_t nbytes, unsigned flags) {
+  note_place();
   if (Result result = called("cuMemHostAlloc", text(nbytes) + "," + text(flags))) return result;
   return give(reinterpret_cast<Pointer*>(out), nbytes, 1);
 }
@@ -189,6 +211,7 @@ Result cuIpcCloseMemHandle(Pointer ptr) { return called("cuIpcCloseMemHandle", t
 extern "C" {
 
 const char* fake_log() { return log_text.c_str(); }
+const char* fake_place() { return place.c_str(); }
 int fake_depth() { return depth; }
 long fake_num_calls() { return num_calls; }
 // What one call takes, in nanoseconds.
@@ -213,7 +236,7 @@ Result cuGetProcAddress_v2(const char* name, void** out, int asked, std::uint64_
   static const std::map<std::string, void*> all = {
       ENTRY(cuInit), ENTRY(cuDriverGetVersion), ENTRY(cuGetErrorName), ENTRY(cuGetErrorString),
       ENTRY(cuDeviceGetCount), ENTRY(cuDeviceGet), ENTRY(cuDeviceGetName), ENTRY(cuDeviceGetUuid),
-      ENTRY(cuDeviceGetAttribute), ENTRY(cuDevicePrimaryCtxRetain),
+      ENTRY(cuDeviceGetPCIBusId), ENTRY(cuDeviceGetAttribute), ENTRY(cuDevicePrimaryCtxRetain),
       ENTRY(cuDevicePrimaryCtxRelease), ENTRY(cuCtxGetCurrent), ENTRY(cuCtxPushCurrent),
       ENTRY(cuCtxPopCurrent), ENTRY(cuMemAlloc), ENTRY(cuMemFree), ENTRY(cuMemHostAlloc),
       ENTRY(cuMemFreeHost), ENTRY(cuMemcpyAsync), ENTRY(cuStreamCreateWithPriority),

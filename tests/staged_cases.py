@@ -26,7 +26,7 @@ class Borrowed(DeviceArray):
         self._address = view.ctypes.data
         self.owner = view
 
-    def free(self) -> None:
+    def _give_back(self) -> None:
         """It is not ours."""
 
 

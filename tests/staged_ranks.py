@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,21 +22,35 @@ from commrt.errors import OrderingError
 
 T = TypeVar("T")
 
+_WORLDS: dict[int, LocalRanks] = {}
+"""Making ranks takes longer than many a simulated run, since they measure how near
+they are to each other: tests have duplicates of these, which nothing breaks."""
 _KEPT: dict[int, LocalRanks] = {}
-"""Making communicators takes longer than a simulated run: they are used again."""
 
 
 def kept_ranks(size: int) -> LocalRanks:
     """Return ranks that no run has broken."""
     ranks = _KEPT.get(size)
     if ranks is None or any(comm._failure for comm in ranks.comms):
-        ranks = _KEPT[size] = LocalRanks(size)
+        if size not in _WORLDS:
+            _WORLDS[size] = LocalRanks(size)
+        ranks = _KEPT[size] = copy(_WORLDS[size])
+        ranks.comms = _WORLDS[size].each(lambda comm: comm.dup())
     return ranks
+
+
+def renew_ranks() -> None:
+    """Let the next run have communicators of its own: this one left something."""
+    for ranks in _KEPT.values():
+        for comm in ranks.comms:
+            comm._staging.close()  # no progress is made for what hangs
+    _KEPT.clear()
 
 
 def forget_ranks() -> None:
     """Drop what is kept; between modules, and after a run that left something."""
     _KEPT.clear()
+    _WORLDS.clear()
 
 
 class WrongResultError(AssertionError):
@@ -56,7 +71,7 @@ def found_by(ranks: SimRanks, function: Callable[[Rank], Any]) -> str:
     if ranks.world.violations:
         found.add("race")
     if found:
-        forget_ranks()
+        renew_ranks()
     return " and ".join(sorted(found))
 
 
@@ -214,7 +229,7 @@ class SimRanks:
         try:
             found = self.world.run(threads)
         except BaseException:
-            forget_ranks()
+            renew_ranks()
             raise
         return [found[f"caller {rank.rank}"] for rank in self.ranks]
 

@@ -18,8 +18,8 @@ from statistics import median
 
 from commrt.backends.planning import TransportParams, split_params
 from commrt.backends.prediction import full_nbytes
-from commrt.backends.staged import PIECE
-from commrt.backends.variants import piece_variants, transport_variants
+from commrt.backends.staged import COPIES, PIECE
+from commrt.backends.variants import copy_variants, piece_variants, transport_variants
 from commrt.select.facts import Candidate, Query
 from commrt.select.schema import DEFAULT_TIE_MARGIN
 from commrt.tuning.decide import decide
@@ -170,7 +170,7 @@ def _variants_of_leaders(
             if plain[leader] > _NEXT_LEADER * least:
                 break
             tried += (
-                piece_variants(leader, full)
+                [*piece_variants(leader, full), *copy_variants(leader, full)]
                 if leader.backend in DEVICE_BACKENDS
                 else transport_variants(
                     *(op, leader, ranks, full, dtype),
@@ -195,7 +195,9 @@ def _may_win(ratios: list[float], least: float) -> bool:
 
 def _is_variant(candidate: Candidate) -> bool:
     params = candidate.params
-    return PIECE in params or split_params(params)[1] != TransportParams()
+    if PIECE in params or COPIES in params:
+        return True
+    return split_params(params)[1] != TransportParams()
 
 
 def _ratios(

@@ -6,12 +6,13 @@ Tables and command lines are checked against it before anything runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
+from typing import Any
 
 from commrt import algorithms, backends
 from commrt.backends.planning import TransportParams
-from commrt.backends.staged import PIECE, check_piece
+from commrt.backends.staged import COPIES, PIECE, check_copies, check_piece
 from commrt.errors import UsageError, suggest
 from commrt.operations import COLLECTIVES, operation
 from commrt.select.facts import Candidate, ParamValue
@@ -105,7 +106,10 @@ def _parameters(
     one = backends.get(backend)
     if not type(one).__module__.startswith("commrt.backends."):
         return None
-    staged = {PIECE: _check_piece} if backend == "staged" else {}
+    of_staging = {PIECE: check_piece, COPIES: check_copies}
+    staged = {name: partial(_check_own, check) for name, check in of_staging.items()}
+    if backend != "staged":
+        staged = {}
     if algorithm == "native":
         return staged
     values, ends = _choices(coll, algorithm, ranks)
@@ -153,10 +157,10 @@ def _check_choice(
     return f"{name}={value!r} is not one of {_few(values)}{'' if ends else ', ...'}"
 
 
-def _check_piece(value: ParamValue) -> str | None:
-    """Return what is wrong with the length of staged pieces."""
+def _check_own(check: Callable[[Any], Any], value: ParamValue) -> str | None:
+    """Return what is wrong with the value of a parameter of staging."""
     try:
-        check_piece(value)
+        check(value)
     except UsageError as error:
         return str(error)
     return None

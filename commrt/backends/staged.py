@@ -3,7 +3,8 @@
 
 A candidate ``staged/ring`` runs the host's ``ring``. A call is cut into pieces, so that
 one is copied to the host while another is combined there and a third is on its way
-back; ``piece`` is their length in bytes (``staged_pieces``).
+back; ``piece`` is their length in bytes (``staged_pieces``). With ``copies="kernel"``
+kernels copy to pinned memory and back, and no copy engines.
 """
 
 from __future__ import annotations
@@ -18,11 +19,22 @@ from commrt.errors import UsageError
 from commrt.operations import operation, rule_nbytes
 from commrt.select.facts import Candidate, ParamValue, Query
 
-__all__ = ["PIECE", "PIECE_NBYTES", "StagedBackend", "check_piece", "on_host"]
+__all__ = [
+    "COPIES",
+    "KERNEL",
+    "PIECE",
+    "PIECE_NBYTES",
+    "StagedBackend",
+    "check_copies",
+    "check_piece",
+    "on_host",
+]
 
-PIECE = "piece"
-"""The parameter of staging itself; the others are those of the host's candidate."""
+PIECE, COPIES = "piece", "copies"
+"""The parameters of staging itself; the others are those of the host's candidate."""
 PIECE_NBYTES = 1 << 20
+ENGINE, KERNEL = "engine", "kernel"
+"""What copies. Each rank's own affair, as peers see only what the host sends."""
 NAME = "staged"
 
 
@@ -35,6 +47,16 @@ def check_piece(value: Any) -> int:
     return value
 
 
+def check_copies(value: Any) -> bool:
+    """Return whether kernels copy; UsageError for what is no such choice."""
+    if value not in (ENGINE, KERNEL):
+        raise UsageError(
+            f"parameter {COPIES}={value!r} must be {ENGINE!r}, for the device's copy "
+            f"engines, or {KERNEL!r}"
+        )
+    return bool(value == KERNEL)
+
+
 def on_host(query: Query, candidate: Candidate) -> tuple[Query, Candidate]:
     """Return what the host runs for a staged candidate; others stay what they are.
 
@@ -42,7 +64,8 @@ def on_host(query: Query, candidate: Candidate) -> tuple[Query, Candidate]:
     """
     if candidate.backend != NAME:
         return query, candidate
-    params = {name: v for name, v in candidate.params.items() if name != PIECE}
+    own = PIECE, COPIES
+    params = {name: v for name, v in candidate.params.items() if name not in own}
     piece = candidate.params.get(PIECE, PIECE_NBYTES)
     nbytes = query.nbytes
     if _is_cut(query.coll) and isinstance(piece, int):
@@ -88,6 +111,7 @@ class StagedBackend:
         """Return the plan of this rank."""
         own = dict(spec.candidate.params)
         most = check_piece(own.pop(PIECE, PIECE_NBYTES))
+        by_kernel = check_copies(own.pop(COPIES, ENGINE))
         inner = _inner(comm, spec, own)
         backend = next(b for b in _host_backends() if b.name == inner.backend)
         host = replace(spec, candidate=inner)
@@ -96,9 +120,12 @@ class StagedBackend:
             return backend.plan(comm, part)
 
         if _is_cut(spec.op.name):
-            return cut_elements(host, plan, comm.rank, most)
-        asked = PIECE in spec.candidate.params
-        return cut_blocks(host, plan, comm.rank, comm.size, most, asked)
+            made = cut_elements(host, plan, comm.rank, most)
+        else:
+            asked = PIECE in spec.candidate.params
+            made = cut_blocks(host, plan, comm.rank, comm.size, most, asked)
+        made.by_kernel = by_kernel
+        return made
 
 
 def _host_backends() -> list[Backend]:

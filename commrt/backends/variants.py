@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from commrt import algorithms
 from commrt.backends.footprint import LANE_NBYTES, footprint
 from commrt.backends.planning import INLINE_NBYTES, TransportParams, split_params
-from commrt.backends.staged import PIECE, PIECE_NBYTES
+from commrt.backends.staged import COPIES, KERNEL, PIECE, PIECE_NBYTES
 from commrt.dtypes import dtype_by_name
 from commrt.operations import operation
 from commrt.schedule.nodes import Nodes
 from commrt.select.facts import Candidate, ParamValue
 
-__all__ = ["piece_variants", "transport_variants"]
+__all__ = ["copy_variants", "piece_variants", "transport_variants"]
 
 _CHUNKS = (65536, 131072, 262144, 524288)
 _BY_FRAGMENT: tuple[dict[str, ParamValue], ...] = (
@@ -28,6 +29,9 @@ _STREAMED_FROM_NBYTES = 384 << 10
 
 _PIECES = (1 << 18, 1 << 22, 1 << 24)
 """Bytes of the pieces of a staged call that are tried beside its default."""
+_BY_KERNEL_NBYTES = 16 << 10
+"""Up to here kernels are tried instead of copy engines: these take longer to begin, and
+move more at once."""
 _SPINS = (0, 4)
 _YIELDS_SHOW_NBYTES = 1 << 19
 """Beyond, the switch from one rank to the next is a small part of the time."""
@@ -48,6 +52,14 @@ def piece_variants(candidate: Candidate, full_nbytes: int) -> list[Candidate]:
             found.append(Candidate(candidate.backend, candidate.algorithm, params))
             longest = max(longest, nbytes)
     return found
+
+
+def copy_variants(candidate: Candidate, full_nbytes: int) -> list[Candidate]:
+    """Return a staged ``candidate`` whose short copies kernels do."""
+    if candidate.backend != "staged" or full_nbytes > _BY_KERNEL_NBYTES:
+        return []
+    params = {**candidate.params, COPIES: KERNEL}
+    return [] if params == candidate.params else [replace(candidate, params=params)]
 
 
 def transport_variants(

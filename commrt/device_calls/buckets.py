@@ -200,7 +200,7 @@ class _Lane:
 
         Where that fails the requests come to it again, and tell.
         """
-        if not self._device.memory_flags:
+        if not self._comm._staging.lets_streams_wait(self._device):
             return None
         try:
             bucket.put_back()

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native, cuda_aware, env
+from commrt.device_calls.left_behind import leave
 from commrt.errors import CommError, DeviceError, UsageError
 from commrt.nccl.orders import order_of
 
@@ -123,8 +124,7 @@ class MpiCalls:
                     f"each device, or backend='staged'"
                 )
             return made
-        comm._world.drive(device)
-        flags = env.read_str(_SWITCH) == "flags"
+        flags = comm._world.drive(device) and env.read_str(_SWITCH) == "flags"
         table = comm._table
         together = table is not None and ("mpi", "nccl") in table.tested_together
         order = None if together else order_of(device, self.first_value)
@@ -156,6 +156,7 @@ class MpiCalls:
             return
         (_, made), self._made = self._made, None
         made.close()
+        leave(self._comm._world, [made])
 
 
 def _lacks(kind: str) -> str:

@@ -18,6 +18,7 @@ from commrt.device_calls.buckets import DeviceBuckets
 from commrt.device_calls.hosted import HostedCall, run_hosted
 from commrt.device_calls.hosted_jobs import HostedJobs
 from commrt.device_calls.ipc import IpcCalls
+from commrt.device_calls.left_behind import StagedWork, give_back, leave
 from commrt.device_calls.mpi import MpiCalls
 from commrt.device_calls.nccl import NcclCalls
 from commrt.device_calls.requests import DeviceRequest
@@ -66,6 +67,8 @@ class Staging:
         self.first_nbytes = _FIRST_NBYTES
         self.most_nbytes = _MOST_NBYTES
         self.first_value = 0
+        self.flags_without_progress = False
+        """For tests: streams wait for this process though nobody makes progress."""
 
     def run(self, call: Call, bound: Bound) -> Any:
         """Start a collective whose arrays are on a device; return output or request."""
@@ -390,9 +393,16 @@ class Staging:
             found = self._messages[id(device)] = device, made
         return found[1]
 
-    def _options(self, device: Any) -> tuple[int, int, int, int]:
-        self._comm._world.drive(device)
-        return self.slots, self.first_nbytes, self.most_nbytes, self.first_value
+    def _options(self, device: Any) -> tuple[int, int, int, int, bool]:
+        flags = self.lets_streams_wait(device)
+        give_back(self._comm._world)
+        options = self.slots, self.first_nbytes, self.most_nbytes, self.first_value
+        return *options, flags
+
+    def lets_streams_wait(self, device: Any) -> bool:
+        """Whether streams wait for what this process does; else ``wait()`` blocks."""
+        helped = self._comm._world.drive(device) or self.flags_without_progress
+        return helped and bool(device.memory_flags)
 
     def forget_plans(self) -> None:
         """Make plans anew from here on."""
@@ -407,8 +417,8 @@ class Staging:
         return staged + others + self.buckets.outstanding
 
     @property
-    def _work(self) -> list[_native.DeviceWork]:
-        found: list[_native.DeviceWork] = []
+    def _work(self) -> list[StagedWork]:
+        found: list[StagedWork] = []
         found += [each for _, each in self._stagers.values()]
         found += [each for _, each in self._messages.values()]
         found += self.hosted.works
@@ -431,8 +441,10 @@ class Staging:
             for kept in list(self.memory):
                 kept.close()
         self.hosted.close()
-        for each in self._work:
+        work = self._work
+        for each in work:
             each.close()
+        leave(self._comm._world, work)
         may_call = self._comm._closed != "dropped"
         self.nccl.close(may_call=may_call)
         self.ipc.close(may_call=may_call)

@@ -208,7 +208,17 @@ class DeviceArray:
         return current_stream(self.device) if stream is None else stream
 
     def free(self) -> None:
-        """Give the memory back, which waits for the device; idempotent."""
+        """Give the memory back, which waits for the device; idempotent.
+
+        With COMMRT_PROGRESS=off a UsageError while calls are under way: some may have
+        the array, and nobody but their caller ends them.
+        """
+        for why_not in getattr(self.device, "why_no_free", ()):
+            if self._address and (text := why_not()):
+                raise UsageError(text)
+        self._give_back()
+
+    def _give_back(self) -> None:
         address, self._address = self._address, 0
         pinned, self._pinned = self._pinned, 0
         if not _FREEING.waits:
@@ -222,7 +232,7 @@ class DeviceArray:
             return
         # A device that failed or is gone has taken its memory along.
         with suppress(CommError, AttributeError):
-            self.free()
+            self._give_back()  # what nobody refers to no call has
 
     def __repr__(self) -> str:
         return f"<DeviceArray {self.shape} {self.dtype} on a {self.device.kind} device>"

@@ -68,18 +68,20 @@ void bind_real_devices(nb::module_& m, nb::class_<PyDevice>& device) {
 
   nb::class_<PyCudaDevice>(m, "CudaDevice", device, "A GPU, through the CUDA driver.")
       .def("__init__", [](PyCudaDevice* self, int ordinal, bool memory_flags,
-                          const std::string& library) {
+                          const std::string& library, const std::string& sysfs) {
         std::unique_ptr<cuda::CudaDevice> made;
         {
           nb::gil_scoped_release free;
-          made = cuda::CudaDevice::open(ordinal, memory_flags, library);
+          made = cuda::CudaDevice::open(ordinal, memory_flags, library, sysfs);
         }
         if (!made) check_device(DeviceStatus::Missing);
         new (self) PyCudaDevice;
         self->device = made.get();
         self->keeps = std::shared_ptr<cuda::CudaDevice>(std::move(made));
       }, nb::arg("ordinal") = 0, nb::kw_only(), nb::arg("memory_flags") = true,
-         nb::arg("library") = "")
+         nb::arg("library") = "", nb::arg("sysfs") = "/sys")
+      .def_prop_ro("node", [](const PyCudaDevice& d) { return d.cuda()->node; },
+                   "The machine's node that pinned memory is taken from; -1: any.")
       .def_prop_ro("name", [](const PyCudaDevice& d) { return d.cuda()->name; }, "The card.")
       .def_prop_ro("ordinal", [](const PyCudaDevice& d) { return d.cuda()->ordinal; },
                    "The device's number in this process.")

@@ -135,6 +135,8 @@ void bind_staging(nb::module_& m) {
            },
            nb::arg("parts"), nb::arg("pieces"), nb::arg("slot_nbytes"),
            nb::arg("serial") = false)
+      .def_rw("by_kernel", &StagedPlan::by_kernel,
+              "Whether kernels copy to pinned memory and back; set before a start.")
       .def_prop_ro("pieces", [](const StagedPlan& p) { return p.pieces; },
                    "Parts that are copied and combined one after the other.");
 

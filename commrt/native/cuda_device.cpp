@@ -8,6 +8,7 @@
 
 #include "device_error.hpp"
 #include "kernels.hpp"
+#include "near_node.hpp"
 
 namespace commrt::cuda {
 namespace {
@@ -121,6 +122,8 @@ DeviceStatus free_(Device* device, void* ptr) {
 }
 
 DeviceStatus pinned_alloc(Device* device, std::size_t nbytes, void** out) {
+  // The driver takes pages for the thread that calls it.
+  const NearNode near(cuda(device)->sysfs, cuda(device)->node);
   return COMMRT_DRIVER(device, cuMemHostAlloc, out, std::max<std::size_t>(nbytes, 1),
                        kPortableMapped);
 }
@@ -519,7 +522,8 @@ std::string kernel_name(RedOp op, DType dtype) {
 }
 
 std::unique_ptr<CudaDevice> CudaDevice::open(int ordinal, bool memory_flags,
-                                             const std::string& library) {
+                                             const std::string& library,
+                                             const std::string& sysfs) {
   std::string why;
   const auto missing = [](const std::string& text) {
     device_fails(DeviceStatus::Missing, text);
@@ -556,6 +560,10 @@ std::unique_ptr<CudaDevice> CudaDevice::open(int ordinal, bool memory_flags,
     return missing(device_error());
   }
   made->name = name;
+  char bus_id[32] = "";
+  driver->cuDeviceGetPCIBusId(bus_id, sizeof(bus_id) - 1, made->handle);
+  made->sysfs = sysfs;
+  made->node = node_of_device(sysfs, bus_id);
   made->multiprocessors = std::max(1, attribute(kMultiprocessors));
   made->capability = attribute(kCapabilityMajor) * 10 + attribute(kCapabilityMinor);
   made->driver_version = driver->version;

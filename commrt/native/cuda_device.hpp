@@ -18,7 +18,8 @@ namespace commrt::cuda {
 struct CudaDevice : Device {
   // Null, with a text for last_error(), where it cannot be had.
   static std::unique_ptr<CudaDevice> open(int ordinal, bool memory_flags,
-                                          const std::string& library);
+                                          const std::string& library,
+                                          const std::string& sysfs);
   ~CudaDevice();
 
   const Driver* driver = nullptr;
@@ -27,6 +28,9 @@ struct CudaDevice : Device {
   Handle context = nullptr;
   std::string name;
   Uuid uuid{};  // the same in all processes, whatever number the device has there
+  // Of the machine, where pinned memory is to be (near_node.hpp); -1: anywhere.
+  int node = -1;
+  std::string sysfs;
   int multiprocessors = 1;
   bool can_memory_flags = false;  // the device; `memory_flags` is what is used
 

@@ -42,6 +42,7 @@ bool fill(Driver* driver, Lookup2 lookup, std::string* why) {
   COMMRT_CUDA(cuDeviceGet);
   COMMRT_CUDA(cuDeviceGetName);
   COMMRT_CUDA(cuDeviceGetUuid);
+  COMMRT_CUDA(cuDeviceGetPCIBusId);
   COMMRT_CUDA(cuDeviceGetAttribute);
   COMMRT_CUDA(cuDevicePrimaryCtxRetain);
   COMMRT_CUDA(cuDevicePrimaryCtxRelease);

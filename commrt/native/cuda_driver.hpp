@@ -94,6 +94,7 @@ struct Driver {
   Result (*cuDeviceGet)(Ordinal*, int);
   Result (*cuDeviceGetName)(char*, int, Ordinal);
   Result (*cuDeviceGetUuid)(Uuid*, Ordinal);
+  Result (*cuDeviceGetPCIBusId)(char*, int, Ordinal);
   Result (*cuDeviceGetAttribute)(int*, int attribute, Ordinal);
   Result (*cuDevicePrimaryCtxRetain)(Handle*, Ordinal);
   Result (*cuDevicePrimaryCtxRelease)(Ordinal);

@@ -50,6 +50,11 @@ void Engine::remove(Comm* comm) {
   comms_.erase(std::remove(comms_.begin(), comms_.end(), comm), comms_.end());
 }
 
+bool Engine::has(const Comm* comm) {
+  const std::lock_guard<std::mutex> own(mutex);
+  return std::find(comms_.begin(), comms_.end(), comm) != comms_.end();
+}
+
 bool Engine::share_with_mpi(Device* device, std::shared_ptr<void> keeps) {
   const std::lock_guard<std::mutex> own(mutex);
   if (mpi_device_users_ != 0 && mpi_device_ != device) return false;

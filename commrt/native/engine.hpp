@@ -38,6 +38,8 @@ class Engine {
   ~Engine();
   void add(Comm* comm);
   void remove(Comm* comm);
+  // Whether a communicator with this address is there, of which progress may be made.
+  bool has(const Comm* comm);
 
   // One pass over all operations in flight, a slice of each; true if anything advanced.
   // Takes the lock.

@@ -327,6 +327,7 @@ void HostedWork::let_all_go(const std::string& kind, const std::string& why) {
   come_ = 0;
   for (const HostedPtr& made : all) {
     made->fail(kind, why);
+    if (made->at_work && !made->host_done) failed_at_work_.push_back(made);
     if (made->writes && made->end_given.load(std::memory_order_acquire)) {
       ending_.push_back(made);
     } else {
@@ -338,7 +339,14 @@ void HostedWork::let_all_go(const std::string& kind, const std::string& why) {
 
 // --- the end ---
 
+StagedWork::Rest HostedWork::host_is_done() {
+  const bool all = std::all_of(failed_at_work_.begin(), failed_at_work_.end(),
+                               [](const HostedPtr& made) { return made->host_done; });
+  return all ? Rest::Given : Rest::Later;
+}
+
 void HostedWork::free_all() {
+  failed_at_work_.clear();
   pool_.each([&](void* base) { device_->api->pinned_free(device_, base); });
 }
 

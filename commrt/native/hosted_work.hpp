@@ -114,6 +114,7 @@ class HostedWork : public StagedWork {
   void give_memory_back(StagedCall& call) override;
   std::size_t memory_nbytes() const override { return pool_.total(); }
   void free_all() override;
+  Rest host_is_done() override;
   void let_all_go(const std::string& kind, const std::string& why) override;
   CallPtr oldest() const override;
 
@@ -125,6 +126,7 @@ class HostedWork : public StagedWork {
   PinnedPool pool_;
   std::deque<HostedPtr> calls_;  // whose host's part is not over, in their order
   std::size_t come_ = 0;         // of these, the first so many have come
+  std::vector<HostedPtr> failed_at_work_;
 };
 
 }  // namespace commrt

@@ -364,7 +364,10 @@ void MpiWork::let_all_go(const std::string& kind, const std::string& why) {
   if (flags_ && !has(PlantedInMpi::FlagsKept)) {
     device_->api->flag_store(device_, go_, issued_.load(std::memory_order_acquire) + kFarAhead);
   }
-  for (const MpiPtr& made : calls_) ending_.push_back(made);
+  for (const MpiPtr& made : calls_) {
+    failed_ops_.push_back(made->op);
+    ending_.push_back(made);
+  }
   calls_.clear();
   open_ = 0;
   take_ended();
@@ -374,20 +377,28 @@ void MpiWork::let_all_go(const std::string& kind, const std::string& why) {
 
 void MpiWork::close() {
   StagedWork::close();
-  bool is_clean = false;
   {
     HostLock own(device_, issue_);
     scratch_user_ = nullptr;
-    HostLock polling(device_, polling_);
-    is_clean = shares_ && !failed_ && outstanding() == 0;
-    shares_ = shares_ && !is_clean;
   }
-  if (is_clean) engine_.leave_mpi();
   if (order_ == nullptr) return;
   HostLock own(device_, order_->issue);
   order_->beside.erase(this);
 }
 
-void MpiWork::free_all() { scratch_.free(); }
+StagedWork::Rest MpiWork::host_is_done() {
+  for (const auto& op : failed_ops_) {
+    if (op->held) return Rest::Never;
+    if (!op->finished()) return Rest::Later;
+  }
+  return Rest::Given;
+}
+
+void MpiWork::free_all() {
+  failed_ops_.clear();
+  scratch_.free();
+  if (shares_) engine_.leave_mpi();
+  shares_ = false;
+}
 
 }  // namespace commrt

@@ -118,6 +118,7 @@ class MpiWork : public StagedWork {
   void give_memory_back(StagedCall& call) override;
   std::size_t memory_nbytes() const override { return 0; }
   void free_all() override;
+  Rest host_is_done() override;
   void let_all_go(const std::string& kind, const std::string& why) override;
   CallPtr oldest() const override;
   const char* why_no_graph() const override;
@@ -134,6 +135,7 @@ class MpiWork : public StagedWork {
   // Guarded by polling_.
   std::deque<MpiPtr> calls_;  // that MPI has not done
   std::size_t open_ = 0;      // of these, the first so many have open gates
+  std::vector<std::shared_ptr<Op>> failed_ops_;
 };
 
 }  // namespace commrt

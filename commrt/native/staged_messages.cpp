@@ -27,8 +27,8 @@ Event MessagesCall::asked() const {
 
 MessageStager::MessageStager(Comm& comm, Engine& engine, Device* device,
                              std::shared_ptr<void> keeps, const StagerOptions& options)
-    : StagedWork(comm, engine, device, std::move(keeps), options), starts_(options.first_value),
-      ends_(options.first_value), gos_(options.first_value) {
+    : StagedWork(comm, engine, device, std::move(keeps), options), of_(&comm),
+      starts_(options.first_value), ends_(options.first_value), gos_(options.first_value) {
   void* first = nullptr;
   call(&DeviceApi::pinned_alloc, options_.first_nbytes, &first);
   pool_.add_first(first, options_.first_nbytes);
@@ -396,6 +396,7 @@ void MessageStager::let_all_go(const std::string& kind, const std::string& why) 
   leaving_.clear();
   open_.clear();
   for (const MessagesPtr& made : all) {
+    failed_ops_.push_back(made->op);
     made->fail(kind, why);
     if (made->given && made->end_given) {
       ending_.push_back(made);
@@ -408,7 +409,15 @@ void MessageStager::let_all_go(const std::string& kind, const std::string& why) 
 
 // --- the end ---
 
+// A message may still come while its communicator is there. MPI is given packets, never this memory.
+StagedWork::Rest MessageStager::host_is_done() {
+  const bool all = std::all_of(failed_ops_.begin(), failed_ops_.end(),
+                               [](const auto& op) { return op->finished(); });
+  return all || !engine_.has(of_) ? Rest::Given : Rest::Later;
+}
+
 void MessageStager::free_all() {
+  failed_ops_.clear();
   pool_.each([&](void* base) { device_->api->pinned_free(device_, base); });
 }
 

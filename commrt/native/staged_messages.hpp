@@ -86,6 +86,7 @@ class MessageStager : public StagedWork {
   PlantedMessage planted = PlantedMessage::None;
 
  private:
+  const Comm* const of_;  // never looked into: it may be gone
   using MessagesPtr = std::shared_ptr<MessagesCall>;
 
   static MessagesPtr as_messages(const CallPtr& call) {
@@ -108,6 +109,7 @@ class MessageStager : public StagedWork {
   void give_memory_back(StagedCall& call) override;
   std::size_t memory_nbytes() const override { return pool_.total(); }
   void free_all() override;
+  Rest host_is_done() override;
   void let_all_go(const std::string& kind, const std::string& why) override;
   CallPtr oldest() const override;
 
@@ -119,6 +121,7 @@ class MessageStager : public StagedWork {
   std::deque<MessagesPtr> leaving_;  // whose copy to the host is not seen
   std::list<MessagesPtr> open_;      // that the host works on, and nobody waits for on the device
   std::deque<MessagesPtr> given_;    // whose copy back waits for the host, in that order
+  std::vector<std::shared_ptr<Op>> failed_ops_;  // some of which may still come
 };
 
 }  // namespace commrt

@@ -45,6 +45,7 @@ struct StagedPlan {
   std::int64_t pieces = 1;
   std::size_t slot_nbytes = 0;    // pinned memory of a piece
   bool serial = false;            // a piece begins when the one before is back on the device
+  bool by_kernel = false;         // kernels copy to pinned memory and back, and no copy engine
 
   const StagedPart& part(std::size_t piece) const {
     const auto all = static_cast<std::size_t>(pieces);

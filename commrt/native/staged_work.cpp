@@ -107,14 +107,70 @@ void StagedWork::finish(const StagedPtr& made) {
 }
 
 void StagedWork::close() {
+  // Nobody makes progress for it from here on, and streams would wait for ever.
+  if (outstanding() != 0) give_up("revoked", "its communicator was freed");
   abandon();
   HostLock issue(device_, issue_);
+  bool is_clean = false;
   {
     HostLock own(device_, polling_);
     if (closed_) return;
     closed_ = true;
-    if (failed_ || outstanding() != 0) return;
+    if (!failed_ && outstanding() != 0) return;
+    is_clean = !failed_;
   }
+  if (is_clean) {
+    free_rest();
+  } else {
+    mark_ends();
+  }
+}
+
+// Nobody gives the streams anything from here on. What fails here has no device any more.
+void StagedWork::mark_ends() {
+  const RelaxedCapture relaxed(device_);
+  const Stream streams[] = {d2h_, h2d_};
+  for (std::size_t i = 0; i < 2; ++i) {
+    Event made = 0;
+    if (device_->api->event_create(device_, &made) != DeviceStatus::Ok) return;
+    if (device_->api->event_record(device_, made, streams[i]) != DeviceStatus::Ok) return;
+    last_[i] = made;
+  }
+}
+
+// Three parties may still be at work: the device with what its streams hold, of which the events
+// know; the host with operations, which have ended or belong to nobody; and MPI with their memory.
+StagedWork::Rest StagedWork::give_rest_back() {
+  HostLock issue(device_, issue_);
+  if (is_given_back_) return Rest::Given;
+  if (issue.status() != DeviceStatus::Ok || !closed_ || last_[1] == 0) return Rest::Never;
+  {
+    HostLock own(device_, polling_);
+    if (own.status() != DeviceStatus::Ok) return Rest::Never;
+    const Rest host = host_is_done();
+    if (host != Rest::Given) return host;
+  }
+  const RelaxedCapture relaxed(device_);
+  for (const Event event : last_) {
+    const DeviceStatus status = device_->api->event_query(device_, event);
+    if (status == DeviceStatus::NotReady && asks_device()) return Rest::Later;
+    if (status != DeviceStatus::NotReady && status != DeviceStatus::Ok) return Rest::Never;
+  }
+  // To free waits for all that the device was given, and other calls may wait for this thread.
+  if (engine_.is_device_busy()) return Rest::Later;
+  {
+    HostLock own(device_, polling_);
+    for (const StagedPtr& made : ending_) finish(made);
+    ending_.clear();
+  }
+  for (const Event event : last_) device_->api->event_destroy(device_, event);
+  free_rest();
+  is_given_back_ = true;
+  return Rest::Given;
+}
+
+// Holds issue_.
+void StagedWork::free_rest() {
   device_->api->stream_destroy(device_, d2h_);
   device_->api->stream_destroy(device_, h2d_);
   device_->api->event_destroy(device_, ready_);

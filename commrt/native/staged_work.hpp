@@ -40,6 +40,9 @@ class StagedWork : public DeviceWork {
   bool progress() override;
   void wait_on(const CallPtr& call, Stream stream) override;
   void close() override;
+  // What close() left of one that failed: gives it back once nobody uses it any more.
+  enum class Rest : int { Later = 0, Given, Never };
+  Rest give_rest_back();
   bool holds_streams() const override { return true; }
   // Throws DeviceFailure where a stream is captured; the capture goes on.
   void refuse_capture(Stream stream) const;
@@ -58,6 +61,11 @@ class StagedWork : public DeviceWork {
   virtual std::size_t memory_nbytes() const = 0;
   // Nothing is under way: gives back what this has beside the streams.
   virtual void free_all() = 0;
+  // Whether the host is done with all operations of calls that failed: Given; Never where MPI still
+  // has memory of theirs.
+  virtual Rest host_is_done() = 0;
+  // False for a planted bug: what streams hold is not waited for.
+  virtual bool asks_device() const { return true; }
   // Why a captured stream is refused.
   virtual const char* why_no_graph() const;
   // Not by who holds a lock: lets a stream wait for the end, once that is given.
@@ -89,7 +97,13 @@ class StagedWork : public DeviceWork {
 
   std::atomic<std::uint32_t> opened_;  // gates up to this value are open; the engine reads it
 
+  // Of one that failed and is closed, guarded by issue_: behind all that its streams were given.
+  Event last_[2] = {0, 0};
+  bool is_given_back_ = false;
+
  private:
+  void mark_ends();
+  void free_rest();
   void wait_for_memory(Backoff& backoff, double deadline, double timeout_s);
 };
 

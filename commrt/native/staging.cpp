@@ -16,7 +16,8 @@ const char* const kPlantedNames[kNumPlanted] = {
     "go_off_by_one", "end_flag_early", "start_other_stream", "end_other_stream", "ready_after",
     "not_drained",  "not_copied",  "flags_kept",     "wrong_slot",         "late_copy",
     "values_again", "recycled_at_call", "ring_unlocked", "ready_late", "not_packed",
-    "unpacked_early", "event_lost", "memory_kept", "references_kept"};
+    "unpacked_early", "event_lost", "memory_kept", "references_kept",
+    "kernel_aside", "kernel_back", "given_back_early"};
 
 Stager::Stager(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
                const StagerOptions& options)
@@ -144,6 +145,21 @@ void Stager::enqueue(PiecesCall& made, std::vector<Piece>& pieces, Stream stream
   made.end_given.store(true, std::memory_order_release);
 }
 
+// A kernel writes to pinned memory as to the device's own, at the same address; its writes are
+// visible to the host before the flag that its stream writes next.
+void Stager::copy(const PiecesCall& made, void* to, const void* from, std::size_t nbytes,
+                  Stream stream) {
+  if (made.plan->by_kernel && has_kernels_) {
+    Stream in = stream;
+    if (has(Planted::KernelAside) && stream == d2h_) in = h2d_;
+    if (has(Planted::KernelBack) && stream == h2d_) in = d2h_;
+    const DeviceStatus status = device_->api->launch_copy(device_, to, from, nbytes, in);
+    if (status != DeviceStatus::NoKernels) return check(status);
+    has_kernels_ = false;  // they are not loaded: the copy engines do as well
+  }
+  call(&DeviceApi::memcpy_async, to, from, nbytes, stream);
+}
+
 void Stager::launch(const StagedLaunch& what, const PiecesCall& made, Stream stream) {
   BoxLaunch now = what.launch;
   now.buffer = made.arrays[static_cast<std::size_t>(what.buffer)];
@@ -166,8 +182,7 @@ void Stager::copy_to_host(Piece& piece, std::size_t slots) {
   }
   for (const StagedCopy& one : piece.part->in) {
     const unsigned char* const array = made.arrays[static_cast<std::size_t>(one.array)];
-    call(&Api::memcpy_async, static_cast<void*>(piece.memory + one.pinned),
-         static_cast<const void*>(array + one.at + i * one.stride), one.nbytes, d2h_);
+    copy(made, piece.memory + one.pinned, array + one.at + i * one.stride, one.nbytes, d2h_);
   }
   issued_.store(piece.value, std::memory_order_release);
   if (!flags_) {
@@ -181,7 +196,6 @@ void Stager::copy_to_host(Piece& piece, std::size_t slots) {
 }
 
 void Stager::give_output(const Piece& piece, const unsigned char* memory) {
-  using Api = DeviceApi;
   const PiecesCall& made = *piece.call;
   const bool early = has(Planted::UnpackedEarly);
   auto unpack = [&] {
@@ -190,8 +204,7 @@ void Stager::give_output(const Piece& piece, const unsigned char* memory) {
   if (early) unpack();
   for (const StagedCopy& one : piece.part->out) {
     unsigned char* const array = made.arrays[static_cast<std::size_t>(one.array)];
-    call(&Api::memcpy_async, static_cast<void*>(array + one.at + piece.number * one.stride),
-         static_cast<const void*>(memory + one.pinned), one.nbytes, h2d_);
+    copy(made, array + one.at + piece.number * one.stride, memory + one.pinned, one.nbytes, h2d_);
   }
   if (!early) unpack();
 }
@@ -387,6 +400,7 @@ void Stager::let_all_go(const std::string& kind, const std::string& why) {
   if (flags_ && !has(Planted::FlagsKept)) {
     device_->api->flag_store(device_, go_, issued_.load(std::memory_order_acquire) + kFarAhead);
   }
+  for (const Piece& piece : pieces_) failed_ops_.push_back(piece.op);
   for (Piece& piece : pieces_) {
     if (piece.last) ending_.push_back(std::move(piece.call));
   }
@@ -397,7 +411,17 @@ void Stager::let_all_go(const std::string& kind, const std::string& why) {
 
 // --- the end ---
 
+// All have ended: let_all_go() failed them, and nothing of them runs any more.
+StagedWork::Rest Stager::host_is_done() {
+  for (const auto& op : failed_ops_) {
+    if (op->held) return Rest::Never;
+    if (!op->finished()) return Rest::Later;
+  }
+  return Rest::Given;
+}
+
 void Stager::free_all() {
+  failed_ops_.clear();
   for (const Event event : drained_) device_->api->event_destroy(device_, event);
   ring_.each([&](unsigned char* base) { device_->api->pinned_free(device_, base); });
 }

@@ -60,8 +60,11 @@ enum class Planted : int {
   EventLost,        // a call takes an event more than it gives back
   MemoryKept,       // its pinned memory does not come back
   ReferencesKept,   // nor do its references to arrays
+  KernelAside,      // kernels copy to the host in the other stream
+  KernelBack,       // kernels copy back in the stream of the first copies
+  GivenBackEarly,   // what failed is given back while its streams hold it
 };
-constexpr int kNumPlanted = 29;
+constexpr int kNumPlanted = 32;
 extern const char* const kPlantedNames[kNumPlanted];
 
 // A collective, in pieces.
@@ -107,6 +110,8 @@ class Stager : public StagedWork {
   void enqueue(PiecesCall& call, std::vector<Piece>& pieces, Stream stream, std::size_t slots);
   void copy_to_host(Piece& piece, std::size_t slots);
   void copy_back(Piece& piece, const unsigned char* memory, std::size_t slots);
+  void copy(const PiecesCall& made, void* to, const void* from, std::size_t nbytes,
+            Stream stream);
   void launch(const StagedLaunch& what, const PiecesCall& made, Stream stream);
   void give_output(const Piece& piece, const unsigned char* memory);
   void submit(std::vector<Piece>& pieces, Stream stream);
@@ -119,10 +124,13 @@ class Stager : public StagedWork {
   void give_memory_back(StagedCall& call) override;
   std::size_t memory_nbytes() const override { return ring_.total(); }
   void free_all() override;
+  Rest host_is_done() override;
+  bool asks_device() const override { return !has(Planted::GivenBackEarly); }
   void let_all_go(const std::string& kind, const std::string& why) override;
   CallPtr oldest() const override;
 
   std::vector<Event> drained_;         // by slot
+  std::atomic<bool> has_kernels_{true};  // as far as is known
   std::atomic<std::uint32_t> issued_;  // the latest value of the start flag
   std::uint32_t ends_;                 // of the end flag
 
@@ -130,6 +138,7 @@ class Stager : public StagedWork {
   PinnedRing ring_;
   std::deque<Piece> pieces_;  // the host's part of which is not done
   std::size_t open_ = 0;      // of these, the first so many have open gates
+  std::vector<std::shared_ptr<Op>> failed_ops_;
 };
 
 }  // namespace commrt

@@ -29,7 +29,7 @@ def commands() -> list[str]:
     found = [
         text for row in rows for text in re.findall(r"`([^`]+ -d cuda[^`]*)`", row)
     ]
-    assert len(found) == 7
+    assert len(found) == 8
     return found
 
 

@@ -14,7 +14,7 @@ from staged_ranks import Rank, SimRanks, WrongResultError, forget_ranks, on_thre
 from test_fused import draw_call, expected, values
 
 import commrt
-from commrt._native import FusedRequest
+from commrt._native import FusedRequest, Request
 from commrt.device_calls.fused_requests import FusedDeviceRequest
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.errors import UsageError
@@ -123,7 +123,8 @@ def drawn(rank: Rank, seed: int, limit: float | None, turns: int = 30) -> int:
 
 def waited_for(rank: Rank, request: Any) -> Any:
     """Wait for a request; on the host in such a way that a simulation goes on."""
-    while rank.device.kind == "simulated" and type(request) is FusedRequest:
+    of_host = isinstance(request, FusedRequest | Request)
+    while rank.device.kind == "simulated" and of_host:
         if request.test():
             break
         rank.device.flag_load(rank.stop)

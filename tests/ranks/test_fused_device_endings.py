@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from staged_ranks import Rank, SimRanks, forget_ranks, on_threads
+from staged_ranks import Rank, SimRanks, forget_ranks, on_threads, renew_ranks
 from test_fused_device import ones
 
 import commrt
@@ -216,7 +216,7 @@ def test_a_bucket_that_fails_fails_each_of_its_calls(seeds: range) -> None:
             assert said[0] == said[1] in ("MismatchError", "RevokedError"), found
             assert "allreduce #" in text
             assert "rank " in text
-        forget_ranks()
+        renew_ranks()
 
 
 def test_a_rank_that_never_comes_is_a_timeout() -> None:

@@ -25,6 +25,8 @@ COLLS = [spec.name for spec in OPERATIONS if spec.name != "alltoallv"]
 OF_FAILURES = ("kept", "kept_behind", "told_late", "unasked")
 """Bugs of operations that fail: test_ipc_failures.py."""
 BUGS = [bug for bug in _native.planted_peer_bugs() if bug not in OF_FAILURES]
+LAZY_DEVICE = ("end_flag_early",)
+"""Bugs only where the host is ahead of the device."""
 SMALL = {"half_nbytes": 512, "communicators": 2}
 
 
@@ -48,7 +50,7 @@ class Part(DeviceArray):
         self._address = whole.address + start * whole.dtype.itemsize
         self.owner = whole
 
-    def free(self) -> None:
+    def _give_back(self) -> None:
         """It is not ours."""
 
 
@@ -134,8 +136,10 @@ def test_the_order_is_right_whatever_happens_when(
 def test_a_planted_bug_is_caught_by_every_seed(
     bug: str, queues: int, seeds: range
 ) -> None:
+    options: dict[str, Any] = {"preempt": 0.05} if bug in LAZY_DEVICE else {}
+    options |= SMALL
     missed = [
-        each for each in seeds if not verdict(calls, 2, each, queues, bug, **SMALL)
+        each for each in seeds if not verdict(calls, 2, each, queues, bug, **options)
     ]
     assert missed == []
 

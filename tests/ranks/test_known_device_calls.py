@@ -370,7 +370,7 @@ def wrong_calls(rank: Rank) -> list[tuple[Callable[[], Any], Any]]:
             self._address = of.address + begin * of.dtype.itemsize
             self._pinned = 0
 
-        def free(self) -> None:
+        def _give_back(self) -> None:
             """It is not ours."""
 
     long = ones(rank, 12)

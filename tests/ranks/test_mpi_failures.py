@@ -236,3 +236,21 @@ def test_a_communicator_ends_with_calls_under_way(mpi: FakeDeviceMpi) -> None:
         rank.stream.synchronize()
 
     on_mpi_threads(2, main, survives=False)
+
+
+def test_what_mpi_may_still_use_never_comes_back(mpi: FakeDeviceMpi) -> None:
+    mpi.set("hold", 1)
+
+    def main(rank: Rank) -> int:
+        comm = rank.comm.dup()
+        comm.allreduce(ones(rank), nonblocking=True).be_quiet()
+        work = comm._staging.mpi.work(rank.device)
+        while mpi.counter("MPI_Iallreduce") < 2:
+            comm._world.engine.step()
+        comm.give_up("it was told to")
+        comm.free()
+        assert comm._world.left_behind == []  # nobody need ask again
+        rank.stream.synchronize()
+        return work.give_rest_back()
+
+    assert on_mpi_threads(2, main, survives=False) == [2, 2]

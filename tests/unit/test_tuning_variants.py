@@ -9,7 +9,11 @@ import pytest
 from tuning_recordings import DIRECT, NATIVE, Truth, record
 from tuning_recordings import TRUTH as CROSSING
 
-from commrt.backends.variants import piece_variants, transport_variants
+from commrt.backends.variants import (
+    copy_variants,
+    piece_variants,
+    transport_variants,
+)
 from commrt.select.facts import Candidate, CommFacts, LinkClass
 from commrt.tuning.job import middle
 from commrt.tuning.samples import Failure
@@ -245,6 +249,15 @@ def test_what_wins_between_near_cores_alone_goes_on_to_be_tried() -> None:
         )
     items = variants_to_try(near, 2, "float32", MAX_NBYTES, held_out=False)
     assert str(WIDE) in {one.candidate for one in items if one.nbytes == 6 << 20}
+
+
+def test_copies_by_kernels_are_tried_of_short_staged_calls() -> None:
+    ring = Candidate("staged", "ring", {"piece": 64})
+    [found] = copy_variants(ring, 16 << 10)
+    assert found == Candidate("staged", "ring", {"piece": 64, "copies": "kernel"})
+    assert copy_variants(found, 8) == []
+    assert copy_variants(ring, (16 << 10) + 1) == []
+    assert copy_variants(Candidate("nccl", "native"), 8) == []
 
 
 def test_pieces_of_staged_calls_are_tried_where_they_differ() -> None:

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams, events and pinned memory of communicators that failed.
+
+As one is closed, its streams may still hold copies, and the host messages of which
+peers bring the rest. All of it is given back once that is over for sure
+(``StagedWork::give_rest_back``): the ranks look as they make or close such work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from commrt import _native
+
+if TYPE_CHECKING:
+    from commrt.world import World
+
+__all__ = ["StagedWork", "give_back", "leave"]
+
+StagedWork = (
+    _native.Stager | _native.MessageStager | _native.MpiWork | _native.HostedWork
+)
+_LATER = 0
+
+
+def leave(world: World, work: Iterable[StagedWork]) -> None:
+    """Give closed work back that failed, now or at a later call."""
+    world.left_behind.extend(each for each in work if each.failed)
+    give_back(world)
+
+
+def give_back(world: World) -> None:
+    """Give back what nobody uses any more; what MPI may use for ever is forgotten."""
+    left, world.left_behind = world.left_behind, []
+    world.left_behind.extend(each for each in left if each.give_rest_back() == _LATER)

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory of the host that is near a device: on the machine's node that its bus is connected to.
+#pragma once
+
+#include <array>
+#include <string>
+
+namespace commrt {
+
+// The node (of NUMA) of a PCI device, by its bus id; -1 where that is not known, or where the
+// machine has one node only. `sysfs` is /sys, but in tests.
+int node_of_device(const std::string& sysfs, const std::string& bus_id);
+
+// While it lives, this thread gets memory from a node, where that may be said: by its memory policy,
+// else, as containers forbid that, by running on the node's own CPUs. Afterwards all is as before.
+// What the program or numactl has said takes precedence.
+class NearNode {
+ public:
+  enum class By { Nothing, Policy, Cpus };
+
+  NearNode(const std::string& sysfs, int node);
+  ~NearNode();
+  NearNode(const NearNode&) = delete;
+  NearNode& operator=(const NearNode&) = delete;
+  By by() const { return by_; }
+
+ private:
+  using Mask = std::array<unsigned long, 128>;  // of nodes or CPUs, up to 8192
+  bool say_policy(int node, bool* chosen);
+  bool go_there(const std::string& sysfs, int node);
+
+  By by_ = By::Nothing;
+  Mask cpus_before_{};
+};
+
+}  // namespace commrt

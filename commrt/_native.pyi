@@ -53,7 +53,12 @@ class CudaDevice(Device):
     """A GPU, through the CUDA driver."""
 
     def __init__(
-        self, ordinal: int = 0, *, memory_flags: bool = True, library: str = ""
+        self,
+        ordinal: int = 0,
+        *,
+        memory_flags: bool = True,
+        library: str = "",
+        sysfs: str = "/sys",
     ) -> None: ...
     @property
     def can_memory_flags(self) -> bool:
@@ -70,6 +75,10 @@ class CudaDevice(Device):
     @property
     def name(self) -> str:
         """The card."""
+
+    @property
+    def node(self) -> int:
+        """The machine's node that pinned memory is taken from; -1: any."""
 
     @property
     def ordinal(self) -> int:
@@ -576,6 +585,64 @@ class Group:
     @property
     def size(self) -> int: ...
 
+class HostedWork(DeviceWork):
+    """A communicator's calls on one device whose work is the host's."""
+
+    def __init__(
+        self,
+        group: Group,
+        device: Device,
+        slots: int,
+        first_nbytes: int,
+        most_nbytes: int,
+        first_value: int = 0,
+        flags: bool = True,
+    ) -> None: ...
+    def announce(self) -> None:
+        """Let a simulated device know that the host did something."""
+
+    def done(self, call: DeviceCall) -> None:
+        """The host has written what goes back."""
+
+    def fail(self, call: DeviceCall, kind: str, why: str) -> None:
+        """The host's part has failed; after a "timeout" the communicator is of no more
+        use.
+        """
+
+    def give_rest_back(self) -> int:
+        """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
+
+    def has_come(self, call: DeviceCall) -> bool:
+        """Whether what is read is there, or the call has failed."""
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Pinned memory for data."""
+
+    def places(self, call: DeviceCall) -> list[int]:
+        """Where each array of a call lies in pinned memory."""
+
+    def plant(self, name: str) -> None:
+        """Plant a bug, for tests."""
+
+    def refuse_capture(self, stream: int) -> None:
+        """Raise CaptureError where a stream is captured."""
+
+    def start(
+        self,
+        arrays: Sequence[tuple[int, int, bool, bool]],
+        stream: int,
+        asked_for: bool,
+        keep: Any,
+        timeout_s: float,
+    ) -> DeviceCall:
+        """Give the device all that there is to do; rows are (address, bytes, whether
+        the host reads it, whether it writes it).
+        """
+
+    def wait_until_come(self, call: DeviceCall, limit_s: float) -> bool:
+        """The same once it is so, or after that time, 0.05 s at most."""
+
 class MessageStager(DeviceWork):
     """A communicator's messages on one device."""
 
@@ -587,7 +654,11 @@ class MessageStager(DeviceWork):
         first_nbytes: int,
         most_nbytes: int,
         first_value: int = 0,
+        flags: bool = True,
     ) -> None: ...
+    def give_rest_back(self) -> int:
+        """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
+
     @property
     def num_leaving(self) -> int:
         """Calls whose copy to the host is not seen."""
@@ -640,6 +711,9 @@ class MpiWork(DeviceWork):
         flags: bool,
         first_value: int = 0,
     ) -> None: ...
+    def give_rest_back(self) -> int:
+        """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
+
     def plant(self, name: str) -> None:
         """Plant a bug, for tests."""
 
@@ -1293,6 +1367,12 @@ class StagedPlan:
         serial: bool = False,
     ) -> None: ...
     @property
+    def by_kernel(self) -> bool:
+        """Whether kernels copy to pinned memory and back; set before a start."""
+
+    @by_kernel.setter
+    def by_kernel(self, arg: bool, /) -> None: ...
+    @property
     def pieces(self) -> int:
         """Parts that are copied and combined one after the other."""
 
@@ -1307,7 +1387,11 @@ class Stager(DeviceWork):
         first_nbytes: int,
         most_nbytes: int,
         first_value: int = 0,
+        flags: bool = True,
     ) -> None: ...
+    def give_rest_back(self) -> int:
+        """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
+
     @property
     def pinned_nbytes(self) -> int:
         """Pinned memory for data."""
@@ -1479,6 +1563,9 @@ class kernels:  # noqa: N801
     @staticmethod
     def use_isa(name: str) -> bool:
         """Force an instruction set; false where the machine lacks it."""
+
+def leave_arrays(leaves: bool) -> None:
+    """Whether this thread drops no arrays of devices that calls have kept."""
 
 def load_mpi(
     addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int
@@ -1660,6 +1747,9 @@ def peer_exchange_flags_nbytes(size: int) -> int:
 
 def planted_bugs() -> list[str]:
     """Names of the bugs that tests can plant in the staging of device memory."""
+
+def planted_hosted_bugs() -> list[str]:
+    """Names of the bugs that tests can plant in calls whose work is the host's."""
 
 def planted_message_bugs() -> list[str]:
     """The same, of messages of device memory."""

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from commrt._native import Request
 from commrt.calls import check_timeout
-from commrt.errors import CommError, TimeoutError_, UsageError
+from commrt.errors import CommError, RevokedError, TimeoutError_, UsageError
 
 __all__ = ["SteppedRequest", "Steps"]
 
@@ -115,6 +115,12 @@ class SteppedRequest:
                 return False
             raise
         return True
+
+    def give_up(self, why: str) -> None:
+        """End it where it is: the communicator has failed, and nobody waits for it."""
+        with self._lock:
+            if not self._done:
+                self._fail(RevokedError(f"{self._what}: {why}"))
 
     @property
     def done(self) -> bool:

@@ -8,6 +8,9 @@ from typing import Any
 
 from staged_ranks import Rank, SimRanks, forget_ranks, kept_ranks
 
+from commrt import _native
+from commrt.devices import DeviceArray
+
 KINDS = ("sparse", "compression")
 ENOUGH = {"first_nbytes": 1 << 20}
 """So that nothing is allocated while others wait for their streams."""
@@ -62,6 +65,9 @@ class HostedRanks(SimRanks):
 
     def close(self) -> None:
         """Give everything back, but for the communicators that jobs go over."""
+        for rank in self.ranks:
+            _native.drop_ended(rank.comm._world.engine)  # as the next call would
+            DeviceArray(rank.device, 1).free()  # and with it what others left to free
         kept = [rank.comm._staging.hosted for rank in self.ranks]
         channels = [jobs._channel for jobs in kept]
         for jobs in kept:

@@ -135,7 +135,9 @@ class HostedJob:
 
     def _end(self) -> None:
         # What it kept goes with the call, not with who holds its request.
-        self._begin = self._request = None
+        request, self._begin, self._request = self._request, None, None
+        if request is not None:
+            request.give_up("the call that it is a part of has ended")
         self.over.set()
 
     @property

@@ -31,8 +31,8 @@ class _Freeing(threading.local):
     """What a thread does with memory of devices that comes to be freed in it."""
 
     waits = True
-    left: ClassVar[deque[tuple[Device, int, int]]] = deque()
-    """Of all threads: what one of them did not free, by device and addresses."""
+    left: ClassVar[dict[int, deque[tuple[Device, int, int]]]] = {}
+    """Of all threads: what they did not free, by device: it, and addresses."""
 
 
 _FREEING = _Freeing()
@@ -53,13 +53,15 @@ def freeing_nothing() -> Iterator[None]:
         _native.leave_arrays(not before)
 
 
-def _free_what_was_left() -> None:
-    # Nobody is there to be told of a device that failed or is gone.
+def _free_what_was_left(device: Device) -> None:
+    # Of this device alone: another one may wait for what this thread does next.
+    left = _FREEING.left.get(id(device), deque())
     with suppress(IndexError):
-        while True:
-            device, address, pinned = _FREEING.left.popleft()
+        while left:
+            on, address, pinned = left.popleft()
+            # Nobody is there to be told of a device that failed or is gone.
             with suppress(CommError):
-                _free(device, address, pinned)
+                _free(on, address, pinned)
 
 
 def _free(device: Device, address: int, pinned: int) -> None:
@@ -222,9 +224,10 @@ class DeviceArray:
         address, self._address = self._address, 0
         pinned, self._pinned = self._pinned, 0
         if not _FREEING.waits:
-            _FREEING.left.append((self.device, address, pinned))
+            left = _FREEING.left.setdefault(id(self.device), deque())
+            left.append((self.device, address, pinned))
             return
-        _free_what_was_left()
+        _free_what_was_left(self.device)
         _free(self.device, address, pinned)
 
     def __del__(self) -> None:

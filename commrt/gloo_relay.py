@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages to ranks of other nodes by gloo, where there is no MPI.
 
-The engine hands messages to a native relay (native/relay.hpp) and looks there for what
+The engine hands messages to a native relay (engine/relay.hpp) and looks there for what
 has come. Here two threads for each rank of another node carry what the relay gives
 them: one sends, one receives, over a gloo group that is made from the store in which
 the ranks have met. The threads wait without the GIL, and nothing in the engine waits

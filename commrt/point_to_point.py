@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between two ranks, and lists of them: send, recv, sendrecv, multi_sendrecv.
 
-What stands here runs for calls that ``native/p2p_operation.cpp`` does not recognise at
+What stands here runs for calls that ``calls/p2p_operation.cpp`` does not recognise at
 a glance, and says what is wrong with a call.
 """
 

@@ -7,7 +7,7 @@ A payload lies in a slot of shared memory. To use the same few slots again and a
 keeps them in the cores' own caches, which is best where a core takes lines over from
 another one as fast as it reads them. Where it does not, slots that have meanwhile left
 those caches are: a window beyond the size of a core's own cache. Both are measured,
-once (native/slot_probe.cpp). Each rank decides for what it sends: messages say where
+once (engine/slot_probe.cpp). Each rank decides for what it sends: messages say where
 they lie, so ranks need not agree. Between far cores, where payloads are written past
 the caches, a window makes no difference, or a small one for the better.
 """

@@ -3,7 +3,7 @@
 
 ``comm.empty`` is collective over the node's ranks and gives each of them an array of
 the same length. Long collectives then read and write the peers' arrays in place, where
-they otherwise copy through shared slots (native/symmetric.cpp).
+they otherwise copy through shared slots (native/engine/symmetric.cpp).
 
 The heap consists of segments, each with a part for every rank. All ranks make the same
 requests in the same order, so each keeps the books of the whole heap by itself.

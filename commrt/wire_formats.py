@@ -33,7 +33,7 @@ class WireFormat:
     name: str
     """Value of ``compress=``."""
     code: int
-    """The engine's code (native/wire.hpp)."""
+    """The engine's code (native/kernels/wire.hpp)."""
     block: int
     """Elements that are put on the wire together."""
     itemsize: int

@@ -36,7 +36,7 @@ DEADLINE_S = 20.0
 def build(*defines: str) -> Path:
     """Return the compiled stub, made where the sources have changed."""
     # Named like the original, so that it is found among what is loaded.
-    headers = ("device.hpp", "foreign_kernel.hpp")
+    headers = ("devices/device.hpp", "devices/foreign_kernel.hpp")
     return build_stub("nccl_stub", "libnccl.so.2", headers=headers, defines=defines)
 
 

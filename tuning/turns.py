@@ -30,7 +30,7 @@ _FLOOR_US = 20.0
 _TURN_S = 0.003
 _SETTLED_CALLS = 24
 """Calls after which a plan that learns by itself how to write has tried all kinds
-(native/store_choice.hpp): what it takes from then on is what users will see."""
+(native/engine/store_choice.hpp): what it takes from then on is what users will see."""
 _SETTLED_S = 0.02
 """Calls that take long are not repeated for that."""
 _LARGEST_TURN = 5

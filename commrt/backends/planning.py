@@ -115,7 +115,7 @@ class TransportParams:
     slots (``stream_slots``), both (``stream_both``). ``auto`` starts with plain slots
     where cores are near and streamed ones elsewhere, and with streamed results where
     the node's buffers are beyond what the cache holds; it goes on with what proves
-    faster, rank by rank (native/store_choice.hpp)."""
+    faster, rank by rank (native/engine/store_choice.hpp)."""
     depth: int = 2
     """Fragments tried at once."""
     reuse: int | str = "auto"

@@ -2,7 +2,7 @@
 """From a schedule's rounds and element counts to what a rank's stream runs.
 
 A list of commands, which is made once and given to a stream as often as wanted
-(``native/stream_program.hpp``). With ``nccl_program`` each round is one group of NCCL's
+(``stream_program.hpp``). With ``nccl_program`` each round is one group of NCCL's
 sends and receives, then kernels; ``peer_programs`` has the other form of rounds.
 
 Blocks have the lengths that the host engine gives them. Long messages are cut into
@@ -65,7 +65,7 @@ _TOKENS = dtype_by_name("uint8")
 
 
 class StreamStep(IntEnum):
-    """Commands, as native/stream_program.hpp has them."""
+    """Commands, as device_calls/stream_program.hpp has them."""
 
     COPY = 0
     REDUCE = 1

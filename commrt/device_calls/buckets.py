@@ -4,7 +4,7 @@
 A call notes what its stream holds, and becomes a part of the bucket of its device,
 element type and reduction. Which calls are in a bucket, when it is sent and in which
 order the native side settles, for arrays of the host and of devices together, as it
-must be the same on all ranks (``native/fusion.cpp``). What is sent is one allreduce:
+must be the same on all ranks (``calls/fusion.cpp``). What is sent is one allreduce:
 
     gathers:    wait for what the streams held at the calls; the arrays into a block
     collective: in place on the block, whatever runs it

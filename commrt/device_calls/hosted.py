@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls on device arrays whose work is the host's: sparse sums and compression.
 
-The call gives the device all there is to do (``native/hosted_work.hpp``): copies to
+The call gives the device all there is to do (``hosted_work.hpp``): copies to
 pinned memory behind the caller's stream, and the copies back, which wait there for the
 host. The host's call runs on pinned memory once the arrays have come
 (``hosted_jobs.py``), and the caller goes on. Only where the length of a result is known

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fusion: ``with comm.fused():`` sends short allreduces together.
 
-The native side (``native/fusion.cpp``) collects the calls in buckets. Where it cuts,
+The native side (``calls/fusion.cpp``) collects the calls in buckets. Where it cuts,
 that is, sends what it has, must be the same on all ranks. Without a time limit that
 follows from the calls. With one the ranks agree (``fusion/agreement.py``).
 """

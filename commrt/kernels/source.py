@@ -2,7 +2,7 @@
 """The kernels' text: one module of CUDA C for each element type, and one for bytes.
 
 The texts in ``text/`` say how items are combined and memory is walked; what is written
-here is which functions there are. Names are those that ``native/cuda_device.cpp`` looks
+here is which functions there are. Names are those that ``cuda_device.cpp`` looks
 up.
 """
 

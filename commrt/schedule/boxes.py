@@ -285,7 +285,7 @@ def _units(
     """Return what goes into one message together, in order: a piece, or two twins.
 
     Opposite faces of a block across its fastest dimension share cache lines: the engine
-    moves both in one pass (native/box_twins.cpp).
+    moves both in one pass (native/kernels/box_twins.cpp).
     """
     ends = [(move, move.source or move.target) for move in moves]
     alike = Counter((box.array, move.shape) for move, box in ends if box is not None)

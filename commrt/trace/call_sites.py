@@ -3,7 +3,7 @@
 
 Between the program and commrt lie frames of torch, of Python's own library and of
 commrt's layers, which are passed over. A place is a code object and an instruction in
-it, so it is found again by two numbers (``native/call_sites.cpp``); which line that
+it, so it is found again by two numbers (``recording/call_sites.cpp``); which line that
 is, is read when it is shown.
 """
 

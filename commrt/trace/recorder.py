@@ -302,7 +302,7 @@ class Recorder:
             function: called with the owner before the call's own arguments.
             owner: what the method is of, held weakly; None for a bound function.
             look: says what a call is that was not met before.
-            reads: how each positional argument is read (native/recorded_method.hpp).
+            reads: how each positional argument is read (recording/recorded_method.hpp).
             watch: lets what a call returns note its end, where that is no request of
                 the engine's; returns what the caller gets.
             of_torch: see there.

@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "device.hpp"
+#include "devices/device.hpp"
 
 namespace stub {
 

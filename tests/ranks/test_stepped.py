@@ -44,7 +44,7 @@ def test_nothing_happens_between_steps() -> None:
 
 
 LANES = 8
-"""Operations with payload in flight; native/layout.hpp."""
+"""Operations with payload in flight; native/engine/layout.hpp."""
 
 
 def test_an_operation_starts_at_once_beside_others_in_flight() -> None:

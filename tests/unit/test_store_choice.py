@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learner of store kinds (native/store_choice.hpp), on invented times."""
+"""The learner of store kinds (native/engine/store_choice.hpp), on invented times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 NATIVE = Path(__file__).parents[2] / "commrt" / "native"
 HARNESS = """
-#include "store_choice.hpp"
+#include "engine/store_choice.hpp"
 using namespace commrt;
 extern "C" {
 void* make(int first, int open) {

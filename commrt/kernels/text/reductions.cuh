@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reductions of two items, as commrt/native/kernels_ops.hpp has them for the host.
+// The reductions of two items, as commrt/native/kernels/kernels_ops.hpp has them for the host.
 //
 // Compiled with --fmad=false: a product and a sum that became one instruction would round
 // once, and the host rounds twice.

@@ -1,0 +1,320 @@
+// SPDX-License-Identifier: Apache-2.0
+// Binds Engine, Group (the communicator's native base) and Request.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unordered_map.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "calls/fusion.hpp"
+#include "calls/group.hpp"
+#include "device_calls/device_work.hpp"
+#include "engine/p2p.hpp"
+#include "engine/relay.hpp"
+
+namespace commrt {
+
+namespace {
+
+double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, int repetitions,
+                 double timeout_s) {
+  nb::gil_scoped_release release;
+  Engine& engine = *group.engine;
+  const double begin = now_s();
+  std::unique_lock<std::mutex> lock(engine.mutex);
+  for (int i = 0; i < repetitions; ++i) {
+    const void* from = reinterpret_cast<const void*>(in);
+    void* to = reinterpret_cast<void*>(out);
+    const bool is_short = plan->run_short && group.comm->quiet();
+    auto op = is_short
+                  ? group.comm->run_short(plan, from, to, group.comm->spins_with_gil(plan.get()))
+                  : group.comm->start(plan, from, to, nullptr, true);
+    if (op == nullptr) continue;
+    Backoff backoff(group.comm->spins_of(plan.get()));
+    backoff.sleep_soon(group.comm->off_node->is_relay);
+    while (!op->finished()) {
+      if (engine.step_locked(kNoLimit)) {
+        backoff.reset();
+        continue;
+      }
+      lock.unlock();
+      backoff.pause();
+      if (now_s() - begin > timeout_s) return -1;
+      lock.lock();
+    }
+    group.comm->recycle(std::move(op));
+  }
+  return now_s() - begin;
+}
+
+nb::list records_of(const Group& group) {
+  std::vector<Record> last;
+  auto take = [&last](const std::vector<Record>& ring, uint64_t end) {
+    for (uint64_t seq = end > Comm::kRecords ? end - Comm::kRecords : 0; seq < end; ++seq) {
+      last.push_back(ring[seq % Comm::kRecords]);
+    }
+  };
+  {
+    std::lock_guard<std::mutex> lock(group.engine->mutex);
+    take(group.comm->records, group.comm->next_seq);
+    take(group.comm->message_records, group.comm->p2p->next_seq());
+  }
+  std::stable_sort(last.begin(), last.end(), [](const Record& a, const Record& b) {
+    return a.start_ticks < b.start_ticks;
+  });
+  nb::list rows;
+  for (const Record& r : last) {
+    rows.append(nb::make_tuple(r.seq, r.coll, r.dtype, r.redop, r.count, r.root, r.state,
+                               r.start_ticks, r.end_ticks, r.stream, r.device, r.peer, r.tag));
+  }
+  return rows;
+}
+
+}  // namespace
+
+void bind_group(nb::module_& m) {
+  nb::class_<Engine>(m, "Engine", "Progress for every communicator of one rank.")
+      .def(nb::init<>())
+      .def("step",
+           [](Engine& engine) {
+             bool advanced;
+             {
+               nb::gil_scoped_release release;
+               advanced = engine.step();
+             }
+             if (engine.is_timed_due() && !look_at_timed(engine)) throw nb::python_error();
+             if (!engine.wants_python()) return advanced;
+             if (!run_wanted(engine)) throw nb::python_error();
+             return true;
+           },
+           "Run one pass over all operations in flight, a slice of each; True if anything "
+           "advanced.")
+      .def("start_thread", &Engine::start_thread)
+      .def("release_streams", &Engine::release_streams, nb::arg("why"),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Fail all work on device memory that is under way, and let its streams go.")
+      .def("stop_thread", &Engine::stop_thread, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("has_thread", &Engine::has_thread)
+      .def_prop_ro("is_parked", &Engine::is_parked,
+                   "Whether its thread sleeps until something is started.")
+      .def_prop_ro("idle", &Engine::idle, nb::call_guard<nb::gil_scoped_release>(),
+                   "Whether nothing is in flight.");
+
+  nb::class_<Request>(m, "Request",
+                      "One started operation. Keep it, and wait() for it: the buffers belong "
+                      "to the engine until then.")
+      .def("wait", &Request::wait, nb::kw_only(), nb::arg("stream") = nb::none(),
+           nb::arg("timeout_s") = nb::none(),
+           "Return the operation's output once it is complete. Idempotent; raises the same "
+           "error every time. timeout_s defaults to the communicator's. Ctrl-C leaves the "
+           "request pending.")
+      .def("synchronize",
+           [](Request& self, nb::object timeout_s) { return self.wait(nb::none(), timeout_s); },
+           nb::kw_only(), nb::arg("timeout_s") = nb::none(),
+           "Block the host until the operation is complete; for host arrays the same as wait().")
+      .def("test", &Request::test,
+           "Run a little progress; True once complete. Raises the operation's error.")
+      .def("_be_quiet", &Request::be_quiet, "Do not warn where it is dropped.")
+      .def("_take_back", &Request::take_back, nb::arg("why"),
+           "End a message that its peer does not know of, or has not asked for.")
+      .def_prop_ro("done", &Request::done, "Whether the operation has ended, without progress.")
+      .def_prop_ro("seq", &Request::seq, "Sequence number on its communicator.")
+      .def_prop_ro("operation", &Request::operation, "Name of the operation.")
+      .def_prop_ro("received_nbytes", &Request::received_nbytes,
+                   "Bytes that a receive has taken, or all of a multi_sendrecv; -1 for other "
+                   "operations.")
+      .def_prop_ro("each_received_nbytes", &Request::each_received_nbytes,
+                   "Bytes that each receive of the operation has taken, in their order.")
+      .def_prop_ro("source", &Request::source, "Rank a receive took its message from.")
+      .def_prop_ro("timeout_s", &Request::timeout_s,
+                   "Default limit of its waits, in seconds.")
+      .def_prop_ro("device", &Request::device,
+                   "Number of the device of its buffers; None for host memory.")
+      .def_prop_ro("stream", &Request::stream,
+                   "Stream it is ordered with, as an integer; None for host memory.")
+      .def("__repr__", &Request::repr)
+      .def("__bool__", [](const Request& self) -> bool {
+        throw nb::type_error(("the truth of a request is not its completion: call test() or "
+                              "wait() on " + std::string(self.repr().c_str())).c_str());
+      });
+
+  nb::class_<Group>(m, "Group", nb::is_weak_referenceable(), nb::dynamic_attr(),
+                    "Native base of Communicator.")
+      .def(nb::init<std::shared_ptr<Engine>, int, int, const std::string&>(),
+           nb::arg("engine"), nb::arg("rank"), nb::arg("size"), nb::arg("name"))
+      .def_prop_ro("rank", [](const Group& g) { return g.comm->rank; })
+      .def_prop_ro("size", [](const Group& g) { return g.comm->size; })
+      .def_prop_ro("name", [](const Group& g) { return g.comm->name; })
+      .def_prop_ro("next_seq", [](const Group& g) { return g.comm->next_seq; })
+      .def_prop_ro("_failure", [](const Group& g) {
+        return g.comm->broken.load(std::memory_order_acquire) ? g.comm->failure : std::string();
+      })
+      .def_rw("_timeout_s", &Group::timeout_s)
+      .def_rw("_slow", &Group::slow)
+      .def_prop_ro("_num_plans", &Group::num_plans)
+      .def_prop_ro("_idle", [](const Group& g) {
+        for (const auto& work : g.device_work) {
+          if (work->outstanding() != 0) return false;
+        }
+        std::lock_guard<std::mutex> lock(g.engine->mutex);
+        return g.comm->idle();
+      }, nb::call_guard<nb::gil_scoped_release>())
+      .def("_set_failure", [](Group& g, const std::string& why) {
+        std::lock_guard<std::mutex> lock(g.engine->mutex);
+        g.comm->break_down(why);
+        g.comm->tell_failure(g.comm->next_seq);
+      })
+      .def("_set_spins", [](Group& g, int spins) {
+        std::lock_guard<std::mutex> lock(g.engine->mutex);  // a progress thread looks at it
+        g.comm->spin_before_yield = spins;
+      })
+      .def_prop_ro("_least_spins", [](const Group& g) {
+        std::lock_guard<std::mutex> lock(g.engine->mutex);
+        return g.engine->spins_locked(g.comm->spin_before_yield);
+      }, "How often a wait looks now before it yields.")
+      .def("_attach_arena",
+           [](Group& g, uint64_t address, uint64_t region, uint64_t lane,
+              const std::vector<int>& members) {
+             std::lock_guard<std::mutex> lock(g.engine->mutex);
+             g.comm->attach_arena(reinterpret_cast<void*>(address), region, lane, members);
+           })
+      .def("_attach_segment",
+           [](Group& g, uint64_t address, uint64_t part_nbytes) {
+             std::lock_guard<std::mutex> lock(g.engine->mutex);
+             g.comm->attach_segment(reinterpret_cast<void*>(address), part_nbytes);
+             g.forget_plans();  // those made so far do not know what peers may reach
+           }, nb::arg("address"), nb::arg("part_nbytes"), nb::call_guard<nb::gil_scoped_release>(),
+           "Add a segment to the symmetric heap: a part for each on-node rank.")
+      .def("_detach",
+           [](Group& g) {
+             std::lock_guard<std::mutex> lock(g.engine->mutex);
+             g.comm->detach();
+           }, nb::call_guard<nb::gil_scoped_release>())
+      .def("_attach_mpi", [](Group& g, uint64_t comm, int tag, const std::vector<int>& ranks) {
+        std::lock_guard<std::mutex> lock(g.engine->mutex);
+        g.comm->attach_mpi(static_cast<Handle>(comm), tag, ranks);
+      })
+      .def("_attach_relay",
+           [](Group& g, std::shared_ptr<Relay> relay, int tag, const std::vector<int>& ranks) {
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             g.comm->attach_relay(std::move(relay), tag, ranks);
+           }, nb::arg("relay"), nb::arg("tag"), nb::arg("ranks"))
+      .def("_probe_latency_ns",
+           [](Group& g, int peer, int rounds, double timeout_s) {
+             return g.comm->probe_latency(peer, rounds, timeout_s);
+           }, nb::call_guard<nb::gil_scoped_release>())
+      .def("_probe_slots_ns",
+           [](Group& g, int peer, size_t window, double timeout_s) {
+             const SlotTimes found = g.comm->probe_slots(peer, window, timeout_s);
+             return std::make_pair(found.same_ns, found.moving_ns);
+           }, nb::arg("peer"), nb::arg("window_nbytes"), nb::arg("timeout_s"),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Return ns per line in one slot again and again, and through a window.")
+      .def("_set_slot_window", [](Group& g, size_t nbytes) {
+        std::lock_guard<std::mutex> lock(g.engine->mutex);
+        g.comm->slot_window = std::min(nbytes, g.comm->layout.lane_nbytes);
+      }, nb::arg("nbytes"), "Let payloads pass through so much of each lane; 0: not at all.")
+      .def("_waiting_source",
+           [](Group& g, int tag, int first) {
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             return g.comm->p2p->waiting_source(tag, first);
+           }, nb::arg("tag"), nb::arg("first"), nb::call_guard<nb::gil_scoped_release>(),
+           "Return a rank whose message of this tag no receive has asked for, looking from "
+           "`first` on; -1: there is none.")
+      .def("_not_started", [](const Group& g, uint64_t seq) { return g.comm->not_started(seq); })
+      .def("_remember_plan",
+           [](Group& g, int64_t count, int coll, int dtype, int redop, int root, PlanPtr plan) {
+             const uint32_t what =
+                 PlanKey::pack(coll, static_cast<DType>(dtype), redop, plan->device);
+             g.remember_plan({count, what, root}, std::move(plan));
+           })
+      .def("_remember_vector_plan",
+           [](Group& g, int64_t count, int coll, int dtype, int redop, int root,
+              std::vector<int64_t> counts, PlanPtr plan) {
+             const uint32_t what =
+                 PlanKey::pack(coll, static_cast<DType>(dtype), redop, plan->device);
+             g.remember_vector_plan({{count, what, root}, std::move(counts)}, std::move(plan));
+           })
+      .def("_forget_plans", &Group::forget_plans)
+      .def("_records", &records_of,
+           "The last operations, oldest first: (seq, coll, dtype, redop, count, root, state, "
+           "start_ticks, end_ticks, stream, device, peer, tag). Collectives and messages are "
+           "numbered each by themselves; a message has 64 (send) or 65 (recv) for coll.")
+      .def("_run_plan",
+           [](nb::handle self, PlanPtr plan, uint64_t in, uint64_t out, nb::handle keep_x,
+              nb::handle keep_out, nb::handle result, nb::handle operation, bool nonblocking,
+              double timeout_s) {
+             return run_plan(self, plan, reinterpret_cast<const void*>(in),
+                             reinterpret_cast<void*>(out), keep_x, keep_out, result, operation,
+                             nonblocking, timeout_s);
+           }, nb::arg("plan"), nb::arg("data_in"), nb::arg("data_out"),
+           nb::arg("keep_x").none(), nb::arg("keep_out").none(), nb::arg("result").none(),
+           nb::arg("operation"), nb::arg("nonblocking"), nb::arg("timeout_s"))
+      .def("_time_plan", &time_plan, nb::arg("plan"), nb::arg("data_in"), nb::arg("data_out"),
+           nb::arg("repetitions"), nb::arg("timeout_s"),
+           "Seconds of `repetitions` blocking runs back to back, without Python in between; the "
+           "engine's lock is held throughout unless a run has to wait for long.")
+      .def("_send",
+           [](nb::handle self, uint64_t data, uint64_t nbytes, int dest, int tag,
+              nb::handle keep, nb::handle operation, bool nonblocking, double timeout_s) {
+             const Side x{reinterpret_cast<void*>(data), nbytes, dest, tag, keep};
+             return run_send(self, x, operation, nonblocking, timeout_s);
+           }, nb::arg("data"), nb::arg("nbytes"), nb::arg("dest"), nb::arg("tag"),
+           nb::arg("keep").none(), nb::arg("operation"), nb::arg("nonblocking"),
+           nb::arg("timeout_s"))
+      .def("_recv",
+           [](nb::handle self, uint64_t data, uint64_t capacity, int source, int tag,
+              nb::handle keep, nb::handle result, nb::handle operation, bool nonblocking,
+              double timeout_s) {
+             const Side out{reinterpret_cast<void*>(data), capacity, source, tag, keep};
+             return run_recv(self, out, result, operation, nonblocking, timeout_s);
+           }, nb::arg("data"), nb::arg("capacity"), nb::arg("source"), nb::arg("tag"),
+           nb::arg("keep").none(), nb::arg("result"), nb::arg("operation"),
+           nb::arg("nonblocking"), nb::arg("timeout_s"))
+      .def("_sendrecv",
+           [](nb::handle self, uint64_t data, uint64_t nbytes, int dest, int sendtag,
+              uint64_t out_data, uint64_t capacity, int source, int recvtag, nb::handle keep_x,
+              nb::handle keep_out, nb::handle result, nb::handle operation, bool nonblocking,
+              double timeout_s) {
+             const Side x{reinterpret_cast<void*>(data), nbytes, dest, sendtag, keep_x};
+             const Side out{reinterpret_cast<void*>(out_data), capacity, source, recvtag,
+                            keep_out};
+             return run_sendrecv(self, x, out, result, operation, nonblocking, timeout_s);
+           }, nb::arg("data"), nb::arg("nbytes"), nb::arg("dest"), nb::arg("sendtag"),
+           nb::arg("out_data"), nb::arg("capacity"), nb::arg("source"), nb::arg("recvtag"),
+           nb::arg("keep_x").none(), nb::arg("keep_out").none(), nb::arg("result"),
+           nb::arg("operation"), nb::arg("nonblocking"), nb::arg("timeout_s"));
+
+  m.def("region_nbytes", [](int members, uint64_t lane_nbytes) {
+    return RegionLayout(members, lane_nbytes).nbytes;
+  }, "Bytes of shared memory per rank for a group of `members` on-node ranks.");
+  m.def("inline_nbytes", [] { return std::pair(kInlineBytes, kMostInlineBytes); },
+        "Bytes that a message's line has room for, and with the lines that belong to it.");
+  m.def("view_of_numpy", [](nb::handle object) -> nb::object {
+    View view;
+    if (!view_of_numpy(object.ptr(), view)) return nb::none();
+    return nb::make_tuple(reinterpret_cast<uint64_t>(view.data), view.count,
+                          static_cast<int>(view.dtype), view.writable);
+  }, "(address, count, dtype code, writable) of a plain numpy array, else None.");
+  m.def("register_numpy_type", &register_numpy_type);
+  m.def("load_mpi", [](const std::unordered_map<std::string, uint64_t>& addresses,
+                       uint64_t byte_type, uint64_t in_place, int err_truncate) {
+    const std::string missing = mpi().load(addresses);
+    if (!missing.empty()) throw nb::value_error(("libmpi has no " + missing).c_str());
+    mpi().byte_type = static_cast<Handle>(byte_type);
+    mpi().in_place = reinterpret_cast<void*>(in_place);
+    mpi().err_truncate = err_truncate;
+  }, nb::arg("addresses"), nb::arg("byte_type"), nb::arg("in_place"), nb::arg("err_truncate"));
+  m.def("mpi_abort", [](uint64_t comm, int code) {
+    if (mpi().loaded) mpi().abort(static_cast<Handle>(comm), code);
+  });
+  m.def("mark_forked", [] { Engine::forked.store(true); });
+  m.def("drop_ended", &drop_ended);
+  m.def("leave_arrays", [](bool leaves) { leaves_arrays = leaves; }, nb::arg("leaves"),
+        "Whether this thread drops no arrays of devices that calls have kept.");
+}
+
+}  // namespace commrt

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// Binds MPI's operations on device memory (device_calls/mpi.py).
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/bind_device_work.hpp"
+#include "device_calls/mpi_work.hpp"
+
+namespace commrt {
+
+namespace {
+
+using PyMpiWork = PyWork<MpiWork>;
+
+PyDeviceCall start(const PyMpiWork& self, const std::shared_ptr<const MpiDevicePlan>& plan,
+                   uint64_t in, uint64_t out, uint64_t stream, bool orders, nb::handle keep_x,
+                   nb::handle keep_out, double timeout_s) {
+  return started(self, keep_x, keep_out, [&](void* const* kept) {
+    return self.own().start(plan, as_memory(in), as_memory(out), stream, orders, kept, timeout_s);
+  });
+}
+
+}  // namespace
+
+void bind_mpi_work(nb::module_& m) {
+  nb::class_<MpiDevicePlan>(m, "MpiDevicePlan", "What a call of MPI on device memory does.")
+      .def("__init__",
+           [](MpiDevicePlan* self, PlanPtr runs, size_t in_nbytes, size_t out_nbytes,
+              bool in_place, bool sends_out) {
+             if (!runs->native) throw nb::value_error("a plan that MPI does not run");
+             new (self) MpiDevicePlan{std::move(runs), in_nbytes, out_nbytes, in_place, sends_out};
+           },
+           nb::arg("runs"), nb::kw_only(), nb::arg("in_nbytes"), nb::arg("out_nbytes"),
+           nb::arg("in_place"), nb::arg("sends_out"),
+           "`in_place`: MPI may read where it writes; `sends_out`: this rank's input is to lie "
+           "in its output.");
+
+  nb::class_<PyMpiWork, PyDeviceWork>(m, "MpiWork",
+                                      "A communicator's operations of MPI on device memory.")
+      .def("__init__",
+           [](PyMpiWork* self, Group& group, const PyDevice& device,
+              std::shared_ptr<NcclOrder> order, bool flags, uint32_t first_value) {
+             StagerOptions options;
+             options.flags = flags;
+             options.first_value = first_value;
+             make_work(self, group, [&, on = device.device, keeps = device.keeps] {
+               return std::make_shared<MpiWork>(*group.comm, *group.engine, on, keeps,
+                                                std::move(order), options);
+             });
+           }, nb::arg("group"), nb::arg("device"), nb::arg("order").none(), nb::arg("flags"),
+           nb::arg("first_value") = 0)
+      .def("start", &start, nb::arg("plan"), nb::arg("data_in"), nb::arg("data_out"),
+           nb::arg("stream"), nb::arg("orders"), nb::arg("keep_x").none(),
+           nb::arg("keep_out").none(), nb::arg("timeout_s"),
+           "Give the device and the engine all that there is to do.")
+      .def("give_rest_back",
+           [](const PyMpiWork& self) {
+             nb::gil_scoped_release release;
+             return static_cast<int>(self.own().give_rest_back());
+           }, "Give back what is left of one that failed: 1 done, 2 never, 0 later.")
+      .def("plant",
+           [](const PyMpiWork& self, const std::string& name) {
+             self.own().planted =
+                 planted_bug<PlantedInMpi>(name, kPlantedInMpiNames, kNumPlantedInMpi);
+           }, nb::arg("name"), "Plant a bug, for tests.");
+  m.def("planted_mpi_bugs", [] {
+    return std::vector<std::string>(kPlantedInMpiNames + 1, kPlantedInMpiNames + kNumPlantedInMpi);
+  }, "Names of the bugs that tests can plant in MPI's calls on device memory.");
+}
+
+}  // namespace commrt

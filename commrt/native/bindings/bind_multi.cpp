@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// A multi_sendrecv bound to its arrays: checked once, started any number of times.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "calls/group.hpp"
+#include "engine/p2p.hpp"
+
+namespace commrt {
+
+namespace {
+
+using Row = std::tuple<uint64_t, uint64_t, int, int, bool>;
+
+MessageLists lists_of(const std::vector<Row>& sends, const std::vector<Row>& recvs) {
+  MessageLists lists;
+  auto fill = [&lists](const std::vector<Row>& rows, std::vector<Message>& list) {
+    list.reserve(rows.size());
+    for (const auto& [address, nbytes, peer, tag, replaced] : rows) {
+      list.push_back({reinterpret_cast<void*>(address), nbytes, peer, tag, replaced});
+      lists.in_place = lists.in_place || replaced;
+    }
+  };
+  fill(sends, lists.sends);
+  fill(recvs, lists.recvs);
+  return lists;
+}
+
+class PersistentMessages {
+ public:
+  PersistentMessages(nb::object group, const std::vector<Row>& sends,
+                     const std::vector<Row>& recvs, nb::object keep_sends, nb::object keep_recvs,
+                     nb::object result, nb::object operation)
+      : group_(std::move(group)), lists_(lists_of(sends, recvs)),
+        keep_sends_(std::move(keep_sends)), keep_recvs_(std::move(keep_recvs)),
+        result_(std::move(result)), operation_(std::move(operation)) {}
+
+  nb::object run(bool nonblocking, double timeout_s) const {
+    Group& group = *nb::inst_ptr<Group>(group_);
+    if (group.slow || group.comm->broken.load(std::memory_order_relaxed) ||
+        Engine::forked.load(std::memory_order_relaxed)) {
+      group_.attr("_check_usable")();
+    }
+    return run_multi(group_, lists_, keep_sends_, keep_recvs_, result_, operation_, nonblocking,
+                     timeout_s);
+  }
+  nb::object run(bool nonblocking) const {
+    return run(nonblocking, nb::inst_ptr<Group>(group_)->timeout_s);
+  }
+
+  // What somebody calls: recorded, while somebody records.
+  nb::object call(bool nonblocking) const {
+    if (!recorded.is_valid()) return run(nonblocking);
+    return recorded(nb::arg("nonblocking") = nonblocking);
+  }
+
+  nb::object recorded;  // calls run()
+
+  nb::object operation() const { return operation_; }
+  size_t num_sends() const { return lists_.sends.size(); }
+  size_t num_recvs() const { return lists_.recvs.size(); }
+
+ private:
+  nb::object group_;
+  MessageLists lists_;
+  nb::object keep_sends_, keep_recvs_, result_, operation_;
+};
+
+}  // namespace
+
+void bind_multi(nb::module_& m) {
+  nb::class_<PersistentMessages>(m, "PersistentMessages", nb::is_weak_referenceable(),
+                                 "A multi_sendrecv bound to its arrays; call it, or start() it.")
+      .def(nb::init<nb::object, const std::vector<Row>&, const std::vector<Row>&, nb::object,
+                    nb::object, nb::object, nb::object>(),
+           nb::arg("group"), nb::arg("sends"), nb::arg("recvs"), nb::arg("keep_sends"),
+           nb::arg("keep_recvs"), nb::arg("result"), nb::arg("operation"),
+           "Rows are (address, nbytes, peer, tag, replaced), all checked.")
+      .def("_run",
+           [](const PersistentMessages& self, bool nonblocking, double timeout_s) {
+             return self.run(nonblocking, timeout_s);
+           }, nb::arg("nonblocking"), nb::arg("timeout_s"))
+      .def("_run_bound", [](const PersistentMessages& self, bool nonblocking) {
+        return self.run(nonblocking);
+      }, nb::arg("nonblocking"))
+      .def("_record_by",
+           [](PersistentMessages& self, const nb::object& method) {
+             self.recorded = method.is_none() ? nb::object() : method;
+           }, nb::arg("method").none(), "Let runs go through a method that calls _run_bound.")
+      .def("__call__", [](const PersistentMessages& self) { return self.call(false); },
+           "Run the operation and return its output.")
+      .def("start", [](const PersistentMessages& self) { return self.call(true); },
+           "Start the operation and return its Request; wait before starting it again.")
+      .def_prop_ro("operation", &PersistentMessages::operation, "Name of the operation.")
+      .def("__repr__", [](const PersistentMessages& self) {
+        return nb::str("<commrt.PersistentMessages {} of {} sends and {} receives>")
+            .format(self.operation(), self.num_sends(), self.num_recvs());
+      });
+}
+
+}  // namespace commrt

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// Binds the relay to the threads of Python's that carry its frames (commrt/gloo_relay.py).
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include "engine/relay.hpp"
+
+namespace nb = nanobind;
+
+namespace commrt {
+
+namespace {
+
+unsigned char* at(uint64_t address) { return reinterpret_cast<unsigned char*>(address); }
+
+uint64_t address_of(const void* memory) { return reinterpret_cast<uint64_t>(memory); }
+
+nb::object next(Relay& relay, int peer, uint64_t frame) {
+  Relay::Todo todo;
+  {
+    const nb::gil_scoped_release released;
+    todo = relay.next(peer, at(frame));
+  }
+  if (todo.frame_nbytes == 0) return nb::none();
+  return nb::make_tuple(todo.frame_nbytes, address_of(todo.payload), todo.payload_nbytes,
+                        address_of(todo.landing), todo.landing_nbytes, todo.ends);
+}
+
+}  // namespace
+
+void bind_relay(nb::module_& m) {
+  nb::class_<Relay>(m, "Relay", "Messages to other nodes that threads of Python's carry.")
+      .def(nb::init<int, int>(), nb::arg("rank"), nb::arg("size"))
+      .def_prop_ro("frame_nbytes", [](const Relay&) { return Relay::kFrameNbytes; },
+                   "The longest frame.")
+      .def("next", &next, nb::arg("peer"), nb::arg("frame"),
+           "Wait for something to send and write its frame. (bytes of the frame, payload to be "
+           "sent before it, its bytes, where to receive a payload, its bytes, whether it is the "
+           "last one); None where the peer is lost.")
+      .def("sent", &Relay::sent, nb::arg("peer"), nb::call_guard<nb::gil_scoped_release>(),
+           "What `next` gave has left.")
+      .def("arrived",
+           [](Relay& relay, int peer, uint64_t frame, uint64_t nbytes) {
+             return static_cast<int>(relay.arrived(peer, at(frame), nbytes));
+           }, nb::arg("peer"), nb::arg("frame"), nb::arg("nbytes"),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Take a frame. 0: on to the next; 1: wait for the oldest payload first; 2: it was the "
+           "last one.")
+      .def("landed", &Relay::landed, nb::arg("peer"), nb::call_guard<nb::gil_scoped_release>(),
+           "The oldest payload whose receive has begun is there.")
+      .def("lost", &Relay::lost, nb::arg("peer"), nb::arg("why"),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Nothing comes from the peer any more, nor reaches it.")
+      .def("ask", &Relay::ask, nb::arg("peer"), nb::arg("tag"),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Ask how many operations a communicator has started there.")
+      .def("answer",
+           [](Relay& relay, uint64_t question) -> nb::object {
+             uint64_t count = 0;
+             if (!relay.answer(question, count)) return nb::none();
+             return nb::int_(count == Relay::kUnknown ? -1 : static_cast<int64_t>(count));
+           }, nb::arg("question"),
+           "What a peer has answered: None so far, -1 where it knows no such communicator.")
+      .def("failure_of", &Relay::failure_of, nb::arg("peer"), "Why a peer is lost, or nothing.")
+      .def("leave", &Relay::leave, nb::call_guard<nb::gil_scoped_release>(),
+           "Tell all peers that this was all.");
+}
+
+}  // namespace commrt

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// Fusion: short nonblocking allreduces that go together, as one operation on their arrays.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "calls/group.hpp"
+#include "engine/parts.hpp"
+
+namespace commrt {
+
+// Calls that go as one. Open while calls are added; then sent, or failed. Guarded by the GIL,
+// its references, too.
+//
+// Of arrays on a device only what settles its place among the others is here: `away` sends it
+// (device_calls/buckets.py), `arrays` are its requests, and `parts` have lengths alone.
+struct Bucket {
+  Bucket(nb::object group_, DType dtype_, RedOp redop_, nb::object away_)
+      : group(std::move(group_)), away(std::move(away_)), dtype(dtype_), redop(redop_),
+        parts(new BucketParts), arrays(nb::steal(PyList_New(0))) {}
+
+  nb::object group;
+  nb::object away;  // invalid: the engine runs it
+  DType dtype;
+  RedOp redop;
+  std::unique_ptr<BucketParts> parts;  // until it is sent
+  // A list of what owns their memory, but for results that a request has. The operation has a
+  // reference of its own.
+  nb::object arrays;
+  std::vector<uint64_t> calls;   // numbers of the calls, one for each part
+  nb::object request;            // once it is sent
+  Request* sent = nullptr;       // the same
+  bool left = false;             // `away` has sent it
+  nb::object error;              // why it was not sent
+  uint64_t end = ~uint64_t{0};   // calls from this one on went over into `next`
+  Bucket* next = nullptr;
+
+  bool is_settled() const { return sent != nullptr || left || error.is_valid(); }
+  // Instead of being sent: nobody works on the arrays.
+  void fail(const nb::object& why);
+  void hold() { ++references_; }
+  void let_go() {
+    if (--references_ != 0) return;
+    if (next != nullptr) next->let_go();
+    delete this;
+  }
+
+ private:
+  ~Bucket() = default;
+  int references_ = 1;
+};
+
+// What of a call goes into a bucket. The call's arguments are checked.
+struct FusedCall {
+  DType dtype;
+  RedOp redop;
+  int64_t count;
+  const void* in;
+  void* out;
+  PyObject *keep_x, *keep_out;  // null: `result` owns the memory
+  PyObject* result;
+  double timeout_s;
+  uint64_t nbytes() const { return static_cast<uint64_t>(count) * item_size(dtype); }
+};
+
+// The buckets of an open context. All of them are sent together, in the order of their first
+// calls: where that happens is called a cut.
+class Fusion {
+ public:
+  // With a time limit the ranks agree where to cut (fusion/agreement.py), as clocks differ. Without
+  // one it is infinite, and cuts follow from the calls alone.
+  Fusion(Group& group, uint64_t most_nbytes, double limit_s)
+      : engine_(*group.engine), known_(group.fused_kinds), most_nbytes_(most_nbytes),
+        limit_s_(limit_s), agrees_(std::isfinite(limit_s)) {}
+  ~Fusion();
+
+  // Whether calls of this kind have been found right before, in any context. What else there is to check does
+  // not depend on the kind.
+  bool knows(DType dtype, int redop) const {
+    return known_[static_cast<int>(dtype)] >> redop & 1;
+  }
+  bool takes(uint64_t nbytes) const { return nbytes < most_nbytes_; }
+  // Returns the call's request; null with Python's error set.
+  PyObject* add(nb::handle group, const FusedCall& call);
+  // Adds a call on a device, `keep_x` being its request, to the bucket that `away` sends. Returns
+  // the call's number. Throws Python's error where it was interrupted: the call is made, or not.
+  uint64_t add_away(nb::handle group, nb::handle away, const FusedCall& call);
+  // Sends what was called so far. False with Python's error set where it was interrupted;
+  // whatever else goes wrong, the requests tell.
+  bool cut(nb::handle group);
+  // Sends the calls before `call`; the others stay.
+  bool send_before(uint64_t call);
+  uint64_t num_calls() const { return num_calls_; }
+  uint64_t num_sent() const { return num_sent_; }
+  // Of all calls before `call`, which is not below num_sent(): what must be equal on all ranks.
+  uint64_t digest(uint64_t call) const { return digests_[call - num_sent_]; }
+  bool agrees() const { return agrees_; }
+  bool is_open() const { return num_sent_ != num_calls_; }
+  bool is_sending() const { return is_sending_; }
+  // Whether the time has come to look at the open buckets; says so again a limit later.
+  bool is_due(double now);
+  double due_s() const { return is_open() ? due_s_ : kNever; }
+  // Ends all open calls with this error.
+  void fail_open(const nb::object& error);
+  // At the end, when nobody is left who would send what is open: it fails, if there is any.
+  void close(const nb::object& group);
+
+ private:
+  Bucket* bucket_for(nb::handle group, nb::handle away, const FusedCall& call);
+  bool make_room(nb::handle group, uint64_t nbytes);
+  bool count(nb::handle group, Bucket& bucket, const FusedCall& call);
+  bool ask(nb::handle group, const char* method);
+  bool fill(nb::handle group);
+  bool send_queued();
+
+  void set_due(double now);
+
+  Engine& engine_;
+  uint32_t* const known_;  // the group's: finding out takes longer than a thousand calls
+  const uint64_t most_nbytes_;
+  const double limit_s_;
+  const bool agrees_;
+  std::vector<Bucket*> open_;
+  std::deque<Bucket*> queued_;  // on their way out
+  bool is_sending_ = false;
+  std::thread::id sender_;
+  uint64_t open_nbytes_ = 0, num_calls_ = 0, num_sent_ = 0;
+  // Where ranks agree.
+  std::vector<uint64_t> digests_{0};
+  uint64_t full_nbytes_ = most_nbytes_;  // when to ask again; more where others are late
+  double due_s_ = 0;
+};
+
+// A request of one call in a bucket: a plain Python object, as a call has no time for more.
+PyObject* make_fused_request(Bucket* bucket, uint64_t call, PyObject* result, double timeout_s);
+// For one that its caller never gets: nobody is to be warned that it was dropped.
+void drop_fused_request(PyObject* request);
+
+// Looks at the open buckets whose time has come. False with Python's error set where it was
+// interrupted; needs the GIL.
+bool look_at_timed(Engine& engine);
+
+
+}  // namespace commrt

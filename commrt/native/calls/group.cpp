@@ -1,0 +1,545 @@
+// SPDX-License-Identifier: Apache-2.0
+// Views of numpy arrays, the plan cache, waiting and requests.
+#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL commrt_numpy
+#define NO_IMPORT_ARRAY
+#include "calls/group.hpp"
+
+#include <numpy/arrayobject.h>
+
+#include <algorithm>
+#include <new>
+
+#include "calls/fusion.hpp"
+#include "calls/known_calls.hpp"
+#include "device_calls/device_work.hpp"
+#include "engine/p2p.hpp"
+#include "recording/record_ring.hpp"
+
+namespace commrt {
+
+namespace {
+
+constexpr int kUnknown = -1;
+
+int dtype_codes[512];
+
+int by_size(bool is_signed, size_t itemsize) {
+  switch (itemsize) {
+    case 1: return static_cast<int>(is_signed ? DType::I8 : DType::U8);
+    case 2: return static_cast<int>(is_signed ? DType::I16 : DType::U16);
+    case 4: return static_cast<int>(is_signed ? DType::I32 : DType::U32);
+    case 8: return static_cast<int>(is_signed ? DType::I64 : DType::U64);
+    default: return kUnknown;
+  }
+}
+
+bool fill_dtype_codes() {
+  std::fill(std::begin(dtype_codes), std::end(dtype_codes), kUnknown);
+  auto set = [](int type_num, DType dtype) { dtype_codes[type_num] = static_cast<int>(dtype); };
+  set(NPY_BOOL, DType::Bool);
+  dtype_codes[NPY_BYTE] = by_size(true, sizeof(char));
+  dtype_codes[NPY_SHORT] = by_size(true, sizeof(short));
+  dtype_codes[NPY_INT] = by_size(true, sizeof(int));
+  dtype_codes[NPY_LONG] = by_size(true, sizeof(long));
+  dtype_codes[NPY_LONGLONG] = by_size(true, sizeof(long long));
+  dtype_codes[NPY_UBYTE] = by_size(false, sizeof(char));
+  dtype_codes[NPY_USHORT] = by_size(false, sizeof(short));
+  dtype_codes[NPY_UINT] = by_size(false, sizeof(int));
+  dtype_codes[NPY_ULONG] = by_size(false, sizeof(long));
+  dtype_codes[NPY_ULONGLONG] = by_size(false, sizeof(long long));
+  set(NPY_HALF, DType::F16);
+  set(NPY_FLOAT, DType::F32);
+  set(NPY_DOUBLE, DType::F64);
+  set(NPY_CFLOAT, DType::C64);
+  set(NPY_CDOUBLE, DType::C128);
+  return true;
+}
+
+constexpr int64_t kLongBytes = 32768;
+
+// Programs with endless different lengths would otherwise grow the cache for ever.
+constexpr size_t kMaxPlans = 4096;
+
+bool is_long(const Plan& plan) {
+  return (plan.in_elems + plan.out_elems) * static_cast<int64_t>(plan.itemsize) > kLongBytes;
+}
+
+bool is_long(const Op& op) {
+  return op.p2p != nullptr ? op.p2p->nbytes > kLongBytes : is_long(*op.plan);
+}
+
+int dtype_code(int type_num) {
+  static const bool filled = fill_dtype_codes();
+  (void)filled;
+  if (type_num < 0 || type_num >= static_cast<int>(std::size(dtype_codes))) return kUnknown;
+  return dtype_codes[type_num];
+}
+
+}  // namespace
+
+void register_numpy_type(int type_num, int code) {
+  dtype_code(0);
+  if (type_num < 0 || type_num >= static_cast<int>(std::size(dtype_codes))) return;
+  dtype_codes[type_num] = code;
+}
+
+int code_of_numpy_type(PyObject* dtype) {
+  if (!PyArray_DescrCheck(dtype)) return kUnknown;
+  const auto* descr = reinterpret_cast<const PyArray_Descr*>(dtype);
+  return descr->byteorder == '>' ? kUnknown : dtype_code(descr->type_num);
+}
+
+bool view_of_numpy(PyObject* object, View& view) {
+  if (!PyArray_CheckExact(object)) return false;
+  auto* array = reinterpret_cast<PyArrayObject*>(object);
+  const int flags = PyArray_FLAGS(array);
+  if ((flags & (NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED)) !=
+      (NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED)) {
+    return false;
+  }
+  PyArray_Descr* descr = PyArray_DESCR(array);
+  const int code = dtype_code(descr->type_num);
+  if (code == kUnknown || descr->byteorder == '>') return false;
+  int64_t count = 1;
+  for (int i = 0; i < PyArray_NDIM(array); ++i) count *= PyArray_DIM(array, i);
+  view.data = PyArray_DATA(array);
+  view.count = count;
+  view.dtype = static_cast<DType>(code);
+  view.writable = (flags & NPY_ARRAY_WRITEABLE) != 0;
+  return true;
+}
+
+Group::Group(std::shared_ptr<Engine> engine_, int rank, int size, const std::string& name)
+    : engine(std::move(engine_)), comm(std::make_unique<Comm>(*engine, rank, size, name)),
+      known_calls(std::make_unique<KnownCalls>()) {}
+
+Group::~Group() {
+  if (!device_work.empty() && !Engine::forked.load(std::memory_order_relaxed)) {
+    nb::gil_scoped_release release;
+    for (const auto& work : device_work) work->abandon();
+  }
+  auto& timed = engine->timed;
+  timed.erase(std::remove(timed.begin(), timed.end(), this), timed.end());
+}
+
+const PlanPtr* Group::find_plan(const PlanKey& key) {
+  if (key == last_key_) return &last_plan_;
+  const auto it = plans_.find(key);
+  if (it == plans_.end()) return nullptr;
+  last_key_ = key;
+  last_plan_ = it->second;
+  return &last_plan_;
+}
+
+const PlanPtr* Group::find_vector_plan(const VectorKey& key, PyObject* const* given, int num) {
+  if (last_vector_plan_ == nullptr || !(key == last_vector_key_)) {
+    const auto it = vector_plans_.find(key);
+    if (it == vector_plans_.end()) return nullptr;
+    last_vector_key_ = key;
+    last_vector_plan_ = it->second;
+  }
+  for (int i = 0; i < num; ++i) {
+    // Kept, so that no other object gets its address.
+    last_given_[i] = PyTuple_CheckExact(given[i]) ? nb::borrow(given[i]) : nb::object();
+  }
+  return &last_vector_plan_;
+}
+
+void Group::remember_vector_plan(VectorKey key, PlanPtr plan) {
+  if (num_plans() >= kMaxPlans) forget_plans();
+  vector_plans_[std::move(key)] = std::move(plan);
+  last_vector_plan_.reset();
+}
+
+void Group::remember_plan(const PlanKey& key, PlanPtr plan) {
+  if (num_plans() >= kMaxPlans) forget_plans();
+  plans_[key] = std::move(plan);
+  last_key_ = PlanKey{-1, 0, 0};  // it may have been this one
+}
+
+void Group::forget_plans() {
+  plans_.clear();
+  vector_plans_.clear();
+  last_vector_plan_.reset();
+  last_key_ = PlanKey{-1, 0, 0};
+  last_plan_.reset();
+}
+
+void keep_alive(Op& op, PyObject* first, PyObject* second) {
+  Py_XINCREF(first);
+  Py_XINCREF(second);
+  op.keep[0] = first;
+  op.keep[1] = second;
+}
+
+thread_local bool leaves_arrays = false;
+
+void drop_ended(Engine& engine) {
+  const auto ended = engine.take_ended();
+  if (leaves_arrays) {
+    void* none[2] = {nullptr, nullptr};
+    engine.discard_objects(none);  // somebody else is to look
+  } else {
+    for (void* object : engine.take_objects()) Py_DECREF(static_cast<PyObject*>(object));
+  }
+  for (const auto& op : ended) {
+    for (void*& kept : op->keep) {
+      if (!op->held) Py_XDECREF(static_cast<PyObject*>(kept));
+      kept = nullptr;
+    }
+  }
+}
+
+WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s, bool spun) {
+  constexpr int kPassesWithGil = 24;  // about 2 us
+  // Ranks that share cores go straight to the loop below, which yields.
+  const int spins = group.comm->spins_of(op->plan.get());
+  const bool crowded = spins < kPassesWithGil;
+  const int passes = spun || crowded ? 0 : kPassesWithGil;
+  constexpr double kSignalPeriod_s = 0.05;
+  Engine& engine = *group.engine;
+  for (int i = 0; i < passes && !is_long(*op); ++i) {
+    if (op->finished()) return WaitResult::Done;
+    if (engine.wants_python()) break;
+    // Not by hand: a pass that runs out of memory must leave the lock free.
+    const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
+    if (lock.owns_lock()) engine.step_locked(kSliceBytes);
+  }
+  const double start = now_s();
+  const double deadline = start + timeout_s;
+  double next_signal_check = start + kSignalPeriod_s;
+  Backoff backoff(spins);
+  backoff.sleep_soon(group.comm->off_node->is_relay);
+  for (;;) {
+    bool finished = false;
+    {
+      nb::gil_scoped_release release;
+      for (int i = 0;; ++i) {
+        if (op->finished()) {
+          finished = true;
+          break;
+        }
+        if (engine.wants_python()) break;
+        bool advanced = false;
+        if (const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
+            lock.owns_lock()) {
+          advanced = engine.step_locked(kNoLimit);
+          // It serves all that is in flight, and waits like the most impatient of these.
+          if (i == 0) backoff.spin_at_most(engine.spins_locked(spins));
+        }
+        if (engine.has_device_work()) advanced = engine.step_device_work(advanced);
+        if (advanced) {
+          backoff.reset();
+        } else {
+          backoff.pause();
+        }
+        if ((i & 63) == 63) {
+          if (engine.is_timed_due()) break;
+          const double now = now_s();
+          if (now > deadline || now > next_signal_check) break;
+        }
+      }
+    }
+    if (finished || op->finished()) return WaitResult::Done;
+    if (engine.wants_python()) {
+      if (!run_wanted(engine)) return WaitResult::Interrupted;
+      backoff.reset();
+    }
+    if (engine.is_timed_due() && !look_at_timed(engine)) return WaitResult::Interrupted;
+    {
+      std::lock_guard<std::mutex> lock(engine.mutex);
+      if (!op->finished() && group.comm->fail_after_peer(op)) return WaitResult::Done;
+    }
+    if (PyErr_CheckSignals() != 0) return WaitResult::Interrupted;
+    const double now = now_s();
+    if (now > deadline) return WaitResult::TimedOut;
+    next_signal_check = now + kSignalPeriod_s;
+  }
+}
+
+Request::~Request() {
+  if (observed_ || Engine::forked.load(std::memory_order_relaxed)) return;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  try {
+    if (PyErr_ResourceWarning(nullptr, 1, "%U was dropped without wait(): its buffers stay alive "
+                              "until it ends, and its errors are lost", what().ptr()) != 0) {
+      PyErr_WriteUnraisable(operation_.ptr());
+    }
+  } catch (nb::python_error& e) {
+    e.discard_as_unraisable(operation_);
+  }
+  PyErr_Restore(type, value, traceback);
+}
+
+nb::object Request::outcome() {
+  observed_ = true;
+  if (!Engine::forked.load(std::memory_order_relaxed)) {
+    drop_ended(*nb::cast<Group&>(group_).engine);
+  }
+  if (is_failed()) {
+    if (!error_.is_valid()) {
+      const char* kind = op_->by_user    ? "reduction"
+                         : op_->by_mpi   ? "backend"
+                         : op_->given_up ? "revoked"
+                         : op_->p2p      ? "truncation"
+                                         : "mismatch";
+      error_ = group_.attr("_operation_error")(what(), op_->error, kind);
+      if (op_->by_user) {
+        nb::handle reduction(op_->plan->user.owner.get());
+        error_.attr("__cause__") = nb::getattr(reduction, "error", nb::none());
+      }
+    }
+    if (ring_ != nullptr) ring_->fail(first_record_, num_records_, error_);
+    ring_.reset();
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error_.ptr())), error_.ptr());
+    throw nb::python_error();
+  }
+  if (ring_ != nullptr) {
+    ring_->end(first_record_, num_records_);
+    ring_.reset();
+  }
+  return result_;
+}
+
+nb::object Request::outcome_after(WaitResult ended, double seconds) {
+  observed_ = true;
+  if (ended == WaitResult::TimedOut) {
+    std::string waits_for;
+    if (op_->p2p != nullptr) {
+      const Group& group = nb::cast<Group&>(group_);
+      std::lock_guard<std::mutex> lock(group.engine->mutex);
+      if (!op_->finished()) waits_for = group.comm->p2p->waits_for(*op_);
+    }
+    try {
+      group_.attr("_timed_out")(what(), op_->seq, seconds, waits_for, nb::find(*this));
+    } catch (nb::python_error& error) {  // it stays in flight
+      if (ring_ != nullptr) RecordRing::tell(error.value());
+      throw;
+    }
+  }
+  return outcome();
+}
+
+nb::object Request::wait(nb::object stream, nb::object timeout) {
+  if (!stream.is_none()) group_.attr("_stream_on_host")(what());
+  double seconds = timeout_s_;
+  if (!timeout.is_none()) {
+    seconds = nb::cast<double>(group_.attr("_check_timeout")(what(), timeout));
+  }
+  if (!op_->finished()) {
+    if (Engine::forked.load(std::memory_order_relaxed)) group_.attr("_check_usable")();
+    Group& group = nb::cast<Group&>(group_);
+    switch (wait_for(group, op_, seconds)) {
+      case WaitResult::Done: break;
+      case WaitResult::Interrupted: throw nb::python_error();
+      case WaitResult::TimedOut: return outcome_after(WaitResult::TimedOut, seconds);
+    }
+  }
+  return outcome();
+}
+
+bool Request::test() {
+  if (!op_->finished()) {
+    if (Engine::forked.load(std::memory_order_relaxed)) group_.attr("_check_usable")();
+    Engine& engine = *nb::cast<Group&>(group_).engine;
+    // Who looks at devices waits for locks whose holder may wait for the GIL.
+    auto step = [&] {
+      if (is_long(*op_) || engine.has_device_work()) {
+        nb::gil_scoped_release release;
+        engine.step();
+      } else {
+        engine.step();
+      }
+    };
+    step();
+    if (engine.wants_python()) {
+      if (!run_wanted(engine)) throw nb::python_error();
+      step();
+    }
+    if (engine.is_timed_due() && !look_at_timed(engine)) throw nb::python_error();
+  }
+  if (!op_->finished() && !peers_gave_up()) return false;
+  outcome();
+  return true;
+}
+
+// What wait() would notice: whether the operation has ended with a peer that gave up.
+bool Request::peers_gave_up() {
+  Group& group = nb::cast<Group&>(group_);
+  std::lock_guard<std::mutex> lock(group.engine->mutex);
+  return op_->finished() || group.comm->fail_after_peer(op_);
+}
+
+void Request::take_back(const std::string& why) {
+  Group& group = nb::cast<Group&>(group_);
+  const std::lock_guard<std::mutex> lock(group.engine->mutex);
+  if (op_->p2p != nullptr && !op_->finished()) group.comm->p2p->take_back(op_, why);
+}
+
+int64_t Request::received_nbytes() const {
+  if (op_->p2p == nullptr || op_->p2p->is_send) return -1;
+  if (op_->finished()) return static_cast<int64_t>(op_->p2p->moved);
+  const Group& group = nb::cast<Group&>(group_);
+  if (Engine::forked.load(std::memory_order_relaxed)) return 0;
+  std::lock_guard<std::mutex> lock(group.engine->mutex);
+  return static_cast<int64_t>(op_->p2p->moved);
+}
+
+nb::list Request::each_received_nbytes() const {
+  nb::list found;
+  const P2PTask* task = op_->p2p.get();
+  if (task == nullptr || task->parts == nullptr || !task->parts->is_list) {
+    if (const int64_t nbytes = received_nbytes(); nbytes >= 0) found.append(nbytes);
+    return found;
+  }
+  std::vector<uint64_t> lengths(task->parts->num_recvs);
+  if (op_->finished()) {
+    lengths = task->parts->received;
+  } else if (!Engine::forked.load(std::memory_order_relaxed)) {
+    std::lock_guard<std::mutex> lock(nb::cast<const Group&>(group_).engine->mutex);
+    lengths = task->parts->received;
+  }
+  for (const uint64_t nbytes : lengths) found.append(nbytes);
+  return found;
+}
+
+int Request::source() const {
+  // Written before the end, and by whoever has the lock.
+  return op_->p2p != nullptr && op_->finished() ? op_->p2p->source : -1;
+}
+
+nb::object Request::device() const {
+  const int device = op_->plan ? op_->plan->device : kHost;
+  return device == kHost ? nb::none() : nb::object(nb::int_(device));
+}
+
+nb::object Request::stream() const {
+  return device().is_none() ? nb::none() : nb::object(nb::int_(op_->stream));
+}
+
+nb::str Request::what() const {
+  const Group& group = nb::cast<Group&>(group_);
+  if (op_->p2p == nullptr) {
+    return nb::str("{} #{} on {}").format(operation_, op_->seq, group.comm->name);
+  }
+  return nb::str("{} #{} {}, on {}")
+      .format(operation_, op_->seq, P2P::whom(*op_), group.comm->name);
+}
+
+nb::str Request::repr() const {
+  const char* state = is_failed() ? "failed" : done() ? "done" : "pending";
+  return nb::str("<commrt.Request {}: {}>").format(what(), state);
+}
+
+nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in, void* out,
+                    nb::handle keep_x, nb::handle keep_out, nb::handle result,
+                    nb::handle operation, bool nonblocking, double timeout_s) {
+  Group& group = *nb::inst_ptr<Group>(group_object);
+  // Every rank makes this call after the same ones.
+  if (group.fusion != nullptr) {
+    if (!group.fusion->cut(group_object)) throw nb::python_error();
+    if (group.comm->broken.load(std::memory_order_relaxed)) group_object.attr("_check_usable")();
+  }
+  Engine& engine = *group.engine;
+  // Long copies happen outside the GIL; short operations are over sooner than it is released.
+  const bool outside = is_long(*plan);
+  std::shared_ptr<Op> op;
+  std::unique_lock<std::mutex> lock(engine.mutex, std::defer_lock);
+  if (!nonblocking && plan->run_short && lock.try_lock()) {
+    if (group.comm->quiet()) {
+      op = group.comm->run_short(plan, in, out, group.comm->spins_with_gil(plan.get()));
+      lock.unlock();
+      if (op == nullptr) return nb::borrow(result);
+      return finish_call(group_object, std::move(op), keep_x, keep_out, result, operation,
+                         false, timeout_s);
+    }
+    lock.unlock();
+  }
+  void* kept[2] = {nonblocking ? keep_x.ptr() : nullptr,
+                   nonblocking ? keep_out.ptr() : nullptr};
+  for (void* object : kept) Py_XINCREF(static_cast<PyObject*>(object));
+  const uint64_t limit = nonblocking ? kSliceBytes : kNoLimit;
+  try {
+    if (!outside && lock.try_lock()) {
+      op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
+      lock.unlock();
+    } else {
+      nb::gil_scoped_release release;
+      const std::lock_guard<std::mutex> own(engine.mutex);
+      op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
+    }
+  } catch (...) {  // no memory for what it needs: nothing has started
+    if (lock.owns_lock()) lock.unlock();
+    for (void* object : kept) Py_XDECREF(static_cast<PyObject*>(object));
+    throw;
+  }
+  return finish_call(group_object, std::move(op), keep_x, keep_out, result, operation,
+                     nonblocking, timeout_s);
+}
+
+// In the memory of the Python object: one allocation less than nb::cast of a new one.
+nb::object make_request(nb::handle group, std::shared_ptr<Op> op, nb::handle result,
+                        nb::handle operation, double timeout_s) {
+  nb::object request = nb::inst_alloc(nb::type<Request>());
+  make_request_in(request, group, std::move(op), result, operation, timeout_s);
+  return request;
+}
+
+void make_request_in(nb::handle memory, nb::handle group, std::shared_ptr<Op> op,
+                     nb::handle result, nb::handle operation, double timeout_s) {
+  new (nb::inst_ptr<Request>(memory)) Request(nb::borrow(group), std::move(op),
+                                              nb::borrow(result), nb::borrow(operation),
+                                              timeout_s);
+  nb::inst_mark_ready(memory);
+}
+
+nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::handle keep_x,
+                       nb::handle keep_out, nb::handle result, nb::handle operation,
+                       bool nonblocking, double timeout_s, bool spun) {
+  Group& group = *nb::inst_ptr<Group>(group_object);
+  Engine& engine = *group.engine;
+  if (engine.has_ended()) drop_ended(engine);
+  if (nonblocking) {
+    if (engine.wants_python() && !run_wanted(engine)) throw nb::python_error();
+    if (engine.has_thread()) engine.wake();
+    return make_request(group_object, std::move(op), result, operation, timeout_s);
+  }
+  // The engine may touch the buffers until the operation ends, which may be never.
+  auto keep_while_needed = [&] {
+    std::lock_guard<std::mutex> lock(engine.mutex);
+    const bool needed = !op->finished() || op->held;
+    if (needed && !op->has_keep()) keep_alive(*op, keep_x.ptr(), keep_out.ptr());
+  };
+  WaitResult ended = WaitResult::Done;
+  try {
+    if (!op->finished()) ended = wait_for(group, op, timeout_s, spun);
+  } catch (const std::bad_alloc&) {  // of a pass; the operation is in flight
+    keep_while_needed();
+    throw;
+  }
+  if (ended == WaitResult::Done &&
+      op->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Done)) {
+    // A receive reports how much came through its request; nothing else looks at the op.
+    nb::object value = nb::borrow(result);
+    if (op->p2p != nullptr && engine.has_thread()) {
+      std::unique_lock<std::mutex> lock(engine.mutex);
+      const bool rest = !group.comm->p2p->idle();
+      lock.unlock();
+      if (rest) engine.wake();  // answers, packets on their way
+    }
+    if (op->p2p == nullptr && engine.mutex.try_lock()) {
+      group.comm->recycle(std::move(op));
+      engine.mutex.unlock();
+    }
+    return value;
+  }
+  if (!op->finished() || op->held) keep_while_needed();
+  if (engine.has_thread()) engine.wake();  // nobody waits for it any more
+  if (ended == WaitResult::Interrupted) throw nb::python_error();
+  nb::object request = make_request(group_object, op, result, operation, timeout_s);
+  return nb::cast<Request&>(request).outcome_after(ended, timeout_s);
+}
+
+}  // namespace commrt

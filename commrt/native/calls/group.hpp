@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+// The Python side of a communicator: views of arrays, the plan cache, waiting.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+#include "engine/comm.hpp"
+#include "engine/engine.hpp"
+
+namespace commrt {
+
+class KnownCalls;
+struct MessageLists;
+
+namespace nb = nanobind;
+
+// What the engine needs to know of an array.
+struct View {
+  void* data = nullptr;
+  int64_t count = 0;
+  DType dtype = DType::F32;
+  bool writable = false;
+  uint64_t stream = 0;  // of an array on a device
+  int device = kHost;
+};
+
+// Fills `view` from a C-contiguous, native-endian numpy array of a known type. False, with
+// no Python error set, for everything else: the caller then asks Python.
+bool view_of_numpy(PyObject* object, View& view);
+void register_numpy_type(int type_num, int dtype_code);
+// The code of numpy's dtype; -1 where it is none, or of a type or byte order that is not known.
+int code_of_numpy_type(PyObject* dtype);
+
+struct PlanKey {
+  int64_t count;
+  uint32_t what;  // operation, dtype, reduction, kind of device
+  int32_t root;
+  bool operator==(const PlanKey& other) const {
+    return count == other.count && what == other.what && root == other.root;
+  }
+  static uint32_t pack(int coll, DType dtype, int redop, int device) {
+    return static_cast<uint32_t>(coll) | static_cast<uint32_t>(dtype) << 8 |
+           static_cast<uint32_t>(redop) << 16 | static_cast<uint32_t>(device != kHost) << 24;
+  }
+};
+
+struct PlanKeyHash {
+  size_t operator()(const PlanKey& key) const {
+    uint64_t h = static_cast<uint64_t>(key.count) * 0x9E3779B97F4A7C15ull;
+    h ^= (static_cast<uint64_t>(key.what) << 32 | static_cast<uint32_t>(key.root)) *
+         0xC2B2AE3D27D4EB4Full;
+    return h ^ (h >> 29);
+  }
+};
+
+using PlanPtr = std::shared_ptr<const Plan>;
+
+// Of an operation whose lengths differ by rank. Equal counts, never an equal hash alone, make
+// two calls the same.
+struct VectorKey {
+  PlanKey plain;
+  std::vector<int64_t> counts;
+  bool operator==(const VectorKey& other) const {
+    return plain == other.plain && counts == other.counts;
+  }
+};
+
+struct VectorKeyHash {
+  size_t operator()(const VectorKey& key) const {
+    uint64_t h = PlanKeyHash()(key.plain);
+    for (const int64_t count : key.counts) {
+      h = (h ^ static_cast<uint64_t>(count)) * 0x9E3779B97F4A7C15ull;
+      h ^= h >> 32;
+    }
+    return h;
+  }
+};
+
+class Fusion;
+class RecordRing;
+
+// Base class of commrt.comm.Communicator.
+class Group {
+ public:
+  Group(std::shared_ptr<Engine> engine, int rank, int size, const std::string& name);
+  ~Group();
+
+  std::shared_ptr<Engine> engine;
+  std::unique_ptr<Comm> comm;
+  double timeout_s = 600;
+  bool slow = false;  // check mode or a closed communicator: every call goes through Python
+  std::unique_ptr<Fusion> fusion;  // of an open comm.fused(), else null
+  uint32_t fused_kinds[kNumDTypes] = {};  // by type, the reductions that buckets may have
+
+  const PlanPtr* find_plan(const PlanKey& key);
+  void remember_plan(const PlanKey& key, PlanPtr plan);
+  // `given`: the objects that hold the counts.
+  const PlanPtr* find_vector_plan(const VectorKey& key, PyObject* const* given, int num);
+  bool is_asked_again(const PlanKey& key, PyObject* const* given, int num) const {
+    for (int i = 0; i < num; ++i) {
+      if (given[i] == nullptr || given[i] != last_given_[i].ptr()) return false;
+    }
+    return last_vector_plan_ != nullptr && key == last_vector_key_.plain;
+  }
+  const PlanPtr& last_vector_plan() const { return last_vector_plan_; }
+  // Whether the last one's first counts are also its second ones.
+  bool swaps() const {
+    const auto& counts = last_vector_key_.counts;
+    const auto half = static_cast<std::ptrdiff_t>(counts.size() / 2);
+    return std::equal(counts.begin(), counts.begin() + half, counts.begin() + half);
+  }
+  void remember_vector_plan(VectorKey key, PlanPtr plan);
+  void forget_plans();
+  size_t num_plans() const { return plans_.size() + vector_plans_.size(); }
+
+  std::vector<std::shared_ptr<class DeviceWork>> device_work;  // of each kind, on each device
+  std::unique_ptr<KnownCalls> known_calls;  // on arrays on devices
+
+  VectorKey asked;  // of the call that is being looked at: its memory is used again
+
+ private:
+  std::unordered_map<PlanKey, PlanPtr, PlanKeyHash> plans_;
+  PlanKey last_key_{-1, 0, 0};
+  PlanPtr last_plan_;
+  std::unordered_map<VectorKey, PlanPtr, VectorKeyHash> vector_plans_;
+  VectorKey last_vector_key_;
+  PlanPtr last_vector_plan_;  // null: the key means nothing
+  nb::object last_given_[2];  // where these are tuples, which nobody can change
+};
+
+// One started operation as Python sees it.
+class Request {
+ public:
+  Request(nb::object group, std::shared_ptr<Op> op, nb::object result, nb::object operation,
+          double timeout_s)
+      : group_(std::move(group)), op_(std::move(op)), result_(std::move(result)),
+        operation_(std::move(operation)), timeout_s_(timeout_s) {}
+  ~Request();
+
+  nb::object wait(nb::object stream, nb::object timeout_s);
+  bool test();
+  bool peers_gave_up();
+  bool done() const { return op_->finished(); }
+  bool is_fine() const {
+    return op_->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Done);
+  }
+  // Whether the engine, or MPI, may still use what it works on.
+  bool needs_buffers() const { return !op_->finished() || op_->held; }
+  // Nobody is to be warned that it was dropped.
+  void be_quiet() { observed_ = true; }
+  // Ends a message that is not matched, on this rank alone.
+  void take_back(const std::string& why);
+  bool is_failed() const {
+    return op_->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed);
+  }
+  uint64_t seq() const { return op_->seq; }
+  nb::object operation() const { return operation_; }
+  nb::str what() const;  // "allreduce #17 on world"
+  int64_t received_nbytes() const;
+  nb::list each_received_nbytes() const;
+  int source() const;
+  double timeout_s() const { return timeout_s_; }
+  nb::object device() const;
+  nb::object stream() const;
+  nb::str repr() const;
+  nb::object outcome_after(WaitResult ended, double seconds);
+  // Lets records of a log have their end where the program sees it.
+  void record_in(std::shared_ptr<RecordRing> ring, uint64_t first, uint32_t num) {
+    ring_ = std::move(ring);
+    first_record_ = first;
+    num_records_ = num;
+  }
+
+ private:
+  nb::object outcome();
+  nb::object group_;
+  std::shared_ptr<Op> op_;
+  nb::object result_;
+  nb::object operation_;
+  double timeout_s_;
+  nb::object error_;
+  bool observed_ = false;
+  std::shared_ptr<RecordRing> ring_;  // null where nobody records it, or its end was seen
+  uint64_t first_record_ = 0;
+  uint32_t num_records_ = 0;
+};
+
+// Runs progress until the operation ends, the deadline passes or a signal handler raises
+// (then a Python error is set). Holds the GIL on entry and exit, and for at most 2 us of
+// spinning in between; with `spun` the caller has spun as long.
+WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s,
+                    bool spun = false);
+
+// Drops the Python objects of ended operations. Needs the GIL.
+void drop_ended(Engine& engine);
+// Whether this thread leaves arrays of devices to others: to free one may wait for the device,
+// and the device for what this thread is to do.
+extern thread_local bool leaves_arrays;
+void keep_alive(Op& op, PyObject* first, PyObject* second);
+
+// Starts an operation and, unless nonblocking, waits for its end: the result, or a Request.
+// `keep_x` and `keep_out` own the memory behind `in` and `out`. Throws on failure.
+nb::object run_plan(nb::handle group, const PlanPtr& plan, const void* in, void* out,
+                    nb::handle keep_x, nb::handle keep_out, nb::handle result,
+                    nb::handle operation, bool nonblocking, double timeout_s);
+// The same for an operation that is already in the communicator's hands. With `spun` the
+// caller has waited as long as the GIL may be held.
+nb::object finish_call(nb::handle group, std::shared_ptr<Op> op, nb::handle keep_x,
+                       nb::handle keep_out, nb::handle result, nb::handle operation,
+                       bool nonblocking, double timeout_s, bool spun = false);
+
+nb::object make_request(nb::handle group, std::shared_ptr<Op> op, nb::handle result,
+                        nb::handle operation, double timeout_s);
+// The same in memory that is there, of nb::inst_alloc(): throws nothing.
+void make_request_in(nb::handle memory, nb::handle group, std::shared_ptr<Op> op,
+                     nb::handle result, nb::handle operation, double timeout_s);
+
+// A message to or from another rank, with everything checked. `keep` owns the memory.
+struct Side {
+  void* data;
+  uint64_t nbytes;
+  int peer, tag;
+  nb::handle keep;
+};
+nb::object run_send(nb::handle group, const Side& x, nb::handle operation, bool nonblocking,
+                    double timeout_s);
+nb::object run_recv(nb::handle group, const Side& out, nb::handle result, nb::handle operation,
+                    bool nonblocking, double timeout_s);
+// `keep_sends` and `keep_recvs` own the memory; the latter's receives go to `result`.
+nb::object run_multi(nb::handle group, const MessageLists& lists, nb::handle keep_sends,
+                     nb::handle keep_recvs, nb::handle result, nb::handle operation,
+                     bool nonblocking, double timeout_s);
+nb::object run_sendrecv(nb::handle group, const Side& x, const Side& out, nb::handle result,
+                        nb::handle operation, bool nonblocking, double timeout_s);
+
+void bind_group(nb::module_& m);
+void bind_plan(nb::module_& m);
+void bind_fusion(nb::module_& m);
+void bind_operation(nb::module_& m);
+void bind_p2p_operation(nb::module_& m);
+void bind_multi(nb::module_& m);
+void bind_boxes(nb::module_& m);
+void bind_persistent(nb::module_& m);
+void bind_device_work(nb::module_& m);
+void bind_staging(nb::module_& m);
+
+}  // namespace commrt

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// Collectives on device arrays that are like ones before, given to the device without Python in
+// between: what device_calls/staging.py has found out about the first one holds for all of them.
+//
+// An entry says what runs a call of an operation, reduction, root, type, length and device, with
+// or without `out`. What follows from a call's own arrays is looked at again each time; what is
+// not plainly right goes the long way, where Python says what is wrong.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <unordered_map>
+
+#include "bindings/bind_device_work.hpp"
+#include "calls/device_view.hpp"
+#include "calls/group.hpp"
+
+namespace commrt {
+
+class KnownCalls {
+ public:
+  struct Key {
+    PlanKey plain;
+    const void* device = nullptr;  // the Python object
+    bool gives_out = false;
+    bool operator==(const Key& other) const {
+      return plain == other.plain && device == other.device && gives_out == other.gives_out;
+    }
+  };
+
+  using Start = std::function<DeviceWork::CallPtr(unsigned char* in, unsigned char* out, Stream,
+                                                  bool orders, void* const* keep,
+                                                  double timeout_s)>;
+  struct Entry {
+    nb::object device;  // alive, so that no other object gets its address
+    PyDeviceWork work;
+    Start start;
+    bool sends = false, receives = false;  // whether this rank's arrays are read, and written
+    bool in_place = false;                 // whether the output may be the input
+    std::int64_t out_count = 0;
+    nb::object detours;  // a list or None: while there is something in it, calls go the long way
+  };
+  using EntryPtr = std::shared_ptr<const Entry>;
+
+  // Null where there is none.
+  EntryPtr find(const Key& key) const;
+  void remember(const Key& key, Entry entry);
+  void forget();
+  bool empty() const { return entries_.empty(); }
+  std::size_t size() const { return entries_.size(); }
+
+ private:
+  struct Hash {
+    std::size_t operator()(const Key& key) const {
+      return PlanKeyHash()(key.plain) ^ (reinterpret_cast<std::uintptr_t>(key.device) >> 4) ^
+             static_cast<std::size_t>(key.gives_out) << 20;
+    }
+  };
+  std::unordered_map<Key, EntryPtr, Hash> entries_;
+};
+
+// A call whose arguments are all of those that an entry can be found by.
+struct AskedCall {
+  int coll, reduction;
+  int root;
+  PyObject *x, *out;  // `out` is null where it was not given
+  PyObject* name;     // of the operation
+  PyObject* stream;   // null where it was not given
+  double timeout_s;
+  bool nonblocking;
+};
+
+// Runs a call that is known: a request, or the output. Null without an error where it is not.
+PyObject* run_known(PyObject* group, const AskedCall& asked);
+
+void bind_known_calls(nb::module_& m);
+
+}  // namespace commrt

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// torch's tensors in host memory, read without Python's functions in between.
+//
+// How a tensor lies in memory differs by torch's version, and nothing of torch is linked. What is
+// used is the table of functions that torch offers to C for this (dlpack_exchange.hpp).
+#pragma once
+
+#include "calls/group.hpp"
+
+namespace commrt {
+
+// Fills `view` from a dense contiguous tensor of a known type in host memory, of the class
+// torch.Tensor or torch.nn.Parameter itself. False, with no Python error set, for everything else:
+// the caller then asks Python.
+bool view_of_tensor(PyObject* object, View& view);
+
+// What a log needs to know of an array.
+struct Extent {
+  int64_t count = 0;
+  DType dtype = DType::F32;
+  bool on_host = true;
+};
+
+// Of a dense tensor of such a class and type, with any strides and on any device.
+bool extent_of_tensor(PyObject* object, Extent& extent);
+
+// Of numpy's arrays and torch's tensors.
+inline bool view_on_host(PyObject* object, View& view) {
+  return view_of_numpy(object, view) || view_of_tensor(object, view);
+}
+
+void bind_tensor_view(nb::module_& m);
+
+}  // namespace commrt

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// What of a collective on device memory follows from its arguments alone: what is copied where,
+// and what the host runs in between.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "devices/box_launch.hpp"
+
+namespace commrt {
+
+class Plan;
+
+// Bytes of one of the call's arrays, and where they are in pinned memory.
+struct StagedCopy {
+  int array = 0;
+  std::size_t at = 0;      // in the array, of the first piece
+  std::size_t stride = 0;  // from a piece to the next one, there
+  std::size_t nbytes = 0;
+  std::size_t pinned = 0;  // from where the piece's memory begins
+};
+
+// A launch that packs boxes of arrays into a buffer of the device, or takes them out of it.
+struct StagedLaunch {
+  BoxLaunch launch;         // with the table, and without addresses of arrays and buffer
+  int buffer = 0;           // numbers of the call's arrays
+  std::vector<int> arrays;
+};
+
+struct StagedPart {
+  std::shared_ptr<const Plan> runs;  // on the host
+  std::vector<StagedLaunch> packs, unpacks;
+  std::vector<StagedCopy> in, out;
+  std::size_t out_at = 0;            // of the host's output, in the piece's memory
+  // Where the host is given a table of addresses instead: of the piece's memory.
+  std::vector<std::size_t> table;
+  bool has_table = false;
+};
+
+struct StagedPlan {
+  std::vector<StagedPart> parts;  // of each piece; or of all but the last, and of the last
+  std::int64_t pieces = 1;
+  std::size_t slot_nbytes = 0;    // pinned memory of a piece
+  bool serial = false;            // a piece begins when the one before is back on the device
+  bool by_kernel = false;         // kernels copy to pinned memory and back, and no copy engine
+
+  const StagedPart& part(std::size_t piece) const {
+    const auto all = static_cast<std::size_t>(pieces);
+    if (parts.size() == all) return parts[piece];
+    return piece + 1 == all ? parts.back() : parts.front();
+  }
+};
+
+}  // namespace commrt

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// What whoever makes progress sees of calls that the device ends (watched_work.hpp).
+#include "device_calls/watched_work.hpp"
+
+#include "engine/comm.hpp"
+#include "engine/engine.hpp"
+
+namespace commrt {
+
+WatchedCall::~WatchedCall() {
+  if (work != nullptr && begun != 0) work->events().give(begun);
+}
+
+void WatchedWork::count(WatchedCall& made, const WatchedPlan& plan, Stream stream, bool orders) {
+  Record record;
+  record.count = plan.elements;
+  record.coll = static_cast<int16_t>(plan.code);
+  record.root = static_cast<int16_t>(plan.root);
+  record.dtype = static_cast<uint8_t>(plan.element_type);
+  record.redop = static_cast<uint8_t>(plan.reduction);
+  record.blocking = orders;
+  record.stream = stream;
+  record.device = 0;
+  const std::lock_guard<std::mutex> own(engine_.mutex);
+  made.seq = comm_->count_elsewhere(record);
+}
+
+void WatchedWork::watch(const WatchedPtr& made, void* const* keep) {
+  HostLock own(device_, polling_);
+  check(own.status());
+  take_up(*made, keep);
+  calls_.push_back(made);
+  // It failed meanwhile; the streams are let go already.
+  if (failed_) fail(failure_kind_, failure_, device_gone_);
+}
+
+bool WatchedWork::progress() {
+  if (outstanding() == 0) return false;
+  HostLock own(device_, polling_);
+  // Once closed the flags may go, though somebody began to look before.
+  if (own.status() != DeviceStatus::Ok || closed_ || calls_.empty()) return false;
+  if (take_ended()) return true;
+  if (calls_.empty() || (++idle_ % kIdleLooks != 0 && !simulated())) return false;
+  return look_after();
+}
+
+bool WatchedWork::take_ended() {
+  std::uint32_t begun = 0, ended = 0;
+  // Another thread's capture must not end by questions about events.
+  std::optional<RelaxedCapture> relaxed;
+  if (begun_ == nullptr) {
+    relaxed.emplace(device_);
+  } else {
+    const bool known = device_->api->flag_load(device_, begun_, &begun) == DeviceStatus::Ok &&
+                       device_->api->flag_load(device_, ended_, &ended) == DeviceStatus::Ok;
+    if (!known && !device_gone_) return false;
+  }
+  const auto has_come = [&](std::uint32_t flag, std::uint32_t value, Event event) {
+    if (begun_ != nullptr) return flag_reached(flag, value);
+    return device_->api->event_query(device_, event) == DeviceStatus::Ok;
+  };
+  for (; seen_begun_ < calls_.size(); ++seen_begun_) {
+    WatchedCall& one = *calls_[seen_begun_];
+    if (!has_come(begun, one.value, one.begun)) break;
+    one.begun_s.store(now_s(), std::memory_order_release);
+  }
+  bool any = false;
+  while (!calls_.empty()) {
+    const WatchedPtr made = calls_.front();
+    if (!device_gone_ && !has_come(ended, made->value, made->end)) break;
+    see_end(*made);
+    if (seen_begun_ > 0) --seen_begun_;
+    calls_.pop_front();
+    drop(*made);
+    any = true;
+  }
+  return any;
+}
+
+// Nothing has changed for a while: it may be too late, or a peer may have given up.
+bool WatchedWork::look_after() {
+  if (failed_) return look_at_failed();
+  const WatchedCall& first = *calls_.front();
+  const double begun_s = first.begun_s.load(std::memory_order_acquire);
+  if (begun_s != 0 && now_s() > begun_s + first.timeout_s) {
+    fail("timeout", "", false);
+    return true;
+  }
+  const std::string who = who_gave_up(first);
+  if (who.empty()) return look_further();
+  fail("revoked", who, false);
+  return true;
+}
+
+std::string WatchedWork::who_gave_up(const WatchedCall& made) {
+  if (comm_ == nullptr) return {};
+  const std::lock_guard<std::mutex> own(engine_.mutex);
+  return comm_->who_gave_up(made.seq);
+}
+
+void WatchedWork::give_up_late(const CallPtr& call, double waited_s) {
+  const auto& made = static_cast<const WatchedCall&>(*call);
+  if (made.begun_s.load(std::memory_order_acquire) == 0 || waited_s < made.timeout_s) return;
+  HostLock own(device_, polling_);
+  check(own.status());
+  if (!made.ended() && !failed_ && !closed_) fail("timeout", "", false);
+}
+
+DeviceWork::CallPtr WatchedWork::oldest() const {
+  if (calls_.empty()) return nullptr;
+  return calls_.front();
+}
+
+std::uint64_t WatchedWork::first_lost(std::uint64_t next) const {
+  return calls_.empty() ? next : calls_.front()->seq;
+}
+
+void WatchedWork::let_all_go(const std::string& kind, const std::string& why) {
+  for (const auto& one : calls_) one->fail(kind, why);
+  let_streams_go();
+}
+
+}  // namespace commrt

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// Work that the device ends by itself: of the host it needs to be seen that it ended, came too
+// late, or failed. Two flags tell that without the driver, of all calls, as these begin and end in
+// the order in which they were given:
+//
+//   begun flag = v; what the call does; ended flag = v; end event
+//
+// References go at the end; a call that has begun and does not end within its time is given up with
+// its communicator, which lets its streams go. Where streams write no flags, events are asked.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "device_calls/device_work.hpp"
+#include "device_calls/stream_program.hpp"
+
+namespace commrt {
+
+// What of a call follows from its arguments alone.
+struct WatchedPlan {
+  // A schedule's rounds, where it runs one; their scratch memory; whether they work in place, and
+  // what they write: else an input that lies there is copied first.
+  std::shared_ptr<const StreamProgram> program;
+  std::size_t scratch_nbytes = 0, in_nbytes = 0, out_nbytes = 0;
+  bool in_place = false;
+  // For the record.
+  std::int64_t elements = 0;
+  int code = 0, root = 0, element_type = 0, reduction = 0;
+
+  // Whether the output lies where the input is still to be read.
+  bool overlaps(const unsigned char* in, const unsigned char* out) const {
+    if (in_nbytes == 0 || (in_place && in == out)) return false;
+    return in < out + out_nbytes && out < in + in_nbytes;
+  }
+};
+
+struct WatchedCall : DeviceCall {
+  ~WatchedCall() override;
+
+  std::atomic<double> begun_s{0};  // when the host saw that it had begun; 0: not yet
+  std::uint32_t value = 0;         // of the flags
+  Event begun = 0;                 // where streams write no flags
+};
+
+class WatchedWork : public DeviceWork {
+ public:
+  using DeviceWork::DeviceWork;
+  bool progress() override;
+  void give_up_late(const CallPtr& call, double waited_s) override;
+
+ protected:
+  using WatchedPtr = std::shared_ptr<WatchedCall>;
+
+  // The call becomes the communicator's next operation.
+  void count(WatchedCall& call, const WatchedPlan& plan, Stream stream, bool orders);
+  // All of it was given. What it keeps becomes its own.
+  void watch(const WatchedPtr& call, void* const* keep);
+
+  // What follows holds polling_.
+  bool take_ended();
+  bool look_after();
+  // Says of a rank that gave up this operation or an earlier one; empty: none.
+  virtual std::string who_gave_up(const WatchedCall& call);
+  CallPtr oldest() const override;
+  void let_all_go(const std::string& kind, const std::string& why) override;
+  void see_ended() override { take_ended(); }
+  std::uint64_t first_lost(std::uint64_t next) const override;
+  // The device has done a call, which is still the first one.
+  virtual void see_end(const WatchedCall&) {}
+  // Nothing has changed for a while: what else may have failed. True if it has.
+  virtual bool look_further() { return false; }
+  virtual bool look_at_failed() { return false; }
+  // Lets streams go that hold failed calls.
+  virtual void let_streams_go() = 0;
+
+  // Flags; null where streams write none.
+  std::uint32_t *begun_ = nullptr, *ended_ = nullptr;
+  std::deque<WatchedPtr> calls_;  // under way, in their order
+  std::size_t seen_begun_ = 0;    // the first so many of them have begun
+};
+
+}  // namespace commrt

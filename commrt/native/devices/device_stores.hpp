@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// What work on a device makes once and uses again: flags, events and scratch memory. None of it is
+// given back by itself, as the device may still use it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "devices/device_error.hpp"
+
+namespace commrt {
+
+constexpr std::size_t kLine = 64;
+inline std::size_t in_lines(std::size_t nbytes) { return (nbytes + kLine - 1) / kLine * kLine; }
+
+// Flags in pinned memory, each in a line of its own.
+class FlagLines : DeviceUser {
+ public:
+  // All hold `value` at first. Throws DeviceFailure.
+  FlagLines(Device* device, std::size_t count, std::uint32_t value);
+  std::uint32_t* operator[](std::size_t number) const;
+  void free();
+
+ private:
+  void* memory_ = nullptr;
+};
+
+// Events that wait for the next call.
+class EventPool : DeviceUser {
+ public:
+  explicit EventPool(Device* device) : DeviceUser(device) {}
+  Event take();  // throws DeviceFailure
+  // After close() it is destroyed: of a call that outlives the work, nobody would take it.
+  void give(Event event);
+  std::size_t size();
+  void close();
+
+ private:
+  std::mutex mutex_;
+  std::vector<Event> events_;
+  bool closed_ = false;
+};
+
+// Memory of the device for operations that run one behind the other.
+class Scratch : DeviceUser {
+ public:
+  explicit Scratch(Device* device) : DeviceUser(device) {}
+  // Of at least so many bytes; none for 0. May wait for all that the device was given. Throws
+  // DeviceFailure.
+  unsigned char* of(std::size_t nbytes);
+  void free();
+
+ private:
+  std::vector<std::pair<void*, std::size_t>> blocks_;  // the last one is the largest
+};
+
+// While it lives, calls of this thread do not end captures, whoever began them.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(Device* device) : device_(device) {
+    relaxed_ = device_->api->exchange_capture_mode(device_, &mode_) == DeviceStatus::Ok;
+  }
+  ~RelaxedCapture() {
+    if (relaxed_) device_->api->exchange_capture_mode(device_, &mode_);
+  }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  explicit operator bool() const { return relaxed_; }
+
+ private:
+  Device* const device_;
+  CaptureMode mode_ = CaptureMode::Relaxed;
+  bool relaxed_ = false;
+};
+
+}  // namespace commrt

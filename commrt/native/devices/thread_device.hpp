@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+// A device of real threads: one for each stream, with delays by a seed.
+//
+// For what a simulation cannot try: real threads at once, sanitizers, real MPI beside it. Flags
+// and memory are those of one process. Nothing here finds a deadlock; deadlines of tests do.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "devices/device.hpp"
+#include "devices/graph_recording.hpp"
+#include "devices/sim_clock.hpp"
+
+namespace commrt::threaded {
+
+// Tells who waits that something changed. What is waited for is atomic and sequentially
+// consistent, so that the mutex is taken only when somebody waits: taken at every command, it
+// would order everything, and hide from ThreadSanitizer what nothing else orders.
+class Signal {
+ public:
+  template <class Ready>
+  void wait(Ready ready) {
+    if (ready()) return;
+    waiters_.fetch_add(1);
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      condition_.wait(lock, ready);
+    }
+    waiters_.fetch_sub(1);
+  }
+  // Until `ready`, or a little while.
+  template <class Ready>
+  void wait_a_little(Ready ready) {
+    waiters_.fetch_add(1);
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      condition_.wait_for(lock, std::chrono::milliseconds(10), ready);
+    }
+    waiters_.fetch_sub(1);
+  }
+  void changed() {
+    version_.fetch_add(1, std::memory_order_relaxed);
+    if (!waiters_.load()) return;
+    { std::lock_guard<std::mutex> lock(mutex_); }
+    condition_.notify_all();
+  }
+  std::uint64_t version() const { return version_.load(std::memory_order_relaxed); }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable condition_;
+  std::atomic<int> waiters_{0};
+  std::atomic<std::uint64_t> version_{0};
+};
+
+// Of all devices of the process: one may wait for a flag that another one writes.
+Signal& signal();
+
+struct Capture;
+
+struct Record {
+  std::atomic<bool> done{false};
+  // Of a timed event: when it happened, written before `done`.
+  bool is_timed = false;
+  std::chrono::steady_clock::time_point at;
+  bool captured = false;           // then it happens at launches only
+  std::weak_ptr<Capture> capture;  // which holds it
+  Progress known;                  // in a capture: what it comes after
+};
+
+// What an event stands for, also once it is destroyed.
+struct EventState {
+  std::shared_ptr<Record> latest;  // null: never recorded
+  bool is_timed = false;
+};
+
+struct StreamState;
+
+struct Command {
+  enum class Kind : std::uint8_t { Copy, Record, WaitEvent, Write, Wait, Reduce, ScaledSum,
+                                   Divide, Boxes, HostFunction, Foreign };
+  Kind kind = Kind::Copy;
+  RedOp op = RedOp::Sum;
+  DType dtype = DType::U8;
+  std::uint32_t value = 0;
+  void* dst = nullptr;
+  const void* src = nullptr;
+  std::size_t nbytes = 0;
+  Scale factor;  // of a scaled sum; of a division the divisor
+  HostFunction function = nullptr;
+  void* argument = nullptr;
+  std::shared_ptr<const BoxLaunch> boxes;
+  std::shared_ptr<const ForeignKernel> foreign;
+  std::shared_ptr<Record> record;
+  std::shared_ptr<EventState> external;  // in a capture: an event outside of it
+  std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>> after;
+};
+
+struct ThreadDevice;
+
+struct Capture {
+  std::uint64_t id = next_capture_id();
+  Stream stream = 0;  // the one that it began with
+  bool active = true;
+  bool invalidated = false;
+  // Goes to the graph at the end, as streams remember their captures for longer.
+  std::shared_ptr<Recording<Command>> recording = std::make_shared<Recording<Command>>();
+};
+
+struct GraphState {
+  std::shared_ptr<const Recording<Command>> recording;
+  std::shared_ptr<Record> ended;  // the latest launch; null: none
+};
+
+struct StreamState {
+  Stream handle = 0;
+  ThreadDevice* device = nullptr;
+  bool blocking = false;
+  std::mutex mutex;  // guards commands and closing
+  std::condition_variable arrived;
+  std::deque<Command> commands;
+  bool closing = false;
+  std::uint64_t given = 0;  // guarded by the device's mutex
+  std::shared_ptr<Capture> capture;  // likewise
+  std::atomic<std::uint64_t> done{0};
+  std::atomic<bool> ended{false};
+  sim::Random random{0};
+  std::thread thread;
+};
+
+struct ThreadDevice : Device {
+  ThreadDevice(std::uint64_t seed, int max_delay_us, int ordinal);
+  ~ThreadDevice();
+  // Ends all threads, also those that wait; idempotent. Every call fails from then on.
+  void close();
+  void free_all();  // of the destructor: memory lives as long as who uses the device
+  void fail_after(std::uint64_t commands) { fail_in = commands; }
+
+  const std::uint64_t seed;
+  const int max_delay_us;
+  const int ordinal;
+  std::mutex mutex;  // of what follows, and of the order of commands
+  std::map<Stream, std::shared_ptr<StreamState>> streams;
+  std::vector<std::shared_ptr<StreamState>> destroyed;  // not joined yet
+  std::map<Event, std::shared_ptr<EventState>> events;
+  std::map<Graph, GraphState> graphs;
+  Stream next_stream = 1;
+  Event next_event = 1;
+  Graph next_graph = 1;
+  bool closed = false;
+  std::atomic<std::uint64_t> fail_in{0};
+  std::atomic<bool> failed{false};
+  std::atomic<bool> stopping{false};
+};
+
+// Memory of all devices of the process.
+struct Block {
+  std::size_t nbytes = 0;
+  MemoryKind kind = MemoryKind::Unknown;
+  ThreadDevice* owner = nullptr;
+  std::set<ThreadDevice*> opened_by;
+};
+
+struct Blocks {
+  std::mutex mutex;
+  std::map<std::uint64_t, Block> by_base;
+
+  // Null for other memory. The caller holds the mutex.
+  std::pair<const std::uint64_t, Block>* find(const void* ptr) {
+    const auto address = reinterpret_cast<std::uint64_t>(ptr);
+    auto next = by_base.upper_bound(address);
+    if (next == by_base.begin()) return nullptr;
+    auto& found = *std::prev(next);
+    const bool holds = address - found.first < std::max<std::size_t>(found.second.nbytes, 1);
+    return holds ? &found : nullptr;
+  }
+};
+
+Blocks& blocks();
+
+// For callers that hold the device's mutex.
+Stream add_stream(ThreadDevice* device, Stream handle, bool blocking);
+void close_stream(const std::shared_ptr<StreamState>& stream);
+void join_ended(ThreadDevice* device);
+// Whether a host function is running on this thread; it must not call the device.
+bool& in_host_function();
+const DeviceApi& table();
+
+}  // namespace commrt::threaded

@@ -1,0 +1,419 @@
+// SPDX-License-Identifier: Apache-2.0
+// A communicator's links, lanes and operations in flight.
+#include "engine/comm.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+#include "device_calls/mpi_turn.hpp"
+#include "engine/engine.hpp"
+#include "engine/p2p.hpp"
+#include "engine/relay.hpp"
+
+namespace commrt {
+
+uint64_t ticks() {
+#if defined(__x86_64__)
+  return __builtin_ia32_rdtsc();
+#elif defined(__aarch64__)
+  uint64_t value;
+  asm volatile("mrs %0, cntvct_el0" : "=r"(value));
+  return value;
+#else
+#error "commrt runs on x86-64 and arm64"
+#endif
+}
+
+Comm::Comm(Engine& engine_, int rank_, int size_, std::string name_)
+    : engine(engine_), rank(rank_), size(size_), name(std::move(name_)), records(kRecords), message_records(kRecords),
+      links_(static_cast<size_t>(size_)), member_index_(static_cast<size_t>(size_), -1) {
+  for (auto& lane : lanes_) lane.last.assign(static_cast<size_t>(size), 0);
+  p2p = std::make_unique<P2P>(*this);
+  engine.add(this);  // last: from now on a progress thread may look at it
+}
+
+Comm::~Comm() {
+  engine.remove(this);
+  if (p2p->idle() && active_.empty()) return;
+  // Dropped with operations in flight: MPI may still read and write what belongs to them.
+  static_cast<void>(new std::vector<std::shared_ptr<Op>>(std::move(active_)));
+  static_cast<void>(p2p.release());
+}
+
+RankHeader* Comm::header(int member) const {
+  return reinterpret_cast<RankHeader*>(arena + static_cast<size_t>(member) * region_nbytes);
+}
+
+unsigned char* Comm::lane_base(int lane) const {
+  return arena + static_cast<size_t>(member_index_[rank]) * region_nbytes + layout.lanes +
+         static_cast<size_t>(lane) * layout.lane_nbytes + lanes_[lane].at;
+}
+
+void Comm::attach_arena(void* base, size_t region, size_t lane_nbytes,
+                        const std::vector<int>& ranks) {
+  arena = static_cast<unsigned char*>(base);
+  region_nbytes = region;
+  members = ranks;
+  layout = RegionLayout(static_cast<int>(ranks.size()), lane_nbytes);
+  if (layout.nbytes > region) throw std::invalid_argument("arena region is too small");
+  if (region * ranks.size() > kSlotMask) throw std::invalid_argument("arena is too large");
+  for (size_t i = 0; i < ranks.size(); ++i) member_index_[ranks[i]] = static_cast<int>(i);
+  const size_t me = static_cast<size_t>(member_index_[rank]);
+  unsigned char* mine = arena + me * region;
+  for (int peer : ranks) {
+    if (peer == rank) continue;
+    const size_t other = static_cast<size_t>(member_index_[peer]);
+    unsigned char* theirs = arena + other * region;
+    Link& link = links_[peer];
+    link.kind = LinkKind::Shared;
+    link.out_lines = reinterpret_cast<Line*>(mine + layout.lines) + other * kLines;
+    link.in_lines = reinterpret_cast<const Line*>(theirs + layout.lines) + me * kLines;
+    link.out_more = reinterpret_cast<More*>(mine + layout.more) + other * kLines;
+    link.in_more = reinterpret_cast<const More*>(theirs + layout.more) + me * kLines;
+    link.ack = reinterpret_cast<Ack*>(mine + layout.acks) + other;
+    link.acked = reinterpret_cast<const Ack*>(theirs + layout.acks) + me;
+  }
+}
+
+void Comm::detach() {
+  for (auto& link : links_) link = Link{};
+  p2p = std::make_unique<P2P>(*this);
+  arena = nullptr;
+  heap_.clear();
+}
+
+void Comm::attach_mpi(Handle comm_handle, int tag, const std::vector<int>& mpi_ranks) {
+  mpi_comm = comm_handle;
+  mpi_tag = tag;
+  for (int peer = 0; peer < size; ++peer) {
+    Link& link = links_[peer];
+    link.mpi_rank = mpi_ranks[peer];
+    if (peer != rank && link.kind == LinkKind::Self) link.kind = LinkKind::Mpi;
+  }
+}
+
+void Comm::attach_relay(std::shared_ptr<Relay> relay, int tag, const std::vector<int>& ranks) {
+  off_node = &relay_api();
+  attach_mpi(reinterpret_cast<Handle>(relay.get()), tag, ranks);
+  told_ = relay->count_of(tag);
+  relay_ = std::move(relay);
+}
+
+std::shared_ptr<Op> Comm::fresh_op() {
+  // The last operation's object is used again once nobody else holds it: its vectors then
+  // need no allocation.
+  std::shared_ptr<Op> op;
+  if (spare_ && spare_.use_count() == 1) {
+    op = std::move(spare_);
+    op->state.store(static_cast<int>(OpState::Running), std::memory_order_relaxed);
+  } else {
+    op = std::make_shared<Op>();
+  }
+  op->comm = this;
+  op->parts.reset();
+  op->gate = {};
+  op->stream = 0;
+  return op;
+}
+
+void Comm::note(uint64_t seq, const Plan& plan, uint64_t stream) {
+  Record& record = records[seq % kRecords];
+  record.seq = seq;
+  record.count = std::max(plan.in_elems, plan.out_elems);
+  record.start_ticks = ticks();
+  record.end_ticks = 0;
+  record.coll = static_cast<int16_t>(plan.coll);
+  record.root = static_cast<int16_t>(plan.root);
+  record.dtype = static_cast<uint8_t>(plan.dtype);
+  record.redop = static_cast<uint8_t>(plan.redop);
+  record.state = 0;
+  record.stream = stream;
+  record.device = plan.device;
+}
+
+uint64_t Comm::count_elsewhere(const Record& what) {
+  const uint64_t seq = next_seq++;
+  if (arena != nullptr) {
+    header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
+  }
+  Record& record = records[seq % kRecords];
+  record = what;
+  record.seq = seq;
+  record.start_ticks = ticks();
+  return seq;
+}
+
+std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const void* in,
+                                void* out, void* const* keep, bool timed, uint64_t limit) {
+  std::shared_ptr<Op> op = fresh_op();
+  op->bind(plan, in, out);  // first: without memory for scratch, nothing has happened
+  op->seq = next_seq++;
+  if (plan->shows_result && has_heap()) op->find_in_heap();
+  op->store = store_for_run(*plan, timed, op->uses_heap());
+  op->timed_from = timed && plan->learns() ? ticks() : 0;
+  op->keep[0] = keep != nullptr ? keep[0] : nullptr;
+  op->keep[1] = keep != nullptr ? keep[1] : nullptr;
+  return begin(std::move(op), limit);
+}
+
+std::shared_ptr<Op> Comm::start_gated(const std::shared_ptr<const Plan>& plan, const void* in,
+                                      void* out, const Gate& gate, uint64_t stream) {
+  std::shared_ptr<Op> op = fresh_op();
+  op->bind(plan, in, out);
+  op->seq = next_seq++;
+  op->gate = gate;
+  op->stream = stream;
+  if (plan->shows_result && has_heap()) op->find_in_heap();
+  op->store = store_for_run(*plan, false, op->uses_heap());
+  op->timed_from = 0;
+  op->keep[0] = op->keep[1] = nullptr;
+  return begin(std::move(op), kSliceBytes);
+}
+
+std::shared_ptr<Op> Comm::start_bucket(const std::shared_ptr<const Plan>& plan,
+                                       std::unique_ptr<BucketParts> parts, void* keep,
+                                       uint64_t limit) {
+  const bool in_pieces = !plan->native && std::none_of(
+      plan->instrs.begin(), plan->instrs.end(), [](const Instr& ins) { return ins.has_mpi; });
+  std::shared_ptr<Op> op = fresh_op();
+  // First, as in start(): without memory nothing has happened.
+  unsigned char* const packed = in_pieces ? nullptr : parts->pack(plan->itemsize);
+  op->bind(plan, packed, packed);
+  op->parts = std::move(parts);
+  op->seq = next_seq++;
+  op->store = store_for_run(*plan, false);
+  op->timed_from = 0;
+  op->keep[0] = keep;
+  op->keep[1] = nullptr;
+  return begin(std::move(op), limit);
+}
+
+// Keeps the books, and does the first of the work.
+std::shared_ptr<Op> Comm::begin(std::shared_ptr<Op> op, uint64_t limit) {
+  if (told_ != nullptr) told_->store(next_seq, std::memory_order_relaxed);
+  if (arena != nullptr) {
+    header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
+  }
+  note(op->seq, *op->plan, op->stream);
+
+  // Issue order decides: an operation may not overtake an older one that waits for a lane.
+  // With others in flight, what the last pass refused is still refused.
+  if (active_.empty()) lane_refused_ = native_refused_ = false;
+  const MpiTurn turn(engine.mpi_device());
+  if (!fail_after_own(*op)) op->advance(limit);
+  if (op->finished()) {
+    if (op->has_keep()) engine.discard(std::shared_ptr<Op>(op));
+    return op;
+  }
+  active_.push_back(op);
+  return op;
+}
+
+Store Comm::store_for_run(const Plan& plan, bool timed, bool in_heap) {
+  if (in_heap && plan.adaptive != Store::Plain) {
+    StoreChoice& choice = plan.heap_choice;
+    const Store kind = plan.learns() && timed ? choice.next() : choice.current();
+    return streams_second(kind) ? Store::StreamBoth : Store::Plain;
+  }
+  if (plan.learns()) {
+    if (learned_ >= 0) plan.choice.hear(learned_ == 1);
+    return timed ? plan.choice.next() : plan.choice.current();
+  }
+  if (!streams_second(plan.adaptive) || learned_ < 0) return plan.store;
+  return store_of(streams_first(plan.store), learned_ == 1);
+}
+
+void Comm::report_run(const Plan& plan, uint64_t took_ticks, bool in_heap) {
+  if (in_heap) {
+    plan.heap_choice.report(took_ticks);
+    return;
+  }
+  plan.choice.report(took_ticks, !plan.answered);
+  // By the latest run, not by the latest change: who changed in another state of the machine
+  // and did not run since may never change back.
+  if (streams_second(plan.adaptive) && plan.choice.has_tried()) {
+    learned_ = streams_second(plan.choice.current()) ? 1 : 0;
+  }
+}
+
+void Comm::recycle(std::shared_ptr<Op> op) {
+  if (op->p2p == nullptr) spare_ = std::move(op);
+}
+
+int Comm::least_spins(int otherwise) const {
+  for (const auto& op : active_) otherwise = std::min(otherwise, spins_of(op->plan.get()));
+  return otherwise;
+}
+
+bool Comm::idle() const { return active_.empty() && p2p->idle(); }
+
+bool Comm::progress(uint64_t limit) {
+  bool any = p2p->progress();
+  lane_refused_ = native_refused_ = false;
+  bool ended = false;
+  try {
+    for (size_t i = 0; i < active_.size(); ++i) {
+      Op& op = *active_[i];
+      if (!op.finished() && (fail_after_own(op) || op.advance(limit))) any = true;
+      ended = ended || op.finished();
+    }
+  } catch (...) {
+    // What this pass did not reach may wait for a lane: nothing starts before it.
+    lane_refused_ = native_refused_ = true;
+    throw;
+  }
+  if (ended) {
+    for (auto& op : active_) {
+      if (!op->finished()) continue;
+      // Python objects are dropped later, by someone who holds the GIL.
+      if (op->has_keep()) {
+        engine.discard(std::move(op));
+      } else {
+        op.reset();
+      }
+    }
+    active_.erase(std::remove(active_.begin(), active_.end(), nullptr), active_.end());
+  }
+  return any;
+}
+
+int Comm::acquire_lane(const Plan& plan) {
+  if (lane_refused_) return -1;
+  for (int i = 0; i < kLanes; ++i) {
+    Lane& lane = lanes_[i];
+    if (lane.busy) continue;
+    bool clear = true;
+    for (int peer = 0; peer < size && clear; ++peer) {
+      if (lane.last[peer] != 0) clear = links_[peer].is_acked(lane.last[peer] - 1);
+    }
+    if (!clear) continue;
+    lane.busy = true;
+    const size_t nbytes = static_cast<size_t>(plan.slots) * plan.slot_nbytes;
+    // All of a lane is free then: an operation may begin anywhere.
+    lane.at = plan.moves_on && lane.next + nbytes <= slot_window ? lane.next : 0;
+    lane.next = lane.at + (plan.moves_on ? nbytes : 0);
+    return i;
+  }
+  lane_refused_ = true;
+  return -1;
+}
+
+void Comm::release_lane(Op& op) {
+  if (op.lane_ < 0) return;
+  lanes_[op.lane_].busy = false;
+  op.lane_ = -1;
+}
+
+std::shared_ptr<Op> Comm::take_wanted() {
+  for (const auto& op : active_) {
+    if (op->finished() || !op->user_value) continue;
+    if (op->user_value->state != UserValue::State::Wanted) continue;
+    op->user_value->state = UserValue::State::Running;
+    return op;
+  }
+  return nullptr;
+}
+
+void Comm::break_down(const std::string& why) {
+  if (broken.load(std::memory_order_relaxed)) return;
+  failure = why;
+  broken.store(true, std::memory_order_release);
+}
+
+void Comm::tell_failure(uint64_t seq) {
+  failed_from = std::min(failed_from, seq);
+  if (arena == nullptr) return;
+  std::atomic<uint64_t>& failed = header(member_index_[rank])->failed;
+  const uint64_t told = failed.load(std::memory_order_relaxed);
+  if (told == 0 || told > seq + 1) failed.store(seq + 1, std::memory_order_release);
+  // Before the caller writes to buffers that peers still read (gave_up()).
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+bool Comm::gave_up(int peer, uint64_t seq) const {
+  std::atomic_thread_fence(std::memory_order_acquire);
+  const uint64_t failed = header(member_of(peer))->failed.load(std::memory_order_acquire);
+  return failed != 0 && failed - 1 <= seq;
+}
+
+// MPI would hand it the messages of the one that failed, and the other ranks end it too.
+bool Comm::fail_after_own(Op& op) {
+  if (op.seq < failed_from) return false;
+  op.given_up = true;
+  op.fail("this rank gave up at operation #" + std::to_string(failed_from) + ": " + failure);
+  return true;
+}
+
+void Comm::fail_op(Op& op, const std::string& why) { op.fail(why); }
+
+bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
+  Op& op = *given;
+  if (op.p2p != nullptr) return p2p->fail_after_peer(given);
+  const std::string who = who_gave_up(op.seq);
+  if (who.empty()) return false;
+  op.given_up = true;
+  op.fail(who);
+  return true;
+}
+
+std::string Comm::who_gave_up(uint64_t seq) const {
+  if (arena == nullptr) return {};
+  for (size_t i = 0; i < members.size(); ++i) {
+    const uint64_t failed = header(static_cast<int>(i))->failed.load(std::memory_order_acquire);
+    if (failed == 0 || failed - 1 > seq || members[i] == rank) continue;
+    return "rank " + std::to_string(members[i]) + " gave up at operation #" +
+           std::to_string(failed - 1);
+  }
+  return {};
+}
+
+std::vector<int> Comm::not_started(uint64_t seq) const {
+  std::vector<int> missing;
+  for (size_t i = 0; i < members.size(); ++i) {
+    if (header(static_cast<int>(i))->started.load(std::memory_order_acquire) <= seq) {
+      missing.push_back(members[i]);
+    }
+  }
+  return missing;
+}
+
+double Comm::probe_latency(int peer, int rounds, double timeout_s) {
+  using clock = std::chrono::steady_clock;
+  const auto deadline = clock::now() + std::chrono::duration<double>(timeout_s);
+  auto probe_word = [this](int of, int towards) -> std::atomic<uint64_t>& {
+    unsigned char* region = arena + static_cast<size_t>(member_index_[of]) * region_nbytes;
+    return reinterpret_cast<Ack*>(region + layout.probes)[member_index_[towards]].consumed;
+  };
+  std::atomic<uint64_t>& mine = probe_word(rank, peer);
+  const std::atomic<uint64_t>& theirs = probe_word(peer, rank);
+  // A word holds the number of the probe above and its round below. Both ranks make the
+  // same probes, so one that ran out of time is told from the next; its last round says so.
+  constexpr int kShift = 32;
+  constexpr uint64_t kGaveUp = (uint64_t{1} << kShift) - 1;
+  const uint64_t probe = ((mine.load(std::memory_order_relaxed) >> kShift) + 1) << kShift;
+  const bool first = rank < peer;
+  double best_ns = -1;
+  for (int i = 1; i <= rounds; ++i) {
+    const auto begin = clock::now();
+    const uint64_t value = probe + static_cast<uint64_t>(i);
+    if (first) mine.store(value, std::memory_order_release);
+    uint64_t seen;
+    for (unsigned spin = 0; (seen = theirs.load(std::memory_order_acquire)) < value; ++spin) {
+      if ((spin & 255) == 255 && clock::now() > deadline) {
+        seen = probe + kGaveUp;
+        break;
+      }
+    }
+    if (seen >= probe + kGaveUp) {  // out of time, here or there
+      mine.store(probe + kGaveUp, std::memory_order_release);
+      return -1;
+    }
+    if (!first) mine.store(value, std::memory_order_release);
+    const double ns = std::chrono::duration<double, std::nano>(clock::now() - begin).count() / 2;
+    if (i > rounds / 4 && (best_ns < 0 || ns < best_ns)) best_ns = ns;
+  }
+  return best_ns;
+}
+
+}  // namespace commrt

@@ -1,0 +1,441 @@
+// SPDX-License-Identifier: Apache-2.0
+// A communicator inside the engine: links to its peers, operations in flight, records.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/layout.hpp"
+#include "engine/mpi_api.hpp"
+#include "engine/parts.hpp"
+#include "engine/plan.hpp"
+
+namespace commrt {
+
+class Comm;
+class Engine;
+class Relay;
+
+enum class LinkKind : uint8_t { Self, Shared, Mpi };
+
+// The state of message passing with one peer. Ids count messages since the communicator
+// was made, in each direction on its own.
+struct Link {
+  LinkKind kind = LinkKind::Self;
+  Line* out_lines = nullptr;             // in this rank's region
+  const Line* in_lines = nullptr;        // in the peer's region
+  More* out_more = nullptr;              // beside out_lines
+  const More* in_more = nullptr;         // beside in_lines
+  const Ack* acked = nullptr;            // written by the peer
+  Ack* ack = nullptr;                    // written by this rank
+  uint64_t next_out = 0, next_in = 0;    // ids for the next operation to start
+  uint64_t acked_seen = 0;               // last value read from acked
+  uint64_t consumed = 0;                 // every message below is consumed
+  uint64_t consumed_bits = 0;            // bit i: message consumed + i is consumed
+  uint64_t mpi_out = 0, mpi_in = 0;      // ids that may be posted next (MPI keeps order)
+  int mpi_rank = -1;
+
+  bool is_acked(uint64_t id) {
+    if (id < acked_seen) return true;
+    acked_seen = acked->consumed.load(std::memory_order_acquire);
+    return id < acked_seen;
+  }
+  bool line_free(uint64_t id) { return id < kLines || is_acked(id - kLines); }
+
+  void consume(uint64_t id) {
+    if (id == consumed && consumed_bits == 0) {
+      ++consumed;
+    } else {
+      consumed_bits |= uint64_t{1} << (id - consumed);
+      const int run = consumed_bits == ~uint64_t{0} ? 64 : __builtin_ctzll(~consumed_bits);
+      if (run == 0) return;
+      consumed += static_cast<uint64_t>(run);
+      consumed_bits = run == 64 ? 0 : consumed_bits >> run;
+    }
+    // Release: the payload has been read before its slot and line may be reused.
+    ack->consumed.store(consumed, std::memory_order_release);
+  }
+};
+
+// What one pass does for one operation, at most, in bytes of values; one instruction is never
+// cut. A wait has nothing better to do than all that can be done.
+constexpr uint64_t kSliceBytes = 128 * 1024;
+constexpr uint64_t kNoLimit = ~uint64_t{0};
+
+constexpr int kSpinsWithGil = 40;  // about 2 us
+
+enum class OpState : int { Running = 0, Done = 1, Failed = 2 };
+
+// Point-to-point messages have peers and tags instead of a plan.
+struct P2PTask;
+
+struct MpiInput {  // one message of an instruction that comes over MPI
+  MpiRequest request;
+  size_t index = 0;  // of the instruction's inputs
+  bool posted = false, done = false;
+  std::unique_ptr<unsigned char[]> staging;  // null: received where it belongs
+};
+
+struct MpiStep {  // an instruction with MPI's messages, until it has run
+  std::vector<MpiInput> inputs;
+  std::vector<unsigned char*> sources;  // per input of the instruction
+};
+
+struct MpiSend {  // a message on its way; nothing but the end of the operation waits for it
+  MpiRequest request;
+  int64_t fragment = 0;
+  std::unique_ptr<unsigned char[]> staging;  // null: sent from where it lies
+};
+
+// What opens before an operation begins: a count that somebody else raises, cyclically.
+struct Gate {
+  const std::atomic<uint32_t>* opened = nullptr;  // null: open
+  uint32_t value = 0;
+  bool is_open() const {
+    return opened == nullptr ||
+           static_cast<int32_t>(opened->load(std::memory_order_acquire) - value) >= 0;
+  }
+};
+
+// One operation in flight. Owned by shared_ptr: the communicator's list and the request.
+class Op {
+ public:
+  std::shared_ptr<const Plan> plan;
+  Comm* comm = nullptr;
+  uint64_t seq = 0;
+  uint64_t stream = 0;  // the caller's, for buffers on a device
+  Store store = Store::Plain;
+  uint64_t timed_from = 0;  // ticks at the start of a run that is timed, else 0
+  const unsigned char* in = nullptr;
+  unsigned char* out = nullptr;
+  unsigned char* tmp = nullptr;
+  std::unique_ptr<unsigned char[]> tmp_storage;
+  std::atomic<int> state{static_cast<int>(OpState::Running)};
+  std::string error;
+  bool given_up = false;  // failed because a peer did, or this rank earlier
+  bool by_mpi = false;    // failed because the MPI library did
+  bool by_user = false;   // failed because the user's reduction did
+  std::unique_ptr<UserValue> user_value;  // what is on its way through Python, or null
+  bool held = false;      // failed, and MPI may still use the buffers: they are kept for ever
+  std::unique_ptr<P2PTask> p2p;
+  std::unique_ptr<BucketParts> parts;  // of a bucket: its arrays, instead of `in` and `out`
+  bool in_heap = false;  // may meet buffers in the symmetric heap (symmetric.cpp)
+  void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
+  Gate gate;  // before its first instruction; its place among others it has from the start
+
+  bool uses_heap() const { return in_place_ != 0 || out_place_ != 0; }
+  bool has_keep() const { return keep[0] != nullptr || keep[1] != nullptr; }
+  bool finished() const { return state.load(std::memory_order_acquire) != 0; }
+
+  void bind(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_);
+  // The same for an operation whose first `done` instructions are done already.
+  void resume(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_,
+              size_t done, int lane);
+  // Runs what can run now, and stops after `limit` bytes of it; true if anything did.
+  bool advance(uint64_t limit);
+  void fail_by_user(const std::string& why);
+
+ private:
+  friend class Comm;
+  uint64_t head_ = 0, total_ = 0;  // position = fragment * instructions + instruction
+  uint64_t head_fragment_ = 0;
+  uint64_t worked_ = 0;   // bytes in this call of advance()
+  size_t completed_ = 0;  // elements of the result that nothing is left to do with
+  std::vector<uint64_t> done_bits_;
+  uint64_t done_mask_ = 0;  // window size - 1
+  std::vector<uint64_t> out_base_, in_base_;  // first id of this operation, per plan peer
+  int lane_ = -1;
+  MpiRequest native_request_;
+  bool native_started_ = false;
+  size_t copied_ = 0;     // bytes of what a vendor collective wants copied
+  std::unordered_map<uint64_t, MpiStep> mpi_steps_;
+  std::list<MpiSend> mpi_sends_;  // in the order of their posts
+
+  // Buffers in the symmetric heap.
+  struct Result {  // of a peer
+    bool known = false;
+    uint8_t sharing = 0;
+    unsigned char* at = nullptr;  // null: not in the heap
+  };
+  struct Route {  // of a message to a peer that shares memory
+    enum class By : uint8_t { Slot, Exposed, Delivered } by;
+    unsigned char* to;  // Delivered: the first fragment's place
+  };
+  struct Source {  // of what an instruction sends
+    Place place = 0;
+    bool constant = false;  // until the operation ends
+  };
+  Place in_place_ = 0, out_place_ = 0;
+  uint8_t sharing_ = 0;
+  bool shown_ = false;             // peers know where the result is wanted
+  std::vector<Result> results_;    // per plan peer
+  std::vector<uint64_t> exposed_;  // per plan peer: one past the last message read from here
+  std::vector<Route> routes_;      // of the instruction that is about to run
+  Source source_;                  // of the same
+
+  bool is_done(uint64_t pos) const {
+    const uint64_t i = pos & done_mask_;
+    return (done_bits_[i >> 6] >> (i & 63)) & 1;
+  }
+  void set_done(uint64_t pos) {
+    const uint64_t i = pos & done_mask_;
+    done_bits_[i >> 6] |= uint64_t{1} << (i & 63);
+  }
+  void clear_done(uint64_t pos) {
+    const uint64_t i = pos & done_mask_;
+    done_bits_[i >> 6] &= ~(uint64_t{1} << (i & 63));
+  }
+  void adopt(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_);
+  void find_in_heap();
+  bool show_result();
+  void mark_shown();
+  void stop_showing();
+  const Result& result_of(int peer);
+  bool choose_routes(const Instr& ins);
+  Source source_in_heap(const Instr& ins) const;
+  void expose(const Instr& ins, int64_t fragment, size_t nbytes);
+  bool all_taken();
+  bool deps_done(const Instr& ins, uint64_t first) const;
+  bool run(int64_t fragment, int index);
+  bool run_mpi(int64_t fragment, int index);
+  MpiStep prepare_mpi(const Instr& ins, int64_t fragment, size_t nbytes, bool one_piece);
+  bool all_posted(MpiStep& step, const Instr& ins, int64_t fragment, size_t nbytes);
+  bool all_arrived(MpiStep& step, const Instr& ins, size_t nbytes);
+  bool all_sent();
+  void abandon_mpi();
+  void hold(MpiInput& one);
+  void fail_mpi(const char* function, int code, const std::string& what);
+  bool over_mpi(const Ref& ref) const;
+  int rank_of(const Ref& ref) const { return plan->peers[ref.peer].rank; }
+  // Where a fragment of a local slice begins; the slice is one block, or uncut.
+  unsigned char* start_of(const Instr& ins, const Ref& ref, int64_t fragment) const;
+  bool inputs_arrived(const Instr& ins, int64_t fragment);
+  bool outputs_free(const Instr& ins, int64_t fragment);
+  bool value_ready(const Instr& ins, int64_t fragment, int index,
+                   const unsigned char* const* arrived);
+  void compute_and_send(const Instr& ins, int64_t fragment,
+                        const unsigned char* const* arrived);
+  void compute_from_own_part(const Instr& ins, unsigned char* first, unsigned char* second,
+                             std::vector<const void*>& inputs, size_t elems) const;
+  void pack(const Instr& ins, int64_t fragment, unsigned char* to);
+  unsigned char* array_of(const Box& box) const {
+    return reinterpret_cast<unsigned char* const*>(in)[box.array];
+  }
+  void move_boxes(const Instr& ins, const unsigned char* const* messages, unsigned char* slot);
+  void pack_boxes(const Instr& ins, unsigned char* to, bool streaming) const;
+  void unpack_boxes(const Box* boxes, int count, const unsigned char* message, bool combines) const;
+  void copy_boxes(const Box* boxes, int count, const Box* from, bool combines) const;
+  bool in_parts() const { return parts != nullptr && !parts->is_packed(); }
+  void compute_in_parts(const Instr& ins, int64_t fragment, const unsigned char* const* messages,
+                        unsigned char* slot);
+  void take_inputs(const Instr& ins, int64_t fragment);
+  bool complete(uint64_t limit);
+  const void* copied_where_in_place(uint64_t limit);
+  bool copy_slice(void* to, const void* from, int64_t elems, uint64_t limit);
+  bool advance_native(uint64_t limit);
+  void fail(std::string message);
+  void finish();
+  uint64_t in_id(const Ref& ref, int64_t fragment) const {
+    return in_base_[ref.peer] +
+           static_cast<uint64_t>(fragment) * plan->peers[ref.peer].recvs_per_fragment + ref.k;
+  }
+  uint64_t out_id(const Ref& ref, int64_t fragment) const {
+    return out_base_[ref.peer] +
+           static_cast<uint64_t>(fragment) * plan->peers[ref.peer].sends_per_fragment + ref.k;
+  }
+  const unsigned char* base(int space) const;
+};
+
+// Memory that all on-node ranks map: each has a part of it, in the order of the members.
+struct Segment {
+  unsigned char* base;
+  size_t part_nbytes;
+};
+
+// What a line of a payload takes, in ns: its writing plus its reading by a peer.
+struct SlotTimes {
+  double same_ns;    // in the slot that held the payload before
+  double moving_ns;  // in the next one of a window that exceeds a core's own cache
+};
+
+struct Lane {
+  bool busy = false;
+  size_t at = 0;    // where the slots of the operation that has it begin
+  size_t next = 0;  // and those of the next one
+  std::vector<uint64_t> last;  // per rank: one past the last message published from here
+};
+
+// What an operation was, kept after its end for messages and dumps.
+struct Record {
+  uint64_t seq = 0;
+  int64_t count = 0;
+  uint64_t start_ticks = 0;
+  uint64_t end_ticks = 0;  // 0: in flight, or run from the caller's stack
+  int16_t coll = 0, root = 0;  // for a message kSendCode or kRecvCode
+  uint8_t dtype = 0, redop = 0, state = 0, blocking = 0;
+  uint64_t stream = 0;  // of an operation on a device
+  int32_t device = kHost;
+  int32_t peer = -1, tag = -1;  // of a message
+};
+
+class Comm {
+ public:
+  Comm(Engine& engine, int rank, int size, std::string name);
+  ~Comm();
+
+  // On-node peers: members[i] is the rank whose region is the i-th of the arena.
+  void attach_arena(void* base, size_t region_nbytes, size_t lane_nbytes,
+                    const std::vector<int>& members);
+  // Adds a segment to the symmetric heap; collective over the on-node ranks.
+  void attach_segment(void* base, size_t part_nbytes) {
+    heap_.push_back({static_cast<unsigned char*>(base), part_nbytes});
+  }
+  bool has_heap() const { return !heap_.empty(); }
+  // Forgets arena and heap, which are about to be unmapped. Nothing may be in flight.
+  void detach();
+  // Off-node peers, reached over MPI: ranks in `mpi_comm`, all messages under `tag`.
+  void attach_mpi(Handle mpi_comm, int tag, const std::vector<int>& mpi_ranks);
+  // The same, where a relay stands in for MPI.
+  void attach_relay(std::shared_ptr<Relay> relay, int tag, const std::vector<int>& ranks);
+
+  // `keep` are the owners of the buffers of a nonblocking call (references handed over to
+  // the operation), or null. Does at most `limit` bytes of the work at once.
+  std::shared_ptr<Op> start(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
+                            void* const* keep, bool timed = false, uint64_t limit = kNoLimit);
+  // The same for one that begins once its gate is open: until then its buffers are not touched.
+  std::shared_ptr<Op> start_gated(const std::shared_ptr<const Plan>& plan, const void* in,
+                                  void* out, const Gate& gate, uint64_t stream);
+  // The same for the arrays of a bucket, one after the other.
+  std::shared_ptr<Op> start_bucket(const std::shared_ptr<const Plan>& plan,
+                                   std::unique_ptr<BucketParts> parts, void* keep, uint64_t limit);
+  // Keeps the books of an operation that runs elsewhere, by a library of its own.
+  uint64_t count_elsewhere(const Record& what);
+  // Who of this node gave up operation `seq` or one before it; empty: nobody.
+  std::string who_gave_up(uint64_t seq) const;
+  // A short plan with nothing else in flight: null when complete, else the Op it became.
+  // Spins at most `spins` times for a message.
+  std::shared_ptr<Op> run_short(const std::shared_ptr<const Plan>& plan, const void* in,
+                                void* out, int spins);
+  // The store kind of a run. Timed runs of a plan that learns are reported at their end.
+  // With `in_heap`, buffers in the symmetric heap: another kind may be best for them.
+  Store store_for_run(const Plan& plan, bool timed, bool in_heap = false);
+  void report_run(const Plan& plan, uint64_t took_ticks, bool in_heap = false);
+  bool quiet() const { return active_.empty() && messages_in_flight == 0; }
+  void recycle(std::shared_ptr<Op> op);  // a finished operation nobody refers to
+  // One pass, with at most `limit` bytes of every operation.
+  bool progress(uint64_t limit);
+  bool idle() const;
+  Link& link(int rank) { return links_[rank]; }
+  int member_of(int rank) const { return member_index_[rank]; }
+
+  // Ends an operation behind one that failed on this rank; true if there is one.
+  bool fail_after_own(Op& op);
+  // Ends an operation, and with it the communicator's use.
+  void fail_op(Op& op, const std::string& why);
+  // Ends an operation that an on-node peer has given up; true if it has ended.
+  bool fail_after_peer(const std::shared_ptr<Op>& op);
+  // Lets the ranks of this node know that they wait in vain from operation `seq` on.
+  void tell_failure(uint64_t seq);
+  // Whether an on-node peer's operation `seq` failed: then what has been read from its buffers
+  // until now may be anything, because they are its own again.
+  bool gave_up(int peer, uint64_t seq) const;
+  // Makes the communicator unusable; the first reason stays.
+  void break_down(const std::string& why);
+  // An operation in flight whose value wants Python, marked as Running, or null.
+  std::shared_ptr<Op> take_wanted();
+
+  // Ranks of this node that have not started operation `seq` yet.
+  std::vector<int> not_started(uint64_t seq) const;
+  // Best half round trip to an on-node peer in ns, both calling equally often; negative
+  // where time ran out, here or there.
+  double probe_latency(int peer, int rounds, double timeout_s);
+  // Measures both, while the peer does the same; negative where time ran out, here or there.
+  SlotTimes probe_slots(int peer, size_t window, double timeout_s);
+
+  Engine& engine;
+  const int rank, size;
+  const std::string name;
+  uint64_t next_seq = 0;
+  size_t messages_in_flight = 0;  // point-to-point sends and receives not complete
+  uint64_t failed_from = ~uint64_t{0};  // operations from this one on do not complete here
+  std::string failure;  // why the communicator can't be used any more; written once
+  std::atomic<bool> broken{false};  // release: `failure` is written
+  uint64_t fork_epoch = 0;
+  int spin_before_yield = 2000;
+  // Bytes of a lane that operations pass through, each behind the one before; 0: each begins
+  // where the lane does.
+  size_t slot_window = 0;
+  // Looks of who waits for a run of the plan before it lets another rank have the core.
+  int spins_of(const Plan* plan) const {
+    return plan != nullptr && plan->spins >= 0 ? plan->spins : spin_before_yield;
+  }
+  // The least of the collectives in flight; `otherwise` where there is none.
+  int least_spins(int otherwise) const;
+  // Polls while the GIL is held: about 2 us; hardly any where a peer waits for this core.
+  int spins_with_gil(const Plan* plan = nullptr) const {
+    return std::min(kSpinsWithGil, spins_of(plan));
+  }
+
+  unsigned char* arena = nullptr;
+  size_t region_nbytes = 0;
+  RegionLayout layout;
+  std::vector<int> members;
+  const MpiApi* off_node = &mpi();  // what carries messages to other nodes
+  Handle mpi_comm = 0;
+  int mpi_tag = 0;
+
+  static constexpr size_t kRecords = 256;
+  std::vector<Record> records, message_records;  // each by its own sequence number
+
+ private:
+  friend class Op;
+  friend class P2P;
+  std::shared_ptr<Op> fresh_op();
+  std::shared_ptr<Op> begin(std::shared_ptr<Op> op, uint64_t limit);
+  std::shared_ptr<Op> go_on(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
+                            uint64_t seq, size_t done, int lane, const unsigned char* tmp,
+                            Store store, uint64_t timed_from, bool shown);
+  template <bool kHasMore>
+  std::shared_ptr<Op> run_tiny(const std::shared_ptr<const Plan>& plan, const void* in,
+                               void* out, int spins);
+  // Before a short run of ordinary buffers: tells peers that use the heap. False where the run
+  // is none of these.
+  bool show_ordinary(const Plan& plan, const void* in, const void* out);
+  void note(uint64_t seq, const Plan& plan, uint64_t stream);
+  int acquire_lane(const Plan& plan);
+  void release_lane(Op& op);
+  unsigned char* lane_base(int lane) const;
+  RankHeader* header(int member) const;
+  CallLine& call_line(int member, uint64_t seq) const;
+  Place place_in_heap(const void* data, size_t nbytes) const;
+  unsigned char* address_of(int member, Place place) const {
+    const Segment& segment = heap_[segment_of(place)];
+    return segment.base + static_cast<size_t>(member) * segment.part_nbytes + offset_of(place);
+  }
+  bool is_place(Place place) const { return place != 0 && segment_of(place) < heap_.size(); }
+
+  std::shared_ptr<Relay> relay_;  // what off_node and mpi_comm refer to, or null
+  std::shared_ptr<std::atomic<uint64_t>> told_;  // next_seq, for ranks that ask over the relay
+  std::vector<Segment> heap_;
+  bool showing_[kCallLines] = {};  // which call lines belong to operations in flight
+  std::vector<Link> links_;
+  std::vector<int> member_index_;  // rank -> index in the arena, -1 off node
+  std::vector<std::shared_ptr<Op>> active_;
+  std::shared_ptr<Op> spare_;
+  Lane lanes_[kLanes];
+  int learned_ = -1;  // whether slots are streamed, by the last plan that knows; -1: none
+  bool lane_refused_ = false;  // an older operation waits for a lane in this pass
+  bool native_refused_ = false;  // an older vendor collective has not started in this pass
+ public:
+  std::unique_ptr<class P2P> p2p;
+};
+
+uint64_t ticks();
+
+}  // namespace commrt

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// Drives every communicator of a process: progress, waiting, the optional thread.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "engine/comm.hpp"
+
+namespace commrt {
+
+// Lets the core's other half run while a loop looks at memory.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  asm volatile("yield");
+#endif
+}
+
+// How a wait ended.
+enum class WaitResult { Done, TimedOut, Interrupted };
+
+double now_s();
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+class DeviceWork;
+struct Device;
+
+class Engine {
+ public:
+  ~Engine();
+  void add(Comm* comm);
+  void remove(Comm* comm);
+  // Whether a communicator with this address is there, of which progress may be made.
+  bool has(const Comm* comm);
+
+  // One pass over all operations in flight, a slice of each; true if anything advanced.
+  // Takes the lock.
+  bool step();
+  // The same for callers that hold the lock. One that waits needs no slices.
+  bool step_locked(uint64_t limit);
+
+  // Progress thread: runs while operations are in flight, parks when there are none.
+  void start_thread();
+  void stop_thread();
+  bool has_thread() const { return thread_.joinable(); }
+  // Whether the thread sleeps until there is something to do.
+  bool is_parked() const { return is_parked_.load(std::memory_order_acquire); }
+  // After something was started, or left in flight, that its caller does not wait for.
+  void wake();
+  bool idle();
+  // Looks between yields of who waits: the least of what is in flight, at most `own`. For
+  // callers that hold the lock.
+  int spins_locked(int own) const;
+
+  // Ended operations keep their buffers until someone who may drop them calls this.
+  void discard(std::shared_ptr<Op>&& op) {
+    ended_.push_back(std::move(op));
+    has_ended_.store(true, std::memory_order_relaxed);
+  }
+  std::vector<std::shared_ptr<Op>> take_ended();
+  // References that wait for someone with the GIL, of work on device memory.
+  void discard_objects(void* (&objects)[2]);
+  std::vector<void*> take_objects();
+
+  // Work on device memory (device_work.hpp). Its progress is made without the lock.
+  void add_device_work(std::shared_ptr<DeviceWork> work);
+  void remove_device_work(const DeviceWork* work);
+  bool step_device_work(bool advanced);
+  bool has_device_work() const { return num_device_work_.load(std::memory_order_acquire) != 0; }
+  bool is_device_busy();
+  // Whether devices still work is asked now and then, by a thread of its own: a question goes to
+  // the driver, where it may have to wait for a call that only progress lets go.
+  void start_watch();
+  // Fails what is under way there and waits for this process, so that no stream goes on waiting.
+  void release_streams(const std::string& why);
+
+  // The MPI library is given memory of a device, which is current from here on for whoever makes
+  // progress: any of MPI's calls may go on with what it was given. False where it has another
+  // one's. As many calls of leave_mpi() end it.
+  bool share_with_mpi(Device* device, std::shared_ptr<void> keeps);
+  void leave_mpi();
+  // Guarded by the lock; null: none.
+  Device* mpi_device() const { return mpi_device_; }
+
+  // A hint, without the lock.
+  bool has_ended() const { return has_ended_.load(std::memory_order_relaxed); }
+
+  // Values that want Python (user_reduction.hpp). A hint, without the lock.
+  bool wants_python() const { return wants_python_.load(std::memory_order_acquire); }
+  void want_python() { wants_python_.store(true, std::memory_order_release); }
+  // An operation with such a value, marked as Running; null if there is none.
+  std::shared_ptr<Op> take_wanted_locked();
+
+  // Communicators whose open buckets have a time limit, and when to look at them (fusion.cpp).
+  // Guarded by the GIL; whoever waits without it asks is_timed_due().
+  std::vector<class Group*> timed;
+  std::atomic<double> timed_due_s{kNever};
+  bool is_timed_due() const {
+    const double due = timed_due_s.load(std::memory_order_relaxed);
+    return due != kNever && now_s() >= due;
+  }
+
+  std::mutex mutex;
+  // Set in the child after fork: the shared memory and MPI belong to the parent.
+  static std::atomic<bool> forked;
+
+ private:
+  bool busy_locked() const;
+  void thread_main();
+  void watch_main();
+
+  std::vector<Comm*> comms_;
+  std::vector<std::shared_ptr<Op>> ended_;
+  std::atomic<bool> has_ended_{false};
+  std::mutex device_work_mutex_;  // the innermost one
+  std::vector<std::shared_ptr<DeviceWork>> device_work_;
+  std::atomic<int> num_device_work_{0};
+  std::vector<void*> objects_;
+  Device* mpi_device_ = nullptr;  // this and the next two are guarded by `mutex`
+  std::shared_ptr<void> mpi_device_keeps_;
+  int mpi_device_users_ = 0;
+  std::atomic<bool> wants_python_{false};
+  std::thread thread_;
+  // On the heap: in a forked process it is left alone, as the thread that waits on it does
+  // not exist there.
+  std::unique_ptr<std::condition_variable> parked_ = std::make_unique<std::condition_variable>();
+  std::thread watch_;
+  // Of the watch; on the heap, as parked_ is.
+  std::unique_ptr<std::condition_variable> watching_ = std::make_unique<std::condition_variable>();
+  std::mutex watch_mutex_;
+  bool watch_stopping_ = false;
+  bool stopping_ = false;
+  std::atomic<bool> is_parked_{false};
+};
+
+// Waiting without the work: spin, then yield, then sleep.
+class Backoff {
+ public:
+  explicit Backoff(int spins) : spins_(spins) {}
+  void reset() { count_ = 0; }
+  void spin_at_most(int spins) { spins_ = spins; }
+  // Where threads of this process carry messages (relay.hpp): they need the core.
+  void sleep_soon(bool soon) { sleeps_soon_ = soon; }
+  void pause();
+
+ private:
+  bool sleeps_soon_ = false;
+  uint64_t seen_ = 0;  // of relays' changes
+  int spins_;
+  int count_ = 0;
+};
+
+}  // namespace commrt

@@ -1,0 +1,425 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parts of an operation that go through MPI: messages of a schedule to other nodes, and
+// the library's own collectives. Nothing here blocks inside MPI.
+//
+// MPI delivers messages of one pair and tag in order. Ids of a pair are therefore posted in
+// order, on both sides, and need no place in the tag.
+#include <algorithm>
+#include <cstring>
+
+#include "engine/comm.hpp"
+#include "engine/engine.hpp"
+
+namespace commrt {
+
+bool Op::over_mpi(const Ref& ref) const {
+  return ref.is_message && comm->link(rank_of(ref)).kind == LinkKind::Mpi;
+}
+
+unsigned char* Op::start_of(const Instr& ins, const Ref& ref, int64_t fragment) const {
+  const auto& at = plan->spaces[ref.space].offsets;
+  const int64_t lo = at[ref.lo];
+  const int64_t cut = plan->fragments == 1 ? 0 : plan->cut(ins, at[ref.lo + 1] - lo, fragment);
+  return const_cast<unsigned char*>(base(ref.space)) +
+         static_cast<size_t>(lo + cut) * plan->itemsize;
+}
+
+void Op::fail_mpi(const char* function, int code, const std::string& what) {
+  const std::string why = what + ": " + comm->off_node->describe(function, code);
+  by_mpi = true;
+  comm->break_down(why);
+  fail(why + "; " + kAfterMpiFailure);
+}
+
+// Posts what may be posted: ids of a pair in their order, whatever instructions they belong
+// to. Whether all is posted; the operation may have failed afterwards.
+bool Op::all_posted(MpiStep& step, const Instr& ins, int64_t fragment, size_t nbytes) {
+  bool all = true;
+  for (MpiInput& one : step.inputs) {
+    if (one.posted) continue;
+    const Ref& ref = ins.inputs[one.index];
+    Link& link = comm->link(rank_of(ref));
+    if (link.mpi_in != in_id(ref, fragment)) {
+      all = false;
+      continue;
+    }
+    const int rc = comm->off_node->irecv(step.sources[one.index], static_cast<int>(nbytes),
+                               comm->off_node->byte_type, link.mpi_rank, comm->mpi_tag, comm->mpi_comm,
+                               &one.request);
+    if (rc != 0) {
+      fail_mpi("MPI_Irecv", rc, "no message from rank " + std::to_string(rank_of(ref)));
+      return false;
+    }
+    one.posted = true;
+    ++link.mpi_in;
+  }
+  return all;
+}
+
+// MPI may write to where this message belongs at any time.
+void Op::hold(MpiInput& one) {
+  if (one.staging == nullptr) held = true;
+  static_cast<void>(one.staging.release());
+}
+
+// Whether every posted message has come, each of the length that is expected here. The
+// operation may have failed afterwards.
+bool Op::all_arrived(MpiStep& step, const Instr& ins, size_t nbytes) {
+  bool all = true;
+  for (MpiInput& one : step.inputs) {
+    if (!one.posted || one.done) continue;
+    const int rank = rank_of(ins.inputs[one.index]);
+    auto lost = [&](const char* function, int code) {
+      fail_mpi(function, code, "no message from rank " + std::to_string(rank));
+      return false;
+    };
+    MpiStatus status;
+    int flag = 0, count = -1;
+    const int rc = comm->off_node->test(&one.request, &flag, &status);
+    if (rc == 0 && !flag) {
+      all = false;
+      continue;
+    }
+    one.done = true;
+    if (rc != 0 && !comm->off_node->is_truncation(rc)) {
+      hold(one);  // nobody knows whether the request has ended
+      return lost("MPI_Test", rc);
+    }
+    if (rc == 0) {
+      const int counted = comm->off_node->get_count(&status, comm->off_node->byte_type, &count);
+      if (counted != 0) return lost("MPI_Get_count", counted);
+    }
+    if (count != static_cast<int>(nbytes)) {
+      fail("rank " + std::to_string(rank) + " sent a message of another length than the " +
+           std::to_string(nbytes) +
+           " bytes expected here: the ranks called with different arguments");
+      return false;
+    }
+  }
+  return all;
+}
+
+// Whether MPI needs none of the messages sent so far any more.
+bool Op::all_sent() {
+  for (auto it = mpi_sends_.begin(); it != mpi_sends_.end();) {
+    MpiStatus status;
+    int flag = 0;
+    const int rc = comm->off_node->test(&it->request, &flag, &status);
+    if (rc != 0) {
+      fail_mpi("MPI_Test", rc, "a message was not sent");
+      return false;
+    }
+    it = flag ? mpi_sends_.erase(it) : std::next(it);
+  }
+  return mpi_sends_.empty();
+}
+
+// What MPI may still write to is taken back where it can be; what it may still read or
+// write is kept for ever.
+void Op::abandon_mpi() {
+  for (auto& [position, step] : mpi_steps_) {
+    for (MpiInput& one : step.inputs) {
+      if (!one.posted || one.done) continue;
+      // A receive that has no message yet ends at once when it is cancelled.
+      comm->off_node->cancel(&one.request);
+      MpiStatus status;
+      int flag = 0;
+      for (int tries = 0; tries < 1000 && !flag; ++tries) {
+        if (comm->off_node->test(&one.request, &flag, &status) != 0) break;
+      }
+      one.done = true;
+      if (!flag) hold(one);
+    }
+  }
+  for (MpiSend& send : mpi_sends_) {
+    MpiStatus status;
+    int flag = 0;
+    if (comm->off_node->test(&send.request, &flag, &status) == 0 && flag) continue;
+    if (send.staging == nullptr) held = true;
+    static_cast<void>(send.staging.release());
+  }
+  if (native_started_) held = true;
+  if (held) static_cast<void>(tmp_storage.release());
+}
+
+// Everything that the instruction's messages need, before any is posted.
+MpiStep Op::prepare_mpi(const Instr& ins, int64_t fragment, size_t nbytes, bool one_piece) {
+  MpiStep step;
+  step.sources.assign(ins.inputs.size(), nullptr);
+  const bool direct = one_piece && !ins.boxed && ins.inputs.size() == 1 && ins.local_outs.size() == 1 &&
+                      ins.sends.empty();
+  for (size_t i = 0; i < ins.inputs.size(); ++i) {
+    if (!over_mpi(ins.inputs[i])) continue;
+    MpiInput& one = step.inputs.emplace_back();
+    one.index = i;
+    if (direct) {
+      step.sources[i] = start_of(ins, ins.local_outs[0], fragment);
+    } else {
+      one.staging.reset(new unsigned char[nbytes + 1]);
+      step.sources[i] = one.staging.get();
+    }
+  }
+  return step;
+}
+
+// Receives what the instruction needs, computes, and sends. A send is done once posted: the
+// schedule may rely on messages being buffered, so what is sent is copied, unless nothing
+// can overwrite it before the operation ends. True also where the operation has failed.
+bool Op::run_mpi(int64_t fragment, int index) {
+  const Plan& p = *plan;
+  const Instr& ins = p.instrs[index];
+  const uint64_t pos =
+      static_cast<uint64_t>(fragment) * p.instrs.size() + static_cast<uint64_t>(index);
+  auto crosses = [this](const Ref& ref) { return over_mpi(ref); };
+
+  // Where this fragment of the value lies, if in one piece.
+  const Ref* shape = nullptr;
+  for (const Ref& ref : ins.inputs) if (!ref.is_message) shape = &ref;
+  for (const Ref& ref : ins.local_outs) shape = &ref;
+  const auto& offsets = p.spaces[shape->space].offsets;
+  const bool one_piece = p.fragments == 1 || shape->hi - shape->lo == 1;
+  size_t nbytes = 0;
+  if (p.fragments == 1) {
+    nbytes = static_cast<size_t>(ins.elems) * p.itemsize;
+  } else {
+    for (int b = shape->lo; b < shape->hi; ++b) {
+      const int64_t len = offsets[b + 1] - offsets[b];
+      nbytes += static_cast<size_t>(p.cut(ins, len, fragment + 1) - p.cut(ins, len, fragment)) * p.itemsize;
+    }
+  }
+
+  auto it = mpi_steps_.find(pos);
+  if (it == mpi_steps_.end()) {
+    it = mpi_steps_.emplace(pos, prepare_mpi(ins, fragment, nbytes, one_piece)).first;
+  }
+  MpiStep& step = it->second;
+  const bool posted = all_posted(step, ins, fragment, nbytes);
+  const bool arrived = !finished() && all_arrived(step, ins, nbytes);
+  if (finished()) return true;
+  if (!posted || !arrived || !inputs_arrived(ins, fragment) || !outputs_free(ins, fragment)) {
+    return false;
+  }
+  const bool any_mpi_send = std::any_of(ins.sends.begin(), ins.sends.end(), crosses);
+  for (const Ref& ref : ins.sends) {
+    if (over_mpi(ref) && comm->link(rank_of(ref)).mpi_out != out_id(ref, fragment)) return false;
+  }
+  // A few fragments may be on their way; one must, see above.
+  if (any_mpi_send && !mpi_sends_.empty() && mpi_sends_.front().fragment + p.depth <= fragment &&
+      !all_sent() && (finished() || mpi_sends_.front().fragment + p.depth <= fragment)) {
+    return finished();
+  }
+  const bool only_mpi_sends = std::all_of(ins.sends.begin(), ins.sends.end(), crosses);
+  if (!(ins.local_outs.empty() && any_mpi_send && only_mpi_sends)) {
+    if (!value_ready(ins, fragment, index, step.sources.data())) return finished();
+    compute_and_send(ins, fragment, step.sources.data());
+    if (finished()) return true;
+  }
+  const Ref& source = ins.local_outs.empty() ? ins.inputs[0] : ins.local_outs[0];
+  const bool stays = one_piece && !ins.boxed && ins.local_outs.empty() && ins.scaled() == nullptr &&
+                     !source.is_message && p.spaces[source.space].kind == SpaceKind::In &&
+                     static_cast<const void*>(in) != static_cast<void*>(out);
+  for (const Ref& ref : ins.sends) {
+    if (!over_mpi(ref)) continue;
+    MpiSend& send = mpi_sends_.emplace_back();
+    send.fragment = fragment;
+    const unsigned char* value;
+    if (stays) {
+      value = start_of(ins, source, fragment);
+    } else {
+      send.staging.reset(new unsigned char[nbytes + 1]);
+      pack(ins, fragment, send.staging.get());
+      value = send.staging.get();
+    }
+    Link& link = comm->link(rank_of(ref));
+    const int rc = comm->off_node->isend(value, static_cast<int>(nbytes), comm->off_node->byte_type, link.mpi_rank,
+                               comm->mpi_tag, comm->mpi_comm, &send.request);
+    if (rc != 0) {
+      static_cast<void>(send.staging.release());
+      mpi_sends_.pop_back();  // it has no request that could be tested
+      fail_mpi("MPI_Isend", rc, "no message to rank " + std::to_string(rank_of(ref)));
+      return true;
+    }
+    ++link.mpi_out;
+  }
+  mpi_steps_.erase(it);
+  return true;
+}
+
+// Writes this fragment of a local slice, scaled where asked, to contiguous memory.
+void Op::pack(const Instr& ins, int64_t fragment, unsigned char* to) {
+  if (ins.boxed) return pack_boxes(ins, to, false);
+  const Plan& p = *plan;
+  const Ref& ref = ins.local_outs.empty() ? ins.inputs[0] : ins.local_outs[0];
+  const bool scale = ins.local_outs.empty() && ins.scaled() != nullptr;
+  const auto& at = p.spaces[ref.space].offsets;
+  for (int b = ref.lo; b < ref.hi; ++b) {
+    const int64_t len = at[b + 1] - at[b];
+    const int64_t from = p.cut(ins, len, fragment);
+    const size_t elems = static_cast<size_t>(p.cut(ins, len, fragment + 1) - from);
+    const void* source = base(ref.space) + static_cast<size_t>(at[b] + from) * p.itemsize;
+    if (elems == 0) continue;
+    if (scale) {
+      p.combine(to, nullptr, &source, 1, elems, ins.scaled(), p.factor, Store::Plain);
+    } else {
+      std::memcpy(to, source, elems * p.itemsize);
+    }
+    to += elems * p.itemsize;
+  }
+}
+
+constexpr const char* kFunctions[] = {"MPI_Iallreduce", "MPI_Ireduce",
+                                      "MPI_Ibcast",     "MPI_Iallgather",
+                                      "MPI_Ireduce_scatter_block", "MPI_Ialltoall",
+                                      "MPI_Igather",    "MPI_Iscatter",
+                                      "MPI_Ibarrier",   "MPI_Iscan",
+                                      "MPI_Iexscan",   "MPI_Iallgatherv",
+                                      "MPI_Ialltoallv", "MPI_Igatherv",
+                                      "MPI_Iscatterv", "MPI_Ireduce_scatter"};
+
+// Copies at most `limit` bytes of what is left of a buffer; true once all of it is there.
+bool Op::copy_slice(void* to, const void* from, int64_t elems, uint64_t limit) {
+  const size_t nbytes = static_cast<size_t>(elems) * plan->itemsize;
+  const size_t piece = std::min<uint64_t>(nbytes - copied_, limit);
+  if (piece != 0) {
+    std::memcpy(static_cast<unsigned char*>(to) + copied_,
+                static_cast<const unsigned char*>(from) + copied_, piece);
+    copied_ += piece;
+  }
+  return copied_ == nbytes;
+}
+
+// What to send of a collective that may write its result over it.
+const void* Op::copied_where_in_place(uint64_t limit) {
+  if (static_cast<const void*>(in) != static_cast<void*>(out) || plan->in_elems == 0) return in;
+  if (copied_ == 0) {
+    const size_t nbytes = static_cast<size_t>(plan->in_elems) * plan->itemsize;
+    tmp_storage.reset(new unsigned char[nbytes]);
+  }
+  return copy_slice(tmp_storage.get(), in, plan->in_elems, limit) ? tmp_storage.get() : nullptr;
+}
+
+bool Op::advance_native(uint64_t limit) {
+  const NativeCall& call = plan->call;
+  const MpiApi& api = mpi();
+  const bool copies_root = plan->coll == 2 && comm->rank == plan->root && in != out;
+  const bool starts = !native_started_;
+  if (starts) {
+    // The library matches collectives by the order of the calls: start in sequence order.
+    if (comm->native_refused_) return false;
+    const bool in_place = static_cast<const void*>(in) == static_cast<void*>(out);
+    const void* send = in_place ? api.in_place : static_cast<const void*>(in);
+    // MPI refuses equal buffers even where one of them is empty: where blocks differ in
+    // length, an empty block may lie at the start of another array.
+    static unsigned char nowhere[2];
+    const void* const from = plan->in_elems != 0 ? static_cast<const void*>(in) : nowhere;
+    void* const into = plan->out_elems != 0 ? static_cast<void*>(out) : nowhere + 1;
+    void* request = &native_request_;
+    const bool is_root = comm->rank == plan->root;
+    int rc = 0;
+    switch (plan->coll) {
+      case 0:
+        rc = api.iallreduce(send, out, call.count, call.datatype, call.op, call.comm, request);
+        break;
+      case 1:
+        rc = api.ireduce(is_root ? send : in, out, call.count, call.datatype, call.op, plan->root,
+                         call.comm, request);
+        break;
+      case 2:
+        rc = api.ibcast(copies_root ? const_cast<unsigned char*>(in) : out, call.count, call.datatype, plan->root, call.comm, request);
+        break;
+      case 3:
+        rc = api.iallgather(in, call.count, call.datatype, out, call.count, call.datatype,
+                            call.comm, request);
+        break;
+      case 4:
+        rc = api.ireduce_scatter_block(in, out, call.count, call.datatype, call.op, call.comm,
+                                       request);
+        break;
+      case 5:
+        // MPI wants "in place" from all ranks or none; here it is one rank's own business.
+        send = copied_where_in_place(limit);
+        if (send == nullptr && in_place && plan->in_elems != 0) {
+          comm->native_refused_ = true;
+          return true;
+        }
+        rc = api.ialltoall(send, call.count, call.datatype, out, call.count, call.datatype,
+                           call.comm, request);
+        break;
+      case 6:
+        rc = api.igather(in, call.count, call.datatype, out, call.count, call.datatype,
+                         plan->root, call.comm, request);
+        break;
+      case 7:
+        rc = api.iscatter(in, call.count, call.datatype, out, call.count, call.datatype,
+                          plan->root, call.comm, request);
+        break;
+      case 8:
+        rc = api.ibarrier(call.comm, request);
+        break;
+      case 9:
+        rc = api.iscan(send, out, call.count, call.datatype, call.op, call.comm, request);
+        break;
+      case 10:
+        // MPI leaves rank 0's result undefined, but in place untouched: so be it there.
+        if (comm->rank == 0) {
+          rc = api.iexscan(api.in_place, const_cast<unsigned char*>(in), call.count,
+                           call.datatype, call.op, call.comm, request);
+        } else {
+          rc = api.iexscan(send, out, call.count, call.datatype, call.op, call.comm, request);
+        }
+        break;
+      case 11:
+        rc = api.iallgatherv(from, call.count, call.datatype, into, call.recv_counts.data(),
+                             call.recv_at.data(), call.datatype, call.comm, request);
+        break;
+      case 12:
+        send = copied_where_in_place(limit);
+        if (send == nullptr && in_place && plan->in_elems != 0) {
+          comm->native_refused_ = true;
+          return true;
+        }
+        if (plan->in_elems == 0) send = from;
+        rc = api.ialltoallv(send, call.send_counts.data(), call.send_at.data(), call.datatype,
+                            into, call.recv_counts.data(), call.recv_at.data(), call.datatype,
+                            call.comm, request);
+        break;
+      case 13:
+        rc = api.igatherv(from, call.count, call.datatype, into, call.recv_counts.data(),
+                          call.recv_at.data(), call.datatype, plan->root, call.comm, request);
+        break;
+      case 14:
+        rc = api.iscatterv(from, call.send_counts.data(), call.send_at.data(), call.datatype, into,
+                           call.count, call.datatype, plan->root, call.comm, request);
+        break;
+      case 15:
+        rc = api.ireduce_scatter(from, into, call.recv_counts.data(), call.datatype, call.op,
+                                 call.comm, request);
+        break;
+      default:
+        fail("no vendor collective for this operation");
+        return true;
+    }
+    if (rc != 0) {
+      fail_mpi(kFunctions[plan->coll], rc, "the MPI library refused the collective");
+      return true;
+    }
+    native_started_ = true;
+  }
+  MpiStatus status;
+  int flag = 0;
+  const int rc = api.test(&native_request_, &flag, &status);
+  if (mpi().is_truncation(rc)) {
+    fail("the MPI library's collective met a message of another length: the ranks called with "
+         "different arguments");
+    return true;
+  }
+  if (rc != 0) {
+    fail_mpi("MPI_Test", rc, "the MPI library failed the collective");
+    return true;
+  }
+  if (!flag) return starts;
+  if (!copies_root || copy_slice(out, in, plan->out_elems, limit)) finish();
+  return true;
+}
+
+}  // namespace commrt

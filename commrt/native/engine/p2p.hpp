@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+// Point-to-point messages with tags, over packets in shared memory or over MPI.
+//
+// A message of up to one packet travels with its header (EAGER). A longer one is announced
+// (RTS); the receiver answers when a matching receive is posted (CTS), and the sender
+// streams DATA packets addressed to that receive. Messages of one pair are announced in the
+// order of their sends and matched in the order of arrival, so equal tags never overtake.
+//
+// A message that no receive has asked for waits at its receiver. So that memory has a bound,
+// a sender counts what of its EAGER messages is not known to be received (CREDIT tells it),
+// and announces even short messages where that is too much.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/comm.hpp"
+
+namespace commrt {
+
+// What a rank holds of one peer's short messages that it has not received, at most; each
+// counts with what its place in the list of such messages takes.
+constexpr uint64_t kEagerBytes = 4 << 20;
+constexpr uint64_t kEagerOverhead = 192;
+
+// What stands in a record for the code of a collective.
+constexpr int16_t kSendCode = 64, kRecvCode = 65;
+
+// Gone answers a CTS for a message that its sender has given up meanwhile.
+enum class PacketKind : uint32_t { Eager, Rts, Cts, Data, Credit, Gone };
+
+struct PacketHeader {
+  PacketKind kind;
+  int32_t tag;
+  uint64_t nbytes;   // of the whole message; of the payload for Data; received, for Credit
+  uint64_t send_id;  // the sender's name for the message
+  uint64_t recv_id;  // the receiver's name for it (Cts, Data)
+  uint64_t offset;   // Data: where the payload belongs
+};
+constexpr uint64_t kDiscard = ~uint64_t{0};
+
+// Of an EAGER packet in shared memory only the first members count; a payload that fits
+// behind them rides in the line, so that one cache line brings it all.
+constexpr size_t kEagerHeaderBytes = offsetof(PacketHeader, send_id);
+constexpr size_t kEagerInlineBytes = kInlineBytes - kEagerHeaderBytes;
+inline bool rides_in_line(const PacketHeader& header) {
+  return header.kind == PacketKind::Eager && header.nbytes <= kEagerInlineBytes;
+}
+
+enum class Stage : uint8_t {
+  Queued,     // send: its peer has not been told of it
+  Announced,  // send: it has
+  Posted,     // receive: without a message
+  Matched     // both sides know of each other
+};
+
+// What a sendrecv (a receive and a send) or a multi_sendrecv consists of.
+struct Parts {
+  std::vector<std::shared_ptr<Op>> ops;  // until all have ended
+  size_t left = 0;                       // have not ended
+  bool is_list = false;                  // a multi_sendrecv
+  size_t num_sends = 0, num_recvs = 0;   // of a list, with those that were over at once
+  size_t first_recv = 0;                 // of a list: these were, and have no part
+  std::vector<uint64_t> received;        // of a list: bytes, for each receive
+  int dest = -1, sendtag = 0;            // of a sendrecv, beside peer and tag of its receive
+};
+
+// A message that arrived and is not matched, or not yet taken by its receive.
+struct Incoming {
+  PacketHeader header;
+  std::vector<unsigned char> payload;
+};
+
+struct P2PTask {
+  bool is_send = false;
+  Stage stage = Stage::Queued;
+  int peer = 0;
+  int tag = 0;
+  const unsigned char* send_buffer = nullptr;
+  unsigned char* recv_buffer = nullptr;
+  uint64_t nbytes = 0;      // to send, or room to receive
+  uint64_t moved = 0;       // sent so far, or received so far
+  uint64_t expected = 0;    // receive: length of the matched message
+  uint64_t id = 0;
+  uint64_t peer_id = 0;
+  int source = -1;          // receive: whose message it was
+  std::unique_ptr<unsigned char[]> copy;  // send in place: what leaves, if it must wait
+  Gate gate;  // before its memory is touched; its place among others it has from the start
+  std::unique_ptr<Incoming> early;        // receive: what came before the gate was open
+  std::shared_ptr<Op> whole;              // of a part: the operation that it belongs to
+  std::unique_ptr<Parts> parts;           // of a whole
+};
+
+// A message of a multi_sendrecv.
+struct Message {
+  void* data;
+  uint64_t nbytes;
+  int peer, tag;
+  bool replaced;  // a send: a receive of the same list goes to the same memory
+};
+
+struct MessageLists {
+  std::vector<Message> sends, recvs;
+  bool in_place = false;  // some are replaced
+  uint64_t nbytes() const;
+  // False: memory is written twice, or both sent and written; in place it may be, where a send
+  // and a receive have the very same.
+  bool settle_overlaps(bool may_replace);
+};
+
+// How far a multi_sendrecv has come without an operation: so many of its sends and receives.
+struct Begun {
+  static constexpr size_t kMost = 32;  // messages of each kind
+  uint64_t seq = 0;
+  size_t sent = 0, received = 0;
+  uint64_t lengths[kMost];
+};
+
+class P2P {
+ public:
+  explicit P2P(Comm& comm);
+
+  std::shared_ptr<Op> send(const void* buffer, uint64_t nbytes, int dest, int tag);
+  std::shared_ptr<Op> recv(void* buffer, uint64_t capacity, int source, int tag);
+  // Both at once, as one operation that ends when both have. With `sent` the message is away.
+  std::shared_ptr<Op> sendrecv(const void* buffer, uint64_t nbytes, int dest, int sendtag,
+                               void* out, uint64_t capacity, int source, int recvtag,
+                               bool sent);
+  // Any number, in any order of the peers, as one operation that ends when all have; without
+  // those that `begun` says are over.
+  std::shared_ptr<Op> multi(const MessageLists& lists, const Begun& begun, const Gate& gate = {});
+  // Whether starting a message to or from this peer takes no longer than one packet does.
+  bool calm(int peer, uint64_t nbytes) const;
+  // A message that is away at once, without an operation. False: nothing has happened; send().
+  bool send_now(const void* buffer, uint64_t nbytes, int dest, int tag);
+  // A message that is here, or comes within `spins` looks. False: recv() as if nothing had been.
+  bool recv_now(void* buffer, uint64_t capacity, int source, int tag, int spins);
+  enum class Now { Nothing, Sent, Both };
+  Now sendrecv_now(const void* buffer, uint64_t nbytes, int dest, int sendtag, void* out,
+                   uint64_t capacity, int source, int recvtag, int spins);
+  // True: all is over. Else `begun` says what is; spins for messages at most `spins` times.
+  bool multi_now(const MessageLists& lists, int spins, Begun& begun);
+  bool calm(const MessageLists& lists) const;
+  // A rank whose message of this tag is here, or announced, and asked for by no receive; ranks
+  // are looked at from `first` on. -1: there is none.
+  int waiting_source(int tag, int first);
+  // One pass over all peers, with a bounded number of packets each.
+  bool progress();
+  // Ends what an on-node peer that has given up will never answer; true if `op` has ended.
+  bool fail_after_peer(const std::shared_ptr<Op>& op);
+  // Ends a message that is not matched, on this rank alone: it waits for its peer no more.
+  void take_back(const std::shared_ptr<Op>& op, const std::string& why);
+  // "from rank 3, tag 7", and what an operation waits for.
+  static std::string whom(const Op& op);
+  std::string waits_for(const Op& op) const;
+  uint64_t next_seq() const { return next_id_ - 1; }
+  // Nothing is in flight, packets of sends that are over included.
+  bool idle() const;
+
+ private:
+  // By source and tag, in order of arrival; a queue that is empty is not kept.
+  template <class T>
+  using Queues = std::unordered_map<uint64_t, std::list<T>>;
+  static uint64_t key(int source, int tag) {
+    return static_cast<uint64_t>(source) << 32 | static_cast<uint32_t>(tag);
+  }
+  struct MpiPacket {
+    MpiRequest request;
+    size_t nbytes = 0;
+    std::unique_ptr<unsigned char[]> bytes;
+  };
+  using Tasks = std::unordered_map<uint64_t, std::shared_ptr<Op>>;  // by the task's id
+  struct Channel {
+    uint64_t out = 0, acked_seen = 0, in = 0;
+    Line* out_lines = nullptr;
+    const Line* in_lines = nullptr;
+    unsigned char* out_packets = nullptr;
+    const unsigned char* in_packets = nullptr;
+    const Ack* acked = nullptr;
+    Ack* ack = nullptr;
+    uint64_t eager_out = 0;  // of what was sent there, not known to be received
+    uint64_t eager_in = 0;   // received from there, not yet told
+    std::string failure;     // why MPI reaches this peer no more
+    std::deque<PacketHeader> control;             // answers that wait for room
+    std::deque<std::shared_ptr<Op>> unannounced;  // sends, in order
+    std::deque<std::shared_ptr<Op>> streaming;
+    std::list<MpiPacket> mpi_sending;
+    std::list<MpiPacket> mpi_arriving;  // in the order of their headers
+
+    const Line& in_line(uint64_t i) const { return in_lines[i % kPacketLines]; }
+    // Whether the peer has put as many packets here that this rank has not taken.
+    bool waiting(uint64_t packets) const {
+      const uint64_t last = in + packets - 1;
+      return in_line(last).seq.load(std::memory_order_acquire) == last + 1;
+    }
+    void took_packet() { ack->consumed.store(++in, std::memory_order_release); }
+
+    bool on_the_way() const {
+      return !control.empty() || !mpi_sending.empty() || !mpi_arriving.empty();
+    }
+  };
+
+  void attach();
+  Record& note(bool is_send, int peer, int tag, uint64_t nbytes);
+  void close(Record& record);
+  bool push_now(const void* buffer, uint64_t nbytes, int dest, int tag);
+  Record* take_now(void* buffer, uint64_t capacity, int source, int tag, int& spins);
+  bool take_arrived(void* buffer, uint64_t capacity, int source, uint64_t which);
+  std::shared_ptr<Op> make(bool is_send, int peer, int tag, uint64_t nbytes);
+  std::shared_ptr<Op> begin(bool is_send, int peer, int tag, uint64_t nbytes);
+  void number(Op& op);
+  void launch(const std::shared_ptr<Op>& op);  // a send, which its peer is then told of
+  void post(const std::shared_ptr<Op>& op);    // a receive; then what its peer says is read
+  void queue_send(const std::shared_ptr<Op>& op);
+  void queue_recv(const std::shared_ptr<Op>& op);
+  bool serve(int peer);
+  bool drain(int peer);
+  bool push(int peer, const PacketHeader& header, const unsigned char* payload, size_t nbytes);
+  bool pull(int peer);
+  bool pull_mpi(int peer);
+  bool on_the_way() const;
+  bool flush(int peer);
+  bool flush_self();
+  bool deliver_early();
+  bool reap(int peer);
+  bool lose(int peer, const char* function, int code);
+  // The next packet of an on-node peer, if there is one.
+  static const unsigned char* read(const Channel& c, PacketHeader& header);
+  void answer(int peer, const PacketHeader& header);
+  void count_received(int source, uint64_t nbytes);
+  void arrived(int source, const PacketHeader& header, const unsigned char* payload);
+  void deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader& header,
+               const unsigned char* payload);
+  bool refused(const std::shared_ptr<Op>& op, int peer);  // because MPI reaches the peer no more
+  void complete(const std::shared_ptr<Op>& op, std::string error = {});
+  void end(const std::shared_ptr<Op>& op, std::string error);
+  void part_ended(const std::shared_ptr<Op>& whole);
+  void forget(const std::shared_ptr<Op>& op);
+  bool fail_one(const std::shared_ptr<Op>& op);
+  void give_up(const std::shared_ptr<Op>& op, const std::string& why);
+  std::string others_waiting(const P2PTask& task) const;
+
+  Comm& comm_;
+  bool attached_ = false;
+  std::vector<Channel> channels_;
+  Queues<std::shared_ptr<Op>> posted_;        // receives without a message
+  Tasks receiving_;                           // receives with one
+  Tasks announced_;                           // sends that wait for their CTS
+  Queues<Incoming> unexpected_;
+  std::list<std::shared_ptr<Op>> early_;      // receives whose message came before their gate
+  uint64_t next_id_ = 1;
+  bool lingering_ = false;  // packets were on their way after the last pass
+  unsigned idle_passes_ = 0;
+  uint64_t took_ = 0;  // bytes of the last message that take_now() took
+};
+
+}  // namespace commrt

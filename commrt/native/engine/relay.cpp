@@ -1,0 +1,491 @@
+// SPDX-License-Identifier: Apache-2.0
+// Matching, requests and frames of messages that Python carries to other nodes.
+#include "engine/relay.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+namespace commrt {
+
+namespace {
+
+constexpr int kTruncated = 1;
+constexpr int kFirstText = 16;
+
+// What is behind an error code: the functions of MPI's table that ask know no relay.
+struct Texts {
+  std::mutex mutex;
+  std::vector<std::string> said;
+
+  int add(const std::string& text) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    said.push_back(text);
+    return kFirstText + static_cast<int>(said.size()) - 1;
+  }
+  std::string get(int code) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const size_t at = static_cast<size_t>(code - kFirstText);
+    if (code >= kFirstText && at < said.size()) return said[at];
+    return code == kTruncated ? "a message was longer than its receive" : "";
+  }
+};
+
+Texts& texts() {
+  static Texts all;
+  return all;
+}
+
+// What who waits for messages sleeps on.
+struct Changes {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::atomic<uint64_t> count{1};
+  std::atomic<int> sleepers{0};
+
+  void tell() {
+    // In one order with a sleeper's two steps: it is counted, or sees the new count.
+    count.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers.load(std::memory_order_seq_cst) == 0) return;
+    const std::lock_guard<std::mutex> lock(mutex);
+    changed.notify_all();
+  }
+  void wait(uint64_t& seen) {
+    // Messages of the same node tell nobody.
+    constexpr auto kMost = std::chrono::microseconds(50);
+    sleepers.fetch_add(1, std::memory_order_seq_cst);
+    {
+      std::unique_lock<std::mutex> lock(mutex);
+      changed.wait_for(lock, kMost,
+                       [&] { return count.load(std::memory_order_seq_cst) != seen; });
+    }
+    sleepers.fetch_sub(1, std::memory_order_relaxed);
+    seen = count.load(std::memory_order_acquire);
+  }
+};
+
+Changes& changes() {
+  static Changes all;
+  return all;
+}
+
+}  // namespace
+
+void Relay::Request::end(int with) {
+  code = with;
+  done.store(true, std::memory_order_release);
+  changes().tell();
+}
+
+void Relay::wait_for_change(uint64_t& seen) { changes().wait(seen); }
+
+void Relay::push(Peer& peer, Outgoing&& what) {
+  peer.queue.push_back(std::move(what));
+  peer.changed.notify_one();
+}
+
+Relay::Todo Relay::next(int number, unsigned char* frame) {
+  Peer& peer = peer_of(number);
+  std::unique_lock<std::mutex> lock(mutex_);
+  peer.changed.wait(lock, [&peer] { return !peer.queue.empty() || peer.failure != 0; });
+  Todo todo;
+  if (peer.queue.empty() || peer.failure != 0) {
+    todo.ends = true;
+    return todo;
+  }
+  peer.leaving = std::make_unique<Outgoing>(std::move(peer.queue.front()));
+  peer.queue.pop_front();
+  const Outgoing& one = *peer.leaving;
+  std::memcpy(frame, &one.frame, sizeof one.frame);
+  todo.frame_nbytes = sizeof one.frame;
+  todo.ends = one.frame.kind == FrameKind::Bye;
+  switch (one.frame.kind) {
+    case FrameKind::Message:
+      todo.frame_nbytes += one.frame.nbytes;
+      if (one.frame.nbytes != 0) {
+        std::memcpy(frame + sizeof one.frame, one.payload, one.frame.nbytes);
+      }
+      one.request->end();
+      break;
+    case FrameKind::Clear:
+      todo.landing = one.landing;
+      todo.landing_nbytes = one.frame.nbytes;
+      break;
+    case FrameKind::Done:
+      todo.payload = one.payload;
+      todo.payload_nbytes = one.frame.nbytes;
+      break;
+    default:
+      break;
+  }
+  return todo;
+}
+
+void Relay::sent(int number) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (peer.leaving == nullptr) return;
+  if (peer.leaving->frame.kind == FrameKind::Done) peer.leaving->request->end();
+  peer.leaving.reset();
+}
+
+// A whole message is this rank's memory no more.
+void Relay::count_received(Peer& peer, uint64_t nbytes) {
+  peer.eager_in += nbytes;
+  if (peer.eager_in < kWindowNbytes / 4) return;
+  Outgoing credit;
+  credit.frame = {FrameKind::Credit, 0, peer.eager_in, 0, 0};
+  peer.eager_in = 0;
+  push(peer, std::move(credit));
+}
+
+// A message has met its receive.
+void Relay::match(Peer& peer, Request* request, Incoming&& message) {
+  const bool fits = message.nbytes <= request->nbytes;
+  request->nbytes = message.nbytes;
+  if (message.bytes != nullptr || message.nbytes == 0) {
+    if (fits && message.nbytes != 0) {
+      std::memcpy(request->data, message.bytes.get(), message.nbytes);
+    }
+    count_received(peer, message.nbytes);
+    request->end(fits ? 0 : kTruncated);
+    return;
+  }
+  std::unique_ptr<unsigned char[]> nowhere;
+  if (!fits) nowhere.reset(new unsigned char[message.nbytes]);
+  Outgoing clear;
+  clear.frame = {FrameKind::Clear, request->tag, message.nbytes, message.id, 0};
+  clear.landing = fits ? request->data : nowhere.get();
+  peer.landing.emplace_back(request, std::move(nowhere));
+  push(peer, std::move(clear));
+}
+
+void Relay::take_message(Peer& peer, int tag, Incoming&& message) {
+  const auto it = peer.posted.find(tag);
+  if (it == peer.posted.end()) {
+    peer.unexpected[tag].push_back(std::move(message));
+    peer.num_unexpected.fetch_add(1, std::memory_order_release);
+    changes().tell();
+    return;
+  }
+  Request* request = it->second.front();
+  it->second.pop_front();
+  if (it->second.empty()) peer.posted.erase(it);
+  match(peer, request, std::move(message));
+}
+
+// The receiver is ready for it.
+void Relay::send_payload(Peer& peer, uint64_t id) {
+  const auto it = peer.waiting.find(id);
+  if (it == peer.waiting.end()) return;
+  const auto [request, data] = it->second;
+  peer.waiting.erase(it);
+  Outgoing done;
+  done.frame = {FrameKind::Done, request->tag, request->nbytes, id, 0};
+  done.payload = data;
+  done.request = request;
+  push(peer, std::move(done));
+}
+
+Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbytes) {
+  Frame frame;
+  if (nbytes < sizeof frame) {
+    lost(number, "a frame of " + std::to_string(nbytes) + " bytes is no frame of commrt's");
+    return Then::End;
+  }
+  std::memcpy(&frame, bytes, sizeof frame);
+  Incoming message;
+  message.nbytes = frame.nbytes;
+  message.id = frame.id;
+  if (frame.kind == FrameKind::Message && frame.nbytes != 0) {
+    message.bytes.reset(new unsigned char[frame.nbytes]);
+    std::memcpy(message.bytes.get(), bytes + sizeof frame, frame.nbytes);
+  }
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  switch (frame.kind) {
+    case FrameKind::Message:
+    case FrameKind::Ready:
+      take_message(peer, frame.tag, std::move(message));
+      return Then::Next;
+    case FrameKind::Credit:
+      peer.eager_out -= std::min(frame.nbytes, peer.eager_out);
+      return Then::Next;
+    case FrameKind::Clear:
+      send_payload(peer, frame.id);
+      return Then::Next;
+    case FrameKind::Done:
+      return Then::Land;
+    case FrameKind::Ask: {
+      const auto it = counts_.find(frame.tag);
+      const auto count = it == counts_.end() ? nullptr : it->second.lock();
+      Outgoing answer;
+      answer.frame = {FrameKind::Answer, frame.tag, count == nullptr ? kUnknown : count->load(),
+                      frame.id, 0};
+      push(peer, std::move(answer));
+      return Then::Next;
+    }
+    case FrameKind::Answer:
+      answers_[frame.id] = frame.nbytes;
+      return Then::Next;
+    case FrameKind::Bye:
+      break;
+  }
+  // The peer waits for this rank's last frame, too: then nobody reads from a closed connection.
+  if (!peer.said_bye) {
+    peer.said_bye = true;
+    push(peer, Outgoing{});
+  }
+  return Then::End;
+}
+
+void Relay::landed(int number) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (peer.landing.empty()) return;
+  auto [request, nowhere] = std::move(peer.landing.front());
+  peer.landing.pop_front();
+  request->end(nowhere == nullptr ? 0 : kTruncated);
+}
+
+void Relay::lost(int number, const std::string& why) {
+  Peer& peer = peer_of(number);
+  const int code = texts().add(why);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (peer.failure != 0) return;
+  peer.failure.store(code, std::memory_order_release);
+  for (auto& [tag, requests] : peer.posted) {
+    for (Request* request : requests) request->end(code);
+  }
+  peer.posted.clear();
+  for (auto& [id, send] : peer.waiting) send.first->end(code);
+  peer.waiting.clear();
+  for (Outgoing& one : peer.queue) {
+    const bool is_send = one.frame.kind == FrameKind::Message || one.frame.kind == FrameKind::Done;
+    if (is_send) one.request->end(code);
+  }
+  peer.queue.clear();
+  if (peer.leaving != nullptr && peer.leaving->frame.kind == FrameKind::Done) {
+    peer.leaving->request->end(code);
+    peer.leaving.reset();
+  }
+  for (auto& [request, nowhere] : peer.landing) {
+    request->end(code);
+    static_cast<void>(nowhere.release());  // what carries it may still write there
+  }
+  peer.landing.clear();
+  peer.changed.notify_all();
+  changes().tell();
+}
+
+void Relay::leave() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t peer = 0; peer < peers_.size(); ++peer) {
+    Peer& one = peers_[peer];
+    if (static_cast<int>(peer) == rank_ || one.said_bye || one.failure != 0) continue;
+    one.said_bye = true;
+    push(one, Outgoing{});
+  }
+}
+
+std::shared_ptr<std::atomic<uint64_t>> Relay::count_of(int tag) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto made = std::make_shared<std::atomic<uint64_t>>(0);
+  counts_[tag] = made;
+  return made;
+}
+
+uint64_t Relay::ask(int number, int tag) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const uint64_t question = ++questions_;
+  if (peer.failure != 0 || peer.said_bye) {
+    answers_[question] = kUnknown;
+    return question;
+  }
+  Outgoing ask;
+  ask.frame = {FrameKind::Ask, tag, 0, question, 0};
+  push(peer, std::move(ask));
+  return question;
+}
+
+bool Relay::answer(uint64_t question, uint64_t& count) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto it = answers_.find(question);
+  if (it == answers_.end()) return false;
+  count = it->second;
+  answers_.erase(it);
+  return true;
+}
+
+std::string Relay::failure_of(int number) const {
+  const int code = peers_[static_cast<size_t>(number)].failure;
+  return code == 0 ? "" : texts().get(code);
+}
+
+int Relay::isend(const void* data, int nbytes, int number, int tag, Request** request) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (peer.failure != 0) return peer.failure;
+  if (peer.said_bye) {
+    return texts().add("rank " + std::to_string(number) +
+                       " of the job takes no more messages: it, or this rank, has ended");
+  }
+  auto made = std::make_unique<Request>();
+  made->owner = this;
+  made->peer = number;
+  made->tag = tag;
+  made->nbytes = static_cast<uint64_t>(nbytes);
+  *request = made.release();
+  Outgoing one;
+  one.request = *request;
+  const uint64_t length = static_cast<uint64_t>(nbytes);
+  if (length <= kEagerNbytes && peer.eager_out + length <= kWindowNbytes) {
+    peer.eager_out += length;
+    one.frame = {FrameKind::Message, tag, (*request)->nbytes, 0, 0};
+    one.payload = data;
+  } else {
+    const uint64_t id = peer.next_id++;
+    peer.waiting.emplace(id, std::pair<Request*, const void*>(*request, data));
+    one.frame = {FrameKind::Ready, tag, (*request)->nbytes, id, 0};
+  }
+  push(peer, std::move(one));
+  return 0;
+}
+
+int Relay::irecv(void* data, int nbytes, int number, int tag, Request** request) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto it = peer.unexpected.find(tag);
+  if (it == peer.unexpected.end() && peer.failure != 0) return peer.failure;
+  auto made = std::make_unique<Request>();
+  made->owner = this;
+  made->peer = number;
+  made->tag = tag;
+  made->nbytes = static_cast<uint64_t>(nbytes);
+  made->data = static_cast<unsigned char*>(data);
+  *request = made.release();
+  if (it == peer.unexpected.end()) {
+    peer.posted[tag].push_back(*request);
+    return 0;
+  }
+  Incoming message = std::move(it->second.front());
+  it->second.pop_front();
+  if (it->second.empty()) peer.unexpected.erase(it);
+  peer.num_unexpected.fetch_sub(1, std::memory_order_release);
+  const bool is_here = message.bytes != nullptr || message.nbytes == 0;
+  if (!is_here && peer.failure != 0) {
+    (*request)->end(peer.failure);
+  } else {
+    match(peer, *request, std::move(message));
+  }
+  return 0;
+}
+
+int Relay::iprobe(int number, int tag, int* flag, int* count) {
+  Peer& peer = peer_of(number);
+  *flag = 0;
+  if (peer.num_unexpected.load(std::memory_order_acquire) != 0) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto it = peer.unexpected.find(tag);
+    if (it != peer.unexpected.end()) {
+      *flag = 1;
+      *count = static_cast<int>(it->second.front().nbytes);
+      return 0;
+    }
+  }
+  return peer.failure.load(std::memory_order_acquire);
+}
+
+// A receive that has met its message goes on.
+void Relay::cancel(Request* request) {
+  Peer& peer = peer_of(request->peer);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto it = peer.posted.find(request->tag);
+  if (it == peer.posted.end()) return;
+  auto& queue = it->second;
+  const auto at = std::find(queue.begin(), queue.end(), request);
+  if (at == queue.end()) return;
+  queue.erase(at);
+  if (queue.empty()) peer.posted.erase(it);
+  request->end();
+}
+
+namespace {
+
+struct Status {  // how a relay uses MPI's
+  int count;
+};
+
+Relay* relay_of(Handle handle) { return reinterpret_cast<Relay*>(handle); }
+
+Relay::Request** slot_of(void* request) { return static_cast<Relay::Request**>(request); }
+
+int relay_isend(const void* data, int nbytes, Handle, int peer, int tag, Handle comm,
+                void* request) {
+  return relay_of(comm)->isend(data, nbytes, peer, tag, slot_of(request));
+}
+
+int relay_irecv(void* data, int nbytes, Handle, int peer, int tag, Handle comm, void* request) {
+  return relay_of(comm)->irecv(data, nbytes, peer, tag, slot_of(request));
+}
+
+int relay_iprobe(int peer, int tag, Handle comm, int* flag, void* status) {
+  return relay_of(comm)->iprobe(peer, tag, flag, &static_cast<Status*>(status)->count);
+}
+
+int relay_test(void* slot, int* flag, void* status) {
+  Relay::Request*& request = *slot_of(slot);
+  *flag = request == nullptr || request->done.load(std::memory_order_acquire);
+  if (!*flag || request == nullptr) return 0;
+  static_cast<Status*>(status)->count = static_cast<int>(request->nbytes);
+  const int code = request->code;
+  delete request;
+  request = nullptr;
+  return code;
+}
+
+int relay_cancel(void* slot) {
+  Relay::Request* request = *slot_of(slot);
+  if (request != nullptr) request->owner->cancel(request);
+  return 0;
+}
+
+int relay_get_count(const void* status, Handle, int* count) {
+  *count = static_cast<const Status*>(status)->count;
+  return 0;
+}
+
+int relay_error_class(int code, int* which) {
+  *which = code;
+  return 0;
+}
+
+int relay_error_string(int code, char* text, int* length) {
+  const std::string said = texts().get(code).substr(0, 4000);
+  std::memcpy(text, said.c_str(), said.size() + 1);
+  *length = static_cast<int>(said.size());
+  return 0;
+}
+
+}  // namespace
+
+const MpiApi& relay_api() {
+  static const MpiApi table = [] {
+    MpiApi made;
+    made.is_relay = true;
+    made.isend = relay_isend;
+    made.irecv = relay_irecv;
+    made.iprobe = relay_iprobe;
+    made.test = relay_test;
+    made.cancel = relay_cancel;
+    made.get_count = relay_get_count;
+    made.error_class = relay_error_class;
+    made.error_string = relay_error_string;
+    made.err_truncate = kTruncated;
+    return made;
+  }();
+  return table;
+}
+
+}  // namespace commrt

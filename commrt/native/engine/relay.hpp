@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// Messages to other nodes where there is no MPI: an engine of Python's carries them
+// (commrt/gloo_relay.py), and here is what MPI would otherwise do with them: matching by rank and
+// tag, in order, and requests that are polled. The engine calls it as it calls MPI, by a table of
+// functions (relay_api), under its lock and without the GIL; so nothing in here waits for Python.
+//
+// Between two ranks go frames, in order, and behind a frame at most one payload:
+//
+//   Message:  a message of at most kEagerNbytes, whole
+//   Credit:   so many bytes of such messages have been received
+//   Ask:      how many operations of a communicator have been started there?
+//   Answer:   so many, or kUnknown
+//   Ready:    a longer one waits for its receive
+//   Clear:    its receive is there, and so is the receive of its payload
+//   Done:     the payload has been sent, before this
+//   Bye:      the sender's last frame
+//
+// For each peer one thread sends frames (next, sent), and one receives them (arrived, landed).
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/mpi_api.hpp"
+
+namespace commrt {
+
+class Relay {
+ public:
+  // Longer messages wait for their receives, and so do all while a peer has kWindowNbytes of
+  // others that it has not received: memory for what comes unexpected ends.
+  static constexpr size_t kEagerNbytes = 256 << 10;
+  static constexpr uint64_t kWindowNbytes = 16 << 20;
+  static constexpr uint64_t kUnknown = ~0ull;
+  static constexpr size_t kHeaderNbytes = 32;
+  static constexpr size_t kFrameNbytes = kHeaderNbytes + kEagerNbytes;
+
+  // Belongs to the engine until a test says that it has ended.
+  struct Request {
+    std::atomic<bool> done{false};
+    int code = 0;
+    uint64_t nbytes = 0;  // of a receive: its room, then what came
+    unsigned char* data = nullptr;
+    Relay* owner = nullptr;
+    int peer = 0, tag = 0;
+
+    void end(int with = 0);
+  };
+
+  // What the thread that sends to a peer is to do.
+  struct Todo {
+    bool ends = false;         // nothing ever again
+    uint64_t frame_nbytes = 0;
+    const void* payload = nullptr;  // to be sent before the frame
+    uint64_t payload_nbytes = 0;
+    void* landing = nullptr;  // to be received into; begins before the frame is sent
+    uint64_t landing_nbytes = 0;
+  };
+  // What the thread that receives from a peer is to do after a frame.
+  enum class Then { Next, Land, End };
+
+  Relay(int rank, int size) : rank_(rank), peers_(static_cast<size_t>(size)) {}
+  Relay(const Relay&) = delete;
+  Relay& operator=(const Relay&) = delete;
+
+  // -- for threads of Python's --
+  // Waits for something to send and writes its frame; the peer's only sender calls it.
+  Todo next(int peer, unsigned char* frame);
+  // The frame that `next` gave has left, and its payload.
+  void sent(int peer);
+  Then arrived(int peer, const unsigned char* frame, uint64_t nbytes);
+  // The oldest payload whose receive has begun is there.
+  void landed(int peer);
+  // Nothing comes from this peer any more, and nothing reaches it.
+  void lost(int peer, const std::string& why);
+  // Says Bye to all peers, behind what has been sent so far.
+  void leave();
+  // Asks a peer, whose threads answer whatever its program does; the number of the question.
+  uint64_t ask(int peer, int tag);
+  // Whether there is an answer, and which; then the question is forgotten.
+  bool answer(uint64_t question, uint64_t& count);
+  // Why a peer is lost; empty: it is not.
+  std::string failure_of(int peer) const;
+
+  // -- for the engine, in MPI's words --
+  int isend(const void* data, int nbytes, int peer, int tag, Request** request);
+  int irecv(void* data, int nbytes, int peer, int tag, Request** request);
+  int iprobe(int peer, int tag, int* flag, int* count);
+  void cancel(Request* request);
+  // The count of operations that the communicator of this tag has started, to be kept there.
+  std::shared_ptr<std::atomic<uint64_t>> count_of(int tag);
+  // Waits until something has changed for the engine since `seen`, at most for a moment, and
+  // brings `seen` up to date. Of all relays of this process.
+  static void wait_for_change(uint64_t& seen);
+
+ private:
+  struct Incoming {  // a message that has no receive yet
+    std::unique_ptr<unsigned char[]> bytes;  // null: it waits at its sender
+    uint64_t nbytes = 0;
+    uint64_t id = 0;  // the sender's
+  };
+  enum class FrameKind : uint32_t { Message, Credit, Ready, Clear, Done, Ask, Answer, Bye };
+  struct Frame {
+    FrameKind kind = FrameKind::Bye;
+    int32_t tag = 0;
+    uint64_t nbytes = 0;  // of the message
+    uint64_t id = 0;
+    uint64_t unused = 0;
+  };
+  static_assert(sizeof(Frame) == kHeaderNbytes);
+  struct Outgoing {
+    Frame frame;
+    const void* payload = nullptr;
+    void* landing = nullptr;
+    Request* request = nullptr;  // of a send: ends once this has left
+  };
+  struct Peer {
+    std::deque<Outgoing> queue;
+    std::condition_variable changed;
+    std::unique_ptr<Outgoing> leaving;  // between next and sent
+    std::unordered_map<uint64_t, std::pair<Request*, const void*>> waiting;  // by id: for Clear
+    std::unordered_map<int, std::deque<Request*>> posted;                   // by tag
+    std::unordered_map<int, std::deque<Incoming>> unexpected;               // by tag
+    std::deque<std::pair<Request*, std::unique_ptr<unsigned char[]>>> landing;
+    std::atomic<int> num_unexpected{0};
+    std::atomic<int> failure{0};  // a code, once it is lost
+    uint64_t next_id = 1;
+    uint64_t eager_out = 0;  // bytes that this peer has not said it has received
+    uint64_t eager_in = 0;   // bytes received that it has not been told of
+    bool said_bye = false;
+  };
+
+  Peer& peer_of(int peer) { return peers_[static_cast<size_t>(peer)]; }
+  void push(Peer& peer, Outgoing&& what);
+  void match(Peer& peer, Request* request, Incoming&& message);
+  void count_received(Peer& peer, uint64_t nbytes);
+  void take_message(Peer& peer, int tag, Incoming&& message);
+  void send_payload(Peer& peer, uint64_t id);
+
+  const int rank_;
+  mutable std::mutex mutex_;
+  std::unordered_map<int, std::weak_ptr<std::atomic<uint64_t>>> counts_;  // by tag
+  std::unordered_map<uint64_t, uint64_t> answers_;                        // by question
+  uint64_t questions_ = 0;
+  std::vector<Peer> peers_;
+};
+
+// The table through which a communicator calls a relay; its handle is the relay's address.
+const MpiApi& relay_api();
+
+}  // namespace commrt

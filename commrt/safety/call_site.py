@@ -7,14 +7,16 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["call_site"]
+__all__ = ["OWN", "PROGRAMS", "call_site", "is_library"]
 
-_OWN = "commrt"
-_PROGRAMS = frozenset(("bench", "tuning", "examples"))
+OWN = "commrt"
+PROGRAMS = frozenset(("bench", "tuning", "examples"))
 """Parts of commrt that are programs."""
 _LIBRARIES = (
     frozenset(("torch", "functorch", "typing_extensions")) | sys.stdlib_module_names
 )
+_WRAPPERS = ("deepspeed.comm.", "deepspeed.runtime.pipe.p2p.", "deepspeed.utils.nvtx.")
+"""Parts of programs through which all of their calls go, so that they tell nothing."""
 _NOWHERE = "no line of Python's"
 _NAME_LENGTH = 40
 
@@ -34,9 +36,16 @@ def call_site() -> str:
     return _NOWHERE
 
 
+def is_library(module: str) -> bool:
+    """Whether a frame of this module is between the program and commrt."""
+    if module == "__main__":
+        return False
+    return module.partition(".")[0] in _LIBRARIES or f"{module}.".startswith(_WRAPPERS)
+
+
 def _is_programs(module: str) -> bool:
     """Whether a frame of this module belongs to the program."""
     top, _, rest = module.partition(".")
-    if top == _OWN:
-        return rest.partition(".")[0] in _PROGRAMS
-    return module == "__main__" or top not in _LIBRARIES
+    if top == OWN:
+        return rest.partition(".")[0] in PROGRAMS
+    return not is_library(module)

@@ -9,25 +9,17 @@ is, is read when it is shown.
 
 from __future__ import annotations
 
-import sys
 from enum import Enum, auto
 from types import CodeType, FrameType
 from typing import Final
 
 from commrt import _native
+from commrt.safety.call_site import OWN, PROGRAMS, is_library
 
 __all__ = ["CORE", "NOWHERE", "Site", "call_sites"]
 
-_OWN = "commrt"
 _PASSED = frozenset(("layers",))
 """Parts of commrt that call it as a program does, on behalf of one."""
-_PROGRAMS = frozenset(("bench", "tuning", "examples"))
-"""Parts of commrt that are programs."""
-_LIBRARIES = (
-    frozenset(("torch", "functorch", "typing_extensions")) | sys.stdlib_module_names
-)
-_WRAPPERS = ("deepspeed.comm.", "deepspeed.runtime.pipe.p2p.", "deepspeed.utils.nvtx.")
-"""Parts of programs through which all of their calls go, so that they tell nothing."""
 
 
 class Site:
@@ -96,16 +88,12 @@ class _Kind(Enum):
 def _kind(module: str) -> _Kind:
     """Return whose frames those of a module are."""
     top, _, rest = module.partition(".")
-    if top == _OWN:
+    if top == OWN:
         part = rest.partition(".")[0]
-        if part in _PROGRAMS:
+        if part in PROGRAMS:
             return _Kind.USER
         return _Kind.PASSED if part in _PASSED else _Kind.CORE
-    if top in _LIBRARIES and module != "__main__":
-        return _Kind.PASSED
-    if f"{module}.".startswith(_WRAPPERS):
-        return _Kind.PASSED
-    return _Kind.USER
+    return _Kind.PASSED if is_library(module) else _Kind.USER
 
 
 def _name_of(code: CodeType) -> str:

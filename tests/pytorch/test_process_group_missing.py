@@ -111,7 +111,8 @@ def check_named(said: dict[str, str]) -> None:
         where = "process group '" if name.startswith("new_group") else "torch group "
         assert where in text or name == "sparse", f"{name}: {text}"
         # Of several calls the last one had what the first one left.
-        limit = "within 0." if name.startswith("coal") else "within 0.2 s"
+        is_several = name.startswith(("coalesced", "managed"))
+        limit = "within 0." if is_several else "within 0.2 s"
         assert limit in text, f"{name}: {text}"
 
 

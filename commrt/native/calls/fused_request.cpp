@@ -10,6 +10,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <cmath>
 #include <exception>
 
 namespace commrt {
@@ -121,7 +122,8 @@ PyObject* wait_for_it(FusedRequest* self, nb::object stream, nb::object timeout)
   }
   const Bucket& bucket = bucket_of(self);
   if (bucket.error.is_valid()) raise(bucket.error);
-  const double left = std::max(1e-3, seconds - (now_s() - begin));
+  // In whole milliseconds, as the message of a limit that has passed shows it.
+  const double left = std::max(1e-3, std::round((seconds - (now_s() - begin)) * 1e3) / 1e3);
   try {
     bucket.sent->wait(nb::none(), nb::float_(left));
   } catch (nb::python_error& error) {

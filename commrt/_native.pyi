@@ -445,6 +445,9 @@ class Group:
     """Native base of Communicator."""
 
     def __init__(self, engine: Engine, rank: int, size: int, name: str) -> None: ...
+    def _add_mirror(self, address: int, nbytes: int, original: int) -> bool:
+        """Tell that memory of the symmetric heap is mapped at another address, too."""
+
     def _attach_arena(
         self, arg0: int, arg1: int, arg2: int, arg3: Sequence[int], /
     ) -> None: ...
@@ -505,6 +508,7 @@ class Group:
         arg6: Plan,
         /,
     ) -> None: ...
+    def _remove_mirror(self, address: int) -> None: ...
     def _run_plan(
         self,
         plan: Plan,

@@ -58,6 +58,15 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
+]
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 
 class Arena:
@@ -91,6 +100,27 @@ class Arena:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class Mirror:
+    """Shared memory that is mapped a second time, at an address of its own.
+
+    Ends by ``place_over``, which gives the mapping away, or by ``close``. OSError where
+    the memory is not shared: pages of one mapping alone can have no other.
+    """
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.nbytes = _whole_pages(nbytes)
+        # No old length, which mremap(2) takes for "map these pages once more".
+        self.address = _remap(address, 0, self.nbytes)
+
+    def place_over(self, address: int) -> None:
+        """Move it to where other pages are mapped, which go."""
+        self.address = _remap(self.address, self.nbytes, self.nbytes, at=address)
+
+    def close(self) -> None:
+        """Unmap."""
+        _libc.munmap(self.address, self.nbytes)
 
 
 def process_arena(nranks: int, region_nbytes: int) -> Arena:
@@ -447,6 +477,15 @@ def _map(fd: int, nbytes: int) -> int:
         code = ctypes.get_errno()
         raise OSError(code, f"mapping {nbytes} bytes: {os.strerror(code)}")
     return int(address)
+
+
+def _remap(address: int, old: int, nbytes: int, at: int | None = None) -> int:
+    kind = _MREMAP_MAYMOVE | (_MREMAP_FIXED if at is not None else 0)
+    found = _libc.mremap(address, old, nbytes, kind, at)
+    if found == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mapping {nbytes} bytes again: {os.strerror(code)}")
+    return int(found)
 
 
 def _whole_pages(nbytes: int) -> int:

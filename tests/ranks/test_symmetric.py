@@ -82,17 +82,24 @@ def test_plans_made_before_there_was_a_heap_go_on() -> None:
 
 
 @pytest.mark.parametrize("op", ["avg", "premul_sum"])
-@pytest.mark.parametrize("dtype", ["int32", "float32"])
-def test_scaled_operands(op: str, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["int32", "float32", "bfloat16"])
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_scaled_operands(op: str, dtype: str, share: float, seed: int) -> None:
+    """Peers read them as they are, and multiply; those of slots are products."""
     cases = [
-        Case("allreduce", 3, name, {}, dtype, op, count=5000, in_place=in_place)
-        for name in ("direct", "ring", "recursive_doubling")
+        Case(coll, 3, name, {}, dtype, op, count=5000, in_place=in_place)
+        for coll, names in (
+            ("allreduce", ("direct", "ring", "recursive_doubling")),
+            ("reduce_scatter", ("direct", "ring")),
+            ("reduce", ("direct", "binomial")),
+        )
+        for name in names
         for in_place in (False, True)
     ]
 
     def rank_main(comm: Any) -> list[str]:
-        memory = HeapMemory(comm, POOL_NBYTES, "scaled")
-        memory.share = 1.0
+        memory = HeapMemory(comm, POOL_NBYTES, f"scaled{seed}")
+        memory.share = share
         return run_cases(comm, cases, memory)
 
     assert run(3, rank_main) == [[]] * 3

@@ -14,6 +14,7 @@ DDP needs the sums no earlier.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,16 @@ from commrt.errors import CommError, UsageError
 from commrt.layers.data.bucket_size import best_bucket_nbytes
 from commrt.layers.data.sparse_rows import as_sparse, dense_rows, scaled
 from commrt.torch.errors import as_torch_error
+from commrt.torch.shared_storages import share_storage
 from commrt.wire_formats import EXACT, check_compress
 
 __all__ = ["HookState", "reduce_bucket"]
 
 _MIB = 1 << 20
+_SHORT_NBYTES = 32 << 10
+"""Shorter buckets gain nothing from symmetric memory."""
+_SETTLED_STEPS = 2
+"""DDP makes its buckets anew after the first step, in the order of the gradients."""
 
 
 class HookState:
@@ -42,6 +48,10 @@ class HookState:
             ``float16`` or ``int8``.
         density: the part of a bucket's elements that is sent, the largest of the sums.
         error_feedback: keep what these two leave out, and send it with a later step.
+        symmetric: move DDP's buckets of host memory, once they are settled, into
+            memory that the ranks of the node share, which saves copies; not those that
+            are compressed or sent in part, and not where ``gradient_as_bucket_view``
+            makes the gradients parts of them, whose addresses programs may have.
     """
 
     def __init__(
@@ -51,6 +61,7 @@ class HookState:
         compress: str | None = None,
         density: float | None = None,
         error_feedback: bool = True,
+        symmetric: bool = True,
     ) -> None:
         group = dist.group.WORLD if group is None else group
         comm = getattr(group, "communicator", None)
@@ -70,7 +81,9 @@ class HookState:
         self.compress = compress
         self.density = density
         self.error_feedback = error_feedback
+        self.symmetric = symmetric
         self._residuals: dict[tuple[int, int], Any] = {}
+        self._seen: Counter[tuple[int, int]] = Counter()
         self._under_way: list[_Started] = []
 
     @property
@@ -108,8 +121,29 @@ class HookState:
         if self.compress is not None:
             arguments["compress"] = self.compress
             arguments["residual"] = self.residual_of(bucket)
+        elif self.symmetric:
+            self._share(bucket)
         request = self.comm.allreduce(buffer, op="avg", nonblocking=True, **arguments)
         return _Started(request, buffer)
+
+    def _share(self, bucket: dist.GradBucket) -> None:
+        """Move a bucket into symmetric memory; collective.
+
+        In the third step that has a bucket of this place and length: a rule that needs
+        nothing but what is the same on all ranks.
+        """
+        buffer = bucket.buffer()
+        if not buffer.is_cpu or buffer.nbytes < _SHORT_NBYTES or self.comm.size == 1:
+            return
+        key = bucket.index(), buffer.numel()
+        self._seen[key] += 1
+        if self._seen[key] == _SETTLED_STEPS + 1:
+            storage = buffer.untyped_storage()._cdata
+            is_viewed = any(
+                x.grad is not None and x.grad.untyped_storage()._cdata == storage
+                for x in bucket.parameters()
+            )
+            share_storage(self.comm, buffer, may_move=not is_viewed)
 
     def residual_of(self, bucket: dist.GradBucket) -> Any:
         """Return what a bucket owes, None where nothing is kept.

@@ -188,6 +188,19 @@ void bind_group(nb::module_& m) {
              g.forget_plans();  // those made so far do not know what peers may reach
            }, nb::arg("address"), nb::arg("part_nbytes"), nb::call_guard<nb::gil_scoped_release>(),
            "Add a segment to the symmetric heap: a part for each on-node rank.")
+      .def("_add_mirror",
+           [](Group& g, uint64_t address, uint64_t nbytes, uint64_t original) {
+             std::lock_guard<std::mutex> lock(g.engine->mutex);
+             return g.comm->add_mirror(reinterpret_cast<void*>(address), nbytes,
+                                       reinterpret_cast<void*>(original));
+           }, nb::arg("address"), nb::arg("nbytes"), nb::arg("original"),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Tell that memory of the symmetric heap is mapped at another address, too.")
+      .def("_remove_mirror",
+           [](Group& g, uint64_t address) {
+             std::lock_guard<std::mutex> lock(g.engine->mutex);
+             g.comm->remove_mirror(reinterpret_cast<void*>(address));
+           }, nb::arg("address"), nb::call_guard<nb::gil_scoped_release>())
       .def("_detach",
            [](Group& g) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);

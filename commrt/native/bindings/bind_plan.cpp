@@ -174,6 +174,12 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
   for (size_t i = 0; i < instr_fragments.size(); ++i) {
     plan->instrs.at(i).fragments = instr_fragments[i];
   }
+  constexpr int kMostInputs = 64;  // as many as a word has bits (Plan::compute)
+  plan->shows_raw = plan->redop == RedOp::Avg && group.comm->size <= kMostInputs &&
+                    std::none_of(plan->instrs.begin(), plan->instrs.end(), [](const Instr& ins) {
+                      return ins.scaled() != nullptr && ins.inputs.size() == 1 &&
+                             !ins.local_outs.empty();
+                    });
   const bool logical = plan->redop >= RedOp::Land && plan->redop <= RedOp::Lxor;
   // An operand that meets no other is copied; "and" with itself gives its truth.
   if (alone && logical) plan->truth = combine_for(plan->dtype, RedOp::Land);

@@ -81,6 +81,7 @@ void Comm::detach() {
   p2p = std::make_unique<P2P>(*this);
   arena = nullptr;
   heap_.clear();
+  mirrors_.clear();
 }
 
 void Comm::attach_mpi(Handle comm_handle, int tag, const std::vector<int>& mpi_ranks) {

@@ -170,6 +170,7 @@ class Op {
   struct Source {  // of what an instruction sends
     Place place = 0;
     bool constant = false;  // until the operation ends
+    bool raw = false;       // to be multiplied by the plan's factor yet
   };
   Place in_place_ = 0, out_place_ = 0;
   uint8_t sharing_ = 0;
@@ -222,7 +223,8 @@ class Op {
   void compute_and_send(const Instr& ins, int64_t fragment,
                         const unsigned char* const* arrived);
   void compute_from_own_part(const Instr& ins, unsigned char* first, unsigned char* second,
-                             std::vector<const void*>& inputs, size_t elems) const;
+                             std::vector<const void*>& inputs, size_t elems,
+                             uint64_t raw) const;
   void pack(const Instr& ins, int64_t fragment, unsigned char* to);
   unsigned char* array_of(const Box& box) const {
     return reinterpret_cast<unsigned char* const*>(in)[box.array];
@@ -256,6 +258,13 @@ class Op {
 struct Segment {
   unsigned char* base;
   size_t part_nbytes;
+};
+
+// Addresses at which this rank has a piece of its own part a second time.
+struct Mirror {
+  const unsigned char* start;
+  size_t nbytes;
+  Place place;
 };
 
 // What a line of a payload takes, in ns: its writing plus its reading by a peer.
@@ -297,6 +306,10 @@ class Comm {
     heap_.push_back({static_cast<unsigned char*>(base), part_nbytes});
   }
   bool has_heap() const { return !heap_.empty(); }
+  // The pages at `original`, in this rank's part of a segment, are mapped at `start`, too: buffers
+  // there count as lying in the heap. False if `original` does not lie there. Local.
+  bool add_mirror(const void* start, size_t nbytes, const void* original);
+  void remove_mirror(const void* start);
   // Forgets arena and heap, which are about to be unmapped. Nothing may be in flight.
   void detach();
   // Off-node peers, reached over MPI: ranks in `mpi_comm`, all messages under `tag`.
@@ -423,6 +436,7 @@ class Comm {
   std::shared_ptr<Relay> relay_;  // what off_node and mpi_comm refer to, or null
   std::shared_ptr<std::atomic<uint64_t>> told_;  // next_seq, for ranks that ask over the relay
   std::vector<Segment> heap_;
+  std::vector<Mirror> mirrors_;
   bool showing_[kCallLines] = {};  // which call lines belong to operations in flight
   std::vector<Link> links_;
   std::vector<int> member_index_;  // rank -> index in the arena, -1 off node

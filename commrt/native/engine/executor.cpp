@@ -292,6 +292,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
   messages.resize(static_cast<size_t>(nin));
   exposed.assign(static_cast<size_t>(nin), false);
   bool delivered = false, reads_peer = false;
+  uint64_t raw = 0;  // inputs that peers show as they are
   for (int i = 0; i < nin; ++i) {
     const Ref& ref = ins.inputs[i];
     if (!ref.is_message) continue;
@@ -316,10 +317,10 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
       messages[i] = whole_of;
     }
     if ((meta & (kExposedFlag | kDeliveredFlag)) == 0) continue;
-    Place place;
-    std::memcpy(&place, line.payload, sizeof place);
+    Shown shown;
+    std::memcpy(&shown, line.payload, sizeof shown);
     delivered = (meta & kDeliveredFlag) != 0;
-    if (!in_heap || !(delivered ? nin == 1 && !ins.local_outs.empty() : comm->is_place(place))) {
+    if (!in_heap || !(delivered ? nin == 1 && !ins.local_outs.empty() : comm->is_place(shown.place))) {
       fail("rank " + std::to_string(p.peers[ref.peer].rank) +
            " refers to a shared buffer where none is expected: the ranks called with different "
            "arguments");
@@ -327,7 +328,8 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     }
     if (delivered) continue;
     exposed[i] = reads_peer = true;
-    messages[i] = comm->address_of(comm->member_of(p.peers[ref.peer].rank), place);
+    messages[i] = comm->address_of(comm->member_of(p.peers[ref.peer].rank), shown.place);
+    if (shown.raw != 0) raw |= uint64_t{1} << i;
   }
 
   const bool inline_send = total <= ins.inline_nbytes;
@@ -398,9 +400,9 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
         if (first != nullptr) copy(first, value, nbytes);
         if (second != nullptr) copy(second, value, nbytes);
       } else if (nin > 1 && reads_peer) {
-        compute_from_own_part(ins, first, second, inputs, elems);
+        compute_from_own_part(ins, first, second, inputs, elems, raw);
       } else if (first != nullptr || second != nullptr) {
-        p.compute(ins, store, first, second, inputs.data(), elems);
+        p.compute(ins, store, first, second, inputs.data(), elems, raw);
       }
       for (; done < targets.size(); ++done) {
         copy(targets[done] + within(piece), first != nullptr ? first : second, nbytes,

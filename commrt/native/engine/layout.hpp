@@ -94,6 +94,11 @@ constexpr uint64_t kOffsetMask = (uint64_t{1} << kSegmentShift) - 1;
 inline Place place_of(size_t segment, uint64_t offset) {
   return (static_cast<uint64_t>(segment + 1) << kSegmentShift) | offset;
 }
+// What the line of an exposed payload says.
+struct Shown {
+  Place place;
+  uint64_t raw;  // 1: multiplied by the plan's factor by who reads it
+};
 inline size_t segment_of(Place place) { return static_cast<size_t>(place >> kSegmentShift) - 1; }
 inline uint64_t offset_of(Place place) { return place & kOffsetMask; }
 

@@ -50,26 +50,26 @@ bool Plan::reads_again(const Ref& written) const {
   return false;
 }
 
-void Plan::combine_rounded(const Instr& ins, unsigned char* dst, unsigned char* dst2,
-                           const void* const* inputs, size_t elems) const {
+void Plan::combine_rounded(int nin, const uint64_t* scaled, unsigned char* dst,
+                           unsigned char* dst2, const void* const* inputs, size_t elems) const {
   constexpr size_t kPieceBytes = 4096;  // stays in the first cache
-  const size_t nin = ins.inputs.size(), most = kPieceBytes / itemsize;
+  const size_t num = static_cast<size_t>(nin), most = kPieceBytes / itemsize;
   thread_local std::vector<unsigned char> rounded;
   thread_local std::vector<const void*> pieces;
-  rounded.resize(nin * kPieceBytes);
-  pieces.resize(nin);
+  rounded.resize(num * kPieceBytes);
+  pieces.resize(num);
   const uint64_t only = 1;
   for (size_t at = 0; at < elems; at += most) {
     const size_t count = std::min(most, elems - at), offset = at * itemsize;
-    for (size_t k = 0; k < nin; ++k) {
+    for (size_t k = 0; k < num; ++k) {
       pieces[k] = static_cast<const unsigned char*>(inputs[k]) + offset;
-      if ((ins.scaled_bits[k / 64] >> (k % 64) & 1) == 0) continue;
+      if ((scaled[k / 64] >> (k % 64) & 1) == 0) continue;
       unsigned char* own = &rounded[k * kPieceBytes];
       combine(own, nullptr, &pieces[k], 1, count, &only, factor, Store::Plain);
       pieces[k] = own;
     }
     combine(dst + offset, dst2 != nullptr ? dst2 + offset : nullptr, pieces.data(),
-            static_cast<int>(nin), count, nullptr, factor, Store::Plain);
+            nin, count, nullptr, factor, Store::Plain);
   }
 }
 

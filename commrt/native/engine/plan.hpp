@@ -176,6 +176,9 @@ class Plan : public std::enable_shared_from_this<Plan> {
   // Whether what is multiplied by the factor is rounded to the type before it is added, as
   // what other ranks send is: then it does not matter which rank adds.
   bool rounds_scaled = false;
+  // Whether a contribution may cross as it is and be multiplied by who reads it: the factor is
+  // that of all ranks, and no instruction writes the product where the contribution may lie.
+  bool shows_raw = false;
   bool divide_out = false;  // integer avg: divide the result by size at the end
   int64_t divisor = 1;
   // Of a logical reduction whose result here is a single contribution, as it came: turns it
@@ -203,12 +206,18 @@ class Plan : public std::enable_shared_from_this<Plan> {
   void flatten(Comm& comm);
 
   // Reduces an instruction's inputs (`elems` elements each) into its first local output and
-  // into what is sent; either may be null. `kind` is the run's, not the plan's.
+  // into what is sent; either may be null. `kind` is the run's, not the plan's. Bit k of `raw`:
+  // input k came as it is (shows_raw).
   void compute(const Instr& ins, Store kind, unsigned char* local, unsigned char* sent,
-               const void* const* inputs, size_t elems) const {
+               const void* const* inputs, size_t elems, uint64_t raw = 0) const {
     const int nin = static_cast<int>(ins.inputs.size());
+    const uint64_t* scaled = ins.scaled();
+    if (raw != 0) {
+      if (scaled != nullptr) raw |= scaled[0];
+      scaled = &raw;
+    }
     if (!ins.gives_result) kind = store_of(false, streams_second(kind));
-    if (nin == 1 && ins.scaled() == nullptr) {
+    if (nin == 1 && scaled == nullptr) {
       const size_t nbytes = elems * itemsize;
       if (local != nullptr && local != inputs[0]) {
         copy(local, inputs[0], nbytes, streams_first(kind));
@@ -217,17 +226,17 @@ class Plan : public std::enable_shared_from_this<Plan> {
     } else if (user.fn != nullptr) {
       combine_by(user.fn, itemsize, local != nullptr ? local : sent,
                  local != nullptr ? sent : nullptr, inputs, nin, elems);
-    } else if (rounds_scaled && ins.scaled() != nullptr) {
-      combine_rounded(ins, local != nullptr ? local : sent, local != nullptr ? sent : nullptr,
-                      inputs, elems);
+    } else if (rounds_scaled && scaled != nullptr) {
+      combine_rounded(nin, scaled, local != nullptr ? local : sent,
+                      local != nullptr ? sent : nullptr, inputs, elems);
     } else if (local == nullptr) {
-      combine(sent, nullptr, inputs, nin, elems, ins.scaled(), factor, store_of_second(kind));
+      combine(sent, nullptr, inputs, nin, elems, scaled, factor, store_of_second(kind));
     } else {
-      combine(local, sent, inputs, nin, elems, ins.scaled(), factor, kind);
+      combine(local, sent, inputs, nin, elems, scaled, factor, kind);
     }
   }
 
-  void combine_rounded(const Instr& ins, unsigned char* dst, unsigned char* dst2,
+  void combine_rounded(int nin, const uint64_t* scaled, unsigned char* dst, unsigned char* dst2,
                        const void* const* inputs, size_t elems) const;
 
   // Whether a result is not yet one when all instructions are done.

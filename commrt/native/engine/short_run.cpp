@@ -127,6 +127,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     const void* inputs[kShortInputs];
     alignas(64) unsigned char gathered[kShortInputs][kMostInlineBytes];
     bool exposed = false;
+    uint64_t raw = 0;
     for (int i = 0; i < ins.num_inputs; ++i) {
       const ShortOperand& operand = ins_inputs[i];
       if (operand.link == nullptr) {
@@ -150,10 +151,11 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
         inputs[i] = gathered[i];
       }
       if ((meta & (kExposedFlag | kDeliveredFlag)) == 0) continue;
-      Place place;
-      std::memcpy(&place, line.payload, sizeof place);
-      if (!shows || (meta & kDeliveredFlag) || !is_place(place)) return wait_longer(ins);
-      inputs[i] = address_of(member_of(operand.where), place);
+      Shown shown;
+      std::memcpy(&shown, line.payload, sizeof shown);
+      if (!shows || (meta & kDeliveredFlag) || !is_place(shown.place)) return wait_longer(ins);
+      inputs[i] = address_of(member_of(operand.where), shown.place);
+      if (shown.raw != 0) raw |= uint64_t{1} << i;
       exposed = true;
     }
 
@@ -171,7 +173,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     if (ins.nbytes != 0 && !takes_only) {
       auto local = [&](int o) { return bases[outs[o].where] + outs[o].offset; };
       unsigned char* first = ins.num_local_outs != 0 ? local(0) : nullptr;
-      p.compute(*ins.full, store, first, second, inputs, ins.elems);
+      p.compute(*ins.full, store, first, second, inputs, ins.elems, raw);
       for (int o = 1; o < ins.num_local_outs; ++o) {
         if (local(o) != first) copy(local(o), first, ins.nbytes);
       }

@@ -28,7 +28,23 @@ Place Comm::place_in_heap(const void* data, size_t nbytes) const {
     if (start < mine || start + nbytes > mine + segment.part_nbytes) continue;
     return place_of(i, static_cast<uint64_t>(start - mine));
   }
+  for (const Mirror& mirror : mirrors_) {
+    if (start < mirror.start || start + nbytes > mirror.start + mirror.nbytes) continue;
+    return mirror.place + static_cast<uint64_t>(start - mirror.start);
+  }
   return 0;
+}
+
+bool Comm::add_mirror(const void* start, size_t nbytes, const void* original) {
+  const Place place = place_in_heap(original, nbytes);
+  if (place == 0) return false;
+  mirrors_.push_back({static_cast<const unsigned char*>(start), nbytes, place});
+  return true;
+}
+
+void Comm::remove_mirror(const void* start) {
+  const auto is_there = [start](const Mirror& mirror) { return mirror.start == start; };
+  mirrors_.erase(std::remove_if(mirrors_.begin(), mirrors_.end(), is_there), mirrors_.end());
 }
 
 // Looks where the buffers lie. Where they overlap in a way that no schedule knows of, they
@@ -114,7 +130,8 @@ const Op::Result& Op::result_of(int peer) {
 }
 
 // From where peers may read what an instruction sends: its only operand, or its result here. A
-// send buffer apart from the result is written by nobody: peers may read it at once.
+// send buffer apart from the result is written by nobody: peers may read it at once. Of a mean
+// they read it as it is, and multiply it as they add.
 Op::Source Op::source_in_heap(const Instr& ins) const {
   auto place = [&](const Ref& ref) -> Place {
     if (ref.is_message) return 0;
@@ -124,14 +141,15 @@ Op::Source Op::source_in_heap(const Instr& ins) const {
                                                   : 0;
     return buffer == 0 ? 0 : buffer + static_cast<uint64_t>(ref.offset_nbytes);
   };
-  if (ins.scaled() == nullptr && (ins.operand_exposable & sharing_) != 0) {
+  const bool raw = ins.scaled() != nullptr;
+  if ((!raw || plan->shows_raw) && (ins.operand_exposable & sharing_) != 0) {
     const Place operand = place(ins.inputs[0]);
     const bool is_input = plan->spaces[ins.inputs[0].space].kind == SpaceKind::In;
     const bool is_apart = sharing_ == static_cast<uint8_t>(Sharing::Apart);
-    if (operand != 0) return {operand, is_input && is_apart};
+    if (operand != 0) return {operand, is_input && is_apart, raw};
   }
-  if ((ins.exposable & sharing_) != 0) return {place(ins.local_outs[0]), false};
-  return {0, false};
+  if ((ins.exposable & sharing_) != 0) return {place(ins.local_outs[0]), false, false};
+  return {0, false, false};
 }
 
 // Shows peers where they may read a value of `nbytes`.
@@ -142,7 +160,8 @@ void Op::expose(const Instr& ins, int64_t fragment, size_t nbytes) {
     if (link.kind != LinkKind::Shared || routes_[s].by != Route::By::Exposed) continue;
     const uint64_t id = out_id(ref, fragment);
     Line& line = link.out_lines[id & (kLines - 1)];
-    std::memcpy(line.payload, &source_.place, sizeof source_.place);
+    const Shown shown{source_.place, source_.raw ? uint64_t{1} : uint64_t{0}};
+    std::memcpy(line.payload, &shown, sizeof shown);
     exposed_[ref.peer] = std::max(exposed_[ref.peer], id + 1);
     publish(line, id, pack_meta(0, kExposedFlag, nbytes));
   }
@@ -175,7 +194,8 @@ bool Op::choose_routes(const Instr& ins) {
 // Reduces what lies in peers' buffers, each rank beginning at another place: ranks that read
 // the same lines of each other's buffers at the same time are up to twice as slow.
 void Op::compute_from_own_part(const Instr& ins, unsigned char* first, unsigned char* second,
-                               std::vector<const void*>& inputs, size_t elems) const {
+                               std::vector<const void*>& inputs, size_t elems,
+                               uint64_t raw) const {
   if (first == nullptr && second == nullptr) return;
   constexpr size_t kPage = 4096;
   const size_t per_page = std::max<size_t>(1, kPage / plan->itemsize);
@@ -188,10 +208,11 @@ void Op::compute_from_own_part(const Instr& ins, unsigned char* first, unsigned 
   };
   auto at = [](unsigned char* p, size_t offset) { return p != nullptr ? p + offset : nullptr; };
   move(static_cast<std::ptrdiff_t>(nbytes));
-  plan->compute(ins, store, at(first, nbytes), at(second, nbytes), inputs.data(), elems - start);
+  plan->compute(ins, store, at(first, nbytes), at(second, nbytes), inputs.data(), elems - start,
+                raw);
   if (start == 0) return;
   move(-static_cast<std::ptrdiff_t>(nbytes));
-  plan->compute(ins, store, first, second, inputs.data(), start);
+  plan->compute(ins, store, first, second, inputs.data(), start, raw);
 }
 
 // Whether the peers have read what was exposed to them.

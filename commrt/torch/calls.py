@@ -23,6 +23,7 @@ from commrt.operation_methods import if_known
 from commrt.operations import operation
 from commrt.torch.errors import as_torch_error
 from commrt.torch.futures import Completer
+from commrt.torch.monitored_barrier import MonitoredBarrier
 from commrt.torch.operands import CopyBack
 from commrt.torch.per_call import ASKED
 from commrt.torch.reductions import PLAIN
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from commrt.comm import Communicator
     from commrt.torch.reductions import Reduction
 
-__all__ = ["Calls"]
+__all__ = ["Calls", "RangedCalls"]
 
 _ALLREDUCE = if_known("allreduce")
 _UNSET = timedelta(milliseconds=-1)
@@ -50,6 +51,7 @@ class Calls:
     ) -> None:
         self.comm = comm
         self.completer = completer
+        self.monitored = MonitoredBarrier(comm)
         self.batch: list[CommrtWork] | None = None
         """Works of calls that torch coalesces; None where it does not."""
         self.sparse_algorithm = sparse_algorithm
@@ -208,3 +210,19 @@ class Calls:
         """Return all that was started since as one Work."""
         works, self.batch = self.batch or [], None
         return JoinedWork(works, self.completer)
+
+
+class RangedCalls(Calls):
+    """Those of a group whose calls a profiler is to see (``nvtx_ranges.py``).
+
+    Around each of the communicator's own methods there is a range. So no call is
+    plain, as those go past them.
+    """
+
+    def is_plain(self, opts: Any) -> bool:
+        """No call is."""
+        return False
+
+    def is_allreduced(self, x: torch.Tensor, opts: Any) -> bool:
+        """No call is known."""
+        return False

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from commrt.errors import UsageError
 from commrt.operation_methods import if_known
 from commrt.torch.calls import Calls
+from commrt.torch.monitored_barrier import limit_of
 from commrt.torch.operands import (
     CopyBack,
     apart,
@@ -352,6 +353,20 @@ class Collectives:
         if device is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         return self._calls.call("barrier", [], opts, [])
+
+    def monitored_barrier(
+        self, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return once every rank is here; else rank 0 finds out who is not.
+
+        ``dist.monitored_barrier`` does not come here: it asks for gloo by name.
+        """
+        calls = self._calls
+        with calls.raising():
+            limit_s = limit_of(timeout, calls.comm.timeout_s)
+            calls.monitored.run(limit_s, bool(wait_all_ranks))
+
+    monitoredBarrier = monitored_barrier  # noqa: N815  what C++ calls it
 
     # -- several calls as one ----------------------------------------------------
 

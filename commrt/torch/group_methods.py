@@ -366,8 +366,6 @@ class Collectives:
             limit_s = limit_of(timeout, calls.comm.timeout_s)
             calls.monitored.run(limit_s, bool(wait_all_ranks))
 
-    monitoredBarrier = monitored_barrier  # noqa: N815  what C++ calls it
-
     # -- several calls as one ----------------------------------------------------
 
     def _start_coalescing(self, device: torch.device) -> None:

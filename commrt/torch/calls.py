@@ -38,6 +38,8 @@ __all__ = ["Calls", "RangedCalls"]
 _ALLREDUCE = if_known("allreduce")
 _UNSET = timedelta(milliseconds=-1)
 """What torch passes for "the group's default"."""
+_asked, _plain_reduction = ASKED.get, PLAIN.get
+"""Looked up once: each lookup shows where a call's data has emptied the caches."""
 
 
 class Calls:
@@ -61,20 +63,19 @@ class Calls:
         """Whether the caller waits for the call, so that it needs no Work."""
         return self.batch is None and not opts.asyncOp
 
-    def is_plain(self, opts: Any) -> bool:
-        """Whether a call is waited for, and nothing is asked of it."""
-        return (
+    def ends(self, opts: Any, known: Any, *x: torch.Tensor, **arguments: Any) -> bool:
+        """Run a plain call to its end; False where it is none, or not known so far.
+
+        It is waited for, and nothing is asked of it. ``known`` is an operation of
+        ``operation_methods.if_known``.
+        """
+        if not (
             self.batch is None
             and not opts.asyncOp
-            and ASKED.get() is None
+            and _asked() is None
             and opts.timeout == _UNSET
-        )
-
-    def ends(self, known: Any, *x: torch.Tensor, **arguments: Any) -> bool:
-        """Run a call of plain tensors to its end; False where it is not known so far.
-
-        ``known`` is an operation of ``operation_methods.if_known``.
-        """
+        ):
+            return False
         try:
             return known(self.comm, *x, **arguments) is not NotImplemented
         except CommError as error:
@@ -83,17 +84,17 @@ class Calls:
     def is_allreduced(self, x: torch.Tensor, opts: Any) -> bool:
         """Run a plain allreduce to its end; False where it is not known so far.
 
-        What the two above do, without a step in between: programs call nothing as
-        often, and at 8 bytes these steps take longer than the operation.
+        What the one above does, without arguments in between: programs call nothing
+        as often, and at 8 bytes these steps take longer than the operation.
         """
-        if (
-            self.batch is not None
-            or opts.asyncOp
-            or ASKED.get() is not None
-            or opts.timeout != _UNSET
+        if not (
+            self.batch is None
+            and not opts.asyncOp
+            and _asked() is None
+            and opts.timeout == _UNSET
         ):
             return False
-        op = PLAIN.get(hash(opts.reduceOp))
+        op = _plain_reduction(hash(opts.reduceOp))
         if op is None:
             return False
         try:
@@ -173,7 +174,7 @@ class Calls:
         waits, limit = self.waits(opts), self.limit(opts)
         if limit is not None:
             arguments["timeout_s"] = limit
-        asked = ASKED.get()
+        asked = _asked()
         if asked is not None:
             arguments |= asked
         comm, how = self.comm, {"nonblocking": not waits, **arguments}
@@ -219,8 +220,8 @@ class RangedCalls(Calls):
     plain, as those go past them.
     """
 
-    def is_plain(self, opts: Any) -> bool:
-        """No call is."""
+    def ends(self, opts: Any, known: Any, *x: torch.Tensor, **arguments: Any) -> bool:
+        """No call does."""
         return False
 
     def is_allreduced(self, x: torch.Tensor, opts: Any) -> bool:

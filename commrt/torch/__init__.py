@@ -33,6 +33,16 @@ def __getattr__(name: str) -> Any:
 
     if name not in _HOME:
         raise AttributeError(f"module 'commrt.torch' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    try:
+        home = importlib.import_module(_HOME[name])
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"commrt.torch.{name} needs torch, which is not installed here: "
+            f"pip install 'commrt[torch]'; commrt itself works without",
+            name=error.name,
+        ) from error
+    value = getattr(home, name)
     globals()[name] = value
     return value

@@ -23,6 +23,7 @@ from commrt.operation_methods import if_known
 from commrt.operations import operation
 from commrt.torch.errors import as_torch_error
 from commrt.torch.futures import Completer
+from commrt.torch.monitored_barrier import MonitoredBarrier
 from commrt.torch.operands import CopyBack
 from commrt.torch.per_call import ASKED
 from commrt.torch.reductions import PLAIN
@@ -32,11 +33,13 @@ if TYPE_CHECKING:
     from commrt.comm import Communicator
     from commrt.torch.reductions import Reduction
 
-__all__ = ["Calls"]
+__all__ = ["Calls", "RangedCalls"]
 
 _ALLREDUCE = if_known("allreduce")
 _UNSET = timedelta(milliseconds=-1)
 """What torch passes for "the group's default"."""
+_asked, _plain_reduction = ASKED.get, PLAIN.get
+"""Looked up once: each lookup shows where a call's data has emptied the caches."""
 
 
 class Calls:
@@ -50,6 +53,7 @@ class Calls:
     ) -> None:
         self.comm = comm
         self.completer = completer
+        self.monitored = MonitoredBarrier(comm)
         self.batch: list[CommrtWork] | None = None
         """Works of calls that torch coalesces; None where it does not."""
         self.sparse_algorithm = sparse_algorithm
@@ -59,20 +63,19 @@ class Calls:
         """Whether the caller waits for the call, so that it needs no Work."""
         return self.batch is None and not opts.asyncOp
 
-    def is_plain(self, opts: Any) -> bool:
-        """Whether a call is waited for, and nothing is asked of it."""
-        return (
+    def ends(self, opts: Any, known: Any, *x: torch.Tensor, **arguments: Any) -> bool:
+        """Run a plain call to its end; False where it is none, or not known so far.
+
+        It is waited for, and nothing is asked of it. ``known`` is an operation of
+        ``operation_methods.if_known``.
+        """
+        if not (
             self.batch is None
             and not opts.asyncOp
-            and ASKED.get() is None
+            and _asked() is None
             and opts.timeout == _UNSET
-        )
-
-    def ends(self, known: Any, *x: torch.Tensor, **arguments: Any) -> bool:
-        """Run a call of plain tensors to its end; False where it is not known so far.
-
-        ``known`` is an operation of ``operation_methods.if_known``.
-        """
+        ):
+            return False
         try:
             return known(self.comm, *x, **arguments) is not NotImplemented
         except CommError as error:
@@ -81,17 +84,17 @@ class Calls:
     def is_allreduced(self, x: torch.Tensor, opts: Any) -> bool:
         """Run a plain allreduce to its end; False where it is not known so far.
 
-        What the two above do, without a step in between: programs call nothing as
-        often, and at 8 bytes these steps take longer than the operation.
+        What the one above does, without arguments in between: programs call nothing
+        as often, and at 8 bytes these steps take longer than the operation.
         """
-        if (
-            self.batch is not None
-            or opts.asyncOp
-            or ASKED.get() is not None
-            or opts.timeout != _UNSET
+        if not (
+            self.batch is None
+            and not opts.asyncOp
+            and _asked() is None
+            and opts.timeout == _UNSET
         ):
             return False
-        op = PLAIN.get(hash(opts.reduceOp))
+        op = _plain_reduction(hash(opts.reduceOp))
         if op is None:
             return False
         try:
@@ -171,7 +174,7 @@ class Calls:
         waits, limit = self.waits(opts), self.limit(opts)
         if limit is not None:
             arguments["timeout_s"] = limit
-        asked = ASKED.get()
+        asked = _asked()
         if asked is not None:
             arguments |= asked
         comm, how = self.comm, {"nonblocking": not waits, **arguments}
@@ -208,3 +211,19 @@ class Calls:
         """Return all that was started since as one Work."""
         works, self.batch = self.batch or [], None
         return JoinedWork(works, self.completer)
+
+
+class RangedCalls(Calls):
+    """Those of a group whose calls a profiler is to see (``nvtx_ranges.py``).
+
+    Around each of the communicator's own methods there is a range. So no call is
+    plain, as those go past them.
+    """
+
+    def ends(self, opts: Any, known: Any, *x: torch.Tensor, **arguments: Any) -> bool:
+        """No call does."""
+        return False
+
+    def is_allreduced(self, x: torch.Tensor, opts: Any) -> bool:
+        """No call is known."""
+        return False

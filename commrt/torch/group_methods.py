@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from commrt.errors import UsageError
 from commrt.operation_methods import if_known
 from commrt.torch.calls import Calls
+from commrt.torch.monitored_barrier import limit_of
 from commrt.torch.operands import (
     CopyBack,
     apart,
@@ -35,7 +36,7 @@ __all__ = ["Collectives"]
 
 Tensors = Sequence[torch.Tensor]
 Answer = CommrtWork | None
-_AllreduceCoalesced = c10d.AllreduceCoalescedOptions
+_Allreduce, _AllreduceCoalesced = c10d.AllreduceOptions, c10d.AllreduceCoalescedOptions
 _REDUCE, _BCAST = if_known("reduce"), if_known("bcast")
 _SCATTER, _ALLGATHER = if_known("reduce_scatter"), if_known("allgather")
 _ALLTOALL = if_known("alltoall")
@@ -50,8 +51,8 @@ class Collectives:
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
         """Reduce a tensor over all ranks, in place; dense or sparse COO."""
-        if type(opts) is not c10d.AllreduceOptions:
-            opts = options(c10d.AllreduceOptions, opts, reduceOp=None, timeout=timeout)
+        if type(opts) is not _Allreduce:
+            opts = options(_Allreduce, opts, reduceOp=None, timeout=timeout)
         calls, is_list = self._calls, type(tensors) is list and len(tensors) == 1
         x = tensors[0] if is_list else one("allreduce", tensors)
         if calls.is_allreduced(x, opts):
@@ -75,7 +76,7 @@ class Collectives:
         apart = op.factor is not None or calls.comm.size == 1 or ASKED.get() is not None
         if apart or not _on_host(tensors):
             plain_opts = options(
-                c10d.AllreduceOptions,
+                _Allreduce,
                 None,
                 reduceOp=opts.reduceOp,
                 timeout=opts.timeout,
@@ -105,11 +106,9 @@ class Collectives:
             c10d.ReduceOptions, root, rootRank=None, reduceOp=op, timeout=timeout
         )
         x, calls = one("reduce", tensors), self._calls
-        if calls.is_plain(opts):
-            known = PLAIN.get(hash(opts.reduceOp))
-            root = opts.rootRank
-            if known is not None and calls.ends(_REDUCE, x, op=known, root=root):
-                return None
+        known, root = PLAIN.get(hash(opts.reduceOp)), opts.rootRank
+        if known is not None and calls.ends(opts, _REDUCE, x, op=known, root=root):
+            return None
         buffer, back = target(x, moved=False)
         return self._calls.run(
             "reduce",
@@ -148,10 +147,9 @@ class Collectives:
         if type(opts) is not c10d.ReduceScatterOptions:
             opts = options(c10d.ReduceScatterOptions, opts, reduceOp=None)
         calls = self._calls
-        if calls.is_plain(opts):
-            op = PLAIN.get(hash(opts.reduceOp))
-            if op is not None and calls.ends(_SCATTER, input, out=output, op=op):
-                return None
+        op = PLAIN.get(hash(opts.reduceOp))
+        if op is not None and calls.ends(opts, _SCATTER, input, out=output, op=op):
+            return None
         buffer, back = target(output, moved=False)
         x = plain(input)
         fits = x.numel() == buffer.numel() * calls.comm.size
@@ -188,7 +186,7 @@ class Collectives:
         """Copy the root's tensor to every rank."""
         opts = options(c10d.BroadcastOptions, opts, rootRank=None, timeout=timeout)
         x, calls = one("broadcast", tensors), self._calls
-        if calls.is_plain(opts) and calls.ends(_BCAST, x, root=opts.rootRank):
+        if calls.ends(opts, _BCAST, x, root=opts.rootRank):
             return None
         buffer, back = target(x)
         return self._calls.run(
@@ -237,7 +235,7 @@ class Collectives:
         if type(opts) is not c10d.AllgatherOptions:
             opts = options(c10d.AllgatherOptions, opts)
         calls = self._calls
-        if calls.is_plain(opts) and calls.ends(_ALLGATHER, input, out=output):
+        if calls.ends(opts, _ALLGATHER, input, out=output):
             return None
         out, back = target(output)
         return self._gather_all(out, movable(input), opts, [output], back)
@@ -304,7 +302,7 @@ class Collectives:
         even = (output_splits is None or not len(output_splits)) and (
             input_splits is None or not len(input_splits)
         )
-        if even and calls.is_plain(opts) and calls.ends(_ALLTOALL, input, out=output):
+        if even and calls.ends(opts, _ALLTOALL, input, out=output):
             return None
         out, back = target(output)
         x = movable(input)
@@ -352,6 +350,18 @@ class Collectives:
         if device is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         return self._calls.call("barrier", [], opts, [])
+
+    def monitored_barrier(
+        self, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return once every rank is here; else rank 0 finds out who is not.
+
+        ``dist.monitored_barrier`` does not come here: it asks for gloo by name.
+        """
+        calls = self._calls
+        with calls.raising():
+            limit_s = limit_of(timeout, calls.comm.timeout_s)
+            calls.monitored.run(limit_s, bool(wait_all_ranks))
 
     # -- several calls as one ----------------------------------------------------
 

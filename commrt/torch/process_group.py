@@ -23,7 +23,7 @@ from commrt.comm import Communicator
 from commrt.errors import CommError, TimeoutError_, UsageError
 from commrt.torch import jobs
 from commrt.torch.backend_view import BackendView
-from commrt.torch.calls import Calls
+from commrt.torch.calls import Calls, RangedCalls
 from commrt.torch.checked_calls import CheckedCalls
 from commrt.torch.errors import as_torch_error
 from commrt.torch.functional import serve_compiled_gathers
@@ -104,7 +104,8 @@ class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[m
         self._completer = Completer(member.name)
         by_itself = member.size > 1 and progress_mode(comm._world)
         completer = self._completer if by_itself else None
-        self._calls = Calls(comm, completer, member.options.sparse_algorithm)
+        kind = Calls if comm._ranges is None else RangedCalls
+        self._calls = kind(comm, completer, member.options.sparse_algorithm)
         self._memory = SharedMemory(comm)
         self._view = BackendView(self)
         self._is_over = False

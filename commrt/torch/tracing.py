@@ -333,6 +333,7 @@ _CALLS: dict[str, tuple[str, Callable[[str, int], Read], str]] = {
     "alltoall_base": ("alltoall", _from_input, "aa---"),
     "alltoall": ("alltoall", _from_input, "aa--"),
     "barrier": ("barrier", _nothing, "--"),
+    "monitored_barrier": ("barrier", _nothing, "--"),
     "send": ("send", _message, "aii"),
     "recv": ("recv", _message, "aii"),
     "recv_anysource": ("recv", _from_anyone, "ai"),

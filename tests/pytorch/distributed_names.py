@@ -55,6 +55,7 @@ PASSING = [
     "test_get_rank_size_group",
     "test_irecv",
     "test_isend",
+    "test_monitored_barrier_gloo_rank_0_timeout",
     "test_reduce_full_group_max",
     "test_reduce_full_group_min",
     "test_reduce_full_group_product",

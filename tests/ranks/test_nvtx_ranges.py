@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_nvtx import begun, build, lines_of
 from nccl_ranks import nccl_here
 
 from commrt import _native, nvtx_ranges
@@ -20,18 +17,10 @@ from commrt.backends.local import run
 from commrt.devices import DeviceArray, DeviceStream, ThreadDevice
 from commrt.errors import BackendError, CommError, UsageError
 
-SOURCE = Path(__file__).parents[1] / "fake_nvtx.cpp"
-
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("g++")
-    assert compiler is not None, "building commrt needs g++, too"
-    path = tmp_path_factory.mktemp("nvtx") / "libpretended_nvtx.so"
-    command = [compiler, "-std=c++17", "-shared", "-fPIC", "-o", str(path)]
-    environ = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-    subprocess.run([*command, str(SOURCE)], check=True, timeout=100, env=environ)
-    return path
+    return build(tmp_path_factory.mktemp("nvtx"))
 
 
 @pytest.fixture
@@ -39,17 +28,7 @@ def said(library: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[st
     """Turn ranges on; return what gives and forgets the lines so far."""
     monkeypatch.setenv("COMMRT_NVTX", "1")
     monkeypatch.setenv("COMMRT_NVTX_LIB", str(library))
-    lines = ctypes.CDLL(str(library)).fake_lines
-    lines.restype = ctypes.c_char_p
-    lines()
-    return lambda: lines().decode().splitlines()
-
-
-def begun(lines: list[str]) -> list[str]:
-    """Return what ranges say; each has ended, and none was wrong."""
-    assert not [line for line in lines if "wrong" in line], lines
-    assert lines.count("end") == len([line for line in lines if line != "end"])
-    return sorted({line for line in lines if line != "end"})
+    return lines_of(library)
 
 
 def test_a_range_says_operation_bytes_algorithm_and_communicator(

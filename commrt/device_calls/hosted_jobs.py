@@ -123,7 +123,7 @@ class HostedJob:
 
     def _fail(self, error: BaseException) -> None:
         self.error = error
-        # A device that is gone may refuse, but what came first is told, and the jobs go on.
+        # A device that is gone may refuse; what came first is told, and the jobs go on.
         if not isinstance(error, MismatchError):
             with suppress(Exception):  # the others must not wait for what does not come
                 self._channel.give_up(f"{self.what}: {error}")

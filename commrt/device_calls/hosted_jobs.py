@@ -11,16 +11,18 @@ ranks on a communicator of its own, whose calls meet no others. Where no thread 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native, env
 from commrt.devices.arrays import freeing_nothing
-from commrt.errors import CommError, MismatchError, TimeoutError_
+from commrt.errors import CommError, MismatchError, RevokedError, TimeoutError_
 from commrt.stepped import SteppedRequest
 
 if TYPE_CHECKING:
@@ -69,12 +71,12 @@ class HostedJob:
             if self._request is None:
                 return self._start(blocks)
             moved = self._go_on(self._request, blocks)
+            if not moved:
+                self._check_time()
+            return moved
         except Exception as error:  # noqa: BLE001  raised by the call's request
             self._fail(error)
             return True
-        if not moved:
-            self._check_time()
-        return moved
 
     def _start(self, blocks: bool) -> bool:
         if blocks:
@@ -84,7 +86,7 @@ class HostedJob:
         if not come:
             return False
         if self.call.failure is not None:  # given up before
-            self._end()
+            self._leave()
             return True
         assert self._begin is not None
         self._deadline = time.monotonic() + self._timeout_s
@@ -121,24 +123,37 @@ class HostedJob:
 
     def _fail(self, error: BaseException) -> None:
         self.error = error
+        # A device that is gone may refuse; what came first is told, and the jobs go on.
         if not isinstance(error, MismatchError):
-            # The others must not wait for what does not come.
-            self._channel.give_up(f"{self.what}: {error}")
+            with suppress(Exception):  # the others must not wait for what does not come
+                self._channel.give_up(f"{self.what}: {error}")
         kind = "timeout" if isinstance(error, TimeoutError_) else "hosted"
-        self.work.fail(self.call, kind, str(error))
+        with suppress(Exception):
+            self.work.fail(self.call, kind, str(error))
         self._end()
 
     def give_up(self, why: str) -> None:
-        """End it, as the call has failed: nobody waits for it any more."""
-        self._channel.give_up(why)
+        """End it before it is complete: nobody works on it any more."""
+        if self.call.failure is None:
+            self.error = RevokedError(why)
+        with suppress(Exception):
+            self._channel.give_up(why)
+        self._leave()
+
+    def _leave(self) -> None:
+        """End what has failed: its memory waits for the host."""
+        with suppress(CommError):  # the device is gone, and its memory with it
+            self.work.done(self.call)
         self._end()
 
     def _end(self) -> None:
         # What it kept goes with the call, not with who holds its request.
         request, self._begin, self._request = self._request, None, None
-        if request is not None:
-            request.give_up("the call that it is a part of has ended")
-        self.over.set()
+        try:
+            if request is not None:
+                request.give_up("the call that it is a part of has ended")
+        finally:
+            self.over.set()
 
     @property
     def is_over(self) -> bool:
@@ -162,6 +177,7 @@ class _Feed:
         self.jobs: deque[HostedJob] = deque()
         self.changed = threading.Condition()
         self.closed = False
+        self.pid = os.getpid()
         self._running = threading.Lock()
 
     def advance_first(self, *, blocks: bool) -> bool:
@@ -172,11 +188,23 @@ class _Feed:
             if not self.jobs:
                 return False
             first = self.jobs[0]
-            with freeing_nothing():  # the device may wait for this very job
-                moved = first.advance(blocks=blocks)
-            if first.is_over:
+            try:
+                with freeing_nothing():  # the device may wait for this very job
+                    return first.advance(blocks=blocks)
+            finally:
+                if first.is_over:
+                    self.jobs.popleft()
+        finally:
+            self._running.release()
+
+    def end_jobs(self, why: str, limit_s: float) -> None:
+        """End what is left once it is closed: who waits for it must learn of it."""
+        if not self._running.acquire(timeout=limit_s):
+            return  # it is at work, and ends by itself
+        try:
+            while self.jobs:
+                self.jobs[0].give_up(why)
                 self.jobs.popleft()
-            return moved
         finally:
             self._running.release()
 
@@ -197,6 +225,8 @@ class _Feed:
 
 
 def _close(feed: _Feed, threads: list[threading.Thread]) -> None:
+    if feed.pid != os.getpid():
+        return  # forked: threads are the parent's, and locks may be held for ever
     with feed.changed:
         feed.closed = True
         feed.changed.notify_all()
@@ -329,6 +359,9 @@ class HostedJobs:
         """End the thread, and free what the jobs used."""
         if self._finalizer is not None:
             self._finalizer()
+        is_own = threading.current_thread() in self._threads  # it collects garbage
+        why = f"{self._comm.name} was freed"
+        self._feed.end_jobs(why, 0 if is_own else _END_S)
         channel, self._channel = self._channel, None
         if channel is None or self._comm._closed == "dropped":
             return

@@ -18,7 +18,8 @@ _LIBRARIES = (
 _WRAPPERS = ("deepspeed.comm.", "deepspeed.runtime.pipe.p2p.", "deepspeed.utils.nvtx.")
 """Parts of programs through which all of their calls go, so that they tell nothing."""
 _NOWHERE = "no line of Python's"
-_NAME_LENGTH = 40
+_NAME_NBYTES = 40
+"""Messages of check mode have little room, and file names may be of any letters."""
 
 
 def call_site() -> str:
@@ -30,10 +31,16 @@ def call_site() -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if _is_programs(str(frame.f_globals.get("__name__", ""))):
-            name = Path(frame.f_code.co_filename).name[-_NAME_LENGTH:]
-            return f"{name}:{frame.f_lineno}"
+            return f"{_end_of(Path(frame.f_code.co_filename).name)}:{frame.f_lineno}"
         frame = frame.f_back
     return _NOWHERE
+
+
+def _end_of(name: str) -> str:
+    plain = "".join(
+        each if each.isprintable() and each not in '"\\' else "?" for each in name
+    )
+    return plain.encode("utf-8")[-_NAME_NBYTES:].decode("utf-8", "ignore")
 
 
 def is_library(module: str) -> bool:

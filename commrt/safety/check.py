@@ -236,21 +236,23 @@ class Checker:
         """Return what all ranks say; raise what one of them tells."""
         fields["seq"] = self._comm.next_seq
         fields["site"] = call_site()
-        text = json.dumps(fields, separators=(",", ":")).encode()
+        # Letters of any script as they are: escaped, each would take six bytes.
+        said = json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
+        text = said.encode("utf-8", "replace")
         # New arrays each time: after a timeout the old ones are still in flight.
         mine = np.zeros(_NBYTES, np.uint8)
         mine[: len(text)] = np.frombuffer(text, np.uint8)
         rows = np.empty((self._comm.size, _NBYTES), np.uint8)
         limit = self._comm.timeout_s if timeout_s is None else timeout_s
         self.channel.allgather(mine, out=rows, timeout_s=limit)
-        said = [_decode(row) for row in rows]
-        for each in said:
+        by_rank = [_decode(row) for row in rows]
+        for each in by_rank:
             if "error" in each:
                 kind, told = each["error"]
                 error = {"BufferError_": BufferError_}.get(kind, UsageError)(told)
                 error.is_told = True  # type: ignore[attr-defined]
                 raise error
-        return said
+        return by_rank
 
     def _late(self, fields: dict[str, Any], seq: int, limit: float) -> TimeoutError_:
         """Give the communicator up: the others may go on to the operation."""

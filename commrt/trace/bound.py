@@ -9,6 +9,7 @@ policy: their label says it.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -70,8 +71,11 @@ def _attach(
         def look(args: tuple[Any, ...], more: dict[str, Any]) -> Sequence[Kind]:
             return kinds
 
+        # The collector does not see what it holds: not itself, therefore.
         method = to.method(
-            *(name, kind._run_bound, bound, look), reads="", watch=TracedRequest
+            *(name, kind._run_bound, weakref.ref(bound), look),
+            reads="",
+            watch=TracedRequest,
         )
         bound._record_by(method)
         to.at_end(bound, lambda of: of._record_by(None))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 from commrt import env
 from commrt.errors import UsageError
 from commrt.trace.flight_recorder import write_flight
-from commrt.trace.log import Log, logs_of, write_log
+from commrt.trace.log import Log, Span, logs_of, write_log
 from commrt.trace.recorder import Recorder, recorder
 
 __all__ = ["Folder", "begin_where_asked", "keep_files"]
@@ -36,11 +37,11 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str], to: Recorder) -> None:
         """Make the folder; UsageError where it cannot be."""
         self.path = Path(path)
-        self.since_ns = 0
-        self.until_ns: int | None = None
+        self.span = Span()
         self._to = to
         self._error = ""
         self._kept_s = 0.0
+        self._writes = threading.RLock()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -50,13 +51,14 @@ class Folder:
 
     def keep(self) -> list[Log]:
         """Write the logs of this process's ranks; return them."""
-        logs = logs_of(self._to, self.since_ns, self.until_ns)
-        for log in logs:
-            log.error = self._error
-            write_log(log, self.path / f"trace-{log.job}-rank{log.rank}.jsonl")
-            write_flight(log, self.path / f"flight-{log.job}")
-        self._kept_s = time.monotonic()
-        return logs
+        with self._writes:  # calls of two threads may fail at the same time
+            logs = logs_of(self._to, self.span)
+            for log in logs:
+                log.error = self._error
+                write_log(log, self.path / f"trace-{log.job}-rank{log.rank}.jsonl")
+                write_flight(log, self.path / f"flight-{log.job}")
+            self._kept_s = time.monotonic()
+            return logs
 
     def failed(self, said: str) -> None:
         """Keep the logs with what a call has failed with."""
@@ -82,13 +84,15 @@ def begin_where_asked() -> None:
     """Begin to record if COMMRT_TRACE says so; the first communicator asks."""
     if _ASKED.pid == os.getpid():
         return
-    _ASKED.pid, _ASKED.folder = os.getpid(), None
     path = env.read_str("COMMRT_TRACE")
     if path is None:
+        _ASKED.pid, _ASKED.folder = os.getpid(), None
         return
-    _ASKED.folder = Folder(path, recorder())
-    recorder().failures.append(_ASKED.folder.failed)
+    folder = Folder(path, recorder())
     recorder().begin(int(env.read_float("COMMRT_TRACE_RECORDS")))
+    recorder().failures.append(folder.failed)
+    # Not before: what could not begin is said to each communicator.
+    _ASKED.pid, _ASKED.folder = os.getpid(), folder
     if _ASKED.hook is None:
         atexit.register(keep_files)
         _ASKED.hook, sys.excepthook = sys.excepthook, _keep_and_show

@@ -29,6 +29,7 @@ __all__ = [
     "LoggedGroup",
     "Operation",
     "Place",
+    "Span",
     "logs_of",
     "read_log",
     "size_bin",
@@ -218,15 +219,37 @@ def count(
 # -- from the recorder -----------------------------------------------------------
 
 
-def logs_of(
-    recorder: Recorder, since_ns: int = 0, until_ns: int | None = None
-) -> list[Log]:
-    """Return the logs of this process's ranks; mostly one."""
-    records = [
-        record
-        for record in recorder.ring.snapshot()
-        if record[START] >= since_ns and (until_ns is None or record[START] <= until_ns)
-    ]
+@dataclass
+class Span:
+    """Which of this process's records are a recording's."""
+
+    since_ns: int = 0
+    """When it began."""
+    num_before: int = 0
+    """Records that had been made by then: what is lost of them, is none of its own."""
+    until_ns: int | None = None
+    """When it ended; None: it has not."""
+    num_until: int | None = None
+    """Records that had been made by then."""
+
+    def has(self, start_ns: int) -> bool:
+        """Whether a call that began then is a part of it."""
+        is_late = self.until_ns is not None and start_ns > self.until_ns
+        return start_ns >= self.since_ns and not is_late
+
+    def num_lost(self, num_dropped: int) -> int:
+        """Return how many of the records that the ring has lost are its own."""
+        if self.num_until is not None:
+            num_dropped = min(num_dropped, self.num_until)
+        return max(0, num_dropped - self.num_before)
+
+
+def logs_of(recorder: Recorder, span: Span | None = None) -> list[Log]:
+    """Return the logs of this process's ranks; mostly one. Of all calls, or a span."""
+    span = span or Span()
+    ring = recorder.ring
+    records = [record for record in ring.snapshot() if span.has(record[START])]
+    num_lost = span.num_lost(ring.num_dropped)
     groups: dict[int, LoggedGroup] = {}
     places: dict[int, Place] = {}
     logs: dict[int, Log] = {}
@@ -240,7 +263,7 @@ def logs_of(
         rank = kind.group.ranks[kind.group.rank]
         if rank not in logs:
             assert largest is not None
-            logs[rank] = _empty(largest, rank, recorder.num_dropped)
+            logs[rank] = _empty(largest, rank, num_lost)
         if id(kind.group) not in groups:
             groups[id(kind.group)] = _logged(kind.group)
         site = record[SITE]
@@ -295,9 +318,14 @@ def _operation(record: Sequence[Any], group: LoggedGroup, site: Place) -> Operat
 def write_log(log: Log, path: Path) -> None:
     """Write a log; a reader finds the old file or the new one."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    with part.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in _lines(log))
-    part.replace(path)
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in _lines(log))
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
 
 
 def _lines(log: Log) -> Iterator[str]:

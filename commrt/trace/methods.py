@@ -8,7 +8,6 @@ user's are passed on as they are.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -81,14 +80,11 @@ def _replace(
     to: Recorder, comm: Communicator, name: str, reads: str, look: LookAt
 ) -> None:
     """Record a method's calls."""
-    # Not the communicator itself, which would then outlive its last user.
-    this = weakref.ref(comm)
+    # As a bound method does, it keeps its communicator. The garbage collector knows.
     held = vars(comm).get(name)  # such as one that shows ranges to a profiler
     function = getattr(type(comm), name) if held is None else held
 
     def looked_at(args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
-        comm = this()
-        assert comm is not None, "its method is called, so somebody has it"
         return look(comm, args, more)
 
     owner = comm if held is None else None

@@ -184,7 +184,9 @@ class Recorder:
     def __init__(self) -> None:
         self.ring = _native.RecordRing(DEFAULT_RECORDS)
         self.sites = call_sites()
-        self.groups: dict[str, Group] = {}
+        self.groups: weakref.WeakValueDictionary[str, Group] = (
+            weakref.WeakValueDictionary()
+        )
         """By key and rank: ranks may be threads of one process."""
         self.users = 0
         """How many record at the moment."""
@@ -201,6 +203,7 @@ class Recorder:
             weakref.WeakKeyDictionary()
         )
         self._labels: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._lasting: list[Group] = []
 
     # -- who is recorded ---------------------------------------------------------
 
@@ -238,10 +241,16 @@ class Recorder:
         """Forget what was recorded; in a forked process it is the parent's."""
         self.ring.clear()
         self.groups.clear()
+        self._lasting.clear()
 
     def group(self, group: Group) -> Group:
         """Return the group of this key and rank, which may have been met before."""
-        return self.groups.setdefault(f"{group.key}#{group.ranks[group.rank]}", group)
+        key = f"{group.key}#{group.ranks[group.rank]}"
+        found = self.groups.setdefault(key, group)
+        if found is group and group.layer == "torch":
+            # Names of torch's groups come again, and calls are then counted on.
+            self._lasting.append(group)
+        return found
 
     def label(self, target: Any, dimension: str) -> None:
         """Name the parallel dimension of a communicator or process group."""
@@ -300,7 +309,8 @@ class Recorder:
         Args:
             name: of the method.
             function: called with the owner before the call's own arguments.
-            owner: what the method is of, held weakly; None for a bound function.
+            owner: what the method is of, or a weak reference to it; None for a bound
+                function.
             look: says what a call is that was not met before.
             reads: how each positional argument is read (recording/recorded_method.hpp).
             watch: lets what a call returns note its end, where that is no request of
@@ -308,8 +318,7 @@ class Recorder:
             of_torch: see there.
         """
         method: Callable[..., Any] = _native.record_method(
-            *(name, function, None if owner is None else weakref.ref(owner)),
-            *(self.ring, self.sites),
+            *(name, function, owner, self.ring, self.sites),
             reads=reads,
             look=look,
             watch=watch,
@@ -326,9 +335,9 @@ class Recorder:
             self.ring.fail(first, num, error)
 
     @property
-    def num_dropped(self) -> int:
-        """Records that the ring has lost, of all that were made."""
-        return self.ring.num_dropped
+    def num_made(self) -> int:
+        """Records that were made so far, those that are gone included."""
+        return self.ring.num_dropped + len(self.ring)
 
     def tell(self, error: BaseException) -> None:
         """Tell who wants to know that something went wrong."""
@@ -342,9 +351,11 @@ _RECORDER = Recorder()
 
 def _forget() -> None:
     """In a forked process: nothing is its own."""
+    _RECORDER._lock = threading.RLock()  # a thread of the parent's may have held it
+    for target in list(_RECORDER._wrapped):
+        _RECORDER._detach(target)
     _RECORDER.users = 0
     _RECORDER.failures.clear()
-    _RECORDER._wrapped.clear()
     _RECORDER._followed.clear()
     _RECORDER.clear()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from commrt.errors import UsageError
 from commrt.trace.folder import Folder
-from commrt.trace.log import Log, logs_of
+from commrt.trace.log import Log, Span, logs_of
 from commrt.trace.recorder import now, recorder
 from commrt.trace.volumes import Volume
 
@@ -24,29 +24,31 @@ class Recording:
         """Begin. ``folder``: where the logs are written at the end; None: nowhere."""
         to = recorder()
         self._folder = None if folder is None else Folder(folder, to)
-        self._since_ns = now()
-        self._until_ns: int | None = None
+        self._pid = os.getpid()
+        self._span = Span(now(), to.num_made)
         if self._folder is not None:
-            self._folder.since_ns = self._since_ns
+            self._folder.span = self._span
             to.failures.append(self._folder.failed)
         to.begin()
 
     def stop(self) -> None:
-        """End, and write the logs where there is a folder. Idempotent."""
-        if self._until_ns is not None:
+        """End, and write the logs where there is a folder. Idempotent.
+
+        In a forked process it does nothing: the recording is the parent's.
+        """
+        if self._span.until_ns is not None or self._pid != os.getpid():
             return
-        self._until_ns = now()
         to = recorder()
+        self._span.until_ns, self._span.num_until = now(), to.num_made
         to.end()
         if self._folder is not None:
-            self._folder.until_ns = self._until_ns
             if self._folder.failed in to.failures:
                 to.failures.remove(self._folder.failed)
             self._folder.keep()
 
     def logs(self) -> list[Log]:
         """Return a log for each rank of this process that has called something."""
-        return logs_of(recorder(), self._since_ns, self._until_ns)
+        return logs_of(recorder(), self._span)
 
     def log(self) -> Log:
         """Return this rank's log so far.

@@ -218,6 +218,21 @@ def test_a_mistake_of_one_rank_is_every_ranks_error(
     assert "nothing was sent" in told[0][1]
 
 
+@pytest.mark.parametrize("letter", ["д", "訓", "🙂", '"', "\n", "\udcff"])
+def test_programs_whose_names_are_of_any_letters(letter: str) -> None:
+    source = "def wrong(comm, x): comm.allreduce(x, algorithm='rings' * 99)"
+    name = f"/somewhere/{letter * 60}_train.py"
+    program: dict[str, Any] = {"__name__": "program"}
+    exec(compile(source, name, "exec"), program)
+
+    def rank_main(comm: Any) -> None:
+        with pytest.raises(UsageError, match=r"_train\.py:1; check mode"):
+            program["wrong"](comm, np.ones(3)) if comm.rank == 1 else ones(comm)
+        assert ones(comm).tolist() == [2.0] * 6
+
+    run(2, rank_main, timeout_s=30)
+
+
 def test_a_mistake_that_nobody_hears_of_yet_stays_that_ranks_error() -> None:
     def rank_main(comm: Any) -> float:
         comm.timeout_s = 0.05 if comm.rank == 0 else 30

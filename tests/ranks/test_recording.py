@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +22,9 @@ from commrt.backends.local import LocalRanks, run
 from commrt.errors import TimeoutError_, UsageError
 from commrt.operations import COLLECTIVES
 from commrt.request import Request, wait_all, wait_any
+from commrt.trace import folder
 from commrt.trace.job import Job, join, load
-from commrt.trace.log import Operation
+from commrt.trace.log import Log, Operation
 from commrt.trace.recorder import recorder
 
 F4 = np.float32
@@ -311,6 +316,148 @@ def test_the_ring_keeps_the_latest(tmp_path: Path) -> None:
     (log,) = load([tmp_path]).logs
     assert [one.nbytes for one in log.operations] == [12, 16, 20, 24, 28]
     assert log.num_dropped == 3
+
+
+def test_a_log_counts_only_its_own_calls_as_lost() -> None:
+    kept = recorder().ring.maxlen
+    recorder().begin(5)
+    try:
+        with LocalRanks(1) as ranks:
+            for comm, lost in ((ranks.comms[0], n) for n in (4, 0, 0, 2)):
+                with trace.record() as recording:
+                    for _ in range(5 + lost):
+                        comm.allreduce(np.ones(1, F4))
+                assert recording.log().num_dropped == lost
+            with trace.record() as recording:
+                comm.allreduce(np.ones(1, F4))
+                comm.allreduce(np.ones(1, F4))
+            for _ in range(4):  # of others, and one of its own goes
+                comm.allreduce(np.ones(1, F4))
+            assert recording.log().num_dropped == 1
+    finally:
+        recorder().end()
+        recorder().begin(kept)
+        recorder().end()
+
+
+def test_communicators_that_are_gone_leave_nothing_but_their_records() -> None:
+    kept = recorder().ring.maxlen
+    recorder().begin(3)
+    try:
+        with LocalRanks(1) as ranks:
+            for _ in range(20):
+                with ranks.comms[0].dup() as comm:
+                    comm.allreduce(np.ones(1, F4))
+            del comm
+            gc.collect()
+            gc.collect()  # what methods knew, once these are gone
+            # Of the latest records, and of the communicator that all of them are from.
+            assert len(recorder().groups) == 4
+    finally:
+        recorder().end()
+        recorder().begin(kept)
+        recorder().end()
+
+
+def test_a_method_keeps_its_communicator_as_it_does_without_a_recording() -> None:
+    with LocalRanks(1) as ranks, trace.record():
+        allreduce = ranks.comms[0].dup().allreduce
+        gc.collect()
+        assert allreduce(np.ones(1, F4)).tolist() == [1]
+
+
+def test_calls_that_fail_at_the_same_time_are_all_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+    write = folder.write_log
+
+    def slowly(log: Log, path: Path) -> None:
+        if not writing.is_set():
+            writing.set()
+            go_on.wait(20)
+        write(log, path)
+
+    monkeypatch.setattr(folder, "write_log", slowly)
+    with LocalRanks(1) as ranks, trace.record(tmp_path) as recording:
+        [comm] = ranks.comms
+        comm.allreduce(np.ones(1, F4))
+        first = threading.Thread(target=recording._folder.failed, args=("first",))
+        first.start()
+        assert writing.wait(20)
+        comm.allreduce(np.ones(1, F4))
+        second = threading.Thread(target=recording._folder.keep)
+        second.start()
+        while second.is_alive() and not waits_for_a_lock(second):
+            pass
+        go_on.set()
+        first.join()
+        second.join()
+        (log,) = load([tmp_path]).logs
+        assert (len(log.operations), log.is_complete) == (2, True)
+
+
+def waits_for_a_lock(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_name == "keep"
+
+
+def test_a_log_that_cannot_be_written_leaves_the_former_and_no_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        yield "{}"
+        raise OSError(28, "No space left on device")
+
+    with LocalRanks(1) as ranks, trace.record(tmp_path) as recording:
+        ranks.comms[0].allreduce(np.ones(1, F4))
+        recording._folder.keep()
+        before = sorted(each.name for each in tmp_path.iterdir())
+        with monkeypatch.context() as at:
+            at.setattr("commrt.trace.log._lines", full)
+            with pytest.raises(OSError, match="No space"):
+                recording._folder.keep()
+        assert sorted(each.name for each in tmp_path.iterdir()) == before
+        assert load([tmp_path]).logs[0].is_complete
+
+
+def test_each_communicator_is_told_that_logs_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "_ASKED", folder._Asked())
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("COMMRT_TRACE", str(tmp_path / "file" / "logs"))
+    for _ in range(2):
+        with pytest.raises(UsageError, match="cannot be made"):
+            folder.begin_where_asked()
+
+
+def test_a_forked_process_ends_no_recording_of_its_parents() -> None:
+    with LocalRanks(1) as ranks, trace.record() as recording:
+        [comm] = ranks.comms
+        comm.allreduce(np.ones(1, F4))
+        held, done = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with recorder()._lock:
+                held.set()
+                done.wait(20)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait(20)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            recording.stop()
+            own = trace.start()
+            was_taken_away = "allreduce" not in vars(comm)
+            own.stop()
+            os._exit(0 if was_taken_away and recorder().users == 0 else 1)
+        done.set()
+        holder.join()
+        assert os.waitpid(child, 0)[1] == 0
+    assert len(recording.log().operations) == 1
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -66,7 +67,8 @@ def method_of(owner: Owner, reads: str, looked: list[Any]) -> Any:
         looked.append((*args, *more.values()))
         return (Kind(group, "allreduce", len(looked)),)
 
-    return recorder().method("take", Owner.take, owner, look, reads=reads, watch=print)
+    this = weakref.ref(owner)
+    return recorder().method("take", Owner.take, this, look, reads=reads, watch=print)
 
 
 def test_more_kinds_of_calls_than_are_remembered() -> None:
@@ -133,6 +135,58 @@ def test_an_owner_is_not_kept_by_its_method() -> None:
     gone = weakref.ref(owner)
     del owner
     assert gone() is None
+
+
+def test_an_owner_that_its_method_keeps_goes_with_it() -> None:
+    owner = Owner()
+    group = Group("g", "commrt", [0], 0, "job", 1, lambda: ("", "", ""))
+
+    def look(args: Any, more: Any, by: Any = owner) -> Any:
+        return (Kind(group, "allreduce", 4),)
+
+    owner.take = recorder().method(  # type: ignore[method-assign]
+        "take", Owner.take, owner, look, reads="a", watch=print
+    )
+    take, gone = owner.take, weakref.ref(owner)
+    del owner, look
+    gc.collect()
+    x = np.ones(1, F4)
+    assert take(x) is x
+    del take
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_is_collected_while_a_log_is_made_may_push_its_records_out() -> None:
+    class OnlyOne:
+        counter = _native.RecordCounter()
+
+    ring, counter = _native.RecordRing(4), _native.RecordCounter()
+
+    class Calls:
+        """As what is collected, and calls at its end."""
+
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            for _ in range(4):
+                kind = OnlyOne()
+                kind.counter = counter
+                ring.append(kind, object())
+
+    kept = gc.get_threshold()
+    try:
+        for _ in range(20):
+            for _ in range(4):
+                ring.append(OnlyOne(), object())
+            Calls()
+            gc.set_threshold(1)
+            rows = ring.snapshot()
+            gc.set_threshold(*kept)
+            assert all(type(row[0]) is OnlyOne for row in rows)
+    finally:
+        gc.set_threshold(*kept)
 
 
 def test_what_is_called_within_a_recorded_call_is_a_part_of_it() -> None:

@@ -39,13 +39,26 @@ PyObject* call_recorded(PyObject* callable, PyObject* const* args, size_t nargsf
   return nullptr;
 }
 
+int traverse(PyObject* object, visitproc visit, void* arg) {
+  const auto* self = reinterpret_cast<RecordedMethod*>(object);
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(self->function);
+  return self->calls->visit([&](PyObject* each) { return visit(each, arg); });
+}
+
+int clear(PyObject* object) {
+  reinterpret_cast<RecordedMethod*>(object)->calls->forget_owner();
+  return 0;
+}
+
 void dealloc(PyObject* object) {
   auto* self = reinterpret_cast<RecordedMethod*>(object);
   PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
   Py_XDECREF(self->name);
   Py_XDECREF(self->function);
   delete self->calls;
-  PyObject_Free(object);
+  PyObject_GC_Del(object);
   Py_DECREF(type);
 }
 
@@ -64,24 +77,28 @@ PyTypeObject* recorded_type = nullptr;
 
 void make_type() {
   static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+                                {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+                                {Py_tp_clear, reinterpret_cast<void*>(clear)},
                                 {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
                                 {Py_tp_repr, reinterpret_cast<void*>(repr)},
                                 {Py_tp_members, members},
                                 {0, nullptr}};
   static PyType_Spec spec = {"commrt._native.RecordedMethod", sizeof(RecordedMethod), 0,
-                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+                             slots};
   recorded_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
   if (recorded_type == nullptr) throw nb::python_error();
 }
 
 nb::object make_method(const nb::str& name, std::unique_ptr<RecordedCalls> calls) {
-  PyObject* const object = _PyObject_New(recorded_type);
-  if (object == nullptr) throw nb::python_error();
-  auto* self = reinterpret_cast<RecordedMethod*>(object);
+  auto* const self = PyObject_GC_New(RecordedMethod, recorded_type);
+  if (self == nullptr) throw nb::python_error();
   self->vectorcall = call_recorded;
   self->name = Py_NewRef(name.ptr());
   self->function = Py_NewRef(calls->function.ptr());
   self->calls = calls.release();
+  auto* const object = reinterpret_cast<PyObject*>(self);
+  PyObject_GC_Track(object);
   return nb::steal(object);
 }
 

@@ -95,12 +95,14 @@ nb::object RecordRing::kind_of(uint64_t number) const {
 
 nb::list RecordRing::snapshot() const {
   nb::list found;
-  // What is collected as the list grows may call something that is recorded.
+  // What is collected as the list grows may call something that is recorded, and that push out
+  // this very record.
   for (uint64_t number = oldest_; number < next_; ++number) {
-    const LoggedCall* const record = find(number);
-    if (record == nullptr || record->kind == nullptr) continue;
-    found.append(nb::make_tuple(nb::handle(record->kind), nb::handle(record->site), record->seq,
-                                record->start_ns, record->end_ns));
+    const LoggedCall* const slot = find(number);
+    if (slot == nullptr || slot->kind == nullptr) continue;
+    const LoggedCall record = *slot;
+    const nb::object kind = nb::borrow(record.kind), site = nb::borrow(record.site);
+    found.append(nb::make_tuple(kind, site, record.seq, record.start_ns, record.end_ns));
   }
   return found;
 }

@@ -194,6 +194,7 @@ bool is_plain_request(nb::handle object) {
 }
 
 nb::object referent(nb::handle reference) {
+  if (!PyWeakref_Check(reference.ptr())) return nb::borrow(reference);
 #if PY_VERSION_HEX >= 0x030D0000
   PyObject* object = nullptr;
   PyWeakref_GetRef(reference.ptr(), &object);
@@ -253,13 +254,13 @@ bool RecordedCalls::asks_nothing() const {
   return nothing;
 }
 
-const RecordedCalls::Kinds* RecordedCalls::find(const CallWords& key) {
-  if (last_ != nullptr && key == last_key_) return last_.get();
+std::shared_ptr<const RecordedCalls::Kinds> RecordedCalls::find(const CallWords& key) {
+  if (last_ != nullptr && key == last_key_) return last_;
   const auto found = known_.find(key);
   if (found == known_.end()) return nullptr;
   last_key_ = key;
   last_ = found->second;
-  return last_.get();
+  return last_;
 }
 
 std::shared_ptr<const RecordedCalls::Kinds> RecordedCalls::looked_at(PyObject* const* args,
@@ -301,7 +302,7 @@ nb::object RecordedCalls::pass_on(PyObject* const* args, size_t nargsf, PyObject
     return nb::steal(PyObject_Vectorcall(function.ptr(), args, nargsf, kwnames));
   }
   const Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
-  const nb::object self = referent(owner);  // its method is called, so somebody has it
+  const nb::object self = referent(owner);
   if ((nargsf & PY_VECTORCALL_ARGUMENTS_OFFSET) != 0) {  // the place before may be written to
     PyObject** const with = const_cast<PyObject**>(args) - 1;
     PyObject* const before = std::exchange(with[0], self.ptr());
@@ -327,12 +328,9 @@ nb::object RecordedCalls::call(PyObject* const* args, size_t nargsf, PyObject* k
   }
   CallWords key;
   const bool is_read = read(args, nargs, kwnames, key);
-  const Kinds* kinds = is_read ? find(key) : nullptr;
-  std::shared_ptr<const Kinds> made;
-  if (kinds == nullptr) {
-    made = looked_at(args, nargs, kwnames, is_read ? &key : nullptr);
-    kinds = made.get();
-  }
+  // Held: what a full ring drops may run code, of another thread's, too, that makes this forget.
+  std::shared_ptr<const Kinds> kinds = is_read ? find(key) : nullptr;
+  if (kinds == nullptr) kinds = looked_at(args, nargs, kwnames, is_read ? &key : nullptr);
   uint64_t first = 0;
   uint32_t num = 0;
   bool on_device = false;

@@ -14,6 +14,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "recording/call_sites.hpp"
@@ -57,7 +58,7 @@ struct CallWords {
 class RecordedCalls {
  public:
   nb::object function;  // what is recorded
-  nb::object owner;     // a weak reference to what it is called with; none where it is bound
+  nb::object owner;     // what it is called with, or a weak reference; none where it is bound
   std::shared_ptr<RecordRing> ring;
   std::shared_ptr<CallSites> sites;
   // How each positional argument is read: `a` type and bytes of an array or of several, `s` their
@@ -71,6 +72,18 @@ class RecordedCalls {
   nb::object asked;   // of torch's groups: what a program asks of single calls
 
   nb::object call(PyObject* const* args, size_t nargsf, PyObject* kwnames);
+  // What a cycle of references may go through, for the garbage collector.
+  template <class Visit>
+  int visit(Visit visit_one) const {
+    for (const nb::object* each : {&function, &owner, &look, &watch, &raised, &calls, &asked}) {
+      if (const int stop = each->is_valid() ? visit_one(each->ptr()) : 0; stop != 0) return stop;
+    }
+    return 0;
+  }
+  // Breaks such cycles: who calls it then gets a TypeError.
+  void forget_owner() {
+    const nb::object gone[] = {std::exchange(owner, nb::none()), std::exchange(look, nb::none())};
+  }
 
  private:
   struct Kinds {
@@ -84,7 +97,7 @@ class RecordedCalls {
   };
 
   bool read(PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames, CallWords& key) const;
-  const Kinds* find(const CallWords& key);
+  std::shared_ptr<const Kinds> find(const CallWords& key);
   // What Python says of a call; null where it is not to be recorded.
   std::shared_ptr<const Kinds> looked_at(PyObject* const* args, Py_ssize_t nargs,
                                          PyObject* kwnames, const CallWords* key);

@@ -34,7 +34,10 @@ def test_every_type_is_seen_where_it_lies(name: str) -> None:
         (torch.zeros(8)[::2], "not contiguous"),
         (torch.zeros(3).to_sparse(), "dense tensors of"),
         (torch.zeros(3, dtype=torch.complex64).conj(), "not contiguous"),
-        (torch.zeros(3, device="meta"), r"x is a tensor without data \(Tensor on meta\)"),
+        (
+            torch.zeros(3, device="meta"),
+            r"x is a tensor without data \(Tensor on meta\)",
+        ),
         (torch.zeros(3, dtype=torch.float8_e5m2fnuz), "of float8_e5m2fnuz .* cannot"),
     ],
 )

@@ -23,7 +23,7 @@ from commrt.device_calls.left_behind import StagedWork, give_back, leave
 from commrt.device_calls.mpi import MpiCalls
 from commrt.device_calls.nccl import NcclCalls
 from commrt.device_calls.requests import DeviceRequest
-from commrt.devices.arrays import DeviceStream
+from commrt.devices.arrays import DeviceStream, free_what_was_left
 from commrt.devices.registry import cuda_device
 from commrt.errors import CaptureError, CommError, DeviceError, UsageError
 
@@ -443,12 +443,18 @@ class Staging:
             for kept in list(self.memory):
                 kept.close()
         self.hosted.close()
+        used = [on for on, _ in self._stagers.values()]
+        used += [on for on, _ in self.hosted._works.values()]
         buckets = self.buckets.close()
         work = self._work
         for each in work:
             each.close()
         leave(self._comm._world, work)
         may_call = self._comm._closed != "dropped"
+        if may_call and not waits:  # to give pinned memory back waited just as well
+            _native.drop_ended(self._comm._world.engine)
+            for device in used:
+                free_what_was_left(device)
         self.nccl.close(may_call=may_call)
         self.ipc.close(may_call=may_call)
         self.mpi.close()

@@ -47,6 +47,14 @@ help: ## List the targets.
 tune: $(VENV)/.installed ## Measure this machine and write its selection table (60 s).
 	$(VENV)/bin/commrt-tune run $(TUNE_ARGS)
 
+# What calls on GPUs are measured on; thread: without one, where figures mean nothing.
+DEVICE ?= cuda
+REPORT_ARGS ?=
+.PHONY: gpu
+gpu: $(VENV)/.installed $(VENV)/.nvrtc ## Test and measure on this machine's GPU; write a report.
+	@# Isolated: this folder's commrt has no engine, and -m would find it first.
+	$(VENV)/bin/python -I -m commrt.bench gpu-report -d $(DEVICE) $(REPORT_ARGS)
+
 .PHONY: test
 test: lint test-unit test-openmpi test-mpich test-torch test-sanitize ## Run all tests, as the CI does.
 

@@ -21,6 +21,7 @@ from commrt.bench import (
     device_parts,
     formats,
     fused,
+    gpu_report,
     halo,
     sparse,
     turns,
@@ -87,6 +88,7 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
     own_launches = {
         "compare": compare.main,
         "fused": fused.main,
+        "gpu-report": gpu_report.main,
         "halo": halo.main,
         "import": _import,
     }

@@ -93,6 +93,9 @@ class Parts:
         def to_device(on: int = stream) -> None:
             device.memcpy_async(out.address, pinned[1], nbytes, on)
 
+        def on_device() -> None:
+            device.memcpy_async(out.address, x.address, nbytes, stream)
+
         def both() -> None:
             to_host(other)
             to_device()
@@ -104,6 +107,7 @@ class Parts:
             "to_host_us": _median(lambda: timed(to_host, 1), iterations),
             "to_device_us": _median(lambda: timed(to_device, 1), iterations),
             "both_us": _median(lambda: self._done(both), iterations),
+            "on_device_us": _median(lambda: timed(on_device, 1), iterations),
             "call_us": self._together(lambda: timed(call, 1), iterations),
         }
         found["valid"] = self._is_right(out)
@@ -248,6 +252,7 @@ _LONG = {
     "to_host_us": "copy to the host",
     "to_device_us": "copy to the device",
     "both_us": "both at once",
+    "on_device_us": "copy on the device",
     "call_us": "staged allreduce",
 }
 _SHORT = {

@@ -103,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sparse(commands)
     _add_compress(commands)
     _add_import(commands)
+    _add_gpu_report(commands)
     return parser
 
 
@@ -499,6 +500,26 @@ def _add_import(commands: _Commands) -> None:
         "--pairs", type=count(1), default=15, help="interpreter pairs (15)"
     )
     command.add_argument("--format", choices=["text", "json"], default="text")
+
+
+def _add_gpu_report(commands: _Commands) -> None:
+    doc = "All that is to be measured on a GPU, in one run, with a report."
+    command = commands.add_parser("gpu-report", help=doc, description=doc)
+    command.add_argument(
+        *("-d", "--device"), choices=DEVICES[1:], default="cuda", help="(cuda)"
+    )
+    command.add_argument(
+        "--out", metavar="FOLDER", help="of the report (gpu-report-DATE-TIME)"
+    )
+    command.add_argument(
+        "--only", action="append", metavar="PART", help="may be there several times"
+    )
+    command.add_argument(
+        "--quick", action="store_true", help="little of each: does everything run?"
+    )
+    command.add_argument(
+        "--timeout-s", type=seconds, default=1200.0, help="of one part (1200)"
+    )
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -19,6 +19,7 @@ from commrt.arrays.host import numpy_type
 from commrt.backends.base import PlanSpec
 from commrt.backends.planning import LANE_NBYTES
 from commrt.device_calls.staging import Staging
+from commrt.devices.arrays import may_free
 from commrt.dtypes import engine_factor
 from commrt.errors import BackendError, UsageError
 from commrt.failures import watch_forks
@@ -244,7 +245,7 @@ class Communicator(Fusing, Operations):
         """
         if sys.is_finalizing():
             return
-        if not self._idle:
+        if not (self._idle and may_free()):
             self._world.lingering.append(self)
             return
         self._closed = "dropped"

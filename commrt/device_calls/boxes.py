@@ -23,6 +23,7 @@ from commrt.arrays.device import as_stream, current_stream_of
 from commrt.arrays.strided import StridedArray
 from commrt.backends.boxes import ArrayLayout, box_plan, compile_for
 from commrt.device_calls.requests import DeviceRequest
+from commrt.devices.arrays import give_back
 from commrt.dtypes import DTYPES, ReduceOp
 from commrt.errors import CommError, KernelsMissingError
 from commrt.kernels.boxes import (
@@ -305,7 +306,7 @@ class DeviceBoxes:
         """Give its memory back, which waits for the device; idempotent."""
         memory, self._memory = self._memory, []
         for address in memory:
-            self._device.free(address)
+            give_back(self._device, address)
 
     def __del__(self) -> None:
         if sys.is_finalizing():

@@ -16,11 +16,9 @@ waits for each.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +28,7 @@ from commrt.arrays.host import HostView
 from commrt.calls import Bound, Call, allreduce_in_place
 from commrt.device_calls.bucket_copies import Block, BucketCopies, Part
 from commrt.device_calls.fused_requests import FusedDeviceRequest, SentBucket
+from commrt.device_calls.left_behind import LeftBuckets, StagedWork
 from commrt.dtypes import DType, ReduceOp, reduce_op
 from commrt.errors import CommError, UsageError
 
@@ -40,6 +39,8 @@ __all__ = ["DeviceBuckets"]
 
 _PLAIN = frozenset(("op", "nonblocking"))
 """Arguments that a call may have to go the way of one before."""
+_WATCHED = _native.NcclPlan | _native.PeerPlan
+"""What the device ends by itself: a stream may wait for it, whoever makes progress."""
 
 
 class DeviceBuckets:
@@ -146,8 +147,15 @@ class DeviceBuckets:
         found = self._lanes.get(id(device))
         if found is None:
             found = self._lanes[id(device)] = _Lane(self._comm, device)
-            self._comm._staging.memory.add(found)
         return found
+
+    def close(self) -> list[LeftBuckets]:
+        """Give streams and memory back; return what is to be given back later.
+
+        What runs the collectives is closed after this.
+        """
+        found = [each.close() for each in self._lanes.values()]
+        return [each for each in found if each is not None]
 
     @property
     def outstanding(self) -> int:
@@ -160,10 +168,15 @@ class _Lane:
 
     def __init__(self, comm: Communicator, device: Any) -> None:
         self._comm = comm
-        self._pid = os.getpid()
         self._device = device
         self.copies = BucketCopies(device)
         self._under_way: deque[SentBucket] = deque()
+        self._runners: dict[int, StagedWork] = {}
+        """What runs collectives whose end no stream may have been told to wait for."""
+        self._is_lost = False
+        """Whether the device has something of a bucket that was not sent."""
+        self._is_known = True
+        """Whether somebody can say when the device is done with all collectives."""
         self._is_closed = False
 
     def send(self, requests: Sequence[FusedDeviceRequest]) -> BaseException | None:
@@ -183,8 +196,11 @@ class _Lane:
                 self.fail(requests, error)
                 return None
             raise
-        copies = self.copies
-        with copies.outside_captures():
+        copies, is_watched = self.copies, isinstance(plan, _WATCHED)
+        with copies.outside_captures(), self._lost_where_it_fails(is_watched):
+            if not is_watched:
+                runner = self._comm._staging.runner(self._device, plan)
+                self._runners[id(runner)] = runner
             block = copies.blocks.take(sum(each.x.nbytes for each in parts))
             copies.gather(parts, block, is_idle=not self._under_way)
             started = self._comm._staging.start(call, _at(bound, block), plan)
@@ -193,14 +209,27 @@ class _Lane:
         self._under_way.append(bucket)
         for each in requests:
             each.went_with(bucket)
-        return self._put_back(bucket)
+        interrupted = self._put_back(bucket, is_watched)
+        if is_watched and not bucket.is_followed:
+            self._is_known = False
+        return interrupted
 
-    def _put_back(self, bucket: SentBucket) -> BaseException | None:
+    @contextmanager
+    def _lost_where_it_fails(self, is_watched: bool) -> Iterator[None]:
+        """Remember that the device may have a part of what was to be sent."""
+        try:
+            yield
+        except BaseException:
+            self._is_lost = True
+            self._is_known = self._is_known and not is_watched
+            raise
+
+    def _put_back(self, bucket: SentBucket, is_watched: bool) -> BaseException | None:
         """Give the device the rest, where it can have that by now.
 
         Where that fails the requests come to it again, and tell.
         """
-        if not self._comm._staging.lets_streams_wait(self._device):
+        if not (is_watched or self._comm._staging.lets_streams_wait(self._device)):
             return None
         try:
             bucket.put_back()
@@ -241,6 +270,8 @@ class _Lane:
                 return
             if not first.has_ended():
                 return
+            # What ran the collective may still be at work on the block.
+            self._is_lost = self._is_lost or first.failure is not None
             with suppress(ValueError):  # another thread has seen it, too
                 self._under_way.remove(first)
 
@@ -250,27 +281,33 @@ class _Lane:
         self.sweep()
         return len(self._under_way)
 
-    def close(self) -> None:
-        """Give streams and memory back, where no bucket is under way."""
+    def close(self) -> LeftBuckets | None:
+        """Give streams and memory back; what may be in use is returned, for later."""
         if self._is_closed:
-            return
-        self.sweep()  # gives the device what it has not been given yet
+            return None
+        self._is_closed = True
         with suppress(CommError):  # what failed may still be under way
-            for each in self._under_way:
-                each.check()
-            if all(each.request.done for each in self._under_way):
+            self.sweep()  # gives the device what it has not been given yet
+            if all(each.is_whole for each in self._under_way) and not self._is_lost:
                 self._device.stream_synchronize(self.copies.puts_back.handle)
-            self.sweep()
-        if not self._under_way:
-            self._is_closed = True
-            self.copies.close()
+                self.sweep()
+                if not self._under_way:
+                    self.copies.close()
+                    return None
+        return self._leave()
 
-    def __del__(self) -> None:
-        if sys.is_finalizing() or os.getpid() != getattr(self, "_pid", 0):
-            return
-        # A device that failed or is gone has taken its memory along.
-        with suppress(CommError, AttributeError):
-            self.close()
+    def _leave(self) -> LeftBuckets | None:
+        kept = [self._under_way.popleft() for _ in range(len(self._under_way))]
+        try:
+            return LeftBuckets(
+                self._comm._world.engine,
+                self.copies,
+                list(self._runners.values()),
+                [each.arrays for each in kept],
+                is_known=self._is_known,
+            )
+        except CommError:  # the device is gone, and has taken its memory along
+            return None
 
 
 def _at(bound: Bound, block: Block) -> Bound:

@@ -74,6 +74,21 @@ class SentBucket:
             outs = [out for _, out in self._arrays]
             self._end = self._block.end = copies.put_back(outs, self._block)
 
+    @property
+    def arrays(self) -> list[Any]:
+        """Those of its calls, as long as somebody works on them."""
+        return self._arrays
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether a stream was told to wait for the collective, before any failure."""
+        return self._end is not None and self.failure is None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the collective is done, and has not failed."""
+        return self.request.done and self.failure is None
+
     def _follow_collective(self) -> None:
         self.request.wait(stream=self._copies.puts_back)
 
@@ -129,9 +144,11 @@ class SentBucket:
         """
         if self._is_over:
             return True
-        if not self.request.done or (self._end is None and not self._settle_end()):
+        if not self.request.done:
             return False
         try:
+            if self._end is None and not self._settle_end():
+                return False
             over = self._end is None or self._copies.has_come(self._end)
         except DeviceError:  # a device that failed does nothing any more
             over = True
@@ -145,7 +162,10 @@ class SentBucket:
         try:
             self.put_back()
         except CommError:
-            return self.failure is not None
+            if self.failure is None:
+                return False
+            copies = self._copies  # nothing is put back, and inputs may still be read
+            self._end = copies.note(copies.gathers.handle)
         return True
 
 

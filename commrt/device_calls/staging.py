@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,9 +23,9 @@ from commrt.device_calls.left_behind import StagedWork, give_back, leave
 from commrt.device_calls.mpi import MpiCalls
 from commrt.device_calls.nccl import NcclCalls
 from commrt.device_calls.requests import DeviceRequest
-from commrt.devices.arrays import DeviceStream
+from commrt.devices.arrays import DeviceStream, free_what_was_left
 from commrt.devices.registry import cuda_device
-from commrt.errors import CaptureError, DeviceError, UsageError
+from commrt.errors import CaptureError, CommError, DeviceError, UsageError
 
 if TYPE_CHECKING:
     from commrt.calls import Bound, Call
@@ -60,7 +61,8 @@ class Staging:
         self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
         self.hosted = HostedJobs(comm)
         self._plans: dict[Any, DevicePlan] = {}
-        self._own = threading.local()
+        self._own_events: dict[tuple[int, int], tuple[Any, int]] = {}
+        """By thread and device: between two calls another thread must not record it."""
         self.memory: weakref.WeakSet[Any] = weakref.WeakSet()
         """Plans that hold memory of devices, which goes with the communicator."""
         self.slots = _SLOTS
@@ -366,12 +368,12 @@ class Staging:
                 f"it; nothing was given to the device",
                 "capturing",
             )
-        # One for each thread: between the two calls another one must not record it.
-        events = self._own.__dict__.setdefault("events", {})
-        if id(device) not in events:
-            events[id(device)] = device.event_create()
-        device.event_record(events[id(device)], exported)
-        device.stream_wait_event(stream, events[id(device)])
+        key = threading.get_ident(), id(device)
+        if key not in self._own_events:
+            self._own_events[key] = device, device.event_create()
+        _, event = self._own_events[key]
+        device.event_record(event, exported)
+        device.stream_wait_event(stream, event)
 
     def stager(self, device: Any) -> _native.Stager:
         """Return what runs collectives on a device, made at the first; see
@@ -441,14 +443,26 @@ class Staging:
             for kept in list(self.memory):
                 kept.close()
         self.hosted.close()
+        used = [on for on, _ in self._stagers.values()]
+        used += [on for on, _ in self.hosted._works.values()]
+        buckets = self.buckets.close()
         work = self._work
         for each in work:
             each.close()
         leave(self._comm._world, work)
         may_call = self._comm._closed != "dropped"
+        if may_call and not waits:  # to give pinned memory back waited just as well
+            _native.drop_ended(self._comm._world.engine)
+            for device in used:
+                free_what_was_left(device)
         self.nccl.close(may_call=may_call)
         self.ipc.close(may_call=may_call)
         self.mpi.close()
+        leave(self._comm._world, buckets)  # once what they used is closed
+        while self._own_events:
+            _, (device, event) = self._own_events.popitem()
+            with suppress(CommError):  # the device may be gone
+                device.event_destroy(event)
 
 
 def _views(bound: Bound) -> list[Any]:

@@ -22,7 +22,16 @@ from commrt import _native
 from commrt._native import Device
 from commrt.errors import CommError, UsageError
 
-__all__ = ["DeviceArray", "DeviceStream", "current_devices", "current_stream"]
+__all__ = [
+    "DeviceArray",
+    "DeviceStream",
+    "current_devices",
+    "current_stream",
+    "free_what_was_left",
+    "freeing_nothing",
+    "give_back",
+    "may_free",
+]
 
 _CURRENT = threading.local()
 
@@ -31,8 +40,9 @@ class _Freeing(threading.local):
     """What a thread does with memory of devices that comes to be freed in it."""
 
     waits = True
-    left: ClassVar[dict[int, deque[tuple[Device, int, int]]]] = {}
-    """Of all threads: what they did not free, by device: it, and addresses."""
+    left: ClassVar[deque[tuple[Device, int, int]]] = deque()
+    """Of all threads: what they did not free, of which devices. What is there is freed
+    before more is allocated on that device, so it never has more than it was given."""
 
 
 _FREEING = _Freeing()
@@ -53,15 +63,39 @@ def freeing_nothing() -> Iterator[None]:
         _native.leave_arrays(not before)
 
 
-def _free_what_was_left(device: Device) -> None:
-    # Of this device alone: another one may wait for what this thread does next.
-    left = _FREEING.left.get(id(device), deque())
-    with suppress(IndexError):
-        while left:
-            on, address, pinned = left.popleft()
-            # Nobody is there to be told of a device that failed or is gone.
-            with suppress(CommError):
-                _free(on, address, pinned)
+def free_what_was_left(device: Device) -> None:
+    """Free what other threads left of a device's memory, which waits for the device.
+
+    Of this device alone: another one may wait for what this thread does next.
+    """
+    left = _FREEING.left
+    if not (left and _FREEING.waits):
+        return
+    for _ in range(len(left)):
+        try:
+            each = left.popleft()
+        except IndexError:  # another thread looks, too
+            return
+        if each[0] is not device:
+            left.append(each)
+            continue
+        # Nobody is there to be told of a device that failed or is gone.
+        with suppress(CommError):
+            _free(*each)
+
+
+def give_back(device: Device, address: int, pinned: int = 0) -> None:
+    """Free memory, where this thread may; else leave it to others."""
+    if not _FREEING.waits:
+        _FREEING.left.append((device, address, pinned))
+        return
+    free_what_was_left(device)
+    _free(device, address, pinned)
+
+
+def may_free() -> bool:
+    """Whether this thread may wait for devices, as to free memory does."""
+    return _FREEING.waits
 
 
 def _free(device: Device, address: int, pinned: int) -> None:
@@ -148,6 +182,7 @@ class DeviceArray:
         self.readonly = readonly
         self.nbytes = prod(self.shape) * self.dtype.itemsize
         self._pinned = 0
+        free_what_was_left(device)  # to allocate may wait for the device just as well
         self._address = device.alloc(max(1, self.nbytes))
 
     @property
@@ -223,12 +258,7 @@ class DeviceArray:
     def _give_back(self) -> None:
         address, self._address = self._address, 0
         pinned, self._pinned = self._pinned, 0
-        if not _FREEING.waits:
-            left = _FREEING.left.setdefault(id(self.device), deque())
-            left.append((self.device, address, pinned))
-            return
-        _free_what_was_left(self.device)
-        _free(self.device, address, pinned)
+        give_back(self.device, address, pinned)
 
     def __del__(self) -> None:
         if sys.is_finalizing():

@@ -32,6 +32,7 @@ def verdict(seed: int, queues: int, bug: str | None, **switches: Any) -> str:
     """What is found: "", or any of "race", "deadlock" and "wrong"."""
     if bug in LAZY_DEVICE:
         switches.setdefault("preempt", 0.05)
+    switches["ends_early"] = bug is not None
     ranks = SimRanks(2, seed, queues, bug=bug, staging=SMALL, **switches)
     for rank in ranks.ranks:
         rank.device.load_kernels(b"")

@@ -72,6 +72,7 @@ def sums(rank: Rank, *, at_once: bool = False, **params: Any) -> None:
     xs = [rank.array(given(rank.rank, i, count)) for i, count in enumerate(COUNTS)]
     requests = []
     for x in xs:
+        rank.go_on()
         request = rank.comm.allreduce(x, nonblocking=True, params=params)
         request.be_quiet()  # a run that ends in the middle drops them
         requests.append(request)
@@ -81,6 +82,7 @@ def sums(rank: Rank, *, at_once: bool = False, **params: Any) -> None:
         request.wait()
     found = [rank.fetch(x) for x in xs]
     for request in requests:
+        rank.go_on()
         request.synchronize()
     rank.stream.synchronize()
     for i, (count, value) in enumerate(zip(COUNTS, found, strict=True)):
@@ -95,6 +97,7 @@ def verdict(seed: int, queues: int, bug: str | None, **switches: Any) -> str:
     """What is found: "", or any of "race", "deadlock" and "wrong"."""
     if bug in LAZY_DEVICE:
         switches.setdefault("preempt", 0.05)
+    switches["ends_early"] = bug not in (None, *ONE_QUEUE)
     ranks = SimRanks(2, seed, queues, bug=bug, staging=SMALL, **switches)
     return found_by(ranks, partial(sums, at_once=bug in ONE_QUEUE))
 

@@ -400,7 +400,11 @@ void Stager::let_all_go(const std::string& kind, const std::string& why) {
   if (flags_ && !has(Planted::FlagsKept)) {
     device_->api->flag_store(device_, go_, issued_.load(std::memory_order_acquire) + kFarAhead);
   }
-  for (const Piece& piece : pieces_) failed_ops_.push_back(piece.op);
+  for (Piece& piece : pieces_) {
+    failed_ops_.push_back(piece.op);
+    if (piece.copied != 0) events_.give(piece.copied);
+    piece.copied = 0;
+  }
   for (Piece& piece : pieces_) {
     if (piece.last) ending_.push_back(std::move(piece.call));
   }

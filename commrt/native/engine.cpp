@@ -279,6 +279,7 @@ void Engine::thread_main() {
     }
     // Between passes the lock is free, so that callers can submit and wait.
     if (has_device_work()) advanced = step_device_work(advanced);
+    if (Relay::is_due()) Relay::order();  // this thread never takes the GIL
     if (advanced) backoff.reset();
     backoff.pause();
   }
@@ -290,12 +291,15 @@ void Backoff::pause() {
     relax();
     return;
   }
-  constexpr int kYields = 20000, kYieldsBeforeSleep = 20;
-  if (count_ <= spins_ + (sleeps_soon_ ? kYieldsBeforeSleep : kYields)) {
+  constexpr int kYields = 20000, kYieldsForNeighbors = 20;
+  int yields = kYields;
+  // A yield may give away the core for a whole slice of somebody's; who sleeps is woken at once.
+  if (sleeps_soon_) yields = Relay::expects_neighbors() ? kYieldsForNeighbors : 0;
+  if (count_ <= spins_ + yields) {
     sched_yield();
     return;
   }
-  if (sleeps_soon_) return Relay::wait_for_change(seen_);
+  if (sleeps_soon_) return Relay::wait_for_change(seen_, count_ - spins_ - yields);
   const timespec nap{0, 50000};
   nanosleep(&nap, nullptr);
 }

@@ -13,6 +13,8 @@
 #include "fusion.hpp"
 #include "known_calls.hpp"
 #include "p2p.hpp"
+#include "relay.hpp"
+#include "relay_carrier.hpp"
 #include "device_work.hpp"
 
 namespace commrt {
@@ -193,7 +195,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
   Engine& engine = *group.engine;
   for (int i = 0; i < passes && !is_long(*op); ++i) {
     if (op->finished()) return WaitResult::Done;
-    if (engine.wants_python()) break;
+    if (wants_gil(engine)) break;
     // Not by hand: a pass that runs out of memory must leave the lock free.
     const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
     if (lock.owns_lock()) engine.step_locked(kSliceBytes);
@@ -212,7 +214,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
           finished = true;
           break;
         }
-        if (engine.wants_python()) break;
+        if (wants_gil(engine)) break;
         bool advanced = false;
         if (const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
             lock.owns_lock()) {
@@ -234,7 +236,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
       }
     }
     if (finished || op->finished()) return WaitResult::Done;
-    if (engine.wants_python()) {
+    if (wants_gil(engine)) {
       if (!run_wanted(engine)) return WaitResult::Interrupted;
       backoff.reset();
     }
@@ -335,7 +337,7 @@ bool Request::test() {
       }
     };
     step();
-    if (engine.wants_python()) {
+    if (wants_gil(engine)) {
       if (!run_wanted(engine)) throw nb::python_error();
       step();
     }
@@ -482,8 +484,9 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
   Group& group = *nb::inst_ptr<Group>(group_object);
   Engine& engine = *group.engine;
   if (engine.has_ended()) drop_ended(engine);
+  if (Relay::is_due()) RelayCarrier::give_everything();
   if (nonblocking) {
-    if (engine.wants_python() && !run_wanted(engine)) throw nb::python_error();
+    if (wants_gil(engine) && !run_wanted(engine)) throw nb::python_error();
     if (engine.has_thread()) engine.wake();
     return make_request(group_object, std::move(op), result, operation, timeout_s);
   }

@@ -50,13 +50,11 @@ struct Changes {
     const std::lock_guard<std::mutex> lock(mutex);
     changed.notify_all();
   }
-  void wait(uint64_t& seen) {
-    // Messages of the same node tell nobody.
-    constexpr auto kMost = std::chrono::microseconds(50);
+  void wait(uint64_t& seen, std::chrono::microseconds most) {
     sleepers.fetch_add(1, std::memory_order_seq_cst);
     {
       std::unique_lock<std::mutex> lock(mutex);
-      changed.wait_for(lock, kMost,
+      changed.wait_for(lock, most,
                        [&] { return count.load(std::memory_order_seq_cst) != seen; });
     }
     sleepers.fetch_sub(1, std::memory_order_relaxed);
@@ -77,25 +75,141 @@ void Relay::Request::end(int with) {
   changes().tell();
 }
 
-void Relay::wait_for_change(uint64_t& seen) { changes().wait(seen); }
+namespace {
+
+// All relays of this process, for those that have the GIL, or have it not.
+struct Relays {
+  std::mutex mutex;
+  std::vector<Relay*> all;
+  std::atomic<int> num_due{0};  // peers
+  std::atomic<bool> neighbors{false};
+};
+
+Relays& relays() {
+  static Relays all;
+  return all;
+}
+
+}  // namespace
+
+Relay::Relay(int rank, int size) : rank_(rank), peers_(static_cast<size_t>(size)) {
+  const std::lock_guard<std::mutex> lock(relays().mutex);
+  relays().all.push_back(this);
+}
+
+Relay::~Relay() {
+  const std::lock_guard<std::mutex> lock(relays().mutex);
+  auto& all = relays().all;
+  all.erase(std::find(all.begin(), all.end(), this));
+  for (const Peer& peer : peers_) relays().num_due -= peer.is_due;
+}
+
+bool Relay::is_due() { return relays().num_due.load(std::memory_order_relaxed) > 0; }
+void Relay::expect_neighbors() { relays().neighbors.store(true, std::memory_order_relaxed); }
+bool Relay::expects_neighbors() { return relays().neighbors.load(std::memory_order_relaxed); }
+
+void Relay::wait_for_change(uint64_t& seen, int count) {
+  constexpr int kShort_us = 50, kLong_us = 1000;
+  const int most = expects_neighbors() ? kShort_us : std::min(kLong_us, kShort_us * (1 + count));
+  changes().wait(seen, std::chrono::microseconds(most));
+}
+
+void Relay::order() {
+  const std::lock_guard<std::mutex> lock(relays().mutex);
+  for (Relay* relay : relays().all) {
+    for (size_t peer = 0; peer < relay->peers_.size(); ++peer) {
+      const std::lock_guard<std::mutex> own(relay->mutex_);
+      Peer& one = relay->peers_[peer];
+      if (!one.is_due || one.is_called) continue;
+      one.is_called = true;
+      one.changed.notify_all();
+    }
+  }
+}
+
+// Whether frames for this peer wait for a thread, after a change.
+void Relay::look(Peer& peer) {
+  const bool due = most_leaving_ != 0 && !peer.is_taken && !peer.queue.empty() &&
+                   peer.num_leaving < most_leaving_ && peer.failure == 0;
+  relays().num_due.fetch_add(static_cast<int>(due) - static_cast<int>(peer.is_due));
+  peer.is_due = due;
+}
 
 void Relay::push(Peer& peer, Outgoing&& what) {
   peer.queue.push_back(std::move(what));
-  peer.changed.notify_one();
+  if (most_leaving_ == 0) {
+    peer.changed.notify_one();
+  } else {
+    look(peer);
+  }
+}
+
+void Relay::be_carried(int most) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  most_leaving_ = most;
+}
+
+bool Relay::begin_to_take(int number) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!peer.is_due) return false;
+  peer.is_taken = true;
+  look(peer);
+  return true;
+}
+
+bool Relay::take(int number, unsigned char* frame, Todo& todo) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (peer.queue.empty() || peer.num_leaving >= most_leaving_ || peer.failure != 0) {
+    peer.is_taken = false;
+    look(peer);
+    return false;
+  }
+  todo = write_frame(peer, frame);
+  ++peer.num_leaving;
+  return true;
+}
+
+void Relay::frame_left(int number) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  --peer.num_leaving;
+  look(peer);
+}
+
+void Relay::call(int number) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  peer.is_called = true;
+  peer.changed.notify_all();
+}
+
+bool Relay::attend(int number) {
+  Peer& peer = peer_of(number);
+  std::unique_lock<std::mutex> lock(mutex_);
+  peer.changed.wait(lock, [&peer] { return peer.is_called || peer.failure != 0; });
+  peer.is_called = false;
+  return peer.failure == 0;
 }
 
 Relay::Todo Relay::next(int number, unsigned char* frame) {
   Peer& peer = peer_of(number);
   std::unique_lock<std::mutex> lock(mutex_);
   peer.changed.wait(lock, [&peer] { return !peer.queue.empty() || peer.failure != 0; });
-  Todo todo;
   if (peer.queue.empty() || peer.failure != 0) {
+    Todo todo;
     todo.ends = true;
     return todo;
   }
-  peer.leaving = std::make_unique<Outgoing>(std::move(peer.queue.front()));
+  return write_frame(peer, frame);
+}
+
+// The oldest frame.
+Relay::Todo Relay::write_frame(Peer& peer, unsigned char* frame) {
+  const Outgoing one = peer.queue.front();
   peer.queue.pop_front();
-  const Outgoing& one = *peer.leaving;
+  Todo todo;
   std::memcpy(frame, &one.frame, sizeof one.frame);
   todo.frame_nbytes = sizeof one.frame;
   todo.ends = one.frame.kind == FrameKind::Bye;
@@ -114,6 +228,7 @@ Relay::Todo Relay::next(int number, unsigned char* frame) {
     case FrameKind::Done:
       todo.payload = one.payload;
       todo.payload_nbytes = one.frame.nbytes;
+      peer.leaving.push_back(one.request);
       break;
     default:
       break;
@@ -124,9 +239,9 @@ Relay::Todo Relay::next(int number, unsigned char* frame) {
 void Relay::sent(int number) {
   Peer& peer = peer_of(number);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (peer.leaving == nullptr) return;
-  if (peer.leaving->frame.kind == FrameKind::Done) peer.leaving->request->end();
-  peer.leaving.reset();
+  if (peer.leaving.empty()) return;
+  peer.leaving.front()->end();
+  peer.leaving.pop_front();
 }
 
 // A whole message is this rank's memory no more.
@@ -143,10 +258,10 @@ void Relay::count_received(Peer& peer, uint64_t nbytes) {
 void Relay::match(Peer& peer, Request* request, Incoming&& message) {
   const bool fits = message.nbytes <= request->nbytes;
   request->nbytes = message.nbytes;
-  if (message.bytes != nullptr || message.nbytes == 0) {
-    if (fits && message.nbytes != 0) {
-      std::memcpy(request->data, message.bytes.get(), message.nbytes);
-    }
+  const unsigned char* const bytes =
+      message.in_frame != nullptr ? message.in_frame : message.bytes.get();
+  if (bytes != nullptr || message.nbytes == 0) {
+    if (fits && message.nbytes != 0) std::memcpy(request->data, bytes, message.nbytes);
     count_received(peer, message.nbytes);
     request->end(fits ? 0 : kTruncated);
     return;
@@ -163,6 +278,11 @@ void Relay::match(Peer& peer, Request* request, Incoming&& message) {
 void Relay::take_message(Peer& peer, int tag, Incoming&& message) {
   const auto it = peer.posted.find(tag);
   if (it == peer.posted.end()) {
+    if (message.in_frame != nullptr) {
+      message.bytes.reset(new unsigned char[message.nbytes]);
+      std::memcpy(message.bytes.get(), message.in_frame, message.nbytes);
+      message.in_frame = nullptr;
+    }
     peer.unexpected[tag].push_back(std::move(message));
     peer.num_unexpected.fetch_add(1, std::memory_order_release);
     changes().tell();
@@ -198,8 +318,7 @@ Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbyt
   message.nbytes = frame.nbytes;
   message.id = frame.id;
   if (frame.kind == FrameKind::Message && frame.nbytes != 0) {
-    message.bytes.reset(new unsigned char[frame.nbytes]);
-    std::memcpy(message.bytes.get(), bytes + sizeof frame, frame.nbytes);
+    message.in_frame = bytes + sizeof frame;
   }
   Peer& peer = peer_of(number);
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -265,10 +384,9 @@ void Relay::lost(int number, const std::string& why) {
     if (is_send) one.request->end(code);
   }
   peer.queue.clear();
-  if (peer.leaving != nullptr && peer.leaving->frame.kind == FrameKind::Done) {
-    peer.leaving->request->end(code);
-    peer.leaving.reset();
-  }
+  for (Request* request : peer.leaving) request->end(code);
+  peer.leaving.clear();
+  look(peer);
   for (auto& [request, nowhere] : peer.landing) {
     request->end(code);
     static_cast<void>(nowhere.release());  // what carries it may still write there

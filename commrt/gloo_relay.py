@@ -137,23 +137,28 @@ class GlooRelay:
         import torch
 
         coming: deque[tuple[Any, Any]] = deque()
+        free = [
+            torch.empty(self.native.frame_nbytes, dtype=torch.uint8)
+            for _ in range(_AHEAD)
+        ]
         try:
-            for _ in range(_AHEAD):
-                frame = torch.empty(self.native.frame_nbytes, dtype=torch.uint8)
-                coming.append((self._group.recv([frame], peer, _FRAMES), frame))
             while True:
+                # Half of them at once: who has been woken by a frame wants the GIL, too.
+                if len(free) >= _AHEAD // 2:
+                    for frame in free:
+                        coming.append((self._group.recv([frame], peer, _FRAMES), frame))
+                    free.clear()
                 work, frame = coming.popleft()
                 work.wait(_FOREVER)
                 then = self.native.arrived(peer, frame.data_ptr(), frame.numel())
-                if then == 2:
-                    self._carrier.give(peer)
-                    return
                 if then == 1:
                     payload, _ = self._landing[peer].popleft()
                     payload.wait(_FOREVER)
                     self.native.landed(peer)
                 self._carrier.give(peer)  # answers
-                coming.append((self._group.recv([frame], peer, _FRAMES), frame))
+                if then == 2:
+                    return
+                free.append(frame)
         except RuntimeError as error:
             self._carrier.lose(peer, str(error))
 

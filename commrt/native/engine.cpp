@@ -299,7 +299,7 @@ void Backoff::pause() {
     sched_yield();
     return;
   }
-  if (sleeps_soon_) return Relay::wait_for_change(seen_, count_ - spins_ - yields);
+  if (sleeps_soon_) return Relay::wait_for_change(seen_);
   const timespec nap{0, 50000};
   nanosleep(&nap, nullptr);
 }

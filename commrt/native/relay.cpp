@@ -47,7 +47,8 @@ struct Changes {
     // In one order with a sleeper's two steps: it is counted, or sees the new count.
     count.fetch_add(1, std::memory_order_seq_cst);
     if (sleepers.load(std::memory_order_seq_cst) == 0) return;
-    const std::lock_guard<std::mutex> lock(mutex);
+    // Not held while others are woken, who would only wait for it.
+    { const std::lock_guard<std::mutex> lock(mutex); }
     changed.notify_all();
   }
   void wait(uint64_t& seen, std::chrono::microseconds most) {
@@ -108,10 +109,11 @@ bool Relay::is_due() { return relays().num_due.load(std::memory_order_relaxed) >
 void Relay::expect_neighbors() { relays().neighbors.store(true, std::memory_order_relaxed); }
 bool Relay::expects_neighbors() { return relays().neighbors.load(std::memory_order_relaxed); }
 
-void Relay::wait_for_change(uint64_t& seen, int count) {
-  constexpr int kShort_us = 50, kLong_us = 1000;
-  const int most = expects_neighbors() ? kShort_us : std::min(kLong_us, kShort_us * (1 + count));
-  changes().wait(seen, std::chrono::microseconds(most));
+void Relay::wait_for_change(uint64_t& seen) {
+  // Who wakes for nothing is the last to get the core when there is something.
+  constexpr int kForNeighbors_us = 50, kOtherwise_us = 1000;
+  changes().wait(seen, std::chrono::microseconds(expects_neighbors() ? kForNeighbors_us
+                                                                     : kOtherwise_us));
 }
 
 void Relay::order() {

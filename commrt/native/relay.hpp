@@ -38,7 +38,8 @@ class Relay {
  public:
   // Longer messages wait for their receives, and so do all while a peer has kWindowNbytes of
   // others that it has not received: memory for what comes unexpected ends.
-  static constexpr size_t kEagerNbytes = 256 << 10;
+  // Fragments of 256 KiB are rounded, and a packet has a header.
+  static constexpr size_t kEagerNbytes = (256 << 10) + 4096;
   static constexpr uint64_t kWindowNbytes = 16 << 20;
   static constexpr uint64_t kUnknown = ~0ull;
   static constexpr size_t kHeaderNbytes = 32;
@@ -118,9 +119,9 @@ class Relay {
   // The count of operations that the communicator of this tag has started, to be kept there.
   std::shared_ptr<std::atomic<uint64_t>> count_of(int tag);
   // Waits until something has changed for the engine since `seen`, at most for a moment, and
-  // brings `seen` up to date. Of all relays of this process. How many waits have ended without a
-  // change is in `count`: the moments get longer where no rank of this node could want a look.
-  static void wait_for_change(uint64_t& seen, int count);
+  // brings `seen` up to date. Of all relays of this process. The moment is short where ranks of this
+  // node could want a look.
+  static void wait_for_change(uint64_t& seen);
   // A communicator has ranks of this node and of others: their messages tell nobody.
   static void expect_neighbors();
   static bool expects_neighbors();

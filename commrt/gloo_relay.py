@@ -84,6 +84,7 @@ class GlooRelay:
         """
         native = self.native
         asked = {peer: native.ask(peer, tag) for peer in peers}
+        self._carrier.give_all()
         told: dict[int, int | None] = {}
 
         def heard() -> bool:

@@ -35,12 +35,13 @@ class FusedRequest:
 
 class MessageMethod: ...
 class Operation: ...
-class CudaDevice(Device):
 
+class CudaDevice(Device):
     """A GPU, through the CUDA driver."""
 
-    def __init__(self, ordinal: int = 0, *, memory_flags: bool = True, library: str = '') -> None: ...
-
+    def __init__(
+        self, ordinal: int = 0, *, memory_flags: bool = True, library: str = ""
+    ) -> None: ...
     @property
     def can_memory_flags(self) -> bool:
         """Whether the card can do what memory_flags says."""
@@ -68,7 +69,6 @@ class CudaDevice(Device):
         """
 
 class Device:
-
     """A device: memory, streams, events; see docs/gpu.md."""
 
     def alloc(self, nbytes: int) -> int:
@@ -126,8 +126,7 @@ class Device:
         """Unmap it."""
 
     def ipc_export(self, ptr: int) -> tuple[Any, ...]:
-        """Return a handle of the allocation for other processes, and ptr's offset.
-        """
+        """Return a handle of the allocation for other processes, and ptr's offset."""
 
     def ipc_open(self, handle: bytes) -> int:
         """Map another process's allocation; return its first address."""
@@ -142,7 +141,22 @@ class Device:
     def last_error(self) -> str:
         """Why the latest failed call of this thread failed."""
 
-    def launch_boxes(self, kind: int, buffer: int, buffer_nbytes: int, arrays: Sequence[int], table: int, *, table_nbytes: int, terms_at: int, num_boxes: int, units: int, stream: int, op: int = 0, dtype: int = 0) -> None:
+    def launch_boxes(
+        self,
+        kind: int,
+        buffer: int,
+        buffer_nbytes: int,
+        arrays: Sequence[int],
+        table: int,
+        *,
+        table_nbytes: int,
+        terms_at: int,
+        num_boxes: int,
+        units: int,
+        stream: int,
+        op: int = 0,
+        dtype: int = 0,
+    ) -> None:
         """Pack (0), unpack (1) or combine (2) boxes of arrays by a kernel;
         BoxTable.launch() calls it.
         """
@@ -150,16 +164,30 @@ class Device:
     def launch_copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Copy bytes by a kernel."""
 
-    def launch_divide(self, dtype: int, dst: int, count: int, divisor: int, stream: int) -> None:
+    def launch_divide(
+        self, dtype: int, dst: int, count: int, divisor: int, stream: int
+    ) -> None:
         """Divide integers toward zero, by a kernel."""
 
     def launch_host(self, stream: int, function: Callable[[], Any]) -> None:
         """Call a function from a stream; conformance tests only."""
 
-    def launch_reduce(self, op: int, dtype: int, dst: int, src: int, count: int, stream: int) -> None:
+    def launch_reduce(
+        self, op: int, dtype: int, dst: int, src: int, count: int, stream: int
+    ) -> None:
         """dst = dst op src, element by element, by a kernel."""
 
-    def launch_scaled_sum(self, dtype: int, dst: int, src: int, count: int, which: int, real: float, integer: int, stream: int) -> None:
+    def launch_scaled_sum(
+        self,
+        dtype: int,
+        dst: int,
+        src: int,
+        count: int,
+        which: int,
+        real: float,
+        integer: int,
+        stream: int,
+    ) -> None:
         """dst = dst + src by a kernel, dst (1) or src (2) multiplied first; or (4) dst
         = src, scaled.
         """
@@ -173,8 +201,7 @@ class Device:
         """Take a lock as the device knows of it; nothing on real hardware."""
 
     def make_current(self, enter: bool) -> None:
-        """Make it this thread's current one for other libraries, or take it back.
-        """
+        """Make it this thread's current one for other libraries, or take it back."""
 
     def memcpy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Copy bytes."""
@@ -198,12 +225,10 @@ class Device:
         """Return (kind, device, base, nbytes) of the memory at an address."""
 
     def read(self, ptr: int, nbytes: int) -> bytes:
-        """Return bytes of host memory, as a host thread that the device knows of.
-        """
+        """Return bytes of host memory, as a host thread that the device knows of."""
 
     def stream_create(self, priority: int = 0, blocking: bool = False) -> int:
-        """Return a new stream; a blocking one takes turns with the legacy stream 0.
-        """
+        """Return a new stream; a blocking one takes turns with the legacy stream 0."""
 
     def stream_destroy(self, stream: int) -> None:
         """Give a stream back; what it was given still runs."""
@@ -233,7 +258,6 @@ class Device:
         """Write a flag, after all before it."""
 
 class DeviceCall:
-
     """One started call on device memory."""
 
     @property
@@ -273,21 +297,25 @@ class DeviceCall:
         """What messages wait for; empty: nobody."""
 
 class DeviceRequest:
-
     """One started call on arrays on a device; has the methods of Request."""
 
     def __bool__(self) -> bool: ...
-
-    def __init__(self, comm: Any, call: DeviceCall, result: Any | None, operation: str, timeout_s: float, device: Any, stream: int, array: Any | None) -> None: ...
-
+    def __init__(
+        self,
+        comm: Any,
+        call: DeviceCall,
+        result: Any | None,
+        operation: str,
+        timeout_s: float,
+        device: Any,
+        stream: int,
+        array: Any | None,
+    ) -> None: ...
     def __repr__(self) -> str: ...
-
     @property
     def _call(self) -> DeviceCall: ...
-
     @property
     def _comm(self) -> Any: ...
-
     def _waits_for(self) -> Any:
         """Return who keeps it waiting, in words."""
 
@@ -332,8 +360,7 @@ class DeviceRequest:
         """Block the host until the operation is complete; return the output."""
 
     def test(self) -> bool:
-        """Run a little progress; True once complete. Raises the operation's error.
-        """
+        """Run a little progress; True once complete. Raises the operation's error."""
 
     @property
     def timeout_s(self) -> float:
@@ -347,12 +374,10 @@ class DeviceRequest:
         """
 
 class DeviceWork:
-
     """A communicator's work of a kind on one device."""
 
     def close(self) -> None:
-        """Nobody calls any more: give back what is not in use, at once or later.
-        """
+        """Nobody calls any more: give back what is not in use, at once or later."""
 
     @property
     def failed(self) -> bool:
@@ -370,14 +395,11 @@ class DeviceWork:
         """Calls whose end the host has not seen."""
 
 class Engine:
-
     """Progress for every communicator of one rank."""
 
     def __init__(self) -> None: ...
-
     @property
     def has_thread(self) -> bool: ...
-
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight."""
@@ -387,11 +409,9 @@ class Engine:
         """Whether its thread sleeps until something is started."""
 
     def release_streams(self, why: str) -> None:
-        """Fail all work on device memory that is under way, and let its streams go.
-        """
+        """Fail all work on device memory that is under way, and let its streams go."""
 
     def start_thread(self) -> None: ...
-
     def step(self) -> bool:
         """Run one pass over all operations in flight, a slice of each; True if
         anything advanced.
@@ -400,42 +420,34 @@ class Engine:
     def stop_thread(self) -> None: ...
 
 class Group:
-
     """Native base of Communicator."""
 
     def __init__(self, engine: Engine, rank: int, size: int, name: str) -> None: ...
-
-    def _attach_arena(self, arg0: int, arg1: int, arg2: int, arg3: Sequence[int], /) -> None: ...
-
+    def _attach_arena(
+        self, arg0: int, arg1: int, arg2: int, arg3: Sequence[int], /
+    ) -> None: ...
     def _attach_mpi(self, arg0: int, arg1: int, arg2: Sequence[int], /) -> None: ...
-
     def _attach_relay(self, relay: Relay, tag: int, ranks: Sequence[int]) -> None: ...
-
     def _attach_segment(self, address: int, part_nbytes: int) -> None:
         """Add a segment to the symmetric heap: a part for each on-node rank."""
 
     def _detach(self) -> None: ...
-
     @property
     def _failure(self) -> str: ...
-
     def _forget_plans(self) -> None: ...
-
     @property
     def _idle(self) -> bool: ...
-
     @property
     def _least_spins(self) -> int:
         """How often a wait looks now before it yields."""
 
     def _not_started(self, arg: int, /) -> list[int]: ...
-
     @property
     def _num_plans(self) -> int: ...
-
     def _probe_latency_ns(self, arg0: int, arg1: int, arg2: float, /) -> float: ...
-
-    def _probe_slots_ns(self, peer: int, window_nbytes: int, timeout_s: float) -> tuple[float, float]:
+    def _probe_slots_ns(
+        self, peer: int, window_nbytes: int, timeout_s: float
+    ) -> tuple[float, float]:
         """Return ns per line in one slot again and again, and through a window."""
 
     def _records(self) -> list[Any]:
@@ -445,32 +457,89 @@ class Group:
         (recv) for coll.
         """
 
-    def _recv(self, data: int, capacity: int, source: int, tag: int, keep: Any | None, result: Any, operation: Any, nonblocking: bool, timeout_s: float) -> Any: ...
-
-    def _remember_plan(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: Plan, /) -> None: ...
-
-    def _remember_vector_plan(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: Sequence[int], arg6: Plan, /) -> None: ...
-
-    def _run_plan(self, plan: Plan, data_in: int, data_out: int, keep_x: Any | None, keep_out: Any | None, result: Any | None, operation: Any, nonblocking: bool, timeout_s: float) -> Any: ...
-
-    def _send(self, data: int, nbytes: int, dest: int, tag: int, keep: Any | None, operation: Any, nonblocking: bool, timeout_s: float) -> Any: ...
-
-    def _sendrecv(self, data: int, nbytes: int, dest: int, sendtag: int, out_data: int, capacity: int, source: int, recvtag: int, keep_x: Any | None, keep_out: Any | None, result: Any, operation: Any, nonblocking: bool, timeout_s: float) -> Any: ...
-
+    def _recv(
+        self,
+        data: int,
+        capacity: int,
+        source: int,
+        tag: int,
+        keep: Any | None,
+        result: Any,
+        operation: Any,
+        nonblocking: bool,
+        timeout_s: float,
+    ) -> Any: ...
+    def _remember_plan(
+        self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: Plan, /
+    ) -> None: ...
+    def _remember_vector_plan(
+        self,
+        arg0: int,
+        arg1: int,
+        arg2: int,
+        arg3: int,
+        arg4: int,
+        arg5: Sequence[int],
+        arg6: Plan,
+        /,
+    ) -> None: ...
+    def _run_plan(
+        self,
+        plan: Plan,
+        data_in: int,
+        data_out: int,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        result: Any | None,
+        operation: Any,
+        nonblocking: bool,
+        timeout_s: float,
+    ) -> Any: ...
+    def _send(
+        self,
+        data: int,
+        nbytes: int,
+        dest: int,
+        tag: int,
+        keep: Any | None,
+        operation: Any,
+        nonblocking: bool,
+        timeout_s: float,
+    ) -> Any: ...
+    def _sendrecv(
+        self,
+        data: int,
+        nbytes: int,
+        dest: int,
+        sendtag: int,
+        out_data: int,
+        capacity: int,
+        source: int,
+        recvtag: int,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        result: Any,
+        operation: Any,
+        nonblocking: bool,
+        timeout_s: float,
+    ) -> Any: ...
     def _set_failure(self, arg: str, /) -> None: ...
-
     def _set_slot_window(self, nbytes: int) -> None:
         """Let payloads pass through so much of each lane; 0: not at all."""
 
     def _set_spins(self, arg: int, /) -> None: ...
-
     @property
     def _slow(self) -> bool: ...
-
     @_slow.setter
     def _slow(self, arg: bool, /) -> None: ...
-
-    def _time_plan(self, plan: Plan, data_in: int, data_out: int, repetitions: int, timeout_s: float) -> float:
+    def _time_plan(
+        self,
+        plan: Plan,
+        data_in: int,
+        data_out: int,
+        repetitions: int,
+        timeout_s: float,
+    ) -> float:
         """Seconds of `repetitions` blocking runs back to back, without Python in
         between; the engine's lock is held throughout unless a run has to wait for
         long.
@@ -478,10 +547,8 @@ class Group:
 
     @property
     def _timeout_s(self) -> float: ...
-
     @_timeout_s.setter
     def _timeout_s(self, arg: float, /) -> None: ...
-
     def _waiting_source(self, tag: int, first: int) -> int:
         """Return a rank whose message of this tag no receive has asked for, looking
         from `first` on; -1: there is none.
@@ -489,22 +556,25 @@ class Group:
 
     @property
     def name(self) -> str: ...
-
     @property
     def next_seq(self) -> int: ...
-
     @property
     def rank(self) -> int: ...
-
     @property
     def size(self) -> int: ...
 
 class MessageStager(DeviceWork):
-
     """A communicator's messages on one device."""
 
-    def __init__(self, group: Group, device: Device, slots: int, first_nbytes: int, most_nbytes: int, first_value: int = 0) -> None: ...
-
+    def __init__(
+        self,
+        group: Group,
+        device: Device,
+        slots: int,
+        first_nbytes: int,
+        most_nbytes: int,
+        first_value: int = 0,
+    ) -> None: ...
     @property
     def num_leaving(self) -> int:
         """Calls whose copy to the host is not seen."""
@@ -519,130 +589,186 @@ class MessageStager(DeviceWork):
     def refuse_capture(self, stream: int) -> None:
         """Raise CaptureError where a stream is captured."""
 
-    def start(self, sends: Sequence[tuple[int, int, int, int]], recvs: Sequence[tuple[int, int, int, int]], stream: int, orders: bool, keep: Any, timeout_s: float) -> DeviceCall:
-        """Start messages, rows of (address, bytes, peer, tag), as one operation.
-        """
+    def start(
+        self,
+        sends: Sequence[tuple[int, int, int, int]],
+        recvs: Sequence[tuple[int, int, int, int]],
+        stream: int,
+        orders: bool,
+        keep: Any,
+        timeout_s: float,
+    ) -> DeviceCall:
+        """Start messages, rows of (address, bytes, peer, tag), as one operation."""
 
 class MpiDevicePlan:
-
     """What a call of MPI on device memory does."""
 
-    def __init__(self, runs: Plan, *, in_nbytes: int, out_nbytes: int, in_place: bool, sends_out: bool) -> None:
+    def __init__(
+        self,
+        runs: Plan,
+        *,
+        in_nbytes: int,
+        out_nbytes: int,
+        in_place: bool,
+        sends_out: bool,
+    ) -> None:
         """`in_place`: MPI may read where it writes; `sends_out`: this rank's input is
         to lie in its output.
         """
 
 class MpiWork(DeviceWork):
-
     """A communicator's operations of MPI on device memory."""
 
-    def __init__(self, group: Group, device: Device, order: NcclOrder | None, flags: bool, first_value: int = 0) -> None: ...
-
+    def __init__(
+        self,
+        group: Group,
+        device: Device,
+        order: NcclOrder | None,
+        flags: bool,
+        first_value: int = 0,
+    ) -> None: ...
     def plant(self, name: str) -> None:
         """Plant a bug, for tests."""
 
-    def start(self, plan: MpiDevicePlan, data_in: int, data_out: int, stream: int, orders: bool, keep_x: Any | None, keep_out: Any | None, timeout_s: float) -> DeviceCall:
+    def start(
+        self,
+        plan: MpiDevicePlan,
+        data_in: int,
+        data_out: int,
+        stream: int,
+        orders: bool,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        timeout_s: float,
+    ) -> DeviceCall:
         """Give the device and the engine all that there is to do."""
 
 class NcclComm:
-
     """One rank of an NCCL communicator; see commrt/nccl."""
 
     def _abort(self, timeout_s: float) -> int: ...
-
-    def _collective(self, coll: int, x: int, out: int, count: int, dtype: int, op: int, root: int, stream: int, timeout_s: float) -> int: ...
-
-    def _counted(self, coll: int, x: int, out: int, send_counts: Sequence[int], recv_counts: Sequence[int], itemsize: int, dtype: int, op: int, factor: bytes, root: int, stream: int, timeout_s: float) -> int: ...
-
+    def _collective(
+        self,
+        coll: int,
+        x: int,
+        out: int,
+        count: int,
+        dtype: int,
+        op: int,
+        root: int,
+        stream: int,
+        timeout_s: float,
+    ) -> int: ...
+    def _counted(
+        self,
+        coll: int,
+        x: int,
+        out: int,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        itemsize: int,
+        dtype: int,
+        op: int,
+        factor: bytes,
+        root: int,
+        stream: int,
+        timeout_s: float,
+    ) -> int: ...
     def _describe(self, code: int) -> str: ...
-
     def _destroy(self, timeout_s: float) -> int: ...
-
-    def _exchange(self, sends: Sequence[tuple[int, int, int]], recvs: Sequence[tuple[int, int, int]], stream: int, timeout_s: float) -> int: ...
-
+    def _exchange(
+        self,
+        sends: Sequence[tuple[int, int, int]],
+        recvs: Sequence[tuple[int, int, int]],
+        stream: int,
+        timeout_s: float,
+    ) -> int: ...
     def _finalize(self, timeout_s: float) -> int: ...
-
     def _forget(self) -> None:
         """Use it no more; for adopted ones."""
 
     def _poll(self) -> int: ...
-
-    def _premul(self, coll: int, x: int, out: int, count: int, dtype: int, factor: bytes, root: int, stream: int, timeout_s: float) -> int: ...
-
-    def _split(self, color: int, key: int, options: NcclOptions, timeout_s: float) -> tuple[NcclComm, int]:
+    def _premul(
+        self,
+        coll: int,
+        x: int,
+        out: int,
+        count: int,
+        dtype: int,
+        factor: bytes,
+        root: int,
+        stream: int,
+        timeout_s: float,
+    ) -> int: ...
+    def _split(
+        self, color: int, key: int, options: NcclOptions, timeout_s: float
+    ) -> tuple[NcclComm, int]:
         """The child, None for a rank without one, and the code."""
 
     def _wait(self, timeout_s: float) -> int: ...
-
     @property
     def device(self) -> int: ...
-
     @property
     def error(self) -> int: ...
-
     @property
     def most_distances(self) -> int: ...
-
     @most_distances.setter
     def most_distances(self, arg: int, /) -> None: ...
-
     @property
     def most_messages(self) -> int: ...
-
     @most_messages.setter
     def most_messages(self, arg: int, /) -> None: ...
-
     @property
     def most_reductions(self) -> int: ...
-
     @most_reductions.setter
     def most_reductions(self, arg: int, /) -> None: ...
-
     @property
     def num_calls(self) -> int: ...
-
     @property
     def num_groups(self) -> int: ...
-
     @property
     def owned(self) -> bool: ...
-
     @property
     def pointer(self) -> int: ...
-
     @property
     def rank(self) -> int: ...
-
     @property
     def size(self) -> int: ...
-
     @property
     def state(self) -> int: ...
 
 class NcclLibrary:
-
     """A libnccl.so.2 that was opened, and its functions."""
 
     def _describe(self, code: int) -> str: ...
-
     def _unique_id(self) -> tuple[int, bytes]:
         """The result code, and a new id to give to all ranks."""
 
     @property
     def has_alltoall(self) -> bool: ...
-
     @property
     def path(self) -> str: ...
-
     @property
     def version(self) -> int: ...
 
 class NcclOptions:
-
     """What ncclConfig_t is filled from; None: NCCL's default."""
 
-    def __init__(self, *, blocking: bool, cga_cluster_size: int | None, min_ctas: int | None, max_ctas: int | None, split_share: int | None, traffic_class: int | None, cta_policy: int | None, nvls_ctas: int | None, max_p2p_peers: int | None, net_name: str, comm_name: str) -> None: ...
-
+    def __init__(
+        self,
+        *,
+        blocking: bool,
+        cga_cluster_size: int | None,
+        min_ctas: int | None,
+        max_ctas: int | None,
+        split_share: int | None,
+        traffic_class: int | None,
+        cta_policy: int | None,
+        nvls_ctas: int | None,
+        max_p2p_peers: int | None,
+        net_name: str,
+        comm_name: str,
+    ) -> None: ...
     def _size_and_version(self, version: int) -> tuple[int, int]:
         """What stands at the beginning of ncclConfig_t."""
 
@@ -650,11 +776,9 @@ class NcclOptions:
         """The first field that a library of this version does not know."""
 
 class NcclOrder:
-
     """The order of NCCL's work on a device."""
 
     def __init__(self, device: Device, first_value: int = 0) -> None: ...
-
     def close(self, abort_timeout_s: float) -> None:
         """Abort those that are left, and give everything back."""
 
@@ -666,26 +790,49 @@ class NcclOrder:
         """Go on with ending communicators; how many are left."""
 
 class NcclPhase:
-
     """Messages among neighbours that move at the same time."""
 
-    def __init__(self, *, messages: Sequence[tuple[bool, int, int, int, int]], copies: Sequence[tuple[int, int, int, int, int]], packs: Sequence[StagedLaunch], unpacks: Sequence[StagedLaunch]) -> None:
+    def __init__(
+        self,
+        *,
+        messages: Sequence[tuple[bool, int, int, int, int]],
+        copies: Sequence[tuple[int, int, int, int, int]],
+        packs: Sequence[StagedLaunch],
+        unpacks: Sequence[StagedLaunch],
+    ) -> None:
         """Rows of (whether it leaves, array, offset, bytes, peer), and of (array,
         offset) from and to, and bytes.
         """
 
 class NcclPlan:
-
     """What a call by NCCL does."""
 
-    def __init__(self, operation: str, *, coll: int, is_barrier: bool, is_counted: bool, needs_copy: bool, count: int, send_counts: Sequence[int], recv_counts: Sequence[int], itemsize: int, dtype: int, op: int, root: int, factor: bytes, in_nbytes: int, elements: int, element_type: int, reduction: int) -> None: ...
+    def __init__(
+        self,
+        operation: str,
+        *,
+        coll: int,
+        is_barrier: bool,
+        is_counted: bool,
+        needs_copy: bool,
+        count: int,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        itemsize: int,
+        dtype: int,
+        op: int,
+        root: int,
+        factor: bytes,
+        in_nbytes: int,
+        elements: int,
+        element_type: int,
+        reduction: int,
+    ) -> None: ...
 
 class NcclWork(DeviceWork):
-
     """A communicator's operations by NCCL."""
 
     def __init__(self, group: Group, order: NcclOrder, comm: NcclComm) -> None: ...
-
     @property
     def comm_pointer(self) -> int:
         """The ncclComm_t, for tests."""
@@ -693,14 +840,31 @@ class NcclWork(DeviceWork):
     def plant(self, name: str) -> None:
         """Plant a bug, for tests."""
 
-    def start(self, plan: NcclPlan, data_in: int, data_out: int, stream: int, orders: bool, keep_x: Any | None, keep_out: Any | None, timeout_s: float) -> DeviceCall:
+    def start(
+        self,
+        plan: NcclPlan,
+        data_in: int,
+        data_out: int,
+        stream: int,
+        orders: bool,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        timeout_s: float,
+    ) -> DeviceCall:
         """Give the device all that there is to do."""
 
-    def start_arrays(self, plan: NcclPlan, addresses: Sequence[int], stream: int, orders: bool, keep: Any, timeout_s: float) -> DeviceCall:
+    def start_arrays(
+        self,
+        plan: NcclPlan,
+        addresses: Sequence[int],
+        stream: int,
+        orders: bool,
+        keep: Any,
+        timeout_s: float,
+    ) -> DeviceCall:
         """The same of any number of arrays."""
 
 class PeerExchange:
-
     """Exchange memory that peers have opened."""
 
     def _count_from(self, value: int) -> None:
@@ -713,17 +877,29 @@ class PeerExchange:
     def half_nbytes(self) -> int: ...
 
 class PeerPlan:
-
     """What a call over memory of peers does."""
 
-    def __init__(self, program: StreamProgram, *, scratch_nbytes: int, in_nbytes: int, out_nbytes: int, in_place: bool, coll: int, root: int, elements: int, element_type: int, reduction: int) -> None: ...
+    def __init__(
+        self,
+        program: StreamProgram,
+        *,
+        scratch_nbytes: int,
+        in_nbytes: int,
+        out_nbytes: int,
+        in_place: bool,
+        coll: int,
+        root: int,
+        elements: int,
+        element_type: int,
+        reduction: int,
+    ) -> None: ...
 
 class PeerWork(DeviceWork):
-
     """A communicator's operations over memory of peers."""
 
-    def __init__(self, group: Group, exchange: PeerExchange, first_value: int = 0) -> None: ...
-
+    def __init__(
+        self, group: Group, exchange: PeerExchange, first_value: int = 0
+    ) -> None: ...
     def end(self) -> None:
         """Give back what the device has of this, but for the exchange memory."""
 
@@ -733,20 +909,39 @@ class PeerWork(DeviceWork):
     def plant(self, name: str) -> None:
         """Plant a bug, for tests."""
 
-    def start(self, plan: PeerPlan, data_in: int, data_out: int, stream: int, orders: bool, keep_x: Any | None, keep_out: Any | None, timeout_s: float) -> DeviceCall:
+    def start(
+        self,
+        plan: PeerPlan,
+        data_in: int,
+        data_out: int,
+        stream: int,
+        orders: bool,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        timeout_s: float,
+    ) -> DeviceCall:
         """Give the device all that there is to do."""
 
 class PersistentCall:
-
     """A collective bound to its arrays; call it, or start() it."""
 
     def __call__(self) -> Any:
         """Run the operation and return its output."""
 
-    def __init__(self, group: Any, plan: Plan, data_in: int, data_out: int, keep_x: Any | None, keep_out: Any | None, result: Any | None, operation: Any, source: int = 0, nbytes: int = 0) -> None: ...
-
+    def __init__(
+        self,
+        group: Any,
+        plan: Plan,
+        data_in: int,
+        data_out: int,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        result: Any | None,
+        operation: Any,
+        source: int = 0,
+        nbytes: int = 0,
+    ) -> None: ...
     def __repr__(self) -> str: ...
-
     @property
     def label(self) -> str:
         """What runs it: backend/algorithm{params}."""
@@ -756,70 +951,63 @@ class PersistentCall:
         """Name of the operation."""
 
     def start(self) -> Any:
-        """Start the operation and return its Request; wait before starting it again.
-        """
+        """Start the operation and return its Request; wait before starting it again."""
 
 class PersistentMessages:
-
     """A multi_sendrecv bound to its arrays; call it, or start() it."""
 
     def __call__(self) -> Any:
         """Run the operation and return its output."""
 
-    def __init__(self, group: Any, sends: Sequence[tuple[int, int, int, int, bool]], recvs: Sequence[tuple[int, int, int, int, bool]], keep_sends: Any, keep_recvs: Any, result: Any, operation: Any) -> None:
+    def __init__(
+        self,
+        group: Any,
+        sends: Sequence[tuple[int, int, int, int, bool]],
+        recvs: Sequence[tuple[int, int, int, int, bool]],
+        keep_sends: Any,
+        keep_recvs: Any,
+        result: Any,
+        operation: Any,
+    ) -> None:
         """Rows are (address, nbytes, peer, tag, replaced), all checked."""
 
     def __repr__(self) -> str: ...
-
     def _run(self, nonblocking: bool, timeout_s: float) -> Any: ...
-
     @property
     def operation(self) -> Any:
         """Name of the operation."""
 
     def start(self) -> Any:
-        """Start the operation and return its Request; wait before starting it again.
-        """
+        """Start the operation and return its Request; wait before starting it again."""
 
 class Plan:
-
     """One rank's operation, ready to be started any number of times."""
 
     @property
     def fragments(self) -> int: ...
-
     @property
     def in_elems(self) -> int: ...
-
     @property
     def instructions(self) -> int: ...
-
     @property
     def label(self) -> str: ...
-
     @property
     def out_elems(self) -> int: ...
-
     @property
     def slot_nbytes(self) -> int: ...
-
     @property
     def slots(self) -> int: ...
-
     @property
     def tmp_nbytes(self) -> int: ...
-
     def with_factor(self, group: Group, factor: float, integer_factor: int) -> Plan:
         """This plan of a premul_sum with another factor; the same object if it is the
         same.
         """
 
 class Relay:
-
     """Messages to other nodes that threads of Python's carry."""
 
     def __init__(self, rank: int, size: int) -> None: ...
-
     def answer(self, question: int) -> Any:
         """What a peer has answered: None so far, -1 where it knows no such
         communicator.
@@ -856,18 +1044,47 @@ class Relay:
         """
 
     def sent(self, peer: int) -> None:
-        """What `next` gave has left."""
+        """The oldest payload that `next` gave has left."""
+
+class RelayCarrier:
+    """Gives a relay's frames to gloo."""
+
+    def __init__(
+        self,
+        relay: Relay,
+        send: Any,
+        recv: Any,
+        frombuffer: Any,
+        uint8: Any,
+        landing: dict[str, Any],
+    ) -> None: ...
+    def attend(self, peer: int) -> Any:
+        """Wait until this thread is needed. Works to be waited for, each to be
+        followed by `left`; None where nothing comes any more.
+        """
+
+    def forget(self) -> None:
+        """Keep no work of gloo's any more."""
+
+    def give(self, peer: int) -> None:
+        """Send a peer what there is, unless another thread does."""
+
+    def give_all(self) -> None:
+        """The same for all peers."""
+
+    def left(self, peer: int) -> None:
+        """gloo needs the oldest memory of what it was given no more."""
+
+    def lose(self, peer: int, why: str) -> None:
+        """gloo does not reach the peer, and says why."""
 
 class Request:
-
     """One started operation. Keep it, and wait() for it: the buffers belong to the
     engine until then.
     """
 
     def __bool__(self) -> bool: ...
-
     def __repr__(self) -> str: ...
-
     def _be_quiet(self) -> None:
         """Do not warn where it is dropped."""
 
@@ -914,8 +1131,7 @@ class Request:
         """
 
     def test(self) -> bool:
-        """Run a little progress; True once complete. Raises the operation's error.
-        """
+        """Run a little progress; True once complete. Raises the operation's error."""
 
     @property
     def timeout_s(self) -> float:
@@ -928,7 +1144,6 @@ class Request:
         """
 
 class SimDevice(Device):
-
     """A simulated device; SimWorld makes them."""
 
     def fail_after(self, commands: int) -> None:
@@ -942,11 +1157,9 @@ class SimDevice(Device):
         """How many commands a graph was captured from."""
 
 class SimWorld:
-
     """Simulated devices and host threads, by one seed."""
 
     def __init__(self, options: dict[str, Any]) -> None: ...
-
     def attach(self, index: int) -> None:
         """Be a host thread; returns at its first turn."""
 
@@ -995,36 +1208,68 @@ class SimWorld:
         """What was found wrong; the first 64."""
 
 class StagedLaunch:
-
     """A launch of boxes that is part of a call."""
 
-    def __init__(self, *, kind: int, op: int, dtype: int, buffer: int, buffer_nbytes: int, arrays: Sequence[int], table: int, table_nbytes: int, terms_at: int, num_boxes: int, units: int) -> None: ...
+    def __init__(
+        self,
+        *,
+        kind: int,
+        op: int,
+        dtype: int,
+        buffer: int,
+        buffer_nbytes: int,
+        arrays: Sequence[int],
+        table: int,
+        table_nbytes: int,
+        terms_at: int,
+        num_boxes: int,
+        units: int,
+    ) -> None: ...
 
 class StagedPart:
-
     """What is copied for a piece, and what the host runs."""
 
-    def __init__(self, runs: Plan, copies_in: Sequence[tuple[int, int, int, int, int]], copies_out: Sequence[tuple[int, int, int, int, int]], *, out_at: int = 0, table: Sequence[int] | None = None, packs: Sequence[StagedLaunch] = [], unpacks: Sequence[StagedLaunch] = []) -> None:
+    def __init__(
+        self,
+        runs: Plan,
+        copies_in: Sequence[tuple[int, int, int, int, int]],
+        copies_out: Sequence[tuple[int, int, int, int, int]],
+        *,
+        out_at: int = 0,
+        table: Sequence[int] | None = None,
+        packs: Sequence[StagedLaunch] = [],
+        unpacks: Sequence[StagedLaunch] = [],
+    ) -> None:
         """Rows are (array, offset there, stride there from piece to piece, bytes,
         offset in pinned memory); `table` are offsets of the host's arrays.
         """
 
 class StagedPlan:
-
     """What a call on device memory does, by its pieces."""
 
-    def __init__(self, parts: Sequence[StagedPart], pieces: int, slot_nbytes: int, serial: bool = False) -> None: ...
-
+    def __init__(
+        self,
+        parts: Sequence[StagedPart],
+        pieces: int,
+        slot_nbytes: int,
+        serial: bool = False,
+    ) -> None: ...
     @property
     def pieces(self) -> int:
         """Parts that are copied and combined one after the other."""
 
 class Stager(DeviceWork):
-
     """A communicator's collectives on one device."""
 
-    def __init__(self, group: Group, device: Device, slots: int, first_nbytes: int, most_nbytes: int, first_value: int = 0) -> None: ...
-
+    def __init__(
+        self,
+        group: Group,
+        device: Device,
+        slots: int,
+        first_nbytes: int,
+        most_nbytes: int,
+        first_value: int = 0,
+    ) -> None: ...
     @property
     def pinned_nbytes(self) -> int:
         """Pinned memory for data."""
@@ -1035,34 +1280,53 @@ class Stager(DeviceWork):
     def refuse_capture(self, stream: int) -> None:
         """Raise CaptureError where a stream is captured."""
 
-    def start(self, plan: StagedPlan, data_in: int, data_out: int, stream: int, orders: bool, keep_x: Any | None, keep_out: Any | None, timeout_s: float) -> DeviceCall:
+    def start(
+        self,
+        plan: StagedPlan,
+        data_in: int,
+        data_out: int,
+        stream: int,
+        orders: bool,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        timeout_s: float,
+    ) -> DeviceCall:
         """Give the device and the engine all that there is to do."""
 
-    def start_arrays(self, plan: StagedPlan, addresses: Sequence[int], stream: int, orders: bool, keep: Any, timeout_s: float) -> DeviceCall:
+    def start_arrays(
+        self,
+        plan: StagedPlan,
+        addresses: Sequence[int],
+        stream: int,
+        orders: bool,
+        keep: Any,
+        timeout_s: float,
+    ) -> DeviceCall:
         """The same of any number of arrays."""
 
 class StreamProgram:
-
     """What a stream runs for a schedule."""
 
     @property
     def extents(self) -> list[int]: ...
-
     @property
     def num_commands(self) -> int: ...
-
     @property
     def num_parts(self) -> int: ...
-
     @property
     def size(self) -> int: ...
 
 class ThreadDevice(Device):
-
     """A device of real threads, one for each stream."""
 
-    def __init__(self, *, seed: int = 0, max_delay_us: int = 0, ordinal: int = 0, memory_flags: bool = True) -> None: ...
-
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        max_delay_us: int = 0,
+        ordinal: int = 0,
+        memory_flags: bool = True,
+    ) -> None: ...
     def close(self) -> None:
         """End all threads, also those that wait; memory goes with the last user of the
         device.
@@ -1075,12 +1339,10 @@ def book_load(line: int) -> int:
     """Return it; what its writer did before has been done then."""
 
 def book_store(line: int, value: int) -> None:
-    """Write a word of memory that ranks share, after all this thread did before.
-    """
+    """Write a word of memory that ranks share, after all this thread did before."""
 
 def close_fusion(group: Group) -> None: ...
-
-def cuda_driver(library: str = '') -> tuple[str, int, list[tuple[str, int, bool]]]:
+def cuda_driver(library: str = "") -> tuple[str, int, list[tuple[str, int, bool]]]:
     """Return the CUDA driver's file, its version, and of each card the name, the
     compute capability and whether it has memory flags; no device is opened.
     """
@@ -1097,17 +1359,29 @@ def digest_fused(group: Group, call: int) -> int:
     """What must be equal of the calls before `call`."""
 
 def drop_ended(arg: Engine, /) -> None: ...
-
 def fail_fused(group: Group, error: Any) -> None:
     """End the open calls with this error."""
 
 def forget_device_calls(group: Group) -> None:
     """Look at all of them in full again."""
 
-def fuse(group: Any, data_in: int, data_out: int, count: int, dtype: int, redop: int, keep_x: Any, keep_out: Any, result: Any, timeout_s: float) -> Any:
+def fuse(
+    group: Any,
+    data_in: int,
+    data_out: int,
+    count: int,
+    dtype: int,
+    redop: int,
+    keep_x: Any,
+    keep_out: Any,
+    result: Any,
+    timeout_s: float,
+) -> Any:
     """Add an allreduce to a bucket; None where it is too long for that."""
 
-def fuse_away(group: Any, away: Any, request: Any, count: int, dtype: int, redop: int) -> Any:
+def fuse_away(
+    group: Any, away: Any, request: Any, count: int, dtype: int, redop: int
+) -> Any:
     """Add an allreduce on a device to the bucket that `away` sends:
     `away.send(requests)`, or `away.fail(requests, error)`. The number of the
     call; None where it is too long.
@@ -1122,9 +1396,18 @@ def inline_nbytes() -> tuple[int, int]:
     """
 
 class kernels:  # noqa: N801
-
     @staticmethod
-    def combine(dtype: int, op: int, dst: NDArray[Any], srcs: Sequence[NDArray[Any]], scaled: Sequence[int] = [], factor: float = 1.0, integer_factor: int = 1, dst2: NDArray[Any] | None = None, store: int = 0) -> None:
+    def combine(
+        dtype: int,
+        op: int,
+        dst: NDArray[Any],
+        srcs: Sequence[NDArray[Any]],
+        scaled: Sequence[int] = [],
+        factor: float = 1.0,
+        integer_factor: int = 1,
+        dst2: NDArray[Any] | None = None,
+        store: int = 0,
+    ) -> None:
         """Reduce srcs, element by element, into dst (and dst2)."""
 
     @staticmethod
@@ -1159,9 +1442,29 @@ class kernels:  # noqa: N801
     def use_isa(name: str) -> bool:
         """Force an instruction set; false where the machine lacks it."""
 
-def load_mpi(addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int) -> None: ...
-
-def make_box_plan(group: Group, *, coll: int, label: str, redop: int, reduces: bool, boxes: NDArray[Any], steps: NDArray[Any], deps: NDArray[Any], dep_ptr: NDArray[Any], peers: Sequence[tuple[int, int, int]], lane_nbytes: int, most_slots: int, ahead: int, spins: int, most_inline: int, store: int, adaptive: int) -> Plan:
+def load_mpi(
+    addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int
+) -> None: ...
+def make_box_plan(
+    group: Group,
+    *,
+    coll: int,
+    label: str,
+    redop: int,
+    reduces: bool,
+    boxes: NDArray[Any],
+    steps: NDArray[Any],
+    deps: NDArray[Any],
+    dep_ptr: NDArray[Any],
+    peers: Sequence[tuple[int, int, int]],
+    lane_nbytes: int,
+    most_slots: int,
+    ahead: int,
+    spins: int,
+    most_inline: int,
+    store: int,
+    adaptive: int,
+) -> Plan:
     """Plan of one rank that moves boxes of arrays; its buffer is a table of their
     addresses.
     """
@@ -1171,38 +1474,141 @@ def make_message_method(name: str, kind: int, function: Any) -> Any:
     multi_sendrecv (3) around the Python function that takes all other calls.
     """
 
-def make_native_plan(*, coll: int, dtype: int, redop: int, root: int, in_elems: int, out_elems: int, label: str, datatype: int, op: int, comm: int, count: int, returns_out: bool, send_counts: Sequence[int] = [], send_at: Sequence[int] = [], recv_counts: Sequence[int] = [], recv_at: Sequence[int] = []) -> Plan: ...
-
-def make_operation(name: str, doc: str, coll: int, takes_x: bool, has_root: bool, reduces: bool, in_place: bool, scatters: bool, num_counts: int, only_known: bool = False) -> Any:
+def make_native_plan(
+    *,
+    coll: int,
+    dtype: int,
+    redop: int,
+    root: int,
+    in_elems: int,
+    out_elems: int,
+    label: str,
+    datatype: int,
+    op: int,
+    comm: int,
+    count: int,
+    returns_out: bool,
+    send_counts: Sequence[int] = [],
+    send_at: Sequence[int] = [],
+    recv_counts: Sequence[int] = [],
+    recv_at: Sequence[int] = [],
+) -> Plan: ...
+def make_operation(
+    name: str,
+    doc: str,
+    coll: int,
+    takes_x: bool,
+    has_root: bool,
+    reduces: bool,
+    in_place: bool,
+    scatters: bool,
+    num_counts: int,
+    only_known: bool = False,
+) -> Any:
     """Make the method descriptor of one operation; with `only_known` it returns
     NotImplemented where it would leave a call to Python.
     """
 
-def make_peer_exchange(device: Device, rank: int, memory: Sequence[int], half_nbytes: int) -> PeerExchange:
+def make_peer_exchange(
+    device: Device, rank: int, memory: Sequence[int], half_nbytes: int
+) -> PeerExchange:
     """One rank's exchange; `memory` is where each rank's is mapped here."""
 
-def make_schedule_plan(group: Group, *, coll: int, dtype: int, redop: int, root: int, in_elems: int, out_elems: int, label: str, spaces: Sequence[tuple[int, Sequence[int]]], peers: Sequence[tuple[int, int, int]], inputs: NDArray[Any], input_ptr: NDArray[Any], outputs: NDArray[Any], output_ptr: NDArray[Any], deps: NDArray[Any], dep_ptr: NDArray[Any], fragments: int, lane_nbytes: int, depth: int, slot_reuse: int, spins: int, most_inline: int, store: int, adaptive: int, factor: float, integer_factor: int, divisor: int, alone: bool, returns_out: bool, itemsize: int, user_function: int, user_owner: Any | None, rounds_scaled: bool, shows_result: bool, exposable: NDArray[Any], operand_exposable: NDArray[Any], deliverable: NDArray[Any], landings: NDArray[Any], instr_fragments: Sequence[int] = [], peer_fragments: Sequence[tuple[int, int]] = []) -> Plan: ...
-
-def make_stream_program(commands: NDArray[Any], *, size: int, dtype: int, itemsize: int, real: float, integer: int, divisor: int) -> StreamProgram:
+def make_schedule_plan(
+    group: Group,
+    *,
+    coll: int,
+    dtype: int,
+    redop: int,
+    root: int,
+    in_elems: int,
+    out_elems: int,
+    label: str,
+    spaces: Sequence[tuple[int, Sequence[int]]],
+    peers: Sequence[tuple[int, int, int]],
+    inputs: NDArray[Any],
+    input_ptr: NDArray[Any],
+    outputs: NDArray[Any],
+    output_ptr: NDArray[Any],
+    deps: NDArray[Any],
+    dep_ptr: NDArray[Any],
+    fragments: int,
+    lane_nbytes: int,
+    depth: int,
+    slot_reuse: int,
+    spins: int,
+    most_inline: int,
+    store: int,
+    adaptive: int,
+    factor: float,
+    integer_factor: int,
+    divisor: int,
+    alone: bool,
+    returns_out: bool,
+    itemsize: int,
+    user_function: int,
+    user_owner: Any | None,
+    rounds_scaled: bool,
+    shows_result: bool,
+    exposable: NDArray[Any],
+    operand_exposable: NDArray[Any],
+    deliverable: NDArray[Any],
+    landings: NDArray[Any],
+    instr_fragments: Sequence[int] = [],
+    peer_fragments: Sequence[tuple[int, int]] = [],
+) -> Plan: ...
+def make_stream_program(
+    commands: NDArray[Any],
+    *,
+    size: int,
+    dtype: int,
+    itemsize: int,
+    real: float,
+    integer: int,
+    divisor: int,
+) -> StreamProgram:
     """A program of the commands in the rows."""
 
 def mark_forked() -> None: ...
-
 def mpi_abort(arg0: int, arg1: int, /) -> None: ...
-
 def nccl_adopt(library: NcclLibrary, pointer: int) -> tuple[NcclComm, int]:
     """Use another program's communicator; it is never destroyed here."""
 
-def nccl_init(library: NcclLibrary, size: int, rank: int, id: bytes, options: NcclOptions) -> tuple[NcclComm, int]:
+def nccl_init(
+    library: NcclLibrary, size: int, rank: int, id: bytes, options: NcclOptions
+) -> tuple[NcclComm, int]:
     """Begin to join; _wait finishes it."""
 
 def nccl_open(path: str, *, only_loaded: bool) -> tuple[NcclLibrary, str]:
     """Open a libnccl; returns it, or None and the reason."""
 
-def nccl_phases_plan(operation: str, phases: Sequence[NcclPhase], *, coll: int, in_nbytes: int = 0, out_nbytes: int = 0, elements: int = 0, element_type: int = 0, reduction: int = 0) -> NcclPlan:
+def nccl_phases_plan(
+    operation: str,
+    phases: Sequence[NcclPhase],
+    *,
+    coll: int,
+    in_nbytes: int = 0,
+    out_nbytes: int = 0,
+    elements: int = 0,
+    element_type: int = 0,
+    reduction: int = 0,
+) -> NcclPlan:
     """A plan of messages among neighbours, one phase behind the other."""
 
-def nccl_program_plan(operation: str, program: StreamProgram, *, coll: int, scratch_nbytes: int, in_nbytes: int, out_nbytes: int, in_place: bool, root: int, elements: int, element_type: int, reduction: int) -> NcclPlan:
+def nccl_program_plan(
+    operation: str,
+    program: StreamProgram,
+    *,
+    coll: int,
+    scratch_nbytes: int,
+    in_nbytes: int,
+    out_nbytes: int,
+    in_place: bool,
+    root: int,
+    elements: int,
+    element_type: int,
+    reduction: int,
+) -> NcclPlan:
     """A plan that runs a schedule's rounds."""
 
 def num_known_device_calls(group: Group) -> int:
@@ -1215,15 +1621,13 @@ def peer_exchange_flags_nbytes(size: int) -> int:
     """Bytes of flags that exchange memory begins with."""
 
 def planted_bugs() -> list[str]:
-    """Names of the bugs that tests can plant in the staging of device memory.
-    """
+    """Names of the bugs that tests can plant in the staging of device memory."""
 
 def planted_message_bugs() -> list[str]:
     """The same, of messages of device memory."""
 
 def planted_mpi_bugs() -> list[str]:
-    """Names of the bugs that tests can plant in MPI's calls on device memory.
-    """
+    """Names of the bugs that tests can plant in MPI's calls on device memory."""
 
 def planted_nccl_bugs() -> list[str]:
     """Names of the bugs that tests can plant in calls by NCCL."""
@@ -1232,12 +1636,27 @@ def planted_peer_bugs() -> list[str]:
     """Names of the bugs that tests can plant in calls over memory of peers."""
 
 def region_nbytes(arg0: int, arg1: int, /) -> int:
-    """Bytes of shared memory per rank for a group of `members` on-node ranks.
-    """
+    """Bytes of shared memory per rank for a group of `members` on-node ranks."""
 
 def register_numpy_type(arg0: int, arg1: int, /) -> None: ...
-
-def remember_device_call(group: Group, *, coll: int, reduction: int, root: int, dtype: int, count: int, device: Any, runner: DeviceWork, plan: Any, gives_out: bool, sends: bool, receives: bool, in_place: bool, out_count: int, detours: Any | None) -> None:
+def remember_device_call(
+    group: Group,
+    *,
+    coll: int,
+    reduction: int,
+    root: int,
+    dtype: int,
+    count: int,
+    device: Any,
+    runner: DeviceWork,
+    plan: Any,
+    gives_out: bool,
+    sends: bool,
+    receives: bool,
+    in_place: bool,
+    out_count: int,
+    detours: Any | None,
+) -> None:
     """Start collectives like this one without Python from now on, but while there
     is something in the list `detours`.
     """
@@ -1246,19 +1665,25 @@ def send_fused(group: Group, call: int) -> None:
     """Send the buckets of the calls before `call`."""
 
 class sparse:  # noqa: N801
-
     @staticmethod
     def add_dense(dtype: int, x: int, dense: int, count: int) -> None:
         """Add dense elements to others."""
 
     @staticmethod
-    def add_into(index_nbytes: int, dtype: int, indices: int, values: int, count: int, first: int, dense: int) -> None:
+    def add_into(
+        index_nbytes: int,
+        dtype: int,
+        indices: int,
+        values: int,
+        count: int,
+        first: int,
+        dense: int,
+    ) -> None:
         """Add entries to the dense elements from index first on."""
 
     @staticmethod
     def count_magnitudes(dtype: int, values: int, count: int, counts: int) -> None:
-        """Add to 2048 counts of elements by the leading bits of their magnitudes.
-        """
+        """Add to 2048 counts of elements by the leading bits of their magnitudes."""
 
     @staticmethod
     def first_wrong(index_nbytes: int, indices: int, count: int, length: int) -> int:
@@ -1275,25 +1700,56 @@ class sparse:  # noqa: N801
         """Write the ascending positions of the k elements of largest magnitude."""
 
     @staticmethod
-    def merge(index_nbytes: int, dtype: int, indices_a: int, values_a: int, num_a: int, indices_b: int, values_b: int, num_b: int, indices: int, values: int) -> int:
+    def merge(
+        index_nbytes: int,
+        dtype: int,
+        indices_a: int,
+        values_a: int,
+        num_a: int,
+        indices_b: int,
+        values_b: int,
+        num_b: int,
+        indices: int,
+        values: int,
+    ) -> int:
         """Write the sorted union of two sets of entries; return its length."""
 
     @staticmethod
-    def sparsify(index_nbytes: int, dtype: int, dense: int, count: int, first: int, indices: int, values: int) -> int:
+    def sparsify(
+        index_nbytes: int,
+        dtype: int,
+        dense: int,
+        count: int,
+        first: int,
+        indices: int,
+        values: int,
+    ) -> int:
         """Write the entries that are not zero; return their number."""
 
     @staticmethod
-    def split(index_nbytes: int, indices: int, count: int, bounds: Sequence[int]) -> list[int]:
+    def split(
+        index_nbytes: int, indices: int, count: int, bounds: Sequence[int]
+    ) -> list[int]:
         """Return how many indices lie below each of the ascending bounds."""
 
     @staticmethod
-    def sum(index_nbytes: int, dtype: int, lists: Sequence[tuple[int, int, int]], first: int, last: int, indices: int, values: int) -> int:
+    def sum(
+        index_nbytes: int,
+        dtype: int,
+        lists: Sequence[tuple[int, int, int]],
+        first: int,
+        last: int,
+        indices: int,
+        values: int,
+    ) -> int:
         """Write the sorted union of lists of (indices, values, count); return its
         length.
         """
 
     @staticmethod
-    def take_buckets(dtype: int, values: int, count: int, bucket: int, positions: int) -> int:
+    def take_buckets(
+        dtype: int, values: int, count: int, bucket: int, positions: int
+    ) -> int:
         """Write the positions of elements in this bucket or above; return their
         number.
         """
@@ -1302,8 +1758,7 @@ def stream_steps() -> list[str]:
     """Names of a program's steps, by their codes."""
 
 def view_of_numpy(arg: Any, /) -> Any:
-    """(address, count, dtype code, writable) of a plain numpy array, else None.
-    """
+    """(address, count, dtype code, writable) of a plain numpy array, else None."""
 
 def view_of_tensor(arg: Any, /) -> Any:
     """(address, count, dtype code) of a plain tensor of torch's in host memory,
@@ -1322,7 +1777,6 @@ def wait_fused(requests: list[Any]) -> Any:
     """
 
 class wire:  # noqa: N801
-
     @staticmethod
     def block(format: int) -> int:
         """Elements of a block."""
@@ -1332,7 +1786,9 @@ class wire:  # noqa: N801
         """Write what came as elements."""
 
     @staticmethod
-    def encode(format: int, dtype: int, x: int, residual: int, count: int, wire: int) -> None:
+    def encode(
+        format: int, dtype: int, x: int, residual: int, count: int, wire: int
+    ) -> None:
         """Write x plus residual (0: none) as it goes over the wire."""
 
     @staticmethod
@@ -1340,11 +1796,24 @@ class wire:  # noqa: N801
         """Bytes that so many elements take."""
 
     @staticmethod
-    def settle(format: int, dtype: int, wire: int, count: int, x: int, residual: int) -> None:
+    def settle(
+        format: int, dtype: int, wire: int, count: int, x: int, residual: int
+    ) -> None:
         """Leave in residual what of x plus residual did not go."""
 
     @staticmethod
-    def sum(format: int, dtype: int, parts: Sequence[int], own: int, x: int, residual: int, count: int, divisor: float, wire: int, lost: int) -> None:
+    def sum(
+        format: int,
+        dtype: int,
+        parts: Sequence[int],
+        own: int,
+        x: int,
+        residual: int,
+        count: int,
+        divisor: float,
+        wire: int,
+        lost: int,
+    ) -> None:
         """Write the sum of all parts (of part own: x plus residual) over divisor as it
         goes over the wire, and to lost (0: nowhere) what that leaves out of the
         sum.

@@ -55,7 +55,7 @@ class GlooRelay:
 
         self._group = _gloo_group(store, rank, size, timeout_s)
         self.native = _native.Relay(rank, size)
-        self._landing: dict[int, deque[tuple[Any, Any]]] = {p: deque() for p in peers}
+        self._landing: dict[Any, deque[tuple[Any, Any]]] = {p: deque() for p in peers}
         self._carrier = _native.RelayCarrier(
             self.native,
             self._group.send,
@@ -144,7 +144,7 @@ class GlooRelay:
         ]
         try:
             while True:
-                # Half of them at once: who has been woken by a frame wants the GIL, too.
+                # Half of them at once: who was woken by a frame wants the GIL, too.
                 if len(free) >= _AHEAD // 2:
                     for frame in free:
                         coming.append((self._group.recv([frame], peer, _FRAMES), frame))

@@ -37,13 +37,13 @@ def _expanded(part: str, whole: str) -> Iterator[str]:
         return
     for piece in found[1].split(","):
         numbers = _RANGE.fullmatch(piece)
-        if numbers is None:
+        first, last = (numbers[1], numbers[2] or numbers[1]) if numbers else ("1", "0")
+        if int(last) < int(first):
             raise UsageError(
                 f"Slurm's list of nodes is {whole!r}, in which {piece!r} is neither a "
                 f"number nor a range: set MASTER_ADDR to the host of rank 0, and "
                 f"MASTER_PORT"
             )
-        first, last = numbers[1], numbers[2] or numbers[1]
         for number in range(int(first), int(last) + 1):
             middle = str(number).zfill(len(first))
             yield from _expanded(

@@ -296,7 +296,8 @@ if rank == 2:
                 port = one.getpeername()[1]
             except (OSError, IndexError):
                 continue
-            if one.type == socket.SOCK_STREAM and port != int(os.environ["MASTER_PORT"]):
+            is_store = port == int(os.environ["MASTER_PORT"])
+            if one.type == socket.SOCK_STREAM and not is_store:
                 one.shutdown(socket.SHUT_RDWR)
     else:
         os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])

@@ -20,6 +20,11 @@ from commrt.launch.slurm import hosts, rendezvous
         ("gpu[01,07-08],login2", ["gpu01", "gpu07", "gpu08", "login2"]),
         ("r[1-2]n[09-10]", ["r1n09", "r1n10", "r2n09", "r2n10"]),
         ("r[1-2]x,s[3]-ib", ["r1x", "r2x", "s3-ib"]),
+        ("n[099-101,0998]", ["n099", "n100", "n101", "n0998"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("c[0-1]b[0-1]n[00]", ["c0b0n00", "c0b1n00", "c1b0n00", "c1b1n00"]),
+        ("[1-2]", ["1", "2"]),
+        ("a1, b[2-3]", ["a1", "b2", "b3"]),
     ],
 )
 def test_lists_of_nodes(nodelist: str, expected: list[str]) -> None:
@@ -27,7 +32,21 @@ def test_lists_of_nodes(nodelist: str, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "nodelist", ["", ",", "a,,b", "gpu[1", "gpu1]", "gpu[]", "gpu[1-]", "gpu[a-b]"]
+    "nodelist",
+    [
+        *(
+            "",
+            ",",
+            "a,,b",
+            "gpu[1",
+            "gpu1]",
+            "gpu[]",
+            "gpu[1-]",
+            "gpu[a-b]",
+            "gpu[5-3]",
+        ),
+        *("gpu[[1-2]]", "gpu[1-2[3]]", "gpu[1,,2]", "gpu[1-2-3]", "gpu[-1]"),
+    ],
 )
 def test_a_list_that_cannot_be_read_is_named(nodelist: str) -> None:
     with pytest.raises(UsageError, match="set MASTER_ADDR to the host of rank 0"):

@@ -10,7 +10,6 @@ namespace commrt {
 
 namespace {
 
-constexpr int kTruncated = 1;
 constexpr int kFirstText = 16;
 
 // What is behind an error code: the functions of MPI's table that ask know no relay.
@@ -27,7 +26,7 @@ struct Texts {
     const std::lock_guard<std::mutex> lock(mutex);
     const size_t at = static_cast<size_t>(code - kFirstText);
     if (code >= kFirstText && at < said.size()) return said[at];
-    return code == kTruncated ? "a message was longer than its receive" : "";
+    return code == Relay::kTruncated ? "a message was longer than its receive" : "";
   }
 };
 
@@ -265,7 +264,7 @@ void Relay::match(Peer& peer, Request* request, Incoming&& message) {
   if (bytes != nullptr || message.nbytes == 0) {
     if (fits && message.nbytes != 0) std::memcpy(request->data, bytes, message.nbytes);
     count_received(peer, message.nbytes);
-    request->end(fits ? 0 : kTruncated);
+    request->end(fits ? 0 : Relay::kTruncated);
     return;
   }
   std::unique_ptr<unsigned char[]> nowhere;
@@ -366,7 +365,7 @@ void Relay::landed(int number) {
   if (peer.landing.empty()) return;
   auto [request, nowhere] = std::move(peer.landing.front());
   peer.landing.pop_front();
-  request->end(nowhere == nullptr ? 0 : kTruncated);
+  request->end(nowhere == nullptr ? 0 : Relay::kTruncated);
 }
 
 void Relay::lost(int number, const std::string& why) {
@@ -437,6 +436,8 @@ bool Relay::answer(uint64_t question, uint64_t& count) {
   answers_.erase(it);
   return true;
 }
+
+std::string Relay::text_of(int code) { return texts().get(code); }
 
 std::string Relay::failure_of(int number) const {
   const int code = peers_[static_cast<size_t>(number)].failure;
@@ -529,83 +530,6 @@ void Relay::cancel(Request* request) {
   queue.erase(at);
   if (queue.empty()) peer.posted.erase(it);
   request->end();
-}
-
-namespace {
-
-struct Status {  // how a relay uses MPI's
-  int count;
-};
-
-Relay* relay_of(Handle handle) { return reinterpret_cast<Relay*>(handle); }
-
-Relay::Request** slot_of(void* request) { return static_cast<Relay::Request**>(request); }
-
-int relay_isend(const void* data, int nbytes, Handle, int peer, int tag, Handle comm,
-                void* request) {
-  return relay_of(comm)->isend(data, nbytes, peer, tag, slot_of(request));
-}
-
-int relay_irecv(void* data, int nbytes, Handle, int peer, int tag, Handle comm, void* request) {
-  return relay_of(comm)->irecv(data, nbytes, peer, tag, slot_of(request));
-}
-
-int relay_iprobe(int peer, int tag, Handle comm, int* flag, void* status) {
-  return relay_of(comm)->iprobe(peer, tag, flag, &static_cast<Status*>(status)->count);
-}
-
-int relay_test(void* slot, int* flag, void* status) {
-  Relay::Request*& request = *slot_of(slot);
-  *flag = request == nullptr || request->done.load(std::memory_order_acquire);
-  if (!*flag || request == nullptr) return 0;
-  static_cast<Status*>(status)->count = static_cast<int>(request->nbytes);
-  const int code = request->code;
-  delete request;
-  request = nullptr;
-  return code;
-}
-
-int relay_cancel(void* slot) {
-  Relay::Request* request = *slot_of(slot);
-  if (request != nullptr) request->owner->cancel(request);
-  return 0;
-}
-
-int relay_get_count(const void* status, Handle, int* count) {
-  *count = static_cast<const Status*>(status)->count;
-  return 0;
-}
-
-int relay_error_class(int code, int* which) {
-  *which = code;
-  return 0;
-}
-
-int relay_error_string(int code, char* text, int* length) {
-  const std::string said = texts().get(code).substr(0, 4000);
-  std::memcpy(text, said.c_str(), said.size() + 1);
-  *length = static_cast<int>(said.size());
-  return 0;
-}
-
-}  // namespace
-
-const MpiApi& relay_api() {
-  static const MpiApi table = [] {
-    MpiApi made;
-    made.is_relay = true;
-    made.isend = relay_isend;
-    made.irecv = relay_irecv;
-    made.iprobe = relay_iprobe;
-    made.test = relay_test;
-    made.cancel = relay_cancel;
-    made.get_count = relay_get_count;
-    made.error_class = relay_error_class;
-    made.error_string = relay_error_string;
-    made.err_truncate = kTruncated;
-    return made;
-  }();
-  return table;
 }
 
 }  // namespace commrt

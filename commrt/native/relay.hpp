@@ -15,9 +15,9 @@
 //   Done:     the payload has been sent, before this
 //   Bye:      the sender's last frame
 //
-// For each peer one thread receives frames (arrived, landed). Frames are sent by whoever has the GIL
-// anyway: who calls, waits or receives (relay_carrier.hpp). A thread for each peer sends what the
-// progress thread leaves, and waits until gloo needs the memory of what has been sent no more.
+// For each peer one thread receives frames (arrived, landed). Frames are sent by whoever has the
+// GIL anyway: who calls, waits or receives (relay_carrier.hpp). A thread for each peer sends what
+// the progress thread leaves, and waits until gloo needs the memory of what has been sent no more.
 #pragma once
 
 #include <atomic>
@@ -42,6 +42,7 @@ class Relay {
   static constexpr size_t kEagerNbytes = (256 << 10) + 4096;
   static constexpr uint64_t kWindowNbytes = 16 << 20;
   static constexpr uint64_t kUnknown = ~0ull;
+  static constexpr int kTruncated = 1;  // the code of a message longer than its receive
   static constexpr size_t kHeaderNbytes = 32;
   static constexpr size_t kFrameNbytes = kHeaderNbytes + kEagerNbytes;
 
@@ -110,6 +111,8 @@ class Relay {
   int size() const { return static_cast<int>(peers_.size()); }
   // Why a peer is lost; empty: it is not.
   std::string failure_of(int peer) const;
+  // What is behind an error code.
+  static std::string text_of(int code);
 
   // -- for the engine, in MPI's words --
   int isend(const void* data, int nbytes, int peer, int tag, Request** request);
@@ -119,8 +122,8 @@ class Relay {
   // The count of operations that the communicator of this tag has started, to be kept there.
   std::shared_ptr<std::atomic<uint64_t>> count_of(int tag);
   // Waits until something has changed for the engine since `seen`, at most for a moment, and
-  // brings `seen` up to date. Of all relays of this process. The moment is short where ranks of this
-  // node could want a look.
+  // brings `seen` up to date. Of all relays of this process. The moment is short where ranks of
+  // this node could want a look.
   static void wait_for_change(uint64_t& seen);
   // A communicator has ranks of this node and of others: their messages tell nobody.
   static void expect_neighbors();

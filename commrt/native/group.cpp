@@ -186,6 +186,7 @@ void drop_ended(Engine& engine) {
 }
 
 WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s, bool spun) {
+  const GiveAtEnd give;
   constexpr int kPassesWithGil = 24;  // about 2 us
   // Ranks that share cores go straight to the loop below, which yields.
   const int spins = group.comm->spins_of(op->plan.get());
@@ -327,6 +328,7 @@ bool Request::test() {
   if (!op_->finished()) {
     if (Engine::forked.load(std::memory_order_relaxed)) group_.attr("_check_usable")();
     Engine& engine = *nb::cast<Group&>(group_).engine;
+    const GiveAtEnd give;
     // Who looks at devices waits for locks whose holder may wait for the GIL.
     auto step = [&] {
       if (is_long(*op_) || engine.has_device_work()) {

@@ -74,4 +74,14 @@ class RelayCarrier {
   std::vector<std::unique_ptr<Peer>> peers_;
 };
 
+// At its end gives what is left: a caller may go and wait elsewhere for whom it has just sent to.
+// Needs the GIL then.
+struct GiveAtEnd {
+  ~GiveAtEnd() {
+    if (!Relay::is_due()) return;
+    const nanobind::error_scope saved;
+    RelayCarrier::give_everything();
+  }
+};
+
 }  // namespace commrt

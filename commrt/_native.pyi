@@ -1188,7 +1188,39 @@ class Relay:
         """
 
     def sent(self, peer: int) -> None:
-        """What `next` gave has left."""
+        """The oldest payload that `next` gave has left."""
+
+class RelayCarrier:
+    """Gives a relay's frames to gloo."""
+
+    def __init__(
+        self,
+        relay: Relay,
+        send: Any,
+        recv: Any,
+        frombuffer: Any,
+        uint8: Any,
+        landing: dict[str, Any],
+    ) -> None: ...
+    def attend(self, peer: int) -> Any:
+        """Wait until this thread is needed. Works to be waited for, each to be
+        followed by `left`; None where nothing comes any more.
+        """
+
+    def forget(self) -> None:
+        """Keep no work of gloo's any more."""
+
+    def give(self, peer: int) -> None:
+        """Send a peer what there is, unless another thread does."""
+
+    def give_all(self) -> None:
+        """The same for all peers."""
+
+    def left(self, peer: int) -> None:
+        """gloo needs the oldest memory of what it was given no more."""
+
+    def lose(self, peer: int, why: str) -> None:
+        """gloo does not reach the peer, and says why."""
 
 class Request:
     """One started operation. Keep it, and wait() for it: the buffers belong to the

@@ -76,9 +76,9 @@ class Carrier:
             if payload:
                 to = self._landing[dest, source].popleft()
                 ctypes.memmove(to, payload, payload_nbytes)
+                sender.sent(dest)
             if receiver.arrived(source, at, nbytes) == 1:
                 receiver.landed(source)
-            sender.sent(dest)
             if ends:
                 return
 

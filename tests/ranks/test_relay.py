@@ -22,7 +22,7 @@ COLLECTIVES = (
     "reduce_scatter",
     "alltoall",
 )
-EAGER_NBYTES, WINDOW_NBYTES = 256 << 10, 16 << 20
+EAGER_NBYTES, WINDOW_NBYTES = (256 << 10) + 4096, 16 << 20
 
 
 @pytest.mark.parametrize("nodes", LAYOUTS, ids=str)

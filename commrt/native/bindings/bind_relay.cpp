@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 
 #include "engine/relay.hpp"
+#include "engine/relay_carrier.hpp"
 
 namespace nb = nanobind;
 
@@ -39,7 +40,7 @@ void bind_relay(nb::module_& m) {
            "sent before it, its bytes, where to receive a payload, its bytes, whether it is the "
            "last one); None where the peer is lost.")
       .def("sent", &Relay::sent, nb::arg("peer"), nb::call_guard<nb::gil_scoped_release>(),
-           "What `next` gave has left.")
+           "The oldest payload that `next` gave has left.")
       .def("arrived",
            [](Relay& relay, int peer, uint64_t frame, uint64_t nbytes) {
              return static_cast<int>(relay.arrived(peer, at(frame), nbytes));
@@ -65,6 +66,23 @@ void bind_relay(nb::module_& m) {
       .def("failure_of", &Relay::failure_of, nb::arg("peer"), "Why a peer is lost, or nothing.")
       .def("leave", &Relay::leave, nb::call_guard<nb::gil_scoped_release>(),
            "Tell all peers that this was all.");
+
+  nb::class_<RelayCarrier>(m, "RelayCarrier", "Gives a relay's frames to gloo.")
+      .def(nb::init<std::shared_ptr<Relay>, nb::object, nb::object, nb::object, nb::object,
+                    nb::dict>(),
+           nb::arg("relay"), nb::arg("send"), nb::arg("recv"), nb::arg("frombuffer"),
+           nb::arg("uint8"), nb::arg("landing"))
+      .def("give", &RelayCarrier::give, nb::arg("peer"),
+           "Send a peer what there is, unless another thread does.")
+      .def("give_all", &RelayCarrier::give_all, "The same for all peers.")
+      .def("attend", &RelayCarrier::attend, nb::arg("peer"),
+           "Wait until this thread is needed. Works to be waited for, each to be followed by "
+           "`left`; None where nothing comes any more.")
+      .def("left", &RelayCarrier::left, nb::arg("peer"),
+           "gloo needs the oldest memory of what it was given no more.")
+      .def("lose", &RelayCarrier::lose, nb::arg("peer"), nb::arg("why"),
+           "gloo does not reach the peer, and says why.")
+      .def("forget", &RelayCarrier::forget, "Keep no work of gloo's any more.");
 }
 
 }  // namespace commrt

@@ -13,6 +13,8 @@ static_assert(sizeof(PacketHeader) <= kInlineBytes);
 
 namespace {
 constexpr size_t kMpiPacketBytes = 1 << 20;
+// A relay carries so much whole; to announce it would cost two more of its messages.
+constexpr size_t kRelayEagerBytes = 256 << 10;
 constexpr int kMaxSending = 8;  // packets that one peer is sent at once over MPI
 }
 
@@ -357,6 +359,8 @@ bool P2P::flush(int peer) {
   const size_t packet =
       comm_.link(peer).kind == LinkKind::Shared ? kPacketBytes : kMpiPacketBytes;
   const size_t most = std::max(kMpiPacketBytes / 4, packet);
+  const bool relayed = comm_.link(peer).kind == LinkKind::Mpi && comm_.off_node->is_relay;
+  const size_t most_eager = relayed ? kRelayEagerBytes : kPacketBytes;
   size_t pushed = 0;
   while (!c.control.empty() && push(peer, c.control.front(), nullptr, 0)) {
     c.control.pop_front();
@@ -371,7 +375,7 @@ bool P2P::flush(int peer) {
       continue;
     }
     const uint64_t held = task.nbytes + kEagerOverhead;  // there, until it is received
-    const bool eager = task.nbytes <= kPacketBytes && c.eager_out + held <= kEagerBytes;
+    const bool eager = task.nbytes <= most_eager && c.eager_out + held <= kEagerBytes;
     PacketHeader header{eager ? PacketKind::Eager : PacketKind::Rts, task.tag, task.nbytes,
                         task.id, 0, 0};
     if (!push(peer, header, task.send_buffer, eager ? task.nbytes : 0)) break;

@@ -15,7 +15,9 @@
 //   Done:     the payload has been sent, before this
 //   Bye:      the sender's last frame
 //
-// For each peer one thread sends frames (next, sent), and one receives them (arrived, landed).
+// For each peer one thread receives frames (arrived, landed). Frames are sent by whoever has the
+// GIL anyway: who calls, waits or receives (relay_carrier.hpp). A thread for each peer sends what
+// the progress thread leaves, and waits until gloo needs the memory of what has been sent no more.
 #pragma once
 
 #include <atomic>
@@ -36,9 +38,11 @@ class Relay {
  public:
   // Longer messages wait for their receives, and so do all while a peer has kWindowNbytes of
   // others that it has not received: memory for what comes unexpected ends.
-  static constexpr size_t kEagerNbytes = 256 << 10;
+  // Fragments of 256 KiB are rounded, and a packet has a header.
+  static constexpr size_t kEagerNbytes = (256 << 10) + 4096;
   static constexpr uint64_t kWindowNbytes = 16 << 20;
   static constexpr uint64_t kUnknown = ~0ull;
+  static constexpr int kTruncated = 1;  // the code of a message longer than its receive
   static constexpr size_t kHeaderNbytes = 32;
   static constexpr size_t kFrameNbytes = kHeaderNbytes + kEagerNbytes;
 
@@ -54,7 +58,7 @@ class Relay {
     void end(int with = 0);
   };
 
-  // What the thread that sends to a peer is to do.
+  // What who sends to a peer is to do.
   struct Todo {
     bool ends = false;         // nothing ever again
     uint64_t frame_nbytes = 0;
@@ -66,15 +70,33 @@ class Relay {
   // What the thread that receives from a peer is to do after a frame.
   enum class Then { Next, Land, End };
 
-  Relay(int rank, int size) : rank_(rank), peers_(static_cast<size_t>(size)) {}
+  Relay(int rank, int size);
+  ~Relay();
   Relay(const Relay&) = delete;
   Relay& operator=(const Relay&) = delete;
 
-  // -- for threads of Python's --
+  // -- for who carries frames --
   // Waits for something to send and writes its frame; the peer's only sender calls it.
   Todo next(int peer, unsigned char* frame);
-  // The frame that `next` gave has left, and its payload.
+  // The oldest payload that has been taken has left.
   void sent(int peer);
+
+  // From now on frames are taken by `take`, of which at most `most` may be on their way.
+  void be_carried(int most);
+  // Whether this thread is to send to a peer: there are frames, there is room, and nobody else
+  // does. It goes on until `take` has nothing more.
+  bool begin_to_take(int peer);
+  // Writes a frame if there is one, and room for it. False: nothing is left to this thread.
+  bool take(int peer, unsigned char* frame, Todo& todo);
+  // Memory of the oldest frame on its way is free again.
+  void frame_left(int peer);
+  // Wakes the thread that attends to a peer, and what it waits in; false: nothing comes any more.
+  void call(int peer);
+  bool attend(int peer);
+  // For who has no GIL: lets the threads send what there is.
+  static void order();
+  // Whether any relay of this process has frames that nobody sends.
+  static bool is_due();
   Then arrived(int peer, const unsigned char* frame, uint64_t nbytes);
   // The oldest payload whose receive has begun is there.
   void landed(int peer);
@@ -86,8 +108,11 @@ class Relay {
   uint64_t ask(int peer, int tag);
   // Whether there is an answer, and which; then the question is forgotten.
   bool answer(uint64_t question, uint64_t& count);
+  int size() const { return static_cast<int>(peers_.size()); }
   // Why a peer is lost; empty: it is not.
   std::string failure_of(int peer) const;
+  // What is behind an error code.
+  static std::string text_of(int code);
 
   // -- for the engine, in MPI's words --
   int isend(const void* data, int nbytes, int peer, int tag, Request** request);
@@ -97,12 +122,17 @@ class Relay {
   // The count of operations that the communicator of this tag has started, to be kept there.
   std::shared_ptr<std::atomic<uint64_t>> count_of(int tag);
   // Waits until something has changed for the engine since `seen`, at most for a moment, and
-  // brings `seen` up to date. Of all relays of this process.
+  // brings `seen` up to date. Of all relays of this process. The moment is short where ranks of
+  // this node could want a look.
   static void wait_for_change(uint64_t& seen);
+  // A communicator has ranks of this node and of others: their messages tell nobody.
+  static void expect_neighbors();
+  static bool expects_neighbors();
 
  private:
   struct Incoming {  // a message that has no receive yet
-    std::unique_ptr<unsigned char[]> bytes;  // null: it waits at its sender
+    std::unique_ptr<unsigned char[]> bytes;  // null: it waits at its sender, or is `in_frame`
+    const unsigned char* in_frame = nullptr;
     uint64_t nbytes = 0;
     uint64_t id = 0;  // the sender's
   };
@@ -124,7 +154,11 @@ class Relay {
   struct Peer {
     std::deque<Outgoing> queue;
     std::condition_variable changed;
-    std::unique_ptr<Outgoing> leaving;  // between next and sent
+    std::deque<Request*> leaving;  // of payloads, between next or take and sent
+    int num_leaving = 0;           // frames, between take and frame_left
+    bool is_taken = false;         // somebody sends
+    bool is_due = false;           // nobody does, and there are frames and room
+    bool is_called = false;
     std::unordered_map<uint64_t, std::pair<Request*, const void*>> waiting;  // by id: for Clear
     std::unordered_map<int, std::deque<Request*>> posted;                   // by tag
     std::unordered_map<int, std::deque<Incoming>> unexpected;               // by tag
@@ -139,6 +173,8 @@ class Relay {
 
   Peer& peer_of(int peer) { return peers_[static_cast<size_t>(peer)]; }
   void push(Peer& peer, Outgoing&& what);
+  Todo write_frame(Peer& peer, unsigned char* frame);
+  void look(Peer& peer);
   void match(Peer& peer, Request* request, Incoming&& message);
   void count_received(Peer& peer, uint64_t nbytes);
   void take_message(Peer& peer, int tag, Incoming&& message);
@@ -149,6 +185,7 @@ class Relay {
   std::unordered_map<int, std::weak_ptr<std::atomic<uint64_t>>> counts_;  // by tag
   std::unordered_map<uint64_t, uint64_t> answers_;                        // by question
   uint64_t questions_ = 0;
+  int most_leaving_ = 0;  // of frames; 0: a thread takes them by `next`
   std::vector<Peer> peers_;
 };
 

@@ -55,7 +55,7 @@ class GlooRelay:
 
         self._group = _gloo_group(store, rank, size, timeout_s)
         self.native = _native.Relay(rank, size)
-        self._landing: dict[Any, deque[tuple[Any, Any]]] = {p: deque() for p in peers}
+        self._landing: dict[Any, dict[int, tuple[Any, Any]]] = {p: {} for p in peers}
         self._carrier = _native.RelayCarrier(
             self.native,
             self._group.send,
@@ -152,12 +152,12 @@ class GlooRelay:
                 work, frame = coming.popleft()
                 work.wait(_FOREVER)
                 then = self.native.arrived(peer, frame.data_ptr(), frame.numel())
-                if then == 1:
-                    payload, _ = self._landing[peer].popleft()
+                if then > 0:
+                    payload, _ = self._landing[peer].pop(then)
                     payload.wait(_FOREVER)
-                    self.native.landed(peer)
+                    self.native.landed(peer, then)
                 self._carrier.give(peer)  # answers
-                if then == 2:
+                if then < 0:
                     return
                 free.append(frame)
         except RuntimeError as error:

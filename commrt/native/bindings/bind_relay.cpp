@@ -23,9 +23,9 @@ nb::object next(Relay& relay, int peer, uint64_t frame) {
     const nb::gil_scoped_release released;
     todo = relay.next(peer, at(frame));
   }
-  if (todo.frame_nbytes == 0) return nb::none();
+  if (todo.ends && todo.frame_nbytes == 0) return nb::none();
   return nb::make_tuple(todo.frame_nbytes, address_of(todo.payload), todo.payload_nbytes,
-                        address_of(todo.landing), todo.landing_nbytes, todo.ends);
+                        address_of(todo.landing), todo.landing_nbytes, todo.where, todo.ends);
 }
 
 }  // namespace
@@ -37,19 +37,20 @@ void bind_relay(nb::module_& m) {
                    "The longest frame.")
       .def("next", &next, nb::arg("peer"), nb::arg("frame"),
            "Wait for something to send and write its frame. (bytes of the frame, payload to be "
-           "sent before it, its bytes, where to receive a payload, its bytes, whether it is the "
-           "last one); None where the peer is lost.")
+           "sent before it, its bytes, where to receive a payload, its bytes, the number of the "
+           "payload, whether it is the last one); None where the peer is lost. A frame of 0 "
+           "bytes is none.")
       .def("sent", &Relay::sent, nb::arg("peer"), nb::call_guard<nb::gil_scoped_release>(),
            "The oldest payload that `next` gave has left.")
       .def("arrived",
            [](Relay& relay, int peer, uint64_t frame, uint64_t nbytes) {
-             return static_cast<int>(relay.arrived(peer, at(frame), nbytes));
+             return relay.arrived(peer, at(frame), nbytes);
            }, nb::arg("peer"), nb::arg("frame"), nb::arg("nbytes"),
            nb::call_guard<nb::gil_scoped_release>(),
-           "Take a frame. 0: on to the next; 1: wait for the oldest payload first; 2: it was the "
-           "last one.")
-      .def("landed", &Relay::landed, nb::arg("peer"), nb::call_guard<nb::gil_scoped_release>(),
-           "The oldest payload whose receive has begun is there.")
+           "Take a frame. 0: on to the next; -1: it was the last one; else wait for the payload "
+           "of this number first.")
+      .def("landed", &Relay::landed, nb::arg("peer"), nb::arg("where"),
+           nb::call_guard<nb::gil_scoped_release>(), "The payload of this number is there.")
       .def("lost", &Relay::lost, nb::arg("peer"), nb::arg("why"),
            nb::call_guard<nb::gil_scoped_release>(),
            "Nothing comes from the peer any more, nor reaches it.")

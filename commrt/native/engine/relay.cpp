@@ -214,6 +214,7 @@ Relay::Todo Relay::write_frame(Peer& peer, unsigned char* frame) {
   std::memcpy(frame, &one.frame, sizeof one.frame);
   todo.frame_nbytes = sizeof one.frame;
   todo.ends = one.frame.kind == FrameKind::Bye;
+  todo.where = one.frame.where;
   switch (one.frame.kind) {
     case FrameKind::Message:
       todo.frame_nbytes += one.frame.nbytes;
@@ -222,6 +223,9 @@ Relay::Todo Relay::write_frame(Peer& peer, unsigned char* frame) {
       }
       one.request->end();
       break;
+    case FrameKind::Expect:
+      todo.frame_nbytes = 0;
+      [[fallthrough]];
     case FrameKind::Clear:
       todo.landing = one.landing;
       todo.landing_nbytes = one.frame.nbytes;
@@ -269,10 +273,11 @@ void Relay::match(Peer& peer, Request* request, Incoming&& message) {
   }
   std::unique_ptr<unsigned char[]> nowhere;
   if (!fits) nowhere.reset(new unsigned char[message.nbytes]);
+  const uint64_t where = next_where(peer);
   Outgoing clear;
-  clear.frame = {FrameKind::Clear, request->tag, message.nbytes, message.id, 0};
+  clear.frame = {FrameKind::Clear, request->tag, message.nbytes, message.id, where};
   clear.landing = fits ? request->data : nowhere.get();
-  peer.landing.emplace_back(request, std::move(nowhere));
+  peer.landing.emplace(where, Landing{request, std::move(nowhere)});
   push(peer, std::move(clear));
 }
 
@@ -296,13 +301,13 @@ void Relay::take_message(Peer& peer, int tag, Incoming&& message) {
 }
 
 // The receiver is ready for it.
-void Relay::send_payload(Peer& peer, uint64_t id) {
-  const auto it = peer.waiting.find(id);
+void Relay::send_payload(Peer& peer, const Frame& clear) {
+  const auto it = peer.waiting.find(clear.id);
   if (it == peer.waiting.end()) return;
   const auto [request, data] = it->second;
   peer.waiting.erase(it);
   Outgoing done;
-  done.frame = {FrameKind::Done, request->tag, request->nbytes, id, 0};
+  done.frame = {FrameKind::Done, request->tag, request->nbytes, clear.id, clear.where};
   done.payload = data;
   done.request = request;
   push(peer, std::move(done));
@@ -312,7 +317,7 @@ Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbyt
   Frame frame;
   if (nbytes < sizeof frame) {
     lost(number, "a frame of " + std::to_string(nbytes) + " bytes is no frame of commrt's");
-    return Then::End;
+    return kEnd;
   }
   std::memcpy(&frame, bytes, sizeof frame);
   Incoming message;
@@ -327,15 +332,15 @@ Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbyt
     case FrameKind::Message:
     case FrameKind::Ready:
       take_message(peer, frame.tag, std::move(message));
-      return Then::Next;
+      return kNext;
     case FrameKind::Credit:
       peer.eager_out -= std::min(frame.nbytes, peer.eager_out);
-      return Then::Next;
+      return kNext;
     case FrameKind::Clear:
-      send_payload(peer, frame.id);
-      return Then::Next;
+      send_payload(peer, frame);
+      return kNext;
     case FrameKind::Done:
-      return Then::Land;
+      return static_cast<Then>(frame.where);
     case FrameKind::Ask: {
       const auto it = counts_.find(frame.tag);
       const auto count = it == counts_.end() ? nullptr : it->second.lock();
@@ -343,12 +348,13 @@ Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbyt
       answer.frame = {FrameKind::Answer, frame.tag, count == nullptr ? kUnknown : count->load(),
                       frame.id, 0};
       push(peer, std::move(answer));
-      return Then::Next;
+      return kNext;
     }
     case FrameKind::Answer:
       answers_[frame.id] = frame.nbytes;
-      return Then::Next;
+      return kNext;
     case FrameKind::Bye:
+    case FrameKind::Expect:
       break;
   }
   // The peer waits for this rank's last frame, too: then nobody reads from a closed connection.
@@ -356,16 +362,17 @@ Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbyt
     peer.said_bye = true;
     push(peer, Outgoing{});
   }
-  return Then::End;
+  return kEnd;
 }
 
-void Relay::landed(int number) {
+void Relay::landed(int number, uint64_t where) {
   Peer& peer = peer_of(number);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (peer.landing.empty()) return;
-  auto [request, nowhere] = std::move(peer.landing.front());
-  peer.landing.pop_front();
-  request->end(nowhere == nullptr ? 0 : Relay::kTruncated);
+  const auto it = peer.landing.find(where);
+  if (it == peer.landing.end()) return;
+  const Landing landing = std::move(it->second);
+  peer.landing.erase(it);
+  landing.request->end(landing.nowhere == nullptr ? 0 : Relay::kTruncated);
 }
 
 void Relay::lost(int number, const std::string& why) {
@@ -388,9 +395,9 @@ void Relay::lost(int number, const std::string& why) {
   for (Request* request : peer.leaving) request->end(code);
   peer.leaving.clear();
   look(peer);
-  for (auto& [request, nowhere] : peer.landing) {
-    request->end(code);
-    static_cast<void>(nowhere.release());  // what carries it may still write there
+  for (auto& [where, landing] : peer.landing) {
+    landing.request->end(code);
+    static_cast<void>(landing.nowhere.release());  // what carries it may still write there
   }
   peer.landing.clear();
   peer.changed.notify_all();
@@ -444,20 +451,28 @@ std::string Relay::failure_of(int number) const {
   return code == 0 ? "" : texts().get(code);
 }
 
+std::unique_ptr<Relay::Request> Relay::make_request(int peer, int tag, uint64_t nbytes) {
+  auto made = std::make_unique<Request>();
+  made->owner = this;
+  made->peer = peer;
+  made->tag = tag;
+  made->nbytes = nbytes;
+  return made;
+}
+
+// An error's code, or 0.
+int Relay::why_no_send(const Peer& peer, int number) const {
+  if (peer.failure != 0) return peer.failure;
+  if (!peer.said_bye) return 0;
+  return texts().add("rank " + std::to_string(number) +
+                     " of the job takes no more messages: it, or this rank, has ended");
+}
+
 int Relay::isend(const void* data, int nbytes, int number, int tag, Request** request) {
   Peer& peer = peer_of(number);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (peer.failure != 0) return peer.failure;
-  if (peer.said_bye) {
-    return texts().add("rank " + std::to_string(number) +
-                       " of the job takes no more messages: it, or this rank, has ended");
-  }
-  auto made = std::make_unique<Request>();
-  made->owner = this;
-  made->peer = number;
-  made->tag = tag;
-  made->nbytes = static_cast<uint64_t>(nbytes);
-  *request = made.release();
+  if (const int code = why_no_send(peer, number); code != 0) return code;
+  *request = make_request(number, tag, static_cast<uint64_t>(nbytes)).release();
   Outgoing one;
   one.request = *request;
   const uint64_t length = static_cast<uint64_t>(nbytes);
@@ -479,11 +494,7 @@ int Relay::irecv(void* data, int nbytes, int number, int tag, Request** request)
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto it = peer.unexpected.find(tag);
   if (it == peer.unexpected.end() && peer.failure != 0) return peer.failure;
-  auto made = std::make_unique<Request>();
-  made->owner = this;
-  made->peer = number;
-  made->tag = tag;
-  made->nbytes = static_cast<uint64_t>(nbytes);
+  auto made = make_request(number, tag, static_cast<uint64_t>(nbytes));
   made->data = static_cast<unsigned char*>(data);
   *request = made.release();
   if (it == peer.unexpected.end()) {
@@ -516,6 +527,40 @@ int Relay::iprobe(int number, int tag, int* flag, int* count) {
     }
   }
   return peer.failure.load(std::memory_order_acquire);
+}
+
+// Of those in flight no two have the same; they are tags of gloo's, of which 0 is another's.
+uint64_t Relay::next_where(Peer& peer) {
+  constexpr uint64_t kTags = 1 << 30;
+  return peer.next_where++ % kTags + 1;
+}
+
+int Relay::expect(void* data, uint64_t nbytes, int number, uint64_t* where, Request** request) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (peer.failure != 0) return peer.failure;
+  *where = next_where(peer);
+  *request = make_request(number, 0, nbytes).release();
+  peer.landing.emplace(*where, Landing{*request, nullptr});
+  Outgoing one;
+  one.frame = {FrameKind::Expect, 0, nbytes, 0, *where};
+  one.landing = data;
+  push(peer, std::move(one));
+  return 0;
+}
+
+int Relay::deliver(const void* data, uint64_t nbytes, int number, uint64_t where,
+                   Request** request) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (const int code = why_no_send(peer, number); code != 0) return code;
+  *request = make_request(number, 0, nbytes).release();
+  Outgoing one;
+  one.frame = {FrameKind::Done, 0, nbytes, 0, where};
+  one.payload = data;
+  one.request = *request;
+  push(peer, std::move(one));
+  return 0;
 }
 
 // A receive that has met its message goes on.

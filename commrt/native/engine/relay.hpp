@@ -11,8 +11,8 @@
 //   Ask:      how many operations of a communicator have been started there?
 //   Answer:   so many, or kUnknown
 //   Ready:    a longer one waits for its receive
-//   Clear:    its receive is there, and so is the receive of its payload
-//   Done:     the payload has been sent, before this
+//   Clear:    its receive is there, and so is that of its payload, whose number it says
+//   Done:     the payload of this number has been sent, before this
 //   Bye:      the sender's last frame
 //
 // For each peer one thread receives frames (arrived, landed). Frames are sent by whoever has the
@@ -64,11 +64,14 @@ class Relay {
     uint64_t frame_nbytes = 0;
     const void* payload = nullptr;  // to be sent before the frame
     uint64_t payload_nbytes = 0;
-    void* landing = nullptr;  // to be received into; begins before the frame is sent
+    void* landing = nullptr;  // to be received into; begins before a later frame is sent
     uint64_t landing_nbytes = 0;
+    uint64_t where = 0;  // number of the payload, or of the one to be received
   };
-  // What the thread that receives from a peer is to do after a frame.
-  enum class Then { Next, Land, End };
+  // What the thread that receives from a peer is to do after a frame: take the next one, never
+  // again, or, where it is positive, wait for the payload of this number first.
+  using Then = int64_t;
+  static constexpr Then kNext = 0, kEnd = -1;
 
   Relay(int rank, int size);
   ~Relay();
@@ -98,8 +101,8 @@ class Relay {
   // Whether any relay of this process has frames that nobody sends.
   static bool is_due();
   Then arrived(int peer, const unsigned char* frame, uint64_t nbytes);
-  // The oldest payload whose receive has begun is there.
-  void landed(int peer);
+  // The payload of this number is there.
+  void landed(int peer, uint64_t where);
   // Nothing comes from this peer any more, and nothing reaches it.
   void lost(int peer, const std::string& why);
   // Says Bye to all peers, behind what has been sent so far.
@@ -119,6 +122,11 @@ class Relay {
   int irecv(void* data, int nbytes, int peer, int tag, Request** request);
   int iprobe(int peer, int tag, int* flag, int* count);
   void cancel(Request* request);
+  // -- and beyond them: memory to memory, for a message that both sides have agreed upon --
+  // `where` is for the peer, who may give it as soon as it knows; what tells it so is to be sent
+  // after this.
+  int expect(void* data, uint64_t nbytes, int peer, uint64_t* where, Request** request);
+  int deliver(const void* data, uint64_t nbytes, int peer, uint64_t where, Request** request);
   // The count of operations that the communicator of this tag has started, to be kept there.
   std::shared_ptr<std::atomic<uint64_t>> count_of(int tag);
   // Waits until something has changed for the engine since `seen`, at most for a moment, and
@@ -136,13 +144,14 @@ class Relay {
     uint64_t nbytes = 0;
     uint64_t id = 0;  // the sender's
   };
-  enum class FrameKind : uint32_t { Message, Credit, Ready, Clear, Done, Ask, Answer, Bye };
+  // Expect is no frame: it only begins to receive a payload.
+  enum class FrameKind : uint32_t { Message, Credit, Ready, Clear, Done, Ask, Answer, Bye, Expect };
   struct Frame {
     FrameKind kind = FrameKind::Bye;
     int32_t tag = 0;
     uint64_t nbytes = 0;  // of the message
     uint64_t id = 0;
-    uint64_t unused = 0;
+    uint64_t where = 0;  // number of a payload
   };
   static_assert(sizeof(Frame) == kHeaderNbytes);
   struct Outgoing {
@@ -150,6 +159,10 @@ class Relay {
     const void* payload = nullptr;
     void* landing = nullptr;
     Request* request = nullptr;  // of a send: ends once this has left
+  };
+  struct Landing {
+    Request* request;
+    std::unique_ptr<unsigned char[]> nowhere;  // what is too long for its receive comes here
   };
   struct Peer {
     std::deque<Outgoing> queue;
@@ -162,10 +175,11 @@ class Relay {
     std::unordered_map<uint64_t, std::pair<Request*, const void*>> waiting;  // by id: for Clear
     std::unordered_map<int, std::deque<Request*>> posted;                   // by tag
     std::unordered_map<int, std::deque<Incoming>> unexpected;               // by tag
-    std::deque<std::pair<Request*, std::unique_ptr<unsigned char[]>>> landing;
+    std::unordered_map<uint64_t, Landing> landing;  // by number
     std::atomic<int> num_unexpected{0};
     std::atomic<int> failure{0};  // a code, once it is lost
     uint64_t next_id = 1;
+    uint64_t next_where = 0;
     uint64_t eager_out = 0;  // bytes that this peer has not said it has received
     uint64_t eager_in = 0;   // bytes received that it has not been told of
     bool said_bye = false;
@@ -178,7 +192,10 @@ class Relay {
   void match(Peer& peer, Request* request, Incoming&& message);
   void count_received(Peer& peer, uint64_t nbytes);
   void take_message(Peer& peer, int tag, Incoming&& message);
-  void send_payload(Peer& peer, uint64_t id);
+  void send_payload(Peer& peer, const Frame& clear);
+  static uint64_t next_where(Peer& peer);
+  std::unique_ptr<Request> make_request(int peer, int tag, uint64_t nbytes);
+  int why_no_send(const Peer& peer, int number) const;
 
   const int rank_;
   mutable std::mutex mutex_;

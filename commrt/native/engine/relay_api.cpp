@@ -30,6 +30,16 @@ int relay_iprobe(int peer, int tag, Handle comm, int* flag, void* status) {
   return relay_of(comm)->iprobe(peer, tag, flag, &static_cast<Status*>(status)->count);
 }
 
+int relay_expect(void* data, uint64_t nbytes, int peer, Handle comm, uint64_t* where,
+                 void* request) {
+  return relay_of(comm)->expect(data, nbytes, peer, where, slot_of(request));
+}
+
+int relay_deliver(const void* data, uint64_t nbytes, int peer, uint64_t where, Handle comm,
+                  void* request) {
+  return relay_of(comm)->deliver(data, nbytes, peer, where, slot_of(request));
+}
+
 int relay_test(void* slot, int* flag, void* status) {
   Relay::Request*& request = *slot_of(slot);
   *flag = request == nullptr || request->done.load(std::memory_order_acquire);
@@ -73,6 +83,8 @@ const MpiApi& relay_api() {
     made.isend = relay_isend;
     made.irecv = relay_irecv;
     made.iprobe = relay_iprobe;
+    made.expect = relay_expect;
+    made.deliver = relay_deliver;
     made.test = relay_test;
     made.cancel = relay_cancel;
     made.get_count = relay_get_count;

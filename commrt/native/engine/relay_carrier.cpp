@@ -72,12 +72,14 @@ void RelayCarrier::give(int number) {
       // A slot's memory is free: the relay counts frames on their way.
       Slot& slot = slot_of(peer, peer.num_frames);
       if (!relay_->take(number, slot.memory.get(), todo)) break;
-      ++peer.num_frames;
+      const bool is_frame = todo.frame_nbytes != 0;
+      peer.num_frames += is_frame;
       try {
         send(peer, number, slot, todo);
       } catch (nb::python_error& error) {
         lose(number, error.what());
       }
+      if (!is_frame) relay_->frame_left(number);
     }
   }
 }
@@ -88,14 +90,15 @@ void RelayCarrier::send(Peer& peer, int number, Slot& slot, const Relay::Todo& t
     const nb::object memory = tensor(todo.landing, todo.landing_nbytes);
     nb::list one;
     one.append(memory);
-    const nb::object work = recv_(one, number, kPayloads);
-    landing_[nb::int_(number)].attr("append")(nb::make_tuple(work, memory));
+    const nb::object work = recv_(one, number, todo.where);
+    landing_[nb::int_(number)].attr("__setitem__")(todo.where, nb::make_tuple(work, memory));
   }
+  if (todo.frame_nbytes == 0) return;
   if (todo.payload != nullptr) {
     const nb::object memory = tensor(const_cast<void*>(todo.payload), todo.payload_nbytes);
     nb::list one;
     one.append(memory);
-    peer.sent.push_back({send_(one, number, kPayloads), memory, false});
+    peer.sent.push_back({send_(one, number, todo.where), memory, false});
   }
   nb::object frame = slot.heads;
   if (todo.frame_nbytes != Relay::kHeaderNbytes) {

@@ -21,7 +21,7 @@ namespace commrt {
 class RelayCarrier {
  public:
   // send(list of one tensor, peer, tag) and recv are the group's, landing is where receives of
-  // payloads go: lists of (work, tensor) by peer.
+  // payloads go: for each peer a dictionary of (work, tensor), by their numbers.
   RelayCarrier(std::shared_ptr<Relay> relay, nanobind::object send, nanobind::object recv,
                nanobind::object frombuffer, nanobind::object uint8, nanobind::dict landing);
   ~RelayCarrier();
@@ -46,7 +46,7 @@ class RelayCarrier {
   static void give_everything();
 
  private:
-  static constexpr int kFrames = 0, kPayloads = 1;  // gloo's tags
+  static constexpr int kFrames = 0;     // gloo's tag; those of payloads are their numbers
   static constexpr size_t kSlots = 16;              // frames on their way
   struct Sent {
     nanobind::object work;

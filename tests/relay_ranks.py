@@ -91,6 +91,8 @@ class Carrier:
 class RelayRanks(LocalRanks):
     """LocalRanks on pretended nodes: between them messages go through relays."""
 
+    carrier_of: Any = Carrier
+
     def __init__(
         self, nodes: list[list[int]], *, timeout_s: float = DEADLINE_S
     ) -> None:
@@ -98,7 +100,7 @@ class RelayRanks(LocalRanks):
         node = {rank: i for i, ranks in enumerate(nodes) for rank in ranks}
         self.relays = [CarriedRelay(rank, size) for rank in range(size)]
         pairs = [(a, b) for a in range(size) for b in range(size) if node[a] != node[b]]
-        self.carrier = Carrier([each.native for each in self.relays], pairs)
+        self.carrier = self.carrier_of([each.native for each in self.relays], pairs)
 
         def connect(world: Any, rank: int, count: int, limit: float) -> Communicator:
             launch = LaunchInfo("single", rank, count, "threads of one process")

@@ -1158,8 +1158,8 @@ class Relay:
         """
 
     def arrived(self, peer: int, frame: int, nbytes: int) -> int:
-        """Take a frame. 0: on to the next; 1: wait for the oldest payload first; 2: it
-        was the last one.
+        """Take a frame. 0: on to the next; -1: it was the last one; else wait for the
+        payload of this number first.
         """
 
     def ask(self, peer: int, tag: int) -> int:
@@ -1172,8 +1172,8 @@ class Relay:
     def frame_nbytes(self) -> int:
         """The longest frame."""
 
-    def landed(self, peer: int) -> None:
-        """The oldest payload whose receive has begun is there."""
+    def landed(self, peer: int, where: int) -> None:
+        """The payload of this number is there."""
 
     def leave(self) -> None:
         """Tell all peers that this was all."""
@@ -1183,8 +1183,9 @@ class Relay:
 
     def next(self, peer: int, frame: int) -> Any:
         """Wait for something to send and write its frame. (bytes of the frame, payload
-        to be sent before it, its bytes, where to receive a payload, its bytes,
-        whether it is the last one); None where the peer is lost.
+        to be sent before it, its bytes, where to receive a payload, its bytes, the
+        number of the payload, whether it is the last one); None where the peer is
+        lost. A frame of 0 bytes is none.
         """
 
     def sent(self, peer: int) -> None:

@@ -109,8 +109,8 @@ class TransportParams:
     chunk: int | str = "auto"
     """Wanted bytes per message of a fragment; ``auto``: 131072 where data flows one
     way, so that its receiver begins early, and 262144 where ranks exchange as many
-    messages as they get; where gloo connects nodes 262144, and of vectors beyond 2 MiB
-    4 MiB, or 1 MiB where an allreduce adds them up."""
+    messages as they get; where gloo connects nodes 262144, of vectors beyond 1 MiB
+    4 MiB, and of those that an allreduce adds up 1 MiB beyond 2 MiB."""
     store: str = "auto"
     """Which writes are non-temporal: none (``plain``), results (``stream``), shared
     slots (``stream_slots``), both (``stream_both``). ``auto`` starts with plain slots
@@ -394,8 +394,8 @@ def _reach(
 
 
 _RELAYED_CHUNK = 262144
-_RELAYED_LONG_NBYTES = 2 << 20
-_RELAYED_LONG_CHUNK, _RELAYED_LONG_SUM_CHUNK = 4 << 20, 1 << 20
+_RELAYED_LONG_NBYTES, _RELAYED_LONG_CHUNK = 1 << 20, 4 << 20
+_RELAYED_LONG_SUM_NBYTES, _RELAYED_LONG_SUM_CHUNK = 2 << 20, 1 << 20
 
 
 def node_numbers(comm: Any) -> Nodes:
@@ -512,11 +512,11 @@ def _relayed_chunk(spec: PlanSpec) -> int:
     messages of 1 MiB took 0.8 of the time of such ones, a reduce-scatter of 8 MiB in
     messages of 4 MiB 0.7, an all-gather and an all-to-all 0.5 to 0.6.
     """
-    is_long = spec.num_elements * spec.dtype.itemsize > _RELAYED_LONG_NBYTES
-    if not is_long or spec.counts:
-        return _RELAYED_CHUNK
-    is_sum = spec.op.name == "allreduce"
-    return _RELAYED_LONG_SUM_CHUNK if is_sum else _RELAYED_LONG_CHUNK
+    least, chunk = _RELAYED_LONG_NBYTES, _RELAYED_LONG_CHUNK
+    if spec.op.name == "allreduce":
+        least, chunk = _RELAYED_LONG_SUM_NBYTES, _RELAYED_LONG_SUM_CHUNK
+    is_long = spec.num_elements * spec.dtype.itemsize > least and not spec.counts
+    return chunk if is_long else _RELAYED_CHUNK
 
 
 def _layout(

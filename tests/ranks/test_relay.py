@@ -170,13 +170,13 @@ def test_who_has_left_takes_no_more_messages() -> None:
             second.send(out, dest=0, nonblocking=True).wait()
 
 
-# -- long messages from memory to memory, and who sends what is left --------------------
+# -- long messages from memory to memory, and who sends what is left -----------------
 
 LONG = EAGER_NBYTES + 7
 
 
 def announced(ranks: RanksByHand, count: int) -> list[Any]:
-    """Return two requests: rank 0 sends so many bytes, rank 1's answer is on its way."""
+    """Return requests of a long message whose receive is known to its sender soon."""
     first, second = ranks.comms
     x, out = np.full(count, 7, np.uint8), np.zeros(count, np.uint8)
     sent = first.send(x, dest=1, nonblocking=True)

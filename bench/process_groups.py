@@ -3,11 +3,14 @@
 
     torchrun --nproc-per-node 2 -m commrt.bench.process_groups
     torchrun --nproc-per-node 2 -m commrt.bench.process_groups --alone
+    COMMRT_NODES=1,1 torchrun --nproc-per-node 2 -m commrt.bench.process_groups
 
 Both backends' groups are in one launch and take turns, block by block, so that they
 meet the same machine. ``--alone`` has no gloo, whose threads take turns with the ranks
 where there are no cores to spare, and shows what the adapter adds to commrt's call on
-an array of numpy. Times are medians over blocks, in microseconds, of rank 0.
+an array of numpy. Times are medians over blocks, in microseconds, of rank 0. A message
+(``send_recv``) goes from the first rank to the last one and back, and half of that is
+its time. ``COMMRT_NODES`` pretends nodes, whose messages take the way between nodes.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -25,7 +29,7 @@ __all__ = ["main", "measure"]
 
 SIZES = (8, 1 << 10, 32 << 10, 1 << 20, 64 << 20)
 """Bytes of a rank's tensor."""
-OPERATIONS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter")
+OPERATIONS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "send_recv")
 _BLOCKS = 15
 _BLOCK_NBYTES = 32 << 20
 """A block's calls move about so much, but are at least two and at most 300."""
@@ -41,12 +45,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=list(OPERATIONS),
         help="operations",
     )
+    parser.add_argument(
+        "--bytes",
+        type=_sizes,
+        default=list(SIZES),
+        help="bytes of a rank's tensor, with commas between them; 4 at least",
+    )
     parser.add_argument("--alone", action="store_true", help="without gloo")
     parser.add_argument("--out", help="write all times to this file")
     arguments = parser.parse_args(argv)
-    wanted, alone = arguments.op, arguments.alone
-    report(lambda: measure(wanted, alone=alone), _text, arguments.out)
+    wanted, alone, sizes = arguments.op, arguments.alone, arguments.bytes
+    report(lambda: measure(wanted, alone=alone, sizes=sizes), _text, arguments.out)
     return 0
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [int(word) for word in text.split(",")]
+    if min(sizes) < 4:
+        raise ArgumentTypeError(f"{text}: a tensor has 4 bytes at least")
+    return sizes
 
 
 def measure(
@@ -74,7 +91,9 @@ def measure(
             for _ in range(blocks):
                 for way, call in calls.items():
                     dist.barrier()
-                    times[way].append(round(_block_us(call, repetitions), 3))
+                    us = _block_us(call, repetitions)
+                    # There and back again are two messages.
+                    times[way].append(round(us / 2 if name == "send_recv" else us, 3))
             rows.append({"op": name, "nbytes": nbytes, "us": times})
     return rows
 
@@ -103,8 +122,29 @@ def _call(name: str, nbytes: int, group: Any) -> Call:
     if name == "all_gather":
         gathered = torch.zeros(size * count)
         return lambda: dist.all_gather_into_tensor(gathered, x, group=group)
+    if name == "send_recv":
+        return _ping_pong(torch.zeros(nbytes // 4), group)
     part = torch.zeros(count // size)
     return lambda: dist.reduce_scatter_tensor(part, x, group=group)
+
+
+def _ping_pong(x: Any, group: Any) -> Call:
+    """Return a message from the first rank to the last one and back."""
+    import torch.distributed as dist
+
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+
+    def first() -> None:
+        dist.send(x, last, group=group)
+        dist.recv(x, last, group=group)
+
+    def other() -> None:
+        dist.recv(x, 0, group=group)
+        dist.send(x, 0, group=group)
+
+    if rank == 0:
+        return first
+    return other if rank == last else lambda: None
 
 
 def _own_call(nbytes: int, comm: Any) -> Call:

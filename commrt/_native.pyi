@@ -1162,8 +1162,8 @@ class Relay:
         """
 
     def arrived(self, peer: int, frame: int, nbytes: int) -> int:
-        """Take a frame. 0: on to the next; 1: wait for the oldest payload first; 2: it
-        was the last one.
+        """Take a frame. 0: on to the next; -1: it was the last one; else wait for the
+        payload of this number first.
         """
 
     def ask(self, peer: int, tag: int) -> int:
@@ -1176,8 +1176,8 @@ class Relay:
     def frame_nbytes(self) -> int:
         """The longest frame."""
 
-    def landed(self, peer: int) -> None:
-        """The oldest payload whose receive has begun is there."""
+    def landed(self, peer: int, where: int) -> None:
+        """The payload of this number is there."""
 
     def leave(self) -> None:
         """Tell all peers that this was all."""
@@ -1187,12 +1187,45 @@ class Relay:
 
     def next(self, peer: int, frame: int) -> Any:
         """Wait for something to send and write its frame. (bytes of the frame, payload
-        to be sent before it, its bytes, where to receive a payload, its bytes,
-        whether it is the last one); None where the peer is lost.
+        to be sent before it, its bytes, where to receive a payload, its bytes, the
+        number of the payload, whether it is the last one); None where the peer is
+        lost. A frame of 0 bytes is none.
         """
 
     def sent(self, peer: int) -> None:
-        """What `next` gave has left."""
+        """The oldest payload that `next` gave has left."""
+
+class RelayCarrier:
+    """Gives a relay's frames to gloo."""
+
+    def __init__(
+        self,
+        relay: Relay,
+        send: Any,
+        recv: Any,
+        frombuffer: Any,
+        uint8: Any,
+        landing: dict[str, Any],
+    ) -> None: ...
+    def attend(self, peer: int) -> Any:
+        """Wait until this thread is needed. Works to be waited for, each to be
+        followed by `left`; None where nothing comes any more.
+        """
+
+    def forget(self) -> None:
+        """Keep no work of gloo's any more."""
+
+    def give(self, peer: int) -> None:
+        """Send a peer what there is, unless another thread does."""
+
+    def give_all(self) -> None:
+        """The same for all peers."""
+
+    def left(self, peer: int) -> None:
+        """gloo needs the oldest memory of what it was given no more."""
+
+    def lose(self, peer: int, why: str) -> None:
+        """gloo does not reach the peer, and says why."""
 
 class Request:
     """One started operation. Keep it, and wait() for it: the buffers belong to the

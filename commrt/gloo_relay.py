@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages to ranks of other nodes by gloo, where there is no MPI.
 
-The engine hands messages to a native relay (engine/relay.hpp) and looks there for what
-has come. Here two threads for each rank of another node carry what the relay gives
-them: one sends, one receives, over a gloo group that is made from the store in which
-the ranks have met. The threads wait without the GIL, and nothing in the engine waits
-for them.
+The engine hands messages to a native relay (native/engine/relay.hpp) and looks there
+for what has come. They go over a gloo group that is made from the store in which the
+ranks have met. Who calls or waits gives gloo what is to be sent
+(native/engine/relay_carrier.hpp). Two threads for each rank of another node do the
+rest: one receives, and one waits until gloo needs the memory of what has been sent no
+more. They wait without the GIL, and nothing in the engine waits for them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from commrt.errors import BackendError
 
 __all__ = ["GlooRelay"]
 
-_FRAMES, _PAYLOADS = 0, 1
-"""gloo's tags."""
-_AHEAD = 4
+_FRAMES = 0
+"""gloo's tag."""
+_AHEAD = 8
 """Receives of frames that are posted at once: gloo's sender waits for a receive."""
 _FOREVER = timedelta(days=365)
 _ANSWER_S = 1.0
@@ -50,18 +51,27 @@ class GlooRelay:
         self, store: Any, rank: int, size: int, peers: Sequence[int], timeout_s: float
     ) -> None:
         """Collective over all ranks of the job."""
-        self._rank = rank
+        import torch
+
         self._group = _gloo_group(store, rank, size, timeout_s)
         self.native = _native.Relay(rank, size)
+        self._landing: dict[Any, dict[int, tuple[Any, Any]]] = {p: {} for p in peers}
+        self._carrier = _native.RelayCarrier(
+            self.native,
+            self._group.send,
+            self._group.recv,
+            torch.frombuffer,
+            torch.uint8,
+            self._landing,
+        )
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._landing: dict[int, deque[tuple[Any, Any]]] = {p: deque() for p in peers}
         self._threads = [
             threading.Thread(
                 target=work, args=(peer,), name=f"commrt-{what}-{peer}", daemon=True
             )
             for peer in peers
-            for what, work in (("to", self._send), ("from", self._receive))
+            for what, work in (("to", self._attend), ("from", self._receive))
         ]
         for thread in self._threads:
             thread.start()
@@ -74,6 +84,7 @@ class GlooRelay:
         """
         native = self.native
         asked = {peer: native.ask(peer, tag) for peer in peers}
+        self._carrier.give_all()
         told: dict[int, int | None] = {}
 
         def heard() -> bool:
@@ -100,72 +111,57 @@ class GlooRelay:
         if not threads or os.getpid() != self._owner:
             return
         self.native.leave()
+        self._carrier.give_all()
         deadline = time.monotonic() + _GRACE_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
             # Their group must not end before them.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        else:
+            self._carrier.forget()
 
-    def _send(self, peer: int) -> None:
-        """Send frames and payloads to a peer, in order."""
-        import torch
-
-        frame = torch.empty(self.native.frame_nbytes, dtype=torch.uint8)
+    def _attend(self, peer: int) -> None:
+        """Wait for what gloo has been given, and give it what nobody else does."""
+        carrier = self._carrier
         try:
-            while todo := self.native.next(peer, frame.data_ptr()):
-                nbytes, payload, payload_nbytes, landing, landing_nbytes, ends = todo
-                if landing:
-                    # Posted before the peer hears that it may send.
-                    self._begin_to_land(peer, landing, landing_nbytes)
-                works = []
-                if payload:
-                    memory = _tensor(payload, payload_nbytes)
-                    works.append(self._group.send([memory], peer, _PAYLOADS))
-                works.append(self._group.send([frame[:nbytes]], peer, _FRAMES))
+            while (works := carrier.attend(peer)) is not None:
                 for work in works:
                     work.wait(_FOREVER)
-                self.native.sent(peer)
-                if ends:
-                    return
+                    carrier.left(peer)
+                carrier.give(peer)
         except RuntimeError as error:
-            self._lose(peer, error)
-
-    def _begin_to_land(self, peer: int, address: int, nbytes: int) -> None:
-        memory = _tensor(address, nbytes)
-        work = self._group.recv([memory], peer, _PAYLOADS)
-        self._landing[peer].append((work, memory))
+            carrier.lose(peer, str(error))
 
     def _receive(self, peer: int) -> None:
         """Receive frames and payloads from a peer, in order."""
         import torch
 
         coming: deque[tuple[Any, Any]] = deque()
+        free = [
+            torch.empty(self.native.frame_nbytes, dtype=torch.uint8)
+            for _ in range(_AHEAD)
+        ]
         try:
-            for _ in range(_AHEAD):
-                frame = torch.empty(self.native.frame_nbytes, dtype=torch.uint8)
-                coming.append((self._group.recv([frame], peer, _FRAMES), frame))
             while True:
+                # Half of them at once: who was woken by a frame wants the GIL, too.
+                if len(free) >= _AHEAD // 2:
+                    for frame in free:
+                        coming.append((self._group.recv([frame], peer, _FRAMES), frame))
+                    free.clear()
                 work, frame = coming.popleft()
                 work.wait(_FOREVER)
                 then = self.native.arrived(peer, frame.data_ptr(), frame.numel())
-                if then == 2:
-                    return
-                if then == 1:
-                    payload, _ = self._landing[peer].popleft()
+                if then > 0:
+                    payload, _ = self._landing[peer].pop(then)
                     payload.wait(_FOREVER)
-                    self.native.landed(peer)
-                coming.append((self._group.recv([frame], peer, _FRAMES), frame))
+                    self.native.landed(peer, then)
+                self._carrier.give(peer)  # answers
+                if then < 0:
+                    return
+                free.append(frame)
         except RuntimeError as error:
-            self._lose(peer, error)
-
-    def _lose(self, peer: int, error: Exception) -> None:
-        first = str(error).splitlines()[0]
-        self.native.lost(
-            peer,
-            f"rank {peer} of the job, on another node, has ended, or the network to it "
-            f"has failed (gloo: {first})",
-        )
+            self._carrier.lose(peer, str(error))
 
 
 def _gloo_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
@@ -185,11 +181,3 @@ def _gloo_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
             f"several nodes: {error}; GLOO_SOCKET_IFNAME names the network interface "
             f"to use"
         ) from error
-
-
-def _tensor(address: int, nbytes: int) -> Any:
-    """Return a tensor of bytes that lie at ``address``."""
-    import torch
-
-    memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -55,7 +54,7 @@ class Carrier:
 
     def __init__(self, relays: list[Any], pairs: list[Pair]) -> None:
         self._relays = relays
-        self._landing: dict[Pair, deque[int]] = {pair: deque() for pair in pairs}
+        self._landing: dict[Pair, dict[int, int]] = {pair: {} for pair in pairs}
         self.frames = 0
         self.threads = [
             threading.Thread(target=self._carry, args=pair, daemon=True)
@@ -70,15 +69,15 @@ class Carrier:
         frame = (ctypes.c_uint8 * sender.frame_nbytes)()
         at = ctypes.addressof(frame)
         while todo := sender.next(dest, at):
-            nbytes, payload, payload_nbytes, landing, _, ends = todo
+            nbytes, payload, payload_nbytes, landing, _, where, ends = todo
             if landing:
-                self._landing[source, dest].append(landing)
+                self._landing[source, dest][where] = landing
             if payload:
-                to = self._landing[dest, source].popleft()
+                to = self._landing[dest, source].pop(where)
                 ctypes.memmove(to, payload, payload_nbytes)
-            if receiver.arrived(source, at, nbytes) == 1:
-                receiver.landed(source)
-            sender.sent(dest)
+                sender.sent(dest)
+            if nbytes and (where := receiver.arrived(source, at, nbytes)) > 0:
+                receiver.landed(source, where)
             if ends:
                 return
 
@@ -92,6 +91,8 @@ class Carrier:
 class RelayRanks(LocalRanks):
     """LocalRanks on pretended nodes: between them messages go through relays."""
 
+    carrier_of: Any = Carrier
+
     def __init__(
         self, nodes: list[list[int]], *, timeout_s: float = DEADLINE_S
     ) -> None:
@@ -99,7 +100,7 @@ class RelayRanks(LocalRanks):
         node = {rank: i for i, ranks in enumerate(nodes) for rank in ranks}
         self.relays = [CarriedRelay(rank, size) for rank in range(size)]
         pairs = [(a, b) for a in range(size) for b in range(size) if node[a] != node[b]]
-        self.carrier = Carrier([each.native for each in self.relays], pairs)
+        self.carrier = self.carrier_of([each.native for each in self.relays], pairs)
 
         def connect(world: Any, rank: int, count: int, limit: float) -> Communicator:
             launch = LaunchInfo("single", rank, count, "threads of one process")

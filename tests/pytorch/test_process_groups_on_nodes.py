@@ -273,3 +273,67 @@ def test_programs_end_cleanly(
     assert done.ok, done.describe_failure()
     assert sorted(done.stdout.splitlines()) == ["rank 0 ends", "rank 1 ends"]
     assert "terminate called" not in done.stderr
+
+
+BREAKS = """
+import os, signal, socket, sys, torch, torch.distributed as dist
+from datetime import timedelta
+how = sys.argv[1]
+dist.init_process_group("commrt", timeout=timedelta(seconds=4))
+store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+dist.barrier()
+if rank == 2:
+    store.set("pid", str(os.getpid()))
+    if how == "cut":
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                one = socket.socket(fileno=os.dup(int(name)))
+                port = one.getpeername()[1]
+            except (OSError, IndexError):
+                continue
+            is_store = port == int(os.environ["MASTER_PORT"])
+            if one.type == socket.SOCK_STREAM and not is_store:
+                one.shutdown(socket.SHUT_RDWR)
+    else:
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
+x = torch.ones(3)
+store.wait(["pid"])
+try:
+    dist.all_reduce(x, group=dist.group.WORLD)
+except RuntimeError as error:
+    print(rank, type(error).__name__, error, flush=True)
+if how == "stopped":  # it would outlive the launcher
+    store.add("ended", 1)
+    while rank == 0 and store.add("ended", 0) < 2:
+        pass
+    if rank == 0:
+        os.kill(int(store.get("pid")), signal.SIGKILL)
+os._exit(0)
+"""
+"""Rank 2, alone on its node, ends, loses its connections, or stands still."""
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("killed", "rank 2 of the job, on another node, has ended"),
+        ("cut", "rank 2 of the job, on another node, has ended, or the network to it"),
+        ("stopped", "rank 2 on another node has not answered when asked"),
+    ],
+)
+@pytest.mark.full
+def test_what_breaks_is_named(
+    torchrun: Any, tmp_path: Path, how: str, expected: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(BREAKS)
+    done = torchrun.program(3, [str(program), how], **on_nodes("2,1"))
+    lines = {line[0]: line for line in done.stdout.splitlines() if line[:1].isdigit()}
+    # Where a rank is killed torchrun ends the others, who may have said nothing yet.
+    if how != "killed":
+        assert {"0", "1"} <= lines.keys(), done.stdout
+    named = [line for rank, line in lines.items() if rank != "2"]
+    assert any(expected in line for line in named) or how == "killed", lines
+    assert all("rank 2" in line or "gave up" in line for line in named), lines
+    if how == "cut":
+        assert "of the job, on another node" in lines["2"]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import run_cases, sample
+from relay_by_hand import RanksByHand
 from relay_ranks import RelayRanks
 
 from commrt.errors import BackendError, MismatchError, RevokedError, TimeoutError_
@@ -22,7 +23,7 @@ COLLECTIVES = (
     "reduce_scatter",
     "alltoall",
 )
-EAGER_NBYTES, WINDOW_NBYTES = 256 << 10, 16 << 20
+EAGER_NBYTES, WINDOW_NBYTES = (256 << 10) + 4096, 16 << 20
 
 
 @pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
@@ -167,3 +168,77 @@ def test_who_has_left_takes_no_more_messages() -> None:
         assert out.tolist() == [0, 1, 2]
         with pytest.raises(BackendError, match="takes no more messages"):
             second.send(out, dest=0, nonblocking=True).wait()
+
+
+# -- long messages from memory to memory, and who sends what is left -----------------
+
+LONG = EAGER_NBYTES + 7
+
+
+def announced(ranks: RanksByHand, count: int) -> list[Any]:
+    """Return requests of a long message whose receive is known to its sender soon."""
+    first, second = ranks.comms
+    x, out = np.full(count, 7, np.uint8), np.zeros(count, np.uint8)
+    sent = first.send(x, dest=1, nonblocking=True)
+    ranks.bring()
+    received = second.recv(out, source=0, nonblocking=True)
+    return [sent, received, out]
+
+
+@pytest.mark.parametrize("end", ["wait", "test"])
+def test_who_ends_a_wait_leaves_nothing_behind(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that then waits elsewhere for who waits for these frames would hang."""
+    monkeypatch.setenv("COMMRT_PROGRESS", "off")
+    with RanksByHand([[0], [1]]) as ranks:
+        first, second = ranks.comms
+        sent, received, out = announced(ranks, LONG)
+        answer = np.zeros(1)
+        answered = first.recv(answer, source=1, tag=1, nonblocking=True)
+        second.send(np.ones(1), dest=0, tag=1)
+        ranks.bring()  # in one pass rank 0 gets the answer, and may send the long one
+        assert not out.any()
+        assert getattr(answered, end)() is not False
+        assert (out == 7).all()
+        ranks.bring()
+        received.wait()
+        sent.wait()
+
+
+def test_long_messages_land_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are received in another order than they were sent, too."""
+    monkeypatch.setenv("COMMRT_PROGRESS", "off")
+    with RanksByHand([[0], [1]]) as ranks:
+        first, second = ranks.comms
+        lengths = (LONG, 3 * LONG, LONG + 1)
+        xs = [np.full(n, 1 + i, np.uint8) for i, n in enumerate(lengths)]
+        outs = [np.zeros(n + 5, np.uint8) for n in lengths]
+        requests = [
+            first.send(x, dest=1, tag=i, nonblocking=True) for i, x in enumerate(xs)
+        ]
+        ranks.bring()
+        for i in (2, 0, 1):
+            requests.append(second.recv(outs[i], source=0, tag=i, nonblocking=True))
+        while not all([request.test() for request in requests]):
+            ranks.bring()
+        for x, out in zip(xs, outs, strict=True):
+            assert out.tolist() == [*x.tolist(), 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_peer_that_is_lost_before_a_long_message_has_come(
+    told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMMRT_PROGRESS", "off")
+    with RanksByHand([[0], [1]]) as ranks:
+        sent, received, _ = announced(ranks, LONG)
+        if told:
+            ranks.bring()
+            assert not sent.test()
+        for relay, peer in zip(ranks.relays, (1, 0), strict=True):
+            relay.native.lost(peer, f"rank {peer} of the job has ended")
+        with pytest.raises(BackendError, match="rank 1 of the job has ended"):
+            sent.wait()
+        with pytest.raises(BackendError, match="rank 0 of the job has ended"):
+            received.wait()

@@ -51,14 +51,14 @@ int wait_for_end(const PyDeviceCall& self, double timeout_s) {
           work.advance(self.call);
           if (work.simulated() || look % (kLooks * 64) == 0) work.ask_device(self.call);
           if (work.has_ended(*self.call)) return true;
-          if (engine.wants_python()) return false;
+          if (wants_gil(engine)) return false;
           work.pause(backoff);
         }
         if (look % kLooks == 0 && now_s() > std::min(next, deadline)) return false;
       }
     });
     if (ended) return 0;
-    if (engine.wants_python() && !run_wanted(engine)) return 2;
+    if (wants_gil(engine) && !run_wanted(engine)) return 2;
     const bool has_failed = guarded([&] {
       work.ask_device(self.call);
       work.give_up_late(self.call, now_s() - start);

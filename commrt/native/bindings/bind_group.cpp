@@ -14,6 +14,7 @@
 #include "device_calls/device_work.hpp"
 #include "engine/p2p.hpp"
 #include "engine/relay.hpp"
+#include "engine/relay_carrier.hpp"
 
 namespace commrt {
 
@@ -35,9 +36,20 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
     if (op == nullptr) continue;
     Backoff backoff(group.comm->spins_of(plan.get()));
     backoff.sleep_soon(group.comm->off_node->is_relay);
+    auto give = [&lock] {
+      if (!Relay::is_due()) return;
+      lock.unlock();
+      {
+        const nb::gil_scoped_acquire acquired;
+        RelayCarrier::give_everything();
+      }
+      lock.lock();
+    };
+    give();
     while (!op->finished()) {
       if (engine.step_locked(kNoLimit)) {
         backoff.reset();
+        give();
         continue;
       }
       lock.unlock();
@@ -45,6 +57,7 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
       if (now_s() - begin > timeout_s) return -1;
       lock.lock();
     }
+    give();
     group.comm->recycle(std::move(op));
   }
   return now_s() - begin;
@@ -86,7 +99,7 @@ void bind_group(nb::module_& m) {
                advanced = engine.step();
              }
              if (engine.is_timed_due() && !look_at_timed(engine)) throw nb::python_error();
-             if (!engine.wants_python()) return advanced;
+             if (!wants_gil(engine)) return advanced;
              if (!run_wanted(engine)) throw nb::python_error();
              return true;
            },

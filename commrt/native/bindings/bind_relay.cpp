@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 
 #include "engine/relay.hpp"
+#include "engine/relay_carrier.hpp"
 
 namespace nb = nanobind;
 
@@ -22,9 +23,9 @@ nb::object next(Relay& relay, int peer, uint64_t frame) {
     const nb::gil_scoped_release released;
     todo = relay.next(peer, at(frame));
   }
-  if (todo.frame_nbytes == 0) return nb::none();
+  if (todo.ends && todo.frame_nbytes == 0) return nb::none();
   return nb::make_tuple(todo.frame_nbytes, address_of(todo.payload), todo.payload_nbytes,
-                        address_of(todo.landing), todo.landing_nbytes, todo.ends);
+                        address_of(todo.landing), todo.landing_nbytes, todo.where, todo.ends);
 }
 
 }  // namespace
@@ -36,19 +37,20 @@ void bind_relay(nb::module_& m) {
                    "The longest frame.")
       .def("next", &next, nb::arg("peer"), nb::arg("frame"),
            "Wait for something to send and write its frame. (bytes of the frame, payload to be "
-           "sent before it, its bytes, where to receive a payload, its bytes, whether it is the "
-           "last one); None where the peer is lost.")
+           "sent before it, its bytes, where to receive a payload, its bytes, the number of the "
+           "payload, whether it is the last one); None where the peer is lost. A frame of 0 "
+           "bytes is none.")
       .def("sent", &Relay::sent, nb::arg("peer"), nb::call_guard<nb::gil_scoped_release>(),
-           "What `next` gave has left.")
+           "The oldest payload that `next` gave has left.")
       .def("arrived",
            [](Relay& relay, int peer, uint64_t frame, uint64_t nbytes) {
-             return static_cast<int>(relay.arrived(peer, at(frame), nbytes));
+             return relay.arrived(peer, at(frame), nbytes);
            }, nb::arg("peer"), nb::arg("frame"), nb::arg("nbytes"),
            nb::call_guard<nb::gil_scoped_release>(),
-           "Take a frame. 0: on to the next; 1: wait for the oldest payload first; 2: it was the "
-           "last one.")
-      .def("landed", &Relay::landed, nb::arg("peer"), nb::call_guard<nb::gil_scoped_release>(),
-           "The oldest payload whose receive has begun is there.")
+           "Take a frame. 0: on to the next; -1: it was the last one; else wait for the payload "
+           "of this number first.")
+      .def("landed", &Relay::landed, nb::arg("peer"), nb::arg("where"),
+           nb::call_guard<nb::gil_scoped_release>(), "The payload of this number is there.")
       .def("lost", &Relay::lost, nb::arg("peer"), nb::arg("why"),
            nb::call_guard<nb::gil_scoped_release>(),
            "Nothing comes from the peer any more, nor reaches it.")
@@ -65,6 +67,23 @@ void bind_relay(nb::module_& m) {
       .def("failure_of", &Relay::failure_of, nb::arg("peer"), "Why a peer is lost, or nothing.")
       .def("leave", &Relay::leave, nb::call_guard<nb::gil_scoped_release>(),
            "Tell all peers that this was all.");
+
+  nb::class_<RelayCarrier>(m, "RelayCarrier", "Gives a relay's frames to gloo.")
+      .def(nb::init<std::shared_ptr<Relay>, nb::object, nb::object, nb::object, nb::object,
+                    nb::dict>(),
+           nb::arg("relay"), nb::arg("send"), nb::arg("recv"), nb::arg("frombuffer"),
+           nb::arg("uint8"), nb::arg("landing"))
+      .def("give", &RelayCarrier::give, nb::arg("peer"),
+           "Send a peer what there is, unless another thread does.")
+      .def("give_all", &RelayCarrier::give_all, "The same for all peers.")
+      .def("attend", &RelayCarrier::attend, nb::arg("peer"),
+           "Wait until this thread is needed. Works to be waited for, each to be followed by "
+           "`left`; None where nothing comes any more.")
+      .def("left", &RelayCarrier::left, nb::arg("peer"),
+           "gloo needs the oldest memory of what it was given no more.")
+      .def("lose", &RelayCarrier::lose, nb::arg("peer"), nb::arg("why"),
+           "gloo does not reach the peer, and says why.")
+      .def("forget", &RelayCarrier::forget, "Keep no work of gloo's any more.");
 }
 
 }  // namespace commrt

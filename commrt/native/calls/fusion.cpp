@@ -97,7 +97,7 @@ void send(Bucket& bucket) {
   bucket.sent->be_quiet();
   if (engine.has_thread()) engine.wake();
   if (engine.has_ended()) drop_ended(engine);
-  if (engine.wants_python() && !run_wanted(engine)) throw nb::python_error();
+  if (wants_gil(engine) && !run_wanted(engine)) throw nb::python_error();
 }
 
 nb::object slice(const nb::object& list, size_t low, size_t high) {

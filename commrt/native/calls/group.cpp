@@ -14,6 +14,8 @@
 #include "calls/known_calls.hpp"
 #include "device_calls/device_work.hpp"
 #include "engine/p2p.hpp"
+#include "engine/relay.hpp"
+#include "engine/relay_carrier.hpp"
 #include "recording/record_ring.hpp"
 
 namespace commrt {
@@ -192,6 +194,7 @@ void drop_ended(Engine& engine) {
 }
 
 WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s, bool spun) {
+  const GiveAtEnd give;
   constexpr int kPassesWithGil = 24;  // about 2 us
   // Ranks that share cores go straight to the loop below, which yields.
   const int spins = group.comm->spins_of(op->plan.get());
@@ -201,7 +204,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
   Engine& engine = *group.engine;
   for (int i = 0; i < passes && !is_long(*op); ++i) {
     if (op->finished()) return WaitResult::Done;
-    if (engine.wants_python()) break;
+    if (wants_gil(engine)) break;
     // Not by hand: a pass that runs out of memory must leave the lock free.
     const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
     if (lock.owns_lock()) engine.step_locked(kSliceBytes);
@@ -220,7 +223,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
           finished = true;
           break;
         }
-        if (engine.wants_python()) break;
+        if (wants_gil(engine)) break;
         bool advanced = false;
         if (const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
             lock.owns_lock()) {
@@ -242,7 +245,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
       }
     }
     if (finished || op->finished()) return WaitResult::Done;
-    if (engine.wants_python()) {
+    if (wants_gil(engine)) {
       if (!run_wanted(engine)) return WaitResult::Interrupted;
       backoff.reset();
     }
@@ -344,6 +347,7 @@ bool Request::test() {
   if (!op_->finished()) {
     if (Engine::forked.load(std::memory_order_relaxed)) group_.attr("_check_usable")();
     Engine& engine = *nb::cast<Group&>(group_).engine;
+    const GiveAtEnd give;
     // Who looks at devices waits for locks whose holder may wait for the GIL.
     auto step = [&] {
       if (is_long(*op_) || engine.has_device_work()) {
@@ -354,7 +358,7 @@ bool Request::test() {
       }
     };
     step();
-    if (engine.wants_python()) {
+    if (wants_gil(engine)) {
       if (!run_wanted(engine)) throw nb::python_error();
       step();
     }
@@ -501,8 +505,9 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
   Group& group = *nb::inst_ptr<Group>(group_object);
   Engine& engine = *group.engine;
   if (engine.has_ended()) drop_ended(engine);
+  if (Relay::is_due()) RelayCarrier::give_everything();
   if (nonblocking) {
-    if (engine.wants_python() && !run_wanted(engine)) throw nb::python_error();
+    if (wants_gil(engine) && !run_wanted(engine)) throw nb::python_error();
     if (engine.has_thread()) engine.wake();
     return make_request(group_object, std::move(op), result, operation, timeout_s);
   }

@@ -99,6 +99,8 @@ void Comm::attach_relay(std::shared_ptr<Relay> relay, int tag, const std::vector
   attach_mpi(reinterpret_cast<Handle>(relay.get()), tag, ranks);
   told_ = relay->count_of(tag);
   relay_ = std::move(relay);
+  auto is_shared = [](const Link& link) { return link.kind == LinkKind::Shared; };
+  if (std::any_of(links_.begin(), links_.end(), is_shared)) Relay::expect_neighbors();
 }
 
 std::shared_ptr<Op> Comm::fresh_op() {

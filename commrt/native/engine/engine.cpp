@@ -284,6 +284,7 @@ void Engine::thread_main() {
     }
     // Between passes the lock is free, so that callers can submit and wait.
     if (has_device_work()) advanced = step_device_work(advanced);
+    if (Relay::is_due()) Relay::order();  // this thread never takes the GIL
     if (advanced) backoff.reset();
     backoff.pause();
   }
@@ -295,8 +296,11 @@ void Backoff::pause() {
     relax();
     return;
   }
-  constexpr int kYields = 20000, kYieldsBeforeSleep = 20;
-  if (count_ <= spins_ + (sleeps_soon_ ? kYieldsBeforeSleep : kYields)) {
+  constexpr int kYields = 20000, kYieldsForNeighbors = 20;
+  int yields = kYields;
+  // A yield may give away the core for a whole slice of somebody's; who sleeps is woken at once.
+  if (sleeps_soon_) yields = Relay::expects_neighbors() ? kYieldsForNeighbors : 0;
+  if (count_ <= spins_ + yields) {
     sched_yield();
     return;
   }

@@ -27,6 +27,9 @@ struct MpiApi {
   using Fn = int (*)();
   bool loaded = false;
   bool is_relay = false;  // of messages alone, and no library's (relay.hpp)
+  // Of a relay alone: from memory to memory, once both sides know where.
+  int (*expect)(void*, uint64_t, int, Handle, uint64_t*, void*) = nullptr;
+  int (*deliver)(const void*, uint64_t, int, uint64_t, Handle, void*) = nullptr;
 
   int (*isend)(const void*, int, Handle, int, int, Handle, void*) = nullptr;
   int (*irecv)(void*, int, Handle, int, int, Handle, void*) = nullptr;

@@ -13,6 +13,8 @@ static_assert(sizeof(PacketHeader) <= kInlineBytes);
 
 namespace {
 constexpr size_t kMpiPacketBytes = 1 << 20;
+// A relay carries so much whole; to announce it would cost two more of its messages.
+constexpr size_t kRelayEagerBytes = 256 << 10;
 constexpr int kMaxSending = 8;  // packets that one peer is sent at once over MPI
 }
 
@@ -73,8 +75,9 @@ void P2P::deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader&
   }
   const bool too_long = header.nbytes > task.nbytes;
   if (header.kind == PacketKind::Rts) {
+    const uint64_t where = too_long ? 0 : expect_direct(op, source, header.nbytes);
     answer(source, {PacketKind::Cts, header.tag, header.nbytes, header.send_id,
-                    too_long ? kDiscard : task.id, 0});
+                    too_long ? kDiscard : task.id, where});
   } else {
     if (!too_long) {
       if (header.nbytes != 0) std::memcpy(task.recv_buffer, payload, header.nbytes);
@@ -113,7 +116,9 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
       complete(op);
     } else {
       op->p2p->peer_id = header.recv_id;
-      channels_[source].streaming.push_back(std::move(op));
+      if (header.offset == 0 || !send_direct(op, header.offset)) {
+        channels_[source].streaming.push_back(std::move(op));
+      }
     }
     return;
   }
@@ -136,6 +141,7 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     if (it == receiving_.end()) return;
     const auto op = std::move(it->second);
     receiving_.erase(it);
+    channels_[source].direct.remove_if([&op](const Direct& one) { return one.op == op; });
     give_up(op, "rank " + std::to_string(source) + " gave the message up");
     return;
   }
@@ -162,6 +168,7 @@ bool P2P::lose(int peer, const char* function, int code) {
   comm_.tell_failure(comm_.next_seq);
   std::vector<std::shared_ptr<Op>> ended(c.unannounced.begin(), c.unannounced.end());
   ended.insert(ended.end(), c.streaming.begin(), c.streaming.end());
+  for (const Direct& one : c.direct) if (one.op->p2p->is_send) ended.push_back(one.op);
   for (auto it = posted_.begin(); it != posted_.end();) {
     const bool lost = static_cast<int>(it->first >> 32) == peer;
     if (lost) ended.insert(ended.end(), it->second.begin(), it->second.end());
@@ -176,6 +183,7 @@ bool P2P::lose(int peer, const char* function, int code) {
   }
   c.unannounced.clear();
   c.streaming.clear();
+  c.direct.clear();
   c.control.clear();
   // MPI may still read and write what its requests are about.
   for (auto* packets : {&c.mpi_sending, &c.mpi_arriving}) {
@@ -295,6 +303,59 @@ bool P2P::reap(int peer) {
   return any;
 }
 
+// A long message between nodes need not be cut and copied where a relay carries it: its memory
+// is told to the relay as it is matched. 0: it comes in packets.
+uint64_t P2P::expect_direct(const std::shared_ptr<Op>& op, int source, uint64_t nbytes) {
+  const Link& link = comm_.link(source);
+  const bool relayed = link.kind == LinkKind::Mpi && comm_.off_node->is_relay;
+  if (!relayed || nbytes <= kPacketBytes) return 0;
+  uint64_t where = 0;
+  Direct one{{}, op};
+  // An error is the peer's: the next packet to or from it says so, too.
+  if (comm_.off_node->expect(op->p2p->recv_buffer, nbytes, link.mpi_rank, comm_.mpi_comm, &where,
+                             &one.request) != 0) {
+    return 0;
+  }
+  channels_[source].direct.push_back(std::move(one));
+  return where;
+}
+
+// False: it goes in packets, as its peer has asked for that, or is lost.
+bool P2P::send_direct(const std::shared_ptr<Op>& op, uint64_t where) {
+  const P2PTask& task = *op->p2p;
+  Direct one{{}, op};
+  if (comm_.off_node->deliver(task.send_buffer, task.nbytes, comm_.link(task.peer).mpi_rank, where,
+                              comm_.mpi_comm, &one.request) != 0) {
+    return false;
+  }
+  channels_[task.peer].direct.push_back(std::move(one));
+  return true;
+}
+
+// Ends what has left, or come.
+bool P2P::settle_direct(int peer) {
+  auto& all = channels_[peer].direct;
+  bool any = false;
+  for (auto it = all.begin(); it != all.end();) {
+    MpiStatus status;
+    int flag = 0;
+    const int rc = comm_.off_node->test(&it->request, &flag, &status);
+    if (rc != 0) return lose(peer, "MPI_Test", rc);
+    if (!flag) {
+      ++it;
+      continue;
+    }
+    const auto op = std::move(it->op);
+    it = all.erase(it);
+    P2PTask& task = *op->p2p;
+    task.moved = task.is_send ? task.nbytes : task.expected;
+    if (!task.is_send) receiving_.erase(task.id);
+    complete(op);
+    any = true;
+  }
+  return any;
+}
+
 namespace {
 
 // A message whose gate is closed lets others pass, but none of its own tag.
@@ -357,6 +418,8 @@ bool P2P::flush(int peer) {
   const size_t packet =
       comm_.link(peer).kind == LinkKind::Shared ? kPacketBytes : kMpiPacketBytes;
   const size_t most = std::max(kMpiPacketBytes / 4, packet);
+  const bool relayed = comm_.link(peer).kind == LinkKind::Mpi && comm_.off_node->is_relay;
+  const size_t most_eager = relayed ? kRelayEagerBytes : kPacketBytes;
   size_t pushed = 0;
   while (!c.control.empty() && push(peer, c.control.front(), nullptr, 0)) {
     c.control.pop_front();
@@ -371,7 +434,7 @@ bool P2P::flush(int peer) {
       continue;
     }
     const uint64_t held = task.nbytes + kEagerOverhead;  // there, until it is received
-    const bool eager = task.nbytes <= kPacketBytes && c.eager_out + held <= kEagerBytes;
+    const bool eager = task.nbytes <= most_eager && c.eager_out + held <= kEagerBytes;
     PacketHeader header{eager ? PacketKind::Eager : PacketKind::Rts, task.tag, task.nbytes,
                         task.id, 0, 0};
     if (!push(peer, header, task.send_buffer, eager ? task.nbytes : 0)) break;
@@ -416,6 +479,7 @@ bool P2P::serve(int peer) {
   if (!channels_[peer].failure.empty()) return false;
   bool any = kind == LinkKind::Shared ? pull(peer) : pull_mpi(peer);
   const Channel& c = channels_[peer];
+  if (c.failure.empty() && !c.direct.empty() && settle_direct(peer)) any = true;
   if (c.failure.empty() && flush(peer)) any = true;
   lingering_ = lingering_ || c.on_the_way();
   return any;

@@ -41,7 +41,7 @@ struct PacketHeader {
   uint64_t nbytes;   // of the whole message; of the payload for Data; received, for Credit
   uint64_t send_id;  // the sender's name for the message
   uint64_t recv_id;  // the receiver's name for it (Cts, Data)
-  uint64_t offset;   // Data: where the payload belongs
+  uint64_t offset;   // Data: where the payload belongs; Cts: what a relay calls that, or 0
 };
 constexpr uint64_t kDiscard = ~uint64_t{0};
 
@@ -175,6 +175,11 @@ class P2P {
     size_t nbytes = 0;
     std::unique_ptr<unsigned char[]> bytes;
   };
+  // A long message that a relay carries from memory to memory.
+  struct Direct {
+    MpiRequest request;
+    std::shared_ptr<Op> op;
+  };
   using Tasks = std::unordered_map<uint64_t, std::shared_ptr<Op>>;  // by the task's id
   struct Channel {
     uint64_t out = 0, acked_seen = 0, in = 0;
@@ -192,6 +197,7 @@ class P2P {
     std::deque<std::shared_ptr<Op>> streaming;
     std::list<MpiPacket> mpi_sending;
     std::list<MpiPacket> mpi_arriving;  // in the order of their headers
+    std::list<Direct> direct;           // from and to memory of the program
 
     const Line& in_line(uint64_t i) const { return in_lines[i % kPacketLines]; }
     // Whether the peer has put as many packets here that this rank has not taken.
@@ -229,6 +235,9 @@ class P2P {
   bool flush_self();
   bool deliver_early();
   bool reap(int peer);
+  uint64_t expect_direct(const std::shared_ptr<Op>& op, int source, uint64_t nbytes);
+  bool send_direct(const std::shared_ptr<Op>& op, uint64_t where);
+  bool settle_direct(int peer);
   bool lose(int peer, const char* function, int code);
   // The next packet of an on-node peer, if there is one.
   static const unsigned char* read(const Channel& c, PacketHeader& header);

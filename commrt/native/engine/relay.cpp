@@ -10,7 +10,6 @@ namespace commrt {
 
 namespace {
 
-constexpr int kTruncated = 1;
 constexpr int kFirstText = 16;
 
 // What is behind an error code: the functions of MPI's table that ask know no relay.
@@ -27,7 +26,7 @@ struct Texts {
     const std::lock_guard<std::mutex> lock(mutex);
     const size_t at = static_cast<size_t>(code - kFirstText);
     if (code >= kFirstText && at < said.size()) return said[at];
-    return code == kTruncated ? "a message was longer than its receive" : "";
+    return code == Relay::kTruncated ? "a message was longer than its receive" : "";
   }
 };
 
@@ -47,16 +46,15 @@ struct Changes {
     // In one order with a sleeper's two steps: it is counted, or sees the new count.
     count.fetch_add(1, std::memory_order_seq_cst);
     if (sleepers.load(std::memory_order_seq_cst) == 0) return;
-    const std::lock_guard<std::mutex> lock(mutex);
+    // Not held while others are woken, who would only wait for it.
+    { const std::lock_guard<std::mutex> lock(mutex); }
     changed.notify_all();
   }
-  void wait(uint64_t& seen) {
-    // Messages of the same node tell nobody.
-    constexpr auto kMost = std::chrono::microseconds(50);
+  void wait(uint64_t& seen, std::chrono::microseconds most) {
     sleepers.fetch_add(1, std::memory_order_seq_cst);
     {
       std::unique_lock<std::mutex> lock(mutex);
-      changed.wait_for(lock, kMost,
+      changed.wait_for(lock, most,
                        [&] { return count.load(std::memory_order_seq_cst) != seen; });
     }
     sleepers.fetch_sub(1, std::memory_order_relaxed);
@@ -77,28 +75,146 @@ void Relay::Request::end(int with) {
   changes().tell();
 }
 
-void Relay::wait_for_change(uint64_t& seen) { changes().wait(seen); }
+namespace {
+
+// All relays of this process, for those that have the GIL, or have it not.
+struct Relays {
+  std::mutex mutex;
+  std::vector<Relay*> all;
+  std::atomic<int> num_due{0};  // peers
+  std::atomic<bool> neighbors{false};
+};
+
+Relays& relays() {
+  static Relays all;
+  return all;
+}
+
+}  // namespace
+
+Relay::Relay(int rank, int size) : rank_(rank), peers_(static_cast<size_t>(size)) {
+  const std::lock_guard<std::mutex> lock(relays().mutex);
+  relays().all.push_back(this);
+}
+
+Relay::~Relay() {
+  const std::lock_guard<std::mutex> lock(relays().mutex);
+  auto& all = relays().all;
+  all.erase(std::find(all.begin(), all.end(), this));
+  for (const Peer& peer : peers_) relays().num_due -= peer.is_due;
+}
+
+bool Relay::is_due() { return relays().num_due.load(std::memory_order_relaxed) > 0; }
+void Relay::expect_neighbors() { relays().neighbors.store(true, std::memory_order_relaxed); }
+bool Relay::expects_neighbors() { return relays().neighbors.load(std::memory_order_relaxed); }
+
+void Relay::wait_for_change(uint64_t& seen) {
+  // Who wakes for nothing is the last to get the core when there is something.
+  constexpr int kForNeighbors_us = 50, kOtherwise_us = 1000;
+  changes().wait(seen, std::chrono::microseconds(expects_neighbors() ? kForNeighbors_us
+                                                                     : kOtherwise_us));
+}
+
+void Relay::order() {
+  const std::lock_guard<std::mutex> lock(relays().mutex);
+  for (Relay* relay : relays().all) {
+    for (size_t peer = 0; peer < relay->peers_.size(); ++peer) {
+      const std::lock_guard<std::mutex> own(relay->mutex_);
+      Peer& one = relay->peers_[peer];
+      if (!one.is_due || one.is_called) continue;
+      one.is_called = true;
+      one.changed.notify_all();
+    }
+  }
+}
+
+// Whether frames for this peer wait for a thread, after a change.
+void Relay::look(Peer& peer) {
+  const bool due = most_leaving_ != 0 && !peer.is_taken && !peer.queue.empty() &&
+                   peer.num_leaving < most_leaving_ && peer.failure == 0;
+  relays().num_due.fetch_add(static_cast<int>(due) - static_cast<int>(peer.is_due));
+  peer.is_due = due;
+}
 
 void Relay::push(Peer& peer, Outgoing&& what) {
   peer.queue.push_back(std::move(what));
-  peer.changed.notify_one();
+  if (most_leaving_ == 0) {
+    peer.changed.notify_one();
+  } else {
+    look(peer);
+  }
+}
+
+void Relay::be_carried(int most) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  most_leaving_ = most;
+}
+
+bool Relay::begin_to_take(int number) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!peer.is_due) return false;
+  peer.is_taken = true;
+  look(peer);
+  return true;
+}
+
+bool Relay::take(int number, unsigned char* frame, Todo& todo) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (peer.queue.empty() || peer.num_leaving >= most_leaving_ || peer.failure != 0) {
+    peer.is_taken = false;
+    look(peer);
+    return false;
+  }
+  todo = write_frame(peer, frame);
+  ++peer.num_leaving;
+  return true;
+}
+
+void Relay::frame_left(int number) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  --peer.num_leaving;
+  look(peer);
+}
+
+void Relay::call(int number) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  peer.is_called = true;
+  peer.changed.notify_all();
+}
+
+bool Relay::attend(int number) {
+  Peer& peer = peer_of(number);
+  std::unique_lock<std::mutex> lock(mutex_);
+  peer.changed.wait(lock, [&peer] { return peer.is_called || peer.failure != 0; });
+  peer.is_called = false;
+  return peer.failure == 0;
 }
 
 Relay::Todo Relay::next(int number, unsigned char* frame) {
   Peer& peer = peer_of(number);
   std::unique_lock<std::mutex> lock(mutex_);
   peer.changed.wait(lock, [&peer] { return !peer.queue.empty() || peer.failure != 0; });
-  Todo todo;
   if (peer.queue.empty() || peer.failure != 0) {
+    Todo todo;
     todo.ends = true;
     return todo;
   }
-  peer.leaving = std::make_unique<Outgoing>(std::move(peer.queue.front()));
+  return write_frame(peer, frame);
+}
+
+// The oldest frame.
+Relay::Todo Relay::write_frame(Peer& peer, unsigned char* frame) {
+  const Outgoing one = peer.queue.front();
   peer.queue.pop_front();
-  const Outgoing& one = *peer.leaving;
+  Todo todo;
   std::memcpy(frame, &one.frame, sizeof one.frame);
   todo.frame_nbytes = sizeof one.frame;
   todo.ends = one.frame.kind == FrameKind::Bye;
+  todo.where = one.frame.where;
   switch (one.frame.kind) {
     case FrameKind::Message:
       todo.frame_nbytes += one.frame.nbytes;
@@ -107,6 +223,9 @@ Relay::Todo Relay::next(int number, unsigned char* frame) {
       }
       one.request->end();
       break;
+    case FrameKind::Expect:
+      todo.frame_nbytes = 0;
+      [[fallthrough]];
     case FrameKind::Clear:
       todo.landing = one.landing;
       todo.landing_nbytes = one.frame.nbytes;
@@ -114,6 +233,7 @@ Relay::Todo Relay::next(int number, unsigned char* frame) {
     case FrameKind::Done:
       todo.payload = one.payload;
       todo.payload_nbytes = one.frame.nbytes;
+      peer.leaving.push_back(one.request);
       break;
     default:
       break;
@@ -124,9 +244,9 @@ Relay::Todo Relay::next(int number, unsigned char* frame) {
 void Relay::sent(int number) {
   Peer& peer = peer_of(number);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (peer.leaving == nullptr) return;
-  if (peer.leaving->frame.kind == FrameKind::Done) peer.leaving->request->end();
-  peer.leaving.reset();
+  if (peer.leaving.empty()) return;
+  peer.leaving.front()->end();
+  peer.leaving.pop_front();
 }
 
 // A whole message is this rank's memory no more.
@@ -143,26 +263,32 @@ void Relay::count_received(Peer& peer, uint64_t nbytes) {
 void Relay::match(Peer& peer, Request* request, Incoming&& message) {
   const bool fits = message.nbytes <= request->nbytes;
   request->nbytes = message.nbytes;
-  if (message.bytes != nullptr || message.nbytes == 0) {
-    if (fits && message.nbytes != 0) {
-      std::memcpy(request->data, message.bytes.get(), message.nbytes);
-    }
+  const unsigned char* const bytes =
+      message.in_frame != nullptr ? message.in_frame : message.bytes.get();
+  if (bytes != nullptr || message.nbytes == 0) {
+    if (fits && message.nbytes != 0) std::memcpy(request->data, bytes, message.nbytes);
     count_received(peer, message.nbytes);
-    request->end(fits ? 0 : kTruncated);
+    request->end(fits ? 0 : Relay::kTruncated);
     return;
   }
   std::unique_ptr<unsigned char[]> nowhere;
   if (!fits) nowhere.reset(new unsigned char[message.nbytes]);
+  const uint64_t where = next_where(peer);
   Outgoing clear;
-  clear.frame = {FrameKind::Clear, request->tag, message.nbytes, message.id, 0};
+  clear.frame = {FrameKind::Clear, request->tag, message.nbytes, message.id, where};
   clear.landing = fits ? request->data : nowhere.get();
-  peer.landing.emplace_back(request, std::move(nowhere));
+  peer.landing.emplace(where, Landing{request, std::move(nowhere)});
   push(peer, std::move(clear));
 }
 
 void Relay::take_message(Peer& peer, int tag, Incoming&& message) {
   const auto it = peer.posted.find(tag);
   if (it == peer.posted.end()) {
+    if (message.in_frame != nullptr) {
+      message.bytes.reset(new unsigned char[message.nbytes]);
+      std::memcpy(message.bytes.get(), message.in_frame, message.nbytes);
+      message.in_frame = nullptr;
+    }
     peer.unexpected[tag].push_back(std::move(message));
     peer.num_unexpected.fetch_add(1, std::memory_order_release);
     changes().tell();
@@ -175,13 +301,13 @@ void Relay::take_message(Peer& peer, int tag, Incoming&& message) {
 }
 
 // The receiver is ready for it.
-void Relay::send_payload(Peer& peer, uint64_t id) {
-  const auto it = peer.waiting.find(id);
+void Relay::send_payload(Peer& peer, const Frame& clear) {
+  const auto it = peer.waiting.find(clear.id);
   if (it == peer.waiting.end()) return;
   const auto [request, data] = it->second;
   peer.waiting.erase(it);
   Outgoing done;
-  done.frame = {FrameKind::Done, request->tag, request->nbytes, id, 0};
+  done.frame = {FrameKind::Done, request->tag, request->nbytes, clear.id, clear.where};
   done.payload = data;
   done.request = request;
   push(peer, std::move(done));
@@ -191,15 +317,14 @@ Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbyt
   Frame frame;
   if (nbytes < sizeof frame) {
     lost(number, "a frame of " + std::to_string(nbytes) + " bytes is no frame of commrt's");
-    return Then::End;
+    return kEnd;
   }
   std::memcpy(&frame, bytes, sizeof frame);
   Incoming message;
   message.nbytes = frame.nbytes;
   message.id = frame.id;
   if (frame.kind == FrameKind::Message && frame.nbytes != 0) {
-    message.bytes.reset(new unsigned char[frame.nbytes]);
-    std::memcpy(message.bytes.get(), bytes + sizeof frame, frame.nbytes);
+    message.in_frame = bytes + sizeof frame;
   }
   Peer& peer = peer_of(number);
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -207,15 +332,15 @@ Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbyt
     case FrameKind::Message:
     case FrameKind::Ready:
       take_message(peer, frame.tag, std::move(message));
-      return Then::Next;
+      return kNext;
     case FrameKind::Credit:
       peer.eager_out -= std::min(frame.nbytes, peer.eager_out);
-      return Then::Next;
+      return kNext;
     case FrameKind::Clear:
-      send_payload(peer, frame.id);
-      return Then::Next;
+      send_payload(peer, frame);
+      return kNext;
     case FrameKind::Done:
-      return Then::Land;
+      return static_cast<Then>(frame.where);
     case FrameKind::Ask: {
       const auto it = counts_.find(frame.tag);
       const auto count = it == counts_.end() ? nullptr : it->second.lock();
@@ -223,12 +348,13 @@ Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbyt
       answer.frame = {FrameKind::Answer, frame.tag, count == nullptr ? kUnknown : count->load(),
                       frame.id, 0};
       push(peer, std::move(answer));
-      return Then::Next;
+      return kNext;
     }
     case FrameKind::Answer:
       answers_[frame.id] = frame.nbytes;
-      return Then::Next;
+      return kNext;
     case FrameKind::Bye:
+    case FrameKind::Expect:
       break;
   }
   // The peer waits for this rank's last frame, too: then nobody reads from a closed connection.
@@ -236,16 +362,17 @@ Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbyt
     peer.said_bye = true;
     push(peer, Outgoing{});
   }
-  return Then::End;
+  return kEnd;
 }
 
-void Relay::landed(int number) {
+void Relay::landed(int number, uint64_t where) {
   Peer& peer = peer_of(number);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (peer.landing.empty()) return;
-  auto [request, nowhere] = std::move(peer.landing.front());
-  peer.landing.pop_front();
-  request->end(nowhere == nullptr ? 0 : kTruncated);
+  const auto it = peer.landing.find(where);
+  if (it == peer.landing.end()) return;
+  const Landing landing = std::move(it->second);
+  peer.landing.erase(it);
+  landing.request->end(landing.nowhere == nullptr ? 0 : Relay::kTruncated);
 }
 
 void Relay::lost(int number, const std::string& why) {
@@ -265,13 +392,12 @@ void Relay::lost(int number, const std::string& why) {
     if (is_send) one.request->end(code);
   }
   peer.queue.clear();
-  if (peer.leaving != nullptr && peer.leaving->frame.kind == FrameKind::Done) {
-    peer.leaving->request->end(code);
-    peer.leaving.reset();
-  }
-  for (auto& [request, nowhere] : peer.landing) {
-    request->end(code);
-    static_cast<void>(nowhere.release());  // what carries it may still write there
+  for (Request* request : peer.leaving) request->end(code);
+  peer.leaving.clear();
+  look(peer);
+  for (auto& [where, landing] : peer.landing) {
+    landing.request->end(code);
+    static_cast<void>(landing.nowhere.release());  // what carries it may still write there
   }
   peer.landing.clear();
   peer.changed.notify_all();
@@ -318,25 +444,35 @@ bool Relay::answer(uint64_t question, uint64_t& count) {
   return true;
 }
 
+std::string Relay::text_of(int code) { return texts().get(code); }
+
 std::string Relay::failure_of(int number) const {
   const int code = peers_[static_cast<size_t>(number)].failure;
   return code == 0 ? "" : texts().get(code);
 }
 
+std::unique_ptr<Relay::Request> Relay::make_request(int peer, int tag, uint64_t nbytes) {
+  auto made = std::make_unique<Request>();
+  made->owner = this;
+  made->peer = peer;
+  made->tag = tag;
+  made->nbytes = nbytes;
+  return made;
+}
+
+// An error's code, or 0.
+int Relay::why_no_send(const Peer& peer, int number) const {
+  if (peer.failure != 0) return peer.failure;
+  if (!peer.said_bye) return 0;
+  return texts().add("rank " + std::to_string(number) +
+                     " of the job takes no more messages: it, or this rank, has ended");
+}
+
 int Relay::isend(const void* data, int nbytes, int number, int tag, Request** request) {
   Peer& peer = peer_of(number);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (peer.failure != 0) return peer.failure;
-  if (peer.said_bye) {
-    return texts().add("rank " + std::to_string(number) +
-                       " of the job takes no more messages: it, or this rank, has ended");
-  }
-  auto made = std::make_unique<Request>();
-  made->owner = this;
-  made->peer = number;
-  made->tag = tag;
-  made->nbytes = static_cast<uint64_t>(nbytes);
-  *request = made.release();
+  if (const int code = why_no_send(peer, number); code != 0) return code;
+  *request = make_request(number, tag, static_cast<uint64_t>(nbytes)).release();
   Outgoing one;
   one.request = *request;
   const uint64_t length = static_cast<uint64_t>(nbytes);
@@ -358,11 +494,7 @@ int Relay::irecv(void* data, int nbytes, int number, int tag, Request** request)
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto it = peer.unexpected.find(tag);
   if (it == peer.unexpected.end() && peer.failure != 0) return peer.failure;
-  auto made = std::make_unique<Request>();
-  made->owner = this;
-  made->peer = number;
-  made->tag = tag;
-  made->nbytes = static_cast<uint64_t>(nbytes);
+  auto made = make_request(number, tag, static_cast<uint64_t>(nbytes));
   made->data = static_cast<unsigned char*>(data);
   *request = made.release();
   if (it == peer.unexpected.end()) {
@@ -397,6 +529,40 @@ int Relay::iprobe(int number, int tag, int* flag, int* count) {
   return peer.failure.load(std::memory_order_acquire);
 }
 
+// Of those in flight no two have the same; they are tags of gloo's, of which 0 is another's.
+uint64_t Relay::next_where(Peer& peer) {
+  constexpr uint64_t kTags = 1 << 30;
+  return peer.next_where++ % kTags + 1;
+}
+
+int Relay::expect(void* data, uint64_t nbytes, int number, uint64_t* where, Request** request) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (peer.failure != 0) return peer.failure;
+  *where = next_where(peer);
+  *request = make_request(number, 0, nbytes).release();
+  peer.landing.emplace(*where, Landing{*request, nullptr});
+  Outgoing one;
+  one.frame = {FrameKind::Expect, 0, nbytes, 0, *where};
+  one.landing = data;
+  push(peer, std::move(one));
+  return 0;
+}
+
+int Relay::deliver(const void* data, uint64_t nbytes, int number, uint64_t where,
+                   Request** request) {
+  Peer& peer = peer_of(number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (const int code = why_no_send(peer, number); code != 0) return code;
+  *request = make_request(number, 0, nbytes).release();
+  Outgoing one;
+  one.frame = {FrameKind::Done, 0, nbytes, 0, where};
+  one.payload = data;
+  one.request = *request;
+  push(peer, std::move(one));
+  return 0;
+}
+
 // A receive that has met its message goes on.
 void Relay::cancel(Request* request) {
   Peer& peer = peer_of(request->peer);
@@ -409,83 +575,6 @@ void Relay::cancel(Request* request) {
   queue.erase(at);
   if (queue.empty()) peer.posted.erase(it);
   request->end();
-}
-
-namespace {
-
-struct Status {  // how a relay uses MPI's
-  int count;
-};
-
-Relay* relay_of(Handle handle) { return reinterpret_cast<Relay*>(handle); }
-
-Relay::Request** slot_of(void* request) { return static_cast<Relay::Request**>(request); }
-
-int relay_isend(const void* data, int nbytes, Handle, int peer, int tag, Handle comm,
-                void* request) {
-  return relay_of(comm)->isend(data, nbytes, peer, tag, slot_of(request));
-}
-
-int relay_irecv(void* data, int nbytes, Handle, int peer, int tag, Handle comm, void* request) {
-  return relay_of(comm)->irecv(data, nbytes, peer, tag, slot_of(request));
-}
-
-int relay_iprobe(int peer, int tag, Handle comm, int* flag, void* status) {
-  return relay_of(comm)->iprobe(peer, tag, flag, &static_cast<Status*>(status)->count);
-}
-
-int relay_test(void* slot, int* flag, void* status) {
-  Relay::Request*& request = *slot_of(slot);
-  *flag = request == nullptr || request->done.load(std::memory_order_acquire);
-  if (!*flag || request == nullptr) return 0;
-  static_cast<Status*>(status)->count = static_cast<int>(request->nbytes);
-  const int code = request->code;
-  delete request;
-  request = nullptr;
-  return code;
-}
-
-int relay_cancel(void* slot) {
-  Relay::Request* request = *slot_of(slot);
-  if (request != nullptr) request->owner->cancel(request);
-  return 0;
-}
-
-int relay_get_count(const void* status, Handle, int* count) {
-  *count = static_cast<const Status*>(status)->count;
-  return 0;
-}
-
-int relay_error_class(int code, int* which) {
-  *which = code;
-  return 0;
-}
-
-int relay_error_string(int code, char* text, int* length) {
-  const std::string said = texts().get(code).substr(0, 4000);
-  std::memcpy(text, said.c_str(), said.size() + 1);
-  *length = static_cast<int>(said.size());
-  return 0;
-}
-
-}  // namespace
-
-const MpiApi& relay_api() {
-  static const MpiApi table = [] {
-    MpiApi made;
-    made.is_relay = true;
-    made.isend = relay_isend;
-    made.irecv = relay_irecv;
-    made.iprobe = relay_iprobe;
-    made.test = relay_test;
-    made.cancel = relay_cancel;
-    made.get_count = relay_get_count;
-    made.error_class = relay_error_class;
-    made.error_string = relay_error_string;
-    made.err_truncate = kTruncated;
-    return made;
-  }();
-  return table;
 }
 
 }  // namespace commrt

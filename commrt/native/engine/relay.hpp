@@ -11,11 +11,13 @@
 //   Ask:      how many operations of a communicator have been started there?
 //   Answer:   so many, or kUnknown
 //   Ready:    a longer one waits for its receive
-//   Clear:    its receive is there, and so is the receive of its payload
-//   Done:     the payload has been sent, before this
+//   Clear:    its receive is there, and so is that of its payload, whose number it says
+//   Done:     the payload of this number has been sent, before this
 //   Bye:      the sender's last frame
 //
-// For each peer one thread sends frames (next, sent), and one receives them (arrived, landed).
+// For each peer one thread receives frames (arrived, landed). Frames are sent by whoever has the
+// GIL anyway: who calls, waits or receives (relay_carrier.hpp). A thread for each peer sends what
+// the progress thread leaves, and waits until gloo needs the memory of what has been sent no more.
 #pragma once
 
 #include <atomic>
@@ -36,9 +38,11 @@ class Relay {
  public:
   // Longer messages wait for their receives, and so do all while a peer has kWindowNbytes of
   // others that it has not received: memory for what comes unexpected ends.
-  static constexpr size_t kEagerNbytes = 256 << 10;
+  // Fragments of 256 KiB are rounded, and a packet has a header.
+  static constexpr size_t kEagerNbytes = (256 << 10) + 4096;
   static constexpr uint64_t kWindowNbytes = 16 << 20;
   static constexpr uint64_t kUnknown = ~0ull;
+  static constexpr int kTruncated = 1;  // the code of a message longer than its receive
   static constexpr size_t kHeaderNbytes = 32;
   static constexpr size_t kFrameNbytes = kHeaderNbytes + kEagerNbytes;
 
@@ -54,30 +58,51 @@ class Relay {
     void end(int with = 0);
   };
 
-  // What the thread that sends to a peer is to do.
+  // What who sends to a peer is to do.
   struct Todo {
     bool ends = false;         // nothing ever again
     uint64_t frame_nbytes = 0;
     const void* payload = nullptr;  // to be sent before the frame
     uint64_t payload_nbytes = 0;
-    void* landing = nullptr;  // to be received into; begins before the frame is sent
+    void* landing = nullptr;  // to be received into; begins before a later frame is sent
     uint64_t landing_nbytes = 0;
+    uint64_t where = 0;  // number of the payload, or of the one to be received
   };
-  // What the thread that receives from a peer is to do after a frame.
-  enum class Then { Next, Land, End };
+  // What the thread that receives from a peer is to do after a frame: take the next one, never
+  // again, or, where it is positive, wait for the payload of this number first.
+  using Then = int64_t;
+  static constexpr Then kNext = 0, kEnd = -1;
 
-  Relay(int rank, int size) : rank_(rank), peers_(static_cast<size_t>(size)) {}
+  Relay(int rank, int size);
+  ~Relay();
   Relay(const Relay&) = delete;
   Relay& operator=(const Relay&) = delete;
 
-  // -- for threads of Python's --
+  // -- for who carries frames --
   // Waits for something to send and writes its frame; the peer's only sender calls it.
   Todo next(int peer, unsigned char* frame);
-  // The frame that `next` gave has left, and its payload.
+  // The oldest payload that has been taken has left.
   void sent(int peer);
+
+  // From now on frames are taken by `take`, of which at most `most` may be on their way.
+  void be_carried(int most);
+  // Whether this thread is to send to a peer: there are frames, there is room, and nobody else
+  // does. It goes on until `take` has nothing more.
+  bool begin_to_take(int peer);
+  // Writes a frame if there is one, and room for it. False: nothing is left to this thread.
+  bool take(int peer, unsigned char* frame, Todo& todo);
+  // Memory of the oldest frame on its way is free again.
+  void frame_left(int peer);
+  // Wakes the thread that attends to a peer, and what it waits in; false: nothing comes any more.
+  void call(int peer);
+  bool attend(int peer);
+  // For who has no GIL: lets the threads send what there is.
+  static void order();
+  // Whether any relay of this process has frames that nobody sends.
+  static bool is_due();
   Then arrived(int peer, const unsigned char* frame, uint64_t nbytes);
-  // The oldest payload whose receive has begun is there.
-  void landed(int peer);
+  // The payload of this number is there.
+  void landed(int peer, uint64_t where);
   // Nothing comes from this peer any more, and nothing reaches it.
   void lost(int peer, const std::string& why);
   // Says Bye to all peers, behind what has been sent so far.
@@ -86,33 +111,47 @@ class Relay {
   uint64_t ask(int peer, int tag);
   // Whether there is an answer, and which; then the question is forgotten.
   bool answer(uint64_t question, uint64_t& count);
+  int size() const { return static_cast<int>(peers_.size()); }
   // Why a peer is lost; empty: it is not.
   std::string failure_of(int peer) const;
+  // What is behind an error code.
+  static std::string text_of(int code);
 
   // -- for the engine, in MPI's words --
   int isend(const void* data, int nbytes, int peer, int tag, Request** request);
   int irecv(void* data, int nbytes, int peer, int tag, Request** request);
   int iprobe(int peer, int tag, int* flag, int* count);
   void cancel(Request* request);
+  // -- and beyond them: memory to memory, for a message that both sides have agreed upon --
+  // `where` is for the peer, who may give it as soon as it knows; what tells it so is to be sent
+  // after this.
+  int expect(void* data, uint64_t nbytes, int peer, uint64_t* where, Request** request);
+  int deliver(const void* data, uint64_t nbytes, int peer, uint64_t where, Request** request);
   // The count of operations that the communicator of this tag has started, to be kept there.
   std::shared_ptr<std::atomic<uint64_t>> count_of(int tag);
   // Waits until something has changed for the engine since `seen`, at most for a moment, and
-  // brings `seen` up to date. Of all relays of this process.
+  // brings `seen` up to date. Of all relays of this process. The moment is short where ranks of
+  // this node could want a look.
   static void wait_for_change(uint64_t& seen);
+  // A communicator has ranks of this node and of others: their messages tell nobody.
+  static void expect_neighbors();
+  static bool expects_neighbors();
 
  private:
   struct Incoming {  // a message that has no receive yet
-    std::unique_ptr<unsigned char[]> bytes;  // null: it waits at its sender
+    std::unique_ptr<unsigned char[]> bytes;  // null: it waits at its sender, or is `in_frame`
+    const unsigned char* in_frame = nullptr;
     uint64_t nbytes = 0;
     uint64_t id = 0;  // the sender's
   };
-  enum class FrameKind : uint32_t { Message, Credit, Ready, Clear, Done, Ask, Answer, Bye };
+  // Expect is no frame: it only begins to receive a payload.
+  enum class FrameKind : uint32_t { Message, Credit, Ready, Clear, Done, Ask, Answer, Bye, Expect };
   struct Frame {
     FrameKind kind = FrameKind::Bye;
     int32_t tag = 0;
     uint64_t nbytes = 0;  // of the message
     uint64_t id = 0;
-    uint64_t unused = 0;
+    uint64_t where = 0;  // number of a payload
   };
   static_assert(sizeof(Frame) == kHeaderNbytes);
   struct Outgoing {
@@ -121,17 +160,26 @@ class Relay {
     void* landing = nullptr;
     Request* request = nullptr;  // of a send: ends once this has left
   };
+  struct Landing {
+    Request* request;
+    std::unique_ptr<unsigned char[]> nowhere;  // what is too long for its receive comes here
+  };
   struct Peer {
     std::deque<Outgoing> queue;
     std::condition_variable changed;
-    std::unique_ptr<Outgoing> leaving;  // between next and sent
+    std::deque<Request*> leaving;  // of payloads, between next or take and sent
+    int num_leaving = 0;           // frames, between take and frame_left
+    bool is_taken = false;         // somebody sends
+    bool is_due = false;           // nobody does, and there are frames and room
+    bool is_called = false;
     std::unordered_map<uint64_t, std::pair<Request*, const void*>> waiting;  // by id: for Clear
     std::unordered_map<int, std::deque<Request*>> posted;                   // by tag
     std::unordered_map<int, std::deque<Incoming>> unexpected;               // by tag
-    std::deque<std::pair<Request*, std::unique_ptr<unsigned char[]>>> landing;
+    std::unordered_map<uint64_t, Landing> landing;  // by number
     std::atomic<int> num_unexpected{0};
     std::atomic<int> failure{0};  // a code, once it is lost
     uint64_t next_id = 1;
+    uint64_t next_where = 0;
     uint64_t eager_out = 0;  // bytes that this peer has not said it has received
     uint64_t eager_in = 0;   // bytes received that it has not been told of
     bool said_bye = false;
@@ -139,16 +187,22 @@ class Relay {
 
   Peer& peer_of(int peer) { return peers_[static_cast<size_t>(peer)]; }
   void push(Peer& peer, Outgoing&& what);
+  Todo write_frame(Peer& peer, unsigned char* frame);
+  void look(Peer& peer);
   void match(Peer& peer, Request* request, Incoming&& message);
   void count_received(Peer& peer, uint64_t nbytes);
   void take_message(Peer& peer, int tag, Incoming&& message);
-  void send_payload(Peer& peer, uint64_t id);
+  void send_payload(Peer& peer, const Frame& clear);
+  static uint64_t next_where(Peer& peer);
+  std::unique_ptr<Request> make_request(int peer, int tag, uint64_t nbytes);
+  int why_no_send(const Peer& peer, int number) const;
 
   const int rank_;
   mutable std::mutex mutex_;
   std::unordered_map<int, std::weak_ptr<std::atomic<uint64_t>>> counts_;  // by tag
   std::unordered_map<uint64_t, uint64_t> answers_;                        // by question
   uint64_t questions_ = 0;
+  int most_leaving_ = 0;  // of frames; 0: a thread takes them by `next`
   std::vector<Peer> peers_;
 };
 

@@ -12,6 +12,8 @@
 
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
+#include "engine/relay.hpp"
+#include "engine/relay_carrier.hpp"
 
 namespace nb = nanobind;
 
@@ -95,7 +97,10 @@ void UserValue::gather(int num_inputs, size_t nbytes_) {
   }
 }
 
+bool wants_gil(const Engine& engine) { return engine.wants_python() || Relay::is_due(); }
+
 bool run_wanted(Engine& engine) {
+  if (Relay::is_due()) RelayCarrier::give_everything();
   while (engine.wants_python()) {
     std::shared_ptr<Op> op;
     {

@@ -48,8 +48,11 @@ struct UserValue {
   void gather(int num_inputs, std::size_t nbytes_);
 };
 
-// Runs Python for all values that want it. Needs the GIL, and not the engine's lock. False,
-// with a Python error set, where something else than an Exception came (Ctrl-C).
+// Whether something waits for the GIL: users' functions, or frames for other nodes
+// (relay_carrier.hpp).
+bool wants_gil(const Engine& engine);
+// Does all of that. Needs the GIL, and not the engine's lock. False, with a Python error set,
+// where something else than an Exception came (Ctrl-C).
 bool run_wanted(Engine& engine);
 
 // Shares an object among plans; the last one puts it aside for drop_objects().

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gives a relay's frames to gloo, through a group of torch's that Python has made.
+//
+// Sending to gloo never waits, so it is done by whoever has frames and the GIL: who calls, who
+// waits, and the threads that receive. A frame then leaves without another thread having to wake.
+// It is all C++: no line of Python is run, at whose end a signal's handler could leave a frame
+// half given.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/relay.hpp"
+
+namespace commrt {
+
+class RelayCarrier {
+ public:
+  // send(list of one tensor, peer, tag) and recv are the group's, landing is where receives of
+  // payloads go: for each peer a dictionary of (work, tensor), by their numbers.
+  RelayCarrier(std::shared_ptr<Relay> relay, nanobind::object send, nanobind::object recv,
+               nanobind::object frombuffer, nanobind::object uint8, nanobind::dict landing);
+  ~RelayCarrier();
+  RelayCarrier(const RelayCarrier&) = delete;
+  RelayCarrier& operator=(const RelayCarrier&) = delete;
+
+  // All of these need the GIL.
+  // Gives gloo what there is for this peer, unless another thread does.
+  void give(int peer);
+  void give_all();
+  // Waits for frames that nobody sends, or for some on their way. The works of the latter, to be
+  // waited for one by one, and each followed by `left`; None: nothing comes any more.
+  nanobind::object attend(int peer);
+  void left(int peer);
+  void lose(int peer, const std::string& why);
+  // A tensor of the bytes at an address.
+  nanobind::object tensor(void* memory, size_t nbytes) const;
+  // No work of gloo's, and nothing else of Python's, is kept any more.
+  void forget();
+
+  // Of all carriers of this process.
+  static void give_everything();
+
+ private:
+  static constexpr int kFrames = 0;     // gloo's tag; those of payloads are their numbers
+  static constexpr size_t kSlots = 16;              // frames on their way
+  struct Sent {
+    nanobind::object work;
+    nanobind::object memory;
+    bool is_frame = false;
+  };
+  struct Slot {
+    std::unique_ptr<unsigned char[]> memory;
+    nanobind::object whole;  // a tensor of it
+    nanobind::object heads;  // a list of a tensor of a frame without payload
+  };
+  struct Peer {
+    std::vector<Slot> slots;
+    size_t num_frames = 0;
+    std::deque<Sent> sent;
+    bool ended = false;
+  };
+
+  Slot& slot_of(Peer& peer, size_t frame);
+  void send(Peer& peer, int number, Slot& slot, const Relay::Todo& todo);
+
+  std::shared_ptr<Relay> relay_;
+  nanobind::object send_, recv_, frombuffer_, uint8_;
+  nanobind::dict landing_;
+  std::vector<std::unique_ptr<Peer>> peers_;
+};
+
+// At its end gives what is left: a caller may go and wait elsewhere for whom it has just sent to.
+// Needs the GIL then.
+struct GiveAtEnd {
+  ~GiveAtEnd() {
+    if (!Relay::is_due()) return;
+    const nanobind::error_scope saved;
+    RelayCarrier::give_everything();
+  }
+};
+
+}  // namespace commrt

@@ -78,7 +78,7 @@ def _can_move(storage: Any) -> bool:
         files = os.statvfs(_FILES)
     except OSError:
         return False
-    return files.f_bavail * files.f_frsize >= storage.nbytes()
+    return bool(files.f_bavail * files.f_frsize >= storage.nbytes())
 
 
 def _keep(storage: Any, memory: torch.Tensor) -> None:

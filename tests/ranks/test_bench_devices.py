@@ -184,7 +184,7 @@ def test_a_staged_call_stands_beside_its_parts(size: int) -> None:
     assert found["of_parts"] == short.pop("call_us") / sum(short.values())
     about = {"ranks": size, "device_name": "D"}
     shown = device_parts.text({}, {**about, **found})
-    assert len(shown.splitlines()) == 2 + 4 + 1 + 1 + 7 + 1
+    assert len(shown.splitlines()) == 2 + 5 + 1 + 1 + 7 + 1
     wrong = {**about, **found, "rows": [{"valid": False}]}
     assert "WRONG" in device_parts.text({}, wrong)
 

@@ -66,6 +66,10 @@ class FakeDeviceMpi:
         """
         self._stub.stub_set(name.encode(), ctypes.c_long(value))
 
+    def hold(self, rank: int, held: bool) -> None:
+        """Let the tests of one rank's requests say no, whatever is complete."""
+        self.set(f"hold {rank}", int(held))
+
     def fail(self, function: str, code: int = ERR_OTHER, after: int = 0) -> None:
         """Make one call of ``function``, after ``after`` others, return ``code``."""
         self._stub.stub_fail(function.encode(), code, ctypes.c_long(after))

@@ -29,10 +29,13 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def nccl_here(version: int = 22809, *, is_clean: bool = True) -> Iterator[FakeNccl]:
+def nccl_here(
+    version: int = 22809, *, is_clean: bool = True, grace_s: float = 5.0
+) -> Iterator[FakeNccl]:
     """Let this process have the pretended NCCL, for devices without hardware.
 
-    With ``is_clean`` no call may be wrong, and nothing may be left in a stream.
+    With ``is_clean`` no call may be wrong, and nothing may be left in a stream. What
+    has not ended ``grace_s`` after it is aborted.
     """
     fake = FakeNccl(version)
     before = list(libnccl._found)
@@ -41,7 +44,7 @@ def nccl_here(version: int = 22809, *, is_clean: bool = True) -> Iterator[FakeNc
         yield fake
     finally:
         libnccl._found[:] = before
-        end_all(5.0)
+        end_all(grace_s)
     if is_clean:
         fake.check()
 

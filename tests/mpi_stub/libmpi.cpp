@@ -438,7 +438,8 @@ EXPORT int MPI_Test(void* request, int* flag, void*) {
   Call& call = *one.call;
   if (call.differs) return kTruncate;
   const bool is_complete = static_cast<int>(call.parts.size()) == call.size;
-  if (!is_complete || settings["hold"] != 0 || one.looks++ < settings["looks"]) return kSuccess;
+  const bool is_held = settings["hold"] != 0 || settings["hold " + std::to_string(one.rank)] != 0;
+  if (!is_complete || is_held || one.looks++ < settings["looks"]) return kSuccess;
   const Part& mine = call.parts.at(one.rank);
   if (!mine.given.empty() && std::memcmp(mine.given.data(), mine.in, mine.given.size()) != 0) {
     violate("an input was written while MPI had it");

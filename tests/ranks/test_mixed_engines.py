@@ -240,7 +240,7 @@ def test_a_bug_over_memory_of_peers_is_caught_between_other_engines(
     bug: str, seed: int, full: bool
 ) -> None:
     for each in range(seed, seed + (FULL_SEEDS if full else 1)):
-        with nccl_here(is_clean=False):
+        with nccl_here(is_clean=False, grace_s=0.0):
             ranks = MixedRanks(2, each, 8, communicators=2, staging=SMALL)
             for group, device in zip(ranks.groups, ranks.devices, strict=True):
                 for comm in group:
@@ -324,14 +324,14 @@ def beside_nccl(groups: list[list[Any]], rank: Rank, mpi: FakeDeviceMpi) -> None
             device.wait_value32_geq(streams[0].handle, held, number + 1)
         begin("nccl", x, streams[0], comms[number % 2])
         # Without flags NCCL's call returns when MPI is done.
-        mpi.set("hold", int(device.memory_flags))
+        mpi.hold(rank.rank, device.memory_flags)
         begin("mpi", out, streams[1], comms[(number + 1) % 2])
         go_on()
         device.flag_store(held, number + 1)
         go_on()
         begin("nccl", x, streams[0], comms[number % 2])
         go_on()
-        mpi.set("hold", 0)
+        mpi.hold(rank.rank, False)
     for request in requests:
         request.synchronize()
     found = [rank.fetch(out) for out in outs]
@@ -351,7 +351,7 @@ def kept_apart(
     mpi: FakeDeviceMpi, seed: int, queues: int, bug: str | None, **options: Any
 ) -> bool:
     """Whether NCCL and MPI are."""
-    with nccl_here(is_clean=False):
+    with nccl_here(is_clean=False, grace_s=5.0 if bug is None else 0.0):
         ranks = NcclAndMpiRanks(
             2, seed, queues, communicators=2, staging=SMALL, **options
         )

@@ -133,7 +133,8 @@ def verdict(
 ) -> str:
     """What is found: "", or any of "race", "deadlock", "wrong" and "nccl"."""
     found = set()
-    with nccl_here(is_clean=False) as nccl:
+    # What a bug has stopped ends no sooner for being waited for.
+    with nccl_here(is_clean=False, grace_s=5.0 if bug is None else 0.0) as nccl:
         ranks = NcclSimRanks(
             2, seed, queues, bug=bug, communicators=2, staging=SMALL, **options
         )

@@ -98,6 +98,11 @@ test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, wit
 test-torch: $(VENV_TORCH)/.installed $(VENV_MPICH)/.installed ## Tests with torch: torchrun's ranks, tensors, gloo.
 	$(VENV_TORCH)/bin/pytest tests/pytorch $(PYTEST_ARGS) $(if $(FULL),,--functions 0.25)
 
+.PHONY: test-nccl
+test-nccl: $(VENV)/.installed ## NCCL's own header and library, 200 to 350 MB, against commrt's table; no GPU needed.
+	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) --group nccl
+	$(VENV)/bin/pytest tests/unit/test_real_nccl.py $(PYTEST_ARGS)
+
 .PHONY: examples
 examples: $(VENV_TORCH)/.installed ## Train the examples on 2 ranks, and compare with one process.
 	@# Not from here: this folder's commrt has no engine, and -m would find it first.

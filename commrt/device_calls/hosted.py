@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls on device arrays whose work is the host's: sparse sums and compression.
+"""Calls on device arrays whose work is Python's: sparse sums and others.
 
 The call gives the device all there is to do (``hosted_work.hpp``): copies to
 pinned memory behind the caller's stream, and the copies back, which wait there for the
@@ -74,7 +74,7 @@ class HostedCall:
     what: str
     """The operation."""
     kind: str
-    """What it uses: ``sparse`` or ``compression``."""
+    """What it uses: ``sparse``, ``compression``, or ``reduction``, of the user's."""
     reads: Sequence[HostView]
     writes: Sequence[HostView]
     """Some of them may be read, too."""

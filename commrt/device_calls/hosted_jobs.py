@@ -278,7 +278,7 @@ class HostedJobs:
         found._check_usable()
         if kind == "sparse":
             found._open_sparse(timeout_s)
-        else:
+        elif kind == "compression":
             found._open_compression(timeout_s)
         return found
 

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of
-from commrt.arrays.host import view_anywhere
 from commrt.backends.peer_sharing import ENDING
 from commrt.device_calls.agreement import Carrier, meet
 from commrt.device_calls.buckets import DeviceBuckets
-from commrt.device_calls.hosted import HostedCall, run_hosted
+from commrt.device_calls.hosted_collectives import (
+    BoundHostedCall,
+    is_hosted,
+    run_on_host,
+)
 from commrt.device_calls.hosted_jobs import HostedJobs
 from commrt.device_calls.ipc import IpcCalls
 from commrt.device_calls.left_behind import StagedWork, give_back, leave
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from commrt.calls import Bound, Call
     from commrt.comm import Communicator
 
-__all__ = ["BoundDeviceCall", "BoundHostedCall", "Staging"]
+__all__ = ["BoundDeviceCall", "Staging"]
 
 T = TypeVar("T")
 
@@ -74,8 +77,8 @@ class Staging:
 
     def run(self, call: Call, bound: Bound) -> Any:
         """Start a collective whose arrays are on a device; return output or request."""
-        if call.compress not in (None, "none"):
-            return self._compressed(call, bound)
+        if is_hosted(call):
+            return run_on_host(self, call, bound)
         try:
             fused = self._comm._fuse_on_device(call, bound)
             if fused is not None:
@@ -98,45 +101,6 @@ class Staging:
             return CaptureError(text, error.status)
         self._check_not_failed(error)
         return error
-
-    def _compressed(self, call: Call, bound: Bound) -> Any:
-        """Let the host compress: what goes over the wire is made there."""
-        self.check(call, bound)
-        comm, name = self._comm, call.spec.name
-        compressed = comm._bound_compressed(call, bound)
-        assert compressed is not None
-        x, out = bound.x, bound.out
-        assert x is not None
-        assert out is not None
-        residual = None
-        if call.residual is not None:
-            residual = view_anywhere(call.residual, f"{name}: residual")
-        counts = zip(call.spec.count_arguments, call.counts, strict=False)
-        limit = comm.timeout_s if call.timeout_s is None else call.timeout_s
-        arguments = {
-            "nonblocking": True,
-            "compress": compressed.wire.name,
-            "timeout_s": limit,
-            **{argument: value for argument, value in counts if value is not None},
-            **({"op": call.reduction.name.lower()} if call.spec.reduces else {}),
-        }
-        in_place = out.address == x.address
-
-        def start(channel: Communicator, copy_of: Callable[[Any], Any]) -> Any:
-            return getattr(channel, name)(
-                copy_of(x),
-                out=None if in_place else copy_of(out),
-                residual=None if residual is None else copy_of(residual),
-                **arguments,
-            )
-
-        kept = [] if residual is None else [residual]
-        hosted = HostedCall(
-            name, "compression", [x, *kept], [out, *kept], start, limit, bound.result
-        )
-        return run_hosted(
-            comm, hosted, nonblocking=call.nonblocking, stream=call.stream
-        )
 
     def by_nccl(self, device: Any, what: str, stream: int, timeout_s: float) -> bool:
         """Whether NCCL carries what is no reduction, on all ranks alike; collective.
@@ -249,7 +213,7 @@ class Staging:
 
     def bound(self, call: Call, bound: Bound) -> BoundDeviceCall | BoundHostedCall:
         """Return the call bound to its arrays, to run it any number of times."""
-        if call.compress not in (None, "none"):
+        if is_hosted(call):
             return BoundHostedCall(self, call, bound)
         plan = self.plan(call, bound)
         if isinstance(plan, _native.StagedPlan):
@@ -336,12 +300,6 @@ class Staging:
             raise UsageError(
                 f"{name}: x and out are not on the same device: {_place(bound.x)} and "
                 f"{_place(bound.out)}; pass arrays of one device"
-            )
-        if call.user is not None and call.user.address is None:
-            raise UsageError(
-                f"{name}: the reduction {call.user.name} is a Python function, which "
-                f"would stop the device's streams until some thread runs Python: give "
-                f"a C function, or copy the array to host memory"
             )
 
     def _device(self, call: Call, bound: Bound) -> Any:
@@ -502,21 +460,3 @@ class BoundDeviceCall:
     def label(self) -> str:
         """What runs it: backend/algorithm{params}."""
         return str(self._staging._comm._choose(self._calls[0], self._bound))
-
-
-class BoundHostedCall:
-    """A compressed collective bound to its arrays; call it, or ``start()`` it."""
-
-    def __init__(self, staging: Staging, call: Call, bound: Bound) -> None:
-        self._staging, self._bound = staging, bound
-        self._calls = [replace(call, nonblocking=flag) for flag in (False, True)]
-        self.operation = call.spec.name
-        self.label = f"host/{call.compress}"
-
-    def __call__(self) -> Any:
-        """Run the operation; the current stream waits for it. Return its output."""
-        return self._staging._compressed(self._calls[0], self._bound)
-
-    def start(self) -> Any:
-        """Start the operation and return its request."""
-        return self._staging._compressed(self._calls[1], self._bound)

@@ -181,7 +181,6 @@ def test_what_cannot_be_communicated_is_refused_before_anything_is_given() -> No
             (UsageError, "not on the same device", x, {"out": np.zeros(8, "f4")}),
             (UsageError, "stream= is for arrays on devices", np.ones(3), {"stream": 0}),
             (UsageError, "unknown compress='zip'", x, {"compress": "zip"}),
-            (UsageError, "Python function", x, {"op": commrt.reduction(np.add)}),
             (UsageError, "must be None, the integer", x, {"stream": 1.5}),
             (UsageError, "parameter piece=0", x, {"params": {"piece": 0}}),
             (UsageError, "unknown backend|no backend|shm", x, {"backend": "shm"}),

@@ -14,6 +14,7 @@ import pytest
 from hosted_ranks import HostedRanks
 from staged_ranks import Rank, WrongResultError, forget_ranks, found_by, on_threads
 
+import commrt
 from commrt import _native
 from commrt.device_calls import hosted, hosted_jobs
 from commrt.devices import DeviceArray, DeviceStream
@@ -165,6 +166,30 @@ def largest(rank: Rank, found: Found) -> None:
         rank.fill(x, -7.0)
 
 
+ADDED = commrt.reduction(np.add, commutative=True)
+"""A function of Python as reduction."""
+
+
+def reduced(rank: Rank, found: Found) -> None:
+    """Functions of Python as reductions, on memory that is filled again behind."""
+    comm = rank.comm
+    kept = []
+    for number, count in enumerate((20, 0, 200)):
+        x = rank.array(given(rank.rank, number, count))
+        out = rank.array(np.full(count, -1, F))
+        request = comm.allreduce(x, out=out, op=ADDED, nonblocking=True)
+        request.be_quiet()
+        kept.append((request, out, x, number, count))
+        y = rank.array(given(rank.rank, number, count))
+        comm.allreduce(y, op=ADDED)
+        found.append((rank.fetch(y), total(number, count)))
+    for request, out, x, number, count in kept:
+        request.wait()
+        found.append((rank.fetch(out), total(number, count)))
+        if count:
+            rank.fill(x, -7.0)
+
+
 def check(rank: Rank, found: Found) -> None:
     """See that all that was fetched is what it should be."""
     rank.finish()
@@ -186,6 +211,7 @@ def all_of_it(rank: Rank) -> None:
     summed(rank, found)
     largest(rank, found)
     owed(rank, found)
+    reduced(rank, found)
     check(rank, found)
 
 
@@ -204,7 +230,8 @@ def gated(rank: Rank) -> None:
     gate = rank.pin(64)
     rank.device.flag_store(gate, 0)
     rank.device.wait_value32_geq(rank.stream.handle, gate, 1)
-    x, y = (rank.array(given(rank.rank, number, 20)) for number in range(2))
+    x, y, z = (rank.array(given(rank.rank, number, 20)) for number in range(3))
+    assert comm.allreduce(z, op=ADDED) is z
     request = comm.allreduce(x, compress="float16", nonblocking=True)
     request.be_quiet()
     assert not request.test()
@@ -221,6 +248,7 @@ def gated(rank: Rank) -> None:
     for array, want in (
         (x, total(0, 20)),
         (y, total(1, 20)),
+        (z, total(2, 20)),
         (out, whole),
         (new, whole),
     ):

@@ -44,9 +44,7 @@ def wheel() -> Path:
 
 
 @pytest.fixture(scope="module")
-def header(
-    wheel: Path, tmp_path_factory: pytest.TempPathFactory
-) -> real_nccl.Header:
+def header(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> real_nccl.Header:
     return real_nccl.compare(wheel / "include", tmp_path_factory.mktemp("nccl"))
 
 

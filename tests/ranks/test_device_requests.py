@@ -14,7 +14,6 @@ import pytest
 from dlpack_producer import OnlyDlpack
 from staged_ranks import Rank, SimRanks, forget_ranks, kept_ranks, on_threads
 
-import commrt
 from commrt.devices import DeviceArray, DeviceStream, SimWorld, serve, stop_serving
 from commrt.devices.registry import find_device
 from commrt.errors import (

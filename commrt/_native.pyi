@@ -1403,6 +1403,13 @@ class StagedPlan:
         slot_nbytes: int,
         serial: bool = False,
     ) -> None: ...
+    def agreeing(
+        self, runs: Plan, words: Sequence[int], names: Sequence[str]
+    ) -> StagedPlan:
+        """The same, with facts that the ranks compare on the way: a word for each, 0
+        for what this rank knows nothing of; `runs` is a maximum of twice as many.
+        """
+
     @property
     def by_kernel(self) -> bool:
         """Whether kernels copy to pinned memory and back; set before a start."""

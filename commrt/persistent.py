@@ -18,8 +18,9 @@ from commrt.bound_calls import (
     bind_topk,
 )
 from commrt.device_calls.boxes import BoundBoxes
+from commrt.device_calls.hosted_collectives import BoundHostedCall
 from commrt.device_calls.nccl_messages import NcclMessages
-from commrt.device_calls.staging import BoundDeviceCall, BoundHostedCall
+from commrt.device_calls.staging import BoundDeviceCall
 from commrt.errors import UsageError, suggest
 from commrt.nvtx_ranges import NamedCall
 from commrt.operations import COLLECTIVES, operation

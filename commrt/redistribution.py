@@ -34,6 +34,8 @@ __all__ = [
     "Redistribution",
     "agreed_boxes",
     "bound_redistribution",
+    "common_facts",
+    "device_boxes",
     "make_redistribution",
     "redistribution_moves",
 ]
@@ -127,19 +129,36 @@ def agreed_boxes(comm: Communicator, moved: Redistribution) -> Any:
     if moved.on is not None:
         said += ", on a device"
     comm._meet_equal(_NAME, said)
+    if moved.on is not None:
+        return device_boxes(comm, moved)
     moves = redistribution_moves(moved.source, moved.target, comm.rank)
     layouts = [sent.layout, taken.layout]
-    if moved.on is not None:
-        return DeviceBoxes(
-            *(comm, moved.on, moves, layouts),
-            phases=1,
-            what=_NAME,
-            coll=_CODE,
-            label="boxes/direct",
-        )
     sizes = [sent.dtype.itemsize] * 2
     program = compile_for(comm, moves, sizes, reduces=False)
     return box_plan(comm, program, layouts, coll=_CODE, label="boxes/direct")
+
+
+def device_boxes(comm: Communicator, moved: Redistribution) -> DeviceBoxes:
+    """Return the plan of arrays on a device, without the other ranks."""
+    return DeviceBoxes(
+        comm,
+        moved.on,
+        redistribution_moves(moved.source, moved.target, comm.rank),
+        [moved.sent.layout, moved.taken.layout],
+        phases=1,
+        what=_NAME,
+        coll=_CODE,
+        label="boxes/direct",
+    )
+
+
+def common_facts(moved: Redistribution) -> dict[str, Any]:
+    """Return what has to be equal on all ranks."""
+    return {
+        "source": str(moved.source),
+        "target": str(moved.target),
+        "dtype": moved.sent.dtype.name,
+    }
 
 
 def bound_redistribution(

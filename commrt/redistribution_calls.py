@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Any
 from commrt.agreed_plans import agreed_plan
 from commrt.arrays.strided import address_table
 from commrt.calls import check_timeout
+from commrt.device_calls.agreed_boxes import boxes_for
 from commrt.device_calls.boxes import DeviceBoxes
 from commrt.group_creation import GroupCreation
-from commrt.redistribution import Redistribution, agreed_boxes, make_redistribution
+from commrt.redistribution import (
+    Redistribution,
+    agreed_boxes,
+    common_facts,
+    device_boxes,
+    make_redistribution,
+)
 
 if TYPE_CHECKING:
     from commrt.layouts import Layout
@@ -25,6 +32,16 @@ class Redistributing(GroupCreation):
     @cached_property
     def _agreed_plans(self) -> dict[int, Any]:
         return {}
+
+    @cached_property
+    def _kept_boxes(self) -> dict[Any, DeviceBoxes]:
+        """Plans of device arrays, by the operation and this rank's arguments."""
+        return {}
+
+    @cached_property
+    def _compared_boxes(self) -> set[str]:
+        """Operations on device arrays of which the ranks have compared a call."""
+        return set()
 
     def redistribute(
         self,
@@ -40,8 +57,9 @@ class Redistributing(GroupCreation):
         """Move an array from one distribution to another; return this rank's part.
 
         As ``plan.redistribute``, with its arguments. Calls whose arrays are laid out
-        like those of an earlier call use its plan; by a reduction of 8 bytes the ranks
-        see that, and a nonblocking call waits for it, too.
+        like those of an earlier call use its plan. Of host arrays the ranks see that by
+        a reduction of 8 bytes, and a nonblocking call waits for it, too; of arrays on
+        devices they compare what they passed on the way.
         """
         what = "redistribute"
         whole: Any = self  # a communicator
@@ -52,13 +70,26 @@ class Redistributing(GroupCreation):
             strides = [each.layout.strides for each in arrays]
             said = str(moved.source), str(moved.target), moved.sent.dtype.name
             mine = (*said, strides, id(moved.on) if moved.on else None)
-            plan = agreed_plan(
-                whole, what, mine, limit, lambda: agreed_boxes(whole, moved)
-            )
-            if isinstance(plan, DeviceBoxes):
-                return plan.run(
-                    arrays, moved.out, what, bool(nonblocking), limit, stream
+
+            def compared() -> Any:
+                return agreed_plan(
+                    whole, what, mine, limit, lambda: agreed_boxes(whole, moved)
                 )
+
+            if moved.on is not None:
+                boxes, agrees = boxes_for(
+                    whole,
+                    what,
+                    mine,
+                    lambda: common_facts(moved),
+                    compare=compared,
+                    make=lambda: device_boxes(whole, moved),
+                )
+                return boxes.run(
+                    *(arrays, moved.out, what, bool(nonblocking), limit, stream),
+                    agrees=agrees,
+                )
+            plan = compared()
             table = address_table(arrays)
             owners = (table, *(array.owner for array in arrays))
             address, result = table.ctypes.data, moved.out

@@ -163,6 +163,8 @@ class DeviceBoxes:
         table_at = self._filled(tables, table_nbytes)
         placed = iter([(table, table_at + at) for table, at in tables])
         self.plan: _native.StagedPlan | _native.NcclPlan
+        self._agreeing: _native.StagedPlan | None = None
+        """The same, where the ranks compare on the way."""
         if by_nccl:
             self.plan = _native.nccl_phases_plan(
                 what,
@@ -180,6 +182,11 @@ class DeviceBoxes:
         ]
         longest = max(_pinned(sent) + taken.nbytes for sent, taken in sides)
         self.plan = _native.StagedPlan(parts, phases, longest, serial=phases > 1)
+
+    def agree_on(self, runs: _native.Plan, words: list[int], names: list[str]) -> None:
+        """Say what the ranks compare in calls that ``run`` is told have to."""
+        if isinstance(self.plan, _native.StagedPlan):
+            self._agreeing = self.plan.agreeing(runs, words, names)
 
     def _table(self, chunk: _Chunk, packs: bool) -> BoxTable:
         strides = [self._layouts[array].strides for array in chunk.arrays]
@@ -325,8 +332,13 @@ class DeviceBoxes:
         nonblocking: bool,
         timeout_s: float,
         stream: Any = None,
+        *,
+        agrees: bool = False,
     ) -> Any:
-        """Start it on arrays laid out as planned; return the request, or the result."""
+        """Start it on arrays laid out as planned; return the request, or the result.
+
+        ``agrees`` says whether the ranks compare on the way what they have passed.
+        """
         comm, device = self._comm, self._device
         comm._cut_fused()
         first = arrays[0].array
@@ -339,10 +351,11 @@ class DeviceBoxes:
         addresses = [each.address for each in arrays]
         addresses += [self._buffer + offset for offset in self._offsets]
         keep = (self, *(each.owner for each in arrays))
-        runner = staging.runner(device, self.plan)
+        plan = self._agreeing if agrees and self._agreeing is not None else self.plan
+        runner = staging.runner(device, plan)
         started = staging.given(
             lambda: runner.start_arrays(
-                self.plan, addresses, handle, not nonblocking, keep, timeout_s
+                plan, addresses, handle, not nonblocking, keep, timeout_s
             )
         )
         request = DeviceRequest(

@@ -36,6 +36,8 @@ __all__ = [
     "CartPlans",
     "Halo",
     "agreed_halo_plan",
+    "common_facts",
+    "device_boxes",
     "make_halo",
     "sent_nbytes",
 ]
@@ -259,22 +261,10 @@ def _bound(
 def agreed_halo_plan(comm: CartCommunicator, halo: Halo) -> Any:
     """Return the native plan of a call that fits those of all ranks; collective."""
     _agree(comm, halo)
+    if halo.on is not None:
+        return device_boxes(comm, halo)
     moves = _halo_moves(comm, halo)
     layouts = [array.layout for array in halo.arrays]
-    label = "boxes/direct" if halo.shape.direct else "boxes/by_dimension"
-    if halo.on is not None:
-        carries = halo.shape.corners and not halo.shape.direct
-        return DeviceBoxes(
-            comm,
-            halo.on,
-            moves,
-            layouts,
-            phases=len(halo.shape.widths) if carries else 1,
-            what=halo.what,
-            coll=_CODES[halo.what],
-            label=label,
-            reduction=halo.reduction,
-        )
     program = compile_for(
         comm,
         moves,
@@ -286,9 +276,66 @@ def agreed_halo_plan(comm: CartCommunicator, halo: Halo) -> Any:
         program,
         layouts,
         coll=_CODES[halo.what],
-        label=label,
+        label=_label(halo),
         reduction=halo.reduction,
     )
+
+
+def device_boxes(comm: CartCommunicator, halo: Halo) -> DeviceBoxes:
+    """Return the plan of arrays on a device, without the other ranks."""
+    carries = halo.shape.corners and not halo.shape.direct
+    return DeviceBoxes(
+        comm,
+        halo.on,
+        _halo_moves(comm, halo),
+        [array.layout for array in halo.arrays],
+        phases=len(halo.shape.widths) if carries else 1,
+        what=halo.what,
+        coll=_CODES[halo.what],
+        label=_label(halo),
+        reduction=halo.reduction,
+    )
+
+
+def _label(halo: Halo) -> str:
+    return "boxes/direct" if halo.shape.direct else "boxes/by_dimension"
+
+
+def common_facts(comm: CartCommunicator, halo: Halo) -> dict[str, Any]:
+    """Return what ``_agree`` compares, each rank's part of it, by names.
+
+    Blocks at the same place of a dimension must have the same extent there: of other
+    places this rank knows nothing.
+    """
+    shape, arrays = halo.shape, halo.arrays
+    facts: dict[str, Any] = {
+        name: "none" if fact is None else fact
+        for name, fact in _equal_everywhere(halo).items()
+    }
+    facts["cells"] = [
+        [extent for axis, extent in enumerate(array.shape) if axis not in shape.axes]
+        for array in arrays
+    ]
+    for dim, length in enumerate(comm.dims):
+        extents = [array.shape[shape.axes[dim]] for array in arrays]
+        for place in range(length):
+            is_here = place == comm.coords[dim]
+            name = f"cells at place {place} of dimension {dim}"
+            facts[name] = extents if is_here else None
+    return facts
+
+
+def _equal_everywhere(halo: Halo) -> dict[str, Any]:
+    shape = halo.shape
+    return {
+        "width": shape.widths,
+        "axes": shape.axes,
+        "corners": shape.corners,
+        "direct": shape.direct,
+        "op": None if halo.reduction is None else halo.reduction.name.lower(),
+        "dtypes": [array.dtype.name for array in halo.arrays],
+        "memory": "host" if halo.on is None else "device",
+    }
 
 
 def _reduction(
@@ -387,16 +434,7 @@ def _check_extents(comm: CartCommunicator, halo: Halo, array: StridedArray) -> N
 
 def _agree(comm: CartCommunicator, halo: Halo) -> None:
     """Raise the same MismatchError on all ranks unless their arguments fit."""
-    shape = halo.shape
-    common = {
-        "width": shape.widths,
-        "axes": shape.axes,
-        "corners": shape.corners,
-        "direct": shape.direct,
-        "op": None if halo.reduction is None else halo.reduction.name.lower(),
-        "dtypes": [array.dtype.name for array in halo.arrays],
-        "memory": "host" if halo.on is None else "device",
-    }
+    common = _equal_everywhere(halo)
     mine = {**common, "shapes": [array.shape for array in halo.arrays]}
     said = comm._meet(halo.what, mine)
     for key in common:

@@ -9,12 +9,14 @@ from typing import Any
 from commrt.agreed_plans import agreed_plan
 from commrt.arrays.strided import address_table
 from commrt.calls import check_timeout
-from commrt.device_calls.boxes import DeviceBoxes
+from commrt.device_calls.agreed_boxes import boxes_for
 from commrt.grids.halo_calls import (
     EXCHANGE,
     REDUCE,
     Halo,
     agreed_halo_plan,
+    common_facts,
+    device_boxes,
     make_halo,
     sent_nbytes,
 )
@@ -41,8 +43,9 @@ class HaloCalls(NeighborCalls):
         """Fill the halos of ``fields`` with the neighbours' cells; return ``fields``.
 
         As ``plan.halo_exchange``, with its arguments. Calls whose arrays are laid out
-        like those of an earlier call use its plan; by a reduction of 8 bytes the ranks
-        see that, and a nonblocking call waits for it, too.
+        like those of an earlier call use its plan. Of host arrays the ranks see that by
+        a reduction of 8 bytes, and a nonblocking call waits for it, too; of arrays on
+        devices they compare what they passed on the way.
         """
         how = nonblocking, timeout_s, stream
         return self._halo(EXCHANGE, None, fields, width, axes, corners, direct, *how)
@@ -99,11 +102,26 @@ class HaloCalls(NeighborCalls):
                 (each.shape, each.layout.strides, each.dtype.name) for each in arrays
             ]
             mine = halo.shape, halo.reduction, places, id(halo.on) if halo.on else None
-            plan = agreed_plan(
-                whole, what, mine, limit, lambda: agreed_halo_plan(whole, halo)
-            )
-            if isinstance(plan, DeviceBoxes):
-                return plan.run(arrays, fields, what, bool(nonblocking), limit, stream)
+
+            def compared() -> Any:
+                return agreed_plan(
+                    whole, what, mine, limit, lambda: agreed_halo_plan(whole, halo)
+                )
+
+            if halo.on is not None:
+                boxes, agrees = boxes_for(
+                    whole,
+                    what,
+                    mine,
+                    lambda: common_facts(whole, halo),
+                    compare=compared,
+                    make=lambda: device_boxes(whole, halo),
+                )
+                return boxes.run(
+                    *(arrays, fields, what, bool(nonblocking), limit, stream),
+                    agrees=agrees,
+                )
+            plan = compared()
             table = address_table(arrays)
             owners = (table, *(array.owner for array in arrays))
             address = table.ctypes.data

@@ -25,7 +25,8 @@ from staged_ranks import (
 )
 
 from commrt import Block, Layout
-from commrt.device_calls.boxes import DeviceBoxes
+from commrt.device_calls.agreed_boxes import agreement
+from commrt.device_calls.boxes import BoundBoxes, DeviceBoxes
 from commrt.devices import DeviceArray
 from commrt.errors import (
     CommError,
@@ -300,6 +301,60 @@ def test_a_planted_bug_is_caught_by_every_seed(
 ) -> None:
     seeds = range(seed, seed + (FULL_SEEDS if full else SEEDS))
     assert [each for each in seeds if not halo_verdict(each, queues, bug)] == []
+
+
+class Unplanned:
+    """A call that compares on the way, as one without a plan at hand does."""
+
+    def __init__(self, call: BoundBoxes, rank: int) -> None:
+        self._call = call
+        facts = {"the call": "exchange", "cells of 0": None, "cells of 1": None}
+        facts[f"cells of {rank}"] = "any"
+        call._boxes.agree_on(*agreement(call._comm, facts))
+
+    def _run(self, nonblocking: bool) -> Any:
+        call = self._call
+        how = call._result, call.operation, nonblocking, call._comm.timeout_s
+        return call._boxes.run(call._arrays, *how, agrees=True)
+
+    def __call__(self) -> Any:
+        return self._run(False)
+
+    def start(self) -> Any:
+        return self._run(True)
+
+
+class UnplannedRanks(HaloRanks):
+    """Ranks that compare in each call."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls = [Unplanned(call, rank) for rank, call in enumerate(self.calls)]
+
+
+@pytest.mark.parametrize("queues", [0, 1, 2, 8])
+@pytest.mark.parametrize("form", list(FORMS))
+def test_calls_that_compare_on_the_way_are_ordered(
+    form: str, queues: int, full: bool, seed: int
+) -> None:
+    seeds = range(seed, seed + (FULL_GOOD_SEEDS if full else SEEDS))
+    kind = UnplannedRanks
+    wrong = {
+        each: found
+        for each in seeds
+        if (found := halo_verdict(each, queues, None, FORMS[form], kind))
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("queues", [1, 8])
+@pytest.mark.parametrize("bug", [*BUGS, "words_in_place"])
+def test_a_bug_planted_there_is_caught_by_every_seed(
+    bug: str, queues: int, full: bool, seed: int
+) -> None:
+    seeds = range(seed, seed + (FULL_SEEDS if full else SEEDS))
+    kind = UnplannedRanks
+    assert [s for s in seeds if not halo_verdict(s, queues, bug, CASE, kind)] == []
 
 
 def _filled_late(self: DeviceBoxes, tables: Any, nbytes: int) -> int:

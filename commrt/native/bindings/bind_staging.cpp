@@ -135,6 +135,18 @@ void bind_staging(nb::module_& m) {
            },
            nb::arg("parts"), nb::arg("pieces"), nb::arg("slot_nbytes"),
            nb::arg("serial") = false)
+      .def("agreeing",
+           [](const StagedPlan& self, PlanPtr runs, std::vector<uint64_t> words,
+              std::vector<std::string> names) {
+             if (words.size() != names.size()) throw nb::value_error("a name for each word");
+             auto made = std::make_shared<StagedPlan>(self);
+             made->agreement = std::make_shared<const StagedAgreement>(
+                 StagedAgreement{std::move(runs), std::move(words), std::move(names)});
+             return made;
+           },
+           nb::arg("runs"), nb::arg("words"), nb::arg("names"),
+           "The same, with facts that the ranks compare on the way: a word for each, 0 for what "
+           "this rank knows nothing of; `runs` is a maximum of twice as many.")
       .def_rw("by_kernel", &StagedPlan::by_kernel,
               "Whether kernels copy to pinned memory and back; set before a start.")
       .def_prop_ro("pieces", [](const StagedPlan& p) { return p.pieces; },

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "devices/box_launch.hpp"
@@ -40,12 +41,28 @@ struct StagedPart {
   bool has_table = false;
 };
 
+// What all ranks are to have passed, compared before any piece begins: a word for each fact, 0 for
+// what this rank knows nothing of. The largest of the words and of their complements are those of
+// one word only where all that know are of one mind.
+struct StagedAgreement {
+  std::shared_ptr<const Plan> runs;  // the maximum over ranks, of the words and their complements
+  std::vector<std::uint64_t> words;
+  std::vector<std::string> names;    // of the facts, for messages
+
+  std::size_t nbytes() const { return 2 * words.size() * sizeof(std::uint64_t); }
+  // Puts there what this rank says.
+  void say(std::uint64_t* place) const;
+  // Names the facts on which ranks differ, given what came of it; empty: none.
+  std::string differences(const std::uint64_t* heard) const;
+};
+
 struct StagedPlan {
   std::vector<StagedPart> parts;  // of each piece; or of all but the last, and of the last
   std::int64_t pieces = 1;
   std::size_t slot_nbytes = 0;    // pinned memory of a piece
   bool serial = false;            // a piece begins when the one before is back on the device
   bool by_kernel = false;         // kernels copy to pinned memory and back, and no copy engine
+  std::shared_ptr<const StagedAgreement> agreement;  // null: the ranks have compared before
 
   const StagedPart& part(std::size_t piece) const {
     const auto all = static_cast<std::size_t>(pieces);

@@ -17,7 +17,24 @@ const char* const kPlantedNames[kNumPlanted] = {
     "not_drained",  "not_copied",  "flags_kept",     "wrong_slot",         "late_copy",
     "values_again", "recycled_at_call", "ring_unlocked", "ready_late", "not_packed",
     "unpacked_early", "event_lost", "memory_kept", "references_kept",
-    "kernel_aside", "kernel_back", "given_back_early"};
+    "kernel_aside", "kernel_back", "given_back_early", "unagreed", "agreement_unread",
+    "words_in_place"};
+
+void StagedAgreement::say(std::uint64_t* place) const {
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    place[i] = words[i];
+    place[words.size() + i] = words[i] == 0 ? 0 : ~words[i];
+  }
+}
+
+std::string StagedAgreement::differences(const std::uint64_t* heard) const {
+  std::string found;
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    if (heard[i] == ~heard[words.size() + i]) continue;
+    found += (found.empty() ? "" : ", ") + names[i];
+  }
+  return found;
+}
 
 Stager::Stager(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
                const StagerOptions& options)
@@ -74,7 +91,13 @@ void Stager::issue(const PiecesPtr& made, Stream stream, void* const* keep) {
   const std::int64_t slots = plan.serial ? 1
                              : flags_    ? std::min<std::int64_t>(plan.pieces, options_.slots)
                                          : plan.pieces;
-  made->memory = take_part(static_cast<std::size_t>(slots) * plan.slot_nbytes, made->timeout_s);
+  const std::size_t nbytes = static_cast<std::size_t>(slots) * plan.slot_nbytes;
+  const std::size_t said = plan.agreement == nullptr ? 0 : plan.agreement->nbytes();
+  made->memory = take_part(nbytes + 2 * said, made->timeout_s);
+  if (said != 0) {
+    unsigned char* const at = made->memory.at + (has(Planted::WordsInPlace) ? 0 : nbytes);
+    made->words = reinterpret_cast<std::uint64_t*>(at);
+  }
   made->end = events_.take();
   if (has(Planted::EventLost)) events_.take();
   made->work = shared_from_this();
@@ -229,7 +252,17 @@ void Stager::copy_back(Piece& piece, const unsigned char* memory, std::size_t sl
 
 void Stager::submit(std::vector<Piece>& pieces, Stream stream) {
   PiecesCall& made = *pieces[0].call;
+  const StagedAgreement* const facts = made.plan->agreement.get();
+  if (facts != nullptr) {
+    if (simulated()) device_->api->host_access(device_, made.words, 2 * facts->nbytes(), true);
+    facts->say(made.words);
+  }
   const std::lock_guard<std::mutex> own(engine_.mutex);
+  // No gate: what is compared is here at the call.
+  if (facts != nullptr) {
+    std::uint64_t* const heard = made.words + facts->nbytes() / sizeof(std::uint64_t);
+    made.agreement = comm_->start_gated(facts->runs, made.words, heard, Gate{}, stream);
+  }
   for (Piece& piece : pieces) {
     const StagedPart& part = *piece.part;
     const Gate gate{has(Planted::Ungated) ? nullptr : &opened_, piece.value};
@@ -268,6 +301,30 @@ void Stager::touch(const Piece& piece, const std::vector<StagedCopy>& copies, bo
   }
 }
 
+// Whether the ranks are known to have made the same call; where they have not, all fails.
+bool Stager::is_agreed(Piece& piece, bool has_come) {
+  PiecesCall& made = *piece.call;
+  if (made.agreement == nullptr || has(Planted::Unagreed)) return true;
+  const std::shared_ptr<Op> op = made.agreement;
+  if (!op->finished()) {
+    if (has_come && piece.opened_s == 0) piece.opened_s = now_s();
+    if (++idle_ % kIdleLooks == 0 || simulated()) look_after(piece, op);
+    return false;
+  }
+  if (op->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed)) {
+    fail(failure_kind(*op), op->error, false);
+    return false;
+  }
+  made.agreement.reset();
+  const StagedAgreement& facts = *made.plan->agreement;
+  if (simulated()) device_->api->host_access(device_, made.words, 2 * facts.nbytes(), true);
+  const std::string differ = facts.differences(made.words + facts.nbytes() / sizeof(std::uint64_t));
+  if (differ.empty() || has(Planted::AgreementUnread)) return true;
+  fail("mismatch", "the ranks disagree on " + differ + "; nothing was sent. COMMRT_DEBUG=check "
+       "says which rank passed what", false);
+  return false;
+}
+
 // Where the copy to the host is there.
 bool Stager::open_gates() {
   if (open_ == pieces_.size()) return false;
@@ -278,10 +335,12 @@ bool Stager::open_gates() {
   bool any = false;
   for (; open_ < pieces_.size(); ++open_) {
     Piece& piece = pieces_[open_];
+    const bool has_come = flags_ ? flag_reached(started, piece.value) : piece.copied != 0;
+    if (!is_agreed(piece, has_come)) return any || failed_;
     if (flags_) {
-      if (!flag_reached(started, piece.value) && !has(Planted::Ungated)) break;
+      if (!has_come && !has(Planted::Ungated)) break;
     } else {
-      if (piece.copied == 0) break;  // the piece before is not back
+      if (!has_come) break;  // the piece before is not back
       const DeviceStatus status = query(piece.copied);
       if (status == DeviceStatus::NotReady) break;
       if (status != DeviceStatus::Ok) {
@@ -293,7 +352,7 @@ bool Stager::open_gates() {
       piece.copied = 0;
     }
     touch(piece, piece.part->in, false);
-    piece.opened_s = now_s();
+    if (piece.opened_s == 0) piece.opened_s = now_s();
     opened_.store(piece.value, std::memory_order_release);
     if (has(Planted::GoEarly)) device_->api->flag_store(device_, go_, piece.value);
     any = true;
@@ -309,7 +368,7 @@ bool Stager::let_go() {
     if (!piece.op->finished()) {
       // Who looks at a simulated device pauses until something has changed.
       if (any || (++idle_ % kIdleLooks != 0 && !simulated())) return any;
-      return look_after(piece);
+      return look_after(piece, piece.op);
     }
     if (piece.op->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed)) {
       fail(failure_kind(*piece.op), piece.op->error, false);
@@ -335,14 +394,15 @@ bool Stager::let_go() {
 }
 
 // Nothing has changed for a while: a peer may have given up, or come too late.
-bool Stager::look_after(Piece& piece) {
+bool Stager::look_after(Piece& piece, const std::shared_ptr<Op>& op) {
   bool ended = false;
   {
     const std::lock_guard<std::mutex> own(engine_.mutex);
-    ended = !piece.op->finished() && comm_->fail_after_peer(piece.op);
+    ended = !op->finished() && comm_->fail_after_peer(op);
   }
   if (ended) return true;  // the next pass finds it
-  if (now_s() <= piece.opened_s + piece.call->timeout_s) return false;
+  // What has not come from this rank's own device yet takes the time that it takes.
+  if (piece.opened_s == 0 || now_s() <= piece.opened_s + piece.call->timeout_s) return false;
   fail("timeout", "", false);
   return true;
 }
@@ -388,6 +448,8 @@ void Stager::let_all_go(const std::string& kind, const std::string& why) {
   if (comm_ != nullptr) {
     const std::lock_guard<std::mutex> engine(engine_.mutex);
     for (Piece& piece : pieces_) {
+      Op* const agreement = piece.call == nullptr ? nullptr : piece.call->agreement.get();
+      if (agreement != nullptr && !agreement->finished()) comm_->fail_op(*agreement, why);
       if (!piece.op->finished()) comm_->fail_op(*piece.op, why);
     }
   }
@@ -401,6 +463,9 @@ void Stager::let_all_go(const std::string& kind, const std::string& why) {
     device_->api->flag_store(device_, go_, issued_.load(std::memory_order_acquire) + kFarAhead);
   }
   for (Piece& piece : pieces_) {
+    if (piece.call != nullptr && piece.call->agreement != nullptr) {
+      failed_ops_.push_back(std::move(piece.call->agreement));
+    }
     failed_ops_.push_back(piece.op);
     if (piece.copied != 0) events_.give(piece.copied);
     piece.copied = 0;

@@ -63,8 +63,11 @@ enum class Planted : int {
   KernelAside,      // kernels copy to the host in the other stream
   KernelBack,       // kernels copy back in the stream of the first copies
   GivenBackEarly,   // what failed is given back while its streams hold it
+  Unagreed,         // the host works before the ranks have compared what they passed
+  AgreementUnread,  // nobody looks what came of that
+  WordsInPlace,     // what is compared lies where the first piece is copied to
 };
-constexpr int kNumPlanted = 32;
+constexpr int kNumPlanted = 35;
 extern const char* const kPlantedNames[kNumPlanted];
 
 // A collective, in pieces.
@@ -73,6 +76,8 @@ struct PiecesCall : StagedCall {
   std::vector<unsigned char*> arrays;                // on the device, by their numbers
   std::vector<std::vector<std::uint64_t>> tables;    // of addresses on the host, by piece
   PinnedRing::Part memory;
+  std::shared_ptr<Op> agreement;    // until the ranks are known to have made the same call
+  std::uint64_t* words = nullptr;   // of it, pinned: what is said, then what is heard
 };
 
 // One communicator's collectives on one device.
@@ -116,7 +121,8 @@ class Stager : public StagedWork {
   void give_output(const Piece& piece, const unsigned char* memory);
   void submit(std::vector<Piece>& pieces, Stream stream);
   void touch(const Piece& piece, const std::vector<StagedCopy>& copies, bool writes);
-  bool look_after(Piece& piece);
+  bool is_agreed(Piece& piece, bool has_come);
+  bool look_after(Piece& piece, const std::shared_ptr<Op>& op);
   void give_copy_back(Piece& piece);
   void order_after(const StagedPtr& call, Stream stream) override;
   bool open_gates() override;

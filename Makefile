@@ -208,7 +208,7 @@ $(VENV)/.lint: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) --group lint
 	@touch $@
 
-# CUDA's compiler, 100 MB: tests compile the GPU kernels, without a GPU.
+# CUDA's compiler, 100 MB, with which tests compile the GPU kernels without a GPU; and NVTX.
 $(VENV)/.nvrtc: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) --group nvrtc
 	@touch $@

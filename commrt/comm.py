@@ -29,7 +29,7 @@ from commrt.grids.neighbors import Graph
 from commrt.links import agree_link_class, measure_links, spins_for
 from commrt.memory_limit import check_fits
 from commrt.native_comms import Lease
-from commrt.nvtx_ranges import ranges_around
+from commrt.nvtx_ranges import plans_with_ranges, ranges_around
 from commrt.operation_methods import method_of
 from commrt.operations import OPERATIONS, operation
 from commrt.persistent import Plans
@@ -337,7 +337,7 @@ class Communicator(Fusing, Operations):
     @property
     def plan(self) -> Plans:
         """Persistent plans: ``comm.plan.allreduce(x, ...)`` returns a bound call."""
-        return Plans(self)
+        return plans_with_ranges(Plans(self), self)
 
     def stats(self) -> CommStats:
         """Return counters of this communicator."""

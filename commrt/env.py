@@ -189,7 +189,7 @@ VARIABLES: tuple[Variable, ...] = (
         "COMMRT_NVTX_LIB",
         "path",
         None,
-        "The libnvToolsExt.so.1 that takes the ranges of COMMRT_NVTX.",
+        "The NVTX library that takes the ranges of COMMRT_NVTX.",
         False,
         _text,
     ),

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from commrt import env
 from commrt.arrays.device import is_on_device
@@ -30,12 +30,22 @@ from commrt.operations import COLLECTIVES, operation, rule_nbytes
 if TYPE_CHECKING:
     from commrt.comm import Communicator
 
-__all__ = ["NamedCall", "Ranges", "ranges_around"]
+__all__ = ["NamedCall", "Ranges", "plans_with_ranges", "ranges_around"]
 
-SONAME = "libnvToolsExt.so.1"
-_WHEELS = ("nvidia-nvtx-cu12", "nvidia-nvtx-cu11")
+SONAMES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
+"""NVTX 3 as a library, in wheels from CUDA 12.9 on; and what came before it."""
+_WHEELS = ("nvidia-nvtx", "nvidia-nvtx-cu12", "nvidia-nvtx-cu11")
 _MESSAGES = ("send", "recv", "sendrecv", "multi_sendrecv")
 _OTHERS = ("sparse_allreduce", "topk_allreduce", "redistribute")
+_NEIGHBORS = (
+    *("neighbor_allgather", "neighbor_allgatherv"),
+    *("neighbor_alltoall", "neighbor_alltoallv"),
+    *("halo_exchange", "halo_reduce"),
+)
+"""Of communicators over grids and graphs."""
+_BY_METHOD = ("sparse_allreduce", "topk_allreduce")
+"""Plans of which each run is a call of the communicator's method."""
+_NAMES = (*COLLECTIVES, *_MESSAGES, *_OTHERS, *_NEIGHBORS)
 _ASCII, _UINT64 = 1, 1
 """Kinds of a message and of a payload."""
 _MOST_LABELS = 4096
@@ -98,7 +108,7 @@ class Ranges:
         self, comm: Communicator, name: str, args: tuple[Any, ...], more: dict[str, Any]
     ) -> tuple[str, int]:
         """Return what a range says of a call, and the bytes of its arrays here."""
-        x = args[0] if args else more.get("x")
+        x = args[0] if args else more.get("x", more.get("fields"))
         out = more.get("out")
         array = x if x is not None else out
         nbytes = _nbytes(array)
@@ -159,6 +169,40 @@ class NamedCall:
         return repr(self._bound)
 
 
+class NamedPlans:
+    """A communicator's plans, with a range around each run of what they make."""
+
+    def __init__(self, plans: Any, comm: Communicator, ranges: Ranges) -> None:
+        self._plans, self._comm, self._ranges = plans, comm, ranges
+
+    def __getattr__(self, name: str) -> Any:
+        make = getattr(self._plans, name)
+        if name not in _NAMES or name in _BY_METHOD:
+            return make
+
+        def named(*args: Any, **more: Any) -> NamedCall:
+            made = make(*args, **more)
+            said = self._ranges.label(self._comm, name, args, more)
+            return NamedCall(made, self._ranges, *said)
+
+        return named
+
+    def __dir__(self) -> list[str]:
+        return dir(self._plans)
+
+
+P = TypeVar("P")
+
+
+def plans_with_ranges(plans: P, comm: Communicator) -> P:
+    """Return plans whose calls a profiler sees, where it is to see any."""
+    ranges = comm._ranges
+    if ranges is None:
+        return plans
+    named: Any = NamedPlans(plans, comm, ranges)
+    return cast("P", named)
+
+
 def ranges_around(comm: Communicator) -> Ranges | None:
     """Put ranges around a communicator's calls; None where nobody asks for it.
 
@@ -169,8 +213,9 @@ def ranges_around(comm: Communicator) -> Ranges | None:
     ranges = _library(env.read_str("COMMRT_NVTX_LIB") or "")
     # Not the communicator itself, which would then outlive its last user.
     this = weakref.ref(comm)
-    for name in (*COLLECTIVES, *_MESSAGES, *_OTHERS):
-        setattr(comm, name, _named(ranges, this, name))
+    for name in _NAMES:
+        if hasattr(type(comm), name):
+            setattr(comm, name, _named(ranges, this, name))
     return ranges
 
 
@@ -189,7 +234,10 @@ def _named(
 
 
 def _nbytes(array: Any) -> int:
-    """Return an array's bytes, whoever made it; 0 where it does not say."""
+    """Return an array's bytes, whoever made it, or those of several; 0 where none
+    says."""
+    if isinstance(array, list | tuple):
+        return sum(map(_nbytes, array))
     found = getattr(array, "nbytes", None)
     if isinstance(found, int):
         return found
@@ -214,15 +262,15 @@ def _library(given: str) -> Ranges:
     if given:
         return Ranges(given)
     tried = []
-    for path in (*_wheel_files(), SONAME):
+    for path in (*_wheel_files(), *SONAMES):
         try:
             return Ranges(path)
         except BackendError as error:
             tried.append(str(error.__cause__ or error))
     raise BackendError(
-        f"COMMRT_NVTX=1 asks for ranges, and there is no {SONAME} "
-        f"({'; '.join(tried)}): pip install nvidia-nvtx-cu12, or set "
-        f"COMMRT_NVTX_LIB to its path, or leave COMMRT_NVTX out"
+        f"COMMRT_NVTX=1 asks for ranges, and there is no {' or '.join(SONAMES)} "
+        f"({'; '.join(tried)}): pip install nvidia-nvtx-cu12, or nvidia-nvtx for CUDA "
+        f"13, or set COMMRT_NVTX_LIB to its path, or leave COMMRT_NVTX out"
     )
 
 
@@ -233,5 +281,5 @@ def _wheel_files() -> Iterator[str]:
         except importlib.metadata.PackageNotFoundError:
             continue
         for file in files:
-            if file.name == SONAME:
+            if file.name in SONAMES:
                 yield os.fspath(Path(os.fspath(file.locate())))

@@ -22,7 +22,6 @@ from commrt.device_calls.hosted_collectives import BoundHostedCall
 from commrt.device_calls.nccl_messages import NcclMessages
 from commrt.device_calls.staging import BoundDeviceCall
 from commrt.errors import UsageError, suggest
-from commrt.nvtx_ranges import NamedCall
 from commrt.operations import COLLECTIVES, operation
 from commrt.redistribution import bound_redistribution, make_redistribution
 from commrt.trace.bound import follow_bound
@@ -74,15 +73,8 @@ class Plans:
 
     def _followed(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Return a bound call whose runs a log may have."""
-        make = self._make if self._comm._ranges is None else self._named
-        made = make(name, *args, **kwargs)
+        made = self._make(name, *args, **kwargs)
         return follow_bound(self._comm, made, name, args, **kwargs)
-
-    def _named(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Return a bound call whose runs a profiler shows."""
-        made, ranges = self._make(name, *args, **kwargs), self._comm._ranges
-        assert ranges is not None
-        return NamedCall(made, ranges, *ranges.label(self._comm, name, args, kwargs))
 
     def __dir__(self) -> list[str]:
         return [*COLLECTIVES, *_OTHERS]

@@ -10,19 +10,28 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["begun", "build", "lines_of"]
+__all__ = ["begun", "build", "build_injection", "lines_of"]
 
 _SOURCE = Path(__file__).with_name("fake_nvtx.cpp")
 
 
+def build_injection(folder: Path, headers: Path) -> Path:
+    """Return what the real library of NVTX is given to take its calls."""
+    source = _SOURCE.with_name("nvtx_injection.cpp")
+    return _compiled(source, folder / "libinjected_nvtx.so", f"-I{headers}")
+
+
 def build(folder: Path) -> Path:
     """Return the library, compiled into a folder."""
+    return _compiled(_SOURCE, folder / "libpretended_nvtx.so")
+
+
+def _compiled(source: Path, path: Path, *flags: str) -> Path:
     compiler = shutil.which("g++")
     assert compiler is not None, "building commrt needs g++, too"
-    path = folder / "libpretended_nvtx.so"
-    command = [compiler, "-std=c++17", "-shared", "-fPIC", "-o", str(path)]
+    command = [compiler, "-std=c++17", "-shared", "-fPIC", *flags, "-o", str(path)]
     environ = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-    subprocess.run([*command, str(_SOURCE)], check=True, timeout=100, env=environ)
+    subprocess.run([*command, str(source)], check=True, timeout=100, env=environ)
     return path
 
 

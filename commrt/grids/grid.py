@@ -19,6 +19,7 @@ from commrt.errors import UsageError
 from commrt.grids.halo_calls import CartPlans
 from commrt.grids.halo_methods import HaloCalls
 from commrt.grids.neighbors import Neighborhood, grid_neighborhood
+from commrt.nvtx_ranges import plans_with_ranges
 
 if TYPE_CHECKING:
     from commrt.comm import CartCommunicator
@@ -204,7 +205,7 @@ class Cartesian(HaloCalls):
     def plan(self) -> CartPlans:
         """Persistent plans; those of halos are here besides."""
         whole: Any = self  # a CartCommunicator
-        return CartPlans(whole)
+        return plans_with_ranges(CartPlans(whole), whole)
 
     @cached_property
     def coords(self) -> Coords:

@@ -30,6 +30,7 @@ from commrt.device_calls.neighbors import (
     staged_neighbors,
 )
 from commrt.errors import BufferError_, MismatchError, UsageError
+from commrt.nvtx_ranges import plans_with_ranges
 from commrt.persistent import Plans
 from commrt.schedule.boxes import Box, Move
 from commrt.trace.bound import follow_bound
@@ -186,7 +187,7 @@ class NeighborCalls(GroupCreation):
     def plan(self) -> NeighborPlans:
         """Persistent plans; those among neighbours are here besides."""
         whole: Any = self  # a communicator
-        return NeighborPlans(whole)
+        return plans_with_ranges(NeighborPlans(whole), whole)
 
     def neighbor_allgather(
         self,

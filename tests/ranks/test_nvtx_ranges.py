@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_nvtx import begun, build, lines_of
+from fake_nvtx import begun, build, build_injection, lines_of
 from nccl_ranks import nccl_here
 
-from commrt import _native, nvtx_ranges
+from commrt import Block, Layout, _native, nvtx_ranges
 from commrt.backends.local import run
 from commrt.devices import DeviceArray, DeviceStream, ThreadDevice
 from commrt.errors import BackendError, CommError, UsageError
@@ -64,6 +67,55 @@ def test_a_range_says_operation_bytes_algorithm_and_communicator(
     assert len(bcast) == 2 * 2  # each run of each rank
 
 
+def test_neighbours_halos_messages_and_sparse_sums_have_ranges_and_their_plans(
+    said: Callable[[], list[str]],
+) -> None:
+    def main(comm: Any) -> None:
+        cart = comm.cart((2,), (True,))
+        u, v = np.zeros(6, np.float32), np.zeros(6)
+        x = np.ones(4, np.float32)
+        wide = np.ones((2, 4), np.float32)
+        cart.halo_exchange([u, v], 1)
+        cart.halo_reduce(fields=u, width=1, op="max")
+        cart.plan.halo_exchange([u, v], 1)()
+        cart.plan.halo_reduce(u, 1).start().wait()
+        cart.neighbor_allgather(x)
+        cart.neighbor_alltoall(wide)
+        cart.plan.neighbor_allgather(x)()
+        comm.graph([1 - comm.rank], [1 - comm.rank]).neighbor_allgather(x)
+        rows = Layout((8,), (2,), (Block(0),))
+        comm.redistribute(x, rows, rows)
+        comm.plan.redistribute(x, rows, rows)()
+        entries = np.array([1], np.int32), np.ones(1, np.float32), (9,)
+        comm.sparse_allreduce(entries)
+        comm.plan.sparse_allreduce(entries)()
+        comm.plan.topk_allreduce(x, 2)()
+        if comm.rank == 0:
+            comm.plan.send(x, dest=1)()
+        else:
+            comm.plan.recv(x, source=0)()
+        assert "halo_exchange" in dir(cart.plan)
+        with pytest.raises(AttributeError, match="no collective 'allredcue'"):
+            comm.plan.allredcue  # noqa: B018
+
+    run(2, main, timeout_s=60)
+    lines = said()
+    assert begun(lines)
+
+    def count(begin: str) -> int:
+        return len([line for line in lines if line.startswith(f"begin {begin} ")])
+
+    assert lines.count("begin halo_exchange 72 B local.cart1 | 72") == 2 * 2
+    assert lines.count("begin halo_reduce 24 B local.cart1 | 24") == 2 * 2
+    assert lines.count("begin neighbor_allgather 16 B local.cart1 | 16") == 2 * 2
+    assert lines.count("begin neighbor_alltoall 32 B local.cart1 | 32") == 2
+    assert lines.count("begin redistribute 16 B local | 16") == 2 * 2
+    assert count("sparse_allreduce 8 B") == 2 * 2
+    assert count("topk_allreduce 16 B") == 2
+    assert lines.count("begin send 16 B local | 16") == 1
+    assert lines.count("begin recv 16 B local | 16") == 1
+
+
 def test_calls_on_devices_by_each_engine(said: Callable[[], list[str]]) -> None:
     def main(comm: Any) -> None:
         with ThreadDevice() as device:
@@ -103,11 +155,53 @@ def test_without_a_library_the_error_names_the_cure(
     with pytest.raises(BackendError, match=r"COMMRT_NVTX=1: .*none\.so"):
         run(1, lambda comm: None, timeout_s=60)
     monkeypatch.delenv("COMMRT_NVTX_LIB")
-    monkeypatch.setattr(nvtx_ranges, "SONAME", "libnvToolsExt_that_is_not.so.1")
+    monkeypatch.setattr(nvtx_ranges, "SONAMES", ("libnvToolsExt_that_is_not.so.1",))
     nvtx_ranges._library.cache_clear()
     with pytest.raises(BackendError, match="pip install nvidia-nvtx-cu12"):
         run(1, lambda comm: None, timeout_s=60)
     nvtx_ranges._library.cache_clear()
+
+
+_CALL = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+from pathlib import Path
+from fake_nvtx import lines_of
+import commrt
+lines = lines_of(Path(sys.argv[2]))
+comm = commrt.init()
+comm.allreduce(np.ones(2))
+comm.allreduce(np.ones(2), nonblocking=True).wait()
+print(comm._ranges._library._name)
+print(*lines(), sep="\\n")
+"""
+
+
+def test_the_real_library_hands_ranges_to_what_a_profiler_injects(
+    tmp_path: Path,
+) -> None:
+    """From the wheel, which is found as it is installed."""
+    found = [Path(each) for each in nvtx_ranges._wheel_files()]
+    if not found or not (found[0].parents[1] / "include" / "nvtx3").is_dir():
+        pytest.skip("no wheel of NVTX is installed here: make test installs it")
+    injected = build_injection(tmp_path, found[0].parents[1] / "include")
+    said = subprocess.run(
+        [sys.executable, "-I", "-c", _CALL, str(Path(__file__).parents[1]), injected],
+        env={
+            **{k: v for k, v in os.environ.items() if k != "COMMRT_NVTX_LIB"},
+            "COMMRT_NVTX": "1",
+            "NVTX_INJECTION64_PATH": str(injected),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    library, *lines = said.stdout.splitlines()
+    assert Path(library) == found[0]
+    assert begun(lines)
+    assert len([line for line in lines if line.startswith("begin allreduce 16 B")]) == 2
 
 
 def test_where_it_is_off_methods_are_what_they_always_are() -> None:

@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_MPICH := .venv-mpich
+VENV_GPU := .venv-gpu
 VENV_TORCH := .venv-torch
 BUILD := build/make
 WHEELS := build/wheels
@@ -98,10 +99,10 @@ test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, wit
 test-torch: $(VENV_TORCH)/.installed $(VENV_MPICH)/.installed ## Tests with torch: torchrun's ranks, tensors, gloo.
 	$(VENV_TORCH)/bin/pytest tests/pytorch $(PYTEST_ARGS) $(if $(FULL),,--functions 0.25)
 
-.PHONY: test-nccl
-test-nccl: $(VENV)/.installed ## NCCL's own header and library, 200 to 350 MB, against commrt's table; no GPU needed.
-	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) --group nccl
-	$(VENV)/bin/pytest tests/unit/test_real_nccl.py $(PYTEST_ARGS)
+.PHONY: test-gpu-libraries
+test-gpu-libraries: $(VENV_GPU)/.installed ## The real NCCL, cupy, numba-cuda, cuda.core and nccl4py (600 MB), without a GPU.
+	$(VENV_GPU)/bin/pytest tests/unit/test_real_nccl.py tests/unit/test_real_gpu_libraries.py \
+	  $(PYTEST_ARGS)
 
 .PHONY: examples
 examples: $(VENV_TORCH)/.installed ## Train the examples on 2 ranks, and compare with one process.
@@ -225,6 +226,14 @@ $(VENV_MPICH)/.installed: $(WHEELS)/.built
 	wheel=$$(echo $(WHEELS)/commrt-*.whl); \
 	$(VENV_MPICH)/bin/python -m pip install $(PIP_OPTIONS) --force-reinstall --no-deps $$wheel; \
 	$(VENV_MPICH)/bin/python -m pip install $(PIP_OPTIONS) "$$wheel[mpich,test]"
+	@touch $@
+
+$(VENV_GPU)/.installed: $(WHEELS)/.built
+	$(PYTHON) -m venv $(VENV_GPU)
+	$(VENV_GPU)/bin/python -m pip install $(PIP_OPTIONS) --upgrade pip
+	wheel=$$(echo $(WHEELS)/commrt-*.whl); \
+	$(VENV_GPU)/bin/python -m pip install $(PIP_OPTIONS) --force-reinstall --no-deps $$wheel; \
+	$(VENV_GPU)/bin/python -m pip install $(PIP_OPTIONS) "$$wheel[test]" --group gpu-libraries
 	@touch $@
 
 # With an MPI too, so that the tests see that torchrun's ranks leave it alone. Tests under

@@ -26,6 +26,8 @@ class OtherStreams:
     def __init__(self) -> None:
         self.handle: int | None = None
         """None: that of commrt."""
+        self.elsewhere: int | None = None
+        """That of the library's current device, where arrays are on another one."""
         self.asked = 0
 
     def of(self, device: Any) -> int:
@@ -109,7 +111,10 @@ def torch_here(
 
 
 class CupyArray:
-    """An array of cupy; ``facts`` are those that are unusual."""
+    """An array of cupy; ``facts`` are those that are unusual.
+
+    Its interface says the current stream of the current device, as cupy's does.
+    """
 
     streams: OtherStreams
 
@@ -117,7 +122,7 @@ class CupyArray:
         self.array = array
         self.dtype = np.dtype(facts.get("dtype", array.dtype))
         self.shape, self.size = array.shape, array.size
-        self.data = SimpleNamespace(ptr=array.address if self.size else 0)
+        self.data = SimpleNamespace(ptr=array.address)  # also of no elements
         self.flags = SimpleNamespace(c_contiguous="strides" not in facts)
         self.strides = facts.get("strides")
 
@@ -126,10 +131,10 @@ class CupyArray:
         return {
             "shape": self.shape,
             "typestr": self.dtype.str,
-            "data": (self.data.ptr, False),
+            "data": (self.data.ptr if self.size else 0, False),
             "strides": self.strides,
             "version": 3,
-            "stream": self.streams.of(self.array.device) or 1,
+            "stream": self.streams.elsewhere or self.streams.of(self.array.device) or 1,
         }
 
 
@@ -141,9 +146,13 @@ def cupy_here(
     cupy: Any = ModuleType("cupy")
     cupy.ndarray = type("ndarray", (CupyArray,), {"__module__": "cupy"})
     cupy.ndarray.streams = streams
-    cupy.cuda = SimpleNamespace(
-        get_current_stream=lambda: SimpleNamespace(ptr=streams.of(device_of()))
-    )
+
+    def get_current_stream(device_id: int = -1) -> Any:
+        if device_id == -1 and streams.elsewhere is not None:
+            return SimpleNamespace(ptr=streams.elsewhere)
+        return SimpleNamespace(ptr=streams.of(device_of()))
+
+    cupy.cuda = SimpleNamespace(get_current_stream=get_current_stream)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     return cupy.ndarray, streams
 

@@ -24,6 +24,7 @@ __all__ = [
     "as_stream",
     "code_of",
     "current_stream_of",
+    "device_number",
     "is_cupy",
     "is_jax",
     "is_on_device",
@@ -94,6 +95,8 @@ def see(array: Any, what: str, *, any_strides: bool = False) -> OnDevice:
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is not None:
         seen = _see_interface(interface, what, any_strides)
+        if is_cupy(array):  # whose interface says that of its current device
+            return replace(seen, stream=current_stream_of(array, seen.device))
         return replace(seen, writable=False) if is_jax(array) else seen
     return _see_dlpack(array, what, any_strides)
 
@@ -233,7 +236,11 @@ def current_stream_of(array: Any, device: Any) -> int:
         torch = sys.modules["torch"]
         return int(torch.cuda.current_stream(array.device).cuda_stream)
     if is_cupy(array):
-        return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+        # Each of a thread's devices has one; without an argument it is that of cupy's
+        # current device.
+        ordinal = getattr(device, "ordinal", None)
+        of = () if ordinal is None else (ordinal,)
+        return int(sys.modules["cupy"].cuda.get_current_stream(*of).ptr)
     if not isinstance(array, DeviceArray):
         exported = getattr(array, "__cuda_array_interface__", {}).get("stream")
         if exported:
@@ -253,8 +260,7 @@ def as_stream(stream: Any, device: Any, what: str) -> int:
                 f"orders work of its own device only"
             )
         return stream.handle
-    on = getattr(stream, "device", None)
-    number = getattr(on, "index", None)
+    number = device_number(stream)
     ordinal = getattr(device, "ordinal", None)
     if number is not None and ordinal is not None and number != ordinal:
         raise UsageError(
@@ -268,6 +274,20 @@ def as_stream(stream: Any, device: Any, what: str) -> int:
             f"stream, or an object with __cuda_stream__, such as cupy's and torch's"
         )
     return 0 if handle == _LEGACY else handle
+
+
+def device_number(stream: Any) -> int | None:
+    """Return the number of a stream's device; None where it does not say.
+
+    cupy's say ``device_id``, and -1 where it may be any; torch's have a ``device`` with
+    ``index``, those of cuda.core one with ``device_id``.
+    """
+    number = getattr(stream, "device_id", None)
+    if number is None:
+        on = getattr(stream, "device", None)
+        number = getattr(on, "index", getattr(on, "device_id", None))
+    is_known = isinstance(number, int) and number >= 0
+    return number if is_known else None
 
 
 def _handle(stream: Any) -> int | None:

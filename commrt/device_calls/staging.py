@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from commrt import _native
-from commrt.arrays.device import as_stream, current_stream_of
+from commrt.arrays.device import as_stream, current_stream_of, device_number
 from commrt.backends.peer_sharing import ENDING
 from commrt.device_calls.agreement import Carrier, meet
 from commrt.device_calls.buckets import DeviceBuckets
@@ -307,8 +307,7 @@ class Staging:
             return bound.on
         if isinstance(call.stream, DeviceStream):  # a barrier has no array
             return call.stream.device
-        number = getattr(getattr(call.stream, "device", None), "index", None)
-        return cuda_device(number or 0)
+        return cuda_device(device_number(call.stream) or 0)
 
     def order_exported(self, device: Any, stream: int, arrays: Sequence[Any]) -> None:
         """Let the call come after the streams that its arrays are ordered by."""

@@ -86,6 +86,23 @@ def test_arrays_of_all_types_are_seen_as_by_python(
         array.free()
 
 
+def test_the_stream_of_an_array_of_cupy_is_that_of_its_own_device(
+    device: ThreadDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cupy's current device, of which its interface speaks, may be another one."""
+    ndarray, streams = cupy_here(monkeypatch, lambda: device)
+    device.ordinal = 1  # type: ignore[attr-defined]
+    streams.elsewhere = 77
+    array = DeviceArray(device, 8)
+    with DeviceStream(device) as stream:
+        same_view(ndarray(array))
+        seen = see(ndarray(array), "x")
+        assert seen.stream == stream.handle
+        assert current_stream_of(ndarray(array), device) == stream.handle
+    array.free()
+    stream.destroy()
+
+
 def test_types_that_numpy_has_not_are_known_of_tensors(
     device: ThreadDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

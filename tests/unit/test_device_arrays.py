@@ -52,6 +52,16 @@ def test_what_is_no_stream_is_refused(stream: Any) -> None:
 
 def test_a_stream_of_another_gpu_is_refused() -> None:
     gpu = SimpleNamespace(ordinal=1)
+    of_cupy = SimpleNamespace(ptr=5, device_id=1)
+    of_any_device = SimpleNamespace(ptr=5, device_id=-1)
+    of_cuda_core = SimpleNamespace(
+        __cuda_stream__=lambda: (0, 5), device=SimpleNamespace(device_id=1)
+    )
+    for each in (of_cupy, of_any_device, of_cuda_core):
+        assert as_stream(each, SimpleNamespace(ordinal=1), "call") == 5
+    for each in (of_cupy, of_cuda_core):
+        with pytest.raises(UsageError, match=r"on device 1, the array on device 0"):
+            as_stream(each, SimpleNamespace(ordinal=0), "call")
     here = SimpleNamespace(cuda_stream=5, device=SimpleNamespace(index=1))
     assert as_stream(here, gpu, "bcast") == 5
     there = SimpleNamespace(cuda_stream=5, device=SimpleNamespace(index=0))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An installed NCCL, its nccl.h and its functions, against what commrt knows of them.
 
-Without a GPU: what can be asked there is asked. ``make test-nccl`` installs a wheel.
+Without a GPU: what can be asked there is asked. ``make test-gpu-libraries`` installs a
+wheel.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def wheel() -> Path:
     """Return the folder of an installed wheel."""
     found = [path for _, path in libnccl.wheel_files()]
     if not found:
-        pytest.skip("no nvidia-nccl wheel is installed here: make test-nccl")
+        pytest.skip("no nvidia-nccl wheel is installed here: make test-gpu-libraries")
     return found[0].parents[1]
 
 

@@ -42,6 +42,7 @@ struct Words {
   PyObject* const mask = word("mask");
   PyObject* const module = word("__module__");
   PyObject* const numel = word("numel");
+  PyObject* const ordinal = word("ordinal");
   PyObject* const ptr = word("ptr");
   PyObject* const raw_stream = word("_cuda_getCurrentRawStream");
   PyObject* const readonly = word("readonly");
@@ -303,11 +304,20 @@ Stream torch_stream(PyObject* tensor, std::int64_t ordinal) {
   return address_in(attribute(stream.ptr(), words().cuda_stream).ptr());
 }
 
-Stream cupy_stream() {
+// Of the device that the array is on: each of a thread's devices has a current stream, and without
+// an argument cupy says that of its current device.
+Stream cupy_stream(nb::handle device) {
   PyObject* const cupy = loaded(words().cupy);
   if (cupy == nullptr) throw Unexpected();
   const nb::object cuda = attribute(cupy, words().cuda);
-  const nb::object stream = asked(cuda.ptr(), words().get_current_stream);
+  const nb::object ordinal = nb::getattr(device, words().ordinal, nb::none());
+  nb::object stream;
+  if (ordinal.is_none()) {
+    stream = asked(cuda.ptr(), words().get_current_stream);
+  } else {
+    const nb::object function = attribute(cuda.ptr(), words().get_current_stream);
+    stream = taken(PyObject_CallOneArg(function.ptr(), ordinal.ptr()));
+  }
   return address_in(attribute(stream.ptr(), words().ptr).ptr());
 }
 
@@ -351,7 +361,8 @@ void see_tensor(PyObject* tensor, DeviceView& view) {
   view.stream = torch_stream(tensor, ordinal);
 }
 
-// Its interface, a new dict each time, says that the current stream orders it.
+// Its interface, a new dict each time, says that the current stream orders it; that of cupy's
+// current device, which need not be its own.
 void see_cupy(PyObject* array, DeviceView& view) {
   view.count = number(attribute(array, words().size).ptr());
   if (view.count == 0) throw Unexpected();
@@ -362,7 +373,7 @@ void see_cupy(PyObject* array, DeviceView& view) {
   view.address = address_in(attribute(attribute(array, words().data).ptr(), words().ptr).ptr());
   view.writable = true;
   view.device = device_of(view.address);
-  view.stream = view.exported = cupy_stream();
+  view.stream = view.exported = cupy_stream(view.device);
   view.exports = true;
 }
 
@@ -466,7 +477,7 @@ Stream current_stream_of(nb::handle array, nb::handle device) {
       case Library::Torch:
         stream = torch_stream(array.ptr(), number(asked(array.ptr(), words().get_device).ptr()));
         return;
-      case Library::Cupy: stream = cupy_stream(); return;
+      case Library::Cupy: stream = cupy_stream(device); return;
       case Library::Others:
       case Library::None: throw Unexpected();
     }

@@ -128,13 +128,30 @@ def test_what_asks_for_more_goes_by_itself() -> None:
     assert on_sim(2, main) == [(48.0, True)] * 2
 
 
-def test_python_reductions_are_refused_and_nothing_is_added() -> None:
+def test_python_reductions_go_by_themselves_after_what_is_open() -> None:
+    def main(rank: Rank) -> None:
+        comm, x, y = rank.comm, ones(rank), ones(rank)
+        largest = commrt.reduction(np.maximum, commutative=True)
+        with comm.fused():
+            before = comm.allreduce(y, nonblocking=True)
+            request = comm.allreduce(x, op=largest, nonblocking=True)
+            assert not isinstance(request, FusedDeviceRequest)
+            assert before.seq >= 0  # sent before
+            assert request.wait() is x
+        before.wait()
+        assert x.get().tolist() == [2.0] * 8
+        assert y.get().tolist() == [3.0] * 8
+
+    on_threads(2, main)
+
+
+def test_wrong_calls_are_refused_and_nothing_is_added() -> None:
     def main(rank: Rank) -> None:
         comm, x = rank.comm, ones(rank)
         with ThreadDevice() as elsewhere, comm.fused():
             far = DeviceArray(elsewhere, 8)
             for wrong in (
-                {"op": commrt.reduction(lambda a, b: a, dtype="f4")},
+                {"op": commrt.reduction(lambda a, b: a, dtype="f8")},
                 {"out": np.ones(8, F)},
                 {"out": far},
                 {"out": ones(rank, 7)},

@@ -30,9 +30,11 @@ from commrt.device_calls.boxes import BoundBoxes, DeviceBoxes
 from commrt.devices import DeviceArray
 from commrt.errors import (
     CommError,
+    DeviceError,
     KernelsMissingError,
     MismatchError,
     OrderingError,
+    RevokedError,
     UsageError,
 )
 
@@ -144,6 +146,9 @@ BUGS = (
     "ungated",
     "no_go",
     "not_drained",
+    "drained_early",
+    "pack_aside",
+    "unpack_aside",
     "end_early",
     "no_end_wait",
     "start_early",
@@ -254,7 +259,7 @@ def halo_verdict(
     case: halo_cases.Case = CASE,
     kind: type[HaloRanks] = HaloRanks,
 ) -> str:
-    """What is found: "", or any of "race", "deadlock" and "wrong"."""
+    """What is found: "", or any of "race", "deadlock", "wrong" and "told"."""
     ranks = kind(case, seed, queues, bug=bug, staging=ENOUGH, preempt=0.1)
     found = set()
     try:
@@ -265,6 +270,8 @@ def halo_verdict(
         found.add("wrong")
     except OrderingError as error:
         found.add(error.status)
+    except (DeviceError, MismatchError, RevokedError):  # what is compared was lost
+        found.add("told")
     if ranks.world.violations:
         found.add("race")
     if found:

@@ -27,7 +27,7 @@ FAILING = ("flags_kept", "not_copied")
 """Bugs of operations that fail."""
 ONE_QUEUE = ("late_copy",)
 """Bugs only where streams share a hardware queue."""
-OF_BOXES = ("not_packed", "unpacked_early")
+OF_BOXES = ("not_packed", "unpacked_early", "pack_aside", "unpack_aside")
 """Bugs only of calls that pack: test_staged_boxes.py has them."""
 LAZY_DEVICE = ("early_recycling", "ring_unlocked", "end_flag_early")
 """Bugs only where the host is ahead of the device: who sees the end of a call may use

@@ -18,7 +18,8 @@ const char* const kPlantedNames[kNumPlanted] = {
     "values_again", "recycled_at_call", "ring_unlocked", "ready_late", "not_packed",
     "unpacked_early", "event_lost", "memory_kept", "references_kept",
     "kernel_aside", "kernel_back", "given_back_early", "unagreed", "agreement_unread",
-    "words_in_place"};
+    "words_in_place", "drained_early", "drained_next", "pack_aside", "unpack_aside", "stale_end",
+    "opened_all", "start_ahead"};
 
 void StagedAgreement::say(std::uint64_t* place) const {
   for (std::size_t i = 0; i < words.size(); ++i) {
@@ -197,11 +198,12 @@ void Stager::copy_to_host(Piece& piece, std::size_t slots) {
   const PiecesCall& made = *piece.call;
   const std::size_t i = piece.number;
   if (i >= slots && flags_ && !has(Planted::NotDrained)) {
-    call(&Api::stream_wait_event, d2h_, drained_[i % slots]);
+    call(&Api::stream_wait_event, d2h_, drained_[(i + has(Planted::DrainedNext)) % slots]);
   }
   if (flags_ && has(Planted::StartEarly)) call(&Api::write_value32, d2h_, start_, piece.value);
   if (!has(Planted::NotPacked)) {
-    for (const StagedLaunch& pack : piece.part->packs) launch(pack, made, d2h_);
+    const Stream in = has(Planted::PackAside) ? h2d_ : d2h_;
+    for (const StagedLaunch& pack : piece.part->packs) launch(pack, made, in);
   }
   for (const StagedCopy& one : piece.part->in) {
     const unsigned char* const array = made.arrays[static_cast<std::size_t>(one.array)];
@@ -214,7 +216,8 @@ void Stager::copy_to_host(Piece& piece, std::size_t slots) {
     return;
   }
   if (!has(Planted::StartEarly)) {
-    call(&Api::write_value32, has(Planted::StartOtherStream) ? h2d_ : d2h_, start_, piece.value);
+    call(&Api::write_value32, has(Planted::StartOtherStream) ? h2d_ : d2h_, start_,
+         piece.value + has(Planted::StartAhead));
   }
 }
 
@@ -222,7 +225,8 @@ void Stager::give_output(const Piece& piece, const unsigned char* memory) {
   const PiecesCall& made = *piece.call;
   const bool early = has(Planted::UnpackedEarly);
   auto unpack = [&] {
-    for (const StagedLaunch& one : piece.part->unpacks) launch(one, made, h2d_);
+    const Stream in = has(Planted::UnpackAside) ? d2h_ : h2d_;
+    for (const StagedLaunch& one : piece.part->unpacks) launch(one, made, in);
   };
   if (early) unpack();
   for (const StagedCopy& one : piece.part->out) {
@@ -246,8 +250,11 @@ void Stager::copy_back(Piece& piece, const unsigned char* memory, std::size_t sl
   if (piece.last && has(Planted::EndFlagEarly)) {
     call(&Api::write_value32, h2d_, end_, made.end_value);
   }
+  const bool is_awaited = i + slots < static_cast<std::size_t>(made.plan->pieces);
+  const bool early = has(Planted::DrainedEarly);
+  if (is_awaited && early) call(&Api::event_record, drained_[i % slots], h2d_);
   give_output(piece, memory);
-  if (i + slots < static_cast<std::size_t>(made.plan->pieces)) call(&Api::event_record, drained_[i % slots], h2d_);
+  if (is_awaited && !early) call(&Api::event_record, drained_[i % slots], h2d_);
 }
 
 void Stager::submit(std::vector<Piece>& pieces, Stream stream) {
@@ -286,6 +293,11 @@ void Stager::order_after(const StagedPtr& made, Stream stream) {
   if (has(Planted::NoEndWait)) return;
   if (has(Planted::LateCopy)) {
     call(&DeviceApi::wait_value32_geq, stream, end_, made->end_value);
+    return;
+  }
+  if (has(Planted::StaleEnd)) {
+    if (stale_ != 0) call(&DeviceApi::stream_wait_event, stream, stale_);
+    stale_ = made->end;
     return;
   }
   StagedWork::order_after(made, stream);
@@ -353,7 +365,8 @@ bool Stager::open_gates() {
     }
     touch(piece, piece.part->in, false);
     if (piece.opened_s == 0) piece.opened_s = now_s();
-    opened_.store(piece.value, std::memory_order_release);
+    const auto rest = static_cast<std::uint32_t>(piece.call->plan->pieces);
+    opened_.store(piece.value + (has(Planted::OpenedAll) ? rest : 0), std::memory_order_release);
     if (has(Planted::GoEarly)) device_->api->flag_store(device_, go_, piece.value);
     any = true;
   }

@@ -66,8 +66,15 @@ enum class Planted : int {
   Unagreed,         // the host works before the ranks have compared what they passed
   AgreementUnread,  // nobody looks what came of that
   WordsInPlace,     // what is compared lies where the first piece is copied to
+  DrainedEarly,     // a place counts as free before its piece is copied back
+  DrainedNext,      // a piece waits for the place after its own
+  PackAside,        // boxes are packed in the stream of the copies back
+  UnpackAside,      // boxes are unpacked in the stream of the first copies
+  StaleEnd,         // wait() waits for the end of the call before
+  OpenedAll,        // the first copy to the host lets the host work on all pieces
+  StartAhead,       // the start flag promises the piece after, too
 };
-constexpr int kNumPlanted = 35;
+constexpr int kNumPlanted = 42;
 extern const char* const kPlantedNames[kNumPlanted];
 
 // A collective, in pieces.
@@ -136,6 +143,7 @@ class Stager : public StagedWork {
   CallPtr oldest() const override;
 
   std::vector<Event> drained_;         // by slot
+  Event stale_ = 0;                    // of a planted bug
   std::atomic<bool> has_kernels_{true};  // as far as is known
   std::atomic<std::uint32_t> issued_;  // the latest value of the start flag
   std::uint32_t ends_;                 // of the end flag

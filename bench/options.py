@@ -243,9 +243,8 @@ def _add_turns(commands: _Commands) -> None:
                 "--grid", help="ranks in each dimension, as in 2x2 (two, even)"
             )
             command.add_argument("--open", action="store_true", help="not periodic")
-        if name != "topk_allreduce":
-            _device_options(command)
-        else:
+        _device_options(command)
+        if name == "topk_allreduce":
             command.add_argument(
                 "--density",
                 type=argument(lambda text: densities(text)[0]),

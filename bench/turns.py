@@ -121,7 +121,7 @@ def ways(
 ) -> Ways:
     """Return the ways to do an operation on about so many bytes.
 
-    Where the arrays lie in the ``memory`` of a device, only commrt's.
+    Where the arrays lie in the ``memory`` of a device, only commrt's own.
     """
     memory = HostMemory() if memory is None else memory
     kind = np.dtype(dtype_by_name(job["dtype"]).name)
@@ -129,7 +129,7 @@ def ways(
     if job["operation"] == "redistribute":
         return _redistribution(comm, kind, count, memory)
     if job["operation"] == "topk_allreduce":
-        return _topk(comm, kind, count, job["density"])
+        return _topk(comm, kind, count, job["density"], memory)
     return _neighbors(comm, job, kind, count, memory)
 
 
@@ -233,23 +233,27 @@ def _mpi_turned(mpi: Any, mine: Any, out: Any, ranges: list[tuple[int, int]]) ->
     return turn
 
 
-def _topk(comm: Any, kind: np.dtype[Any], count: int, density: float) -> Ways:
+def _topk(
+    comm: Any, kind: np.dtype[Any], count: int, density: float, memory: Memory
+) -> Ways:
     """Whole numbers, so that what was sent and what is owed add up exactly."""
     rng = np.random.default_rng(comm.rank)
-    x = rng.integers(-9, 10, count).astype(kind)
-    total, residual, result = np.zeros_like(x), np.zeros_like(x), np.zeros_like(x)
+    mine = rng.integers(-9, 10, count).astype(kind)
+    nothing, result = np.zeros_like(mine), np.zeros_like(mine)
+    x = placed(memory, mine)
+    total, residual = (placed(memory, nothing.copy()) for _ in range(2))
     k = max(1, round(density * count))
 
     def largest() -> None:
-        residual.fill(0)
+        memory.write(residual, 0, nothing)
         found = comm.topk_allreduce(x, k, residual=residual)
         result.fill(0)
-        result[found.indices] = found.values
+        result[seen(memory, found.indices)] = seen(memory, found.values)
 
     def is_right() -> bool:
-        comm.allreduce(x, out=total)
-        owed = comm.allreduce(residual.copy())
-        return np.array_equal(result + owed, total)
+        whole = comm.allreduce(mine.copy())
+        owed = comm.allreduce(np.array(seen(memory, residual)))
+        return np.array_equal(result + owed, whole)
 
     def run() -> Any:
         return comm.topk_allreduce(x, k, residual=residual)

@@ -92,7 +92,14 @@ Result cuDevicePrimaryCtxRetain(Handle* out, int) {
 }
 Result cuDevicePrimaryCtxRelease(int) { return called("cuDevicePrimaryCtxRelease"); }
 Result cuCtxGetCurrent(Handle* out) { return *out = nullptr, 0; }
-Result cuCtxPushCurrent(Handle) { return ++depth, 0; }
+Handle pushed = nullptr;
+std::uint64_t foreign = 0;  // a stream of another device
+Result cuCtxPushCurrent(Handle context) { return ++depth, pushed = context, 0; }
+Result cuCtxGetDevice(int* out) { return *out = pushed == reinterpret_cast<Handle>(0xd0), 0; }
+Result cuStreamGetCtx(Handle stream, Handle* out) {
+  const bool is_foreign = reinterpret_cast<std::uint64_t>(stream) == foreign;
+  return *out = reinterpret_cast<Handle>(is_foreign ? 0xd0 : 0xc0), called("cuStreamGetCtx");
+}
 Result cuCtxPopCurrent(Handle*) { return --depth, 0; }
 Result cuMemAlloc(Pointer* out, std::size_t nbytes) {
   if (Result result = called("cuMemAlloc", text(nbytes))) return result;
@@ -227,8 +234,9 @@ double fake_call_ns() {
 }
 void fake_reset(int driver_version, int num_devices, int operations) {
   version = driver_version, devices = num_devices, memory_operations = operations;
-  log_text.clear(), failing.clear();
+  log_text.clear(), failing.clear(), foreign = 0;
 }
+void fake_foreign(std::uint64_t stream) { foreign = stream; }
 void fake_fail(const char* function, Result result) { failing = function, failure = result; }
 
 Result cuGetProcAddress_v2(const char* name, void** out, int asked, std::uint64_t, int* answer) {
@@ -238,7 +246,7 @@ Result cuGetProcAddress_v2(const char* name, void** out, int asked, std::uint64_
       ENTRY(cuDeviceGetCount), ENTRY(cuDeviceGet), ENTRY(cuDeviceGetName), ENTRY(cuDeviceGetUuid),
       ENTRY(cuDeviceGetPCIBusId), ENTRY(cuDeviceGetAttribute), ENTRY(cuDevicePrimaryCtxRetain),
       ENTRY(cuDevicePrimaryCtxRelease), ENTRY(cuCtxGetCurrent), ENTRY(cuCtxPushCurrent),
-      ENTRY(cuCtxPopCurrent), ENTRY(cuMemAlloc), ENTRY(cuMemFree), ENTRY(cuMemHostAlloc),
+      ENTRY(cuCtxPopCurrent), ENTRY(cuCtxGetDevice), ENTRY(cuStreamGetCtx), ENTRY(cuMemAlloc), ENTRY(cuMemFree), ENTRY(cuMemHostAlloc),
       ENTRY(cuMemFreeHost), ENTRY(cuMemcpyAsync), ENTRY(cuStreamCreateWithPriority),
       ENTRY(cuStreamDestroy), ENTRY(cuStreamSynchronize), ENTRY(cuStreamWaitEvent),
       ENTRY(cuStreamWriteValue32), ENTRY(cuStreamWaitValue32), ENTRY(cuStreamIsCapturing),

@@ -13,12 +13,15 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fake_nvrtc
+import numpy as np
 import pytest
 from device_probes import NBYTES, PROBES, Rig, data
 
-from commrt.devices import CudaDevice, cuda
+from commrt.backends.local import run
+from commrt.devices import CudaDevice, DeviceArray, DeviceStream, cuda
 from commrt.devices.cuda import open_device, why_missing
 from commrt.dtypes import DTYPES, ReduceOp, dtype_by_name
 from commrt.errors import (
@@ -199,6 +202,61 @@ def test_arguments_reach_the_driver(fake: Fake, device: CudaDevice) -> None:
         "cuIpcOpenMemHandle(7,1)",
         "cuIpcCloseMemHandle(20480)",
     ]
+
+
+FOREIGN = 0xF0E0
+
+
+def test_a_stream_of_another_gpu_is_known_before_anything_is_given(
+    fake: Fake, device: CudaDevice
+) -> None:
+    own, event = device.stream_create(), device.event_create()
+    fake.library.fake_foreign(ctypes.c_uint64(FOREIGN))
+    for ask in (device.is_capturing, device.capture_id):
+        said = f"stream {FOREIGN} is on CUDA device 1, the array on device 0"
+        with pytest.raises(UsageError, match=said):
+            ask(FOREIGN)
+        ask(own)
+        ask(0)
+    fake.reset()
+    device.capture_id(own)  # it is not asked for again
+    assert fake.calls == ["cuStreamGetCaptureInfo()"]
+    device.stream_destroy(own)
+    device.event_destroy(event)
+    fake.reset()
+    device.capture_id(own)  # which may be another one's by now
+    assert fake.calls == ["cuStreamGetCtx()", "cuStreamGetCaptureInfo()"]
+    fake.fail("cuStreamGetCtx", 400)
+    with pytest.raises(UsageError, match=r"cuStreamGetCtx\(\) on CUDA device 0"):
+        device.capture_id(FOREIGN + 16)
+    fake.fail("cuStreamGetCtx", 801)  # of a kind that it knows nothing of
+    assert device.capture_id(FOREIGN + 32) == 0
+
+
+def test_a_call_in_a_stream_of_another_gpu_costs_nothing_but_itself(
+    fake: Fake, device: CudaDevice
+) -> None:
+    """Nothing was given and nobody counts on it: the communicator goes on."""
+    fake.library.fake_foreign(ctypes.c_uint64(FOREIGN))
+
+    def main(comm: Any) -> None:
+        with DeviceStream(device):
+            x = DeviceArray(device, 4).put(np.arange(4))
+            comm.allreduce(x, nonblocking=True).synchronize()
+            seq = comm.next_seq
+            for wrong in ({}, {"nonblocking": True}, {"compress": "float16"}):
+                with pytest.raises(UsageError, match=f"stream {FOREIGN} is on CUDA"):
+                    comm.allreduce(x, stream=FOREIGN, **wrong)
+            with pytest.raises(UsageError, match=f"stream {FOREIGN} is on CUDA"):
+                comm.send(x, dest=0, stream=FOREIGN)
+            assert comm.next_seq == seq
+            request = comm.allreduce(x, nonblocking=True)
+            with pytest.raises(UsageError, match=f"stream {FOREIGN} is on CUDA"):
+                request.wait(stream=FOREIGN)
+            request.synchronize()
+            assert x.get().tolist() == [0, 1, 2, 3]
+
+    run(1, main)
 
 
 def test_a_graph_is_captured_made_and_launched(fake: Fake, device: CudaDevice) -> None:

@@ -5,6 +5,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "devices/device_error.hpp"
 #include "devices/near_node.hpp"
@@ -145,6 +146,10 @@ DeviceStatus stream_destroy(Device* device, Stream stream) {
   if (!stream)
     return device_fails(DeviceStatus::Invalid,
                         "stream_destroy(): the legacy stream cannot be destroyed");
+  for (auto& known : cuda(device)->known_streams) {
+    std::uint64_t gone = stream;
+    known.compare_exchange_strong(gone, 0, std::memory_order_relaxed);
+  }
   return COMMRT_DRIVER(device, cuStreamDestroy, handle(stream));
 }
 
@@ -382,7 +387,40 @@ DeviceStatus ptr_attributes(Device* device, const void* ptr, PointerFacts* out) 
   return status;
 }
 
+// What calls ask before they give anything: a stream of another device would be refused in the
+// middle of a call, when peers count on it.
+DeviceStatus check_stream(CudaDevice* on, Stream stream) {
+  constexpr Stream kPerThread = 2;  // it and what is less are streams of any device
+  if (stream <= kPerThread) return DeviceStatus::Ok;
+  for (const auto& known : on->known_streams) {
+    if (known.load(std::memory_order_relaxed) == stream) return DeviceStatus::Ok;
+  }
+  const Driver& driver = *on->driver;
+  Handle context = nullptr;
+  const Result result = driver.cuStreamGetCtx(handle(stream), &context);
+  if (meaning(result) == DeviceStatus::Invalid) return done(on, "cuStreamGetCtx", result);
+  if (result != kSuccess) return DeviceStatus::Ok;  // what it is given will tell
+  // Others than the primary one may be the device's own, too.
+  Ordinal where = on->handle;
+  if (context != on->context && driver.cuCtxPushCurrent(context) == kSuccess) {
+    driver.cuCtxGetDevice(&where);
+    driver.cuCtxPopCurrent(&context);
+  }
+  if (where != on->handle) {
+    return device_fails(DeviceStatus::Invalid,
+                        "stream " + std::to_string(stream) + " is on CUDA device " +
+                            std::to_string(where) + ", the array on device " +
+                            std::to_string(on->ordinal) +
+                            ": a stream orders work of its own device only");
+  }
+  const unsigned place = on->next_known.fetch_add(1, std::memory_order_relaxed);
+  on->known_streams[place % std::size(on->known_streams)].store(stream, std::memory_order_relaxed);
+  return DeviceStatus::Ok;
+}
+
 DeviceStatus is_capturing(Device* device, Stream stream, CaptureState* out) {
+  const DeviceStatus known = check_stream(cuda(device), stream);
+  if (known != DeviceStatus::Ok) return known;
   int state = 0;
   const auto status = COMMRT_DRIVER(device, cuStreamIsCapturing, handle(stream), &state);
   *out = static_cast<CaptureState>(state);
@@ -413,6 +451,8 @@ DeviceStatus end_capture(Device* device, Stream stream, Graph* out) {
 }
 
 DeviceStatus capture_id(Device* device, Stream stream, std::uint64_t* out) {
+  const DeviceStatus known = check_stream(cuda(device), stream);
+  if (known != DeviceStatus::Ok) return known;
   int state = 0;
   std::uint64_t id = 0;
   const auto status = COMMRT_DRIVER(device, cuStreamGetCaptureInfo, handle(stream), &state, &id,

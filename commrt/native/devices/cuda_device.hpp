@@ -34,6 +34,11 @@ struct CudaDevice : Device {
   int multiprocessors = 1;
   bool can_memory_flags = false;  // the device; `memory_flags` is what is used
 
+  // Streams that were seen to be of this device, in no order; 0: none. A handle may come again for
+  // a stream of another device; then what it is given fails.
+  std::atomic<std::uint64_t> known_streams[8] = {};
+  std::atomic<unsigned> next_known{0};
+
   int capability = 0;  // 90 is 9.0
   int driver_version = 0;  // 12040 is CUDA 12.4
 

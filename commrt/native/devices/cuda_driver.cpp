@@ -49,6 +49,7 @@ bool fill(Driver* driver, Lookup2 lookup, std::string* why) {
   COMMRT_CUDA(cuCtxGetCurrent);
   COMMRT_CUDA(cuCtxPushCurrent);
   COMMRT_CUDA(cuCtxPopCurrent);
+  COMMRT_CUDA(cuCtxGetDevice);
   COMMRT_CUDA(cuMemAlloc);
   COMMRT_CUDA(cuMemFree);
   COMMRT_CUDA(cuMemHostAlloc);
@@ -60,6 +61,7 @@ bool fill(Driver* driver, Lookup2 lookup, std::string* why) {
   COMMRT_CUDA(cuStreamWaitEvent);
   COMMRT_CUDA(cuStreamWriteValue32);
   COMMRT_CUDA(cuStreamWaitValue32);
+  COMMRT_CUDA(cuStreamGetCtx);
   COMMRT_CUDA(cuStreamIsCapturing);
   COMMRT_CUDA(cuThreadExchangeStreamCaptureMode);
   COMMRT_CUDA(cuStreamBeginCapture);

@@ -101,6 +101,7 @@ struct Driver {
   Result (*cuCtxGetCurrent)(Handle*);
   Result (*cuCtxPushCurrent)(Handle);
   Result (*cuCtxPopCurrent)(Handle*);
+  Result (*cuCtxGetDevice)(Ordinal*);
   Result (*cuMemAlloc)(Pointer*, std::size_t);
   Result (*cuMemFree)(Pointer);
   Result (*cuMemHostAlloc)(void**, std::size_t, unsigned);
@@ -112,6 +113,7 @@ struct Driver {
   Result (*cuStreamWaitEvent)(Handle, Handle, unsigned);
   Result (*cuStreamWriteValue32)(Handle, Pointer, std::uint32_t, unsigned);
   Result (*cuStreamWaitValue32)(Handle, Pointer, std::uint32_t, unsigned);
+  Result (*cuStreamGetCtx)(Handle, Handle*);
   Result (*cuStreamIsCapturing)(Handle, int*);
   Result (*cuThreadExchangeStreamCaptureMode)(int*);
   Result (*cuStreamBeginCapture)(Handle, int mode);

@@ -398,7 +398,8 @@ class Staging:
         waits = any(each.failed or each.outstanding for each in self._work)
         if not (waits or self.nccl.outstanding):
             for kept in list(self.memory):
-                kept.close()
+                with suppress(CommError):  # a device that is gone took it along
+                    kept.close()
         self.hosted.close()
         used = [on for on, _ in self._stagers.values()]
         used += [on for on, _ in self.hosted._works.values()]

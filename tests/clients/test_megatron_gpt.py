@@ -64,7 +64,7 @@ class Layer(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return as many numbers as there are in ``x``; [sequence, position, number]."""
+        """Return numbers of the same shape, [sequence, position, number]."""
         # A head's queries, keys and values lie beside each other.
         heads = self.qkv(self.norms[0](x)).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         found = nn.functional.scaled_dot_product_attention(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mpi_ranks import ENVIRONMENTS, MPICH_OVERSUBSCRIBED, ROOT
 from private_slurm import PrivateSlurm, private_slurm
 
 from commrt.launch.mpiexec import Completed
@@ -35,7 +36,7 @@ import commrt, numpy as np
 comm = commrt.init()
 total = comm.allreduce(np.full(3, comm.rank + 1.0))
 mpi = "mpi4py.MPI" in sys.modules and sys.modules["mpi4py.MPI"].Is_initialized()
-said = [comm.rank, total.tolist(), len(comm.nodes), mpi]
+said = [comm.rank, total.tolist(), mpi, comm.mpi is not None]
 sys.stdout.write(json.dumps(said) + "\\n")
 """
 ALONE = "import commrt; raise SystemExit(commrt.init().size != 1)"
@@ -119,13 +120,32 @@ def test_init_meets_without_an_mpi_that_knows_srun(
     )
     ranks = int(options[-1])
     total = [ranks * (ranks + 1) / 2] * 3
-    assert found == [[rank, total, 1, True] for rank in range(ranks)]
+    assert found == [[rank, total, True, False] for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("options", ["--nodes=1 --ntasks=2", "--nodes=2 --ntasks=4"])
+@pytest.mark.full(sample=1)
+def test_an_mpi_that_knows_srun_is_used(
+    slurm: PrivateSlurm, program: Any, options: str
+) -> None:
+    there = ROOT / ENVIRONMENTS["mpich"]
+    libraries = sorted(there.glob("lib/libmpi.so.*"))
+    if not libraries:
+        pytest.skip(f"no MPICH in {there}: make test-mpich installs it")
+    argv = [f"{options} --mpi=pmi2", sys.executable]
+    mpich = {**MPICH_OVERSUBSCRIBED, "MPI4PY_LIBMPI": str(libraries[0])}
+    ranks = int(options[-1])
+    total = [ranks * (ranks + 1) / 2] * 3
+    found = lines(slurm.srun(*argv, program(RUNTIME), **mpich))
+    assert found == [[rank, total, True, True] for rank in range(ranks)]
+    meeting = lines(slurm.srun(*argv, program(GROUPS), **mpich))
+    assert [turn[0] for turns, _ in meeting for turn in turns] == [total] * 2 * ranks
 
 
 def test_commrt_launch_leaves_mpi_alone(slurm: PrivateSlurm, program: Any) -> None:
     argv = ["--nodes=1 --ntasks=2", sys.executable, program(RUNTIME)]
     found = lines(slurm.srun(*argv, COMMRT_LAUNCH="slurm"))
-    assert found == [[rank, [3.0] * 3, 1, False] for rank in range(2)]
+    assert found == [[rank, [3.0] * 3, False, False] for rank in range(2)]
 
 
 def test_a_task_alone_is_a_world_of_one(slurm: PrivateSlurm, program: Any) -> None:

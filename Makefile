@@ -113,20 +113,22 @@ examples: $(VENV_TORCH)/.installed ## Train the examples on 2 ranks, and compare
 	done
 
 # Programs as they are on PyPI; what pip is given for each.
-CLIENTS := accelerate deepspeed jax lightning megatron
+CLIENTS := accelerate deepspeed jax lightning megatron transformers
 CLIENT_accelerate := accelerate==1.15.0
 CLIENT_deepspeed := deepspeed==0.19.8
 CLIENT_jax := jax==0.10.2
 CLIENT_lightning := lightning==2.6.6
 # Its own requirements are CUDA's libraries, none of which it needs for what is tested.
 CLIENT_megatron := --no-deps megatron-core==0.9.0
+CLIENT_transformers := transformers==5.24.0 accelerate==1.15.0
 
 .PHONY: test-clients
-test-clients: $(CLIENTS:%=test-client-%) ## DeepSpeed, JAX, Lightning, accelerate, Megatron-core.
+test-clients: $(CLIENTS:%=test-client-%) ## DeepSpeed, JAX, Lightning, accelerate, Megatron-core, transformers.
 
 .PHONY: $(CLIENTS:%=test-client-%)
 $(CLIENTS:%=test-client-%): test-client-%: .venv-client-%/.installed
-	.venv-client-$*/bin/pytest tests/clients/test_$*.py $(PYTEST_ARGS)
+	.venv-client-$*/bin/pytest \
+	  $(wildcard tests/clients/test_$*.py tests/clients/test_$*_*.py) $(PYTEST_ARGS)
 
 # The sanitizers' run-time libraries must be in the process before Python is.
 preload = $(shell g++ -print-file-name=lib$(1).so)

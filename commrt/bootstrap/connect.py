@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
-from commrt import _libmpi, env
+from commrt import env
 from commrt.bootstrap.base import Bootstrap
 from commrt.bootstrap.directory import DirectoryStore
 from commrt.bootstrap.mpi import MpiBootstrap
+from commrt.bootstrap.mpi_of_launch import started_mpi
 from commrt.bootstrap.single import SingleBootstrap
 from commrt.bootstrap.store import StoreBootstrap, slurm_store, torchrun_store
-from commrt.launch.detect import LaunchInfo, check_mpi_library, check_mpi_size
+from commrt.launch.detect import LaunchInfo
 
 __all__ = ["connect"]
 
@@ -22,7 +22,8 @@ def connect(launch: LaunchInfo, mpi_comm: Any = None) -> Bootstrap:
 
     Collective over the ranks it connects. Raises UsageError where the launcher
     belongs to another MPI than mpi4py's, BackendError where mpi4py, libmpi or torch
-    is missing. Under torchrun and commrt.run mpi4py is not imported.
+    is missing. Under torchrun and commrt.run mpi4py is not imported. Ranks of srun
+    whose MPI does not know of the others meet in a store of torch.
     """
     timeout_s = env.read_float("COMMRT_TIMEOUT_S")
     if mpi_comm is not None:
@@ -36,11 +37,8 @@ def connect(launch: LaunchInfo, mpi_comm: Any = None) -> Bootstrap:
     if launch.kind == "torchrun":
         store = torchrun_store(launch.rank, launch.size, timeout_s)
         return StoreBootstrap(store, launch.rank, launch.size)
-    if launch.kind == "slurm" and not find_spec("mpi4py") and find_spec("torch"):
-        # srun starts ranks with MPI or without; without it they meet in a store.
-        store = slurm_store(launch.rank, launch.size, timeout_s)
-        return StoreBootstrap(store, launch.rank, launch.size)
-    check_mpi_library(launch, _libmpi.library_name(_libmpi.imported()))
-    mpi = _libmpi.load()
-    check_mpi_size(launch, mpi.COMM_WORLD.Get_size(), _libmpi.library_name(mpi))
-    return MpiBootstrap(mpi.COMM_WORLD, timeout_s)
+    mpi = started_mpi(launch)
+    if mpi is not None:
+        return MpiBootstrap(mpi.COMM_WORLD, timeout_s)
+    store = slurm_store(launch.rank, launch.size, timeout_s)
+    return StoreBootstrap(store, launch.rank, launch.size)

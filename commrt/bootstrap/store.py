@@ -173,6 +173,7 @@ def slurm_store(
 ) -> Any:
     """Return the store of a Slurm step, which rank 0 hosts (commrt/launch/slurm.py)."""
     where = slurm.rendezvous(os.environ if environ is None else environ)
+    slurm.check_host(*where)
     said = "from Slurm's variables; MASTER_ADDR and MASTER_PORT override it"
     return _tcp_store(where, rank, size, rank == 0, timeout_s, said)
 

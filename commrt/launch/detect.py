@@ -17,7 +17,15 @@ from typing import Literal
 from commrt import env
 from commrt.errors import UsageError
 
-__all__ = ["Kind", "LaunchInfo", "check_mpi_library", "check_mpi_size", "detect"]
+__all__ = [
+    "Kind",
+    "LaunchInfo",
+    "check_mpi_library",
+    "check_mpi_size",
+    "detect",
+    "slurm_step",
+    "started_alone",
+]
 
 Kind = Literal["mpi", "run", "torchrun", "slurm", "torch", "single"]
 
@@ -45,6 +53,8 @@ _MPI_VARIABLES = (
     ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
 )
 
+_SRUN_SAYS = "PMI_SIZE"
+
 # Those that Open MPI's launcher cannot start; other names may be its descendants.
 _NOT_OPEN_MPI = ("MPICH", "Intel", "MVAPICH")
 
@@ -53,6 +63,12 @@ _FOREIGN = (
     "with that library's own mpiexec (for MPI from PyPI: the one in the bin folder of "
     "this virtual environment, beside python), or reinstall mpi4py for the MPI of the "
     "launcher. If MPI is not wanted here, set COMMRT_LAUNCH=single."
+)
+
+_WITHOUT_MPI = (
+    "this MPI does not know of srun's ranks. Tell srun how to start it (srun "
+    "--mpi=pmix or --mpi=pmi2; srun --mpi=list says which there are), or install torch "
+    "(pip install 'commrt[torch]'), in whose store they meet without MPI."
 )
 
 
@@ -73,6 +89,30 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchInfo:
         or _from_slurm(environ)
         or _single("no launcher's variables with a size above 1")
     )
+
+
+def slurm_step(
+    launch: LaunchInfo, environ: Mapping[str, str] | None = None
+) -> LaunchInfo | None:
+    """Return these ranks as Slurm's variables have them, if srun itself started them.
+
+    What srun says to MPI libraries (``PMI_RANK``, of ``srun --mpi=pmi2``) is of the
+    same ranks. None where an mpiexec did it, be it within an allocation of Slurm's.
+    """
+    if launch.kind == "slurm":
+        return launch
+    if launch.kind != "mpi" or _SRUN_SAYS not in launch.source:
+        return None
+    step = _from_slurm(os.environ if environ is None else environ)
+    same = step is not None and (step.rank, step.size) == (launch.rank, launch.size)
+    return step if same else None
+
+
+def started_alone(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a launcher of MPI's or Slurm started this process as its only rank."""
+    environ = os.environ if environ is None else environ
+    found = _from_mpi(environ, smallest=1) or _from_slurm(environ, smallest=1)
+    return found is not None and found.size == 1
 
 
 def check_mpi_library(launch: LaunchInfo, library: str) -> None:
@@ -96,6 +136,11 @@ def check_mpi_size(launch: LaunchInfo, mpi_size: int, library: str) -> None:
     """
     if launch.kind in ("run", "torchrun") or launch.size in (0, mpi_size):
         return
+    if slurm_step(launch) is not None:
+        raise UsageError(
+            f"srun started {launch.size} ranks, but MPI ({library}) was started with "
+            f"{mpi_size}: {_WITHOUT_MPI}"
+        )
     raise UsageError(
         f"{launch.source} says {launch.size} ranks, but MPI ({library}) was started "
         f"with {mpi_size}: {_FOREIGN}"

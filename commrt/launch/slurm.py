@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator, Mapping
 
 from commrt.errors import UsageError
 
-__all__ = ["hosts", "rendezvous"]
+__all__ = ["check_host", "hosts", "rendezvous", "tasks_on_node"]
 
 _FIRST_PORT, _PORTS = 20000, 12000
 """Below the ports that Linux gives to whoever asks for any."""
 _PART = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -56,9 +58,12 @@ def rendezvous(environ: Mapping[str, str]) -> tuple[str, int]:
 
     MASTER_ADDR and MASTER_PORT count where they are set. Otherwise rank 0 lies on the
     first node of the step's list, and the port follows from the numbers of job and
-    step, as nothing can be said before the ranks have met.
+    step, as nothing can be said before the ranks have met. A step of one node needs no
+    name of it, which only Slurm may know.
     """
     host = environ.get("MASTER_ADDR")
+    if not host and environ.get("SLURM_STEP_NUM_NODES") == "1":
+        host = "127.0.0.1"
     if not host:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST")
         if not nodes:
@@ -69,6 +74,36 @@ def rendezvous(environ: Mapping[str, str]) -> tuple[str, int]:
         host = next(hosts(nodes))
     given = environ.get("MASTER_PORT")
     return host, _number("MASTER_PORT", given) if given else _port(environ)
+
+
+def check_host(host: str, port: int) -> None:
+    """Raise UsageError where nobody knows the name of rank 0's host.
+
+    A store would go on asking for it until the ranks' limit has passed.
+    """
+    try:
+        socket.getaddrinfo(host, port)
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_NONAME:
+            raise UsageError(
+                f"Slurm says that rank 0 is on {host!r}, and no host of that name is "
+                f"known here ({error}): set MASTER_ADDR to its address, for all ranks"
+            ) from error
+
+
+def tasks_on_node(environ: Mapping[str, str]) -> str | None:
+    """Return how many tasks of the step share this node; None where it does not say.
+
+    ``SLURM_STEP_TASKS_PER_NODE`` is a list such as ``2(x3),1``, in order of the nodes.
+    """
+    node = environ.get("SLURM_NODEID", "")
+    counts: list[str] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        found = _COUNT.fullmatch(part)
+        if found is None:
+            return None
+        counts += [found[1]] * int(found[2] or 1)
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
 
 
 def _port(environ: Mapping[str, str]) -> int:

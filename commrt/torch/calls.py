@@ -26,6 +26,7 @@ from commrt.torch.futures import Completer
 from commrt.torch.monitored_barrier import MonitoredBarrier
 from commrt.torch.operands import CopyBack
 from commrt.torch.per_call import ASKED
+from commrt.torch.profiling import profiled, profiler
 from commrt.torch.reductions import PLAIN
 from commrt.torch.work import CommrtWork, JoinedWork, seconds
 
@@ -72,6 +73,7 @@ class Calls:
         if not (
             self.batch is None
             and not opts.asyncOp
+            and not profiler._is_profiler_enabled
             and _asked() is None
             and opts.timeout == _UNSET
         ):
@@ -90,6 +92,7 @@ class Calls:
         if not (
             self.batch is None
             and not opts.asyncOp
+            and not profiler._is_profiler_enabled
             and _asked() is None
             and opts.timeout == _UNSET
         ):
@@ -179,10 +182,11 @@ class Calls:
             arguments |= asked
         comm, how = self.comm, {"nonblocking": not waits, **arguments}
         try:
-            if comm._ranges is not None:  # a profiler is to see it
-                request = getattr(comm, name)(*x, **how)
-            else:  # a log has it already, as torch calls it
-                request = getattr(type(comm), name)(comm, *x, **how)
+            with profiled(name):
+                if comm._ranges is not None:  # another profiler is to see it
+                    request = getattr(comm, name)(*x, **how)
+                else:  # a log has it already, as torch calls it
+                    request = getattr(type(comm), name)(comm, *x, **how)
         except CommError as error:
             raise as_torch_error(error) from error.__cause__
         return self.end(request, waits, outputs, back)

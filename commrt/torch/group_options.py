@@ -75,6 +75,12 @@ class Options:
         return float(seconds)
 
     @property
+    def _timeout(self) -> timedelta | None:
+        """The limit by the name that DeviceMesh asks of any backend's options."""
+        limit = self.timeout_s
+        return None if limit is None else timedelta(seconds=limit)
+
+    @property
     def sparse_algorithm(self) -> str | None:
         """What sums of sparse tensors are to run; UsageError for what there is not."""
         if not isinstance(self.algorithm, Mapping):

@@ -7,6 +7,8 @@ Under mpiexec and srun they are not there, and torch would raise an error.
 
 - mpiexec: rank 0 hosts the store, and tells the others by MPI where.
 - srun: rank 0 hosts the store, and the others know where from Slurm's variables alone.
+  Where srun has started MPI, too (``srun --mpi=pmi2``), they meet as under mpiexec.
+- either with one rank: the store is this process's own.
 - commrt.run: torch's variables are set; the ranks meet in its folder, as no port has to
   be free there.
 
@@ -23,11 +25,13 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlparse
 
-from commrt import _libmpi, env
+from commrt import env
 from commrt.bootstrap.directory import DirectoryStore
+from commrt.bootstrap.mpi_of_launch import started_mpi
 from commrt.bootstrap.store import slurm_store
 from commrt.errors import BackendError
-from commrt.launch.detect import LaunchInfo, check_mpi_library, check_mpi_size, detect
+from commrt.launch.detect import LaunchInfo, detect, slurm_step, started_alone
+from commrt.launch.slurm import tasks_on_node
 
 __all__ = ["serve_launchers", "take_mpi"]
 
@@ -87,51 +91,64 @@ class _Rendezvous:
             os.environ.get(name) not in (None, "", self._told.get(name))
             for name in ("RANK", "WORLD_SIZE")
         )
-        return launch if launch.kind in ("mpi", "slurm") and not told else None
+        served = launch.kind in ("mpi", "slurm") or (
+            launch.kind == "single" and started_alone()
+        )
+        return launch if served and not told else None
 
     def _meet(
         self, launch: LaunchInfo, limit: timedelta
     ) -> Iterator[tuple[Any, int, int]]:
-        from torch.distributed import PrefixStore
+        from torch.distributed import HashStore, PrefixStore
 
         if launch.kind == "run":
             folder = DirectoryStore(env.given("COMMRT_MEETING") or "", launch.size)
             yield folder.for_torch(f"groups-{self._count}"), launch.rank, launch.size
             return
-        if launch.kind == "slurm":
-            rank, size = launch.rank, launch.size
+        rank, size = launch.rank, launch.size
+        mpi = _mpi_of(launch) if launch.kind == "mpi" else None
+        if launch.kind == "single":
+            store = HashStore()
+        elif mpi is None:
             store = slurm_store(rank, size, limit.total_seconds())
         else:
-            store, rank, size = _by_mpi(launch, limit)
-        self._tell(rank, size)
+            store, rank, size = _by_mpi(mpi, limit)
+        self._tell(launch, rank, size)
         yield PrefixStore(f"groups-{self._count}", store), rank, size
 
-    def _tell(self, rank: int, size: int) -> None:
+    def _tell(self, launch: LaunchInfo, rank: int, size: int) -> None:
         """Set the variables that programs read, where nobody has."""
         found = {"RANK": str(rank), "WORLD_SIZE": str(size)}
         for name, theirs in _LOCAL:
             values = [os.environ[one] for one in theirs if os.environ.get(one)]
             if values:
                 found[name] = values[0]
+        on_node = tasks_on_node(os.environ) if slurm_step(launch) else None
+        if on_node is not None:
+            found["LOCAL_WORLD_SIZE"] = on_node
+        if size == 1:
+            found |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         for name, value in found.items():
             if not os.environ.get(name) or name in self._told:
                 os.environ[name] = self._told[name] = value
 
 
-def _by_mpi(launch: LaunchInfo, limit: timedelta) -> tuple[Any, int, int]:
-    """Return a store that rank 0 hosts, rank and size; collective over MPI's ranks."""
-    from torch.distributed import TCPStore
-
+def _mpi_of(launch: LaunchInfo) -> Any | None:
+    """Return the MPI by which ranks meet; None where they meet as Slurm says."""
     try:
-        check_mpi_library(launch, _libmpi.library_name(_libmpi.imported()))
-        mpi = _libmpi.load()
+        return started_mpi(launch)
     except BackendError as error:
         raise BackendError(
             f"{launch.source} started {launch.size} ranks, which meet by MPI: {error}; "
             f"or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every rank"
         ) from error
+
+
+def _by_mpi(mpi: Any, limit: timedelta) -> tuple[Any, int, int]:
+    """Return a store that rank 0 hosts, rank and size; collective over MPI's ranks."""
+    from torch.distributed import TCPStore
+
     comm = mpi.COMM_WORLD
-    check_mpi_size(launch, comm.Get_size(), _libmpi.library_name(mpi))
     rank, size = comm.Get_rank(), comm.Get_size()
     store = None
     where = ("", 0)

@@ -12,6 +12,7 @@ from commrt.errors import TimeoutError_
 from commrt.torch.calls import Calls
 from commrt.torch.operands import movable, target
 from commrt.torch.options import one
+from commrt.torch.profiling import profiled
 from commrt.torch.work import CommrtWork
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Messages:
         """Send a tensor to a rank of the group."""
         x = one("send", tensors)
         calls = self._calls
-        with calls.raising():
+        with calls.raising(), profiled("send"):
             request = calls.comm.send(
                 movable(x), dest=dst_rank, tag=tag, nonblocking=True
             )
@@ -42,7 +43,7 @@ class Messages:
         x = one("recv", tensors)
         out, back = target(x)
         calls = self._calls
-        with calls.raising():
+        with calls.raising(), profiled("recv"):
             request = calls.comm.recv(out, source=src_rank, tag=tag, nonblocking=True)
         return calls.end(request, False, [x], back)
 
@@ -54,7 +55,8 @@ class Messages:
         comm = calls.comm
 
         def receive(source: int) -> Any:
-            return comm.recv(out, source=source, tag=tag, nonblocking=True)
+            with profiled("recv"):
+                return comm.recv(out, source=source, tag=tag, nonblocking=True)
 
         return calls.end(FromAnyone(comm, receive, tag), False, [x], back)
 

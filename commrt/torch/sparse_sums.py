@@ -19,6 +19,7 @@ from commrt.sparse.cost import ALGORITHMS
 from commrt.torch.calls import Calls
 from commrt.torch.operands import plain
 from commrt.torch.per_call import ASKED
+from commrt.torch.profiling import profiled
 from commrt.torch.reductions import reduction_of
 from commrt.torch.work import CommrtWork
 
@@ -48,7 +49,7 @@ def sparse_allreduce(
     waits, limit = calls.waits(opts), calls.limit(opts)
     arguments: dict[str, Any] = {} if limit is None else {"timeout_s": limit}
     arguments["algorithm"] = _chosen(calls)
-    with calls.raising():
+    with calls.raising(), profiled("sparse_allreduce"):
         request = calls.comm.sparse_allreduce(
             _elements(given), result="sparse", nonblocking=True, **arguments
         )

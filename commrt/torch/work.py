@@ -23,6 +23,7 @@ from commrt.errors import CommError, TimeoutError_
 from commrt.torch.errors import as_torch_error
 from commrt.torch.futures import future_of
 from commrt.torch.operands import CopyBack
+from commrt.torch.profiling import profiled
 
 __all__ = ["CommrtWork", "JoinedWork", "seconds", "wait_for"]
 
@@ -93,7 +94,8 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
 
     def _wait_for(self, request: Any, limit: float | None) -> None:
         try:
-            wait_for(request, limit)
+            with profiled("wait"):
+                wait_for(request, limit)
         except TimeoutError_ as error:
             raise as_torch_error(error) from error.__cause__
         except CommError as error:

@@ -20,6 +20,7 @@ from typing import Any
 import collective_scenarios
 import message_scenarios
 import nccl_scenarios
+import program_scenarios
 import scenarios
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
@@ -28,6 +29,7 @@ RANKS = "SCENARIO_RANKS"
 assert collective_scenarios
 assert message_scenarios
 assert nccl_scenarios
+assert program_scenarios
 
 
 class Scenarios(MultiProcContinuousTest):  # type: ignore[misc]

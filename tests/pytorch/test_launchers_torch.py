@@ -13,6 +13,7 @@ from typing import Any
 import collective_scenarios
 import message_scenarios
 import nccl_scenarios
+import program_scenarios
 import pytest
 import scenarios
 import torch.distributed as dist
@@ -28,6 +29,7 @@ LONG_S = 300.0
 assert collective_scenarios
 assert message_scenarios
 assert nccl_scenarios
+assert program_scenarios
 STAND_IN = Path(__file__).parents[1] / "srun_stand_in.py"
 GROUPS = """
 import json, os, sys

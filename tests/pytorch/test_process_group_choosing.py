@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_groups import job
+from torch.distributed.device_mesh import init_device_mesh
 
 from commrt import _native
 from commrt.arrays.host import view
@@ -184,9 +185,30 @@ def sparse() -> list[Any]:
     return found
 
 
-def both(table: str) -> tuple[dict[str, Any], list[str], list[Any]]:
+def meshes() -> list[Any]:
+    """A dimension of a DeviceMesh may have options of its own, as any group."""
+    with job():
+        mine = Options(algorithm="ring", timeout=55)
+        mesh = init_device_mesh(
+            "cpu",
+            (1, 2),
+            mesh_dim_names=("dp", "tp"),
+            backend_override={"dp": "commrt", "tp": ("commrt", mine)},
+        )
+        found = []
+        for name in ("dp", "tp"):
+            group = mesh.get_group(name)
+            x = torch.ones(1000)
+            dist.all_reduce(x, group=group)
+            found.append(
+                [x[0].item(), runs(x, group=group), group.communicator.timeout_s]
+            )
+    return found
+
+
+def together(table: str) -> tuple[dict[str, Any], list[str], list[Any], list[Any]]:
     """Run them in one launch."""
-    return chosen(table), wrong_groups(), sparse()
+    return chosen(table), wrong_groups(), sparse(), meshes()
 
 
 TABLE = """
@@ -210,8 +232,10 @@ def test_calls_groups_and_tables_choose(torchrun: Any, tmp_path: Path) -> None:
     fingerprint = Machine(Cpu("none", 1, 1)).fingerprint
     path.write_text(TABLE.format(fingerprint=fingerprint))
     env = {"COMMRT_TABLE_ANY_MACHINE": "1", "COMMRT_ALGORITHM": "alltoall:pairwise"}
-    results = torchrun(2, both, table=str(path), env=env, deadline_s=DEADLINE_S)
-    for found, said, sums in results:
+    results = torchrun(2, together, table=str(path), env=env, deadline_s=DEADLINE_S)
+    for found, said, sums, (alone, tensor) in results:
+        assert alone[0] == 1.0
+        assert tensor == [2.0, "shm/ring", 55.0]
         assert sums[:3] == ["ring", "split", "recursive_doubling"]
         assert "which sparse sums have not" in sums[3]
         assert "unknown algorithm='direct'" in sums[4]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 DEADLINE_S = 290.0
+CUT_S = 110.0
 RANKS = 2
 
 
@@ -72,6 +74,67 @@ def run_compiled() -> list[str]:
 @pytest.mark.timeout(300)
 def test_programs_that_inductor_compiles(torchrun: Any) -> None:
     assert torchrun(RANKS, run_compiled, deadline_s=DEADLINE_S) == [[]] * RANKS
+
+
+# -- programs that are cut: what is called in between ---------------------------------
+
+
+def cut_for_replicas() -> Any:
+    """DDP cuts its buckets anew in the second step, within a compiled program."""
+    found = []
+    for how in (False, "ddp_optimizer", "python_reducer"):
+        torch._dynamo.reset()
+        torch.manual_seed(5)
+        layers = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 4))
+        with torch._dynamo.config.patch(
+            optimize_ddp=how, compiled_autograd=how == "python_reducer"
+        ):
+            replicas = DistributedDataParallel(layers)
+            model = torch.compile(replicas, backend="aot_eager")
+            optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+            x, _ = inputs()
+            for step in range(4):
+                optimizer.zero_grad()
+                model(x + dist.get_rank() + step).square().mean().backward()
+                optimizer.step()
+        found.append([parameter.detach() for parameter in layers.parameters()])
+    return found
+
+
+def cut_by_messages() -> Any:
+    """What dynamo does not trace: messages, works that are asked."""
+    torch._dynamo.reset()
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x = x * 3
+        if dist.get_rank() == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+        work = dist.broadcast(x, 1, async_op=True)
+        while not work.is_completed():
+            pass
+        work.wait()
+        dist.barrier()
+        return x + 1
+
+    return torch.compile(program, backend="aot_eager")(inputs()[0] + dist.get_rank())
+
+
+def run_cut() -> list[str]:
+    return differences([cut_for_replicas, cut_by_messages])
+
+
+@pytest.mark.parametrize("how", ["", "COMMRT_TRACE", "COMMRT_DEBUG"])
+@pytest.mark.full(sample=2)
+def test_programs_that_are_cut_run_groups_as_they_are(
+    torchrun: Any, tmp_path: Path, how: str
+) -> None:
+    """Also while a log is written, and in check mode: other methods are called."""
+    value = {"COMMRT_TRACE": str(tmp_path / "log"), "COMMRT_DEBUG": "check"}
+    env = {how: value[how]} if how else {}
+    found = torchrun(RANKS, run_cut, deadline_s=CUT_S, env=env)
+    assert found == [[]] * RANKS
 
 
 def gathered_into() -> list[bool]:

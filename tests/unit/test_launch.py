@@ -9,7 +9,13 @@ import sys
 import pytest
 
 from commrt.errors import UsageError
-from commrt.launch.detect import LaunchInfo, check_mpi_size, detect
+from commrt.launch.detect import (
+    LaunchInfo,
+    check_mpi_size,
+    detect,
+    slurm_step,
+    started_alone,
+)
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "2",
@@ -77,6 +83,45 @@ def test_a_slurm_allocation_without_a_step_is_a_world_of_one(
     outside_a_step: dict[str, str],
 ) -> None:
     assert detect(outside_a_step).kind == "single"
+
+
+STARTED_BY_PMI2 = {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "6"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_srun"),
+    [
+        (SLURM, True),
+        (STARTED_BY_PMI2, True),
+        (MPICH, False),
+        ({**SLURM, **MPICH}, False),
+        ({**STARTED_BY_PMI2, "PMI_RANK": "4"}, False),
+        ({**SLURM, "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6"}, False),
+        ({**SLURM, **TORCHRUN}, False),
+    ],
+)
+def test_who_is_a_task_of_a_step(environ: dict[str, str], is_srun: bool) -> None:
+    """An mpiexec within an allocation inherits Slurm's variables."""
+    step = slurm_step(detect(environ), environ)
+    assert (step is not None) == is_srun
+    assert step is None or (step.kind, step.rank, step.size) == ("slurm", 5, 6)
+
+
+def test_worlds_of_one_that_a_launcher_has_started() -> None:
+    assert started_alone({"PMI_RANK": "0", "PMI_SIZE": "1"})
+    assert started_alone({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"})
+    assert not started_alone({})
+    assert not started_alone(SLURM)
+    assert not started_alone({"PMIX_RANK": "0"})
+
+
+def test_an_mpi_that_does_not_know_srun_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in STARTED_BY_PMI2.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"srun started 6 ranks.*srun --mpi=list"):
+        check_mpi_size(detect(STARTED_BY_PMI2), 1, "Open MPI v5.0.11")
 
 
 def test_commrt_launch_overrides_the_order() -> None:

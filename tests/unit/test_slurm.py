@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from commrt.errors import UsageError
-from commrt.launch.slurm import hosts, rendezvous
+from commrt.launch.slurm import check_host, hosts, rendezvous, tasks_on_node
 
 
 @pytest.mark.parametrize(
@@ -78,3 +80,47 @@ def test_what_is_missing_or_no_number_is_named() -> None:
         rendezvous({**STEP, "MASTER_PORT": "http"})
     with pytest.raises(UsageError, match="SLURM_JOB_ID is 'x', not a number"):
         rendezvous({**STEP, "SLURM_JOB_ID": "x"})
+
+
+def test_a_step_of_one_node_needs_no_name() -> None:
+    here = {**STEP, "SLURM_STEP_NODELIST": "z8", "SLURM_STEP_NUM_NODES": "1"}
+    assert rendezvous(here)[0] == "127.0.0.1"
+    assert rendezvous({**here, "MASTER_ADDR": "z8-ib"})[0] == "z8-ib"
+    assert rendezvous({**here, "SLURM_STEP_NUM_NODES": "2"})[0] == "z8"
+
+
+def test_a_host_that_nobody_knows_is_named() -> None:
+    check_host("127.0.0.1", 1)
+    with pytest.raises(
+        UsageError, match=r"rank 0 is on 'z8\.invalid'.*set MASTER_ADDR"
+    ):
+        check_host("z8.invalid", 1)
+
+
+def test_what_a_resolver_may_know_later_is_left_to_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def busy(*where: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "try again")
+
+    monkeypatch.setattr(socket, "getaddrinfo", busy)
+    check_host("z8", 1)
+
+
+@pytest.mark.parametrize(
+    ("counts", "node", "found"),
+    [
+        ("2(x2)", "1", "2"),
+        ("2,1", "1", "1"),
+        ("4(x3),2,1(x2)", "3", "2"),
+        ("4(x3),2,1(x2)", "5", "1"),
+        ("4", "0", "4"),
+        ("4", "1", None),
+        ("4", "", None),
+        ("", "0", None),
+        ("four", "0", None),
+    ],
+)
+def test_tasks_of_a_node(counts: str, node: str, found: str | None) -> None:
+    environ = {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node}
+    assert tasks_on_node(environ) == found

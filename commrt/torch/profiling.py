@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group's calls in ``torch.profiler``, named as those of torch's own backends are.
+
+``commrt:all_reduce`` stands beside what the program computes, as ``gloo:all_reduce``
+and ``nccl:all_reduce`` do. Of a call that is not waited for it lasts while the call is
+started; ``commrt:wait`` is what the program waits for it later. Where nobody profiles a
+call asks torch one flag.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+__all__ = ["profiled", "profiler"]
+
+_NAMES = {
+    "allgather": "all_gather",
+    "allgatherv": "all_gather",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "alltoallv": "all_to_all",
+    "bcast": "broadcast",
+    "reduce_scatterv": "reduce_scatter",
+    "sparse_allreduce": "all_reduce_sparse",
+}
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """Return what the profiler sees within it; ``name`` is commrt's of an operation."""
+    if not profiler._is_profiler_enabled:
+        return _NOTHING
+    found: AbstractContextManager[Any] = torch.profiler.record_function(
+        f"commrt:{_NAMES.get(name, name)}"
+    )
+    return found

@@ -59,6 +59,8 @@ class Member:
     """Limit of its calls, as torch has it."""
     options: Options = field(default_factory=Options)
     """What the group has of its own."""
+    is_wrapped: bool = False
+    """Whether torch puts a wrapper of its own around it in its own check mode."""
 
     @property
     def is_default(self) -> bool:
@@ -130,7 +132,7 @@ def _communicator(world: World, ranks: Sequence[int], member: Member) -> Communi
     name = f"torch group {member.name}"
     # What is wrong with options is looked for once all are known to have the same.
     same = f"pg_options={options!r}"
-    if _torch_asks_for_checks():
+    if _torch_asks_for_checks(member):
         same = f"{same}, {_DETAIL}"
     identity = world.agree_id(ranks, f"torch/{member.name}", same, timeout_s=limit)
     settings = _settings(world, ranks, member, name, identity)
@@ -170,15 +172,19 @@ def _settings(
         said = world.bootstrap.exchange(ranks, key, blob, member.timeout_s)
         table = LocatedTable.decode(said[0]).parse(known_names())
     checks = options.check
-    if checks is None and _torch_asks_for_checks():
+    if checks is None and _torch_asks_for_checks(member):
         checks = True
     return Settings(wishes, table, checks)
 
 
-def _torch_asks_for_checks() -> bool:
-    """Whether torch's own way to ask for check mode is all that is said about it."""
+def _torch_asks_for_checks(member: Member) -> bool:
+    """Whether torch's own way to ask for check mode is all that is said about it.
+
+    Not where torch itself compares the calls then, over gloo.
+    """
     is_detailed: bool = dist.get_debug_level() == dist.DebugLevel.DETAIL
-    return is_detailed and given("COMMRT_DEBUG") is None
+    compares = member.is_wrapped and dist.is_gloo_available()
+    return is_detailed and not compares and given("COMMRT_DEBUG") is None
 
 
 def _check_serves(comm: Communicator, wishes: Wishes | None) -> None:

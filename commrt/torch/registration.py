@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import warnings
 from functools import lru_cache
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 __all__ = ["BACKEND", "check_version", "register"]
 
 BACKEND = "commrt"
-TESTED = ("2.13",)
+TESTED = ("2.13", "2.14")
 """Versions of torch whose own tests were run on commrt."""
 _TORCHCOMMS = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
 
@@ -68,7 +69,20 @@ def _create(options: Any, pg_options: Any) -> Any:
     check_version()
     from commrt.torch.process_group import make_process_group
 
-    return make_process_group(options, pg_options)
+    return make_process_group(options, pg_options, of_all_devices=_is_alone())
+
+
+def _is_alone() -> bool:
+    """Whether the group that torch makes has no backend but this one.
+
+    torch does not say it to who makes a backend. It is in the string that the program
+    gave ("cpu:gloo,cuda:commrt"), an argument of the function that calls.
+    """
+    import torch.distributed as dist
+
+    given = str(sys._getframe(2).f_locals.get("backend", BACKEND))
+    backends = dist.BackendConfig(dist.Backend(given)).get_device_backend_map()
+    return {*map(str, backends.values())} <= {BACKEND}
 
 
 @lru_cache(maxsize=1)

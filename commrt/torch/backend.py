@@ -13,16 +13,22 @@ nothing else. So it is not what a group of one backend is made of.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Backend
+from torch.distributed import PrefixStore
+from torch.distributed.distributed_c10d import SHRINK_ABORT
 
 from commrt.torch.checked_calls import CheckedCalls
 from commrt.torch.group_methods import Collectives
+from commrt.torch.jobs import torchs_wrapper_compares
 from commrt.torch.joined_group import AsBackend, JoinedGroup
 from commrt.torch.messages import Messages
+from commrt.torch.tracing import follow_group
 from commrt.torch.work import CommrtWork
 
 __all__ = ["CheckedBackend", "CommrtBackend", "backend_of", "can_be_made"]
@@ -38,9 +44,17 @@ def can_be_made() -> bool:
     return True
 
 
+_WRAPPED: set[CommrtBackend] = set()
+"""Those around which torch puts its wrapper for DETAIL: that keeps the half of them
+which is C++, and calls need the other half, too."""
+
+
 def backend_of(joined: JoinedGroup) -> CommrtBackend:
     """Return the backend of a group's devices."""
-    return (CheckedBackend if joined.is_checked else CommrtBackend)(joined)
+    backend = (CheckedBackend if joined.is_checked else CommrtBackend)(joined)
+    if joined.member.is_wrapped and torchs_wrapper_compares():
+        _WRAPPED.add(backend)
+    return backend
 
 
 class CommrtBackend(Collectives, Messages, AsBackend, Backend):  # type: ignore[misc]
@@ -59,6 +73,48 @@ class CommrtBackend(Collectives, Messages, AsBackend, Backend):  # type: ignore[
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
         """As the group's, by options of a barrier."""
         super().monitored_barrier(getattr(opts, "timeout", opts), wait_all_ranks)
+
+    def shutdown(self) -> None:
+        """End the group here. Idempotent."""
+        _WRAPPED.discard(self)
+        super().shutdown()
+
+    # -- groups made of it -------------------------------------------------------
+
+    supports_shrinking = True
+
+    def shrink(
+        self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts: Any = None
+    ) -> CommrtBackend:
+        """Return a backend of the other ranks; they alone call it.
+
+        ``torch.distributed.shrink_group`` does, and makes a group of it. With
+        ``SHRINK_ABORT`` what is under way on this group fails, on all of its ranks of
+        this node.
+        """
+        given = self._member
+        left = [rank for rank in range(given.size) if rank not in ranks_to_exclude]
+        of_all = given.ranks or range(given.size)
+        name = f"{given.name}:left:{','.join(map(str, left))}"
+        if shrink_flags & SHRINK_ABORT:
+            self._joined.abort()
+        member = replace(
+            given,
+            store=PrefixStore(f"{name}/", given.store),
+            rank=left.index(given.rank),
+            size=len(left),
+            # Of a default group it is the next one: a world of its own.
+            ranks=[] if given.is_default else [of_all[rank] for rank in left],
+            name=name,
+            timeout_s=self._comm.timeout_s,
+            options=opts or given.options,
+        )
+        backend = backend_of(JoinedGroup(member))
+        follow_group(backend)
+        return backend
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing to do: ranks that are in no new group are not asked."""
 
     # -- for logs ----------------------------------------------------------------
 

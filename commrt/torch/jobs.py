@@ -36,7 +36,7 @@ from commrt.torch.group_options import Options
 from commrt.torch.launchers import take_mpi
 from commrt.world import World
 
-__all__ = ["Member", "join", "leave"]
+__all__ = ["Member", "join", "leave", "torchs_wrapper_compares"]
 
 _DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL"
 
@@ -182,9 +182,18 @@ def _torch_asks_for_checks(member: Member) -> bool:
 
     Not where torch itself compares the calls then, over gloo.
     """
+    compares = member.is_wrapped and torchs_wrapper_compares()
+    return _is_detailed() and not compares and given("COMMRT_DEBUG") is None
+
+
+def torchs_wrapper_compares() -> bool:
+    """Whether torch puts a wrapper around backends that compares calls, over gloo."""
+    return _is_detailed() and dist.is_gloo_available()
+
+
+def _is_detailed() -> bool:
     is_detailed: bool = dist.get_debug_level() == dist.DebugLevel.DETAIL
-    compares = member.is_wrapped and dist.is_gloo_available()
-    return is_detailed and not compares and given("COMMRT_DEBUG") is None
+    return is_detailed
 
 
 def _check_serves(comm: Communicator, wishes: Wishes | None) -> None:

@@ -59,7 +59,13 @@ def make_process_group(
         )
     )
     if not is_backend:
-        return _group_of(joined)
+        group = _group_of(joined)
+        # torch binds the device to a group that it drops for this one, and 2.13 does
+        # not show that one.
+        dropped = getattr(options, "process_group", None)
+        if dropped is not None and dropped.bound_device_id is not None:
+            group.bound_device_id = dropped.bound_device_id
+        return group
     backend = backend_of(joined)
     follow_group(backend)
     return backend
@@ -85,6 +91,7 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
         self._backend: BackendView | CommrtBackend
         if can_be_made():
             self._backend = backend_of(joined)
+            self._backend.supports_splitting = True  # by ``split_group`` below
             kind = ProcessGroup.BackendType.CUSTOM
             for device in DEVICES:
                 self._register_backend(device, kind, self._backend)
@@ -152,7 +159,7 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
         """
         given = self._member
         self._splits += 1
-        ranks = sorted(new_ranks)
+        ranks = list(new_ranks)
         if given.rank not in ranks:
             return None
         of_all = given.ranks or range(given.size)

@@ -137,6 +137,15 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
         """Return the store of this group."""
         return self._member.store
 
+    def register_pre_hook(self, *args: Any) -> None:
+        """Raise UsageError: torch's C++ runs hooks, and calls do not come by there."""
+        raise UsageError(
+            f"the process group {self._group_name!r} of commrt runs no hooks of "
+            f"torch's; commrt.trace.record() sees all of its calls"
+        )
+
+    register_post_hook = register_pre_hook
+
     def __repr__(self) -> str:
         return f"<CommrtProcessGroup {self._group_name}: {self._comm!r}>"
 

@@ -266,6 +266,34 @@ def test_calls_are_compared_once(
         assert "Detected mismatch between collectives on ranks" in wrapped[1]
 
 
+def looked_at() -> list[Any]:
+    """What torch's hooks find, where torch is asked to look for NaN."""
+    with job(name="nan"):
+        group: Any = dist.group.WORLD
+        dist.all_reduce(torch.ones(2))
+        with pytest.raises(RuntimeError, match="NaN found in input tensor"):
+            dist.all_reduce(torch.tensor([float("nan")]))
+        return [type(group).__name__, float(dist.get_world_size())]
+
+
+def refused() -> str:
+    with job(name="hooks"):
+        group: Any = dist.group.WORLD
+        with pytest.raises(UsageError) as raised:
+            group.register_pre_hook(1, print)
+        return str(raised.value)
+
+
+@needs_backends
+def test_hooks_see_calls_or_are_refused(
+    torchrun: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for said in torchrun(2, refused, deadline_s=DEADLINE_S):
+        assert "runs no hooks" in said
+    monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
+    assert torchrun(2, looked_at, deadline_s=DEADLINE_S) == [["ProcessGroup", 2.0]] * 2
+
+
 # -- groups made of a group ------------------------------------------------------
 
 

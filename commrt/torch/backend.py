@@ -108,6 +108,7 @@ class CommrtBackend(Collectives, Messages, AsBackend, Backend):  # type: ignore[
             name=name,
             timeout_s=self._comm.timeout_s,
             options=opts or given.options,
+            is_wrapped=False,
         )
         backend = backend_of(JoinedGroup(member))
         follow_group(backend)

@@ -5,7 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 VENV_MPICH := .venv-mpich
 VENV_GPU := .venv-gpu
-VENV_TORCH := .venv-torch
+# Of the tests' own torch; another one, as in TORCH=torch==2.14.1, has an environment of its own.
+VENV_TORCH = .venv-torch$(if $(filter $(TORCH_TESTED),$(TORCH)),,$(TORCH_NAME:torch%=%))
+TORCH_NAME = $(subst ==,-,$(firstword $(filter torch%,$(notdir $(TORCH)))))
 BUILD := build/make
 WHEELS := build/wheels
 # mypy sees tuning/ and bench/ where they are installed: links in the shape of the package.
@@ -15,7 +17,8 @@ TEST_ARGS ?= -q
 # make examples EXAMPLE_ARGS='--backend gloo'
 EXAMPLE_ARGS ?=
 # For test-torch; PyPI's build for Linux brings CUDA, gigabytes of it. Also a wheel file.
-TORCH ?= torch==2.13.0
+TORCH_TESTED := torch==2.13.0
+TORCH ?= $(TORCH_TESTED)
 # make test SEED=123 draws the same samples as the run that printed 123.
 SEED ?=
 # Processes that share the tests without ranks of their own.
@@ -171,7 +174,7 @@ test-tsan: build/tsan$(SCOPE)/.installed ## ThreadSanitizer on ranks as threads.
 
 .PHONY: clean
 clean: ## Remove environments and build results.
-	rm -rf $(VENV) $(VENV_MPICH) $(VENV_TORCH) .venv-client-* build
+	rm -rf $(VENV) $(VENV_MPICH) .venv-torch* .venv-client-* build
 
 # -- environments ----------------------------------------------------------------
 

@@ -201,6 +201,12 @@ def _gather(arguments: Arguments) -> Described:
     return Described("gather", [x], words, {"root": _root(arguments)})
 
 
+def _gather_single(arguments: Arguments) -> Described:
+    out, x = arguments["output"], arguments["input"]
+    words = [*_words("tensor", x), *_words("gather_tensor", out)]
+    return Described("gather_single", [x], words, {"root": _root(arguments)})
+
+
 def _scatter(arguments: Arguments) -> Described:
     out = one("scatter", arguments["outputs"])
     parts = given(arguments["inputs"])
@@ -248,6 +254,8 @@ DESCRIBED: dict[str, Callable[[Arguments], Described]] = {
     "reduce_scatter_single_coalesced": _reduce_scatter_single_coalesced,
     "reduce_scatter_tensor_coalesced": _reduce_scatter_single_coalesced,
     "gather": _gather,
+    "gather_single": _gather_single,
+    "gather_into_tensor": _gather_single,
     "scatter": _scatter,
     "all_to_all_single": _all_to_all_single,
     "alltoall_base": _all_to_all_single,

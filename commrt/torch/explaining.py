@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,13 @@ from commrt.errors import UsageError
 from commrt.operations import operation, rule_nbytes
 from commrt.select.policy import Explanation
 from commrt.torch.group_options import commrt_name
+from commrt.torch.joined_group import Joins
 from commrt.torch.operands import KNOWN
 from commrt.torch.per_call import ASKED
-from commrt.torch.process_group import CommrtProcessGroup
 from commrt.torch.reductions import reduction_of
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
 
 __all__ = ["explain"]
 
@@ -44,18 +48,14 @@ def explain(
         root: in the group, of operations that have one.
     """
     chosen: Any = dist.group.WORLD if group is None else group
-    if not isinstance(chosen, CommrtProcessGroup):
-        raise UsageError(
-            f"{_WHAT}: {chosen!r}: expected a group of commrt's, such as the default "
-            f"group after init_process_group('commrt')"
-        )
+    comm = _communicator_of(chosen, tensor.device)
     coll = commrt_name(_WHAT, op)
     if tensor.layout is not torch.strided:
         raise UsageError(
             f"{_WHAT}: a tensor of layout {tensor.layout}: sparse allreduce chooses by "
             f"what the ranks hold, as the call is made"
         )
-    comm, spec = chosen.communicator, operation(coll)
+    spec = operation(coll)
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if spec.reduces and real.dtype not in KNOWN:
         raise UsageError(f"{_WHAT}: nothing reduces {real.dtype}")
@@ -70,3 +70,19 @@ def explain(
         device="host" if tensor.is_cpu else "cuda",
         **(ASKED.get() or {}),
     )
+
+
+def _communicator_of(group: Any, device: torch.device) -> Communicator:
+    """Return commrt's communicator of a group, or of a device's backend in a group."""
+    if isinstance(group, Joins):
+        return group.communicator
+    backend = None
+    if isinstance(group, dist.ProcessGroup):
+        with contextlib.suppress(RuntimeError):  # no backend for this device
+            backend = group._get_backend(device)
+    if not isinstance(backend, Joins):
+        raise UsageError(
+            f"{_WHAT}: {group!r}: expected a group of commrt's, such as the default "
+            f"group after init_process_group('commrt')"
+        )
+    return backend.communicator

@@ -10,6 +10,8 @@ programs where it joins gathers.
 Here the operation gets kernels for the devices that do what C++ does for all groups,
 from Python, where a group's own methods are found. Other groups do with them what they
 did before.
+
+torch 2.14 asks groups in Python for that one, too, and needs none of this.
 """
 
 from __future__ import annotations

@@ -270,6 +270,21 @@ class Collectives:
             *("gather", [x], opts, into, back), root=opts.rootRank, out=out
         )
 
+    def gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> Answer:
+        """Give the root one tensor of all ranks' tensors, in rank order."""
+        opts = options(c10d.GatherOptions, opts, rootRank=None)
+        x, root = movable(input), opts.rootRank
+        if self._calls.comm.rank != root:
+            return self._calls.call("gather", [x], opts, [], root=root)
+        out, back = target(output)
+        return self._calls.call(
+            *("gather", [apart(x, out)], opts, [output], back), root=root, out=out
+        )
+
+    gather_into_tensor = gather_single
+
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> Answer:
@@ -365,13 +380,21 @@ class Collectives:
 
     # -- several calls as one ----------------------------------------------------
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
         """Begin to join the works of the calls that follow."""
         self._calls.start_batch()
 
-    def _end_coalescing(self, device: torch.device) -> CommrtWork:
+    def _end_coalescing(self, device: torch.device | None = None) -> CommrtWork:
         """Return the one work of the calls since."""
         return self._calls.end_batch()
+
+    def start_coalescing(self, device: torch.device | None = None) -> None:
+        """As Python asks, asked by C++."""
+        self._start_coalescing(device)
+
+    def end_coalescing(self, device: torch.device | None = None) -> CommrtWork:
+        """As Python asks, asked by C++."""
+        return self._end_coalescing(device)
 
     def _each(self, starts: Sequence[Any], opts: Any) -> Answer:
         """Start several calls; return one Work of all."""

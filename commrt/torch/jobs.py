@@ -36,7 +36,7 @@ from commrt.torch.group_options import Options
 from commrt.torch.launchers import take_mpi
 from commrt.world import World
 
-__all__ = ["Member", "join", "leave"]
+__all__ = ["Member", "join", "leave", "torchs_wrapper_compares"]
 
 _DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL"
 
@@ -59,6 +59,8 @@ class Member:
     """Limit of its calls, as torch has it."""
     options: Options = field(default_factory=Options)
     """What the group has of its own."""
+    is_wrapped: bool = False
+    """Whether torch puts a wrapper of its own around it in its own check mode."""
 
     @property
     def is_default(self) -> bool:
@@ -130,7 +132,7 @@ def _communicator(world: World, ranks: Sequence[int], member: Member) -> Communi
     name = f"torch group {member.name}"
     # What is wrong with options is looked for once all are known to have the same.
     same = f"pg_options={options!r}"
-    if _torch_asks_for_checks():
+    if _torch_asks_for_checks(member):
         same = f"{same}, {_DETAIL}"
     identity = world.agree_id(ranks, f"torch/{member.name}", same, timeout_s=limit)
     settings = _settings(world, ranks, member, name, identity)
@@ -170,15 +172,28 @@ def _settings(
         said = world.bootstrap.exchange(ranks, key, blob, member.timeout_s)
         table = LocatedTable.decode(said[0]).parse(known_names())
     checks = options.check
-    if checks is None and _torch_asks_for_checks():
+    if checks is None and _torch_asks_for_checks(member):
         checks = True
     return Settings(wishes, table, checks)
 
 
-def _torch_asks_for_checks() -> bool:
-    """Whether torch's own way to ask for check mode is all that is said about it."""
+def _torch_asks_for_checks(member: Member) -> bool:
+    """Whether torch's own way to ask for check mode is all that is said about it.
+
+    Not where torch itself compares the calls then, over gloo.
+    """
+    compares = member.is_wrapped and torchs_wrapper_compares()
+    return _is_detailed() and not compares and given("COMMRT_DEBUG") is None
+
+
+def torchs_wrapper_compares() -> bool:
+    """Whether torch puts a wrapper around backends that compares calls, over gloo."""
+    return _is_detailed() and dist.is_gloo_available()
+
+
+def _is_detailed() -> bool:
     is_detailed: bool = dist.get_debug_level() == dist.DebugLevel.DETAIL
-    return is_detailed and given("COMMRT_DEBUG") is None
+    return is_detailed
 
 
 def _check_serves(comm: Communicator, wishes: Wishes | None) -> None:

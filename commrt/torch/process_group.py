@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process group: what torch holds of a commrt communicator.
 
-torch 2.13 lets Python derive from ``ProcessGroup``, not from ``Backend``. So a group of
-commrt's serves every device itself, by where a call's tensors are. The calls are in
-base classes that know nothing of ProcessGroup: a Backend, where torch allows one, is
-another class as short as this one.
+A group of commrt's serves every device itself, by where a call's tensors are. It is a
+``ProcessGroup`` of Python's, whose methods torch.distributed calls at once. torch 2.14
+and later let Python derive from ``Backend``, too; what only that makes possible, the
+group has by holding one (``backend.py``). The calls are in base classes that know
+neither.
 """
 
 from __future__ import annotations
 
-import atexit
-import os
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,38 +17,36 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroup
 
-from commrt.comm import Communicator
-from commrt.errors import CommError, TimeoutError_, UsageError
+from commrt.errors import UsageError
 from commrt.torch import jobs
+from commrt.torch.backend import DEVICES, CommrtBackend, backend_of, can_be_made
 from commrt.torch.backend_view import BackendView
-from commrt.torch.calls import Calls, RangedCalls
 from commrt.torch.checked_calls import CheckedCalls
-from commrt.torch.errors import as_torch_error
 from commrt.torch.functional import serve_compiled_gathers
-from commrt.torch.futures import Completer
 from commrt.torch.group_methods import Collectives
 from commrt.torch.group_options import Options
-from commrt.torch.memory import SharedMemory
+from commrt.torch.joined_group import JoinedGroup, Joins
 from commrt.torch.messages import Messages
-from commrt.torch.registration import BACKEND
 from commrt.torch.tracing import follow_group
-from commrt.trace.folder import keep_files
-from commrt.world import progress_mode
 
 __all__ = ["CheckedProcessGroup", "CommrtProcessGroup", "make_process_group"]
 
-_LIVING: weakref.WeakSet[CommrtProcessGroup] = weakref.WeakSet()
-"""Groups that ``destroy_process_group`` has not ended, for the end of the process."""
 
+def make_process_group(
+    options: Any, pg_options: Any, *, of_all_devices: bool = True
+) -> CommrtProcessGroup | CommrtBackend:
+    """Return the group that torch asks for; collective over its ranks.
 
-def make_process_group(options: Any, pg_options: Any) -> CommrtProcessGroup:
-    """Return the group that torch asks for; collective over its ranks."""
+    Where the program gives other devices other backends, it is one of the backends of a
+    group that torch makes, if this torch lets Python make one.
+    """
     if pg_options is not None and not isinstance(pg_options, Options):
         raise UsageError(
             f"init_process_group or new_group: pg_options={pg_options!r}: expected "
             f"commrt.torch.Options, or None"
         )
-    return _made(
+    is_backend = can_be_made() and not of_all_devices
+    joined = JoinedGroup(
         jobs.Member(
             store=options.store,
             rank=options.group_rank,
@@ -59,73 +55,55 @@ def make_process_group(options: Any, pg_options: Any) -> CommrtProcessGroup:
             name=options.group_id,
             timeout_s=options.timeout.total_seconds(),
             options=pg_options or Options(),
+            is_wrapped=is_backend,
         )
     )
+    if not is_backend:
+        group = _group_of(joined)
+        # torch binds the device to a group that it drops for this one, and 2.13 does
+        # not show that one.
+        dropped = getattr(options, "process_group", None)
+        if dropped is not None and dropped.bound_device_id is not None:
+            group.bound_device_id = dropped.bound_device_id
+        return group
+    backend = backend_of(joined)
+    follow_group(backend)
+    return backend
 
 
-def _made(member: jobs.Member) -> CommrtProcessGroup:
-    """Return a group of which this process is a member; collective over its ranks."""
-    try:
-        comm = jobs.join(member)
-    except TimeoutError_ as error:
-        ranks = list(member.ranks) or list(range(member.size))
-        error.args = (f"process group {member.name!r} of ranks {ranks}: {error}",)
-        raise as_torch_error(error) from error.__cause__
-    except CommError as error:
-        raise as_torch_error(error) from error.__cause__
-    if not _LIVING:
-        atexit.unregister(_end_groups)
-        atexit.register(_end_groups, os.getpid())
-    serve_compiled_gathers()
-    kind = CommrtProcessGroup if comm._checker is None else CheckedProcessGroup
-    group = kind(comm, member)
-    _LIVING.add(group)
-    return group
+def _group_of(joined: JoinedGroup) -> CommrtProcessGroup:
+    return (CheckedProcessGroup if joined.is_checked else CommrtProcessGroup)(joined)
 
 
-def _end_groups(owner: int) -> None:
-    """End the threads of groups that were not destroyed; runs as the process ends."""
-    if os.getpid() == owner:
-        for group in list(_LIVING):
-            group._completer.close()
-
-
-class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[misc]
+class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: ignore[misc]
     """A process group of torch on a communicator of commrt."""
 
-    def __init__(self, comm: Communicator, member: jobs.Member) -> None:
+    def __init__(self, joined: JoinedGroup) -> None:
+        member = joined.member
         # With the store, as other groups have it, torch 2.13 fails.
         ProcessGroup.__init__(self, member.rank, member.size)
-        self._comm = comm
-        self._member = member
+        self._joined = joined
+        self._comm, self._member = joined.comm, member
+        self._calls = joined.calls
         self._group_name = member.name
         self._group_desc = "undefined"
-        # Without a second core for it, progress would only interrupt the computation.
-        self._completer = Completer(member.name)
-        by_itself = member.size > 1 and progress_mode(comm._world)
-        completer = self._completer if by_itself else None
-        kind = Calls if comm._ranges is None else RangedCalls
-        self._calls = kind(comm, completer, member.options.sparse_algorithm)
-        self._memory = SharedMemory(comm)
-        self._view = BackendView(self)
-        self._is_over = False
         self._splits = 0
+        self._backend: BackendView | CommrtBackend
+        if can_be_made():
+            self._backend = backend_of(joined)
+            self._backend.supports_splitting = True  # by ``split_group`` below
+            kind = ProcessGroup.BackendType.CUSTOM
+            for device in DEVICES:
+                self._register_backend(device, kind, self._backend)
+            self._set_default_backend(kind)
+        else:
+            self._backend = BackendView(joined)
+            serve_compiled_gathers()
         follow_group(self)
 
     # -- what it is --------------------------------------------------------------
 
-    @property
-    def communicator(self) -> Communicator:
-        """commrt's communicator of these ranks, for what torch has no call for."""
-        return self._comm
-
-    def getBackendName(self) -> str:  # noqa: N802  torch's name
-        """Return what init_process_group called it."""
-        return BACKEND
-
-    name = _get_backend_name = getBackendName
-
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:  # noqa: N802  torch's name
         """Return torch's name of the group."""
         return self._group_name
 
@@ -152,18 +130,21 @@ class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[m
             found.append(torch.device("cuda"))
         return found
 
-    def _get_backend(self, device: torch.device) -> BackendView:
-        return self._view
+    def _get_backend(self, device: torch.device) -> BackendView | CommrtBackend:
+        return self._backend
 
     def get_group_store(self) -> Any:
         """Return the store of this group."""
         return self._member.store
 
-    def _get_sequence_number_for_group(self) -> int:
-        return int(self._comm.next_seq)
+    def register_pre_hook(self, *args: Any) -> None:
+        """Raise UsageError: torch's C++ runs hooks, and calls do not come by there."""
+        raise UsageError(
+            f"the process group {self._group_name!r} of commrt runs no hooks of "
+            f"torch's; commrt.trace.record() sees all of its calls"
+        )
 
-    def _set_sequence_number_for_group(self) -> None:
-        """Nothing to do: commrt counts by itself."""
+    register_post_hook = register_pre_hook
 
     def __repr__(self) -> str:
         return f"<CommrtProcessGroup {self._group_name}: {self._comm!r}>"
@@ -187,21 +168,23 @@ class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[m
         """
         given = self._member
         self._splits += 1
-        ranks = sorted(new_ranks)
+        ranks = list(new_ranks)
         if given.rank not in ranks:
             return None
         of_all = given.ranks or range(given.size)
         name = group_name or f"{self._group_name}:split:{self._splits}:{ranks[0]}"
         limit = self._comm.timeout_s if timeout is None else timeout.total_seconds()
-        group = _made(
-            jobs.Member(
-                store=PrefixStore(f"{name}/", given.store),
-                rank=ranks.index(given.rank),
-                size=len(ranks),
-                ranks=[of_all[rank] for rank in ranks],
-                name=name,
-                timeout_s=limit,
-                options=opts or given.options,
+        group = _group_of(
+            JoinedGroup(
+                jobs.Member(
+                    store=PrefixStore(f"{name}/", given.store),
+                    rank=ranks.index(given.rank),
+                    size=len(ranks),
+                    ranks=[of_all[rank] for rank in ranks],
+                    name=name,
+                    timeout_s=limit,
+                    options=opts or given.options,
+                )
             )
         )
         group.setGroupDesc(group_desc or f"{self._group_desc}:split:{self._splits}")
@@ -219,35 +202,6 @@ class CommrtProcessGroup(Collectives, Messages, ProcessGroup):  # type: ignore[m
         )
 
     mergeRemoteGroup = merge_remote_group  # noqa: N815
-
-    # -- limits and ends ---------------------------------------------------------
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of the calls from now on that have none of their own."""
-        self._comm.timeout_s = timeout.total_seconds()
-
-    _set_default_timeout = set_timeout
-
-    def shutdown(self) -> None:
-        """End the group here; ``destroy_process_group`` calls it. Idempotent."""
-        if self._is_over:
-            return
-        self._is_over = True
-        _LIVING.discard(self)
-        keep_files()
-        self._completer.close()
-        try:
-            self._comm.free()
-        except UsageError:
-            # Something is in flight that nobody has waited for: it keeps its memory.
-            self._comm.let_go()
-        jobs.leave(self._comm, self._member.is_default)
-
-    def abort(self) -> None:
-        """Fail all that is under way, here and on ranks of this node that wait."""
-        if not self._is_over:
-            self._comm.give_up("the process group was aborted")
-        self.shutdown()
 
 
 class CheckedProcessGroup(CheckedCalls, CommrtProcessGroup):

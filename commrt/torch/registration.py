@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import warnings
 from functools import lru_cache
 from typing import Any
@@ -17,8 +18,10 @@ from typing import Any
 __all__ = ["BACKEND", "check_version", "register"]
 
 BACKEND = "commrt"
-TESTED = ("2.13",)
+TESTED = ("2.13", "2.14")
 """Versions of torch whose own tests were run on commrt."""
+_NAN_CHECK = "TORCH_DIST_NAN_CHECK"
+"""Has torch look for NaN in what calls send, by a hook; torch 2.14 and later."""
 _TORCHCOMMS = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
 
 
@@ -51,7 +54,14 @@ def _register() -> None:
 
 
 def _warn_of_torchcomms() -> None:
-    """Say why no group will be commrt's where torch asks torchcomms for all of them."""
+    """Say why no group will be commrt's where torch asks torchcomms for all of them.
+
+    torch 2.14 asks torchcomms only for those that torchcomms has.
+    """
+    from torch.distributed import distributed_c10d
+
+    if hasattr(distributed_c10d, "_torchcomms_handles_backend"):
+        return
     wanted = os.environ.get(_TORCHCOMMS, "0").lower() not in ("", "0", "false")
     if wanted and importlib.util.find_spec("torchcomms") is not None:
         warnings.warn(
@@ -68,7 +78,24 @@ def _create(options: Any, pg_options: Any) -> Any:
     check_version()
     from commrt.torch.process_group import make_process_group
 
-    return make_process_group(options, pg_options)
+    return make_process_group(options, pg_options, of_all_devices=_is_alone())
+
+
+def _is_alone() -> bool:
+    """Whether the group that torch makes has no backend but this one, and no hooks.
+
+    torch does not say it to who makes a backend. It is in the string that the program
+    gave ("cpu:gloo,cuda:commrt"), an argument of the function that calls. Hooks see the
+    calls of groups in C++ alone.
+    """
+    import torch.distributed as dist
+
+    if os.environ.get(_NAN_CHECK) == "1":
+        return False
+
+    given = str(sys._getframe(2).f_locals.get("backend", BACKEND))
+    backends = dist.BackendConfig(dist.Backend(given)).get_device_backend_map()
+    return {*map(str, backends.values())} <= {BACKEND}
 
 
 @lru_cache(maxsize=1)

@@ -328,6 +328,8 @@ _CALLS: dict[str, tuple[str, Callable[[str, int], Read], str]] = {
     "all_gather_single_coalesced": ("allgather", _from_output, "a--"),
     "allgather_into_tensor_coalesced": ("allgather", _from_output, "a--"),
     "gather": ("gather", _parts, "-ar-"),
+    "gather_single": ("gather", _parts, "-ar"),
+    "gather_into_tensor": ("gather", _parts, "-ar"),
     "scatter": ("scatter", _parts, "a-r-"),
     "all_to_all_single": ("alltoall", _from_input, "aa---"),
     "alltoall_base": ("alltoall", _from_input, "aa---"),

@@ -2,13 +2,16 @@
 """What dist.all_reduce takes more than the runtime's own call, by its parts.
 
     python tests/pytorch/adapter_cost.py
+    python tests/pytorch/adapter_cost.py cpu:commrt,cuda:gloo
 
 In one process, so without waiting; as calls follow one another, and as they do where
-memory is copied between them, which empties the core's caches.
+memory is copied between them, which empties the core's caches. The second is a backend
+in a group of torch's, with torch 2.14 and later.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -23,9 +26,11 @@ COPIED = (0, 65536, 2097152)
 
 def main() -> None:
     """Print the first quartile of each, in microseconds."""
-    dist.init_process_group("commrt", store=dist.HashStore(), rank=0, world_size=1)
+    backend = sys.argv[1] if len(sys.argv) > 1 else "commrt"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
-    comm, x = group.communicator, torch.ones(2)
+    comm = group._get_backend(torch.device("cpu")).communicator
+    x = torch.ones(2)
     opts, tensors = dist.AllreduceOptions(), [x]
     opts.asyncOp = False
     parts: dict[str, Callable[[], object]] = {

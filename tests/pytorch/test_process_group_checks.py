@@ -105,6 +105,11 @@ CASES: dict[str, tuple[Call, Call, list[str]]] = {
         lambda n: dist.all_gather_single(Z(n * 4), Z(2, 2)),
         ["disagree on shapes", "input=float32[4]", "input=float32[2, 2]"],
     ),
+    "gather_single": (
+        lambda n: whole("gather_single")(Z(n * 4), Z(4)),
+        lambda n: whole("gather_single")(Z(0), Z(2, 2)),
+        ["disagree on shapes", "tensor=float32[4]", "tensor=float32[2, 2]"],
+    ),
     "list and tensor": (
         lambda n: dist.all_gather_single(Z(n * 4), Z(4)),
         lambda n: dist.all_gather(rows(n, 4), Z(4)),

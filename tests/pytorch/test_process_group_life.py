@@ -20,6 +20,7 @@ import torch.distributed as dist
 from process_groups import job
 
 from commrt.errors import CommError, RevokedError, TimeoutError_
+from commrt.torch.backend import can_be_made
 
 DEADLINE_S = 90.0
 
@@ -61,10 +62,12 @@ def stores(folder: str) -> list[float]:
         one(init_method=f"file://{folder}/store{turn}", **where)
     one(store=dist.FileStore(f"{folder}/given", size), **where)
     one(store=dist.HashStore(), rank=0, world_size=1)
-    # All devices are commrt's then, as torch has it with groups of Python's.
+    # Where Python makes no backends, all devices are commrt's then.
     both = f"file://{folder}/both"
     dist.init_process_group("cpu:gloo,cuda:commrt", init_method=both, **where)
-    found.append(float(dist.group.WORLD.name() == "commrt"))
+    kind = type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
+    is_gloos = "ProcessGroupGloo" if can_be_made() else "BackendView"
+    found.append(float(kind == is_gloos))
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", **where)
     mixed = dist.new_group(backend="commrt")
@@ -258,6 +261,9 @@ def test_torchcomms_is_said_to_take_over(
     found = importlib.util.find_spec("json")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
     monkeypatch.setenv("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "1")
+    # torch 2.14 asks torchcomms for its own backends alone.
+    c10d = dist.distributed_c10d
+    monkeypatch.delattr(c10d, "_torchcomms_handles_backend", raising=False)
     with pytest.warns(RuntimeWarning, match="unset TORCH_DISTRIBUTED_USE_TORCHCOMMS"):
         registration._warn_of_torchcomms()
     monkeypatch.setenv("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0")

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group on this rank, whichever of torch's classes stands before it.
+
+torch sees a group as a ``ProcessGroup``, or as the ``Backend`` of a device in a group
+of its own. Both have the same communicator and the same end, and these are here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from commrt.comm import Communicator
+from commrt.errors import CommError, TimeoutError_, UsageError
+from commrt.torch import jobs
+from commrt.torch.calls import Calls, RangedCalls
+from commrt.torch.errors import as_torch_error
+from commrt.torch.futures import Completer
+from commrt.torch.memory import SharedMemory
+from commrt.torch.registration import BACKEND
+from commrt.trace.folder import keep_files
+from commrt.world import progress_mode
+
+__all__ = ["AsBackend", "JoinedGroup", "Joins"]
+
+_LIVING: weakref.WeakSet[JoinedGroup] = weakref.WeakSet()
+"""Groups that ``destroy_process_group`` has not ended, for the end of the process."""
+
+
+class JoinedGroup:
+    """A communicator made for torch, and what serves torch's calls of it."""
+
+    def __init__(self, member: jobs.Member) -> None:
+        """Join the group's other ranks; collective over them."""
+        try:
+            comm = jobs.join(member)
+        except TimeoutError_ as error:
+            ranks = list(member.ranks) or list(range(member.size))
+            error.args = (f"process group {member.name!r} of ranks {ranks}: {error}",)
+            raise as_torch_error(error) from error.__cause__
+        except CommError as error:
+            raise as_torch_error(error) from error.__cause__
+        self.comm, self.member = comm, member
+        # Without a second core for it, progress would only interrupt the computation.
+        self.completer = Completer(member.name)
+        by_itself = member.size > 1 and progress_mode(comm._world)
+        completer = self.completer if by_itself else None
+        kind = Calls if comm._ranges is None else RangedCalls
+        self.calls = kind(comm, completer, member.options.sparse_algorithm)
+        self.memory = SharedMemory(comm)
+        self._is_over = False
+        if not _LIVING:
+            atexit.unregister(_end_groups)
+            atexit.register(_end_groups, os.getpid())
+        _LIVING.add(self)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether ranks compare their calls before they run."""
+        return self.comm._checker is not None
+
+    def shutdown(self) -> None:
+        """End the group here. Idempotent."""
+        if self._is_over:
+            return
+        self._is_over = True
+        _LIVING.discard(self)
+        keep_files()
+        self.completer.close()
+        try:
+            self.comm.free()
+        except UsageError:
+            # Something is in flight that nobody has waited for: it keeps its memory.
+            self.comm.let_go()
+        jobs.leave(self.comm, self.member.is_default)
+
+    def abort(self) -> None:
+        """Fail all that is under way, here and on ranks of this node that wait."""
+        if not self._is_over:
+            self.comm.give_up("the process group was aborted")
+        self.shutdown()
+
+
+def _end_groups(owner: int) -> None:
+    """End the threads of groups that were not destroyed; runs as the process ends."""
+    if os.getpid() == owner:
+        for group in list(_LIVING):
+            group.completer.close()
+
+
+class Joins:
+    """What torch asks of a group and of a backend alike."""
+
+    _joined: JoinedGroup
+
+    @property
+    def communicator(self) -> Communicator:
+        """commrt's communicator of these ranks, for what torch has no call for."""
+        return self._joined.comm
+
+    def getBackendName(self) -> str:  # noqa: N802  torch's name
+        """Return what init_process_group called it."""
+        return BACKEND
+
+    name = _get_backend_name = getBackendName
+
+    def _get_sequence_number_for_group(self) -> int:
+        return int(self._joined.comm.next_seq)
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to do: commrt counts by itself."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of the calls from now on that have none of their own."""
+        self._joined.comm.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """End the group here; ``destroy_process_group`` calls it. Idempotent."""
+        self._joined.shutdown()
+
+    def abort(self) -> None:
+        """Fail all that is under way, here and on ranks of this node that wait."""
+        self._joined.abort()
+
+
+class AsBackend(Joins):
+    """What torch asks of the backend of a device."""
+
+    supports_splitting = False
+    supports_time_estimate = False
+    supports_coalescing = True
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        """Whether tensors from ``allocate_tensor`` save copies.
+
+        torch's code in C++, which names a device by its number, is told that they do
+        not: torch 2.14.1 cannot pass to Python what it then asks for.
+        """
+        is_host = isinstance(device, torch.device) and device.type == "cpu"
+        return is_host and self._joined.memory.is_of_use
+
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return a tensor of ``size`` elements in memory that the ranks share.
+
+        The first call on a group is collective; later ones are local.
+        """
+        if not self.supports_tensor_alloc(device):
+            return torch.empty(size, dtype=dtype, device=device)
+        return self._joined.memory.allocate(size, dtype)

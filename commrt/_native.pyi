@@ -691,19 +691,6 @@ class MessageStager(DeviceWork):
 class MpiDevicePlan:
     """What a call of MPI on device memory does."""
 
-    def __init__(
-        self,
-        runs: Plan,
-        *,
-        in_nbytes: int,
-        out_nbytes: int,
-        in_place: bool,
-        sends_out: bool,
-    ) -> None:
-        """`in_place`: MPI may read where it writes; `sends_out`: this rank's input is
-        to lie in its output.
-        """
-
 class MpiWork(DeviceWork):
     """A communicator's operations of MPI on device memory."""
 
@@ -898,28 +885,6 @@ class NcclPhase:
 class NcclPlan:
     """What a call by NCCL does."""
 
-    def __init__(
-        self,
-        operation: str,
-        *,
-        coll: int,
-        is_barrier: bool,
-        is_counted: bool,
-        needs_copy: bool,
-        count: int,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        itemsize: int,
-        dtype: int,
-        op: int,
-        root: int,
-        factor: bytes,
-        in_nbytes: int,
-        elements: int,
-        element_type: int,
-        reduction: int,
-    ) -> None: ...
-
 class NcclWork(DeviceWork):
     """A communicator's operations by NCCL."""
 
@@ -969,21 +934,6 @@ class PeerExchange:
 
 class PeerPlan:
     """What a call over memory of peers does."""
-
-    def __init__(
-        self,
-        program: StreamProgram,
-        *,
-        scratch_nbytes: int,
-        in_nbytes: int,
-        out_nbytes: int,
-        in_place: bool,
-        coll: int,
-        root: int,
-        elements: int,
-        element_type: int,
-        reduction: int,
-    ) -> None: ...
 
 class PeerWork(DeviceWork):
     """A communicator's operations over memory of peers."""
@@ -1396,13 +1346,6 @@ class StagedPart:
 class StagedPlan:
     """What a call on device memory does, by its pieces."""
 
-    def __init__(
-        self,
-        parts: Sequence[StagedPart],
-        pieces: int,
-        slot_nbytes: int,
-        serial: bool = False,
-    ) -> None: ...
     def agreeing(
         self, runs: Plan, words: Sequence[int], names: Sequence[str]
     ) -> StagedPlan:
@@ -1740,6 +1683,13 @@ def make_stream_program(
 
 def mark_forked() -> None: ...
 def mpi_abort(arg0: int, arg1: int, /) -> None: ...
+def mpi_device_plan(
+    runs: Plan, *, in_nbytes: int, out_nbytes: int, in_place: bool, sends_out: bool
+) -> MpiDevicePlan:
+    """`in_place`: MPI may read where it writes; `sends_out`: this rank's input is
+    to lie in its output.
+    """
+
 def nccl_adopt(library: NcclLibrary, pointer: int) -> tuple[NcclComm, int]:
     """Use another program's communicator; it is never destroyed here."""
 
@@ -1763,6 +1713,28 @@ def nccl_phases_plan(
     reduction: int = 0,
 ) -> NcclPlan:
     """A plan of messages among neighbours, one phase behind the other."""
+
+def nccl_plan(
+    operation: str,
+    *,
+    coll: int,
+    is_barrier: bool,
+    is_counted: bool,
+    needs_copy: bool,
+    count: int,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    itemsize: int,
+    dtype: int,
+    op: int,
+    root: int,
+    factor: bytes,
+    in_nbytes: int,
+    elements: int,
+    element_type: int,
+    reduction: int,
+) -> NcclPlan:
+    """Make the plan of a call by NCCL."""
 
 def nccl_program_plan(
     operation: str,
@@ -1788,6 +1760,21 @@ def open_fusion(group: Group, nbytes: int, limit_s: float) -> None:
 
 def peer_exchange_flags_nbytes(size: int) -> int:
     """Bytes of flags that exchange memory begins with."""
+
+def peer_plan(
+    program: StreamProgram,
+    *,
+    scratch_nbytes: int,
+    in_nbytes: int,
+    out_nbytes: int,
+    in_place: bool,
+    coll: int,
+    root: int,
+    elements: int,
+    element_type: int,
+    reduction: int,
+) -> PeerPlan:
+    """Make the plan of a call over memory of peers."""
 
 def planted_bugs() -> list[str]:
     """Names of the bugs that tests can plant in the staging of device memory."""
@@ -1941,6 +1928,11 @@ class sparse:  # noqa: N801
         """Write the positions of elements in this bucket or above; return their
         number.
         """
+
+def staged_plan(
+    parts: Sequence[StagedPart], pieces: int, slot_nbytes: int, serial: bool = False
+) -> StagedPlan:
+    """Make a plan of as many parts as pieces, or of the first ones and the last."""
 
 def stream_steps() -> list[str]:
     """Names of a program's steps, by their codes."""

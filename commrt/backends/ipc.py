@@ -66,7 +66,7 @@ class IpcBackend:
             spec, comm.rank, comm.size, comm.facts.layout, comm.ipc_half_nbytes
         )
         item = spec.dtype.itemsize
-        return _native.PeerPlan(
+        return _native.peer_plan(
             made.program,
             scratch_nbytes=made.scratch_nbytes,
             in_nbytes=spec.in_elements * item,

@@ -138,7 +138,7 @@ def _planned(spec: PlanSpec, size: int, version: int) -> _native.NcclPlan:
     counts = _counts(spec, size, version)
     sent = [per_element * count for count in counts[0]] if counts else []
     received = [per_element * count for count in counts[-1]] if counts else []
-    return _native.NcclPlan(
+    return _native.nccl_plan(
         op.name,
         coll=op.code,
         is_barrier=op.x_count == "none",

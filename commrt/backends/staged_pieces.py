@@ -56,7 +56,7 @@ def cut_elements(
 
     last = part(rest)
     parts = [last] if pieces == 1 or rest == length else [part(length), last]
-    return _native.StagedPlan(parts, pieces, stride)
+    return _native.staged_plan(parts, pieces, stride)
 
 
 def cut_blocks(
@@ -80,7 +80,7 @@ def cut_blocks(
             [(_OUT, 0, 0, out_nbytes, at)],
             out_at=at,
         )
-        return _native.StagedPlan([part], 1, at + out_nbytes)
+        return _native.staged_plan([part], 1, at + out_nbytes)
 
     gathers = spec.op.out_count == "times_size"
     all_in = spec.op.out_count == "div_size" or spec.op.name == "alltoall"
@@ -108,7 +108,7 @@ def cut_blocks(
             )
         )
         longest = max(longest, end if gives else at)
-    return _native.StagedPlan(parts, pieces, longest)
+    return _native.staged_plan(parts, pieces, longest)
 
 
 def _block_counts(spec: PlanSpec, size: int) -> Sequence[int]:

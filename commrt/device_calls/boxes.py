@@ -181,7 +181,7 @@ class DeviceBoxes:
             for step, (sent, taken) in zip(steps, sides, strict=True)
         ]
         longest = max(_pinned(sent) + taken.nbytes for sent, taken in sides)
-        self.plan = _native.StagedPlan(parts, phases, longest, serial=phases > 1)
+        self.plan = _native.staged_plan(parts, phases, longest, serial=phases > 1)
 
     def agree_on(self, runs: _native.Plan, words: list[int], names: list[str]) -> None:
         """Say what the ranks compare in calls that ``run`` is told have to."""

@@ -100,7 +100,7 @@ class MpiCalls:
         item = bound.dtype.itemsize
         sends_out = call.spec.name == "bcast"
         is_read = not sends_out or call.root == self._comm.rank
-        return _native.MpiDevicePlan(
+        return _native.mpi_device_plan(
             runs,
             in_nbytes=bound.in_elements * item if is_read else 0,
             out_nbytes=bound.out_elements * item,

@@ -96,7 +96,7 @@ def staged_neighbors(around: Around, call: Call, plan: Any) -> _native.StagedPla
     part = _native.StagedPart(
         plan, [(_X, 0, 0, leaving, 0)], back, out_at=at, table=[0, at]
     )
-    return _native.StagedPlan([part], 1, at + call.out.nbytes)
+    return _native.staged_plan([part], 1, at + call.out.nbytes)
 
 
 def nccl_neighbors(call: Call, coll: int) -> _native.NcclPlan:

@@ -4,9 +4,12 @@ and ranks that differ are told."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -337,3 +340,38 @@ def test_by_nccl_calls_wait_for_nobody_either() -> None:
 
     with nccl_here():
         on_threads(2, main)
+
+
+_DROPPED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+from staged_ranks import on_threads
+
+def main(rank):
+    x = rank.array(np.zeros(6, "f4"))
+    cart = rank.comm.cart((2,), (True,))
+    step = cart.plan.halo_exchange(x, 1)
+    for _ in range(50):
+        step()
+    rank.stream.synchronize()
+
+on_threads(2, main)
+print("end")
+"""
+
+
+def test_who_makes_progress_needs_no_python_to_end_a_call() -> None:
+    """Nobody but the engine has the calls; at the end of the process Python is gone.
+
+    What a call kept of its plan went with Python's lock, in the thread that ended it.
+    """
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _DROPPED, str(Path(__file__).parents[1])],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr

@@ -24,17 +24,23 @@ PyDeviceCall start(const PyMpiWork& self, const std::shared_ptr<const MpiDeviceP
 }  // namespace
 
 void bind_mpi_work(nb::module_& m) {
-  nb::class_<MpiDevicePlan>(m, "MpiDevicePlan", "What a call of MPI on device memory does.")
-      .def("__init__",
-           [](MpiDevicePlan* self, PlanPtr runs, size_t in_nbytes, size_t out_nbytes,
-              bool in_place, bool sends_out) {
-             if (!runs->native) throw nb::value_error("a plan that MPI does not run");
-             new (self) MpiDevicePlan{std::move(runs), in_nbytes, out_nbytes, in_place, sends_out};
-           },
-           nb::arg("runs"), nb::kw_only(), nb::arg("in_nbytes"), nb::arg("out_nbytes"),
-           nb::arg("in_place"), nb::arg("sends_out"),
-           "`in_place`: MPI may read where it writes; `sends_out`: this rank's input is to lie "
-           "in its output.");
+  nb::class_<MpiDevicePlan>(m, "MpiDevicePlan", "What a call of MPI on device memory does.");
+  m.def("mpi_device_plan",
+        [](PlanPtr runs, size_t in_nbytes, size_t out_nbytes, bool in_place,
+           bool sends_out) {
+          if (!runs->native) throw nb::value_error("a plan that MPI does not run");
+          auto made = std::make_shared<MpiDevicePlan>();
+          made->runs = std::move(runs);
+          made->in_nbytes = in_nbytes;
+          made->out_nbytes = out_nbytes;
+          made->in_place = in_place;
+          made->sends_out = sends_out;
+          return made;
+        },
+        nb::arg("runs"), nb::kw_only(), nb::arg("in_nbytes"), nb::arg("out_nbytes"),
+        nb::arg("in_place"), nb::arg("sends_out"),
+        "`in_place`: MPI may read where it writes; `sends_out`: this rank's input is to lie "
+        "in its output.");
 
   nb::class_<PyMpiWork, PyDeviceWork>(m, "MpiWork",
                                       "A communicator's operations of MPI on device memory.")

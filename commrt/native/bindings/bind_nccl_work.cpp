@@ -62,40 +62,42 @@ void make_phase(NcclPhase* self, const std::vector<MessageRow>& messages,
 }  // namespace
 
 void bind_nccl_work(nb::module_& m) {
-  nb::class_<NcclPlan>(m, "NcclPlan", "What a call by NCCL does.")
-      .def("__init__",
-           [](NcclPlan* self, const std::string& operation, int coll, bool is_barrier,
-              bool is_counted, bool needs_copy, size_t count, std::vector<int64_t> send_counts,
-              std::vector<int64_t> recv_counts, size_t itemsize, int dtype, int op, int root,
-              nb::bytes factor, size_t in_nbytes, int64_t elements, int element_type,
-              int reduction) {
-             new (self) NcclPlan;
-             self->operation = operation;
-             self->coll = static_cast<NcclColl>(coll);
-             self->code = coll;
-             self->is_barrier = is_barrier;
-             self->is_counted = is_counted;
-             self->needs_copy = needs_copy;
-             self->count = count;
-             self->send_counts = std::move(send_counts);
-             self->recv_counts = std::move(recv_counts);
-             self->itemsize = itemsize;
-             self->dtype = dtype;
-             self->op = op;
-             self->root = root;
-             self->factor.assign(factor.c_str(), factor.size());
-             // A factor is read as its type, of at most 8 bytes.
-             if (!self->factor.empty()) self->factor.resize(8);
-             self->in_nbytes = in_nbytes;
-             self->elements = elements;
-             self->element_type = element_type;
-             self->reduction = reduction;
-           },
-           nb::arg("operation"), nb::kw_only(), nb::arg("coll"), nb::arg("is_barrier"),
-           nb::arg("is_counted"), nb::arg("needs_copy"), nb::arg("count"), nb::arg("send_counts"),
-           nb::arg("recv_counts"), nb::arg("itemsize"), nb::arg("dtype"), nb::arg("op"),
-           nb::arg("root"), nb::arg("factor"), nb::arg("in_nbytes"), nb::arg("elements"),
-           nb::arg("element_type"), nb::arg("reduction"));
+  nb::class_<NcclPlan>(m, "NcclPlan", "What a call by NCCL does.");
+  m.def("nccl_plan",
+        [](const std::string& operation, int coll, bool is_barrier, bool is_counted,
+           bool needs_copy, size_t count, std::vector<int64_t> send_counts,
+           std::vector<int64_t> recv_counts, size_t itemsize, int dtype, int op,
+           int root, nb::bytes factor, size_t in_nbytes, int64_t elements,
+           int element_type, int reduction) {
+          auto self = std::make_shared<NcclPlan>();
+          self->operation = operation;
+          self->coll = static_cast<NcclColl>(coll);
+          self->code = coll;
+          self->is_barrier = is_barrier;
+          self->is_counted = is_counted;
+          self->needs_copy = needs_copy;
+          self->count = count;
+          self->send_counts = std::move(send_counts);
+          self->recv_counts = std::move(recv_counts);
+          self->itemsize = itemsize;
+          self->dtype = dtype;
+          self->op = op;
+          self->root = root;
+          self->factor.assign(factor.c_str(), factor.size());
+          // A factor is read as its type, of at most 8 bytes.
+          if (!self->factor.empty()) self->factor.resize(8);
+          self->in_nbytes = in_nbytes;
+          self->elements = elements;
+          self->element_type = element_type;
+          self->reduction = reduction;
+          return self;
+        },
+        nb::arg("operation"), nb::kw_only(), nb::arg("coll"), nb::arg("is_barrier"),
+        nb::arg("is_counted"), nb::arg("needs_copy"), nb::arg("count"), nb::arg("send_counts"),
+        nb::arg("recv_counts"), nb::arg("itemsize"), nb::arg("dtype"), nb::arg("op"),
+        nb::arg("root"), nb::arg("factor"), nb::arg("in_nbytes"), nb::arg("elements"),
+        nb::arg("element_type"), nb::arg("reduction"),
+        "Make the plan of a call by NCCL.");
 
   m.def("nccl_program_plan",
         [](const std::string& operation, std::shared_ptr<StreamProgram> program, int coll,

@@ -77,26 +77,28 @@ void bind_peer_work(nb::module_& m) {
           return __atomic_load_n(reinterpret_cast<const uint32_t*>(line), __ATOMIC_ACQUIRE);
         }, nb::arg("line"), "Return it; what its writer did before has been done then.");
 
-  nb::class_<PeerPlan>(m, "PeerPlan", "What a call over memory of peers does.")
-      .def("__init__",
-           [](PeerPlan* self, std::shared_ptr<StreamProgram> program, size_t scratch_nbytes,
-              size_t in_nbytes, size_t out_nbytes, bool in_place, int coll, int root,
-              int64_t elements, int element_type, int reduction) {
-             new (self) PeerPlan;
-             self->program = std::move(program);
-             self->scratch_nbytes = scratch_nbytes;
-             self->in_nbytes = in_nbytes;
-             self->out_nbytes = out_nbytes;
-             self->in_place = in_place;
-             self->code = coll;
-             self->root = root;
-             self->elements = elements;
-             self->element_type = element_type;
-             self->reduction = reduction;
-           },
-           nb::arg("program"), nb::kw_only(), nb::arg("scratch_nbytes"), nb::arg("in_nbytes"),
-           nb::arg("out_nbytes"), nb::arg("in_place"), nb::arg("coll"), nb::arg("root"),
-           nb::arg("elements"), nb::arg("element_type"), nb::arg("reduction"));
+  nb::class_<PeerPlan>(m, "PeerPlan", "What a call over memory of peers does.");
+  m.def("peer_plan",
+        [](std::shared_ptr<StreamProgram> program, size_t scratch_nbytes,
+           size_t in_nbytes, size_t out_nbytes, bool in_place, int coll, int root,
+           int64_t elements, int element_type, int reduction) {
+          auto self = std::make_shared<PeerPlan>();
+          self->program = std::move(program);
+          self->scratch_nbytes = scratch_nbytes;
+          self->in_nbytes = in_nbytes;
+          self->out_nbytes = out_nbytes;
+          self->in_place = in_place;
+          self->code = coll;
+          self->root = root;
+          self->elements = elements;
+          self->element_type = element_type;
+          self->reduction = reduction;
+          return self;
+        },
+        nb::arg("program"), nb::kw_only(), nb::arg("scratch_nbytes"), nb::arg("in_nbytes"),
+        nb::arg("out_nbytes"), nb::arg("in_place"), nb::arg("coll"), nb::arg("root"),
+        nb::arg("elements"), nb::arg("element_type"), nb::arg("reduction"),
+        "Make the plan of a call over memory of peers.");
 
   nb::class_<PyPeerWork, PyDeviceWork>(m, "PeerWork",
                                        "A communicator's operations over memory of peers.")

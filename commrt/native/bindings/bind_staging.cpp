@@ -124,17 +124,6 @@ void bind_staging(nb::module_& m) {
            "pinned memory); `table` are offsets of the host's arrays.");
 
   nb::class_<StagedPlan>(m, "StagedPlan", "What a call on device memory does, by its pieces.")
-      .def("__init__",
-           [](StagedPlan* self, std::vector<StagedPart> parts, int64_t pieces,
-              size_t slot_nbytes, bool serial) {
-             const size_t given = parts.size();
-             if (pieces < 1 || given == 0 || (given > 2 && given != static_cast<size_t>(pieces))) {
-               throw nb::value_error("as many parts as pieces are expected, or the first and last");
-             }
-             new (self) StagedPlan{std::move(parts), pieces, (slot_nbytes + 63) / 64 * 64, serial};
-           },
-           nb::arg("parts"), nb::arg("pieces"), nb::arg("slot_nbytes"),
-           nb::arg("serial") = false)
       .def("agreeing",
            [](const StagedPlan& self, PlanPtr runs, std::vector<uint64_t> words,
               std::vector<std::string> names) {
@@ -151,6 +140,23 @@ void bind_staging(nb::module_& m) {
               "Whether kernels copy to pinned memory and back; set before a start.")
       .def_prop_ro("pieces", [](const StagedPlan& p) { return p.pieces; },
                    "Parts that are copied and combined one after the other.");
+  m.def("staged_plan",
+        [](std::vector<StagedPart> parts, int64_t pieces, size_t slot_nbytes,
+           bool serial) {
+          const size_t given = parts.size();
+          if (pieces < 1 || given == 0 || (given > 2 && given != static_cast<size_t>(pieces))) {
+            throw nb::value_error("as many parts as pieces are expected, or the first and last");
+          }
+          auto made = std::make_shared<StagedPlan>();
+          made->parts = std::move(parts);
+          made->pieces = pieces;
+          made->slot_nbytes = (slot_nbytes + 63) / 64 * 64;
+          made->serial = serial;
+          return made;
+        },
+        nb::arg("parts"), nb::arg("pieces"), nb::arg("slot_nbytes"),
+        nb::arg("serial") = false,
+        "Make a plan of as many parts as pieces, or of the first ones and the last.");
 
   nb::class_<PyStager, PyDeviceWork> stager(m, "Stager",
                                             "A communicator's collectives on one device.");

@@ -55,7 +55,7 @@ constexpr int kNumPlantedInMpi = 22;
 extern const char* const kPlantedInMpiNames[kNumPlantedInMpi];
 
 // What of a call follows from its arguments alone.
-struct MpiDevicePlan {
+struct MpiDevicePlan : std::enable_shared_from_this<MpiDevicePlan> {
   std::shared_ptr<const Plan> runs;  // the library's own collective
   std::size_t in_nbytes = 0, out_nbytes = 0;
   bool in_place = false;    // MPI reads what it writes

@@ -25,7 +25,7 @@
 namespace commrt {
 
 // What of a call follows from its arguments alone: a program.
-struct PeerPlan : WatchedPlan {};
+struct PeerPlan : WatchedPlan, std::enable_shared_from_this<PeerPlan> {};
 
 struct PeerCall : WatchedCall {
   std::shared_ptr<const PeerPlan> plan;

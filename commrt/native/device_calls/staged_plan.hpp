@@ -56,7 +56,9 @@ struct StagedAgreement {
   std::string differences(const std::uint64_t* heard) const;
 };
 
-struct StagedPlan {
+// From itself, so that a call has the very pointer that Python's object has: another one would go
+// with Python's lock, in whatever thread ends the call.
+struct StagedPlan : std::enable_shared_from_this<StagedPlan> {
   std::vector<StagedPart> parts;  // of each piece; or of all but the last, and of the last
   std::int64_t pieces = 1;
   std::size_t slot_nbytes = 0;    // pinned memory of a piece

@@ -88,7 +88,7 @@ struct NcclPhase {
 };
 
 // What of a call follows from its arguments alone.
-struct NcclPlan : WatchedPlan {
+struct NcclPlan : WatchedPlan, std::enable_shared_from_this<NcclPlan> {
   std::string operation;  // for messages
   NcclColl coll = NcclColl::Allreduce;
   bool is_barrier = false;

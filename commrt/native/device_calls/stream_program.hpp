@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "devices/device.hpp"
@@ -40,7 +41,7 @@ struct StreamCommand {
 };
 constexpr int kStreamColumns = 8;
 
-struct StreamProgram {
+struct StreamProgram : std::enable_shared_from_this<StreamProgram> {
   std::vector<StreamCommand> commands;
   DType dtype = DType::U8;
   Scale factor;

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios of what programs do around calls: modes, threads, gradients, optimizers."""
+"""Scenarios of what programs do around calls: modes, threads, gradients, optimizers.
+
+torch's optimizers are imported where they are used: importing them warns.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,8 @@ from message_scenarios import backend
 from scenarios import numbers, scenario
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
-from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
-    hook_with_zero_step,
-)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 THREADS, CALLS = 4, 25
@@ -198,6 +197,8 @@ def net() -> nn.Sequential:
 @scenario()
 def ranks_that_average_models_now_and_then(group: Any) -> Any:
     """Local SGD: gradients within a subgroup, and parameters every other step."""
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
     model = DistributedDataParallel(net(), process_group=group)
     alone = [
         dist.new_group([rank], backend=backend(group))
@@ -222,6 +223,9 @@ def an_optimizer_that_steps_in_the_hook(group: Any) -> Any:
 
     It begins when DDP has cut its buckets anew: torch says so, and skips these steps.
     """
+    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     plain = DistributedDataParallel(net(), process_group=group)
     late = Late(plain.parameters())
     want = trained(group, plain, late)
@@ -233,9 +237,8 @@ def an_optimizer_that_steps_in_the_hook(group: Any) -> Any:
         overlap_with_ddp=True,
         lr=0.1,
     )
-    model.register_comm_hook(
-        group, hook_with_zero_step(allreduce_hook, model, optimizer)
-    )
+    hook = ddp_zero_hook.hook_with_zero_step(allreduce_hook, model, optimizer)
+    model.register_comm_hook(group, hook)
     return [*zip(trained(group, model, optimizer), want, strict=True)]
 
 

@@ -6,6 +6,7 @@ torch's optimizers are imported where they are used: importing them warns.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -258,9 +259,9 @@ class Late(torch.optim.SGD):
 @scenario()
 def a_checkpoint_that_is_written_meanwhile(group: Any) -> Any:
     """A thread of torch's plans and commits it by collectives of the group."""
-    names = [tempfile.mkdtemp(prefix="checkpoint-") for _ in range(1)]
-    dist.broadcast_object_list(names, group_src=0, group=group)
     rank = dist.get_rank(group)
+    names = [tempfile.mkdtemp(prefix="checkpoint-") if rank == 0 else ""]
+    dist.broadcast_object_list(names, group_src=0, group=group)
     state = {"own": {f"of {rank}": numbers(group, 5)}, "common": torch.arange(4.0)}
     saved = checkpoints.async_save(
         state, checkpoint_id=names[0], process_group=group, no_dist=False
@@ -269,4 +270,7 @@ def a_checkpoint_that_is_written_meanwhile(group: Any) -> Any:
     got = {"own": {f"of {rank}": torch.zeros(5)}, "common": torch.zeros(4)}
     checkpoints.load(got, checkpoint_id=names[0], process_group=group)
     files = sorted(path.suffix for path in Path(names[0]).iterdir())
+    dist.barrier(group=group)
+    if rank == 0:
+        shutil.rmtree(names[0])
     return [got["own"][f"of {rank}"], got["common"], files]

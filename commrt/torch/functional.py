@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from commrt.torch.uncompiled import stay_uncompiled
-
 __all__ = ["serve_compiled_gathers"]
 
 _LOCK = threading.Lock()
@@ -33,14 +31,10 @@ _KEPT: list[Any] = []
 
 
 def serve_compiled_gathers() -> None:
-    """Let gathers into a given tensor ask groups in Python; idempotent.
-
-    And let compiled programs run what groups are made of as it is.
-    """
+    """Let gathers into a given tensor ask groups in Python; idempotent."""
     with _LOCK:
         if _KEPT:
             return
-        stay_uncompiled()
         library = torch.library.Library("_c10d_functional", "IMPL")
         for device in _DEVICES:
             library.impl("all_gather_into_tensor_out", _gather_into, device)

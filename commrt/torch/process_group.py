@@ -28,6 +28,7 @@ from commrt.torch.group_options import Options
 from commrt.torch.joined_group import JoinedGroup, Joins
 from commrt.torch.messages import Messages
 from commrt.torch.tracing import follow_group
+from commrt.torch.uncompiled import stay_uncompiled
 
 __all__ = ["CheckedProcessGroup", "CommrtProcessGroup", "make_process_group"]
 
@@ -40,6 +41,7 @@ def make_process_group(
     Where the program gives other devices other backends, it is one of the backends of a
     group that torch makes, if this torch lets Python make one.
     """
+    stay_uncompiled()
     if pg_options is not None and not isinstance(pg_options, Options):
         raise UsageError(
             f"init_process_group or new_group: pg_options={pg_options!r}: expected "

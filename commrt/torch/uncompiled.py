@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,8 +24,12 @@ __all__ = ["stay_uncompiled"]
 _PACKAGE = __name__.rpartition(".")[0]
 
 
+@cache
 def stay_uncompiled() -> None:
-    """Keep dynamo from all functions of this package that have been imported."""
+    """Keep dynamo from all functions of this package that have been imported.
+
+    Once: whoever makes groups has imported what they are made of.
+    """
     dynamo: Any = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
     left_alone = dynamo._FrameExecStrategy(skip, skip)

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios of what programs do around calls: modes, threads, gradients, optimizers."""
+"""Scenarios of what programs do around calls: modes, threads, gradients, optimizers.
+
+torch's optimizers are imported where they are used: importing them warns.
+"""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -16,12 +20,8 @@ from message_scenarios import backend
 from scenarios import numbers, scenario
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
-from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
-    hook_with_zero_step,
-)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 THREADS, CALLS = 4, 25
@@ -198,6 +198,8 @@ def net() -> nn.Sequential:
 @scenario()
 def ranks_that_average_models_now_and_then(group: Any) -> Any:
     """Local SGD: gradients within a subgroup, and parameters every other step."""
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
     model = DistributedDataParallel(net(), process_group=group)
     alone = [
         dist.new_group([rank], backend=backend(group))
@@ -222,6 +224,9 @@ def an_optimizer_that_steps_in_the_hook(group: Any) -> Any:
 
     It begins when DDP has cut its buckets anew: torch says so, and skips these steps.
     """
+    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     plain = DistributedDataParallel(net(), process_group=group)
     late = Late(plain.parameters())
     want = trained(group, plain, late)
@@ -233,9 +238,8 @@ def an_optimizer_that_steps_in_the_hook(group: Any) -> Any:
         overlap_with_ddp=True,
         lr=0.1,
     )
-    model.register_comm_hook(
-        group, hook_with_zero_step(allreduce_hook, model, optimizer)
-    )
+    hook = ddp_zero_hook.hook_with_zero_step(allreduce_hook, model, optimizer)
+    model.register_comm_hook(group, hook)
     return [*zip(trained(group, model, optimizer), want, strict=True)]
 
 
@@ -255,9 +259,9 @@ class Late(torch.optim.SGD):
 @scenario()
 def a_checkpoint_that_is_written_meanwhile(group: Any) -> Any:
     """A thread of torch's plans and commits it by collectives of the group."""
-    names = [tempfile.mkdtemp(prefix="checkpoint-") for _ in range(1)]
-    dist.broadcast_object_list(names, group_src=0, group=group)
     rank = dist.get_rank(group)
+    names = [tempfile.mkdtemp(prefix="checkpoint-") if rank == 0 else ""]
+    dist.broadcast_object_list(names, group_src=0, group=group)
     state = {"own": {f"of {rank}": numbers(group, 5)}, "common": torch.arange(4.0)}
     saved = checkpoints.async_save(
         state, checkpoint_id=names[0], process_group=group, no_dist=False
@@ -266,4 +270,7 @@ def a_checkpoint_that_is_written_meanwhile(group: Any) -> Any:
     got = {"own": {f"of {rank}": torch.zeros(5)}, "common": torch.zeros(4)}
     checkpoints.load(got, checkpoint_id=names[0], process_group=group)
     files = sorted(path.suffix for path in Path(names[0]).iterdir())
+    dist.barrier(group=group)
+    if rank == 0:
+        shutil.rmtree(names[0])
     return [got["own"][f"of {rank}"], got["common"], files]

@@ -29,7 +29,8 @@ __all__ = ["main", "measure"]
 
 SIZES = (8, 1 << 10, 32 << 10, 1 << 20, 64 << 20)
 """Bytes of a rank's tensor."""
-OPERATIONS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "send_recv")
+USUAL = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "send_recv")
+OPERATIONS = (*USUAL, "broadcast", "reduce", "gather", "scatter", "barrier")
 _BLOCKS = 15
 _BLOCK_NBYTES = 32 << 20
 """A block's calls move about so much, but are at least two and at most 300."""
@@ -42,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--op",
         type=names_of(OPERATIONS),
-        default=list(OPERATIONS),
-        help="operations",
+        default=list(USUAL),
+        help=f"operations, with commas between them (default: {','.join(USUAL)})",
     )
     parser.add_argument(
         "--bytes",
@@ -124,8 +125,55 @@ def _call(name: str, nbytes: int, group: Any) -> Call:
         return lambda: dist.all_gather_into_tensor(gathered, x, group=group)
     if name == "send_recv":
         return _ping_pong(torch.zeros(nbytes // 4), group)
+    if name in _ROOTED:
+        return _ROOTED[name](x, group)
+    if name == "barrier":
+        return lambda: dist.barrier(group=group)
     part = torch.zeros(count // size)
     return lambda: dist.reduce_scatter_tensor(part, x, group=group)
+
+
+def _broadcast(x: Any, group: Any) -> Call:
+    import torch.distributed as dist
+
+    return lambda: dist.broadcast(x, 0, group=group)
+
+
+def _reduce(x: Any, group: Any) -> Call:
+    import torch.distributed as dist
+
+    return lambda: dist.reduce(x, 0, group=group)
+
+
+def _gather(x: Any, group: Any) -> Call:
+    import torch.distributed as dist
+
+    parts = _parts(x)
+    return lambda: dist.gather(x, parts, dst=0, group=group)
+
+
+def _scatter(x: Any, group: Any) -> Call:
+    import torch.distributed as dist
+
+    parts = _parts(x)
+    return lambda: dist.scatter(x, parts, src=0, group=group)
+
+
+def _parts(x: Any) -> list[Any] | None:
+    """Return a tensor like ``x`` for each rank, on the first rank alone."""
+    import torch
+    import torch.distributed as dist
+
+    size = dist.get_world_size()
+    return [torch.zeros_like(x) for _ in range(size)] if dist.get_rank() == 0 else None
+
+
+_ROOTED: dict[str, Callable[[Any, Any], Call]] = {
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+}
 
 
 def _ping_pong(x: Any, group: Any) -> Call:

@@ -441,6 +441,14 @@ class Engine:
 
     def stop_thread(self) -> None: ...
 
+class GlooGroup:
+    """Keeps the collectives of a group of gloo in order."""
+
+    def __init__(self) -> None: ...
+    @property
+    def is_busy(self) -> bool:
+        """Whether an operation has not ended, as far as is known."""
+
 class Group:
     """Native base of Communicator."""
 
@@ -1581,6 +1589,21 @@ def make_box_plan(
     addresses.
     """
 
+def make_gloo_plan(
+    group: GlooGroup,
+    *,
+    coll: int,
+    dtype: int,
+    redop: int,
+    root: int,
+    in_elems: int,
+    out_elems: int,
+    label: str,
+    returns_out: bool,
+    factor: float,
+    method: Any,
+    arguments: Any,
+) -> Plan: ...
 def make_message_method(name: str, kind: int, function: Any) -> Any:
     """Make the method descriptor of send (0), recv (1), sendrecv (2) or
     multi_sendrecv (3) around the Python function that takes all other calls.

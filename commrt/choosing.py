@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from commrt import algorithms, backends, calls
+from commrt.backends import gloo as by_gloo
 from commrt.backends import ipc as by_ipc
 from commrt.backends import mpi as by_mpi
 from commrt.backends import nccl as by_nccl
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from commrt.device_calls.mpi import MpiFacts
     from commrt.device_calls.nccl import NcclFacts
     from commrt.device_calls.staging import Staging
+    from commrt.gloo_groups import GlooCollectives
+    from commrt.native_comms import Lease
 
 __all__ = ["Choosing"]
 
@@ -46,6 +49,7 @@ class Choosing(Redistributing):
     _policy: Policy
     _choices: Choices
     _unasked_native: bool
+    _gloo_lease: Lease | None = None
 
     @property
     def nccl_facts(self) -> NcclFacts:
@@ -66,6 +70,27 @@ class Choosing(Redistributing):
     def ipc_half_nbytes(self) -> int:
         """What a rank can publish at once in memory of peers."""
         return self._staging.ipc.half_nbytes
+
+    @property
+    def gloo_collectives(self) -> GlooCollectives | None:
+        """What runs gloo's own collectives here; None where nothing does."""
+        return None if self._gloo_lease is None else self._gloo_lease.lent
+
+    def _lease_gloo(self, is_users: bool, timeout_s: float) -> None:
+        """Get what runs gloo's own collectives, where it connects the ranks.
+
+        Collective. Not for a communicator that only commrt itself uses.
+        """
+        lender = self._world.gloo_groups
+        if lender is not None and is_users and self.is_relayed:
+            # gloo takes no MPI tag.
+            self._gloo_lease = lender.lend(self._ranks, self._identity, 0, timeout_s)
+
+    def _give_gloo_back(self) -> None:
+        lender, lease = self._world.gloo_groups, self._gloo_lease
+        self._gloo_lease = None
+        if lender is not None and lease is not None and not self._failure:
+            lender.give_back(lease)
 
     @property
     def deterministic(self) -> bool:
@@ -100,7 +125,8 @@ class Choosing(Redistributing):
                 if why is not None:
                     refused.append(Rejected(one, why, is_missing=True))
         if query.order == "any" and not by_user:
-            return refused
+            why = by_gloo.why_refused(self, query)
+            return refused if why is None else [*refused, Rejected(by_gloo.NATIVE, why)]
         allowed = {str(each) for each in self._candidates(query)}
         plain = replace(query, order="any", op="sum" if by_user else query.op)
         for each in self._found(plain):
@@ -118,12 +144,13 @@ class Choosing(Redistributing):
             own, _ = planning.split_params(candidate.params)
             if planning.why_not(self, coll, name, query.root or 0, own) is not None:
                 return math.inf
-        return predicted_us(self.facts, query, candidate)
+        return predicted_us(self.facts, query, candidate, self._world.between_nodes)
 
     def _floor(self, query: Query, candidate: Candidate) -> float:
         if candidate.backend == by_ipc.DIRECT.backend:
             return 0.0
-        return floor_us(self.facts, *on_host(query, candidate))
+        between = self._world.between_nodes
+        return floor_us(self.facts, *on_host(query, candidate), between)
 
     def candidates(
         self,

@@ -26,7 +26,12 @@ from commrt.failures import watch_forks
 from commrt.fusion.calls import Fusing
 from commrt.grids.grid import Cartesian
 from commrt.grids.neighbors import Graph
-from commrt.links import agree_link_class, measure_links, spins_for
+from commrt.links import (
+    agree_link_class,
+    measure_between_nodes,
+    measure_links,
+    spins_for,
+)
 from commrt.memory_limit import check_fits
 from commrt.native_comms import Lease
 from commrt.nvtx_ranges import plans_with_ranges, ranges_around
@@ -127,6 +132,7 @@ class Communicator(Fusing, Operations):
         picks = world.picks_native(self.facts, self._table, wishes)
         if native_comm is None and may_check and picks:
             self._lease_native_comm(limit)
+        self._lease_gloo(may_check, limit)
         self._unasked_native = self._native_comm is not None
         self._policy = make_policy(self, self._table, wishes)
         self._choices = Choices(self._policy)
@@ -136,6 +142,8 @@ class Communicator(Fusing, Operations):
             self._checker = Checker(self, self._private("check", limit))
             self._slow = True
         self._ranges = ranges_around(self)
+        if world.gloo_groups is not None and world.between_nodes is None:
+            world.between_nodes = measure_between_nodes(self, world)
         follow_communicator(self, is_users=may_check)
 
     # -- making ------------------------------------------------------------------
@@ -223,6 +231,7 @@ class Communicator(Fusing, Operations):
         lender = self._world.native_comms
         if lender is not None and self._lease is not None and not self._failure:
             lender.give_back(self._lease)
+        self._give_gloo_back()
         self._lease = self._native_comm = None
         self._staging.close()
         if self._arena is not None:
@@ -566,7 +575,7 @@ class Communicator(Fusing, Operations):
             return
         tag = FIRST_TAG + 2 * self._identity + 1
         self._lease = lender.lend(self._ranks, self._identity, tag, timeout_s)
-        self._native_comm = None if self._lease is None else self._lease.mpi
+        self._native_comm = None if self._lease is None else self._lease.lent
 
 
 class CartCommunicator(Cartesian, Communicator):

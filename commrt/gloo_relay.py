@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -64,6 +64,8 @@ class GlooRelay:
             torch.uint8,
             self._landing,
         )
+        self.at_end: list[Callable[[], None]] = []
+        """What else ends once nothing comes from any peer any more."""
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._threads = [
@@ -120,6 +122,8 @@ class GlooRelay:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         else:
             self._carrier.forget()
+        for end in self.at_end:
+            end()
 
     def _attend(self, peer: int) -> None:
         """Wait for what gloo has been given, and give it what nobody else does."""

@@ -8,24 +8,36 @@ be equal on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from commrt import env
 from commrt.select.facts import CommFacts, LinkClass
+from commrt.select.model import BetweenNodes
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
     from commrt.world import World
 
-__all__ = ["agree_link_class", "link_class_now", "measure_links", "spins_for"]
+__all__ = [
+    "agree_link_class",
+    "link_class_now",
+    "measure_between_nodes",
+    "measure_links",
+    "spins_for",
+]
 
 NEAR_NS = 90.0
 """Flag latency below which ranks are near; measured: 40 to 60 near, 140 to 250 far."""
 _BUDGET_S = 0.002
 _ROUNDS = 200
+_SHORT_TIMES, _LONG_TIMES, _LONG_NBYTES = 9, 3, 1 << 20
+"""Of messages between nodes."""
 _SPINS = 20000
 _SPINS_OVERSUBSCRIBED = 2
 _ORDER: tuple[LinkClass, ...] = ("single", "near", "far", "oversubscribed", "network")
@@ -68,6 +80,61 @@ def measure_links(comm: Communicator, world: World) -> dict[tuple[int, int], Lin
             measured = float(ns) if float(ns) >= 0 else float("inf")
             slowest[pair] = max(slowest.get(pair, 0.0), measured)
     return {pair: "near" if ns < NEAR_NS else "far" for pair, ns in slowest.items()}
+
+
+def measure_between_nodes(comm: Communicator, world: World) -> BetweenNodes:
+    """Return what messages of gloo cost, the slowest there are, which carries them.
+
+    Collective over all ranks of the job. The first ranks of the nodes send in a ring,
+    all at once: a few short messages and some of a mebibyte each; then all ranks run a
+    short collective of gloo's. That takes some milliseconds in all. Of short ones the
+    median of a rank counts, of long ones the best, and of ranks the worst.
+    """
+    everybody = range(world.size)
+    # A rank that is still on its way here would be measured, too.
+    world.bootstrap.exchange(everybody, "between/start", b"", world.timeout_s)
+    mine = {"native": _native_us(comm)}
+    first = [ranks[0] for ranks in world.nodes]
+    if world.rank in first:
+        at = first.index(world.rank)
+        there = first[(at + 1) % len(first)], first[at - 1]
+        mine["alpha"] = alpha_us = median(_ring_us(comm, *there, 8, _SHORT_TIMES))
+        long_us = min(_ring_us(comm, *there, _LONG_NBYTES, _LONG_TIMES))
+        mine["beta"] = max(long_us - alpha_us, 0.1 * long_us) / _LONG_NBYTES
+    said = json.dumps(mine).encode()
+    heard = world.bootstrap.exchange(everybody, "between/us", said, world.timeout_s)
+    told = [json.loads(text) for text in heard]
+    worst = {name: max(one.get(name, 0.0) for one in told) for name in told[0]}
+    return BetweenNodes(worst["alpha"], worst["beta"], worst["native"])
+
+
+def _ring_us(
+    comm: Communicator, dest: int, source: int, nbytes: int, times: int
+) -> list[float]:
+    x, out = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    return _times_us(lambda: comm.sendrecv(x, dest=dest, out=out, source=source), times)
+
+
+def _native_us(comm: Communicator) -> float:
+    """Return what each message of gloo's allreduce takes; its start is one more."""
+    lent = comm.gloo_collectives
+    if lent is None:
+        return 0.0
+    import torch
+
+    x = torch.zeros(2)
+    took_us = _times_us(lambda: lent.group.allreduce([x]).wait(), _SHORT_TIMES)
+    return median(took_us) / (2 * (comm.size - 1) + 1)
+
+
+def _times_us(call: Callable[[], Any], times: int) -> list[float]:
+    call()  # wakes threads that have never run
+    took = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        took.append((time.perf_counter() - start) * 1e6)
+    return took
 
 
 def link_class_now(comm: Any) -> LinkClass:

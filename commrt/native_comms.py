@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MPI communicators for the library's own collectives, lent to commrt's communicators.
+"""What a library's own collectives need, lent to commrt's communicators.
 
-MPI libraries have few: MPICH ends at about 2,045 of them. So a communicator gets one
-only where its ranks may want the library's own collectives, a freed communicator's is
-used again by the next one of the same ranks, and commrt takes only a part of them.
+That is an MPI communicator, or a group of gloo. MPI libraries have few: MPICH ends at
+about 2,045 of them; a group of gloo has a socket for each pair of ranks. So a
+communicator gets one only where its ranks may want the library's own collectives, a
+freed communicator's is used again by the next one of the same ranks, and commrt takes
+only a part of them.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ from typing import Any
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError
 
-__all__ = ["Lease", "NativeComms"]
+__all__ = ["Lease", "Lender", "NativeComms"]
 
 _LIMIT = 1024
 """MPI communicators that commrt makes at most: half of what MPICH has, the rest is the
@@ -27,36 +30,26 @@ program's."""
 
 @dataclass(frozen=True)
 class Lease:
-    """An MPI communicator, and who may have it."""
+    """What is lent, and who may have it."""
 
     ranks: tuple[int, ...]
     """Ranks of the world that it spans, in its order."""
     number: int
     """What the ranks know it by: the identity of the communicator it was made for."""
-    mpi: Any
-    """The mpi4py communicator."""
+    lent: Any
+    """The mpi4py communicator, or the group of gloo."""
 
 
-class NativeComms:
-    """Makes them, and keeps those that were given back.
+class Lender(ABC):
+    """Makes what is lent, and keeps what was given back.
 
     Args:
-        mpi: commrt's own mpi4py communicator over all ranks, or None without MPI.
         bootstrap: lets the ranks agree.
-        refusal: what ``mpi`` raises where it has no more communicators.
         limit: how many to make at most.
     """
 
-    def __init__(
-        self,
-        mpi: Any,
-        bootstrap: Bootstrap,
-        refusal: type[Exception],
-        limit: int = _LIMIT,
-    ) -> None:
-        self._mpi = mpi
+    def __init__(self, bootstrap: Bootstrap, limit: int) -> None:
         self._bootstrap = bootstrap
-        self._refusal = refusal
         self._limit = limit
         self._made = 0
         self._free: dict[tuple[int, ...], dict[int, Lease]] = {}
@@ -68,7 +61,7 @@ class NativeComms:
     def lend(
         self, ranks: tuple[int, ...], number: int, tag: int, timeout_s: float
     ) -> Lease | None:
-        """Return one over ``ranks``; None where MPI has, or commrt takes, no more.
+        """Return one over ``ranks``; None where there are, or commrt takes, no more.
 
         Collective over ``ranks``; every rank gets one or none does. ``number`` names a
         new one, ``tag`` is an MPI tag that nobody else uses.
@@ -96,6 +89,57 @@ class NativeComms:
         """Let the next communicator of the same ranks have it; nothing may use it."""
         self._returned.append(lease)
 
+    @abstractmethod
+    def _create(
+        self, ranks: tuple[int, ...], number: int, tag: int, timeout_s: float
+    ) -> Any:
+        """Return a new one; collective over ``ranks``.
+
+        Raises BackendError where there is none.
+        """
+
+    def _make(
+        self, ranks: tuple[int, ...], number: int, tag: int, timeout_s: float
+    ) -> Lease | None:
+        try:
+            created = self._create(ranks, number, tag, timeout_s)
+        except BackendError:
+            created = None
+        with self._lock:
+            self._made += created is not None
+        mine = json.dumps(created is not None).encode()
+        if all(self._exchange(ranks, f"lent/{number}", mine, timeout_s)):
+            return Lease(ranks, number, created)
+        return None
+
+    def _exchange(
+        self, ranks: Sequence[int], key: str, blob: bytes, timeout_s: float
+    ) -> list[Any]:
+        said = self._bootstrap.exchange(ranks, key, blob, timeout_s)
+        return [json.loads(each) for each in said]
+
+
+class NativeComms(Lender):
+    """MPI's communicators.
+
+    Args:
+        mpi: commrt's own mpi4py communicator over all ranks, or None without MPI.
+        bootstrap: lets the ranks agree.
+        refusal: what ``mpi`` raises where it has no more communicators.
+        limit: how many to make at most.
+    """
+
+    def __init__(
+        self,
+        mpi: Any,
+        bootstrap: Bootstrap,
+        refusal: type[Exception],
+        limit: int = _LIMIT,
+    ) -> None:
+        super().__init__(bootstrap, limit)
+        self._mpi = mpi
+        self._refusal = refusal
+
     def create(self, ranks: Sequence[int], tag: int) -> Any:
         """Return a new mpi4py communicator; collective over ``ranks``, which are here.
 
@@ -113,22 +157,7 @@ class NativeComms:
         finally:
             some.Free()
 
-    def _make(
+    def _create(
         self, ranks: tuple[int, ...], number: int, tag: int, timeout_s: float
-    ) -> Lease | None:
-        try:
-            created = self.create(ranks, tag)
-        except BackendError:
-            created = None
-        with self._lock:
-            self._made += created is not None
-        mine = json.dumps(created is not None).encode()
-        if all(self._exchange(ranks, f"lent/{number}", mine, timeout_s)):
-            return Lease(ranks, number, created)
-        return None
-
-    def _exchange(
-        self, ranks: Sequence[int], key: str, blob: bytes, timeout_s: float
-    ) -> list[Any]:
-        said = self._bootstrap.exchange(ranks, key, blob, timeout_s)
-        return [json.loads(each) for each in said]
+    ) -> Any:
+        return self.create(ranks, tag)

@@ -23,12 +23,14 @@ from commrt.arena import (
 from commrt.backends.known import check_wishes, known_names
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
+from commrt.gloo_groups import GlooGroups
 from commrt.gloo_relay import GlooRelay
 from commrt.launch.detect import LaunchInfo
 from commrt.native_comms import NativeComms
 from commrt.select.facts import Candidate, CommFacts, LinkClass
 from commrt.select.fingerprint import available_cores
 from commrt.select.locate import LocatedTable, locate
+from commrt.select.model import BetweenNodes
 from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wishes, parse_wishes
 
@@ -73,10 +75,14 @@ class World:
     """Whether the ranks are threads of this process."""
     relay: GlooRelay | None = None
     """Carries messages between nodes where there is no MPI."""
+    gloo_groups: GlooGroups | None = None
+    """Lends groups for gloo's own collectives; None where gloo connects no nodes."""
     native_comms: NativeComms | None = None
     """Lends MPI communicators for the library's own collectives; None without MPI."""
     links: dict[tuple[int, int], LinkClass] = field(default_factory=dict)
     """Link class of each on-node pair, by ascending rank."""
+    between_nodes: BetweenNodes | None = None
+    """What messages by gloo cost; None where it carries none."""
     slot_window_nbytes: int = 0
     """What this rank's payloads pass through (commrt/slot_window.py)."""
     next_id: int = 0
@@ -328,6 +334,8 @@ def connect_world(
     world.cores = _agree_cores(world)
     if len(nodes) > 1 and mpi is None:
         world.relay = _relay(world)
+        world.gloo_groups = GlooGroups(bootstrap)
+        world.relay.at_end.append(world.gloo_groups.close)
     if mpi is not None:
         world.native_comms = NativeComms(mpi, bootstrap, _libmpi.load().Exception)
         _load_mpi(world)

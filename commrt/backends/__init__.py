@@ -11,10 +11,11 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 
 from commrt.backends.base import Availability, Backend, Capabilities
+from commrt.backends.gloo import GlooBackend
 from commrt.backends.ipc import IpcBackend
 from commrt.backends.mpi import MpiBackend
 from commrt.backends.nccl import NcclBackend
-from commrt.backends.schedules import GlooBackend, LocalBackend, ShmBackend
+from commrt.backends.schedules import LocalBackend, ShmBackend
 from commrt.backends.staged import StagedBackend
 from commrt.errors import BackendError, UsageError, suggest
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends that run schedules: ``shm`` on a node, ``gloo`` across, ``local`` alone.
+"""Backends that run only schedules: ``shm`` on a node, ``local`` alone.
 
-Where there is MPI, it is ``mpi`` that runs them across nodes (backends/mpi.py).
+Across nodes it is ``mpi`` (backends/mpi.py), or without it ``gloo`` (backends/gloo.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from commrt import algorithms
@@ -15,7 +14,7 @@ from commrt.backends.base import Availability, Capabilities, PlanSpec, serves
 from commrt.backends.planning import schedule_plan
 from commrt.select.facts import Candidate, Query
 
-__all__ = ["GlooBackend", "LocalBackend", "ShmBackend", "schedule_candidates"]
+__all__ = ["LocalBackend", "ShmBackend", "schedule_candidates"]
 
 
 def schedule_candidates(comm: Any, query: Query, backend: str) -> Iterator[Candidate]:
@@ -76,35 +75,6 @@ class ShmBackend:
         """Return every schedule algorithm where all ranks share this node."""
         here = serves(comm.facts, self.name) and not comm.in_process
         if query.device != "host" or not here:
-            return ()
-        return tuple(schedule_candidates(comm, query, self.name))
-
-    def plan(self, comm: Any, spec: PlanSpec) -> Any:
-        """Return the native plan of this rank."""
-        return schedule_plan(comm, spec)
-
-
-class GlooBackend:
-    """Every schedule where the ranks lie on several nodes and have met without MPI.
-
-    Ranks of a node share memory, and torch's gloo carries what goes between nodes.
-    """
-
-    name = "gloo"
-    capabilities = Capabilities(
-        limits="ranks on several nodes that torchrun, srun or a torch Store brought "
-        "together"
-    )
-
-    def availability(self) -> Availability:
-        """Look for torch without importing it."""
-        here = find_spec("torch") is not None
-        reason = "messages by torch's gloo" if here else "torch is not installed"
-        return Availability(self.name, here, reason, self.capabilities)
-
-    def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
-        """Return every schedule algorithm where gloo connects the nodes."""
-        if query.device != "host" or not comm.is_relayed:
             return ()
         return tuple(schedule_candidates(comm, query, self.name))
 

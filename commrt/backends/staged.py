@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from commrt.backends.base import Availability, Backend, Capabilities, PlanSpec
+from commrt.backends.gloo import NATIVE as BY_GLOO
 from commrt.backends.staged_pieces import cut_blocks, cut_elements
 from commrt.errors import UsageError
 from commrt.operations import operation, rule_nbytes
@@ -104,6 +105,7 @@ class StagedBackend:
             Candidate(NAME, each.algorithm, each.params)
             for backend in _host_backends()
             for each in backend.candidates(comm, host)
+            if each != BY_GLOO  # it takes the GIL to start, which progress never has
         ]
         return list(dict.fromkeys(found))
 

@@ -14,9 +14,18 @@ from typing import Literal, TypeVar
 
 from commrt.select.facts import LinkClass
 
-__all__ = ["Constants", "Transport", "cheapest", "constants"]
+__all__ = [
+    "NATIVE_GLOO",
+    "BetweenNodes",
+    "Constants",
+    "NativeRun",
+    "Transport",
+    "cheapest",
+    "constants",
+    "gloo_constants",
+]
 
-Transport = Literal["shm", "mpi", "gloo"]
+Transport = Literal["shm", "mpi"]
 One = TypeVar("One")
 
 
@@ -43,13 +52,78 @@ _CONSTANTS: dict[tuple[LinkClass, Transport], Constants] = {
     # A round costs a hand-over of the core to the next rank.
     ("oversubscribed", "shm"): Constants(2.0, 3e-5, 1.5 * _GAMMA),
     ("oversubscribed", "mpi"): Constants(3.0, 6e-5, 1.5 * _GAMMA),
-    # Between nodes messages are MPI's, or gloo's, of which each is staged on both sides
-    # before it is reduced: two pretended nodes reduce 64 MiB in two steps in 0.6 of the
-    # time of one, and 1 MiB in about the same.
+    # Between nodes messages are MPI's. Those of gloo are measured (commrt/links.py).
     ("network", "shm"): Constants(2.0, 1.5e-4, 2 * _GAMMA),
     ("network", "mpi"): Constants(2.0, 1.5e-4, 2 * _GAMMA),
-    ("network", "gloo"): Constants(100.0, 5e-4, 10 * _GAMMA),
 }
+
+
+@dataclass(frozen=True)
+class BetweenNodes:
+    """What messages by gloo cost, as ranks measure it when they meet."""
+
+    alpha_us: float
+    """Of a short message, from the call that sends it to the one that receives it."""
+    beta_us: float
+    """Per byte of a long one from memory to memory, where one comes back at the same
+    time."""
+    native_us: float
+    """Of a message within gloo's own collectives; their start counts as one more."""
+
+
+UNMEASURED = BetweenNodes(100.0, 5e-4, 65.0)
+"""Where nothing was measured: questions without ranks, as the tuner's reports ask."""
+_STAGED = 0.7
+"""Bytes of a schedule's messages are copied on both sides, by threads that share the
+cores: sums and exchanges of 8 MiB on two pretended nodes take 1.7 times as long as
+gloo's own, which copies nothing."""
+_STAGED_GAMMA = 10 * _GAMMA
+"""What arrived is reduced once it is there, by who has to send something else, too."""
+
+
+@dataclass(frozen=True)
+class NativeRun:
+    """What gloo runs, as a schedule of the same messages."""
+
+    coll: str
+    """Whose schedule it is."""
+    algorithm: str
+    """Which."""
+    copies: float = 1.0
+    """Times of the bytes that it moves: torch copies what gloo returns in another form,
+    or reduces more than is asked for."""
+
+
+NATIVE_GLOO = {
+    "allreduce": NativeRun("allreduce", "ring"),
+    "reduce": NativeRun("allreduce", "ring"),
+    "bcast": NativeRun("bcast", "binomial"),
+    "allgather": NativeRun("allgather", "ring", 1.9),
+    "reduce_scatter": NativeRun("allreduce", "ring", 1.5),
+    "alltoall": NativeRun("alltoall", "pairwise"),
+    "alltoallv": NativeRun("alltoall", "pairwise"),
+    "gather": NativeRun("gather", "direct"),
+    "scatter": NativeRun("scatter", "direct"),
+    "barrier": NativeRun("barrier", "dissemination"),
+}
+"""gloo's own collectives, by operation."""
+
+
+def gloo_constants(
+    between: BetweenNodes | None, native: bool, crowd: float = 1.0
+) -> Constants:
+    """Return what messages between nodes cost, of schedules or of gloo's collectives.
+
+    Args:
+        between: as measured; None: a guess.
+        native: whether they are those of gloo's own collectives.
+        crowd: ranks that share a core.
+    """
+    one = between or UNMEASURED
+    if native:
+        return Constants(one.native_us, one.beta_us, _GAMMA)
+    beta_us = (1 + _STAGED * crowd) * one.beta_us
+    return Constants(one.alpha_us, beta_us, _STAGED_GAMMA)
 
 
 def constants(link_class: LinkClass, transport: Transport) -> Constants:

@@ -139,7 +139,8 @@ def run_where() -> list[Any]:
         comm = group.communicator
         pair = dist.new_group([0, 1])
         whole = comm.explain("allreduce", 1 << 24).choice.candidate
-        found = [comm.nodes, whole.backend, whole.has_two_levels]
+        able = comm.candidates("allreduce", 1 << 24)
+        found = [comm.nodes, whole.backend, any(c.has_two_levels for c in able)]
         found.append(comm.mpi is None)
         if rank < 2:
             inside = pair.communicator

@@ -54,6 +54,7 @@ LAYERS = (
         "failures",
         "fusion",
         "grids",
+        "gloo_groups",
         "group_creation",
         "layouts",
         "links",

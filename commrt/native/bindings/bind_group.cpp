@@ -12,6 +12,7 @@
 #include "calls/fusion.hpp"
 #include "calls/group.hpp"
 #include "device_calls/device_work.hpp"
+#include "engine/gloo_calls.hpp"
 #include "engine/p2p.hpp"
 #include "engine/relay.hpp"
 #include "engine/relay_carrier.hpp"
@@ -34,6 +35,17 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
                   ? group.comm->run_short(plan, from, to, group.comm->spins_with_gil(plan.get()))
                   : group.comm->start(plan, from, to, nullptr, true);
     if (op == nullptr) continue;
+    if (plan->gloo != nullptr) {
+      lock.unlock();
+      WaitResult ended;
+      {
+        const nb::gil_scoped_acquire acquired;
+        ended = wait_for(group, op, std::max(1e-3, begin + timeout_s - now_s()));
+        if (ended == WaitResult::Interrupted) throw nb::python_error();
+      }
+      lock.lock();
+      if (ended == WaitResult::TimedOut) return -1;
+    }
     Backoff backoff(group.comm->spins_of(plan.get()));
     backoff.sleep_soon(group.comm->off_node->is_relay);
     auto give = [&lock] {
@@ -94,6 +106,7 @@ void bind_group(nb::module_& m) {
       .def("step",
            [](Engine& engine) {
              bool advanced;
+             GlooGroup::look_everything();
              {
                nb::gil_scoped_release release;
                advanced = engine.step();

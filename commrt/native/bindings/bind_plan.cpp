@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "calls/group.hpp"
+#include "engine/gloo_calls.hpp"
 
 namespace commrt {
 
@@ -222,6 +223,30 @@ PlanPtr make_native_plan(int coll, int dtype, int redop, int root, int64_t in_el
   return plan;
 }
 
+PlanPtr make_gloo_plan(const std::shared_ptr<GlooGroup>& group, int coll, int dtype, int redop,
+                       int root, int64_t in_elems, int64_t out_elems, const std::string& label,
+                       bool returns_out, double factor, nb::object method, nb::object arguments) {
+  auto plan = std::make_shared<Plan>();
+  plan->coll = coll;
+  plan->dtype = static_cast<DType>(dtype);
+  plan->redop = static_cast<RedOp>(redop);
+  plan->root = root;
+  plan->in_elems = in_elems;
+  plan->out_elems = out_elems;
+  plan->label = label;
+  plan->itemsize = item_size(plan->dtype);
+  plan->native = true;
+  plan->returns_out = returns_out;
+  plan->combine = combine_for(plan->dtype, plan->redop);
+  plan->factor.real = factor;
+  auto how = std::make_shared<GlooPlan>();
+  how->group = group;
+  how->method = own_object(method.ptr());
+  how->arguments = own_object(arguments.ptr());
+  plan->gloo = std::move(how);
+  return plan;
+}
+
 }  // namespace
 
 void bind_plan(nb::module_& m) {
@@ -249,6 +274,14 @@ void bind_plan(nb::module_& m) {
         nb::arg("operand_exposable"), nb::arg("deliverable"), nb::arg("landings"),
         nb::arg("instr_fragments") = std::vector<int64_t>{},
         nb::arg("peer_fragments") = std::vector<std::pair<int64_t, int64_t>>{});
+  nb::class_<GlooGroup>(m, "GlooGroup", "Keeps the collectives of a group of gloo in order.")
+      .def(nb::init<>())
+      .def_prop_ro("is_busy", &GlooGroup::is_busy,
+                   "Whether an operation has not ended, as far as is known.");
+  m.def("make_gloo_plan", &make_gloo_plan, nb::arg("group"), nb::kw_only(), nb::arg("coll"),
+        nb::arg("dtype"), nb::arg("redop"), nb::arg("root"), nb::arg("in_elems"),
+        nb::arg("out_elems"), nb::arg("label"), nb::arg("returns_out"), nb::arg("factor"),
+        nb::arg("method"), nb::arg("arguments"));
   m.def("make_native_plan", &make_native_plan, nb::kw_only(), nb::arg("coll"),
         nb::arg("dtype"), nb::arg("redop"), nb::arg("root"), nb::arg("in_elems"),
         nb::arg("out_elems"), nb::arg("label"), nb::arg("datatype"), nb::arg("op"),

@@ -13,6 +13,7 @@
 #include "calls/fusion.hpp"
 #include "calls/known_calls.hpp"
 #include "device_calls/device_work.hpp"
+#include "engine/gloo_calls.hpp"
 #include "engine/p2p.hpp"
 #include "engine/relay.hpp"
 #include "engine/relay_carrier.hpp"
@@ -193,6 +194,35 @@ void drop_ended(Engine& engine) {
   }
 }
 
+namespace {
+
+constexpr double kTimedPeriod_s = 1e-3;
+
+// Of an operation that gloo runs: waits there, for so long, where nothing else is to be done here.
+void ask_gloo(Group& group, const Op& op, double seconds) {
+  Engine& engine = *group.engine;
+  if (Relay::is_due()) RelayCarrier::give_everything();
+  std::shared_ptr<GlooCall> call;
+  bool nothing_else = false;
+  {
+    const std::lock_guard<std::mutex> lock(engine.mutex);
+    call = op.gloo;
+    nothing_else = engine.only_gloo_locked();
+  }
+  if (call == nullptr) return;
+  if (nothing_else) {
+    GlooGroup::wait(call, seconds);
+  } else {
+    GlooGroup::look_everything();
+  }
+  if (call->now() < GlooCall::State::Done) return;
+  // The end is some stores: no reason to let go of the GIL.
+  const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
+  if (lock.owns_lock()) group.comm->progress(kSliceBytes);
+}
+
+}  // namespace
+
 WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s, bool spun) {
   const GiveAtEnd give;
   constexpr int kPassesWithGil = 24;  // about 2 us
@@ -214,8 +244,15 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
   double next_signal_check = start + kSignalPeriod_s;
   Backoff backoff(spins);
   backoff.sleep_soon(group.comm->off_node->is_relay);
+  constexpr int kPassesBetweenQuestions = 4;
+  const bool by_gloo = op->plan != nullptr && op->plan->gloo != nullptr;
   for (;;) {
     bool finished = false;
+    if (by_gloo) {
+      const double left = std::min(GlooGroup::kSlice_s, deadline - now_s());
+      ask_gloo(group, *op, engine.timed_due_s == kNever ? left : std::min(left, kTimedPeriod_s));
+      if (op->finished()) return WaitResult::Done;
+    }
     {
       nb::gil_scoped_release release;
       for (int i = 0;; ++i) {
@@ -232,6 +269,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
           if (i == 0) backoff.spin_at_most(engine.spins_locked(spins));
         }
         if (engine.has_device_work()) advanced = engine.step_device_work(advanced);
+        if (by_gloo && !advanced && i >= kPassesBetweenQuestions) break;
         if (advanced) {
           backoff.reset();
         } else {
@@ -358,8 +396,9 @@ bool Request::test() {
       }
     };
     step();
-    if (wants_gil(engine)) {
+    if (wants_gil(engine) || GlooGroup::is_running()) {
       if (!run_wanted(engine)) throw nb::python_error();
+      GlooGroup::look_everything();
       step();
     }
     if (engine.is_timed_due() && !look_at_timed(engine)) throw nb::python_error();

@@ -249,6 +249,21 @@ int Comm::least_spins(int otherwise) const {
   return otherwise;
 }
 
+std::string Comm::who_is_lost() const {
+  std::string said;
+  for (const Link& link : links_) {
+    if (link.kind != LinkKind::Mpi || relay_ == nullptr) continue;
+    const std::string why = relay_->failure_of(link.mpi_rank);
+    if (!why.empty()) said += (said.empty() ? "" : "; ") + why;
+  }
+  return said;
+}
+
+bool Comm::only_gloo() const {
+  return p2p->idle() &&
+         std::all_of(active_.begin(), active_.end(), [](const auto& op) { return op->gloo != nullptr; });
+}
+
 bool Comm::idle() const { return active_.empty() && p2p->idle(); }
 
 bool Comm::progress(uint64_t limit) {

@@ -21,6 +21,7 @@ namespace commrt {
 class Comm;
 class Engine;
 class Relay;
+struct GlooCall;
 
 enum class LinkKind : uint8_t { Self, Shared, Mpi };
 
@@ -128,6 +129,7 @@ class Op {
   bool in_heap = false;  // may meet buffers in the symmetric heap (symmetric.cpp)
   void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
   Gate gate;  // before its first instruction; its place among others it has from the start
+  std::shared_ptr<GlooCall> gloo;  // once gloo has been asked for it
 
   bool uses_heap() const { return in_place_ != 0 || out_place_ != 0; }
   bool has_keep() const { return keep[0] != nullptr || keep[1] != nullptr; }
@@ -241,6 +243,9 @@ class Op {
   const void* copied_where_in_place(uint64_t limit);
   bool copy_slice(void* to, const void* from, int64_t elems, uint64_t limit);
   bool advance_native(uint64_t limit);
+  bool contribute_slice(unsigned char* to, const unsigned char* from, int64_t elems, uint64_t limit);
+  bool prepare_for_gloo(uint64_t limit, const void*& from, void*& into);
+  bool advance_gloo(uint64_t limit);
   void fail(std::string message);
   void finish();
   uint64_t in_id(const Ref& ref, int64_t fragment) const {
@@ -344,6 +349,10 @@ class Comm {
   // One pass, with at most `limit` bytes of every operation.
   bool progress(uint64_t limit);
   bool idle() const;
+  // Which ranks on other nodes a relay has lost, and why; empty: none.
+  std::string who_is_lost() const;
+  // Whether nothing is in flight but collectives that gloo has been given.
+  bool only_gloo() const;
   Link& link(int rank) { return links_[rank]; }
   int member_of(int rank) const { return member_index_[rank]; }
 

@@ -255,6 +255,12 @@ int Engine::spins_locked(int own) const {
   return own;
 }
 
+bool Engine::only_gloo_locked() const {
+  if (thread_.joinable()) return true;
+  return !has_device_work() &&
+         std::all_of(comms_.begin(), comms_.end(), [](const Comm* comm) { return comm->only_gloo(); });
+}
+
 void Engine::thread_main() {
   pthread_setname_np(pthread_self(), "commrt-progress");
   Backoff backoff(0);

@@ -59,6 +59,8 @@ class Engine {
   // Looks between yields of who waits: the least of what is in flight, at most `own`. For
   // callers that hold the lock.
   int spins_locked(int own) const;
+  // Whether no progress is to be made here of anything in flight: gloo does it all, or the thread.
+  bool only_gloo_locked() const;
 
   // Ended operations keep their buffers until someone who may drop them calls this.
   void discard(std::shared_ptr<Op>&& op) {

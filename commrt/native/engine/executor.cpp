@@ -46,6 +46,7 @@ void Op::adopt(const std::shared_ptr<const Plan>& plan_, const void* in_, void* 
   out = static_cast<unsigned char*>(out_);
   error.clear();
   native_started_ = false;
+  gloo = nullptr;
   copied_ = 0;
   lane_ = -1;
   head_ = 0;
@@ -58,7 +59,10 @@ void Op::adopt(const std::shared_ptr<const Plan>& plan_, const void* in_, void* 
     results_.assign(p.peers.size(), Result{});
     exposed_.assign(p.peers.size(), 0);
   }
-  if (p.native) return;
+  if (p.native) {
+    tmp_storage.reset();
+    return;
+  }
   const uint64_t m = p.instrs.size();
   total_ = m * static_cast<uint64_t>(p.fragments);
   if (same) return;

@@ -299,6 +299,7 @@ const void* Op::copied_where_in_place(uint64_t limit) {
 }
 
 bool Op::advance_native(uint64_t limit) {
+  if (plan->gloo != nullptr) return advance_gloo(limit);
   const NativeCall& call = plan->call;
   const MpiApi& api = mpi();
   const bool copies_root = plan->coll == 2 && comm->rank == plan->root && in != out;

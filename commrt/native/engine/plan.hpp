@@ -18,6 +18,7 @@
 namespace commrt {
 
 class Comm;
+struct GlooPlan;
 struct Link;
 
 // The buffers an instruction addresses.
@@ -196,6 +197,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   // vendor collective
   bool native = false;
   NativeCall call;
+  std::shared_ptr<const GlooPlan> gloo;  // gloo's collective, and not an MPI library's
 
   // Computes lengths and slots once instructions and spaces are in place. `fragments` must
   // be equal on all ranks. Throws std::invalid_argument where a fragment does not fit into

@@ -81,7 +81,8 @@ namespace {
 struct Relays {
   std::mutex mutex;
   std::vector<Relay*> all;
-  std::atomic<int> num_due{0};  // peers
+  std::atomic<int> num_due{0};  // peers, and collectives for gloo
+  std::atomic<int> num_due_calls{0};  // the latter
   std::atomic<bool> neighbors{false};
 };
 
@@ -105,6 +106,11 @@ Relay::~Relay() {
 }
 
 bool Relay::is_due() { return relays().num_due.load(std::memory_order_relaxed) > 0; }
+void Relay::add_due(int more) {
+  relays().num_due_calls.fetch_add(more, std::memory_order_relaxed);
+  relays().num_due.fetch_add(more, std::memory_order_relaxed);
+}
+void Relay::tell() { changes().tell(); }
 void Relay::expect_neighbors() { relays().neighbors.store(true, std::memory_order_relaxed); }
 bool Relay::expects_neighbors() { return relays().neighbors.load(std::memory_order_relaxed); }
 
@@ -117,11 +123,13 @@ void Relay::wait_for_change(uint64_t& seen) {
 
 void Relay::order() {
   const std::lock_guard<std::mutex> lock(relays().mutex);
+  bool has_calls = relays().num_due_calls.load(std::memory_order_relaxed) > 0;
   for (Relay* relay : relays().all) {
     for (size_t peer = 0; peer < relay->peers_.size(); ++peer) {
       const std::lock_guard<std::mutex> own(relay->mutex_);
       Peer& one = relay->peers_[peer];
-      if (!one.is_due || one.is_called) continue;
+      if (!(one.is_due || (has_calls && one.is_attended)) || one.is_called) continue;
+      has_calls = false;  // one thread is enough for these
       one.is_called = true;
       one.changed.notify_all();
     }
@@ -189,6 +197,7 @@ void Relay::call(int number) {
 bool Relay::attend(int number) {
   Peer& peer = peer_of(number);
   std::unique_lock<std::mutex> lock(mutex_);
+  peer.is_attended = true;
   peer.changed.wait(lock, [&peer] { return peer.is_called || peer.failure != 0; });
   peer.is_called = false;
   return peer.failure == 0;

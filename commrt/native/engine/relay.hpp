@@ -100,6 +100,8 @@ class Relay {
   static void order();
   // Whether any relay of this process has frames that nobody sends.
   static bool is_due();
+  // The same of what else has to wait for the GIL (gloo_calls.hpp).
+  static void add_due(int more);
   Then arrived(int peer, const unsigned char* frame, uint64_t nbytes);
   // The payload of this number is there.
   void landed(int peer, uint64_t where);
@@ -133,6 +135,8 @@ class Relay {
   // brings `seen` up to date. Of all relays of this process. The moment is short where ranks of
   // this node could want a look.
   static void wait_for_change(uint64_t& seen);
+  // Something has changed.
+  static void tell();
   // A communicator has ranks of this node and of others: their messages tell nobody.
   static void expect_neighbors();
   static bool expects_neighbors();
@@ -172,6 +176,7 @@ class Relay {
     bool is_taken = false;         // somebody sends
     bool is_due = false;           // nobody does, and there are frames and room
     bool is_called = false;
+    bool is_attended = false;      // a thread waits until it is called
     std::unordered_map<uint64_t, std::pair<Request*, const void*>> waiting;  // by id: for Clear
     std::unordered_map<int, std::deque<Request*>> posted;                   // by tag
     std::unordered_map<int, std::deque<Incoming>> unexpected;               // by tag

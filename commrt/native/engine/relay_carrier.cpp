@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/gloo_calls.hpp"
+
 namespace nb = nanobind;
 
 namespace commrt {
@@ -120,6 +122,7 @@ void RelayCarrier::give_all() {
 }
 
 void RelayCarrier::give_everything() {
+  GlooGroup::start_everything();
   // One that is given to may end meanwhile: torch lets go of the GIL.
   const std::vector<RelayCarrier*> all = carriers();
   for (RelayCarrier* one : all) {
@@ -137,6 +140,7 @@ nb::object RelayCarrier::attend(int number) {
     goes_on = relay_->attend(number);
   }
   if (!goes_on) return nb::none();
+  GlooGroup::start_everything();  // what the progress thread has come upon
   nb::list works;
   for (const Sent& one : peer.sent) works.append(one.work);
   return works;

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// Collectives that gloo runs by itself, through groups of torch's that Python has made.
+//
+// gloo matches the collectives of a group by their order. So every communicator has a group of its
+// own, and its operations are handed over in the order in which they start. The engine asks for
+// that under its lock and without the GIL (ask); who has the GIL does it (start_everything), as
+// with the frames of a relay. Threads of gloo's run the operation, whatever the program does.
+// Nobody tells of its end: who waits for it waits in gloo, and is woken by it (wait); others ask
+// (look_everything).
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+struct _object;  // Python's
+
+namespace commrt {
+
+class Plan;
+
+// What a plan knows of its operation. The objects are own_object()'s (user_reduction.hpp).
+struct GlooPlan {
+  std::shared_ptr<class GlooGroup> group;
+  std::shared_ptr<_object> method;  // of torch's group
+  // From the addresses of what is sent and of the result to the method's arguments; computes, and
+  // changes nothing, so that it can be called again.
+  std::shared_ptr<_object> arguments;
+  // Those of the last addresses: programs use buffers again. Guarded by the GIL.
+  mutable const void* last_in = nullptr;
+  mutable const void* last_out = nullptr;
+  mutable std::shared_ptr<_object> last;
+};
+
+// One operation.
+struct GlooCall {
+  enum class State : int { Asked, Running, Done, Failed };
+  std::shared_ptr<const Plan> plan;
+  const void* in = nullptr;
+  void* out = nullptr;
+  std::atomic<State> state{State::Asked};
+  std::string error;  // release: `state`
+  double failed_s = 0;  // when it was known; release: `state`
+  std::shared_ptr<_object> work, arguments;  // guarded by the GIL
+
+  State now() const { return state.load(std::memory_order_acquire); }
+};
+
+// The operations of one group of torch's, in their order.
+class GlooGroup {
+ public:
+  GlooGroup();
+  ~GlooGroup();
+  GlooGroup(const GlooGroup&) = delete;
+  GlooGroup& operator=(const GlooGroup&) = delete;
+
+  // Needs neither the GIL nor the engine's lock.
+  void ask(std::shared_ptr<GlooCall> call);
+  // Whether gloo runs any operation of this process, as far as is known. A hint.
+  static bool is_running();
+  // Whether an operation has not ended, as far as is known.
+  bool is_busy();
+
+  // All of these need the GIL, and let others have it meanwhile.
+  // Gives gloo what was asked for, of all groups.
+  static void start_everything();
+  // Finds out what has ended, of all groups.
+  static void look_everything();
+  // What most waits take at most.
+  static constexpr double kSlice_s = 0.05;
+  // Waits in gloo until the operation has ended, at most for so long.
+  static void wait(const std::shared_ptr<GlooCall>& call, double seconds);
+
+ private:
+  void start_asked();
+  void start(const std::shared_ptr<GlooCall>& call);
+  void end(GlooCall& call, GlooCall::State state, const std::string& error);
+  void look();
+
+  std::mutex mutex_;
+  std::deque<std::shared_ptr<GlooCall>> asked_;
+  std::vector<std::shared_ptr<GlooCall>> running_;
+  bool is_starting_ = false;  // a thread gives gloo what there is, in order
+};
+
+}  // namespace commrt

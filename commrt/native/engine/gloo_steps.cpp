@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one step of an operation that gloo runs by itself: what it needs copied, asking, the end.
+#include <algorithm>
+#include <cstring>
+
+#include "engine/comm.hpp"
+#include "engine/engine.hpp"
+#include "engine/gloo_calls.hpp"
+
+namespace commrt {
+
+namespace {
+
+enum Coll {
+  kAllreduce = 0, kReduce = 1, kBcast = 2, kReduceScatter = 4, kAlltoall = 5, kAlltoallv = 12
+};
+
+constexpr double kHearing_s = 0.5;
+
+}  // namespace
+
+// At most `limit` bytes of what gloo is to find at `to`: a copy of `from`, scaled where the
+// reduction wants that; they may be the same. True once all of it is there.
+bool Op::contribute_slice(unsigned char* to, const unsigned char* from, int64_t elems,
+                          uint64_t limit) {
+  const Plan& p = *plan;
+  const bool scales = !(p.factor == Scale{});
+  if (!scales) return to == from || copy_slice(to, from, elems, limit);
+  const size_t nbytes = static_cast<size_t>(elems) * p.itemsize;
+  const size_t most = limit == kNoLimit ? nbytes : limit / p.itemsize * p.itemsize;
+  const size_t piece = std::min(nbytes - copied_, most);
+  if (piece != 0) {
+    const uint64_t scaled = 1;
+    const void* source = from + copied_;
+    p.combine(to + copied_, nullptr, &source, 1, piece / p.itemsize, &scaled, p.factor,
+              Store::Plain);
+    copied_ += piece;
+  }
+  return copied_ == nbytes;
+}
+
+// Where gloo finds what this rank gives, and puts what it gets; false while copies are made.
+bool Op::prepare_for_gloo(uint64_t limit, const void*& from, void*& into) {
+  from = in;
+  into = out;
+  unsigned char* const own = const_cast<unsigned char*>(in);
+  const auto scratch = [&] {
+    if (copied_ == 0 && tmp_storage == nullptr) {
+      tmp_storage.reset(new unsigned char[static_cast<size_t>(plan->in_elems) * plan->itemsize + 1]);
+    }
+    return tmp_storage.get();
+  };
+  switch (plan->coll) {
+    case kAllreduce:
+      from = out;
+      return contribute_slice(out, own, plan->in_elems, limit);
+    case kReduce:
+      // gloo overwrites what it reduces, on every rank.
+      from = into = comm->rank == plan->root ? out : scratch();
+      return contribute_slice(static_cast<unsigned char*>(into), own, plan->in_elems, limit);
+    case kBcast:
+      from = out;
+      return comm->rank != plan->root || in == out || contribute_slice(out, own, plan->out_elems, limit);
+    case kReduceScatter:
+      if (plan->factor == Scale{}) return true;
+      from = scratch();
+      return contribute_slice(scratch(), own, plan->in_elems, limit);
+    case kAlltoall:
+    case kAlltoallv:
+      if (static_cast<const void*>(in) != static_cast<void*>(out) || plan->in_elems == 0) return true;
+      from = scratch();
+      return copy_slice(scratch(), in, plan->in_elems, limit);
+    default:
+      return true;
+  }
+}
+
+bool Op::advance_gloo(uint64_t limit) {
+  if (gloo == nullptr) {
+    // gloo matches collectives by the order of the calls: start in sequence order.
+    if (comm->native_refused_) return false;
+    const void* from = nullptr;
+    void* into = nullptr;
+    if (!prepare_for_gloo(limit, from, into)) {
+      comm->native_refused_ = true;
+      return true;
+    }
+    gloo = std::make_shared<GlooCall>();
+    gloo->plan = plan;
+    gloo->in = from;
+    gloo->out = into;
+    native_started_ = true;
+    plan->gloo->group->ask(gloo);
+    return true;
+  }
+  switch (gloo->now()) {
+    case GlooCall::State::Done:
+      finish();
+      return true;
+    case GlooCall::State::Failed: {
+      const std::string lost = comm->who_is_lost();
+      // gloo does not say who it was, and the relay may hear of it a little later.
+      if (lost.empty() && now_s() < gloo->failed_s + kHearing_s) return false;
+      const std::string why =
+          (lost.empty() ? "" : lost + "; ") + "gloo failed the collective: " + gloo->error;
+      by_mpi = true;
+      native_started_ = false;  // gloo has let go of the buffers
+      comm->break_down(why);
+      fail(why + "; a rank has ended or cannot be reached, or the ranks called with different "
+                 "arguments");
+      return true;
+    }
+    default:
+      return false;
+  }
+}
+
+}  // namespace commrt

@@ -1603,6 +1603,8 @@ def make_gloo_plan(
     factor: float,
     method: Any,
     arguments: Any,
+    agreement: Plan | None,
+    digest: int,
 ) -> Plan: ...
 def make_message_method(name: str, kind: int, function: Any) -> Any:
     """Make the method descriptor of send (0), recv (1), sendrecv (2) or

@@ -3,12 +3,15 @@
 
 Ranks of a node share memory, and torch's gloo carries what goes between nodes. Where
 gloo keeps commrt's rules, its own collectives are candidates, too (``gloo/native``):
-one step that gloo runs over all ranks, on its own threads.
+one step that gloo runs over all ranks, on its own threads. gloo ends a process whose
+peer sends more than it expects. So the ranks compare first what they have called, by a
+schedule of one short message for each round.
 """
 
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
@@ -19,7 +22,9 @@ from commrt.backends.base import Availability, Capabilities, PlanSpec
 from commrt.backends.planning import check_params, scaling, schedule_plan
 from commrt.backends.schedules import schedule_candidates
 from commrt.dtypes import DType, ReduceOp, dtype_by_name, is_known
+from commrt.operations import operation
 from commrt.select.facts import Candidate, Query
+from commrt.select.model import COMPARED, COMPARED_NBYTES
 
 __all__ = ["NATIVE", "GlooBackend", "why_not", "why_refused"]
 
@@ -93,6 +98,8 @@ class GlooBackend:
             factor=factor,
             method=method,
             arguments=arguments,
+            agreement=_agreement(comm, spec),
+            digest=_digest(spec),
         )
 
 
@@ -136,6 +143,43 @@ def _keeps(dtype: DType, reduction: ReduceOp) -> bool:
     if dtype.kind == "float":  # the least and the largest of NaN are not commrt's
         return reduction is ReduceOp.PROD
     return dtype.kind == "int" and reduction in _ORDERED | _BITWISE | _ALL
+
+
+_COMPARING = Candidate("gloo", COMPARED.algorithm)
+_NEVER_COMPARED = ("barrier", "alltoallv")
+"""A barrier has nothing to compare, and what pairs of ranks exchange may differ."""
+
+
+def _agreement(comm: Any, spec: PlanSpec) -> Any:
+    """Return the plan by which the ranks compare what they have called, or None."""
+    if spec.op.name in _NEVER_COMPARED:
+        return None
+    return schedule_plan(
+        comm,
+        PlanSpec(
+            op=operation(COMPARED.coll),
+            num_elements=COMPARED_NBYTES // 8,
+            dtype=dtype_by_name("int64"),
+            reduction=ReduceOp.MAX,
+            root=0,
+            candidate=_COMPARING,
+            in_elements=COMPARED_NBYTES // 8,
+            out_elements=COMPARED_NBYTES // 8,
+            has_output=True,
+        ),
+    )
+
+
+def _digest(spec: PlanSpec) -> int:
+    """Return a number of all that must be equal on the ranks."""
+    facts = (
+        spec.op.name,
+        spec.num_elements,
+        spec.dtype.name,
+        spec.reduction.name if spec.op.reduces else None,
+        spec.root if spec.op.has_root else None,
+    )
+    return zlib.crc32(repr(facts).encode())
 
 
 Arguments = Callable[[int, int], tuple[Any, ...]]

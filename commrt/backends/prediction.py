@@ -15,6 +15,8 @@ from commrt.schedule.core_cost import core_cost, core_floor
 from commrt.schedule.cost import OnNode, cost, counts, floor
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.model import (
+    COMPARED,
+    COMPARED_NBYTES,
     NATIVE_GLOO,
     BetweenNodes,
     Constants,
@@ -104,9 +106,13 @@ def _by_gloo_us(
         crowd = max(1.0, facts.ppn / facts.cores)
         one = gloo_constants(between, native=False, crowd=crowd)
         return _schedule_us(facts, query, candidate.algorithm, own, one, only_floor)
-    run = NATIVE_GLOO[query.coll]
+    run = NATIVE_GLOO.get(query.coll)
+    if run is None:
+        return math.inf
     one = gloo_constants(between, native=True)
     start_us = one.alpha_us
+    if query.coll != "barrier":
+        start_us += _comparing_us(facts, between, only_floor)
     one = replace(one, beta_us=run.copies * one.beta_us)
     # Of what ranks of a node send each other gloo makes no difference.
     same = OnNode(facts.layout, 1.0, 1.0) if facts.ppn > 1 else None
@@ -114,6 +120,15 @@ def _by_gloo_us(
     return start_us + _schedule_us(
         facts, asked, run.algorithm, {}, one, only_floor, nearby=same
     )
+
+
+def _comparing_us(
+    facts: CommFacts, between: BetweenNodes | None, only_floor: bool
+) -> float:
+    """Return what ranks take to compare what they have called."""
+    short = Query(COMPARED.coll, COMPARED_NBYTES, "int64", op="max")
+    one = gloo_constants(between, native=False)
+    return _schedule_us(facts, short, COMPARED.algorithm, {}, one, only_floor)
 
 
 def _schedule_us(

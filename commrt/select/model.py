@@ -15,6 +15,8 @@ from typing import Literal, TypeVar
 from commrt.select.facts import LinkClass
 
 __all__ = [
+    "COMPARED",
+    "COMPARED_NBYTES",
     "NATIVE_GLOO",
     "BetweenNodes",
     "Constants",
@@ -101,12 +103,17 @@ NATIVE_GLOO = {
     "allgather": NativeRun("allgather", "ring", 1.9),
     "reduce_scatter": NativeRun("allreduce", "ring", 1.5),
     "alltoall": NativeRun("alltoall", "pairwise"),
-    "alltoallv": NativeRun("alltoall", "pairwise"),
     "gather": NativeRun("gather", "direct"),
     "scatter": NativeRun("scatter", "direct"),
     "barrier": NativeRun("barrier", "dissemination"),
 }
-"""gloo's own collectives, by operation."""
+"""gloo's own collectives that are chosen unasked, by operation. Of an alltoallv no rank
+knows all lengths, so it cannot be compared, and runs only where it is asked for."""
+
+
+COMPARED = NativeRun("allreduce", "recursive_doubling")
+"""By which ranks compare what they have called, before gloo runs it."""
+COMPARED_NBYTES = 16
 
 
 def gloo_constants(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from process_groups import job, unequal
 
-from commrt.errors import TimeoutError_, UsageError
+from commrt.errors import MismatchError, RevokedError, TimeoutError_, UsageError
 from commrt.torch import Options, using
 
 DEADLINE_S = 300.0
@@ -142,6 +142,38 @@ def test_the_model_chooses_it_for_long_vectors(torchrun: Any) -> None:
     first, second = torchrun(2, run_who_runs_it, **on_nodes("1"))
     assert first == second
     assert first[1:] == ["gloo/native", "gloo/native", "3.0"]
+
+
+def run_unequal() -> list[str]:
+    """Return what calls say that gloo would end the process for, and what goes on."""
+    said = []
+    with job() as rank:
+        for length, other in ((1000, 1001), (1 << 20, 1 << 19)):
+            group = dist.new_group(pg_options=NATIVE)
+            comm: Any = group.communicator  # type: ignore[union-attr]
+            for each in {length, other}:  # so that both are plans of every rank
+                dist.all_reduce(torch.ones(each), group=group)
+            x = torch.ones(length if rank == 0 else other)
+            work = dist.all_reduce(x, group=group, async_op=True)
+            assert work is not None
+            with pytest.raises(MismatchError, match="different arguments"):
+                work.wait()
+            with pytest.raises(RevokedError):
+                comm.allreduce(torch.ones(length))
+        group = dist.new_group(pg_options=NATIVE)
+        with pytest.raises(MismatchError):
+            if rank == 0:
+                dist.all_reduce(torch.ones(64), group=group)
+            else:
+                dist.broadcast(torch.ones(64), 0, group=group)
+        x = torch.ones(1 << 20)
+        dist.all_reduce(x)
+        said.append(str(x[0].item()))
+    return said
+
+
+def test_unequal_calls_are_an_error_before_gloo_has_them(torchrun: Any) -> None:
+    assert torchrun(3, run_unequal, **on_nodes("2,1")) == [["3.0"]] * 3
 
 
 def run_interleaved() -> list[float]:

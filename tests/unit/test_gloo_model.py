@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from commrt.backends.gloo import NATIVE, why_not
@@ -71,10 +73,16 @@ def test_ranks_that_share_cores_copy_at_a_higher_price() -> None:
     assert gloo_constants(QUIET, native=True).beta_us == QUIET.beta_us
 
 
-def test_where_nobody_knows_the_lengths_they_are_taken_to_be_long() -> None:
-    by_gloo = predicted_us(PAIR, query("alltoallv", 0), NATIVE, QUIET)
-    same = predicted_us(PAIR, query("alltoallv", 1 << 30), NATIVE, QUIET)
-    assert by_gloo == same > 2 * QUIET.native_us + 100
+def test_what_the_ranks_cannot_compare_is_never_gloos_unasked() -> None:
+    assert predicted_us(PAIR, query("alltoallv", 0), NATIVE, QUIET) == math.inf
+    direct = predicted_us(PAIR, query("alltoallv", 0), DIRECT, QUIET)
+    same = predicted_us(PAIR, query("alltoallv", 1 << 30), DIRECT, QUIET)
+    assert direct == same > QUIET.alpha_us
+
+
+def test_comparing_is_a_part_of_the_cost() -> None:
+    by_gloo = predicted_us(PAIR, query("bcast", 64), NATIVE, QUIET)
+    assert by_gloo > 2 * QUIET.native_us + QUIET.alpha_us
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,8 @@ PlanPtr make_native_plan(int coll, int dtype, int redop, int root, int64_t in_el
 
 PlanPtr make_gloo_plan(const std::shared_ptr<GlooGroup>& group, int coll, int dtype, int redop,
                        int root, int64_t in_elems, int64_t out_elems, const std::string& label,
-                       bool returns_out, double factor, nb::object method, nb::object arguments) {
+                       bool returns_out, double factor, nb::object method, nb::object arguments,
+                       PlanPtr agreement, int64_t digest) {
   auto plan = std::make_shared<Plan>();
   plan->coll = coll;
   plan->dtype = static_cast<DType>(dtype);
@@ -243,6 +244,8 @@ PlanPtr make_gloo_plan(const std::shared_ptr<GlooGroup>& group, int coll, int dt
   how->group = group;
   how->method = own_object(method.ptr());
   how->arguments = own_object(arguments.ptr());
+  how->agreement = std::move(agreement);
+  how->digest = digest;
   plan->gloo = std::move(how);
   return plan;
 }
@@ -281,7 +284,7 @@ void bind_plan(nb::module_& m) {
   m.def("make_gloo_plan", &make_gloo_plan, nb::arg("group"), nb::kw_only(), nb::arg("coll"),
         nb::arg("dtype"), nb::arg("redop"), nb::arg("root"), nb::arg("in_elems"),
         nb::arg("out_elems"), nb::arg("label"), nb::arg("returns_out"), nb::arg("factor"),
-        nb::arg("method"), nb::arg("arguments"));
+        nb::arg("method"), nb::arg("arguments"), nb::arg("agreement").none(), nb::arg("digest"));
   m.def("make_native_plan", &make_native_plan, nb::kw_only(), nb::arg("coll"),
         nb::arg("dtype"), nb::arg("redop"), nb::arg("root"), nb::arg("in_elems"),
         nb::arg("out_elems"), nb::arg("label"), nb::arg("datatype"), nb::arg("op"),

@@ -199,7 +199,8 @@ namespace {
 constexpr double kTimedPeriod_s = 1e-3;
 
 // Of an operation that gloo runs: waits there, for so long, where nothing else is to be done here.
-void ask_gloo(Group& group, const Op& op, double seconds) {
+// False where gloo has not been asked yet.
+bool ask_gloo(Group& group, const Op& op, double seconds) {
   Engine& engine = *group.engine;
   if (Relay::is_due()) RelayCarrier::give_everything();
   std::shared_ptr<GlooCall> call;
@@ -209,16 +210,17 @@ void ask_gloo(Group& group, const Op& op, double seconds) {
     call = op.gloo;
     nothing_else = engine.only_gloo_locked();
   }
-  if (call == nullptr) return;
+  if (call == nullptr) return false;
   if (nothing_else) {
     GlooGroup::wait(call, seconds);
   } else {
     GlooGroup::look_everything();
   }
-  if (call->now() < GlooCall::State::Done) return;
+  if (call->now() < GlooCall::State::Done) return true;
   // The end is some stores: no reason to let go of the GIL.
   const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
   if (lock.owns_lock()) group.comm->progress(kSliceBytes);
+  return true;
 }
 
 }  // namespace
@@ -247,10 +249,10 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
   constexpr int kPassesBetweenQuestions = 4;
   const bool by_gloo = op->plan != nullptr && op->plan->gloo != nullptr;
   for (;;) {
-    bool finished = false;
+    bool finished = false, in_gloo = false;
     if (by_gloo) {
       const double left = std::min(GlooGroup::kSlice_s, deadline - now_s());
-      ask_gloo(group, *op, engine.timed_due_s == kNever ? left : std::min(left, kTimedPeriod_s));
+      in_gloo = ask_gloo(group, *op, engine.timed_due_s == kNever ? left : std::min(left, kTimedPeriod_s));
       if (op->finished()) return WaitResult::Done;
     }
     {
@@ -269,7 +271,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
           if (i == 0) backoff.spin_at_most(engine.spins_locked(spins));
         }
         if (engine.has_device_work()) advanced = engine.step_device_work(advanced);
-        if (by_gloo && !advanced && i >= kPassesBetweenQuestions) break;
+        if (in_gloo && !advanced && i >= kPassesBetweenQuestions) break;
         if (advanced) {
           backoff.reset();
         } else {

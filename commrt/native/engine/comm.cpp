@@ -115,6 +115,7 @@ std::shared_ptr<Op> Comm::fresh_op() {
   }
   op->comm = this;
   op->parts.reset();
+  op->agreement.reset();
   op->gate = {};
   op->stream = 0;
   return op;
@@ -204,6 +205,7 @@ std::shared_ptr<Op> Comm::begin(std::shared_ptr<Op> op, uint64_t limit) {
   // With others in flight, what the last pass refused is still refused.
   if (active_.empty()) lane_refused_ = native_refused_ = false;
   const MpiTurn turn(engine.mpi_device());
+  if (op->plan->gloo != nullptr) begin_agreement(*op);
   if (!fail_after_own(*op)) op->advance(limit);
   if (op->finished()) {
     if (op->has_keep()) engine.discard(std::shared_ptr<Op>(op));
@@ -358,6 +360,12 @@ bool Comm::gave_up(int peer, uint64_t seq) const {
 // MPI would hand it the messages of the one that failed, and the other ranks end it too.
 bool Comm::fail_after_own(Op& op) {
   if (op.seq < failed_from) return false;
+  if (const Op* const first = op.agreement.get(); first != nullptr && first->has_failed()) {
+    op.given_up = first->given_up;
+    op.by_mpi = first->by_mpi;
+    op.fail(first->error);
+    return true;
+  }
   op.given_up = true;
   op.fail("this rank gave up at operation #" + std::to_string(failed_from) + ": " + failure);
   return true;

@@ -124,6 +124,11 @@ class Op {
   bool by_user = false;   // failed because the user's reduction did
   std::unique_ptr<UserValue> user_value;  // what is on its way through Python, or null
   bool held = false;      // failed, and MPI may still use the buffers: they are kept for ever
+  // Before a collective of gloo's: the ranks compare what they have called. It has the same number,
+  // and no record.
+  std::shared_ptr<Op> agreement;
+  bool is_agreement = false;
+  int64_t compared[2] = {0, 0};  // its buffer: the largest digest, and the least, negated
   std::unique_ptr<P2PTask> p2p;
   std::unique_ptr<BucketParts> parts;  // of a bucket: its arrays, instead of `in` and `out`
   bool in_heap = false;  // may meet buffers in the symmetric heap (symmetric.cpp)
@@ -134,6 +139,9 @@ class Op {
   bool uses_heap() const { return in_place_ != 0 || out_place_ != 0; }
   bool has_keep() const { return keep[0] != nullptr || keep[1] != nullptr; }
   bool finished() const { return state.load(std::memory_order_acquire) != 0; }
+  bool has_failed() const {
+    return state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed);
+  }
 
   void bind(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_);
   // The same for an operation whose first `done` instructions are done already.
@@ -243,6 +251,7 @@ class Op {
   const void* copied_where_in_place(uint64_t limit);
   bool copy_slice(void* to, const void* from, int64_t elems, uint64_t limit);
   bool advance_native(uint64_t limit);
+  bool has_agreed();
   bool contribute_slice(unsigned char* to, const unsigned char* from, int64_t elems, uint64_t limit);
   bool prepare_for_gloo(uint64_t limit, const void*& from, void*& into);
   bool advance_gloo(uint64_t limit);
@@ -420,6 +429,7 @@ class Comm {
   friend class P2P;
   std::shared_ptr<Op> fresh_op();
   std::shared_ptr<Op> begin(std::shared_ptr<Op> op, uint64_t limit);
+  void begin_agreement(Op& op);
   std::shared_ptr<Op> go_on(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
                             uint64_t seq, size_t done, int lane, const unsigned char* tmp,
                             Store store, uint64_t timed_from, bool shown);

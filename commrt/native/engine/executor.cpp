@@ -476,7 +476,7 @@ void Op::fail(std::string message) {
   comm->break_down(error);
   comm->tell_failure(seq);
   Record& record = comm->records[seq % Comm::kRecords];
-  if (record.seq == seq) {
+  if (record.seq == seq && !is_agreement) {
     record.end_ticks = ticks();
     record.state = static_cast<uint8_t>(OpState::Failed);
   }
@@ -507,7 +507,7 @@ void Op::finish() {
   comm->release_lane(*this);
   stop_showing();
   Record& record = comm->records[seq % Comm::kRecords];
-  if (record.seq == seq) {
+  if (record.seq == seq && !is_agreement) {
     record.end_ticks = ticks();
     record.state = 1;
   }

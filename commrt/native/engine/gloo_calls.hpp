@@ -29,6 +29,10 @@ struct GlooPlan {
   // From the addresses of what is sent and of the result to the method's arguments; computes, and
   // changes nothing, so that it can be called again.
   std::shared_ptr<_object> arguments;
+  // Where ranks that pass different things would end their processes in gloo: by which plan they
+  // compare a digest of it before, an allreduce of two int64 by max.
+  std::shared_ptr<const Plan> agreement;
+  int64_t digest = 0;
   // Those of the last addresses: programs use buffers again. Guarded by the GIL.
   mutable const void* last_in = nullptr;
   mutable const void* last_out = nullptr;

@@ -6,6 +6,7 @@
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
 #include "engine/gloo_calls.hpp"
+#include "engine/p2p.hpp"
 
 namespace commrt {
 
@@ -75,10 +76,40 @@ bool Op::prepare_for_gloo(uint64_t limit, const void*& from, void*& into) {
   }
 }
 
+void Comm::begin_agreement(Op& op) {
+  const GlooPlan& how = *op.plan->gloo;
+  if (how.agreement == nullptr) return;
+  auto first = std::make_shared<Op>();
+  first->comm = this;
+  first->is_agreement = true;
+  first->compared[0] = how.digest;
+  first->compared[1] = -how.digest;
+  first->bind(how.agreement, first->compared, first->compared);
+  first->seq = op.seq;
+  op.agreement = first;
+  if (!fail_after_own(*first)) first->advance(kNoLimit);
+  if (!first->finished()) active_.push_back(std::move(first));
+}
+
+// Whether all ranks have passed the same, as far as gloo needs it; it may fail instead.
+bool Op::has_agreed() {
+  if (agreement == nullptr) return true;
+  if (!agreement->finished() || agreement->has_failed()) return false;
+  const int64_t digest = plan->gloo->digest;
+  if (agreement->compared[0] == digest && agreement->compared[1] == -digest) return true;
+  fail("the ranks called with different arguments (operation, length, type, reduction or root); "
+       "gloo was given nothing");
+  return false;
+}
+
 bool Op::advance_gloo(uint64_t limit) {
   if (gloo == nullptr) {
     // gloo matches collectives by the order of the calls: start in sequence order.
     if (comm->native_refused_) return false;
+    if (!has_agreed()) {
+      comm->native_refused_ = true;
+      return finished();
+    }
     const void* from = nullptr;
     void* into = nullptr;
     if (!prepare_for_gloo(limit, from, into)) {

@@ -197,14 +197,21 @@ void GlooGroup::wait(const std::shared_ptr<GlooCall>& call, double seconds) {
   if (call->now() != GlooCall::State::Running) return;
   GlooGroup& group = *call->plan->gloo->group;
   const std::shared_ptr<_object> work = call->work;
-  try {
+  const auto asked = [&] {
     nb::handle(work.get()).attr("wait")(timedelta(seconds));
     group.end(*call, GlooCall::State::Done, "");
+  };
+  try {
+    asked();
+    return;
+  } catch (nb::python_error&) {
+    if (!has_completed(*call)) return;  // time was up
+  }
+  // It has failed, or ended just as time was up: now that it is over, it says which.
+  try {
+    asked();
   } catch (nb::python_error& error) {
-    // Time was up, or it has failed.
-    if (has_completed(*call)) {
-      group.end(*call, GlooCall::State::Failed, first_line(error.what()));
-    }
+    group.end(*call, GlooCall::State::Failed, first_line(error.what()));
   }
 }
 

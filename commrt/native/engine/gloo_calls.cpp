@@ -43,7 +43,11 @@ nb::object timedelta(double seconds) {
   return seconds == GlooGroup::kSlice_s ? nb::borrow(slice) : nb::handle(type)(0, seconds);
 }
 
-std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+// The first line of what an exception says, without where it came from.
+std::string said_by(const nb::python_error& error) {
+  const auto text = nb::cast<std::string>(nb::str(error.value()));
+  return text.substr(0, text.find('\n'));
+}
 
 }  // namespace
 
@@ -134,7 +138,7 @@ void GlooGroup::start_asked() {
       start(call);
     } catch (nb::python_error& error) {
       if (error.matches(PyExc_Exception)) {
-        end(*call, GlooCall::State::Failed, first_line(error.what()));
+        end(*call, GlooCall::State::Failed, said_by(error));
         continue;
       }
       // Ctrl-C, before gloo knew of it: to be raised where somebody can take it.
@@ -211,7 +215,7 @@ void GlooGroup::wait(const std::shared_ptr<GlooCall>& call, double seconds) {
   try {
     asked();
   } catch (nb::python_error& error) {
-    group.end(*call, GlooCall::State::Failed, first_line(error.what()));
+    group.end(*call, GlooCall::State::Failed, said_by(error));
   }
 }
 

@@ -8,6 +8,7 @@ docs/faults.md says of every other one.
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +162,11 @@ def run_unequal() -> list[str]:
             with pytest.raises(RevokedError):
                 comm.allreduce(torch.ones(length))
         group = dist.new_group(pg_options=NATIVE)
+        x = torch.ones(64)
+        all_reduce, broadcast = dist.all_reduce, partial(dist.broadcast, src=0)
+        call: Any = broadcast if rank else all_reduce
         with pytest.raises(MismatchError):
-            if rank == 0:
-                dist.all_reduce(torch.ones(64), group=group)
-            else:
-                dist.broadcast(torch.ones(64), 0, group=group)
+            call(x, group=group)
         x = torch.ones(1 << 20)
         dist.all_reduce(x)
         said.append(str(x[0].item()))

@@ -78,7 +78,8 @@ def _may_run(backend: str, algorithm: str, facts: CommFacts, between: str) -> bo
     if backend not in ("shm", "mpi", "gloo", "local"):
         return True  # of another package: its own affair
     if algorithm == "native":
-        return facts.size > 1
+        by_gloo = facts.nodes > 1 and between == "gloo"
+        return facts.size > 1 and by_gloo == (backend == "gloo")
     if facts.nodes > 1:
         return backend == between
     return serves(facts, backend)

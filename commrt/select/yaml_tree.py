@@ -23,6 +23,7 @@ from commrt.select.tree import MAX_DEPTH, MAX_NBYTES, Node, Scalar, fail
 __all__ = ["is_plain_text", "read_tree"]
 
 _MAX_INT = 2**63 - 1
+_TOO_DEEP = "nested too deeply to be a table"
 
 _INT = re.compile(r"[-+]?[0-9]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -57,9 +58,11 @@ def read_tree(text: str, source: str) -> Node:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        if "nesting depth" in problem:  # PyYAML's own limit, from 6.0.4 on
+            raise TableError(f"{source}{where}: {_TOO_DEEP}") from error
         raise TableError(f"{source}{where}: not YAML: {problem}") from error
     except RecursionError as error:
-        raise TableError(f"{source}: nested too deeply to be a table") from error
+        raise TableError(f"{source}: {_TOO_DEEP}") from error
 
 
 class _Reader:

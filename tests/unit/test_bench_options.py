@@ -175,6 +175,7 @@ TORCHRUN = LaunchInfo("torchrun", 0, 4, "x")
         ("ring", 4, SINGLE, {"COMMRT_SHM": "off"}, "mpi/ring"),
         ("native", 2, SINGLE, {}, "mpi/native"),
         ("native", 4, MPI, {}, "mpi/native"),
+        ("native", 4, TORCHRUN, {"COMMRT_NODES": "2"}, "gloo/native"),
         ("ring", 4, TORCHRUN, {}, "shm/ring"),
         ("ring", 4, TORCHRUN, {"COMMRT_NODES": "2"}, "gloo/ring"),
         ("mpi/ring", 4, MPI, {}, "mpi/ring"),

@@ -86,6 +86,8 @@ def free_what_was_left(device: Device) -> None:
 
 def give_back(device: Device, address: int, pinned: int = 0) -> None:
     """Free memory, where this thread may; else leave it to others."""
+    if not (address or pinned):  # it has been given back before
+        return
     if not _FREEING.waits:
         _FREEING.left.append((device, address, pinned))
         return

@@ -74,6 +74,14 @@ def test_without_that_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert most_live(world, world.device(), 50) == 100 * SIZE
 
 
+def test_of_arrays_that_were_freed_nothing_is_left() -> None:
+    with SimWorld(seed=1) as world:
+        kept = [DeviceArray(world.device(), SIZE, "u1")]
+        kept[0].free()
+        drop(kept)
+        assert not arrays._FREEING.left
+
+
 def make(device: Any) -> None:
     DeviceArray(device, 1)
 

@@ -62,9 +62,6 @@ def program(tmp_path: Path):
 
 
 def lines(done: Completed) -> list[Any]:
-    if "Fatal error in internal_Init_thread" in done.stderr:
-        # MPICH and slurmstepd, before any line of the program's own.
-        pytest.skip("MPICH has not started under this Slurm: MPI_Init_thread failed")
     assert done.ok, done.describe_failure()
     # A library of MPI that does not know srun's ranks says so first.
     said = [each for each in done.stdout.splitlines() if each.startswith("[")]
@@ -126,6 +123,17 @@ def test_init_meets_without_an_mpi_that_knows_srun(
     assert found == [[rank, total, True, False] for rank in range(ranks)]
 
 
+def started(slurm: PrivateSlurm, *argv: str, **environ: str) -> Completed:
+    """Run a program; once more where MPICH's ranks did not learn their addresses.
+
+    slurmstepd now and then loses one of UCX's; that it does so twice is a failure.
+    """
+    done = slurm.srun(*argv, **environ)
+    if "MPIDI_UCX_comm_addr_exchange" in done.stderr:
+        done = slurm.srun(*argv, **environ)
+    return done
+
+
 @pytest.mark.parametrize("options", ["--nodes=1 --ntasks=2", "--nodes=2 --ntasks=4"])
 @pytest.mark.full(sample=1)
 def test_an_mpi_that_knows_srun_is_used(
@@ -139,9 +147,9 @@ def test_an_mpi_that_knows_srun_is_used(
     mpich = {**MPICH_OVERSUBSCRIBED, "MPI4PY_LIBMPI": str(libraries[0])}
     ranks = int(options[-1])
     total = [ranks * (ranks + 1) / 2] * 3
-    found = lines(slurm.srun(*argv, program(RUNTIME), **mpich))
+    found = lines(started(slurm, *argv, program(RUNTIME), **mpich))
     assert found == [[rank, total, True, True] for rank in range(ranks)]
-    meeting = lines(slurm.srun(*argv, program(GROUPS), **mpich))
+    meeting = lines(started(slurm, *argv, program(GROUPS), **mpich))
     assert [turn[0] for turns, _ in meeting for turn in turns] == [total] * 2 * ranks
 
 

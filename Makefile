@@ -45,7 +45,7 @@ MPI_TESTS := $(wildcard tests/mpi tests/faults)
 
 .PHONY: help
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
 
 .PHONY: tune
 tune: $(VENV)/.installed ## Measure this machine and write its selection table (60 s).
@@ -126,7 +126,7 @@ CLIENT_megatron := --no-deps megatron-core==0.9.0
 CLIENT_transformers := transformers==5.24.0 accelerate==1.15.0
 
 .PHONY: test-clients
-test-clients: $(CLIENTS:%=test-client-%) ## DeepSpeed, JAX, Lightning, accelerate, Megatron-core, transformers.
+test-clients: $(CLIENTS:%=test-client-%) ## DeepSpeed, JAX, ... from PyPI, each in an environment of its own; one: test-client-jax.
 
 .PHONY: $(CLIENTS:%=test-client-%)
 $(CLIENTS:%=test-client-%): test-client-%: .venv-client-%/.installed
@@ -174,7 +174,7 @@ test-tsan: build/tsan$(SCOPE)/.installed ## ThreadSanitizer on ranks as threads.
 
 .PHONY: clean
 clean: ## Remove environments and build results.
-	rm -rf $(VENV) $(VENV_MPICH) .venv-torch* .venv-client-* build
+	rm -rf $(VENV) $(VENV_MPICH) $(VENV_GPU) .venv-torch* .venv-client-* build
 
 # -- environments ----------------------------------------------------------------
 

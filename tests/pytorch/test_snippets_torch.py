@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of the docs that need torch run: what is written there is true.
+
+Blocks marked ``python`` run without torch, in ``tests/docs``; those marked ``py`` here.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from commrt.launch.mpiexec import child_environment, run_process
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```py\n(.*?)^```$", re.S | re.M)
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    if BLOCK.search(path.read_text())
+)
+LAUNCHERS = {
+    "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node"),
+    "commrt.run": ("commrt.run", "-n"),
+}
+"""As the docs have them, before the number of ranks; torchrun is its module's name."""
+DEADLINE_S = 100.0
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_of_a_page_run_on_ranks(
+    page: str, launcher: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("\n\n".join(BLOCK.findall((ROOT / page).read_text())))
+    done = run_process(
+        [sys.executable, "-m", *LAUNCHERS[launcher], "2", str(program)],
+        {**child_environment(sys.executable), "OMP_NUM_THREADS": "1"},
+        timeout_s=DEADLINE_S,
+    )
+    assert done.ok, done.describe_failure()
+
+
+def test_the_pages_are_those_that_have_such_blocks() -> None:
+    assert {"docs/pytorch.md", "docs/data-parallel.md", "docs/tracing.md"} <= {*PAGES}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,8 @@ def mixture_of_experts() -> Found:
 
 def grid() -> Found:
     """Two dimensions, each with a group for its name."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    shape = (2, dist.get_world_size() // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     whole, part = torch.empty(10), torch.empty(5)
 
     def step() -> None:
@@ -131,16 +132,23 @@ def grid() -> Found:
 SCHEMES = (data_parallel, sharded, tensor_parallel, pipeline, mixture_of_experts, grid)
 
 
+def in_jobs(steps: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Return what each gives, with a default group of its own."""
+    found = []
+    for step in steps:
+        with job(name=step.__name__):
+            found.append(step())
+    return found
+
+
 def all_schemes() -> list[Any]:
     import torch.distributed.nn  # noqa: F401  dist.nn
 
-    found = []
-    for scheme in (*SCHEMES, each_method):
-        with job(name=scheme.__name__):
-            found.append(scheme())
-    with job(name="asked_for"):
-        found.insert(0, asked_for())
-    return found
+    return in_jobs(SCHEMES)
+
+
+def methods_and_choices() -> list[Any]:
+    return in_jobs((each_method, asked_for))
 
 
 def asked_for() -> list[str]:
@@ -158,32 +166,43 @@ def asked_for() -> list[str]:
     return [one.algorithm for one in recording.log().operations]
 
 
-def test_bytes_are_those_of_the_formulas_and_of_each_method(torchrun: Any) -> None:
-    ranks = torchrun(2, all_schemes, deadline_s=DEADLINE_S)
-    for rank, found in enumerate(ranks):
-        check_methods(rank, *found.pop())
-        plain, *asked = found.pop(0)
-        assert plain != "ring"
-        assert asked == ["ring", "ring", "ring", plain, "ring", "ring", "ring"]
-    first, last = ranks
+def formulas(rank: int, size: int) -> list[Found]:
+    """Return what ``SCHEMES`` ask for in a step, by the textbooks' formulas."""
     psi = sum(p.nbytes for p in net().parameters())
     block = 2 * IN * E  # of a micro-batch: two rows of eight
-    expected: list[Found] = [
+    tokens = 2 * size * IN * E
+    boundaries = 1 if rank in (0, size - 1) else 2
+    # A dimension of all ranks is the default group.
+    dimension = "world" if size == 2 else "dp"
+    return [
         {"world allreduce": [1, psi]},
         # Both layers forwards, both again backwards; gradients of both.
         {"world allgather": [4, 2 * psi], "world reduce_scatter": [2, psi]},
         # Outputs forwards, gradients of inputs backwards.
         {"tp allreduce": [2, ROWS * (OUT + IN) * E]},
-        {"pp send": [4, 4 * block]},
-        {"ep alltoall": [4, 4 * (2 * 2 * IN * E)]},
-        # A dimension of all ranks is the default group.
+        # Activations to the stage behind, their gradients to the one before.
+        {"pp send": [4 * boundaries, 4 * boundaries * block]},
+        {"ep alltoall": [4, 4 * tokens]},
         {
-            "world allreduce": [1, 12],
-            "world allgather": [1, 40],
+            f"{dimension} allreduce": [1, 12],
+            f"{dimension} allgather": [1, 40],
             "tp allreduce": [1, 8],
         },
     ]
-    assert first == last == expected
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_are_those_of_the_formulas(torchrun: Any, size: int) -> None:
+    got = torchrun(size, all_schemes, deadline_s=DEADLINE_S)
+    assert got == [formulas(rank, size) for rank in range(size)]
+
+
+def test_bytes_of_each_method_and_what_ran_it(torchrun: Any) -> None:
+    ranks = torchrun(2, methods_and_choices, deadline_s=DEADLINE_S)
+    for rank, (methods, (plain, *asked)) in enumerate(ranks):
+        check_methods(rank, *methods)
+        assert plain != "ring"
+        assert asked == ["ring", "ring", "ring", plain, "ring", "ring", "ring"]
 
 
 # -- each method -----------------------------------------------------------------

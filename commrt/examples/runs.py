@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from commrt.launch.detect import detect
+
 __all__ = ["arguments_of", "compare", "job", "mean_over_ranks", "report", "say"]
 
 TOLERANCE = 1e-4
@@ -42,9 +44,10 @@ def arguments_of(
 
 @contextmanager
 def job(backend: str) -> Iterator[None]:
-    """Be one of torchrun's ranks; without torchrun, the only one."""
+    """Be one of the ranks that a launcher has started; without one, the only rank."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    if "RANK" not in os.environ:
+    # mpiexec and srun set no RANK: ``init_process_group`` knows their ranks.
+    if "RANK" not in os.environ and detect().kind == "single":
         os.environ.update({**alone, "MASTER_PORT": "0"})
     torch.set_num_threads(1)  # ranks share the cores
     dist.init_process_group(backend)

@@ -56,6 +56,19 @@ def test_the_examples_on_two_ranks(torchrun: Any) -> None:
     check(results, [*EXAMPLES], "commrt")
 
 
+def test_the_examples_on_ranks_of_mpiexec(mpirun: Any) -> None:
+    """Which has no variables of torch's: each rank would train alone by these."""
+    results = mpirun(
+        2,
+        trained,
+        names=[*EXAMPLES],
+        arguments=["--steps", "3", "--check"],
+        deadline_s=DEADLINE_S,
+    )
+    check(results, [*EXAMPLES], "commrt")
+    assert all("3 steps on 2 ranks" in said for _, _, said in results[0])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("nranks", "names", "backend"),

@@ -49,7 +49,7 @@ class Calls:
     def __init__(
         self,
         comm: Communicator,
-        completer: Completer | None,
+        completer: Completer,
         sparse_algorithm: str | None = None,
     ) -> None:
         self.comm = comm

@@ -14,6 +14,11 @@ group completes later, where the operation makes progress by itself meanwhile. E
 the end of the backward pass completes it, just before DDP looks: so no rank waits at
 each bucket for the slowest.
 
+An operation that runs out of time is still in flight, and those that were started after
+it wait for the same ranks. So while it is, their futures are given its error and do not
+wait as long each: else a backward pass would fail after as many limits as it has
+buckets, and not after one.
+
 An error has to be an error of C++: what ``Future.set_exception`` stores is a value to
 C++, and DDP crashes on it. An error that a callback raises is one, so futures that may
 have one are what ``then`` made of another one.
@@ -34,6 +39,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Variable, graph
 
+from commrt.errors import TimeoutError_
+
 if TYPE_CHECKING:
     from commrt.torch.work import CommrtWork
 
@@ -44,32 +51,33 @@ _typed = torch._C.fork
 """What ``torch.jit.fork`` calls: runs a function, and returns its value in a future."""
 
 
-def future_of(work: CommrtWork, completer: Completer | None) -> Any:
+def future_of(work: CommrtWork, completer: Completer | None = None) -> Any:
     """Return a future of the work's outputs.
 
     It is complete, but for DDP's reducer where there is a thread for it.
     """
     outputs = work.result()
+    wait = _waited_for if completer is None else completer.waited_for
     devices = {each.device for each in outputs if each.device.type != "cpu"}
     source: torch.futures.Future[None] = torch.futures.Future(devices=[*devices])
     from_cpp = not devices and _called_from_cpp() and not _is_compressed(outputs)
     if from_cpp and not work.is_completed():
         later = _deferred(completer)
         if later is not None:
-            public = source.then(lambda _: _waited_for(work))
+            public = source.then(lambda _: wait(work))
             later(work, source)
             return public
     error: Exception | None = None
     if outputs and not devices:
         try:
-            return _typed(lambda: _waited_for(work))
+            return _typed(lambda: wait(work))
         except Exception as raised:  # noqa: BLE001  what waits for the future raises it
             error = raised
 
     def outcome(_: Any) -> list[torch.Tensor]:
         if error is not None:
             raise error
-        return _waited_for(work)
+        return wait(work)
 
     public = source.then(outcome)
     source.set_result(None)
@@ -78,7 +86,7 @@ def future_of(work: CommrtWork, completer: Completer | None) -> Any:
 
 def _deferred(completer: Completer | None) -> Callable[[CommrtWork, Any], None] | None:
     """Return what completes a future later; None where it has to be complete now."""
-    if completer is not None:
+    if completer is not None and completer.has_thread:
         return completer.complete
     if torch._C._current_autograd_node() is None:
         return None  # the backward pass has come to its end
@@ -114,15 +122,42 @@ def _called_from_cpp() -> bool:
 
 
 class Completer:
-    """A thread that waits for operations, in their order, for their futures."""
+    """What ends a group's futures: a thread, in the operations' order, or who waits."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, has_thread: bool = True) -> None:
+        """Make it.
+
+        Args:
+            name: the group's.
+            has_thread: whether there is to be a thread, which waits while the program
+                computes.
+        """
         self._name = name
+        self.has_thread = has_thread
+        self._late: tuple[CommrtWork, TimeoutError_] | None = None
         self._todo: queue.SimpleQueue[tuple[CommrtWork, Any] | None] = (
             queue.SimpleQueue()
         )
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+
+    def waited_for(self, work: CommrtWork) -> list[torch.Tensor]:
+        """Wait for an operation, and return its outputs.
+
+        Where an earlier one has run out of time and is still in flight, this one is
+        looked at and not waited for.
+        """
+        late = self._late
+        if late is not None and late[0] is not work:
+            if late[0].is_completed():
+                self._late = None
+            elif not work.is_completed():
+                raise late[1]
+        try:
+            return _waited_for(work)
+        except TimeoutError_ as error:
+            self._late = work, error
+            raise
 
     def complete(self, work: CommrtWork, source: Any) -> None:
         """Complete ``source`` once ``work`` has ended."""

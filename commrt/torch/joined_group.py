@@ -47,11 +47,10 @@ class JoinedGroup:
             raise as_torch_error(error) from error.__cause__
         self.comm, self.member = comm, member
         # Without a second core for it, progress would only interrupt the computation.
-        self.completer = Completer(member.name)
         by_itself = member.size > 1 and progress_mode(comm._world)
-        completer = self.completer if by_itself else None
+        self.completer = Completer(member.name, has_thread=by_itself)
         kind = Calls if comm._ranges is None else RangedCalls
-        self.calls = kind(comm, completer, member.options.sparse_algorithm)
+        self.calls = kind(comm, self.completer, member.options.sparse_algorithm)
         self.memory = SharedMemory(comm)
         self._is_over = False
         if not _LIVING:

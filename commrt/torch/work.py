@@ -65,7 +65,7 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
             request: commrt's; None for an operation that has ended.
             outputs: what ``result`` and the future give.
             back: to be called once, after the end: copies results to where they belong.
-            futures: the group's thread that completes futures, where it has one.
+            futures: what ends the group's futures; None waits for this one alone.
         """
         super().__init__()
         if type(request) is Request:

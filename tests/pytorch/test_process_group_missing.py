@@ -141,21 +141,22 @@ def test_a_rank_that_does_not_come_to_init_is_named(torchrun: Any) -> None:
 
 
 class Late:
-    """A Work that never ends; notes how it is waited for."""
+    """A Work that does not end by itself; notes how it is waited for."""
 
-    def __init__(self, error: Exception | None) -> None:
+    def __init__(self, error: Exception | None, ended: bool = False) -> None:
         self.error = error
+        self.ended = ended
         self.limits: list[Any] = []
         self.looks = 0
 
-    def wait(self, limit: timedelta | None) -> None:
+    def wait(self, limit: timedelta | None = None) -> None:
         self.limits.append(limit)
         if self.error is not None:
             raise self.error
 
     def is_completed(self) -> bool:
         self.looks += 1
-        return False
+        return self.ended
 
     def result(self) -> list[torch.Tensor]:
         return []
@@ -179,3 +180,27 @@ def test_calls_that_are_joined_share_one_limit() -> None:
     with pytest.raises(MismatchError, match="a"):
         JoinedWork(works).wait()  # type: ignore[arg-type]
     assert [len(work.limits) for work in works] == [1, 1, 1]
+
+
+def test_futures_of_a_group_wait_for_one_limit() -> None:
+    """While one is late those after it are looked at: a step has many buckets."""
+    from commrt.torch.futures import Completer, future_of
+
+    completer, first, second = (
+        Completer("g"),
+        Late(TimeoutError_("late")),
+        Late(TimeoutError_("later")),
+    )
+    for work in (first, second):
+        future = future_of(work, completer)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="TimeoutError_: late"):
+            future.wait()
+    assert [work.limits for work in (first, second)] == [[None], []]
+    # Once the late one has ended, they are waited for again.
+    first.ended = True
+    with pytest.raises(RuntimeError, match="TimeoutError_: later"):
+        future_of(second, completer).wait()  # type: ignore[arg-type]
+    assert second.limits == [None]
+    # What has ended meanwhile has a value, whoever is late.
+    third = Late(None, ended=True)
+    assert future_of(third, completer).wait() == []  # type: ignore[arg-type]

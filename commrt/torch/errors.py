@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commrt.errors import CommError, TimeoutError_
+from commrt.errors import CommError, TimeoutError_, UsageError
 
-__all__ = ["as_torch_error"]
+__all__ = ["as_torch_error", "wrong_call"]
 
 
 _WHOSE_LIMIT = (
@@ -37,6 +37,11 @@ def as_torch_error(error: CommError) -> CommError:
     made.__cause__ = error.__cause__
     made.__traceback__ = error.__traceback__
     return made
+
+
+def wrong_call(what: str) -> CommError:
+    """Return a UsageError, torch's, too, about what is wrong with a call."""
+    return as_torch_error(UsageError(what))
 
 
 @cache

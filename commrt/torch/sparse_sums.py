@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from commrt.errors import UsageError
 from commrt.sparse.cost import ALGORITHMS
 from commrt.torch.calls import Calls
+from commrt.torch.errors import wrong_call
 from commrt.torch.operands import plain
 from commrt.torch.per_call import ASKED
 from commrt.torch.profiling import profiled
@@ -34,16 +34,16 @@ def sparse_allreduce(
     """Sum a sparse tensor over all ranks, in place."""
     op = reduction_of(opts.reduceOp)
     if x.layout is not torch.sparse_coo:
-        raise UsageError(
+        raise wrong_call(
             f"allreduce: a tensor of layout {x.layout}: expected a dense or a sparse "
             f"COO tensor"
         )
     if op.name not in _SUMS:
-        raise UsageError(
+        raise wrong_call(
             f"allreduce: op={op.name!r} of sparse tensors: what is not stored counts "
             f"as zero, so only {' and '.join(_SUMS)} are defined"
         )
-    given = x.detach().coalesce()
+    given, shown = x.detach().coalesce(), _complex_of(x)
     out: list[Any] = []
     request: Any = None
     waits, limit = calls.waits(opts), calls.limit(opts)
@@ -63,8 +63,19 @@ def sparse_allreduce(
             summed = summed / calls.comm.size
         with torch.no_grad():
             x.copy_(summed)  # a detached one would keep its entries to itself
+            if shown is not None:
+                shown.copy_(torch.view_as_complex(summed))
 
     return calls.end(request, waits, [x], back)
+
+
+def _complex_of(x: torch.Tensor) -> torch.Tensor | None:
+    """Return the complex tensor that torch's all_reduce has passed as pairs.
+
+    What is copied into such a view of a sparse tensor stays the view's alone.
+    """
+    base = x._base if x._is_view() else None
+    return base if base is not None and base.is_sparse and base.is_complex() else None
 
 
 def _chosen(calls: Calls) -> str | None:
@@ -74,7 +85,7 @@ def _chosen(calls: Calls) -> str | None:
         return calls.sparse_algorithm
     name: str = asked.get("algorithm", "")
     if set(asked) != {"algorithm"} or set(name) & set("/{"):
-        raise UsageError(
+        raise wrong_call(
             f"all_reduce of a sparse tensor within commrt.torch.using: {asked} names a "
             f"backend or parameters, which sparse sums have not; name an algorithm "
             f"alone, one of {', '.join(ALGORITHMS)}, or make the call outside"
@@ -101,7 +112,9 @@ def _like(x: torch.Tensor, total: Any) -> torch.Tensor:
     row = math.prod(dense)
     places = total.indices.long()
     values = total.values
-    if x.dense_dim() and row:
+    if not row:
+        places, values = places.new_empty(0), values.new_empty(0, *dense)
+    elif x.dense_dim():
         rows, at = torch.unique(places // row, return_inverse=True)
         filled = values.new_zeros(len(rows) * row)
         filled[at * row + places % row] = values
@@ -110,6 +123,7 @@ def _like(x: torch.Tensor, total: Any) -> torch.Tensor:
     for length in reversed(sparse):
         indices.insert(0, places % length)
         places = places // length
+    found = torch.stack(indices) if indices else places.new_empty(0, len(values))
     return torch.sparse_coo_tensor(
-        torch.stack(indices), values, x.shape, is_coalesced=True, check_invariants=False
+        found, values, x.shape, is_coalesced=True, check_invariants=False
     )

@@ -423,3 +423,40 @@ def sparse_tensors_of_two_dimensions(group: Any) -> Any:
     x = dense.to_sparse()
     dist.all_reduce(x, group=group)
     return x.to_dense()
+
+
+@scenario(gloo_cannot="what is copied into torch's view of pairs is lost")
+def sparse_complex_numbers(group: Any) -> Any:
+    """torch passes a complex tensor as one of pairs; the sum is to be in the former."""
+    size, at = dist.get_world_size(group), dist.get_rank(group)
+    found = []
+    for dtype in (torch.complex64, torch.complex128):
+        x = torch.sparse_coo_tensor(
+            [[0, at]], torch.tensor([1j, 2.0], dtype=dtype), (size,)
+        )
+        want = torch.full((size,), 2.0, dtype=dtype)
+        want[0] += size * 1j
+        dist.all_reduce(x, group=group)
+        row = torch.tensor([[1 + 2j, 3]], dtype=dtype)
+        y = torch.sparse_coo_tensor([[1]], row, (2, 2))
+        dist.all_reduce(y, OP.AVG, group=group, async_op=True).wait()
+        found.append((x.to_dense(), want))
+        found.append((y.to_dense(), torch.stack([torch.zeros(2, dtype=dtype), row[0]])))
+    return found
+
+
+@scenario()
+def sparse_rows_without_width(group: Any) -> Any:
+    x = torch.sparse_coo_tensor([[0, 2]], torch.ones(2, 0), (3, 0))
+    dist.all_reduce(x, group=group)
+    return x.to_dense()
+
+
+@scenario()
+def sparse_tensors_without_sparse_dimensions(group: Any) -> Any:
+    nothing = torch.zeros(0, 1, dtype=torch.int64)
+    scalar = torch.sparse_coo_tensor(nothing, torch.ones(1), ())
+    row = torch.sparse_coo_tensor(nothing, torch.ones(1, 3), (3,))
+    for x in (scalar, row):
+        dist.all_reduce(x, group=group)
+    return [scalar.to_dense(), row.to_dense()]

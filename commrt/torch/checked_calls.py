@@ -129,7 +129,8 @@ class CheckedCalls(Collectives, Messages):
         def receive(source: int) -> _Received:
             return _Received(channel, calls.comm, x, out, source, tag, site)
 
-        request = FromAnyone(calls.comm, receive, tag)
+        with calls.raising():
+            request = FromAnyone(calls.comm, receive, tag)
         return calls.end(request, False, [x], back)
 
     @property

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from commrt.errors import UsageError
 from commrt.operation_methods import if_known
 from commrt.torch.calls import Calls
+from commrt.torch.errors import wrong_call
 from commrt.torch.monitored_barrier import limit_of
 from commrt.torch.operands import (
     CopyBack,
@@ -426,7 +426,7 @@ class Collectives:
     def _check_list(self, what: str, argument: str, tensors: Sequence[Any]) -> None:
         size = self._calls.comm.size
         if len(tensors) != size:
-            raise UsageError(
+            raise wrong_call(
                 f"{what}: {argument} has {len(tensors)} tensors; expected one for each "
                 f"of the {size} ranks of the group"
             )
@@ -472,13 +472,13 @@ def _elements(
     rows = tensor.shape[0] if tensor.dim() else 1
     if splits is None or not len(splits):
         if rows % size:
-            raise UsageError(
+            raise wrong_call(
                 f"all_to_all_single: {what} has {rows} rows, which cannot be divided "
                 f"by {size} ranks: give split sizes"
             )
         splits = [rows // size] * size
     if len(splits) != size or sum(splits) != rows:
-        raise UsageError(
+        raise wrong_call(
             f"all_to_all_single: {what} split sizes {list(splits)} must be {size} "
             f"numbers that add up to its {rows} rows"
         )

@@ -58,7 +58,9 @@ class Messages:
             with profiled("recv"):
                 return comm.recv(out, source=source, tag=tag, nonblocking=True)
 
-        return calls.end(FromAnyone(comm, receive, tag), False, [x], back)
+        with calls.raising():
+            request = FromAnyone(comm, receive, tag)
+        return calls.end(request, False, [x], back)
 
 
 class FromAnyone:

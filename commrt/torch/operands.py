@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from commrt.dtypes import DTYPES
+from commrt.torch.errors import wrong_call
 
 __all__ = [
     "KNOWN",
@@ -37,6 +38,7 @@ KNOWN = {
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a contiguous copy of what it shows."""
+    _need_dense(tensor)
     if tensor.is_complex() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
@@ -80,6 +82,7 @@ def together(tensors: Sequence[torch.Tensor], moved: bool = True) -> torch.Tenso
 
     Where they lie so already, as the chunks of one tensor do, it is their own memory.
     """
+    _need_dense(*tensors)
     if _are_adjacent(tensors):
         flat = _adjacent(tensors)
     else:
@@ -91,6 +94,7 @@ def split_back(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, CopyBack | None]:
     """Return flat memory for outputs, and what copies it to them at the end."""
+    _need_dense(*tensors)
     if _are_adjacent(tensors):
         return movable(_adjacent(tensors)), None
     first = tensors[0]
@@ -103,6 +107,16 @@ def split_back(
             _put(tensor, part)
 
     return movable(flat), back
+
+
+def _need_dense(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise wrong_call(
+                f"a tensor of layout {tensor.layout}, where commrt takes dense ones: "
+                f"only all_reduce takes sparse tensors, of COO; pass x.to_dense(), or "
+                f"its indices and values each"
+            )
 
 
 def _are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:

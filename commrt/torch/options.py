@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from commrt.errors import UsageError
+from commrt.torch.errors import wrong_call
 
 __all__ = ["given", "one", "options"]
 
@@ -35,7 +35,7 @@ def options(kind: type[Any], opts: Any, **said: Any) -> Any:
         try:
             setattr(made, name, value)
         except TypeError as error:
-            raise UsageError(
+            raise wrong_call(
                 f"{kind.__name__}: {name}={value!r} is not what torch takes there: a "
                 f"rank, a timedelta, or a reduction as ReduceOp.SUM, and with a factor "
                 f"ReduceOp.PREMUL_SUM(0.5)"
@@ -48,7 +48,7 @@ def one(what: str, tensors: Any) -> torch.Tensor:
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
-        raise UsageError(
+        raise wrong_call(
             f"{what}: {len(tensors)} tensors in one call; expected one: a rank has "
             f"one device, not several as of old"
         )

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroup
 
-from commrt.errors import UsageError
 from commrt.torch import jobs
 from commrt.torch.backend import DEVICES, CommrtBackend, backend_of, can_be_made
 from commrt.torch.backend_view import BackendView
 from commrt.torch.checked_calls import CheckedCalls
+from commrt.torch.errors import wrong_call
 from commrt.torch.functional import serve_compiled_gathers
 from commrt.torch.group_methods import Collectives
 from commrt.torch.group_options import Options
@@ -43,7 +43,7 @@ def make_process_group(
     """
     stay_uncompiled()
     if pg_options is not None and not isinstance(pg_options, Options):
-        raise UsageError(
+        raise wrong_call(
             f"init_process_group or new_group: pg_options={pg_options!r}: expected "
             f"commrt.torch.Options, or None"
         )
@@ -141,7 +141,7 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
 
     def register_pre_hook(self, *args: Any) -> None:
         """Raise UsageError: torch's C++ runs hooks, and calls do not come by there."""
-        raise UsageError(
+        raise wrong_call(
             f"the process group {self._group_name!r} of commrt runs no hooks of "
             f"torch's; commrt.trace.record() sees all of its calls"
         )
@@ -196,7 +196,7 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
 
     def merge_remote_group(self, *args: Any, **more: Any) -> Any:
         """Raise UsageError: a job of commrt's has the ranks that it began with."""
-        raise UsageError(
+        raise wrong_call(
             f"merge_remote_group: the process group {self._group_name!r} of commrt "
             f"cannot take in ranks of another job; start one job of all of them, by "
             f"init_process_group with a store that they share, and give the parts to "

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commrt.errors import UsageError
+from commrt.torch.errors import wrong_call
 
 __all__ = ["PLAIN", "Reduction", "reduction_of"]
 
@@ -63,16 +63,16 @@ def reduction_of(op: Any) -> Reduction:
     is_kind = isinstance(op, _KINDS)  # which torch also calls an instance of ReduceOp
     kind = op.op if isinstance(op, dist.ReduceOp) and not is_kind else op
     if kind != _KINDS.PREMUL_SUM:
-        raise UsageError(
+        raise wrong_call(
             f"{op} is no reduction of commrt's; expected one of "
             f"{', '.join(sorted(each.name for each in _NAMES))}"
         )
     if is_kind:
-        raise UsageError("PREMUL_SUM needs a factor: ReduceOp.PREMUL_SUM(0.5)")
+        raise wrong_call("PREMUL_SUM needs a factor: ReduceOp.PREMUL_SUM(0.5)")
     factor = op.factor
     if isinstance(factor, dist.torch.Tensor):
         if factor.numel() != 1:
-            raise UsageError(
+            raise wrong_call(
                 f"PREMUL_SUM has a factor of {factor.numel()} elements; expected one"
             )
         factor = factor.item()

@@ -123,12 +123,16 @@ def aborted() -> str:
         with pytest.raises(RuntimeError) as raised:
             dist.all_reduce(torch.ones(1), group=group)
         assert isinstance(raised.value, RevokedError)
+        with pytest.raises(RevokedError) as again:
+            dist.recv(torch.ones(1), group=group)
+        assert isinstance(again.value, dist.DistBackendError)
         return str(raised.value)
 
 
 def wrong_calls() -> list[str]:
     """What is wrong with a call is said, and the group goes on."""
     said = []
+    x, premultiplied = torch.ones(2), dist._make_nccl_premul_sum(0.5)
     with job(name="wrong") as rank:
         calls = [
             lambda: dist.all_gather_single(torch.zeros(3), torch.zeros(2)),
@@ -139,11 +143,16 @@ def wrong_calls() -> list[str]:
             ),
             lambda: dist.group.WORLD.allreduce([torch.zeros(1), torch.zeros(1)]),
             lambda: dist.all_gather([torch.zeros(1)], torch.zeros(1)),
+            lambda: dist.broadcast(torch.eye(2).to_sparse(), 0),
+            lambda: dist.all_to_all([torch.eye(2).to_sparse()] * 2, [x] * 2),
+            lambda: dist.all_reduce(torch.eye(2).to_sparse(), premultiplied),
+            lambda: dist.all_reduce(torch.eye(2).to_sparse_csr()),
             lambda: dist.new_group(pg_options=object()),
         ]
         for call in calls:
-            with pytest.raises((CommError, RuntimeError, ValueError)) as raised:
+            with pytest.raises(CommError) as raised:
                 call()
+            assert isinstance(raised.value, dist.DistBackendError)
             said.append(str(raised.value))
         x = torch.full((2,), rank + 1.0)
         dist.all_reduce(x)
@@ -159,7 +168,8 @@ def jobs() -> list[Any]:
 def test_many_groups_late_ranks_aborts_and_wrong_calls(torchrun: Any) -> None:
     first, second = torchrun(2, jobs, deadline_s=DEADLINE_S)
     parts = ("out has 3 elements", "float8_e8m0fnu", "op='band'", "add up to its 3")
-    parts += ("expected one", "expected one for each", "commrt.torch.Options")
+    parts += ("expected one", "expected one for each", "takes dense ones")
+    parts += ("x.to_dense()", "only sum and avg", "sparse_csr", "commrt.torch.Options")
     for total, wrong, *_ in (first, second):
         assert total == 40.0
         for text, part in zip(wrong, parts, strict=True):

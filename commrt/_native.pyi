@@ -864,7 +864,6 @@ class NcclOptions:
 class NcclOrder:
     """The order of NCCL's work on a device."""
 
-    def __init__(self, device: Device, first_value: int = 0) -> None: ...
     def close(self, abort_timeout_s: float) -> None:
         """Abort those that are left, and give everything back."""
 
@@ -1630,6 +1629,9 @@ def make_native_plan(
     recv_counts: Sequence[int] = [],
     recv_at: Sequence[int] = [],
 ) -> Plan: ...
+def make_nccl_order(device: Device, first_value: int = 0) -> NcclOrder:
+    """Make the order of NCCL's work on a device."""
+
 def make_operation(
     name: str,
     doc: str,

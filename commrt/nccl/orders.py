@@ -33,7 +33,7 @@ def order_of(device: Any, first_value: int = 0) -> _native.NcclOrder:
     with _LOCK:
         found = _ORDERS.get(id(device))
         if found is None:
-            made = _native.NcclOrder(device, first_value)
+            made = _native.make_nccl_order(device, first_value)
             found = _ORDERS[id(device)] = device, made
         if not _REGISTERED:
             # Handlers run in the reverse order: before those of cupy and torch, which

@@ -152,13 +152,6 @@ void bind_nccl_work(nb::module_& m) {
         "A plan of messages among neighbours, one phase behind the other.");
 
   nb::class_<NcclOrder>(m, "NcclOrder", "The order of NCCL's work on a device.")
-      .def("__init__",
-           [](NcclOrder* self, const PyDevice& device, uint32_t first_value) {
-             guarded([&] {
-               new (self) NcclOrder(device.device, device.keeps, first_value);
-               return 0;
-             });
-           }, nb::arg("device"), nb::arg("first_value") = 0)
       .def("sweep", [](NcclOrder& self) { return self.sweep(); },
            nb::call_guard<nb::gil_scoped_release>(),
            "Go on with ending communicators; how many are left.")
@@ -167,6 +160,13 @@ void bind_nccl_work(nb::module_& m) {
            "Abort those that are left, and give everything back.")
       .def_prop_ro("num_events", [](NcclOrder& self) { return self.events.size(); },
                    "Events that wait for the next call.");
+  m.def("make_nccl_order",
+        [](const PyDevice& device, uint32_t first_value) {
+          return guarded([&] {
+            return std::make_shared<NcclOrder>(device.device, device.keeps, first_value);
+          });
+        },
+        nb::arg("device"), nb::arg("first_value") = 0, "Make the order of NCCL's work on a device.");
 
   nb::class_<PyNcclWork, PyDeviceWork>(m, "NcclWork", "A communicator's operations by NCCL.")
       .def("__init__",

@@ -50,7 +50,9 @@ enum class PlantedInExchange : int {
 constexpr int kNumPlantedInExchange = 23;
 extern const char* const kPlantedInExchangeNames[kNumPlantedInExchange];
 
-class PeerExchange {
+// From itself, as the plans of calls are: who makes progress may be the last one to let go of the
+// work that has it, and must not need Python for that.
+class PeerExchange : public std::enable_shared_from_this<PeerExchange> {
  public:
   // What each rank's memory begins with: a line for each flag.
   static constexpr std::size_t kLineNbytes = 64;

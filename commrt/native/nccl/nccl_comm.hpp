@@ -39,7 +39,8 @@ struct NcclMessage {
   int64_t round = 0;  // rounds run one after the other; both ends put a message into the same one
 };
 
-class NcclComm {
+// From itself, as what has it may go in a thread that must not wait for Python (peer_exchange.hpp).
+class NcclComm : public std::enable_shared_from_this<NcclComm> {
  public:
   enum class State { Live, Failed, Aborted, Closed };
   using Clock = std::chrono::steady_clock;

@@ -34,7 +34,8 @@ namespace commrt {
 struct NcclCall;
 struct StagedCall;
 
-class NcclOrder : public DeviceUser {
+// From itself, as work that has it may go in any thread.
+class NcclOrder : public DeviceUser, public std::enable_shared_from_this<NcclOrder> {
  public:
   // Throws DeviceFailure. `keeps` is alive as long as the device is needed.
   NcclOrder(Device* device, std::shared_ptr<void> keeps, std::uint32_t first_value);

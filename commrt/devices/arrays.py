@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -40,12 +40,13 @@ class _Freeing(threading.local):
     """What a thread does with memory of devices that comes to be freed in it."""
 
     waits = True
-    left: ClassVar[deque[tuple[Device, int, int]]] = deque()
-    """Of all threads: what they did not free, of which devices. What is there is freed
-    before more is allocated on that device, so it never has more than it was given."""
 
 
 _FREEING = _Freeing()
+_LEFT = "_left_memory"
+"""Where a device has what threads did not free of it. It is freed before more is
+allocated there, so a device never has more than it was given; and goes with the device,
+which nothing of commrt keeps for it."""
 
 
 @contextmanager
@@ -68,20 +69,15 @@ def free_what_was_left(device: Device) -> None:
 
     Of this device alone: another one may wait for what this thread does next.
     """
-    left = _FREEING.left
-    if not (left and _FREEING.waits):
-        return
-    for _ in range(len(left)):
+    left: deque[tuple[int, int]] | None = device.__dict__.get(_LEFT)
+    while left and _FREEING.waits:
         try:
             each = left.popleft()
         except IndexError:  # another thread looks, too
             return
-        if each[0] is not device:
-            left.append(each)
-            continue
         # Nobody is there to be told of a device that failed or is gone.
         with suppress(CommError):
-            _free(*each)
+            _free(device, *each)
 
 
 def give_back(device: Device, address: int, pinned: int = 0) -> None:
@@ -89,7 +85,7 @@ def give_back(device: Device, address: int, pinned: int = 0) -> None:
     if not (address or pinned):  # it has been given back before
         return
     if not _FREEING.waits:
-        _FREEING.left.append((device, address, pinned))
+        device.__dict__.setdefault(_LEFT, deque()).append((address, pinned))
         return
     free_what_was_left(device)
     _free(device, address, pinned)

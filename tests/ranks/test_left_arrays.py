@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 from staged_ranks import Rank, SimRanks, forget_ranks, kept_ranks
 
-from commrt.devices import DeviceArray, SimWorld, arrays
-from commrt.devices.arrays import free_what_was_left, freeing_nothing
+from commrt.devices import DeviceArray, SimWorld, ThreadDevice, arrays
+from commrt.devices.arrays import free_what_was_left, freeing_nothing, give_back
 
 SIZE = 1000
 
@@ -24,11 +25,9 @@ def no_ranks_left() -> Iterator[None]:
     forget_ranks()
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    arrays._FREEING.left.clear()  # of other tests' devices
-    yield
-    arrays._FREEING.left.clear()
+def left(device: Any) -> int:
+    """Return how many blocks of a device wait to be freed."""
+    return len(device.__dict__.get(arrays._LEFT, ()))
 
 
 def drop(kept: list[DeviceArray], *, elsewhere: bool = False) -> None:
@@ -65,7 +64,7 @@ def test_what_is_left_is_freed_before_more_is_allocated(full: bool) -> None:
         assert most <= 4 * SIZE
         free_what_was_left(device)
         assert world.live_nbytes == 0
-        assert not arrays._FREEING.left
+        assert not left(device)
 
 
 def test_without_that_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +75,23 @@ def test_without_that_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_arrays_that_were_freed_nothing_is_left() -> None:
     with SimWorld(seed=1) as world:
-        kept = [DeviceArray(world.device(), SIZE, "u1")]
+        device = world.device()
+        kept = [DeviceArray(device, SIZE, "u1")]
         kept[0].free()
         drop(kept)
-        assert not arrays._FREEING.left
+        assert not left(device)
+
+
+def test_a_device_that_nobody_uses_again_is_let_go() -> None:
+    """What was left of it goes with it."""
+    with ThreadDevice() as device:
+        kept = [DeviceArray(device, SIZE, "u1")]
+        drop(kept)
+        assert left(device) == 1
+        gone = weakref.ref(device)
+    del device
+    gc.collect()
+    assert gone() is None
 
 
 def make(device: Any) -> None:
@@ -99,9 +111,9 @@ def test_another_device_is_left_alone(act: Callable[[Any], None]) -> None:
     kept.append(DeviceArray(other, SIZE, "u1"))
     drop(kept)
     act(mine)
-    assert [each[0] for each in arrays._FREEING.left] == [other, other]
+    assert (left(mine), left(other)) == (0, 2)
     act(other)
-    assert not arrays._FREEING.left
+    assert left(other) == 0
 
 
 @pytest.mark.parametrize("act", [make, free])
@@ -117,10 +129,10 @@ def test_a_device_that_waits_for_its_host_stops_no_other(
     other.wait_value32_geq(stream, gate, 1)
     kept = [DeviceArray(mine, SIZE), DeviceArray.__new__(DeviceArray)]
     drop(kept)
-    arrays._FREEING.left.append((other, gate, 0))  # to free it waits for the stream
+    with freeing_nothing():
+        give_back(other, 0, gate)  # to free it waits for the stream
     act(mine)  # and this does not
-    assert [each[0] for each in arrays._FREEING.left] == [other]
-    arrays._FREEING.left.clear()
+    assert left(other) == 1
     other.flag_store(gate, 1)
     other.stream_synchronize(stream)
     world.check()
@@ -148,10 +160,10 @@ def test_a_closed_communicator_leaves_nothing(seed: int) -> None:
 
     ranks = SimRanks(2, seed)
     ranks.run(main)
-    assert len(arrays._FREEING.left) == 2
+    assert [left(rank.device) for rank in ranks.ranks] == [1, 1]
     for rank in ranks.ranks:
         rank.comm._staging.close()
-    assert not arrays._FREEING.left
+    assert [left(rank.device) for rank in ranks.ranks] == [0, 0]
     ranks.close()
 
 

@@ -54,7 +54,8 @@ sim::Options options_of(const nb::dict& given) {
 }  // namespace
 
 void bind_sim(nb::module_& m, nb::class_<PyDevice>& device) {
-  nb::class_<PySimDevice>(m, "SimDevice", device, "A simulated device; SimWorld makes them.")
+  nb::class_<PySimDevice>(m, "SimDevice", device, nb::dynamic_attr(),
+                          "A simulated device; SimWorld makes them.")
       .def_prop_ro("name", [](const PySimDevice& d) { return d.sim()->name; }, "In messages.")
       .def("fail_after", [](const PySimDevice& d, std::uint64_t commands) {
         locked(*d.sim()->world, [&] { d.sim()->fail_in = commands; });

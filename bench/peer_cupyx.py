@@ -8,6 +8,7 @@ get the stream in which times are taken. Ranks meet over commrt.
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -34,9 +35,18 @@ class CupyxPeer(CommrtPeer):
         self._cupy = cupy
         cupy.cuda.Device(ordinal).use()
         self._stream = cupy.cuda.ExternalStream(memory.stream.handle, ordinal)
-        self._cupyx = distributed.NCCLBackend(
-            peer.size, peer.rank, "127.0.0.1", free_port(peer)
-        )
+        # Ranks meet over a process of rank 0's, which cupyx starts as only a fork can.
+        multiprocessing.set_start_method("fork", force=True)
+        try:
+            self._cupyx = distributed.NCCLBackend(
+                peer.size, peer.rank, "127.0.0.1", free_port(peer)
+            )
+        except BaseException:
+            for child in multiprocessing.active_children():
+                child.terminate()  # nobody else ends it, and this one would wait for it
+            raise
+        peer.barrier()
+        self._cupyx.stop()
 
     def bind(self, coll: str, x: Any, out: Any, root: int) -> Call:
         """Return a call of ``coll``; without ``out`` it works in place."""

@@ -77,6 +77,12 @@ class TorchNcclPeer(CommrtPeer):
         return all_parts
 
 
+    def close(self) -> None:
+        """End the process group, with those of the other ranks."""
+        self.memory.drain()
+        self._dist.destroy_process_group()
+
+
 def free_port(peer: CommrtPeer) -> int:
     """Return a port that was free on rank 0, the same on all ranks."""
     with socket.socket() as probe:

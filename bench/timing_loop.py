@@ -530,6 +530,9 @@ def work(
     if peer.rank == 0 and placement is not None:
         shares = [[int(cpu) for cpu in share] for share in placement]
         save_result(job["result"], {**about, "cpus": shares, "rows": rows})
+    close = getattr(peer, "close", None)
+    if close is not None:  # not after a failure: the others may never come to theirs
+        close()
 
 
 def library_name(version: str) -> str:

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from commrt.bench import timing_loop
 from commrt.bench.device_memory import DeviceMemory
 from commrt.bench.peer_cupyx import CupyxPeer
 from commrt.bench.peer_torch_nccl import TorchNcclPeer
@@ -48,7 +54,9 @@ class Seen:
 def peer() -> Iterator[CommrtPeer]:
     with ThreadDevice() as device:
         memory = DeviceMemory(device, "events")
-        comm = SimpleNamespace(rank=0, size=2, bcast=lambda x, root: x)
+        comm = SimpleNamespace(
+            rank=0, size=2, bcast=lambda x, root: x, barrier=lambda: None
+        )
         yield CommrtPeer(comm, memory)
         memory.close()
 
@@ -91,8 +99,19 @@ def test_torch_gets_the_arrays_and_the_stream(peer: CommrtPeer) -> None:
     assert [more for _, _, more in dist.calls[-2:]] == [{"async_op": True}] * 2
     with pytest.raises(UsageError, match="not compared in scan"):
         made.bind("scan", x, out, 0)
+    made.close()
+    assert dist.calls[-1][0] == "destroy_process_group"
 
 
+@pytest.fixture
+def start_method() -> Iterator[None]:
+    """Leave to later tests how Python starts processes."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.usefixtures("start_method")
 def test_cupyx_gets_the_arrays_and_the_stream(peer: CommrtPeer) -> None:
     comm = Recorder()
     cuda = SimpleNamespace(
@@ -108,6 +127,7 @@ def test_cupyx_gets_the_arrays_and_the_stream(peer: CommrtPeer) -> None:
 
     made = CupyxPeer(peer, cupy, SimpleNamespace(NCCLBackend=backend))
     assert made_by == [2, 0, "127.0.0.1"]
+    assert comm.calls.pop()[0] == "stop"  # the process over which ranks have met
     memory: Any = peer.memory
     x, out = (memory.empty(8, np.dtype("float32")) for _ in range(2))
     here, there = x.address, out.address
@@ -133,3 +153,57 @@ def test_cupyx_gets_the_arrays_and_the_stream(peer: CommrtPeer) -> None:
     assert len(comm.calls) == 10
     with pytest.raises(UsageError, match="not compared in scan"):
         made.bind("scan", x, out, 0)
+
+
+@pytest.mark.usefixtures("start_method")
+def test_what_cupyx_has_started_does_not_outlive_a_failure(peer: CommrtPeer) -> None:
+    """Else this process would wait for it at its end, for ever."""
+
+    def backend(*arguments: Any) -> None:
+        multiprocessing.Process(target=time.sleep, args=(600,)).start()
+        raise RuntimeError("no driver")
+
+    cuda = SimpleNamespace(
+        Device=lambda number: SimpleNamespace(use=lambda: None),
+        ExternalStream=lambda handle, number: None,
+    )
+    distributed = SimpleNamespace(NCCLBackend=backend)
+    with pytest.raises(RuntimeError, match="no driver"):
+        CupyxPeer(peer, SimpleNamespace(cuda=cuda), distributed)
+    for child in multiprocessing.active_children():
+        child.join(20)
+    assert not multiprocessing.active_children()
+
+
+class Library(CommrtPeer):
+    """A peer that writes down that it was closed."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(rank=1, size=2))
+        self.closed = 0
+
+    def gather(self, values: list[float]) -> None:
+        assert not self.closed
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_launch_ends_its_library_unless_it_failed(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After a failure the others may never come to their end."""
+    made = Library()
+
+    def run_job(*arguments: Any) -> list[Any]:
+        if fails:
+            raise RuntimeError("wrong")
+        return []
+
+    monkeypatch.setattr(timing_loop, "run_job", run_job)
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps({"pin": False}))
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        timing_loop.work(str(job), lambda: (made, {}))
+    assert made.closed == (not fails)

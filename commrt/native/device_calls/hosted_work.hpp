@@ -12,6 +12,7 @@
 // that writes to no array, as its result's length is not known, has an end of its copies only.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <string>
@@ -93,7 +94,7 @@ class HostedWork : public StagedWork {
   // Where an array of the call lies in pinned memory.
   std::vector<std::uint64_t> places(const CallPtr& call) const;
 
-  PlantedHosted planted = PlantedHosted::None;
+  std::atomic<PlantedHosted> planted{PlantedHosted::None};  // by a test's thread
 
  private:
   using HostedPtr = std::shared_ptr<HostedCall>;
@@ -101,7 +102,7 @@ class HostedWork : public StagedWork {
   static HostedPtr as_hosted(const CallPtr& call) {
     return std::static_pointer_cast<HostedCall>(call);
   }
-  bool has(PlantedHosted bug) const { return planted == bug; }
+  bool has(PlantedHosted bug) const { return planted.load(std::memory_order_relaxed) == bug; }
   PinnedPool::Block take_block(std::size_t nbytes, double timeout_s);
   void copy_to_host(HostedCall& made, Stream stream);
   void give_copies(HostedCall& made);

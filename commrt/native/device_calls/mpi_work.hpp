@@ -17,6 +17,7 @@
 // The legacy stream, and that of a thread, are never held for the same reason.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <string>
@@ -91,12 +92,12 @@ class MpiWork : public StagedWork {
                 double timeout_s);
   void close() override;
 
-  PlantedInMpi planted = PlantedInMpi::None;
+  std::atomic<PlantedInMpi> planted{PlantedInMpi::None};  // by a test's thread
 
  private:
   using MpiPtr = std::shared_ptr<MpiCall>;
 
-  bool has(PlantedInMpi bug) const { return planted == bug; }
+  bool has(PlantedInMpi bug) const { return planted.load(std::memory_order_relaxed) == bug; }
   void issue(const MpiPtr& made, Stream stream, void* const* keep);
   void bind(MpiCall& made, unsigned char** copy_to, std::size_t* copy_nbytes);
   void enqueue(const MpiPtr& made, Stream stream, unsigned char* copy_to, std::size_t copy_nbytes);

@@ -86,8 +86,8 @@ class PeerExchange : public std::enable_shared_from_this<PeerExchange> {
   const int rank, size;
   const std::size_t half_nbytes;
   Stream stream = 0;  // of the communicator's own
-  PlantedInExchange planted = PlantedInExchange::None;
-  bool has(PlantedInExchange bug) const { return planted == bug; }
+  std::atomic<PlantedInExchange> planted{PlantedInExchange::None};  // by a test's thread
+  bool has(PlantedInExchange bug) const { return planted.load(std::memory_order_relaxed) == bug; }
 
  private:
   DeviceStatus begin(const StreamProgram& program, std::size_t at, unsigned char** bases,

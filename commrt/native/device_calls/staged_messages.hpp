@@ -17,6 +17,7 @@
 // keep their memory from being touched before it holds what it shall. Receives end in any order.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <list>
 #include <memory>
@@ -83,7 +84,7 @@ class MessageStager : public StagedWork {
 
   // Calls whose copy to the host is not seen.
   std::size_t num_leaving();
-  PlantedMessage planted = PlantedMessage::None;
+  std::atomic<PlantedMessage> planted{PlantedMessage::None};  // by a test's thread
 
  private:
   const Comm* const of_;  // never looked into: it may be gone
@@ -92,7 +93,7 @@ class MessageStager : public StagedWork {
   static MessagesPtr as_messages(const CallPtr& call) {
     return std::static_pointer_cast<MessagesCall>(call);
   }
-  bool has(PlantedMessage bug) const { return planted == bug; }
+  bool has(PlantedMessage bug) const { return planted.load(std::memory_order_relaxed) == bug; }
   void lay_out(MessagesCall& made, const MessageLists& lists, MessageLists& on_host) const;
   PinnedPool::Block take_block(std::size_t nbytes, double timeout_s);
   void copy_to_host(MessagesCall& made, Stream stream);

@@ -100,7 +100,7 @@ class Stager : public StagedWork {
   CallPtr start(const std::shared_ptr<const StagedPlan>& plan, std::vector<unsigned char*> arrays,
                 Stream stream, bool orders, void* const* keep, double timeout_s);
 
-  Planted planted = Planted::None;
+  std::atomic<Planted> planted{Planted::None};  // by a test's thread
 
  private:
   using PiecesPtr = std::shared_ptr<PiecesCall>;
@@ -116,7 +116,7 @@ class Stager : public StagedWork {
     double opened_s = 0;
   };
 
-  bool has(Planted bug) const { return planted == bug; }
+  bool has(Planted bug) const { return planted.load(std::memory_order_relaxed) == bug; }
   void issue(const PiecesPtr& made, Stream stream, void* const* keep);
   PinnedRing::Part take_part(std::size_t nbytes, double timeout_s);
   void enqueue(PiecesCall& call, std::vector<Piece>& pieces, Stream stream, std::size_t slots);

@@ -125,12 +125,12 @@ class NcclWork : public WatchedWork {
   void close() override;
 
   std::uint64_t comm_pointer() const { return reinterpret_cast<std::uint64_t>(native_->slot->comm); }
-  NcclPlanted planted = NcclPlanted::None;
+  std::atomic<NcclPlanted> planted{NcclPlanted::None};  // by a test's thread
 
  private:
   using NcclPtr = std::shared_ptr<NcclCall>;
 
-  bool has(NcclPlanted bug) const { return planted == bug; }
+  bool has(NcclPlanted bug) const { return planted.load(std::memory_order_relaxed) == bug; }
   bool issue_behind_others(const NcclPtr& made, std::vector<unsigned char*>& arrays, Stream stream,
                            bool orders, void* const* keep);
   void issue(const NcclPtr& made, std::vector<unsigned char*>& arrays, Stream stream, bool orders,

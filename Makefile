@@ -105,6 +105,7 @@ test-torch: $(VENV_TORCH)/.installed $(VENV_MPICH)/.installed ## Tests with torc
 .PHONY: test-gpu-libraries
 test-gpu-libraries: $(VENV_GPU)/.installed ## The real NCCL, cupy, numba-cuda, cuda.core and nccl4py (600 MB), without a GPU.
 	$(VENV_GPU)/bin/pytest tests/unit/test_real_nccl.py tests/unit/test_real_gpu_libraries.py \
+	  tests/unit/test_real_cupyx.py \
 	  $(PYTEST_ARGS)
 
 .PHONY: examples

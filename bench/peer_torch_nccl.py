@@ -76,7 +76,6 @@ class TorchNcclPeer(CommrtPeer):
 
         return all_parts
 
-
     def close(self) -> None:
         """End the process group, with those of the other ranks."""
         self.memory.drain()

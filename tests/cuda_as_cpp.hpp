@@ -42,6 +42,19 @@ void launch(Kernel* kernel, unsigned blocks, Arguments... arguments) {
   }
 }
 
+// One thread of a launch: what it does may be looked at where all would take too long.
+struct Thread {
+  unsigned blocks, block, thread;
+};
+template <class Kernel, class... Arguments>
+void run_one(Kernel* kernel, const Thread& one, Arguments... arguments) {
+  block_dim.x = 256;
+  grid_dim.x = one.blocks;
+  block_idx.x = one.block;
+  thread_idx.x = one.thread;
+  kernel(arguments...);
+}
+
 }  // namespace emulated
 
 #define blockIdx emulated::block_idx

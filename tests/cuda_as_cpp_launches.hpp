@@ -29,6 +29,22 @@ void launch_combine(void (*kernel)(const u8*, Arrays, Table, u32), unsigned bloc
   emulated::launch(kernel, blocks, buffer, *arrays, *table, op);
 }
 
+// One thread of a launch.
+void run_reduce(void (*kernel)(void*, const void*, u64), const emulated::Thread* one, void* dst,
+                const void* src, u64 count) {
+  emulated::run_one(kernel, *one, dst, src, count);
+}
+
+void run_boxes(void (*kernel)(u8*, Arrays, Table), const emulated::Thread* one, u8* buffer,
+               const Arrays* arrays, const Table* table) {
+  emulated::run_one(kernel, *one, buffer, *arrays, *table);
+}
+
+void run_combine(void (*kernel)(const u8*, Arrays, Table, u32), const emulated::Thread* one,
+                 const u8* buffer, const Arrays* arrays, const Table* table, u32 op) {
+  emulated::run_one(kernel, *one, buffer, *arrays, *table, op);
+}
+
 // Rounds float32s, given by their bits.
 void narrow_float16(const u32* from, u16* to, u64 count) {
   for (u64 i = 0; i < count; ++i) to[i] = Float16::narrow(as_float(from[i]));

@@ -101,10 +101,27 @@ class OnCpu:
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(str(build()))
+        self._held: list[Buffer] = []
 
     def _launch(self, launch: str, kernel: str, blocks: int, *arguments: Any) -> None:
         address = ctypes.cast(getattr(self._library, kernel), ctypes.c_void_p)
         getattr(self._library, launch)(address, ctypes.c_uint(blocks), *arguments)
+
+    def _launch_one(
+        self, launch: str, kernel: str, thread: Any, *arguments: Any
+    ) -> None:
+        """Run one thread of a launch; ``thread`` is a structure of its numbers."""
+        address = ctypes.cast(getattr(self._library, kernel), ctypes.c_void_p)
+        getattr(self._library, launch)(address, ctypes.byref(thread), *arguments)
+
+    def box_arguments(self, arrays: list[int], table: BoxTable) -> tuple[Any, Any]:
+        """Return what a launch of boxes is given of arrays and a table, by address."""
+        held = Buffer(np.frombuffer(table.content, np.uint8))
+        self._held.append(held)
+        first = _Arrays((ctypes.c_void_p * 16)(*arrays))
+        at = held.address
+        told = _Table(at, at + table.terms_at, table.num_boxes, table.units)
+        return ctypes.byref(first), ctypes.byref(told)
 
     def reduce(
         self, op: str, dtype: DType, dst: Buffer, src: Buffer, blocks: int = 2

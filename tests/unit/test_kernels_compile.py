@@ -70,6 +70,22 @@ def test_newer_cards_get_ptx(nvrtc: Nvrtc) -> None:
     assert tuple(kernels) == BY_NAME[BYTES].kernels
 
 
+@pytest.mark.parametrize("name", BY_NAME)
+def test_threads_share_nothing_and_read_no_stale_memory(
+    name: str, nvrtc: Nvrtc
+) -> None:
+    """So running them one after the other, as tests do, is all that they do.
+
+    What orders them among GPUs are the streams' flags alone. A load through the cache
+    that is not kept coherent might see what a peer had before; the compiler takes it
+    for what it knows nobody writes.
+    """
+    never = (".shared", "bar.", "atom.", "red.", "fence", "membar", ".volatile", ".nc.")
+    for kernel, text in ptx_of(nvrtc, name).items():
+        assert not [word for word in (*never, ".local") if word in text], kernel
+        assert ".maxntid 256" in text, kernel
+
+
 @pytest.mark.parametrize("name", ["float16", "float64", "complex64", "int8"])
 def test_reductions_move_whole_lines_and_do_not_spill(name: str, nvrtc: Nvrtc) -> None:
     kernels = ptx_of(nvrtc, name)

@@ -30,6 +30,7 @@ std::uint64_t handles = 0x1000;
 struct Block {
   std::size_t nbytes;
   unsigned type;
+  bool managed = false;
 };
 std::map<Pointer, Block> blocks;
 
@@ -197,7 +198,7 @@ Result cuPointerGetAttributes(unsigned, int* which, void** into, Pointer ptr) {
   const auto& [base, block] = *std::prev(next);
   for (int i = 0; i < 5; ++i) switch (which[i]) {
       case 2: *static_cast<unsigned*>(into[i]) = block.type; break;
-      case 8: *static_cast<int*>(into[i]) = 0; break;
+      case 8: *static_cast<int*>(into[i]) = block.managed; break;
       case 9: *static_cast<int*>(into[i]) = 0; break;
       case 11: *static_cast<Pointer*>(into[i]) = base; break;
       case 12: *static_cast<std::size_t*>(into[i]) = block.nbytes; break;
@@ -236,6 +237,7 @@ void fake_reset(int driver_version, int num_devices, int operations) {
   version = driver_version, devices = num_devices, memory_operations = operations;
   log_text.clear(), failing.clear(), foreign = 0;
 }
+void fake_managed(Pointer ptr) { blocks.at(ptr).managed = true; }
 void fake_foreign(std::uint64_t stream) { foreign = stream; }
 void fake_fail(const char* function, Result result) { failing = function, failure = result; }
 

@@ -211,6 +211,25 @@ def test_a_stream_of_another_device_is_refused() -> None:
     ranks.close()
 
 
+def test_arrays_of_two_devices_are_refused() -> None:
+    def main(rank: Rank) -> None:
+        x, there = ones(rank), elsewhere[1 - rank.rank]
+        seq = rank.comm.next_seq
+        with pytest.raises(UsageError, match="x and out are not on the same device"):
+            rank.comm.allreduce(x, out=there)
+        with pytest.raises(UsageError, match="x and out are not on the same device"):
+            rank.comm.allreduce(x, out=there, nonblocking=True)
+        assert rank.comm.next_seq == seq
+        rank.comm.allreduce(x, nonblocking=True).synchronize()
+
+    ranks = SimRanks(2, 0)
+    elsewhere = [DeviceArray(rank.device, 8) for rank in ranks.ranks]
+    ranks.run(main)
+    for array in elsewhere:
+        array.free()
+    ranks.close()
+
+
 def test_a_captured_stream_is_refused_and_its_capture_goes_on() -> None:
     def main(rank: Rank) -> None:
         x = ones(rank)

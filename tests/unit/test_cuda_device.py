@@ -11,8 +11,9 @@ import ctypes
 import functools
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_nvrtc
@@ -25,6 +26,7 @@ from commrt.devices import CudaDevice, DeviceArray, DeviceStream, cuda
 from commrt.devices.cuda import open_device, why_missing
 from commrt.dtypes import DTYPES, ReduceOp, dtype_by_name
 from commrt.errors import (
+    BufferError_,
     CaptureError,
     CommError,
     DeviceError,
@@ -255,6 +257,62 @@ def test_a_call_in_a_stream_of_another_gpu_costs_nothing_but_itself(
                 request.wait(stream=FOREIGN)
             request.synchronize()
             assert x.get().tolist() == [0, 1, 2, 3]
+
+    run(1, main)
+
+
+def test_managed_memory_is_refused_and_costs_nothing(
+    fake: Fake, device: CudaDevice
+) -> None:
+    """It moves between host and device, also while a stream waits."""
+
+    def main(comm: Any) -> None:
+        with DeviceStream(device):
+            x, managed = (
+                DeviceArray(device, 4).put(np.arange(4)),
+                DeviceArray(device, 4),
+            )
+            fake.library.fake_managed(ctypes.c_uint64(managed.address))
+            # As a library's own array, of which only the address tells the device.
+            told = dict(managed.__cuda_array_interface__)
+            foreign = SimpleNamespace(__cuda_array_interface__=told)
+            comm.allreduce(x)  # like calls are started without Python from here on
+            seq = comm.next_seq
+            calls: list[Callable[[], Any]] = [
+                lambda: comm.allreduce(foreign),
+                lambda: comm.allreduce(foreign, nonblocking=True),
+                lambda: comm.allreduce(x, out=foreign),
+                lambda: comm.plan.allreduce(foreign),
+                lambda: comm.send(foreign, dest=0),
+            ]
+            for call in calls:
+                with pytest.raises(BufferError_, match="is in managed memory, which"):
+                    call()
+            assert comm.next_seq == seq
+            comm.allreduce(x, nonblocking=True).synchronize()
+            assert x.get().tolist() == [0, 1, 2, 3]
+
+    run(1, main)
+
+
+def test_an_error_of_the_users_own_kernel_is_told_by_calls_under_way(
+    fake: Fake, device: CudaDevice
+) -> None:
+    """It is seen by whatever the driver is asked next; host arrays go on."""
+
+    def main(comm: Any) -> None:
+        other = comm.dup()
+        with DeviceStream(device):
+            x = DeviceArray(device, 4).put(np.arange(4))
+            comm.allreduce(x, nonblocking=True).synchronize()
+            fake.fail("cuEventRecord", 700)
+            with pytest.raises(DeviceFailedError, match="end the process"):
+                comm.allreduce(x)
+            with pytest.raises(CommError):
+                comm.allreduce(x)
+            fake.fail("", 0)
+            assert other.allreduce(np.ones(2)).tolist() == [1, 1]
+            other.allreduce(x, nonblocking=True).synchronize()
 
     run(1, main)
 

@@ -12,6 +12,7 @@ import pytest
 from staged_ranks import Rank, on_threads
 
 import commrt
+from commrt.devices import DeviceArray, DeviceStream, arrays
 from commrt.errors import (
     BackendError,
     CommError,
@@ -229,3 +230,39 @@ def test_a_wrong_type_is_said_at_the_call() -> None:
             rank.comm.allreduce(x, op=FREE)
 
     on_threads(1, main)
+
+
+def test_a_job_frees_no_memory_that_its_own_callers_stream_holds_up() -> None:
+    """To free pinned memory waits for the device, whose streams wait for the job.
+
+    What goes in its thread is left to others.
+    """
+
+    def main(rank: Rank) -> None:
+        device = rank.device
+        found = [DeviceArray(device, 8).put(np.ones(8))]
+        assert found[0]._pinned
+
+        def add(a: Any, b: Any) -> Any:
+            found.clear()
+            return a + b
+
+        x = rank.array(np.ones(4))
+        aside = DeviceStream(device)
+        request = rank.comm.allreduce(x, op=commrt.reduction(add), nonblocking=True)
+        request.wait()
+        request.wait(stream=aside)
+        got = rank.fetch_in(x, aside)
+        aside.synchronize()
+        assert got().tolist() == [rank.comm.size] * 4
+        request.synchronize()
+        if not found:  # not every rank's host combines anything
+            waits = device.__dict__[arrays._LEFT]
+            assert [bool(pinned) for _, pinned in waits] == [True]
+            DeviceArray(device, 1).free()
+            assert not waits
+        told.append(not found)
+
+    told: list[bool] = []
+    on_threads(2, main)
+    assert any(told)

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from staged_ranks import SimRanks, forget_work, kept_ranks
 
+from commrt.device_calls.left_behind import give_back
 from commrt.devices import DeviceArray
 from commrt.errors import (
     CaptureError,
@@ -47,9 +48,6 @@ that these leave alone take part in all clocks of the simulation."""
 SAMPLES = 20
 LOSSES = ("lengths", "message", "given up")
 """Ranks that differ in a length; a message that does not come; one gives up."""
-KEPT = ("blocks", "nbytes", "streams", "events", "flags")
-"""What a lost communicator leaves alone on purpose: what it was given may still be
-written by MPI, or by a peer that has not seen the end yet."""
 _ENOUGH = {"first_nbytes": 1 << 18}
 _LITTLE = 1 << 14
 """Of pinned memory for a communicator that is to be lost."""
@@ -67,7 +65,7 @@ class Allowed:
     """Of the process, beside a tenth of a byte for each call."""
     nbytes_per_call: float = 0.1
     resident_nbytes_per_loss: int = 1 << 17
-    """Beside what the communicator leaves: what the simulation knows of it."""
+    """What the simulation knows of it."""
     pooled_events: int = 16
     """Pools may become a little deeper in the second half of the calls."""
     python_blocks: int = 2_000
@@ -420,6 +418,9 @@ class Workload:
         while not all([call.test() for call in calls]):
             pass
         gc.collect()
+        # What lost communicators have left comes back as ranks look, once it may.
+        for rank in self.ranks.ranks:
+            give_back(rank.comm._world)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         arrays = [each for some in self.rounds for at in some for each in at.arrays]
         works = [(rank.stager, rank.messages) for rank in self.ranks.ranks]
@@ -456,18 +457,7 @@ class Workload:
             rank.end()
 
 
-def kept_by_loss(work: Workload) -> dict[str, Counts]:
-    """Return what each way to lose communicators leaves, on all ranks together."""
-    found = {}
-    for how in LOSSES:
-        before = work.counts()
-        work.lose(how)
-        after = work.counts()
-        found[how] = {name: after[name] - before[name] for name in KEPT}
-    return found
-
-
-def left(samples: list[Counts], kept: dict[str, Counts], allowed: Allowed) -> Counts:
+def left(samples: list[Counts], allowed: Allowed) -> Counts:
     """Return what is there that may not be, by name.
 
     Events are compared with the middle of the run: pools keep as many as were ever in
@@ -479,18 +469,13 @@ def left(samples: list[Counts], kept: dict[str, Counts], allowed: Allowed) -> Co
         if name == "calls" or name.startswith("lost"):
             continue
         before = middle if name.endswith("events") else first
-        lost = {how: last[f"lost: {how}"] - before[f"lost: {how}"] for how in LOSSES}
-        losses = sum(lost.values())
-        of_losses = {
-            each: sum(lost[how] * kept[how][each] for how in LOSSES) for each in KEPT
-        }
-        grown = value - before[name] - of_losses.get(name, 0)
+        losses = sum(last[f"lost: {how}"] - before[f"lost: {how}"] for how in LOSSES)
+        grown = value - before[name]
         most = {
             "events": allowed.pooled_events,
             "pooled_events": allowed.pooled_events,
             "resident_nbytes": allowed.resident_nbytes
             + int(allowed.nbytes_per_call * (last["calls"] - before["calls"]))
-            + of_losses["nbytes"]
             + allowed.resident_nbytes_per_loss * losses,
             "python_blocks": allowed.python_blocks
             + allowed.python_blocks_per_loss * losses,
@@ -502,20 +487,21 @@ def left(samples: list[Counts], kept: dict[str, Counts], allowed: Allowed) -> Co
 
 def measure(
     calls: int, seed: int, report: Callable[[Counts], None] | None = None, **plants: Any
-) -> tuple[list[Counts], dict[str, Counts], Workload]:
-    """Make calls; return what there was as it went on, and what losses keep."""
+) -> tuple[list[Counts], Workload]:
+    """Make calls; return what there was as it went on."""
     work = Workload(seed, **plants)
     work.saturate()
     work.run(2_000)
     work.saturate()
-    kept = kept_by_loss(work)
+    for how in LOSSES:
+        work.lose(how)
     samples = [work.counts()]
     for part in range(SAMPLES):
         work.run(calls * (part + 1) // SAMPLES - (work.calls - samples[0]["calls"]))
         samples.append(work.counts())
         if report is not None:
             report(samples[-1])
-    return samples, kept, work
+    return samples, work
 
 
 def main() -> int:
@@ -530,8 +516,8 @@ def main() -> int:
     def report(sample: Counts) -> None:
         print(f"{time.monotonic() - start:.0f} s: {sample}", flush=True)
 
-    samples, kept, work = measure(args.calls, args.seed, report)
-    found = left(samples, kept, Allowed())
+    samples, work = measure(args.calls, args.seed, report)
+    found = left(samples, Allowed())
     work.close()
     result = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -541,7 +527,6 @@ def main() -> int:
         "calls": dict(work.made),
         "ends": dict(work.ended),
         "allowed": asdict(Allowed()),
-        "kept by each loss": kept,
         "samples": samples,
         "left": found,
     }

@@ -29,7 +29,13 @@ ONE_QUEUE = ("late_copy",)
 """Bugs only where streams share a hardware queue."""
 OF_LEAKS = ("block_lost", "references_kept")
 """What is left behind."""
-LAZY_DEVICE = ("early_recycling", "read_recycling", "end_early", "end_flag_early")
+LAZY_DEVICE = (
+    "ungated",
+    "early_recycling",
+    "read_recycling",
+    "end_early",
+    "end_flag_early",
+)
 """Bugs only where the host is ahead of the device."""
 BUGS = [
     bug

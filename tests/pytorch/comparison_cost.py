@@ -46,8 +46,9 @@ def main() -> None:
         }
         for name, took_us in spans_us(calls, gloo).items():
             if dist.get_rank() == 0:
-                quartiles = [took_us[CALLS * part // 4] for part in (1, 2, 3)]
-                print(f"{nbytes:10d} B  {name:24s}", *(f"{us:9.0f}" for us in quartiles))
+                quartiles = (took_us[CALLS * part // 4] for part in (1, 2, 3))
+                shown = " ".join(f"{us:9.0f}" for us in quartiles)
+                print(f"{nbytes:10d} B  {name:24s} {shown}")
     dist.destroy_process_group()
 
 

@@ -28,6 +28,10 @@ CASES, ALL_CASES = 50_200, 502_000
 and 500,000, and some for what is rounded."""
 
 
+FULL_LIMIT_S = 900.0
+"""Of a test in a full run, where one may try 200 seeds, and an ordinary one tries 2."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of this project."""
     group = parser.getgroup("commrt")
@@ -61,8 +65,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout takes its limit
 def pytest_configure(config: pytest.Config) -> None:
     """Take the seed of the process that gives the tests out; choose the kernels."""
+    if config.getoption("--full") and config.getoption("timeout", None) is None:
+        config.option.timeout = FULL_LIMIT_S
     config.stash[_TALLY] = Counter()
     given = getattr(config, "workerinput", {})
     config.option.seed = given.get("commrt_seed", config.option.seed)

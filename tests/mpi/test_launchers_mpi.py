@@ -126,7 +126,7 @@ def test_a_launcher_of_another_mpi_is_told_apart(mpirun: Any) -> None:
         ),
         ({"COMMRT_DEBUG": "chekc"}, "COMMRT_DEBUG='chekc': not one of the allowed"),
         ({"COMMRT_TIMEOUT_S": "-1"}, "COMMRT_TIMEOUT_S='-1': must be a finite number"),
-        ({"COMMRT_LAUNCH": "mpirun"}, "Expected mpi|torchrun|slurm|single"),
+        ({"COMMRT_LAUNCH": "mpirun"}, "Expected mpi|run|torchrun|slurm|single"),
         ({"COMMRT_PROGRESS": "yes"}, "COMMRT_PROGRESS='yes'"),
         ({"COMMRT_ALGORITHM": "allreduce=ring"}, "write COLL:BACKEND/ALGORITHM"),
         ({"COMMRT_ALGORITHM": "allreduc:shm/ring"}, "did you mean 'allreduce'?"),

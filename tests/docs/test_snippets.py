@@ -4,37 +4,30 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from doc_blocks import blocks_of, pages_with
 
 from commrt.errors import BackendError
 from commrt.launch.mpiexec import child_environment, find_launcher, run_ranks
 
-ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.S | re.M)
-PAGES = sorted(
-    path.relative_to(ROOT).as_posix()
-    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
-    if BLOCK.search(path.read_text())
-)
+PAGES = pages_with("python")
 DEADLINE_S = 100.0
 
 
 def _program(page: str, folder: Path) -> Path:
     """Write all blocks of a page, in order, as one program."""
-    blocks = BLOCK.findall((ROOT / page).read_text())
     program = folder / "program.py"
-    program.write_text("\n\n".join(blocks))
+    program.write_text("\n\n".join(blocks_of(page, "python")))
     return program
 
 
 def _first_block(folder: Path) -> Path:
     program = folder / "average.py"
-    program.write_text(BLOCK.findall((ROOT / "README.md").read_text())[0])
+    program.write_text(blocks_of("README.md", "python")[0])
     return program
 
 

@@ -6,21 +6,15 @@ Blocks marked ``python`` run without torch, in ``tests/docs``; those marked ``py
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
 import pytest
+from doc_blocks import blocks_of, pages_with
 
 from commrt.launch.mpiexec import child_environment, run_process
 
-ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^```py\n(.*?)^```$", re.S | re.M)
-PAGES = sorted(
-    path.relative_to(ROOT).as_posix()
-    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
-    if BLOCK.search(path.read_text())
-)
+PAGES = pages_with("py")
 LAUNCHERS = {
     "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node"),
     "commrt.run": ("commrt.run", "-n"),
@@ -35,7 +29,7 @@ def test_blocks_of_a_page_run_on_ranks(
     page: str, launcher: str, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
-    program.write_text("\n\n".join(BLOCK.findall((ROOT / page).read_text())))
+    program.write_text("\n\n".join(blocks_of(page, "py")))
     done = run_process(
         [sys.executable, "-m", *LAUNCHERS[launcher], "2", str(program)],
         {**child_environment(sys.executable), "OMP_NUM_THREADS": "1"},

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 from nccl_ranks import nccl_here
+from quick_jobs import QUICK
 
 from commrt.backends.local import run
 from commrt.bench import (
@@ -34,15 +35,6 @@ from commrt.errors import UsageError
 
 T = TypeVar("T")
 DEADLINE_S = 60.0
-QUICK = {
-    "iterations": 4,
-    "min_iterations": 2,
-    "min_s": 0.0,
-    "floor_us": 1.0,
-    "budget_s": 0.01,
-    "warmup": 1,
-    "device": "thread",
-}
 
 
 def on_devices(

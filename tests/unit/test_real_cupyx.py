@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from nccl_ranks import nccl_here
+from quick_jobs import QUICK
 
 from commrt import nccl
 from commrt.backends.local import run
@@ -34,15 +35,6 @@ COLLECTIVES = (
     *("allreduce", "bcast", "reduce", "allgather", "reduce_scatter"),
     *("alltoall", "gather", "scatter"),
 )
-QUICK = {
-    "iterations": 4,
-    "min_iterations": 2,
-    "min_s": 0.0,
-    "floor_us": 1.0,
-    "budget_s": 0.01,
-    "warmup": 1,
-    "device": "thread",
-}
 FLOAT32, SUM = 7, 0
 """As nccl.h numbers them."""
 _RANKS: dict[int, CommrtPeer] = {}

@@ -66,7 +66,11 @@ _RANK_NAMES = (
 
 _KILL_GRACE_S = 3.0
 _TAIL_LINES = 25
-_EXCEPTION = re.compile(r"[\w.]*(Error|Error_|Exception|Interrupt)(:|$)")
+_EXCEPTION = re.compile(
+    r"(\[rank\d+\]: )?[\w.]*(Error|Error_|Exception|Interrupt)(:|$)"
+)
+_OF_LAUNCHER = re.compile(r"[\w.]*\bChildFailedError\b")
+"""What torchrun raises, at length, after a rank has failed."""
 
 
 @dataclass(frozen=True)
@@ -115,20 +119,25 @@ class Completed:
         )
         printed = self.stderr if self.stderr.strip() else self.stdout
         reason = last_words(printed)
-        tail = printed.strip().splitlines()[-_TAIL_LINES:]
-        lines = [" ".join(self.argv), f"{what}{': ' if reason else ''}{reason}", *tail]
-        return "\n".join(lines)
+        lines = printed.strip().splitlines()
+        where = (i for i, line in enumerate(lines) if line.strip() == reason)
+        said, last = max(where, default=0), max(0, len(lines) - _TAIL_LINES)
+        # Where the launcher's words fill the end, what led to the reason comes before.
+        cause = lines[max(0, said + 1 - _TAIL_LINES) : said + 1] if said < last else []
+        head = [" ".join(self.argv), f"{what}{': ' if reason else ''}{reason}"]
+        return "\n".join([*head, *cause, *(["..."] if cause else []), *lines[last:]])
 
 
 def last_words(printed: str) -> str:
     """Return the line of a failed program's output that says why it failed.
 
-    The last exception that Python printed, since launchers add boilerplate after it;
-    else the last line.
+    The last exception that Python printed, since launchers add boilerplate after it
+    (and torchrun an exception of its own); else the last line.
     """
     lines = [line.strip() for line in printed.splitlines() if line.strip("- \n")]
     raised = [line for line in lines if _EXCEPTION.match(line)]
-    return (raised or lines or [""])[-1]
+    of_ranks = [line for line in raised if not _OF_LAUNCHER.match(line)]
+    return (of_ranks or raised or lines or [""])[-1]
 
 
 def available_cpus() -> list[int]:

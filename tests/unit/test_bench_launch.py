@@ -110,6 +110,21 @@ def test_failures_name_the_exception_not_the_launchers_boilerplate() -> None:
     assert mpiexec.last_words("killed\n----\n") == "killed"
 
 
+def test_failures_show_what_came_before_what_torchrun_says_at_length() -> None:
+    printed = (
+        "[rank0]: Traceback\n[rank0]:   File 'train.py'\n"
+        "[rank0]: a.errors.LostError: 1\n"
+        "Traceback\n  torchrun\ntorch.x.ChildFailedError: \n" + "Signal 15\n" * 60
+    )
+    done = mpiexec.Completed(("torchrun",), 1, "", printed, False, 1.0)
+    said = done.describe_failure()
+    assert "ended with status 1: [rank0]: a.errors.LostError: 1" in said
+    assert "[rank0]:   File 'train.py'" in said
+    assert said.count("Signal 15") == 25
+    alone = "torch.x.ChildFailedError: \nSignal 11\n====\n"
+    assert mpiexec.last_words(alone) == "torch.x.ChildFailedError:"
+
+
 def test_open_mpi_is_told_about_oversubscription_only_where_it_is_real(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

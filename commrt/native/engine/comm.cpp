@@ -341,12 +341,13 @@ void Comm::break_down(const std::string& why) {
   broken.store(true, std::memory_order_release);
 }
 
-void Comm::tell_failure(uint64_t seq) {
+void Comm::tell_failure(uint64_t seq, bool had_agreed) {
   failed_from = std::min(failed_from, seq);
   if (arena == nullptr) return;
   std::atomic<uint64_t>& failed = header(member_index_[rank])->failed;
   const uint64_t told = failed.load(std::memory_order_relaxed);
-  if (told == 0 || told > seq + 1) failed.store(seq + 1, std::memory_order_release);
+  const uint64_t word = Failure::word(seq, had_agreed);
+  if (told == 0 || told > word) failed.store(word, std::memory_order_release);
   // Before the caller writes to buffers that peers still read (gave_up()).
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
@@ -354,7 +355,7 @@ void Comm::tell_failure(uint64_t seq) {
 bool Comm::gave_up(int peer, uint64_t seq) const {
   std::atomic_thread_fence(std::memory_order_acquire);
   const uint64_t failed = header(member_of(peer))->failed.load(std::memory_order_acquire);
-  return failed != 0 && failed - 1 <= seq;
+  return Failure::ends(failed, seq, false);
 }
 
 // MPI would hand it the messages of the one that failed, and the other ranks end it too.
@@ -376,20 +377,20 @@ void Comm::fail_op(Op& op, const std::string& why) { op.fail(why); }
 bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
   Op& op = *given;
   if (op.p2p != nullptr) return p2p->fail_after_peer(given);
-  const std::string who = who_gave_up(op.seq);
+  const std::string who = who_gave_up(op.seq, op.still_agrees());
   if (who.empty()) return false;
   op.given_up = true;
   op.fail(who);
   return true;
 }
 
-std::string Comm::who_gave_up(uint64_t seq) const {
+std::string Comm::who_gave_up(uint64_t seq, bool still_agrees) const {
   if (arena == nullptr) return {};
   for (size_t i = 0; i < members.size(); ++i) {
     const uint64_t failed = header(static_cast<int>(i))->failed.load(std::memory_order_acquire);
-    if (failed == 0 || failed - 1 > seq || members[i] == rank) continue;
+    if (members[i] == rank || !Failure::ends(failed, seq, still_agrees)) continue;
     return "rank " + std::to_string(members[i]) + " gave up at operation #" +
-           std::to_string(failed - 1);
+           std::to_string(Failure::seq_of(failed));
   }
   return {};
 }

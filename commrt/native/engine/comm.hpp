@@ -142,6 +142,10 @@ class Op {
   bool has_failed() const {
     return state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed);
   }
+  bool still_agrees() const { return is_agreement || (agreement != nullptr && gloo == nullptr); }
+  bool had_agreed() const {
+    return agreement != nullptr && agreement->finished() && !agreement->has_failed();
+  }
 
   void bind(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_);
   // The same for an operation whose first `done` instructions are done already.
@@ -343,8 +347,9 @@ class Comm {
                                    std::unique_ptr<BucketParts> parts, void* keep, uint64_t limit);
   // Keeps the books of an operation that runs elsewhere, by a library of its own.
   uint64_t count_elsewhere(const Record& what);
-  // Who of this node gave up operation `seq` or one before it; empty: nobody.
-  std::string who_gave_up(uint64_t seq) const;
+  // Who of this node gave up operation `seq` or one before it; empty: nobody. While the ranks
+  // still agree on the operation, who gave it up after that does not count.
+  std::string who_gave_up(uint64_t seq, bool still_agrees = false) const;
   // A short plan with nothing else in flight: null when complete, else the Op it became.
   // Spins at most `spins` times for a message.
   std::shared_ptr<Op> run_short(const std::shared_ptr<const Plan>& plan, const void* in,
@@ -371,8 +376,9 @@ class Comm {
   void fail_op(Op& op, const std::string& why);
   // Ends an operation that an on-node peer has given up; true if it has ended.
   bool fail_after_peer(const std::shared_ptr<Op>& op);
-  // Lets the ranks of this node know that they wait in vain from operation `seq` on.
-  void tell_failure(uint64_t seq);
+  // Lets the ranks of this node know that they wait in vain from operation `seq` on; or, where
+  // this rank had agreed on it, from the end of their own agreement on.
+  void tell_failure(uint64_t seq, bool had_agreed = false);
   // Whether an on-node peer's operation `seq` failed: then what has been read from its buffers
   // until now may be anything, because they are its own again.
   bool gave_up(int peer, uint64_t seq) const;

@@ -474,7 +474,7 @@ void Op::fail(std::string message) {
   abandon_mpi();
   stop_showing();
   comm->break_down(error);
-  comm->tell_failure(seq);
+  comm->tell_failure(seq, had_agreed());
   Record& record = comm->records[seq % Comm::kRecords];
   if (record.seq == seq && !is_agreement) {
     record.end_ticks = ticks();

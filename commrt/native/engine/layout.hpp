@@ -116,9 +116,21 @@ struct alignas(kLineBytes) CallLine {
 
 struct alignas(kLineBytes) RankHeader {
   std::atomic<uint64_t> started;  // collectives this rank has started on this communicator
-  // 1 + sequence number of the operation that failed here. On a line of its own: peers look
-  // at it again and again, and it is written once.
+  // What failed here, as Failure writes it. On a line of its own: peers look at it again and
+  // again, and it is written once.
   alignas(kLineBytes) std::atomic<uint64_t> failed;
+};
+
+// The first operation that failed on a rank, in one word that only gets smaller; 0: none. Peers
+// whose ranks still compare what they have called (Op::agreement) do not need one that failed
+// after it had compared: what they compare has been sent, and tells them more.
+struct Failure {
+  static uint64_t word(uint64_t seq, bool had_agreed) { return 2 * seq + (had_agreed ? 2 : 1); }
+  static uint64_t seq_of(uint64_t word) { return (word - 1) / 2; }
+  // Whether operation `seq` of a peer waits in vain.
+  static bool ends(uint64_t word, uint64_t seq, bool still_agrees) {
+    return word != 0 && word <= Failure::word(seq, !still_agrees);
+  }
 };
 
 // Where things lie in a region. Every member computes the same layout.

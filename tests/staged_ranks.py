@@ -261,6 +261,35 @@ class SimRanks:
         self.world.check()
 
 
+def hides_from(
+    seeds: range, make: Callable[[int], SimRanks], function: Callable[[Rank], Any]
+) -> list[int]:
+    """Return the seeds by which a planted bug is not found, nor by two beside each.
+
+    One interleaving in some hundred has done what a bug does not wait for.
+    """
+
+    def is_found(seed: int) -> bool:
+        ranks = make(seed)
+        try:
+            ranks.run(function)
+        except OrderingError:
+            return True
+        finally:
+            renew_ranks()
+            forget_ranks()
+        return bool(ranks.world.violations)
+
+    beside = range(0, 3 * _FAR, _FAR)
+    return [
+        seed for seed in seeds if not any(is_found(seed + other) for other in beside)
+    ]
+
+
+_FAR = 1000
+"""Farther than a full run's seeds reach."""
+
+
 def on_threads(
     size: int, function: Callable[[Rank], T], *, survives: bool = True, **device: Any
 ) -> list[T]:

@@ -15,6 +15,7 @@ import commrt
 from commrt.backends.local import LocalRanks, run
 from commrt.errors import MismatchError, RevokedError, TimeoutError_, UsageError
 from commrt.request import RequestErrors, test_all, wait_all, wait_any
+from commrt.stepped import SteppedRequest
 
 # Not a test, whatever pytest thinks of its name.
 test_all.__test__ = False  # type: ignore[attr-defined]
@@ -184,6 +185,25 @@ def test_waited_requests_go_quietly() -> None:
         wait_all(requests)
         del requests
         gc.collect()
+
+
+@pytest.mark.filterwarnings("error::ResourceWarning")
+def test_what_a_failed_operation_of_several_steps_waited_for_goes_quietly() -> None:
+    ranks = LocalRanks(2)
+    comm = ranks.comms[0]
+
+    def steps() -> Any:
+        yield [comm.allreduce(np.ones(3), nonblocking=True) for _ in range(2)]
+
+    errors: list[Any] = []
+    request = SteppedRequest(steps(), "two sums", "sum", 60.0, errors.append)
+    assert not request.test()
+    request.give_up("nobody comes")
+    with pytest.raises(RevokedError, match="two sums: nobody comes"):
+        request.wait()
+    assert len(errors) == 1
+    del request, errors
+    gc.collect()
 
 
 def test_dropped_request_warns_and_its_buffers_outlive_it() -> None:

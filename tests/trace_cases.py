@@ -27,12 +27,13 @@ def call(
     peer: int = -1,
     root: int = -1,
     failed: bool = False,
+    stream: int | None = None,
     site: Place = HERE,
 ) -> Operation:
     """Return an operation of float32."""
     return Operation(
         *(group, op, nbytes, nbytes, "float32", 4, "shm", "ring", peer, 0, root),
-        *(False, seq, start_ns, end_ns, failed, site),
+        *(stream, seq, start_ns, end_ns, failed, site),
     )
 
 

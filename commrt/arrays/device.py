@@ -29,6 +29,7 @@ __all__ = [
     "is_jax",
     "is_on_device",
     "see",
+    "stream_that_orders",
 ]
 
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
@@ -246,6 +247,19 @@ def current_stream_of(array: Any, device: Any) -> int:
         if exported:
             return 0 if exported == _LEGACY else int(exported)
     return current_stream(device)
+
+
+def stream_that_orders(array: Any, asked: Any = None) -> int:
+    """Return the stream that orders a call on an array, by its handle.
+
+    That which the call asks for, else the current one.
+    """
+    if asked is not None:
+        handle = _handle(asked) or 0
+        return 0 if handle == _LEGACY else handle
+    if isinstance(array, DeviceArray) or is_tensor(array):
+        return current_stream_of(array, array.device)
+    return current_stream_of(array, see(array, "x", any_strides=True).device)
 
 
 def as_stream(stream: Any, device: Any, what: str) -> int:

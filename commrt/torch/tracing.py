@@ -17,7 +17,7 @@ from commrt.errors import TimeoutError_
 from commrt.torch.operands import KNOWN
 from commrt.torch.per_call import ASKED
 from commrt.torch.work import CommrtWork
-from commrt.trace.methods import algorithm_of
+from commrt.trace.methods import algorithm_of, stream_of
 from commrt.trace.recorder import Group, Kind, Recorder, recorder
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TracedWork", "follow_group"]
 
-Key = tuple[str, int, Any, int, int, int, bool]
-"""Operation, bytes, element type, bytes that come, root or peer, tag, on the host."""
+Key = tuple[str, int, Any, int, int, int, int | None]
+"""Operation, bytes, element type, bytes that come, root or peer, tag, stream."""
 Read = Callable[[tuple[Any, ...], dict[str, Any]], Key]
 _MESH = "mesh_"
 """What DeviceMesh puts before a dimension's name."""
@@ -163,7 +163,7 @@ def _kind(
     key: Key,
     asked: Mapping[str, Any] | None,
 ) -> Kind:
-    op, nbytes, dtype, out_nbytes, who, tag, on_host = key
+    op, nbytes, dtype, out_nbytes, who, tag, stream = key
     assert group is not None
     comm = group._comm
     name = KNOWN.get(dtype, "uint8")
@@ -177,7 +177,7 @@ def _kind(
         algorithm = algorithm_of(
             *(comm, op, nbytes, name),
             root=max(who, 0),
-            on_device=not on_host,
+            on_device=stream is not None,
             asked=asked,
         )
     return Kind(
@@ -189,7 +189,7 @@ def _kind(
         tag=tag,
         root=-1 if is_message else who,
         algorithm=algorithm,
-        on_device=not on_host,
+        stream=stream,
     )
 
 
@@ -209,6 +209,11 @@ def _first(tensors: Any) -> Any:
     return tensors
 
 
+def _stream(x: Any) -> int | None:
+    """Return the stream that orders a call on a tensor; None: it is on the host."""
+    return None if x.is_cpu else stream_of(x, {})
+
+
 def _total(tensors: Any) -> int:
     """Return the bytes of tensors in lists, or of one."""
     if isinstance(tensors, list | tuple):
@@ -224,8 +229,9 @@ def _reduction(op: str, size: int) -> Read:
             nbytes = x.nbytes
         except RuntimeError:  # torch does not say it of sparse ones
             stored = x._indices().nbytes + x._values().nbytes
-            return ("sparse_allreduce", stored, x.dtype, stored, -1, 0, x.is_cpu)
-        return (op, nbytes, x.dtype, nbytes, -1, 0, x.is_cpu)
+            key = ("sparse_allreduce", stored, x.dtype, stored, -1, 0)
+            return (*key, _stream(x))
+        return (op, nbytes, x.dtype, nbytes, -1, 0, _stream(x))
 
     return read
 
@@ -234,7 +240,7 @@ def _several(op: str, size: int) -> Read:
     def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
         tensors = _argument(args, more, 0, "tensors")
         x, nbytes = _first(tensors), _total(tensors)
-        return (op, nbytes, x.dtype, nbytes, -1, 0, x.is_cpu)
+        return (op, nbytes, x.dtype, nbytes, -1, 0, _stream(x))
 
     return read
 
@@ -243,7 +249,7 @@ def _rooted(op: str, size: int) -> Read:
     def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
         x = _first(_argument(args, more, 0, "tensors"))
         root = _root(_argument(args, more, 1, "opts", "root"))
-        return (op, x.nbytes, x.dtype, x.nbytes, root, 0, x.is_cpu)
+        return (op, x.nbytes, x.dtype, x.nbytes, root, 0, _stream(x))
 
     return read
 
@@ -259,7 +265,7 @@ def _from_input(op: str, size: int) -> Read:
         given = _argument(args, more, 1, "input", "inputs")
         got = _argument(args, more, 0, "output", "outputs")
         x = _first(given)
-        return (op, _total(given), x.dtype, _total(got), -1, 0, x.is_cpu)
+        return (op, _total(given), x.dtype, _total(got), -1, 0, _stream(x))
 
     return read
 
@@ -270,7 +276,7 @@ def _from_output(op: str, size: int) -> Read:
     def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
         got = _argument(args, more, 0, "output", "outputs")
         x, nbytes = _first(got), _total(got)
-        return (op, nbytes, x.dtype, nbytes, -1, 0, x.is_cpu)
+        return (op, nbytes, x.dtype, nbytes, -1, 0, _stream(x))
 
     return read
 
@@ -283,13 +289,13 @@ def _parts(op: str, size: int) -> Read:
         x = _first(_argument(args, more, at, ("outputs", "inputs")[at]))
         root = _root(_argument(args, more, 2, "opts"))
         nbytes = x.nbytes * size
-        return (op, nbytes, x.dtype, nbytes, root, 0, x.is_cpu)
+        return (op, nbytes, x.dtype, nbytes, root, 0, _stream(x))
 
     return read
 
 
 def _nothing(op: str, size: int) -> Read:
-    return lambda args, more: (op, 0, None, 0, -1, 0, True)
+    return lambda args, more: (op, 0, None, 0, -1, 0, None)
 
 
 def _message(op: str, size: int) -> Read:
@@ -297,7 +303,7 @@ def _message(op: str, size: int) -> Read:
         x = _first(_argument(args, more, 0, "tensors"))
         peer = _argument(args, more, 1, "dst_rank", "src_rank")
         tag = _argument(args, more, 2, "tag") or 0
-        return (op, x.nbytes, x.dtype, x.nbytes, peer, tag, x.is_cpu)
+        return (op, x.nbytes, x.dtype, x.nbytes, peer, tag, _stream(x))
 
     return read
 
@@ -306,7 +312,7 @@ def _from_anyone(op: str, size: int) -> Read:
     def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
         x = _first(_argument(args, more, 0, "tensors"))
         tag = _argument(args, more, 1, "tag") or 0
-        return (op, x.nbytes, x.dtype, x.nbytes, -1, tag, x.is_cpu)
+        return (op, x.nbytes, x.dtype, x.nbytes, -1, tag, _stream(x))
 
     return read
 

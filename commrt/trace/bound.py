@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from commrt import _native
 from commrt.trace.call_sites import CORE
-from commrt.trace.methods import group_of_communicator, kinds_of
+from commrt.trace.methods import group_of_communicator, kinds_of, stream_of
 from commrt.trace.recorder import Group, Kind, Recorder, recorder
 from commrt.trace.requests import TracedRequest
 
@@ -61,10 +61,15 @@ def _attach(
     more: dict[str, Any],
 ) -> Group:
     group = to.group(group_of_communicator(comm))
-    kinds = kinds_of(comm, group, name, args, more)
     label = getattr(bound, "label", "")
-    if len(kinds) == 1 and kinds[0].peer < 0 and label:
-        kinds = [kinds[0].run_by(label)]
+
+    def described() -> Sequence[Kind]:
+        kinds = kinds_of(comm, group, name, args, more)
+        if len(kinds) == 1 and kinds[0].peer < 0 and label:
+            return [kinds[0].run_by(label)]
+        return kinds
+
+    kinds = described()
     kind = type(bound)
     if isinstance(bound, _ENGINES):
 
@@ -80,10 +85,43 @@ def _attach(
         bound._record_by(method)
         to.at_end(bound, lambda of: of._record_by(None))
     else:
-        object.__setattr__(bound, _KINDS, kinds)
+        object.__setattr__(bound, _KINDS, _by_stream(kinds, described, args, more))
         object.__setattr__(bound, "__class__", _class_of(kind))
         to.at_end(bound, lambda of: object.__setattr__(of, "__class__", kind))
     return group
+
+
+def _by_stream(
+    kinds: Sequence[Kind],
+    described: Callable[[], Sequence[Kind]],
+    args: tuple[Any, ...],
+    more: dict[str, Any],
+) -> Callable[[], Sequence[Kind]]:
+    """Return what says the kinds of a run.
+
+    On a device, the caller's current stream orders it, which may be another each time.
+    """
+    if not kinds or not kinds[0].on_device or more.get("stream") is not None:
+        return lambda: kinds
+    array = _first_array(args, more)
+    known = {kinds[0].stream: kinds}
+
+    def now() -> Sequence[Kind]:
+        stream = stream_of(array, more)
+        found = known.get(stream)
+        if found is None:
+            found = known[stream] = described()
+        return found
+
+    return now
+
+
+def _first_array(args: tuple[Any, ...], more: dict[str, Any]) -> Any:
+    given = (*args[:1], *(more.get(name) for name in ("x", "out", "sends", "recvs")))
+    found = next((each for each in given if each is not None), None)
+    while isinstance(found, list | tuple) and found:
+        found = found[0]
+    return found
 
 
 def _class_of(kind: type) -> type:
@@ -111,7 +149,7 @@ def _run(
     site = to.sites.of_caller(frame)
     if site is CORE:
         return function(bound)
-    numbers = [to.ring.append(kind, site) for kind in getattr(bound, _KINDS)]
+    numbers = [to.ring.append(kind, site) for kind in getattr(bound, _KINDS)()]
     first, num = numbers[0] if numbers else 0, len(numbers)
     try:
         result = function(bound)

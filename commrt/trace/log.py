@@ -33,6 +33,7 @@ __all__ = [
     "logs_of",
     "read_log",
     "size_bin",
+    "stream_name",
     "write_log",
 ]
 
@@ -105,8 +106,8 @@ class Operation:
     """Of a message."""
     root: int
     """Rank of the group; -1: there is none."""
-    on_device: bool
-    """Whether it was on device memory, so that times are those of the host's calls."""
+    stream: int | None
+    """The CUDA stream that ordered it, 0 being the default one; None: on the host."""
     seq: int
     """Collectives of a group count together, messages by direction, peer and tag."""
     start_ns: int
@@ -122,6 +123,11 @@ class Operation:
     def duration_ns(self) -> int:
         """From the call to where its end was seen; 0 where it was not."""
         return 0 if self.end_ns is None else self.end_ns - self.start_ns
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it was on device memory: its times are those of the host's calls."""
+        return self.stream is not None
 
     @property
     def wire_nbytes(self) -> float:
@@ -144,6 +150,15 @@ def _human(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def stream_name(stream: int | None) -> str:
+    """Return what a stream's handle is called; "" where there is none."""
+    if stream is None:
+        return ""
+    return _STREAMS.get(stream, f"stream {stream:#x}")
+
+
+_STREAMS = {0: "default stream", 2: "default stream of its thread"}
+"""As CUDA has them; 1, the default one by another name, is told as 0."""
 KEYS: dict[str, Callable[[Operation], str]] = {
     "op": lambda one: one.op,
     "dimension": lambda one: one.group.dimension,
@@ -154,6 +169,7 @@ KEYS: dict[str, Callable[[Operation], str]] = {
     "nbytes": lambda one: str(one.nbytes),
     "bin": lambda one: size_bin(one.nbytes),
     "site": lambda one: str(one.site),
+    "stream": lambda one: stream_name(one.stream),
 }
 """What operations can be counted by."""
 
@@ -307,7 +323,7 @@ def _operation(record: Sequence[Any], group: LoggedGroup, site: Place) -> Operat
     return Operation(
         *(group, kind.op, kind.nbytes, kind.out_nbytes, kind.dtype, kind.itemsize),
         *(kind.backend, kind.algorithm, kind.peer, kind.tag, kind.root),
-        *(kind.on_device, record[SEQ], record[START]),
+        *(kind.stream, record[SEQ], record[START]),
         *(abs(end) or None, end < 0, site),
     )
 
@@ -355,7 +371,7 @@ def _lines(log: Log) -> Iterator[str]:
 
 _KIND_FIELDS = (
     *("op", "nbytes", "out_nbytes", "dtype", "itemsize", "backend", "algorithm"),
-    *("peer", "tag", "root", "on_device"),
+    *("peer", "tag", "root", "stream"),
 )
 
 

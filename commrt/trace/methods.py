@@ -27,6 +27,7 @@ __all__ = [
     "follow_communicator",
     "group_of_communicator",
     "kinds_of",
+    "stream_of",
 ]
 
 _SAID = ("op", "root", "algorithm", "backend", "compress")
@@ -108,7 +109,8 @@ def _key_of(
         params = tuple(sorted((more.get("params") or {}).items()))
         lengths = [tuple(more.get(each) or ()) for each in counts]
         extent = () if like is None else (like.nbytes, like.dtype)
-        key = (name, extent, x is None, *said, params, *lengths)
+        stream = stream_of(like, more)
+        key = (name, extent, x is None, *said, params, *lengths, stream)
         hash(key)
         return key
     return None
@@ -139,12 +141,12 @@ def _kind_of_collective(
     like = out if x is None else x
     dtype, itemsize = element_of(like)
     nbytes = _nbytes_of_collective(comm, spec, x, out, more, itemsize)
-    on_device = _is_on_device(like)
+    stream = stream_of(like, more)
     algorithm = algorithm_of(
         *(comm, spec.name, nbytes, dtype),
         op=more.get("op", "sum"),
         root=more.get("root", 0),
-        on_device=on_device,
+        on_device=stream is not None,
         asked={name: more[name] for name in _WISHES if more.get(name) is not None},
     )
     if more.get("compress") not in (None, EXACT):
@@ -159,7 +161,7 @@ def _kind_of_collective(
         out_nbytes=out_nbytes,
         root=_number(more.get("root", 0)) if spec.has_root else -1,
         algorithm=algorithm,
-        on_device=on_device,
+        stream=stream,
     )
 
 
@@ -192,7 +194,7 @@ def _other(group: Group, name: str) -> LookAt:
             *(group, name, nbytes_of(x)),
             dtype=dtype,
             itemsize=itemsize,
-            on_device=_is_on_device(x),
+            stream=stream_of(x, more),
         )
         return (kind,)
 
@@ -208,7 +210,7 @@ def _among_neighbors(group: Group, name: str) -> LookAt:
         x = args[0] if args else more.get("x", more.get("fields"))
         first = x[0] if isinstance(x, list | tuple) and x else x
         dtype, itemsize = element_of(first)
-        on_device = _is_on_device(first)
+        stream = stream_of(first, more)
         nbytes = 0
         with suppress(CommError, TypeError):  # of which the call will speak
             nbytes = comm._sent_to_neighbors(name, args, more)  # type: ignore[attr-defined]
@@ -216,8 +218,8 @@ def _among_neighbors(group: Group, name: str) -> LookAt:
             *(group, name, nbytes),
             dtype=dtype,
             itemsize=itemsize,
-            algorithm="staged/boxes" if on_device else "boxes/direct",
-            on_device=on_device,
+            algorithm="boxes/direct" if stream is None else "staged/boxes",
+            stream=stream,
         )
         return (kind,)
 
@@ -232,7 +234,7 @@ def _one_message(group: Group, name: str) -> LookAt:
     ) -> Sequence[Kind]:
         x = args[0] if args else more.get("x", more.get("out"))
         where = more.get(peer), more.get("tag", 0)
-        return (_kind_of_message(comm, group, name, x, *where),)
+        return (_kind_of_message(comm, group, name, x, *where, more),)
 
     return look
 
@@ -244,9 +246,10 @@ def _two_messages(group: Group, name: str) -> LookAt:
         x = args[0] if args else more.get("x")
         dest, source = more.get("dest"), more.get("source")
         sendtag, recvtag = more.get("sendtag", 0), more.get("recvtag", 0)
+        out = more.get("out")
         return [
-            _kind_of_message(comm, group, "send", x, dest, sendtag),
-            _kind_of_message(comm, group, "recv", more.get("out"), source, recvtag),
+            _kind_of_message(comm, group, "send", x, dest, sendtag, more),
+            _kind_of_message(comm, group, "recv", out, source, recvtag, more),
         ]
 
     return look
@@ -261,18 +264,25 @@ def _many_messages(group: Group, name: str) -> LookAt:
             with suppress(TypeError, ValueError):  # of which the call will speak
                 for x, peer, *tag in more.get(argument, ()):
                     where = peer, tag[0] if tag else 0
-                    found.append(_kind_of_message(comm, group, kind, x, *where))
+                    found.append(_kind_of_message(comm, group, kind, x, *where, more))
         return found
 
     return look
 
 
 def _kind_of_message(
-    comm: Communicator, group: Group, name: str, x: Any, peer: Any, tag: Any
+    comm: Communicator,
+    group: Group,
+    name: str,
+    x: Any,
+    peer: Any,
+    tag: Any,
+    more: dict[str, Any],
 ) -> Kind:
     key: Hashable
+    stream = stream_of(x, more)
     try:
-        key = (name, x.nbytes, x.dtype, peer, tag)
+        key = (name, x.nbytes, x.dtype, peer, tag, stream)
         kind = group.kinds.get(key)
     except (AttributeError, TypeError):
         key, kind = (name, repr(type(x)), repr(peer), repr(tag)), None
@@ -287,7 +297,7 @@ def _kind_of_message(
             peer=number,
             tag=_number(tag),
             algorithm="shm/message" if near else "mpi/message",
-            on_device=_is_on_device(x),
+            stream=stream,
         )
         kind = group.keep(key, made)
     return kind
@@ -376,12 +386,23 @@ def element_of(x: Any) -> tuple[str, int]:
     return str(dtype).removeprefix("torch."), size if isinstance(size, int) else 1
 
 
-def _is_on_device(x: Any) -> bool:
-    from commrt.arrays.device import is_on_device
+def stream_of(x: Any, more: Mapping[str, Any]) -> int | None:
+    """Return the stream that orders a call; None where its array is on the host.
 
+    ``more`` are the arguments that have names.
+    """
+    from commrt.arrays.device import is_on_device, stream_that_orders
+    from commrt.devices.arrays import DeviceStream
+
+    asked = more.get("stream")
+    found = None
     with suppress(Exception):  # of which the call will speak
-        return x is not None and bool(is_on_device(x))
-    return False
+        if x is None:  # a barrier
+            return asked.handle if isinstance(asked, DeviceStream) else None
+        if is_on_device(x):
+            found = 0
+            found = stream_that_orders(x, asked)
+    return found
 
 
 def _sum(counts: Sequence[Any] | None) -> int:

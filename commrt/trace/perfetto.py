@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job's operations as a trace for https://ui.perfetto.dev.
 
-Trace events in JSON, compressed: a process per rank, in it a track per group, a slice
-per operation with what was waiting as a slice of its own, and an arrow from where the
-last rank called an operation to where each other one's wait for it ended, and from each
-send to its receive. Operations of one group that overlap, as those that are not waited
-for at once do, get further tracks.
+Trace events in JSON, compressed: a process per rank, in it a track per group and CUDA
+stream (one per group of what is on the host), a slice per operation with what was
+waiting as a slice of its own, and an arrow from where the last rank called an operation
+to where each other one's wait for it ended, and from each send to its receive.
+Operations of one track that overlap, as those that are not waited for at once do, get
+further tracks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from commrt.trace.job import Event, Job
+from commrt.trace.log import stream_name
 
 __all__ = ["events_of", "write_perfetto"]
 
@@ -58,12 +60,14 @@ def _tracks(
     """Return each event's track, and the tracks' names."""
     found: dict[int, int] = {}
     names: dict[tuple[int, int], str] = {}
-    # Of each group on a rank: its tracks, and when the last slice on each ends.
-    lanes: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    # Of each group and stream on a rank: its tracks, and when the last slice on each
+    # ends.
+    lanes: dict[tuple[int, str, int | None], list[tuple[int, int]]] = {}
     count: dict[int, int] = {}
     for event in sorted(events, key=lambda one: (one.rank, one.start_ns)):
         group = event.call.group
-        mine = lanes.setdefault((event.rank, group.key), [])
+        stream = event.call.stream
+        mine = lanes.setdefault((event.rank, group.key, stream), [])
         free = (at for at, (_, end_ns) in enumerate(mine) if end_ns <= event.start_ns)
         at = next(free, len(mine))
         if at < len(mine):
@@ -73,7 +77,8 @@ def _tracks(
             mine.append((track, 0))
             same = group.name == group.dimension
             name = group.name if same else f"{group.dimension} ({group.name})"
-            names[event.rank, track] = f"{name}{f' +{at}' if at else ''}"
+            on = f", {stream_name(stream)}" if stream is not None else ""
+            names[event.rank, track] = f"{name}{on}{f' +{at}' if at else ''}"
         # A slice has a length, so that those of one moment are not on one track.
         mine[at] = (track, max(event.end_ns or 0, event.start_ns + 1))
         found[id(event)] = track
@@ -97,6 +102,8 @@ def _slices(event: Event, track: int, begin: int) -> Iterator[dict[str, Any]]:
         "called from": str(call.site),
         "waiting us": None if waiting is None else waiting / 1e3,
     }
+    if call.stream is not None:
+        args["stream"] = stream_name(call.stream)
     if call.op in ("send", "recv"):
         args |= {"peer": call.peer, "tag": call.tag}
     if call.root >= 0:

@@ -57,11 +57,11 @@ class Kind:
         "group",
         "itemsize",
         "nbytes",
-        "on_device",
         "op",
         "out_nbytes",
         "peer",
         "root",
+        "stream",
         "tag",
     )
 
@@ -78,7 +78,7 @@ class Kind:
         tag: int = 0,
         root: int = -1,
         algorithm: str = "",
-        on_device: bool = False,
+        stream: int | None = None,
     ) -> None:
         self.group = group
         self.op = op
@@ -90,7 +90,7 @@ class Kind:
         self.tag = tag
         self.root = root
         self.backend, _, self.algorithm = algorithm.partition("/")
-        self.on_device = on_device
+        self.stream = stream
         self.counter = group.counter_of(op, peer, tag)
 
     def run_by(self, label: str) -> Kind:
@@ -104,8 +104,13 @@ class Kind:
             tag=self.tag,
             root=self.root,
             algorithm=label,
-            on_device=self.on_device,
+            stream=self.stream,
         )
+
+    @property
+    def on_device(self) -> bool:
+        """Whether its arrays are in the memory of a device."""
+        return self.stream is not None
 
 
 class Group:

@@ -118,6 +118,7 @@ _TITLES = {
     "nbytes": "bytes of a call",
     "algorithm": "backend/algorithm",
     "site": "called from",
+    "stream": "stream",
     "group": "group",
     "dtype": "type",
     "backend": "backend",

@@ -66,9 +66,13 @@ def test_a_file_has_what_was_written(tmp_path: Path) -> None:
     log.operations.append(
         call(group, "allreduce", 8, 3, 130 * US, 140 * US, failed=True)
     )
+    log.operations.append(call(group, "allreduce", 8, 4, 150 * US, None, stream=0))
+    log.operations.append(call(group, "bcast", 8, 5, 160 * US, None, stream=0x7F0))
     log.error, log.num_dropped = "TimeoutError_: rank 1", 7
     write_log(log, tmp_path / "one.jsonl")
-    assert read_log(tmp_path / "one.jsonl") == log
+    read = read_log(tmp_path / "one.jsonl")
+    assert read == log
+    assert [one.on_device for one in read.operations[-3:]] == [False, True, True]
     assert [path.name for path in tmp_path.iterdir()] == ["one.jsonl"]
 
 
@@ -317,6 +321,40 @@ def test_operations_that_overlap_have_tracks_of_their_own() -> None:
     assert [one["tid"] for one in events if one["ph"] == "X"] == [1, 2, 2, 1]
     names = [one["args"]["name"] for one in events if one["name"] == "thread_name"]
     assert names == ["dp", "dp +1"]
+
+
+def test_perfetto_has_a_track_per_stream() -> None:
+    dp, tp = group_of(0, 1), group_of(0, 1, "tp")
+    calls = [
+        call(dp, "allreduce", 8, 0, 0, 10),
+        call(dp, "allreduce", 8, 1, 20, None, stream=0),
+        call(dp, "allreduce", 8, 2, 30, None, stream=0x7F0),
+        call(tp, "allreduce", 8, 0, 40, None, stream=0x7F0),
+        call(dp, "allreduce", 8, 3, 50, None, stream=0x7F0),
+        call(dp, "allreduce", 8, 4, 60, None, stream=2),
+    ]
+    log = log_of(0, 1, calls)
+    events = list(events_of(join([log])))
+    slices = [one for one in events if one["ph"] == "X"]
+    assert [one["tid"] for one in slices] == [1, 2, 3, 4, 3, 5]
+    names = [one["args"]["name"] for one in events if one["name"] == "thread_name"]
+    assert names == [
+        "dp",
+        "dp, default stream",
+        "dp, stream 0x7f0",
+        "tp, stream 0x7f0",
+        "dp, default stream of its thread",
+    ]
+    assert [one["args"].get("stream") for one in slices][:3] == [
+        *(None, "default stream", "stream 0x7f0")
+    ]
+    by_stream = log.volume(by=["stream"])
+    assert {of: found.calls for (of,), found in by_stream.items()} == {
+        "": 1,
+        "default stream": 1,
+        "stream 0x7f0": 3,
+        "default stream of its thread": 1,
+    }
 
 
 # -- commands --------------------------------------------------------------------

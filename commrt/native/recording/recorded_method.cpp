@@ -22,6 +22,7 @@ struct Names {  // interned: keyword names are compared by address
   PyObject* nonblocking = PyUnicode_InternFromString("nonblocking");
   PyObject* timeout_s = PyUnicode_InternFromString("timeout_s");
   PyObject* stream = PyUnicode_InternFromString("stream");
+  PyObject* protocol = PyUnicode_InternFromString("__cuda_stream__");
   PyObject* request = PyUnicode_InternFromString("_request");
   PyObject* batch = PyUnicode_InternFromString("batch");
   PyObject* sends = PyUnicode_InternFromString("sends");
@@ -37,40 +38,67 @@ const Names& names() {
 
 bool is_list(PyObject* object) { return PyList_CheckExact(object) || PyTuple_CheckExact(object); }
 
-// Type and bytes of an array, wherever it is and whoever made it.
-bool read_array(PyObject* object, uint64_t& type, uint64_t& nbytes) {
+// What a log knows of an array, or of several.
+struct Arrays {
+  uint64_t type = kNothing, nbytes = 0;
+  Stream stream = 0;  // that orders them, where they are on a device
+  bool on_device() const { return type != kNothing && (type & kOnDevice) != 0; }
+};
+
+// False where that cannot be said, of which the call will speak.
+bool read_stream_of(PyObject* tensor, Stream& stream) {
+  try {
+    stream = current_stream_of(tensor, nb::none());
+    return true;
+  } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_Exception)) throw;
+    return false;
+  }
+}
+
+// Wherever an array is and whoever made it.
+bool read_array(PyObject* object, Arrays& array) {
   Extent extent;
   if (View view; view_of_numpy(object, view)) {
     extent = {view.count, view.dtype, true};
-  } else if (!extent_of_tensor(object, extent)) {
+  } else if (extent_of_tensor(object, extent)) {
+    if (!extent.on_host && !read_stream_of(object, array.stream)) return false;
+  } else {
     DeviceView on_device;
     if (!view_on_device(object, on_device)) return false;
     extent = {on_device.count, on_device.dtype, false};
+    array.stream = on_device.stream;
   }
-  type = static_cast<uint64_t>(extent.dtype) | (extent.on_host ? 0 : kOnDevice);
-  nbytes += static_cast<uint64_t>(extent.count) * item_size(extent.dtype);
+  array.type = static_cast<uint64_t>(extent.dtype) | (extent.on_host ? 0 : kOnDevice);
+  array.nbytes = static_cast<uint64_t>(extent.count) * item_size(extent.dtype);
   return true;
 }
 
-// The same of arrays in lists: the type of the first, and all bytes.
-bool read_arrays(PyObject* object, uint64_t& type, uint64_t& nbytes, int depth = 0) {
+// The same of arrays in lists: type and stream of the first, and all bytes.
+bool read_arrays(PyObject* object, Arrays& arrays, int depth = 0) {
   if (!is_list(object)) {
-    uint64_t own = kNothing;
-    if (!read_array(object, own, nbytes)) return false;
-    if (type == kNothing) type = own;
+    Arrays own;
+    if (!read_array(object, own)) return false;
+    own.nbytes += arrays.nbytes;
+    if (arrays.type == kNothing) {
+      arrays = own;
+    } else {
+      arrays.nbytes = own.nbytes;
+    }
     return true;
   }
   if (depth == kDeepest) return false;
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
-    if (!read_arrays(PySequence_Fast_GET_ITEM(object, i), type, nbytes, depth + 1)) return false;
+    if (!read_arrays(PySequence_Fast_GET_ITEM(object, i), arrays, depth + 1)) return false;
   }
   return true;
 }
 
 bool add_arrays(PyObject* object, CallWords& key) {
-  if (object == Py_None) return key.add(kNothing) && key.add(kNothing);
-  uint64_t type = kNothing, nbytes = 0;
-  return read_arrays(object, type, nbytes) && key.add(type) && key.add(nbytes);
+  Arrays arrays;
+  if (object != Py_None && !read_arrays(object, arrays)) return false;
+  return key.add(arrays.type) && key.add(arrays.nbytes) &&
+         (!arrays.on_device() || key.add(static_cast<uint64_t>(arrays.stream)));
 }
 
 bool add_int(PyObject* object, CallWords& key) {
@@ -128,6 +156,18 @@ bool add_messages(PyObject* object, CallWords& key) {
     }
   }
   return true;
+}
+
+// The stream that a call asks for: a number, or what has CUDA's protocol.
+bool add_stream(PyObject* stream, CallWords& key) {
+  if (stream == Py_None) return true;
+  if (!key.add_object(names().stream)) return false;
+  if (PyLong_CheckExact(stream)) return add_int(stream, key);
+  const nb::object told = nb::steal(PyObject_CallMethodNoArgs(stream, names().protocol));
+  if (!told.is_valid()) PyErr_Clear();
+  const bool is_pair = told.is_valid() && PyTuple_CheckExact(told.ptr()) &&
+                       PyTuple_GET_SIZE(told.ptr()) == 2;
+  return is_pair && add_int(PyTuple_GET_ITEM(told.ptr(), 1), key);
 }
 
 // What a keyword says.
@@ -237,10 +277,10 @@ bool RecordedCalls::read(PyObject* const* args, Py_ssize_t nargs, PyObject* kwna
   for (Py_ssize_t i = 0; i < num; ++i) {
     PyObject* const name = PyTuple_GET_ITEM(kwnames, i);
     PyObject* const value = args[nargs + i];
-    if (name == names().nonblocking || name == names().timeout_s || name == names().stream) {
-      continue;
+    if (name == names().nonblocking || name == names().timeout_s) continue;
+    if (!(name == names().stream ? add_stream(value, key) : add_named(name, value, key))) {
+      return false;
     }
-    if (!add_named(name, value, key)) return false;
   }
   return true;
 }

@@ -432,6 +432,7 @@ class Workload:
             "python_blocks": sys.getallocatedblocks(),
             "references": sum(map(sys.getrefcount, arrays)),
             "outstanding": sum(r.comm._staging.outstanding for r in self.ranks.ranks),
+            "works": sum(r.comm._num_device_work for r in self.ranks.ranks),
             "pinned_nbytes": sum(w.pinned_nbytes for pair in works for w in pair),
             "pooled_events": sum(w.num_events for pair in works for w in pair),
             **{

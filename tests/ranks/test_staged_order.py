@@ -183,6 +183,19 @@ def test_calls_leave_no_memory_behind(full: bool, seed: int) -> None:
     ranks.close()
 
 
+def test_a_communicator_forgets_the_work_of_devices_that_are_gone() -> None:
+    def num_works() -> list[int]:
+        ranks = SimRanks(2, 0, staging=SMALL)
+        ranks.run(sums)
+        found = [rank.comm._num_device_work for rank in ranks.ranks]
+        ranks.close()
+        return found
+
+    first = num_works()
+    assert all(first)
+    assert [num_works() for _ in range(3)] == [first] * 3
+
+
 @pytest.mark.parametrize("queues", [1, 2, 8])
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught_by_every_seed(

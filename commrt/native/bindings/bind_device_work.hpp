@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -87,7 +88,11 @@ void make_work(PyWork<Work>* self, Group& group, Make make) {
   if (made->holds_streams() && group.engine->has_thread() && !made->simulated()) {
     group.engine->start_watch();
   }
-  group.device_work.push_back(made);
+  // What is over is held by those who wait for its rest (left_behind.py), and by nobody else.
+  auto& all = group.device_work;
+  all.erase(std::remove_if(all.begin(), all.end(), [](const auto& one) { return one->is_over(); }),
+            all.end());
+  all.push_back(made);
   new (self) PyWork<Work>{{std::move(made), group.engine}};
 }
 

@@ -181,6 +181,7 @@ void bind_group(nb::module_& m) {
       .def_rw("_timeout_s", &Group::timeout_s)
       .def_rw("_slow", &Group::slow)
       .def_prop_ro("_num_plans", &Group::num_plans)
+      .def_prop_ro("_num_device_work", [](const Group& g) { return g.device_work.size(); })
       .def_prop_ro("_idle", [](const Group& g) {
         for (const auto& work : g.device_work) {
           if (work->outstanding() != 0) return false;

@@ -115,6 +115,8 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
 
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   bool simulated() const { return device_->api->lock != nullptr; }
+  // Whether it was closed, and nothing of it is under way any more.
+  bool is_over() const { return closed_.load(std::memory_order_acquire) && outstanding() == 0; }
   // Calls whose end the host has not seen.
   int outstanding() const { return outstanding_.load(std::memory_order_acquire); }
   EventPool& events() const { return events_; }

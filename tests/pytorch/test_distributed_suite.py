@@ -28,7 +28,7 @@ def test_some_of_torchs_own_tests(seed: int) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_all_of_torchs_own_tests() -> None:
-    found = run("commrt", "")
+    found = run("commrt", "", {})
     failed = {
         name: how for name, how in found.items() if how not in ("passed", "skipped")
     }

@@ -392,14 +392,12 @@ def stream_of(x: Any, more: Mapping[str, Any]) -> int | None:
     ``more`` are the arguments that have names.
     """
     from commrt.arrays.device import is_on_device, stream_that_orders
-    from commrt.devices.arrays import DeviceStream
 
     asked = more.get("stream")
     found = None
     with suppress(Exception):  # of which the call will speak
-        if x is None:  # a barrier
-            return asked.handle if isinstance(asked, DeviceStream) else None
-        if is_on_device(x):
+        is_ordered = asked is not None if x is None else is_on_device(x)  # a barrier
+        if is_ordered:
             found = 0
             found = stream_that_orders(x, asked)
     return found

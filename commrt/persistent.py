@@ -156,7 +156,7 @@ class Plans:
         ordinary one, but with ``backend="nccl"`` those of the same collective call.
         """
         bound = bind_messages(self._comm, sends, recvs, in_place, backend)
-        given = {"sends": sends, "recvs": recvs}
+        given = {"sends": tuple(sends), "recvs": tuple(recvs)}
         follow_bound(self._comm, bound, "multi_sendrecv", (), **given)
         return bound
 

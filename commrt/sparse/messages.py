@@ -61,6 +61,7 @@ class Talk:
         request: Request = self.comm._send(
             address, nbytes, dest, self.tag, owner, "send", True, self.timeout_s
         )
+        request._be_quiet()  # where the operation fails, it tells of this one, too
         return request
 
     def recv(self, address: int, nbytes: int, source: int, owner: Any) -> Request:
@@ -76,6 +77,7 @@ class Talk:
             True,
             self.timeout_s,
         )
+        request._be_quiet()
         return request
 
     def send_array(self, array: Any, dest: int) -> Request:

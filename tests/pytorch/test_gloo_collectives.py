@@ -323,6 +323,37 @@ def test_a_rank_that_dies_is_named(torchrun: Any, tmp_path: Path, nodes: str) ->
     assert all(named in line or "gave up" in line for line in lines), lines
 
 
+DIES_AS_THEY_COMPARE = """
+store = dist.distributed_c10d._get_default_store()
+y = torch.ones(1000)
+if rank in (2, 3):
+    store.wait(["0 has begun", "1 has begun"])
+if rank == 3:
+    store.wait(["2 has begun"])
+work = dist.all_reduce(y, async_op=True)
+store.set(f"{rank} has begun", b"")
+if rank == 2:  # what it has sent may be all that rank 1 needs, and not what rank 0 does
+    store.wait(["3 has begun"])
+    os._exit(0)
+try:
+    work.wait()
+except RuntimeError as error:
+    print(rank, type(error).__name__, error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_dies_as_they_compare_holds_nobody_up(
+    torchrun: Any, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM + DIES_AS_THEY_COMPARE)
+    done = torchrun.program(4, [str(program)], **on_nodes("3,1"))
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stdout
+    assert not any("TimeoutError_" in line for line in lines), lines
+
+
 LEAVES = """
 if rank == 0:  # and nobody else
     work = dist.all_reduce(x, async_op=True)

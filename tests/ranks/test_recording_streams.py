@@ -112,6 +112,64 @@ def test_each_run_of_a_bound_call_has_the_stream_of_its_moment() -> None:
     assert [[one.stream for one in calls] for calls in by_rank(job)] == expected
 
 
+def test_messages_in_one_direction_that_are_bound() -> None:
+    def main(rank: Rank) -> list[int]:
+        own, other = rank.stream, DeviceStream(rank.device)
+        rank.asides.append(other)
+        x, peer = rank.array(X), 1 - rank.comm.rank
+        which = "recvs" if rank.comm.rank else "sends"
+        lists = {which: [(x, peer)]}
+        bound = rank.comm.plan.multi_sendrecv(**lists)
+        lists[which].clear()  # of which the bound call has its own
+        for _ in range(2):
+            bound()
+            with other:
+                bound()
+        other.synchronize()
+        return [own.handle, other.handle] * 2
+
+    expected, job = recorded(main)
+    assert [[one.stream for one in calls] for calls in by_rank(job)] == expected
+
+
+def test_halos_on_the_host_and_on_streams_are_told_apart() -> None:
+    def main(rank: Rank) -> list[int | None]:
+        own, other = rank.stream, DeviceStream(rank.device)
+        rank.asides.append(other)
+        grid: Any = rank.comm.cart((2,), periodic=True)
+        x, y = rank.array(np.arange(8.0)), np.arange(8.0)
+        for _ in range(2):
+            grid.halo_exchange(y, 1)
+            grid.halo_exchange(x, 1)
+            with other:
+                grid.halo_exchange(x, 1)
+            grid.halo_exchange(x, 1, stream=other)
+            grid.halo_exchange(np.arange(16.0)[::2], 1)  # not contiguous
+        other.synchronize()
+        return [None, own.handle, other.handle, other.handle, None] * 2
+
+    expected, job = recorded(main)
+    found = [
+        [one.stream for one in calls if one.op == "halo_exchange"]
+        for calls in by_rank(job)
+    ]
+    assert found == expected
+
+
+def test_an_interrupt_within_a_streams_protocol_reaches_the_program() -> None:
+    class Interrupted:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            raise KeyboardInterrupt
+
+    def main(rank: Rank) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            rank.comm.allreduce(rank.array(X), stream=Interrupted())
+
+    with trace.record() as recording:
+        on_threads(2, main)
+    assert recording.logs() == []
+
+
 def test_a_trace_has_a_track_per_stream() -> None:
     def main(rank: Rank) -> int:
         other = DeviceStream(rank.device)

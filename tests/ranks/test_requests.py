@@ -206,6 +206,25 @@ def test_what_a_failed_operation_of_several_steps_waited_for_goes_quietly() -> N
     gc.collect()
 
 
+@pytest.mark.filterwarnings("error::ResourceWarning")
+def test_a_sparse_sum_that_is_given_up_says_nothing_of_its_messages() -> None:
+    ranks = LocalRanks(2)
+    x = np.array([1, 3]), np.ones(2), (100,)
+    how: Any = {"algorithm": "recursive_doubling"}
+    ranks.each(lambda comm: comm.sparse_allreduce(x, **how))  # what is made once
+    first, second = (
+        comm.sparse_allreduce(x, **how, nonblocking=True) for comm in ranks.comms
+    )
+    for _ in range(200):
+        first.test()
+    for request in (first, second):
+        request.give_up("nobody goes on")
+        with pytest.raises(RevokedError, match="nobody goes on"):
+            request.wait()
+    del first, second, request
+    gc.collect()
+
+
 def test_dropped_request_warns_and_its_buffers_outlive_it() -> None:
     with LocalRanks(2) as ranks:
         alive: list[weakref.ref[Any]] = []

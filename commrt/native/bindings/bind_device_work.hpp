@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -89,10 +90,10 @@ void make_work(PyWork<Work>* self, Group& group, Make make) {
     group.engine->start_watch();
   }
   // What is over is held by those who wait for its rest (left_behind.py), and by nobody else.
-  auto& all = group.device_work;
-  all.erase(std::remove_if(all.begin(), all.end(), [](const auto& one) { return one->is_over(); }),
-            all.end());
-  all.push_back(made);
+  std::vector<std::shared_ptr<DeviceWork>> all{made};
+  std::copy_if(group.device_work.begin(), group.device_work.end(), std::back_inserter(all),
+               [](const auto& one) { return !one->is_over(); });
+  group.device_work.swap(all);  // what is dropped with the old ones may let other threads run
   new (self) PyWork<Work>{{std::move(made), group.engine}};
 }
 

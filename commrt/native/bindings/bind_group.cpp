@@ -183,12 +183,14 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("_num_plans", &Group::num_plans)
       .def_prop_ro("_num_device_work", [](const Group& g) { return g.device_work.size(); })
       .def_prop_ro("_idle", [](const Group& g) {
-        for (const auto& work : g.device_work) {
+        const auto all = g.device_work;  // another thread may make some meanwhile
+        const nb::gil_scoped_release release;
+        for (const auto& work : all) {
           if (work->outstanding() != 0) return false;
         }
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         return g.comm->idle();
-      }, nb::call_guard<nb::gil_scoped_release>())
+      })
       .def("_set_failure", [](Group& g, const std::string& why) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         g.comm->break_down(why);

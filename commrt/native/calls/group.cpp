@@ -93,6 +93,8 @@ int code_of_numpy_type(PyObject* dtype) {
   return descr->byteorder == '>' ? kUnknown : dtype_code(descr->type_num);
 }
 
+bool is_numpy_array(PyObject* object) { return PyArray_CheckExact(object); }
+
 bool view_of_numpy(PyObject* object, View& view) {
   if (!PyArray_CheckExact(object)) return false;
   auto* array = reinterpret_cast<PyArrayObject*>(object);

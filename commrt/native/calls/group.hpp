@@ -33,6 +33,7 @@ struct View {
 // Fills `view` from a C-contiguous, native-endian numpy array of a known type. False, with
 // no Python error set, for everything else: the caller then asks Python.
 bool view_of_numpy(PyObject* object, View& view);
+bool is_numpy_array(PyObject* object);  // with any strides and of any type
 void register_numpy_type(int type_num, int dtype_code);
 // The code of numpy's dtype; -1 where it is none, or of a type or byte order that is not known.
 int code_of_numpy_type(PyObject* dtype);

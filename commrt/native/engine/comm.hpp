@@ -143,8 +143,10 @@ class Op {
     return state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed);
   }
   bool still_agrees() const { return is_agreement || (agreement != nullptr && gloo == nullptr); }
+  // Failed by what it compared. With gloo asked, all had said the same: then peers lose nothing.
   bool had_agreed() const {
-    return agreement != nullptr && agreement->finished() && !agreement->has_failed();
+    return gloo == nullptr && agreement != nullptr && agreement->finished() &&
+           !agreement->has_failed();
   }
 
   void bind(const std::shared_ptr<const Plan>& plan_, const void* in_, void* out_);

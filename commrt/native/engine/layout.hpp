@@ -123,7 +123,7 @@ struct alignas(kLineBytes) RankHeader {
 
 // The first operation that failed on a rank, in one word that only gets smaller; 0: none. Peers
 // whose ranks still compare what they have called (Op::agreement) do not need one that failed
-// after it had compared: what they compare has been sent, and tells them more.
+// by what it had compared: that has been sent, and tells them more.
 struct Failure {
   static uint64_t word(uint64_t seq, bool had_agreed) { return 2 * seq + (had_agreed ? 2 : 1); }
   static uint64_t seq_of(uint64_t word) { return (word - 1) / 2; }

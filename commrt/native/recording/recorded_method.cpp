@@ -164,7 +164,10 @@ bool add_stream(PyObject* stream, CallWords& key) {
   if (!key.add_object(names().stream)) return false;
   if (PyLong_CheckExact(stream)) return add_int(stream, key);
   const nb::object told = nb::steal(PyObject_CallMethodNoArgs(stream, names().protocol));
-  if (!told.is_valid()) PyErr_Clear();
+  if (!told.is_valid()) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();  // as Ctrl-C
+    PyErr_Clear();
+  }
   const bool is_pair = told.is_valid() && PyTuple_CheckExact(told.ptr()) &&
                        PyTuple_GET_SIZE(told.ptr()) == 2;
   return is_pair && add_int(PyTuple_GET_ITEM(told.ptr(), 1), key);
@@ -198,6 +201,12 @@ bool add_shapes(PyObject* object, CallWords& key, int depth = 0) {
   if (Py_REFCNT(dtype.ptr()) < 2 || !key.add_object(dtype.ptr())) return false;
   const Py_ssize_t ndim = PyTuple_GET_SIZE(shape.ptr());
   if (!key.add(static_cast<uint64_t>(ndim))) return false;
+  // numpy's arrays of any strides are on the host; of others, those that can be read here.
+  if (!is_numpy_array(object)) {
+    Arrays array;
+    if (!read_array(object, array) || !key.add(array.type)) return false;
+    if (array.on_device() && !key.add(static_cast<uint64_t>(array.stream))) return false;
+  }
   for (Py_ssize_t i = 0; i < ndim; ++i) {
     if (!add_int(PyTuple_GET_ITEM(shape.ptr(), i), key)) return false;
   }

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -194,6 +196,23 @@ def test_a_communicator_forgets_the_work_of_devices_that_are_gone() -> None:
     first = num_works()
     assert all(first)
     assert [num_works() for _ in range(3)] == [first] * 3
+
+
+def test_what_the_last_calls_kept_goes_with_their_communicators() -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    def main(rank: Rank) -> None:
+        x = rank.array(np.ones(8, "f4"))
+        kept.append(weakref.ref(x))
+        rank.comm.allreduce(x)
+
+    ranks = SimRanks(2, 0, staging=SMALL)
+    ranks.run(main)
+    ranks.close()
+    forget_ranks()
+    del ranks
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
 
 
 @pytest.mark.parametrize("queues", [1, 2, 8])

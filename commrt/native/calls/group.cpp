@@ -124,6 +124,8 @@ Group::~Group() {
     nb::gil_scoped_release release;
     for (const auto& work : device_work) work->abandon();
   }
+  // What calls kept goes with the next call, and there may be none.
+  if (engine->has_ended() && !Engine::forked.load(std::memory_order_relaxed)) drop_ended(*engine);
   auto& timed = engine->timed;
   timed.erase(std::remove(timed.begin(), timed.end(), this), timed.end());
 }

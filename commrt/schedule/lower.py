@@ -269,6 +269,8 @@ class _Lowering:
                 host = self._host(piece, target, position)
                 if host is not None:
                     self.instructions[host].outputs.append((LOCAL, *target))
+                    # What is added to one of them would be added to all.
+                    self.instructions[host].joins = False
                     self._note(self._writer, target, host)
                     break
             else:

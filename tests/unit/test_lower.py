@@ -157,6 +157,21 @@ def test_a_noted_copy_keeps_a_sum_from_growing() -> None:
     assert lower_author(author)[0].endswith("= in[0:1] m1.0")
 
 
+def test_a_sum_does_not_grow_where_a_copy_of_it_is_kept() -> None:
+    def author(b: Builder) -> None:
+        b.recv(b.out[0], 1)
+        b.copy(b.out[1], b.out[0])
+        b.reduce(b.out[0], b.inp[0])  # so that the copy is carried out
+        b.rred(b.out[1], 1)
+
+    # Not both messages into both blocks.
+    assert lower_author(author) == [
+        "out[0:1] out[1:2] = m1.0",
+        "out[0:1] = out[0:1] in[0:1]",
+        "out[1:2] = out[1:2] m1.1",
+    ]
+
+
 def test_a_read_sum_does_not_grow() -> None:
     def author(b: Builder) -> None:
         b.rred(b.out[0], 1, src=b.inp[0])

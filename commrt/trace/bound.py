@@ -118,15 +118,12 @@ def _by_stream(
 
 def _first_array(args: tuple[Any, ...], more: dict[str, Any]) -> Any:
     given = (*args[:1], *(more.get(name) for name in ("x", "out", "sends", "recvs")))
-    some = (each for each in given if not (each is None or _is_empty(each)))
-    found = next(some, None)
-    while isinstance(found, list | tuple) and found:
-        found = found[0]
-    return found
-
-
-def _is_empty(given: Any) -> bool:
-    return isinstance(given, list | tuple) and not given
+    for found in given:
+        while isinstance(found, list | tuple) and found:
+            found = found[0]
+        if not (found is None or isinstance(found, list | tuple)):
+            return found
+    return None
 
 
 def _class_of(kind: type) -> type:

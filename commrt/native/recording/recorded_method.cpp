@@ -79,12 +79,8 @@ bool read_arrays(PyObject* object, Arrays& arrays, int depth = 0) {
   if (!is_list(object)) {
     Arrays own;
     if (!read_array(object, own)) return false;
-    own.nbytes += arrays.nbytes;
-    if (arrays.type == kNothing) {
-      arrays = own;
-    } else {
-      arrays.nbytes = own.nbytes;
-    }
+    if (arrays.type == kNothing) arrays = {own.type, arrays.nbytes, own.stream};
+    arrays.nbytes += own.nbytes;
     return true;
   }
   if (depth == kDeepest) return false;

@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from commrt import backends, env
-from commrt.arena import pretended_nodes
-from commrt.backends.base import serves
 from commrt.backends.known import check_candidate, offered
 from commrt.errors import UsageError, suggest
+from commrt.job.arena import pretended_nodes
 from commrt.launch.detect import LaunchInfo
+from commrt.planning.spec import serves
 from commrt.select.facts import Candidate, CommFacts
 
 __all__ = ["resolve"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from commrt.operations import OPERATIONS, OpSpec, operation
+from commrt.vocabulary.operations import OPERATIONS, OpSpec, operation
 
 __all__ = ["MEASURED", "MULTI", "bench_operation"]
 

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from commrt import _libmpi
 from commrt.bench import (
     compare,
     compression,
@@ -41,11 +40,12 @@ from commrt.bench.options import (
     osu_range,
     parse,
 )
-from commrt.console import until_reader_leaves
-from commrt.dtypes import dtype_by_name
+from commrt.commands.console import until_reader_leaves
 from commrt.errors import CommError, DeviceMissingError, UsageError
 from commrt.launch.detect import LaunchInfo, detect
-from commrt.operations import OpSpec
+from commrt.mpi import library
+from commrt.vocabulary.dtypes import dtype_by_name
+from commrt.vocabulary.operations import OpSpec
 
 __all__ = ["about", "main"]
 
@@ -138,7 +138,7 @@ def _ranks(args: argparse.Namespace, launch: LaunchInfo) -> list[int]:
         return args.ranks or [2]
     size = launch.size
     if size == 0:  # a PMIx launcher does not tell; MPI does
-        size = int(_libmpi.load().COMM_WORLD.Get_size())
+        size = int(library.load().COMM_WORLD.Get_size())
     if args.ranks not in (None, [size]):
         raise UsageError(
             f"--ranks {','.join(map(str, args.ranks))}: {launch.source} has started "

@@ -23,7 +23,7 @@ from commrt import _native
 from commrt.bench.device_memory import memory_for, number_of_devices, placed
 from commrt.bench.own_ranks import report, tell
 from commrt.bench.timing_loop import Memory
-from commrt.wire_formats import WIRE_FORMATS, WireFormat, wire_format
+from commrt.vocabulary.wire_formats import WIRE_FORMATS, WireFormat, wire_format
 
 __all__ = [
     "break_even_gb_per_s",

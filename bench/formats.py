@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from commrt.bench.bench_operations import bench_operation
-from commrt.dtypes import dtype_by_name
-from commrt.operations import OpSpec
+from commrt.vocabulary.dtypes import dtype_by_name
+from commrt.vocabulary.operations import OpSpec
 
 __all__ = [
     "alg_bandwidth",

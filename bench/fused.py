@@ -16,9 +16,9 @@ from commrt.bench.device_memory import number_of_devices
 from commrt.bench.launch import LaunchError
 from commrt.bench.machine import describe_machine
 from commrt.bench.options import check_dtype
-from commrt.dtypes import dtype_by_name
 from commrt.errors import UsageError
 from commrt.launch.mpiexec import run_ranks
+from commrt.vocabulary.dtypes import dtype_by_name
 
 __all__ = ["WAYS", "main", "text"]
 

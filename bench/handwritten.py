@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 
 import commrt
-from commrt import calls
-from commrt.arena import share
 from commrt.bench.machine import describe_machine
+from commrt.calls import arguments
 from commrt.comm import Communicator
 from commrt.errors import BackendError
-from commrt.operations import operation
+from commrt.job.arena import share
+from commrt.vocabulary.operations import operation
 
 __all__ = ["main"]
 
@@ -133,8 +133,8 @@ def _check(result: Any, expected: Any, who: str) -> None:
 
 def _plan(comm: Communicator, x: Any, y: Any, name: str, params: dict[str, int]) -> Any:
     given = {"out": y, "algorithm": name, "params": params}
-    call = calls.parse(operation("allreduce"), (x,), given)
-    return comm._plan(call, calls.bind(call, comm.rank, comm.size))
+    call = arguments.parse(operation("allreduce"), (x,), given)
+    return comm._plan(call, arguments.bind(call, comm.rank, comm.size))
 
 
 def _repetitions(comm: Communicator, plan: Any, x: Any, y: Any) -> int:

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from commrt.dtypes import dtype_by_name
 from commrt.errors import UsageError
+from commrt.vocabulary.dtypes import dtype_by_name
 
 __all__ = [
     "argument",

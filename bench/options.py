@@ -21,11 +21,11 @@ from commrt.bench.option_values import (
     seconds,
     size_list,
 )
-from commrt.dtypes import DTYPES
 from commrt.errors import UsageError, suggest
-from commrt.operations import OPERATIONS, operation
 from commrt.sparse.cost import ALGORITHMS
 from commrt.sparse.result import FORMATS
+from commrt.vocabulary.dtypes import DTYPES
+from commrt.vocabulary.operations import OPERATIONS, operation
 
 __all__ = [
     "POINT_TO_POINT",

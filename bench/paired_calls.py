@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from commrt.links import link_class_now
+from commrt.job.links import link_class_now
 
 __all__ = ["PairedTimes", "time_pair"]
 

@@ -19,10 +19,10 @@ from commrt.bench import worker
 from commrt.bench.device_memory import DeviceMemory, Timing
 from commrt.bench.timing_loop import Call, Parts
 from commrt.bench.worker import CommrtPeer
-from commrt.dtypes import ReduceOp, dtype_by_name
 from commrt.errors import BackendError, UsageError
 from commrt.nccl.abilities import NCCL_REDUCTIONS, NCCL_TYPES, nccl_count
 from commrt.nccl.features import version_text
+from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 
 __all__ = ["NcclPeer", "connect"]
 

@@ -38,9 +38,9 @@ from commrt.bench.paired_calls import time_pair
 from commrt.bench.raw_data import read_data, write_data
 from commrt.bench.timing_loop import numpy_dtype
 from commrt.errors import UsageError
-from commrt.operations import OPERATIONS, operation
+from commrt.job.slot_window import window_nbytes
 from commrt.select.facts import Candidate
-from commrt.slot_window import window_nbytes
+from commrt.vocabulary.operations import OPERATIONS, operation
 
 __all__ = ["main", "measure"]
 

@@ -26,9 +26,9 @@ from commrt.bench.halo import extents
 from commrt.bench.options import check_dtype, osu_range
 from commrt.bench.own_ranks import report, tell
 from commrt.bench.timing_loop import HostMemory, Memory
-from commrt.dtypes import dtype_by_name
+from commrt.boxes.layouts import Block, Layout
 from commrt.errors import UsageError
-from commrt.layouts import Block, Layout
+from commrt.vocabulary.dtypes import dtype_by_name
 
 __all__ = ["Ways", "main", "measure", "text", "ways"]
 

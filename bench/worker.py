@@ -23,7 +23,7 @@ from commrt.bench import (
 from commrt.bench.bench_operations import MULTI, bench_operation
 from commrt.bench.device_memory import DeviceMemory, Timing, memory_for
 from commrt.bench.timing_loop import Array, Call, HostMemory, Measure, Memory, Parts
-from commrt.operations import OpSpec
+from commrt.vocabulary.operations import OpSpec
 
 __all__ = ["CommrtPeer", "connect", "equal_counts", "measure_of", "run", "serve"]
 

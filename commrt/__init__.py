@@ -35,18 +35,18 @@ __all__ = [
 ]
 
 _HOME = {
-    "Block": "commrt.layouts",
+    "Block": "commrt.boxes.layouts",
     "CartCommunicator": "commrt.comm",
     "Communicator": "commrt.comm",
-    "Cyclic": "commrt.layouts",
+    "Cyclic": "commrt.boxes.layouts",
     "GraphCommunicator": "commrt.comm",
-    "Layout": "commrt.layouts",
+    "Layout": "commrt.boxes.layouts",
     "Mesh": "commrt.grids.mesh",
     "Request": "commrt.request",
     "SparseVector": "commrt.sparse.vector",
     "algorithm": "commrt.algorithms",
     "init": "commrt.runtime",
-    "reduction": "commrt.user_reduction",
+    "reduction": "commrt.vocabulary.reductions",
     "synchronize": "commrt.runtime",
     "wait_all": "commrt.request",
     "wait_any": "commrt.request",
@@ -56,20 +56,20 @@ if TYPE_CHECKING:
     from commrt import errors as errors
     from commrt import trace as trace
     from commrt.algorithms import algorithm as algorithm
+    from commrt.boxes.layouts import Block as Block
+    from commrt.boxes.layouts import Cyclic as Cyclic
+    from commrt.boxes.layouts import Layout as Layout
     from commrt.comm import CartCommunicator as CartCommunicator
     from commrt.comm import Communicator as Communicator
     from commrt.comm import GraphCommunicator as GraphCommunicator
     from commrt.grids.mesh import Mesh as Mesh
-    from commrt.layouts import Block as Block
-    from commrt.layouts import Cyclic as Cyclic
-    from commrt.layouts import Layout as Layout
     from commrt.request import Request as Request
     from commrt.request import wait_all as wait_all
     from commrt.request import wait_any as wait_any
     from commrt.runtime import init as init
     from commrt.runtime import synchronize as synchronize
     from commrt.sparse.vector import SparseVector as SparseVector
-    from commrt.user_reduction import reduction as reduction
+    from commrt.vocabulary.reductions import reduction as reduction
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from commrt.console import until_reader_leaves
+from commrt.commands.console import until_reader_leaves
 from commrt.errors import CommError, suggest
 
 __all__ = ["main"]
@@ -46,20 +46,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(command: str, options: list[str]) -> int:
     # Each command loads only what it needs: `info` must work where much is missing.
     if command == "info":
-        from commrt import info
+        from commrt.commands import info
 
         return info.main(options)
     if command == "draw":
-        from commrt.schedule import draw_cli
+        from commrt.commands import draw
 
-        return draw_cli.main(options)
+        return draw.main(options)
     if command == "trace":
-        from commrt.trace import cli as trace_cli
+        from commrt.commands import trace as trace_cli
 
         return trace_cli.main(options)
-    from commrt.schedule import cli
+    from commrt.commands import verify
 
-    return cli.main(options)
+    return verify.main(options)
 
 
 if __name__ == "__main__":

@@ -14,44 +14,47 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from commrt import _libmpi, _native, backends, calls
+from commrt import _native, backends
 from commrt.arrays.host import numpy_type
-from commrt.backends.base import PlanSpec
-from commrt.backends.planning import LANE_NBYTES
-from commrt.device_calls.staging import Staging
+from commrt.bootstrap.lending import Lease
+from commrt.calls import arguments
+from commrt.calls.check_mode import Checker
+from commrt.calls.counts import bind_call
+from commrt.calls.methods import method_of
+from commrt.calls.plan_cache import Choices, remember
+from commrt.calls.plans import Plans
+from commrt.calls.settings import Settings, make_policy
+from commrt.device_calls.collectives import Staging
 from commrt.devices.arrays import may_free
-from commrt.dtypes import engine_factor
 from commrt.errors import BackendError, UsageError
-from commrt.failures import watch_forks
-from commrt.fusion.calls import Fusing
+from commrt.fusion.fused import Fusing
 from commrt.grids.grid import Cartesian
 from commrt.grids.neighbors import Graph
-from commrt.links import (
+from commrt.group.group import watch_forks
+from commrt.job.links import (
     agree_link_class,
     measure_between_nodes,
     measure_links,
     spins_for,
 )
-from commrt.memory_limit import check_fits
-from commrt.native_comms import Lease
-from commrt.nvtx_ranges import plans_with_ranges, ranges_around
-from commrt.operation_methods import method_of
-from commrt.operations import OPERATIONS, operation
-from commrt.persistent import Plans
-from commrt.remembered import Choices, remember
-from commrt.safety.check import Checker
+from commrt.job.memory_limit import check_fits
+from commrt.job.slot_window import measure_slot_window
+from commrt.job.symmetric import SymmetricHeap, as_array, parse_request
+from commrt.job.world import FIRST_TAG, NATIVE, World
+from commrt.mpi import library
+from commrt.planning.host_plans import LANE_NBYTES
+from commrt.planning.spec import PlanSpec
 from commrt.schedule.nodes import check_nodes
 from commrt.select.facts import CommFacts
-from commrt.settings import Settings, make_policy
-from commrt.slot_window import measure_slot_window
-from commrt.symmetric import SymmetricHeap, as_array, parse_request
 from commrt.trace.methods import follow_communicator
-from commrt.user_reduction import BoundReduction
-from commrt.vector_calls import bind_call
-from commrt.world import FIRST_TAG, NATIVE, World
+from commrt.trace.nvtx import plans_with_ranges, ranges_around
+from commrt.vocabulary.checks import check_timeout
+from commrt.vocabulary.dtypes import engine_factor
+from commrt.vocabulary.operations import OPERATIONS, operation
+from commrt.vocabulary.reductions import BoundReduction
 
 if TYPE_CHECKING:
-    from commrt.signatures import Operations
+    from commrt.vocabulary.signatures import Operations
 else:
     Operations = object
 
@@ -323,7 +326,7 @@ class Communicator(Fusing, Operations):
         """Name and version of the MPI library in use, None without MPI."""
         if self._world.mpi is None:
             return None
-        return _libmpi.library_name(_libmpi.load())
+        return library.library_name(library.load())
 
     @property
     def nodes(self) -> list[list[int]]:
@@ -355,7 +358,7 @@ class Communicator(Fusing, Operations):
 
     def abort(self, code: int = 1) -> NoReturn:
         """End the whole job with exit status ``code``."""
-        from commrt.safety.abort import end_job
+        from commrt.job.abort import end_job
 
         end_job(self._world, code)
 
@@ -435,7 +438,7 @@ class Communicator(Fusing, Operations):
             if fused is not None:
                 return fused
         try:
-            call = calls.parse(operation(name), args, kwargs)
+            call = arguments.parse(operation(name), args, kwargs)
             bound = bind_call(self, call)
             if bound.device is not None or call.stream is not None:
                 return self._staging.run(call, bound)
@@ -475,12 +478,12 @@ class Communicator(Fusing, Operations):
         """In check mode, raise what is wrong with this rank's call on all ranks."""
         timeout_s = kwargs.get("timeout_s")
         try:
-            limit = None if timeout_s is None else calls.check_timeout(name, timeout_s)
+            limit = None if timeout_s is None else check_timeout(name, timeout_s)
         except UsageError:
             limit = None
         self._tell(name, error, limit)
 
-    def _agreed_plan(self, call: calls.Call, bound: calls.Bound) -> Any:
+    def _agreed_plan(self, call: arguments.Call, bound: arguments.Bound) -> Any:
         """Return the plan; in check mode only where all ranks made the same call.
 
         A plan is made before the ranks are compared, so that a mistake of this rank
@@ -494,7 +497,7 @@ class Communicator(Fusing, Operations):
         self._checker.check(call, bound)
         return self._plan(call, bound)
 
-    def _plan(self, call: calls.Call, bound: calls.Bound) -> Any:
+    def _plan(self, call: arguments.Call, bound: arguments.Bound) -> Any:
         chosen = call.algorithm is not None or call.backend is not None
         params = tuple(sorted((call.params or {}).items()))
         key = (
@@ -525,7 +528,7 @@ class Communicator(Fusing, Operations):
             remember(self, call, bound, plan)
         return plan
 
-    def _make_plan(self, call: calls.Call, bound: calls.Bound) -> Any:
+    def _make_plan(self, call: arguments.Call, bound: arguments.Bound) -> Any:
         candidate = self._choose(call, bound)
         user = None
         if call.user is not None and bound.x is not None:
@@ -561,7 +564,7 @@ class Communicator(Fusing, Operations):
                 f"library has no more of them, or commrt has made as many as it takes; "
                 f"free() communicators that are not needed, or use a schedule"
             )
-        return _libmpi.handle(self._native_comm)
+        return library.handle(self._native_comm)
 
     def has_native_mpi(self, timeout_s: float) -> bool:
         """Whether there is one, made now where there was none; collective then."""

@@ -10,12 +10,12 @@ from typing import Any
 
 from commrt import _native
 from commrt._native import FusedRequest, Request
-from commrt.calls import check_timeout
-from commrt.device_calls.fused_requests import FusedDeviceRequest
-from commrt.device_calls.hosted import HostedRequest, HostedResultRequest
+from commrt.device_calls.host_work import HostedRequest, HostedResultRequest
 from commrt.device_calls.requests import DeviceMessageRequest, DeviceRequest
 from commrt.errors import CommError, TimeoutError_, UsageError
-from commrt.stepped import SteppedRequest
+from commrt.fusion.device_requests import FusedDeviceRequest
+from commrt.group.stepped import SteppedRequest
+from commrt.vocabulary.checks import check_timeout
 
 __all__ = [
     "DeviceRequest",

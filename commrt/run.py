@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from commrt.console import until_reader_leaves
+from commrt.commands.console import until_reader_leaves
 from commrt.launch.mpiexec import child_environment, last_words
 
 __all__ = ["main"]

@@ -12,13 +12,13 @@ from typing import Any
 
 from commrt import _native, env
 from commrt.bootstrap import Bootstrap, connect
-from commrt.calls import check_flag
 from commrt.comm import Communicator
 from commrt.errors import ClosedError, UsageError
-from commrt.gloo_relay import GlooRelay
+from commrt.gloo.relay import GlooRelay
+from commrt.job.abort import install_excepthook
+from commrt.job.world import World, connect_world, end_of_process, progress_mode
 from commrt.launch.detect import LaunchInfo, detect
-from commrt.safety.abort import install_excepthook
-from commrt.world import World, connect_world, end_of_process, progress_mode
+from commrt.vocabulary.checks import check_flag
 
 __all__ = ["init", "join_world", "synchronize"]
 

@@ -13,11 +13,11 @@ from dataclasses import fields
 from pathlib import Path
 
 from commrt import algorithms, env
-from commrt.backends.planning import TransportParams
-from commrt.dtypes import DTYPES, ReduceOp, check_reduction
 from commrt.errors import UsageError
 from commrt.nccl import abilities, features
-from commrt.operations import OPERATIONS, SCHEDULED, OpSpec
+from commrt.planning.host_plans import TransportParams
+from commrt.vocabulary.dtypes import DTYPES, ReduceOp, check_reduction
+from commrt.vocabulary.operations import OPERATIONS, SCHEDULED, OpSpec
 
 PAGE = Path(__file__).with_name("reference.md")
 

@@ -18,9 +18,9 @@ import ml_dtypes
 import numpy as np
 
 from commrt import algorithms
-from commrt.dtypes import DTYPES, ReduceOp, check_reduction, dtype_by_name
 from commrt.errors import CommError, UsageError
-from commrt.operations import operation
+from commrt.vocabulary.dtypes import DTYPES, ReduceOp, check_reduction, dtype_by_name
+from commrt.vocabulary.operations import operation
 
 Array = np.ndarray[Any, Any]
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.dtypes import ReduceOp, dtype_by_name
 from commrt.errors import CommError, DeviceError, UsageError
 from commrt.kernels.boxes import BoxKind, combine_table, move_table
 from commrt.schedule.boxes import Box
+from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 
 NBYTES = 256
 LINE = 64

@@ -14,9 +14,10 @@ from typing import Any
 
 from stub_library import build_stub
 
-from commrt import _libmpi, _native
-from commrt.dtypes import ReduceOp
-from commrt.native_comms import Lease
+from commrt import _native
+from commrt.bootstrap.lending import Lease
+from commrt.mpi import library
+from commrt.vocabulary.dtypes import ReduceOp
 
 __all__ = ["ERR_OTHER", "FakeDeviceMpi", "PretendedComms"]
 
@@ -40,12 +41,12 @@ class FakeDeviceMpi:
         self._stub.stub_outstanding.restype = ctypes.c_long
         self._stub.stub_in_place.restype = ctypes.c_uint64
         self.forget()
-        table = {name: self._address(name) for name in _libmpi.FUNCTIONS}
+        table = {name: self._address(name) for name in library.FUNCTIONS}
         _native.load_mpi(table, _BYTE, self._stub.stub_in_place(), ERR_TRUNCATE)
         self.constants = {"BYTE": _BYTE}
         for number, name in enumerate(_TYPES):
             self.constants[f"dtype:{name}"] = _FIRST_TYPE + number
-        for op in _libmpi._MPI_OPS:
+        for op in library._MPI_OPS:
             self.constants[f"op:{op.name.lower()}"] = _FIRST_OP + int(ReduceOp(op))
 
     def forget(self) -> None:

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from commrt import _libmpi, _native
-from commrt.backends import local
-from commrt.backends.local import LocalRanks
+from commrt import _native, local
 from commrt.comm import Communicator
+from commrt.job.world import connect_world
 from commrt.launch.detect import LaunchInfo
-from commrt.world import connect_world
+from commrt.local import LocalRanks
+from commrt.mpi import library
 
 __all__ = ["ERR_OTHER", "ERR_TRUNCATE", "FakeMpi", "MpiRanks", "prototype"]
 
@@ -94,8 +94,8 @@ class FakeMpi:
         self._receives: list[_Receive] = []
         self._requests: dict[int, _Message | _Receive | None] = {}
         self._next_request = 1
-        table = dict.fromkeys(_libmpi.FUNCTIONS, 0)
-        for name in _libmpi.FUNCTIONS:
+        table = dict.fromkeys(library.FUNCTIONS, 0)
+        for name in library.FUNCTIONS:
             callback = prototype(name)(self._entry(name))
             _KEPT.append(callback)
             address = ctypes.cast(callback, ctypes.c_void_p).value
@@ -266,7 +266,7 @@ class MpiRanks(LocalRanks):
 
         with (
             mock.patch.object(local, "_connect", connect),
-            mock.patch.object(_libmpi, "handle", lambda comm: comm),
+            mock.patch.object(library, "handle", lambda comm: comm),
         ):
             super().__init__(sum(map(len, nodes)))
 

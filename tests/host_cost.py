@@ -73,9 +73,9 @@ def measure(num_calls: int) -> list[Cost]:
 
 def _measure(driver: Path, nccl: Path | None, num_calls: int) -> list[Cost]:
     from commrt import _native
-    from commrt.backends.local import run
-    from commrt.device_calls.nccl import NcclFacts
+    from commrt.backends.nccl.attached import NcclFacts
     from commrt.devices import CudaDevice, DeviceArray, DeviceStream
+    from commrt.local import run
     from commrt.nccl import Library, libnccl
 
     counters = ctypes.CDLL(str(driver))

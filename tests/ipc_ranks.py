@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 
 from staged_ranks import Rank, SimRanks, forget_ranks, kept_ranks
 
-from commrt.backends import peer_sharing
-from commrt.backends.local import run
+from commrt.backends.ipc import attached as ipc_calls
+from commrt.backends.ipc import sharing
+from commrt.backends.ipc.attached import IpcCalls
 from commrt.comm import Communicator
-from commrt.device_calls import ipc as ipc_calls
-from commrt.device_calls.ipc import IpcCalls
 from commrt.devices import ThreadDevice
 from commrt.errors import CommError, OrderingError
+from commrt.local import run
 
 __all__ = ["IpcSimRanks", "ipc_here", "on_ipc_threads", "prepare", "verdict"]
 
@@ -40,17 +40,17 @@ PRETENDED = {"simulated", "threads"}
 def ipc_here(*, is_clean: bool = True) -> Iterator[None]:
     """Let devices without hardware share memory; at the end nothing may be left."""
     gc.collect()  # a communicator that an earlier test dropped ends as it is collected
-    peer_sharing.ENDING.clear()
+    sharing.ENDING.clear()
     ipc_calls.KINDS |= PRETENDED
     try:
         yield
         if is_clean:
-            peer_sharing.end_all(DEADLINE_S)
-            assert peer_sharing.sweep() == 0
+            sharing.end_all(DEADLINE_S)
+            assert sharing.sweep() == 0
     finally:
         ipc_calls.KINDS -= PRETENDED
-        peer_sharing._SHARED.clear()
-        peer_sharing.ENDING.clear()
+        sharing._SHARED.clear()
+        sharing.ENDING.clear()
 
 
 def prepare(comm: Communicator, device: Any) -> None:
@@ -85,7 +85,7 @@ def on_ipc_threads(
                 rank.stream.synchronize()
                 comm.free()
                 rank.end()
-            while survives and peer_sharing.sweep(gpu):
+            while survives and sharing.sweep(gpu):
                 os.sched_yield()
             return result
 
@@ -139,8 +139,8 @@ class IpcSimRanks(SimRanks):
                     stager.close()
                 comm._staging._stagers.clear()
                 comm._staging.ipc = IpcCalls(comm)
-        peer_sharing.end_all(DEADLINE_S)  # all have left, but memory ends step by step
-        assert peer_sharing.sweep() == 0
+        sharing.end_all(DEADLINE_S)  # all have left, but memory ends step by step
+        assert sharing.sweep() == 0
         super().close()
         for group in self.groups:
             for comm in group[1:]:

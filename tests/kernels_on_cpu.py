@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from commrt.dtypes import DType, ReduceOp
 from commrt.kernels.boxes import BoxTable
 from commrt.kernels.source import modules, prelude
+from commrt.vocabulary.dtypes import DType, ReduceOp
 
 __all__ = ["Buffer", "OnCpu", "build"]
 

@@ -20,7 +20,7 @@ import numpy as np
 from cases import OWN_BLOCK, Case
 from matrix_values import AFFINE, MESSAGES, Drawn, Problem
 
-from commrt.operations import operation
+from commrt.vocabulary.operations import operation
 
 Array = np.ndarray[Any, Any]
 

@@ -21,8 +21,8 @@ from matrix_values import KINDS, user_reduction
 from rounding import TYPES as TELLING
 
 from commrt import algorithms
-from commrt.dtypes import DTYPES, dtype_by_name
-from commrt.operations import COLLECTIVES, operation
+from commrt.vocabulary.dtypes import DTYPES, dtype_by_name
+from commrt.vocabulary.operations import COLLECTIVES, operation
 
 Way = tuple[str | None, dict[str, int | str]]
 """An algorithm and its own parameters; None: the automatic choice."""

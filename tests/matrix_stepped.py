@@ -25,9 +25,9 @@ from matrix_cases import FORMS, Go, Side, Trial, nbytes_needed, numbers_of
 from matrix_drawing import Way, Where, candidates_of
 from matrix_values import Problem
 
-from commrt import _libmpi
-from commrt.backends import planning
-from commrt.backends.local import LocalRanks
+from commrt.local import LocalRanks
+from commrt.mpi import library
+from commrt.planning import host_plans
 
 Array = np.ndarray[Any, Any]
 
@@ -284,16 +284,16 @@ def _pretended_handles(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    with mock.patch.object(_libmpi, "handle", lambda comm: comm):
+    with mock.patch.object(library, "handle", lambda comm: comm):
         yield
 
 
 @contextmanager
 def _short_symmetric_arrays(wanted: bool) -> Iterator[None]:
-    before = planning.SYMMETRIC_NBYTES
+    before = host_plans.SYMMETRIC_NBYTES
     if wanted:
-        planning.SYMMETRIC_NBYTES = _SYMMETRIC_FROM_NBYTES
+        host_plans.SYMMETRIC_NBYTES = _SYMMETRIC_FROM_NBYTES
     try:
         yield
     finally:
-        planning.SYMMETRIC_NBYTES = before
+        host_plans.SYMMETRIC_NBYTES = before

@@ -23,8 +23,8 @@ from cases import OF_BOOLS, OF_NUMBERS, Case, numpy_dtype
 from rounding import product, scaled, telling
 
 import commrt
-from commrt.dtypes import DType, dtype_by_name
-from commrt.operations import operation
+from commrt.vocabulary.dtypes import DType, dtype_by_name
+from commrt.vocabulary.operations import operation
 
 Array = np.ndarray[Any, Any]
 

@@ -20,15 +20,17 @@ from unittest import mock
 from fake_device_mpi import FakeDeviceMpi, PretendedComms
 from staged_ranks import Rank, SimRanks, forget_ranks, kept_ranks, on_threads
 
-from commrt import _libmpi, world
-from commrt.backends import local, mpi
+from commrt import local
+from commrt.backends.mpi import attached as mpi_calls
+from commrt.backends.mpi import collectives
+from commrt.backends.mpi.attached import MpiCalls
 from commrt.comm import Communicator
-from commrt.device_calls import mpi as mpi_calls
-from commrt.device_calls.mpi import MpiCalls
 from commrt.errors import CommError, OrderingError
+from commrt.job import world
+from commrt.job.world import connect_world
 from commrt.launch.detect import LaunchInfo
+from commrt.mpi import library
 from commrt.nccl.orders import end_all
-from commrt.world import connect_world
 
 __all__ = ["MpiSimRanks", "join_mpi", "mpi_here", "on_mpi_threads", "verdict"]
 
@@ -48,8 +50,8 @@ def mpi_here(*, is_clean: bool = True) -> Iterator[FakeDeviceMpi]:
     mpi_calls.KINDS |= PRETENDED
     with (
         mock.patch.object(local, "_connect", _connect),
-        mock.patch.object(_libmpi, "handle", lambda comm: comm),
-        mock.patch.object(mpi, "_constants", return_value=fake.constants),
+        mock.patch.object(library, "handle", lambda comm: comm),
+        mock.patch.object(collectives, "_constants", return_value=fake.constants),
         mock.patch.object(world, "_threads_may_call_mpi", return_value=True),
         mock.patch.dict(os.environ, {"COMMRT_CUDA_AWARE_MPI": "flags"}),
     ):

@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from commrt.dtypes import ReduceOp
+from commrt.vocabulary.dtypes import ReduceOp
 
 __all__ = ["Arrays", "inputs", "reference", "reference_counted", "starts"]
 

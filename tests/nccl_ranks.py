@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from fake_nccl import FakeNccl
 from staged_ranks import Rank, SimRanks, kept_ranks, on_threads
 
+from commrt.backends.nccl.attached import NcclCalls
 from commrt.comm import Communicator
-from commrt.device_calls.nccl import NcclCalls
 from commrt.nccl import libnccl
 from commrt.nccl.orders import end_all
 

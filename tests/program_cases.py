@@ -9,10 +9,10 @@ from cases import COUNTS, Attempt, Case, legal_pairs
 from cases import inputs as case_inputs
 
 from commrt import algorithms
-from commrt.backends.base import PlanSpec
-from commrt.dtypes import ReduceOp, dtype_by_name
-from commrt.operations import operation
+from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate
+from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
+from commrt.vocabulary.operations import operation
 
 __all__ = ["draw", "spec_of"]
 

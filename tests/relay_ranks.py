@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks as threads on pretended nodes, whose messages go through the native relay.
 
-What gloo's threads do in ``commrt/gloo_relay.py`` is done here by threads of the test,
+What gloo's threads do in ``commrt/gloo/relay.py`` is done here by threads of the test,
 from memory to memory: no torch, no network.
 """
 
@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-from commrt import _native
-from commrt.backends import local
-from commrt.backends.local import LocalRanks
+from commrt import _native, local
 from commrt.comm import Communicator
+from commrt.job.world import connect_world
 from commrt.launch.detect import LaunchInfo
-from commrt.world import connect_world
+from commrt.local import LocalRanks
 
 __all__ = ["CarriedRelay", "RelayRanks"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from commrt.dtypes import dtype_by_name
+from commrt.vocabulary.dtypes import dtype_by_name
 
 Array = np.ndarray[Any, Any]
 REDUCING = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")

@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 from staged_ranks import SimRanks, forget_work, kept_ranks
 
-from commrt.device_calls.left_behind import give_back
 from commrt.devices import DeviceArray
 from commrt.errors import (
     CaptureError,
@@ -37,6 +36,7 @@ from commrt.errors import (
     TruncationError,
     UsageError,
 )
+from commrt.group.deferred_release import give_back
 
 SIZE = 2
 ROUNDS = 8

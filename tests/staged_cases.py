@@ -13,7 +13,7 @@ from cases import Attempt, Case
 
 from commrt.devices import DeviceArray
 from commrt.errors import CommError
-from commrt.operations import operation
+from commrt.vocabulary.operations import operation
 
 
 class Borrowed(DeviceArray):

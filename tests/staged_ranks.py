@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from commrt.backends.local import LocalRanks
 from commrt.comm import Communicator
-from commrt.device_calls.buckets import DeviceBuckets
 from commrt.devices import DeviceArray, DeviceStream, SimWorld, ThreadDevice
 from commrt.errors import OrderingError
+from commrt.fusion.device_buckets import DeviceBuckets
+from commrt.local import LocalRanks
 
 T = TypeVar("T")
 
@@ -297,7 +297,7 @@ def on_threads(
 
     ``survives`` is False where a device is broken on the way.
     """
-    from commrt.backends.local import run
+    from commrt.local import run
 
     def main(comm: Communicator) -> T:
         with ThreadDevice(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from commrt.bench.timing_loop import Array, HostMemory, Memory
-from commrt.operations import operation
+from commrt.vocabulary.operations import operation
 
 __all__ = ["fill", "is_right"]
 

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commrt.bench.device_memory import DEVICES, number_of_devices
-from commrt.console import until_reader_leaves
-from commrt.dtypes import dtype_by_name
+from commrt.commands.console import until_reader_leaves
 from commrt.errors import CommError, TableError, UsageError, suggest
 from commrt.launch.detect import detect
-from commrt.operations import COLLECTIVES, operation
 from commrt.select.facts import LINK_CLASSES, CommFacts, Query
 from commrt.select.fingerprint import available_cores
 from commrt.select.schema import DEFAULT_TIE_MARGIN
@@ -27,6 +25,8 @@ from commrt.tuning.samples import Recording
 from commrt.tuning.show import explain, show
 from commrt.tuning.summary import describe_group
 from commrt.tuning.tuner import Options
+from commrt.vocabulary.dtypes import dtype_by_name
+from commrt.vocabulary.operations import COLLECTIVES, operation
 
 __all__ = ["main", "make_parser"]
 

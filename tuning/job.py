@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from commrt.dtypes import dtype_by_name
-from commrt.operations import operation
+from commrt.vocabulary.dtypes import dtype_by_name
+from commrt.vocabulary.operations import operation
 
 __all__ = ["NOBODY", "Item", "Job", "Turn", "middle", "size_pairs", "sizes"]
 

@@ -13,8 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from commrt import nccl
-from commrt.backends.prediction import predicted_us
-from commrt.backends.staged import on_host
+from commrt.backends.staged.collectives import on_host
 from commrt.bench.device_memory import DeviceMemory, local_rank, open_memory
 from commrt.bench.timing_loop import (
     PROBE_STEP,
@@ -30,10 +29,11 @@ from commrt.bench.timing_loop import (
 )
 from commrt.bench.worker import CommrtPeer, equal_counts
 from commrt.nccl.features import version_text
-from commrt.operations import operation
+from commrt.planning.prediction import predicted_us
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.schema import Known
 from commrt.tuning.job import Turn
+from commrt.vocabulary.operations import operation
 
 __all__ = ["Session", "known_names"]
 

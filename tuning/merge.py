@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median_low
 
 from commrt.errors import TableError
-from commrt.operations import COLLECTIVES
 from commrt.select.facts import LINK_CLASSES
 from commrt.select.fingerprint import Machine, this_machine
 from commrt.select.rules import Cell, Rule
@@ -32,6 +31,7 @@ from commrt.tuning.samples import Recording
 from commrt.tuning.summary import human_nbytes
 from commrt.tuning.table_writer import make_table
 from commrt.tuning.tested_pairs import keep_pairs
+from commrt.vocabulary.operations import COLLECTIVES
 
 __all__ = ["Input", "Merged", "merge", "read_input"]
 

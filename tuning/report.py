@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from commrt.operations import COLLECTIVES
 from commrt.select.facts import LINK_CLASSES, Candidate
 from commrt.select.table import Table
 from commrt.tuning.report_cells import Judged, ReportCell, cells_of
@@ -19,6 +18,7 @@ from commrt.tuning.samples import Recording
 from commrt.tuning.statistics import geometric_mean
 from commrt.tuning.summary import describe_failure, human_nbytes
 from commrt.tuning.svg_chart import Look, human_ratio, strip, swatch
+from commrt.vocabulary.operations import COLLECTIVES
 
 __all__ = ["report"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 
-from commrt.operations import COLLECTIVES
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.policy import Policy
 from commrt.select.rules import Cell, Rule
 from commrt.select.table import Table
 from commrt.tuning.summary import human_nbytes
+from commrt.vocabulary.operations import COLLECTIVES
 
 __all__ = ["explain", "show"]
 

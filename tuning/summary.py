@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from commrt.operations import COLLECTIVES
 from commrt.select.facts import Candidate
 from commrt.tuning.decide import ENOUGH_LAUNCHES, Decision
 from commrt.tuning.regret import Regret
 from commrt.tuning.samples import Failure, Group, Recording
+from commrt.vocabulary.operations import COLLECTIVES
 
 __all__ = ["describe_failure", "describe_group", "human_nbytes", "summarise"]
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 
-from commrt.backends.planning import TransportParams, split_params
-from commrt.backends.prediction import full_nbytes
-from commrt.backends.staged import COPIES, PIECE
+from commrt.backends.staged.collectives import COPIES, PIECE
 from commrt.backends.variants import copy_variants, piece_variants, transport_variants
+from commrt.planning.host_plans import TransportParams, split_params
+from commrt.planning.prediction import full_nbytes
 from commrt.select.facts import Candidate, Query
 from commrt.select.schema import DEFAULT_TIE_MARGIN
 from commrt.tuning.decide import decide

@@ -8,10 +8,10 @@ from functools import lru_cache
 from math import lcm
 
 from commrt.algorithms._registry import get, names, param_choices, schedule
-from commrt.operations import operation
 from commrt.schedule.builder import Builder
 from commrt.schedule.ir import Slice
 from commrt.schedule.nested import Nested
+from commrt.vocabulary.operations import operation
 
 __all__ = ["common_names", "cut", "run"]
 

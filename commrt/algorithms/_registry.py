@@ -14,11 +14,11 @@ from itertools import product
 from typing import Any
 
 from commrt.errors import UsageError, suggest
-from commrt.operations import operation
 from commrt.schedule.builder import Builder, build_program
 from commrt.schedule.ir import ParamValue, RankProgram, RedopClass, Schedule
 from commrt.schedule.nodes import Nodes, check_nodes
 from commrt.schedule.parts import parts_of
+from commrt.vocabulary.operations import operation
 
 __all__ = [
     "Algorithm",

@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from commrt._native import register_numpy_type
 from commrt.arrays.dlpack import export
+from commrt.arrays.tensors import check_has_data, is_tensor, tensor_dtype
 from commrt.devices.arrays import DeviceArray, DeviceStream, current_stream
 from commrt.devices.registry import cuda_device, find_device
-from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_, UsageError
-from commrt.tensors import check_has_data, is_tensor, tensor_dtype
+from commrt.vocabulary.dtypes import DTYPES, DType
 
 __all__ = [
     "OnDevice",
@@ -77,7 +78,8 @@ def see(array: Any, what: str, *, any_strides: bool = False) -> OnDevice:
 
     Accepted: ``DeviceArray``, torch's tensors, what has
     ``__cuda_array_interface__`` (cupy, numba, JAX), and what has DLPack. All
-    C-contiguous, but with ``any_strides``, and of a type in ``commrt.dtypes``.
+    C-contiguous, but with ``any_strides``, and of a type in
+    ``commrt.vocabulary.dtypes``.
     """
     if isinstance(array, DeviceArray):
         return OnDevice(
@@ -319,3 +321,42 @@ def _handle(stream: Any) -> int | None:
         return operator.index(stream)
     except TypeError:
         return None
+
+
+class Placed(Protocol):
+    """An array, as far as its place is concerned."""
+
+    @property
+    def on(self) -> Any:
+        """The device; None for host memory."""
+        ...
+
+    @property
+    def device(self) -> int | None:
+        """Its number."""
+        ...
+
+
+def place_of(what: str, arrays: Sequence[Placed], stream: Any = None) -> Any:
+    """Return the device that all arrays are on, None for host memory.
+
+    Raises UsageError where they are not in one place, and for a stream that host
+    arrays would not follow.
+    """
+    places = {id(each.on): each for each in arrays}
+    if len(places) > 1:
+        names = sorted(
+            "host memory" if each.on is None else f"device {each.device}"
+            for each in places.values()
+        )
+        raise UsageError(
+            f"{what}: its arrays are in different places: {' and '.join(names)}; pass "
+            f"arrays of one device, or of host memory"
+        )
+    on = arrays[0].on if arrays else None
+    if on is None and stream is not None:
+        raise UsageError(
+            f"{what}: stream= is for arrays on devices, and these are in host memory; "
+            f"leave it out"
+        )
+    return on

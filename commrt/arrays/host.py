@@ -18,10 +18,10 @@ import numpy as np
 
 from commrt import _native
 from commrt.arrays.device import is_cupy, is_jax, is_on_device, see
+from commrt.arrays.tensors import check_has_data, is_tensor, tensor_dtype
 from commrt.devices.arrays import DeviceArray
-from commrt.dtypes import DTYPES, DType
 from commrt.errors import BufferError_, UsageError
-from commrt.tensors import check_has_data, is_tensor, tensor_dtype
+from commrt.vocabulary.dtypes import DTYPES, DType
 
 __all__ = [
     "HostView",
@@ -116,7 +116,7 @@ def view(array: Any, what: str) -> HostView:
 
     Accepted: numpy arrays (ml_dtypes' types included), torch CPU tensors, anything
     with DLPack on the host, and objects with a buffer. All C-contiguous, of a type in
-    ``commrt.dtypes``, in native byte order.
+    ``commrt.vocabulary.dtypes``, in native byte order.
     """
     plain = _native.view_of_numpy(array) if type(array) is np.ndarray else None
     if plain is not None:

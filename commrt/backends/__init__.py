@@ -11,12 +11,12 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 
 from commrt.backends.base import Availability, Backend, Capabilities
-from commrt.backends.gloo import GlooBackend
-from commrt.backends.ipc import IpcBackend
-from commrt.backends.mpi import MpiBackend
-from commrt.backends.nccl import NcclBackend
-from commrt.backends.schedules import LocalBackend, ShmBackend
-from commrt.backends.staged import StagedBackend
+from commrt.backends.gloo.collectives import GlooBackend
+from commrt.backends.ipc.collectives import IpcBackend
+from commrt.backends.mpi.collectives import MpiBackend
+from commrt.backends.nccl.collectives import NcclBackend
+from commrt.backends.shm import LocalBackend, ShmBackend
+from commrt.backends.staged.collectives import StagedBackend
 from commrt.errors import BackendError, UsageError, suggest
 
 __all__ = [
@@ -42,7 +42,7 @@ def all_backends() -> dict[str, Backend]:
         LocalBackend(),
         NcclBackend(),
         IpcBackend(),
-        StagedBackend(),
+        StagedBackend(_host_backends),
     )
     for backend in built_in:
         found[backend.name] = backend
@@ -60,6 +60,11 @@ def all_backends() -> dict[str, Backend]:
             )
         found[backend.name] = backend
     return found
+
+
+def _host_backends() -> list[Backend]:
+    backends = all_backends().values()
+    return [each for each in backends if "host" in each.capabilities.devices]
 
 
 def get(name: str) -> Backend:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from commrt.dtypes import DTYPES, DType, ReduceOp
-from commrt.operations import COLLECTIVES, OpSpec
-from commrt.select.facts import Candidate, CommFacts, Query
-from commrt.user_reduction import BoundReduction
+from commrt.planning.spec import PlanSpec
+from commrt.select.facts import Candidate, Query
+from commrt.vocabulary.dtypes import DTYPES, ReduceOp
+from commrt.vocabulary.operations import COLLECTIVES
 
-__all__ = ["Availability", "Backend", "Capabilities", "PlanSpec"]
+__all__ = ["Availability", "Backend", "Capabilities"]
 
 
 @dataclass(frozen=True)
@@ -55,37 +55,6 @@ class Availability:
     """What it can do."""
 
 
-@dataclass(frozen=True)
-class PlanSpec:
-    """One rank's part of an operation, before an algorithm is bound to it."""
-
-    op: OpSpec
-    """The operation."""
-    num_elements: int
-    """Length of the full vector (see ``Space.scale``)."""
-    dtype: DType
-    """Element type."""
-    reduction: ReduceOp
-    """The reduction; SUM where there is none."""
-    root: int
-    """The root; 0 where there is none."""
-    candidate: Candidate
-    """What to run, with all its parameters."""
-    in_elements: int
-    """Elements of this rank's send buffer, 0 where it has none."""
-    out_elements: int
-    """Elements of this rank's output, 0 where it has none."""
-    has_output: bool
-    """Whether the call returns an array on this rank."""
-    counts: tuple[tuple[int, ...], ...] = ()
-    """Elements per rank of a vector operation, one tuple for each of the operation's
-    ``count_arguments``."""
-    factor: int | float | None = None
-    """What premul_sum multiplies this rank's input by; a fact of one rank."""
-    user: BoundReduction | None = None
-    """The user's own reduction, instead of ``reduction``."""
-
-
 class Backend(Protocol):
     """Who can run plans. Third parties register theirs in ``commrt.backends``."""
 
@@ -103,10 +72,3 @@ class Backend(Protocol):
     def plan(self, comm: Any, spec: PlanSpec) -> Any:
         """Return the native plan of this rank."""
         ...
-
-
-def serves(facts: CommFacts, backend: str) -> bool:
-    """Return whether ``backend`` is the one that runs schedules on such ranks."""
-    if facts.size == 1:
-        return backend == "local"
-    return backend == ("shm" if facts.nodes == 1 else "mpi")

@@ -11,14 +11,14 @@ from functools import lru_cache, partial
 from typing import Any
 
 from commrt import algorithms, backends
-from commrt.backends.planning import TransportParams
-from commrt.backends.staged import COPIES, PIECE, check_copies, check_piece
+from commrt.backends.staged.collectives import COPIES, PIECE, check_copies, check_piece
 from commrt.errors import UsageError, suggest
-from commrt.operations import COLLECTIVES, operation
+from commrt.planning.host_plans import TransportParams
 from commrt.select.facts import Candidate, ParamValue
 from commrt.select.schema import Known, Parameters
 from commrt.select.wishes import Wish, Wishes
-from commrt.wire_formats import COMPRESS, check_compress
+from commrt.vocabulary.operations import COLLECTIVES, operation
+from commrt.vocabulary.wire_formats import COMPRESS, check_compress
 
 __all__ = ["check_candidate", "check_wishes", "known_names", "offered"]
 

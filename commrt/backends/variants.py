@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from commrt import algorithms
-from commrt.backends.footprint import LANE_NBYTES, footprint
-from commrt.backends.planning import INLINE_NBYTES, TransportParams, split_params
-from commrt.backends.staged import COPIES, KERNEL, PIECE, PIECE_NBYTES
-from commrt.dtypes import dtype_by_name
-from commrt.operations import operation
+from commrt.backends.staged.collectives import COPIES, KERNEL, PIECE, PIECE_NBYTES
+from commrt.planning.footprint import LANE_NBYTES, footprint
+from commrt.planning.host_plans import INLINE_NBYTES, TransportParams, split_params
 from commrt.schedule.nodes import Nodes
 from commrt.select.facts import Candidate, ParamValue
+from commrt.vocabulary.dtypes import dtype_by_name
+from commrt.vocabulary.operations import operation
 
 __all__ = ["copy_variants", "piece_variants", "transport_variants"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from commrt import _libmpi, env
+from commrt import env
 from commrt.errors import BackendError, UsageError
 from commrt.launch.detect import (
     LaunchInfo,
@@ -20,6 +20,7 @@ from commrt.launch.detect import (
     check_mpi_size,
     slurm_step,
 )
+from commrt.mpi import library
 
 __all__ = ["started_mpi"]
 
@@ -35,9 +36,9 @@ def started_mpi(launch: LaunchInfo) -> Any | None:
     if can_meet and env.read_str("COMMRT_LAUNCH") == "slurm":
         return None
     try:
-        check_mpi_library(launch, _libmpi.library_name(_libmpi.imported()))
-        mpi = _libmpi.load()
-        check_mpi_size(launch, mpi.COMM_WORLD.Get_size(), _libmpi.library_name(mpi))
+        check_mpi_library(launch, library.library_name(library.imported()))
+        mpi = library.load()
+        check_mpi_size(launch, mpi.COMM_WORLD.Get_size(), library.library_name(mpi))
     except (BackendError, UsageError):
         if not can_meet:
             raise

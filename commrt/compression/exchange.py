@@ -27,7 +27,7 @@ import numpy as np
 
 from commrt import _native
 from commrt.arrays.host import HostView
-from commrt.calls import Bound, Call
+from commrt.calls.arguments import Bound, Call
 from commrt.compression.parts import (
     HEADER_NBYTES,
     Header,
@@ -36,11 +36,11 @@ from commrt.compression.parts import (
     take_aligned,
 )
 from commrt.compression.turns import Place, Turn
-from commrt.dtypes import ReduceOp
 from commrt.errors import MismatchError
+from commrt.group.stepped import Steps
 from commrt.sparse.memory import Pool
-from commrt.stepped import Steps
-from commrt.wire_formats import WireFormat
+from commrt.vocabulary.dtypes import ReduceOp
+from commrt.vocabulary.wire_formats import WireFormat
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator

@@ -10,20 +10,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from commrt.calls import Bound, Call
-from commrt.choosing import Choosing
+from commrt.arrays.residual import check_residual
+from commrt.calls.arguments import Bound, Call
+from commrt.calls.check_mode import Checker
+from commrt.calls.selection import Choosing
 from commrt.compression.exchange import Exchange
 from commrt.compression.turns import Place, Turn
-from commrt.dtypes import ReduceOp, dtype_by_name
 from commrt.errors import BufferError_, MismatchError, UsageError
-from commrt.operations import operation
-from commrt.residual import check_residual
-from commrt.safety.check import Checker
+from commrt.group.stepped import SteppedRequest
 from commrt.select.policy import Explanation
 from commrt.sparse.memory import Pool
-from commrt.stepped import SteppedRequest
-from commrt.user_reduction import Reduction
-from commrt.wire_formats import (
+from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
+from commrt.vocabulary.operations import operation
+from commrt.vocabulary.reductions import Reduction
+from commrt.vocabulary.wire_formats import (
     COMPRESS,
     COMPRESSED_DTYPES,
     EXACT,

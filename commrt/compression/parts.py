@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
-from commrt.dtypes import DTYPES, ReduceOp
 from commrt.errors import MismatchError
-from commrt.operations import OPERATIONS
 from commrt.sparse.memory import Pool
-from commrt.wire_formats import WIRE_FORMATS, WireFormat
+from commrt.vocabulary.dtypes import DTYPES, ReduceOp
+from commrt.vocabulary.operations import OPERATIONS
+from commrt.vocabulary.wire_formats import WIRE_FORMATS, WireFormat
 
 __all__ = ["HEADER_NBYTES", "Header", "check_headers", "part_nbytes", "take_aligned"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commrt.stepped import SteppedRequest
+from commrt.group.stepped import SteppedRequest
 
 __all__ = ["Place", "Turn"]
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from commrt import _native
 from commrt.errors import MismatchError, RevokedError, TimeoutError_
-from commrt.failures import Guarded
+from commrt.group.group import Guarded
 from commrt.request import Request
 
 __all__ = ["Agreement", "Follower", "Leader"]

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from commrt.calls import as_integer
 from commrt.errors import UsageError
 from commrt.grids.halo_calls import CartPlans
 from commrt.grids.halo_methods import HaloCalls
 from commrt.grids.neighbors import Neighborhood, grid_neighborhood
-from commrt.nvtx_ranges import plans_with_ranges
+from commrt.trace.nvtx import plans_with_ranges
+from commrt.vocabulary.checks import as_integer
 
 if TYPE_CHECKING:
     from commrt.comm import CartCommunicator

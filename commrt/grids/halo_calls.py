@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
-from commrt.arrays.strided import (
+from commrt.arrays.device import place_of
+from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
+from commrt.boxes.host_plans import box_plan, compile_for
+from commrt.boxes.strided import (
     StridedArray,
     address_table,
     check_apart,
     check_writable,
     strided,
 )
-from commrt.backends.boxes import box_plan, compile_for
-from commrt.calls import as_integer, check_flag
-from commrt.device_calls.boxes import BoundBoxes, DeviceBoxes
-from commrt.device_calls.messages import place_of
-from commrt.dtypes import ReduceOp, check_reduction, reduce_op
 from commrt.errors import MismatchError, UsageError
 from commrt.grids.halo import HaloShape, halo_moves
 from commrt.grids.halo_order import choose_direct, needs_order
 from commrt.grids.neighbors import NeighborPlans
 from commrt.schedule.boxes import Move
 from commrt.trace.bound import follow_bound
+from commrt.vocabulary.checks import as_integer, check_flag
+from commrt.vocabulary.dtypes import ReduceOp, check_reduction, reduce_op
 
 if TYPE_CHECKING:
     from commrt.comm import CartCommunicator

@@ -6,10 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from commrt.agreed_plans import agreed_plan
-from commrt.arrays.strided import address_table
-from commrt.calls import check_timeout
-from commrt.device_calls.agreed_boxes import boxes_for
+from commrt.boxes.compared import boxes_for
+from commrt.boxes.strided import address_table
 from commrt.grids.halo_calls import (
     EXCHANGE,
     REDUCE,
@@ -21,6 +19,8 @@ from commrt.grids.halo_calls import (
     sent_nbytes,
 )
 from commrt.grids.neighbors import NeighborCalls
+from commrt.group.agreed_plans import agreed_plan
+from commrt.vocabulary.checks import check_timeout
 
 __all__ = ["HaloCalls"]
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from commrt.arrays.strided import StridedArray
-from commrt.backends.ordering import wanted_order
-from commrt.calls import check_flag
-from commrt.dtypes import ReduceOp
+from commrt.boxes.strided import StridedArray
 from commrt.errors import UsageError
+from commrt.planning.ordering import wanted_order
+from commrt.vocabulary.checks import check_flag
+from commrt.vocabulary.dtypes import ReduceOp
 
 __all__ = ["choose_direct", "needs_order"]
 

@@ -19,25 +19,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commrt import _native
-from commrt.arrays.device import as_stream, current_stream_of
+from commrt.arrays.device import as_stream, current_stream_of, place_of
 from commrt.arrays.host import HostView, overlap, view_anywhere, zeros_like_array
-from commrt.backends.boxes import ArrayLayout, box_plan, compile_for
-from commrt.calls import as_integer, check_flag, check_timeout
-from commrt.device_calls.messages import place_of
-from commrt.device_calls.neighbors import (
+from commrt.boxes.host_plans import ArrayLayout, box_plan, compile_for
+from commrt.calls.plans import Plans
+from commrt.errors import BufferError_, MismatchError, UsageError
+from commrt.grids.on_device import (
     BoundNeighbors,
     nccl_neighbors,
     staged_neighbors,
 )
-from commrt.errors import BufferError_, MismatchError, UsageError
-from commrt.nvtx_ranges import plans_with_ranges
-from commrt.persistent import Plans
 from commrt.schedule.boxes import Box, Move
 from commrt.trace.bound import follow_bound
+from commrt.trace.nvtx import plans_with_ranges
+from commrt.vocabulary.checks import as_integer, check_flag, check_timeout
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
-    from commrt.group_creation import GroupCreation
+    from commrt.subgroups import GroupCreation
 else:
     GroupCreation = object  # the communicator that it is mixed into is one
 

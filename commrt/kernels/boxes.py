@@ -26,8 +26,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from commrt._native import Device
-from commrt.dtypes import DType, ReduceOp
 from commrt.errors import UsageError
+from commrt.vocabulary.dtypes import DType, ReduceOp
 
 __all__ = [
     "MOST_ARRAYS",

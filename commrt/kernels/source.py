@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from commrt.dtypes import DTYPES, DType, ReduceOp, check_reduction
 from commrt.errors import UsageError
+from commrt.vocabulary.dtypes import DTYPES, DType, ReduceOp, check_reduction
 
 __all__ = ["BYTES", "Module", "modules", "prelude", "reductions"]
 

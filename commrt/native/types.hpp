@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Element types and reductions, with the codes of commrt/dtypes.py (a unit test compares).
+// Element types and reductions, with the codes of commrt/vocabulary/dtypes.py (a unit test compares).
 #pragma once
 
 #include <cstddef>

@@ -12,10 +12,10 @@ import struct
 from dataclasses import dataclass
 from typing import Literal
 
-from commrt.dtypes import DTYPES, DType, ReduceOp, check_reduction
 from commrt.errors import UsageError
 from commrt.nccl.features import NEWEST_KNOWN, feature, version_text
-from commrt.operations import OPERATIONS, OpSpec, operation
+from commrt.vocabulary.dtypes import DTYPES, DType, ReduceOp, check_reduction
+from commrt.vocabulary.operations import OPERATIONS, OpSpec, operation
 
 __all__ = [
     "NCCL_REDUCTIONS",

@@ -13,7 +13,6 @@ import os
 from collections.abc import Sequence
 
 from commrt import _native, env
-from commrt.dtypes import DType, ReduceOp
 from commrt.errors import BackendError, ClosedError, UsageError
 from commrt.nccl.abilities import (
     NCCL_REDUCTIONS,
@@ -25,7 +24,8 @@ from commrt.nccl.abilities import (
 )
 from commrt.nccl.config import GroupShape
 from commrt.nccl.outcomes import SUCCESS, error_for
-from commrt.operations import operation
+from commrt.vocabulary.dtypes import DType, ReduceOp
+from commrt.vocabulary.operations import operation
 
 __all__ = ["Message", "NcclOperations"]
 

@@ -21,7 +21,6 @@ from itertools import pairwise
 from typing import Any
 
 from commrt.errors import ScheduleError
-from commrt.operations import operation
 from commrt.schedule.dependencies import DependencyTracker
 from commrt.schedule.ir import (
     Op,
@@ -35,6 +34,7 @@ from commrt.schedule.ir import (
     full_multiple,
 )
 from commrt.schedule.nodes import Nodes, members
+from commrt.vocabulary.operations import operation
 
 __all__ = ["Buffer", "Builder", "Recorder", "build_program"]
 

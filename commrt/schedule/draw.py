@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from html import escape
 
-from commrt.operations import operation
 from commrt.schedule.ir import Op, RankProgram, Schedule
 from commrt.schedule.trace import Contents, LocalStep, Message, Trace, trace
+from commrt.vocabulary.operations import operation
 
 __all__ = ["draw"]
 

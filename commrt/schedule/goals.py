@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commrt.operations import operation
+from commrt.vocabulary.operations import operation
 
 __all__ = ["Content", "Goal"]
 

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from commrt.errors import ScheduleError
-from commrt.operations import operation
 from commrt.schedule.engine_model import LINES, EngineModel
 from commrt.schedule.execute import Execution, match
 from commrt.schedule.ir import Op, Schedule, Slice, Space
 from commrt.schedule.lower import LOCAL, Lowered
+from commrt.vocabulary.operations import operation
 
 __all__ = ["run", "run_lowered"]
 

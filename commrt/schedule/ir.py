@@ -22,7 +22,7 @@ from enum import IntEnum
 from typing import Any, Literal, NamedTuple
 
 from commrt.errors import ScheduleError
-from commrt.operations import operation
+from commrt.vocabulary.operations import operation
 
 __all__ = [
     "VERSION",

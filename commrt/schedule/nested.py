@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from commrt.errors import ScheduleError
-from commrt.operations import operation
 from commrt.schedule.builder import Buffer, Builder
 from commrt.schedule.ir import Slice
+from commrt.vocabulary.operations import operation
 
 __all__ = ["Nested"]
 

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from commrt.errors import ScheduleError
-from commrt.operations import operation
 from commrt.schedule.engine_model import EngineModel
 from commrt.schedule.goals import Goal
 from commrt.schedule.ir import Schedule, Slice
 from commrt.schedule.lower import LOCAL, Lowered
+from commrt.vocabulary.operations import operation
 
 __all__ = ["ORDERS", "Order", "check_order", "fulfils"]
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from commrt.operations import operation
 from commrt.schedule.goals import Goal
 from commrt.schedule.ir import Op, RankProgram, Schedule, Slice, Space
 from commrt.schedule.lower import LOCAL, Lowered, lower
+from commrt.vocabulary.operations import operation
 
 __all__ = ["Parts", "parts_of"]
 

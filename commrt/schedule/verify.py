@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from commrt.errors import ScheduleError
-from commrt.operations import operation
 from commrt.schedule.dependencies import DependencyTracker, locations
 from commrt.schedule.execute import Event, Execution, Place, match
 from commrt.schedule.goals import Content, Goal
@@ -38,6 +37,7 @@ from commrt.schedule.ir import (
     Step,
     full_multiple,
 )
+from commrt.vocabulary.operations import operation
 
 __all__ = [
     "BlockLengths",

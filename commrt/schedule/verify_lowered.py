@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from commrt.errors import ScheduleError
-from commrt.operations import operation
 from commrt.schedule.engine_model import LINES, EngineModel
 from commrt.schedule.goals import Content, Goal
 from commrt.schedule.ir import RedopClass, Schedule, Slice
 from commrt.schedule.lower import LOCAL, Entry, Lowered, lower
 from commrt.schedule.verify import SymbolicMemory, check_races, combine
+from commrt.vocabulary.operations import operation
 
 __all__ = ["verify_lowered"]
 

@@ -26,7 +26,6 @@ from itertools import pairwise
 
 from commrt.errors import ScheduleError
 from commrt.nccl.config import GroupShape
-from commrt.operations import operation
 from commrt.schedule.dependencies import locations
 from commrt.schedule.goals import Content, Goal
 from commrt.schedule.ir import Schedule, Slice
@@ -42,6 +41,7 @@ from commrt.schedule.rounds import (
     sequence,
 )
 from commrt.schedule.verify import BlockLengths, SymbolicMemory, combine
+from commrt.vocabulary.operations import operation
 
 __all__ = ["RoundsReport", "check_rounds", "verify_rounds"]
 

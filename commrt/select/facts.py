@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from commrt.errors import UsageError
 from commrt.schedule.order import Order
-from commrt.wire_formats import COMPRESS
+from commrt.vocabulary.wire_formats import COMPRESS
 
 __all__ = [
     "LINK_CLASSES",

@@ -54,7 +54,7 @@ _CONSTANTS: dict[tuple[LinkClass, Transport], Constants] = {
     # A round costs a hand-over of the core to the next rank.
     ("oversubscribed", "shm"): Constants(2.0, 3e-5, 1.5 * _GAMMA),
     ("oversubscribed", "mpi"): Constants(3.0, 6e-5, 1.5 * _GAMMA),
-    # Between nodes messages are MPI's. Those of gloo are measured (commrt/links.py).
+    # Between nodes MPI carries messages. commrt/job/links.py measures those of gloo.
     ("network", "shm"): Constants(2.0, 1.5e-4, 2 * _GAMMA),
     ("network", "mpi"): Constants(2.0, 1.5e-4, 2 * _GAMMA),
 }

@@ -15,13 +15,13 @@ from functools import partial
 from typing import NoReturn
 
 from commrt.errors import BackendError, UsageError, suggest
-from commrt.operations import operation
 from commrt.select.facts import Candidate, Choice, CommFacts, Query, Source
 from commrt.select.match import Hit
 from commrt.select.model import cheapest
 from commrt.select.rules import Evidence
 from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wish, Wishes
+from commrt.vocabulary.operations import operation
 
 __all__ = ["Candidates", "Cost", "Explanation", "Policy", "Rejected"]
 

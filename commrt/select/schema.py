@@ -12,9 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar, cast
 
-from commrt.dtypes import DTYPES, ReduceOp
 from commrt.errors import suggest
-from commrt.operations import COLLECTIVES
 from commrt.select.facts import LINK_CLASSES, Candidate, ParamValue
 from commrt.select.fingerprint import Cpu, Gpu, Machine, Nic
 from commrt.select.rules import (
@@ -28,6 +26,8 @@ from commrt.select.rules import (
     Verdict,
 )
 from commrt.select.tree import Node, Scalar, fail
+from commrt.vocabulary.dtypes import DTYPES, ReduceOp
+from commrt.vocabulary.operations import COLLECTIVES
 
 __all__ = [
     "KEPT_APART",

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from commrt.errors import UsageError, suggest
-from commrt.operations import COLLECTIVES
 from commrt.select.facts import Candidate, ParamValue
+from commrt.vocabulary.operations import COLLECTIVES
 
 __all__ = ["VARIABLE", "Wish", "Wishes", "parse_wishes"]
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from commrt.dtypes import DTYPES
 from commrt.errors import MismatchError
 from commrt.sparse.cost import ALGORITHMS
 from commrt.sparse.result import FORMATS
 from commrt.sparse.vector import MAX_DIMS
+from commrt.vocabulary.dtypes import DTYPES
 
 __all__ = ["HEADER_FIELDS", "Header", "check_headers"]
 

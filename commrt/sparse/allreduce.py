@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from commrt.group.stepped import Steps
 from commrt.sparse.agreement import HEADER_FIELDS, Header, check_headers
 from commrt.sparse.cost import Question, choose, estimated_fill, prices_of, rules
 from commrt.sparse.messages import Talk
@@ -20,7 +21,6 @@ from commrt.sparse.result import Output
 from commrt.sparse.ring import ring_sum, two_level_ring, why_not_two_level
 from commrt.sparse.shared import Desk
 from commrt.sparse.split import can_share, lay_out, shared_split, split
-from commrt.stepped import Steps
 
 __all__ = ["SparseReport", "agree", "sparse_allreduce"]
 

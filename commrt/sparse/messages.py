@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commrt._native import PersistentMessages, Request
+from commrt.group.stepped import Steps
 from commrt.sparse.cost import Rule
 from commrt.sparse.pieces import Elements, Piece
 from commrt.sparse.shared import Room
-from commrt.stepped import Steps
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator

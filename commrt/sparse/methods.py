@@ -9,15 +9,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from commrt.arrays.host import HostView, empty_like_array, overlap, view_anywhere
-from commrt.calls import check_flag, check_timeout
-from commrt.device_calls.hosted import (
+from commrt.device_calls.host_work import (
     HostedCall,
     holds_device_arrays,
     refuse_host_arrays,
     run_hosted,
 )
 from commrt.errors import BufferError_, MismatchError, UsageError, suggest
-from commrt.meeting import Meeting
+from commrt.group.compare import Meeting
+from commrt.group.stepped import SteppedRequest, Steps
 from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, sparse_allreduce
 from commrt.sparse.cost import ALGORITHMS, Rule
@@ -30,7 +30,7 @@ from commrt.sparse.ring import why_not_two_level
 from commrt.sparse.shared import Room, make_room
 from commrt.sparse.topk import Largest, check_largest, topk_allreduce
 from commrt.sparse.vector import Given, SparseVector, parse, parts_on_device
-from commrt.stepped import SteppedRequest, Steps
+from commrt.vocabulary.checks import check_flag, check_timeout
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator

@@ -10,8 +10,8 @@ keeps all algorithms only where the result is dense.
 
 from __future__ import annotations
 
-from commrt.dtypes import DType
 from commrt.sparse.cost import ALGORITHMS
+from commrt.vocabulary.dtypes import DType
 
 __all__ = ["same_results", "why_refused"]
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
-from commrt.dtypes import DType
 from commrt.errors import BufferError_
 from commrt.sparse.memory import Pool
 from commrt.sparse.vector import Given
+from commrt.vocabulary.dtypes import DType
 
 __all__ = ["Elements", "Piece", "even_bounds"]
 

@@ -15,9 +15,9 @@ numbers, so all ranks end with the same format.
 
 from __future__ import annotations
 
+from commrt.group.stepped import Steps
 from commrt.sparse.messages import Talk, exchange
 from commrt.sparse.pieces import Piece
-from commrt.stepped import Steps
 
 __all__ = ["recursive_doubling"]
 

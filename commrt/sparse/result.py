@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from commrt.arrays.host import HostView
+from commrt.group.stepped import Steps
 from commrt.sparse.messages import Talk, deliver, tell
 from commrt.sparse.pieces import Elements, Piece
 from commrt.sparse.vector import Given, SparseVector
-from commrt.stepped import Steps
 
 __all__ = ["FORMATS", "Output", "bytes_at", "bytes_from", "like"]
 

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commrt.errors import UsageError
+from commrt.group.stepped import Steps
 from commrt.sparse.messages import Talk, allgather, exchange
 from commrt.sparse.pieces import Piece, even_bounds
-from commrt.stepped import Steps
 
 __all__ = ["ring_sum", "two_level_ring", "why_not_two_level"]
 

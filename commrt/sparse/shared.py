@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from commrt import env
-from commrt.arena import Arena
 from commrt.errors import BackendError
-from commrt.memory_limit import memory_limit_nbytes
+from commrt.job.arena import Arena
+from commrt.job.memory_limit import memory_limit_nbytes
 from commrt.sparse.pieces import Elements, Piece
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from commrt.group.stepped import Steps
 from commrt.sparse.messages import Talk, exchange, share_rows
 from commrt.sparse.pieces import Piece, even_bounds
 from commrt.sparse.shared import Desk
-from commrt.stepped import Steps
 
 __all__ = ["can_share", "lay_out", "shared_split", "split"]
 

@@ -26,9 +26,9 @@ import numpy as np
 
 from commrt import _native
 from commrt.arrays.host import HostView, view, view_anywhere
-from commrt.calls import as_integer
+from commrt.arrays.residual import check_residual
 from commrt.errors import BufferError_, UsageError
-from commrt.residual import check_residual
+from commrt.group.stepped import Steps
 from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, agree
 from commrt.sparse.cost import estimated_fill
@@ -38,7 +38,7 @@ from commrt.sparse.pieces import Elements, Piece
 from commrt.sparse.result import Output, bytes_at, bytes_from, like
 from commrt.sparse.split import split
 from commrt.sparse.vector import Given, check_shape
-from commrt.stepped import Steps
+from commrt.vocabulary.checks import as_integer
 
 __all__ = ["Largest", "check_largest", "topk_allreduce"]
 

@@ -18,10 +18,10 @@ import numpy as np
 from commrt import _native
 from commrt.arrays.device import is_on_device
 from commrt.arrays.host import HostView, view_anywhere
-from commrt.calls import as_integer
-from commrt.dtypes import DType
+from commrt.arrays.tensors import is_tensor
 from commrt.errors import BufferError_, UsageError
-from commrt.tensors import is_tensor
+from commrt.vocabulary.checks import as_integer
+from commrt.vocabulary.dtypes import DType
 
 __all__ = [
     "MAX_DIMS",

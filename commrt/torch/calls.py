@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from commrt.calls.methods import if_known
 from commrt.errors import CommError
-from commrt.operation_methods import if_known
-from commrt.operations import operation
 from commrt.torch.errors import as_torch_error
 from commrt.torch.futures import Completer
 from commrt.torch.monitored_barrier import MonitoredBarrier
@@ -29,6 +28,7 @@ from commrt.torch.per_call import ASKED
 from commrt.torch.profiling import profiled, profiler
 from commrt.torch.reductions import PLAIN
 from commrt.torch.work import CommrtWork, JoinedWork, seconds
+from commrt.vocabulary.operations import operation
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator

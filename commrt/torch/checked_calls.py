@@ -24,13 +24,13 @@ import numpy as np
 import torch
 
 from commrt._native import Request
+from commrt.calls.check_mode import Checker, shortened
 from commrt.errors import (
     MismatchError,
     TruncationError,
     UsageError,
 )
-from commrt.safety.call_site import call_site
-from commrt.safety.check import Checker, shortened
+from commrt.group.call_site import call_site
 from commrt.torch.described import DESCRIBED, tensor_in_words
 from commrt.torch.errors import as_torch_error
 from commrt.torch.group_methods import Collectives

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from commrt.errors import UsageError
-from commrt.operations import operation, rule_nbytes
 from commrt.select.policy import Explanation
 from commrt.torch.group_options import commrt_name
 from commrt.torch.joined_group import Joins
 from commrt.torch.operands import KNOWN
 from commrt.torch.per_call import ASKED
 from commrt.torch.reductions import reduction_of
+from commrt.vocabulary.operations import operation, rule_nbytes
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from commrt.operation_methods import if_known
+from commrt.calls.methods import if_known
 from commrt.torch.calls import Calls
 from commrt.torch.errors import wrong_call
 from commrt.torch.monitored_barrier import limit_of

@@ -11,10 +11,10 @@ from typing import Any
 
 from commrt.backends.known import check_wishes
 from commrt.errors import UsageError, suggest
-from commrt.operations import COLLECTIVES
 from commrt.select.facts import ParamValue
 from commrt.select.wishes import Wish, Wishes, parse_wishes
 from commrt.sparse.cost import ALGORITHMS
+from commrt.vocabulary.operations import COLLECTIVES
 
 __all__ = ["Options", "commrt_name"]
 

@@ -21,20 +21,20 @@ from commrt.bootstrap import Bootstrap
 from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.bootstrap.single import SingleBootstrap
 from commrt.bootstrap.store import StoreBootstrap
-from commrt.calls import check_flag
+from commrt.calls.settings import Settings
 from commrt.comm import Communicator
 from commrt.env import given, read_bool
 from commrt.errors import UsageError
+from commrt.job.world import World
 from commrt.launch.detect import LaunchInfo
-from commrt.operations import COLLECTIVES
 from commrt.runtime import join_world
 from commrt.select.locate import LocatedTable, read_named
 from commrt.select.schema import DEVICES
 from commrt.select.wishes import Wishes
-from commrt.settings import Settings
 from commrt.torch.group_options import Options
 from commrt.torch.launchers import take_mpi
-from commrt.world import World
+from commrt.vocabulary.checks import check_flag
+from commrt.vocabulary.operations import COLLECTIVES
 
 __all__ = ["Member", "join", "leave", "torchs_wrapper_compares"]
 

@@ -17,14 +17,14 @@ import torch
 
 from commrt.comm import Communicator
 from commrt.errors import CommError, TimeoutError_, UsageError
+from commrt.job.world import progress_mode
 from commrt.torch import jobs
 from commrt.torch.calls import Calls, RangedCalls
 from commrt.torch.errors import as_torch_error
 from commrt.torch.futures import Completer
 from commrt.torch.memory import SharedMemory
-from commrt.torch.registration import BACKEND
+from commrt.torch.names import BACKEND
 from commrt.trace.folder import keep_files
-from commrt.world import progress_mode
 
 __all__ = ["AsBackend", "JoinedGroup", "Joins"]
 

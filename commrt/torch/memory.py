@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from commrt.errors import CommError
-from commrt.memory_limit import memory_limit_nbytes
+from commrt.job.memory_limit import memory_limit_nbytes
 from commrt.torch.errors import as_torch_error
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from commrt.dtypes import DTYPES
 from commrt.torch.errors import wrong_call
+from commrt.vocabulary.dtypes import DTYPES
 
 __all__ = [
     "KNOWN",

@@ -15,9 +15,10 @@ import warnings
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["BACKEND", "check_version", "register"]
+from commrt.torch.names import BACKEND
 
-BACKEND = "commrt"
+__all__ = ["check_version", "register"]
+
 TESTED = ("2.13", "2.14")
 """Versions of torch whose own tests were run on commrt."""
 _NAN_CHECK = "TORCH_DIST_NAN_CHECK"

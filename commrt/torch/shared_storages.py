@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from commrt.arena import Mirror
 from commrt.errors import BackendError
+from commrt.job.arena import Mirror
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator

@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 from typing import Final
 
 from commrt import _native
-from commrt.safety.call_site import OWN, PROGRAMS, is_library
+from commrt.group.call_site import OWN, PROGRAMS, is_library
 
 __all__ = ["CORE", "NOWHERE", "Site", "call_sites"]
 

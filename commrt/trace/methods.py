@@ -13,11 +13,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from commrt.errors import CommError
-from commrt.operations import COLLECTIVES, OpSpec, operation, rule_nbytes
 from commrt.trace.folder import begin_where_asked
 from commrt.trace.recorder import Group, Kind, Recorder, recorder
 from commrt.trace.requests import TracedRequest
-from commrt.wire_formats import EXACT
+from commrt.vocabulary.operations import COLLECTIVES, OpSpec, operation, rule_nbytes
+from commrt.vocabulary.wire_formats import EXACT
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator

@@ -15,14 +15,14 @@ import pytest
 from fake_mpi import prototype
 
 import commrt
-from commrt import _libmpi
+from commrt.mpi import library
 
 
 def call_with_a_failure(name: str, coll: bool) -> list[str]:
     """Rank 0 calls, and from then on ``name`` fails; rank 1 does nothing."""
     from mpi4py import MPI
 
-    table, fails = _libmpi.mpi_table(), [False]
+    table, fails = library.mpi_table(), [False]
     kind = prototype(name)
     original = kind(table[name])
 
@@ -32,7 +32,7 @@ def call_with_a_failure(name: str, coll: bool) -> list[str]:
     replaced = kind(call)
     address = ctypes.cast(replaced, ctypes.c_void_p).value
     assert address is not None
-    _libmpi.mpi_table = lambda: {**table, name: address}
+    library.mpi_table = lambda: {**table, name: address}
     comm = commrt.init()
     comm.keep_until_exit = replaced  # type: ignore[attr-defined]
     comm.barrier()

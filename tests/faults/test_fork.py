@@ -50,7 +50,7 @@ ENDS_NORMALLY = """
 import os, sys
 import numpy as np
 import commrt
-from commrt.backends.local import LocalRanks
+from commrt.local import LocalRanks
 from commrt.errors import ClosedError
 
 comm = commrt.init()

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from cases import Case, difference, expected, inputs, sample
 
-from commrt.backends.local import run
 from commrt.comm import Communicator
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.devices.arrays import current_stream
 from commrt.devices.cuda import why_missing
 from commrt.devices.registry import cuda_device
 from commrt.errors import TimeoutError_
-from commrt.operations import OPERATIONS, operation
+from commrt.local import run
+from commrt.vocabulary.operations import OPERATIONS, operation
 
 
 @pytest.fixture

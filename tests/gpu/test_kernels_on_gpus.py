@@ -18,8 +18,8 @@ import pytest
 
 from commrt import _native
 from commrt.devices.cuda import CudaDevice, open_device, why_missing
-from commrt.dtypes import DTYPES, DType, ReduceOp
 from commrt.kernels.source import reductions
+from commrt.vocabulary.dtypes import DTYPES, DType, ReduceOp
 
 Array = np.ndarray[Any, Any]
 

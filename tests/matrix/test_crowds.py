@@ -19,7 +19,7 @@ from matrix_drawing import Drawing, Where, candidates_of
 from matrix_stepped import Stepper
 from matrix_values import Problem
 
-from commrt.backends.local import LocalRanks, run
+from commrt.local import LocalRanks, run
 
 Tally = Callable[[str, int], None]
 IN_FLIGHT = 300

@@ -9,8 +9,8 @@ from matrix_drawing import Drawing, Where
 from matrix_values import Problem
 
 from commrt import algorithms
-from commrt.backends.footprint import LANE_NBYTES, footprint
-from commrt.operations import operation
+from commrt.planning.footprint import LANE_NBYTES, footprint
+from commrt.vocabulary.operations import operation
 
 
 def fragments(trial: Trial) -> int | None:

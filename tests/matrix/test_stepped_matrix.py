@@ -19,7 +19,7 @@ from matrix_stepped import Stepped
 from matrix_values import Problem
 from sampling import CASES
 
-from commrt.operations import COLLECTIVES
+from commrt.vocabulary.operations import COLLECTIVES
 
 Tally = Callable[[str, int], None]
 

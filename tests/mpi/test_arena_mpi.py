@@ -12,8 +12,8 @@ import pytest
 
 
 def write_and_read() -> list[int]:
-    from commrt.arena import share
     from commrt.bootstrap import connect
+    from commrt.job.arena import share
     from commrt.launch.detect import detect
 
     peers = connect(detect())
@@ -32,8 +32,8 @@ def test_processes_see_what_the_others_write(mpirun: Any, source: str) -> None:
 
 
 def nodes() -> list[list[int]]:
-    from commrt.arena import discover_nodes
     from commrt.bootstrap import connect
+    from commrt.job.arena import discover_nodes
     from commrt.launch.detect import detect
 
     return discover_nodes(connect(detect()), 20)
@@ -54,8 +54,8 @@ def test_processes_of_one_machine_are_one_node_unless_told_otherwise(
 
 
 def share_and_die() -> None:
-    from commrt.arena import share
     from commrt.bootstrap import connect
+    from commrt.job.arena import share
     from commrt.launch.detect import detect
 
     peers = connect(detect())

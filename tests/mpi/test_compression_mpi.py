@@ -18,7 +18,7 @@ from commrt.select.fingerprint import this_machine
 from commrt.select.rules import Match, Rule
 from commrt.select.table import Table
 from commrt.select.write import dump
-from commrt.wire_formats import WIRE_FORMATS
+from commrt.vocabulary.wire_formats import WIRE_FORMATS
 
 NAMES = tuple(one.name for one in WIRE_FORMATS)
 LENGTHS = (0, 1, 257, 100_003)

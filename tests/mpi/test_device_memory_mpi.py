@@ -11,9 +11,9 @@ from cases import Case, sample
 from staged_cases import run_on_device
 
 import commrt
-from commrt.device_calls import mpi as mpi_calls
+from commrt.backends.mpi import attached as mpi_calls
 from commrt.devices import DeviceArray, DeviceStream, ThreadDevice
-from commrt.operations import OPERATIONS
+from commrt.vocabulary.operations import OPERATIONS
 
 
 def given_as_they_lie(seed: int, memory_flags: bool) -> list[str]:

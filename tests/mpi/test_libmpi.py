@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from commrt.dtypes import DTYPES
+from commrt.vocabulary.dtypes import DTYPES
 
 
 def allreduce_by_address() -> dict[str, Any]:
     """Sum an int32 on every rank by MPI_Iallreduce and MPI_Test, through ctypes."""
     from mpi4py import MPI
 
-    from commrt import _libmpi
+    from commrt.mpi import library
 
-    table, constants = _libmpi.mpi_table(), _libmpi.mpi_constants()
+    table, constants = library.mpi_table(), library.mpi_constants()
     word = ctypes.c_uint64
     pointer = ctypes.c_void_p
     iallreduce = ctypes.CFUNCTYPE(
@@ -44,8 +44,8 @@ def allreduce_by_address() -> dict[str, Any]:
         "sum": value.value,
         "freed": int.from_bytes(request.raw[:size], "little")
         == constants["REQUEST_NULL"],
-        "library": _libmpi.library_name(MPI),
-        "path": _libmpi.library_path(),
+        "library": library.library_name(MPI),
+        "path": library.library_path(),
         "constants": constants,
     }
 
@@ -60,7 +60,7 @@ def test_the_library_of_mpi4py_is_called_by_address(mpirun: Any) -> None:
 
 
 def constants_of_this_library() -> dict[str, int]:
-    from commrt._libmpi import mpi_constants
+    from commrt.mpi.library import mpi_constants
 
     return mpi_constants()
 
@@ -91,11 +91,11 @@ def ask_about_cuda() -> dict[str, Any]:
     """Return what the library says of CUDA memory, and whether it is PyPI's."""
     import sys
 
-    from commrt import _libmpi
-    from commrt.cuda_aware import mpi_takes_cuda
+    from commrt.mpi import library
+    from commrt.mpi.cuda_aware import mpi_takes_cuda
 
     found = mpi_takes_cuda()
-    from_pypi = _libmpi.library_path().startswith(sys.prefix)
+    from_pypi = library.library_path().startswith(sys.prefix)
     return {"proved": found.proved, "why": found.why, "from_pypi": from_pypi}
 
 

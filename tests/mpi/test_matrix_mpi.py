@@ -17,7 +17,7 @@ from matrix_drawing import Drawing, Where, all_algorithms, must_visit
 from matrix_spawned import on_each_rank
 
 import commrt
-from commrt.backends import planning
+from commrt.planning import host_plans
 
 PLACES = [
     (2, ""),
@@ -42,7 +42,7 @@ def nodes(text: str) -> dict[str, str]:
 
 
 def run_matrix(seed: int, place: int, number: int, plans: int) -> list[Any]:
-    planning.SYMMETRIC_NBYTES = SYMMETRIC_FROM_NBYTES
+    host_plans.SYMMETRIC_NBYTES = SYMMETRIC_FROM_NBYTES
     must = must_visit(str(seed), [Where(*each) for each in PLACES])[place]
 
     comm, where = commrt.init(), PLACES[place][1]
@@ -56,7 +56,7 @@ def run_matrix(seed: int, place: int, number: int, plans: int) -> list[Any]:
 
 
 def run_one(line: str) -> list[Any]:
-    planning.SYMMETRIC_NBYTES = SYMMETRIC_FROM_NBYTES
+    host_plans.SYMMETRIC_NBYTES = SYMMETRIC_FROM_NBYTES
     trial = read(line)
     return on_each_rank(commrt.init(), trial.nodes, lambda _: [[trial]])
 

@@ -14,12 +14,12 @@ from cases import Case, legal_pairs, run_cases
 
 import commrt
 from commrt.errors import BackendError
-from commrt.operations import COLLECTIVES, operation
 from commrt.select.facts import Candidate
 from commrt.select.fingerprint import this_machine
 from commrt.select.rules import Match, Rule
 from commrt.select.table import Table
 from commrt.select.write import dump
+from commrt.vocabulary.operations import COLLECTIVES, operation
 
 NATIVE = "mpi/native"
 COUNTS = (0, 1, 5, 3001)

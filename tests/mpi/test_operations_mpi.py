@@ -11,7 +11,7 @@ import pytest
 from cases import Attempt, sample
 
 import commrt
-from commrt.operations import COLLECTIVES
+from commrt.vocabulary.operations import COLLECTIVES
 
 
 def nodes(text: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ import pytest
 from cases import Case, run_cases, ways
 
 import commrt
-from commrt.operations import COLLECTIVES
+from commrt.vocabulary.operations import COLLECTIVES
 
 COUNTS = (0, 1, 1003)
 FRAGMENTS = {"chunk": 512}

@@ -12,7 +12,7 @@ from staged_cases import run_on_device
 
 import commrt
 from commrt.devices import DeviceArray, DeviceStream, ThreadDevice
-from commrt.operations import OPERATIONS
+from commrt.vocabulary.operations import OPERATIONS
 
 
 def staged(seed: int, memory_flags: bool) -> list[str]:

@@ -11,9 +11,9 @@ from cases import run_cases, sample
 from heap_memory import HeapMemory
 
 import commrt
-from commrt.backends import planning
 from commrt.errors import MismatchError, TimeoutError_
-from commrt.operations import COLLECTIVES
+from commrt.planning import host_plans
+from commrt.vocabulary.operations import COLLECTIVES
 
 NODES = [(2, ""), (3, ""), (3, "2,1"), (4, ""), (4, "2,2"), (4, "1,3")]
 
@@ -24,7 +24,7 @@ def nodes(text: str) -> dict[str, str]:
 
 
 def run_samples(seed: int, number: int) -> list[str]:
-    planning.SYMMETRIC_NBYTES = 64
+    host_plans.SYMMETRIC_NBYTES = 64
     comm = commrt.init()
     memory = HeapMemory(comm, 2 << 20, str(seed))
     wrong: list[str] = []

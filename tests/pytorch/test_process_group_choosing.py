@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from commrt import _native
 from commrt.arrays.host import view
-from commrt.dtypes import DTYPES
+from commrt.calls.methods import if_known
 from commrt.errors import BufferError_, CommError, MismatchError, TableError, UsageError
-from commrt.operation_methods import if_known
 from commrt.torch import Options, explain, using
+from commrt.vocabulary.dtypes import DTYPES
 
 DEADLINE_S = 90.0
 
@@ -384,7 +384,7 @@ def test_tensors_of_transformations_are_left_to_python() -> None:
 
 
 def test_what_is_not_known_at_a_glance_is_said_without_an_error() -> None:
-    from commrt.backends.local import run
+    from commrt.local import run
 
     allreduce = if_known("allreduce")
 

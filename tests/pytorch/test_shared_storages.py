@@ -14,8 +14,8 @@ from process_groups import job
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commrt.backends.local import run
 from commrt.layers.data.ddp import HookState, reduce_bucket
+from commrt.local import run
 from commrt.torch import shared_storages
 from commrt.torch.shared_storages import share_storage
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from commrt.backends.local import run
 from commrt.errors import UsageError
+from commrt.local import run
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])

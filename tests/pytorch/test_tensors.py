@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from commrt.arrays.host import empty_like_array, view
-from commrt.backends.local import run
-from commrt.dtypes import DTYPES
 from commrt.errors import BufferError_
+from commrt.local import run
+from commrt.vocabulary.dtypes import DTYPES
 
 SIZE = 3
 NAMES = [dtype.name for dtype in DTYPES]

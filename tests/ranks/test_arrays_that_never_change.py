@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from commrt.backends.local import run
 from commrt.errors import BufferError_
 from commrt.layers.data import GradientReducer
+from commrt.local import run
 
 
 class Frozen:

@@ -17,8 +17,8 @@ import pytest
 from wrong_calls import ARGUMENTS, BUFFERS
 
 import commrt
-from commrt.backends.local import LocalRanks, run
 from commrt.errors import ClosedError, UsageError
+from commrt.local import LocalRanks, run
 
 F = np.float32
 

@@ -15,7 +15,6 @@ import pytest
 from nccl_ranks import nccl_here
 from quick_jobs import QUICK
 
-from commrt.backends.local import run
 from commrt.bench import (
     device_halo,
     device_leaks,
@@ -32,6 +31,7 @@ from commrt.bench.peer_nccl import NcclPeer
 from commrt.bench.worker import CommrtPeer, measure_of
 from commrt.devices import ThreadDevice
 from commrt.errors import UsageError
+from commrt.local import run
 
 T = TypeVar("T")
 DEADLINE_S = 60.0

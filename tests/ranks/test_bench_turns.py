@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.backends.local import run
 from commrt.bench import cli, turns
 from commrt.bench.options import TURNS
+from commrt.local import run
 
 
 def job_of(operation: str, **more: Any) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.backends.local import run
 from commrt.comm import Communicator
 from commrt.errors import ClosedError, MismatchError, TruncationError, UsageError
+from commrt.local import run
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 30_000])

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from cases import run_cases, sample
 
-from commrt.backends.local import run
 from commrt.errors import (
     BufferError_,
     MismatchError,
@@ -19,7 +18,8 @@ from commrt.errors import (
     TimeoutError_,
     UsageError,
 )
-from commrt.operations import COLLECTIVES
+from commrt.local import run
+from commrt.vocabulary.operations import COLLECTIVES
 
 F = np.float32
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from cases import run_cases, sample
 
-from commrt.backends.local import run
 from commrt.errors import CommError
+from commrt.local import run
 
 
 def total(comm: Any) -> float:

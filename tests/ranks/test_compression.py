@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from wire_reference import allreduce_off_by, off_by, share_starts
 
-from commrt.backends.local import run
 from commrt.compression.exchange import share_length
 from commrt.errors import (
     RevokedError,
     TimeoutError_,
     UsageError,
 )
+from commrt.local import run
 from commrt.request import wait_all
-from commrt.wire_formats import WIRE_FORMATS, wire_format
+from commrt.vocabulary.wire_formats import WIRE_FORMATS, wire_format
 
 Array = np.ndarray[Any, Any]
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.backends.local import run
 from commrt.errors import BufferError_, MismatchError, RevokedError, UsageError
-from commrt.user_reduction import reduction
+from commrt.local import run
+from commrt.vocabulary.reductions import reduction
 
 Array = np.ndarray[Any, Any]
 

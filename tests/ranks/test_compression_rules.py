@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.backends.local import run
 from commrt.errors import UsageError
+from commrt.local import run
 
 Array = np.ndarray[Any, Any]
 

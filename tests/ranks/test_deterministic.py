@@ -12,10 +12,10 @@ import pytest
 from rounding import REDUCING, TYPES, from_the_left, same_numbers, telling
 
 import commrt
-from commrt.backends.local import LocalRanks, run
 from commrt.bench.price import measure
-from commrt.dtypes import dtype_by_name
 from commrt.errors import MismatchError, UsageError
+from commrt.local import LocalRanks, run
+from commrt.vocabulary.dtypes import dtype_by_name
 
 OPS = ("sum", "avg", "prod", "premul_sum")
 TRANSPORTS: tuple[dict[str, Any], ...] = (

@@ -20,7 +20,7 @@ from commrt.errors import (
     ReductionError,
     UsageError,
 )
-from commrt.operations import OPERATIONS, operation
+from commrt.vocabulary.operations import OPERATIONS, operation
 
 LENGTH = 24
 REDUCING = [spec.name for spec in OPERATIONS if spec.reduces]

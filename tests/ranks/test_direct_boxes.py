@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import commrt
-from commrt.backends.local import run
+from commrt.boxes.layouts import Block, Cyclic, Layout
 from commrt.errors import MismatchError, UsageError
-from commrt.layouts import Block, Cyclic, Layout
+from commrt.local import run
 
 
 def block(rank: int, shape: tuple[int, ...], turn: int) -> Any:

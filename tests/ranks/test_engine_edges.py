@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from fake_mpi import FakeMpi
 
-from commrt import algorithms, world
+from commrt import algorithms
 from commrt.algorithms import _registry
-from commrt.backends import planning
-from commrt.backends.local import LocalRanks, run
 from commrt.comm import Communicator
 from commrt.errors import CommError, ScheduleError, UsageError
+from commrt.job import world
+from commrt.local import LocalRanks, run
+from commrt.planning import host_plans
 from commrt.schedule.builder import Builder
 from commrt.schedule.verify import verify
 from commrt.schedule.verify_lowered import verify_lowered
@@ -82,7 +83,7 @@ def test_a_progress_thread_by_itself_only_where_threads_may_call_mpi(
 ) -> None:
     levels = {"single": 0, "multiple": 3}
     mpi = SimpleNamespace(Query_thread=lambda: levels[level], THREAD_MULTIPLE=3)
-    monkeypatch.setattr(world._libmpi, "load", lambda: mpi)
+    monkeypatch.setattr(world.library, "load", lambda: mpi)
     monkeypatch.setenv("COMMRT_PROGRESS", "auto")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     job: Any = SimpleNamespace(
@@ -219,7 +220,7 @@ def test_results_are_right_while_a_plan_tries_every_kind_of_stores(
     algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # To a cache of nothing, every result is too large for it.
-    monkeypatch.setattr(planning, "last_level_cache_nbytes", lambda: 0)
+    monkeypatch.setattr(host_plans, "last_level_cache_nbytes", lambda: 0)
     number, runs = 40_011, 40  # trials begin at the eighth run
 
     def main(comm: Communicator) -> None:

@@ -19,8 +19,8 @@ import pytest
 from cases import SPREADS, Attempt, Case
 
 from commrt import algorithms
-from commrt.backends.local import run
-from commrt.operations import COLLECTIVES, operation
+from commrt.local import run
+from commrt.vocabulary.operations import COLLECTIVES, operation
 
 Array = npt.NDArray[Any]
 _COUNTS = (0, 1, 2, 3, 5, 6, 7, 12, 13, 100, 1021, 4096, 20_011)

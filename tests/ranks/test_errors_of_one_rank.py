@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from commrt import Block, Cyclic, Layout
-from commrt.backends.local import run
 from commrt.errors import (
     BufferError_,
     CommError,
@@ -24,6 +23,7 @@ from commrt.errors import (
     TimeoutError_,
     UsageError,
 )
+from commrt.local import run
 
 SIZE = 3
 ODD_ONE = 1

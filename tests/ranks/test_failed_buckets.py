@@ -19,10 +19,10 @@ from nccl_ranks import nccl_here, on_nccl_threads
 from staged_ranks import Rank, forget_ranks
 
 from commrt.comm import Communicator
-from commrt.device_calls.bucket_copies import BucketCopies
-from commrt.device_calls.fused_requests import FusedDeviceRequest
-from commrt.device_calls.left_behind import give_back
 from commrt.errors import CommError, TimeoutError_
+from commrt.fusion.device_copies import BucketCopies
+from commrt.fusion.device_requests import FusedDeviceRequest
+from commrt.group.deferred_release import give_back
 
 LIMIT_S = 20
 WAYS = ["nccl", "ipc", "mpi"]

@@ -13,13 +13,13 @@ import pytest
 from rounding import same_numbers, telling
 
 import commrt
-from commrt.backends.local import LocalRanks, run
 from commrt.comm import Communicator
 from commrt.errors import (
     BufferError_,
     TimeoutError_,
     UsageError,
 )
+from commrt.local import LocalRanks, run
 
 F = np.float32
 pytestmark = pytest.mark.filterwarnings("error::ResourceWarning")

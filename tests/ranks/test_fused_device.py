@@ -15,9 +15,9 @@ from test_fused import draw_call, expected, values
 
 import commrt
 from commrt._native import FusedRequest, Request
-from commrt.device_calls.fused_requests import FusedDeviceRequest
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.errors import UsageError
+from commrt.fusion.device_requests import FusedDeviceRequest
 
 F = np.float32
 pytestmark = pytest.mark.filterwarnings("error::ResourceWarning")

@@ -14,9 +14,6 @@ from staged_ranks import Rank, SimRanks, forget_ranks, on_threads, renew_ranks
 from test_fused_device import ones
 
 import commrt
-from commrt.device_calls.bucket_copies import BucketCopies
-from commrt.device_calls.buckets import DeviceBuckets
-from commrt.device_calls.fused_requests import FusedDeviceRequest
 from commrt.devices import DeviceArray
 from commrt.errors import (
     CommError,
@@ -25,6 +22,9 @@ from commrt.errors import (
     TimeoutError_,
     UsageError,
 )
+from commrt.fusion.device_buckets import DeviceBuckets
+from commrt.fusion.device_copies import BucketCopies
+from commrt.fusion.device_requests import FusedDeviceRequest
 
 F = np.float32
 SEEDS, FULL_SEEDS = 2, 100

@@ -11,9 +11,9 @@ import pytest
 from staged_ranks import Rank, SimRanks, WrongResultError, forget_ranks, found_by
 from test_fused_device import ones
 
-from commrt.device_calls.bucket_copies import BucketCopies
-from commrt.device_calls.fused_requests import SentBucket
 from commrt.devices import DeviceStream
+from commrt.fusion.device_copies import BucketCopies
+from commrt.fusion.device_requests import SentBucket
 
 F = np.float32
 SEEDS, FULL_SEEDS = 2, 40

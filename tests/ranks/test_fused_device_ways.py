@@ -15,9 +15,9 @@ from staged_ranks import Rank, forget_ranks, on_threads
 from test_fused_device import drawn, on_sim, ones
 
 import commrt
-from commrt.device_calls.fused_requests import FusedDeviceRequest
 from commrt.devices import DeviceArray, ThreadDevice
 from commrt.errors import CaptureError, ClosedError, MismatchError, UsageError
+from commrt.fusion.device_requests import FusedDeviceRequest
 
 F = np.float32
 pytestmark = pytest.mark.filterwarnings("error::ResourceWarning")

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import commrt
-from commrt.backends.local import LocalRanks, run
 from commrt.comm import Communicator
 from commrt.errors import (
     CommError,
@@ -23,6 +22,7 @@ from commrt.errors import (
     UsageError,
 )
 from commrt.fusion import agreement as fusion_agreement
+from commrt.local import LocalRanks, run
 
 pytestmark = pytest.mark.filterwarnings("error::ResourceWarning")
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import commrt
-from commrt.backends.local import run
 from commrt.errors import CommError, MismatchError, RevokedError, UsageError
+from commrt.local import run
 
 F = np.float32
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from commrt import _native
-from commrt.backends.local import run
 from commrt.comm import Communicator
-from commrt.dtypes import dtype_by_name
 from commrt.errors import BackendError
-from commrt.operations import operation
+from commrt.local import run
+from commrt.vocabulary.dtypes import dtype_by_name
+from commrt.vocabulary.operations import operation
 
 
 class Work:

@@ -11,10 +11,10 @@ import pytest
 from staged_ranks import Rank, on_threads
 from wire_reference import allreduce_off_by
 
-from commrt.backends.local import run
 from commrt.errors import MismatchError, UsageError
 from commrt.layers.data import GradientReducer, best_bucket_nbytes, dense_rows
 from commrt.layers.data.bucket_size import SIZES
+from commrt.local import run
 from commrt.sparse.vector import SparseVector
 
 Array = np.ndarray[Any, Any]

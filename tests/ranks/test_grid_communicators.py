@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import commrt
-from commrt.backends.local import run
 from commrt.errors import ClosedError, MismatchError, UsageError
+from commrt.local import run
 
 
 @pytest.mark.parametrize("size", [1, 4, 6, 9])

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from halo_cases import Case, check, draw, expected, start
 
-import commrt.backends.boxes as box_plans
-from commrt.backends.local import LocalRanks, run
+import commrt.boxes.host_plans as box_plans
 from commrt.errors import BufferError_, MismatchError, UsageError
+from commrt.local import LocalRanks, run
 
 SIZES = range(1, 13)
 

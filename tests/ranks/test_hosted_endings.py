@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from staged_ranks import Rank, on_threads
 
-from commrt.device_calls.hosted_jobs import _close, _Feed
-from commrt.device_calls.left_behind import give_back
+from commrt.device_calls.host_thread import _close, _Feed
 from commrt.errors import CommError
+from commrt.group.deferred_release import give_back
 
 LIMIT_S = 20
 

@@ -23,7 +23,7 @@ from staged_ranks import (
 
 import commrt
 from commrt import _native
-from commrt.device_calls import hosted, hosted_jobs
+from commrt.device_calls import host_thread, host_work
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.errors import CommError, RevokedError
 
@@ -371,33 +371,33 @@ def dropped(rank: Rank) -> None:
 
 
 def _over_at_once(patch: pytest.MonkeyPatch) -> None:
-    plain = hosted_jobs.HostedJob._start
+    plain = host_thread.HostedJob._start
 
-    def start(self: hosted_jobs.HostedJob, blocks: bool) -> bool:
+    def start(self: host_thread.HostedJob, blocks: bool) -> bool:
         moved = plain(self, blocks)
         if moved:
             self.work.done(self.call)
         return moved
 
-    patch.setattr(hosted_jobs.HostedJob, "_start", start)
+    patch.setattr(host_thread.HostedJob, "_start", start)
 
 
 def _results_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    plain = hosted.HostedResultRequest._give_result
+    plain = host_work.HostedResultRequest._give_result
 
     class Nothing:
         def wait_on(self, stream: int) -> None:
             """Let nothing wait."""
 
-    def give(self: hosted.HostedResultRequest, stream: int) -> None:
+    def give(self: host_work.HostedResultRequest, stream: int) -> None:
         plain(self, stream)
         self._given = Nothing()
 
-    patch.setattr(hosted.HostedResultRequest, "_give_result", give)
+    patch.setattr(host_work.HostedResultRequest, "_give_result", give)
 
 
 def _kept_by_nobody(patch: pytest.MonkeyPatch) -> None:
-    plain = hosted_jobs.HostedJobs.start
+    plain = host_thread.HostedJobs.start
 
     def start(self: Any, device: Any, arrays: Any, stream: int, keep: Any, *more: Any,
               **how: Any) -> Any:  # fmt: skip
@@ -407,7 +407,7 @@ def _kept_by_nobody(patch: pytest.MonkeyPatch) -> None:
         begin._call = lambda channel, copy_of, call=begin._call: call(channel, copy_of)
         return job
 
-    patch.setattr(hosted_jobs.HostedJobs, "start", start)
+    patch.setattr(host_thread.HostedJobs, "start", start)
 
 
 JOB_BUGS: dict[

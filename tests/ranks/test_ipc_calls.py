@@ -18,11 +18,11 @@ from staged_cases import run_on_device
 from staged_ranks import Rank
 
 import commrt
-from commrt.device_calls import ipc as ipc_calls
+from commrt.backends.ipc import attached as ipc_calls
 from commrt.devices import DeviceArray, ThreadDevice
 from commrt.errors import BackendError, CaptureError, MismatchError, UsageError
-from commrt.operations import OPERATIONS
 from commrt.select.fingerprint import this_machine
+from commrt.vocabulary.operations import OPERATIONS
 
 SIZES = (1, 2, 3, 5)
 DRAWN = 6

@@ -17,7 +17,7 @@ from device_checks import meet, ones, sums_to
 from ipc_ranks import IpcSimRanks, ipc_here, on_ipc_threads
 from staged_ranks import Rank, forget_ranks
 
-from commrt.backends import peer_sharing
+from commrt.backends.ipc import sharing
 from commrt.errors import (
     ClosedError,
     CommError,
@@ -62,8 +62,8 @@ def test_who_waits_in_vain_goes_on_and_others_still_work() -> None:
         lost.free()
 
     on_ipc_threads(2, main)
-    peer_sharing.end_all(5.0)
-    assert peer_sharing.sweep() == 0
+    sharing.end_all(5.0)
+    assert sharing.sweep() == 0
 
 
 def test_a_short_look_ends_nothing() -> None:
@@ -336,7 +336,7 @@ def test_who_frees_first_waits_for_nobody() -> None:
         sums_to(rank, comm, 6.0)
         if rank.rank == 0:
             comm.free()
-            left = peer_sharing.sweep(rank.device)
+            left = sharing.sweep(rank.device)
             meet(rank, "freed")
             with pytest.raises(ClosedError):
                 comm.allreduce(ones(rank))
@@ -348,7 +348,7 @@ def test_who_frees_first_waits_for_nobody() -> None:
         return left
 
     assert on_ipc_threads(3, main) == [1, 0, 0]
-    assert peer_sharing.sweep() == 0
+    assert sharing.sweep() == 0
 
 
 def test_what_is_dropped_is_ended_later_and_not_by_the_collector() -> None:
@@ -366,10 +366,10 @@ def test_what_is_dropped_is_ended_later_and_not_by_the_collector() -> None:
         assert memory.memory  # the collector called nothing of the device
         while memory.memory:
             gc.collect()  # the other thread may have had the collector
-            peer_sharing.sweep(rank.device)
+            sharing.sweep(rank.device)
 
     on_ipc_threads(2, main)
-    assert peer_sharing.sweep() == 0
+    assert sharing.sweep() == 0
 
 
 def test_a_process_that_ends_lets_its_streams_go() -> None:
@@ -382,10 +382,10 @@ def test_a_process_that_ends_lets_its_streams_go() -> None:
             meet(rank, "ended")
             return
         request = rank.comm.allreduce(ones(rank), nonblocking=True)
-        peer_sharing.end_all(0.1)
+        sharing.end_all(0.1)
         with pytest.raises(RevokedError, match="the process ends"):
             request.wait()
-        while peer_sharing.sweep():
+        while sharing.sweep():
             pass
         rank.stream.synchronize()
         meet(rank, "ended")
@@ -398,12 +398,12 @@ import atexit, sys
 sys.path[:0] = {paths!r}
 import numpy as np
 import commrt
-from commrt.device_calls import ipc as ipc_calls
-from commrt.backends import peer_sharing
+from commrt.backends.ipc import attached as ipc_calls
+from commrt.backends.ipc import sharing
 from commrt.devices import DeviceArray, DeviceStream, ThreadDevice
 
 ipc_calls.KINDS.add("threads")
-atexit.register(lambda: print(len(peer_sharing._SHARED)))
+atexit.register(lambda: print(len(sharing._SHARED)))
 comm = commrt.init()
 device = ThreadDevice()
 stream = DeviceStream(device)
@@ -413,7 +413,7 @@ with stream:
     print(x.get().tolist())
     left = comm.dup()
     left.allreduce(x, backend="ipc")
-print(len(peer_sharing._SHARED))
+print(len(sharing._SHARED))
 if {forks}:
     import os
     child = os.fork()

@@ -17,7 +17,7 @@ from staged_ranks import Rank, forget_ranks
 
 from commrt import _native
 from commrt.devices import DeviceArray, DeviceStream
-from commrt.operations import OPERATIONS
+from commrt.vocabulary.operations import OPERATIONS
 
 SEEDS, FULL_SEEDS = 2, 40
 QUEUES = (0, 1, 2, 8)

@@ -15,7 +15,7 @@ from staged_ranks import Rank, SimRanks, forget_ranks, found_by, on_threads
 from test_staged_order import BUGS, LAZY_DEVICE, OF_KERNELS, SMALL, one_case, sums
 
 from commrt.errors import UsageError
-from commrt.operations import OPERATIONS
+from commrt.vocabulary.operations import OPERATIONS
 
 BY_KERNEL = {"copies": "kernel"}
 FULL_SEEDS = 100

@@ -18,10 +18,10 @@ from known_calls import calls_of_python, num_known, said, without_python
 from nccl_ranks import nccl_here, on_nccl_threads
 from staged_ranks import Rank, SimRanks, forget_ranks, on_threads
 
-from commrt.backends.peer_sharing import ENDING
+from commrt.backends.ipc.sharing import ENDING
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.errors import CaptureError, TimeoutError_
-from commrt.operations import OPERATIONS
+from commrt.vocabulary.operations import OPERATIONS
 
 SIZES = (1, 2, 3)
 COUNTS = (0, 1, 7)

@@ -24,8 +24,8 @@ from staged_ranks import Rank, SimRanks, forget_ranks, on_threads
 from commrt import _native
 from commrt.arrays.device import current_stream_of, see
 from commrt.devices import DeviceArray, DeviceStream, ThreadDevice, registry
-from commrt.dtypes import DTYPES
 from commrt.request import DeviceRequest
+from commrt.vocabulary.dtypes import DTYPES
 
 
 @pytest.fixture(autouse=True, scope="module")

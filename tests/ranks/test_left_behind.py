@@ -21,10 +21,11 @@ from staged_ranks import (
 )
 
 from commrt.comm import Communicator
-from commrt.device_calls.left_behind import LeftBuckets, give_back
-from commrt.device_calls.staging import Staging
+from commrt.device_calls.collectives import Staging
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.errors import BackendError, CommError, OrderingError
+from commrt.fusion.left_buckets import LeftBuckets
+from commrt.group.deferred_release import give_back
 
 AT_ONCE, MANY, FULL_MANY = 10, 2, 100
 """Communicators that fail in a run, and runs."""

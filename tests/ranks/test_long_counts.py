@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.backends.local import run
+from commrt.local import run
 
 N = 2**32 + 5
 STRETCH = 32 << 20

@@ -19,10 +19,10 @@ import pytest
 
 from commrt import _native
 from commrt.arrays.host import view
-from commrt.backends.local import LocalRanks, run
 from commrt.comm import Communicator
-from commrt.dtypes import DTYPES
 from commrt.errors import BufferError_, TimeoutError_, TruncationError, UsageError
+from commrt.local import LocalRanks, run
+from commrt.vocabulary.dtypes import DTYPES
 
 METHODS = ("send", "recv", "sendrecv")
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (0, 3), (1,), (2, 3), (33,), (1000,))

@@ -18,9 +18,9 @@ from staged_ranks import Rank, forget_ranks, kept_ranks
 from test_nccl_order import verdict
 
 from commrt import _native
-from commrt.backends import peer_sharing
-from commrt.device_calls.ipc import IpcCalls
-from commrt.device_calls.mpi import MpiCalls
+from commrt.backends.ipc import sharing
+from commrt.backends.ipc.attached import IpcCalls
+from commrt.backends.mpi.attached import MpiCalls
 from commrt.devices import DeviceStream
 from commrt.errors import OrderingError
 
@@ -103,8 +103,8 @@ def leave_all(groups: list[list[Any]]) -> None:
     for comm in (each for group in groups for each in group):
         comm._staging.ipc.close()
         comm._staging.ipc = IpcCalls(comm)
-    peer_sharing.end_all(DEADLINE_S)
-    assert peer_sharing.sweep() == 0
+    sharing.end_all(DEADLINE_S)
+    assert sharing.sweep() == 0
 
 
 def values(rank: int, number: int, count: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.backends.local import run
+from commrt.local import run
 from commrt.request import wait_all
 
 LANE_NBYTES = 4 << 20

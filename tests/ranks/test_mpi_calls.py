@@ -19,11 +19,11 @@ from staged_cases import run_on_device
 from staged_ranks import Rank
 
 from commrt import _native
-from commrt.device_calls import mpi as mpi_calls
+from commrt.backends.mpi import attached as mpi_calls
 from commrt.devices import DeviceArray, ThreadDevice
 from commrt.errors import BackendError, CaptureError, MismatchError, UsageError
-from commrt.operations import OPERATIONS
 from commrt.select.fingerprint import this_machine
+from commrt.vocabulary.operations import OPERATIONS
 
 DRAWN = 6
 WITH_ARRAYS = [spec.name for spec in OPERATIONS if spec.x_count != "none"]

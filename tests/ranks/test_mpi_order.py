@@ -17,7 +17,7 @@ from test_ipc_order import Part
 from commrt import _native
 from commrt.devices import DeviceStream
 from commrt.errors import CommError, OrderingError
-from commrt.operations import operation
+from commrt.vocabulary.operations import operation
 
 SEEDS, FULL_SEEDS = 2, 60
 GOOD_SEEDS, FULL_GOOD_SEEDS = 3, 150

@@ -15,7 +15,6 @@ import pytest
 from fake_mpi import FakeMpi
 
 from commrt import _native
-from commrt.backends.local import LocalRanks, run
 from commrt.comm import Communicator
 from commrt.errors import (
     BufferError_,
@@ -25,6 +24,7 @@ from commrt.errors import (
     TruncationError,
     UsageError,
 )
+from commrt.local import LocalRanks, run
 from commrt.request import Request, wait_all
 
 # Nothing, in the line, all that fits there, one more byte, one packet exactly, one more

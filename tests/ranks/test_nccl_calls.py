@@ -15,9 +15,9 @@ from nccl_ranks import nccl_here, on_nccl_threads
 from staged_cases import run_on_device
 from staged_ranks import Rank
 
-from commrt.dtypes import dtype_by_name, reduce_op
 from commrt.nccl.abilities import support
-from commrt.operations import OPERATIONS
+from commrt.vocabulary.dtypes import dtype_by_name, reduce_op
+from commrt.vocabulary.operations import OPERATIONS
 
 SIZES = (1, 2, 3, 5)
 DRAWN = 6

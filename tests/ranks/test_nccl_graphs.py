@@ -22,7 +22,7 @@ from commrt import _native
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.errors import CaptureError, CommError, RevokedError
 from commrt.nccl.orders import order_of
-from commrt.operations import OPERATIONS
+from commrt.vocabulary.operations import OPERATIONS
 
 SEEDS, FULL_SEEDS = 1, 60
 GOOD_SEEDS, FULL_GOOD_SEEDS = 5, 200

@@ -11,7 +11,6 @@ import pytest
 from fake_nccl import FakeNccl
 
 from commrt.bootstrap import ThreadWorld
-from commrt.dtypes import ReduceOp, dtype_by_name
 from commrt.errors import (
     BackendError,
     ClosedError,
@@ -23,6 +22,7 @@ from commrt.errors import (
     UsageError,
 )
 from commrt.nccl import NcclComm, NcclConfig
+from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 
 FLOAT = dtype_by_name("float32")
 INTERNAL, USAGE, REMOTE = 3, 5, 6

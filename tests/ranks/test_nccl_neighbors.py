@@ -19,7 +19,7 @@ from test_nccl_order import OF_BOXES
 from test_staged_boxes import CASE, FORMS, HaloRanks, halo_verdict
 
 from commrt import Block, Layout
-from commrt.device_calls.nccl import NcclCalls
+from commrt.backends.nccl.attached import NcclCalls
 from commrt.errors import CaptureError, RevokedError, TimeoutError_
 from commrt.nccl.orders import end_all
 

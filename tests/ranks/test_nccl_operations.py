@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nccl_cases import inputs, reference, reference_counted
 
-from commrt.dtypes import DTYPES, ReduceOp, dtype_by_name
 from commrt.errors import BackendError, UsageError
 from commrt.nccl import NcclComm, support
 from commrt.nccl.config import GroupShape
-from commrt.operations import OPERATIONS, operation
+from commrt.vocabulary.dtypes import DTYPES, ReduceOp, dtype_by_name
+from commrt.vocabulary.operations import OPERATIONS, operation
 
 FLOAT = dtype_by_name("float32")
 UINT8 = dtype_by_name("uint8")

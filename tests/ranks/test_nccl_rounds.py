@@ -18,7 +18,7 @@ from staged_ranks import Rank, forget_ranks
 
 from commrt.comm import Communicator
 from commrt.errors import BackendError, DeviceFailedError, RevokedError, TimeoutError_
-from commrt.operations import OPERATIONS
+from commrt.vocabulary.operations import OPERATIONS
 
 COLLS = [spec.name for spec in OPERATIONS if spec.x_count != "none"]
 DRAWN = 4

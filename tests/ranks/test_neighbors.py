@@ -12,7 +12,6 @@ import pytest
 from neighbor_cases import check_all, draw_graph, draw_grid, grid_edges
 
 import commrt
-from commrt.backends.local import run
 from commrt.errors import (
     BufferError_,
     CommError,
@@ -20,6 +19,7 @@ from commrt.errors import (
     RevokedError,
     UsageError,
 )
+from commrt.local import run
 
 SIZES = range(1, 13)
 

@@ -15,10 +15,11 @@ import pytest
 from fake_nvtx import begun, build, build_injection, lines_of
 from nccl_ranks import nccl_here
 
-from commrt import Block, Layout, _native, nvtx_ranges
-from commrt.backends.local import run
+from commrt import Block, Layout, _native
 from commrt.devices import DeviceArray, DeviceStream, ThreadDevice
 from commrt.errors import BackendError, CommError, UsageError
+from commrt.local import run
+from commrt.trace import nvtx
 
 
 @pytest.fixture(scope="module")
@@ -155,11 +156,11 @@ def test_without_a_library_the_error_names_the_cure(
     with pytest.raises(BackendError, match=r"COMMRT_NVTX=1: .*none\.so"):
         run(1, lambda comm: None, timeout_s=60)
     monkeypatch.delenv("COMMRT_NVTX_LIB")
-    monkeypatch.setattr(nvtx_ranges, "SONAMES", ("libnvToolsExt_that_is_not.so.1",))
-    nvtx_ranges._library.cache_clear()
+    monkeypatch.setattr(nvtx, "SONAMES", ("libnvToolsExt_that_is_not.so.1",))
+    nvtx._library.cache_clear()
     with pytest.raises(BackendError, match="pip install nvidia-nvtx-cu12"):
         run(1, lambda comm: None, timeout_s=60)
-    nvtx_ranges._library.cache_clear()
+    nvtx._library.cache_clear()
 
 
 _CALL = """
@@ -182,7 +183,7 @@ def test_the_real_library_hands_ranges_to_what_a_profiler_injects(
     tmp_path: Path,
 ) -> None:
     """From the wheel, which is found as it is installed."""
-    found = [Path(each) for each in nvtx_ranges._wheel_files()]
+    found = [Path(each) for each in nvtx._wheel_files()]
     if not found or not (found[0].parents[1] / "include" / "nvtx3").is_dir():
         pytest.skip("no wheel of NVTX is installed here: make test installs it")
     injected = build_injection(tmp_path, found[0].parents[1] / "include")

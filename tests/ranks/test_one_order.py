@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from rounding import numpy_dtype, same_numbers, telling
 
-from commrt.backends.local import LocalRanks, run
 from commrt.errors import UsageError
+from commrt.local import LocalRanks, run
 from commrt.sparse.vector import SparseVector
 
 LENGTH = 4000

@@ -13,11 +13,11 @@ import pytest
 from cases import Case, legal_pairs, numpy_dtype, run_cases, sample
 
 from commrt import algorithms
-from commrt.backends.local import LocalRanks, run
 from commrt.comm import Communicator
-from commrt.dtypes import DTYPES
 from commrt.errors import UsageError
-from commrt.operations import COLLECTIVES
+from commrt.local import LocalRanks, run
+from commrt.vocabulary.dtypes import DTYPES
+from commrt.vocabulary.operations import COLLECTIVES
 
 SIZES = range(1, 9)
 DRAWN = 15

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.backends.local import LocalRanks, run
-from commrt.backends.planning import INLINE_NBYTES
 from commrt.errors import CommError
+from commrt.local import LocalRanks, run
+from commrt.planning.host_plans import INLINE_NBYTES
 from commrt.request import wait_all
 
 LEAST, MOST = INLINE_NBYTES

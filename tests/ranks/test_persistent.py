@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commrt.backends.local import run
 from commrt.comm import Communicator
 from commrt.errors import ClosedError, UsageError
+from commrt.local import run
 
 
 def test_a_plan_sees_new_values_at_every_run() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.backends.local import LocalRanks, run
 from commrt.errors import (
     BufferError_,
     RevokedError,
@@ -19,6 +18,7 @@ from commrt.errors import (
     TruncationError,
     UsageError,
 )
+from commrt.local import LocalRanks, run
 from commrt.request import Request, wait_all
 
 # Nothing, in the line, all that fits there, one more byte, one packet exactly, one more

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt import world
-from commrt.backends.local import run
 from commrt.errors import TimeoutError_
+from commrt.job import world
+from commrt.local import run
 
 DEADLINE_S = 30.0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from commrt.backends.local import run
 from commrt.comm import Communicator
+from commrt.local import run
 
 
 def test_split_does_not_stop_an_operation_in_flight() -> None:

@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from commrt.backends.local import run
 from commrt.errors import CommError
+from commrt.local import run
 
 
 def test_results_come_in_rank_order() -> None:

@@ -18,14 +18,14 @@ import pytest
 
 import commrt
 from commrt import trace
-from commrt.backends.local import LocalRanks, run
 from commrt.errors import TimeoutError_, UsageError
-from commrt.operations import COLLECTIVES
+from commrt.local import LocalRanks, run
 from commrt.request import Request, wait_all, wait_any
 from commrt.trace import folder
 from commrt.trace.job import Job, join, load
 from commrt.trace.log import Log, Operation
 from commrt.trace.recorder import recorder
+from commrt.vocabulary.operations import COLLECTIVES
 
 F4 = np.float32
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from commrt import _native, trace
-from commrt.backends.local import LocalRanks, run
 from commrt.errors import UsageError
+from commrt.local import LocalRanks, run
 from commrt.trace.job import Job, join
 from commrt.trace.log import Operation
 from commrt.trace.recorder import recorder

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from layout_cases import move_drawn, part
 
-import commrt.backends.boxes as box_plans
+import commrt.boxes.host_plans as box_plans
 from commrt import Block, Cyclic, Layout
-from commrt.backends.local import run
 from commrt.errors import BufferError_, MismatchError, UsageError
+from commrt.local import run
 
 SIZES = range(1, 13)
 

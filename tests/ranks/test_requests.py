@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import commrt
-from commrt.backends.local import LocalRanks, run
 from commrt.errors import MismatchError, RevokedError, TimeoutError_, UsageError
+from commrt.group.stepped import SteppedRequest
+from commrt.local import LocalRanks, run
 from commrt.request import RequestErrors, test_all, wait_all, wait_any
-from commrt.stepped import SteppedRequest
 
 # Not a test, whatever pytest thinks of its name.
 test_all.__test__ = False  # type: ignore[attr-defined]

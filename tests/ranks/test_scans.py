@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from cases import Case, run_cases, ways
 
-from commrt.backends.local import run
-from commrt.operations import operation
+from commrt.local import run
+from commrt.vocabulary.operations import operation
 
 SCANS = ("scan", "exscan")
 

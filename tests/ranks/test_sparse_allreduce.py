@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import commrt
-from commrt.backends.local import run
 from commrt.errors import BufferError_, MismatchError, UsageError
+from commrt.local import run
 from commrt.request import wait_all
 from commrt.sparse.cost import ALGORITHMS
 

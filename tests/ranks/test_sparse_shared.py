@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt import world
-from commrt.backends.local import LocalRanks, run
 from commrt.errors import BackendError
+from commrt.job import world
+from commrt.local import LocalRanks, run
 from commrt.request import wait_all
 from commrt.sparse import allreduce, shared
 

@@ -25,8 +25,8 @@ from staged_ranks import (
 )
 
 from commrt import Block, Layout
-from commrt.device_calls.agreed_boxes import agreement
-from commrt.device_calls.boxes import BoundBoxes, DeviceBoxes
+from commrt.boxes.compared import agreement
+from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
 from commrt.devices import DeviceArray
 from commrt.errors import (
     CommError,

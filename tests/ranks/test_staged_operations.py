@@ -10,7 +10,7 @@ from cases import Case, legal_pairs, sample
 from staged_cases import run_on_device
 from staged_ranks import Rank, on_threads
 
-from commrt.operations import OPERATIONS
+from commrt.vocabulary.operations import OPERATIONS
 
 SIZES = (1, 2, 3, 4, 5)
 DRAWN = 8

@@ -24,7 +24,7 @@ from staged_ranks import (
 
 from commrt import _native
 from commrt.errors import CommError, RevokedError
-from commrt.operations import OPERATIONS, operation
+from commrt.vocabulary.operations import OPERATIONS, operation
 
 SEEDS, FULL_SEEDS = 2, 100
 GOOD_SEEDS, FULL_GOOD_SEEDS = 10, 300

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.backends.local import LocalRanks
 from commrt.errors import MismatchError, RevokedError, UsageError
+from commrt.local import LocalRanks
 
 MOST_STEPS = 200_000
 

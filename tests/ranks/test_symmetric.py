@@ -13,9 +13,6 @@ import pytest
 from cases import Attempt, Case, run_cases, sample
 from heap_memory import HeapMemory
 
-from commrt import symmetric
-from commrt.backends import planning
-from commrt.backends.local import run
 from commrt.errors import (
     BackendError,
     ClosedError,
@@ -24,7 +21,10 @@ from commrt.errors import (
     TimeoutError_,
     UsageError,
 )
-from commrt.operations import COLLECTIVES
+from commrt.job import symmetric
+from commrt.local import run
+from commrt.planning import host_plans
+from commrt.vocabulary.operations import COLLECTIVES
 
 POOL_NBYTES = 4 << 20
 IN_FLIGHT = 80
@@ -34,7 +34,7 @@ DEADLINE_S = 60
 
 @pytest.fixture(autouse=True)
 def short_messages_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "SYMMETRIC_NBYTES", 64)
+    monkeypatch.setattr(host_plans, "SYMMETRIC_NBYTES", 64)
 
 
 @pytest.mark.full(sample=24)

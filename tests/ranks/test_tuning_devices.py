@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from nccl_ranks import nccl_here
 
-from commrt.backends.local import run
 from commrt.bench.device_memory import DeviceMemory
 from commrt.devices import ThreadDevice
 from commrt.errors import UsageError
+from commrt.local import run
 from commrt.select.facts import Candidate, Query
 from commrt.select.table import load_file
 from commrt.tuning import cli, worker

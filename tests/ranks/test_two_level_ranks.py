@@ -12,7 +12,7 @@ from fake_mpi import FakeMpi, settle
 
 from commrt import algorithms
 from commrt.errors import UsageError
-from commrt.operations import operation
+from commrt.vocabulary.operations import operation
 
 COLLS = ("allreduce", "reduce", "bcast", "allgather", "reduce_scatter", "alltoall")
 

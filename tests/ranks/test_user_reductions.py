@@ -15,7 +15,6 @@ import pytest
 from affine import AFFINE, REDUCING, compose, in_c, maps, run_all, wanted
 
 import commrt
-from commrt.backends.local import LocalRanks, run
 from commrt.errors import (
     BufferError_,
     MismatchError,
@@ -23,6 +22,7 @@ from commrt.errors import (
     RevokedError,
     UsageError,
 )
+from commrt.local import LocalRanks, run
 
 SMALL_CHUNK = {"chunk": 1024}
 """So small that a few hundred elements make several fragments."""

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commrt import algorithms
-from commrt.backends.local import run
-from commrt.operations import OPERATIONS
+from commrt.local import run
+from commrt.vocabulary.operations import OPERATIONS
 
 VECTOR = [spec.name for spec in OPERATIONS if spec.count_arguments]
 

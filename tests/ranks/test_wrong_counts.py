@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.backends.local import run
 from commrt.errors import BufferError_, CommError, MismatchError, UsageError
+from commrt.local import run
 
 F = np.float32
 

@@ -12,13 +12,13 @@ import pytest
 
 from commrt import algorithms
 from commrt.errors import UsageError
-from commrt.operations import SCHEDULED, operation
 from commrt.schedule.builder import Builder
 from commrt.schedule.core_cost import core_counts
 from commrt.schedule.cost import CHUNK_NBYTES, MESSAGE_SHARE, cost, counts
 from commrt.schedule.ir import Op, Schedule
 from commrt.schedule.verify import verify
 from commrt.schedule.verify_lowered import verify_lowered
+from commrt.vocabulary.operations import SCHEDULED, operation
 
 EVERY = [(coll, name) for coll in SCHEDULED for name in algorithms.names(coll, 8)]
 
@@ -177,9 +177,9 @@ def test_cost_of_a_tree_counts_the_way_down_once_per_fragment() -> None:
 
 
 def test_cost_takes_the_usual_fragments() -> None:
-    from commrt.backends import planning
+    from commrt.planning import host_plans
 
-    assert planning.CHUNK_NBYTES == CHUNK_NBYTES
+    assert host_plans.CHUNK_NBYTES == CHUNK_NBYTES
 
 
 @pytest.mark.parametrize("coll", ["bcast", "reduce"])
@@ -285,7 +285,7 @@ def test_an_authors_mistake_leaves_the_others_choice_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from commrt.algorithms import _registry
-    from commrt.backends.prediction import predicted_us
+    from commrt.planning.prediction import predicted_us
     from commrt.select.facts import Candidate, CommFacts, Query
 
     monkeypatch.setattr(_registry, "_ALGORITHMS", dict(_registry._ALGORITHMS))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from commrt import arena
 from commrt.bootstrap import ThreadWorld
 from commrt.errors import BackendError, MismatchError, TimeoutError_, UsageError
+from commrt.job import arena
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

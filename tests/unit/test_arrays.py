@@ -13,8 +13,8 @@ import pytest
 
 from commrt._native import view_of_numpy
 from commrt.arrays.host import block_shape, copy_of, empty_like_array, overlap, view
-from commrt.dtypes import DTYPES
 from commrt.errors import BufferError_
+from commrt.vocabulary.dtypes import DTYPES
 
 
 def numpy_type(name: str) -> Any:

@@ -8,10 +8,10 @@ import json
 import numpy as np
 import pytest
 
-from commrt.backends.local import run
 from commrt.bench import compression
 from commrt.bench.cli import main
-from commrt.wire_formats import WIRE_FORMATS
+from commrt.local import run
+from commrt.vocabulary.wire_formats import WIRE_FORMATS
 
 NAMES = [one.name for one in WIRE_FORMATS]
 

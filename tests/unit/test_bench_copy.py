@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.backends.local import run
 from commrt.bench import compare
 from commrt.bench.cli import main
 from commrt.bench.launch import parse_peer
 from commrt.bench.peer_copy import CopyPeer
+from commrt.local import run
 
 
 @pytest.mark.parametrize("lengths", [(6, 6), (3, 12), (8, 2), (6, None), (0, None)])

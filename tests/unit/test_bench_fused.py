@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from commrt.backends.local import run
 from commrt.bench import cli, fused, fused_worker
+from commrt.local import run
 
 JOB: dict[str, Any] = {
     "number": 20,

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from commrt.backends.local import run
 from commrt.bench import compression, sparse
 from commrt.bench.cli import main
-from commrt.wire_formats import WIRE_FORMATS
+from commrt.local import run
+from commrt.vocabulary.wire_formats import WIRE_FORMATS
 
 
 @pytest.mark.parametrize("result", ["auto", "dense"])

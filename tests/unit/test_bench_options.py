@@ -13,7 +13,7 @@ from commrt.bench.cli import main
 from commrt.bench.launch import make_job
 from commrt.errors import UsageError
 from commrt.launch.detect import LaunchInfo
-from commrt.operations import COLLECTIVES
+from commrt.vocabulary.operations import COLLECTIVES
 
 
 def test_osu_range() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from commrt.bench import overlap, submit_cost, timing_loop
 from commrt.bench.launch import make_job
-from commrt.operations import COLLECTIVES, OPERATIONS, operation, rule_nbytes
+from commrt.vocabulary.operations import COLLECTIVES, OPERATIONS, operation, rule_nbytes
 
 
 class _Done:

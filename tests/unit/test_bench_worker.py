@@ -10,7 +10,7 @@ import pytest
 
 from commrt.bench import worker
 from commrt.bench.worker import CommrtPeer
-from commrt.operations import COLLECTIVES
+from commrt.vocabulary.operations import COLLECTIVES
 
 
 class _RecordingComm:

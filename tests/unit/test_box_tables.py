@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from commrt.devices import SimWorld, ThreadDevice
-from commrt.dtypes import ReduceOp, dtype_by_name
 from commrt.errors import DeviceFailedError
 from commrt.kernels.boxes import BoxKind, BoxTable, combine_table, move_table
 from commrt.schedule.boxes import Box
+from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 
 SEEDS, FULL_SEEDS = 30, 500
 TABLES, FULL_TABLES = 300, 20_000

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.calls import bind, check_flag, check_timeout, parse
-from commrt.dtypes import ReduceOp
+from commrt.calls.arguments import bind, parse
 from commrt.errors import UsageError
-from commrt.operations import OPERATIONS, operation
+from commrt.vocabulary.checks import check_flag, check_timeout
+from commrt.vocabulary.dtypes import ReduceOp
+from commrt.vocabulary.operations import OPERATIONS, operation
 
 SIZE = 4
 

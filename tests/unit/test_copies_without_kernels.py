@@ -7,9 +7,9 @@ from pathlib import Path
 
 from test_cuda_device import Fake, built
 
-from commrt.backends.local import run
 from commrt.comm import Communicator
 from commrt.devices import CudaDevice, DeviceArray, DeviceStream
+from commrt.local import run
 
 
 def test_kernels_copy_once_they_are_loaded(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ import pytest
 
 from commrt import algorithms
 from commrt.algorithms import _registry
-from commrt.backends.prediction import floor_us, predicted_us
 from commrt.errors import ScheduleError
-from commrt.operations import COLLECTIVES, operation
+from commrt.planning.prediction import floor_us, predicted_us
 from commrt.schedule.builder import Builder, build_program
 from commrt.schedule.core_cost import READER_SHARE, Load, core_cost, core_counts
 from commrt.schedule.cost import CHUNK_NBYTES, MESSAGE_SHARE, counts
@@ -24,6 +23,7 @@ from commrt.schedule.ir import RankProgram
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.model import cheapest
 from commrt.tuning.samples import Group, Recording
+from commrt.vocabulary.operations import COLLECTIVES, operation
 
 _DATA = Path(__file__).parents[2] / "docs" / "data"
 Cell = tuple[Group, str, int]

@@ -21,10 +21,8 @@ import numpy as np
 import pytest
 from device_probes import NBYTES, PROBES, Rig, data
 
-from commrt.backends.local import run
 from commrt.devices import CudaDevice, DeviceArray, DeviceStream, cuda
 from commrt.devices.cuda import open_device, why_missing
-from commrt.dtypes import DTYPES, ReduceOp, dtype_by_name
 from commrt.errors import (
     BufferError_,
     CaptureError,
@@ -38,7 +36,9 @@ from commrt.errors import (
 from commrt.kernels import nvrtc
 from commrt.kernels.boxes import BoxKind, move_table
 from commrt.kernels.source import modules, reductions
+from commrt.local import run
 from commrt.schedule.boxes import Box
+from commrt.vocabulary.dtypes import DTYPES, ReduceOp, dtype_by_name
 
 SOURCE = Path(__file__).parents[1] / "fake_cuda.cpp"
 NEEDS_PENDING_WORK = {

@@ -14,11 +14,11 @@ import fake_nvrtc
 import pytest
 from test_cuda_device import Fake, built
 
-from commrt import cuda_aware
 from commrt.devices import packages, report
 from commrt.devices.cuda import CudaDevice, open_device
 from commrt.errors import BackendError
 from commrt.kernels import nvrtc
+from commrt.mpi import cuda_aware
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from commrt.devices import SimOptions, SimWorld, ThreadDevice
-from commrt.dtypes import ReduceOp, dtype_by_name
 from commrt.errors import (
     CaptureError,
     DeviceError,
@@ -20,6 +19,7 @@ from commrt.errors import (
 )
 from commrt.kernels.boxes import BoxKind, move_table
 from commrt.schedule.boxes import Box
+from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 FLOAT = dtype_by_name("float32").code

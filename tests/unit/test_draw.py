@@ -11,11 +11,11 @@ import pytest
 
 from commrt import algorithms
 from commrt.algorithms import _registry
-from commrt.operations import COLLECTIVES
+from commrt.commands.draw import main
 from commrt.schedule.draw import draw
-from commrt.schedule.draw_cli import main
 from commrt.schedule.trace import trace
 from commrt.schedule.verify import verify
+from commrt.vocabulary.operations import COLLECTIVES
 
 FIGURE = Path(__file__).parents[2] / "docs/figures/ring.svg"
 SVG = "{http://www.w3.org/2000/svg}"

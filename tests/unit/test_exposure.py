@@ -17,10 +17,10 @@ import pytest
 from cases import Case, expected, inputs, ways
 
 from commrt import algorithms
-from commrt.operations import SCHEDULED, operation
 from commrt.schedule.exposure import Reach, Sharing, reaches
 from commrt.schedule.ir import Slice
 from commrt.schedule.lower import LOCAL, Lowered, lower
+from commrt.vocabulary.operations import SCHEDULED, operation
 
 Array = np.ndarray[Any, Any]
 SIZES = (1, 2, 3, 4, 5, 6, 8)

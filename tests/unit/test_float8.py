@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from commrt import _native
-from commrt.dtypes import ReduceOp, dtype_by_name
+from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 kernels = _native.kernels

@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from commrt.backends.gloo import NATIVE, why_not
-from commrt.backends.prediction import floor_us, predicted_us
-from commrt.operations import COLLECTIVES
+from commrt.backends.gloo.collectives import NATIVE, why_not
+from commrt.planning.prediction import floor_us, predicted_us
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.model import NATIVE_GLOO, BetweenNodes, gloo_constants
+from commrt.vocabulary.operations import COLLECTIVES
 
 PAIR = CommFacts(2, 2, 1, 1, "network")
 TWO_BY_TWO = CommFacts(4, 2, 2, 2, "network")

@@ -14,12 +14,12 @@ import pytest
 from kernels_on_cpu import Buffer, OnCpu
 
 from commrt import _native
-from commrt.dtypes import DTYPES, DType, ReduceOp, dtype_by_name
 from commrt.errors import UsageError
 from commrt.grids.halo import HaloShape, halo_moves
 from commrt.kernels.boxes import BoxTable, combine_table, move_table
 from commrt.kernels.source import reductions
 from commrt.schedule.boxes import Box
+from commrt.vocabulary.dtypes import DTYPES, DType, ReduceOp, dtype_by_name
 
 Array = np.ndarray[Any, Any]
 

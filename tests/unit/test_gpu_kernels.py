@@ -17,8 +17,8 @@ from kernels_on_cpu import Buffer, OnCpu
 
 from commrt import _native
 from commrt.devices import SimWorld
-from commrt.dtypes import DTYPES, DType, ReduceOp, dtype_by_name
 from commrt.kernels.source import modules, reductions
+from commrt.vocabulary.dtypes import DTYPES, DType, ReduceOp, dtype_by_name
 
 Array = np.ndarray[Any, Any]
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from kernels_on_cpu import OnCpu
 
-from commrt.dtypes import ReduceOp, dtype_by_name
 from commrt.kernels.boxes import combine_table, move_table
 from commrt.schedule.boxes import Box
+from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 
 Array = np.ndarray[Any, Any]
 

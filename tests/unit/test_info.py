@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from commrt import backends, env, info
+from commrt import backends, env
 from commrt.__main__ import main
 from commrt.backends.base import Availability, Capabilities
-from commrt.backends.mpi import MpiBackend, why_not
-from commrt.backends.schedules import ShmBackend
-from commrt.dtypes import DTYPES, ReduceOp
-from commrt.operations import COLLECTIVES
+from commrt.backends.mpi.collectives import MpiBackend, why_not
+from commrt.backends.shm import ShmBackend
+from commrt.commands import info
 from commrt.select.facts import Query
+from commrt.vocabulary.dtypes import DTYPES, ReduceOp
+from commrt.vocabulary.operations import COLLECTIVES
 
 
 def _info(extra: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -179,7 +180,9 @@ def test_under_torchrun_mpi_is_not_used_and_not_looked_for(
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("commrt._libmpi.look", lambda: pytest.fail("looked for MPI"))
+    monkeypatch.setattr(
+        "commrt.mpi.library.look", lambda: pytest.fail("looked for MPI")
+    )
     found = MpiBackend().availability()
     assert not found.available
     assert found.reason == "torchrun started these ranks, and then MPI is not used"
@@ -219,7 +222,7 @@ def test_the_limits_of_mpi_native_are_those_it_keeps(
     }
     every = [f"dtype:{dtype.name}" for dtype in DTYPES]
     every += [f"op:{op.name.lower()}" for op in ReduceOp]
-    monkeypatch.setattr("commrt.backends.mpi._constants", lambda: every)
+    monkeypatch.setattr("commrt.backends.mpi.collectives._constants", lambda: every)
     offered = {
         (op.name.lower(), dtype.name)
         for op in ReduceOp

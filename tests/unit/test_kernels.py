@@ -12,8 +12,14 @@ import numpy as np
 import pytest
 
 from commrt import _native
-from commrt.dtypes import DTYPES, DType, ReduceOp, check_reduction, dtype_by_name
 from commrt.errors import UsageError
+from commrt.vocabulary.dtypes import (
+    DTYPES,
+    DType,
+    ReduceOp,
+    check_reduction,
+    dtype_by_name,
+)
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 kernels = _native.kernels

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from layout_cases import draw_layout, draw_shape, indices
 
 from commrt import Block, Cyclic, Layout
+from commrt.boxes.layouts import Runs, common_runs
+from commrt.boxes.redistribution import redistribution_moves
 from commrt.errors import UsageError
-from commrt.layouts import Runs, common_runs
-from commrt.redistribution import redistribution_moves
 
 SEEDS = st.integers(0, 10**9)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from commrt.links import agree_link_class, rounds_of, spins_for
+from commrt.job.links import agree_link_class, rounds_of, spins_for
 from commrt.select.facts import CommFacts
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commrt.errors import BackendError
-from commrt.memory_limit import check_fits, memory_limit_nbytes
+from commrt.job.memory_limit import check_fits, memory_limit_nbytes
 
 
 def _write(path: Path, text: str) -> None:

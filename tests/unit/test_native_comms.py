@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from commrt.bootstrap import ThreadWorld
-from commrt.native_comms import Lease, NativeComms
+from commrt.bootstrap.lending import Lease
+from commrt.job.mpi_comms import NativeComms
 
 
 class NoMoreError(Exception):

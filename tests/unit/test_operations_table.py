@@ -10,7 +10,8 @@ import pytest
 
 from commrt import _native, algorithms
 from commrt.comm import Communicator
-from commrt.dtypes import (
+from commrt.errors import UsageError, suggest
+from commrt.vocabulary.dtypes import (
     DTYPES,
     ReduceOp,
     check_factor,
@@ -19,9 +20,8 @@ from commrt.dtypes import (
     engine_factor,
     reduce_op,
 )
-from commrt.errors import UsageError, suggest
-from commrt.operations import COLLECTIVES, OPERATIONS, operation, rule_nbytes
-from commrt.signatures import Operations, docstring, signature
+from commrt.vocabulary.operations import COLLECTIVES, OPERATIONS, operation, rule_nbytes
+from commrt.vocabulary.signatures import Operations, docstring, signature
 
 
 @pytest.mark.parametrize("spec", OPERATIONS, ids=lambda spec: spec.name)

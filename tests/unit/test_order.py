@@ -11,11 +11,11 @@ import pytest
 
 from commrt import algorithms
 from commrt.errors import ScheduleError
-from commrt.operations import COLLECTIVES, operation
 from commrt.schedule.interpret import run_lowered
 from commrt.schedule.ir import Schedule
 from commrt.schedule.lower import Lowered, lower
 from commrt.schedule.order import ORDERS, Order, check_order, fulfils
+from commrt.vocabulary.operations import COLLECTIVES, operation
 
 REDUCING = [name for name in COLLECTIVES if operation(name).reduces]
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from commrt import algorithms
 from commrt.algorithms import _registry
-from commrt.backends.footprint import CHUNK_NBYTES, LANE_NBYTES, footprint
-from commrt.backends.vectors import CountedFootprint
 from commrt.errors import UsageError
-from commrt.operations import OPERATIONS, operation
+from commrt.planning.footprint import CHUNK_NBYTES, LANE_NBYTES, footprint
+from commrt.planning.vectors import CountedFootprint
 from commrt.schedule.ir import Op
 from commrt.schedule.parts import block_length, parts_of
+from commrt.vocabulary.operations import OPERATIONS, operation
 
 VECTOR = [spec.name for spec in OPERATIONS if spec.vector_of is not None]
 EVERY = [(coll, name) for coll in VECTOR for name in algorithms.names(coll)]

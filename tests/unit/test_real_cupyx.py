@@ -22,7 +22,6 @@ from nccl_ranks import nccl_here
 from quick_jobs import QUICK
 
 from commrt import nccl
-from commrt.backends.local import run
 from commrt.bench import timing_loop
 from commrt.bench.device_memory import DeviceMemory
 from commrt.bench.launch import make_job
@@ -30,6 +29,7 @@ from commrt.bench.peer_cupyx import CupyxPeer
 from commrt.bench.worker import CommrtPeer
 from commrt.devices import ThreadDevice
 from commrt.errors import UsageError
+from commrt.local import run
 
 COLLECTIVES = (
     *("allreduce", "bcast", "reduce", "allgather", "reduce_scatter"),

@@ -18,9 +18,9 @@ from commrt import _native
 from commrt.arrays.device import as_stream, is_cupy
 from commrt.arrays.host import view_anywhere
 from commrt.devices import DeviceArray, ThreadDevice, serve, stop_serving
-from commrt.dtypes import DTYPES
 from commrt.errors import UsageError
 from commrt.nccl.adoption import pointer_of
+from commrt.vocabulary.dtypes import DTYPES
 
 STREAM = 0x12340
 DEVICE = SimpleNamespace(ordinal=0)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.calls import bind, parse
-from commrt.operations import OPERATIONS, operation
-from commrt.safety.check import _NBYTES, _message, describe
+from commrt.calls.arguments import bind, parse
+from commrt.calls.check_mode import _NBYTES, _message, describe
+from commrt.vocabulary.operations import OPERATIONS, operation
 
 
 def described(coll: str, *args: Any, **kwargs: Any) -> dict[str, Any]:

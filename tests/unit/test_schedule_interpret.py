@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from commrt import algorithms
 from commrt.errors import ScheduleError
-from commrt.operations import SCHEDULED, operation
 from commrt.schedule.interpret import run, run_lowered
 from commrt.schedule.ir import RankProgram, Schedule, full_multiple
 from commrt.schedule.lower import lower
+from commrt.vocabulary.operations import SCHEDULED, operation
 
 EVERY = [(coll, name) for coll in SCHEDULED for name in algorithms.names(coll, 8)]
 Array = npt.NDArray[Any]

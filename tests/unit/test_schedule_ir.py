@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from commrt import algorithms
 from commrt.errors import ScheduleError
-from commrt.operations import SCHEDULED
 from commrt.schedule.builder import Builder, build_program
 from commrt.schedule.ir import Op, RankProgram, Schedule, Slice, Space, Step, StepTable
+from commrt.vocabulary.operations import SCHEDULED
 
 EVERY = [(coll, name) for coll in SCHEDULED for name in algorithms.names(coll, 8)]
 

@@ -8,8 +8,8 @@ from itertools import combinations
 
 import pytest
 
+from commrt.job.slot_window import own_cache_nbytes, partner_of
 from commrt.select.facts import LinkClass
-from commrt.slot_window import own_cache_nbytes, partner_of
 
 Links = dict[tuple[int, int], LinkClass]
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commrt._native import sparse
-from commrt.dtypes import DTYPES
 from commrt.sparse.memory import Pool
 from commrt.sparse.pieces import Elements, Piece, even_bounds
 from commrt.sparse.result import bytes_from
+from commrt.vocabulary.dtypes import DTYPES
 
 Array = Any
 NAMES = [dtype.name for dtype in DTYPES[:15]]

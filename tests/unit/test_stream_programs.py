@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from program_cases import spec_of
 
 from commrt import _native
-from commrt.backends.peer_programs import peer_program
-from commrt.backends.scratch import ALIGNMENT_NBYTES, Scratch
-from commrt.backends.stream_programs import (
+from commrt.backends.ipc.programs import peer_program
+from commrt.errors import BackendError, UsageError
+from commrt.planning.scratch import ALIGNMENT_NBYTES, Scratch
+from commrt.planning.stream_programs import (
     StreamPlan,
     StreamStep,
     nccl_program,
 )
-from commrt.dtypes import dtype_by_name
-from commrt.errors import BackendError, UsageError
+from commrt.vocabulary.dtypes import dtype_by_name
 
 HALF = 1 << 20
 

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from commrt.symmetric import Slots
+from commrt.job.symmetric import Slots
 
 PAGE = 4096
 SEGMENTS = (4 * PAGE, 16 * PAGE, 64 * PAGE)

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commrt.errors import TableError, UsageError
-from commrt.operations import COLLECTIVES
 from commrt.select import schema
 from commrt.select.facts import LINK_CLASSES, Candidate
 from commrt.select.fingerprint import Cpu, Gpu, Machine, Nic
@@ -21,6 +20,7 @@ from commrt.select.rules import VERDICTS, Evidence, Match, Point, Rule, RunnerUp
 from commrt.select.schema import Known
 from commrt.select.table import Table, load, load_file
 from commrt.select.write import dump
+from commrt.vocabulary.operations import COLLECTIVES
 
 KNOWN = Known({"mpi": ("native", "ring"), "shm": ("direct", "ring")})
 MACHINE = Machine(Cpu("AMD EPYC", 1, 2), kernel="6.1", host="vm")

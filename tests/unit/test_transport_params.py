@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import pytest
 
-from commrt.backends import planning
-from commrt.backends.planning import TransportParams
+from commrt.planning import host_plans
+from commrt.planning.host_plans import TransportParams
 from commrt.select.facts import LinkClass
 
 PLAIN, STREAM, STREAM_SLOTS, STREAM_BOTH = 0, 1, 2, 3
 CACHE = 1 << 20
-cache_of_this_machine = planning.last_level_cache_nbytes
+cache_of_this_machine = host_plans.last_level_cache_nbytes
 
 
 @pytest.fixture(autouse=True)
 def _cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "last_level_cache_nbytes", lambda: CACHE)
+    monkeypatch.setattr(host_plans, "last_level_cache_nbytes", lambda: CACHE)
 
 
 @pytest.mark.parametrize("combines", [False, True])

@@ -10,7 +10,7 @@ import pytest
 from commrt import algorithms
 from commrt.algorithms.double_tree import top, tree
 from commrt.algorithms.swing import Swing
-from commrt.backends.planning import distinct, only_by_name
+from commrt.planning.host_plans import distinct, only_by_name
 from commrt.schedule.cost import counts
 from commrt.schedule.ir import Op, Schedule
 from commrt.select.facts import Candidate

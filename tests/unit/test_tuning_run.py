@@ -18,7 +18,6 @@ from tuning_recordings import DIRECT, NATIVE, NEAR, RING, TRUTH, Truth, record
 
 from commrt.bench.timing_loop import element_counts, numpy_dtype
 from commrt.errors import BackendError, TableError, UsageError
-from commrt.operations import COLLECTIVES, operation
 from commrt.select.facts import Candidate
 from commrt.select.fingerprint import this_machine
 from commrt.select.schema import Known
@@ -32,6 +31,7 @@ from commrt.tuning.run import finish, terminated_like_interrupted
 from commrt.tuning.samples import Recording
 from commrt.tuning.table_writer import write_table
 from commrt.tuning.tuner import Options, losers, run_launches
+from commrt.vocabulary.operations import COLLECTIVES, operation
 
 KNOWN = Known(
     {"mpi": ("native",), "shm": ("direct", "recursive_doubling", "ring", "loop")}

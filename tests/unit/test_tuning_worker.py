@@ -16,11 +16,11 @@ from tuning_recordings import DIRECT, NEAR
 from commrt.bench import timing_loop
 from commrt.bench.timing_loop import HostMemory
 from commrt.errors import UsageError
-from commrt.operations import operation
 from commrt.select.facts import Candidate
 from commrt.tuning import turns, worker
 from commrt.tuning.job import NOBODY, Item, Job
 from commrt.tuning.samples import Recording
+from commrt.vocabulary.operations import operation
 
 JOB = Job(("allreduce",), "float32", 1 << 16, False, 1, 1e9)
 

@@ -20,12 +20,11 @@ from commrt.algorithms import _registry
 from commrt.algorithms._nested import cut
 from commrt.algorithms._nested import run as nested
 from commrt.backends.known import check_candidate
-from commrt.backends.planning import allows, footprint, only_by_name
-from commrt.backends.prediction import floor_us, predicted_us
+from commrt.commands.verify import default_nodes
 from commrt.errors import ScheduleError, UsageError
-from commrt.operations import COLLECTIVES, operation
+from commrt.planning.host_plans import allows, footprint, only_by_name
+from commrt.planning.prediction import floor_us, predicted_us
 from commrt.schedule.builder import Builder, build_program
-from commrt.schedule.cli import default_nodes
 from commrt.schedule.cost import OnNode, counts
 from commrt.schedule.interpret import run, run_lowered
 from commrt.schedule.ir import Op, Schedule, Slice
@@ -38,6 +37,7 @@ from commrt.select.fingerprint import Cpu, Machine
 from commrt.select.policy import Policy
 from commrt.select.rules import Match, Rule
 from commrt.select.table import Table
+from commrt.vocabulary.operations import COLLECTIVES, operation
 
 COLLS = [
     coll

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commrt.algorithms import _registry
-from commrt.schedule.cli import main
+from commrt.commands.verify import main
 
 ALGORITHM = """
 from commrt.algorithms import algorithm

@@ -13,7 +13,6 @@ from test_algorithms import EVERY, schedules
 from commrt import algorithms
 from commrt.errors import ScheduleError
 from commrt.nccl.config import GroupShape
-from commrt.operations import operation
 from commrt.schedule.ir import Schedule, Slice
 from commrt.schedule.nodes import parse_nodes
 from commrt.schedule.rounds import (
@@ -26,6 +25,7 @@ from commrt.schedule.rounds import (
     sequence,
 )
 from commrt.schedule.verify_rounds import check_rounds, verify_rounds
+from commrt.vocabulary.operations import operation
 
 SMALL = GroupShape(distances=2, messages=1)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from wire_reference import BLOCK, off_by, through_wire
 
 from commrt import _native
-from commrt.dtypes import dtype_by_name
-from commrt.wire_formats import WIRE_FORMATS, WireFormat
+from commrt.vocabulary.dtypes import dtype_by_name
+from commrt.vocabulary.wire_formats import WIRE_FORMATS, WireFormat
 
 Array = np.ndarray[Any, Any]
 wire = _native.wire

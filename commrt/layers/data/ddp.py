@@ -27,7 +27,7 @@ from commrt.layers.data.bucket_size import best_bucket_nbytes
 from commrt.layers.data.sparse_rows import as_sparse, dense_rows, scaled
 from commrt.torch.errors import as_torch_error
 from commrt.torch.shared_storages import share_storage
-from commrt.wire_formats import EXACT, check_compress
+from commrt.vocabulary.wire_formats import EXACT, check_compress
 
 __all__ = ["HookState", "reduce_bucket"]
 

@@ -16,8 +16,8 @@ from commrt.arrays.host import (
     view_anywhere,
     zeros_like_array,
 )
+from commrt.arrays.tensors import is_tensor
 from commrt.errors import UsageError
-from commrt.tensors import is_tensor
 
 __all__ = ["Parameter", "as_numpy", "in_numpy", "put", "usable"]
 

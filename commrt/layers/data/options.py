@@ -13,7 +13,7 @@ import numpy as np
 from commrt.errors import UsageError, suggest
 from commrt.layers.data.gradients import Parameter
 from commrt.layers.data.transfers import Bucket
-from commrt.wire_formats import COMPRESSED_DTYPES, EXACT, check_compress
+from commrt.vocabulary.wire_formats import COMPRESSED_DTYPES, EXACT, check_compress
 
 __all__ = ["Options"]
 

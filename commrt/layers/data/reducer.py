@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from commrt.arrays.tensors import is_tensor
 from commrt.errors import MismatchError, UsageError
 from commrt.layers.data.bucket_size import (
     allreduce_times_us,
@@ -30,7 +31,6 @@ from commrt.layers.data.gradients import Parameter
 from commrt.layers.data.options import Options
 from commrt.layers.data.sparse_rows import as_sparse, summed
 from commrt.layers.data.transfers import Bucket, Transfer, start
-from commrt.tensors import is_tensor
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator

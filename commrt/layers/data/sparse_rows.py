@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from commrt.arrays.tensors import is_tensor
 from commrt.errors import UsageError
 from commrt.sparse.vector import SparseVector
-from commrt.tensors import is_tensor
 
 __all__ = ["as_sparse", "dense_rows", "empty_sparse", "scaled", "summed"]
 

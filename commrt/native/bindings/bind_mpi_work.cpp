@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Binds MPI's operations on device memory (device_calls/mpi.py).
+// Binds MPI's operations on device memory (backends/mpi/attached.py).
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Binds NCCL's operations on device memory (device_calls/nccl.py).
+// Binds NCCL's operations on device memory (backends/nccl/attached.py).
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>

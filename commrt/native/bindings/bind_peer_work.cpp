@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Binds operations over memory of peers (device_calls/ipc.py).
+// Binds operations over memory of peers (backends/ipc/attached.py).
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

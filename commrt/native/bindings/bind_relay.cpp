@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Binds the relay to the threads of Python's that carry its frames (commrt/gloo_relay.py).
+// Binds the relay to the threads of Python's that carry its frames (commrt/gloo/relay.py).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Binds the staging of device memory (device_calls/staging.py).
+// Binds the staging of device memory (device_calls/collectives.py).
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>

@@ -337,7 +337,7 @@ void see_own(PyObject* array, DeviceView& view) {
 DType torch_type(const nb::object& dtype) {
   auto& known = libraries().torch_types;
   if (const auto found = known.find(dtype.ptr()); found != known.end()) return found->second;
-  const nb::object code = nb::module_::import_("commrt.tensors").attr("code_of")(dtype);
+  const nb::object code = nb::module_::import_("commrt.arrays.tensors").attr("code_of")(dtype);
   const DType type = known_type(nb::cast<int>(code));
   known.emplace(Py_NewRef(dtype.ptr()), type);
   return type;

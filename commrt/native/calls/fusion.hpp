@@ -18,7 +18,7 @@ namespace commrt {
 // its references, too.
 //
 // Of arrays on a device only what settles its place among the others is here: `away` sends it
-// (device_calls/buckets.py), `arrays` are its requests, and `parts` have lengths alone.
+// (fusion/device_buckets.py), `arrays` are its requests, and `parts` have lengths alone.
 struct Bucket {
   Bucket(nb::object group_, DType dtype_, RedOp redop_, nb::object away_)
       : group(std::move(group_)), away(std::move(away_)), dtype(dtype_), redop(redop_),

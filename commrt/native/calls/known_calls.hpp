@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Collectives on device arrays that are like ones before, given to the device without Python in
-// between: what device_calls/staging.py has found out about the first one holds for all of them.
+// between: what device_calls/collectives.py has found out about the first one holds for all of them.
 //
 // An entry says what runs a call of an operation, reduction, root, type, length and device, with
 // or without `out`. What follows from a call's own arrays is looked at again each time; what is

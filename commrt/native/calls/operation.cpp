@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The public methods: one callable per row of commrt/operations.py, cached plans, no detours.
+// The public methods: one callable per row of commrt/vocabulary/operations.py, cached plans, no detours.
 //
 // An Operation is a method descriptor with a vectorcall: `comm.allreduce(x)` reaches it
 // without a bound method. What it does not recognise at a glance (an array of another library,
@@ -210,7 +210,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   // An array that is neither numpy's nor torch's, or not a plain one.
   auto elsewhere = [&]() -> PyObject* {
     if (group.known_calls->empty() || self->num_counts != 0 || factor != nullptr) return slow();
-    // It may go into a bucket (device_calls/buckets.py).
+    // It may go into a bucket (fusion/device_buckets.py).
     if (group.fusion != nullptr && nonblocking && self->coll == kAllreduce) return slow();
     const AskedCall asked{self->coll, reduction, static_cast<int>(root), args[1], out_object,
                           self->head.name, stream, timeout_s, nonblocking};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Calls on device memory whose work is a program of the host's: sparse sums and compression
-// (device_calls/hosted.py). Arrays go to pinned memory, the host works there for as many rounds of
+// (device_calls/host_work.py). Arrays go to pinned memory, the host works there for as many rounds of
 // messages as it takes, and what came of it goes back:
 //
 //   d2h:  after the caller's stream; copy what is read; copied event; start flag = s

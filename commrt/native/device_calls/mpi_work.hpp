@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Collectives of an MPI library that takes device memory (device_calls/mpi.py). MPI knows no
+// Collectives of an MPI library that takes device memory (backends/mpi/attached.py). MPI knows no
 // streams, so a call is a staged one (staging.hpp) without its copies:
 //
 //   d2h:  after the caller's stream, and after NCCL's latest work on the device: start flag = v

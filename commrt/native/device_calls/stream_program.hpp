@@ -12,7 +12,7 @@
 
 namespace commrt {
 
-// The codes of commrt/backends/stream_programs.py; a unit test compares.
+// The codes of commrt/planning/stream_programs.py; a unit test compares.
 enum class StreamStep : std::int64_t {
   Copy = 0,    // dst = src
   Reduce,      // dst = dst op src

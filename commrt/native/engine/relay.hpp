@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Messages to other nodes where there is no MPI: an engine of Python's carries them
-// (commrt/gloo_relay.py), and here is what MPI would otherwise do with them: matching by rank and
+// (commrt/gloo/relay.py), and here is what MPI would otherwise do with them: matching by rank and
 // tag, in order, and requests that are polled. The engine calls it as it calls MPI, by a table of
 // functions (relay_api), under its lock and without the GIL; so nothing in here waits for Python.
 //

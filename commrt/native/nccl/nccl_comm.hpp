@@ -24,7 +24,7 @@ enum NcclOutcome : int {
   kNcclMissing = -5,      // the library has no such function
 };
 
-// The codes of commrt/operations.py.
+// The codes of commrt/vocabulary/operations.py.
 enum class NcclColl : int {
   Allreduce = 0, Reduce = 1, Bcast = 2, Allgather = 3, ReduceScatter = 4, Alltoall = 5,
   Gather = 6, Scatter = 7, Allgatherv = 11, Alltoallv = 12, Gatherv = 13, Scatterv = 14,

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a communicator does over memory of peers (CUDA IPC): agreed, made, and ended.
+
+Whether the ranks could share memory of their devices they tell each other at the first
+call on a device array; it is the same for all of them from then on. That they can is
+tried at the first call that runs so, when each opens what the others have. Both are
+collective, as all ranks make the same calls.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from commrt import _native
+from commrt.backends.ipc.memory import HALF_NBYTES
+from commrt.backends.ipc.sharing import Shared, connect, sweep
+from commrt.devices.cuda import why_no_card
+from commrt.errors import CommError, UsageError
+from commrt.job.arena import machine_identity
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
+__all__ = ["KINDS", "IpcCalls", "IpcFacts"]
+
+_LOG = logging.getLogger("commrt")
+
+KINDS: set[str] = {"cuda"}
+"""Kinds of devices whose memory processes share; tests add pretended ones."""
+
+
+@dataclass(frozen=True)
+class IpcFacts:
+    """What selection knows of memory of peers; once agreed, on all ranks."""
+
+    why: str
+    """Why it cannot be used; empty where it can."""
+    shares_device: bool = False
+    """Whether any two ranks are on one device."""
+
+
+class IpcCalls:
+    """A communicator's operations over memory of peers."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._agreed: IpcFacts | None = None
+        self._shared: Shared | None = None
+        self.half_nbytes = HALF_NBYTES
+        self.first_value = 0
+
+    @property
+    def facts(self) -> IpcFacts:
+        """What the ranks have agreed upon, or until then what this rank sees."""
+        if self._agreed is not None:
+            return self._agreed
+        why = self._why_never()
+        if not why and {"cuda"} == KINDS:
+            why = why_no_card() or ""
+        return IpcFacts(why)
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the ranks have told each other."""
+        return self._agreed is not None
+
+    def tells(self, device: Any) -> dict[str, str] | None:
+        """Return what this rank's device can, for the others (``agreement.py``).
+
+        Devices that stand for none are of one kind on all ranks: about them nothing
+        is asked.
+        """
+        comm = self._comm
+        if device.kind not in KINDS:
+            self._agreed = IpcFacts(f"processes share no memory of a {device.kind} one")
+            return None
+        why = self._why_never()
+        if not why and device.kind == "cuda" and comm.in_process and comm.size > 1:
+            why = "a process does not open memory that is its own, and these ranks are"
+            why += " threads of one"
+        if why:
+            self._agreed = IpcFacts(why)
+            return None
+        return {"why": _lacks(device), "device": _identity(device)}
+
+    def settle(self, said: Sequence[dict[str, str]], timeout_s: float) -> None:
+        """Take what all ranks told."""
+        self._agreed = _together(said)
+
+    def _why_never(self) -> str:
+        """Return what keeps these ranks from it anyway; equal on all of them."""
+        nodes = self._comm.facts.nodes
+        return f"the ranks lie on {nodes} nodes" if nodes > 1 else ""
+
+    def work(self, device: Any) -> _native.PeerWork:
+        """Return what gives a device calls; collective where it is the first one.
+
+        Raises UsageError for another device than that of the first call, and an error
+        on all ranks where they cannot share memory.
+        """
+        self._sweep(device)
+        shared = self._shared or self._connect(device)
+        if shared.device is not device:
+            here, there = (
+                getattr(one, "ordinal", 0) for one in (shared.device, device)
+            )
+            raise UsageError(
+                f"{self._comm.name}: its memory of peers is on device {here}, and the "
+                f"array on device {there}: use a communicator for each device, or "
+                f"backend='staged'"
+            )
+        assert shared.work is not None
+        return shared.work
+
+    def _connect(self, device: Any) -> Shared:
+        comm, world = self._comm, self._comm._world
+        memory = connect(
+            world.bootstrap,
+            list(comm._ranks),
+            device,
+            world.share_memory,
+            self.half_nbytes,
+            timeout_s=comm.timeout_s,
+            name=f"{comm.name}.comm{comm._identity}",
+            first_value=self.first_value,
+        )
+        world.drive(device)
+        try:
+            work = _native.PeerWork(comm, memory.exchange, self.first_value)
+        except BaseException:
+            Shared(memory, None).end_later()
+            raise
+        self._shared = Shared(memory, work)
+        return self._shared
+
+    def prepare(self, device: Any) -> bool:
+        """Let the ranks connect; False where they cannot, on all ranks alike.
+
+        Then memory of peers is not chosen any more, as if it could not be had.
+        """
+        try:
+            self.work(device)
+        except CommError as error:
+            if not getattr(error, "on_all_ranks", False):
+                raise
+            self._agreed = IpcFacts(str(error), self.facts.shares_device)
+            _LOG.warning(
+                "%s: staged runs instead of memory of peers: %s", self._comm.name, error
+            )
+            return False
+        return True
+
+    @property
+    def outstanding(self) -> int:
+        """Calls whose end the host has not seen."""
+        shared = self._shared
+        if shared is None or shared.work is None:
+            return 0
+        return shared.work.outstanding
+
+    def give_up(self, why: str) -> None:
+        """Fail what is under way, and let its streams go."""
+        if self._shared is not None and self._shared.work is not None:
+            self._shared.work.give_up(why)
+
+    def close(self, *, may_call: bool = True) -> None:
+        """Leave the memory to be ended as the other ranks leave it, too.
+
+        With ``may_call=False`` the device is not called here: the garbage collector may
+        run anywhere, and the end comes with a later call, or with the process.
+        """
+        if self._shared is None:
+            return
+        shared, self._shared = self._shared, None
+        shared.end_later()
+        if may_call:
+            self._sweep(shared.device)
+
+    def _sweep(self, device: Any) -> None:
+        """Go on with what ends there.
+
+        To free memory may wait for the device, and this for progress that only this
+        thread could make: then it is put off.
+        """
+        engine = self._comm._world.engine
+        if engine.has_thread or engine.idle:
+            sweep(device)
+
+
+def _lacks(device: Any) -> str:
+    """Return what a device lacks, in words; empty where it lacks nothing."""
+    if not device.memory_flags:
+        return "its device's streams do not write flags or wait for them"
+    return str(getattr(device, "why_no_kernels", None) or "")
+
+
+def _identity(device: Any) -> str:
+    """Return what tells a device from all others of the machine."""
+    uuid = getattr(device, "uuid", None)
+    if uuid:
+        return str(uuid)
+    place = device.kind, getattr(device, "ordinal", 0)
+    return json.dumps([machine_identity(), os.getpid(), *place])
+
+
+def _together(said: Sequence[dict[str, str]]) -> IpcFacts:
+    """Return what follows from what all ranks say; the same on each of them."""
+    devices = [each["device"] for each in said]
+    shares = len({*devices}) < len(devices)
+    for rank, each in enumerate(said):
+        if each["why"]:
+            return IpcFacts(f"rank {rank}: {each['why']}", shares)
+    return IpcFacts("", shares)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a communicator does with NCCL: agreed upon, made, and ended with it.
+
+Whether NCCL is there the ranks tell each other at the first call on a device array; it
+is the same for all of them from then on. The NCCL communicator is made at the first
+call that runs by NCCL. Both are collective, as all ranks make the same calls.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from commrt import _native, nccl
+from commrt.errors import (
+    BackendError,
+    CaptureError,
+    CommError,
+    UsageError,
+)
+from commrt.job.arena import machine_identity
+from commrt.nccl.features import NEWEST_KNOWN, version_text
+from commrt.nccl.orders import order_of
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
+__all__ = ["NcclCalls", "NcclFacts"]
+
+_LOG = logging.getLogger("commrt")
+
+
+@dataclass(frozen=True)
+class NcclFacts:
+    """What selection knows of NCCL on a communicator; once agreed, on all ranks."""
+
+    why: str
+    """Why NCCL cannot be used; empty where it can."""
+    version: int = NEWEST_KNOWN
+    """As ``ncclGetVersion`` counts."""
+    capability: int | None = None
+    """The least compute capability, 90 for 9.0; None: any."""
+    no_kernels: str = ""
+    """Why commrt's own kernels cannot run between NCCL's; empty where they can."""
+
+
+class NcclCalls:
+    """A communicator's NCCL."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._agreed: NcclFacts | None = None
+        self._made: tuple[Any, _native.NcclWork] | None = None
+        self.first_value = 0
+
+    @property
+    def facts(self) -> NcclFacts:
+        """What the ranks have agreed upon, or until then what this rank sees."""
+        return self._agreed or _seen_here()
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the ranks have told each other."""
+        return self._agreed is not None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether there is an NCCL communicator."""
+        return self._made is not None
+
+    @property
+    def device(self) -> Any:
+        """The device of the NCCL communicator; None where there is none."""
+        return None if self._made is None else self._made[0]
+
+    def tells(self, device: Any) -> dict[str, Any] | None:
+        """Return whether this rank has NCCL, for the others (``agreement.py``).
+
+        Devices of other kinds than the library serves are pretended ones, and so are
+        those of all ranks: about them nothing is asked.
+        """
+        opened = nccl.taken()
+        if device.kind != "cuda" and (
+            opened is None or device.kind not in opened.serves
+        ):
+            self._agreed = NcclFacts(f"NCCL has no use of a {device.kind} device")
+            return None
+        place = [machine_identity(), os.getpid(), getattr(device, "ordinal", 0)]
+        try:
+            opened = nccl.library()
+        except BackendError as error:
+            return {"why": str(error), "place": place}
+        if self._comm.in_process:  # each thread's own device, whatever its number
+            place.append(id(device))
+        return {
+            "why": "",
+            "version": opened.version,
+            "capability": getattr(device, "capability", None),
+            "no_kernels": getattr(device, "why_no_kernels", None) or "",
+            "place": place,
+        }
+
+    def settle(self, said: Sequence[dict[str, Any]], timeout_s: float) -> None:
+        """Take what all ranks told."""
+        self._agreed = _together(said)
+
+    def work(self, device: Any) -> _native.NcclWork:
+        """Return what calls NCCL on a device; collective where it is the first call.
+
+        Raises UsageError for another device than that of the first call, and
+        BackendError on all ranks where NCCL made no communicator.
+        """
+        comm = self._comm
+        if self._made is not None:
+            on, made = self._made
+            if on is not device:
+                raise UsageError(
+                    f"{comm.name}: its NCCL communicator is on device "
+                    f"{_number(on)}, and the array on device {_number(device)}: use a "
+                    f"communicator for each device, or backend='staged'"
+                )
+            return made
+        order = order_of(device, self.first_value)
+        order.sweep()
+        native = nccl.NcclComm.create(
+            comm._world.bootstrap,
+            list(comm._ranks),
+            taken=nccl.library(),
+            timeout_s=comm.timeout_s,
+            name=f"{comm.name}.comm{comm._identity}",
+            device=device,
+        ).hand_over()
+        comm._world.drive(device)
+        made = _native.NcclWork(comm, order, native)
+        self._made = device, made
+        return made
+
+    def prepare(self, device: Any, stream: int) -> bool:
+        """Make the communicator; False where NCCL could not, on all ranks alike.
+
+        Then NCCL is not chosen any more, as if it were not there. ``stream`` is the
+        call's: raises CaptureError where it is captured and the communicator is to be
+        made yet.
+        """
+        if not self.is_made and device.is_capturing(stream):
+            raise CaptureError(
+                f"stream {stream} is being captured, and the NCCL communicator is not "
+                f"made yet, which a capture would not survive: make a call like this "
+                f"one before, on all ranks; nothing was given to the device",
+                "capturing",
+            )
+        try:
+            self.work(device)
+        except CommError as error:
+            if not getattr(error, "on_all_ranks", False):
+                raise
+            self._agreed = NcclFacts(str(error))
+            _LOG.warning("%s: staged runs instead of NCCL: %s", self._comm.name, error)
+            return False
+        return True
+
+    @property
+    def outstanding(self) -> int:
+        """Calls whose end the host has not seen."""
+        return 0 if self._made is None else self._made[1].outstanding
+
+    def give_up(self, why: str) -> None:
+        """Fail what is under way, and let its streams go."""
+        if self._made is not None:
+            self._made[1].give_up(why)
+
+    def close(self, *, may_call: bool = True) -> None:
+        """Leave the communicator to be ended with those of the other ranks.
+
+        With ``may_call=False`` NCCL is not called here: the garbage collector may run
+        anywhere, and the end comes with a later call, or with the process.
+        """
+        if self._made is None:
+            return
+        (device, made), self._made = self._made, None
+        made.close()
+        if may_call:
+            order_of(device).sweep()
+
+
+def _together(said: Sequence[dict[str, Any]]) -> NcclFacts:
+    """Return what follows from all ranks' facts; the same on each of them."""
+    for rank, each in enumerate(said):
+        if each["why"]:
+            return NcclFacts(f"rank {rank}: {each['why']}")
+    versions = [each["version"] for each in said]
+    if len({*versions}) > 1:
+        texts = ", ".join(
+            f"rank {rank} {version_text(one)}" for rank, one in enumerate(versions)
+        )
+        return NcclFacts(f"the ranks have different versions of NCCL: {texts}")
+    places: dict[str, int] = {}
+    for rank, each in enumerate(said):
+        first = places.setdefault(json.dumps(each["place"]), rank)
+        if first != rank:
+            return NcclFacts(
+                f"ranks {first} and {rank} are threads of one process and share a "
+                f"device, where NCCL would wait for itself"
+            )
+    known = [each["capability"] for each in said if each["capability"] is not None]
+    without = [
+        f"rank {rank}: {each['no_kernels']}"
+        for rank, each in enumerate(said)
+        if each["no_kernels"]
+    ]
+    return NcclFacts("", versions[0], min(known, default=None), "; ".join(without))
+
+
+def _seen_here() -> NcclFacts:
+    """Return what this rank sees before all have told each other."""
+    opened = nccl.taken()
+    if opened is not None and "cuda" not in opened.serves:
+        return NcclFacts("", opened.version)
+    why = nccl.why_missing()
+    if why is not None:
+        return NcclFacts(why)
+    try:
+        return NcclFacts("", nccl.library().version)
+    except CommError as error:
+        return NcclFacts(str(error))
+
+
+def _number(device: Any) -> int:
+    return int(getattr(device, "ordinal", 0))

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device arrays through pinned host memory, as a backend."""

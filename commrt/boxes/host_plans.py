@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a program of boxes to a native plan of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from commrt import _native
+from commrt.planning.host_plans import LANE_NBYTES, TransportParams
+from commrt.schedule.boxes import LIMIT_NBYTES, BoxProgram, Move, compile_moves
+from commrt.vocabulary.dtypes import DType, ReduceOp
+
+__all__ = ["MOST_DIMS", "ArrayLayout", "box_plan", "compile_for"]
+
+MOST_DIMS = 8
+"""Of an array; in a box, each may count as two."""
+_SLOTS_NBYTES = 1 << 20
+"""Payloads that may be unread at once: enough to pack ahead, and few enough to stay in
+the cache for the next exchange."""
+_FEWEST_SLOTS = 4
+_SLOT_OVERHEAD_NBYTES = 192
+"""What the engine rounds up by."""
+_SLOT_STORES = 2
+"""Of the codes of store kinds, the part that is about slots."""
+_BY_LINK_CLASS = -1
+
+
+@dataclass(frozen=True)
+class ArrayLayout:
+    """How an array lies in memory."""
+
+    dtype: DType
+    strides: tuple[int, ...]
+    """In bytes."""
+
+
+def compile_for(
+    comm: Any,
+    moves: Sequence[Move],
+    itemsizes: Sequence[int],
+    *,
+    reduces: bool,
+    stated: bool = False,
+) -> BoxProgram:
+    """Return this rank's program, with messages that fit into its memory for them.
+
+    As many as there are other ranks may be unread at once, see ``schedule.boxes``.
+    """
+    limit = min(LIMIT_NBYTES, LANE_NBYTES // comm.size - _SLOT_OVERHEAD_NBYTES)
+    return compile_moves(
+        moves,
+        itemsizes,
+        rank=comm.rank,
+        size=comm.size,
+        reduces=reduces,
+        stated=stated,
+        limit=limit,
+    )
+
+
+def box_plan(
+    comm: Any,
+    program: BoxProgram,
+    layouts: Sequence[ArrayLayout],
+    *,
+    coll: int,
+    label: str,
+    reduction: ReduceOp | None = None,
+) -> Any:
+    """Return the native plan; its buffer is a table of the arrays' addresses."""
+    transport = TransportParams()
+    slots = _SLOTS_NBYTES // max(1, program.longest_nbytes)
+    slots = max(slots, program.fewest_slots, _FEWEST_SLOTS)
+    store, adaptive = transport.stores(
+        program.longest_nbytes, 0, comm.facts.link_class, combines=False
+    )
+    return _native.make_box_plan(
+        comm,
+        coll=coll,
+        label=label,
+        redop=int(ReduceOp.SUM if reduction is None else reduction),
+        reduces=reduction is not None,
+        boxes=_table(program, layouts),
+        steps=program.steps,
+        deps=program.deps,
+        dep_ptr=program.dep_ptr,
+        peers=list(program.peers),
+        lane_nbytes=LANE_NBYTES,
+        most_slots=slots,
+        ahead=program.ahead,
+        spins=_BY_LINK_CLASS,
+        most_inline=transport.most_inline(reduction is not None),
+        store=store & _SLOT_STORES,
+        adaptive=adaptive & _SLOT_STORES,
+    )
+
+
+def _table(program: BoxProgram, layouts: Sequence[ArrayLayout]) -> Any:
+    """Return the engine's rows: array, dtype, offset, shape, strides."""
+    ndim = max((len(box.start) for box in program.boxes), default=0)
+    table = np.zeros((len(program.boxes), 3 + 2 * ndim), np.int64)
+    table[:, 3 : 3 + ndim] = 1
+    for row, box in zip(table, program.boxes, strict=True):
+        layout = layouts[box.array]
+        rank = len(box.start)
+        strides: Sequence[int] = layout.strides
+        if box.axes is not None:
+            strides = [layout.strides[axis] * step for axis, step in box.axes]
+        offset = sum(a * b for a, b in zip(box.start, strides, strict=True))
+        row[:3] = box.array, layout.dtype.code, offset
+        row[3 + ndim - rank : 3 + ndim] = box.shape
+        row[3 + 2 * ndim - rank :] = strides
+    return table

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributions of an n-dimensional array over a grid of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from commrt.errors import UsageError
+from commrt.vocabulary.checks import as_integer
+
+__all__ = ["Block", "Cyclic", "Layout", "Runs", "common_runs"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One piece of the dimension per place of the grid's dimension ``dim``.
+
+    Without ``sizes`` they are as even as can be: place i of p has the elements
+    ``i * n // p`` to ``(i + 1) * n // p``.
+    """
+
+    dim: int
+    """The grid's dimension."""
+    sizes: tuple[int, ...] | None = None
+    """Elements of each place."""
+
+
+@dataclass(frozen=True)
+class Cyclic:
+    """Pieces of ``block`` elements, dealt out in turn along the grid's dimension."""
+
+    dim: int
+    """The grid's dimension."""
+    block: int = 1
+    """Elements of a piece; the last one may be shorter."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Elements of a dimension that two ranks have in common: equal runs, evenly apart.
+
+    Positions count in either rank's own part.
+    """
+
+    source: int
+    """Where the first run begins."""
+    target: int
+    length: int
+    count: int = 1
+    source_step: int = 1
+    """From run to run."""
+    target_step: int = 1
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What one place of a dimension has: of [low, high), or every so many elements."""
+
+    low: int
+    high: int
+    block: int = 0
+    """Of a cyclic distribution, else 0."""
+    place: int = 0
+    places: int = 1
+
+    @property
+    def period(self) -> int:
+        return self.block * self.places if self.block else 1
+
+    @property
+    def count(self) -> int:
+        """Elements that it has."""
+        if not self.block:
+            return self.high - self.low
+        full, rest = divmod(self.high, self.period)
+        begin = self.place * self.block
+        return full * self.block + min(max(rest - begin, 0), self.block)
+
+    def pieces(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (low, high, own position of low) of what it has within [low, high)."""
+        low, high = max(low, self.low), min(high, self.high)
+        if not self.block:
+            if low < high:
+                yield low, high, low - self.low
+            return
+        turn = max(0, low // self.period)
+        while (begin := turn * self.period + self.place * self.block) < high:
+            first, last = max(low, begin), min(high, begin + self.block)
+            if first < last:
+                yield first, last, turn * self.block + first - begin
+            turn += 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an array is distributed: over which grid, and how each of its dimensions.
+
+        commrt.Layout((64, 100, 8), grid=(2, 3), dims=(commrt.Block(0),
+                                                       commrt.Cyclic(1, 4), None))
+
+    Rank r lies at place r of the grid, the last dimension fastest. ``None``: every rank
+    has the whole dimension. Along a dimension of the grid that distributes nothing,
+    ranks have copies of the same.
+    """
+
+    shape: tuple[int, ...]
+    """Of the whole array."""
+    grid: tuple[int, ...]
+    """Ranks in each dimension of the grid."""
+    dims: tuple[Block | Cyclic | None, ...]
+    """For each dimension of the array."""
+
+    def __post_init__(self) -> None:
+        for name in ("shape", "grid"):
+            least = 0 if name == "shape" else 1
+            object.__setattr__(self, name, _integers(name, getattr(self, name), least))
+        try:
+            object.__setattr__(self, "dims", tuple(self.dims))
+        except TypeError:
+            raise UsageError(f"Layout: dims={self.dims!r} must be a sequence") from None
+        if len(self.dims) != len(self.shape):
+            raise UsageError(
+                f"Layout: dims has {len(self.dims)} entries and shape={self.shape} "
+                f"{len(self.shape)}; expected one for each dimension of the array"
+            )
+        used: set[int] = set()
+        for axis, kind in enumerate(self.dims):
+            if kind is None:
+                continue
+            self._check(axis, kind)
+            if kind.dim in used:
+                raise UsageError(
+                    f"Layout: dims[{axis}]={kind} uses dimension {kind.dim} of the "
+                    f"grid a second time"
+                )
+            used.add(kind.dim)
+
+    def _check(self, axis: int, kind: Any) -> None:
+        if not isinstance(kind, Block | Cyclic):
+            raise UsageError(
+                f"Layout: dims[{axis}]={kind!r} must be Block, Cyclic or None"
+            )
+        number = as_integer(kind.dim)
+        if number is None or not 0 <= number < len(self.grid):
+            raise UsageError(
+                f"Layout: dims[{axis}]={kind}: dim is not a dimension of "
+                f"grid={self.grid}; expected 0..{len(self.grid) - 1}"
+            )
+        if isinstance(kind, Cyclic):
+            if (as_integer(kind.block) or 0) < 1:
+                raise UsageError(
+                    f"Layout: dims[{axis}]={kind}: block must be a number from 1"
+                )
+        elif kind.sizes is not None:
+            sizes = _integers(f"dims[{axis}].sizes", kind.sizes, 0)
+            places, extent = self.grid[kind.dim], self.shape[axis]
+            if len(sizes) != places or sum(sizes) != extent:
+                raise UsageError(
+                    f"Layout: dims[{axis}]: sizes={sizes} do not cover dimension "
+                    f"{axis} of the array: expected {places} numbers, with the sum "
+                    f"{extent}"
+                )
+
+    @cached_property
+    def size(self) -> int:
+        """Ranks."""
+        return math.prod(self.grid)
+
+    def coords_of(self, rank: int) -> tuple[int, ...]:
+        """Return where ``rank`` lies in the grid."""
+        found = []
+        for extent in reversed(self.grid):
+            rank, place = divmod(rank, extent)
+            found.append(place)
+        return tuple(reversed(found))
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the part that ``rank`` has."""
+        number = as_integer(rank)
+        if number is None or not 0 <= number < self.size:
+            raise UsageError(
+                f"Layout: rank={rank!r} is not a rank of grid={self.grid}; expected "
+                f"0..{self.size - 1}"
+            )
+        coords = self.coords_of(number)
+        return tuple(self._place(axis, coords).count for axis in range(len(self.shape)))
+
+    def holder(self, rank: int, of: int) -> bool:
+        """Return whether ``of`` is where ``rank`` takes what ``of`` has.
+
+        Of ranks with copies of the same, it is the one at the same place as ``rank`` in
+        the dimensions that make no difference: ``rank`` itself, if it has it.
+        """
+        used = {kind.dim for kind in self.dims if kind is not None}
+        pairs = zip(self.coords_of(rank), self.coords_of(of), strict=True)
+        return all(a == b for dim, (a, b) in enumerate(pairs) if dim not in used)
+
+    def _place(self, axis: int, coords: Sequence[int]) -> _Place:
+        kind, extent = self.dims[axis], self.shape[axis]
+        if kind is None:
+            return _Place(0, extent)
+        place, places = coords[kind.dim], self.grid[kind.dim]
+        if places == 1:
+            return _Place(0, extent)
+        if isinstance(kind, Cyclic):
+            return _Place(0, extent, kind.block, place, places)
+        if kind.sizes is not None:
+            low = sum(kind.sizes[:place])
+            return _Place(low, low + kind.sizes[place])
+        return _Place(extent * place // places, extent * (place + 1) // places)
+
+
+def common_runs(
+    source: Layout, source_rank: int, target: Layout, target_rank: int
+) -> list[list[Runs]]:
+    """Return, for each dimension, what the one has that the other shall have."""
+    one, other = source.coords_of(source_rank), target.coords_of(target_rank)
+    return [
+        _common(source._place(axis, one), target._place(axis, other))
+        for axis in range(len(source.shape))
+    ]
+
+
+def _common(source: _Place, target: _Place) -> list[Runs]:
+    low, high = max(source.low, target.low), min(source.high, target.high)
+    period = math.lcm(source.period, target.period)
+    # Whole periods are all alike; before and behind them are parts of one.
+    first, last = -(-low // period), high // period
+    if period == 1 or last - first < 2:
+        return _runs(source, target, low, high)
+    found = _runs(source, target, low, first * period)
+    for run in _runs(source, target, first * period, (first + 1) * period):
+        steps = _own_step(source, period), _own_step(target, period)
+        if steps == (run.length, run.length):  # nothing lies between the runs
+            run = Runs(run.source, run.target, run.length * (last - first))
+        else:
+            run = Runs(run.source, run.target, run.length, last - first, *steps)
+        _append(found, run)
+    for run in _runs(source, target, last * period, high):
+        _append(found, run)
+    return found
+
+
+def _own_step(place: _Place, period: int) -> int:
+    return period // place.places if place.block else period
+
+
+def _runs(source: _Place, target: _Place, low: int, high: int) -> list[Runs]:
+    """Return the single runs within [low, high), as long as can be."""
+    found: list[Runs] = []
+    for begin, end, at in source.pieces(low, high):
+        for first, last, there in target.pieces(begin, end):
+            _append(found, Runs(at + first - begin, there, last - first))
+    return found
+
+
+def _append(found: list[Runs], run: Runs) -> None:
+    """Append a run, or make the last one longer by it."""
+    before = found[-1] if found else None
+    if (
+        before is not None
+        and before.count == run.count == 1
+        and before.source + before.length == run.source
+        and before.target + before.length == run.target
+    ):
+        found[-1] = Runs(before.source, before.target, before.length + run.length)
+    else:
+        found.append(run)
+
+
+def _integers(name: str, values: Any, least: int) -> tuple[int, ...]:
+    try:
+        found = [as_integer(value) for value in values]
+    except TypeError:
+        found = [None]
+    if any(value is None or value < least for value in found):
+        raise UsageError(
+            f"Layout: {name}={values!r} must be a sequence of integers from {least}"
+        )
+    return tuple(value for value in found if value is not None)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Redistribution: an array from one layout to another, planned once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from commrt import _native
+from commrt.arrays.device import place_of
+from commrt.arrays.host import empty_like_array, view_anywhere
+from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
+from commrt.boxes.host_plans import box_plan, compile_for
+from commrt.boxes.layouts import Layout, Runs, common_runs
+from commrt.boxes.strided import (
+    StridedArray,
+    address_table,
+    check_apart,
+    check_writable,
+    strided,
+)
+from commrt.errors import BufferError_, UsageError
+from commrt.schedule.boxes import Box, Move
+from commrt.vocabulary.checks import check_flag
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
+__all__ = [
+    "Redistribution",
+    "agreed_boxes",
+    "bound_redistribution",
+    "common_facts",
+    "device_boxes",
+    "make_redistribution",
+    "redistribution_moves",
+]
+
+_NAME = "redistribute"
+_CODE = 82
+"""For the engine's records, apart from those of ``operations.py`` and of messages."""
+_X, _OUT = 0, 1
+
+
+def redistribution_moves(source: Layout, target: Layout, rank: int) -> list[Move]:
+    """Return the moves of one rank; array 0 is its part before, array 1 behind."""
+    moves = []
+    for peer in range(source.size):
+        if source.holder(peer, rank):
+            to = None if peer == rank else peer
+            for number, (box, there) in enumerate(_boxes(source, rank, target, peer)):
+                whole = there if to is None else None
+                moves.append(Move(0, number, to, box, whole))
+        if peer != rank and source.holder(rank, peer):
+            for number, (_, there) in enumerate(_boxes(source, peer, target, rank)):
+                moves.append(Move(0, number, peer, None, there))
+    return moves
+
+
+def _boxes(
+    source: Layout, holder: int, target: Layout, taker: int
+) -> Iterator[tuple[Box, Box]]:
+    """Yield what one rank has that another shall have, as either of them sees it."""
+    for runs in itertools.product(*common_runs(source, holder, target, taker)):
+        yield (
+            _box(_X, runs, [(run.source, run.source_step) for run in runs]),
+            _box(_OUT, runs, [(run.target, run.target_step) for run in runs]),
+        )
+
+
+def _box(array: int, runs: tuple[Runs, ...], own: list[tuple[int, int]]) -> Box:
+    """Return the box of runs in every dimension: which run, then where in it."""
+    start, stop, axes = [], [], []
+    for axis, (run, (begin, step)) in enumerate(zip(runs, own, strict=True)):
+        if run.count > 1:
+            start.append(0)
+            stop.append(run.count)
+            axes.append((axis, step))
+        start.append(begin)
+        stop.append(begin + run.length)
+        axes.append((axis, 1))
+    return Box(array, tuple(start), tuple(stop), tuple(axes))
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """The arguments of a call, checked as far as one rank can."""
+
+    source: Layout
+    target: Layout
+    sent: StridedArray
+    taken: StridedArray
+    out: Any
+    """As the caller knows it."""
+    on: Any
+    """The device that the arrays are on; None for host memory."""
+
+
+def make_redistribution(
+    comm: Communicator,
+    x: Any,
+    source: Any,
+    target: Any,
+    out: Any,
+    run: Callable[[Redistribution], Any],
+    nonblocking: Any = False,
+    stream: Any = None,
+) -> Any:
+    """Return what ``run`` makes of the arguments, checked as far as one rank can."""
+    comm._check_usable()
+
+    def check() -> tuple[StridedArray, StridedArray, Any]:
+        check_flag(f"{_NAME}, rank {comm.rank}", "nonblocking", nonblocking)
+        return _checked(comm, x, source, target, out)
+
+    sent, taken, out = comm._together(_NAME, check)
+    on = place_of(_NAME, [sent, taken], stream)
+    return run(Redistribution(source, target, sent, taken, out, on))
+
+
+def agreed_boxes(comm: Communicator, moved: Redistribution) -> Any:
+    """Return the native plan of a call that is the same on all ranks; collective."""
+    sent, taken = moved.sent, moved.taken
+    said = f"source={moved.source}, target={moved.target}, dtype={sent.dtype.name}"
+    if moved.on is not None:
+        said += ", on a device"
+    comm._meet_equal(_NAME, said)
+    if moved.on is not None:
+        return device_boxes(comm, moved)
+    moves = redistribution_moves(moved.source, moved.target, comm.rank)
+    layouts = [sent.layout, taken.layout]
+    sizes = [sent.dtype.itemsize] * 2
+    program = compile_for(comm, moves, sizes, reduces=False)
+    return box_plan(comm, program, layouts, coll=_CODE, label="boxes/direct")
+
+
+def device_boxes(comm: Communicator, moved: Redistribution) -> DeviceBoxes:
+    """Return the plan of arrays on a device, without the other ranks."""
+    return DeviceBoxes(
+        comm,
+        moved.on,
+        redistribution_moves(moved.source, moved.target, comm.rank),
+        [moved.sent.layout, moved.taken.layout],
+        phases=1,
+        what=_NAME,
+        coll=_CODE,
+        label="boxes/direct",
+    )
+
+
+def common_facts(moved: Redistribution) -> dict[str, Any]:
+    """Return what has to be equal on all ranks."""
+    return {
+        "source": str(moved.source),
+        "target": str(moved.target),
+        "dtype": moved.sent.dtype.name,
+    }
+
+
+def bound_redistribution(
+    comm: Communicator, moved: Redistribution
+) -> _native.PersistentCall | BoundBoxes:
+    """Return the persistent call; see ``Plans.redistribute``."""
+    plan = agreed_boxes(comm, moved)
+    if isinstance(plan, DeviceBoxes):
+        return BoundBoxes(comm, plan, [moved.sent, moved.taken], moved.out, _NAME)
+    table = address_table([moved.sent, moved.taken])
+    owners = (table, moved.sent.owner, moved.taken.owner)
+    return _native.PersistentCall(
+        comm, plan, table.ctypes.data, 0, owners, None, moved.out, _NAME
+    )
+
+
+def _checked(
+    comm: Communicator, x: Any, source: Any, target: Any, out: Any
+) -> tuple[StridedArray, StridedArray, Any]:
+    """Return this rank's parts, and ``out``; UsageError says what is wrong here."""
+    _check_layouts(comm, source, target)
+    sent = _part(comm, "x", x, source)
+    if out is None:
+        out = _allocated(x, target.local_shape(comm.rank))
+    taken = _part(comm, "out", out, target)
+    if sent.dtype is not taken.dtype:
+        raise BufferError_(
+            f"{taken.what} has dtype {taken.dtype.name}, x has {sent.dtype.name}; they "
+            f"must be equal"
+        )
+    check_writable(taken)
+    check_apart([sent, taken])
+    return sent, taken, out
+
+
+def _check_layouts(comm: Communicator, source: Any, target: Any) -> None:
+    here = f"{_NAME}, rank {comm.rank}"
+    for name, layout in (("source", source), ("target", target)):
+        if not isinstance(layout, Layout):
+            raise UsageError(f"{here}: {name}={layout!r} must be a commrt.Layout")
+        if layout.size != comm.size:
+            raise UsageError(
+                f"{here}: {name} has grid={layout.grid} with {layout.size} places, "
+                f"expected {comm.size}, one for each rank of {comm.name}"
+            )
+    if source.shape != target.shape:
+        raise UsageError(
+            f"{here}: source has shape {source.shape} and target {target.shape}; they "
+            f"must be layouts of the same array"
+        )
+
+
+def _part(comm: Communicator, name: str, array: Any, layout: Layout) -> StridedArray:
+    found = strided(array, f"{_NAME}, rank {comm.rank}: {name}")
+    expected = layout.local_shape(comm.rank)
+    if found.shape != expected:
+        raise UsageError(
+            f"{found.what} has shape {found.shape}, expected {expected} by its layout"
+        )
+    return found
+
+
+def _allocated(x: Any, shape: tuple[int, ...]) -> Any:
+    if isinstance(x, np.ndarray):
+        return np.empty(shape, x.dtype)
+    seen = view_anywhere(x, f"{_NAME}: x", any_strides=True)
+    return empty_like_array(seen, shape)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays with strides, as halo exchange and redistribution take them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from commrt.arrays.device import is_on_device, see
+from commrt.arrays.host import view
+from commrt.boxes.host_plans import MOST_DIMS, ArrayLayout
+from commrt.errors import BufferError_, UsageError
+from commrt.vocabulary.dtypes import DType
+
+__all__ = [
+    "StridedArray",
+    "address_table",
+    "check_apart",
+    "check_writable",
+    "strided",
+]
+
+_shares_memory: Any = np.shares_memory
+_MOST_WORK = 100_000
+"""What numpy may try to tell whether two arrays share elements; beyond, they do."""
+
+
+@dataclass(frozen=True)
+class StridedArray:
+    """What is known of an array, contiguous or not."""
+
+    what: str
+    """How messages call it."""
+    owner: Any
+    """Keeping it alive keeps the memory alive, and where it is."""
+    memory: npt.NDArray[Any]
+    """The same elements, or their bytes, for numpy."""
+    address: int
+    """Of the element with all indices 0."""
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In bytes."""
+    writable: bool
+    array: Any = None
+    """What the user passed."""
+    on: Any = None
+    """The device that the memory is on; None for host memory."""
+    device: int | None = None
+    """Its number."""
+    stream: int | None = None
+    """The stream that the array says it is ordered by."""
+
+    @property
+    def layout(self) -> ArrayLayout:
+        """How it lies in memory."""
+        return ArrayLayout(self.dtype, self.strides)
+
+
+def strided(array: Any, what: str) -> StridedArray:
+    """Return what is known of ``array``; BufferError_ that names ``what`` if nothing.
+
+    numpy arrays and those on devices may have any strides; others must be C-contiguous
+    (``arrays.view``).
+    """
+    if is_on_device(array):
+        found = _on_device(array, what)
+    elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
+        if not array.flags.aligned:
+            raise BufferError_(f"{what} is not aligned: pass a copy of it")
+        # Its type is judged like that of any other array.
+        dtype = view(np.empty(0, array.dtype), what).dtype
+        found = StridedArray(
+            what,
+            array,
+            array,
+            array.ctypes.data,
+            dtype,
+            array.shape,
+            array.strides,
+            bool(array.flags.writeable),
+            array,
+        )
+    else:
+        plain = view(array, what)
+        memory: Any = (ctypes.c_ubyte * plain.nbytes).from_address(plain.address)
+        found = StridedArray(
+            what,
+            plain.owner,
+            np.frombuffer(memory, np.uint8) if plain.nbytes else np.empty(0, np.uint8),
+            plain.address,
+            plain.dtype,
+            tuple(plain.shape),
+            _contiguous(plain.shape, plain.dtype.itemsize),
+            plain.writable,
+            array,
+        )
+    if len(found.shape) > MOST_DIMS:
+        raise BufferError_(
+            f"{what} has {len(found.shape)} dimensions; expected at most {MOST_DIMS}: "
+            f"reshape it"
+        )
+    return found
+
+
+def _on_device(array: Any, what: str) -> StridedArray:
+    seen = see(array, what, any_strides=True)
+    strides = seen.strides
+    if strides is None:
+        strides = _contiguous(seen.shape, seen.dtype.itemsize)
+    return StridedArray(
+        what,
+        array,
+        _as_numpy(seen.address, seen.shape, strides, seen.dtype.itemsize),
+        seen.address,
+        seen.dtype,
+        seen.shape,
+        strides,
+        seen.writable,
+        array,
+        seen.device,
+        seen.number,
+        seen.stream,
+    )
+
+
+def _as_numpy(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> npt.NDArray[Any]:
+    """Return an array of these places, which nobody may look into."""
+    if not math.prod(shape):
+        return np.empty(0, np.uint8)
+    reach = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
+    low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+    memory: Any = (ctypes.c_ubyte * (high - low + itemsize)).from_address(address + low)
+    element = np.dtype((np.void, itemsize))
+    made: npt.NDArray[Any] = np.ndarray(shape, element, memory, -low, strides)
+    return made
+
+
+def _contiguous(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    strides = []
+    for extent in reversed(shape):
+        strides.append(itemsize)
+        itemsize *= max(1, extent)
+    return tuple(reversed(strides))
+
+
+def check_writable(array: StridedArray) -> None:
+    """Raise BufferError_ unless every element can be written, by itself."""
+    if not array.writable:
+        raise BufferError_(f"{array.what} is read-only: pass a writable array")
+    if 0 in array.shape:
+        return
+    reach = array.dtype.itemsize
+    pairs = zip(array.shape, array.strides, strict=True)
+    for step, extent in sorted((abs(b), a) for a, b in pairs if a > 1):
+        if step < reach:
+            raise BufferError_(
+                f"{array.what} with shape {array.shape} and strides {array.strides} "
+                f"has elements that share memory: pass a copy of it"
+            )
+        reach += step * (extent - 1)
+
+
+def check_apart(arrays: Sequence[StridedArray]) -> None:
+    """Raise UsageError where two arrays have memory in common."""
+    for one, other in combinations(arrays, 2):
+        try:
+            shared = _shares_memory(one.memory, other.memory, max_work=_MOST_WORK)
+        except Exception as error:  # numpy 1 and 2 have its class in different places
+            if type(error).__name__ != "TooHardError":
+                raise
+            shared = True
+        if shared:
+            raise UsageError(
+                f"{other.what} overlaps {one.what}: pass arrays that share no memory"
+            )
+
+
+def address_table(arrays: Sequence[StridedArray]) -> npt.NDArray[np.uint64]:
+    """Return the arrays' addresses, as plans of boxes take them."""
+    return np.array([array.address for array in arrays], np.uint64)

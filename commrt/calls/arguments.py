@@ -1,0 +1,530 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of one collective call, checked, before anything is sent.
+
+The native dispatcher hands a call over when it does not recognise something: this is
+where it is decided what the call means, or what exactly is wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from commrt.arrays.device import is_jax
+from commrt.arrays.host import (
+    HostView,
+    block_shape,
+    copy_of,
+    empty_like_array,
+    never_changes,
+    numpy_type,
+    overlap,
+    view_anywhere,
+)
+from commrt.errors import BufferError_, UsageError, suggest
+from commrt.select.facts import Query
+from commrt.vocabulary.checks import as_integer, check_flag, check_timeout
+from commrt.vocabulary.dtypes import (
+    DTYPES,
+    DType,
+    ReduceOp,
+    check_factor,
+    check_reduction,
+    dtype_by_name,
+    reduce_op,
+)
+from commrt.vocabulary.operations import OpSpec, operation
+from commrt.vocabulary.reductions import Reduction
+from commrt.vocabulary.wire_formats import EXACT, check_compress
+
+__all__ = [
+    "Bound",
+    "Call",
+    "allreduce_in_place",
+    "bind",
+    "check_overlap",
+    "check_pair",
+    "check_question",
+    "check_reduced",
+    "check_root",
+    "check_writable",
+    "given",
+    "parse",
+]
+
+_BYTE = DTYPES[5]
+_OPTIONS = (
+    *("nonblocking", "timeout_s", "algorithm", "backend", "params", "name", "stream"),
+)
+_ELSEWHERE = {
+    "async_op": "nonblocking",
+    "src": "root",
+    "dst": "root",
+    "dest": "root",
+    "source": "root",
+    "timeout": "timeout_s",
+    "tensor": "x",
+    "input": "x",
+    "sendbuf": "x",
+    "output": "out",
+    "recvbuf": "out",
+    "algo": "algorithm",
+    "recvcounts": "counts",
+    "sendcounts": "send_counts",
+    "input_split_sizes": "send_counts",
+    "output_split_sizes": "recv_counts",
+}
+"""What torch and mpi4py call the arguments."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments as given."""
+
+    spec: OpSpec
+    x: Any
+    out: Any
+    reduction: ReduceOp
+    factor: int | float | None
+    """Of premul_sum, else None; a fact of this rank."""
+    root: int
+    nonblocking: bool
+    timeout_s: float | None
+    algorithm: str | None
+    backend: str | None
+    params: Mapping[str, int | str] | None
+    name: str | None
+    user: Reduction | None = None
+    """The user's own reduction; ``reduction`` then says nothing."""
+    counts: tuple[Any, ...] = ()
+    """Values of the operation's ``count_arguments``, None where not given."""
+    compress: str | None = None
+    """The wire format, ``none`` for exact; None: whatever a table says."""
+    residual: Any = None
+    """What earlier compressed calls still owe."""
+    stream: Any = None
+    """Of arrays on a device: the stream that orders the call; None: the current one."""
+
+    def view(self, array: Any, argument: str) -> HostView:
+        """Return the view of an argument, of a type that this call takes."""
+        what = f"{self.spec.name}: {argument}"
+        return view_anywhere(array, what, any_type=self.user is not None)
+
+    @property
+    def op(self) -> str | None:
+        """What combines, for messages and selection; None if nothing does."""
+        if not self.spec.reduces:
+            return None
+        return self.reduction.name.lower() if self.user is None else self.user.label
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The arguments as memory: what this rank sends from and receives into."""
+
+    x: HostView | None
+    """Send buffer, None where this rank has none."""
+    out: HostView | None
+    """Output, None where this rank has none."""
+    result: Any
+    """What the call returns on this rank."""
+    dtype: DType
+    num_elements: int
+    """Length of the operation's full vector; of an alltoallv, what this rank sends."""
+    counts: tuple[tuple[int, ...], ...] = ()
+    """Elements per rank, for each of the operation's ``count_arguments``."""
+    given_elements: int = 0
+    """Elements of ``x`` as it was given, also where it is not sent; with counts."""
+
+    @property
+    def in_elements(self) -> int:
+        """Elements of the send buffer."""
+        return 0 if self.x is None else self.x.count
+
+    @property
+    def device(self) -> int | None:
+        """Number of the device of its memory; None for the host's."""
+        held = self._on_device()
+        return None if held is None else held.device
+
+    @property
+    def on(self) -> Any:
+        """The device of its memory, of any of it; None for the host's."""
+        held = self._on_device()
+        return None if held is None else held.on
+
+    def _on_device(self) -> HostView | None:
+        for each in (self.x, self.out):
+            if each is not None and each.on is not None:
+                return each
+        return None
+
+    @property
+    def out_elements(self) -> int:
+        """Elements of the output."""
+        return 0 if self.out is None else self.out.count
+
+
+def allreduce_in_place(
+    array: HostView, reduction: ReduceOp, stream: Any = None
+) -> tuple[Call, Bound]:
+    """Return the nonblocking call that buckets make, with all else left open."""
+    call = Call(
+        spec=operation("allreduce"),
+        x=array,
+        out=None,
+        reduction=reduction,
+        factor=None,
+        root=0,
+        nonblocking=True,
+        timeout_s=None,
+        algorithm=None,
+        backend=None,
+        params=None,
+        name=None,
+        stream=stream,
+    )
+    return call, Bound(array, array, array, array.dtype, array.count)
+
+
+def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Return the call's arguments; TypeError or UsageError if they make no sense."""
+    allowed = [*_OPTIONS]
+    allowed += ["x", "out"] if spec.x_count != "none" else []
+    allowed += ["op", "factor"] if spec.reduces else []
+    allowed += ["root"] if spec.has_root else []
+    allowed += spec.count_arguments
+    allowed += ["compress", "residual"] if spec.compresses else []
+    for key in kwargs:
+        if key not in allowed:
+            raise TypeError(
+                f"{spec.name}() has no argument {key!r}"
+                f"{suggest(key, allowed, _ELSEWHERE)}"
+            )
+    most = 0 if spec.x_count == "none" else 1
+    if len(args) > most or (args and "x" in kwargs):
+        raise TypeError(
+            f"{spec.name}() takes {'the array' if most else 'no array'}; everything "
+            f"else is passed by keyword"
+        )
+    if most and not args and "x" not in kwargs:
+        raise TypeError(f"{spec.name}() needs an array: comm.{spec.name}(x, ...)")
+    params = kwargs.get("params")
+    op = kwargs.get("op", "sum")
+    user = op if isinstance(op, Reduction) else None
+    reduction = ReduceOp.SUM if user is not None else _reduction(spec, op)
+    root = kwargs.get("root", 0)
+    root_rank = as_integer(root)
+    return Call(
+        spec=spec,
+        x=args[0] if args else kwargs.get("x"),
+        out=kwargs.get("out"),
+        reduction=reduction,
+        factor=_factor(spec, reduction, kwargs.get("factor")),
+        root=root if root_rank is None else root_rank,
+        nonblocking=check_flag(
+            spec.name, "nonblocking", kwargs.get("nonblocking", False)
+        ),
+        timeout_s=_optional_timeout(spec, kwargs.get("timeout_s")),
+        algorithm=_optional_text(spec, "algorithm", kwargs.get("algorithm")),
+        backend=_optional_text(spec, "backend", kwargs.get("backend")),
+        params=None if params is None else _params(spec, params),
+        name=_optional_text(spec, "name", kwargs.get("name")),
+        user=user,
+        counts=tuple(kwargs.get(argument) for argument in spec.count_arguments),
+        compress=_compress(spec, kwargs.get("compress"), kwargs.get("residual")),
+        residual=kwargs.get("residual"),
+        stream=kwargs.get("stream"),
+    )
+
+
+def _compress(spec: OpSpec, compress: Any, residual: Any) -> str | None:
+    try:
+        found = None if compress is None else check_compress(compress)
+    except UsageError as error:
+        raise UsageError(f"{spec.name}: {error}") from None
+    if residual is not None and found in (None, EXACT):
+        raise UsageError(
+            f"{spec.name}: residual= keeps what compression loses: give compress=, too"
+        )
+    return found
+
+
+def check_question(
+    what: str, coll: Any, nbytes: Any, dtype: Any, op: Any, root: Any, size: int
+) -> Query:
+    """Return the query of ``explain`` and ``candidates``; UsageError if it has none."""
+    spec = operation(coll)
+    kind = dtype_by_name(dtype)
+    reduction = _reduction(spec, op)
+    if spec.reduces:
+        check_reduction(reduction, kind)
+    number = as_integer(nbytes)
+    if number is None or number < 0:
+        raise UsageError(
+            f"{what}: nbytes={nbytes!r} must be a number of bytes, an integer from 0"
+        )
+    root_rank = as_integer(root)
+    if spec.has_root:
+        check_root(spec, root if root_rank is None else root_rank, size)
+    return Query(
+        coll=spec.name,
+        nbytes=0 if spec.rule_bytes == "any" else number,
+        dtype=kind.name,
+        op=reduction.name.lower() if spec.reduces else None,
+        root=root_rank if spec.has_root else None,
+    )
+
+
+def _optional_timeout(spec: OpSpec, timeout_s: Any) -> float | None:
+    return None if timeout_s is None else check_timeout(spec.name, timeout_s)
+
+
+def _optional_text(spec: OpSpec, argument: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise UsageError(f"{spec.name}: {argument}={value!r} must be a string or None")
+    return value
+
+
+def _reduction(spec: OpSpec, op: Any) -> ReduceOp:
+    if not spec.reduces:
+        return ReduceOp.SUM
+    try:
+        found = reduce_op(op)
+    except UsageError as error:
+        raise UsageError(f"{spec.name}: {error}") from None
+    if spec.prefix != "none" and found is ReduceOp.AVG:
+        contributors = "rank + 1" if spec.prefix == "inclusive" else "rank"
+        raise UsageError(
+            f"{spec.name}: op='avg' would divide by another number on every rank: take "
+            f"op='sum' and divide by {contributors}"
+        )
+    return found
+
+
+def _factor(spec: OpSpec, reduction: ReduceOp, factor: Any) -> int | float | None:
+    if reduction is not ReduceOp.PREMUL_SUM:
+        if factor is not None:
+            raise UsageError(
+                f"{spec.name}: factor={factor!r} belongs to op='premul_sum', not to "
+                f"op={reduction.name.lower()!r}"
+            )
+        return None
+    if factor is None:
+        raise UsageError(
+            f"{spec.name}: op='premul_sum' needs factor=, the number that this rank's "
+            f"x is multiplied by before the sum"
+        )
+    whole = as_integer(factor)
+    if whole is not None:
+        return whole
+    if isinstance(factor, bool | np.bool_) or not isinstance(factor, Real):
+        raise UsageError(f"{spec.name}: factor={factor!r} must be a real number")
+    return float(factor)
+
+
+def _params(spec: OpSpec, params: Any) -> dict[str, int | str]:
+    if not isinstance(params, Mapping):
+        raise UsageError(
+            f"{spec.name}: params={params!r} must be a mapping of names to integers "
+            f"or strings"
+        )
+    found: dict[str, int | str] = {}
+    for name, value in params.items():
+        known = value if isinstance(value, str) else as_integer(value)
+        if not isinstance(name, str) or known is None:
+            raise UsageError(
+                f"{spec.name}: params: {name!r}: {value!r} must be a name with an "
+                f"integer or a string"
+            )
+        found[name] = known
+    return found
+
+
+def bind(call: Call, rank: int, size: int) -> Bound:
+    """Check arrays against the operation's shapes; allocate the output if needed."""
+    spec = call.spec
+    check_root(spec, call.root, size)
+    if spec.x_count == "none":
+        return Bound(None, None, None, _BYTE, 0)
+    is_root = rank == call.root
+    if spec.name == "bcast":
+        return _bind_bcast(call, is_root)
+    if spec.name == "scatter":
+        return _bind_scatter(call, is_root, size)
+    x = call.view(call.x, "x")
+    if spec.reduces:
+        check_reduced(call, x)
+    if spec.out_count == "div_size" or spec.name == "alltoall":
+        _check_divisible(spec, x, size)
+    factor = size if spec.out_count == "times_size" else 1
+    full = x.count * factor
+    if spec.output_on == "root" and not is_root:
+        return Bound(x, None, None, x.dtype, full)
+    out = _output(call, x, size)
+    if not spec.in_place and _own_block(x, out, rank, size):
+        x = copy_of(x)
+    else:
+        check_overlap(call, x, out)
+    return Bound(x, out, given(call, out), x.dtype, full)
+
+
+def check_reduced(call: Call, x: HostView) -> None:
+    """Raise UsageError for a reduction or a factor that the type cannot have."""
+    dtype = x.dtype
+    if call.user is not None:
+        wanted = call.user.dtype
+        if wanted is not None and wanted != numpy_type(x):
+            raise UsageError(
+                f"{call.spec.name}: x has dtype {numpy_type(x)}, and the reduction "
+                f"{call.user.name} takes {wanted} only"
+            )
+        return
+    try:
+        check_reduction(call.reduction, dtype)
+        if call.factor is not None:
+            check_factor(call.factor, dtype)
+    except UsageError as error:
+        raise UsageError(f"{call.spec.name}: {error}") from None
+
+
+def _own_block(x: HostView, out: HostView, rank: int, size: int) -> bool:
+    """Whether one array is this rank's block of the other, NCCL's form of in place.
+
+    Schedules may use all of ``out`` before they have read all of ``x``, so such an
+    operation works on a copy of ``x``.
+    """
+    small, large = (x, out) if x.nbytes <= out.nbytes else (out, x)
+    at = large.address + rank * small.nbytes
+    return small.address == at and small.count * size == large.count
+
+
+def check_root(spec: OpSpec, root: Any, size: int) -> None:
+    """Raise UsageError unless ``root`` is a rank."""
+    if type(root) is not int or not 0 <= root < size:
+        raise UsageError(
+            f"{spec.name}: root={root!r} is not a rank of this communicator; "
+            f"expected 0..{size - 1}"
+        )
+
+
+def _bind_bcast(call: Call, is_root: bool) -> Bound:
+    """The root sends x; everybody's output is ``out``, or x itself."""
+    x = call.view(call.x, "x")
+    target = x if call.out is None else call.view(call.out, "out")
+    if call.out is not None:
+        check_pair(call, x, target, x.count)
+        check_overlap(call, x, target)
+    elif not is_root and never_changes(x):
+        target = call.view(_new(call, x), "out")
+    if not (is_root and target is x):
+        check_writable(call.spec, target)
+    result = given(call, target)
+    return Bound(x if is_root else None, target, result, x.dtype, x.count)
+
+
+def _bind_scatter(call: Call, is_root: bool, size: int) -> Bound:
+    """Only the root's x is read; elsewhere it may be None if ``out`` is given."""
+    spec = call.spec
+    if call.x is None:
+        if is_root or call.out is None:
+            missing = "x on the root" if is_root else "out= where x is None"
+            raise UsageError(f"scatter: pass {missing}")
+        out = call.view(call.out, "out")
+        check_writable(spec, out)
+        return Bound(None, out, call.out, out.dtype, out.count * size)
+    x = call.view(call.x, "x")
+    _check_divisible(spec, x, size)
+    out = _output(call, x, size)
+    if not is_root:
+        return Bound(None, out, given(call, out), x.dtype, x.count)
+    if _own_block(x, out, call.root, size):
+        x = copy_of(x)
+    else:
+        check_overlap(call, x, out)
+    return Bound(x, out, given(call, out), x.dtype, x.count)
+
+
+def given(call: Call, out: HostView) -> Any:
+    """Return the object the caller knows the output by."""
+    if call.out is not None:
+        return call.out
+    return call.x if call.spec.in_place and not is_jax(call.x) else out.array
+
+
+def _output(call: Call, x: HostView, size: int) -> HostView:
+    spec = call.spec
+    if call.out is None:
+        if spec.in_place and not never_changes(x):
+            check_writable(spec, x)
+            return x
+        if spec.in_place:
+            return call.view(_new(call, x), "out")
+        times = spec.out_count == "times_size"
+        shape = (size, *x.shape) if times else block_shape(x, size)
+        return call.view(empty_like_array(x, shape), "out")
+    out = call.view(call.out, "out")
+    count = x.count
+    if spec.out_count == "times_size":
+        count = x.count * size
+    elif spec.out_count == "div_size":
+        count = x.count // size
+    check_pair(call, x, out, count)
+    check_writable(spec, out)
+    return out
+
+
+def _new(call: Call, x: HostView) -> Any:
+    """Return what takes the result in the place of an ``x`` that never changes."""
+    made = empty_like_array(x, x.shape)
+    if call.spec.name == "exscan":  # of which rank 0 has no result
+        made[...] = np.asarray(call.x)
+    return made
+
+
+def check_pair(call: Call, x: HostView, out: HostView, count: int) -> None:
+    """Raise unless ``out`` has ``count`` elements of the type of ``x``."""
+    name = call.spec.name
+    if out.dtype is not x.dtype:
+        raise BufferError_(
+            f"{name}: out has dtype {out.dtype.name}, x has {x.dtype.name}; they must "
+            f"be equal"
+        )
+    if out.count != count:
+        raise UsageError(
+            f"{name}: out has {out.count} elements (shape {out.shape}), expected "
+            f"{count} for x of {x.count} elements"
+        )
+
+
+def check_overlap(
+    call: Call, x: HostView, out: HostView, *, in_place: bool | None = None
+) -> None:
+    """Raise UsageError where ``out`` overlaps ``x``, unless it is x and may be."""
+    allowed = call.spec.in_place if in_place is None else in_place
+    exact = out.address == x.address and out.count == x.count
+    if overlap(x, out) and not (exact and allowed):
+        also = "out=x" if call.spec.in_place else "this rank's own block"
+        raise UsageError(
+            f"{call.spec.name}: out overlaps x; pass separate arrays, or {also}"
+        )
+
+
+def check_writable(spec: OpSpec, out: HostView) -> None:
+    """Raise BufferError_ for an output that cannot be written."""
+    if not out.writable:
+        raise BufferError_(
+            f"{spec.name}: the output array is read-only: pass a writable out="
+        )
+
+
+def _check_divisible(spec: OpSpec, x: HostView, size: int) -> None:
+    if x.count % size:
+        raise UsageError(
+            f"{spec.name}: x has {x.count} elements, which is not a multiple of the "
+            f"{size} ranks; pad it"
+        )

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check mode: compare every collective across ranks before its data moves.
+
+Each rank describes its call; an internal allgather of fixed size, the same whatever was
+called, shows every rank all descriptions. Where they differ, every rank raises the same
+MismatchError, and nothing of the operation has been sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from commrt import env
+from commrt.errors import (
+    BufferError_,
+    MismatchError,
+    TimeoutError_,
+    UsageError,
+)
+from commrt.group.call_site import call_site
+
+if TYPE_CHECKING:
+    from commrt.calls.arguments import Bound, Call
+    from commrt.comm import Communicator
+
+__all__ = ["Checker", "describe", "shortened"]
+
+_NBYTES = 640
+_TEXT_NBYTES = 96
+_ERROR_LENGTH = 300
+_MOST_SHOWN = 400
+"""Characters of a call that are shown whole."""
+_COMPARED = (
+    "operation",
+    "shapes",
+    "elements",
+    "counts",
+    "dtype",
+    "memory",
+    "op",
+    "root",
+    "splits",
+    "algorithm",
+    "compress",
+    "result",
+    "k",
+    "name",
+    "table",
+)
+
+
+def describe(call: Call, bound: Bound, table: str | None) -> dict[str, Any]:
+    """Return the fields of a call that must be equal on all ranks."""
+    spec = call.spec
+    asked = [call.backend, call.algorithm, dict(call.params or {})]
+    # The field is there where it says something: a message has little room.
+    on_device = {} if bound.on is None else {"memory": "device"}
+    return {
+        **on_device,
+        "operation": spec.name,
+        # Of an alltoallv a rank's own; its counts are compared pair by pair.
+        "elements": None if spec.rule_bytes == "any" else bound.num_elements,
+        "counts": _counts(call, bound),
+        "dtype": bound.dtype.name,
+        "op": None if call.op is None else shortened(call.op),
+        "root": call.root if spec.has_root else None,
+        "algorithm": shortened(json.dumps(asked)) if any(asked) else None,
+        "compress": call.compress,
+        "name": None if call.name is None else shortened(call.name),
+        "table": None if table is None else table[:12],
+    }
+
+
+def _counts(call: Call, bound: Bound) -> str | None:
+    """Return what the ranks must agree on of the counts."""
+    if call.spec.rule_bytes == "any":
+        return "recv_counts exchanged" if call.counts[1] is None else "all given"
+    if not bound.counts:
+        return None
+    return shortened(" ".join(map(str, bound.counts[0])))
+
+
+def shortened(text: str) -> str:
+    """Return ``text``, or its beginning and a digest where it is long as JSON."""
+    if len(json.dumps(text)) <= _TEXT_NBYTES:
+        return text
+    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=6).hexdigest()
+    return f"{text[:8]}...{digest}"
+
+
+class Checker:
+    """Compares calls of one communicator, over another one of the same ranks."""
+
+    def __init__(self, comm: Communicator, channel: Communicator) -> None:
+        self._comm = comm
+        self.channel = channel
+        """Another communicator of the same ranks."""
+
+    @staticmethod
+    def is_wanted() -> bool:
+        """Return whether COMMRT_DEBUG asks for checks."""
+        return env.read_str("COMMRT_DEBUG") != "off"
+
+    def close(self) -> None:
+        """Free the communicator that the comparisons go over."""
+        self.channel.free()
+
+    def give_up(self, why: str) -> None:
+        """End the waits of other ranks for this one."""
+        self.channel._set_failure(why)
+
+    def check(self, call: Call, bound: Bound) -> None:
+        """Raise MismatchError on every rank unless all of them make the same call."""
+        fields = describe(call, bound, self._comm.table_digest)
+        said = self._exchange(fields, call.timeout_s)
+        self._compare(said)
+        if len(bound.counts) == 2:
+            self._check_pairs(call, *bound.counts)
+
+    def tell(self, what: str, error: UsageError, timeout_s: float | None) -> None:
+        """Raise this error on every rank: the others compare their calls now.
+
+        Where they do not, it stays this rank's own; they are told when they come.
+        """
+        text = str(error).encode("ascii", "replace").decode()
+        if f"rank {self._comm.rank}" not in text:
+            text = f"rank {self._comm.rank}: {text}"
+        while len(json.dumps(text)) > _ERROR_LENGTH:
+            text = text[:-8]
+        kind = "BufferError_" if isinstance(error, BufferError_) else "UsageError"
+        told = [kind, f"{text} (at {call_site()}; check mode: nothing was sent)"]
+        try:
+            self._said({"operation": what, "error": told}, timeout_s)
+        except TimeoutError_:
+            raise error from None
+
+    def compare(
+        self,
+        fields: dict[str, Any],
+        timeout_s: float | None,
+        call: Sequence[str] = (),
+    ) -> None:
+        """Raise MismatchError on every rank unless all of them say the same.
+
+        Or the error that one of them tells.
+
+        Args:
+            fields: what is compared; short texts.
+            timeout_s: limit, None for the communicator's.
+            call: the call in words, of any length: its name, then its arguments. It is
+                sent, and shown, only where the ranks do not say the same.
+        """
+        if call:
+            fields["in_words"] = True
+        self._compare(self._exchange(fields, timeout_s), call)
+
+    def with_calls(self, error: MismatchError, call: Sequence[str]) -> MismatchError:
+        """Return an error that was raised on all ranks with the calls of all of them.
+
+        Collective, where ``error`` comes from a comparison.
+        """
+        if not getattr(error, "is_of_all", False):
+            return error
+        texts = self._exchanged([call_site(), *call])
+        sites, calls = [text[0] for text in texts], [text[1:] for text in texts]
+        lines = _by_rank(shown_calls(calls, sites))
+        return _of_all(MismatchError("\n".join([str(error), *lines])))
+
+    def _compare(self, said: list[dict[str, Any]], call: Sequence[str] = ()) -> None:
+        """Raise MismatchError where the ranks do not say the same."""
+        first = said[0]
+        differing = [
+            key
+            for key in (*_COMPARED, "seq")
+            if any(each.get(key) != first.get(key) for each in said)
+        ]
+        if differing:
+            calls = None
+            if any("in_words" in each for each in said):
+                calls = self._exchanged(call)
+            text = _message(self._comm.name, said, differing, calls)
+            raise _of_all(MismatchError(text))
+
+    def _exchanged(self, mine: Sequence[str]) -> list[list[str]]:
+        """Return the texts of all ranks, of whatever length."""
+        text = json.dumps(list(mine)).encode()
+        channel = self.channel
+        limit = self._comm.timeout_s
+        lengths = channel.allgather(np.array([len(text)]), timeout_s=limit)
+        row = np.zeros(int(lengths.max()), np.uint8)
+        row[: len(text)] = np.frombuffer(text, np.uint8)
+        rows = channel.allgather(row, timeout_s=limit)
+        return [json.loads(each.tobytes().rstrip(b"\0")) for each in rows]
+
+    def _check_pairs(
+        self, call: Call, sent: tuple[int, ...], received: tuple[int, ...]
+    ) -> None:
+        """Raise MismatchError on every rank where a pair disagrees on its length."""
+        comm = self._comm
+        limit = comm.timeout_s if call.timeout_s is None else call.timeout_s
+        told = self.channel.alltoall(
+            np.array(sent, np.int64), out=np.empty(comm.size, np.int64), timeout_s=limit
+        )
+        wrong = np.flatnonzero(told != np.array(received))[:1]
+        mine = np.full(3, -1, np.int64)
+        for source in wrong:
+            mine[:] = source, told[source], received[source]
+        rows = self.channel.allgather(mine, timeout_s=limit)
+        for rank, (source, gives, wants) in enumerate(rows.tolist()):
+            if source >= 0:
+                text = (
+                    f"{call.spec.name} #{comm.next_seq} on {comm.name}: rank {source} "
+                    f"sends {gives} elements to rank {rank} (send_counts[{rank}]), "
+                    f"which expects {wants} (recv_counts[{source}]); nothing was sent"
+                )
+                raise _of_all(MismatchError(text))
+
+    def _exchange(
+        self, fields: dict[str, Any], timeout_s: float | None
+    ) -> list[dict[str, Any]]:
+        seq = self.channel.next_seq
+        try:
+            return self._said(fields, timeout_s)
+        except TimeoutError_ as error:
+            limit = self._comm.timeout_s if timeout_s is None else timeout_s
+            raise self._late(fields, seq, limit) from error
+
+    def _said(
+        self, fields: dict[str, Any], timeout_s: float | None
+    ) -> list[dict[str, Any]]:
+        """Return what all ranks say; raise what one of them tells."""
+        fields["seq"] = self._comm.next_seq
+        fields["site"] = call_site()
+        # Letters of any script as they are: escaped, each would take six bytes.
+        said = json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
+        text = said.encode("utf-8", "replace")
+        # New arrays each time: after a timeout the old ones are still in flight.
+        mine = np.zeros(_NBYTES, np.uint8)
+        mine[: len(text)] = np.frombuffer(text, np.uint8)
+        rows = np.empty((self._comm.size, _NBYTES), np.uint8)
+        limit = self._comm.timeout_s if timeout_s is None else timeout_s
+        self.channel.allgather(mine, out=rows, timeout_s=limit)
+        by_rank = [_decode(row) for row in rows]
+        for each in by_rank:
+            if "error" in each:
+                kind, told = each["error"]
+                error = {"BufferError_": BufferError_}.get(kind, UsageError)(told)
+                error.is_told = True  # type: ignore[attr-defined]
+                raise error
+        return by_rank
+
+    def _late(self, fields: dict[str, Any], seq: int, limit: float) -> TimeoutError_:
+        """Give the communicator up: the others may go on to the operation."""
+        comm = self._comm
+        what = f"{fields['operation']} #{fields['seq']} on {comm.name}"
+        comm.give_up(f"check mode waited in vain before {what}")
+        return TimeoutError_(
+            f"{what}, rank {comm.rank}: not complete within {limit:g} s: "
+            f"{self.channel.who_is_missing(seq)} (check mode: nothing of it was sent, "
+            f"and the communicator cannot be used any more)"
+        )
+
+
+def _decode(row: np.ndarray[Any, Any]) -> dict[str, Any]:
+    decoded: dict[str, Any] = json.loads(row.tobytes().rstrip(b"\0"))
+    return decoded
+
+
+def _of_all(error: MismatchError) -> MismatchError:
+    """Mark an error that every rank raises, at the same comparison."""
+    error.is_of_all = True  # type: ignore[attr-defined]
+    return error
+
+
+def _message(
+    comm: str,
+    said: list[dict[str, Any]],
+    differing: list[str],
+    calls: list[list[str]] | None = None,
+) -> str:
+    sites = [fields["site"] for fields in said]
+    if calls is None:
+        values = [
+            ", ".join(f"{key}={fields.get(key)}" for key in differing)
+            for fields in said
+        ]
+        shown = [f"{v} (at {site})" for v, site in zip(values, sites, strict=True)]
+    else:
+        words = [
+            call or [str(fields["operation"])]
+            for call, fields in zip(calls, said, strict=True)
+        ]
+        shown = shown_calls(words, sites)
+    operations = {fields["operation"] for fields in said}
+    what = operations.pop() if len(operations) == 1 else "collective"
+    return (
+        f"{what} #{said[0]['seq']} on {comm}: the ranks disagree on "
+        f"{', '.join(differing)}; nothing was sent:\n" + "\n".join(_by_rank(shown))
+    )
+
+
+def _by_rank(texts: Sequence[str]) -> list[str]:
+    """Return a line for each text that is there, with the ranks that say it."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        groups.setdefault(text, []).append(rank)
+    return [
+        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in groups.items()
+    ]
+
+
+def shown_calls(calls: Sequence[Sequence[str]], sites: Sequence[str]) -> list[str]:
+    """Return calls as text; of long ones the arguments that differ.
+
+    Args:
+        calls: by rank: the name, then the arguments.
+        sites: by rank, where they were made.
+    """
+    if max(len(", ".join(call)) for call in calls) > _MOST_SHOWN:
+        calls = _without_equal(calls)
+    return [
+        f"{name}({', '.join(arguments)}) at {site}"
+        for (name, *arguments), site in zip(calls, sites, strict=True)
+    ]
+
+
+def _without_equal(calls: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Leave out the arguments that all ranks have at the same place."""
+    most = max(len(call) for call in calls)
+    differs = [
+        len({call[at] if at < len(call) else None for call in calls}) > 1
+        for at in range(most)
+    ]
+    shown = []
+    for name, *arguments in calls:
+        kept: list[str] = []
+        for argument, differing in zip(arguments, differs[1:], strict=False):
+            if differing:
+                kept.append(argument)
+            elif kept[-1:] != ["..."]:
+                kept.append("...")
+        shown.append([name, *kept])
+    return shown

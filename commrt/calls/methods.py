@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native callables that the operations are: method descriptors, one per row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commrt import _native
+from commrt.vocabulary.operations import OpSpec, operation
+from commrt.vocabulary.signatures import docstring
+
+__all__ = ["if_known", "method_of"]
+
+
+def method_of(spec: OpSpec, *, only_known: bool = False) -> Any:
+    """Return an operation as a method of communicators."""
+    return _native.make_operation(
+        spec.name,
+        docstring(spec),
+        spec.code,
+        spec.x_count != "none",
+        spec.has_root,
+        spec.reduces,
+        spec.in_place,
+        spec.has_root and spec.out_count == "div_size",
+        len(spec.count_arguments),
+        only_known,
+    )
+
+
+def if_known(name: str) -> Any:
+    """Return an operation for who has more to say of calls than the dispatcher knows.
+
+    ``if_known("allreduce")(comm, x, op="max")`` runs what ``comm.allreduce`` would run
+    natively, and returns NotImplemented, without an error, where that would ask Python.
+    """
+    return method_of(operation(name), only_known=True)

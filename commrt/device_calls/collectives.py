@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a communicator does with arrays on devices: staged calls and their requests."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from commrt import _native
+from commrt.arrays.device import as_stream, current_stream_of, device_number
+from commrt.backends.agreement import Carrier, meet
+from commrt.backends.ipc.attached import IpcCalls
+from commrt.backends.ipc.sharing import ENDING
+from commrt.backends.mpi.attached import MpiCalls
+from commrt.backends.nccl.attached import NcclCalls
+from commrt.device_calls.host_collectives import (
+    BoundHostedCall,
+    is_hosted,
+    run_on_host,
+)
+from commrt.device_calls.host_thread import HostedJobs
+from commrt.device_calls.requests import DeviceRequest
+from commrt.devices.arrays import DeviceStream, free_what_was_left
+from commrt.devices.registry import cuda_device
+from commrt.errors import CaptureError, CommError, DeviceError, UsageError
+from commrt.fusion.device_buckets import DeviceBuckets
+from commrt.group.deferred_release import StagedWork, give_back, leave
+
+if TYPE_CHECKING:
+    from commrt.calls.arguments import Bound, Call
+    from commrt.comm import Communicator
+
+__all__ = ["BoundDeviceCall", "Staging"]
+
+T = TypeVar("T")
+
+_SLOTS = 4
+"""Pieces of a call that have pinned memory at once: one on its way to the host, one
+that is combined, one on its way back, and one to spare."""
+_FIRST_NBYTES = 1 << 20
+_MOST_NBYTES = 256 << 20
+_MOST_PLANS = 4096
+
+
+DevicePlan = (
+    _native.StagedPlan | _native.NcclPlan | _native.PeerPlan | _native.MpiDevicePlan
+)
+
+
+class Staging:
+    """A communicator's work on devices."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.nccl = NcclCalls(comm)
+        self.ipc = IpcCalls(comm)
+        self.mpi = MpiCalls(comm)
+        self.buckets = DeviceBuckets(comm)
+        self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
+        self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
+        self.hosted = HostedJobs(comm)
+        self._plans: dict[Any, DevicePlan] = {}
+        self._own_events: dict[tuple[int, int], tuple[Any, int]] = {}
+        """By thread and device: between two calls another thread must not record it."""
+        self.memory: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Plans that hold memory of devices, which goes with the communicator."""
+        self.slots = _SLOTS
+        self.first_nbytes = _FIRST_NBYTES
+        self.most_nbytes = _MOST_NBYTES
+        self.first_value = 0
+        self.flags_without_progress = False
+        """For tests: streams wait for this process though nobody makes progress."""
+
+    def run(self, call: Call, bound: Bound) -> Any:
+        """Start a collective whose arrays are on a device; return output or request."""
+        if is_hosted(call):
+            return run_on_host(self, call, bound)
+        try:
+            fused = self._comm._fuse_on_device(call, bound)
+            if fused is not None:
+                return fused
+            plan = self.plan(call, bound)
+            request = self.start(call, bound, plan)
+        except CaptureError as error:
+            raise self.why_not_started(call.spec.name, error) from None
+        self._remember(call, bound, plan)
+        if call.nonblocking:
+            return request
+        request.be_quiet()
+        return bound.result
+
+    def why_not_started(self, name: str, error: Exception) -> Exception:
+        """Return what a call says that could not be given to its device."""
+        comm = self._comm
+        if isinstance(error, CaptureError):
+            text = f"{name} on {comm.name}, rank {comm.rank}: {error}"
+            return CaptureError(text, error.status)
+        self._check_not_failed(error)
+        return error
+
+    def by_nccl(self, device: Any, what: str, stream: int, timeout_s: float) -> bool:
+        """Whether NCCL carries what is no reduction, on all ranks alike; collective.
+
+        The first time the ranks meet for it, as they do in a collective's first call.
+        """
+        self._comm._cut_fused()
+        if not self.nccl.is_agreed:
+            self._agree(device, what, timeout_s)
+        if self.nccl.facts.why:
+            return False
+        return self.nccl.prepare(device, stream)
+
+    def _agree(self, device: Any, what: str, timeout_s: float) -> None:
+        """Let the ranks tell each other what carries device arrays; collective."""
+        carriers: dict[str, Carrier] = {}
+        carriers |= {"nccl": self.nccl, "ipc": self.ipc, "mpi": self.mpi}
+        meet(self._comm, carriers, device, what, timeout_s)
+        self._forget_choices()
+
+    def runner(self, device: Any, plan: DevicePlan) -> Any:
+        """Return what starts a plan."""
+        if isinstance(plan, _native.NcclPlan):
+            return self.nccl.work(device)
+        if isinstance(plan, _native.PeerPlan):
+            return self.ipc.work(device)
+        if isinstance(plan, _native.MpiDevicePlan):
+            return self.mpi.work(device)
+        return self.stager(device)
+
+    def given(self, start: Callable[[], T]) -> T:
+        """Return what a start returns; its error says if the communicator failed."""
+        try:
+            return start()
+        except DeviceError as error:
+            self._check_not_failed(error)
+            raise
+
+    def _check_not_failed(self, error: Exception) -> None:
+        """Raise what is to be said where the communicator failed since a call began."""
+        if isinstance(error, DeviceError) and error.status == "not_ready":
+            self._comm._check_usable()
+
+    def _remember(self, call: Call, bound: Bound, plan: DevicePlan) -> None:
+        """Let calls like this one be started without Python (known_calls.hpp)."""
+        spec, x, out = call.spec, bound.x, bound.out
+        asked = call.algorithm, call.backend, call.params, call.user, call.factor
+        if (
+            self._comm._checker is not None
+            or any(each is not None for each in asked)
+            or spec.count_arguments
+            or call.x is None
+            or (call.out is None and not spec.in_place)
+        ):
+            return
+        device = self._device(call, bound)
+        _native.remember_device_call(
+            self._comm,
+            coll=spec.code,
+            reduction=int(call.reduction),
+            root=call.root,
+            dtype=bound.dtype.code,
+            count=bound.num_elements if x is None else x.count,
+            device=device,
+            runner=self.runner(device, plan),
+            plan=plan,
+            gives_out=call.out is not None,
+            sends=x is not None,
+            receives=out is not None,
+            in_place=spec.in_place,
+            out_count=bound.out_elements,
+            # What a freed communicator left ends in calls that are looked at in full.
+            detours=ENDING if isinstance(plan, _native.PeerPlan) else None,
+        )
+
+    def start(self, call: Call, bound: Bound, plan: DevicePlan) -> DeviceRequest:
+        """Give the device and the engine all that there is to do."""
+        comm, name = self._comm, call.spec.name
+        comm._cut_fused()
+        device = self._device(call, bound)
+        x, out = bound.x, bound.out
+        arrays = [each for each in (x, out) if each is not None]
+        default = arrays[0].array if arrays else None
+        stream = self.stream_of(call, device, default)
+        self.order_exported(device, stream, arrays)
+        timeout_s = comm.timeout_s if call.timeout_s is None else call.timeout_s
+        runner = self.runner(device, plan)
+        started = self.given(
+            lambda: runner.start(
+                plan,
+                0 if x is None else x.address,
+                0 if out is None else out.address,
+                stream,
+                not call.nonblocking,
+                None if x is None else x.owner,
+                None if out is None else out.owner,
+                timeout_s,
+            )
+        )
+        return DeviceRequest(
+            comm, started, bound.result, name, timeout_s, device, stream, default
+        )
+
+    @staticmethod
+    def stream_of(call: Call, device: Any, array: Any) -> int:
+        """Return the stream that orders a call."""
+        if call.stream is None:
+            return current_stream_of(array, device)
+        return as_stream(call.stream, device, call.spec.name)
+
+    def bound(self, call: Call, bound: Bound) -> BoundDeviceCall | BoundHostedCall:
+        """Return the call bound to its arrays, to run it any number of times."""
+        if is_hosted(call):
+            return BoundHostedCall(self, call, bound)
+        plan = self.plan(call, bound)
+        if isinstance(plan, _native.StagedPlan):
+            self.stager(self._device(call, bound))
+        return BoundDeviceCall(self, call, bound, plan)
+
+    def plan(self, call: Call, bound: Bound, *, is_checked: bool = False) -> DevicePlan:
+        """Return the plan; in check mode only where all ranks made the same call."""
+        self._comm._cut_fused()
+        self.check(call, bound)
+        checker = None if is_checked else self._comm._checker
+        if not self.nccl.is_agreed:
+            # Before the ranks meet for it: where they differ, check mode says so.
+            if checker is not None:
+                checker.check(call, bound)
+            limit = call.timeout_s or self._comm.timeout_s
+            self._agree(self._device(call, bound), call.spec.name, limit)
+            checker = None
+        plan = self._plan(call, bound)
+        if checker is not None:
+            checker.check(call, bound)
+        while not self._can_give(call, bound, plan):
+            plan = self._plan(call, bound)
+        return plan
+
+    def _can_give(self, call: Call, bound: Bound, plan: DevicePlan) -> bool:
+        """Make what runs the plan; False where that failed, on all ranks alike.
+
+        Then the ranks choose among what is left; staging needs nothing of the kind.
+        """
+        if isinstance(plan, _native.StagedPlan | _native.MpiDevicePlan):
+            return True
+        device = self._device(call, bound)
+        if not isinstance(plan, _native.NcclPlan):
+            is_made = self.ipc.prepare(device)
+        else:
+            arrays = _views(bound)
+            array = arrays[0].array if arrays else None
+            is_made = self.nccl.prepare(device, self.stream_of(call, device, array))
+        if is_made:
+            return True
+        self._forget_choices()
+        return False
+
+    def _forget_choices(self) -> None:
+        self.forget_plans()
+        self._comm._choices.forget()
+
+    def _plan(self, call: Call, bound: Bound) -> DevicePlan:
+        key = (
+            call.spec.code,
+            bound.num_elements,
+            bound.dtype.name,
+            call.reduction if call.user is None else call.user,
+            call.root,
+            call.factor,
+            call.backend,
+            call.algorithm,
+            tuple(sorted((call.params or {}).items())),
+            bound.counts,
+            bound.in_elements,
+            bound.out_elements,
+        )
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            plan = self._comm._make_plan(call, bound)
+            if isinstance(plan, _native.Plan):
+                plan = self.mpi.planned(plan, call, bound)
+            self._plans[key] = plan
+        return plan
+
+    def check(self, call: Call, bound: Bound) -> None:
+        """Raise UsageError for what cannot be done on devices."""
+        name = call.spec.name
+        if bound.on is None and call.spec.x_count != "none":
+            raise UsageError(
+                f"{name}: stream= is for arrays on devices, and these are in host "
+                f"memory; leave it out"
+            )
+        places = {None if each is None else id(each.on) for each in _views(bound)}
+        if len(places) > 1:
+            raise UsageError(
+                f"{name}: x and out are not on the same device: {_place(bound.x)} and "
+                f"{_place(bound.out)}; pass arrays of one device"
+            )
+
+    def _device(self, call: Call, bound: Bound) -> Any:
+        if bound.on is not None:
+            return bound.on
+        if isinstance(call.stream, DeviceStream):  # a barrier has no array
+            return call.stream.device
+        return cuda_device(device_number(call.stream) or 0)
+
+    def order_exported(self, device: Any, stream: int, arrays: Sequence[Any]) -> None:
+        """Let the call come after the streams that its arrays are ordered by."""
+        for each in arrays:
+            if each.stream is not None and each.stream != stream:
+                self.order_after(device, stream, each.stream)
+
+    def order_after(self, device: Any, stream: int, exported: int) -> None:
+        """Let a call in one stream come after what another was given so far."""
+        if device.capture_id(exported) != device.capture_id(stream):
+            raise CaptureError(
+                f"an array is ordered by stream {exported}, and stream {stream} is "
+                f"the call's: one of them is being captured, and the other one is not "
+                f"a part of that. Call it outside of the capture, or with a stream of "
+                f"it; nothing was given to the device",
+                "capturing",
+            )
+        key = threading.get_ident(), id(device)
+        if key not in self._own_events:
+            self._own_events[key] = device, device.event_create()
+        _, event = self._own_events[key]
+        device.event_record(event, exported)
+        device.stream_wait_event(stream, event)
+
+    def stager(self, device: Any) -> _native.Stager:
+        """Return what runs collectives on a device, made at the first; see
+        ``docs/gpu.md``.
+
+        It allocates pinned memory, streams and events, which may wait for the device.
+        """
+        found = self._stagers.get(id(device))
+        if found is None:
+            made = _native.Stager(self._comm, device, *self._options(device))
+            found = self._stagers[id(device)] = device, made
+        return found[1]
+
+    def messages(self, device: Any) -> _native.MessageStager:
+        """Return what sends and receives there, made at the first message."""
+        found = self._messages.get(id(device))
+        if found is None:
+            made = _native.MessageStager(self._comm, device, *self._options(device))
+            found = self._messages[id(device)] = device, made
+        return found[1]
+
+    def _options(self, device: Any) -> tuple[int, int, int, int, bool]:
+        flags = self.lets_streams_wait(device)
+        give_back(self._comm._world)
+        options = self.slots, self.first_nbytes, self.most_nbytes, self.first_value
+        return *options, flags
+
+    def lets_streams_wait(self, device: Any) -> bool:
+        """Whether streams wait for what this process does; else ``wait()`` blocks."""
+        helped = self._comm._world.drive(device) or self.flags_without_progress
+        return helped and bool(device.memory_flags)
+
+    def forget_plans(self) -> None:
+        """Make plans anew from here on."""
+        self._plans.clear()
+        _native.forget_device_calls(self._comm)
+
+    @property
+    def outstanding(self) -> int:
+        """Calls whose end the host has not seen."""
+        staged = sum(each.outstanding for each in self._work)
+        others = self.nccl.outstanding + self.ipc.outstanding + self.mpi.outstanding
+        return staged + others + self.buckets.outstanding
+
+    @property
+    def _work(self) -> list[StagedWork]:
+        found: list[StagedWork] = []
+        found += [each for _, each in self._stagers.values()]
+        found += [each for _, each in self._messages.values()]
+        found += self.hosted.works
+        return found
+
+    def give_up(self, why: str) -> None:
+        """Fail what is under way, and let its streams go."""
+        for each in self._work:
+            each.give_up(why)
+        self.hosted.give_up(why)
+        self.nccl.give_up(why)
+        self.ipc.give_up(why)
+        self.mpi.give_up(why)
+
+    def close(self) -> None:
+        """Give streams and memory back, where nothing is under way."""
+        self.forget_plans()
+        waits = any(each.failed or each.outstanding for each in self._work)
+        if not (waits or self.nccl.outstanding):
+            for kept in list(self.memory):
+                with suppress(CommError):  # a device that is gone took it along
+                    kept.close()
+        self.hosted.close()
+        used = [on for on, _ in self._stagers.values()]
+        used += [on for on, _ in self.hosted._works.values()]
+        buckets = self.buckets.close()
+        work = self._work
+        for each in work:
+            each.close()
+        leave(self._comm._world, work)
+        may_call = self._comm._closed != "dropped"
+        if may_call and not waits:  # to give pinned memory back waited just as well
+            _native.drop_ended(self._comm._world.engine)
+            for device in used:
+                free_what_was_left(device)
+        self.nccl.close(may_call=may_call)
+        self.ipc.close(may_call=may_call)
+        self.mpi.close()
+        leave(self._comm._world, buckets)  # once what they used is closed
+        while self._own_events:
+            _, (device, event) = self._own_events.popitem()
+            with suppress(CommError):  # the device may be gone
+                device.event_destroy(event)
+
+
+def _views(bound: Bound) -> list[Any]:
+    return [each for each in (bound.x, bound.out) if each is not None]
+
+
+def _place(seen: Any) -> str:
+    return "host memory" if seen is None or seen.on is None else f"device {seen.device}"
+
+
+class BoundDeviceCall:
+    """A collective bound to its arrays on a device; call it, or ``start()`` it."""
+
+    def __init__(
+        self, staging: Staging, call: Call, bound: Bound, plan: DevicePlan
+    ) -> None:
+        self._staging, self._bound, self._plan = staging, bound, plan
+        self._calls = [replace(call, nonblocking=flag) for flag in (False, True)]
+
+    def __call__(self) -> Any:
+        """Run the operation; the current stream waits for it. Return its output."""
+        self._staging._comm._check_usable()
+        self._staging.start(self._calls[0], self._bound, self._plan).be_quiet()
+        return self._bound.result
+
+    def start(self) -> DeviceRequest:
+        """Start the operation and return its request."""
+        self._staging._comm._check_usable()
+        return self._staging.start(self._calls[1], self._bound, self._plan)
+
+    @property
+    def operation(self) -> str:
+        """Name of the operation."""
+        return self._calls[0].spec.name
+
+    @property
+    def label(self) -> str:
+        """What runs it: backend/algorithm{params}."""
+        return str(self._staging._comm._choose(self._calls[0], self._bound))

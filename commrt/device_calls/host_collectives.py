@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives on device arrays whose work is Python's, on the host (``hosted.py``).
+
+Two kinds: compressed ones, as what goes over the wire is made there; and those with a
+Python function as reduction, which only a thread of Python can call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from commrt.arrays.host import HostView, view_anywhere
+from commrt.backends.staged.collectives import COPIES, PIECE, check_copies, check_piece
+from commrt.device_calls.host_work import HostedCall, run_hosted
+from commrt.errors import BackendError
+from commrt.group.stepped import SteppedRequest, Steps
+
+if TYPE_CHECKING:
+    from commrt.calls.arguments import Bound, Call
+    from commrt.comm import Communicator
+    from commrt.device_calls.collectives import Staging
+    from commrt.select.facts import Candidate
+
+__all__ = ["BoundHostedCall", "is_hosted", "run_on_host"]
+
+
+def is_hosted(call: Call) -> bool:
+    """Return whether a collective's work is Python's."""
+    return _compresses(call) or (call.user is not None and call.user.address is None)
+
+
+def run_on_host(staging: Staging, call: Call, bound: Bound) -> Any:
+    """Let the host do a collective on copies; return its output or request."""
+    staging.check(call, bound)
+    comm = staging._comm
+    made = (_compressed if _compresses(call) else _reduced)(comm, call, bound)
+    return run_hosted(comm, made, nonblocking=call.nonblocking, stream=call.stream)
+
+
+def _compresses(call: Call) -> bool:
+    return call.compress not in (None, "none")
+
+
+def _limit(comm: Communicator, call: Call) -> float:
+    return comm.timeout_s if call.timeout_s is None else call.timeout_s
+
+
+def _counts(call: Call) -> dict[str, Any]:
+    counts = zip(call.spec.count_arguments, call.counts, strict=False)
+    return {argument: value for argument, value in counts if value is not None}
+
+
+def _compressed(comm: Communicator, call: Call, bound: Bound) -> HostedCall:
+    """Return the call that compresses; in check mode all ranks are compared."""
+    name = call.spec.name
+    compressed = comm._bound_compressed(call, bound)
+    assert compressed is not None
+    x, out = bound.x, bound.out
+    assert x is not None
+    assert out is not None
+    residual = None
+    if call.residual is not None:
+        residual = view_anywhere(call.residual, f"{name}: residual")
+    limit = _limit(comm, call)
+    arguments = {
+        "nonblocking": True,
+        "compress": compressed.wire.name,
+        "timeout_s": limit,
+        **_counts(call),
+        **({"op": call.reduction.name.lower()} if call.spec.reduces else {}),
+    }
+    in_place = out.address == x.address
+
+    def start(channel: Communicator, copy_of: Callable[[Any], Any]) -> Any:
+        return getattr(channel, name)(
+            copy_of(x),
+            out=None if in_place else copy_of(out),
+            residual=None if residual is None else copy_of(residual),
+            **arguments,
+        )
+
+    kept = [] if residual is None else [residual]
+    reads, writes = [x, *kept], [out, *kept]
+    return HostedCall(name, "compression", reads, writes, start, limit, bound.result)
+
+
+def _reduced(comm: Communicator, call: Call, bound: Bound) -> HostedCall:
+    """Return the call whose reduction is a Python function; it goes whole."""
+    spec, user = call.spec, call.user
+    assert user is not None
+    if comm._checker is not None:
+        comm._checker.check(call, bound)
+    candidate = comm._choose(call, bound)
+    if candidate.backend != "staged":
+        raise BackendError(
+            f"{spec.name}: {candidate} was asked for, and the reduction {user.name} is "
+            f"a Python function, which the host calls: take backend='staged', or a C "
+            f"function"
+        )
+    limit = _limit(comm, call)
+    arguments = {
+        "op": user,
+        "nonblocking": True,
+        "timeout_s": limit,
+        "algorithm": candidate.algorithm,
+        "params": _host_params(candidate),
+        **_counts(call),
+        **({"root": call.root} if spec.has_root else {}),
+    }
+    x, out = bound.x, bound.out
+    assert x is not None
+    in_place = out is not None and out.address == x.address and out.nbytes == x.nbytes
+    held = [x] if out is None else [x, out]
+
+    def steps(channel: Communicator, copy_of: Callable[[HostView], Any]) -> Steps[Any]:
+        given = None if out is None or in_place else copy_of(out)
+        request = getattr(channel, spec.name)(copy_of(x), out=given, **arguments)
+        yield [request]
+        return request.wait()
+
+    def start(
+        channel: Communicator, copy_of: Callable[[HostView], Any]
+    ) -> SteppedRequest:
+        what = f"{spec.name} (op={user.name}) on {comm.name}, rank {comm.rank}"
+        made = steps(channel, copy_of)
+        return SteppedRequest(made, what, spec.name, limit, lambda error: None)
+
+    # What the first rank's output holds is left as it is.
+    untouched = spec.output_on == "all but rank 0" and comm.rank == 0
+    reads, writes = (held, []) if untouched else ([x], held[1:])
+    return HostedCall(spec.name, "reduction", reads, writes, start, limit, bound.result)
+
+
+def _host_params(candidate: Candidate) -> dict[str, int | str] | None:
+    """Return the parameters of the host's algorithm; those of staging are checked."""
+    params = dict(candidate.params)
+    if PIECE in params:
+        check_piece(params.pop(PIECE))
+    if COPIES in params:
+        check_copies(params.pop(COPIES))
+    return params or None
+
+
+class BoundHostedCall:
+    """Such a collective bound to its arrays; call it, or ``start()`` it."""
+
+    def __init__(self, staging: Staging, call: Call, bound: Bound) -> None:
+        self._staging, self._bound = staging, bound
+        self._calls = [replace(call, nonblocking=flag) for flag in (False, True)]
+        self.operation = call.spec.name
+        self.label = f"host/{call.compress}"
+        if not _compresses(call):
+            staging.check(call, bound)
+            self.label = str(staging._comm._choose(call, bound))
+
+    def __call__(self) -> Any:
+        """Run the operation; the current stream waits for it. Return its output."""
+        return run_on_host(self._staging, self._calls[0], self._bound)
+
+    def start(self) -> Any:
+        """Start the operation and return its request."""
+        return run_on_host(self._staging, self._calls[1], self._bound)

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buckets of arrays on devices: what ``comm.fused()`` does with calls on them.
+
+A call notes what its stream holds, and becomes a part of the bucket of its device,
+element type and reduction. Which calls are in a bucket, when it is sent and in which
+order the native side settles, for arrays of the host and of devices together, as it
+must be the same on all ranks (``calls/fusion.cpp``). What is sent is one allreduce:
+
+    gathers:    wait for what the streams held at the calls; the arrays into a block
+    collective: in place on the block, whatever runs it
+    puts_back:  wait for the collective; the parts of the block to the outputs; end
+
+Streams are one rank's own affair, so calls from several of them share a bucket, which
+waits for each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from commrt import _native
+from commrt.arrays.device import current_stream_of, is_on_device, see
+from commrt.arrays.host import HostView
+from commrt.calls.arguments import Bound, Call, allreduce_in_place
+from commrt.errors import CommError, UsageError
+from commrt.fusion.device_copies import Block, BucketCopies, Part
+from commrt.fusion.device_requests import FusedDeviceRequest, SentBucket
+from commrt.fusion.left_buckets import LeftBuckets
+from commrt.group.deferred_release import StagedWork
+from commrt.vocabulary.dtypes import DType, ReduceOp, reduce_op
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
+__all__ = ["DeviceBuckets"]
+
+_PLAIN = frozenset(("op", "nonblocking"))
+"""Arguments that a call may have to go the way of one before."""
+_WATCHED = _native.NcclPlan | _native.PeerPlan
+"""What the device ends by itself: a stream may wait for it, whoever makes progress."""
+
+
+class DeviceBuckets:
+    """A communicator's buckets of arrays on devices."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._lanes: dict[int, _Lane] = {}
+        self._known: set[tuple[str, DType]] = set()
+        """Reductions and types that need no checks."""
+
+    def add(
+        self, call: Call, bound: Bound, most_nbytes: int
+    ) -> FusedDeviceRequest | None:
+        """Return the request of a call; None for one that must run by itself.
+
+        That is what a stream is captured for: a graph has no bucket to go with.
+        """
+        comm, staging = self._comm, self._comm._staging
+        staging.check(call, bound)
+        device, x, out = bound.on, bound.x, bound.out
+        assert x is not None
+        assert out is not None
+        stream = staging.stream_of(call, device, x.array)
+        if device.is_capturing(stream):
+            return None
+        comm._refuse_what_no_bucket_runs(call, bound, most_nbytes)
+        staging.order_exported(device, stream, (x, out))
+        if comm._checker is None:
+            self._known.add((call.reduction.name.lower(), bound.dtype))
+        else:
+            comm._checker.check(call, bound)
+        timeout_s = comm.timeout_s if call.timeout_s is None else call.timeout_s
+        return self._add(x, out, stream, call.reduction, bound.result, timeout_s)
+
+    def again(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> FusedDeviceRequest | None:
+        """Return the request of a call in place like one before: its checks hold.
+
+        None for all others, which are looked at in full. To parse and to bind a call
+        takes several times as long as all that is left.
+        """
+        comm = self._comm
+        op = kwargs.get("op", "sum")
+        if (
+            name != "allreduce"
+            or not self._known
+            or comm._fused is None
+            or len(args) != 1
+            or not _PLAIN.issuperset(kwargs)
+            or type(op) is not str
+            or not is_on_device(args[0])
+        ):
+            return None
+        array = args[0]
+        seen = see(array, name)
+        known = (op, seen.dtype) in self._known and seen.writable
+        if not known or seen.count * seen.dtype.itemsize >= comm._fused.nbytes:
+            return None
+        stream = current_stream_of(array, seen.device)
+        if seen.device.is_capturing(stream):
+            return None
+        x = HostView(
+            array,
+            (array, seen.owner),
+            seen.address,
+            seen.count,
+            seen.dtype,
+            seen.shape,
+            True,
+            seen.number,
+            seen.stream,
+            on=seen.device,
+        )
+        comm._staging.order_exported(seen.device, stream, (x,))
+        return self._add(x, x, stream, reduce_op(op), array, comm.timeout_s)
+
+    def _add(
+        self,
+        x: HostView,
+        out: HostView,
+        stream: int,
+        reduction: ReduceOp,
+        result: Any,
+        timeout_s: float,
+    ) -> FusedDeviceRequest | None:
+        comm, lane = self._comm, self._lane(x.on)
+        if comm._fused is not None:
+            lane.copies.reserve(comm._fused.nbytes)
+        lane.sweep()
+        part = Part(x, out, reduction, stream, lane.copies.note(stream))
+        request = FusedDeviceRequest(comm, part, result, timeout_s)
+        number = _native.fuse_away(
+            comm, lane, request, x.count, x.dtype.code, int(reduction)
+        )
+        if number is None:  # the context is over
+            request.be_quiet()
+            return None
+        request.number = number
+        return request
+
+    def _lane(self, device: Any) -> _Lane:
+        found = self._lanes.get(id(device))
+        if found is None:
+            found = self._lanes[id(device)] = _Lane(self._comm, device)
+        return found
+
+    def close(self) -> list[LeftBuckets]:
+        """Give streams and memory back; return what is to be given back later.
+
+        What runs the collectives is closed after this.
+        """
+        found = [each.close() for each in self._lanes.values()]
+        return [each for each in found if each is not None]
+
+    @property
+    def outstanding(self) -> int:
+        """Buckets that the host has not seen the end of."""
+        return sum(lane.outstanding for lane in self._lanes.values())
+
+
+class _Lane:
+    """One device's buckets. The native side calls ``send`` and ``fail``."""
+
+    def __init__(self, comm: Communicator, device: Any) -> None:
+        self._comm = comm
+        self._device = device
+        self.copies = BucketCopies(device)
+        self._under_way: deque[SentBucket] = deque()
+        self._runners: dict[int, StagedWork] = {}
+        """What runs collectives whose end no stream may have been told to wait for."""
+        self._is_lost = False
+        """Whether the device has something of a bucket that was not sent."""
+        self._is_known = True
+        """Whether somebody can say when the device is done with all collectives."""
+        self._is_closed = False
+
+    def send(self, requests: Sequence[FusedDeviceRequest]) -> BaseException | None:
+        """Send calls of one type and reduction as one; return what interrupted it.
+
+        Whatever it raises is before the collective has started.
+        """
+        self.sweep()
+        parts = [each.part for each in requests if each.part is not None]
+        call, bound = self._allreduce(parts)
+        try:
+            plan = self._comm._staging.plan(call, bound, is_checked=True)
+        except UsageError:
+            try:
+                self._comm._choose(call, bound)
+            except UsageError as error:  # on all ranks alike
+                self.fail(requests, error)
+                return None
+            raise
+        copies, is_watched = self.copies, isinstance(plan, _WATCHED)
+        with copies.outside_captures(), self._lost_where_it_fails(is_watched):
+            if not is_watched:
+                runner = self._comm._staging.runner(self._device, plan)
+                self._runners[id(runner)] = runner
+            block = copies.blocks.take(sum(each.x.nbytes for each in parts))
+            copies.gather(parts, block, is_idle=not self._under_way)
+            started = self._comm._staging.start(call, _at(bound, block), plan)
+        started.be_quiet()
+        bucket = SentBucket(self._comm, copies, started, parts, block)
+        self._under_way.append(bucket)
+        for each in requests:
+            each.went_with(bucket)
+        interrupted = self._put_back(bucket, is_watched)
+        if is_watched and not bucket.is_followed:
+            self._is_known = False
+        return interrupted
+
+    @contextmanager
+    def _lost_where_it_fails(self, is_watched: bool) -> Iterator[None]:
+        """Remember that the device may have a part of what was to be sent."""
+        try:
+            yield
+        except BaseException:
+            self._is_lost = True
+            self._is_known = self._is_known and not is_watched
+            raise
+
+    def _put_back(self, bucket: SentBucket, is_watched: bool) -> BaseException | None:
+        """Give the device the rest, where it can have that by now.
+
+        Where that fails the requests come to it again, and tell.
+        """
+        if not (is_watched or self._comm._staging.lets_streams_wait(self._device)):
+            return None
+        try:
+            bucket.put_back()
+        except Exception:  # noqa: BLE001 - see above
+            return None
+        except BaseException as error:  # noqa: BLE001 - raised by the native side
+            return error
+        return None
+
+    def fail(self, requests: Sequence[FusedDeviceRequest], why: BaseException) -> None:
+        """End calls that are not sent."""
+        for each in requests:
+            each.failed_by(why)
+
+    def _allreduce(self, parts: Sequence[Part]) -> tuple[Call, Bound]:
+        """Return the call that makes a plan for a bucket, before there is a block."""
+        first, reduction = parts[0].x, parts[0].reduction
+        count = sum(each.x.count for each in parts)
+        array = HostView(
+            None,
+            None,
+            0,
+            count,
+            first.dtype,
+            (count,),
+            True,
+            first.device,
+            on=self._device,
+        )
+        return allreduce_in_place(array, reduction, stream=self.copies.gathers)
+
+    def sweep(self) -> None:
+        """Let arrays go that nobody works on any more."""
+        while True:
+            try:
+                first = self._under_way[0]
+            except IndexError:
+                return
+            if not first.has_ended():
+                return
+            # What ran the collective may still be at work on the block.
+            self._is_lost = self._is_lost or first.failure is not None
+            with suppress(ValueError):  # another thread has seen it, too
+                self._under_way.remove(first)
+
+    @property
+    def outstanding(self) -> int:
+        """Buckets that the host has not seen the end of."""
+        self.sweep()
+        return len(self._under_way)
+
+    def close(self) -> LeftBuckets | None:
+        """Give streams and memory back; what may be in use is returned, for later."""
+        if self._is_closed:
+            return None
+        self._is_closed = True
+        with suppress(CommError):  # what failed may still be under way
+            self.sweep()  # gives the device what it has not been given yet
+            if all(each.is_whole for each in self._under_way) and not self._is_lost:
+                self._device.stream_synchronize(self.copies.puts_back.handle)
+                self.sweep()
+                if not self._under_way:
+                    self.copies.close()
+                    return None
+        return self._leave()
+
+    def _leave(self) -> LeftBuckets | None:
+        kept = [self._under_way.popleft() for _ in range(len(self._under_way))]
+        try:
+            return LeftBuckets(
+                self._comm._world.engine,
+                self.copies,
+                list(self._runners.values()),
+                [each.arrays for each in kept],
+                is_known=self._is_known,
+            )
+        except CommError:  # the device is gone, and has taken its memory along
+            return None
+
+
+def _at(bound: Bound, block: Block) -> Bound:
+    """Return the same with the array in a block."""
+    assert bound.x is not None
+    array = replace(bound.x, address=block.address)
+    return replace(bound, x=array, out=array, result=None)

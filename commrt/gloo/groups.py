@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of gloo for its own collectives, lent to commrt's communicators.
+
+gloo matches the collectives of a group by their order, and commrt those of a
+communicator; several communicators interleave as each rank likes. So each has a group
+of its own. Groups are never ended before the job is: a rank may be done with a
+collective whose other ranks are not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from commrt import _native
+from commrt.bootstrap.base import Bootstrap
+from commrt.bootstrap.lending import Lender
+from commrt.errors import BackendError
+
+__all__ = ["GlooCollectives", "GlooGroups"]
+
+_LIMIT = 256
+"""Groups that commrt makes at most: each has two threads, and a socket for each other
+rank."""
+
+
+@dataclass(frozen=True)
+class GlooCollectives:
+    """What runs gloo's collectives of one communicator."""
+
+    group: Any
+    """torch's ProcessGroupGloo of the communicator's ranks."""
+    order: Any
+    """Gives it the operations in their order (native/engine/gloo_calls.hpp)."""
+
+
+class GlooGroups(Lender):
+    """Makes them, over ranks that gloo connects anyway.
+
+    Args:
+        bootstrap: lets the ranks agree; it has a store of torch's.
+    """
+
+    def __init__(self, bootstrap: Bootstrap) -> None:
+        super().__init__(bootstrap, _LIMIT)
+        self._groups: list[GlooCollectives] = []
+        self._owner = os.getpid()
+
+    def close(self) -> None:
+        """Let go of what is not in use any more. At the end of the job, idempotent.
+
+        The end of a group waits for its collectives, of which one may never end.
+        """
+        groups, self._groups = self._groups, []
+        for each in groups:
+            if os.getpid() != self._owner or each.order.is_busy:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(each.group))
+
+    def _create(
+        self, ranks: tuple[int, ...], number: int, tag: int, timeout_s: float
+    ) -> GlooCollectives:
+        from torch.distributed import ProcessGroupGloo
+
+        store = self._bootstrap.private_store(_key(ranks, number))  # type: ignore[attr-defined]
+        at = ranks.index(self._bootstrap.rank)
+        limit = timedelta(seconds=timeout_s)
+        try:
+            group = ProcessGroupGloo(store, at, len(ranks), limit)
+        except RuntimeError as error:
+            raise BackendError(
+                f"gloo does not connect ranks {list(ranks)} of the job: {error}"
+            ) from error
+        made = GlooCollectives(group, _native.GlooGroup())
+        self._groups.append(made)
+        return made
+
+
+def _key(ranks: Sequence[int], number: int) -> str:
+    # Groups that have no rank in common may have the same number.
+    return f"gloo/{number}/{ranks[0]}"

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations of several steps in Python, between which messages are on their way.
+
+The steps are a generator: it starts messages, yields their requests, and goes on once
+all of them are complete. Its return value is the operation's output. Steps run in the
+calls that start, test or wait for the operation; the engine moves the messages of one
+step by itself, as ever, but nobody begins the next step unless somebody asks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+from commrt._native import Request
+from commrt.errors import CommError, RevokedError, TimeoutError_, UsageError
+from commrt.vocabulary.checks import check_timeout
+
+__all__ = ["SteppedRequest", "Steps"]
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[Sequence[Request], None, T]
+
+
+class SteppedRequest:
+    """One started operation of several steps; has the methods of ``Request``."""
+
+    def __init__(
+        self,
+        steps: Steps[Any],
+        what: str,
+        operation: str,
+        timeout_s: float,
+        ended: Callable[[BaseException | None], None],
+    ) -> None:
+        """Run the first step.
+
+        Args:
+            steps: what is to be done.
+            what: names the operation in messages.
+            operation: its name.
+            timeout_s: default limit of waits.
+            ended: called at the end, with the error if there is one.
+        """
+        self._steps = steps
+        self._what = what
+        self._operation = operation
+        self._timeout_s = timeout_s
+        self._ended = ended
+        self.num_steps = 0
+        """Steps that were begun."""
+        self._waiting: Sequence[Request] = ()
+        self._output: Any = None
+        self._error: BaseException | None = None
+        self._done = False
+        self._lock = threading.Lock()
+        self._advance()
+
+    def wait(self, *, stream: Any = None, timeout_s: float | None = None) -> Any:
+        """Return the output once the operation is complete; see ``Request.wait``."""
+        if stream is not None:
+            raise UsageError(
+                f"{self._what}: wait(stream=...) is for device arrays; this operation "
+                f"is on host memory, call wait() without a stream"
+            )
+        if timeout_s is None:
+            limit = self._timeout_s
+        else:
+            limit = check_timeout(self._what, timeout_s)
+        deadline = time.monotonic() + limit
+        with self._lock:
+            while not self._done:
+                for request in self._waiting:
+                    self._wait_for(request, deadline, limit)
+                    if self._done:
+                        break
+                else:
+                    self._advance()
+        return self._outcome()
+
+    def synchronize(self, *, timeout_s: float | None = None) -> Any:
+        """Block the host until complete; for host arrays the same as ``wait``."""
+        return self.wait(timeout_s=timeout_s)
+
+    def test(self) -> bool:
+        """Run a little progress; True once complete. Raises the operation's error.
+
+        A step whose messages have come is run to its end: what it computes, too.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            while not self._done:
+                try:
+                    if not all([request.test() for request in self._waiting]):
+                        return False
+                except CommError as error:
+                    self._fail(error)
+                    break
+                self._advance()
+        finally:
+            self._lock.release()
+        self._outcome()
+        return True
+
+    def advance_for(self, limit_s: float) -> bool:
+        """Run steps for so long; True once complete. Raises the operation's error."""
+        try:
+            self.wait(timeout_s=limit_s)
+        except TimeoutError_:
+            if not self._done:
+                return False
+            raise
+        return True
+
+    def give_up(self, why: str) -> None:
+        """End it where it is: the communicator has failed, and nobody waits for it."""
+        with self._lock:
+            if not self._done:
+                self._fail(RevokedError(f"{self._what}: {why}"))
+
+    @property
+    def done(self) -> bool:
+        """Whether the operation has ended, without progress."""
+        return self._done
+
+    @property
+    def operation(self) -> str:
+        """Name of the operation."""
+        return self._operation
+
+    @property
+    def timeout_s(self) -> float:
+        """Default limit of its waits, in seconds."""
+        return self._timeout_s
+
+    def __repr__(self) -> str:
+        state = "pending"
+        if self._done:
+            state = "done" if self._error is None else "failed"
+        return f"<commrt.Request {self._what}: {state}>"
+
+    def __del__(self) -> None:
+        if not getattr(self, "_done", True):
+            warnings.warn(
+                f"{self._what}: the request was dropped before it was complete; its "
+                f"steps end here, and the other ranks wait: keep it, and wait() for it",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"the truth of a request is not its completion: call test() or wait() on "
+            f"{self!r}"
+        )
+
+    def _wait_for(self, request: Request, deadline: float, limit: float) -> None:
+        try:
+            request.wait(timeout_s=max(1e-3, deadline - time.monotonic()))
+        except TimeoutError_ as error:
+            late = TimeoutError_(
+                f"{self._what}: not complete within {limit:g} s; it stays in flight: "
+                f"wait() for it again (the request is in the error's .request). It "
+                f"waits for {error}"
+            )
+            late.request = self  # type: ignore[attr-defined]
+            raise late from error
+        except CommError as error:
+            self._fail(error)
+
+    def _advance(self) -> None:
+        self.num_steps += 1
+        try:
+            self._waiting = next(self._steps)
+        except StopIteration as end:
+            self._output = end.value
+            self._end()
+        except BaseException as error:  # noqa: BLE001  raised by wait and test
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        for request in self._waiting:
+            if isinstance(request, Request):  # not one's turn (compression/turns.py)
+                request._be_quiet()  # the program has not seen it: this one tells all
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        self._done = True
+        self._waiting = ()
+        self._ended(self._error)
+
+    def _outcome(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._output

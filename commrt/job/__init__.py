@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This job: its processes, the memory they share, their links, and its end."""

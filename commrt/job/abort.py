@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""End the whole job when one rank leaves with an exception.
+
+Otherwise the other ranks wait for it until their deadline. COMMRT_ABORT_ON_EXCEPTION=0
+switches this off.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+from commrt import _native, env
+from commrt.mpi import library
+
+if TYPE_CHECKING:
+    from commrt.job.world import World
+
+__all__ = ["end_job", "install_excepthook"]
+
+
+def end_job(world: World, code: int) -> NoReturn:
+    """End every rank of the job with exit status ``code``.
+
+    Under MPI by MPI_Abort; elsewhere this process ends at once, which launchers such
+    as torchrun take as the failure of the job.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if world.mpi is not None:
+        _native.mpi_abort(library.handle(world.mpi), code)
+    os._exit(code)
+
+
+def install_excepthook(world: World) -> None:
+    """Make an uncaught exception of the main thread end the job."""
+    if (
+        world.size == 1
+        or world.in_process
+        or not env.read_bool("COMMRT_ABORT_ON_EXCEPTION")
+    ):
+        return
+    previous = sys.excepthook
+    owner = os.getpid()
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        previous(kind, error, traceback)
+        if (
+            os.getpid() != owner
+            or threading.current_thread() is not threading.main_thread()
+        ):
+            return
+        code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+        sys.stderr.write(
+            f"commrt: rank {world.rank} ended with {kind.__name__}; aborting the job\n"
+        )
+        end_job(world, code)
+
+    sys.excepthook = hook

@@ -1,0 +1,494 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Node-shared memory for a group of ranks, and which ranks share a node.
+
+The first member of a group creates the memory, as a memfd: it has no name, no size
+limit of a container's /dev/shm, and is gone with the last process that maps it. The
+others get its file descriptor over an abstract Unix socket with a random name. Both
+sides check the other's user by SO_PEERCRED, and the receiver shows a random token that
+came through the bootstrap.
+
+Two ranks share a node when the mapping succeeds, not when host names agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hmac
+import json
+import mmap
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from commrt import env
+from commrt.bootstrap.base import Bootstrap
+from commrt.errors import BackendError, MismatchError, UsageError
+from commrt.job.memory_limit import check_fits
+
+__all__ = [
+    "Arena",
+    "discover_nodes",
+    "machine_identity",
+    "pretended_nodes",
+    "process_arena",
+    "share",
+]
+
+_PAGE = mmap.PAGESIZE
+_TOKEN_NBYTES = 16
+_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_MAP_NORESERVE = 0x4000  # equal on x86-64 and arm64; not in the mmap module
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
+]
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+
+
+class Arena:
+    """A mapped block of memory: one region per member, zero until touched.
+
+    The mapping lives until ``close``; merely dropping the object does not unmap it,
+    because the engine holds its address.
+    """
+
+    def __init__(self, address: int, members: int, region_nbytes: int) -> None:
+        self.address = address
+        """Start of the mapping in this process."""
+        self.region_nbytes = region_nbytes
+        """Bytes of one member's region, a multiple of the page size."""
+        self.nbytes = members * region_nbytes
+        """Bytes of the whole mapping."""
+
+    def view(self) -> memoryview:
+        """Return the bytes of the arena; they must not be used after ``close``."""
+        array = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
+        return memoryview(array).cast("B")
+
+    def close(self) -> None:
+        """Unmap; idempotent. Nothing may use the address afterwards."""
+        if self.address:
+            _libc.munmap(self.address, self.nbytes)
+            self.address = 0
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Mirror:
+    """Shared memory that is mapped a second time, at an address of its own.
+
+    Ends by ``place_over``, which gives the mapping away, or by ``close``. OSError where
+    the memory is not shared: pages of one mapping alone can have no other.
+    """
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.nbytes = _whole_pages(nbytes)
+        # No old length, which mremap(2) takes for "map these pages once more".
+        self.address = _remap(address, 0, self.nbytes)
+
+    def place_over(self, address: int) -> None:
+        """Move it to where other pages are mapped, which go."""
+        self.address = _remap(self.address, self.nbytes, self.nbytes, at=address)
+
+    def close(self) -> None:
+        """Unmap."""
+        _libc.munmap(self.address, self.nbytes)
+
+
+def process_arena(nranks: int, region_nbytes: int) -> Arena:
+    """Return memory for ranks that are threads of this process, or for one alone."""
+    region_nbytes = _whole_pages(region_nbytes)
+    check_fits(nranks * region_nbytes)
+    return Arena(_map(-1, nranks * region_nbytes), nranks, region_nbytes)
+
+
+def share(
+    bootstrap: Bootstrap,
+    members: Sequence[int],
+    key: str,
+    region_nbytes: int,
+    timeout_s: float,
+) -> Arena:
+    """Return one block of memory that all ``members`` map, a region for each.
+
+    Collective over ``members``, which must lie on one node; ``key`` and
+    ``region_nbytes`` are the same on all. Raises BackendError on every member where
+    the memory cannot be had or cannot be mapped by one of them.
+    """
+    if len(members) == 1:
+        return process_arena(1, region_nbytes)
+    if env.read_str("COMMRT_SHM") == "off":
+        raise BackendError(
+            f"COMMRT_SHM=off, but ranks {list(members)} are to share memory"
+        )
+    arena, failures = _try_share(bootstrap, members, key, region_nbytes, timeout_s)
+    if not failures and arena is not None:
+        return arena
+    if arena is not None:
+        arena.close()
+    reasons = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+    raise BackendError(
+        f"ranks {list(members)} cannot share {len(members)} x {region_nbytes} bytes "
+        f"({key}): {reasons}"
+    )
+
+
+def discover_nodes(
+    bootstrap: Bootstrap, timeout_s: float, pretended: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Return the ranks of each node, ordered by first rank; the same on every rank.
+
+    Collective over all ranks. Ranks that look as if they shared a node (boot, user
+    and network namespace) prove it by mapping a page; those that cannot are tried
+    among themselves. ``pretended`` (COMMRT_NODES unless given) cuts the ranks into
+    nodes of that many consecutive ranks, between which nothing is shared; one number
+    repeats.
+    """
+    everybody = range(bootstrap.size)
+    looks = bootstrap.exchange(everybody, "nodes/look", _look().encode(), timeout_s)
+    parts = pretended_nodes(bootstrap.size, pretended)
+    mine = looks[bootstrap.rank], parts[bootstrap.rank]
+    candidates = [r for r in everybody if (looks[r], parts[r]) == mine]
+    if env.read_str("COMMRT_SHM") == "off":
+        candidates = [bootstrap.rank]
+    leader = candidates[0]
+    while len(candidates) > 1:
+        leader = candidates[0]
+        failed = _cannot_map(bootstrap, candidates, timeout_s)
+        if bootstrap.rank not in failed:
+            break
+        # The first member maps its own memory, so each round settles at least one.
+        candidates = [rank for rank in candidates if rank in failed]
+        leader = candidates[0]
+    said = bootstrap.exchange(
+        everybody, "nodes/leader", str(leader).encode(), timeout_s
+    )
+    nodes: dict[int, list[int]] = {}
+    for rank, text in enumerate(said):
+        nodes.setdefault(int(text), []).append(rank)
+    return [nodes[first] for first in sorted(nodes)]
+
+
+def _cannot_map(
+    bootstrap: Bootstrap, candidates: Sequence[int], timeout_s: float
+) -> set[int]:
+    """Try to share one page per candidate; return those that could not map it."""
+    arena, failures = _try_share(bootstrap, candidates, "nodes/try", _PAGE, timeout_s)
+    if arena is not None:
+        arena.close()
+    # Without any memory from the first one, it is alone, and the others go on.
+    return set(failures) if candidates[0] not in failures else set(candidates[1:])
+
+
+def _look() -> str:
+    """Return what is equal for processes that may be able to share memory."""
+    parts = [str(os.geteuid()), machine_identity()]
+    with contextlib.suppress(OSError):  # a /proc that hides it: let the mapping decide
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)
+
+
+def machine_identity() -> str:
+    """Return what is equal for processes on one machine, in containers or not."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def pretended_nodes(size: int, pretended: Sequence[int] | None = None) -> list[int]:
+    """Return the number of each rank's pretended node (COMMRT_NODES unless given)."""
+    counts = env.read_nodes() if pretended is None else tuple(pretended)
+    if counts is None:
+        return [0] * size
+    text = ",".join(map(str, counts))
+    if len(counts) == 1:
+        (ranks,) = counts
+        if size % ranks:
+            raise UsageError(
+                f"COMMRT_NODES={text} means nodes of {ranks} ranks, but the {size} "
+                f"ranks there are cannot be divided so; name every node's ranks, with "
+                f"commas between, or unset it"
+            )
+        counts = counts * (size // ranks)
+    if sum(counts) != size:
+        raise UsageError(
+            f"COMMRT_NODES={text} describes {sum(counts)} ranks, but there are {size}; "
+            f"name every node's ranks, or unset it"
+        )
+    return [node for node, count in enumerate(counts) for _ in range(count)]
+
+
+def _try_share(
+    bootstrap: Bootstrap,
+    members: Sequence[int],
+    key: str,
+    region_nbytes: int,
+    timeout_s: float,
+) -> tuple[Arena | None, dict[int, str]]:
+    """Share memory; return this member's mapping, and who failed and why."""
+    region_nbytes = _whole_pages(region_nbytes)
+    first = bootstrap.rank == members[0]
+    offer = _Offer(len(members) * region_nbytes) if first else None
+    arena = None
+    try:
+        said = {"nbytes": region_nbytes, **(offer.described if offer else {})}
+        answers = _tell(bootstrap, members, f"{key}/offer", said, timeout_s)
+        _check_same_size(members, [answer["nbytes"] for answer in answers])
+        arena, reason = _map_offer(offer, answers[0], len(members), timeout_s)
+        said = {"reason": reason}
+        reports = _tell(bootstrap, members, f"{key}/mapped", said, timeout_s)
+    except BaseException:
+        if arena is not None:
+            arena.close()
+        raise
+    finally:
+        if offer is not None:
+            offer.close()
+    failures = {
+        rank: str(report["reason"])
+        for rank, report in zip(members, reports, strict=True)
+        if report["reason"]
+    }
+    return arena, failures
+
+
+def _tell(
+    bootstrap: Bootstrap,
+    members: Sequence[int],
+    key: str,
+    said: dict[str, Any],
+    timeout_s: float,
+) -> list[dict[str, Any]]:
+    blobs = bootstrap.exchange(members, key, json.dumps(said).encode(), timeout_s)
+    return [json.loads(blob) for blob in blobs]
+
+
+def _check_same_size(members: Sequence[int], sizes: list[int]) -> None:
+    if len(set(sizes)) > 1:
+        raise MismatchError(
+            f"ranks {list(members)} ask for regions of different sizes, {sizes} "
+            f"bytes: COMMRT_* variables or arguments differ between ranks"
+        )
+
+
+def _map_offer(
+    offer: _Offer | None, described: dict[str, Any], members: int, timeout_s: float
+) -> tuple[Arena | None, str]:
+    """Map what the first member offers; return the mapping, or why there is none."""
+    if described["error"]:
+        return None, str(described["error"])
+    region_nbytes = int(described["nbytes"])
+    try:
+        fd = os.dup(offer.fd) if offer else _receive_fd(described, timeout_s)
+        try:
+            if os.fstat(fd).st_size != members * region_nbytes:
+                raise OSError("the shared file has another size than agreed")
+            address = _map(fd, members * region_nbytes)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return None, str(error)
+    return Arena(address, members, region_nbytes), ""
+
+
+class _Offer:
+    """The first member's side: the memory, and how the others get at it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = -1
+        self._path = ""
+        self._server: _FdServer | None = None
+        self.described: dict[str, Any] = {"error": ""}
+        try:
+            check_fits(nbytes)
+            if env.read_str("COMMRT_SHM") == "devshm":
+                self._create_file(nbytes)
+            else:
+                self._create_memfd(nbytes)
+        except (OSError, BackendError) as error:
+            self.close()
+            self.described["error"] = f"no shared memory: {error}"
+
+    def close(self) -> None:
+        """Close, and unlink where there is a name; what is mapped stays."""
+        if self._server is not None:
+            self._server.close()
+        if self._path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+            self._path = ""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _create_memfd(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("commrt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, nbytes)
+        # A peer that shrank the file would turn every later access into a SIGBUS.
+        _seal_size(self.fd)
+        self._server = _FdServer(self.fd)
+        self.described["socket"] = self._server.name
+        self.described["token"] = self._server.token.hex()
+
+    def _create_file(self, nbytes: int) -> None:
+        path = f"/dev/shm/commrt-{secrets.token_hex(16)}"
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.fd = os.open(path, flags, 0o600)
+        self._path = path
+        # Unlike ftruncate this fails cleanly where /dev/shm is too small.
+        os.posix_fallocate(self.fd, 0, nbytes)
+        self.described["path"] = path
+        self.described["inode"] = os.fstat(self.fd).st_ino
+
+
+class _FdServer:
+    """Hands a file descriptor to processes of this user that know the token.
+
+    A thread accepts, because the first member meanwhile waits in the bootstrap for
+    everybody's report, also for those that cannot reach the socket at all.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.name = f"commrt-{secrets.token_hex(16)}"
+        self.token = secrets.token_bytes(_TOKEN_NBYTES)
+        self._fd = fd
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind("\0" + self.name)
+        self._socket.listen(socket.SOMAXCONN)
+        self._thread = threading.Thread(
+            target=self._serve, name="commrt-fd-server", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop accepting."""
+        self._socket.shutdown(socket.SHUT_RDWR)  # ends accept() in the thread
+        self._thread.join()
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            with peer:
+                peer.settimeout(5.0)
+                try:
+                    self._answer(peer)
+                except OSError:
+                    continue  # a stranger, or a peer that died; its report is missed
+
+    def _answer(self, peer: socket.socket) -> None:
+        if _peer_uid(peer) != os.geteuid():
+            return
+        token = peer.recv(_TOKEN_NBYTES)
+        if hmac.compare_digest(token, self.token):
+            socket.send_fds(peer, [b"\0"], [self._fd])
+
+
+def _receive_fd(described: dict[str, Any], timeout_s: float) -> int:
+    """Return a descriptor of the first member's memory, in this process."""
+    if "path" in described:
+        return _open_file(str(described["path"]), int(described["inode"]))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.settimeout(timeout_s)
+        _connect(peer, "\0" + str(described["socket"]), timeout_s)
+        if _peer_uid(peer) != os.geteuid():
+            raise OSError("the socket belongs to another user")
+        peer.sendall(bytes.fromhex(described["token"]))
+        _, fds, _, _ = socket.recv_fds(peer, 1, 1)
+    if len(fds) != 1:
+        raise OSError("the first rank of the node refused to share its memory")
+    os.set_inheritable(fds[0], False)
+    return fds[0]
+
+
+def _connect(peer: socket.socket, name: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            peer.connect(name)
+            return
+        except BlockingIOError:  # more ranks at once than the server's backlog
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.001)
+
+
+def _open_file(path: str, inode: int) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid() or status.st_ino != inode:
+        os.close(fd)
+        raise OSError(f"{path} is not the file that the first rank made")
+    return fd
+
+
+def _peer_uid(peer: socket.socket) -> int:
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    return int(_PEER_CREDENTIALS.unpack(raw)[1])
+
+
+def _seal_size(fd: int) -> None:
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+
+
+def _map(fd: int, nbytes: int) -> int:
+    """Map ``fd`` (-1: private anonymous memory); return the address.
+
+    Not by the ``mmap`` module: its objects keep a duplicate of the descriptor open.
+    """
+    kind = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, nbytes, access, kind | _MAP_NORESERVE, fd, 0)
+    if address == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mapping {nbytes} bytes: {os.strerror(code)}")
+    return int(address)
+
+
+def _remap(address: int, old: int, nbytes: int, at: int | None = None) -> int:
+    kind = _MREMAP_MAYMOVE | (_MREMAP_FIXED if at is not None else 0)
+    found = _libc.mremap(address, old, nbytes, kind, at)
+    if found == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mapping {nbytes} bytes again: {os.strerror(code)}")
+    return int(found)
+
+
+def _whole_pages(nbytes: int) -> int:
+    if nbytes <= 0:
+        raise UsageError(f"region_nbytes={nbytes}: must be above 0")
+    return -(-nbytes // _PAGE) * _PAGE

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far apart on-node ranks are: measured per pair, agreed as the worst.
+
+The same machine shows different speeds in different launches, because its cores sit
+nearer or farther from each other. The class is a key of the selection table, so it must
+be equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from commrt import env
+from commrt.select.facts import CommFacts, LinkClass
+from commrt.select.model import BetweenNodes
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+    from commrt.job.world import World
+
+__all__ = [
+    "agree_link_class",
+    "link_class_now",
+    "measure_between_nodes",
+    "measure_links",
+    "spins_for",
+]
+
+NEAR_NS = 90.0
+"""Flag latency below which ranks are near; measured: 40 to 60 near, 140 to 250 far."""
+_BUDGET_S = 0.002
+_ROUNDS = 200
+_SHORT_TIMES, _LONG_TIMES, _LONG_NBYTES = 9, 3, 1 << 20
+"""Of messages between nodes."""
+_SPINS = 20000
+_SPINS_OVERSUBSCRIBED = 2
+_ORDER: tuple[LinkClass, ...] = ("single", "near", "far", "oversubscribed", "network")
+
+
+def rounds_of(members: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Yield disjoint pairs until every pair has met (round-robin tournament)."""
+    ranks = list(members)
+    if len(ranks) % 2:
+        ranks.append(-1)
+    half = len(ranks) // 2
+    for _ in range(len(ranks) - 1):
+        pairs = zip(ranks[:half], reversed(ranks[half:]), strict=True)
+        yield [(min(a, b), max(a, b)) for a, b in pairs if -1 not in (a, b)]
+        ranks = [ranks[0], ranks[-1], *ranks[1:-1]]
+
+
+def measure_links(comm: Communicator, world: World) -> dict[tuple[int, int], LinkClass]:
+    """Return the link class of every on-node pair; collective over all ranks."""
+    members = next(ranks for ranks in world.nodes if world.rank in ranks)
+    mine: dict[tuple[int, int], float] = {}
+    if len(members) > 1 and not _too_many(world, len(members)):
+        world.bootstrap.exchange(members, "links/start", b"", world.timeout_s)
+        for pairs in rounds_of(members):
+            for a, b in pairs:
+                if world.rank in (a, b):
+                    peer = b if world.rank == a else a
+                    mine[a, b] = comm._probe_latency_ns(peer, _ROUNDS, _BUDGET_S)
+    text = ";".join(f"{a},{b},{ns:.1f}" for (a, b), ns in mine.items())
+    everybody = range(world.size)
+    said = world.bootstrap.exchange(
+        everybody, "links/measured", text.encode(), world.timeout_s
+    )
+    slowest: dict[tuple[int, int], float] = {}
+    for blob in said:
+        for part in filter(None, blob.decode().split(";")):
+            one, other, ns = part.split(",")
+            pair = int(one), int(other)
+            # A pair that ran out of time was not on a core at once.
+            measured = float(ns) if float(ns) >= 0 else float("inf")
+            slowest[pair] = max(slowest.get(pair, 0.0), measured)
+    return {pair: "near" if ns < NEAR_NS else "far" for pair, ns in slowest.items()}
+
+
+def measure_between_nodes(comm: Communicator, world: World) -> BetweenNodes:
+    """Return what messages of gloo cost, the slowest there are, which carries them.
+
+    Collective over all ranks of the job. The first ranks of the nodes send in a ring,
+    all at once: a few short messages and some of a mebibyte each; then all ranks run a
+    short collective of gloo's. That takes some milliseconds in all. Of short ones the
+    median of a rank counts, of long ones the best, and of ranks the worst.
+    """
+    everybody = range(world.size)
+    # A rank that is still on its way here would be measured, too.
+    world.bootstrap.exchange(everybody, "between/start", b"", world.timeout_s)
+    mine = {"native": _native_us(comm)}
+    first = [ranks[0] for ranks in world.nodes]
+    if world.rank in first:
+        at = first.index(world.rank)
+        there = first[(at + 1) % len(first)], first[at - 1]
+        mine["alpha"] = alpha_us = median(_ring_us(comm, *there, 8, _SHORT_TIMES))
+        long_us = min(_ring_us(comm, *there, _LONG_NBYTES, _LONG_TIMES))
+        mine["beta"] = max(long_us - alpha_us, 0.1 * long_us) / _LONG_NBYTES
+    said = json.dumps(mine).encode()
+    heard = world.bootstrap.exchange(everybody, "between/us", said, world.timeout_s)
+    told = [json.loads(text) for text in heard]
+    worst = {name: max(one.get(name, 0.0) for one in told) for name in told[0]}
+    return BetweenNodes(worst["alpha"], worst["beta"], worst["native"])
+
+
+def _ring_us(
+    comm: Communicator, dest: int, source: int, nbytes: int, times: int
+) -> list[float]:
+    x, out = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    return _times_us(lambda: comm.sendrecv(x, dest=dest, out=out, source=source), times)
+
+
+def _native_us(comm: Communicator) -> float:
+    """Return what each message of gloo's allreduce takes; its start is one more."""
+    lent = comm.gloo_collectives
+    if lent is None:
+        return 0.0
+    import torch
+
+    x = torch.zeros(2)
+    took_us = _times_us(lambda: lent.group.allreduce([x]).wait(), _SHORT_TIMES)
+    return median(took_us) / (2 * (comm.size - 1) + 1)
+
+
+def _times_us(call: Callable[[], Any], times: int) -> list[float]:
+    call()  # wakes threads that have never run
+    took = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        took.append((time.perf_counter() - start) * 1e6)
+    return took
+
+
+def link_class_now(comm: Any) -> LinkClass:
+    """Return how far apart the ranks are at this moment; collective.
+
+    The communicator's own facts were measured when it was made and stay as they are,
+    since selection goes by them; measurements go by this. Where links are not measured
+    (several nodes, ranks that outnumber cores) both are the same.
+    """
+    facts: CommFacts = comm.facts
+    if facts.link_class not in ("near", "far"):
+        return facts.link_class
+    slowest_ns = 0.0
+    for pairs in rounds_of(range(comm.size)):
+        for pair in pairs:
+            if comm.rank in pair:
+                peer = sum(pair) - comm.rank
+                ns = comm._probe_latency_ns(peer, _ROUNDS, _BUDGET_S)
+                slowest_ns = max(slowest_ns, ns if ns >= 0 else float("inf"))
+    worst_ns = comm.allreduce(np.array([slowest_ns]), op="max")
+    return "near" if worst_ns[0] < NEAR_NS else "far"
+
+
+def _too_many(world: World, ranks_here: int) -> bool:
+    return ranks_here > world.cores
+
+
+def agree_link_class(world: World, ranks: Sequence[int], ppn: int) -> LinkClass:
+    """Return the class of a communicator; every rank computes the same."""
+    if len(ranks) == 1:
+        return "single"
+    if len({world.node_of(rank) for rank in ranks}) > 1:
+        return "network"
+    forced = env.read_str("COMMRT_LINK_CLASS")
+    if forced is not None:
+        return cast(LinkClass, forced)
+    if _too_many(world, max(len(there) for there in world.nodes)):
+        return "oversubscribed"
+    here = sorted(ranks)
+    pairs = ((a, b) for i, a in enumerate(here) for b in here[i + 1 :])
+    classes = (world.links.get(pair, "near") for pair in pairs)
+    return max(classes, key=_ORDER.index)
+
+
+def spins_for(facts: CommFacts, is_relayed: bool = False) -> int:
+    """Return how often a wait polls before it yields its core to another rank.
+
+    Where ranks outnumber cores, what a rank waits for is most likely still to be done
+    by one that waits for this core. The few polls are for what a rank on another core
+    is just finishing; docs/performance.md has what other numbers cost. The class tells
+    of all ranks of the node; the communicator may have only some. A call, or a rule of
+    a table, may say another number (the parameter ``spins``).
+    """
+    crowded = facts.link_class == "oversubscribed" or facts.ppn > facts.cores
+    crowded = crowded or is_relayed  # threads of this process need the core, too
+    return _SPINS_OVERSUBSCRIBED if crowded else _SPINS

@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all communicators of a process share: peers, memory, MPI, engine, table."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from commrt import _native, env
+from commrt.backends.known import check_wishes, known_names
+from commrt.bootstrap.base import Bootstrap
+from commrt.errors import BackendError, MismatchError, UsageError
+from commrt.gloo.groups import GlooGroups
+from commrt.gloo.relay import GlooRelay
+from commrt.job.arena import (
+    Arena,
+    discover_nodes,
+    machine_identity,
+    process_arena,
+    share,
+)
+from commrt.job.mpi_comms import NativeComms
+from commrt.launch.detect import LaunchInfo
+from commrt.mpi import library
+from commrt.select.facts import Candidate, CommFacts, LinkClass
+from commrt.select.fingerprint import available_cores
+from commrt.select.locate import LocatedTable, locate
+from commrt.select.model import BetweenNodes
+from commrt.select.table import Table
+from commrt.select.wishes import VARIABLE, Wishes, parse_wishes
+
+__all__ = ["FIRST_TAG", "NATIVE", "World", "connect_world"]
+
+NATIVE = "mpi/native"
+_NATIVE = Candidate.parse(NATIVE)
+
+FIRST_TAG = 16
+"""MPI tags below it belong to the bootstrap; each communicator takes two."""
+
+
+@dataclass
+class World:
+    """One job, as one rank sees it."""
+
+    bootstrap: Bootstrap
+    """Exchanges small blobs among ranks."""
+    launch: LaunchInfo
+    """Who started the ranks."""
+    nodes: list[list[int]]
+    """Ranks of each node; equal on all ranks."""
+    engine: Any
+    """The native engine of this rank."""
+    cores: int
+    """Cores available on the poorest node."""
+    table: Table | None
+    """Selection table, agreed by all ranks."""
+    located: LocatedTable
+    """Where the table came from."""
+    wishes: Wishes
+    """What COMMRT_ALGORITHM asks for."""
+    timeout_s: float
+    """Default deadline of an operation."""
+    mpi: Any = None
+    """commrt's own MPI communicator over all ranks, or None without MPI."""
+    mpi_given: Any = None
+    """The mpi4py communicator that commrt was started on."""
+    mpi_tag_ub: int = 32767
+    """Largest MPI tag."""
+    in_process: bool = False
+    """Whether the ranks are threads of this process."""
+    relay: GlooRelay | None = None
+    """Carries messages between nodes where there is no MPI."""
+    gloo_groups: GlooGroups | None = None
+    """Lends groups for gloo's own collectives; None where gloo connects no nodes."""
+    native_comms: NativeComms | None = None
+    """Lends MPI communicators for the library's own collectives; None without MPI."""
+    links: dict[tuple[int, int], LinkClass] = field(default_factory=dict)
+    """Link class of each on-node pair, by ascending rank."""
+    between_nodes: BetweenNodes | None = None
+    """What messages by gloo cost; None where it carries none."""
+    slot_window_nbytes: int = 0
+    """What this rank's payloads pass through (commrt/job/slot_window.py)."""
+    next_id: int = 0
+    """Identity of the next communicator: names its shared memory and its MPI tags."""
+    lingering: list[Any] = field(default_factory=list)
+    """Communicators that were dropped with operations in flight, until these end."""
+    left_behind: list[Any] = field(default_factory=list)
+    """Work on devices that failed (commrt/group/deferred_release.py)."""
+    job: str = ""
+    """Names this job in logs; the same on all ranks."""
+    _picks_native: dict[CommFacts, bool] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the job."""
+        return self.bootstrap.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in the job."""
+        return self.bootstrap.size
+
+    def node_of(self, rank: int) -> int:
+        """Return the index of the node that ``rank`` lies on."""
+        return next(i for i, ranks in enumerate(self.nodes) if rank in ranks)
+
+    def picks_native(
+        self, facts: CommFacts, table: Table | None, wishes: Sequence[Wishes]
+    ) -> bool:
+        """Return whether unasked calls may run the MPI library's own collectives.
+
+        That is so where the table, or what is asked for beforehand, says it for such a
+        communicator; between nodes the model may, too. The same on every rank.
+        """
+        if self.mpi is None:
+            return False
+        asked = any(wish.fits(_NATIVE) for each in wishes for wish in each)
+        if asked or facts.nodes > 1:
+            return True
+        if table is not self.table:
+            return table is not None and table.may_pick(facts, NATIVE)
+        if facts not in self._picks_native:
+            picked = table is not None and table.may_pick(facts, NATIVE)
+            self._picks_native[facts] = picked
+        return self._picks_native[facts]
+
+    def drive(self, device: Any) -> bool:
+        """See that calls on a device make progress; whether streams may wait for that.
+
+        A stream that waits for the host needs no thread of the program to go on, so
+        the progress thread runs. With COMMRT_PROGRESS=off none does: a program that
+        synchronizes a stream, or frees memory, would wait for ever for what only a
+        call of commrt lets go, so streams are given only what they need not wait for.
+        A simulated device's threads are known to it: there the program makes progress.
+        """
+        if device.kind == "simulated" or self.engine.has_thread:
+            return True
+        if env.read_str("COMMRT_PROGRESS") == "off":
+            asked = device.__dict__.setdefault("why_no_free", [])
+            if self.why_no_free not in asked:
+                asked.append(self.why_no_free)
+            return False
+        if not _threads_may_call_mpi(self):
+            raise UsageError(
+                "calls on arrays on devices need a progress thread, and that needs MPI "
+                "initialised with THREAD_MULTIPLE: do not lower mpi4py.rc.thread_level"
+            )
+        self.engine.start_thread()
+        return True
+
+    def why_no_free(self) -> str | None:
+        """Return why memory of a device is not to be freed now, without a thread."""
+        self.engine.step()
+        if self.engine.idle:
+            return None
+        return (
+            f"memory of a device cannot be freed while calls are under way, which may "
+            f"use it: rank {self.rank} has no progress thread to end them "
+            f"(COMMRT_PROGRESS=off): synchronize() their requests first"
+        )
+
+    def free_lingering(self) -> None:
+        """Free what was dropped with operations in flight that have ended since."""
+        dropped, self.lingering = self.lingering, []
+        for comm in dropped:
+            comm.let_go()
+
+    def share_memory(
+        self,
+        ranks: Sequence[int],
+        key: str,
+        region_nbytes: int,
+        timeout_s: float | None = None,
+    ) -> Arena:
+        """Return memory that all ``ranks`` of this node map, a region for each.
+
+        Raises BackendError on all of them where it cannot be had.
+        """
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        if not self.in_process:
+            return share(self.bootstrap, ranks, key, region_nbytes, timeout_s)
+        mine = b""
+        arena = None
+        if self.rank == ranks[0]:
+            try:
+                arena = _SharedByThreads.create(len(ranks), region_nbytes)
+                mine = str(arena.address).encode()
+            except (OSError, BackendError) as error:  # the others wait to hear of it
+                mine = f"no: {error}".encode()
+        try:
+            said = self.bootstrap.exchange(ranks, key, mine, timeout_s)[0].decode()
+        except BaseException:
+            if arena is not None:  # nobody has heard of it
+                arena.users = 1
+                arena.close()
+            raise
+        if said.startswith("no: "):
+            raise BackendError(
+                f"ranks {list(ranks)} cannot share {len(ranks)} x {region_nbytes} "
+                f"bytes ({key}): rank {ranks[0]}: {said.removeprefix('no: ')}"
+            )
+        return _SharedByThreads.of(int(said))
+
+    def attach_other_nodes(self, comm: Any, tag: int) -> None:
+        """Let messages of a communicator to other nodes go by MPI, or by gloo."""
+        ranks = list(comm._ranks)
+        if self.relay is not None:
+            comm._attach_relay(self.relay.native, tag, ranks)
+        elif self.mpi is not None:
+            comm._attach_mpi(library.handle(self.mpi), tag, ranks)
+
+    def meet(
+        self, members: Sequence[int], key: str, timeout_s: float | None = None
+    ) -> None:
+        """Wait until all ``members`` are here, making progress meanwhile."""
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        self.bootstrap.exchange(members, key, b"", limit)
+
+    def agree_id(
+        self,
+        members: Sequence[int],
+        key: str,
+        same: str = "",
+        timeout_s: float | None = None,
+    ) -> int:
+        """Return an identity that no communicator of any member uses.
+
+        Raises MismatchError on all of them unless they say the ``same``.
+        """
+        blob = f"{self.next_id} {same}".encode()
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        said = self.bootstrap.exchange(members, f"id/{key}", blob, limit)
+        parts = [text.decode().partition(" ") for text in said]
+        wishes = [wish for _, _, wish in parts]
+        if len({*wishes}) > 1:
+            lines = [
+                f"  rank {rank} of the job: {wish}"
+                for rank, wish in zip(members, wishes, strict=True)
+            ]
+            raise MismatchError(
+                "the ranks of a new communicator disagree; pass equal arguments:\n"
+                + "\n".join(lines)
+            )
+        chosen = max(int(number) for number, _, _ in parts)
+        self.next_id = chosen + 1
+        if self.mpi is not None and FIRST_TAG + 2 * chosen + 1 > self.mpi_tag_ub:
+            raise BackendError(
+                f"communicator {chosen} needs an MPI tag above this library's limit "
+                f"of {self.mpi_tag_ub}: free communicators do not give theirs back"
+            )
+        return chosen
+
+
+class _SharedByThreads(Arena):
+    """Memory of ranks that are threads: unmapped when the last one closes it."""
+
+    # The garbage collector may close another arena while this thread has it.
+    _lock = threading.RLock()
+    _open: ClassVar[dict[int, _SharedByThreads]] = {}
+
+    @classmethod
+    def create(cls, members: int, region_nbytes: int) -> _SharedByThreads:
+        """Map memory for ``members`` threads; each calls ``of`` and ``close``."""
+        plain = process_arena(members, region_nbytes)
+        arena = cls(plain.address, members, plain.region_nbytes)
+        arena.users = members
+        with cls._lock:
+            cls._open[arena.address] = arena
+        return arena
+
+    @classmethod
+    def of(cls, address: int) -> _SharedByThreads:
+        """Return the arena that another thread has created."""
+        with cls._lock:
+            return cls._open[address]
+
+    users: int
+
+    def close(self) -> None:
+        """Unmap once every thread has called this."""
+        with self._lock:
+            self.users -= 1
+            last = self.users == 0
+            if last:
+                del self._open[self.address]
+        if last:
+            super().close()
+
+
+def connect_world(
+    bootstrap: Bootstrap,
+    launch: LaunchInfo,
+    *,
+    in_process: bool = False,
+    engine: Any = None,
+    timeout_s: float | None = None,
+) -> World:
+    """Agree on nodes, variables and table with the other ranks; collective.
+
+    ``engine``: that of this process's other worlds, so that whoever waits in one of
+    them makes progress in all. ``timeout_s``: default limit of all that follows; None:
+    COMMRT_TIMEOUT_S.
+    """
+    if timeout_s is None:
+        timeout_s = env.read_float("COMMRT_TIMEOUT_S")
+    located = _agree(bootstrap, timeout_s)
+    everybody = list(range(bootstrap.size))
+    # A process group of one is not what COMMRT_NODES speaks of.
+    if in_process or (launch.kind == "torch" and bootstrap.size == 1):
+        nodes = [everybody]
+    else:
+        nodes = discover_nodes(bootstrap, timeout_s, env.read_nodes())
+    mpi = getattr(bootstrap, "comm", None)
+    world = World(
+        bootstrap=bootstrap,
+        launch=launch,
+        nodes=nodes,
+        engine=_native.Engine() if engine is None else engine,
+        cores=0,
+        table=located.parse(known_names()),
+        located=located,
+        wishes=check_wishes(parse_wishes(env.read_str(VARIABLE))),
+        timeout_s=timeout_s,
+        mpi=mpi,
+        mpi_given=getattr(bootstrap, "given", None),
+        in_process=in_process,
+    )
+    bootstrap.idle = world.engine.step
+    world.cores = _agree_cores(world)
+    if len(nodes) > 1 and mpi is None:
+        world.relay = _relay(world)
+        world.gloo_groups = GlooGroups(bootstrap)
+        world.relay.at_end.append(world.gloo_groups.close)
+    if mpi is not None:
+        world.native_comms = NativeComms(mpi, bootstrap, library.load().Exception)
+        _load_mpi(world)
+    return world
+
+
+def _relay(world: World) -> GlooRelay:
+    """Connect the nodes by gloo; collective."""
+    private_store = getattr(world.bootstrap, "private_store", None)
+    if private_store is None:
+        raise BackendError(
+            f"the ranks lie on {len(world.nodes)} nodes, and between nodes commrt "
+            f"needs MPI or a torch Store: start them with mpiexec and the extra "
+            f"commrt[mpi], or with torchrun"
+        )
+    here = world.nodes[world.node_of(world.rank)]
+    away = [rank for rank in range(world.size) if rank not in here]
+    # A rank that comes late is named here; gloo would only say that time is up.
+    world.meet(range(world.size), "gloo")
+    store = private_store("gloo")
+    return GlooRelay(store, world.rank, world.size, away, world.timeout_s)
+
+
+def _agree_cores(world: World) -> int:
+    """Return how many cores the ranks of the poorest node have together.
+
+    Ranks may be bound to different cores: their affinities are united, and the
+    container's quota (seen as fewer available cores than the affinity) still holds.
+    Nodes on one machine share its cores, and pretended ones their container's quota.
+    """
+    affinity = sorted(os.sched_getaffinity(0))
+    facts = [affinity, available_cores(), machine_identity(), secrets.token_hex(4)]
+    mine = json.dumps(facts).encode()
+    everybody = range(world.size)
+    blobs = world.bootstrap.exchange(everybody, "cores", mine, world.timeout_s)
+    said = [json.loads(blob) for blob in blobs]
+    world.job = said[0][3]
+    pretended = env.read_nodes() is not None
+    poorest: list[float] = []
+    for ranks in world.nodes:
+        beside = [r for r in everybody if said[r][2] == said[ranks[0]][2]]
+        share = len(ranks) / len(beside)
+        quotas = [n for cores, n, *_ in (said[r] for r in ranks) if n < len(cores)]
+        poorest += [n * share if pretended else n for n in quotas]
+        poorest.append(len({core for r in ranks for core in said[r][0]}))
+        poorest.append(len({core for r in beside for core in said[r][0]}) * share)
+    return max(1, int(min(poorest)))
+
+
+def _agree(bootstrap: Bootstrap, timeout_s: float) -> LocatedTable:
+    """Compare what must be equal on all ranks; return rank 0's table."""
+    from commrt import __version__
+
+    mine = {
+        "version": __version__,
+        "variables": env.agreement(),
+        "table": locate().encode().decode() if bootstrap.rank == 0 else "",
+    }
+    blob = json.dumps(mine).encode()
+    everybody = range(bootstrap.size)
+    said = [
+        json.loads(text)
+        for text in bootstrap.exchange(everybody, "agree", blob, timeout_s)
+    ]
+    for rank, theirs in enumerate(said):
+        if theirs["version"] != said[0]["version"]:
+            raise BackendError(
+                f"rank {rank} runs commrt {theirs['version']}, rank 0 "
+                f"{said[0]['version']}: install one version everywhere"
+            )
+        if theirs["variables"] != said[0]["variables"]:
+            raise UsageError(
+                _difference(rank, theirs["variables"], said[0]["variables"])
+            )
+    return LocatedTable.decode(said[0]["table"].encode())
+
+
+def _difference(rank: int, theirs: str, first: str) -> str:
+    pairs = zip(theirs.splitlines(), first.splitlines(), strict=False)
+    differing = [f"{a} on rank {rank}, {b} on rank 0" for a, b in pairs if a != b]
+    return (
+        f"environment variables that select must be equal on all ranks: "
+        f"{'; '.join(differing)}"
+    )
+
+
+def _load_mpi(world: World) -> None:
+    addresses, constants = library.mpi_table(), library.mpi_constants()
+    _native.load_mpi(
+        addresses, constants["BYTE"], constants["IN_PLACE"], constants["ERR_TRUNCATE"]
+    )
+    world.mpi_tag_ub = constants["TAG_UB"]
+
+
+def progress_mode(world: World) -> bool:
+    """Return whether a progress thread is to run (COMMRT_PROGRESS)."""
+    mode = env.read_str("COMMRT_PROGRESS")
+    if mode == "auto":
+        ranks_here = max(len(ranks) for ranks in world.nodes)
+        # Ranks may be bound to unequal shares of the node's cores.
+        mine = len(os.sched_getaffinity(0))
+        enough = world.size > 1 and world.cores >= 2 * ranks_here and mine >= 2
+        return enough and not world.in_process and _threads_may_call_mpi(world)
+    if mode == "on" and not _threads_may_call_mpi(world):
+        raise UsageError(
+            "COMMRT_PROGRESS=on needs MPI initialised with THREAD_MULTIPLE: do not "
+            "lower mpi4py.rc.thread_level, or use COMMRT_PROGRESS=off"
+        )
+    return mode == "on"
+
+
+def _threads_may_call_mpi(world: World) -> bool:
+    if world.mpi is None:
+        return True
+    mpi = library.load()
+    return bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
+
+
+def end_of_process(engine: Any, grace_s: float = 5.0) -> None:
+    """Drain what still moves, stop the progress thread, and leave; runs at exit."""
+    deadline = time.monotonic() + grace_s
+    while engine.step() and time.monotonic() < deadline:
+        os.sched_yield()
+    # A driver that closes would wait for streams that wait for this process.
+    engine.release_streams("the process ends")
+    engine.stop_thread()

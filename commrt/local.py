@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as threads of one process: for tests, notebooks and trying out algorithms."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+from commrt.bootstrap.threads import ThreadWorld
+from commrt.comm import Communicator
+from commrt.job.world import connect_world
+from commrt.launch.detect import LaunchInfo
+
+__all__ = ["LocalRanks", "run"]
+
+T = TypeVar("T")
+
+
+def run(
+    size: int, function: Callable[[Communicator], T], *, timeout_s: float = 60
+) -> list[T]:
+    """Run ``function(comm)`` on ``size`` ranks that are threads; return the results.
+
+    The first error of any rank is raised, once all threads have ended; the others are
+    woken up if they wait for it. Communicators are freed at the end, unless something
+    is in flight on them.
+    """
+    world = ThreadWorld(size)
+
+    def main(rank: int) -> T:
+        comm = _connect(world, rank, size, timeout_s)
+        try:
+            result = function(comm)
+        except BaseException as error:
+            # Those who wait for this rank in an operation need not wait for ever.
+            comm.give_up(f"rank {rank} failed: {error!r}")
+            raise
+        if comm._idle:
+            comm.free()
+        return result
+
+    return _on_threads(world, main, timeout_s)
+
+
+class LocalRanks:
+    """All ranks of a communicator in the hands of one thread, for deterministic tests.
+
+    Start nonblocking operations on each of ``comms``, then ``step(rank)`` the ranks in
+    any order: nothing happens in between. A blocking call would wait for ever for ranks
+    that its own thread has yet to run.
+    """
+
+    def __init__(self, size: int, *, timeout_s: float = 60) -> None:
+        self._world = ThreadWorld(size)
+        self._timeout_s = timeout_s
+        self.comms: list[Communicator] = _on_threads(
+            self._world,
+            lambda rank: _connect(self._world, rank, size, timeout_s),
+            timeout_s,
+        )
+
+    def step(self, rank: int) -> bool:
+        """Run one pass over what is in flight on ``rank``; True if it advanced."""
+        return bool(self.comms[rank]._world.engine.step())
+
+    def each(self, function: Callable[[Communicator], T]) -> list[T]:
+        """Run ``function(comm)`` for all ranks at once, for calls that exchange."""
+        return _on_threads(
+            self._world, lambda rank: function(self.comms[rank]), self._timeout_s
+        )
+
+    def free(self) -> None:
+        """Free the communicators."""
+        for comm in self.comms:
+            comm.free()
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.free()
+
+
+def _on_threads(
+    world: ThreadWorld, function: Callable[[int], T], timeout_s: float
+) -> list[T]:
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def main(rank: int) -> None:
+        try:
+            results[rank] = function(rank)
+        except BaseException as error:  # noqa: BLE001 - re-raised by the caller
+            errors.append(error)
+            world.fail(rank, repr(error))
+
+    threads = [
+        threading.Thread(target=main, args=(rank,), name=f"rank{rank}", daemon=True)
+        for rank in range(world.size)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s + 5
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if errors:
+        raise errors[0]
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    if stuck:
+        raise TimeoutError(f"{', '.join(stuck)} did not end within {timeout_s:g} s")
+    return [results[rank] for rank in range(world.size)]
+
+
+def _connect(
+    world: ThreadWorld, rank: int, size: int, timeout_s: float
+) -> Communicator:
+    launch = LaunchInfo("single", rank, size, "threads of one process")
+    mine = connect_world(world.bootstrap(rank), launch, in_process=True)
+    mine.timeout_s = timeout_s
+    identity = mine.agree_id(range(size), "world")
+    return Communicator(mine, range(size), "local", identity)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A multi_sendrecv by NCCL: one group of messages, which all ranks call together.
+
+An ordinary message meets whatever its peer gives, with tags and in any order, which
+NCCL cannot keep. Where the caller says that all ranks make this call at the same place,
+it need not: then each message's other end is in the same call.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from commrt import _native
+from commrt.arrays.device import as_stream, current_stream_of, place_of
+from commrt.arrays.host import HostView
+from commrt.device_calls.requests import DeviceRequest
+from commrt.errors import BackendError, MismatchError, UsageError
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
+__all__ = ["NcclMessages", "check_backend"]
+
+_WHAT = "multi_sendrecv"
+_CODE = 87
+"""For the engine's records."""
+_Message = tuple[HostView, int, int]
+"""The array, the peer, the tag."""
+
+
+def check_backend(what: str, backend: Any) -> bool:
+    """Return whether messages go by NCCL; UsageError for what names no backend."""
+    if backend not in (None, "nccl"):
+        raise UsageError(
+            f"{what}: backend={backend!r} must be None, for ordinary messages, or "
+            f"'nccl', where all ranks of the communicator make this call together"
+        )
+    return backend is not None
+
+
+class NcclMessages:
+    """Messages by NCCL that are one call, bound to their arrays."""
+
+    label = "nccl/messages"
+    operation = _WHAT
+
+    def __init__(
+        self,
+        comm: Communicator,
+        sends: Sequence[_Message],
+        recvs: Sequence[_Message],
+        stream: Any = None,
+    ) -> None:
+        """Check both lists; what is wrong on one rank is found before it calls NCCL."""
+        self._comm, self._stream = comm, stream
+        self._here = f"{_WHAT} on {comm.name}, rank {comm.rank}"
+        self._sends, self._recvs = list(sends), list(recvs)
+        self._arrays = [each for each, _, _ in (*sends, *recvs)]
+        self._on = place_of(self._here, self._arrays)
+        if self._arrays and self._on is None:
+            raise UsageError(
+                f"{self._here}: backend='nccl' is for arrays on devices, and these "
+                f"are in host memory; leave it out, on all ranks"
+            )
+        for name, messages in (("sends", sends), ("recvs", recvs)):
+            tagged = [i for i, (_, _, tag) in enumerate(messages) if tag]
+            if tagged:
+                raise UsageError(
+                    f"{self._here}: {name}[{tagged[0]}] has a tag, and NCCL has none: "
+                    f"the k-th message to a rank meets the k-th receive from it there"
+                )
+        self._result = tuple(each.array for each, _, _ in recvs)
+        self._phase = self._own_phase()
+
+    def _own_phase(self) -> _native.NcclPhase:
+        """Return what moves; what a rank sends itself is copied."""
+        rank, own = self._comm.rank, []
+        messages = []
+        for index, (array, peer, _) in enumerate((*self._sends, *self._recvs)):
+            leaves = index < len(self._sends)
+            if peer == rank:
+                own.append((leaves, index))
+            else:
+                messages.append((leaves, index, 0, array.nbytes, peer))
+        leaving = [index for leaves, index in own if leaves]
+        coming = [index for leaves, index in own if not leaves]
+        sizes = [[self._arrays[i].nbytes for i in each] for each in (leaving, coming)]
+        if sizes[0] != sizes[1]:
+            raise UsageError(
+                f"{self._here}: it sends itself {sizes[0]} bytes and receives "
+                f"{sizes[1]} from itself: both must be the same"
+            )
+        pairs = zip(leaving, coming, sizes[0], strict=True)
+        copies = [(x, 0, out, 0, nbytes) for x, out, nbytes in pairs]
+        return _native.NcclPhase(messages=messages, copies=copies, packs=[], unpacks=[])
+
+    def run(self, nonblocking: bool, timeout_s: float | None = None) -> Any:
+        """Start it; return a request, or let the stream wait and return the output.
+
+        Collective. Raises BackendError on all ranks where they have no NCCL.
+        """
+        comm = self._comm
+        comm._check_usable()
+        limit = comm.timeout_s if timeout_s is None else timeout_s
+        if comm._checker is not None:
+            self._compare(limit)
+        staging = comm._staging
+        device = self._on or staging.nccl.device
+        if device is None:
+            raise UsageError(
+                f"{self._here}: it has no message in its first call by NCCL, so that "
+                f"its device is not known: let all ranks make another collective call "
+                f"on arrays on devices before"
+            )
+        first = self._arrays[0].array if self._arrays else None
+        if self._stream is None:
+            stream = current_stream_of(first, device)
+        else:
+            stream = as_stream(self._stream, device, self._here)
+        if not staging.by_nccl(device, _WHAT, stream, limit):
+            raise BackendError(
+                f"{self._here}: backend='nccl', and NCCL cannot be used: "
+                f"{staging.nccl.facts.why}; leave it out, on all ranks"
+            )
+        staging.order_exported(device, stream, self._arrays)
+        plan = _native.nccl_phases_plan(_WHAT, [self._phase], coll=_CODE)
+        addresses = [each.address for each in self._arrays]
+        keep = tuple(each.owner for each in self._arrays)
+        work = staging.nccl.work(device)
+        started = staging.given(
+            lambda: work.start_arrays(
+                plan, addresses, stream, not nonblocking, keep, limit
+            )
+        )
+        request = DeviceRequest(
+            *(comm, started, self._result, _WHAT, limit, device, stream, first)
+        )
+        if nonblocking:
+            return request
+        request.be_quiet()
+        return self._result
+
+    def __call__(self) -> Any:
+        """Run it; the current stream waits for it. Return the arrays received into."""
+        return self.run(False)
+
+    def start(self) -> Any:
+        """Start it and return its request."""
+        return self.run(True)
+
+    def _compare(self, timeout_s: float) -> None:
+        """Raise the same MismatchError on all ranks unless both ends say the same."""
+        comm, rank = self._comm, self._comm.rank
+        sent = [[rank, peer, each.nbytes] for each, peer, _ in self._sends]
+        taken = [[peer, rank, each.nbytes] for each, peer, _ in self._recvs]
+        leaving: dict[tuple[int, int], list[int]] = defaultdict(list)
+        coming: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for rows in comm._meet(_WHAT, [sent, taken], timeout_s):
+            for found, ends in zip((leaving, coming), rows, strict=True):
+                for source, dest, nbytes in ends:
+                    found[source, dest].append(nbytes)
+        for source, dest in sorted({*leaving, *coming}):
+            left, came = leaving[source, dest], coming[source, dest]
+            if left != came:
+                raise MismatchError(
+                    f"{_WHAT} on {comm.name}: rank {source} sends {left} bytes to rank "
+                    f"{dest}, which receives {came} from it; nothing was sent"
+                )

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages to and from arrays on devices: what host arrays' messages are, staged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from commrt.arrays.device import as_stream, current_stream_of, place_of
+from commrt.arrays.host import HostView
+from commrt.device_calls.requests import DeviceMessageRequest
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
+__all__ = ["DeviceMessages"]
+
+Message = tuple[HostView, int, int]
+"""The array, the peer, the tag."""
+
+
+class DeviceMessages:
+    """Messages that are one operation, bound to their arrays."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        what: str,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        result: Any,
+        stream: Any = None,
+    ) -> None:
+        self._comm = comm
+        self._what = what
+        self._arrays = [each for each, _, _ in (*sends, *recvs)]
+        self._result = result
+        self._stream = stream
+        self._sends, self._recvs = _rows(sends), _rows(recvs)
+        self._peers = tuple(peer for _, peer, _ in recvs)
+        self._keep = tuple(each.owner for each in self._arrays)
+        self._on = place_of(what, self._arrays)
+        comm._staging.messages(self._on)
+
+    def run(self, nonblocking: bool, timeout_s: float | None = None) -> Any:
+        """Start it; return a request, or let the stream wait and return the output."""
+        comm, device = self._comm, self._on
+        comm._check_usable()
+        limit = comm.timeout_s if timeout_s is None else timeout_s
+        first = self._arrays[0].array
+        if self._stream is None:
+            stream = current_stream_of(first, device)
+        else:
+            stream = as_stream(self._stream, device, self._what)
+        staging = comm._staging
+        staging.order_exported(device, stream, self._arrays)
+        messages = staging.messages(device)
+        started = staging.given(
+            lambda: messages.start(
+                self._sends, self._recvs, stream, not nonblocking, self._keep, limit
+            )
+        )
+        request = DeviceMessageRequest(
+            comm,
+            started,
+            self._result,
+            self._what,
+            limit,
+            device,
+            stream,
+            first,
+            peers=self._peers,
+        )
+        if nonblocking:
+            return request
+        request.be_quiet()
+        return self._result
+
+
+def _rows(messages: Sequence[Message]) -> list[tuple[int, int, int, int]]:
+    return [(each.address, each.nbytes, peer, tag) for each, peer, tag in messages]

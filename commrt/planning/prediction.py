@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a candidate is predicted to take: the prior of the tuner, the default choice."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from commrt import algorithms
+from commrt.planning.host_plans import split_params
+from commrt.schedule.core_cost import core_cost, core_floor
+from commrt.schedule.cost import OnNode, cost, counts, floor
+from commrt.select.facts import Candidate, CommFacts, Query
+from commrt.select.model import (
+    COMPARED,
+    COMPARED_NBYTES,
+    NATIVE_GLOO,
+    BetweenNodes,
+    Constants,
+    Transport,
+    cheapest,
+    constants,
+    gloo_constants,
+)
+from commrt.vocabulary.operations import operation
+
+__all__ = ["floor_us", "predicted_us"]
+
+
+_UNKNOWN_NBYTES = 128 << 10
+"""What a pair of ranks is taken to exchange where no rank knows all lengths: between
+nodes a wrong choice costs short ones a tenth or two, and long ones two thirds."""
+
+
+def predicted_us(
+    facts: CommFacts,
+    query: Query,
+    candidate: Candidate,
+    between: BetweenNodes | None = None,
+) -> float:
+    """Return the modelled microseconds of ``candidate`` for ``query``.
+
+    MPI's own collective is taken to be as good as the best schedule would be over its
+    messages; a third party's backend is taken to be like it. gloo's is known.
+    ``between``: what messages of gloo cost, as measured.
+    """
+    if facts.size == 1:
+        return 0.0
+    return _predicted(facts, query, candidate, between, only_floor=False)
+
+
+def floor_us(
+    facts: CommFacts,
+    query: Query,
+    candidate: Candidate,
+    between: BetweenNodes | None = None,
+) -> float:
+    """Return what ``predicted_us`` is at least: found from a few ranks' programs."""
+    if facts.size == 1:
+        return 0.0
+    return _predicted(facts, query, candidate, between, only_floor=True)
+
+
+def _predicted(
+    facts: CommFacts,
+    query: Query,
+    candidate: Candidate,
+    between: BetweenNodes | None,
+    only_floor: bool,
+) -> float:
+    if candidate.backend == "gloo":
+        return _by_gloo_us(facts, query, candidate, between, only_floor)
+    if candidate.algorithm in algorithms.names(query.coll):
+        own, _ = split_params(candidate.params)
+        on_node = facts.nodes == 1 and candidate.algorithm != "native"
+        transport: Transport = "shm" if on_node else "mpi"
+        one = constants(facts.link_class, transport)
+        return _schedule_us(
+            facts, query, candidate.algorithm, own, one, only_floor, shares=on_node
+        )
+
+    def by(name: str, only_floor: bool) -> float:
+        one = constants(facts.link_class, "mpi")
+        return _schedule_us(facts, query, name, {}, one, only_floor, shares=False)
+
+    known = algorithms.names(query.coll, facts.size)
+    if only_floor:
+        return min(by(name, True) for name in known)
+    return cheapest(known, lambda name: by(name, False), lambda name: by(name, True))[1]
+
+
+def _by_gloo_us(
+    facts: CommFacts,
+    query: Query,
+    candidate: Candidate,
+    between: BetweenNodes | None,
+    only_floor: bool,
+) -> float:
+    """Return what a schedule over gloo's messages takes, or gloo's own collective."""
+    if operation(query.coll).rule_bytes == "any":
+        query = replace(query, nbytes=_UNKNOWN_NBYTES)
+    if candidate.algorithm != "native":
+        own, _ = split_params(candidate.params)
+        crowd = max(1.0, facts.ppn / facts.cores)
+        one = gloo_constants(between, native=False, crowd=crowd)
+        return _schedule_us(facts, query, candidate.algorithm, own, one, only_floor)
+    run = NATIVE_GLOO.get(query.coll)
+    if run is None:
+        return math.inf
+    one = gloo_constants(between, native=True)
+    start_us = one.alpha_us
+    if query.coll != "barrier":
+        start_us += _comparing_us(facts, between, only_floor)
+    one = replace(one, beta_us=run.copies * one.beta_us)
+    # Of what ranks of a node send each other gloo makes no difference.
+    same = OnNode(facts.layout, 1.0, 1.0) if facts.ppn > 1 else None
+    asked = replace(query, coll=run.coll)
+    return start_us + _schedule_us(
+        facts, asked, run.algorithm, {}, one, only_floor, nearby=same
+    )
+
+
+def _comparing_us(
+    facts: CommFacts, between: BetweenNodes | None, only_floor: bool
+) -> float:
+    """Return what ranks take to compare what they have called."""
+    short = Query(COMPARED.coll, COMPARED_NBYTES, "int64", op="max")
+    one = gloo_constants(between, native=False)
+    return _schedule_us(facts, short, COMPARED.algorithm, {}, one, only_floor)
+
+
+def _schedule_us(
+    facts: CommFacts,
+    query: Query,
+    name: str,
+    params: dict[str, Any],
+    one: Constants,
+    only_floor: bool,
+    *,
+    shares: bool = False,
+    nearby: OnNode | None = None,
+) -> float:
+    """Return what a schedule takes where messages between nodes cost so much.
+
+    Args:
+        facts: where it runs.
+        query: the operation.
+        name: the algorithm.
+        params: its parameters.
+        one: costs between nodes; on one node, those there.
+        only_floor: whether only what it takes at least is asked for.
+        shares: on one node, whether ranks read each other's memory.
+        nearby: what messages on a node cost beside those; None: what they do by
+            shared memory.
+    """
+    root = query.root or 0
+    prices = full_nbytes(query, facts.size), one.alpha_us, one.beta_us, one.gamma_us
+    try:
+        schedule = algorithms.schedule(
+            *(query.coll, name, facts.size, root, params, facts.layout)
+        )
+        # The root, its neighbours, and two that are far from it.
+        few = {(root + far) % facts.size for far in (0, 1, -1, facts.size // 2)}
+        if facts.nodes > 1:
+            on_node = nearby or _on_node(facts, one)
+            if only_floor:
+                return floor(schedule, few, *prices, on_node)
+            return cost(schedule, *prices, on_node)
+        if not (only_floor or algorithms.get(query.coll, name).built_in):
+            counts(schedule)  # raises where ranks would wait for each other
+        crowd = max(1.0, facts.ppn / facts.cores)
+        if only_floor:
+            return core_floor(schedule, few, *prices, shares=shares, crowd=crowd)
+        return core_cost(schedule, *prices, shares=shares, crowd=crowd)
+    except Exception as error:
+        if algorithms.get(query.coll, name).built_in:
+            raise
+        # A third party's mistake must not take the others' default choice with it.
+        warnings.warn(
+            f"{query.coll} algorithm {name!r} is left out for {facts.size} ranks: "
+            f"{type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return math.inf
+
+
+def _on_node(facts: CommFacts, between: Constants) -> OnNode | None:
+    """Return what messages on a node cost, compared with those between nodes."""
+    if facts.ppn == 1:
+        return None
+    crowd = max(1.0, facts.ppn / facts.cores)
+    here = constants("near" if crowd == 1 else "oversubscribed", "shm")
+    return OnNode(
+        facts.layout,
+        min(1.0, crowd * here.alpha_us / between.alpha_us),
+        min(1.0, crowd * here.beta_us / between.beta_us),
+    )
+
+
+def full_nbytes(query: Query, size: int) -> int:
+    """Return the bytes of the full vector: the inverse of ``rule_nbytes``."""
+    whole = operation(query.coll).rule_bytes == "whole"
+    return query.nbytes if whole else query.nbytes * size

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank"s part of an operation, from which a backend makes a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commrt.select.facts import Candidate, CommFacts
+from commrt.vocabulary.dtypes import DType, ReduceOp
+from commrt.vocabulary.operations import OpSpec
+from commrt.vocabulary.reductions import BoundReduction
+
+__all__ = ["PlanSpec", "serves"]
+
+
+@dataclass(frozen=True)
+class PlanSpec:
+    """One rank's part of an operation, before an algorithm is bound to it."""
+
+    op: OpSpec
+    """The operation."""
+    num_elements: int
+    """Length of the full vector (see ``Space.scale``)."""
+    dtype: DType
+    """Element type."""
+    reduction: ReduceOp
+    """The reduction; SUM where there is none."""
+    root: int
+    """The root; 0 where there is none."""
+    candidate: Candidate
+    """What to run, with all its parameters."""
+    in_elements: int
+    """Elements of this rank's send buffer, 0 where it has none."""
+    out_elements: int
+    """Elements of this rank's output, 0 where it has none."""
+    has_output: bool
+    """Whether the call returns an array on this rank."""
+    counts: tuple[tuple[int, ...], ...] = ()
+    """Elements per rank of a vector operation, one tuple for each of the operation's
+    ``count_arguments``."""
+    factor: int | float | None = None
+    """What premul_sum multiplies this rank's input by; a fact of one rank."""
+    user: BoundReduction | None = None
+    """The user's own reduction, instead of ``reduction``."""
+
+
+def serves(facts: CommFacts, backend: str) -> bool:
+    """Return whether ``backend`` is the one that runs schedules on such ranks."""
+    if facts.size == 1:
+        return backend == "local"
+    return backend == ("shm" if facts.nodes == 1 else "mpi")

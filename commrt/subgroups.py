@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New communicators from old ones: split, dup, create_group, cart, mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from commrt.errors import MismatchError, UsageError
+from commrt.grids.grid import Grid, make_grid
+from commrt.grids.mesh import Mesh, parse_axes
+from commrt.grids.neighbors import make_neighborhood
+from commrt.sparse.methods import SparseMethods
+from commrt.vocabulary.checks import as_integer, check_flag
+
+if TYPE_CHECKING:
+    from commrt.comm import CartCommunicator, Communicator, GraphCommunicator
+
+__all__ = ["GroupCreation"]
+
+
+# A chain of bases: a native class can be reached through one base only.
+class GroupCreation(SparseMethods):
+    """The methods of a communicator that make others."""
+
+    _deterministic: bool
+    _plain: ClassVar[type[Communicator]]
+    _cart: ClassVar[type[CartCommunicator]]
+    _graph: ClassVar[type[GraphCommunicator]]
+
+    def split(
+        self,
+        color: int | None,
+        key: int = 0,
+        *,
+        name: str | None = None,
+        deterministic: bool | None = None,
+    ) -> Communicator | None:
+        """Return the communicator of the ranks that passed the same ``color``.
+
+        Collective over all ranks. Ranks are ordered by ``key``, then by rank here.
+        With ``color=None`` a rank takes part and gets None. ``deterministic``: results
+        are bitwise the same whatever algorithm runs; None: as here.
+        """
+        self._check_usable()
+
+        def check() -> tuple[bool, int | None, int]:
+            return (
+                self._wish("split", deterministic),
+                None if color is None else _check_integer("split", "color", color),
+                _check_integer("split", "key", key),
+            )
+
+        wish, mine, place = self._together("split", check)
+        said = self._meet("split", [mine, place])
+        label, title = self._label("split")
+        if mine is None:
+            return None
+        chosen = sorted((at, r) for r, (other, at) in enumerate(said) if other == mine)
+        ranks = [self._ranks[rank] for _, rank in chosen]
+        title = f"{title}[{mine}]"
+        return self._derive(ranks, f"{label}[{mine}]", name or title, wish)
+
+    def dup(
+        self, *, name: str | None = None, deterministic: bool | None = None
+    ) -> Communicator:
+        """Return a communicator of the same ranks with a sequence of its own.
+
+        ``deterministic``: results are bitwise the same whatever algorithm runs; None:
+        as here.
+        """
+        self._check_usable()
+        wish = self._together("dup", lambda: self._wish("dup", deterministic))
+        self._meet("dup", None)
+        label, title = self._label("dup")
+        return self._derive(self._ranks, label, name or title, wish)
+
+    def create_group(
+        self,
+        ranks: Sequence[int],
+        *,
+        name: str | None = None,
+        deterministic: bool | None = None,
+    ) -> Communicator:
+        """Return the communicator of ``ranks`` (ranks of this one, in that order).
+
+        Collective over ``ranks`` only: other ranks must not call it.
+        ``deterministic``: results are bitwise the same whatever algorithm runs; None:
+        as here.
+        """
+        self._check_usable()
+        wish = self._wish("create_group", deterministic)
+        try:
+            given = list(ranks)
+        except TypeError:
+            raise UsageError(
+                f"create_group: ranks={ranks!r} must be a sequence of ranks, such as "
+                f"[0, 1]"
+            ) from None
+        ranks = [self._check_rank("create_group", "ranks", rank) for rank in given]
+        if len(set(ranks)) != len(ranks) or self.rank not in ranks:
+            raise UsageError(
+                f"create_group: ranks={ranks} must be distinct and contain the "
+                f"caller's rank {self.rank}"
+            )
+        world_ranks = [self._ranks[rank] for rank in ranks]
+        label = f"comm{self._identity}/group{ranks}"
+        title = f"{self.name}.group{ranks}"
+        return self._derive(world_ranks, label, name or title, wish)
+
+    def cart(
+        self,
+        dims: Sequence[int],
+        periodic: bool | Sequence[bool] = False,
+        *,
+        name: str | None = None,
+    ) -> CartCommunicator:
+        """Return a communicator of the same ranks in a Cartesian grid.
+
+            grid = comm.cart((0, 0), periodic=(True, False))
+            source, dest = grid.shift(0)
+
+        The product of ``dims`` is the number of ranks; every 0 is chosen so, and as
+        evenly as can be. Ranks stay as they are, the last coordinate fastest.
+        Collective over all ranks, with equal arguments.
+        """
+        self._check_usable()
+        grid = self._together("cart", lambda: make_grid(self.size, dims, periodic))
+        self._meet_equal("cart", f"dims={grid.dims}, periodic={grid.periodic}")
+        label, title = self._label("cart")
+        return self._derive_cart(grid, range(self.size), label, name or title)
+
+    def graph(
+        self,
+        sources: Sequence[int],
+        destinations: Sequence[int],
+        *,
+        name: str | None = None,
+    ) -> GraphCommunicator:
+        """Return a communicator of the same ranks that knows who sends to whom.
+
+            tree = comm.graph([parent], children)
+            tree.neighbor_alltoall(parts, out=mine)
+
+        Each rank says whom it receives from and whom it sends to, itself and any rank
+        several times included; the k-th edge from one to another is the k-th for both.
+        Collective over all ranks, which must agree on every edge.
+        """
+        self._check_usable()
+
+        def check() -> list[list[int]]:
+            return [
+                self._check_ranks("sources", sources),
+                self._check_ranks("destinations", destinations),
+            ]
+
+        lists = self._together("graph", check)
+        self._check_edges(*lists)
+        label, title = self._label("graph")
+        limit = self.timeout_s
+        identity = self._world.agree_id(self._ranks, label, timeout_s=limit)
+        made = self._graph(
+            self._world, self._ranks, name or title, identity, timeout_s=limit
+        )
+        made.neighborhood = make_neighborhood(*lists)
+        return made
+
+    def _check_ranks(self, argument: str, given: Any) -> list[int]:
+        try:
+            ranks = list(given)
+        except TypeError:
+            raise UsageError(
+                f"graph: {argument}={given!r} must be a sequence of ranks"
+            ) from None
+        return [self._check_rank("graph", argument, rank) for rank in ranks]
+
+    def _check_edges(self, sources: list[int], destinations: list[int]) -> None:
+        """Raise the same MismatchError on all ranks unless both ends know each edge."""
+        known = self._meet("graph", [sources, destinations])
+        for rank, (_, to) in enumerate(known):
+            for peer, (come, _) in enumerate(known):
+                if to.count(peer) != come.count(rank):
+                    raise MismatchError(
+                        f"graph on {self.name}: the ranks disagree: rank {rank} names "
+                        f"rank {peer} {to.count(peer)} times among its destinations, "
+                        f"and rank {peer} names rank {rank} {come.count(rank)} times "
+                        f"among its sources"
+                    )
+
+    def mesh(self, axes: Mapping[str, int] | Sequence[tuple[str, int]]) -> Mesh:
+        """Return the ranks as a grid with named axes, and communicators along them.
+
+            mesh = comm.mesh({"data": 0, "tensor": 4})
+            mesh["tensor"].allreduce(x)
+
+        The product of the numbers is the number of ranks; a 0 is chosen so. The last
+        axis is the fastest. Collective over all ranks, with equal arguments.
+        """
+        self._check_usable()
+        shape = self._together("mesh", lambda: parse_axes(self.size, axes))
+        self._meet_equal("mesh", str(shape))
+        label, title = self._label("mesh")
+        whole: Any = self  # a Communicator, which this class is a base of
+        return Mesh(whole, shape, label, title)
+
+    def _wish(self, what: str, deterministic: bool | None) -> bool:
+        if deterministic is None:
+            return self._deterministic
+        return check_flag(what, "deterministic", deterministic)
+
+    def _derive(
+        self,
+        ranks: Sequence[int],
+        label: str,
+        name: str,
+        deterministic: bool | None = None,
+    ) -> Communicator:
+        wish = self._deterministic if deterministic is None else deterministic
+        limit = self.timeout_s
+        same = f"deterministic={wish}"
+        identity = self._world.agree_id(ranks, label, same, limit)
+        return self._plain(
+            self._world, ranks, name, identity, deterministic=wish, timeout_s=limit
+        )
+
+    def _derive_cart(
+        self,
+        grid: Grid,
+        ranks: Sequence[int],
+        label: str,
+        name: str,
+        deterministic: bool | None = None,
+    ) -> CartCommunicator:
+        """Return a communicator over a grid of ``ranks`` of this one."""
+        world_ranks = [self._ranks[rank] for rank in ranks]
+        wish = self._deterministic if deterministic is None else deterministic
+        world, limit = self._world, self.timeout_s
+        same = f"deterministic={wish}"
+        identity = world.agree_id(world_ranks, label, same, limit)
+        made = self._cart(
+            world, world_ranks, name, identity, deterministic=wish, timeout_s=limit
+        )
+        made.grid = grid
+        return made
+
+    def _derive_from(self, ranks: Sequence[int], label: str, name: str) -> Communicator:
+        """Return a communicator of ``ranks`` of this one."""
+        return self._derive([self._ranks[rank] for rank in ranks], label, name)
+
+
+def _check_integer(what: str, argument: str, value: Any) -> int:
+    found = as_integer(value)
+    if found is None:
+        optional = " or None" if argument == "color" else ""
+        raise UsageError(f"{what}: {argument}={value!r} must be an integer{optional}")
+    return found

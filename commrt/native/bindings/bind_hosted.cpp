@@ -8,7 +8,7 @@
 #include <tuple>
 
 #include "bindings/bind_staged_work.hpp"
-#include "device_calls/hosted_work.hpp"
+#include "staging/hosted_work.hpp"
 
 namespace commrt {
 

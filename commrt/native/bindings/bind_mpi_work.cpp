@@ -5,7 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bind_device_work.hpp"
-#include "device_calls/mpi_work.hpp"
+#include "library_calls/mpi_work.hpp"
 
 namespace commrt {
 

@@ -4,6 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings/bindings.hpp"
 #include "calls/group.hpp"
 #include "engine/p2p.hpp"
 

@@ -6,7 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bind_device_work.hpp"
-#include "nccl/nccl_work.hpp"
+#include "library_calls/nccl_work.hpp"
 
 namespace commrt {
 

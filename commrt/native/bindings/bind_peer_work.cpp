@@ -5,7 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bind_device_work.hpp"
-#include "device_calls/peer_work.hpp"
+#include "peer_memory/peer_work.hpp"
 
 namespace commrt {
 

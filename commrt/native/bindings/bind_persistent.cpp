@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "bindings/bindings.hpp"
 #include "calls/group.hpp"
 
 namespace commrt {

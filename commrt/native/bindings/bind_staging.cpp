@@ -10,9 +10,9 @@
 #include <cstring>
 
 #include "bindings/bind_staged_work.hpp"
-#include "device_calls/staged_messages.hpp"
-#include "device_calls/staging.hpp"
 #include "engine/p2p.hpp"
+#include "staging/staged_messages.hpp"
+#include "staging/staging.hpp"
 
 namespace commrt {
 

@@ -355,7 +355,7 @@ void bind_fusion(nb::module_& m) {
         "its error or None; no outputs where the list has others, too.");
   m.def("open_fusion", [](Group& g, uint64_t nbytes, double limit_s) {
     g.fusion = std::make_unique<Fusion>(g, nbytes, limit_s);
-    if (g.fusion->agrees()) g.engine->timed.push_back(&g);
+    if (g.fusion->agrees()) add_timed(g);
   }, nb::arg("group"), nb::arg("nbytes"), nb::arg("limit_s"),
      "From now on short nonblocking allreduces go into buckets.");
   m.def("close_fusion", [](Group& g) {
@@ -365,8 +365,7 @@ void bind_fusion(nb::module_& m) {
     }
     if (g.fusion == nullptr) return;
     g.fusion->close(nb::borrow(nb::find(g)));
-    auto& timed = g.engine->timed;
-    timed.erase(std::remove(timed.begin(), timed.end(), &g), timed.end());
+    forget_timed(g);
     g.fusion.reset();
   }, nb::arg("group"));
   m.def("fuse", [](nb::handle group, uint64_t in, uint64_t out, int64_t count, int dtype,

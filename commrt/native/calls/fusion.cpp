@@ -230,12 +230,30 @@ bool Fusion::ask(nb::handle group, const char* method) {
   return done != nullptr;
 }
 
+namespace {
+
+// Communicators whose open buckets have a time limit, of all engines. Guarded by the GIL.
+std::vector<Group*>& all_timed() {
+  static auto* const all = new std::vector<Group*>;
+  return *all;
+}
+
+}  // namespace
+
+void add_timed(Group& group) { all_timed().push_back(&group); }
+
+void forget_timed(Group& group) {
+  auto& all = all_timed();
+  all.erase(std::remove(all.begin(), all.end(), &group), all.end());
+}
+
 bool look_at_timed(Engine& engine) {
   const double now = now_s();
-  const std::vector<Group*> groups = engine.timed;  // what is called may change it
+  const std::vector<Group*> groups = all_timed();  // what is called may change it
   for (Group* group : groups) {
-    const auto& timed = engine.timed;
-    if (std::find(timed.begin(), timed.end(), group) == timed.end()) continue;
+    const auto& all = all_timed();
+    if (std::find(all.begin(), all.end(), group) == all.end()) continue;
+    if (group->engine.get() != &engine) continue;
     if (!group->fusion->is_due(now)) continue;
     const nb::object object = nb::find(*group);
     PyObject* const done = PyObject_CallMethod(object.ptr(), "_bucket_full", nullptr);
@@ -248,7 +266,9 @@ bool look_at_timed(Engine& engine) {
     }
   }
   double due = kNever;
-  for (const Group* group : engine.timed) due = std::min(due, group->fusion->due_s());
+  for (const Group* group : all_timed()) {
+    if (group->engine.get() == &engine) due = std::min(due, group->fusion->due_s());
+  }
   engine.timed_due_s.store(due, std::memory_order_relaxed);
   return true;
 }

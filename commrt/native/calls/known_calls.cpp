@@ -7,12 +7,12 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "calls/device_request.hpp"
 #include "calls/fusion.hpp"
-#include "device_calls/device_request.hpp"
-#include "device_calls/mpi_work.hpp"
-#include "device_calls/peer_work.hpp"
-#include "device_calls/staging.hpp"
-#include "nccl/nccl_work.hpp"
+#include "library_calls/mpi_work.hpp"
+#include "library_calls/nccl_work.hpp"
+#include "peer_memory/peer_work.hpp"
+#include "staging/staging.hpp"
 
 namespace commrt {
 

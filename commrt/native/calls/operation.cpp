@@ -5,13 +5,10 @@
 // without a bound method. What it does not recognise at a glance (an array of another library,
 // an unknown plan, a wrong argument) it hands to `Communicator._call`, which either runs the call
 // or raises the precise error. One made with `only_known` says NotImplemented there.
-#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
-#define PY_ARRAY_UNIQUE_SYMBOL commrt_numpy
-#define NO_IMPORT_ARRAY
+#include "arrays/tensor_view.hpp"
 #include "calls/fusion.hpp"
 #include "calls/known_calls.hpp"
 #include "calls/method_descriptor.hpp"
-#include "calls/tensor_view.hpp"
 
 #include <algorithm>
 #include <new>

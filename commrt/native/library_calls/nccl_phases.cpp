@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Messages among neighbours by NCCL: what leaves is packed, all messages of a phase are grouped, and
 // what came is unpacked, all in one stream.
-#include "nccl/nccl_work.hpp"
+#include "library_calls/nccl_work.hpp"
 
 namespace commrt {
 

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reads arrays on devices (device_view.hpp).
-#include "calls/device_view.hpp"
+#include "arrays/device_view.hpp"
+
+#include <nanobind/stl/string.h>
 
 #include <iterator>
 #include <string>
 #include <unordered_map>
 
-#include "bindings/bind_device.hpp"
-#include "calls/group.hpp"
+#include "arrays/python_device.hpp"
+#include "arrays/view.hpp"
 
 namespace commrt {
 

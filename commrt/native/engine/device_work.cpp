@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Calls under way on a device, and their failures.
-#include "device_calls/device_work.hpp"
+#include "engine/device_work.hpp"
 
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"

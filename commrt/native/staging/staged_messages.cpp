@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What messages of device memory give the device, and what becomes of them (staged_messages.hpp).
-#include "device_calls/staged_messages.hpp"
+#include "staging/staged_messages.hpp"
 
 #include <algorithm>
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Records calls (recorded_method.hpp).
-#include "recording/recorded_method.hpp"
+#include "calls/recorded_method.hpp"
 
 #include <utility>
 
-#include "calls/device_view.hpp"
-#include "calls/tensor_view.hpp"
+#include "arrays/device_view.hpp"
+#include "arrays/tensor_view.hpp"
+#include "calls/group.hpp"
 
 namespace commrt {
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "bindings/bind_device_work.hpp"
+#include "calls/device_call.hpp"
 
 namespace commrt {
 

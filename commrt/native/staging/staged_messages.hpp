@@ -24,9 +24,9 @@
 #include <string>
 #include <vector>
 
-#include "device_calls/pinned_pool.hpp"
 #include "device_calls/staged_work.hpp"
 #include "engine/p2p.hpp"
+#include "staging/pinned_pool.hpp"
 
 namespace commrt {
 

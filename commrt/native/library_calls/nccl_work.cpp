@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a call gives the device, and what whoever makes progress sees of it (nccl_work.hpp).
-#include "nccl/nccl_work.hpp"
+#include "library_calls/nccl_work.hpp"
 
 #include <utility>
 
@@ -8,7 +8,7 @@
 #include "devices/device_error.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
-#include "nccl/nccl_program.hpp"
+#include "library_calls/nccl_program.hpp"
 
 namespace commrt {
 

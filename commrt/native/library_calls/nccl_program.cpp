@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "nccl/nccl_program.hpp"
+#include "library_calls/nccl_program.hpp"
 
 #include <algorithm>
 

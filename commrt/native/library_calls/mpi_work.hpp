@@ -23,7 +23,7 @@
 #include <string>
 
 #include "device_calls/staged_work.hpp"
-#include "nccl/nccl_order.hpp"
+#include "library_calls/nccl_order.hpp"
 
 namespace commrt {
 

@@ -26,7 +26,7 @@
 
 #include "device_calls/staged_plan.hpp"
 #include "device_calls/watched_work.hpp"
-#include "nccl/nccl_order.hpp"
+#include "library_calls/nccl_order.hpp"
 #include "types.hpp"
 
 namespace commrt {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // What NCCL's work on a device shares, and the end of communicators.
-#include "nccl/nccl_order.hpp"
+#include "library_calls/nccl_order.hpp"
 
 #include <algorithm>
 
 #include "device_calls/staged_work.hpp"
-#include "nccl/nccl_work.hpp"
+#include "library_calls/nccl_work.hpp"
 
 namespace commrt {
 

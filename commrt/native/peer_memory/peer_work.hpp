@@ -19,8 +19,8 @@
 #include <mutex>
 #include <string>
 
-#include "device_calls/peer_exchange.hpp"
 #include "device_calls/watched_work.hpp"
+#include "peer_memory/peer_exchange.hpp"
 
 namespace commrt {
 

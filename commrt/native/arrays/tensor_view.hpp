@@ -5,9 +5,13 @@
 // used is the table of functions that torch offers to C for this (dlpack_exchange.hpp).
 #pragma once
 
-#include "calls/group.hpp"
+#include <nanobind/nanobind.h>
+
+#include "arrays/view.hpp"
 
 namespace commrt {
+
+namespace nb = nanobind;
 
 // Fills `view` from a dense contiguous tensor of a known type in host memory, of the class
 // torch.Tensor or torch.nn.Parameter itself. False, with no Python error set, for everything else:

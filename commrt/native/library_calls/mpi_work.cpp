@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a call of MPI on device memory gives the device, and what whoever makes progress does for
 // it (mpi_work.hpp).
-#include "device_calls/mpi_work.hpp"
+#include "library_calls/mpi_work.hpp"
 
 #include "devices/device_error.hpp"
 #include "engine/comm.hpp"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a call gives the device, and what whoever makes progress sees of it (peer_work.hpp).
-#include "device_calls/peer_work.hpp"
+#include "peer_memory/peer_work.hpp"
 
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"

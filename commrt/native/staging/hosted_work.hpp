@@ -18,8 +18,8 @@
 #include <string>
 #include <vector>
 
-#include "device_calls/pinned_pool.hpp"
 #include "device_calls/staged_work.hpp"
+#include "staging/pinned_pool.hpp"
 
 namespace commrt {
 

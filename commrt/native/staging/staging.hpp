@@ -24,8 +24,8 @@
 #include <string>
 #include <vector>
 
-#include "device_calls/pinned_ring.hpp"
 #include "device_calls/staged_work.hpp"
+#include "staging/pinned_ring.hpp"
 
 namespace commrt {
 

@@ -2,10 +2,10 @@
 // What a communicator has under way on a device: a list of calls that whoever makes progress looks
 // at, that end or fail once, and whose failure is the communicator's.
 //
-//   StagedWork (staged_work.hpp):   the host has a part in each call, and flags let it go on:
-//                                   collectives (staging.hpp), messages (staged_messages.hpp)
-//   WatchedWork (watched_work.hpp): the device ends calls by itself: NCCL's (nccl_work.hpp), those
-//                                   over memory of peers (peer_work.hpp)
+//   StagedWork (device_calls/):  the host has a part in each call, and flags let it go on:
+//                                collectives and messages (staging/), MPI's (library_calls/)
+//   WatchedWork (device_calls/): the device ends calls by itself: those over memory of peers
+//                                (peer_memory/), NCCL's (library_calls/)
 #pragma once
 
 #include <atomic>

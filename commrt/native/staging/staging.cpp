@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a call gives the device, and what whoever makes progress does for it (staging.hpp).
-#include "device_calls/staging.hpp"
+#include "staging/staging.hpp"
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What calls whose work is the host's give the device, and what becomes of them (hosted_work.hpp).
-#include "device_calls/hosted_work.hpp"
+#include "staging/hosted_work.hpp"
 
 #include <algorithm>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "device_calls/peer_exchange.hpp"
+#include "peer_memory/peer_exchange.hpp"
 
 #include "devices/device_error.hpp"
 

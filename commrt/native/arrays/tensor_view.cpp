@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reads torch's tensors in host memory (tensor_view.hpp).
-#include "calls/tensor_view.hpp"
+#include "arrays/tensor_view.hpp"
 
 #include <initializer_list>
 #include <utility>
 
-#include "calls/dlpack_exchange.hpp"
+#include "arrays/dlpack_exchange.hpp"
 
 namespace commrt {
 

@@ -14,7 +14,7 @@ NATIVE = Path(__file__).parents[2] / "commrt" / "native"
 # Lowest first. A part is a folder, or a header beside the folders. Parts of one layer
 # may include each other, but not in a circle.
 LAYERS = (
-    ("types",),
+    ("types", "planted_bugs"),
     ("kernels", "recording", "nccl"),
     ("devices",),
     ("engine", "arrays"),

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Binds what all calls on device memory, and all works, have alike (device_calls/requests.py).
-#include "bindings/bind_device_work.hpp"
-
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings/bindings.hpp"
+#include "calls/device_call.hpp"
 #include "engine/p2p.hpp"
 
 namespace commrt {

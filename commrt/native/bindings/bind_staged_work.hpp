@@ -4,7 +4,8 @@
 
 #include <memory>
 
-#include "bindings/bind_device_work.hpp"
+#include "bindings/bindings.hpp"
+#include "calls/device_call.hpp"
 #include "device_calls/staged_work.hpp"
 
 namespace commrt {

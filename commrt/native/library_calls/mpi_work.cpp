@@ -9,12 +9,12 @@
 
 namespace commrt {
 
-const char* const kPlantedInMpiNames[kNumPlantedInMpi] = {
-    "none",      "ungated",          "no_go",     "go_early",          "go_off_by_one",
-    "no_ready",  "ready_after",      "start_other_stream", "end_early", "end_other_stream",
-    "no_end_wait", "values_again",   "copy_late", "copy_other_stream",
-    "no_copy",   "copy_early",       "not_behind_nccl", "not_before_nccl", "flags_kept",
-    "not_started", "not_behind_graphs", "not_before_graphs"};
+COMMRT_NAMES_OF_BUGS(
+    PlantedInMpi,
+    "ungated", "no_go", "go_early", "go_off_by_one", "no_ready", "ready_after",
+    "start_other_stream", "end_early", "end_other_stream", "no_end_wait", "values_again",
+    "copy_late", "copy_other_stream", "no_copy", "copy_early", "not_behind_nccl",
+    "not_before_nccl", "flags_kept", "not_started", "not_behind_graphs", "not_before_graphs")
 
 namespace {
 

@@ -21,9 +21,11 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "device_calls/staged_work.hpp"
 #include "library_calls/nccl_order.hpp"
+#include "planted_bugs.hpp"
 
 namespace commrt {
 
@@ -51,9 +53,9 @@ enum class PlantedInMpi : int {
   NotStarted,        // nothing but the go flag orders the end behind the start
   NotBehindGraphs,   // the start does not wait for NCCL's work in graphs that were launched
   NotBeforeGraphs,   // graphs that are launched later do not wait for the call
+  Count,
 };
-constexpr int kNumPlantedInMpi = 22;
-extern const char* const kPlantedInMpiNames[kNumPlantedInMpi];
+std::vector<std::string> names_of(PlantedInMpi);
 
 // What of a call follows from its arguments alone.
 struct MpiDevicePlan : std::enable_shared_from_this<MpiDevicePlan> {
@@ -92,12 +94,12 @@ class MpiWork : public StagedWork {
                 double timeout_s);
   void close() override;
 
-  std::atomic<PlantedInMpi> planted{PlantedInMpi::None};  // by a test's thread
+  PlantedBug<PlantedInMpi> planted;
 
  private:
   using MpiPtr = std::shared_ptr<MpiCall>;
 
-  bool has(PlantedInMpi bug) const { return planted.load(std::memory_order_relaxed) == bug; }
+  bool has(PlantedInMpi bug) const { return planted.is(bug); }
   void issue(const MpiPtr& made, Stream stream, void* const* keep);
   void bind(MpiCall& made, unsigned char** copy_to, std::size_t* copy_nbytes);
   void enqueue(const MpiPtr& made, Stream stream, unsigned char* copy_to, std::size_t copy_nbytes);

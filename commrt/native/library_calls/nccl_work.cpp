@@ -36,12 +36,13 @@ bool reads_what_it_writes(const NcclPlan& plan, const unsigned char* in,
 
 }  // namespace
 
-const char* const kNcclPlantedNames[kNumNcclPlanted] = {
-    "none",      "no_ready",   "ready_late", "no_end_wait",  "end_early",         "end_other_stream",
-    "end_flag_early", "no_chain", "chain_self", "unlocked", "wrong_stream", "copy_other_stream",
-    "no_copy",   "kept",       "graph_no_wait", "graph_no_record", "graph_no_chain",
-    "graph_no_seed", "graph_seed_alone", "graph_eager_no_wait", "graph_eager_no_record", "graph_own_stream",
-    "graph_flags", "graph_drops", "pack_late", "unpack_early", "unpack_other"};
+COMMRT_NAMES_OF_BUGS(
+    NcclPlanted,
+    "no_ready", "ready_late", "no_end_wait", "end_early", "end_other_stream", "end_flag_early",
+    "no_chain", "chain_self", "unlocked", "wrong_stream", "copy_other_stream", "no_copy", "kept",
+    "graph_no_wait", "graph_no_record", "graph_no_chain", "graph_no_seed", "graph_seed_alone",
+    "graph_eager_no_wait", "graph_eager_no_record", "graph_own_stream", "graph_flags",
+    "graph_drops", "pack_late", "unpack_early", "unpack_other")
 
 NcclWork::NcclWork(Comm& comm, Engine& engine, std::shared_ptr<NcclOrder> order,
                    std::shared_ptr<NcclComm> native)

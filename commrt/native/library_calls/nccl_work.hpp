@@ -27,6 +27,7 @@
 #include "device_calls/staged_plan.hpp"
 #include "device_calls/watched_work.hpp"
 #include "library_calls/nccl_order.hpp"
+#include "planted_bugs.hpp"
 #include "types.hpp"
 
 namespace commrt {
@@ -60,9 +61,9 @@ enum class NcclPlanted : int {
   PackLate,        // boxes are packed once the messages have left
   UnpackEarly,     // what is to come is unpacked before the messages
   UnpackOther,     // it is unpacked in a stream that the messages are not in
+  Count,
 };
-constexpr int kNumNcclPlanted = 27;
-extern const char* const kNcclPlantedNames[kNumNcclPlanted];
+std::vector<std::string> names_of(NcclPlanted);
 
 // Messages among neighbours: parts of the call's arrays, by the arrays' numbers.
 struct NcclPart {
@@ -125,12 +126,12 @@ class NcclWork : public WatchedWork {
   void close() override;
 
   std::uint64_t comm_pointer() const { return reinterpret_cast<std::uint64_t>(native_->slot->comm); }
-  std::atomic<NcclPlanted> planted{NcclPlanted::None};  // by a test's thread
+  PlantedBug<NcclPlanted> planted;
 
  private:
   using NcclPtr = std::shared_ptr<NcclCall>;
 
-  bool has(NcclPlanted bug) const { return planted.load(std::memory_order_relaxed) == bug; }
+  bool has(NcclPlanted bug) const { return planted.is(bug); }
   bool issue_behind_others(const NcclPtr& made, std::vector<unsigned char*>& arrays, Stream stream,
                            bool orders, void* const* keep);
   void issue(const NcclPtr& made, std::vector<unsigned char*>& arrays, Stream stream, bool orders,

@@ -5,12 +5,12 @@
 
 namespace commrt {
 
-const char* const kPlantedInExchangeNames[kNumPlantedInExchange] = {
-    "none",         "no_ready",        "ready_late",   "no_end",         "no_end_wait",
-    "end_early",    "end_other_stream", "end_flag_early", "no_copy",     "copy_other_stream",
-    "no_await",     "await_one_less",  "publish_early", "no_begin",      "begin_one_less",
-    "release_early", "one_half",       "values_again", "user_stream",    "kept",
-    "kept_behind",  "told_late",       "unasked"};
+COMMRT_NAMES_OF_BUGS(
+    PlantedInExchange,
+    "no_ready", "ready_late", "no_end", "no_end_wait", "end_early", "end_other_stream",
+    "end_flag_early", "no_copy", "copy_other_stream", "no_await", "await_one_less",
+    "publish_early", "no_begin", "begin_one_less", "release_early", "one_half", "values_again",
+    "user_stream", "kept", "kept_behind", "told_late", "unasked")
 
 namespace {
 

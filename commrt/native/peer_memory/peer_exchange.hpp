@@ -15,9 +15,11 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "device_calls/stream_program.hpp"
+#include "planted_bugs.hpp"
 
 namespace commrt {
 
@@ -46,9 +48,9 @@ enum class PlantedInExchange : int {
   KeptBehind,      // it lets go those that wait already, and not who waits next
   ToldLate,        // peers are told of calls under way, not of those they may still read
   Unasked,         // nobody asks whether a peer gave up: what it published is taken for good
+  Count,
 };
-constexpr int kNumPlantedInExchange = 23;
-extern const char* const kPlantedInExchangeNames[kNumPlantedInExchange];
+std::vector<std::string> names_of(PlantedInExchange);
 
 // From itself, as the plans of calls are: who makes progress may be the last one to let go of the
 // work that has it, and must not need Python for that.
@@ -86,8 +88,8 @@ class PeerExchange : public std::enable_shared_from_this<PeerExchange> {
   const int rank, size;
   const std::size_t half_nbytes;
   Stream stream = 0;  // of the communicator's own
-  std::atomic<PlantedInExchange> planted{PlantedInExchange::None};  // by a test's thread
-  bool has(PlantedInExchange bug) const { return planted.load(std::memory_order_relaxed) == bug; }
+  PlantedBug<PlantedInExchange> planted;
+  bool has(PlantedInExchange bug) const { return planted.is(bug); }
 
  private:
   DeviceStatus begin(const StreamProgram& program, std::size_t at, unsigned char** bases,

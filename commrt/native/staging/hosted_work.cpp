@@ -10,11 +10,11 @@
 
 namespace commrt {
 
-const char* const kPlantedHostedNames[kNumPlantedHosted] = {
-    "none",         "ungated",        "no_ready",        "start_early",    "values_again",
-    "no_go",        "go_early",       "go_ahead",        "end_early",      "end_of_copies",
-    "no_end_wait",  "end_flag_early", "early_recycling", "read_recycling", "late_copy",
-    "not_copied",   "flags_kept",     "block_lost",      "references_kept"};
+COMMRT_NAMES_OF_BUGS(
+    PlantedHosted,
+    "ungated", "no_ready", "start_early", "values_again", "no_go", "go_early", "go_ahead",
+    "end_early", "end_of_copies", "no_end_wait", "end_flag_early", "early_recycling",
+    "read_recycling", "late_copy", "not_copied", "flags_kept", "block_lost", "references_kept")
 
 HostedCall::~HostedCall() {
   if (work != nullptr && copied != 0) work->events().give(copied);

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "device_calls/staged_work.hpp"
+#include "planted_bugs.hpp"
 #include "staging/pinned_pool.hpp"
 
 namespace commrt {
@@ -44,9 +45,9 @@ enum class PlantedHosted : int {
   FlagsKept,       // a failure does not release the streams
   BlockLost,       // pinned memory does not come back
   ReferencesKept,  // nor do references to arrays
+  Count,
 };
-constexpr int kNumPlantedHosted = 19;
-extern const char* const kPlantedHostedNames[kNumPlantedHosted];
+std::vector<std::string> names_of(PlantedHosted);
 
 // An array of a call, and its place in the call's block.
 struct HostedArray {
@@ -94,7 +95,7 @@ class HostedWork : public StagedWork {
   // Where an array of the call lies in pinned memory.
   std::vector<std::uint64_t> places(const CallPtr& call) const;
 
-  std::atomic<PlantedHosted> planted{PlantedHosted::None};  // by a test's thread
+  PlantedBug<PlantedHosted> planted;
 
  private:
   using HostedPtr = std::shared_ptr<HostedCall>;
@@ -102,7 +103,7 @@ class HostedWork : public StagedWork {
   static HostedPtr as_hosted(const CallPtr& call) {
     return std::static_pointer_cast<HostedCall>(call);
   }
-  bool has(PlantedHosted bug) const { return planted.load(std::memory_order_relaxed) == bug; }
+  bool has(PlantedHosted bug) const { return planted.is(bug); }
   PinnedPool::Block take_block(std::size_t nbytes, double timeout_s);
   void copy_to_host(HostedCall& made, Stream stream);
   void give_copies(HostedCall& made);

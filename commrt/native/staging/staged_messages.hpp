@@ -26,6 +26,7 @@
 
 #include "device_calls/staged_work.hpp"
 #include "engine/p2p.hpp"
+#include "planted_bugs.hpp"
 #include "staging/pinned_pool.hpp"
 
 namespace commrt {
@@ -48,9 +49,9 @@ enum class PlantedMessage : int {
   RestLost,        // the array does not go to the host first
   FlagsKept,       // a failure does not release the streams
   BlockLost,       // pinned memory does not come back
+  Count,
 };
-constexpr int kNumPlantedMessages = 16;
-extern const char* const kPlantedMessageNames[kNumPlantedMessages];
+std::vector<std::string> names_of(PlantedMessage);
 
 // Messages that are one operation.
 struct MessagesCall : StagedCall {
@@ -84,7 +85,7 @@ class MessageStager : public StagedWork {
 
   // Calls whose copy to the host is not seen.
   std::size_t num_leaving();
-  std::atomic<PlantedMessage> planted{PlantedMessage::None};  // by a test's thread
+  PlantedBug<PlantedMessage> planted;
 
  private:
   const Comm* const of_;  // never looked into: it may be gone
@@ -93,7 +94,7 @@ class MessageStager : public StagedWork {
   static MessagesPtr as_messages(const CallPtr& call) {
     return std::static_pointer_cast<MessagesCall>(call);
   }
-  bool has(PlantedMessage bug) const { return planted.load(std::memory_order_relaxed) == bug; }
+  bool has(PlantedMessage bug) const { return planted.is(bug); }
   void lay_out(MessagesCall& made, const MessageLists& lists, MessageLists& on_host) const;
   PinnedPool::Block take_block(std::size_t nbytes, double timeout_s);
   void copy_to_host(MessagesCall& made, Stream stream);

@@ -10,16 +10,16 @@
 
 namespace commrt {
 
-const char* const kPlantedNames[kNumPlanted] = {
-    "none",         "ungated",     "no_go",          "early_recycling",    "no_end_wait",
-    "no_ready",     "start_early", "end_early",      "go_early",           "go_all",
-    "go_off_by_one", "end_flag_early", "start_other_stream", "end_other_stream", "ready_after",
-    "not_drained",  "not_copied",  "flags_kept",     "wrong_slot",         "late_copy",
-    "values_again", "recycled_at_call", "ring_unlocked", "ready_late", "not_packed",
-    "unpacked_early", "event_lost", "memory_kept", "references_kept",
-    "kernel_aside", "kernel_back", "given_back_early", "unagreed", "agreement_unread",
-    "words_in_place", "drained_early", "drained_next", "pack_aside", "unpack_aside", "stale_end",
-    "opened_all", "start_ahead"};
+COMMRT_NAMES_OF_BUGS(
+    Planted,
+    "ungated", "no_go", "early_recycling", "no_end_wait", "no_ready", "start_early", "end_early",
+    "go_early", "go_all", "go_off_by_one", "end_flag_early", "start_other_stream",
+    "end_other_stream", "ready_after", "not_drained", "not_copied", "flags_kept", "wrong_slot",
+    "late_copy", "values_again", "recycled_at_call", "ring_unlocked", "ready_late", "not_packed",
+    "unpacked_early", "event_lost", "memory_kept", "references_kept", "kernel_aside",
+    "kernel_back", "given_back_early", "unagreed", "agreement_unread", "words_in_place",
+    "drained_early", "drained_next", "pack_aside", "unpack_aside", "stale_end", "opened_all",
+    "start_ahead")
 
 void StagedAgreement::say(std::uint64_t* place) const {
   for (std::size_t i = 0; i < words.size(); ++i) {

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "device_calls/staged_work.hpp"
+#include "planted_bugs.hpp"
 #include "staging/pinned_ring.hpp"
 
 namespace commrt {
@@ -73,9 +74,9 @@ enum class Planted : int {
   StaleEnd,         // wait() waits for the end of the call before
   OpenedAll,        // the first copy to the host lets the host work on all pieces
   StartAhead,       // the start flag promises the piece after, too
+  Count,
 };
-constexpr int kNumPlanted = 42;
-extern const char* const kPlantedNames[kNumPlanted];
+std::vector<std::string> names_of(Planted);
 
 // A collective, in pieces.
 struct PiecesCall : StagedCall {
@@ -100,7 +101,7 @@ class Stager : public StagedWork {
   CallPtr start(const std::shared_ptr<const StagedPlan>& plan, std::vector<unsigned char*> arrays,
                 Stream stream, bool orders, void* const* keep, double timeout_s);
 
-  std::atomic<Planted> planted{Planted::None};  // by a test's thread
+  PlantedBug<Planted> planted;
 
  private:
   using PiecesPtr = std::shared_ptr<PiecesCall>;
@@ -116,7 +117,7 @@ class Stager : public StagedWork {
     double opened_s = 0;
   };
 
-  bool has(Planted bug) const { return planted.load(std::memory_order_relaxed) == bug; }
+  bool has(Planted bug) const { return planted.is(bug); }
   void issue(const PiecesPtr& made, Stream stream, void* const* keep);
   PinnedRing::Part take_part(std::size_t nbytes, double timeout_s);
   void enqueue(PiecesCall& call, std::vector<Piece>& pieces, Stream stream, std::size_t slots);

@@ -130,6 +130,12 @@ DeviceStatus unlock(Device* device, const void* token) {
   return call.status;
 }
 
+DeviceStatus exchange_capture_mode(Device* device, CaptureMode* mode) {
+  COMMRT_ENTER(device, "exchange_capture_mode");
+  std::swap(call.host->capture_mode, *mode);
+  return call.status;
+}
+
 DeviceStatus pause(Device* device) {
   COMMRT_ENTER(device, "pause");
   if (call.status != DeviceStatus::Ok) return call.status;

@@ -19,6 +19,7 @@ LAYERS = (
         "operations",
         "env",
         "console",
+        "called_by_engine",
         "tensors",
         "user_reduction",
         "wire_formats",

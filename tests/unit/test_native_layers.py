@@ -11,10 +11,10 @@ import pytest
 
 NATIVE = Path(__file__).parents[2] / "commrt" / "native"
 
-# Lowest first. A part is a folder, or a header beside the folders. Parts of one layer
+# Lowest first. A part is a folder, or a file beside the folders. Parts of one layer
 # may include each other, but not in a circle.
 LAYERS = (
-    ("types", "planted_bugs"),
+    ("types", "planted_bugs", "python_callbacks"),
     ("kernels", "recording", "nccl"),
     ("devices",),
     ("engine", "arrays"),

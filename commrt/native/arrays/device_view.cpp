@@ -10,6 +10,7 @@
 
 #include "arrays/python_device.hpp"
 #include "arrays/view.hpp"
+#include "python_callbacks.hpp"
 
 namespace commrt {
 
@@ -61,13 +62,6 @@ struct Words {
 const Words& words() {
   static const Words all;
   return all;
-}
-
-// An object of commrt's own modules, kept for ever. Not by a guarded static: its import may let
-// the GIL go to a thread that would then wait for the guard.
-PyObject* kept(PyObject*& place, const char* module, const char* name) {
-  if (place == nullptr) place = nb::object(nb::module_::import_(module).attr(name)).release().ptr();
-  return place;
 }
 
 // --- reading: what is not as expected is an error, which sends the call to Python ---
@@ -189,7 +183,7 @@ struct Libraries {
 
  private:
   Library find(PyTypeObject* type) {
-    PyObject* const own = kept(device_array, "commrt.devices.arrays", "DeviceArray");
+    PyObject* const own = callback(Callback::DeviceArray).ptr();
     if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(own))) return Library::Own;
     if (tensor != nullptr && PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(tensor))) {
       return Library::Torch;
@@ -214,8 +208,7 @@ Libraries& libraries() {
 
 // This thread's current streams, the latest last; null where there were never any.
 nb::object current_streams() {
-  static PyObject* place = nullptr;
-  PyObject* const current = kept(place, "commrt.devices.arrays", "_CURRENT");
+  PyObject* const current = callback(Callback::CurrentStreams).ptr();
   PyObject* const found = PyObject_GetAttr(current, words().streams);
   if (found != nullptr) return nb::steal(found);
   if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw nb::python_error();
@@ -237,8 +230,7 @@ Stream current_stream(PyObject* device) {
 
 // Where arrays of GPUs are, by number; null where that device is not open.
 nb::object cuda_device(std::int64_t ordinal) {
-  static PyObject* place = nullptr;
-  PyObject* const all = kept(place, "commrt.devices.registry", "_CUDA");
+  PyObject* const all = callback(Callback::CudaDevices).ptr();
   const nb::object key = taken(PyLong_FromLongLong(ordinal));
   PyObject* const found = PyDict_GetItemWithError(all, key.ptr());
   if (found == nullptr && PyErr_Occurred()) throw nb::python_error();
@@ -262,8 +254,7 @@ PointerFacts facts_of(PyObject* device, std::uint64_t address) {
 
 // As find_device() in commrt/devices/registry.py.
 nb::object device_of(std::uint64_t address) {
-  static PyObject* place = nullptr;
-  PyObject* const served = kept(place, "commrt.devices.registry", "_SERVED");
+  PyObject* const served = callback(Callback::ServedDevices).ptr();
   auto is_there = [address](PyObject* device) {
     const PointerFacts facts = facts_of(device, address);
     if (facts.kind == MemoryKind::Managed) throw Unexpected();
@@ -339,7 +330,7 @@ void see_own(PyObject* array, DeviceView& view) {
 DType torch_type(const nb::object& dtype) {
   auto& known = libraries().torch_types;
   if (const auto found = known.find(dtype.ptr()); found != known.end()) return found->second;
-  const nb::object code = nb::module_::import_("commrt.tensors").attr("code_of")(dtype);
+  const nb::object code = callback(Callback::CodeOfTorchType)(dtype);
   const DType type = known_type(nb::cast<int>(code));
   known.emplace(Py_NewRef(dtype.ptr()), type);
   return type;
@@ -387,8 +378,7 @@ DType interface_type(PyObject* typestr) {
   if (text == nullptr) throw nb::python_error();
   const std::string name(text, static_cast<std::size_t>(length));
   if (const auto found = known->find(name); found != known->end()) return found->second;
-  const nb::object arrays = nb::module_::import_("commrt.arrays.device");
-  const nb::object code = arrays.attr("code_of")(nb::handle(typestr));
+  const nb::object code = callback(Callback::CodeOfInterfaceType)(nb::handle(typestr));
   return known->emplace(name, known_type(nb::cast<int>(code))).first->second;
 }
 
@@ -485,8 +475,7 @@ Stream current_stream_of(nb::handle array, nb::handle device) {
     }
   });
   if (is_known) return stream;
-  const nb::object arrays = nb::module_::import_("commrt.arrays.device");
-  return nb::cast<Stream>(arrays.attr("current_stream_of")(array, device));
+  return nb::cast<Stream>(callback(Callback::CurrentStreamOf)(array, device));
 }
 
 }  // namespace commrt

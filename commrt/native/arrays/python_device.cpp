@@ -2,15 +2,12 @@
 // Raises what a device's status means (python_device.hpp).
 #include "arrays/python_device.hpp"
 
-#include <nanobind/nanobind.h>
-
 #include <string>
 
 #include "devices/device_error.hpp"
+#include "python_callbacks.hpp"
 
 namespace commrt {
-
-namespace nb = nanobind;
 
 void check_device(DeviceStatus status) {
   if (status == DeviceStatus::Ok) return;
@@ -23,13 +20,8 @@ void check_device(DeviceStatus status) {
     case DeviceStatus::Deadlock: type = "OrderingError"; break;
     default: break;
   }
-  const nb::object cls = nb::module_::import_("commrt.errors").attr(type);
   const std::string text = device_error();
-  const nb::object error = status == DeviceStatus::Invalid
-                               ? cls(text.c_str())
-                               : cls(text.c_str(), status_name(status));
-  PyErr_SetObject(cls.ptr(), error.ptr());
-  throw nb::python_error();
+  raise_error(type, text.c_str(), status == DeviceStatus::Invalid ? nullptr : status_name(status));
 }
 
 }  // namespace commrt

@@ -9,6 +9,7 @@ namespace nb = nanobind;
 namespace commrt {
 
 void bind_boxes(nb::module_& m);
+void bind_callbacks(nb::module_& m);
 void bind_device(nb::module_& m);
 void bind_device_request(nb::module_& m);
 void bind_device_work(nb::module_& m);

@@ -36,4 +36,5 @@ NB_MODULE(_native, m) {
   commrt::bind_known_calls(m);
   commrt::bind_mpi_work(m);
   commrt::bind_recording(m);
+  commrt::bind_callbacks(m);
 }

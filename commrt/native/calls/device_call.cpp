@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "engine/user_reduction.hpp"
+#include "python_callbacks.hpp"
 
 namespace commrt {
 
@@ -13,9 +14,7 @@ void raise_call_failure(const CallFailure& failure) {
                      : failure.kind == "revoked" ? "RevokedError"
                      : failure.kind == "peer"    ? "PeerFailedError"
                                                  : "BackendError";
-  const nb::object cls = nb::module_::import_("commrt.errors").attr(type);
-  PyErr_SetString(cls.ptr(), failure.what());
-  throw nb::python_error();
+  raise_error(type, failure.what());
 }
 
 std::vector<unsigned char*> as_memory(const std::vector<uint64_t>& addresses) {

@@ -3,14 +3,12 @@
 #include "calls/device_request.hpp"
 
 #include "arrays/device_view.hpp"
+#include "calls/group_methods.hpp"
+#include "python_callbacks.hpp"
 
 namespace commrt {
 
 namespace {
-
-nb::object words_for(const char* function) {
-  return nb::module_::import_("commrt.device_calls.requests").attr(function);
-}
 
 [[noreturn]] void raise(const nb::object& error) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
@@ -50,11 +48,11 @@ void DeviceRequest::clear() {
 }
 
 void DeviceRequest::check_process() const {
-  if (Engine::forked.load(std::memory_order_relaxed)) group_.attr("_check_process")();
+  if (Engine::forked.load(std::memory_order_relaxed)) group_.attr(group_methods::kCheckProcess)();
 }
 
 void DeviceRequest::check_runs(const char* method) const {
-  if (call_.call->is_captured()) raise(words_for("not_running")(what(), method));
+  if (call_.call->is_captured()) raise(callback(Callback::RequestNotRunning)(what(), method));
 }
 
 // Every time the same error.
@@ -62,12 +60,14 @@ void DeviceRequest::raise_failure() {
   const DeviceCall& call = *call_.call;
   if (!call.failed()) return;
   observed_ = true;
-  if (!error_.is_valid()) error_ = words_for("failed")(nb::find(*this), call.kind, call.error);
+  if (!error_.is_valid()) {
+    error_ = callback(Callback::RequestFailed)(nb::find(*this), call.kind, call.error);
+  }
   raise(nb::borrow(error_));
 }
 
 nb::object DeviceRequest::wait(nb::handle stream, nb::handle timeout_s) {
-  if (!timeout_s.is_none()) raise(words_for("not_blocking")(what()));
+  if (!timeout_s.is_none()) raise(callback(Callback::RequestNotBlocking)(what()));
   check_process();
   raise_failure();
   observed_ = true;
@@ -75,13 +75,12 @@ nb::object DeviceRequest::wait(nb::handle stream, nb::handle timeout_s) {
   if (stream.is_none()) {
     handle = current_stream_of(array_, device_);
   } else {
-    const nb::object as_stream = nb::module_::import_("commrt.arrays.device").attr("as_stream");
-    handle = nb::cast<Stream>(as_stream(stream, device_, what()));
+    handle = nb::cast<Stream>(callback(Callback::AsStream)(stream, device_, what()));
   }
   try {
     call_.wait_on(handle);
   } catch (nb::python_error& error) {
-    const nb::object said = words_for("not_waiting")(what(), error.value());
+    const nb::object said = callback(Callback::RequestNotWaiting)(what(), error.value());
     raise(said);
   }
   raise_failure();
@@ -94,10 +93,10 @@ nb::object DeviceRequest::synchronize(nb::handle timeout_s) {
   check_runs("synchronize");
   double limit = timeout_s_;
   if (!timeout_s.is_none()) {
-    limit = nb::cast<double>(group_.attr("_check_timeout")(what(), timeout_s));
+    limit = nb::cast<double>(group_.attr(group_methods::kCheckTimeout)(what(), timeout_s));
   }
   if (!call_.ended() && !call_.synchronize(limit)) {
-    raise(words_for("late")(nb::find(*this), limit));
+    raise(callback(Callback::RequestLate)(nb::find(*this), limit));
   }
   raise_failure();
   return result_;
@@ -128,7 +127,7 @@ nb::str DeviceRequest::repr() const {
 }
 
 nb::object DeviceRequest::who_is_missing() const {
-  return group_.attr("who_is_missing")(seq());
+  return group_.attr(group_methods::kWhoIsMissing)(seq());
 }
 
 nb::object make_device_request(nb::handle group, PyDeviceCall call, nb::handle result,

@@ -6,6 +6,7 @@
 #include <new>
 
 #include "calls/fusion.hpp"
+#include "calls/group_methods.hpp"
 #include "calls/known_calls.hpp"
 #include "engine/device_work.hpp"
 #include "engine/gloo_calls.hpp"
@@ -249,7 +250,7 @@ nb::object Request::outcome() {
                          : op_->given_up ? "revoked"
                          : op_->p2p      ? "truncation"
                                          : "mismatch";
-      error_ = group_.attr("_operation_error")(what(), op_->error, kind);
+      error_ = group_.attr(group_methods::kOperationError)(what(), op_->error, kind);
       if (op_->by_user) {
         nb::handle reduction(op_->plan->user.owner.get());
         error_.attr("__cause__") = nb::getattr(reduction, "error", nb::none());
@@ -277,7 +278,7 @@ nb::object Request::outcome_after(WaitResult ended, double seconds) {
       if (!op_->finished()) waits_for = group.comm->p2p->waits_for(*op_);
     }
     try {
-      group_.attr("_timed_out")(what(), op_->seq, seconds, waits_for, nb::find(*this));
+      group_.attr(group_methods::kTimedOut)(what(), op_->seq, seconds, waits_for, nb::find(*this));
     } catch (nb::python_error& error) {  // it stays in flight
       if (ring_ != nullptr) RecordRing::tell(error.value());
       throw;
@@ -287,13 +288,13 @@ nb::object Request::outcome_after(WaitResult ended, double seconds) {
 }
 
 nb::object Request::wait(nb::object stream, nb::object timeout) {
-  if (!stream.is_none()) group_.attr("_stream_on_host")(what());
+  if (!stream.is_none()) group_.attr(group_methods::kStreamOnHost)(what());
   double seconds = timeout_s_;
   if (!timeout.is_none()) {
-    seconds = nb::cast<double>(group_.attr("_check_timeout")(what(), timeout));
+    seconds = nb::cast<double>(group_.attr(group_methods::kCheckTimeout)(what(), timeout));
   }
   if (!op_->finished()) {
-    if (Engine::forked.load(std::memory_order_relaxed)) group_.attr("_check_usable")();
+    if (Engine::forked.load(std::memory_order_relaxed)) group_.attr(group_methods::kCheckUsable)();
     Group& group = nb::cast<Group&>(group_);
     switch (wait_for(group, op_, seconds)) {
       case WaitResult::Done: break;
@@ -306,7 +307,7 @@ nb::object Request::wait(nb::object stream, nb::object timeout) {
 
 bool Request::test() {
   if (!op_->finished()) {
-    if (Engine::forked.load(std::memory_order_relaxed)) group_.attr("_check_usable")();
+    if (Engine::forked.load(std::memory_order_relaxed)) group_.attr(group_methods::kCheckUsable)();
     Engine& engine = *nb::cast<Group&>(group_).engine;
     const GiveAtEnd give;
     // Who looks at devices waits for locks whose holder may wait for the GIL.
@@ -406,7 +407,9 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
   // Every rank makes this call after the same ones.
   if (group.fusion != nullptr) {
     if (!group.fusion->cut(group_object)) throw nb::python_error();
-    if (group.comm->broken.load(std::memory_order_relaxed)) group_object.attr("_check_usable")();
+    if (group.comm->broken.load(std::memory_order_relaxed)) {
+      group_object.attr(group_methods::kCheckUsable)();
+    }
   }
   Engine& engine = *group.engine;
   // Long copies happen outside the GIL; short operations are over sooner than it is released.

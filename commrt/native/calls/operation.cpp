@@ -7,6 +7,7 @@
 // or raises the precise error. One made with `only_known` says NotImplemented there.
 #include "arrays/tensor_view.hpp"
 #include "calls/fusion.hpp"
+#include "calls/group_methods.hpp"
 #include "calls/known_calls.hpp"
 #include "calls/method_descriptor.hpp"
 
@@ -313,7 +314,7 @@ void bind_operation(nb::module_& m) {
   words.counts = PyUnicode_InternFromString("counts");
   words.send_counts = PyUnicode_InternFromString("send_counts");
   words.recv_counts = PyUnicode_InternFromString("recv_counts");
-  words.call = PyUnicode_InternFromString("_call");
+  words.call = PyUnicode_InternFromString(group_methods::kCall);
   for (int i = 0; i < kNumRedOps; ++i) words.reductions[i] = PyUnicode_InternFromString(kReductions[i]);
 
   operation_type = make_descriptor_type("commrt._native.Operation", sizeof(Operation));

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine calls in Python is there, under the names that it asks for."""
+"""Objects and methods in Python that the engine asks for by name are there."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ LISTS = {
     "NcclPlanted": _native.planted_nccl_bugs,
     "PlantedInExchange": _native.planted_peer_bugs,
 }
-# What the one function does with a bug is a call of do_wrong().
+# Its one function calls do_wrong() where it has a bug.
 HARNESS = """
 #include <cstdio>
 #include "planted_bugs.hpp"

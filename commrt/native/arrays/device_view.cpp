@@ -125,7 +125,7 @@ PyObject* loaded(PyObject* name) {  // borrowed; null where it was not imported
   return found;
 }
 
-// What is kept of libraries, for ever. Types say which library they are of, until another torch
+// Facts about libraries, kept for ever. Types say which library they are of, until another torch
 // is there.
 struct Libraries {
   struct Known {
@@ -159,7 +159,7 @@ struct Libraries {
     if (now == nullptr || now == Py_None) return;
     const nb::object found = nb::getattr(nb::handle(now), words().tensor, nb::none());
     if (!PyType_Check(found.ptr())) return;
-    // What compilers of torch's programs call: the public function makes a Stream each time.
+    // Compilers of torch's programs call this one: the public function makes a Stream each time.
     const nb::object cpp = nb::getattr(nb::handle(now), words().cpp, nb::none());
     const nb::object raw = nb::getattr(cpp, words().raw_stream, nb::none());
     torch = Py_NewRef(now);
@@ -237,7 +237,8 @@ nb::object cuda_device(std::int64_t ordinal) {
   return nb::borrow(found);
 }
 
-// What a device says of an address. Without the GIL: on a simulated one others go on meanwhile.
+// Returns the facts that a device has of an address. Without the GIL: on a simulated one others
+// go on meanwhile.
 PointerFacts facts_of(PyObject* device, std::uint64_t address) {
   PyDevice* self = nullptr;
   if (!nb::try_cast(nb::handle(device), self)) throw Unexpected();
@@ -252,7 +253,7 @@ PointerFacts facts_of(PyObject* device, std::uint64_t address) {
   return facts;
 }
 
-// As find_device() in commrt/devices/registry.py.
+// Does as find_device() in commrt/devices/registry.py.
 nb::object device_of(std::uint64_t address) {
   PyObject* const served = callback(Callback::ServedDevices).ptr();
   auto is_there = [address](PyObject* device) {
@@ -297,8 +298,8 @@ Stream torch_stream(PyObject* tensor, std::int64_t ordinal) {
   return address_in(attribute(stream.ptr(), words().cuda_stream).ptr());
 }
 
-// Of the device that the array is on: each of a thread's devices has a current stream, and without
-// an argument cupy says that of its current device.
+// Returns the current stream of the array's device: each of a thread's devices has a current
+// stream, and without an argument cupy says that of its current device.
 Stream cupy_stream(nb::handle device) {
   PyObject* const cupy = loaded(words().cupy);
   if (cupy == nullptr) throw Unexpected();
@@ -336,7 +337,7 @@ DType torch_type(const nb::object& dtype) {
   return type;
 }
 
-// What cannot be of the types that are known, such as quantized values, is not asked for.
+// Properties that no known type can have, such as quantized values, are not asked for.
 void see_tensor(PyObject* tensor, DeviceView& view) {
   if (!truth(attribute(tensor, words().is_cuda))) throw Unexpected();
   const std::int64_t ordinal = number(asked(tensor, words().get_device).ptr());

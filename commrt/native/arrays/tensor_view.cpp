@@ -11,7 +11,7 @@ namespace commrt {
 
 namespace {
 
-// What is kept of torch, for ever, or until another torch is there.
+// Facts about torch, kept for ever, or until another torch is there.
 struct Torch {
   PyObject* module = nullptr;
   PyTypeObject *tensor = nullptr, *parameter = nullptr;
@@ -100,7 +100,7 @@ std::int64_t contiguous_count(const dlpack::Tensor& tensor) {
   return is_dense ? count : -1;
 }
 
-// Whether a tensor is dense. Of others DLPack's table throws C++ exceptions, which torch gives
+// Whether a tensor is dense. For others DLPack's table throws C++ exceptions, which torch gives
 // backtraces: that takes half a millisecond, and gradients of embeddings are sparse.
 bool is_strided(PyObject* tensor) {
   static PyObject* const name = PyUnicode_InternFromString("layout");

@@ -18,17 +18,17 @@ namespace nb = nanobind;
 // the caller then asks Python.
 bool view_of_tensor(PyObject* object, View& view);
 
-// What a log needs to know of an array.
+// The facts that a log needs of an array.
 struct Extent {
   int64_t count = 0;
   DType dtype = DType::F32;
   bool on_host = true;
 };
 
-// Of a dense tensor of such a class and type, with any strides and on any device.
+// Fills `extent` from a dense tensor of such a class and type, of any strides, on any device.
 bool extent_of_tensor(PyObject* object, Extent& extent);
 
-// Of numpy's arrays and torch's tensors.
+// Fills `view` from one of numpy's arrays or torch's tensors.
 inline bool view_on_host(PyObject* object, View& view) {
   return view_of_numpy(object, view) || view_of_tensor(object, view);
 }

@@ -10,7 +10,7 @@
 
 namespace commrt {
 
-// What the engine needs to know of an array.
+// The facts that the engine needs of an array.
 struct View {
   void* data = nullptr;
   int64_t count = 0;

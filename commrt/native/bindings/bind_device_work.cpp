@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Binds what all calls on device memory, and all works, have alike (device_calls/requests.py).
+// Binds what all calls on device memory, and all works, share (device_calls/requests.py).
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -11,7 +11,7 @@ namespace commrt {
 
 namespace {
 
-// Of each receive of a call of messages, what has come so far.
+// Returns the bytes that have come so far, for each receive of a call of messages.
 std::vector<uint64_t> received_nbytes(const PyDeviceCall& self) {
   const Op* const op = self.call->messages();
   if (op == nullptr) return {};
@@ -19,7 +19,7 @@ std::vector<uint64_t> received_nbytes(const PyDeviceCall& self) {
   return op->p2p->parts->received;
 }
 
-// What a call of messages waits for; empty where it waits for nobody.
+// Says what a call of messages waits for; empty where it waits for nobody.
 std::string waits_for(const PyDeviceCall& self) {
   const Op* const op = self.call->messages();
   if (op == nullptr) return "";

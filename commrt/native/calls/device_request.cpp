@@ -40,7 +40,7 @@ int DeviceRequest::traverse(visitproc visit, void* arg) {
   return 0;
 }
 
-// What it says of itself stays: others that are dropped with it may ask.
+// Its name and state stay: others that are dropped with it may ask.
 void DeviceRequest::clear() {
   result_ = nb::none();
   array_ = nb::none();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One started call on arrays on devices as its caller holds it. What goes wrong is put into words
-// by commrt/device_calls/requests.py.
+// One started call on arrays on devices as its caller holds it. commrt/device_calls/requests.py
+// puts errors into words.
 #pragma once
 
 #include <string>
@@ -38,7 +38,7 @@ class DeviceRequest {
   nb::str repr() const;
   nb::object who_is_missing() const;
 
-  // Of the garbage collector: an error that was raised has a traceback, whose frames have this.
+  // For the garbage collector: an error that was raised has a traceback, whose frames have this.
   int traverse(visitproc visit, void* arg);
   void clear();
 
@@ -55,7 +55,7 @@ class DeviceRequest {
   bool observed_ = false;
 };
 
-// As nb::cast of a new one, with an allocation less.
+// Does as nb::cast of a new one, with an allocation less.
 nb::object make_device_request(nb::handle group, PyDeviceCall call, nb::handle result,
                                nb::handle operation, double timeout_s, nb::handle device,
                                Stream stream, nb::handle array);

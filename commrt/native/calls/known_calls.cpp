@@ -41,7 +41,7 @@ bool fits(const DeviceView& x, const DeviceView& out, const KnownCalls::Entry& e
   return !overlap(x, out) || (is_same && entry.in_place);
 }
 
-// What Python says of a call that could not be started.
+// Raises the error that Python has for a call that could not be started.
 [[noreturn]] void raise_explained(nb::handle group, PyObject* name, nb::python_error& error) {
   const nb::object said =
       group.attr(group_methods::kStaging).attr("why_not_started")(nb::handle(name), error.value());
@@ -105,8 +105,8 @@ nb::object run(nb::handle group_object, const AskedCall& asked) {
   }
 }
 
-// What starts a plan by the work of its kind, which takes one array for each way, or a list of
-// them. Null where the plan is of another kind.
+// Returns a function that starts a plan by the work of its kind, which takes one array for each
+// way, or a list of them. Null where the plan is of another kind.
 template <class Plan, class Work>
 KnownCalls::Start start_by(const PyDeviceWork& runner, nb::handle given) {
   std::shared_ptr<const Plan> plan;

@@ -39,7 +39,7 @@ const Names& names() {
 
 bool is_list(PyObject* object) { return PyList_CheckExact(object) || PyTuple_CheckExact(object); }
 
-// What a log knows of an array, or of several.
+// The facts that a log has of an array, or of several.
 struct Arrays {
   uint64_t type = kNothing, nbytes = 0;
   Stream stream = 0;  // that orders them, where they are on a device
@@ -170,7 +170,7 @@ bool add_stream(PyObject* stream, CallWords& key) {
   return is_pair && add_int(PyTuple_GET_ITEM(told.ptr(), 1), key);
 }
 
-// What a keyword says.
+// Adds the value of a keyword.
 bool add_named(PyObject* name, PyObject* value, CallWords& key) {
   if (!key.add_object(name)) return false;
   if (name == names().out) return add_arrays(value, key);
@@ -417,7 +417,7 @@ nb::object RecordedCalls::ended(nb::object result, bool nonblocking, bool on_dev
     ring->end(first, num);
     return result;
   }
-  // Of what is on a device the host learns no end where it only lets a stream wait.
+  // The host learns no end of work on a device where it only lets a stream wait.
   if (!on_device && !result.is_none()) {
     nb::object request = result;
     if (calls.is_valid()) {

@@ -22,7 +22,7 @@
 
 namespace commrt {
 
-// What tells a call from others of the same method.
+// The words that tell a call from others of the same method.
 struct CallWords {
   static constexpr size_t kMost = 96, kMostObjects = 24;
   std::array<uint64_t, kMost> words;
@@ -72,7 +72,7 @@ class RecordedCalls {
   nb::object asked;   // of torch's groups: what a program asks of single calls
 
   nb::object call(PyObject* const* args, size_t nargsf, PyObject* kwnames);
-  // What a cycle of references may go through, for the garbage collector.
+  // Visits the references that a cycle may go through, for the garbage collector.
   template <class Visit>
   int visit(Visit visit_one) const {
     for (const nb::object* each : {&function, &owner, &look, &watch, &raised, &calls, &asked}) {
@@ -98,7 +98,7 @@ class RecordedCalls {
 
   bool read(PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames, CallWords& key) const;
   std::shared_ptr<const Kinds> find(const CallWords& key);
-  // What Python says of a call; null where it is not to be recorded.
+  // Asks Python about a call; null where it is not to be recorded.
   std::shared_ptr<const Kinds> looked_at(PyObject* const* args, Py_ssize_t nargs,
                                          PyObject* kwnames, const CallWords* key);
   nb::object pass_on(PyObject* const* args, size_t nargsf, PyObject* kwnames) const;

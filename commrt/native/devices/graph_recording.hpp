@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a capture of streams records, for devices that are not hardware: commands in the order in
+// The record of a capture of streams, for devices that are not hardware: commands in the order in
 // which they were given, each with its stream, and whether all streams came together again.
 #pragma once
 
@@ -145,7 +145,7 @@ struct Capture {
   std::shared_ptr<Recording<Command>> recording = std::make_shared<Recording<Command>>();
 };
 
-// What a capture has become.
+// A graph that a capture has become.
 template <class Command, class Record>
 struct CapturedGraph {
   std::shared_ptr<const Recording<Command>> recording;

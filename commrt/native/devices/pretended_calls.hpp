@@ -28,7 +28,7 @@
 
 namespace commrt::pretended {
 
-// What a call looks up and refuses. `Self` is the Call itself.
+// The part of a Call that looks things up and refuses. `Self` is the Call itself.
 template <class Self, class OnDevice>
 struct CallBase {
   CallBase(OnDevice* device_, const char* name_) : device(device_), name(name_) {}

@@ -32,7 +32,7 @@ enum class Kind : std::uint8_t {
 };
 const char* kind_name(Kind kind);
 
-// What a command does, whatever the device.
+// The work of a command, whatever the device.
 struct Work {
   Kind kind = Kind::Copy;
   RedOp op = RedOp::Sum;
@@ -57,11 +57,11 @@ struct Ordered : Work {
   std::shared_ptr<Record> record;        // that it makes, or waits for
   std::shared_ptr<EventState> event;     // whose record that is
   std::shared_ptr<EventState> external;  // in a capture: an event outside of it
-  // Of other streams: so many commands must have run.
+  // So many commands of these other streams must have run.
   std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>> after;
 };
 
-// What the record of an event knows of the capture that holds it.
+// The facts that the record of an event has of the capture that holds it.
 template <class Command>
 struct CapturedRecord {
   bool captured = false;  // then it happens at launches only
@@ -69,7 +69,7 @@ struct CapturedRecord {
   Progress known;  // in a capture: what it comes after
 };
 
-// What an event stands for, also once it is destroyed.
+// An event's state, which stays while somebody waits for it after the event is destroyed.
 template <class Record>
 struct LatestRecord {
   std::shared_ptr<Record> latest;  // null: never recorded

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every call of a simulated device begins with.
+// The beginning of every call of a simulated device.
 #pragma once
 
 #include <algorithm>
@@ -88,7 +88,7 @@ struct Call : Entry, pretended::CallBase<Call, SimDevice> {
         std::string(named) + "() in a host function, which must not call the device");       \
   Call call(which, named)
 
-// What the calls that both pretended devices have alike work on.
+// Types of a simulated device, and how its calls begin, for pretended_calls.hpp.
 struct Side {
   using Command = sim::Command;
   using Record = sim::Record;

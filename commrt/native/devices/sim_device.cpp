@@ -225,7 +225,7 @@ constexpr DeviceApi kTable = make_table();
 
 }  // namespace
 
-// As a first launch of a kernel, which loads it.
+// Waits for the device where a kernel is launched for the first time: that loads it.
 bool Call::made_ready(const Command& command) {
   if (!world->options.first_launch_syncs || device->kernels_loaded) return true;
   auto kernel = std::make_pair(int(command.op), int(command.dtype));

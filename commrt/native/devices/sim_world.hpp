@@ -70,7 +70,7 @@ struct Command : pretended::Ordered<StreamState, Record, EventState> {
   std::uint64_t number = 0;
   bool dst_known = false, src_known = false;  // in memory of ours
   std::vector<char> staged;  // what a pageable copy took from the host
-  // What the thread knew that gave the command.
+  // The clock of the thread that gave the command, as it was then.
   std::shared_ptr<const Clock> known;
   Actor host = 0;
   Tick host_tick = 0;

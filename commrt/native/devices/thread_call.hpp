@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every call of a device of threads begins with.
+// The beginning of every call of a device of threads.
 #pragma once
 
 #include <memory>
@@ -117,7 +117,7 @@ struct Call : pretended::CallBase<Call, ThreadDevice> {
   std::unique_lock<std::mutex> lock;
 };
 
-// What the calls that both pretended devices have alike work on.
+// Types of a device of threads, and how its calls begin, for pretended_calls.hpp.
 struct Side {
   using Command = threaded::Command;
   using Record = threaded::Record;

@@ -77,7 +77,7 @@ struct ThreadDevice;
 
 struct Record : pretended::CapturedRecord<Command> {
   std::atomic<bool> done{false};
-  // Of a timed event: when it happened, written before `done`.
+  // When a timed event happened, written before `done`.
   bool is_timed = false;
   std::chrono::steady_clock::time_point at;
 };

@@ -29,7 +29,7 @@ DeviceWork::DeviceWork(Comm& comm, Engine& engine, Device* device, std::shared_p
     : DeviceUser(device), comm_(&comm), engine_(engine), keeps_(std::move(keeps)),
       events_(events) {}
 
-// What close() did not give back is left alone: the device may still use it.
+// Resources that close() did not give back are left alone: the device may still use them.
 DeviceWork::~DeviceWork() = default;
 
 void DeviceWork::check_failed() const {
@@ -104,7 +104,7 @@ void DeviceWork::ask_device(const CallPtr& made) {
 
 bool DeviceWork::has_ended(const DeviceCall& made) {
   if (!made.ended()) return false;
-  // What a state tells through memory, a simulated device learns from the lock.
+  // A simulated device learns from the lock what a state tells through memory.
   if (simulated() && !closed_) HostLock own(device_, polling_);
   return true;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a communicator has under way on a device: a list of calls that whoever makes progress looks
-// at, that end or fail once, and whose failure is the communicator's.
+// A communicator's calls under way on a device. Whoever makes progress looks at them. Each ends or
+// fails once, and its failure is the communicator's.
 //
 //   StagedWork (device_calls/):  the host has a part in each call, and flags let it go on:
 //                                collectives and messages (staging/), MPI's (library_calls/)
@@ -29,7 +29,7 @@ class DeviceWork;
 class Engine;
 class Op;
 
-// What adds to a flag on failure: also what is still to be given its commands is let go.
+// Added to a flag on failure, to let go calls too whose commands are still to be given.
 constexpr std::uint32_t kFarAhead = std::uint32_t{1} << 30;
 // Looks without a change between two questions that take longer.
 constexpr unsigned kIdleLooks = 256;
@@ -96,7 +96,7 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   // Whether streams wait for this process, and go on only by its progress.
   virtual bool holds_streams() const { return false; }
 
-  // What a thread asks that waits for a call: whether the device still works.
+  // Asks whether the device still works. For a thread that waits for a call.
   void ask_device(const CallPtr& call);
   // The same where nobody waits: by a thread that may be stopped.
   void ask_for_oldest();
@@ -136,7 +136,7 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   void fail(const std::string& kind, const std::string& why, bool device_is_gone,
             std::optional<std::uint64_t> seq = std::nullopt);
   void fail_as(const DeviceFailure& failure);
-  // What a thread does in a call that meets one: gives up, and goes on throwing.
+  // Gives up and goes on throwing. For a thread whose call meets a failure.
   void give_up_as(const DeviceFailure& failure,
                   std::optional<std::uint64_t> seq = std::nullopt);
 
@@ -148,7 +148,7 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   virtual void see_ended() {}
   // Holds polling_ and the engine's lock. The first operation that peers must not count on.
   virtual std::uint64_t first_lost(std::uint64_t next) const { return next; }
-  // What the communicator's later calls say of one that took too long.
+  // The words of the communicator's later calls about one that took too long.
   virtual const char* too_late() const = 0;
 
   Comm* comm_;  // guarded by polling_; null once it is gone

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What calls of MPI are made under where the library was given device memory: any of them may go
-// on with that, and call the driver.
+// A guard around calls of an MPI library that was given device memory: any call may go on with
+// that memory, and call the driver.
 #pragma once
 
 #include <optional>

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call of MPI on device memory gives the device, and what whoever makes progress does for
-// it (mpi_work.hpp).
+// Gives the device the commands of MPI's calls, and makes their progress (mpi_work.hpp).
 #include "library_calls/mpi_work.hpp"
 
 #include "devices/device_error.hpp"

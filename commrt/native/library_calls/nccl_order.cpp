@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What NCCL's work on a device shares, and the end of communicators.
+// The state that NCCL's work on a device shares, and the end of communicators.
 #include "library_calls/nccl_order.hpp"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace commrt {
 
 namespace {
-// What has been finalised is destroyed at once; where that sticks, its thread is left behind.
+// A finalised communicator is destroyed at once; where that sticks, its thread is left behind.
 constexpr double kDestroy_s = 1;
 // Captures whose latest operation is remembered. As many would have to go on at once for one to be
 // forgotten before its end.
@@ -94,7 +94,7 @@ void NcclOrder::sweep_locked() {
   for (auto& comm : retired_) {
     const int code = comm->finalize(0.0);
     if (code == kNcclTimedOut || code == kNcclBusy) continue;  // the other ranks are not there yet
-    // What failed is aborted: its peers may never come.
+    // A communicator that failed is aborted: its peers may never come.
     if (code == kNcclSuccess) {
       comm->destroy(kDestroy_s);
     } else {

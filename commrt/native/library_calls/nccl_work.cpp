@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call gives the device, and what whoever makes progress sees of it (nccl_work.hpp).
+// Gives the device the commands of NCCL's calls, and sees their ends (nccl_work.hpp).
 #include "library_calls/nccl_work.hpp"
 
 #include <utility>

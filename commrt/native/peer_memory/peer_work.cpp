@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call gives the device, and what whoever makes progress sees of it (peer_work.hpp).
+// Gives the device the commands of calls over memory of peers, and sees their ends
+// (peer_work.hpp).
 #include "peer_memory/peer_work.hpp"
 
 #include "engine/comm.hpp"

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What calls whose work is the host's give the device, and what becomes of them (hosted_work.hpp).
+// Gives the device the commands of calls whose work is the host's, and makes their progress
+// (hosted_work.hpp).
 #include "staging/hosted_work.hpp"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What messages of device memory give the device, and what becomes of them (staged_messages.hpp).
+// Gives the device the commands of messages, and makes their progress (staged_messages.hpp).
 #include "staging/staged_messages.hpp"
 
 #include <algorithm>

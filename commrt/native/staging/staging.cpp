@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call gives the device, and what whoever makes progress does for it (staging.hpp).
+// Gives the device the commands of staged collectives, and makes their progress (staging.hpp).
 #include "staging/staging.hpp"
 
 #include <algorithm>

@@ -15,8 +15,13 @@
 //   end_stream(stream)               nobody gives the stream a command any more
 //   has_ended(stream)                whether that was called
 //   words_for_device()               the device in a message
+//   refuses_sharing()                whether memory can neither be shared nor opened now
+//   exported(address)                memory that another process may open
+//   open(base), close(base)          false where it is open already, or is not
+//   guard_memory()                   whoever has it, finds the same memory until it goes
 #pragma once
 
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -71,6 +76,14 @@ struct CallBase {
 
  private:
   Self& self() { return static_cast<Self&>(*this); }
+};
+
+// Memory that another process may open; of kind Unknown where there is none.
+struct Exported {
+  MemoryKind kind = MemoryKind::Unknown;
+  std::uint64_t base = 0;
+  std::uint64_t id = 0;  // no other memory has it, where the device counts its memory
+  bool is_own = false;
 };
 
 template <class StreamState>
@@ -249,6 +262,56 @@ struct Calls {
     });
   }
 
+  // --- memory of other processes: each device stands for one ---
+
+  static DeviceStatus ipc_export(Device* device, const void* ptr, IpcHandle* out,
+                                 std::size_t* offset) {
+    return Side::enter(device, "ipc_export", [&](auto& call) {
+      if (call.refuses_sharing()) return call.status;
+      [[maybe_unused]] const auto guard = call.guard_memory();
+      const auto address = reinterpret_cast<std::uint64_t>(ptr);
+      const Exported found = call.exported(address);
+      if (found.kind != MemoryKind::Device || !found.is_own)
+        return call.invalid(hex(ptr) + " is not memory that " + call.words_for_device() +
+                            " allocated by alloc()");
+      const Ticket ticket{Side::kTicket, found.id, found.base};
+      *out = {};
+      std::memcpy(out->bytes, &ticket, sizeof(ticket));
+      *offset = address - found.base;
+      return call.status;
+    });
+  }
+
+  static DeviceStatus ipc_open(Device* device, const IpcHandle* handle, void** base) {
+    return Side::enter(device, "ipc_open", [&](auto& call) {
+      if (call.refuses_sharing()) return call.status;
+      Ticket ticket;
+      std::memcpy(&ticket, handle->bytes, sizeof(ticket));
+      if (ticket.kind != Side::kTicket)
+        return call.invalid("the handle is not one of ipc_export()");
+      [[maybe_unused]] const auto guard = call.guard_memory();
+      const Exported found = call.exported(ticket.base);
+      const bool is_there = found.kind == MemoryKind::Device && found.base == ticket.base;
+      if (!is_there || found.id != ticket.id)
+        return call.invalid("the memory of the handle was freed");
+      if (found.is_own) return call.invalid("the handle is of this process itself");
+      if (!call.open(found.base))
+        return call.invalid("the handle is open already: a process opens it once");
+      *base = reinterpret_cast<void*>(found.base);
+      return call.status;
+    });
+  }
+
+  static DeviceStatus ipc_close(Device* device, void* base) {
+    return Side::enter(device, "ipc_close", [&](auto& call) {
+      if (call.refuses_sharing()) return call.status;
+      [[maybe_unused]] const auto guard = call.guard_memory();
+      if (!call.close(reinterpret_cast<std::uint64_t>(base)))
+        return call.invalid(hex(base) + " is not open");
+      return call.status;
+    });
+  }
+
   // --- captures and graphs: a launch gives the commands again, each to a stream of its branch ---
 
   static DeviceStatus is_capturing(Device* device, Stream handle, CaptureState* out) {
@@ -376,11 +439,19 @@ struct Calls {
     api.stream_wait_external = stream_wait_external;
     api.graph_launch = graph_launch;
     api.graph_destroy = graph_destroy;
+    api.ipc_export = ipc_export;
+    api.ipc_open = ipc_open;
+    api.ipc_close = ipc_close;
     api.last_error = last_device_error;
     api.make_current = make_current_here;
   }
 
  private:
+  // A handle as it lies in an IpcHandle.
+  struct Ticket {
+    std::uint64_t kind, id, base;
+  };
+
   // A call about one stream, of a device that works.
   template <class Body>
   static DeviceStatus on_stream(Device* device, const char* name, Stream handle, Body body) {

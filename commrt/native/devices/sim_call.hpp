@@ -78,6 +78,19 @@ struct Call : Entry, pretended::CallBase<Call, SimDevice> {
     world->notice_end(stream.get());
   }
   static bool has_ended(const StreamState& stream) { return stream.destroyed; }
+  bool refuses_sharing() { return forbidden(); }
+  static int guard_memory() { return 0; }  // the world's lock is enough
+  pretended::Exported exported(std::uint64_t address) const {
+    const Allocation* found = world->memory.find(address);
+    if (world->memory.is_pageable(found) || found->freed) return {};
+    return {found->kind, found->base, found->id, found->device == device->index};
+  }
+  bool open(std::uint64_t base) const {
+    return world->memory.find(base)->mapped_by.insert(device->index).second;
+  }
+  bool close(std::uint64_t base) const {
+    return world->memory.find(base)->mapped_by.erase(device->index) != 0;
+  }
 };
 
 // A host function runs under the world's lock, which is not recursive.
@@ -90,6 +103,7 @@ struct Call : Entry, pretended::CallBase<Call, SimDevice> {
 
 // Types of a simulated device, and how its calls begin, for pretended_calls.hpp.
 struct Side {
+  static constexpr std::uint64_t kTicket = 0x636f6d6d72742d31u;
   using Command = sim::Command;
   using Record = sim::Record;
   using EventState = sim::EventState;
@@ -106,9 +120,6 @@ struct Side {
 };
 
 // --- the calls that are in sim_host.cpp ---
-DeviceStatus ipc_export(Device*, const void* ptr, IpcHandle* out, std::size_t* offset);
-DeviceStatus ipc_open(Device*, const IpcHandle* handle, void** base);
-DeviceStatus ipc_close(Device*, void* base);
 DeviceStatus host_access(Device*, const void* ptr, std::size_t nbytes, bool writes);
 DeviceStatus flag_load(Device*, const std::uint32_t* flag, std::uint32_t* value);
 DeviceStatus flag_store(Device*, std::uint32_t* flag, std::uint32_t value);

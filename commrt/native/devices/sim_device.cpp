@@ -209,9 +209,6 @@ constexpr DeviceApi make_table() {
   api.load_kernels = load_kernels;
   api.ptr_attributes = ptr_attributes;
   api.exchange_capture_mode = exchange_capture_mode;
-  api.ipc_export = ipc_export;
-  api.ipc_open = ipc_open;
-  api.ipc_close = ipc_close;
   api.host_access = host_access;
   api.flag_load = flag_load;
   api.flag_store = flag_store;

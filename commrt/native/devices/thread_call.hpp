@@ -96,6 +96,22 @@ struct Call : pretended::CallBase<Call, ThreadDevice> {
     join_ended(device);
   }
   static bool has_ended(const StreamState&) { return false; }
+  bool refuses_sharing() { return refused(); }
+  static std::unique_lock<std::mutex> guard_memory() {
+    return std::unique_lock<std::mutex>(blocks().mutex);
+  }
+  pretended::Exported exported(std::uint64_t address) const {
+    const auto* found = blocks().find(reinterpret_cast<const void*>(address));
+    if (!found) return {};
+    return {found->second.kind, found->first, 0, found->second.owner == device};
+  }
+  bool open(std::uint64_t base) const {
+    return blocks().by_base.at(base).opened_by.insert(device).second;
+  }
+  bool close(std::uint64_t base) const {
+    auto* found = blocks().find(reinterpret_cast<const void*>(base));
+    return found && found->second.opened_by.erase(device) != 0;
+  }
 
   // Lets other threads call meanwhile.
   void synchronize(const std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>>& all) {
@@ -119,6 +135,7 @@ struct Call : pretended::CallBase<Call, ThreadDevice> {
 
 // Types of a device of threads, and how its calls begin, for pretended_calls.hpp.
 struct Side {
+  static constexpr std::uint64_t kTicket = 0x636f6d6d72742d32u;
   using Command = threaded::Command;
   using Record = threaded::Record;
   using EventState = threaded::EventState;

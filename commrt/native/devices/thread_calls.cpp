@@ -150,53 +150,6 @@ DeviceStatus exchange_capture_mode(Device*, CaptureMode* mode) {
   return DeviceStatus::Ok;
 }
 
-struct Ticket {
-  std::uint64_t magic, base;
-};
-constexpr std::uint64_t kMagic = 0x636f6d6d72742d32u;
-
-DeviceStatus ipc_export(Device* device, const void* ptr, IpcHandle* out, std::size_t* offset) {
-  Call call(device, "ipc_export");
-  if (call.refused()) return call.status;
-  std::lock_guard<std::mutex> guard(blocks().mutex);
-  const auto* found = blocks().find(ptr);
-  if (!found || found->second.kind != MemoryKind::Device || found->second.owner != call.device)
-    return call.invalid(hex(ptr) + " is not memory that the device allocated by alloc()");
-  const Ticket ticket{kMagic, found->first};
-  *out = {};
-  std::memcpy(out->bytes, &ticket, sizeof(ticket));
-  *offset = reinterpret_cast<std::uint64_t>(ptr) - found->first;
-  return DeviceStatus::Ok;
-}
-
-DeviceStatus ipc_open(Device* device, const IpcHandle* handle, void** base) {
-  Call call(device, "ipc_open");
-  if (call.refused()) return call.status;
-  Ticket ticket;
-  std::memcpy(&ticket, handle->bytes, sizeof(ticket));
-  if (ticket.magic != kMagic) return call.invalid("the handle is not one of ipc_export()");
-  std::lock_guard<std::mutex> guard(blocks().mutex);
-  const auto found = blocks().by_base.find(ticket.base);
-  if (found == blocks().by_base.end() || found->second.kind != MemoryKind::Device)
-    return call.invalid("the memory of the handle was freed");
-  if (found->second.owner == call.device)
-    return call.invalid("the handle is of this process itself");
-  if (!found->second.opened_by.insert(call.device).second)
-    return call.invalid("the handle is open already: a process opens it once");
-  *base = reinterpret_cast<void*>(ticket.base);
-  return DeviceStatus::Ok;
-}
-
-DeviceStatus ipc_close(Device* device, void* base) {
-  Call call(device, "ipc_close");
-  if (call.refused()) return call.status;
-  std::lock_guard<std::mutex> guard(blocks().mutex);
-  auto* found = blocks().find(base);
-  if (!found || !found->second.opened_by.erase(call.device))
-    return call.invalid(hex(base) + " is not open");
-  return DeviceStatus::Ok;
-}
-
 // --- host threads: they are real ones ---
 
 DeviceStatus host_access(Device* device, const void* ptr, std::size_t, bool) {
@@ -245,9 +198,6 @@ constexpr DeviceApi make_table() {
   api.load_kernels = load_kernels;
   api.ptr_attributes = ptr_attributes;
   api.exchange_capture_mode = exchange_capture_mode;
-  api.ipc_export = ipc_export;
-  api.ipc_open = ipc_open;
-  api.ipc_close = ipc_close;
   api.host_access = host_access;
   api.flag_load = flag_load;
   api.flag_store = flag_store;

@@ -30,8 +30,10 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 PIP_OPTIONS := --disable-pip-version-check --quiet
+# The environments that make makes are for tests, which plant bugs in the engine.
+PLANTED_BUGS := -C cmake.define.COMMRT_PLANTED_BUGS=ON
 # One build folder for the editable install and the wheel: both hold the same binary.
-BUILD_OPTIONS := --no-build-isolation -C build-dir=$(BUILD)
+BUILD_OPTIONS := --no-build-isolation -C build-dir=$(BUILD) $(PLANTED_BUGS)
 BUILD_TOOLS := cmake ninja \
   $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | sed 's/", *"/" "/g')
 
@@ -270,6 +272,7 @@ build/%/.installed: $(VENV_MPICH)/.installed $(SOURCES)
 	rm -rf $(@D)/site
 	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) --no-build-isolation --no-deps \
 	  -C build-dir=$(@D)/cmake -C install.strip=false -C cmake.build-type=RelWithDebInfo \
+	  $(PLANTED_BUGS) \
 	  -C cmake.define.COMMRT_SANITIZE=$(if $(findstring asan,$*),address$(comma)undefined,thread) \
 	  -C cmake.define.COMMRT_SANITIZE_VECTORS=$(if $(findstring full,$*),ON,OFF) \
 	  --target $(@D)/site .

@@ -1459,6 +1459,9 @@ def book_load(line: int) -> int:
 def book_store(line: int, value: int) -> None:
     """Write a word of memory that ranks share, after all this thread did before."""
 
+def callback_names() -> list[str]:
+    """Names that commrt/called_by_engine.py must have a place for."""
+
 def close_fusion(group: Group) -> None: ...
 def cuda_driver(library: str = "") -> tuple[str, int, list[tuple[str, int, bool]]]:
     """Return the CUDA driver's file, its version, and of each card the name, the
@@ -1507,6 +1510,9 @@ def fuse_away(
 
 def fused_calls(group: Group) -> tuple[Any, ...]:
     """Calls that went into buckets, and those of them that are sent."""
+
+def group_method_names() -> list[str]:
+    """Names that a Communicator must have, as the engine asks it for them."""
 
 def inline_nbytes() -> tuple[int, int]:
     """Bytes that a message's line has room for, and with the lines that belong to

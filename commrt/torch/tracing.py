@@ -347,4 +347,4 @@ _CALLS: dict[str, tuple[str, Callable[[str, int], Read], str]] = {
     "recv_anysource": ("recv", _from_anyone, "ai"),
 }
 """torch's methods: the operation in the log, what reads a call of them, and how it is
-read natively (native/recording/recorded_method.hpp)."""
+read natively (native/calls/recorded_method.hpp)."""

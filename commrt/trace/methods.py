@@ -356,7 +356,7 @@ _METHODS: dict[str, tuple[str, Callable[[Group, str], LookAt]]] = {
     "multi_sendrecv": ("", _many_messages),
 }
 """A communicator's methods: how their arguments are read natively
-(native/recording/recorded_method.hpp), and what looks at the first call of a kind."""
+(native/calls/recorded_method.hpp), and what looks at the first call of a kind."""
 
 
 # -- arrays ----------------------------------------------------------------------

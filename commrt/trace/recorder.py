@@ -317,7 +317,7 @@ class Recorder:
             owner: what the method is of, or a weak reference to it; None for a bound
                 function.
             look: says what a call is that was not met before.
-            reads: how each positional argument is read (recording/recorded_method.hpp).
+            reads: how each positional argument is read (calls/recorded_method.hpp).
             watch: lets what a call returns note its end, where that is no request of
                 the engine's; returns what the caller gets.
             of_torch: see there.

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 # Lowest first; modules of one layer may import each other, but not in a circle.
 LAYERS = (
-    ("errors", "env", "vocabulary"),
+    ("errors", "env", "called_by_engine", "vocabulary"),
     ("_native",),
     ("mpi", "launch", "bootstrap", "gloo", "kernels", "devices", "nccl"),
     ("schedule",),

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "bindings/bindings.hpp"
 #include "calls/group.hpp"
 
 namespace commrt {

@@ -1,76 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Binds what all calls on device memory, and all works, have alike (device_calls/requests.py).
-#include "bindings/bind_device_work.hpp"
-
+// Binds what all calls on device memory, and all works, share (device_calls/requests.py).
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
-
-#include "devices/device_error.hpp"
+#include "bindings/bindings.hpp"
+#include "calls/device_call.hpp"
 #include "engine/p2p.hpp"
-#include "engine/user_reduction.hpp"
 
 namespace commrt {
 
-void raise_call_failure(const CallFailure& failure) {
-  const char* type = failure.kind == "timeout"   ? "TimeoutError_"
-                     : failure.kind == "revoked" ? "RevokedError"
-                     : failure.kind == "peer"    ? "PeerFailedError"
-                                                 : "BackendError";
-  const nb::object cls = nb::module_::import_("commrt.errors").attr(type);
-  PyErr_SetString(cls.ptr(), failure.what());
-  throw nb::python_error();
-}
-
-std::vector<unsigned char*> as_memory(const std::vector<uint64_t>& addresses) {
-  std::vector<unsigned char*> places;
-  places.reserve(addresses.size());
-  for (const uint64_t address : addresses) places.push_back(as_memory(address));
-  return places;
-}
-
 namespace {
 
-// How a wait ended: 0 done or failed, 1 out of time, 2 with a signal.
-int wait_for_end(const PyDeviceCall& self, double timeout_s) {
-  constexpr double kSignalPeriod_s = 0.05;
-  constexpr unsigned kLooks = 64;
-  Engine& engine = *self.engine;
-  DeviceWork& work = self.work();
-  const double start = now_s();
-  const double deadline = start + timeout_s;
-  Backoff backoff(2000);
-  for (;;) {
-    const bool ended = guarded([&] {
-      const double next = now_s() + kSignalPeriod_s;
-      for (unsigned look = 1;; ++look) {
-        if (work.has_ended(*self.call)) return true;
-        if (engine.step()) {
-          backoff.reset();
-        } else {
-          work.advance(self.call);
-          if (work.simulated() || look % (kLooks * 64) == 0) work.ask_device(self.call);
-          if (work.has_ended(*self.call)) return true;
-          if (wants_gil(engine)) return false;
-          work.pause(backoff);
-        }
-        if (look % kLooks == 0 && now_s() > std::min(next, deadline)) return false;
-      }
-    });
-    if (ended) return 0;
-    if (wants_gil(engine) && !run_wanted(engine)) return 2;
-    const bool has_failed = guarded([&] {
-      work.ask_device(self.call);
-      work.give_up_late(self.call, now_s() - start);
-      return work.has_ended(*self.call);
-    });
-    if (has_failed) return 0;
-    if (PyErr_CheckSignals() != 0) return 2;
-    if (now_s() > deadline) return 1;
-  }
-}
-
-// Of each receive of a call of messages, what has come so far.
+// Returns the bytes that have come so far, for each receive of a call of messages.
 std::vector<uint64_t> received_nbytes(const PyDeviceCall& self) {
   const Op* const op = self.call->messages();
   if (op == nullptr) return {};
@@ -78,7 +19,7 @@ std::vector<uint64_t> received_nbytes(const PyDeviceCall& self) {
   return op->p2p->parts->received;
 }
 
-// What a call of messages waits for; empty where it waits for nobody.
+// Says what a call of messages waits for; empty where it waits for nobody.
 std::string waits_for(const PyDeviceCall& self) {
   const Op* const op = self.call->messages();
   if (op == nullptr) return "";
@@ -87,38 +28,6 @@ std::string waits_for(const PyDeviceCall& self) {
 }
 
 }  // namespace
-
-void PyDeviceCall::wait_on(Stream stream) const {
-  guarded([&] {
-    work().wait_on(call, stream);
-    return 0;
-  });
-}
-
-bool PyDeviceCall::synchronize(double timeout_s) const {
-  const int how = wait_for_end(*this, timeout_s);
-  if (how == 2) throw nb::python_error();
-  drop_ended(*engine);
-  return how == 0;
-}
-
-bool PyDeviceCall::test() const {
-  if (!call->ended()) {
-    guarded([&] {
-      if (!engine->step()) work().ask_device(call);
-      work().advance(call);
-      return 0;
-    });
-  }
-  if (engine->has_ended()) drop_ended(*engine);
-  return guarded([&] { return work().has_ended(*call); });
-}
-
-bool PyDeviceCall::ended() const {
-  if (!call->ended()) return false;
-  nb::gil_scoped_release release;
-  return work().has_ended(*call);
-}
 
 void bind_device_work(nb::module_& m) {
   nb::class_<PyDeviceCall>(m, "DeviceCall", "One started call on device memory.")

@@ -9,9 +9,10 @@
 #include <algorithm>
 #include <utility>
 
+#include "bindings/bindings.hpp"
 #include "calls/fusion.hpp"
 #include "calls/group.hpp"
-#include "device_calls/device_work.hpp"
+#include "engine/device_work.hpp"
 #include "engine/gloo_calls.hpp"
 #include "engine/p2p.hpp"
 #include "engine/relay.hpp"

@@ -8,7 +8,7 @@
 #include <tuple>
 
 #include "bindings/bind_staged_work.hpp"
-#include "device_calls/hosted_work.hpp"
+#include "staging/hosted_work.hpp"
 
 namespace commrt {
 
@@ -78,14 +78,11 @@ void bind_hosted(nb::module_& m) {
            }, "Let a simulated device know that the host did something.")
       .def("plant",
            [](const PyHostedWork& self, const std::string& name) {
-             self.own().planted =
-                 planted_bug<PlantedHosted>(name, kPlantedHostedNames, kNumPlantedHosted);
+             self.own().planted.plant(name);
            }, nb::arg("name"), "Plant a bug, for tests.");
 
-  m.def("planted_hosted_bugs", [] {
-    return std::vector<std::string>(kPlantedHostedNames + 1,
-                                    kPlantedHostedNames + kNumPlantedHosted);
-  }, "Names of the bugs that tests can plant in calls whose work is the host's.");
+  m.def("planted_hosted_bugs", &PlantedBug<PlantedHosted>::names,
+        "Names of the bugs that tests can plant in calls whose work is the host's.");
 }
 
 }  // namespace commrt

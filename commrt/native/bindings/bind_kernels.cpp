@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/bindings.hpp"
 #include "kernels/kernels.hpp"
 
 namespace nb = nanobind;

@@ -4,8 +4,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "bindings/bind_device_work.hpp"
-#include "device_calls/mpi_work.hpp"
+#include "bindings/bindings.hpp"
+#include "calls/device_call.hpp"
+#include "library_calls/mpi_work.hpp"
 
 namespace commrt {
 
@@ -67,12 +68,10 @@ void bind_mpi_work(nb::module_& m) {
            }, "Give back what is left of one that failed: 1 done, 2 never, 0 later.")
       .def("plant",
            [](const PyMpiWork& self, const std::string& name) {
-             self.own().planted =
-                 planted_bug<PlantedInMpi>(name, kPlantedInMpiNames, kNumPlantedInMpi);
+             self.own().planted.plant(name);
            }, nb::arg("name"), "Plant a bug, for tests.");
-  m.def("planted_mpi_bugs", [] {
-    return std::vector<std::string>(kPlantedInMpiNames + 1, kPlantedInMpiNames + kNumPlantedInMpi);
-  }, "Names of the bugs that tests can plant in MPI's calls on device memory.");
+  m.def("planted_mpi_bugs", &PlantedBug<PlantedInMpi>::names,
+        "Names of the bugs that tests can plant in MPI's calls on device memory.");
 }
 
 }  // namespace commrt

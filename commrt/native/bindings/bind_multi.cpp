@@ -4,7 +4,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings/bindings.hpp"
 #include "calls/group.hpp"
+#include "calls/group_methods.hpp"
 #include "engine/p2p.hpp"
 
 namespace commrt {
@@ -40,7 +42,7 @@ class PersistentMessages {
     Group& group = *nb::inst_ptr<Group>(group_);
     if (group.slow || group.comm->broken.load(std::memory_order_relaxed) ||
         Engine::forked.load(std::memory_order_relaxed)) {
-      group_.attr("_check_usable")();
+      group_.attr(group_methods::kCheckUsable)();
     }
     return run_multi(group_, lists_, keep_sends_, keep_recvs_, result_, operation_, nonblocking,
                      timeout_s);

@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "bindings/bindings.hpp"
 #include "nccl/nccl_comm.hpp"
 
 namespace nb = nanobind;

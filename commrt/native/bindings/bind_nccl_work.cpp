@@ -5,8 +5,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "bindings/bind_device_work.hpp"
-#include "nccl/nccl_work.hpp"
+#include "bindings/bindings.hpp"
+#include "calls/device_call.hpp"
+#include "library_calls/nccl_work.hpp"
 
 namespace commrt {
 
@@ -186,14 +187,12 @@ void bind_nccl_work(nb::module_& m) {
            "The same of any number of arrays.")
       .def("plant",
            [](const PyNcclWork& self, const std::string& name) {
-             self.own().planted =
-                 planted_bug<NcclPlanted>(name, kNcclPlantedNames, kNumNcclPlanted);
+             self.own().planted.plant(name);
            }, nb::arg("name"), "Plant a bug, for tests.")
       .def_prop_ro("comm_pointer", [](const PyNcclWork& self) { return self.own().comm_pointer(); },
                    "The ncclComm_t, for tests.");
-  m.def("planted_nccl_bugs", [] {
-    return std::vector<std::string>(kNcclPlantedNames + 1, kNcclPlantedNames + kNumNcclPlanted);
-  }, "Names of the bugs that tests can plant in calls by NCCL.");
+  m.def("planted_nccl_bugs", &PlantedBug<NcclPlanted>::names,
+        "Names of the bugs that tests can plant in calls by NCCL.");
 }
 
 }  // namespace commrt

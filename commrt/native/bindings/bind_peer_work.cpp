@@ -4,8 +4,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "bindings/bind_device_work.hpp"
-#include "device_calls/peer_work.hpp"
+#include "bindings/bindings.hpp"
+#include "calls/device_call.hpp"
+#include "peer_memory/peer_work.hpp"
 
 namespace commrt {
 
@@ -127,13 +128,10 @@ void bind_peer_work(nb::module_& m) {
            }, "Give back what the device has of this, but for the exchange memory.")
       .def("plant",
            [](const PyPeerWork& self, const std::string& name) {
-             self.own().exchange().planted = planted_bug<PlantedInExchange>(
-                 name, kPlantedInExchangeNames, kNumPlantedInExchange);
+             self.own().exchange().planted.plant(name);
            }, nb::arg("name"), "Plant a bug, for tests.");
-  m.def("planted_peer_bugs", [] {
-    return std::vector<std::string>(kPlantedInExchangeNames + 1,
-                                    kPlantedInExchangeNames + kNumPlantedInExchange);
-  }, "Names of the bugs that tests can plant in calls over memory of peers.");
+  m.def("planted_peer_bugs", &PlantedBug<PlantedInExchange>::names,
+        "Names of the bugs that tests can plant in calls over memory of peers.");
 }
 
 }  // namespace commrt

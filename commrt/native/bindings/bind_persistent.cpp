@@ -5,7 +5,9 @@
 
 #include <cstring>
 
+#include "bindings/bindings.hpp"
 #include "calls/group.hpp"
+#include "calls/group_methods.hpp"
 
 namespace commrt {
 
@@ -26,7 +28,7 @@ class PersistentCall {
     Group& group = *nb::inst_ptr<Group>(group_);
     if (group.slow || group.comm->broken.load(std::memory_order_relaxed) ||
         Engine::forked.load(std::memory_order_relaxed)) {
-      group_.attr("_check_usable")();
+      group_.attr(group_methods::kCheckUsable)();
     }
     if (source_ != nullptr) std::memcpy(const_cast<void*>(in_), source_, nbytes_);
     return run_plan(group_, plan_, in_, out_, keep_x_, keep_out_, result_, operation_,

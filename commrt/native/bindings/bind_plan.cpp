@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "bindings/bindings.hpp"
 #include "calls/group.hpp"
 #include "engine/gloo_calls.hpp"
 

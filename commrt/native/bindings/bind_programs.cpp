@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bind_device.hpp"
+#include "bindings/bindings.hpp"
 #include "device_calls/stream_program.hpp"
 
 namespace commrt {

@@ -8,8 +8,9 @@
 #include <cstddef>
 #include <new>
 
+#include "bindings/bindings.hpp"
 #include "calls/group.hpp"
-#include "recording/recorded_method.hpp"
+#include "calls/recorded_method.hpp"
 
 namespace commrt {
 

@@ -4,6 +4,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include "bindings/bindings.hpp"
 #include "engine/relay.hpp"
 #include "engine/relay_carrier.hpp"
 

@@ -4,6 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings/bindings.hpp"
 #include "kernels/kernels.hpp"
 #include "kernels/sparse.hpp"
 

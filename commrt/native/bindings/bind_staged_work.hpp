@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the bindings of work in which the host has a part share.
+// Bindings that all work shares in which the host has a part.
 #pragma once
 
 #include <memory>
 
-#include "bindings/bind_device_work.hpp"
+#include "bindings/bindings.hpp"
+#include "calls/device_call.hpp"
 #include "device_calls/staged_work.hpp"
 
 namespace commrt {
 
-// What all of them have alike.
+// Binds the methods that each of them has.
 template <class Work>
 void bind_staged_work(nb::class_<PyWork<Work>, PyDeviceWork>& type) {
   using Py = PyWork<Work>;

@@ -10,9 +10,9 @@
 #include <cstring>
 
 #include "bindings/bind_staged_work.hpp"
-#include "device_calls/staged_messages.hpp"
-#include "device_calls/staging.hpp"
 #include "engine/p2p.hpp"
+#include "staging/staged_messages.hpp"
+#include "staging/staging.hpp"
 
 namespace commrt {
 
@@ -171,7 +171,7 @@ void bind_staging(nb::module_& m) {
            "The same of any number of arrays.")
       .def("plant",
            [](const PyStager& self, const std::string& name) {
-             self.own().planted = planted_bug<Planted>(name, kPlantedNames, kNumPlanted);
+             self.own().planted.plant(name);
            }, nb::arg("name"), "Plant a bug, for tests.");
 
   nb::class_<PyMessageStager, PyDeviceWork> messages(m, "MessageStager",
@@ -183,8 +183,7 @@ void bind_staging(nb::module_& m) {
            "Start messages, rows of (address, bytes, peer, tag), as one operation.")
       .def("plant",
            [](const PyMessageStager& self, const std::string& name) {
-             self.own().planted =
-                 planted_bug<PlantedMessage>(name, kPlantedMessageNames, kNumPlantedMessages);
+             self.own().planted.plant(name);
            }, nb::arg("name"), "Plant a bug, for tests.")
       .def_prop_ro("num_leaving",
                    [](const PyMessageStager& self) {
@@ -192,13 +191,10 @@ void bind_staging(nb::module_& m) {
                      return self.own().num_leaving();
                    }, "Calls whose copy to the host is not seen.");
 
-  m.def("planted_bugs", [] {
-    return std::vector<std::string>(kPlantedNames + 1, kPlantedNames + kNumPlanted);
-  }, "Names of the bugs that tests can plant in the staging of device memory.");
-  m.def("planted_message_bugs", [] {
-    return std::vector<std::string>(kPlantedMessageNames + 1,
-                                    kPlantedMessageNames + kNumPlantedMessages);
-  }, "The same, of messages of device memory.");
+  m.def("planted_bugs", &PlantedBug<Planted>::names,
+        "Names of the bugs that tests can plant in the staging of device memory.");
+  m.def("planted_message_bugs", &PlantedBug<PlantedMessage>::names,
+        "The same, of messages of device memory.");
 }
 
 }  // namespace commrt

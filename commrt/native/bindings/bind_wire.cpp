@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "bindings/bindings.hpp"
 #include "kernels/wire.hpp"
 
 namespace nb = nanobind;

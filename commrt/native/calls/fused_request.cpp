@@ -4,6 +4,7 @@
 // A plain type of C's interface: a call takes some 0.1 us in all, and of that a bound C++
 // object would be half. What it says and raises is what the bucket's own request does.
 #include "calls/fusion.hpp"
+#include "calls/group_methods.hpp"
 
 #include <structmember.h>
 
@@ -83,11 +84,13 @@ bool settle(FusedRequest* self, double seconds) {
   while (!bucket_of(self).is_settled()) {
     Bucket& bucket = bucket_of(self);
     Group& group = group_of(bucket);
-    if (Engine::forked.load(std::memory_order_relaxed)) bucket.group.attr("_check_usable")();
+    if (Engine::forked.load(std::memory_order_relaxed)) {
+      bucket.group.attr(group_methods::kCheckUsable)();
+    }
     if (group.fusion != nullptr && !group.fusion->agrees()) {
       if (!group.fusion->cut(bucket.group)) throw nb::python_error();
     } else if (group.fusion != nullptr) {
-      bucket.group.attr("_await_cut")(self->call, std::max(0.0, deadline - now_s()));
+      bucket.group.attr(group_methods::kAwaitCut)(self->call, std::max(0.0, deadline - now_s()));
     }
     if (bucket_of(self).is_settled()) break;
     if (now_s() >= deadline) return false;
@@ -108,17 +111,17 @@ PyObject* outcome(FusedRequest* self) {
 
 PyObject* wait_for_it(FusedRequest* self, nb::object stream, nb::object timeout) {
   nb::object group = bucket_of(self).group;
-  if (!stream.is_none()) group.attr("_stream_on_host")(what(self));
+  if (!stream.is_none()) group.attr(group_methods::kStreamOnHost)(what(self));
   double seconds = self->timeout_s;
   if (!timeout.is_none()) {
-    seconds = nb::cast<double>(group.attr("_check_timeout")(what(self), timeout));
+    seconds = nb::cast<double>(group.attr(group_methods::kCheckTimeout)(what(self), timeout));
   }
   const double begin = now_s();
   self->observed = true;
   if (!settle(self, seconds)) {
-    group.attr("_timed_out")(what(self), group_of(*self->bucket).comm->next_seq, seconds,
-                             "not all ranks have made this call",
-                             nb::handle(reinterpret_cast<PyObject*>(self)));
+    group.attr(group_methods::kTimedOut)(
+        what(self), group_of(*self->bucket).comm->next_seq, seconds,
+        "not all ranks have made this call", nb::handle(reinterpret_cast<PyObject*>(self)));
   }
   const Bucket& bucket = bucket_of(self);
   if (bucket.error.is_valid()) raise(bucket.error);
@@ -355,7 +358,7 @@ void bind_fusion(nb::module_& m) {
         "its error or None; no outputs where the list has others, too.");
   m.def("open_fusion", [](Group& g, uint64_t nbytes, double limit_s) {
     g.fusion = std::make_unique<Fusion>(g, nbytes, limit_s);
-    if (g.fusion->agrees()) g.engine->timed.push_back(&g);
+    if (g.fusion->agrees()) add_timed(g);
   }, nb::arg("group"), nb::arg("nbytes"), nb::arg("limit_s"),
      "From now on short nonblocking allreduces go into buckets.");
   m.def("close_fusion", [](Group& g) {
@@ -365,8 +368,7 @@ void bind_fusion(nb::module_& m) {
     }
     if (g.fusion == nullptr) return;
     g.fusion->close(nb::borrow(nb::find(g)));
-    auto& timed = g.engine->timed;
-    timed.erase(std::remove(timed.begin(), timed.end(), &g), timed.end());
+    forget_timed(g);
     g.fusion.reset();
   }, nb::arg("group"));
   m.def("fuse", [](nb::handle group, uint64_t in, uint64_t out, int64_t count, int dtype,

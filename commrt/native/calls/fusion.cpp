@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Adds calls to buckets, and sends these.
 #include "calls/fusion.hpp"
+#include "calls/group_methods.hpp"
 #include "engine/user_reduction.hpp"
 
 #include <nanobind/stl/shared_ptr.h>
@@ -49,7 +50,7 @@ PlanPtr plan_of(Group& group, Bucket& bucket) {
   const int64_t count = bucket.parts->elems();
   const PlanKey key{count, PlanKey::pack(0, bucket.dtype, redop, kHost), 0};
   if (const PlanPtr* found = group.find_plan(key)) return *found;
-  nb::object made = bucket.group.attr("_plan_bucket")(count, dtype, redop);
+  nb::object made = bucket.group.attr(group_methods::kPlanBucket)(count, dtype, redop);
   if (!PyExceptionInstance_Check(made.ptr())) return nb::cast<PlanPtr>(made);
   bucket.fail(made);
   return nullptr;
@@ -61,7 +62,7 @@ void send(Bucket& bucket) {
   Group& group = *nb::inst_ptr<Group>(bucket.group);
   if (group.comm->broken.load(std::memory_order_relaxed) ||
       Engine::forked.load(std::memory_order_relaxed)) {
-    bucket.group.attr("_check_usable")();
+    bucket.group.attr(group_methods::kCheckUsable)();
   }
   if (bucket.away.is_valid()) {
     const nb::object interrupt = bucket.away.attr("send")(bucket.arrays);
@@ -230,15 +231,33 @@ bool Fusion::ask(nb::handle group, const char* method) {
   return done != nullptr;
 }
 
+namespace {
+
+// Communicators whose open buckets have a time limit, of all engines. Guarded by the GIL.
+std::vector<Group*>& all_timed() {
+  static auto* const all = new std::vector<Group*>;
+  return *all;
+}
+
+}  // namespace
+
+void add_timed(Group& group) { all_timed().push_back(&group); }
+
+void forget_timed(Group& group) {
+  auto& all = all_timed();
+  all.erase(std::remove(all.begin(), all.end(), &group), all.end());
+}
+
 bool look_at_timed(Engine& engine) {
   const double now = now_s();
-  const std::vector<Group*> groups = engine.timed;  // what is called may change it
+  const std::vector<Group*> groups = all_timed();  // what is called may change it
   for (Group* group : groups) {
-    const auto& timed = engine.timed;
-    if (std::find(timed.begin(), timed.end(), group) == timed.end()) continue;
+    const auto& all = all_timed();
+    if (std::find(all.begin(), all.end(), group) == all.end()) continue;
+    if (group->engine.get() != &engine) continue;
     if (!group->fusion->is_due(now)) continue;
     const nb::object object = nb::find(*group);
-    PyObject* const done = PyObject_CallMethod(object.ptr(), "_bucket_full", nullptr);
+    PyObject* const done = PyObject_CallMethod(object.ptr(), group_methods::kBucketFull, nullptr);
     if (done != nullptr) {
       Py_DECREF(done);
     } else if (PyErr_ExceptionMatches(PyExc_Exception)) {
@@ -248,7 +267,9 @@ bool look_at_timed(Engine& engine) {
     }
   }
   double due = kNever;
-  for (const Group* group : engine.timed) due = std::min(due, group->fusion->due_s());
+  for (const Group* group : all_timed()) {
+    if (group->engine.get() == &engine) due = std::min(due, group->fusion->due_s());
+  }
   engine.timed_due_s.store(due, std::memory_order_relaxed);
   return true;
 }
@@ -257,13 +278,16 @@ bool look_at_timed(Engine& engine) {
 bool Fusion::fill(nb::handle group) {
   if (!agrees_) return send_before(num_calls_);
   full_nbytes_ = open_nbytes_ + most_nbytes_ / 8;
-  return ask(group, "_bucket_full");
+  return ask(group, group_methods::kBucketFull);
 }
 
 bool Fusion::cut(nb::handle group) {
   // What sends a bucket makes calls of its own, which are that bucket.
   if (is_sending_ && sender_ == std::this_thread::get_id()) return true;
-  if (is_open() && !(agrees_ ? ask(group, "_cut_bucket") : send_before(num_calls_))) return false;
+  if (is_open() &&
+      !(agrees_ ? ask(group, group_methods::kCutBucket) : send_before(num_calls_))) {
+    return false;
+  }
   // What comes next must not overtake buckets that another thread is sending.
   while (is_sending_) {
     if (PyErr_CheckSignals() != 0) return false;
@@ -354,7 +378,7 @@ void Fusion::close(const nb::object& group) {
   const char* const why = "a call was made while the context was left: it was not sent; let "
                           "no thread make calls that others do not wait for before they leave";
   raised_by([&] { give_up(group, why); });
-  fail_open(group.attr("_operation_error")("fused()", why, "revoked"));
+  fail_open(group.attr(group_methods::kOperationError)("fused()", why, "revoked"));
 }
 
 // One thread sends, in order; another one that comes meanwhile leaves its buckets to it.

@@ -144,6 +144,8 @@ void drop_fused_request(PyObject* request);
 // Looks at the open buckets whose time has come. False with Python's error set where it was
 // interrupted; needs the GIL.
 bool look_at_timed(Engine& engine);
-
+// The communicator's open buckets are looked at from now on, and until it is forgotten.
+void add_timed(Group& group);
+void forget_timed(Group& group);
 
 }  // namespace commrt

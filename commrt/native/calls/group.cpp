@@ -1,18 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Views of numpy arrays, the plan cache, waiting and requests.
-#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
-#define PY_ARRAY_UNIQUE_SYMBOL commrt_numpy
-#define NO_IMPORT_ARRAY
+// The plan cache, waiting and requests.
 #include "calls/group.hpp"
-
-#include <numpy/arrayobject.h>
 
 #include <algorithm>
 #include <new>
 
 #include "calls/fusion.hpp"
+#include "calls/group_methods.hpp"
 #include "calls/known_calls.hpp"
-#include "device_calls/device_work.hpp"
+#include "engine/device_work.hpp"
 #include "engine/gloo_calls.hpp"
 #include "engine/p2p.hpp"
 #include "engine/relay.hpp"
@@ -22,42 +18,6 @@
 namespace commrt {
 
 namespace {
-
-constexpr int kUnknown = -1;
-
-int dtype_codes[512];
-
-int by_size(bool is_signed, size_t itemsize) {
-  switch (itemsize) {
-    case 1: return static_cast<int>(is_signed ? DType::I8 : DType::U8);
-    case 2: return static_cast<int>(is_signed ? DType::I16 : DType::U16);
-    case 4: return static_cast<int>(is_signed ? DType::I32 : DType::U32);
-    case 8: return static_cast<int>(is_signed ? DType::I64 : DType::U64);
-    default: return kUnknown;
-  }
-}
-
-bool fill_dtype_codes() {
-  std::fill(std::begin(dtype_codes), std::end(dtype_codes), kUnknown);
-  auto set = [](int type_num, DType dtype) { dtype_codes[type_num] = static_cast<int>(dtype); };
-  set(NPY_BOOL, DType::Bool);
-  dtype_codes[NPY_BYTE] = by_size(true, sizeof(char));
-  dtype_codes[NPY_SHORT] = by_size(true, sizeof(short));
-  dtype_codes[NPY_INT] = by_size(true, sizeof(int));
-  dtype_codes[NPY_LONG] = by_size(true, sizeof(long));
-  dtype_codes[NPY_LONGLONG] = by_size(true, sizeof(long long));
-  dtype_codes[NPY_UBYTE] = by_size(false, sizeof(char));
-  dtype_codes[NPY_USHORT] = by_size(false, sizeof(short));
-  dtype_codes[NPY_UINT] = by_size(false, sizeof(int));
-  dtype_codes[NPY_ULONG] = by_size(false, sizeof(long));
-  dtype_codes[NPY_ULONGLONG] = by_size(false, sizeof(long long));
-  set(NPY_HALF, DType::F16);
-  set(NPY_FLOAT, DType::F32);
-  set(NPY_DOUBLE, DType::F64);
-  set(NPY_CFLOAT, DType::C64);
-  set(NPY_CDOUBLE, DType::C128);
-  return true;
-}
 
 constexpr int64_t kLongBytes = 32768;
 
@@ -72,48 +32,7 @@ bool is_long(const Op& op) {
   return op.p2p != nullptr ? op.p2p->nbytes > kLongBytes : is_long(*op.plan);
 }
 
-int dtype_code(int type_num) {
-  static const bool filled = fill_dtype_codes();
-  (void)filled;
-  if (type_num < 0 || type_num >= static_cast<int>(std::size(dtype_codes))) return kUnknown;
-  return dtype_codes[type_num];
-}
-
 }  // namespace
-
-void register_numpy_type(int type_num, int code) {
-  dtype_code(0);
-  if (type_num < 0 || type_num >= static_cast<int>(std::size(dtype_codes))) return;
-  dtype_codes[type_num] = code;
-}
-
-int code_of_numpy_type(PyObject* dtype) {
-  if (!PyArray_DescrCheck(dtype)) return kUnknown;
-  const auto* descr = reinterpret_cast<const PyArray_Descr*>(dtype);
-  return descr->byteorder == '>' ? kUnknown : dtype_code(descr->type_num);
-}
-
-bool is_numpy_array(PyObject* object) { return PyArray_CheckExact(object); }
-
-bool view_of_numpy(PyObject* object, View& view) {
-  if (!PyArray_CheckExact(object)) return false;
-  auto* array = reinterpret_cast<PyArrayObject*>(object);
-  const int flags = PyArray_FLAGS(array);
-  if ((flags & (NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED)) !=
-      (NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED)) {
-    return false;
-  }
-  PyArray_Descr* descr = PyArray_DESCR(array);
-  const int code = dtype_code(descr->type_num);
-  if (code == kUnknown || descr->byteorder == '>') return false;
-  int64_t count = 1;
-  for (int i = 0; i < PyArray_NDIM(array); ++i) count *= PyArray_DIM(array, i);
-  view.data = PyArray_DATA(array);
-  view.count = count;
-  view.dtype = static_cast<DType>(code);
-  view.writable = (flags & NPY_ARRAY_WRITEABLE) != 0;
-  return true;
-}
 
 Group::Group(std::shared_ptr<Engine> engine_, int rank, int size, const std::string& name)
     : engine(std::move(engine_)), comm(std::make_unique<Comm>(*engine, rank, size, name)),
@@ -126,8 +45,7 @@ Group::~Group() {
   }
   // What calls kept goes with the next call, and there may be none.
   if (engine->has_ended() && !Engine::forked.load(std::memory_order_relaxed)) drop_ended(*engine);
-  auto& timed = engine->timed;
-  timed.erase(std::remove(timed.begin(), timed.end(), this), timed.end());
+  forget_timed(*this);
 }
 
 const PlanPtr* Group::find_plan(const PlanKey& key) {
@@ -332,7 +250,7 @@ nb::object Request::outcome() {
                          : op_->given_up ? "revoked"
                          : op_->p2p      ? "truncation"
                                          : "mismatch";
-      error_ = group_.attr("_operation_error")(what(), op_->error, kind);
+      error_ = group_.attr(group_methods::kOperationError)(what(), op_->error, kind);
       if (op_->by_user) {
         nb::handle reduction(op_->plan->user.owner.get());
         error_.attr("__cause__") = nb::getattr(reduction, "error", nb::none());
@@ -360,7 +278,7 @@ nb::object Request::outcome_after(WaitResult ended, double seconds) {
       if (!op_->finished()) waits_for = group.comm->p2p->waits_for(*op_);
     }
     try {
-      group_.attr("_timed_out")(what(), op_->seq, seconds, waits_for, nb::find(*this));
+      group_.attr(group_methods::kTimedOut)(what(), op_->seq, seconds, waits_for, nb::find(*this));
     } catch (nb::python_error& error) {  // it stays in flight
       if (ring_ != nullptr) RecordRing::tell(error.value());
       throw;
@@ -370,13 +288,13 @@ nb::object Request::outcome_after(WaitResult ended, double seconds) {
 }
 
 nb::object Request::wait(nb::object stream, nb::object timeout) {
-  if (!stream.is_none()) group_.attr("_stream_on_host")(what());
+  if (!stream.is_none()) group_.attr(group_methods::kStreamOnHost)(what());
   double seconds = timeout_s_;
   if (!timeout.is_none()) {
-    seconds = nb::cast<double>(group_.attr("_check_timeout")(what(), timeout));
+    seconds = nb::cast<double>(group_.attr(group_methods::kCheckTimeout)(what(), timeout));
   }
   if (!op_->finished()) {
-    if (Engine::forked.load(std::memory_order_relaxed)) group_.attr("_check_usable")();
+    if (Engine::forked.load(std::memory_order_relaxed)) group_.attr(group_methods::kCheckUsable)();
     Group& group = nb::cast<Group&>(group_);
     switch (wait_for(group, op_, seconds)) {
       case WaitResult::Done: break;
@@ -389,7 +307,7 @@ nb::object Request::wait(nb::object stream, nb::object timeout) {
 
 bool Request::test() {
   if (!op_->finished()) {
-    if (Engine::forked.load(std::memory_order_relaxed)) group_.attr("_check_usable")();
+    if (Engine::forked.load(std::memory_order_relaxed)) group_.attr(group_methods::kCheckUsable)();
     Engine& engine = *nb::cast<Group&>(group_).engine;
     const GiveAtEnd give;
     // Who looks at devices waits for locks whose holder may wait for the GIL.
@@ -489,7 +407,9 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
   // Every rank makes this call after the same ones.
   if (group.fusion != nullptr) {
     if (!group.fusion->cut(group_object)) throw nb::python_error();
-    if (group.comm->broken.load(std::memory_order_relaxed)) group_object.attr("_check_usable")();
+    if (group.comm->broken.load(std::memory_order_relaxed)) {
+      group_object.attr(group_methods::kCheckUsable)();
+    }
   }
   Engine& engine = *group.engine;
   // Long copies happen outside the GIL; short operations are over sooner than it is released.

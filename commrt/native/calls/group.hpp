@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python side of a communicator: views of arrays, the plan cache, waiting.
+// The Python side of a communicator: the plan cache, waiting, requests.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,6 +10,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "arrays/view.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
 
@@ -19,24 +20,6 @@ class KnownCalls;
 struct MessageLists;
 
 namespace nb = nanobind;
-
-// What the engine needs to know of an array.
-struct View {
-  void* data = nullptr;
-  int64_t count = 0;
-  DType dtype = DType::F32;
-  bool writable = false;
-  uint64_t stream = 0;  // of an array on a device
-  int device = kHost;
-};
-
-// Fills `view` from a C-contiguous, native-endian numpy array of a known type. False, with
-// no Python error set, for everything else: the caller then asks Python.
-bool view_of_numpy(PyObject* object, View& view);
-bool is_numpy_array(PyObject* object);  // with any strides and of any type
-void register_numpy_type(int type_num, int dtype_code);
-// The code of numpy's dtype; -1 where it is none, or of a type or byte order that is not known.
-int code_of_numpy_type(PyObject* dtype);
 
 struct PlanKey {
   int64_t count;
@@ -240,15 +223,8 @@ nb::object run_multi(nb::handle group, const MessageLists& lists, nb::handle kee
 nb::object run_sendrecv(nb::handle group, const Side& x, const Side& out, nb::handle result,
                         nb::handle operation, bool nonblocking, double timeout_s);
 
-void bind_group(nb::module_& m);
-void bind_plan(nb::module_& m);
 void bind_fusion(nb::module_& m);
 void bind_operation(nb::module_& m);
 void bind_p2p_operation(nb::module_& m);
-void bind_multi(nb::module_& m);
-void bind_boxes(nb::module_& m);
-void bind_persistent(nb::module_& m);
-void bind_device_work(nb::module_& m);
-void bind_staging(nb::module_& m);
 
 }  // namespace commrt

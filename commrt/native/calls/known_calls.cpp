@@ -7,12 +7,14 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "calls/device_request.hpp"
 #include "calls/fusion.hpp"
-#include "device_calls/device_request.hpp"
-#include "device_calls/mpi_work.hpp"
-#include "device_calls/peer_work.hpp"
-#include "device_calls/staging.hpp"
-#include "nccl/nccl_work.hpp"
+#include "calls/group_methods.hpp"
+#include "library_calls/mpi_work.hpp"
+#include "library_calls/nccl_work.hpp"
+#include "peer_memory/peer_work.hpp"
+#include "python_callbacks.hpp"
+#include "staging/staging.hpp"
 
 namespace commrt {
 
@@ -39,10 +41,10 @@ bool fits(const DeviceView& x, const DeviceView& out, const KnownCalls::Entry& e
   return !overlap(x, out) || (is_same && entry.in_place);
 }
 
-// What Python says of a call that could not be started.
+// Raises the error that Python has for a call that could not be started.
 [[noreturn]] void raise_explained(nb::handle group, PyObject* name, nb::python_error& error) {
   const nb::object said =
-      group.attr("_staging").attr("why_not_started")(nb::handle(name), error.value());
+      group.attr(group_methods::kStaging).attr("why_not_started")(nb::handle(name), error.value());
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(said.ptr())), said.ptr());
   throw nb::python_error();
 }
@@ -50,9 +52,8 @@ bool fits(const DeviceView& x, const DeviceView& out, const KnownCalls::Entry& e
 // The stream that a call is given. False where it is none of that device's, or is no stream.
 bool read_stream(const AskedCall& asked, const nb::object& device, Stream* stream) {
   try {
-    const nb::object as_stream = nb::module_::import_("commrt.arrays.device").attr("as_stream");
-    *stream = nb::cast<Stream>(as_stream(nb::handle(asked.stream), device,
-                                         nb::handle(asked.name)));
+    *stream = nb::cast<Stream>(callback(Callback::AsStream)(nb::handle(asked.stream), device,
+                                                            nb::handle(asked.name)));
     return true;
   } catch (nb::python_error& error) {
     if (!error.matches(PyExc_Exception)) throw;
@@ -63,7 +64,7 @@ bool read_stream(const AskedCall& asked, const nb::object& device, Stream* strea
 // Lets the call come after the stream that an array says it is ordered by.
 void order_after(nb::handle group, const DeviceView& view, Stream stream) {
   if (!view.exports || view.exported == stream) return;
-  group.attr("_staging").attr("order_after")(view.device, stream, view.exported);
+  group.attr(group_methods::kStaging).attr("order_after")(view.device, stream, view.exported);
 }
 
 nb::object run(nb::handle group_object, const AskedCall& asked) {
@@ -104,8 +105,8 @@ nb::object run(nb::handle group_object, const AskedCall& asked) {
   }
 }
 
-// What starts a plan by the work of its kind, which takes one array for each way, or a list of
-// them. Null where the plan is of another kind.
+// Returns a function that starts a plan by the work of its kind, which takes one array for each
+// way, or a list of them. Null where the plan is of another kind.
 template <class Plan, class Work>
 KnownCalls::Start start_by(const PyDeviceWork& runner, nb::handle given) {
   std::shared_ptr<const Plan> plan;

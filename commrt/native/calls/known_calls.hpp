@@ -14,8 +14,8 @@
 #include <memory>
 #include <unordered_map>
 
-#include "bindings/bind_device_work.hpp"
-#include "calls/device_view.hpp"
+#include "arrays/device_view.hpp"
+#include "calls/device_call.hpp"
 #include "calls/group.hpp"
 
 namespace commrt {

@@ -5,13 +5,11 @@
 // without a bound method. What it does not recognise at a glance (an array of another library,
 // an unknown plan, a wrong argument) it hands to `Communicator._call`, which either runs the call
 // or raises the precise error. One made with `only_known` says NotImplemented there.
-#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
-#define PY_ARRAY_UNIQUE_SYMBOL commrt_numpy
-#define NO_IMPORT_ARRAY
+#include "arrays/tensor_view.hpp"
 #include "calls/fusion.hpp"
+#include "calls/group_methods.hpp"
 #include "calls/known_calls.hpp"
 #include "calls/method_descriptor.hpp"
-#include "calls/tensor_view.hpp"
 
 #include <algorithm>
 #include <new>
@@ -316,7 +314,7 @@ void bind_operation(nb::module_& m) {
   words.counts = PyUnicode_InternFromString("counts");
   words.send_counts = PyUnicode_InternFromString("send_counts");
   words.recv_counts = PyUnicode_InternFromString("recv_counts");
-  words.call = PyUnicode_InternFromString("_call");
+  words.call = PyUnicode_InternFromString(group_methods::kCall);
   for (int i = 0; i < kNumRedOps; ++i) words.reductions[i] = PyUnicode_InternFromString(kReductions[i]);
 
   operation_type = make_descriptor_type("commrt._native.Operation", sizeof(Operation));

@@ -4,9 +4,9 @@
 // A MessageMethod is a method descriptor with a vectorcall, as an Operation is. It knows
 // plain arrays of numpy and of torch, ints in range and bools; every other call goes to the Python function
 // that it wraps, which runs it or raises the precise error.
+#include "arrays/tensor_view.hpp"
 #include "calls/group.hpp"
 #include "calls/method_descriptor.hpp"
-#include "calls/tensor_view.hpp"
 #include "engine/p2p.hpp"
 
 #include <new>

@@ -11,8 +11,8 @@
 #include <mutex>
 #include <string>
 
-#include "device_calls/device_work.hpp"
 #include "device_calls/staged_plan.hpp"
+#include "engine/device_work.hpp"
 #include "engine/engine.hpp"
 
 namespace commrt {

@@ -14,8 +14,8 @@
 #include <optional>
 #include <string>
 
-#include "device_calls/device_work.hpp"
 #include "device_calls/stream_program.hpp"
+#include "engine/device_work.hpp"
 
 namespace commrt {
 

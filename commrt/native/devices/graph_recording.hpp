@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a capture of streams records, for devices that are not hardware: commands in the order in
+// The record of a capture of streams, for devices that are not hardware: commands in the order in
 // which they were given, each with its stream, and whether all streams came together again.
 #pragma once
 
@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "devices/device.hpp"
 #include "devices/foreign_kernel.hpp"
 
 namespace commrt {
@@ -130,6 +131,26 @@ inline std::uint64_t next_capture_id() {
   static std::atomic<std::uint64_t> next{1};
   return next.fetch_add(1);
 }
+
+// A capture of streams, also once it has ended.
+template <class Command>
+struct Capture {
+  std::uint64_t id = next_capture_id();
+  Stream stream = 0;             // the one that it began with
+  const void* origin = nullptr;  // the host thread that began it, where the device looks at that
+  CaptureMode mode = CaptureMode::Global;
+  bool active = true;
+  bool invalidated = false;
+  // Goes to the graph at the end, as streams remember their captures for longer.
+  std::shared_ptr<Recording<Command>> recording = std::make_shared<Recording<Command>>();
+};
+
+// A graph that a capture has become.
+template <class Command, class Record>
+struct CapturedGraph {
+  std::shared_ptr<const Recording<Command>> recording;
+  std::shared_ptr<Record> ended;  // the latest launch; null: none
+};
 
 inline constexpr char kNotCaptured[] =
     "external records and waits are for streams that are captured: outside use event_record() "

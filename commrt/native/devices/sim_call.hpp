@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every call of a simulated device begins with.
+// The beginning of every call of a simulated device.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "devices/device_error.hpp"
+#include "devices/pretended_calls.hpp"
 #include "devices/sim_world.hpp"
 
 namespace commrt::sim {
@@ -13,9 +16,8 @@ namespace commrt::sim {
 inline SimDevice* sim(Device* device) { return static_cast<SimDevice*>(device); }
 
 // A call: takes the lock, lets others go on, and refuses where nothing can be called.
-struct Call : Entry {
-  Call(Device* which, const char* called)
-      : Entry(sim(which)->world), device(sim(which)), name(called) {
+struct Call : Entry, pretended::CallBase<Call, SimDevice> {
+  Call(Device* which, const char* called) : Entry(sim(which)->world), CallBase(sim(which), called) {
     world->preempt(*this);
     if (!world->deadlock.empty())
       status = device_fails(DeviceStatus::Deadlock, world->deadlock);
@@ -25,9 +27,6 @@ struct Call : Entry {
     if (status == DeviceStatus::Ok && device->failed())
       status = device_fails(DeviceStatus::Failed, std::string(name) + "(): " + device->failure);
     return status != DeviceStatus::Ok;
-  }
-  DeviceStatus invalid(const std::string& why) {
-    return device_fails(DeviceStatus::Invalid, std::string(name) + "(): " + why);
   }
   // Whether the call would end a capture that somebody has begun.
   bool forbidden() {
@@ -46,30 +45,52 @@ struct Call : Entry {
     }
     return status != DeviceStatus::Ok;
   }
-  std::shared_ptr<StreamState> stream(Stream handle) {
-    const auto found = device->streams.find(handle);
-    if (found != device->streams.end() && !found->second->destroyed) return found->second;
-    status = invalid("device '" + device->name + "' has no stream " + std::to_string(handle));
-    return nullptr;
-  }
-  std::shared_ptr<EventState> event(Event handle) {
-    const auto found = device->events.find(handle);
-    if (found != device->events.end()) return found->second;
-    status = invalid("device '" + device->name + "' has no event " + std::to_string(handle));
-    return nullptr;
-  }
-  // Memory that kernels and flags may be in.
-  bool on_device(const void* ptr, std::size_t nbytes) {
-    bool known = false;
-    status = world->check_operand(device, ptr, nbytes, &known);
-    if (status == DeviceStatus::Ok && !known && nbytes)
-      status = invalid(hex(ptr) + " is pageable memory, which the device cannot reach");
+  bool operand(const void* ptr, std::size_t nbytes, bool* known) {
+    status = world->check_operand(device, ptr, nbytes, known);
     return status == DeviceStatus::Ok;
   }
+  std::string words_for_device() const { return "device '" + device->name + "'"; }
 
-  SimDevice* device;
-  const char* name;
-  DeviceStatus status = DeviceStatus::Ok;
+  // --- for the calls in pretended_calls.hpp ---
+  DeviceStatus give(const std::shared_ptr<StreamState>& to, Command command) {
+    if (command.kind == Kind::Record && command.record) {
+      command.record->actor = to->actor;
+      command.record->number = world->commands + 1;
+    }
+    return world->give(*this, to.get(), std::move(command));
+  }
+  DeviceStatus give_foreign(const std::shared_ptr<StreamState>& to,
+                            std::shared_ptr<const ForeignKernel> kernel);  // sim_foreign.cpp
+  bool made_ready(const Command& command);                                // sim_device.cpp
+  static void knows_operands(Command& command) { command.dst_known = command.src_known = true; }
+  bool waits_for_unrecorded() const { return world->options.unrecorded_wait_passes; }
+  void begun(const std::shared_ptr<Capture>& capture, CaptureMode mode) {
+    capture->origin = host;
+    capture->mode = mode;
+    device->captures.push_back(capture);
+  }
+  void ended(const std::shared_ptr<Capture>& capture) {
+    auto& all = device->captures;
+    all.erase(std::remove(all.begin(), all.end(), capture), all.end());
+  }
+  void end_stream(const std::shared_ptr<StreamState>& stream) {
+    stream->destroyed = true;
+    world->notice_end(stream.get());
+  }
+  static bool has_ended(const StreamState& stream) { return stream.destroyed; }
+  bool refuses_sharing() { return forbidden(); }
+  static int guard_memory() { return 0; }  // the world's lock is enough
+  pretended::Exported exported(std::uint64_t address) const {
+    const Allocation* found = world->memory.find(address);
+    if (world->memory.is_pageable(found) || found->freed) return {};
+    return {found->kind, found->base, found->id, found->device == device->index};
+  }
+  bool open(std::uint64_t base) const {
+    return world->memory.find(base)->mapped_by.insert(device->index).second;
+  }
+  bool close(std::uint64_t base) const {
+    return world->memory.find(base)->mapped_by.erase(device->index) != 0;
+  }
 };
 
 // A host function runs under the world's lock, which is not recursive.
@@ -80,26 +101,31 @@ struct Call : Entry {
         std::string(named) + "() in a host function, which must not call the device");       \
   Call call(which, named)
 
+// Types of a simulated device, and how its calls begin, for pretended_calls.hpp.
+struct Side {
+  static constexpr std::uint64_t kTicket = 0x636f6d6d72742d31u;
+  using Command = sim::Command;
+  using Record = sim::Record;
+  using EventState = sim::EventState;
+  using StreamState = sim::StreamState;
+
+  template <class Body>
+  static DeviceStatus enter(Device* device, const char* name, Body body) {
+    COMMRT_ENTER(device, name);
+    return body(call);
+  }
+  static std::shared_ptr<Record> new_record(const EventState&) {
+    return std::make_shared<Record>();
+  }
+};
+
 // --- the calls that are in sim_host.cpp ---
-DeviceStatus ipc_export(Device*, const void* ptr, IpcHandle* out, std::size_t* offset);
-DeviceStatus ipc_open(Device*, const IpcHandle* handle, void** base);
-DeviceStatus ipc_close(Device*, void* base);
 DeviceStatus host_access(Device*, const void* ptr, std::size_t nbytes, bool writes);
 DeviceStatus flag_load(Device*, const std::uint32_t* flag, std::uint32_t* value);
 DeviceStatus flag_store(Device*, std::uint32_t* flag, std::uint32_t value);
 DeviceStatus lock(Device*, const void* token);
 DeviceStatus unlock(Device*, const void* token);
 DeviceStatus pause(Device*);
-DeviceStatus launch_foreign(Device*, const ForeignKernel& kernel, Stream handle);
-DeviceStatus is_capturing(Device*, Stream handle, CaptureState* out);
 DeviceStatus exchange_capture_mode(Device*, CaptureMode* mode);
-// --- and in sim_graphs.cpp ---
-DeviceStatus begin_capture(Device*, Stream, CaptureMode);
-DeviceStatus end_capture(Device*, Stream, Graph* out);
-DeviceStatus capture_id(Device*, Stream, std::uint64_t* out);
-DeviceStatus event_record_external(Device*, Event, Stream);
-DeviceStatus stream_wait_external(Device*, Stream, Event);
-DeviceStatus graph_launch(Device*, Graph, Stream);
-DeviceStatus graph_destroy(Device*, Graph);
 
 }  // namespace commrt::sim

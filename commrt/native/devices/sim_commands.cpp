@@ -5,25 +5,8 @@
 
 #include "devices/device_error.hpp"
 #include "devices/sim_world.hpp"
-#include "kernels/kernels.hpp"
 
 namespace commrt::sim {
-
-const char* kind_name(Kind kind) {
-  static const char* const names[] = {"memcpy_async",   "memcpy_async (staged)",
-                                      "event_record",   "stream_wait_event",
-                                      "write_value32",  "wait_value32_geq",
-                                      "launch_reduce",  "launch_copy",
-                                      "launch_scaled_sum", "launch_divide",
-                                      "launch_boxes",   "launch_host",
-                                      "launch_foreign", "launch_foreign (its end)"};
-  return names[static_cast<int>(kind)];
-}
-
-bool& in_host_function() {
-  thread_local bool inside = false;
-  return inside;
-}
 
 namespace {
 
@@ -182,35 +165,19 @@ void World::execute(Command& command, StreamState* stream) {
   };
   switch (command.kind) {
     case Kind::Copy:
-    case Kind::KernelCopy: {
-      const bool both = reads() & writes();
-      if (both && command.nbytes) std::memmove(command.dst, command.src, command.nbytes);
-      break;
-    }
-    case Kind::Stage:
-      if (writes() && command.nbytes)
-        std::memcpy(command.dst, command.staged.data(), command.nbytes);
-      break;
-    case Kind::Reduce: {
-      const bool both = reads() & writes();
-      if (!both) break;
-      const void* const inputs[] = {command.dst, command.src};
-      combine_for(command.dtype, command.op)(command.dst, nullptr, inputs, 2,
-                                             command.nbytes / item_size(command.dtype), nullptr,
-                                             Scale{}, Store::Plain);
-      break;
-    }
+    case Kind::KernelCopy:
+    case Kind::Reduce:
     case Kind::ScaledSum: {
       const bool both = reads() & writes();
-      if (both)
-        run_scaled_sum(command.dtype, command.dst, command.src,
-                       command.nbytes / item_size(command.dtype), command.value, command.factor);
+      if (both) pretended::run_on_host(command);
       break;
     }
     case Kind::Divide:
-      if (writes())
-        divide_inplace(command.dtype, command.dst, command.nbytes / item_size(command.dtype),
-                       command.factor.integer);
+      if (writes()) pretended::run_on_host(command);
+      break;
+    case Kind::Stage:
+      if (writes() && command.nbytes)
+        std::memcpy(command.dst, command.staged.data(), command.nbytes);
       break;
     case Kind::Boxes: {
       struct Running {
@@ -257,11 +224,9 @@ void World::execute(Command& command, StreamState* stream) {
       break;
     }
     case Kind::HostFunction:
-      in_host_function() = true;
-      command.function(command.argument);
-      in_host_function() = false;
+      pretended::call_host_function(command.function, command.argument);
       break;
-    case Kind::ForeignBegin: begin_foreign(command, stream); break;
+    case Kind::Foreign: begin_foreign(command, stream); break;
     case Kind::ForeignEnd: end_foreign(command, stream); break;
   }
 }

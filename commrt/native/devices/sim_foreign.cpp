@@ -10,29 +10,22 @@ namespace {
 constexpr std::size_t kMostRemembered = 1 << 16;
 }  // namespace
 
-DeviceStatus launch_foreign(Device* device, const ForeignKernel& kernel, Stream handle) {
-  COMMRT_ENTER(device, "launch_foreign");
-  if (call.refused()) return call.status;
-  const auto stream = call.stream(handle);
-  if (!stream) return call.status;
-  for (const ForeignRange& range : kernel.ranges)
-    if (!call.on_device(range.at, range.nbytes)) return call.status;
-  if (kernel.holds != nullptr) {
+DeviceStatus Call::give_foreign(const std::shared_ptr<StreamState>& to,
+                                std::shared_ptr<const ForeignKernel> kernel) {
+  if (kernel->holds != nullptr) {
     // Threads that call the library for one device must take turns, too.
-    const auto* const library = static_cast<const char*>(kernel.holds) + 1;
-    call.world->touch(library, 1, true,
-                      Access{call.host->actor, call.host->tick, "launch_foreign()", 0},
-                      call.host->clock);
+    const auto* const library = static_cast<const char*>(kernel->holds) + 1;
+    world->touch(library, 1, true, Access{host->actor, host->tick, "launch_foreign()", 0},
+                 host->clock);
   }
-  Command command;
-  command.foreign = std::make_shared<const ForeignKernel>(kernel);
-  for (const Kind kind : {Kind::ForeignBegin, Kind::ForeignEnd}) {
-    Command one = command;
-    one.kind = kind;
-    call.status = call.world->give(call, stream.get(), std::move(one));
-    if (call.status != DeviceStatus::Ok) break;
+  for (const Kind kind : {Kind::Foreign, Kind::ForeignEnd}) {
+    Command command;
+    command.kind = kind;
+    command.foreign = kernel;
+    status = give(to, std::move(command));
+    if (status != DeviceStatus::Ok) break;
   }
-  return call.status;
+  return status;
 }
 
 // Nobody else may have it meanwhile, whether or not anybody had in this run.
@@ -49,9 +42,7 @@ void World::begin_foreign(Command& command, StreamState* stream) {
     if (!range.writes) operand(command, range.at, range.nbytes, false, true);
   while (foreign_begun.size() > kMostRemembered) foreign_begun.erase(foreign_begun.begin());
   foreign_begun[kernel.id] = stream->clock;
-  in_host_function() = true;
-  kernel.begin(kernel.argument);
-  in_host_function() = false;
+  pretended::call_host_function(kernel.begin, kernel.argument);
   ++changes;
 }
 
@@ -64,9 +55,7 @@ void World::end_foreign(Command& command, StreamState* stream) {
   hold(command, stream);
   for (const ForeignRange& range : kernel.ranges)
     if (range.writes) operand(command, range.at, range.nbytes, true, true);
-  in_host_function() = true;
-  kernel.end(kernel.argument);
-  in_host_function() = false;
+  pretended::call_host_function(kernel.end, kernel.argument);
   ++changes;
 }
 

@@ -1,61 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls of a simulated device: other processes, what host threads do.
-#include <cstring>
-
+// Calls of a simulated device that host threads make about memory, locks and their captures.
 #include "devices/sim_call.hpp"
 
 namespace commrt::sim {
-
-// --- memory of other processes: each simulated device stands for one ---
-
-namespace {
-
-struct Ticket {
-  std::uint64_t magic, id, base;
-};
-constexpr std::uint64_t kMagic = 0x636f6d6d72742d31u;
-
-}  // namespace
-
-DeviceStatus ipc_export(Device* device, const void* ptr, IpcHandle* out, std::size_t* offset) {
-  COMMRT_ENTER(device, "ipc_export");
-  if (call.forbidden()) return call.status;
-  Allocation* found = call.world->memory.find(reinterpret_cast<std::uint64_t>(ptr));
-  if (found->kind != MemoryKind::Device || found->freed || found->device != call.device->index)
-    return call.invalid(hex(ptr) + " is not memory that device '" + call.device->name +
-                        "' allocated by alloc()");
-  const Ticket ticket{kMagic, found->id, found->base};
-  *out = {};
-  std::memcpy(out->bytes, &ticket, sizeof(ticket));
-  *offset = reinterpret_cast<std::uint64_t>(ptr) - found->base;
-  return DeviceStatus::Ok;
-}
-
-DeviceStatus ipc_open(Device* device, const IpcHandle* handle, void** base) {
-  COMMRT_ENTER(device, "ipc_open");
-  if (call.forbidden()) return call.status;
-  Ticket ticket;
-  std::memcpy(&ticket, handle->bytes, sizeof(ticket));
-  if (ticket.magic != kMagic) return call.invalid("the handle is not one of ipc_export()");
-  Allocation* found = call.world->memory.find(ticket.base);
-  if (found->id != ticket.id || found->freed)
-    return call.invalid("the memory of the handle was freed");
-  if (found->device == call.device->index)
-    return call.invalid("the handle is of this process itself");
-  if (!found->mapped_by.insert(call.device->index).second)
-    return call.invalid("the handle is open already: a process opens it once");
-  *base = reinterpret_cast<void*>(found->base);
-  return DeviceStatus::Ok;
-}
-
-DeviceStatus ipc_close(Device* device, void* base) {
-  COMMRT_ENTER(device, "ipc_close");
-  if (call.forbidden()) return call.status;
-  Allocation* found = call.world->memory.find(reinterpret_cast<std::uint64_t>(base));
-  if (!found->mapped_by.erase(call.device->index))
-    return call.invalid(hex(base) + " is not open");
-  return DeviceStatus::Ok;
-}
 
 // --- host threads ---
 
@@ -127,6 +74,12 @@ DeviceStatus unlock(Device* device, const void* token) {
   clock.copy(call.host->clock);
   clock.raise(call.host->actor, call.host->tick++);
   world.locks.erase(held);
+  return call.status;
+}
+
+DeviceStatus exchange_capture_mode(Device* device, CaptureMode* mode) {
+  COMMRT_ENTER(device, "exchange_capture_mode");
+  std::swap(call.host->capture_mode, *mode);
   return call.status;
 }
 

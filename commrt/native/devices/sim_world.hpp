@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "devices/device.hpp"
-#include "devices/graph_recording.hpp"
+#include "devices/pretended_commands.hpp"
 #include "devices/sim_clock.hpp"
 #include "devices/sim_memory.hpp"
 
@@ -49,71 +49,35 @@ struct Options {
   bool memory_flags = true;
 };
 
-struct Capture;
+using pretended::Kind;
+using pretended::kind_name;
+using pretended::in_host_function;
+
+struct Command;
 
 // One event_record().
-struct Record {
+struct Record : pretended::CapturedRecord<Command> {
   bool done = false;
   Clock clock;
   Actor actor = 0;
   std::uint64_t number = 0;
-  bool captured = false;           // then it happens at launches only
-  std::weak_ptr<Capture> capture;  // which holds it
-  Progress known;                  // in a capture: what it comes after
 };
 
-struct EventState {
-  std::shared_ptr<Record> latest;  // null: never recorded
-};
+using EventState = pretended::LatestRecord<Record>;
 
-enum class Kind : std::uint8_t { Copy, Stage, Record, WaitEvent, Write, Wait, Reduce, KernelCopy,
-                                 ScaledSum, Divide, Boxes, HostFunction, ForeignBegin,
-                                 ForeignEnd };
-const char* kind_name(Kind kind);
-
-struct Command {
-  Kind kind = Kind::Copy;
-  RedOp op = RedOp::Sum;
-  DType dtype = DType::U8;
-  std::uint32_t value = 0;
+struct Command : pretended::Ordered<StreamState, Record, EventState> {
   StreamState* stream = nullptr;
   std::uint64_t number = 0;
-  void* dst = nullptr;
-  const void* src = nullptr;
-  std::size_t nbytes = 0;
-  Scale factor;  // of a scaled sum; of a division the divisor
   bool dst_known = false, src_known = false;  // in memory of ours
-  HostFunction function = nullptr;
-  void* argument = nullptr;
-  std::shared_ptr<const BoxLaunch> boxes;
-  std::shared_ptr<const ForeignKernel> foreign;
   std::vector<char> staged;  // what a pageable copy took from the host
-  std::shared_ptr<Record> record;
-  std::shared_ptr<EventState> event;
-  std::shared_ptr<EventState> external;  // in a capture: an event outside of it
-  // What the thread knew that gave the command.
+  // The clock of the thread that gave the command, as it was then.
   std::shared_ptr<const Clock> known;
   Actor host = 0;
   Tick host_tick = 0;
-  // Of other streams: so many commands must have run.
-  std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>> after;
 };
 
-struct Capture {
-  std::uint64_t id = next_capture_id();
-  const void* origin = nullptr;  // the host thread that began it
-  Stream stream = 0;             // the one that it began with
-  CaptureMode mode = CaptureMode::Global;
-  bool active = true;
-  bool invalidated = false;
-  // Goes to the graph at the end, as streams remember their captures for longer.
-  std::shared_ptr<Recording<Command>> recording = std::make_shared<Recording<Command>>();
-};
-
-struct GraphState {
-  std::shared_ptr<const Recording<Command>> recording;
-  std::shared_ptr<Record> ended;  // the latest launch; null: none
-};
+using Capture = commrt::Capture<Command>;
+using GraphState = CapturedGraph<Command, Record>;
 
 struct Queue {
   std::deque<Command> commands;
@@ -263,9 +227,6 @@ class World {
   std::vector<Conflict> conflicts_;  // scratch
 };
 
-extern const DeviceApi kSimApi;
 Stream add_stream(SimDevice* device, Stream handle, bool blocking);
-// Whether a host function is running on this thread; it must not call the device.
-bool& in_host_function();
 
 }  // namespace commrt::sim

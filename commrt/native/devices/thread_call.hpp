@@ -1,19 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every call of a device of threads begins with.
+// The beginning of every call of a device of threads.
 #pragma once
 
+#include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "devices/device_error.hpp"
+#include "devices/pretended_calls.hpp"
 #include "devices/thread_device.hpp"
 
 namespace commrt::threaded {
 
 inline ThreadDevice* threads(Device* device) { return static_cast<ThreadDevice*>(device); }
 
-// What every call begins with.
-struct Call {
-  Call(Device* which, const char* called) : device(threads(which)), name(called) {
+struct Call : pretended::CallBase<Call, ThreadDevice> {
+  Call(Device* which, const char* called) : CallBase(threads(which), called) {
     if (in_host_function()) {
       status = invalid("in a host function, which must not call the device");
       return;
@@ -21,35 +25,12 @@ struct Call {
     lock = std::unique_lock<std::mutex>(device->mutex);
     if (device->closed) status = invalid("the device is closed");
   }
-  DeviceStatus invalid(const std::string& why) {
-    return device_fails(DeviceStatus::Invalid, std::string(name) + "(): " + why);
-  }
   bool refused() {
     if (status == DeviceStatus::Ok && device->failed.load())
       status = device_fails(DeviceStatus::Failed,
                             std::string(name) + "(): the device failed earlier, at an injected "
                                                 "error");
     return status != DeviceStatus::Ok;
-  }
-  std::shared_ptr<StreamState> stream(Stream handle) {
-    const auto found = device->streams.find(handle);
-    if (found != device->streams.end()) return found->second;
-    status = invalid("the device has no stream " + std::to_string(handle));
-    return nullptr;
-  }
-  std::shared_ptr<EventState> event(Event handle) {
-    const auto found = device->events.find(handle);
-    if (found != device->events.end()) return found->second;
-    status = invalid("the device has no event " + std::to_string(handle));
-    return nullptr;
-  }
-  // Where a stream is captured, what the host waits for would never come.
-  bool breaks(const std::shared_ptr<Capture>& capture, const std::string& what) {
-    if (!capture || !capture->active) return false;
-    capture->invalidated = true;
-    status = device_fails(DeviceStatus::Capturing,
-                          std::string(name) + "() " + what + "; the capture is lost");
-    return true;
   }
   // Whether the memory may be touched, and is it of a device.
   bool operand(const void* ptr, std::size_t nbytes, bool* known) {
@@ -66,21 +47,20 @@ struct Call {
       status = invalid(hex(ptr) + " belongs to another device, and was not opened by ipc_open()");
     return status == DeviceStatus::Ok;
   }
-  bool on_device(const void* ptr, std::size_t nbytes) {
-    bool known = false;
-    if (operand(ptr, nbytes, &known) && !known && nbytes)
-      status = invalid(hex(ptr) + " is pageable memory, which the device cannot reach");
-    return status == DeviceStatus::Ok;
-  }
-  void give(const std::shared_ptr<StreamState>& to, Command command) {
-    if (to->capture && to->capture->active) {
+  static std::string words_for_device() { return "the device"; }
+
+  // --- for the calls in pretended_calls.hpp ---
+  DeviceStatus give(const std::shared_ptr<StreamState>& to, Command command) {
+    if (pretended::is_captured(*to)) {
       if (to->capture->invalidated)
         status = device_fails(DeviceStatus::Capturing, std::string(name) + "(): the capture of "
                                                        "the stream was lost");
       else
         to->capture->recording->take(to->handle, std::move(command));
-      return;
+      return status;
     }
+    // An event that was never recorded is not waited for.
+    if (command.kind == Kind::WaitEvent && !command.record) return status;
     const auto legacy = device->streams[0];
     if (to == legacy) {
       for (auto& [handle, other] : device->streams)
@@ -95,7 +75,44 @@ struct Call {
       to->commands.push_back(std::move(command));
     }
     to->arrived.notify_one();
+    return status;
   }
+  DeviceStatus give_foreign(const std::shared_ptr<StreamState>& to,
+                            std::shared_ptr<const ForeignKernel> kernel) {
+    Command command;
+    command.kind = Kind::Foreign;
+    command.foreign = std::move(kernel);
+    return give(to, std::move(command));
+  }
+  static bool made_ready(const Command&) { return true; }
+  static void knows_operands(const Command&) {}
+  static bool waits_for_unrecorded() { return true; }
+  static void begun(const std::shared_ptr<Capture>&, CaptureMode) {}
+  static void ended(const std::shared_ptr<Capture>&) {}
+  void end_stream(const std::shared_ptr<StreamState>& stream) {
+    close_stream(stream);
+    device->destroyed.push_back(stream);
+    device->streams.erase(stream->handle);
+    join_ended(device);
+  }
+  static bool has_ended(const StreamState&) { return false; }
+  bool refuses_sharing() { return refused(); }
+  static std::unique_lock<std::mutex> guard_memory() {
+    return std::unique_lock<std::mutex>(blocks().mutex);
+  }
+  pretended::Exported exported(std::uint64_t address) const {
+    const auto* found = blocks().find(reinterpret_cast<const void*>(address));
+    if (!found) return {};
+    return {found->second.kind, found->first, 0, found->second.owner == device};
+  }
+  bool open(std::uint64_t base) const {
+    return blocks().by_base.at(base).opened_by.insert(device).second;
+  }
+  bool close(std::uint64_t base) const {
+    auto* found = blocks().find(reinterpret_cast<const void*>(base));
+    return found && found->second.opened_by.erase(device) != 0;
+  }
+
   // Lets other threads call meanwhile.
   void synchronize(const std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>>& all) {
     lock.unlock();
@@ -113,20 +130,27 @@ struct Call {
     synchronize(all);
   }
 
-  ThreadDevice* device;
-  const char* name;
   std::unique_lock<std::mutex> lock;
-  DeviceStatus status = DeviceStatus::Ok;
 };
 
-// --- the calls that are in thread_graphs.cpp ---
-DeviceStatus is_capturing(Device*, Stream, CaptureState* out);
-DeviceStatus begin_capture(Device*, Stream, CaptureMode);
-DeviceStatus end_capture(Device*, Stream, Graph* out);
-DeviceStatus capture_id(Device*, Stream, std::uint64_t* out);
-DeviceStatus event_record_external(Device*, Event, Stream);
-DeviceStatus stream_wait_external(Device*, Stream, Event);
-DeviceStatus graph_launch(Device*, Graph, Stream);
-DeviceStatus graph_destroy(Device*, Graph);
+// Types of a device of threads, and how its calls begin, for pretended_calls.hpp.
+struct Side {
+  static constexpr std::uint64_t kTicket = 0x636f6d6d72742d32u;
+  using Command = threaded::Command;
+  using Record = threaded::Record;
+  using EventState = threaded::EventState;
+  using StreamState = threaded::StreamState;
+
+  template <class Body>
+  static DeviceStatus enter(Device* device, const char* name, Body body) {
+    Call call(device, name);
+    return body(call);
+  }
+  static std::shared_ptr<Record> new_record(const EventState& event) {
+    auto made = std::make_shared<Record>();
+    made->is_timed = event.is_timed;
+    return made;
+  }
+};
 
 }  // namespace commrt::threaded

@@ -6,8 +6,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "kernels/kernels.hpp"
-
 namespace commrt::threaded {
 
 // Never destroyed: threads may outlast the end of main().
@@ -16,14 +14,7 @@ Blocks& blocks() {
   return *all;
 }
 
-bool& in_host_function() {
-  thread_local bool inside = false;
-  return inside;
-}
-
 namespace {
-
-using Kind = Command::Kind;
 
 std::uint32_t load(const void* flag) {
   return __atomic_load_n(static_cast<const std::uint32_t*>(flag), __ATOMIC_SEQ_CST);
@@ -32,38 +23,21 @@ std::uint32_t load(const void* flag) {
 // Stays until it may end. Who lets it end need not tell: it looks again and again.
 template <class GivenUp>
 void run_foreign(const ForeignKernel& kernel, GivenUp given_up) {
-  in_host_function() = true;
-  kernel.begin(kernel.argument);
-  in_host_function() = false;
+  pretended::call_host_function(kernel.begin, kernel.argument);
   signal().changed();
   const auto may_go = [&] { return kernel.may_end(kernel.argument) || given_up(); };
   while (!may_go()) signal().wait_a_little(may_go);
-  in_host_function() = true;
-  kernel.end(kernel.argument);
-  in_host_function() = false;
+  pretended::call_host_function(kernel.end, kernel.argument);
 }
 
 void execute(Command& command, ThreadDevice* device) {
   const auto given_up = [device] { return device->stopping.load() || device->failed.load(); };
   switch (command.kind) {
     case Kind::Copy:
-      if (command.nbytes) std::memmove(command.dst, command.src, command.nbytes);
-      break;
-    case Kind::Reduce: {
-      const void* const inputs[] = {command.dst, command.src};
-      combine_for(command.dtype, command.op)(command.dst, nullptr, inputs, 2,
-                                             command.nbytes / item_size(command.dtype), nullptr,
-                                             Scale{}, Store::Plain);
-      break;
-    }
+    case Kind::KernelCopy:
+    case Kind::Reduce:
     case Kind::ScaledSum:
-      run_scaled_sum(command.dtype, command.dst, command.src,
-                     command.nbytes / item_size(command.dtype), command.value, command.factor);
-      break;
-    case Kind::Divide:
-      divide_inplace(command.dtype, command.dst, command.nbytes / item_size(command.dtype),
-                     command.factor.integer);
-      break;
+    case Kind::Divide: pretended::run_on_host(command); break;
     case Kind::Boxes:
       // A GPU would read wherever that leads, and fail for good.
       if (run_boxes(*command.boxes) != nullptr) device->failed.store(true);
@@ -86,11 +60,11 @@ void execute(Command& command, ThreadDevice* device) {
       });
       break;
     case Kind::HostFunction:
-      in_host_function() = true;
-      command.function(command.argument);
-      in_host_function() = false;
+      pretended::call_host_function(command.function, command.argument);
       break;
     case Kind::Foreign: run_foreign(*command.foreign, given_up); break;
+    case Kind::Stage:
+    case Kind::ForeignEnd: break;  // of simulated devices only
   }
 }
 
@@ -130,6 +104,7 @@ void run(StreamState* stream) {
 }  // namespace
 
 Stream add_stream(ThreadDevice* device, Stream handle, bool blocking) {
+  join_ended(device);
   auto stream = std::make_shared<StreamState>();
   stream->device = device;
   stream->handle = handle;

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "devices/device.hpp"
-#include "devices/graph_recording.hpp"
+#include "devices/pretended_commands.hpp"
 #include "devices/sim_clock.hpp"
 
 namespace commrt::threaded {
@@ -68,61 +68,26 @@ class Signal {
 // Of all devices of the process: one may wait for a flag that another one writes.
 Signal& signal();
 
-struct Capture;
+using pretended::in_host_function;
+using pretended::Kind;
 
-struct Record {
-  std::atomic<bool> done{false};
-  // Of a timed event: when it happened, written before `done`.
-  bool is_timed = false;
-  std::chrono::steady_clock::time_point at;
-  bool captured = false;           // then it happens at launches only
-  std::weak_ptr<Capture> capture;  // which holds it
-  Progress known;                  // in a capture: what it comes after
-};
-
-// What an event stands for, also once it is destroyed.
-struct EventState {
-  std::shared_ptr<Record> latest;  // null: never recorded
-  bool is_timed = false;
-};
-
+struct Command;
 struct StreamState;
-
-struct Command {
-  enum class Kind : std::uint8_t { Copy, Record, WaitEvent, Write, Wait, Reduce, ScaledSum,
-                                   Divide, Boxes, HostFunction, Foreign };
-  Kind kind = Kind::Copy;
-  RedOp op = RedOp::Sum;
-  DType dtype = DType::U8;
-  std::uint32_t value = 0;
-  void* dst = nullptr;
-  const void* src = nullptr;
-  std::size_t nbytes = 0;
-  Scale factor;  // of a scaled sum; of a division the divisor
-  HostFunction function = nullptr;
-  void* argument = nullptr;
-  std::shared_ptr<const BoxLaunch> boxes;
-  std::shared_ptr<const ForeignKernel> foreign;
-  std::shared_ptr<Record> record;
-  std::shared_ptr<EventState> external;  // in a capture: an event outside of it
-  std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>> after;
-};
-
 struct ThreadDevice;
 
-struct Capture {
-  std::uint64_t id = next_capture_id();
-  Stream stream = 0;  // the one that it began with
-  bool active = true;
-  bool invalidated = false;
-  // Goes to the graph at the end, as streams remember their captures for longer.
-  std::shared_ptr<Recording<Command>> recording = std::make_shared<Recording<Command>>();
+struct Record : pretended::CapturedRecord<Command> {
+  std::atomic<bool> done{false};
+  // When a timed event happened, written before `done`.
+  bool is_timed = false;
+  std::chrono::steady_clock::time_point at;
 };
 
-struct GraphState {
-  std::shared_ptr<const Recording<Command>> recording;
-  std::shared_ptr<Record> ended;  // the latest launch; null: none
-};
+using EventState = pretended::LatestRecord<Record>;
+
+struct Command : pretended::Ordered<StreamState, Record, EventState> {};
+
+using Capture = commrt::Capture<Command>;
+using GraphState = CapturedGraph<Command, Record>;
 
 struct StreamState {
   Stream handle = 0;
@@ -194,8 +159,6 @@ Blocks& blocks();
 Stream add_stream(ThreadDevice* device, Stream handle, bool blocking);
 void close_stream(const std::shared_ptr<StreamState>& stream);
 void join_ended(ThreadDevice* device);
-// Whether a host function is running on this thread; it must not call the device.
-bool& in_host_function();
 const DeviceApi& table();
 
 }  // namespace commrt::threaded

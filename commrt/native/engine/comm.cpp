@@ -6,8 +6,8 @@
 #include <chrono>
 #include <stdexcept>
 
-#include "device_calls/mpi_turn.hpp"
 #include "engine/engine.hpp"
+#include "engine/mpi_turn.hpp"
 #include "engine/p2p.hpp"
 #include "engine/relay.hpp"
 

@@ -2,8 +2,8 @@
 // Progress over all communicators, the parking thread, and how to wait politely.
 #include "engine/engine.hpp"
 
-#include "device_calls/device_work.hpp"
-#include "device_calls/mpi_turn.hpp"
+#include "engine/device_work.hpp"
+#include "engine/mpi_turn.hpp"
 #include "engine/relay.hpp"
 
 #include <pthread.h>

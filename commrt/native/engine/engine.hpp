@@ -101,9 +101,8 @@ class Engine {
   // An operation with such a value, marked as Running; null if there is none.
   std::shared_ptr<Op> take_wanted_locked();
 
-  // Communicators whose open buckets have a time limit, and when to look at them (fusion.cpp).
-  // Guarded by the GIL; whoever waits without it asks is_timed_due().
-  std::vector<class Group*> timed;
+  // When to look at open buckets that have a time limit (fusion.cpp). Written with the GIL;
+  // whoever waits without it asks is_timed_due().
   std::atomic<double> timed_due_s{kNever};
   bool is_timed_due() const {
     const double due = timed_due_s.load(std::memory_order_relaxed);

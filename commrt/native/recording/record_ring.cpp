@@ -6,6 +6,8 @@
 #include <new>
 #include <utility>
 
+#include "python_callbacks.hpp"
+
 namespace commrt {
 
 namespace {
@@ -108,7 +110,7 @@ nb::list RecordRing::snapshot() const {
 }
 
 void RecordRing::tell(nb::handle error) {
-  nb::module_::import_("commrt.trace.recorder").attr("recorder")().attr("tell")(error);
+  callback(Callback::Recorder)().attr("tell")(error);
 }
 
 }  // namespace commrt

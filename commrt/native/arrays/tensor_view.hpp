@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// torch's tensors in host memory, read without Python's functions in between.
+//
+// How a tensor lies in memory differs by torch's version, and nothing of torch is linked. What is
+// used is the table of functions that torch offers to C for this (dlpack_exchange.hpp).
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "arrays/view.hpp"
+
+namespace commrt {
+
+namespace nb = nanobind;
+
+// Fills `view` from a dense contiguous tensor of a known type in host memory, of the class
+// torch.Tensor or torch.nn.Parameter itself. False, with no Python error set, for everything else:
+// the caller then asks Python.
+bool view_of_tensor(PyObject* object, View& view);
+
+// The facts that a log needs of an array.
+struct Extent {
+  int64_t count = 0;
+  DType dtype = DType::F32;
+  bool on_host = true;
+};
+
+// Fills `extent` from a dense tensor of such a class and type, of any strides, on any device.
+bool extent_of_tensor(PyObject* object, Extent& extent);
+
+// Fills `view` from one of numpy's arrays or torch's tensors.
+inline bool view_on_host(PyObject* object, View& view) {
+  return view_of_numpy(object, view) || view_of_tensor(object, view);
+}
+
+void bind_tensor_view(nb::module_& m);
+
+}  // namespace commrt

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Host memory of arrays as the engine sees it, and numpy's arrays read that way.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+
+#include "types.hpp"
+
+namespace commrt {
+
+// The facts that the engine needs of an array.
+struct View {
+  void* data = nullptr;
+  int64_t count = 0;
+  DType dtype = DType::F32;
+  bool writable = false;
+  uint64_t stream = 0;  // of an array on a device
+  int device = kHost;
+};
+
+// Fills `view` from a C-contiguous, native-endian numpy array of a known type. False, with
+// no Python error set, for everything else: the caller then asks Python.
+bool view_of_numpy(PyObject* object, View& view);
+bool is_numpy_array(PyObject* object);  // with any strides and of any type
+void register_numpy_type(int type_num, int dtype_code);
+// The code of numpy's dtype; -1 where it is none, or of a type or byte order that is not known.
+int code_of_numpy_type(PyObject* dtype);
+
+// Looks numpy's C functions up, once, as the module is imported. False with a Python error set.
+bool load_numpy();
+
+}  // namespace commrt

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every binding of this folder; calls/ has some of its own beside what they bind.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+namespace commrt {
+
+void bind_boxes(nb::module_& m);
+void bind_callbacks(nb::module_& m);
+void bind_device(nb::module_& m);
+void bind_device_request(nb::module_& m);
+void bind_device_work(nb::module_& m);
+void bind_group(nb::module_& m);
+void bind_hosted(nb::module_& m);
+void bind_kernels(nb::module_& m);
+void bind_mpi_work(nb::module_& m);
+void bind_multi(nb::module_& m);
+void bind_nccl(nb::module_& m);
+void bind_nccl_work(nb::module_& m);
+void bind_peer_work(nb::module_& m);
+void bind_persistent(nb::module_& m);
+void bind_plan(nb::module_& m);
+void bind_programs(nb::module_& m);
+void bind_recording(nb::module_& m);
+void bind_relay(nb::module_& m);
+void bind_sparse(nb::module_& m);
+void bind_staging(nb::module_& m);
+void bind_wire(nb::module_& m);
+
+}  // namespace commrt

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// A guard around calls of an MPI library that was given device memory: any call may go on with
+// that memory, and call the driver.
+#pragma once
+
+#include <optional>
+
+#include "devices/device.hpp"
+#include "devices/device_stores.hpp"
+
+namespace commrt {
+
+// While it lives, the device is the thread's current one, as libraries take it that are not told,
+// and what this thread calls ends no capture, whoever began it. Null: nothing of it.
+class MpiTurn {
+ public:
+  explicit MpiTurn(Device* device) : current_(device) {
+    // A simulated device would let other threads go on, which may want what the caller holds.
+    if (device != nullptr && device->api->lock == nullptr) relaxed_.emplace(device);
+  }
+
+ private:
+  const CurrentDevice current_;
+  std::optional<RelaxedCapture> relaxed_;
+};
+
+}  // namespace commrt

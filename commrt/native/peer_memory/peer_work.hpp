@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// A communicator's operations on device memory over memory of peers: stream-ordered, watched, given
+// up in time.
+//
+//   the exchange's stream:  after the caller's, by an event; begun flag = v; the program
+//                           (peer_exchange.hpp); ended flag = v; end event
+//   the caller's stream:    where the call blocks it, after the end event
+//
+// All of that is given in the call, so streams may share a hardware queue, and may hold what waits
+// for other engines' flags. Waits for peers' flags are never in the caller's stream.
+//
+// A rank that gives up says so in the communicator's shared memory before it lets its streams go:
+// what these then publish is worth nothing, and a peer that sees the end of an operation asks first
+// whether somebody gave it up.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "device_calls/watched_work.hpp"
+#include "peer_memory/peer_exchange.hpp"
+
+namespace commrt {
+
+// What of a call follows from its arguments alone: a program.
+struct PeerPlan : WatchedPlan, std::enable_shared_from_this<PeerPlan> {};
+
+struct PeerCall : WatchedCall {
+  std::shared_ptr<const PeerPlan> plan;
+};
+
+class PeerWork : public WatchedWork {
+ public:
+  // Throws DeviceFailure. `first_value` is of flags, and for tests of their wrapping.
+  PeerWork(Comm& comm, Engine& engine, std::shared_ptr<PeerExchange> exchange,
+           std::uint32_t first_value);
+
+  // Gives the device all that there is to do. With `orders`, the caller's stream waits for it.
+  // `keep` are references that become the call's own. Throws DeviceFailure; then the references
+  // are still the caller's.
+  CallPtr start(const std::shared_ptr<const PeerPlan>& plan, unsigned char* in, unsigned char* out,
+                Stream stream, bool orders, void* const* keep, double timeout_s);
+  void wait_on(const CallPtr& call, Stream stream) override;
+  // Nobody calls any more. Calls nothing of the device.
+  void close() override;
+  // After close(): whether all that the device was given has run, without waiting. Throws
+  // DeviceFailure.
+  bool has_run();
+  // Then gives back what the device has of this, which may wait for all that it was given.
+  void end();
+
+  PeerExchange& exchange() const { return *exchange_; }
+
+ private:
+  bool has(PlantedInExchange bug) const { return exchange_->has(bug); }
+  void refuse_capture(Stream stream) const;
+  void issue(const std::shared_ptr<PeerCall>& made, unsigned char* in, unsigned char* out,
+             Stream stream, bool orders, void* const* keep);
+  void give(PeerCall& made, unsigned char* in, unsigned char* out, unsigned char* scratch,
+            bool copies, Stream stream, bool orders);
+  std::string who_gave_up(const WatchedCall& call) override;
+  std::uint64_t first_lost(std::uint64_t next) const override;
+  void see_end(const WatchedCall& call) override;
+  bool look_at_failed() override;
+  void let_streams_go() override;
+  const char* too_late() const override {
+    return "an operation over memory of peers came too late";
+  }
+
+  const std::shared_ptr<PeerExchange> exchange_;
+  EventPool own_events_;
+  FlagLines lines_;
+
+  std::mutex issue_;  // of who starts: the order of commands is that of calls
+  Event ready_ = 0;
+  std::uint32_t issued_;  // the value of the latest call
+  Scratch scratch_;       // programs run one behind the other, and share it
+
+  std::deque<std::uint64_t> ended_seqs_;  // of the last two calls that ended; by polling_
+};
+
+}  // namespace commrt

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// Calls on device memory whose work is a program of the host's: sparse sums and compression
+// (device_calls/host_work.py). Arrays go to pinned memory, the host works there for as many rounds of
+// messages as it takes, and what came of it goes back:
+//
+//   d2h:  after the caller's stream; copy what is read; copied event; start flag = s
+//   h2d:  after that event; wait until go flag >= g; copy back; end event; end flag = e
+//
+// All of it is given at the call, as in staging.hpp and for its reasons. Here the host's part is
+// no operation of the engine's: somebody asks has_come(), which says that the copies are there,
+// works, and says done() or fail(). Calls are let go in the order in which they were given. One
+// that writes to no array, as its result's length is not known, has an end of its copies only.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device_calls/staged_work.hpp"
+#include "planted_bugs.hpp"
+#include "staging/pinned_pool.hpp"
+
+namespace commrt {
+
+// Bugs that tests plant in the protocol, to see that they are found.
+enum class PlantedHosted : int {
+  None = 0,
+  Ungated,         // the host works before the copies to it
+  NoReady,         // the copies do not wait for the caller's stream
+  StartEarly,      // the start flag is written before the copies
+  ValuesAgain,     // the start flag does not count on from call to call
+  NoGo,            // the copy back does not wait for the host
+  GoEarly,         // the go flag is stored before the host is done
+  GoAhead,         // and that of the next call with it
+  EndEarly,        // the end event is recorded before the copy back
+  EndOfCopies,     // wait() waits for the copies to the host
+  NoEndWait,       // wait() waits for nothing
+  EndFlagEarly,    // the end flag is written before the copy back
+  EarlyRecycling,  // memory is used again when the host is done, not when it is back
+  ReadRecycling,   // memory is used again while the host reads it
+  LateCopy,        // the copy back is given late, and the caller's stream waits for a flag
+  NotCopied,       // nothing but flags orders the copy back after the copy to the host
+  FlagsKept,       // a failure does not release the streams
+  BlockLost,       // pinned memory does not come back
+  ReferencesKept,  // nor do references to arrays
+  Count,
+};
+std::vector<std::string> names_of(PlantedHosted);
+
+// An array of a call, and its place in the call's block.
+struct HostedArray {
+  unsigned char* at;
+  std::size_t nbytes;
+  bool reads, writes;
+  std::size_t pinned = 0;
+};
+
+struct HostedCall : StagedCall {
+  ~HostedCall() override;
+  Event asked() const override;
+
+  std::vector<HostedArray> arrays;
+  PinnedPool::Block block;
+  bool writes = false;      // to any of them
+  bool asked_for = true;    // somebody will ask what became of it
+  Event copied = 0;         // what is read is on the host
+  std::uint32_t start_value = 0, go_value = 0;
+  // Guarded by polling_.
+  bool come = false;        // the host knows that
+  bool host_done = false;   // the host has ended its part, or will not begin it
+  bool at_work = false;     // the host has begun it
+};
+
+// One communicator's calls of this kind on one device.
+class HostedWork : public StagedWork {
+ public:
+  // Throws DeviceFailure. `keeps` is alive as long as the device is needed.
+  HostedWork(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
+             const StagerOptions& options);
+
+  // Gives the device all that there is to do. `keep` are references that become the call's own.
+  // Throws DeviceFailure; then the references are still the caller's.
+  CallPtr start(std::vector<HostedArray> arrays, Stream stream, bool asked_for, void* const* keep,
+                double timeout_s);
+  // Whether what is read is there, or the call has failed. The host may begin then.
+  bool has_come(const CallPtr& call);
+  // The same once it is so, or after that time.
+  bool wait_until_come(const CallPtr& call, double limit_s);
+  // The host has written what goes back.
+  void done(const CallPtr& call);
+  // The host's part has failed; one that came too late fails with its communicator.
+  void fail_call(const CallPtr& call, const std::string& kind, const std::string& why);
+  // Where an array of the call lies in pinned memory.
+  std::vector<std::uint64_t> places(const CallPtr& call) const;
+
+  PlantedBug<PlantedHosted> planted;
+
+ private:
+  using HostedPtr = std::shared_ptr<HostedCall>;
+
+  static HostedPtr as_hosted(const CallPtr& call) {
+    return std::static_pointer_cast<HostedCall>(call);
+  }
+  bool has(PlantedHosted bug) const { return planted.is(bug); }
+  PinnedPool::Block take_block(std::size_t nbytes, double timeout_s);
+  void copy_to_host(HostedCall& made, Stream stream);
+  void give_copies(HostedCall& made);
+  void copy_back(HostedCall& made);
+  void touch(const HostedCall& made, bool reads, bool writes);
+  void order_after(const StagedPtr& call, Stream stream) override;
+  bool open_gates() override;
+  bool let_go() override;
+  bool give_finished(const HostedPtr& made);
+  void give_memory_back(StagedCall& call) override;
+  std::size_t memory_nbytes() const override { return pool_.total(); }
+  void free_all() override;
+  Rest host_is_done() override;
+  void let_all_go(const std::string& kind, const std::string& why) override;
+  CallPtr oldest() const override;
+
+  std::uint32_t starts_, ends_;  // the latest values of flags; by issue_
+  std::atomic<std::uint32_t> gos_;
+  std::uint64_t number_ = 0;     // of calls; by issue_
+
+  // Guarded by polling_.
+  PinnedPool pool_;
+  std::deque<HostedPtr> calls_;  // whose host's part is not over, in their order
+  std::size_t come_ = 0;         // of these, the first so many have come
+  std::vector<HostedPtr> failed_at_work_;
+};
+
+}  // namespace commrt

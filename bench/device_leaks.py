@@ -85,7 +85,7 @@ def run_calls(comm: Any, memory: DeviceMemory, number: int) -> dict[str, int]:
     memory.drain()
     after = _held(comm, memory)
     found = {name: after[name] - before[name] for name in before}
-    found["under_way"] = int(comm._staging.outstanding)
+    found["under_way"] = int(comm.devices.outstanding)
     wrong = sum(bool((memory.read(out, 0, _COUNT) != 1).any()) for out in outs)
     return {**found, "wrong": wrong}
 
@@ -112,7 +112,7 @@ def _held(comm: Any, memory: DeviceMemory) -> dict[str, int]:
     """Return what this process holds now."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    staging, device = comm._staging, memory.device
+    staging, device = comm.devices, memory.device
     workers = staging.stager(device), staging.messages(device)
     return {
         "resident_nbytes": pages * resource.getpagesize(),

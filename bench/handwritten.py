@@ -60,7 +60,7 @@ class Loops:
     def __init__(self, comm: Communicator) -> None:
         self.library = build()
         nbytes = self.library.handwritten_region_nbytes()
-        world = comm._world
+        world = comm.world
         arena = share(world.bootstrap, [0, 1], "handwritten", nbytes, 60)
         if arena.region_nbytes != nbytes:
             raise BackendError("the hand-written region is not a multiple of a page")
@@ -100,7 +100,7 @@ def measure(comm: Communicator, nbytes: int, samples: int) -> list[dict[str, Any
         repetitions = _repetitions(comm, plan, x, y)
         for _ in range(samples + 1):
             comm.barrier()
-            spent = comm._time_plan(plan, x.ctypes.data, y.ctypes.data, repetitions, 60)
+            spent = comm.time_plan(plan, x.ctypes.data, y.ctypes.data, repetitions, 60)
             times["engine"].append(spent / repetitions * 1e6)
             _check(y, 2 * x, algorithm)
             comm.barrier()
@@ -138,8 +138,8 @@ def _plan(comm: Communicator, x: Any, y: Any, name: str, params: dict[str, int])
 
 
 def _repetitions(comm: Communicator, plan: Any, x: Any, y: Any) -> int:
-    comm._time_plan(plan, x.ctypes.data, y.ctypes.data, 3, 60)
-    once = comm._time_plan(plan, x.ctypes.data, y.ctypes.data, 10, 60) / 10
+    comm.time_plan(plan, x.ctypes.data, y.ctypes.data, 3, 60)
+    once = comm.time_plan(plan, x.ctypes.data, y.ctypes.data, 10, 60) / 10
     mine = np.array([max(1.0, min(20000.0, _TARGET_S / once))])
     return int(comm.allreduce(mine, op="min")[0])
 

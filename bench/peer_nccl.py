@@ -64,7 +64,7 @@ class NcclPeer(CommrtPeer):
             raise UsageError(f"{taken} does not work on devices of kind {kind!r}")
         self.library = f"NCCL {version_text(taken.version)}"
         self.nccl = nccl.NcclComm.create(
-            self.comm._world.bootstrap,
+            self.comm.world.bootstrap,
             config=nccl.NcclConfig(blocking=True),
             taken=taken,
             timeout_s=self.comm.timeout_s,

@@ -93,8 +93,8 @@ def measure(
             )
     elif what == "slots":
         with comm.dup() as still, comm.dup() as moving:
-            still._set_slot_window(0)
-            moving._set_slot_window(window_nbytes())
+            still.set_slot_window(0)
+            moving.set_slot_window(window_nbytes())
             # The same arrays: where pages lie changes times by more than slots do.
             kind = numpy_dtype(detail)
             arrays = _arrays(comm, coll, kind, max(1, nbytes // kind.itemsize))

@@ -334,20 +334,13 @@ class DeviceRequest:
         array: Any | None,
     ) -> None: ...
     def __repr__(self) -> str: ...
-    @property
-    def _call(self) -> DeviceCall: ...
-    @property
-    def _comm(self) -> Any: ...
-    def _waits_for(self) -> Any:
-        """Return who keeps it waiting, in words."""
-
-    @property
-    def _what(self) -> str:
-        """Its name in messages."""
-
     def be_quiet(self) -> None:
         """Do not warn where it is dropped."""
 
+    @property
+    def call(self) -> DeviceCall: ...
+    @property
+    def comm(self) -> Any: ...
     @property
     def device(self) -> int:
         """Number of the device of its arrays."""
@@ -388,12 +381,19 @@ class DeviceRequest:
     def timeout_s(self) -> float:
         """Default limit of synchronize, in seconds."""
 
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+
     def wait(self, *, stream: Any | None = None, timeout_s: Any | None = None) -> Any:
         """Let a stream wait for the end, and return the output at once. `stream` is
         the current one of the array's library by itself. The host is not blocked:
         what is given to that stream from now on comes after the operation.
         Idempotent; raises the operation's error if it has failed by now.
         """
+
+    def waits_for(self) -> Any:
+        """Return who keeps it waiting, in words."""
 
 class DeviceWork:
     """A communicator's work of a kind on one device."""
@@ -453,38 +453,14 @@ class Group:
     """Native base of Communicator."""
 
     def __init__(self, engine: Engine, rank: int, size: int, name: str) -> None: ...
-    def _add_mirror(self, address: int, nbytes: int, original: int) -> bool:
-        """Tell that memory of the symmetric heap is mapped at another address, too."""
-
     def _attach_arena(
         self, arg0: int, arg1: int, arg2: int, arg3: Sequence[int], /
     ) -> None: ...
-    def _attach_mpi(self, arg0: int, arg1: int, arg2: Sequence[int], /) -> None: ...
-    def _attach_relay(self, relay: Relay, tag: int, ranks: Sequence[int]) -> None: ...
     def _attach_segment(self, address: int, part_nbytes: int) -> None:
         """Add a segment to the symmetric heap: a part for each on-node rank."""
 
     def _detach(self) -> None: ...
-    @property
-    def _failure(self) -> str: ...
     def _forget_plans(self) -> None: ...
-    @property
-    def _idle(self) -> bool: ...
-    @property
-    def _least_spins(self) -> int:
-        """How often a wait looks now before it yields."""
-
-    def _not_started(self, arg: int, /) -> list[int]: ...
-    @property
-    def _num_device_work(self) -> int: ...
-    @property
-    def _num_plans(self) -> int: ...
-    def _probe_latency_ns(self, arg0: int, arg1: int, arg2: float, /) -> float: ...
-    def _probe_slots_ns(
-        self, peer: int, window_nbytes: int, timeout_s: float
-    ) -> tuple[float, float]:
-        """Return ns per line in one slot again and again, and through a window."""
-
     def _records(self) -> list[Any]:
         """The last operations, oldest first: (seq, coll, dtype, redop, count, root,
         state, start_ticks, end_ticks, stream, device, peer, tag). Collectives and
@@ -492,7 +468,60 @@ class Group:
         (recv) for coll.
         """
 
-    def _recv(
+    def _set_spins(self, arg: int, /) -> None: ...
+    @property
+    def _slow(self) -> bool: ...
+    @_slow.setter
+    def _slow(self, arg: bool, /) -> None: ...
+    @property
+    def _timeout_s(self) -> float: ...
+    @_timeout_s.setter
+    def _timeout_s(self, arg: float, /) -> None: ...
+    def add_mirror(self, address: int, nbytes: int, original: int) -> bool:
+        """Tell that memory of the symmetric heap is mapped at another address, too."""
+
+    def attach_mpi(self, arg0: int, arg1: int, arg2: Sequence[int], /) -> None: ...
+    def attach_relay(self, relay: Relay, tag: int, ranks: Sequence[int]) -> None: ...
+    @property
+    def failure(self) -> str: ...
+    @property
+    def idle(self) -> bool: ...
+    def keep_plan(
+        self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: Plan, /
+    ) -> None: ...
+    def keep_vector_plan(
+        self,
+        arg0: int,
+        arg1: int,
+        arg2: int,
+        arg3: int,
+        arg4: int,
+        arg5: Sequence[int],
+        arg6: Plan,
+        /,
+    ) -> None: ...
+    @property
+    def least_spins(self) -> int:
+        """How often a wait looks now before it yields."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def next_seq(self) -> int: ...
+    def not_started(self, arg: int, /) -> list[int]: ...
+    @property
+    def num_device_work(self) -> int: ...
+    @property
+    def num_plans(self) -> int: ...
+    def probe_latency_ns(self, arg0: int, arg1: int, arg2: float, /) -> float: ...
+    def probe_slots_ns(
+        self, peer: int, window_nbytes: int, timeout_s: float
+    ) -> tuple[float, float]:
+        """Return ns per line in one slot again and again, and through a window."""
+
+    @property
+    def rank(self) -> int: ...
+    def recv_bytes(
         self,
         data: int,
         capacity: int,
@@ -504,22 +533,8 @@ class Group:
         nonblocking: bool,
         timeout_s: float,
     ) -> Any: ...
-    def _remember_plan(
-        self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: Plan, /
-    ) -> None: ...
-    def _remember_vector_plan(
-        self,
-        arg0: int,
-        arg1: int,
-        arg2: int,
-        arg3: int,
-        arg4: int,
-        arg5: Sequence[int],
-        arg6: Plan,
-        /,
-    ) -> None: ...
-    def _remove_mirror(self, address: int) -> None: ...
-    def _run_plan(
+    def remove_mirror(self, address: int) -> None: ...
+    def run_plan(
         self,
         plan: Plan,
         data_in: int,
@@ -531,7 +546,7 @@ class Group:
         nonblocking: bool,
         timeout_s: float,
     ) -> Any: ...
-    def _send(
+    def send_bytes(
         self,
         data: int,
         nbytes: int,
@@ -542,7 +557,7 @@ class Group:
         nonblocking: bool,
         timeout_s: float,
     ) -> Any: ...
-    def _sendrecv(
+    def sendrecv_bytes(
         self,
         data: int,
         nbytes: int,
@@ -559,16 +574,13 @@ class Group:
         nonblocking: bool,
         timeout_s: float,
     ) -> Any: ...
-    def _set_failure(self, arg: str, /) -> None: ...
-    def _set_slot_window(self, nbytes: int) -> None:
+    def set_failure(self, arg: str, /) -> None: ...
+    def set_slot_window(self, nbytes: int) -> None:
         """Let payloads pass through so much of each lane; 0: not at all."""
 
-    def _set_spins(self, arg: int, /) -> None: ...
     @property
-    def _slow(self) -> bool: ...
-    @_slow.setter
-    def _slow(self, arg: bool, /) -> None: ...
-    def _time_plan(
+    def size(self) -> int: ...
+    def time_plan(
         self,
         plan: Plan,
         data_in: int,
@@ -581,23 +593,10 @@ class Group:
         long.
         """
 
-    @property
-    def _timeout_s(self) -> float: ...
-    @_timeout_s.setter
-    def _timeout_s(self, arg: float, /) -> None: ...
-    def _waiting_source(self, tag: int, first: int) -> int:
+    def waiting_source(self, tag: int, first: int) -> int:
         """Return a rank whose message of this tag no receive has asked for, looking
         from `first` on; -1: there is none.
         """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def next_seq(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
 
 class HostedWork(DeviceWork):
     """A communicator's calls on one device whose work is the host's."""
@@ -734,8 +733,8 @@ class MpiWork(DeviceWork):
 class NcclComm:
     """One rank of an NCCL communicator; see commrt/nccl."""
 
-    def _abort(self, timeout_s: float) -> int: ...
-    def _collective(
+    def abort(self, timeout_s: float) -> int: ...
+    def collective(
         self,
         coll: int,
         x: int,
@@ -747,7 +746,7 @@ class NcclComm:
         stream: int,
         timeout_s: float,
     ) -> int: ...
-    def _counted(
+    def counted(
         self,
         coll: int,
         x: int,
@@ -762,42 +761,23 @@ class NcclComm:
         stream: int,
         timeout_s: float,
     ) -> int: ...
-    def _describe(self, code: int) -> str: ...
-    def _destroy(self, timeout_s: float) -> int: ...
-    def _exchange(
+    def describe(self, code: int) -> str: ...
+    def destroy(self, timeout_s: float) -> int: ...
+    @property
+    def device(self) -> int: ...
+    @property
+    def error(self) -> int: ...
+    def exchange(
         self,
         sends: Sequence[tuple[int, int, int]],
         recvs: Sequence[tuple[int, int, int]],
         stream: int,
         timeout_s: float,
     ) -> int: ...
-    def _finalize(self, timeout_s: float) -> int: ...
-    def _forget(self) -> None:
+    def finalize(self, timeout_s: float) -> int: ...
+    def forget(self) -> None:
         """Use it no more; for adopted ones."""
 
-    def _poll(self) -> int: ...
-    def _premul(
-        self,
-        coll: int,
-        x: int,
-        out: int,
-        count: int,
-        dtype: int,
-        factor: bytes,
-        root: int,
-        stream: int,
-        timeout_s: float,
-    ) -> int: ...
-    def _split(
-        self, color: int, key: int, options: NcclOptions, timeout_s: float
-    ) -> tuple[NcclComm, int]:
-        """The child, None for a rank without one, and the code."""
-
-    def _wait(self, timeout_s: float) -> int: ...
-    @property
-    def device(self) -> int: ...
-    @property
-    def error(self) -> int: ...
     @property
     def most_distances(self) -> int: ...
     @most_distances.setter
@@ -818,24 +798,43 @@ class NcclComm:
     def owned(self) -> bool: ...
     @property
     def pointer(self) -> int: ...
+    def poll(self) -> int: ...
+    def premul(
+        self,
+        coll: int,
+        x: int,
+        out: int,
+        count: int,
+        dtype: int,
+        factor: bytes,
+        root: int,
+        stream: int,
+        timeout_s: float,
+    ) -> int: ...
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    def split(
+        self, color: int, key: int, options: NcclOptions, timeout_s: float
+    ) -> tuple[NcclComm, int]:
+        """The child, None for a rank without one, and the code."""
+
     @property
     def state(self) -> int: ...
+    def wait(self, timeout_s: float) -> int: ...
 
 class NcclLibrary:
     """A libnccl.so.2 that was opened, and its functions."""
 
-    def _describe(self, code: int) -> str: ...
-    def _unique_id(self) -> tuple[int, bytes]:
-        """The result code, and a new id to give to all ranks."""
-
+    def describe(self, code: int) -> str: ...
     @property
     def has_alltoall(self) -> bool: ...
     @property
     def path(self) -> str: ...
+    def unique_id(self) -> tuple[int, bytes]:
+        """The result code, and a new id to give to all ranks."""
+
     @property
     def version(self) -> int: ...
 
@@ -857,10 +856,10 @@ class NcclOptions:
         net_name: str,
         comm_name: str,
     ) -> None: ...
-    def _size_and_version(self, version: int) -> tuple[int, int]:
+    def size_and_version(self, version: int) -> tuple[int, int]:
         """What stands at the beginning of ncclConfig_t."""
 
-    def _unknown_to(self, version: int) -> str:
+    def unknown_to(self, version: int) -> str:
         """The first field that a library of this version does not know."""
 
 class NcclOrder:
@@ -932,10 +931,10 @@ class NcclWork(DeviceWork):
 class PeerExchange:
     """Exchange memory that peers have opened."""
 
-    def _count_from(self, value: int) -> None:
+    def count_from(self, value: int) -> None:
         """Begin with flags that hold this value."""
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Give streams and events back; nothing was ever given to them."""
 
     @property
@@ -992,10 +991,6 @@ class PersistentCall:
         nbytes: int = 0,
     ) -> None: ...
     def __repr__(self) -> str: ...
-    def _record_by(self, method: Any | None) -> None:
-        """Let runs go through a method that calls _run_bound."""
-
-    def _run_bound(self, nonblocking: bool) -> Any: ...
     @property
     def label(self) -> str:
         """What runs it: backend/algorithm{params}."""
@@ -1004,6 +999,10 @@ class PersistentCall:
     def operation(self) -> Any:
         """Name of the operation."""
 
+    def record_by(self, method: Any | None) -> None:
+        """Let runs go through a method that calls run_bound."""
+
+    def run_bound(self, nonblocking: bool) -> Any: ...
     def start(self) -> Any:
         """Start the operation and return its Request; wait before starting it again."""
 
@@ -1026,15 +1025,15 @@ class PersistentMessages:
         """Rows are (address, nbytes, peer, tag, replaced), all checked."""
 
     def __repr__(self) -> str: ...
-    def _record_by(self, method: Any | None) -> None:
-        """Let runs go through a method that calls _run_bound."""
-
-    def _run(self, nonblocking: bool, timeout_s: float) -> Any: ...
-    def _run_bound(self, nonblocking: bool) -> Any: ...
     @property
     def operation(self) -> Any:
         """Name of the operation."""
 
+    def record_by(self, method: Any | None) -> None:
+        """Let runs go through a method that calls run_bound."""
+
+    def run(self, nonblocking: bool, timeout_s: float) -> Any: ...
+    def run_bound(self, nonblocking: bool) -> Any: ...
     def start(self) -> Any:
         """Start the operation and return its Request; wait before starting it again."""
 
@@ -1193,11 +1192,8 @@ class Request:
 
     def __bool__(self) -> bool: ...
     def __repr__(self) -> str: ...
-    def _be_quiet(self) -> None:
+    def be_quiet(self) -> None:
         """Do not warn where it is dropped."""
-
-    def _take_back(self, why: str) -> None:
-        """End a message that its peer does not know of, or has not asked for."""
 
     @property
     def device(self) -> Any:
@@ -1237,6 +1233,9 @@ class Request:
         """Block the host until the operation is complete; for host arrays the same as
         wait().
         """
+
+    def take_back(self, why: str) -> None:
+        """End a message that its peer does not know of, or has not asked for."""
 
     def test(self) -> bool:
         """Run a little progress; True once complete. Raises the operation's error."""

@@ -107,42 +107,45 @@ class Communicator(Fusing, Operations):
         """
         watch_forks()
         world.free_lingering()
-        self._world = world
-        self._ranks = tuple(ranks)
-        self._identity = identity
-        self._pid = os.getpid()
-        self._closed = None
+        self.world = world
+        self.world_ranks = tuple(ranks)
+        self.identity = identity
+        self.pid = os.getpid()
+        self.closed = None
         self._plans: dict[Any, Any] = {}
         self._native_comm: Any = None
         self._lease: Lease | None = None
         self._own_mpi: Any = None
         self._derived = 0
-        self._deterministic = deterministic
-        super().__init__(world.engine, self._ranks.index(world.rank), len(ranks), name)
+        self.deterministic = deterministic
+        """Whether results are bitwise the same whatever algorithm runs."""
+        super().__init__(
+            world.engine, self.world_ranks.index(world.rank), len(ranks), name
+        )
         self.timeout_s = world.timeout_s
-        self._arena = None
+        self.arena = None
         self._heap: SymmetricHeap | None = None
-        self._staging = Staging(self)
+        self.devices = Staging(self)
         limit = self.timeout_s if timeout_s is None else timeout_s
         self._attach(identity, limit)
         self.facts = self._agree_facts()
         self._set_spins(spins_for(self.facts, self.is_relayed))
-        self._set_slot_window(world.slot_window_nbytes)
+        self.set_slot_window(world.slot_window_nbytes)
         mine = settings or Settings()
-        self._table = mine.table or world.table
+        self.table = mine.table or world.table
         wishes = mine.all_wishes(world.wishes)
         self._native_comm = native_comm
-        picks = world.picks_native(self.facts, self._table, wishes)
+        picks = world.picks_native(self.facts, self.table, wishes)
         if native_comm is None and may_check and picks:
             self._lease_native_comm(limit)
         self._lease_gloo(may_check, limit)
         self._unasked_native = self._native_comm is not None
-        self._policy = make_policy(self, self._table, wishes)
-        self._choices = Choices(self._policy)
-        self._checker: Checker | None = None
+        self.policy = make_policy(self, self.table, wishes)
+        self.choices = Choices(self.policy)
+        self.checker: Checker | None = None
         checks = Checker.is_wanted() if mine.checks is None else mine.checks
         if may_check and self.size > 1 and checks:
-            self._checker = Checker(self, self._private("check", limit))
+            self.checker = Checker(self, self._private("check", limit))
             self._slow = True
         self._ranges = ranges_around(self)
         if world.gloo_groups is not None and world.between_nodes is None:
@@ -152,41 +155,43 @@ class Communicator(Fusing, Operations):
     # -- making ------------------------------------------------------------------
 
     def _attach(self, identity: int, timeout_s: float) -> None:
-        world = self._world
+        world = self.world
         here = world.node_of(world.rank)
-        members = [i for i, r in enumerate(self._ranks) if world.node_of(r) == here]
+        members = [
+            i for i, r in enumerate(self.world_ranks) if world.node_of(r) == here
+        ]
         if len(members) > 1:
             region = _native.region_nbytes(len(members), LANE_NBYTES)
-            on_node = [self._ranks[i] for i in members]
+            on_node = [self.world_ranks[i] for i in members]
             key = f"arena/{identity}/{here}"
-            self._arena = world.share_memory(on_node, key, region, timeout_s)
+            self.arena = world.share_memory(on_node, key, region, timeout_s)
             self._attach_arena(
-                self._arena.address, self._arena.region_nbytes, LANE_NBYTES, members
+                self.arena.address, self.arena.region_nbytes, LANE_NBYTES, members
             )
-        self._members = frozenset(members)
-        if len(members) < len(self._ranks):
+        self.node_members = frozenset(members)
+        if len(members) < len(self.world_ranks):
             world.attach_other_nodes(self, FIRST_TAG + 2 * identity)
 
     def _agree_facts(self) -> CommFacts:
-        world = self._world
+        world = self.world
         per_node: dict[int, int] = {}
-        for rank in self._ranks:
+        for rank in self.world_ranks:
             node = world.node_of(rank)
             per_node[node] = per_node.get(node, 0) + 1
-        if not world.links and len(self._ranks) == world.size:
+        if not world.links and len(self.world_ranks) == world.size:
             world.links = measure_links(self, world)
             world.slot_window_nbytes = measure_slot_window(self, world)
         ppn = max(per_node.values())
-        link = agree_link_class(world, self._ranks, ppn)
-        layout = check_nodes(map(world.node_of, self._ranks), self.size)
+        link = agree_link_class(world, self.world_ranks, ppn)
+        layout = check_nodes(map(world.node_of, self.world_ranks), self.size)
         return CommFacts(self.size, len(per_node), ppn, world.cores, link, layout)
 
     def _private(
         self, purpose: str, timeout_s: float, *, deterministic: bool = False
     ) -> Communicator:
         """Return a communicator of the same ranks for commrt's own use; collective."""
-        world, ranks = self._world, self._ranks
-        label = f"comm{self._identity}/{purpose}"
+        world, ranks = self.world, self.world_ranks
+        label = f"comm{self.identity}/{purpose}"
         identity = world.agree_id(ranks, label, timeout_s=timeout_s)
         name = f"{self.name}.{purpose}"
         return Communicator(
@@ -205,49 +210,49 @@ class Communicator(Fusing, Operations):
         In a forked process it does nothing: memory and messages are the parent's.
         Where it failed and operations hang in it, its memory stays for them.
         """
-        if self._closed is not None or os.getpid() != self._pid:
+        if self.closed is not None or os.getpid() != self.pid:
             return
         if self._fused is not None:
             raise UsageError(
                 f"{self.name} cannot be freed: a fused() of it is open; leave it first"
             )
         at_rest = self._comes_to_rest()
-        if not at_rest and not self._failure:
+        if not at_rest and not self.failure:
             raise UsageError(
                 f"{self.name} cannot be freed: operations are in flight; wait() for "
                 f"their requests first"
             )
         self._free_sparse()
         self._free_compression()
-        if self._checker is not None:
-            self._checker.close()
-        self._closed = "freed"
+        if self.checker is not None:
+            self.checker.close()
+        self.closed = "freed"
         self._slow = True
         self._forget_plans()
         self._plans.clear()
         if at_rest:
             self._release()
         else:
-            self._staging.close()  # nobody looks at its devices any more
+            self.devices.close()  # nobody looks at its devices any more
 
     def _release(self) -> None:
-        lender = self._world.native_comms
-        if lender is not None and self._lease is not None and not self._failure:
+        lender = self.world.native_comms
+        if lender is not None and self._lease is not None and not self.failure:
             lender.give_back(self._lease)
         self._give_gloo_back()
         self._lease = self._native_comm = None
-        self._staging.close()
-        if self._arena is not None:
+        self.devices.close()
+        if self.arena is not None:
             self._detach()
-            self._arena.close()
-            self._arena = None
+            self.arena.close()
+            self.arena = None
         if self._heap is not None:
             self._heap.close()
             self._heap = None
 
     def __del__(self) -> None:
         # Nothing that was never made has an end; a forked process owns nothing.
-        if getattr(self, "_closed", "unmade") is None and os.getpid() == self._pid:
+        if getattr(self, "closed", "unmade") is None and os.getpid() == self.pid:
             self.let_go()
 
     def let_go(self) -> None:
@@ -257,30 +262,30 @@ class Communicator(Fusing, Operations):
         """
         if sys.is_finalizing():
             return
-        if not (self._idle and may_free()):
-            self._world.lingering.append(self)
+        if not (self.idle and may_free()):
+            self.world.lingering.append(self)
             return
-        self._closed = "dropped"
+        self.closed = "dropped"
         self._release()
 
     def _comes_to_rest(self) -> bool:
         """Wait until nothing is in flight, for a moment: messages may be on the way."""
         deadline = time.monotonic() + _REST_S
-        while not self._idle and not self._failure:
-            if not self._world.engine.step():
+        while not self.idle and not self.failure:
+            if not self.world.engine.step():
                 os.sched_yield()
             if time.monotonic() > deadline:
                 break
-        return self._idle
+        return self.idle
 
     def give_up(self, why: str) -> None:
         """Make the communicator unusable, here and for ranks of this node that wait."""
-        self._set_failure(why)
-        self._staging.give_up(why)
+        self.set_failure(why)
+        self.devices.give_up(why)
         self._give_up_sparse(why)
         self._give_up_compression(why)
-        if self._checker is not None:
-            self._checker.give_up(why)
+        if self.checker is not None:
+            self.checker.give_up(why)
 
     def __enter__(self) -> Communicator:
         return self
@@ -299,7 +304,7 @@ class Communicator(Fusing, Operations):
     @property
     def in_process(self) -> bool:
         """Whether the ranks are threads of this process."""
-        return self._world.in_process
+        return self.world.in_process
 
     @property
     def mpi(self) -> Any:
@@ -310,41 +315,41 @@ class Communicator(Fusing, Operations):
         asked: that first access is collective over its ranks. It is the caller's, who
         may ``Free()`` it; ``free()`` leaves it alone.
         """
-        world = self._world
+        world = self.world
         if world.native_comms is None:
             return None
-        if self._ranks == tuple(range(world.size)):
+        if self.world_ranks == tuple(range(world.size)):
             return world.mpi_given
         if self._own_mpi is None:
-            world.meet(self._ranks, f"comm{self._identity}/mpi", self.timeout_s)
-            tag = FIRST_TAG + 2 * self._identity
-            self._own_mpi = world.native_comms.create(self._ranks, tag)
+            world.meet(self.world_ranks, f"comm{self.identity}/mpi", self.timeout_s)
+            tag = FIRST_TAG + 2 * self.identity
+            self._own_mpi = world.native_comms.create(self.world_ranks, tag)
         return self._own_mpi
 
     @property
     def mpi_library(self) -> str | None:
         """Name and version of the MPI library in use, None without MPI."""
-        if self._world.mpi is None:
+        if self.world.mpi is None:
             return None
         return library.library_name(library.load())
 
     @property
     def nodes(self) -> list[list[int]]:
         """Ranks of this communicator on each node."""
-        world = self._world
+        world = self.world
         groups: dict[int, list[int]] = {}
-        for rank, world_rank in enumerate(self._ranks):
+        for rank, world_rank in enumerate(self.world_ranks):
             groups.setdefault(world.node_of(world_rank), []).append(rank)
         return list(groups.values())
 
     @property
     def table_digest(self) -> str | None:
         """Digest of the selection table in force, None without one."""
-        return None if self._table is None else self._table.digest
+        return None if self.table is None else self.table.digest
 
     def shares_memory_with(self, rank: int) -> bool:
         """Return whether ``rank`` is reached over shared memory."""
-        return rank in self._members
+        return rank in self.node_members
 
     @property
     def plan(self) -> Plans:
@@ -353,17 +358,17 @@ class Communicator(Fusing, Operations):
 
     def stats(self) -> CommStats:
         """Return counters of this communicator."""
-        self._check_process()
-        return CommStats(self.name, self.next_seq, self._num_plans, not self._idle)
+        self.check_process()
+        return CommStats(self.name, self.next_seq, self.num_plans, not self.idle)
 
     def abort(self, code: int = 1) -> NoReturn:
         """End the whole job with exit status ``code``."""
         from commrt.job.abort import end_job
 
-        end_job(self._world, code)
+        end_job(self.world, code)
 
     def __repr__(self) -> str:
-        state = f", {self._closed}" if self._closed else ""
+        state = f", {self.closed}" if self.closed else ""
         return f"<Communicator {self.name}: rank {self.rank} of {self.size}{state}>"
 
     # -- symmetric memory --------------------------------------------------------
@@ -393,10 +398,10 @@ class Communicator(Fusing, Operations):
                 ranks only; on all ranks of the node.
             TimeoutError_: a rank did not come within the communicator's ``timeout_s``.
         """
-        self._check_usable()
+        self.check_usable()
         sizes, plain, torch_dtype = parse_request(shape, dtype)
         nbytes = math.prod(sizes) * plain.itemsize
-        if self._arena is None:
+        if self.arena is None:
             check_fits(nbytes)
             memory = np.zeros(nbytes, np.uint8)
         else:
@@ -410,9 +415,9 @@ class Communicator(Fusing, Operations):
 
     def _symmetric_heap(self) -> SymmetricHeap:
         if self._heap is None:
-            world = self._world
-            on_node = [self._ranks[rank] for rank in sorted(self._members)]
-            key = f"heap/{self._identity}/{world.node_of(world.rank)}"
+            world = self.world
+            on_node = [self.world_ranks[rank] for rank in sorted(self.node_members)]
+            key = f"heap/{self.identity}/{world.node_of(world.rank)}"
             self._heap = SymmetricHeap(
                 world.bootstrap,
                 on_node,
@@ -426,22 +431,22 @@ class Communicator(Fusing, Operations):
     def _attach_to_heap(self, arena: Any) -> None:
         self._attach_segment(arena.address, arena.region_nbytes)
         self._plans.clear()  # they do not know what peers may reach
-        self._staging.forget_plans()
+        self.devices.forget_plans()
 
     # -- running -----------------------------------------------------------------
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective that the dispatcher did not recognise at a glance."""
-        self._check_usable()
+        self.check_usable()
         if self._fused is not None and kwargs.get("nonblocking") is True:
-            fused = self._staging.buckets.again(name, args, kwargs)
+            fused = self.devices.buckets.again(name, args, kwargs)
             if fused is not None:
                 return fused
         try:
             call = arguments.parse(operation(name), args, kwargs)
             bound = bind_call(self, call)
             if bound.device is not None or call.stream is not None:
-                return self._staging.run(call, bound)
+                return self.devices.run(call, bound)
             compressed = self._bound_compressed(call, bound)
             fused = None
             plan: Any = None
@@ -460,7 +465,7 @@ class Communicator(Fusing, Operations):
         if fused is not None:
             return fused
         x, out = bound.x, bound.out
-        return self._run_plan(
+        return self.run_plan(
             plan,
             0 if x is None else x.address,
             0 if out is None else out.address,
@@ -490,11 +495,11 @@ class Communicator(Fusing, Operations):
         is named as such. Only plans of the library's own collectives, which the ranks
         make together, come after.
         """
-        if self._checker is None:
+        if self.checker is None:
             return self._plan(call, bound)
         if self._choose(call, bound).algorithm != "native":
             self._plan(call, bound)
-        self._checker.check(call, bound)
+        self.checker.check(call, bound)
         return self._plan(call, bound)
 
     def _plan(self, call: arguments.Call, bound: arguments.Bound) -> Any:
@@ -573,11 +578,11 @@ class Communicator(Fusing, Operations):
         return self._native_comm is not None
 
     def _lease_native_comm(self, timeout_s: float) -> None:
-        lender = self._world.native_comms
+        lender = self.world.native_comms
         if lender is None or self.size == 1:
             return
-        tag = FIRST_TAG + 2 * self._identity + 1
-        self._lease = lender.lend(self._ranks, self._identity, tag, timeout_s)
+        tag = FIRST_TAG + 2 * self.identity + 1
+        self._lease = lender.lend(self.world_ranks, self.identity, tag, timeout_s)
         self._native_comm = None if self._lease is None else self._lease.lent
 
 

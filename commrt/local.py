@@ -38,7 +38,7 @@ def run(
             # Those who wait for this rank in an operation need not wait for ever.
             comm.give_up(f"rank {rank} failed: {error!r}")
             raise
-        if comm._idle:
+        if comm.idle:
             comm.free()
         return result
 
@@ -64,7 +64,7 @@ class LocalRanks:
 
     def step(self, rank: int) -> bool:
         """Run one pass over what is in flight on ``rank``; True if it advanced."""
-        return bool(self.comms[rank]._world.engine.step())
+        return bool(self.comms[rank].world.engine.step())
 
     def each(self, function: Callable[[Communicator], T]) -> list[T]:
         """Run ``function(comm)`` for all ranks at once, for calls that exchange."""

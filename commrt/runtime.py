@@ -70,7 +70,7 @@ def init(mpi_comm: Any = None, *, deterministic: bool | None = None) -> Communic
     if deterministic is not None:
         deterministic = check_flag("commrt.init", "deterministic", deterministic)
     with _RUNTIME.lock:
-        if _RUNTIME.comm is not None and _RUNTIME.comm._closed is None:
+        if _RUNTIME.comm is not None and _RUNTIME.comm.closed is None:
             if mpi_comm is not None and mpi_comm is not _RUNTIME.given:
                 raise UsageError(
                     "commrt.init() was called before with other ranks; make further "
@@ -150,7 +150,7 @@ def _join(
 def synchronize() -> None:
     """Run progress until nothing that this rank started is in flight."""
     if _RUNTIME.comm is not None:
-        _RUNTIME.comm._check_process()
+        _RUNTIME.comm.check_process()
     if _RUNTIME.engine is not None and _RUNTIME.pid == os.getpid():
         _drain(_RUNTIME.engine, float("inf"))
 

@@ -23,7 +23,7 @@ __all__ = ["GroupCreation"]
 class GroupCreation(SparseMethods):
     """The methods of a communicator that make others."""
 
-    _deterministic: bool
+    deterministic: bool
     _plain: ClassVar[type[Communicator]]
     _cart: ClassVar[type[CartCommunicator]]
     _graph: ClassVar[type[GraphCommunicator]]
@@ -42,7 +42,7 @@ class GroupCreation(SparseMethods):
         With ``color=None`` a rank takes part and gets None. ``deterministic``: results
         are bitwise the same whatever algorithm runs; None: as here.
         """
-        self._check_usable()
+        self.check_usable()
 
         def check() -> tuple[bool, int | None, int]:
             return (
@@ -57,7 +57,7 @@ class GroupCreation(SparseMethods):
         if mine is None:
             return None
         chosen = sorted((at, r) for r, (other, at) in enumerate(said) if other == mine)
-        ranks = [self._ranks[rank] for _, rank in chosen]
+        ranks = [self.world_ranks[rank] for _, rank in chosen]
         title = f"{title}[{mine}]"
         return self._derive(ranks, f"{label}[{mine}]", name or title, wish)
 
@@ -69,11 +69,11 @@ class GroupCreation(SparseMethods):
         ``deterministic``: results are bitwise the same whatever algorithm runs; None:
         as here.
         """
-        self._check_usable()
+        self.check_usable()
         wish = self._together("dup", lambda: self._wish("dup", deterministic))
         self._meet("dup", None)
         label, title = self._label("dup")
-        return self._derive(self._ranks, label, name or title, wish)
+        return self._derive(self.world_ranks, label, name or title, wish)
 
     def create_group(
         self,
@@ -88,7 +88,7 @@ class GroupCreation(SparseMethods):
         ``deterministic``: results are bitwise the same whatever algorithm runs; None:
         as here.
         """
-        self._check_usable()
+        self.check_usable()
         wish = self._wish("create_group", deterministic)
         try:
             given = list(ranks)
@@ -97,14 +97,14 @@ class GroupCreation(SparseMethods):
                 f"create_group: ranks={ranks!r} must be a sequence of ranks, such as "
                 f"[0, 1]"
             ) from None
-        ranks = [self._check_rank("create_group", "ranks", rank) for rank in given]
+        ranks = [self.check_rank("create_group", "ranks", rank) for rank in given]
         if len(set(ranks)) != len(ranks) or self.rank not in ranks:
             raise UsageError(
                 f"create_group: ranks={ranks} must be distinct and contain the "
                 f"caller's rank {self.rank}"
             )
-        world_ranks = [self._ranks[rank] for rank in ranks]
-        label = f"comm{self._identity}/group{ranks}"
+        world_ranks = [self.world_ranks[rank] for rank in ranks]
+        label = f"comm{self.identity}/group{ranks}"
         title = f"{self.name}.group{ranks}"
         return self._derive(world_ranks, label, name or title, wish)
 
@@ -124,7 +124,7 @@ class GroupCreation(SparseMethods):
         evenly as can be. Ranks stay as they are, the last coordinate fastest.
         Collective over all ranks, with equal arguments.
         """
-        self._check_usable()
+        self.check_usable()
         grid = self._together("cart", lambda: make_grid(self.size, dims, periodic))
         self._meet_equal("cart", f"dims={grid.dims}, periodic={grid.periodic}")
         label, title = self._label("cart")
@@ -146,7 +146,7 @@ class GroupCreation(SparseMethods):
         several times included; the k-th edge from one to another is the k-th for both.
         Collective over all ranks, which must agree on every edge.
         """
-        self._check_usable()
+        self.check_usable()
 
         def check() -> list[list[int]]:
             return [
@@ -158,9 +158,9 @@ class GroupCreation(SparseMethods):
         self._check_edges(*lists)
         label, title = self._label("graph")
         limit = self.timeout_s
-        identity = self._world.agree_id(self._ranks, label, timeout_s=limit)
+        identity = self.world.agree_id(self.world_ranks, label, timeout_s=limit)
         made = self._graph(
-            self._world, self._ranks, name or title, identity, timeout_s=limit
+            self.world, self.world_ranks, name or title, identity, timeout_s=limit
         )
         made.neighborhood = make_neighborhood(*lists)
         return made
@@ -172,7 +172,7 @@ class GroupCreation(SparseMethods):
             raise UsageError(
                 f"graph: {argument}={given!r} must be a sequence of ranks"
             ) from None
-        return [self._check_rank("graph", argument, rank) for rank in ranks]
+        return [self.check_rank("graph", argument, rank) for rank in ranks]
 
     def _check_edges(self, sources: list[int], destinations: list[int]) -> None:
         """Raise the same MismatchError on all ranks unless both ends know each edge."""
@@ -196,7 +196,7 @@ class GroupCreation(SparseMethods):
         The product of the numbers is the number of ranks; a 0 is chosen so. The last
         axis is the fastest. Collective over all ranks, with equal arguments.
         """
-        self._check_usable()
+        self.check_usable()
         shape = self._together("mesh", lambda: parse_axes(self.size, axes))
         self._meet_equal("mesh", str(shape))
         label, title = self._label("mesh")
@@ -205,7 +205,7 @@ class GroupCreation(SparseMethods):
 
     def _wish(self, what: str, deterministic: bool | None) -> bool:
         if deterministic is None:
-            return self._deterministic
+            return self.deterministic
         return check_flag(what, "deterministic", deterministic)
 
     def _derive(
@@ -215,12 +215,12 @@ class GroupCreation(SparseMethods):
         name: str,
         deterministic: bool | None = None,
     ) -> Communicator:
-        wish = self._deterministic if deterministic is None else deterministic
+        wish = self.deterministic if deterministic is None else deterministic
         limit = self.timeout_s
         same = f"deterministic={wish}"
-        identity = self._world.agree_id(ranks, label, same, limit)
+        identity = self.world.agree_id(ranks, label, same, limit)
         return self._plain(
-            self._world, ranks, name, identity, deterministic=wish, timeout_s=limit
+            self.world, ranks, name, identity, deterministic=wish, timeout_s=limit
         )
 
     def _derive_cart(
@@ -232,9 +232,9 @@ class GroupCreation(SparseMethods):
         deterministic: bool | None = None,
     ) -> CartCommunicator:
         """Return a communicator over a grid of ``ranks`` of this one."""
-        world_ranks = [self._ranks[rank] for rank in ranks]
-        wish = self._deterministic if deterministic is None else deterministic
-        world, limit = self._world, self.timeout_s
+        world_ranks = [self.world_ranks[rank] for rank in ranks]
+        wish = self.deterministic if deterministic is None else deterministic
+        world, limit = self.world, self.timeout_s
         same = f"deterministic={wish}"
         identity = world.agree_id(world_ranks, label, same, limit)
         made = self._cart(
@@ -245,7 +245,7 @@ class GroupCreation(SparseMethods):
 
     def _derive_from(self, ranks: Sequence[int], label: str, name: str) -> Communicator:
         """Return a communicator of ``ranks`` of this one."""
-        return self._derive([self._ranks[rank] for rank in ranks], label, name)
+        return self._derive([self.world_ranks[rank] for rank in ranks], label, name)
 
 
 def _check_integer(what: str, argument: str, value: Any) -> int:

@@ -29,5 +29,5 @@ def sums_to(rank: Rank, comm: Any, wanted: float) -> None:
 
 def meet(rank: Rank, what: str) -> None:
     """Wait for the other ranks, beside what they test."""
-    world = rank.comm._world
+    world = rank.comm.world
     world.bootstrap.exchange(range(rank.comm.size), what, b"", 20)

@@ -95,8 +95,8 @@ def _measure(driver: Path, nccl: Path | None, num_calls: int) -> list[Cost]:
 
     def main(comm: Any) -> list[Cost]:
         if nccl is None:  # which this process may have from elsewhere
-            comm._staging.nccl._agreed = NcclFacts("staged calls are measured")
-        comm._staging.flags_without_progress = True  # as the thread would have them
+            comm.devices.nccl._agreed = NcclFacts("staged calls are measured")
+        comm.devices.flags_without_progress = True  # as the thread would have them
         with DeviceStream(device) as stream:
             x, out = DeviceArray(device, 4), DeviceArray(device, 4)
             label = comm.plan.allreduce(x).label

@@ -55,8 +55,8 @@ def ipc_here(*, is_clean: bool = True) -> Iterator[None]:
 
 def prepare(comm: Communicator, device: Any) -> None:
     """Let the ranks connect, as a first call does."""
-    comm._staging._agree(device, "first", 20.0)
-    assert comm._staging.ipc.prepare(device), comm.ipc_facts.why
+    comm.devices._agree(device, "first", 20.0)
+    assert comm.devices.ipc.prepare(device), comm.ipc_facts.why
 
 
 def on_ipc_threads(
@@ -77,7 +77,7 @@ def on_ipc_threads(
         drawn = {**device, "seed": device.get("seed", 0) + comm.rank}
         with ThreadDevice(**drawn) as gpu:
             rank = Rank(comm, gpu)
-            comm._staging.ipc.half_nbytes = half_nbytes
+            comm.devices.ipc.half_nbytes = half_nbytes
             rank.begin()
             with rank.stream:
                 result = function(rank)
@@ -121,9 +121,9 @@ class IpcSimRanks(SimRanks):
         def join(comm: Communicator) -> None:
             rank = comm.rank
             for each in self.groups[rank]:
-                ipc = each._staging.ipc = IpcCalls(each)
+                ipc = each.devices.ipc = IpcCalls(each)
                 ipc.half_nbytes, ipc.first_value = half_nbytes, first_value
-                each._staging._forget_choices()
+                each.devices._forget_choices()
                 prepare(each, self.devices[rank])
                 if bug is not None:
                     ipc.work(self.devices[rank]).plant(bug)
@@ -134,11 +134,11 @@ class IpcSimRanks(SimRanks):
         """Give everything back, and see that nothing is left and nothing was wrong."""
         for group in self.groups:
             for comm in group:
-                comm._staging.ipc.close()
-                for _, stager in comm._staging._stagers.values():
+                comm.devices.ipc.close()
+                for _, stager in comm.devices._stagers.values():
                     stager.close()
-                comm._staging._stagers.clear()
-                comm._staging.ipc = IpcCalls(comm)
+                comm.devices._stagers.clear()
+                comm.devices.ipc = IpcCalls(comm)
         sharing.end_all(DEADLINE_S)  # all have left, but memory ends step by step
         assert sharing.sweep() == 0
         super().close()

@@ -45,7 +45,7 @@ class Stepper:
     """Steps ranks until their requests are done, in any order."""
 
     def __init__(self, ranks: LocalRanks) -> None:
-        self._steps = [comm._world.engine.step for comm in ranks.comms]
+        self._steps = [comm.world.engine.step for comm in ranks.comms]
 
     def some(self, rng: random.Random, number: int) -> None:
         """Step some ranks."""
@@ -146,9 +146,9 @@ class Stepped:
         Each still chooses for itself.
         """
         keep = lru_cache(maxsize=4096)
-        cost, floor = keep(comms[0]._policy._cost), keep(comms[0]._policy._floor)
+        cost, floor = keep(comms[0].policy._cost), keep(comms[0].policy._floor)
         for comm in comms:
-            comm._policy._cost, comm._policy._floor = cost, floor
+            comm.policy._cost, comm.policy._floor = cost, floor
 
     def _communicators(self, deterministic: bool, heap: bool) -> Sequence[Any]:
         key = deterministic, heap

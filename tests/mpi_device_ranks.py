@@ -83,7 +83,7 @@ def join_mpi(
 
     def join(comm: Communicator) -> None:
         for each in groups[comm.rank]:
-            staging, device = each._staging, devices[comm.rank]
+            staging, device = each.devices, devices[comm.rank]
             staging.mpi = MpiCalls(each)
             staging.mpi.first_value = first_value
             staging._agree(device, "first", DEADLINE_S)
@@ -124,11 +124,11 @@ class MpiSimRanks(SimRanks):
         """Give everything back, and see that nothing is left and nothing was wrong."""
         for group in self.groups:
             for comm in group:
-                comm._staging.mpi.close()
-                comm._staging.mpi = MpiCalls(comm)
-                for _, stager in comm._staging._stagers.values():
+                comm.devices.mpi.close()
+                comm.devices.mpi = MpiCalls(comm)
+                for _, stager in comm.devices._stagers.values():
                     stager.close()
-                comm._staging._stagers.clear()
+                comm.devices._stagers.clear()
         end_all(DEADLINE_S)
         super().close()
         for group in self.groups:

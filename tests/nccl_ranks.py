@@ -51,8 +51,8 @@ def nccl_here(
 
 def prepare(comm: Communicator, device: Any) -> None:
     """Let the ranks meet, as a first call does."""
-    comm._staging._agree(device, "first", 20.0)
-    assert comm._staging.nccl.prepare(device, 0), comm.nccl_facts.why
+    comm.devices._agree(device, "first", 20.0)
+    assert comm.devices.nccl.prepare(device, 0), comm.nccl_facts.why
 
 
 def on_nccl_threads(size: int, function: Callable[[Rank], T], **device: Any) -> list[T]:
@@ -87,12 +87,12 @@ class NcclSimRanks(SimRanks):
         def join(comm: Communicator) -> None:
             rank = comm.rank
             for each in self.groups[rank]:
-                each._staging.nccl = NcclCalls(each)
-                each._staging.nccl.first_value = first_value
-                each._staging._forget_choices()
+                each.devices.nccl = NcclCalls(each)
+                each.devices.nccl.first_value = first_value
+                each.devices._forget_choices()
                 prepare(each, self.devices[rank])
                 if bug is not None:
-                    each._staging.nccl.work(self.devices[rank]).plant(bug)
+                    each.devices.nccl.work(self.devices[rank]).plant(bug)
 
         made.each(join)
 
@@ -100,10 +100,10 @@ class NcclSimRanks(SimRanks):
         """Give everything back, and see that nothing is left and nothing was wrong."""
         for group in self.groups:
             for comm in group:
-                comm._staging.nccl.close()
-                for _, stager in comm._staging._stagers.values():
+                comm.devices.nccl.close()
+                for _, stager in comm.devices._stagers.values():
                     stager.close()
-                comm._staging._stagers.clear()
+                comm.devices._stagers.clear()
         end_all(5.0)
         super().close()
         for group in self.groups:

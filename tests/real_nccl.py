@@ -139,7 +139,7 @@ def _sizes_that_differ(header: Header) -> list[str]:
             set_one[name] = NcclConfig(**{name: values.get(name, 1)})  # type: ignore[arg-type]
     found = []
     for name, config in set_one.items():
-        size, said = config.options(version)._size_and_version(version)
+        size, said = config.options(version).size_and_version(version)
         if size > whole or size <= header.offsets[name][0] or said > version:
             found.append(
                 f"NcclConfig({name}=...) says {size} bytes of {said}, and {name} lies "

@@ -171,7 +171,7 @@ class Workload:
         for rank in self.ranks.ranks:
             rank.begin()
             rank.device.load_kernels(b"")
-            self.steps.append(rank.comm._world.engine.step)
+            self.steps.append(rank.comm.world.engine.step)
             self.rounds.append([Round(rank, number) for number in range(ROUNDS)])
             self.streams.append(rank.stream)
         self._make_halos()
@@ -343,7 +343,7 @@ class Workload:
     def drain(self) -> None:
         """Go on until nothing is under way."""
         comms = [rank.comm for rank in self.ranks.ranks] + self.carts
-        while any(comm._staging.outstanding for comm in comms):
+        while any(comm.devices.outstanding for comm in comms):
             if not self.step():
                 self.ranks.devices[0].pause()
         for stream in self.streams:
@@ -354,9 +354,9 @@ class Workload:
         how = self.rng.choice(LOSSES) if how is None else how
         comms = kept_ranks(SIZE).each(lambda comm: comm.dup())
         for rank, comm in enumerate(comms):  # to allocate waits for the device
-            comm._staging.first_nbytes = _LITTLE
-            comm._staging.stager(self.ranks.devices[rank])
-            comm._staging.messages(self.ranks.devices[rank])
+            comm.devices.first_nbytes = _LITTLE
+            comm.devices.stager(self.ranks.devices[rank])
+            comm.devices.messages(self.ranks.devices[rank])
         # What failed may be read by the device yet: nobody else has these.
         arrays = [
             [
@@ -386,7 +386,7 @@ class Workload:
             request.be_quiet()
             try:
                 while not request.test():
-                    if comm._staging.outstanding and not self.step():
+                    if comm.devices.outstanding and not self.step():
                         comm.give_up("the others are gone")
             except CommError as error:
                 self.ended[type(error).__name__] += 1
@@ -420,7 +420,7 @@ class Workload:
         gc.collect()
         # What lost communicators have left comes back as ranks look, once it may.
         for rank in self.ranks.ranks:
-            give_back(rank.comm._world)
+            give_back(rank.comm.world)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         arrays = [each for some in self.rounds for at in some for each in at.arrays]
         works = [(rank.stager, rank.messages) for rank in self.ranks.ranks]
@@ -431,8 +431,8 @@ class Workload:
             "resident_nbytes": pages * resource.getpagesize(),
             "python_blocks": sys.getallocatedblocks(),
             "references": sum(map(sys.getrefcount, arrays)),
-            "outstanding": sum(r.comm._staging.outstanding for r in self.ranks.ranks),
-            "works": sum(r.comm._num_device_work for r in self.ranks.ranks),
+            "outstanding": sum(r.comm.devices.outstanding for r in self.ranks.ranks),
+            "works": sum(r.comm.num_device_work for r in self.ranks.ranks),
             "pinned_nbytes": sum(w.pinned_nbytes for pair in works for w in pair),
             "pooled_events": sum(w.num_events for pair in works for w in pair),
             **{
@@ -453,7 +453,7 @@ class Workload:
             for at in rounds:
                 rank.arrays += at.arrays
             rank.arrays.append(field)
-            rank.comm._staging.close()
+            rank.comm.devices.close()
             forget_work(rank.comm)
             rank.end()
 

@@ -31,7 +31,7 @@ _KEPT: dict[int, LocalRanks] = {}
 def kept_ranks(size: int) -> LocalRanks:
     """Return ranks that no run has broken."""
     ranks = _KEPT.get(size)
-    if ranks is None or any(comm._failure for comm in ranks.comms):
+    if ranks is None or any(comm.failure for comm in ranks.comms):
         if size not in _WORLDS:
             _WORLDS[size] = LocalRanks(size)
         ranks = _KEPT[size] = copy(_WORLDS[size])
@@ -43,7 +43,7 @@ def renew_ranks() -> None:
     """Let the next run have communicators of its own: this one left something."""
     for ranks in _KEPT.values():
         for comm in ranks.comms:
-            comm._staging.close()  # no progress is made for what hangs
+            comm.devices.close()  # no progress is made for what hangs
     _KEPT.clear()
 
 
@@ -77,11 +77,11 @@ def found_by(ranks: SimRanks, function: Callable[[Rank], Any]) -> str:
 
 def forget_work(comm: Communicator) -> None:
     """Let a communicator make its work on devices anew."""
-    comm._staging._stagers.clear()
-    comm._staging._messages.clear()
-    comm._staging.buckets = DeviceBuckets(comm)
-    comm._staging.hosted._works.clear()
-    comm._staging.forget_plans()
+    comm.devices._stagers.clear()
+    comm.devices._messages.clear()
+    comm.devices.buckets = DeviceBuckets(comm)
+    comm.devices.hosted._works.clear()
+    comm.devices.forget_plans()
 
 
 class Rank:
@@ -96,9 +96,9 @@ class Rank:
         self.rank = comm.rank
         forget_work(comm)
         for name, value in staging.items():
-            setattr(comm._staging, name, value)
-        self.stager = comm._staging.stager(device)
-        self.messages = comm._staging.messages(device)
+            setattr(comm.devices, name, value)
+        self.stager = comm.devices.stager(device)
+        self.messages = comm.devices.messages(device)
         self.ends_with: SimWorld | None = None
         self.stop = device.pinned_alloc(64)
         device.flag_store(self.stop, 0)
@@ -167,7 +167,7 @@ class Rank:
 
     def progress(self) -> None:
         """Make progress until the caller is done."""
-        engine = self.comm._world.engine
+        engine = self.comm.world.engine
         while not self.device.flag_load(self.stop):
             self.go_on()
             if not engine.step():
@@ -175,8 +175,8 @@ class Rank:
 
     def finish(self) -> None:
         """Make progress until the host has seen the end of all calls."""
-        while self.comm._staging.outstanding:
-            if not self.comm._world.engine.step():
+        while self.comm.devices.outstanding:
+            if not self.comm.world.engine.step():
                 self.device.pause()
 
     def end(self) -> None:
@@ -254,7 +254,7 @@ class SimRanks:
     def close(self) -> None:
         """Give everything back, and see that nothing is left and nothing was wrong."""
         for rank in self.ranks:
-            rank.comm._staging.close()
+            rank.comm.devices.close()
             forget_work(rank.comm)
             rank.end()
         assert self.world.live_nbytes == 0

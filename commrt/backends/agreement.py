@@ -57,9 +57,9 @@ def meet(
     told = {name: mine for name, mine in told.items() if mine is not None}
     if not told:
         return
-    blobs = comm._world.bootstrap.exchange(
-        comm._ranks,
-        f"comm{comm._identity}/devices",
+    blobs = comm.world.bootstrap.exchange(
+        comm.world_ranks,
+        f"comm{comm.identity}/devices",
         json.dumps({"what": what, "told": told}).encode(),
         timeout_s,
     )

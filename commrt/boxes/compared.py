@@ -57,7 +57,7 @@ def boxes_for(
         compare: compares in full and plans; collective.
         make: plans, without the other ranks.
     """
-    if comm._checker is not None:  # which names all ranks' arguments
+    if comm.checker is not None:  # which names all ranks' arguments
         return compare(), False
     kept: dict[Any, DeviceBoxes] = comm._kept_boxes
     # Equal on all ranks, as they make the same calls.

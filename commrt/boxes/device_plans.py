@@ -124,16 +124,16 @@ class DeviceBoxes:
         why = getattr(device, "why_no_kernels", None)
         if why is not None:
             raise KernelsMissingError(f"boxes are packed by a kernel: {why}")
-        by_nccl = comm._staging.by_nccl(device, what, 0, comm.timeout_s)
+        by_nccl = comm.devices.by_nccl(device, what, 0, comm.timeout_s)
         self.label = f"{'nccl' if by_nccl else 'staged'}/{label.partition('/')[2]}"
         self._comm, self._device = comm, device
         self._layouts, self._reduction = layouts, reduction
         self._offsets: list[int] = []
         """From the buffer for what is sent on, where each launch's part begins."""
         self._memory: list[int] = []
-        comm._staging.memory.add(self)
+        comm.devices.memory.add(self)
         if not by_nccl:
-            comm._staging.stager(device)
+            comm.devices.stager(device)
         moves = [each for each in moves if prod(each.shape)]
         steps = [
             [each for each in moves if phases == 1 or each.phase == phase]
@@ -346,7 +346,7 @@ class DeviceBoxes:
             handle = current_stream_of(first, device)
         else:
             handle = as_stream(stream, device, what)
-        staging = comm._staging
+        staging = comm.devices
         staging.order_exported(device, handle, arrays)
         addresses = [each.address for each in arrays]
         addresses += [self._buffer + offset for offset in self._offsets]
@@ -396,7 +396,7 @@ class BoundBoxes:
 
     def _run(self, nonblocking: bool) -> Any:
         comm = self._comm
-        comm._check_usable()
+        comm.check_usable()
         return self._boxes.run(
             self._arrays, self._result, self.operation, nonblocking, comm.timeout_s
         )

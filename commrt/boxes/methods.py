@@ -93,7 +93,7 @@ class Redistributing(GroupCreation):
             table = address_table(arrays)
             owners = (table, *(array.owner for array in arrays))
             address, result = table.ctypes.data, moved.out
-            return self._run_plan(
+            return self.run_plan(
                 plan, address, 0, owners, None, result, what, bool(nonblocking), limit
             )
 

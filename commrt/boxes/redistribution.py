@@ -111,7 +111,7 @@ def make_redistribution(
     stream: Any = None,
 ) -> Any:
     """Return what ``run`` makes of the arguments, checked as far as one rank can."""
-    comm._check_usable()
+    comm.check_usable()
 
     def check() -> tuple[StridedArray, StridedArray, Any]:
         check_flag(f"{_NAME}, rank {comm.rank}", "nonblocking", nonblocking)

@@ -112,7 +112,7 @@ class Checker:
 
     def give_up(self, why: str) -> None:
         """End the waits of other ranks for this one."""
-        self.channel._set_failure(why)
+        self.channel.set_failure(why)
 
     def check(self, call: Call, bound: Bound) -> None:
         """Raise MismatchError on every rank unless all of them make the same call."""

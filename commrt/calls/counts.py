@@ -43,8 +43,8 @@ def bind_call(comm: Communicator, call: Call) -> Bound:
     if len(call.counts) != 2 or call.counts[1] is not None:
         return bind_counted(call, comm.rank, comm.size)
     partly = _bind_sent(call, comm.rank, comm.size)
-    if comm._checker is not None:
-        comm._checker.check(call, partly)
+    if comm.checker is not None:
+        comm.checker.check(call, partly)
     received = _exchange(comm, call, partly.counts[0])
     return bind_counted(call, comm.rank, comm.size, received)
 
@@ -221,7 +221,7 @@ def _exchange(comm: Communicator, call: Call, sent: tuple[int, ...]) -> tuple[in
     """Return what each rank sends here; every rank calls it."""
     counts = np.array(sent, np.int64)
     limit = comm.timeout_s if call.timeout_s is None else call.timeout_s
-    channel = comm if comm._checker is None else comm._checker.channel
+    channel = comm if comm.checker is None else comm.checker.channel
     what = f"{call.spec.name}, whose recv_counts the ranks exchange,"
     try:
         told = channel.alltoall(counts, out=np.empty_like(counts), timeout_s=limit)

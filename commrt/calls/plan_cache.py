@@ -69,8 +69,8 @@ def remember(comm: Communicator, call: Call, bound: Bound, plan: Any) -> None:
     if bound.counts:
         count = _NO_X if call.x is None else bound.given_elements
         flat = [one for counts in bound.counts for one in counts]
-        comm._remember_vector_plan(count, *key, flat, plan)
+        comm.keep_vector_plan(count, *key, flat, plan)
     else:
         times_size = spec.out_count == "times_size"
         count = bound.num_elements // (comm.size if times_size else 1)
-        comm._remember_plan(count, *key, plan)
+        comm.keep_plan(count, *key, plan)

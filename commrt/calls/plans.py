@@ -195,7 +195,7 @@ class Plans:
 
     def _make(self, name: str, *args: Any, **kwargs: Any) -> _Bound:
         comm = self._comm
-        comm._check_usable()
+        comm.check_usable()
         if "nonblocking" in kwargs or "timeout_s" in kwargs:
             raise UsageError(
                 f"plan.{name}: nonblocking is said when the plan is run: plan() or "
@@ -205,7 +205,7 @@ class Plans:
             call = arguments.parse(operation(name), args, kwargs)
             bound = bind_call(comm, call)
             if bound.device is not None or call.stream is not None:
-                return comm._staging.bound(call, bound)
+                return comm.devices.bound(call, bound)
             compressed = comm._bound_compressed(call, bound)
             if compressed is not None:
                 return compressed

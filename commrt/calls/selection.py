@@ -46,31 +46,31 @@ class Choosing(Redistributing):
     """The part of a communicator that chooses among candidates."""
 
     facts: CommFacts
-    _staging: Staging
-    _policy: Policy
-    _choices: Choices
+    devices: Staging
+    policy: Policy
+    choices: Choices
     _unasked_native: bool
     _gloo_lease: Lease | None = None
 
     @property
     def nccl_facts(self) -> NcclFacts:
         """What selection knows of NCCL here."""
-        return self._staging.nccl.facts
+        return self.devices.nccl.facts
 
     @property
     def ipc_facts(self) -> IpcFacts:
         """What selection knows of memory of peers here."""
-        return self._staging.ipc.facts
+        return self.devices.ipc.facts
 
     @property
     def mpi_facts(self) -> MpiFacts:
         """What selection knows of MPI on device memory here."""
-        return self._staging.mpi.facts
+        return self.devices.mpi.facts
 
     @property
     def ipc_half_nbytes(self) -> int:
         """What a rank can publish at once in memory of peers."""
-        return self._staging.ipc.half_nbytes
+        return self.devices.ipc.half_nbytes
 
     @property
     def gloo_collectives(self) -> GlooCollectives | None:
@@ -82,21 +82,18 @@ class Choosing(Redistributing):
 
         Collective. Not for a communicator that only commrt itself uses.
         """
-        lender = self._world.gloo_groups
+        lender = self.world.gloo_groups
         if lender is not None and is_users and self.is_relayed:
             # gloo takes no MPI tag.
-            self._gloo_lease = lender.lend(self._ranks, self._identity, 0, timeout_s)
+            self._gloo_lease = lender.lend(
+                self.world_ranks, self.identity, 0, timeout_s
+            )
 
     def _give_gloo_back(self) -> None:
-        lender, lease = self._world.gloo_groups, self._gloo_lease
+        lender, lease = self.world.gloo_groups, self._gloo_lease
         self._gloo_lease = None
-        if lender is not None and lease is not None and not self._failure:
+        if lender is not None and lease is not None and not self.failure:
             lender.give_back(lease)
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether results are bitwise the same whatever algorithm runs."""
-        return self._deterministic
 
     def _found(self, query: Query) -> list[Candidate]:
         """Return what backends offer, whatever order they combine in."""
@@ -145,12 +142,12 @@ class Choosing(Redistributing):
             own, _ = host_plans.split_params(candidate.params)
             if host_plans.why_not(self, coll, name, query.root or 0, own) is not None:
                 return math.inf
-        return predicted_us(self.facts, query, candidate, self._world.between_nodes)
+        return predicted_us(self.facts, query, candidate, self.world.between_nodes)
 
     def _floor(self, query: Query, candidate: Candidate) -> float:
         if candidate.backend == by_ipc.DIRECT.backend:
             return 0.0
-        between = self._world.between_nodes
+        between = self.world.between_nodes
         return floor_us(self.facts, *on_host(query, candidate), between)
 
     def candidates(
@@ -170,7 +167,7 @@ class Choosing(Redistributing):
         out: on two ranks a ring and a direct exchange are one and the same.
         """
         query = self._question("candidates", coll, nbytes, dtype, op, 0, device)
-        found = self._policy.candidates(query)
+        found = self.policy.candidates(query)
         return (
             host_plans.distinct(coll, found, self.facts.layout) if distinct else found
         )
@@ -195,7 +192,7 @@ class Choosing(Redistributing):
         ``params`` are what the call itself asks for.
         """
         query = self._question("explain", coll, nbytes, dtype, op, root, device)
-        return self._policy.explain(
+        return self.policy.explain(
             query, backend=backend, algorithm=algorithm, params=params
         )
 
@@ -219,7 +216,7 @@ class Choosing(Redistributing):
         query = replace(query, device=device)
         if query.op is None:
             return query
-        order = wanted_order(self._deterministic, query.op, user, query.dtype)
+        order = wanted_order(self.deterministic, query.op, user, query.dtype)
         label = query.op if user is None else user.label
         return replace(query, op=label, order=order)
 
@@ -248,9 +245,9 @@ class Choosing(Redistributing):
         )
         if spec.reduces:
             name = call.reduction.name.lower()
-            order = wanted_order(self._deterministic, name, call.user, query.dtype)
+            order = wanted_order(self.deterministic, name, call.user, query.dtype)
             query = replace(query, order=order)
-        return query, self._choices.of(query, call)
+        return query, self.choices.of(query, call)
 
     def _speaks_of(self, query: Query, wish: Wish) -> bool:
         """Whether what was asked for beforehand means such memory.

@@ -70,8 +70,8 @@ class _Channels:
     def fail(self, why: str) -> None:
         """Let nobody wait for what will not come."""
         if not self.alone:
-            self.shares._set_failure(why)
-            self.sums._set_failure(why)
+            self.shares.set_failure(why)
+            self.sums.set_failure(why)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ class CompressedCall:
 class Compressing(Choosing):
     """The part of a communicator that compresses."""
 
-    _checker: Checker | None
+    checker: Checker | None
     _compressed: _Channels | None = None
 
     # -- whether -----------------------------------------------------------------
@@ -146,7 +146,7 @@ class Compressing(Choosing):
     def _asked_by_rule(self, call: Call, bound: Bound) -> str | None:
         """Return what a table's rule, or what names a candidate, asks for."""
         named = COMPRESS in (call.algorithm or "") or COMPRESS in (call.params or {})
-        if self._deterministic or not (named or self._rules_may_compress):
+        if self.deterministic or not (named or self._rules_may_compress):
             return None
         _, candidate = self._asked(call, bound)
         if COMPRESS not in candidate.params:
@@ -156,7 +156,7 @@ class Compressing(Choosing):
 
     @cached_property
     def _rules_may_compress(self) -> bool:
-        policy = self._policy
+        policy = self.policy
         rules = () if policy.table is None else policy.table.rules
         asked = [wish for wishes in policy.wishes for wish in wishes]
         params = [wish.params for wish in asked] + [rule.use.params for rule in rules]
@@ -206,7 +206,7 @@ class Compressing(Choosing):
         return replace(found, choice=choice)
 
     def _why_rule_is_not_followed(self, query: Query, users: bool) -> str | None:
-        if self._deterministic:
+        if self.deterministic:
             return "deterministic=True leaves out what a table asks for"
         if self.size == 1:
             return "there is one rank"
@@ -231,8 +231,8 @@ class Compressing(Choosing):
         if call.residual is not None:
             check_residual(what, bound.x, call.residual, bound.out)
         call = replace(call, compress=wire.name)
-        if self._checker is not None:
-            self._checker.check(call, bound)
+        if self.checker is not None:
+            self.checker.check(call, bound)
         return CompressedCall(self, call, bound, wire)
 
     def _open_compression(self, timeout_s: float) -> _Channels:
@@ -249,10 +249,10 @@ class Compressing(Choosing):
     def _start_compressed(
         self, call: Call, bound: Bound, wire: WireFormat
     ) -> SteppedRequest:
-        self._check_usable()
+        self.check_usable()
         limit = self.timeout_s if call.timeout_s is None else call.timeout_s
         channels = self._open_compression(limit)
-        channels.shares._check_usable()
+        channels.shares.check_usable()
         seq = channels.seq
         title = f"{call.spec.name} #{seq} (compress={wire.name!r}) on {self.name}"
         residual = None
@@ -301,7 +301,7 @@ class Compressing(Choosing):
         channels = self._compressed
         if channels is None:
             return
-        if channels.pending and not channels.shares._failure:
+        if channels.pending and not channels.shares.failure:
             raise UsageError(
                 f"{self.name} cannot be freed: {len(channels.pending)} compressed "
                 f"operations have not ended; wait() for their requests first"

@@ -142,14 +142,14 @@ class Staging:
     def _check_not_failed(self, error: Exception) -> None:
         """Raise what is to be said where the communicator failed since a call began."""
         if isinstance(error, DeviceError) and error.status == "not_ready":
-            self._comm._check_usable()
+            self._comm.check_usable()
 
     def _remember(self, call: Call, bound: Bound, plan: DevicePlan) -> None:
         """Let calls like this one be started without Python (known_calls.hpp)."""
         spec, x, out = call.spec, bound.x, bound.out
         asked = call.algorithm, call.backend, call.params, call.user, call.factor
         if (
-            self._comm._checker is not None
+            self._comm.checker is not None
             or any(each is not None for each in asked)
             or spec.count_arguments
             or call.x is None
@@ -224,7 +224,7 @@ class Staging:
         """Return the plan; in check mode only where all ranks made the same call."""
         self._comm._cut_fused()
         self.check(call, bound)
-        checker = None if is_checked else self._comm._checker
+        checker = None if is_checked else self._comm.checker
         if not self.nccl.is_agreed:
             # Before the ranks meet for it: where they differ, check mode says so.
             if checker is not None:
@@ -260,7 +260,7 @@ class Staging:
 
     def _forget_choices(self) -> None:
         self.forget_plans()
-        self._comm._choices.forget()
+        self._comm.choices.forget()
 
     def _plan(self, call: Call, bound: Bound) -> DevicePlan:
         key = (
@@ -354,13 +354,13 @@ class Staging:
 
     def _options(self, device: Any) -> tuple[int, int, int, int, bool]:
         flags = self.lets_streams_wait(device)
-        give_back(self._comm._world)
+        give_back(self._comm.world)
         options = self.slots, self.first_nbytes, self.most_nbytes, self.first_value
         return *options, flags
 
     def lets_streams_wait(self, device: Any) -> bool:
         """Whether streams wait for what this process does; else ``wait()`` blocks."""
-        helped = self._comm._world.drive(device) or self.flags_without_progress
+        helped = self._comm.world.drive(device) or self.flags_without_progress
         return helped and bool(device.memory_flags)
 
     def forget_plans(self) -> None:
@@ -407,16 +407,16 @@ class Staging:
         work = self._work
         for each in work:
             each.close()
-        leave(self._comm._world, work)
-        may_call = self._comm._closed != "dropped"
+        leave(self._comm.world, work)
+        may_call = self._comm.closed != "dropped"
         if may_call and not waits:  # to give pinned memory back waited just as well
-            _native.drop_ended(self._comm._world.engine)
+            _native.drop_ended(self._comm.world.engine)
             for device in used:
                 free_what_was_left(device)
         self.nccl.close(may_call=may_call)
         self.ipc.close(may_call=may_call)
         self.mpi.close()
-        leave(self._comm._world, buckets)  # once what they used is closed
+        leave(self._comm.world, buckets)  # once what they used is closed
         while self._own_events:
             _, (device, event) = self._own_events.popitem()
             with suppress(CommError):  # the device may be gone
@@ -442,13 +442,13 @@ class BoundDeviceCall:
 
     def __call__(self) -> Any:
         """Run the operation; the current stream waits for it. Return its output."""
-        self._staging._comm._check_usable()
+        self._staging._comm.check_usable()
         self._staging.start(self._calls[0], self._bound, self._plan).be_quiet()
         return self._bound.result
 
     def start(self) -> DeviceRequest:
         """Start the operation and return its request."""
-        self._staging._comm._check_usable()
+        self._staging._comm.check_usable()
         return self._staging.start(self._calls[1], self._bound, self._plan)
 
     @property

@@ -90,8 +90,8 @@ def _reduced(comm: Communicator, call: Call, bound: Bound) -> HostedCall:
     """Return the call whose reduction is a Python function; it goes whole."""
     spec, user = call.spec, call.user
     assert user is not None
-    if comm._checker is not None:
-        comm._checker.check(call, bound)
+    if comm.checker is not None:
+        comm.checker.check(call, bound)
     candidate = comm._choose(call, bound)
     if candidate.backend != "staged":
         raise BackendError(

@@ -258,7 +258,7 @@ class HostedJobs:
         """Return what copies there and back, made at the first such call."""
         found = self._works.get(id(device))
         if found is None:
-            staging = self._comm._staging
+            staging = self._comm.devices
             made = _native.HostedWork(self._comm, device, *staging._options(device))
             found = self._works[id(device)] = device, made
         return found[1]
@@ -271,11 +271,11 @@ class HostedJobs:
         found = self._channel
         if found is None:
             comm = self._comm
-            wish = comm._deterministic
+            wish = comm.deterministic
             found = comm._private("hosted", timeout_s, deterministic=wish)
             found._made_for = weakref.ref(comm)
             self._channel = found
-        found._check_usable()
+        found.check_usable()
         if kind == "sparse":
             found._open_sparse(timeout_s)
         elif kind == "compression":
@@ -342,7 +342,7 @@ class HostedJobs:
         return True
 
     def _pause(self, job: HostedJob) -> None:
-        if not self._comm._world.engine.step():
+        if not self._comm.world.engine.step():
             job.device.pause()
 
     @property
@@ -363,9 +363,9 @@ class HostedJobs:
         why = f"{self._comm.name} was freed"
         self._feed.end_jobs(why, 0 if is_own else _END_S)
         channel, self._channel = self._channel, None
-        if channel is None or self._comm._closed == "dropped":
+        if channel is None or self._comm.closed == "dropped":
             return
         try:
             channel.free()
         except CommError:  # something hangs in it: its memory stays
-            self._comm._world.lingering.append(channel)
+            self._comm.world.lingering.append(channel)

@@ -99,7 +99,7 @@ def run_hosted(
         handle = current_stream_of(first, device)
     else:
         handle = as_stream(stream, device, what)
-    staging = comm._staging
+    staging = comm.devices
     jobs = staging.hosted
     comm._cut_fused()
     read = {places[id(each)] for each in made.reads}
@@ -220,7 +220,7 @@ class HostedRequest(DeviceRequest):
         self.be_quiet()
         if not self._on.memory_flags:
             self._finish(self.timeout_s)
-        self._call.wait_on(stream)
+        self.call.wait_on(stream)
         return self._output
 
     def synchronize(self, *, timeout_s: float | None = None) -> Any:
@@ -245,12 +245,12 @@ class HostedRequest(DeviceRequest):
 
     @property
     def _jobs(self) -> Any:
-        return self._comm._staging.hosted
+        return self.comm.devices.hosted
 
     def _limit(self, timeout_s: float | None) -> float:
         if timeout_s is None:
             return float(self.timeout_s)
-        return check_timeout(self._what, timeout_s)
+        return check_timeout(self.title, timeout_s)
 
     def _finish(self, limit_s: float) -> None:
         if not self._jobs.finish(self._job, time.monotonic() + limit_s):
@@ -280,16 +280,16 @@ class HostedResultRequest(HostedRequest):
         if stream is None:
             handle = current_stream_of(self._array, self._on)
         else:
-            handle = as_stream(stream, self._on, self._what)
+            handle = as_stream(stream, self._on, self.title)
         return self.wait_in(handle, timeout_s)
 
     def wait_in(self, stream: int, timeout_s: float | None = None) -> Any:
         """The same, with the device's number for the stream."""
         self.be_quiet()
         self._finish(self._limit(timeout_s))
-        if self._job.error is not None or self._call.failure is not None:
+        if self._job.error is not None or self.call.failure is not None:
             return super().wait()  # raises it
-        self._call.wait_on(stream)
+        self.call.wait_on(stream)
         if self._given is None:
             self._give_result(stream)
         self._given.wait_on(stream)

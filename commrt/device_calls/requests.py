@@ -59,8 +59,8 @@ def not_running(what: str, method: str) -> CaptureError:
 def late(request: DeviceRequest, limit_s: float) -> TimeoutError_:
     """Return the error of a synchronize that ran out of time."""
     error = TimeoutError_(
-        f"{request._what}, rank {request._comm.rank}: not complete within {limit_s:g} "
-        f"s: {request._waits_for()}; it stays in flight: synchronize() for it again "
+        f"{request.title}, rank {request.comm.rank}: not complete within {limit_s:g} "
+        f"s: {request.waits_for()}; it stays in flight: synchronize() for it again "
         f"(the request is in the error's .request)"
     )
     error.request = request  # type: ignore[attr-defined]
@@ -72,12 +72,12 @@ def failed(request: DeviceRequest, kind: str, text: str) -> Exception:
     own: Exception | None = getattr(request, "own_error", None)
     if own is not None:  # of what the host does in Python
         return own
-    comm = request._comm
-    where = f"{request._what}, rank {comm.rank}"
+    comm = request.comm
+    where = f"{request.title}, rank {comm.rank}"
     if kind == "timeout":
         return TimeoutError_(
             f"{where}: not complete within {request.timeout_s:g} s: "
-            f"{request._waits_for()}; its streams were let go, its output is worth "
+            f"{request.waits_for()}; its streams were let go, its output is worth "
             f"nothing, and {comm.name} cannot be used any more"
         )
     if kind == "peer":
@@ -86,7 +86,7 @@ def failed(request: DeviceRequest, kind: str, text: str) -> Exception:
         status = kind.removeprefix("device:")
         known = {"failed": DeviceFailedError, "deadlock": OrderingError}
         return known.get(status, DeviceError)(f"{where}: {text}", status)
-    error: Exception = comm._operation_error(request._what, text, kind)
+    error: Exception = comm.operation_error(request.title, text, kind)
     return error
 
 
@@ -105,22 +105,22 @@ class DeviceMessageRequest(DeviceRequest):
     @property
     def received_nbytes(self) -> int:
         """Bytes received so far; -1 where nothing is to be."""
-        return sum(self._call.received_nbytes) if self._peers else -1
+        return sum(self.call.received_nbytes) if self._peers else -1
 
     @property
     def each_received_nbytes(self) -> list[int]:
         """The same for each receive."""
-        return list(self._call.received_nbytes)
+        return list(self.call.received_nbytes)
 
     @property
     def source(self) -> int:
         """The rank that a message came from; -1 before, and where several may."""
-        came = self._call.ended and self._call.failure is None
+        came = self.call.ended and self.call.failure is None
         return self._peers[0] if came and len(self._peers) == 1 else -1
 
     def _waits_for(self) -> str:
-        return self._call.waits_for or "its copies are under way on the device"
+        return self.call.waits_for or "its copies are under way on the device"
 
     def __del__(self) -> None:
         with suppress(CommError, AttributeError):
-            self._call.let_be()
+            self.call.let_be()

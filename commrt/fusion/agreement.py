@@ -47,8 +47,8 @@ class _Channel:
     def send(self, number: int, digest: int, kind: int) -> None:
         comm, message = self._comm, np.array([number, digest, kind], np.uint64)
         where = message.ctypes.data, message.nbytes, self._rank, _TAG, message
-        started: Request = comm._send(*where, "send", True, comm.timeout_s)
-        started._be_quiet()  # where ranks disagree, nobody asks for it any more
+        started: Request = comm.send_bytes(*where, "send", True, comm.timeout_s)
+        started.be_quiet()  # where ranks disagree, nobody asks for it any more
         self._going.append(started)
         self._going = [each for each in self._going if not each.test()]
 
@@ -59,8 +59,10 @@ class _Channel:
             return None
         if self._coming is None:
             where = message.ctypes.data, message.nbytes, self._rank, _TAG, message
-            self._coming = comm._recv(*where, message, "recv", True, comm.timeout_s)
-            self._coming._be_quiet()
+            self._coming = comm.recv_bytes(
+                *where, message, "recv", True, comm.timeout_s
+            )
+            self._coming.be_quiet()
             if self._is_stopped:  # by another thread meanwhile
                 self.stop()
                 return None
@@ -86,7 +88,7 @@ class _Channel:
         self._is_stopped = True
         coming, self._coming = self._coming, None
         for request in [*self._going, *([] if coming is None else [coming])]:
-            request._take_back("the ranks no longer agree on buckets")
+            request.take_back("the ranks no longer agree on buckets")
 
 
 class Agreement(ABC):
@@ -107,7 +109,7 @@ class Agreement(ABC):
             return
         self._is_looking = True
         try:
-            self._comm._check_usable()
+            self._comm.check_usable()
             self._look()
         except BaseException as error:
             self._end_by(error, error)

@@ -60,7 +60,7 @@ class DeviceBuckets:
 
         That is what a stream is captured for: a graph has no bucket to go with.
         """
-        comm, staging = self._comm, self._comm._staging
+        comm, staging = self._comm, self._comm.devices
         staging.check(call, bound)
         device, x, out = bound.on, bound.x, bound.out
         assert x is not None
@@ -70,10 +70,10 @@ class DeviceBuckets:
             return None
         comm._refuse_what_no_bucket_runs(call, bound, most_nbytes)
         staging.order_exported(device, stream, (x, out))
-        if comm._checker is None:
+        if comm.checker is None:
             self._known.add((call.reduction.name.lower(), bound.dtype))
         else:
-            comm._checker.check(call, bound)
+            comm.checker.check(call, bound)
         timeout_s = comm.timeout_s if call.timeout_s is None else call.timeout_s
         return self._add(x, out, stream, call.reduction, bound.result, timeout_s)
 
@@ -117,7 +117,7 @@ class DeviceBuckets:
             seen.stream,
             on=seen.device,
         )
-        comm._staging.order_exported(seen.device, stream, (x,))
+        comm.devices.order_exported(seen.device, stream, (x,))
         return self._add(x, x, stream, reduce_op(op), array, comm.timeout_s)
 
     def _add(
@@ -189,7 +189,7 @@ class _Lane:
         parts = [each.part for each in requests if each.part is not None]
         call, bound = self._allreduce(parts)
         try:
-            plan = self._comm._staging.plan(call, bound, is_checked=True)
+            plan = self._comm.devices.plan(call, bound, is_checked=True)
         except UsageError:
             try:
                 self._comm._choose(call, bound)
@@ -200,11 +200,11 @@ class _Lane:
         copies, is_watched = self.copies, isinstance(plan, _WATCHED)
         with copies.outside_captures(), self._lost_where_it_fails(is_watched):
             if not is_watched:
-                runner = self._comm._staging.runner(self._device, plan)
+                runner = self._comm.devices.runner(self._device, plan)
                 self._runners[id(runner)] = runner
             block = copies.blocks.take(sum(each.x.nbytes for each in parts))
             copies.gather(parts, block, is_idle=not self._under_way)
-            started = self._comm._staging.start(call, _at(bound, block), plan)
+            started = self._comm.devices.start(call, _at(bound, block), plan)
         started.be_quiet()
         bucket = SentBucket(self._comm, copies, started, parts, block)
         self._under_way.append(bucket)
@@ -230,7 +230,7 @@ class _Lane:
 
         Where that fails the requests come to it again, and tell.
         """
-        if not (is_watched or self._comm._staging.lets_streams_wait(self._device)):
+        if not (is_watched or self._comm.devices.lets_streams_wait(self._device)):
             return None
         try:
             bucket.put_back()
@@ -301,7 +301,7 @@ class _Lane:
         kept = [self._under_way.popleft() for _ in range(len(self._under_way))]
         try:
             return LeftBuckets(
-                self._comm._world.engine,
+                self._comm.world.engine,
                 self.copies,
                 list(self._runners.values()),
                 [each.arrays for each in kept],

@@ -129,7 +129,7 @@ class SentBucket:
         deadline = time.monotonic() + limit_s
         self.request.synchronize(timeout_s=limit_s)
         self.put_back()
-        engine, device = self._comm._world.engine, self._copies.device
+        engine, device = self._comm.world.engine, self._copies.device
         while not self.has_ended():
             if time.monotonic() > deadline:
                 return False
@@ -209,7 +209,7 @@ class FusedDeviceRequest:
         """Have the bucket sent; False where the ranks do not agree within the limit."""
         comm, deadline = self._comm, time.monotonic() + limit_s
         while self._sent is None and self._error is None:
-            comm._check_process()
+            comm.check_process()
             if comm._fused is not None and comm._fused.agreement is None:
                 _native.cut_fusion(comm)
             elif comm._fused is not None:
@@ -228,7 +228,7 @@ class FusedDeviceRequest:
         """Return the bucket, sent; TimeoutError_ where the ranks do not agree."""
         if not self._send(limit_s):
             seq, why = self._comm.next_seq, "not all ranks have made this call"
-            self._comm._timed_out(self._what, seq, limit_s, why, self)
+            self._comm.timed_out(self._what, seq, limit_s, why, self)
         assert self._sent is not None
         return self._sent
 
@@ -246,7 +246,7 @@ class FusedDeviceRequest:
                 f"{self._what}: wait() does not block the host, so timeout_s= belongs "
                 f"to synchronize(timeout_s=...)"
             )
-        self._comm._check_process()
+        self._comm.check_process()
         if stream is None:
             handle = current_stream_of(self._array, self._on)
         else:
@@ -268,7 +268,7 @@ class FusedDeviceRequest:
 
         What it raises for is as of any request; see ``wait``.
         """
-        self._comm._check_process()
+        self._comm.check_process()
         limit_s = self._timeout_s
         if timeout_s is not None:
             limit_s = check_timeout(self._what, timeout_s)
@@ -283,12 +283,12 @@ class FusedDeviceRequest:
             raise
         if not done:
             why = "the ranks are done, and the device has not put back its parts"
-            self._comm._timed_out(self._what, bucket.request.seq, limit_s, why, self)
+            self._comm.timed_out(self._what, bucket.request.seq, limit_s, why, self)
         return self._result
 
     def test(self) -> bool:
         """Send the bucket, and run a little progress; True once complete."""
-        self._comm._check_process()
+        self._comm.check_process()
         try:
             done = self._send(0.0) and self._sent is not None and self._sent.test()
         except CommError:
@@ -341,7 +341,7 @@ class FusedDeviceRequest:
         return f"<commrt.FusedDeviceRequest {self._what}: {state}>"
 
     def __del__(self) -> None:
-        if getattr(self, "_observed", True) or os.getpid() != self._comm._pid:
+        if getattr(self, "_observed", True) or os.getpid() != self._comm.pid:
             return
         warnings.warn(
             f"{self._what} was dropped without wait(): no stream waits for it, its "

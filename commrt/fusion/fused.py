@@ -42,8 +42,8 @@ class Fusing(Compressing):
     """The part of a communicator that has ``fused()``."""
 
     _fused: Fused | None = None
-    _checker: Checker | None
-    _staging: Staging
+    checker: Checker | None
+    devices: Staging
 
     def fused(
         self, *, nbytes: int = DEFAULT_NBYTES, time_limit_s: float | None = None
@@ -79,7 +79,7 @@ class Fusing(Compressing):
         Raises:
             UsageError: an argument is wrong, or a context is open already.
         """
-        self._check_usable()
+        self.check_usable()
         limit = as_integer(nbytes)
         if limit is None or limit < 1:
             raise UsageError(
@@ -105,8 +105,8 @@ class Fusing(Compressing):
         assert x is not None
         assert out is not None
         self._refuse_what_no_bucket_runs(call, bound, self._fused.nbytes)
-        if self._checker is not None:
-            self._checker.check(call, bound)
+        if self.checker is not None:
+            self.checker.check(call, bound)
         return _native.fuse(
             self,
             x.address,
@@ -128,7 +128,7 @@ class Fusing(Compressing):
             or not self._fused.takes(call, bound)
         ):
             return None
-        return self._staging.buckets.add(call, bound, self._fused.nbytes)
+        return self.devices.buckets.add(call, bound, self._fused.nbytes)
 
     def _cut_fused(self) -> None:
         """Send the open buckets before a collective that is in none of them."""
@@ -216,7 +216,7 @@ class Fused:
 
     def __enter__(self) -> Fused:
         comm = self._comm
-        comm._check_usable()
+        comm.check_usable()
         if comm._fused is not None or self._entered:
             raise UsageError(
                 f"fused: a context of {comm.name} is open already, or this one was "
@@ -237,7 +237,7 @@ class Fused:
         traceback: TracebackType | None,
     ) -> None:
         comm = self._comm
-        if os.getpid() != comm._pid:  # forked inside: the calls are the parent's
+        if os.getpid() != comm.pid:  # forked inside: the calls are the parent's
             comm._fused = None
             return
         try:

@@ -248,7 +248,7 @@ class Cartesian(HaloCalls):
         Its ranks have the other coordinates in common with this one; its dimensions
         are in the order given. Collective over all ranks: each gets its own.
         """
-        self._check_usable()
+        self.check_usable()
         numbers = dims if isinstance(dims, Sequence) else (dims,)
 
         def check() -> list[int]:
@@ -274,7 +274,7 @@ class Cartesian(HaloCalls):
         self, *, name: str | None = None, deterministic: bool | None = None
     ) -> CartCommunicator:
         """Return a communicator over the same grid with a sequence of its own."""
-        self._check_usable()
+        self.check_usable()
         wish = self._together("dup", lambda: self._wish("dup", deterministic))
         self._meet("dup", None)
         label, title = self._label("dup")

@@ -167,7 +167,7 @@ def make_halo(
     stream: Any = None,
 ) -> Any:
     """Return what ``run`` makes of the arguments, checked as far as one rank can."""
-    comm._check_usable()
+    comm.check_usable()
 
     def check() -> Halo:
         check_flag(f"{what}, rank {comm.rank}", "nonblocking", nonblocking)

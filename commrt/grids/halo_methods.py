@@ -125,7 +125,7 @@ class HaloCalls(NeighborCalls):
             table = address_table(arrays)
             owners = (table, *(array.owner for array in arrays))
             address = table.ctypes.data
-            return self._run_plan(
+            return self.run_plan(
                 plan, address, 0, owners, None, fields, what, bool(nonblocking), limit
             )
 

@@ -289,7 +289,7 @@ class NeighborCalls(GroupCreation):
             call = BoundNeighbors(whole, plan, bound)
             return call.run(bool(nonblocking), limit, stream)
         table = np.array([bound.x.address, bound.out.address], np.uint64)
-        return self._run_plan(
+        return self.run_plan(
             plan,
             table.ctypes.data,
             0,
@@ -331,7 +331,7 @@ def _bound(
     stream: Any = None,
 ) -> _Bound:
     """Return the call, checked; in check mode only where all ranks fit each other."""
-    comm._check_usable()
+    comm.check_usable()
 
     def check() -> _Bound:
         here = f"{what}, rank {comm.rank}"
@@ -344,7 +344,7 @@ def _bound(
         return {"dtype": bound.x.dtype.name}
 
     bound: _Bound = comm._together(what, check, timeout_s=timeout_s, describe=describe)
-    if comm._checker is not None:
+    if comm.checker is not None:
         _compare(comm, bound, timeout_s)
     return bound
 
@@ -448,7 +448,7 @@ def _plan(comm: Any, bound: _Bound, timeout_s: float, stream: Any = None) -> Any
             handle = current_stream_of(bound.x.array, bound.on)
         else:
             handle = as_stream(stream, bound.on, bound.what)
-        if comm._staging.by_nccl(bound.on, bound.what, handle, timeout_s):
+        if comm.devices.by_nccl(bound.on, bound.what, handle, timeout_s):
             where = "nccl"
     key = (bound.what, bound.x.dtype.code, bound.sends, bound.receives, where)
     plan = comm._neighbor_plans.get(key)

@@ -156,14 +156,14 @@ class BoundNeighbors:
     def run(self, nonblocking: bool, timeout_s: float, stream: Any = None) -> Any:
         """Start it; return a request, or let the stream wait and return the output."""
         comm, call = self._comm, self._call
-        comm._check_usable()
+        comm.check_usable()
         comm._cut_fused()
         device, x, out = call.x.on, call.x, call.out
         if stream is None:
             handle = current_stream_of(x.array, device)
         else:
             handle = as_stream(stream, device, call.what)
-        staging = comm._staging
+        staging = comm.devices
         staging.order_exported(device, handle, [x, out])
         runner = staging.runner(device, self._plan)
         keep = x.owner, out.owner

@@ -32,10 +32,10 @@ def _nothing(_: Any) -> dict[str, Any]:
 class Meeting(PointToPoint):
     """The part of a communicator that compares calls."""
 
-    _checker: Checker | None
+    checker: Checker | None
     _derived: int
     """What was made of it so far; equal on ranks whose calls were complete."""
-    _identity: int
+    identity: int
 
     def _together(
         self,
@@ -49,7 +49,7 @@ class Meeting(PointToPoint):
 
         So are, then, differences in what ``describe`` says of it.
         """
-        checker = self._checker
+        checker = self.checker
         if checker is None:
             return check()
         try:
@@ -66,8 +66,8 @@ class Meeting(PointToPoint):
         They know one that they have been told, and that the communicator is closed.
         """
         known = getattr(error, "is_told", False) or isinstance(error, ClosedError)
-        if self._checker is not None and not known:
-            self._checker.tell(what, error, timeout_s)
+        if self.checker is not None and not known:
+            self.checker.tell(what, error, timeout_s)
 
     def _meet(self, what: str, said: Any, timeout_s: float | None = None) -> list[Any]:
         """Return what all ranks say who make this call; JSON.
@@ -76,8 +76,8 @@ class Meeting(PointToPoint):
         """
         blob = json.dumps([what, said, self._derived]).encode()
         limit = self.timeout_s if timeout_s is None else timeout_s
-        key = f"comm{self._identity}/calls"
-        texts = self._world.bootstrap.exchange(self._ranks, key, blob, limit)
+        key = f"comm{self.identity}/calls"
+        texts = self.world.bootstrap.exchange(self.world_ranks, key, blob, limit)
         rows = [json.loads(text) for text in texts]
         # One of them may have given up an earlier call that others completed.
         self._derived = max(row[2] for row in rows)
@@ -106,5 +106,5 @@ class Meeting(PointToPoint):
         and may differ across ranks; the key may not.
         """
         self._derived += 1
-        key = f"comm{self._identity}/{how}{self._derived}"
+        key = f"comm{self.identity}/{how}{self._derived}"
         return key, f"{self.name}.{how}{self._derived}"

@@ -51,13 +51,13 @@ class Guarded(_native.Group):
     The native side calls the methods whose names begin with an underscore.
     """
 
-    _world: World
-    _ranks: tuple[int, ...]
-    _identity: int
-    _members: frozenset[int]
-    _arena: Arena | None
-    _closed: str | None
-    _pid: int
+    world: World
+    world_ranks: tuple[int, ...]
+    identity: int
+    node_members: frozenset[int]
+    arena: Arena | None
+    closed: str | None
+    pid: int
 
     @property
     def timeout_s(self) -> float:
@@ -71,26 +71,30 @@ class Guarded(_native.Group):
     @property
     def is_relayed(self) -> bool:
         """Whether gloo carries messages to ranks on other nodes."""
-        return self._world.relay is not None and len(self._members) < self.size
+        return self.world.relay is not None and len(self.node_members) < self.size
 
     def who_is_missing(self, seq: int) -> str:
         """Return who keeps operation ``seq`` waiting, as far as this node can tell."""
-        missing = self._not_started(seq) if self._arena is not None else []
+        missing = self.not_started(seq) if self.arena is not None else []
         said = [_have(missing, "on this node", "not started it")] if missing else []
-        if self._world.relay is not None and len(self._members) < self.size:
-            said += self._missing_elsewhere(self._world.relay, seq)
+        if self.world.relay is not None and len(self.node_members) < self.size:
+            said += self._missing_elsewhere(self.world.relay, seq)
             started = "all ranks have started it and one does not make progress"
             return "; ".join(said) or started
         if said:
             return said[0]
-        if len(self._members) < self.size:
+        if len(self.node_members) < self.size:
             return "all ranks of this node have started it; look at the other nodes"
         return "all ranks have started it and one does not make progress"
 
     def _missing_elsewhere(self, relay: GlooRelay, seq: int) -> list[str]:
         """Return who of other nodes keeps operation ``seq`` waiting; asks them."""
-        away = {self._ranks[r]: r for r in range(self.size) if r not in self._members}
-        told = relay.started(list(away), FIRST_TAG + 2 * self._identity)
+        away = {
+            self.world_ranks[r]: r
+            for r in range(self.size)
+            if r not in self.node_members
+        }
+        told = relay.started(list(away), FIRST_TAG + 2 * self.identity)
         late, ended, silent = [], [], []
         for at, rank in away.items():
             count = told[at]
@@ -110,27 +114,25 @@ class Guarded(_native.Group):
             said.append(_have(silent, where, "not answered when asked"))
         return said
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+    def check_process(self) -> None:
+        if os.getpid() != self.pid:
             raise ClosedError(
-                f"{self.name} belongs to process {self._pid}, from which this one was "
+                f"{self.name} belongs to process {self.pid}, from which this one was "
                 f"forked: memory and messages cannot be shared with it. Use the "
                 f"communicator in the parent only, or start workers by 'spawn'"
             )
 
-    def _check_usable(self) -> None:
-        self._check_process()
-        if self._closed is not None:
-            raise ClosedError(
-                f"{self.name} was {self._closed}: make a new communicator"
-            )
-        if self._failure:
+    def check_usable(self) -> None:
+        self.check_process()
+        if self.closed is not None:
+            raise ClosedError(f"{self.name} was {self.closed}: make a new communicator")
+        if self.failure:
             raise RevokedError(
-                f"{self.name} failed in an earlier operation ({self._failure}): its "
+                f"{self.name} failed in an earlier operation ({self.failure}): its "
                 f"ranks no longer agree; make a new communicator"
             )
 
-    def _check_rank(self, what: str, argument: str, rank: Any) -> int:
+    def check_rank(self, what: str, argument: str, rank: Any) -> int:
         found = as_integer(rank)
         if found is None or not 0 <= found < self.size:
             raise UsageError(
@@ -142,7 +144,7 @@ class Guarded(_native.Group):
     def _check_timeout(self, what: str, timeout_s: Any) -> float:
         return check_timeout(what, timeout_s)
 
-    def _operation_error(self, what: str, error: str, kind: str) -> Exception:
+    def operation_error(self, what: str, error: str, kind: str) -> Exception:
         return _KINDS[kind](f"{what}, rank {self.rank}: {error}")
 
     def _stream_on_host(self, what: str) -> NoReturn:
@@ -151,7 +153,7 @@ class Guarded(_native.Group):
             f"memory, call wait() without a stream"
         )
 
-    def _timed_out(
+    def timed_out(
         self, what: str, seq: int, seconds: float, waits_for: str, request: Any = None
     ) -> NoReturn:
         who = waits_for or self.who_is_missing(seq)

@@ -185,7 +185,7 @@ class SteppedRequest:
     def _fail(self, error: BaseException) -> None:
         for request in self._waiting:
             if isinstance(request, Request):  # not one's turn (compression/turns.py)
-                request._be_quiet()  # the program has not seen it: this one tells all
+                request.be_quiet()  # the program has not seen it: this one tells all
         self._error = error
         self._end()
 

@@ -65,7 +65,7 @@ def measure_links(comm: Communicator, world: World) -> dict[tuple[int, int], Lin
             for a, b in pairs:
                 if world.rank in (a, b):
                     peer = b if world.rank == a else a
-                    mine[a, b] = comm._probe_latency_ns(peer, _ROUNDS, _BUDGET_S)
+                    mine[a, b] = comm.probe_latency_ns(peer, _ROUNDS, _BUDGET_S)
     text = ";".join(f"{a},{b},{ns:.1f}" for (a, b), ns in mine.items())
     everybody = range(world.size)
     said = world.bootstrap.exchange(
@@ -152,7 +152,7 @@ def link_class_now(comm: Any) -> LinkClass:
         for pair in pairs:
             if comm.rank in pair:
                 peer = sum(pair) - comm.rank
-                ns = comm._probe_latency_ns(peer, _ROUNDS, _BUDGET_S)
+                ns = comm.probe_latency_ns(peer, _ROUNDS, _BUDGET_S)
                 slowest_ns = max(slowest_ns, ns if ns >= 0 else float("inf"))
     worst_ns = comm.allreduce(np.array([slowest_ns]), op="max")
     return "near" if worst_ns[0] < NEAR_NS else "far"

@@ -47,7 +47,7 @@ def measure_slot_window(comm: Communicator, world: World) -> int:
     if partner is None:
         return 0
     nbytes = window_nbytes()
-    same_ns, moving_ns = comm._probe_slots_ns(partner, nbytes, _BUDGET_S)
+    same_ns, moving_ns = comm.probe_slots_ns(partner, nbytes, _BUDGET_S)
     # A pair that ran out of time was not on a core at once, and knows nothing.
     if same_ns < 0 or moving_ns > (1 - _MOVING_SAVES) * same_ns:
         return 0

@@ -209,11 +209,11 @@ class World:
 
     def attach_other_nodes(self, comm: Any, tag: int) -> None:
         """Let messages of a communicator to other nodes go by MPI, or by gloo."""
-        ranks = list(comm._ranks)
+        ranks = list(comm.world_ranks)
         if self.relay is not None:
-            comm._attach_relay(self.relay.native, tag, ranks)
+            comm.attach_relay(self.relay.native, tag, ranks)
         elif self.mpi is not None:
-            comm._attach_mpi(library.handle(self.mpi), tag, ranks)
+            comm.attach_mpi(library.handle(self.mpi), tag, ranks)
 
     def meet(
         self, members: Sequence[int], key: str, timeout_s: float | None = None

@@ -83,7 +83,7 @@ def bind_messages(
     comm: Any, sends: Any, recvs: Any, in_place: Any, backend: Any = None
 ) -> _native.PersistentMessages | BoundCall | NcclMessages:
     """Return all of both lists as one operation."""
-    comm._check_usable()
+    comm.check_usable()
     bound = bind_lists(comm, sends, recvs, in_place, backend=backend)
     if isinstance(bound, DeviceMessages):
         return BoundCall("multi_sendrecv", _STAGED, bound.run)
@@ -93,7 +93,7 @@ def bind_messages(
 def bind_send(comm: PointToPoint, x: Any, dest: Any, tag: Any) -> BoundCall:
     """Return the send of what ``x`` holds at each run."""
     what = "send"
-    comm._check_usable()
+    comm.check_usable()
     sent, rank, number = comm._outgoing(what, x, dest, "dest", tag, "tag")
     on_device = _on_device(comm, what, [(sent, rank, number)], [], None)
     if on_device is not None:
@@ -101,8 +101,8 @@ def bind_send(comm: PointToPoint, x: Any, dest: Any, tag: Any) -> BoundCall:
     to = sent.address, sent.nbytes, rank, number, sent.owner, what
 
     def run(nonblocking: bool) -> Any:
-        comm._check_usable()
-        return comm._send(*to, nonblocking, comm.timeout_s)
+        comm.check_usable()
+        return comm.send_bytes(*to, nonblocking, comm.timeout_s)
 
     return BoundCall(what, _MESSAGES, run)
 
@@ -110,7 +110,7 @@ def bind_send(comm: PointToPoint, x: Any, dest: Any, tag: Any) -> BoundCall:
 def bind_recv(comm: PointToPoint, out: Any, source: Any, tag: Any) -> BoundCall:
     """Return the receive into ``out``."""
     what = "recv"
-    comm._check_usable()
+    comm.check_usable()
     got, rank, number = comm._incoming(what, out, source, "source", tag, "tag")
     on_device = _on_device(comm, what, [], [(got, rank, number)], out)
     if on_device is not None:
@@ -118,8 +118,8 @@ def bind_recv(comm: PointToPoint, out: Any, source: Any, tag: Any) -> BoundCall:
     place = got.address, got.nbytes, rank, number, got.owner, out, what
 
     def run(nonblocking: bool) -> Any:
-        comm._check_usable()
-        return comm._recv(*place, nonblocking, comm.timeout_s)
+        comm.check_usable()
+        return comm.recv_bytes(*place, nonblocking, comm.timeout_s)
 
     return BoundCall(what, _MESSAGES, run)
 
@@ -135,7 +135,7 @@ def bind_sendrecv(
 ) -> BoundCall:
     """Return both, as one operation."""
     what = "sendrecv"
-    comm._check_usable()
+    comm.check_usable()
     sent, to, first = comm._outgoing(what, x, dest, "dest", sendtag, "sendtag")
     got, of, second = comm._incoming(what, out, source, "source", recvtag, "recvtag")
     if overlap(sent, got):
@@ -147,9 +147,9 @@ def bind_sendrecv(
     coming = got.address, got.nbytes, of, second
 
     def run(nonblocking: bool) -> Any:
-        comm._check_usable()
+        comm.check_usable()
         owners = sent.owner, got.owner
-        return comm._sendrecv(
+        return comm.sendrecv_bytes(
             *leaving, *coming, *owners, out, what, nonblocking, comm.timeout_s
         )
 
@@ -160,7 +160,7 @@ def bind_sparse(
     comm: SparseMethods, x: Any, result: Any, out: Any, algorithm: Any
 ) -> BoundCall:
     """Return the sum of what ``x`` holds at each run."""
-    comm._check_usable()
+    comm.check_usable()
     if parts_on_device("sparse_allreduce", x) is None and not holds_device_arrays(out):
         comm._check_sparse(x, result, out, algorithm, False, comm.timeout_s)
 
@@ -175,7 +175,7 @@ def bind_sparse(
 
 def bind_topk(comm: SparseMethods, x: Any, k: Any, residual: Any) -> BoundCall:
     """Return the largest elements of what ``x`` and ``residual`` hold at each run."""
-    comm._check_usable()
+    comm.check_usable()
     if not holds_device_arrays(x, residual):
         comm._check_topk(x, k, residual, False, comm.timeout_s)
 

@@ -102,11 +102,11 @@ class NcclMessages:
         Collective. Raises BackendError on all ranks where they have no NCCL.
         """
         comm = self._comm
-        comm._check_usable()
+        comm.check_usable()
         limit = comm.timeout_s if timeout_s is None else timeout_s
-        if comm._checker is not None:
+        if comm.checker is not None:
             self._compare(limit)
-        staging = comm._staging
+        staging = comm.devices
         device = self._on or staging.nccl.device
         if device is None:
             raise UsageError(

@@ -104,7 +104,7 @@ def _messages(
         what = f"{_WHAT}: {argument}[{index}]"
         if not isinstance(item, list | tuple) or len(item) not in (2, 3):
             raise UsageError(f"{what} is a {_kind(item)}, expected {form}")
-        rank = comm._check_rank(what, peer_name, item[1])
+        rank = comm.check_rank(what, peer_name, item[1])
         tag = check_tag(what, "tag", item[2] if len(item) == 3 else 0)
         found.append((view_anywhere(item[0], f"{what}: {array_name}"), rank, tag))
     return found

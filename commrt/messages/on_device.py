@@ -40,19 +40,19 @@ class DeviceMessages:
         self._peers = tuple(peer for _, peer, _ in recvs)
         self._keep = tuple(each.owner for each in self._arrays)
         self._on = place_of(what, self._arrays)
-        comm._staging.messages(self._on)
+        comm.devices.messages(self._on)
 
     def run(self, nonblocking: bool, timeout_s: float | None = None) -> Any:
         """Start it; return a request, or let the stream wait and return the output."""
         comm, device = self._comm, self._on
-        comm._check_usable()
+        comm.check_usable()
         limit = comm.timeout_s if timeout_s is None else timeout_s
         first = self._arrays[0].array
         if self._stream is None:
             stream = current_stream_of(first, device)
         else:
             stream = as_stream(self._stream, device, self._what)
-        staging = comm._staging
+        staging = comm.devices
         staging.order_exported(device, stream, self._arrays)
         messages = staging.messages(device)
         started = staging.given(

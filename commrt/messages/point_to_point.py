@@ -45,9 +45,9 @@ class PointToPoint(Guarded):
         of such messages that it has not received; for a longer one it is after. Of an
         array on a device it is for ``stream`` to wait, until the array is on the host.
         """
-        self._check_usable()
+        self.check_usable()
         nonblocking = check_flag("send", "nonblocking", nonblocking)
-        limit = self._limit("send", timeout_s)
+        limit = self.limit("send", timeout_s)
         buffer, dest, tag = self._outgoing("send", x, dest, "dest", tag, "tag")
         if place_of("send", [buffer], stream) is not None:
             leaving = [(buffer, dest, tag)]
@@ -55,7 +55,7 @@ class PointToPoint(Guarded):
                 "send", leaving, [], None, stream, nonblocking, limit
             )
             return given
-        started: Request | None = self._send(
+        started: Request | None = self.send_bytes(
             buffer.address,
             buffer.nbytes,
             dest,
@@ -83,14 +83,14 @@ class PointToPoint(Guarded):
         the request's ``received_nbytes``, so pass ``nonblocking=True`` where lengths
         vary. A longer message raises TruncationError.
         """
-        self._check_usable()
+        self.check_usable()
         nonblocking = check_flag("recv", "nonblocking", nonblocking)
-        limit = self._limit("recv", timeout_s)
+        limit = self.limit("recv", timeout_s)
         buffer, source, tag = self._incoming("recv", out, source, "source", tag, "tag")
         if place_of("recv", [buffer], stream) is not None:
             coming = [(buffer, source, tag)]
             return self._on_device("recv", [], coming, out, stream, nonblocking, limit)
-        return self._recv(
+        return self.recv_bytes(
             buffer.address,
             buffer.nbytes,
             source,
@@ -120,9 +120,9 @@ class PointToPoint(Guarded):
         The two arrays must not overlap. It ends, nonblocking as one request, when both
         messages have; an error says which of them failed, or that both did.
         """
-        self._check_usable()
+        self.check_usable()
         nonblocking = check_flag("sendrecv", "nonblocking", nonblocking)
-        limit = self._limit("sendrecv", timeout_s)
+        limit = self.limit("sendrecv", timeout_s)
         # Both sides are checked before either is started.
         sent, dest, sendtag = self._outgoing(
             "sendrecv", x, dest, "dest", sendtag, "sendtag"
@@ -137,7 +137,7 @@ class PointToPoint(Guarded):
             return self._on_device(
                 "sendrecv", leaving, coming, out, stream, nonblocking, limit
             )
-        return self._sendrecv(
+        return self.sendrecv_bytes(
             sent.address,
             sent.nbytes,
             dest,
@@ -192,13 +192,13 @@ class PointToPoint(Guarded):
             The arrays received into, in the order of ``recvs``. A request says by
             ``each_received_nbytes`` how much came.
         """
-        self._check_usable()
+        self.check_usable()
         nonblocking = check_flag("multi_sendrecv", "nonblocking", nonblocking)
-        limit = self._limit("multi_sendrecv", timeout_s)
+        limit = self.limit("multi_sendrecv", timeout_s)
         bound = bind_lists(self, sends, recvs, in_place, stream, backend)
         if isinstance(bound, DeviceMessages | NcclMessages):
             return bound.run(nonblocking, limit)
-        return bound._run(nonblocking, limit)
+        return bound.run(nonblocking, limit)
 
     def _on_device(
         self,
@@ -214,14 +214,14 @@ class PointToPoint(Guarded):
         bound = DeviceMessages(whole, what, sends, recvs, result, stream)
         return bound.run(nonblocking, limit)
 
-    def _limit(self, what: str, timeout_s: float | None) -> float:
+    def limit(self, what: str, timeout_s: float | None) -> float:
         return self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
 
     def _outgoing(
         self, what: str, x: Any, dest: Any, dest_name: str, tag: Any, tag_name: str
     ) -> tuple[HostView, int, int]:
         """Return the buffer, the peer and the tag, all checked."""
-        rank = self._check_rank(what, dest_name, dest)
+        rank = self.check_rank(what, dest_name, dest)
         number = check_tag(what, tag_name, tag)
         return view_anywhere(x, f"{what}: x"), rank, number
 
@@ -234,7 +234,7 @@ class PointToPoint(Guarded):
         tag: Any,
         tag_name: str,
     ) -> tuple[HostView, int, int]:
-        rank = self._check_rank(what, source_name, source)
+        rank = self.check_rank(what, source_name, source)
         number = check_tag(what, tag_name, tag)
         buffer = view_anywhere(out, f"{what}: out")
         if not buffer.writable:

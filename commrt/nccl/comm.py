@@ -116,7 +116,7 @@ class NcclComm(NcclOperations):
         options = config.options(self.version)
         limit = self._limit(timeout_s)
         colored = -1 if color is None else color
-        child, code = self._native._split(colored, key, options, limit)
+        child, code = self._native.split(colored, key, options, limit)
         self._check(code, "split", limit)
         if child is None:
             return None
@@ -156,11 +156,11 @@ class NcclComm(NcclOperations):
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all calls so far are in their streams, not until they are done."""
         limit = self._limit(timeout_s)
-        self._check(self._native._wait(limit), "wait", limit)
+        self._check(self._native.wait(limit), "wait", limit)
 
     def poll(self) -> bool:
         """Return whether all calls so far are in their streams; raise what failed."""
-        code = self._native._poll()
+        code = self._native.poll()
         if code != IN_PROGRESS:
             self._check(code, "poll", 0.0)
         return bool(code == SUCCESS)
@@ -174,15 +174,15 @@ class NcclComm(NcclOperations):
         if self._native.state in (ABORTED, CLOSED) or self._is_forked():
             return
         if not self.owned:
-            self._native._forget()
+            self._native.forget()
             self._source = None
             return
         if self._native.state == FAILED:
             self.abort(timeout_s)
             return
         limit = self._limit(timeout_s)
-        self._check(self._native._finalize(limit), "close", limit)
-        code = self._native._destroy(limit)
+        self._check(self._native.finalize(limit), "close", limit)
+        code = self._native.destroy(limit)
         if code != IN_PROGRESS:
             self._check(code, "close", limit)
 
@@ -199,7 +199,7 @@ class NcclComm(NcclOperations):
             )
         if self._native.state in (ABORTED, CLOSED) or self._is_forked():
             return True
-        code = self._native._abort(self._limit(timeout_s))
+        code = self._native.abort(self._limit(timeout_s))
         return bool(code != IN_PROGRESS)
 
     def _is_forked(self) -> bool:

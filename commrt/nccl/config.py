@@ -55,7 +55,7 @@ class NcclConfig:
             net_name=self.net_name,
             comm_name=self.comm_name,
         )
-        unknown = options._unknown_to(version)
+        unknown = options.unknown_to(version)
         if unknown:
             require(unknown, version, f"NcclConfig({unknown}=...)")
         return options

@@ -70,7 +70,7 @@ class Joining:
             error = self._wait(made, code)
             self._agree_on_success(error)
         except BaseException:
-            made._abort(min(self._timeout_s, _ABORT_S))
+            made.abort(min(self._timeout_s, _ABORT_S))
             raise
         return made
 
@@ -86,10 +86,10 @@ class Joining:
         except CommError as error:
             mine["error"] = str(error)
         if self._members[0] == self._bootstrap.rank:
-            code, unique_id = self._native._unique_id()
+            code, unique_id = self._native.unique_id()
             mine["id"] = unique_id.hex()
             if code != SUCCESS:
-                mine["error"] = f"ncclGetUniqueId: {self._native._describe(code)}"
+                mine["error"] = f"ncclGetUniqueId: {self._native.describe(code)}"
         said = [json.loads(text) for text in self._exchange("id", json.dumps(mine))]
         self._raise_failures([each.get("error", "") for each in said])
         for key, words in (("version", "versions of NCCL"), ("blocking", "blocking=")):
@@ -109,7 +109,7 @@ class Joining:
     def _wait(self, made: _native.NcclComm, code: int) -> CommError | None:
         """Wait until NCCL has joined; return what went wrong."""
         if code == IN_PROGRESS:
-            code = made._wait(self._timeout_s)
+            code = made.wait(self._timeout_s)
         if code == SUCCESS:
             return None
         return error_for(made, code, "joining", self._name, self._timeout_s)

@@ -101,7 +101,7 @@ class NcclOperations:
             )
         elif coll in _BY_BLOCK and self._is_composed(coll, dtype):
             counts = [count] * self.size
-            code = self._native._counted(
+            code = self._native.counted(
                 spec.code,
                 x,
                 out,
@@ -120,7 +120,7 @@ class NcclOperations:
             found = self._support(coll, dtype, None)
             if not found.runs:
                 raise BackendError(f"{coll} on {self.name}: {found.reason}")
-            code = self._native._collective(
+            code = self._native.collective(
                 spec.code, x, out, nbytes, _UINT8, 0, root, stream, limit
             )
         self._check(code, coll, limit)
@@ -165,7 +165,7 @@ class NcclOperations:
             sent = [nccl_count(dtype, each) for each in sent]
             received = sent
             itemsize //= nccl_count(dtype, 1)
-        code = self._native._counted(
+        code = self._native.counted(
             spec.code,
             x,
             out,
@@ -189,7 +189,7 @@ class NcclOperations:
         ``scratch``: a byte on the device that nobody else uses.
         """
         limit = self._limit(timeout_s)
-        code = self._native._collective(
+        code = self._native.collective(
             0, scratch, scratch, 1, _UINT8, _SUM, 0, stream, limit
         )
         self._check(code, "barrier", limit)
@@ -245,7 +245,7 @@ class NcclOperations:
             for _, count, peer in messages:
                 self._check_call("exchange", count, peer)
             lists.append([(at, n * dtype.itemsize, peer) for at, n, peer in messages])
-        code = self._native._exchange(lists[0], lists[1], stream, limit)
+        code = self._native.exchange(lists[0], lists[1], stream, limit)
         self._check(code, "exchange", limit)
 
     def _reduce(
@@ -265,11 +265,11 @@ class NcclOperations:
         nccl_type, nccl_op = self._reduction(coll, dtype, op)
         count = nccl_count(dtype, count)
         if nccl_op >= 0:
-            return self._native._collective(
+            return self._native.collective(
                 coll_code, x, out, count, nccl_type, nccl_op, root, stream, limit
             )
         scalar = scalar_bytes(coll, factor, dtype)
-        return self._native._premul(
+        return self._native.premul(
             coll_code, x, out, count, nccl_type, scalar, root, stream, limit
         )
 

@@ -50,7 +50,7 @@ def error_for(
         return BackendError(f"{start}: this NCCL has no such function")
     if code == _UNUSABLE:
         return _unusable(native, start)
-    said = native._describe(code)
+    said = native.describe(code)
     if code == REMOTE_ERROR:
         return PeerFailedError(
             f"{start}: {said}. A peer or the network failed: abort() on all ranks, "
@@ -65,7 +65,7 @@ def error_for(
 def _unusable(native: _native.NcclComm, start: str) -> CommError:
     if native.state == FAILED:
         first = native.error
-        why = native._describe(first) if first else "a deadline passed half-way"
+        why = native.describe(first) if first else "a deadline passed half-way"
         return RevokedError(
             f"{start}: the communicator failed earlier ({why}): abort() it and make a "
             f"new one"

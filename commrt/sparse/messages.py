@@ -58,15 +58,15 @@ class Talk:
 
     def send(self, address: int, nbytes: int, dest: int, owner: Any) -> Request:
         """Start a message of raw bytes."""
-        request: Request = self.comm._send(
+        request: Request = self.comm.send_bytes(
             address, nbytes, dest, self.tag, owner, "send", True, self.timeout_s
         )
-        request._be_quiet()  # where the operation fails, it tells of this one, too
+        request.be_quiet()  # where the operation fails, it tells of this one, too
         return request
 
     def recv(self, address: int, nbytes: int, source: int, owner: Any) -> Request:
         """Start to receive raw bytes."""
-        request: Request = self.comm._recv(
+        request: Request = self.comm.recv_bytes(
             address,
             nbytes,
             source,
@@ -77,7 +77,7 @@ class Talk:
             True,
             self.timeout_s,
         )
-        request._be_quiet()
+        request.be_quiet()
         return request
 
     def send_array(self, array: Any, dest: int) -> Request:
@@ -201,7 +201,7 @@ def share_rows(talk: Talk, row: Any) -> Steps[Any]:
     sends = [(row.ctypes.data, nbytes, rank, talk.tag, False) for rank in others]
     recvs = [(out + rank * nbytes, nbytes, rank, talk.tag, False) for rank in others]
     messages = PersistentMessages(talk.comm, sends, recvs, row, rows, rows, "tell")
-    yield [messages._run(True, talk.timeout_s)]
+    yield [messages.run(True, talk.timeout_s)]
     return rows
 
 

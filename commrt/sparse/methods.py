@@ -62,7 +62,7 @@ class SparseMethods(Meeting):
     _made_for: Callable[[], SparseMethods | None] = staticmethod(lambda: None)
     """The communicator whose calls on device arrays go over this one."""
     _private: Callable[[str, float], Communicator]
-    _deterministic: bool
+    deterministic: bool
 
     def sparse_allreduce(
         self,
@@ -104,7 +104,7 @@ class SparseMethods(Meeting):
         """
         what = "sparse_allreduce"
         here = f"{what}, rank {self.rank}"
-        self._check_usable()
+        self.check_usable()
         limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
         parts = parts_on_device(what, x)
         if parts is not None or holds_device_arrays(out):
@@ -157,7 +157,7 @@ class SparseMethods(Meeting):
         """
         what = "topk_allreduce"
         here = f"{what}, rank {self.rank}"
-        self._check_usable()
+        self.check_usable()
         limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
         if holds_device_arrays(x, residual):
             refuse_host_arrays(f"{what}: x", x)
@@ -211,7 +211,7 @@ class SparseMethods(Meeting):
 
         def check() -> tuple[Header, Output]:
             check_flag(here, "nonblocking", nonblocking)
-            pool, in_order = self._sparse_pool, self._deterministic
+            pool, in_order = self._sparse_pool, self.deterministic
             output = _output(here, x, result, out, pool, in_order)
             self._check_algorithm(here, algorithm)
             if algorithm == "split_dense" and output.format == "sparse":
@@ -239,7 +239,7 @@ class SparseMethods(Meeting):
 
         def check() -> tuple[Header, Largest]:
             check_flag(here, "nonblocking", nonblocking)
-            pool, in_order = self._sparse_pool, self._deterministic
+            pool, in_order = self._sparse_pool, self.deterministic
             mine = Largest.of(here, x, k, residual, pool, in_order)
             header = self._header(what, mine.output.given, "sparse", None)
             return replace(header, k=mine.k), mine
@@ -298,7 +298,7 @@ class SparseMethods(Meeting):
         limit: float,
     ) -> Any:
         state = self._open_sparse(limit)
-        state.channel._check_usable()
+        state.channel.check_usable()
         seq = state.seq
         state.seq += 1
         state.pending.add(seq)
@@ -320,7 +320,7 @@ class SparseMethods(Meeting):
             self._note(report)
             if error is not None and not isinstance(error, MismatchError):
                 # The others must not wait for messages that never come.
-                state.channel._set_failure(f"{title}: {error}")
+                state.channel.set_failure(f"{title}: {error}")
 
         request = SteppedRequest(
             steps(talk, title, report),
@@ -366,18 +366,18 @@ class SparseMethods(Meeting):
         state = self._sparse
         if state is None:
             return
-        if state.pending and not state.channel._failure:
+        if state.pending and not state.channel.failure:
             raise UsageError(
                 f"{self.name} cannot be freed: {len(state.pending)} sparse operations "
                 f"have not ended; wait() for their requests first"
             )
         state.channel.free()
-        if state.room is not None and not state.channel._failure:
+        if state.room is not None and not state.channel.failure:
             state.room.close()
 
     def _give_up_sparse(self, why: str) -> None:
         if self._sparse is not None:
-            self._sparse.channel._set_failure(why)
+            self._sparse.channel.set_failure(why)
 
 
 def _on_device(found: Any, put: Callable[[Any], Any]) -> Any:

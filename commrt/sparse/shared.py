@@ -150,9 +150,9 @@ def make_room(channel: Communicator, timeout_s: float) -> Room | None:
         return None
     section -= section % 4096
     try:
-        arena = channel._world.share_memory(
-            channel._ranks,
-            f"sparse/{channel._identity}",
+        arena = channel.world.share_memory(
+            channel.world_ranks,
+            f"sparse/{channel.identity}",
             _HALVES * _SECTIONS * section,
             timeout_s,
         )

@@ -76,11 +76,11 @@ class CheckedCalls(Collectives, Messages):
         run: Callable[[], Any],
     ) -> Any:
         comm, limit = self._calls.comm, _limit(given)
-        checker = comm._checker
+        checker = comm.checker
         assert checker is not None
         with self._calls.raising():
             try:
-                comm._check_usable()
+                comm.check_usable()
                 said = describe(given)
                 fields = {
                     key: shortened(value) if isinstance(value, str) else value
@@ -135,7 +135,7 @@ class CheckedCalls(Collectives, Messages):
 
     @property
     def _channel(self) -> Any:
-        checker: Checker | None = self._calls.comm._checker
+        checker: Checker | None = self._calls.comm.checker
         assert checker is not None
         return checker.channel
 
@@ -159,7 +159,7 @@ def _quiet(*requests: Any) -> None:
     """Let requests be dropped, as torch's own code does."""
     for request in requests:
         if type(request) is Request:
-            request._be_quiet()
+            request.be_quiet()
 
 
 def _header(x: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -94,7 +94,7 @@ def join(member: Member) -> Communicator:
 
 def leave(world_of: Communicator, is_default: bool) -> None:
     """Forget the world of the default group: the next one is another job."""
-    world = world_of._world
+    world = world_of.world
     if is_default and _JOBS.default is world:
         _JOBS.default = None
     if _JOBS.default is not world and world.relay is not None:

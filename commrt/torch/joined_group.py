@@ -47,7 +47,7 @@ class JoinedGroup:
             raise as_torch_error(error) from error.__cause__
         self.comm, self.member = comm, member
         # Without a second core for it, progress would only interrupt the computation.
-        by_itself = member.size > 1 and progress_mode(comm._world)
+        by_itself = member.size > 1 and progress_mode(comm.world)
         self.completer = Completer(member.name, has_thread=by_itself)
         kind = Calls if comm._ranges is None else RangedCalls
         self.calls = kind(comm, self.completer, member.options.sparse_algorithm)
@@ -61,7 +61,7 @@ class JoinedGroup:
     @property
     def is_checked(self) -> bool:
         """Whether ranks compare their calls before they run."""
-        return self.comm._checker is not None
+        return self.comm.checker is not None
 
     def shutdown(self) -> None:
         """End the group here. Idempotent."""

@@ -116,10 +116,10 @@ class FromAnyone:
         """Begin to receive if there is a message; True once that has happened."""
         if self._receive is None:
             comm = self._comm
-            comm._check_usable()
-            comm._world.engine.step()
+            comm.check_usable()
+            comm.world.engine.step()
             # From the next rank on: nobody's messages come first every time.
-            source = comm._waiting_source(self._tag, (comm.rank + 1) % comm.size)
+            source = comm.waiting_source(self._tag, (comm.rank + 1) % comm.size)
             if source < 0:
                 return False
             self._receive = self._start(source)

@@ -70,7 +70,7 @@ class MonitoredBarrier:
             wait_all_ranks: whether all ranks that are missing are named, not only
                 the first.
         """
-        self._comm._check_usable()
+        self._comm.check_usable()
         self._number += 1
         if self._comm.rank == 0:
             self._watch(limit_s, wait_all_ranks)
@@ -98,7 +98,7 @@ class MonitoredBarrier:
 
     def _all_came(self, missing: set[int], begun: int) -> bool:
         """Take what ranks have sent; whether no rank is missing any more."""
-        while (rank := self._comm._waiting_source(_TAG, 0)) >= 0:
+        while (rank := self._comm.waiting_source(_TAG, 0)) >= 0:
             number, is_here = self._receive(np.zeros(2, np.int64), rank).tolist()
             if number < begun:
                 continue  # of a call that this rank has given up
@@ -119,7 +119,7 @@ class MonitoredBarrier:
         verdict = np.zeros(2 + self._comm.size, np.int64)
 
         def is_told() -> bool:
-            while self._comm._waiting_source(_TAG, 0) == 0:
+            while self._comm.waiting_source(_TAG, 0) == 0:
                 self._receive(verdict, 0)
                 if verdict[0] >= self._number:  # else of a call that was given up
                     self._number = int(verdict[0])
@@ -158,8 +158,8 @@ class MonitoredBarrier:
         while not is_over():
             if time.monotonic() >= end:
                 return False
-            comm._check_usable()
-            comm._world.engine.step()
+            comm.check_usable()
+            comm.world.engine.step()
             looks += 1
             if looks < _SPINS and not comm.is_relayed:
                 os.sched_yield()
@@ -170,12 +170,12 @@ class MonitoredBarrier:
     def _send(self, said: _Numbers, rank: int) -> Any:
         comm = self._comm
         where = said.ctypes.data, said.nbytes, rank, _TAG, said
-        request = comm._send(*where, "monitored_barrier", True, comm.timeout_s)
-        request._be_quiet()  # a rank that does not come receives nothing
+        request = comm.send_bytes(*where, "monitored_barrier", True, comm.timeout_s)
+        request.be_quiet()  # a rank that does not come receives nothing
         return request
 
     def _receive(self, into: _Numbers, rank: int) -> _Numbers:
         comm = self._comm
         where = into.ctypes.data, into.nbytes, rank, _TAG, into
-        comm._recv(*where, into, "monitored_barrier", False, comm.timeout_s)
+        comm.recv_bytes(*where, into, "monitored_barrier", False, comm.timeout_s)
         return into

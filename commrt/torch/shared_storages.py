@@ -66,7 +66,7 @@ def share_storage(
     mirror.place_over(address)
     os.ftruncate(fd, 0)  # nothing maps it; its pages would stay as long as the storage
     _keep(storage, memory)
-    comm._add_mirror(address, nbytes, memory.data_ptr())
+    comm.add_mirror(address, nbytes, memory.data_ptr())
     weakref.finalize(storage, _forget, weakref.ref(comm), address).atexit = False
     return True
 
@@ -93,4 +93,4 @@ def _keep(storage: Any, memory: torch.Tensor) -> None:
 def _forget(comm: weakref.ref[Any], address: int) -> None:
     found = comm()
     if found is not None:
-        found._remove_mirror(address)
+        found.remove_mirror(address)

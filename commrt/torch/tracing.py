@@ -47,7 +47,7 @@ def _attach(to: Recorder, group: CommrtProcessGroup) -> Group:
         desc = this.getGroupDesc()
         return this.getGroupName(), desc, _DIMENSIONS.get(desc, desc[_after(desc) :])
 
-    world = group._comm._world
+    world = group._comm.world
     key = f"torch/{world.job}/{member.name}/{','.join(map(str, ranks))}"
     logged = to.group(
         Group(key, "torch", ranks, member.rank, world.job, world.size, names)

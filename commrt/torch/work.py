@@ -69,7 +69,7 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
         """
         super().__init__()
         if type(request) is Request:
-            request._be_quiet()  # torch's own code drops some, as other backends allow
+            request.be_quiet()  # torch's own code drops some, as other backends allow
         self._request = request
         self._outputs = list(outputs)
         self._back = back

@@ -78,12 +78,12 @@ def _attach(
 
         # The collector does not see what it holds: not itself, therefore.
         method = to.method(
-            *(name, kind._run_bound, weakref.ref(bound), look),
+            *(name, kind.run_bound, weakref.ref(bound), look),
             reads="",
             watch=TracedRequest,
         )
-        bound._record_by(method)
-        to.at_end(bound, lambda of: of._record_by(None))
+        bound.record_by(method)
+        to.at_end(bound, lambda of: of.record_by(None))
     else:
         object.__setattr__(bound, _KINDS, _by_stream(kinds, described, args, more))
         object.__setattr__(bound, "__class__", _class_of(kind))

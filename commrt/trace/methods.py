@@ -51,10 +51,12 @@ def group_of_communicator(comm: Communicator) -> Group:
     def names() -> tuple[str, str, str]:
         return name, "", ""
 
-    world = comm._world
-    members = ",".join(map(str, comm._ranks))
-    key = f"commrt/{world.job}/{name}/{comm._identity}/{members}"
-    return Group(*(key, "commrt", comm._ranks, comm.rank, world.job, world.size, names))
+    world = comm.world
+    members = ",".join(map(str, comm.world_ranks))
+    key = f"commrt/{world.job}/{name}/{comm.identity}/{members}"
+    return Group(
+        *(key, "commrt", comm.world_ranks, comm.rank, world.job, world.size, names)
+    )
 
 
 def _attach(to: Recorder, comm: Communicator) -> Group:

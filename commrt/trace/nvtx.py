@@ -129,7 +129,7 @@ class Ranges:
         on_device = array is not None and is_on_device(array)
         op, root = more.get("op", "sum"), more.get("root", 0)
         elements = _elements_nbytes(comm.size, name, x, out)
-        key = comm._identity, name, elements, str(getattr(array, "dtype", "")), op, root
+        key = comm.identity, name, elements, str(getattr(array, "dtype", "")), op, root
         if key not in self._labels:
             found = comm.explain(
                 name,
@@ -139,7 +139,7 @@ class Ranges:
                 root=root,
                 device="cuda" if on_device else "host",
             )
-            if on_device and not comm._staging.nccl.is_agreed:
+            if on_device and not comm.devices.nccl.is_agreed:
                 return str(found.choice.candidate)  # of which the ranks may know better
             if len(self._labels) >= _MOST_LABELS:
                 self._labels.clear()

@@ -18,7 +18,7 @@ X = 1000
 
 def meet(comm: Any) -> None:
     """Wait for all ranks, outside of any operation."""
-    comm._world.meet(range(comm.size), "test")
+    comm.world.meet(range(comm.size), "test")
 
 
 def _wait_in_vain(comm: Any, x: Any, nonblocking: bool) -> None:

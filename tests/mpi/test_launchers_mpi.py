@@ -182,7 +182,7 @@ def mode_of_progress() -> list[Any]:
     comm = commrt.init()
     # Longer than the slice of a call.
     request = comm.allreduce(np.ones(1 << 18), nonblocking=True)
-    has_thread = comm._world.engine.has_thread
+    has_thread = comm.world.engine.has_thread
     if has_thread:
         sys.setswitchinterval(1000)  # the GIL stays here: the thread must not need it
         deadline = time.monotonic() + 20

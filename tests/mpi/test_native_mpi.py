@@ -211,7 +211,7 @@ def test_threads_with_communicators_of_their_own_do_not_meet(
 
 def free_and_dropped_groups() -> list[Any]:
     world = commrt.init()
-    lender = world._world.native_comms
+    lender = world.world.native_comms
     before, maps = lender._made, mapped()
     for step in range(100):
         group = world.dup()
@@ -248,7 +248,7 @@ def dropped_in_flight() -> list[float]:
         request.wait()
     world.barrier()
     world.dup().barrier()  # what was dropped is gone by now
-    return [float(x[0]), len(world._world.lingering)]
+    return [float(x[0]), len(world.world.lingering)]
 
 
 @pytest.mark.parametrize("nodes", ["", "1,1"])
@@ -259,7 +259,7 @@ def test_a_group_dropped_in_flight_goes_on(mpirun: Any, nodes: str) -> None:
 
 def limited() -> list[str]:
     world = commrt.init()
-    world._world.native_comms._limit = world._world.native_comms._made + 1
+    world._world.native_comms.limit = world.world.native_comms._made + 1
     groups = [world.dup() for _ in range(2)]
     said = [
         str(group.explain("allreduce", 1 << 20).choice.candidate) for group in groups
@@ -363,7 +363,7 @@ def long_copies() -> list[list[float]]:
     """What the library's collectives want copied is copied in slices, in order."""
     comm = commrt.init()
     count = 300_000 * comm.size
-    step = comm._world.engine.step
+    step = comm.world.engine.step
     requests = []
     for number in range(4):
         x = np.full(count, float(10 * comm.rank + number))

@@ -51,7 +51,7 @@ def root_is_read(symmetric: bool) -> list[bool]:
     if comm.rank == 0:
         request = comm.bcast(x, algorithm="direct", nonblocking=True)
         over = any(request.test() for _ in range(100))
-    comm._world.meet(range(2), "root is read")
+    comm.world.meet(range(2), "root is read")
     if comm.rank == 0:
         request.wait()
     else:
@@ -81,7 +81,7 @@ def unequal_and_late() -> list[Any]:
         with pytest.raises(TimeoutError_):
             comm.empty(1000)
         said.append("late")
-    comm._world.meet(range(comm.size), "unequal and late")
+    comm.world.meet(range(comm.size), "unequal and late")
     return said
 
 

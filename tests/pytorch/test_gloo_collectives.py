@@ -117,7 +117,7 @@ def run_who_runs_it() -> list[str]:
     found = []
     with job() as rank:
         comm: Any = dist.group.WORLD.communicator  # type: ignore[union-attr]
-        measured = comm._world.between_nodes
+        measured = comm.world.between_nodes
         assert min(measured.alpha_us, measured.beta_us, measured.native_us) > 0
         found.append(repr(measured))
         for coll in ("allreduce", "alltoall"):
@@ -231,7 +231,7 @@ def run_again() -> list[int]:
     """Groups that are freed leave theirs to the next ones of the same ranks."""
     made = []
     with job(pg_options=NATIVE):
-        lender = dist.group.WORLD.communicator._world.gloo_groups  # type: ignore[union-attr]
+        lender = dist.group.WORLD.communicator.world.gloo_groups  # type: ignore[union-attr]
         for _ in range(4):
             group = dist.new_group([0, 1], pg_options=NATIVE)
             x = torch.ones(50_000)
@@ -263,7 +263,7 @@ def run_late() -> list[str]:
             work.wait()
         else:
             while store.add("waited", 0) < 2:
-                comm._world.engine.step()
+                comm.world.engine.step()
             store.set("go0", "")
             store.set("go1", "")
             dist.all_reduce(x)

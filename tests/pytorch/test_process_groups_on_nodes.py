@@ -182,7 +182,7 @@ def run_late() -> list[str]:
             work.wait()
         else:
             while store.add("waited", 0) < 2:
-                comm._world.engine.step()
+                comm.world.engine.step()
             store.set("go0", "")
             store.set("go1", "")
             dist.all_reduce(x)

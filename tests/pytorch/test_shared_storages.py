@@ -25,8 +25,8 @@ COUNT = 20_001
 
 def is_reached(comm: Any, address: int) -> bool:
     """Whether peers reach what lies at an address."""
-    found = bool(comm._add_mirror(1, 8, address))
-    comm._remove_mirror(1)
+    found = bool(comm.add_mirror(1, 8, address))
+    comm.remove_mirror(1)
     return found
 
 

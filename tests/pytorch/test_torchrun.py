@@ -115,13 +115,13 @@ def late() -> list[Any]:
     x = np.ones(1000)
     text = ""
     if comm.rank == 1:
-        comm._world.meet(range(comm.size), "test")
+        comm.world.meet(range(comm.size), "test")
         comm.allreduce(x)
     else:
         with pytest.raises(TimeoutError_) as raised:
             comm.allreduce(x, timeout_s=0.3)
         text = str(raised.value)
-        comm._world.meet(range(comm.size), "test")
+        comm.world.meet(range(comm.size), "test")
         assert raised.value.request.wait() is x  # type: ignore[attr-defined]
     return [text, float(x[-1])]
 

@@ -277,7 +277,7 @@ def test_a_planted_bug_lets_ranks_differ_unseen(bug: str) -> None:
     def main(rank: Rank) -> None:
         cart = ring(rank)
         alike(rank, cart)
-        cart._staging.stager(rank.device).plant(bug)
+        cart.devices.stager(rank.device).plant(bug)
         request = op_of(rank, cart)
         request.wait()
         request.synchronize()

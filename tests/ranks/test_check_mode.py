@@ -239,7 +239,7 @@ def test_a_mistake_that_nobody_hears_of_yet_stays_that_ranks_error() -> None:
         if comm.rank == 0:
             with pytest.raises(UsageError, match=r"^bcast: root=9 is not a rank"):
                 comm.bcast(np.ones(3), root=9)
-        comm._world.meet(range(2), "later")
+        comm.world.meet(range(2), "later")
         comm.timeout_s = 30
         if comm.rank == 1:
             with pytest.raises(UsageError, match="rank 0: bcast: root=9"):
@@ -264,13 +264,13 @@ def test_a_missing_rank_is_named_and_the_communicator_given_up() -> None:
     def rank_main(comm: Any) -> str:
         ones(comm)
         if comm.rank == 1:
-            comm._world.meet(range(3), "over")
+            comm.world.meet(range(3), "over")
             return ""
         with pytest.raises(TimeoutError_) as raised:
             ones(comm, timeout_s=0.1)
         with pytest.raises(RevokedError, match="check mode waited in vain before"):
             ones(comm)
-        comm._world.meet(range(3), "over")
+        comm.world.meet(range(3), "over")
         return str(raised.value)
 
     texts = run(3, rank_main, timeout_s=20)

@@ -206,7 +206,7 @@ def test_a_users_reduction_meets_from_the_left() -> None:
 def test_nonblocking_beside_others_and_with_a_progress_thread(thread: bool) -> None:
     def rank_main(comm: Any) -> bool:
         with comm.dup(deterministic=True) as same:
-            engine = comm._world.engine
+            engine = comm.world.engine
             if thread:
                 engine.start_thread()
             try:

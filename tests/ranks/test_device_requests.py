@@ -158,7 +158,7 @@ def test_hundreds_of_calls_on_several_communicators_with_little_memory() -> None
         ]
         for rank, mine in zip(ranks.ranks, more, strict=True):
             for comm in mine:
-                comm._staging.stager(rank.device)
+                comm.devices.stager(rank.device)
         ranks.run(main)
         for mine in more:
             for comm in mine:
@@ -489,7 +489,7 @@ def test_other_communicators_work_after_a_failure() -> None:
     ranks = SimRanks(2, 3)
     others = kept_ranks(2).each(lambda comm: comm.dup())
     for rank in ranks.ranks:
-        others[rank.rank]._staging.stager(rank.device)
+        others[rank.rank].devices.stager(rank.device)
 
     def main(rank: Rank) -> str:
         x, y = ones(rank), ones(rank)

@@ -93,7 +93,7 @@ def test_a_progress_thread_by_itself_only_where_threads_may_call_mpi(
 
 
 def probe(comm: Communicator, rounds: int, timeout_s: float) -> float:
-    return float(comm._probe_latency_ns(1 - comm.rank, rounds, timeout_s))
+    return float(comm.probe_latency_ns(1 - comm.rank, rounds, timeout_s))
 
 
 def test_a_probe_that_ran_out_of_time_does_not_disturb_the_next() -> None:

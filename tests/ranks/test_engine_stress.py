@@ -231,7 +231,7 @@ class _Rank:
 @pytest.mark.parametrize("seed", _seeds())
 def test_whatever_is_in_flight_ends_right(seed: int, thread: bool) -> None:
     def rank_main(comm: Any) -> None:
-        engine = comm._world.engine
+        engine = comm.world.engine
         if thread:
             engine.start_thread()
         try:

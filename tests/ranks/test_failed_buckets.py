@@ -67,7 +67,7 @@ def warm(rank: Rank, way: str) -> tuple[Communicator, BucketCopies]:
     assert [x.get().tolist() for x in arrays] == [[3.0] * 8] * 2
     told = comm.explain("allreduce", 64, device="cuda")
     assert str(told.choice.candidate).startswith(f"{way}/")
-    [lane] = comm._staging.buckets._lanes.values()
+    [lane] = comm.devices.buckets._lanes.values()
     return comm, lane.copies
 
 
@@ -94,8 +94,8 @@ def lose(rank: Rank, comm: Communicator) -> list[FusedDeviceRequest]:
 def settled(rank: Rank) -> bool:
     """Whether all that was left has come back, or never will."""
     deadline = time.monotonic() + LIMIT_S
-    while rank.comm._world.left_behind:
-        give_back(rank.comm._world)
+    while rank.comm.world.left_behind:
+        give_back(rank.comm.world)
         os.sched_yield()
         if time.monotonic() > deadline:
             return False

@@ -72,7 +72,7 @@ def test_without_progress_no_stream_waits_for_the_program() -> None:
         request = rank.comm.allreduce(x, nonblocking=True)
         rank.stream.synchronize()  # before anybody has waited for the call
         assert isinstance(request, DeviceRequest)
-        assert not rank.comm._world.engine.has_thread
+        assert not rank.comm.world.engine.has_thread
         request.wait()
         rank.comm.allreduce(y)
         found = [rank.fetch(each) for each in (x, y)]

@@ -378,7 +378,7 @@ def test_a_dropped_request_warns_and_its_arrays_live_on() -> None:
         with ranks.comms[1].fused():
             other = ranks.comms[1].allreduce(np.full(300, 2.0), nonblocking=True)
         finish(ranks, other)
-        while not ranks.comms[0]._idle:
+        while not ranks.comms[0].idle:
             ranks.step(0)
         assert (other.wait() == 3.0).all()
         assert all((each == 77.0).all() for each in poison)

@@ -88,14 +88,14 @@ def test_nothing_is_held_after_the_end(how: str, flags: bool) -> None:
         while how == "test" and not request.test():
             rank.device.pause()
         while how == "done" and not request.done:
-            comm._world.engine.step()
+            comm.world.engine.step()
             rank.device.pause()
         if how == "sweep":
             rank.finish()
         if how == "next call":
             rank.stream.synchronize()
             while rank.stager.outstanding:
-                comm._world.engine.step()
+                comm.world.engine.step()
                 rank.device.pause()
             with comm.fused():
                 last = comm.allreduce(mine, nonblocking=True)
@@ -128,7 +128,7 @@ def test_arrays_stay_until_the_device_has_done_all() -> None:
         requests.clear()
         del request, x, y
         assert left_of(kept) == 2
-        assert comm._staging.buckets.outstanding == 1
+        assert comm.devices.buckets.outstanding == 1
         rank.device.flag_store(gate, 1)
         rank.finish()
         assert left_of(kept) == 0
@@ -159,7 +159,7 @@ def test_communicators_give_everything_back() -> None:
         rank.stream.synchronize()
         rank.finish()
         comm.free()
-        [lane] = comm._staging.buckets._lanes.values()
+        [lane] = comm.devices.buckets._lanes.values()
         assert len(lane.copies.events) == 0
         assert lane.copies.blocks.nbytes == 0
         assert request.synchronize() is x
@@ -231,7 +231,7 @@ def test_a_rank_that_never_comes_is_a_timeout() -> None:
                 requests[1].synchronize(timeout_s=0.01)
             assert getattr(caught.value, "request", requests[1]) is requests[1]
         while not all(request.done for request in requests):
-            comm._world.engine.step()
+            comm.world.engine.step()
             rank.device.pause()
         said = {outcome(request) for request in requests}
         if requests:
@@ -339,15 +339,15 @@ def test_what_nothing_can_run_fails_on_all_ranks_and_is_not_sent(
             refuse(call, bound)
             return plain(call, bound, **kwargs)
 
-        plain = comm._staging.plan
-        comm._choose, comm._staging.plan = refuse, plan
+        plain = comm.devices.plan
+        comm._choose, comm.devices.plan = refuse, plan
         begin = comm.next_seq
         requests = fused(rank, ones(rank, 6), ones(rank, 7))
         said = [outcome(request) for request in requests]
         assert comm.next_seq == begin
         [request] = fused(rank, ones(rank, 6))
         said.append(outcome(request))
-        del comm._choose, comm._staging.plan
+        del comm._choose, comm.devices.plan
         return said
 
     assert on_threads(2, main) == [["UsageError", "UsageError", ""]] * 2
@@ -359,7 +359,7 @@ def test_a_bucket_that_cannot_be_sent_hangs_nobody() -> None:
             raise RuntimeError("broken")
 
         if rank.rank == 0:
-            rank.comm._staging.start = broken
+            rank.comm.devices.start = broken
         requests = fused(rank, ones(rank), ones(rank))
         kinds = set()
         for request in requests:

@@ -43,8 +43,8 @@ def check_it_is_over(comm: Any, requests: list[Any], cause: str) -> None:
                 request.wait()
             with pytest.raises(RevokedError, match=cause):
                 request.test()
-    comm._world.engine.step()  # takes out what has failed
-    assert comm._idle
+    comm.world.engine.step()  # takes out what has failed
+    assert comm.idle
     for call in (comm.allreduce, lambda x: comm.recv(x, source=0)):
         with pytest.raises(RevokedError, match="failed in an earlier operation"):
             call(one())
@@ -156,7 +156,7 @@ def test_no_receive_is_left_where_ranks_disagree() -> None:
         for request in (lambda: agreements[0].look(), requests[0].wait):
             with pytest.raises(MismatchError, match="rank 1 did not make the calls"):
                 request()
-        assert ranks.comms[0]._idle
+        assert ranks.comms[0].idle
         with pytest.raises(MismatchError, match="rank 1 did not make the calls"):
             requests[1].wait()
         for comm in ranks.comms[:2]:
@@ -242,13 +242,13 @@ def test_what_only_a_bucket_can_run_is_taken() -> None:
 
 def test_wait_all_waits_for_a_timeout_once(monkeypatch: pytest.MonkeyPatch) -> None:
     late: list[Any] = []
-    timed_out = Communicator._timed_out
+    timed_out = Communicator.timed_out
 
     def counted(self: Any, *args: Any) -> Any:
         late.append(args)
         return timed_out(self, *args)
 
-    monkeypatch.setattr(Communicator, "_timed_out", counted)
+    monkeypatch.setattr(Communicator, "timed_out", counted)
     with LocalRanks(2) as ranks:
         comm, other = ranks.comms
         comm.timeout_s = 0.01
@@ -295,7 +295,7 @@ def test_what_test_raised_is_not_lost() -> None:
         comm = ranks.comms[0]
         with contextlib.suppress(RevokedError), comm.fused(time_limit_s=60):
             request = comm.allreduce(one(), nonblocking=True)
-            comm._await_cut = lambda call, seconds: comm._check_usable()
+            comm._await_cut = lambda call, seconds: comm.check_usable()
             comm.give_up("enough")
             with pytest.raises(RevokedError, match="enough"):
                 request.test()

@@ -92,7 +92,7 @@ class Launches:
     def go_on(self) -> None:
         """Let who could go on do so."""
         for _ in range(200):
-            self.rank.comm._world.engine.step()
+            self.rank.comm.world.engine.step()
             self.device.flag_load(self.held)
 
     def capture(self) -> int:
@@ -132,8 +132,8 @@ class Launches:
         for number, value in enumerate(found):
             wanted = 16**number * result("sum", 0, 40, 2)
             assert np.array_equal(value(), wanted), f"call {number}: {value()}"
-        while any(comm._staging.outstanding for comm in self.comms):
-            if not rank.comm._world.engine.step():
+        while any(comm.devices.outstanding for comm in self.comms):
+            if not rank.comm.world.engine.step():
                 device.pause()
         device.graph_destroy(graph)
         for stream in self.streams:
@@ -168,7 +168,7 @@ def kept_apart(
         )
         for group, device in zip(ranks.groups, ranks.devices, strict=True):
             for comm in group if bug is not None else ():
-                comm._staging.mpi.work(device).plant(bug)
+                comm.devices.mpi.work(device).plant(bug)
         held = memory_flags if holds is None else holds
         run: Callable[[Rank], None] = partial(launched, ranks.groups, mpi, held)
         try:
@@ -238,7 +238,7 @@ def test_a_launch_waits_for_mpi_on_real_threads(mpi: FakeDeviceMpi) -> None:
         graph = device.end_capture(rank.stream.handle)
         other = DeviceStream(device)
         device.graph_launch(graph, rank.stream.handle)
-        comm._world.bootstrap.exchange([0, 1], "launched", b"", 20)
+        comm.world.bootstrap.exchange([0, 1], "launched", b"", 20)
         mpi.set("hold", 1)
         request = comm.allreduce(
             x, out=out, backend="mpi", stream=other, nonblocking=True
@@ -247,9 +247,9 @@ def test_a_launch_waits_for_mpi_on_real_threads(mpi: FakeDeviceMpi) -> None:
         behind = device.event_create()
         device.event_record(behind, rank.stream.handle)
         for number in range(50):
-            comm._world.bootstrap.exchange([0, 1], f"turn {number}", b"", 20)
+            comm.world.bootstrap.exchange([0, 1], f"turn {number}", b"", 20)
             assert not device.event_query(behind)
-        comm._world.bootstrap.exchange([0, 1], "looked", b"", 20)
+        comm.world.bootstrap.exchange([0, 1], "looked", b"", 20)
         mpi.set("hold", 0)
         request.synchronize()
         rank.stream.synchronize()

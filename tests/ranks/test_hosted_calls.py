@@ -242,7 +242,7 @@ def test_without_a_thread_requests_do_the_work(
         request = comm.sparse_allreduce(entries, out=out, nonblocking=True)
         assert request.synchronize() is out
         assert np.array_equal(out.get(), want.to_dense())
-        assert not comm._staging.hosted._threads
+        assert not comm.devices.hosted._threads
 
     on_threads(2, main)
 

@@ -355,7 +355,7 @@ def dropped(rank: Rank) -> None:
 
     class Watched(DeviceArray):
         def __del__(self) -> None:
-            under_way.append(rank.comm._staging.outstanding)
+            under_way.append(rank.comm.devices.outstanding)
             super().__del__()
 
     x = rank.array(given(rank.rank, 0, 40))
@@ -365,7 +365,7 @@ def dropped(rank: Rank) -> None:
     del x
     rank.finish()
     rank.stream.synchronize()
-    _native.drop_ended(rank.comm._world.engine)  # as the next call would
+    _native.drop_ended(rank.comm.world.engine)  # as the next call would
     if any(under_way):
         raise WrongResultError("an array is gone that a call under way writes to")
 
@@ -528,7 +528,7 @@ def many(rank: Rank) -> tuple[int, int]:
         del x
     rank.finish()
     rank.comm.barrier()  # what has ended goes with the next call
-    work = rank.comm._staging.hosted.work(rank.device)
+    work = rank.comm.devices.hosted.work(rank.device)
     return work.pinned_nbytes, sum(each() is not None for each in kept)
 
 

@@ -132,7 +132,7 @@ def test_references_are_held_until_the_end() -> None:
             return
         request = rank.comm.allreduce(x, nonblocking=True)
         request.be_quiet()
-        call = request._call
+        call = request.call
         del x, request
         gc.collect()
         assert gone() is not None
@@ -214,7 +214,7 @@ def peer_is_late(seed: int, bug: str | None) -> str:
             rank.device.pause()
 
     def first(rank: Rank) -> str:
-        comm, ipc = rank.comm, rank.comm._staging.ipc
+        comm, ipc = rank.comm, rank.comm.devices.ipc
         xs = [ones(rank), ones(rank)]  # to allocate may wait for the device
         rank.device.flag_store(held, 0)
         requests = [comm.allreduce(xs[0], nonblocking=True)]
@@ -224,7 +224,7 @@ def peer_is_late(seed: int, bug: str | None) -> str:
             request.be_quiet()
         comm.give_up("it was told to")
         while ipc.outstanding > 1:
-            if not comm._world.engine.step():
+            if not comm.world.engine.step():
                 rank.device.pause()
         tell(rank, "gave up")
         wait(rank, "made its call")
@@ -283,14 +283,14 @@ def reader_is_late(seed: int, bug: str | None) -> str:
     done: set[str] = set()
 
     def main(rank: Rank) -> str:
-        comm, ipc = rank.comm, rank.comm._staging.ipc
+        comm, ipc = rank.comm, rank.comm.devices.ipc
         xs = [rank.array(np.full(40, number, "f4")) for number in (1, 2, 3)]
         if rank.rank == 0:
             requests = [comm.bcast(x, nonblocking=True) for x in xs]
             for request in requests:
                 request.be_quiet()
             while ipc.outstanding > 1:
-                if not comm._world.engine.step():
+                if not comm.world.engine.step():
                     rank.device.pause()
             comm.give_up("it was told to")
             rank.finish()
@@ -355,9 +355,9 @@ def test_what_is_dropped_is_ended_later_and_not_by_the_collector() -> None:
     def main(rank: Rank) -> None:
         comm = rank.comm.dup()
         sums_to(rank, comm, 3.0)
-        while comm._staging.outstanding:
-            comm._world.engine.step()
-        shared = comm._staging.ipc._shared
+        while comm.devices.outstanding:
+            comm.world.engine.step()
+        shared = comm.devices.ipc._shared
         assert shared is not None
         memory = shared.memory
         del comm, shared

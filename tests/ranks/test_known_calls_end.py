@@ -38,9 +38,9 @@ def ones(rank: Rank, count: int = 8) -> DeviceArray:
 def test_calls_are_forgotten_with_the_plans() -> None:
     def main(rank: Rank) -> None:
         comm, x = rank.comm, ones(rank)
-        comm._staging.forget_plans()
+        comm.devices.forget_plans()
         assert num_known(comm) == 0
-        for forget in (comm._staging.forget_plans, comm._staging._forget_choices):
+        for forget in (comm.devices.forget_plans, comm.devices._forget_choices):
             comm.allreduce(x)
             assert num_known(comm) == 1
             forget()
@@ -96,7 +96,7 @@ def test_a_work_that_failed_says_so_in_the_next_call() -> None:
         if rank.rank == 1:
             return ""
         request = comm.allreduce(x, nonblocking=True)
-        stager = comm._staging.stager(rank.device)
+        stager = comm.devices.stager(rank.device)
         stager.give_up("it was told to")
         first = said(request.wait)
         assert said(request.synchronize) == said(request.wait) == first

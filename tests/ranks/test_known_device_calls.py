@@ -186,7 +186,7 @@ def test_calls_by_nccl_are_known(size: int) -> None:
                 expected = reduced(size, count, "f4", "sum", turn)
                 np.testing.assert_array_equal(fetched(rank, x), expected)
                 np.testing.assert_array_equal(fetched(rank, out), expected)
-        assert comm._staging.nccl.is_made
+        assert comm.devices.nccl.is_made
 
     with nccl_here():
         on_nccl_threads(size, main)
@@ -203,7 +203,7 @@ def test_calls_over_memory_of_peers_are_known_while_nothing_else_ends_there() ->
             assert looked_at == ["allreduce"] * (turn == 0)
             expected = reduced(2, 7, "f4", "sum", turn)
             np.testing.assert_array_equal(fetched(rank, x), expected)
-        assert comm._staging.ipc._shared is not None
+        assert comm.devices.ipc._shared is not None
         barrier.wait(30)
         if rank.rank == 0:
             ENDING.append(ended)
@@ -405,7 +405,7 @@ def wrong_calls(rank: Rank) -> list[tuple[Callable[[], Any], Any]]:
 def test_later_calls_say_what_the_first_ones_say_of_what_is_wrong() -> None:
     def main(rank: Rank) -> None:
         comm = rank.comm
-        comm._staging.forget_plans()
+        comm.devices.forget_plans()
         before = [said(call) for call, _ in wrong_calls(rank)]
         x, out = ones(rank), ones(rank)
         comm.allreduce(x)

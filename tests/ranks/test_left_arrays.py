@@ -162,7 +162,7 @@ def test_a_closed_communicator_leaves_nothing(seed: int) -> None:
     ranks.run(main)
     assert [left(rank.device) for rank in ranks.ranks] == [1, 1]
     for rank in ranks.ranks:
-        rank.comm._staging.close()
+        rank.comm.devices.close()
     assert [left(rank.device) for rank in ranks.ranks] == [0, 0]
     ranks.close()
 
@@ -172,9 +172,9 @@ def test_a_communicator_that_is_dropped_there_stays_for_others(seed: int) -> Non
     ranks = SimRanks(2, seed)
     dups = kept_ranks(2).each(lambda comm: comm.dup())
     for rank, comm in zip(ranks.ranks, dups, strict=True):
-        comm._staging.stager(rank.device)
+        comm.devices.stager(rank.device)
     before = ranks.world.live_nbytes
-    worlds = [comm._world for comm in dups]
+    worlds = [comm.world for comm in dups]
     del comm
     with freeing_nothing():
         dups.clear()

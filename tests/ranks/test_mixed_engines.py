@@ -63,8 +63,8 @@ class NcclAndMpiRanks(NcclSimRanks):
     def close(self) -> None:
         """Let MPI go first."""
         for comm in (each for group in self.groups for each in group):
-            comm._staging.mpi.close()
-            comm._staging.mpi = MpiCalls(comm)
+            comm.devices.mpi.close()
+            comm.devices.mpi = MpiCalls(comm)
         super().close()
 
 
@@ -91,7 +91,7 @@ def connect_all(
 
     def join(comm: Any) -> None:
         for each in groups[comm.rank]:
-            ipc = each._staging.ipc = IpcCalls(each)
+            ipc = each.devices.ipc = IpcCalls(each)
             ipc.half_nbytes, ipc.first_value = HALF_NBYTES, first_value
             prepare(each, devices[comm.rank])
 
@@ -101,8 +101,8 @@ def connect_all(
 def leave_all(groups: list[list[Any]]) -> None:
     """Give it back, and see that nothing is left."""
     for comm in (each for group in groups for each in group):
-        comm._staging.ipc.close()
-        comm._staging.ipc = IpcCalls(comm)
+        comm.devices.ipc.close()
+        comm.devices.ipc = IpcCalls(comm)
     sharing.end_all(DEADLINE_S)
     assert sharing.sweep() == 0
 
@@ -184,8 +184,8 @@ def mixed(
     for value, wanted in fetched:
         assert np.array_equal(value(), wanted), f"rank {rank.rank}"
     rank.finish()
-    while any(comm._staging.outstanding for comm in comms):
-        if not rank.comm._world.engine.step():
+    while any(comm.devices.outstanding for comm in comms):
+        if not rank.comm.world.engine.step():
             rank.device.pause()
     streams[1].destroy()
 
@@ -244,7 +244,7 @@ def test_a_bug_over_memory_of_peers_is_caught_between_other_engines(
             ranks = MixedRanks(2, each, 8, communicators=2, staging=SMALL)
             for group, device in zip(ranks.groups, ranks.devices, strict=True):
                 for comm in group:
-                    comm._staging.ipc.work(device).plant(bug)
+                    comm.devices.ipc.work(device).plant(bug)
             try:
                 ranks.run(partial(mixed, ranks.groups, drawn=each))
                 found = bool(ranks.world.violations)
@@ -316,7 +316,7 @@ def beside_nccl(groups: list[list[Any]], rank: Rank, mpi: FakeDeviceMpi) -> None
 
     def go_on() -> None:
         for _ in range(200):
-            rank.comm._world.engine.step()
+            rank.comm.world.engine.step()
             device.flag_load(held)
 
     for number, out in enumerate(outs):
@@ -340,8 +340,8 @@ def beside_nccl(groups: list[list[Any]], rank: Rank, mpi: FakeDeviceMpi) -> None
         wanted = 2 * 4**number * result("sum", 0, 40, 2)
         assert np.array_equal(value(), wanted)
     rank.finish()
-    while any(comm._staging.outstanding for comm in comms):
-        if not rank.comm._world.engine.step():
+    while any(comm.devices.outstanding for comm in comms):
+        if not rank.comm.world.engine.step():
             device.pause()
     for each in streams:
         each.destroy()
@@ -357,7 +357,7 @@ def kept_apart(
         )
         for group, device in zip(ranks.groups, ranks.devices, strict=True):
             for comm in group if bug is not None else ():
-                comm._staging.mpi.work(device).plant(bug)
+                comm.devices.mpi.work(device).plant(bug)
         try:
             ranks.run(partial(beside_nccl, ranks.groups, mpi=mpi))
             fine = not ranks.world.violations and not mpi.violations()

@@ -207,7 +207,7 @@ def test_whichever_call_fails_nothing_hangs_and_nothing_is_wrong(
         requests = [started(start(comm)) for comm in ranks.comms]
         settle(ranks)
         ended = [[outcome(request) for request in row] for row in requests]
-        broken = [comm for comm in ranks.comms if comm._failure]
+        broken = [comm for comm in ranks.comms if comm.failure]
         if not broken:
             assert ended[0] == ended[1] == ["done"] * len(ended[0])
             break
@@ -270,7 +270,7 @@ def native_allreduce(comm: Any, x: Any, *, nonblocking: bool) -> Any:
         label="mpi/native", datatype=0, op=0, comm=0, count=x.size, returns_out=True,
     )  # fmt: skip
     address = x.ctypes.data
-    return comm._run_plan(
+    return comm.run_plan(
         plan, address, address, x, None, x, "allreduce", nonblocking, 20.0
     )
 
@@ -308,7 +308,7 @@ def test_arrays_that_mpi_may_still_use_are_kept_for_ever(nonblocking: bool) -> N
     before = sys.getrefcount(kept)
     with pytest.raises(BackendError):
         native_allreduce(first, kept, nonblocking=nonblocking).wait()
-    first._world.engine.step()
+    first.world.engine.step()
     assert sys.getrefcount(kept) > before
 
 

@@ -46,7 +46,7 @@ def told(rank: Rank, coll: str = "allreduce", nbytes: int = 64, **asked: Any) ->
 
 
 def kinds(rank: Rank) -> set[str]:
-    return {type(plan).__name__ for plan in rank.comm._staging._plans.values()}
+    return {type(plan).__name__ for plan in rank.comm.devices._plans.values()}
 
 
 def sums(rank: Rank, x: DeviceArray, wanted: float) -> None:
@@ -205,7 +205,7 @@ def test_deterministic_reductions_are_staged() -> None:
     def main(rank: Rank) -> None:
         comm = rank.comm.dup(deterministic=True)
         comm.allreduce(ones(rank))
-        assert {type(each) for each in comm._staging._plans.values()} == {
+        assert {type(each) for each in comm.devices._plans.values()} == {
             _native.StagedPlan
         }
         comm.allgather(ones(rank))
@@ -316,7 +316,7 @@ def test_a_table_lets_it_be_at_work_beside_nccl(
         comm = rank.comm
         comm.allreduce(y)
         comm.allreduce(x, backend="mpi", nonblocking=True).synchronize()
-        comm._world.bootstrap.exchange(range(2), "warm", b"", 20)
+        comm.world.bootstrap.exchange(range(2), "warm", b"", 20)
         mpi.set("hold", 1)
         held = comm.allreduce(x, backend="mpi", nonblocking=True)
         request = comm.allreduce(y, nonblocking=True)
@@ -324,10 +324,10 @@ def test_a_table_lets_it_be_at_work_beside_nccl(
         if together:
             request.synchronize()
             ended = True
-        comm._world.bootstrap.exchange(range(2), "looked", b"", 20)
+        comm.world.bootstrap.exchange(range(2), "looked", b"", 20)
         ended = ended or request.done
         assert not held.done
-        comm._world.bootstrap.exchange(range(2), "seen", b"", 20)
+        comm.world.bootstrap.exchange(range(2), "seen", b"", 20)
         mpi.set("hold", 0)
         held.synchronize()
         request.synchronize()
@@ -408,7 +408,7 @@ def test_a_kind_of_device_that_no_library_takes() -> None:
 
 def test_without_an_mpi_communicator_all_are_staged() -> None:
     def main(rank: Rank) -> None:
-        lender: Any = rank.comm._world.native_comms
+        lender: Any = rank.comm.world.native_comms
         lender.left = 0
         rank.comm.allreduce(ones(rank))
         assert kinds(rank) == {"StagedPlan"}

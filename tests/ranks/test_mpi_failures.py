@@ -157,7 +157,7 @@ def test_references_are_held_until_the_end() -> None:
             return
         request = rank.comm.allreduce(x, nonblocking=True)
         request.be_quiet()
-        call = request._call
+        call = request.call
         del x, request
         gc.collect()
         assert gone() is not None
@@ -183,16 +183,16 @@ def test_arrays_that_mpi_may_still_use_are_kept_for_ever(mpi: FakeDeviceMpi) -> 
         rank.arrays.clear()
         # To free what the engine still has would wait for the stream held below.
         rank.finish()
-        _native.drop_ended(rank.comm._world.engine)
+        _native.drop_ended(rank.comm.world.engine)
 
         def begin(x: DeviceArray) -> Any:
             request = rank.comm.allreduce(x, nonblocking=True)
             request.be_quiet()
-            return request._call
+            return request.call
 
         calls = [begin(arrays[0])]
         while mpi.counter("MPI_Iallreduce") < 3:
-            rank.comm._world.engine.step()
+            rank.comm.world.engine.step()
         held = rank.pin(64)
         rank.device.flag_store(held, 0)
         rank.device.wait_value32_geq(rank.stream.handle, held, 1)
@@ -244,12 +244,12 @@ def test_what_mpi_may_still_use_never_comes_back(mpi: FakeDeviceMpi) -> None:
     def main(rank: Rank) -> int:
         comm = rank.comm.dup()
         comm.allreduce(ones(rank), nonblocking=True).be_quiet()
-        work = comm._staging.mpi.work(rank.device)
+        work = comm.devices.mpi.work(rank.device)
         while mpi.counter("MPI_Iallreduce") < 2:
-            comm._world.engine.step()
+            comm.world.engine.step()
         comm.give_up("it was told to")
         comm.free()
-        assert comm._world.left_behind == []  # nobody need ask again
+        assert comm.world.left_behind == []  # nobody need ask again
         rank.stream.synchronize()
         return work.give_rest_back()
 

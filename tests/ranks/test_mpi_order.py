@@ -53,8 +53,8 @@ def exchanged(rank: int, number: int, count: int, size: int) -> Any:
 
 def finish(groups: list[list[Any]], rank: Rank) -> None:
     """Make progress until the host has seen the end of all calls."""
-    while any(comm._staging.outstanding for comm in groups[rank.rank]):
-        if not rank.comm._world.engine.step():
+    while any(comm.devices.outstanding for comm in groups[rank.rank]):
+        if not rank.comm.world.engine.step():
             rank.device.pause()
 
 
@@ -117,7 +117,7 @@ def calls(groups: list[list[Any]], rank: Rank) -> None:
         stream.synchronize()
     for value, wanted in checks:
         assert np.array_equal(value(), wanted), f"rank {rank.rank}"
-    kinds = {type(each) for comm in comms for each in comm._staging._plans.values()}
+    kinds = {type(each) for comm in comms for each in comm.devices._plans.values()}
     assert kinds == {_native.MpiDevicePlan}
     finish(groups, rank)
     other.destroy()
@@ -157,7 +157,7 @@ def test_flags_count_on_beyond_their_largest_value(seeds: range) -> None:
 def test_calls_leave_nothing_behind(full: bool, seed: int) -> None:
     def main(groups: list[list[Any]], rank: Rank) -> None:
         x = rank.array(np.zeros(8, "f4"))
-        work = rank.comm._staging.mpi.work(rank.device)
+        work = rank.comm.devices.mpi.work(rank.device)
         for _ in range(5_000 if full else 200):
             request = rank.comm.alltoall(x, nonblocking=True)
             request.wait()

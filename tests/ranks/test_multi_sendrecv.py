@@ -294,7 +294,7 @@ def test_a_wrong_call_sends_nothing(
             with pytest.raises(error, match=text):
                 comm.plan.multi_sendrecv(**given)
         assert comm._records() == []
-        assert comm._idle
+        assert comm.idle
 
 
 def test_lists_are_keyword_arguments() -> None:
@@ -489,7 +489,7 @@ def test_dropped_request_warns_and_its_buffers_outlive_it() -> None:
         other = ranks.comms[1].multi_sendrecv(
             sends=[(np.full(50_000, 2.0), 0)], recvs=[(got, 0)], nonblocking=True
         )
-        while not (other.done and ranks.comms[0]._idle):
+        while not (other.done and ranks.comms[0].idle):
             ranks.step(0), ranks.step(1)
         other.wait()
         assert (got == 1.0).all()

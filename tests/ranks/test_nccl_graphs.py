@@ -172,7 +172,7 @@ def test_a_launch_does_not_tell_of_calls(bug: str | None) -> None:
         request.wait()
         rank.device.graph_launch(graph, rank.stream.handle)
         rank.stream.synchronize()
-        rank.comm._world.engine.step()
+        rank.comm.world.engine.step()
         seen.append(request.done)
         rank.device.graph_destroy(graph)
         if not request.done:
@@ -195,7 +195,7 @@ def test_arrays_stay_alive_until_the_communicator_is_closed(bug: str | None) -> 
         comm = rank.comm.dup()
         comm.allreduce(rank.array(np.ones(4, "f4")))
         if bug is not None:
-            comm._staging.nccl.work(rank.device).plant(bug)
+            comm.devices.nccl.work(rank.device).plant(bug)
         x = rank.array(np.ones(4, "f4"))
         rank.device.begin_capture(rank.stream.handle)
         comm.allreduce(x)
@@ -368,12 +368,12 @@ def test_a_launch_that_waits_in_vain_goes_on_once_somebody_gives_up() -> None:
         graph = rank.device.end_capture(rank.stream.handle)
         if rank.rank == 0:
             rank.device.graph_launch(graph, rank.stream.handle)
-            rank.comm._world.engine.step()
+            rank.comm.world.engine.step()
             lost.give_up("rank 1 launches nothing")
             rank.stream.synchronize()
             with pytest.raises(RevokedError):
                 lost.allreduce(x)
-        rank.comm._world.bootstrap.exchange([0, 1], "given up", b"", 20)
+        rank.comm.world.bootstrap.exchange([0, 1], "given up", b"", 20)
         rank.device.graph_destroy(graph)
         rank.comm.allreduce(x)
 

@@ -125,7 +125,7 @@ def test_a_rank_that_fails_makes_all_fail(function: str) -> None:
 def test_versions_that_differ_are_named_on_every_rank() -> None:
     nccl = FakeNccl()
     world = ThreadWorld(2)
-    other = SimpleNamespace(version=22703, _unique_id=nccl.library.native._unique_id)
+    other = SimpleNamespace(version=22703, unique_id=nccl.library.native.unique_id)
 
     def make(rank: int) -> str:
         taken = nccl.library if rank == 0 else SimpleNamespace(native=other)
@@ -171,7 +171,7 @@ def test_the_configuration_is_no_newer_than_what_is_set(
     """The library reads as many bytes as it is told, and no field that it lacks."""
     nccl = FakeNccl(version)
     options = NcclConfig(**settings).options(version)
-    size, says = options._size_and_version(version)
+    size, says = options.size_and_version(version)
     assert size == nbytes
     assert says <= version
     with nccl.ranks(2, **settings):
@@ -370,12 +370,12 @@ def test_a_split_left_half_done_ends_with_its_parent() -> None:
 def test_a_forked_child_must_not_touch_it() -> None:
     nccl = FakeNccl()
     with nccl.ranks(1) as comms:
-        comms[0]._pid += 1
+        comms[0].pid += 1
         with pytest.raises(ClosedError, match="fork"):
             _sum(comms[0], np.ones(1, np.float32))
         assert comms[0].abort()
         assert comms[0].state == "live"
-        comms[0]._pid -= 1
+        comms[0].pid -= 1
     nccl.check()
 
 

@@ -126,22 +126,22 @@ class NcclHaloRanks(HaloRanks):
 
     def prepare(self, cart: Any, rank: Rank) -> None:
         """Make NCCL's communicators, once the last rank has its device."""
-        cart._staging.nccl = NcclCalls(cart)
-        cart._staging._forget_choices()
+        cart.devices.nccl = NcclCalls(cart)
+        cart.devices._forget_choices()
         if rank.rank < len(self.ranks) - 1:
             return
 
         def join(comm: Any) -> None:
             own, device = self.carts[comm.rank], self.ranks[comm.rank].device
-            assert own._staging.by_nccl(device, "first", 0, 20.0)
+            assert own.devices.by_nccl(device, "first", 0, 20.0)
             if self.bug is not None:
-                own._staging.nccl.work(device).plant(self.bug)
+                own.devices.nccl.work(device).plant(self.bug)
 
         kept_ranks(2).each(join)
 
     def close(self) -> None:
         for cart in self.carts:
-            cart._staging.nccl.close()
+            cart.devices.nccl.close()
         end_all(5.0)
         super().close()
 
@@ -224,7 +224,7 @@ def test_a_neighbor_that_does_not_come_is_named_and_streams_go_on() -> None:
                 request.synchronize()
             with pytest.raises(RevokedError):
                 cart.neighbor_allgather(x, out=out)
-        rank.comm._world.bootstrap.exchange([0, 1], "late", b"", 20)
+        rank.comm.world.bootstrap.exchange([0, 1], "late", b"", 20)
         rank.stream.synchronize()
 
     with nccl_here(is_clean=False):

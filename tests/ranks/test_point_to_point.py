@@ -446,7 +446,7 @@ def test_a_matched_message_outlives_its_peer_giving_up() -> None:
     first, second = ranks.comms
     taken = second.recv(np.zeros(50_000), source=0, nonblocking=True)
     sending = first.send(np.ones(50_000), dest=1, nonblocking=True)
-    second._world.engine.step()
+    second.world.engine.step()
     second.give_up("it had enough")
     assert not sending.test()
     settle(ranks)
@@ -524,14 +524,14 @@ def test_whose_message_waits_is_known_before_it_is_received(nbytes: int) -> None
             return []
         found = []
         out = np.zeros(nbytes, np.uint8)
-        assert comm._waiting_source(5, 0) == -1
+        assert comm.waiting_source(5, 0) == -1
         while len(found) < 2:
-            source = comm._waiting_source(4, 2)
+            source = comm.waiting_source(4, 2)
             if source >= 0:
                 comm.recv(out, source=source, tag=4)
                 assert not nbytes or out[-1] == source
                 found.append(source)
-        assert comm._waiting_source(4, 0) == -1
+        assert comm.waiting_source(4, 0) == -1
         return sorted(found)
 
     assert run(3, rank_main, timeout_s=20) == [[], [0, 2], []]
@@ -540,7 +540,7 @@ def test_whose_message_waits_is_known_before_it_is_received(nbytes: int) -> None
 def test_a_message_to_oneself_waits_too() -> None:
     def rank_main(comm: Any) -> int:
         sent = comm.send(np.ones(3), dest=comm.rank, tag=1, nonblocking=True)
-        source = int(comm._waiting_source(1, 0))
+        source = int(comm.waiting_source(1, 0))
         comm.recv(np.zeros(3), source=source, tag=1)
         sent.wait()
         return source

@@ -59,7 +59,7 @@ def test_of_the_order_of_a_devices_work(engine: str) -> None:
         library = nccl.library()
         with no_reference_to(library.native):
             made = nccl.NcclComm.create(
-                comm._world.bootstrap, taken=library, device=device
+                comm.world.bootstrap, taken=library, device=device
             ).hand_over()
         with no_reference_to(order, made):
             work = _native.NcclWork(comm, order, made)

@@ -179,8 +179,8 @@ class HaloRanks(SimRanks):
         self.carts: list[Any] = carts
         for cart, rank in zip(carts, self.ranks, strict=True):
             forget_work(cart)
-            cart._staging.first_nbytes = ENOUGH["first_nbytes"]
-            cart._staging.slots = 3
+            cart.devices.first_nbytes = ENOUGH["first_nbytes"]
+            cart.devices.slots = 3
             self.prepare(cart, rank)
             rank.fields = [
                 DeviceArray(
@@ -209,7 +209,7 @@ class HaloRanks(SimRanks):
 
     def prepare(self, cart: Any, rank: Rank) -> None:
         """Make what moves boxes, before the simulation begins."""
-        stager = cart._staging.stager(rank.device)
+        stager = cart.devices.stager(rank.device)
         if self.bug is not None:
             stager.plant(self.bug)
 
@@ -231,8 +231,8 @@ class HaloRanks(SimRanks):
             else:
                 call()
             rank.copy(fetched[turn], [field.address for field in rank.fields])
-        while self.carts[rank.rank]._staging.outstanding:
-            if not rank.comm._world.engine.step():
+        while self.carts[rank.rank].devices.outstanding:
+            if not rank.comm.world.engine.step():
                 rank.device.pause()
         rank.stream.synchronize()
         for number, field in enumerate(rank.fields):
@@ -247,7 +247,7 @@ class HaloRanks(SimRanks):
         self.calls.clear()
         gc.collect()
         for cart in self.carts:
-            cart._staging.close()
+            cart.devices.close()
             forget_work(cart)
         super().close()
 

@@ -68,8 +68,8 @@ def test_requests_may_outlive_their_communicator() -> None:
     rank = ranks.ranks[0]
     rank.begin()
     comm = rank.comm.dup()
-    stager = comm._staging.stager(rank.device)
-    comm._staging.messages(rank.device)
+    stager = comm.devices.stager(rank.device)
+    comm.devices.messages(rank.device)
     with rank.stream:
         w, x, y = (DeviceArray(rank.device, 8) for _ in range(3))
         kept = [

@@ -88,10 +88,10 @@ def beside(rank: Rank, other: int) -> list[tuple[Any, Any]]:
         coming.be_quiet()
         comm.send(x, dest=other, tag=9)
         for _ in range(25 if i % 2 else 0):  # the host gets ahead of the device
-            comm._world.engine.step()
+            comm.world.engine.step()
         coming.wait(stream=aside)
         for _ in range(25):
-            comm._world.engine.step()
+            comm.world.engine.step()
         requests.append(coming)
     for request in requests:
         request.wait()
@@ -111,7 +111,7 @@ def late(rank: Rank, other: int) -> list[tuple[Any, Any]]:
         comm.send(rank.array(sent(rank.rank, number, LONG)), dest=other, tag=number)
         rank.stream.synchronize()
         while rank.messages.num_leaving:
-            comm._world.engine.step()
+            comm.world.engine.step()
     for number, out in enumerate(outs):
         comm.recv(out, source=other, tag=number)
     return [(rank.fetch(o), sent(other, i, LONG)) for i, o in enumerate(outs)]
@@ -244,7 +244,7 @@ def test_a_peer_that_gives_up_lets_the_streams_go(queues: int, seeds: range) -> 
         found = ranks.run(given_up)
         ranks.world.check()
         assert found[0] == ["RevokedError"] * 3, f"seed {each}"
-        assert all(not rank.comm._staging.outstanding for rank in ranks.ranks)
+        assert all(not rank.comm.devices.outstanding for rank in ranks.ranks)
         forget_ranks()
 
 

@@ -189,7 +189,7 @@ def test_a_communicator_forgets_the_work_of_devices_that_are_gone() -> None:
     def num_works() -> list[int]:
         ranks = SimRanks(2, 0, staging=SMALL)
         ranks.run(sums)
-        found = [rank.comm._num_device_work for rank in ranks.ranks]
+        found = [rank.comm.num_device_work for rank in ranks.ranks]
         ranks.close()
         return found
 

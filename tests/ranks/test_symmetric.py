@@ -334,7 +334,7 @@ def test_a_deadline_that_all_ranks_missed_changes_nothing() -> None:
         with pytest.raises(TimeoutError_):
             comm.empty(10)
         first.set()
-        comm._world.meet(range(2), "both missed it")
+        comm.world.meet(range(2), "both missed it")
         comm.timeout_s = DEADLINE_S
         return float(comm.allreduce(comm.empty(40_000) + 1)[0])
 

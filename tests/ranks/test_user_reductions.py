@@ -278,7 +278,7 @@ def test_a_progress_thread_leaves_python_to_those_who_wait(language: str) -> Non
         return compose(a, b)
 
     def rank_main(comm: Any) -> bool:
-        engine = comm._world.engine
+        engine = comm.world.engine
         engine.start_thread()
         try:
             op = commrt.reduction(noted)

@@ -165,22 +165,22 @@ def test_what_is_no_table_is_reported_and_leads_nowhere(
             content = spoilt(made.table.content, rng)
             if content == made.table.content:
                 continue
-            before = world._world.num_violations
+            before = world.world.num_violations
             made.fill(made.place, content)
             made.launch()
             made.device.stream_synchronize(made.launches)
-            reported += world._world.num_violations > before
+            reported += world.world.num_violations > before
         assert reported > TABLES // 2
         with pytest.raises(Exception, match="violations"):
             world.check()
         # The device goes on.
         made.fill(made.place, made.table.content)
         made.fill(made.buffer, bytes(made.table.nbytes))
-        before = world._world.num_violations
+        before = world.world.num_violations
         made.launch()
         made.device.stream_synchronize(made.launches)
-        assert world._world.num_violations == before
-        world._world.violations.clear()
+        assert world.world.num_violations == before
+        world.world.violations.clear()
         raise_nothing(world)
 
 

@@ -83,7 +83,7 @@ class Communicator:
         memory = peer.memory
         assert isinstance(memory, DeviceMemory)
         self._nccl = nccl.NcclComm.create(
-            peer.comm._world.bootstrap,
+            peer.comm.world.bootstrap,
             config=nccl.NcclConfig(blocking=True),
             taken=nccl.library(),
             name="cupyx",

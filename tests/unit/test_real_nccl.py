@@ -25,7 +25,7 @@ from commrt.errors import BackendError
 from commrt.nccl import Library, NcclComm
 opened, problem = _native.nccl_open(sys.argv[1], only_loaded=False)
 assert opened is not None, problem
-code, unique_id = opened._unique_id()
+code, unique_id = opened.unique_id()
 print(opened.version, opened.has_alltoall, code, len(unique_id), opened._describe(7))
 try:
     world = ThreadWorld(1)

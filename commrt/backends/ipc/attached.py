@@ -118,15 +118,15 @@ class IpcCalls:
         return shared.work
 
     def _connect(self, device: Any) -> Shared:
-        comm, world = self._comm, self._comm._world
+        comm, world = self._comm, self._comm.world
         memory = connect(
             world.bootstrap,
-            list(comm._ranks),
+            list(comm.world_ranks),
             device,
             world.share_memory,
             self.half_nbytes,
             timeout_s=comm.timeout_s,
-            name=f"{comm.name}.comm{comm._identity}",
+            name=f"{comm.name}.comm{comm.identity}",
             first_value=self.first_value,
         )
         world.drive(device)
@@ -187,7 +187,7 @@ class IpcCalls:
         To free memory may wait for the device, and this for progress that only this
         thread could make: then it is put off.
         """
-        engine = self._comm._world.engine
+        engine = self._comm.world.engine
         if engine.has_thread or engine.idle:
             sweep(device)
 

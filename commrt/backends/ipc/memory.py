@@ -84,7 +84,7 @@ class PeerMemory:
         self._exchange = _native.make_peer_exchange(
             self.device, self.rank, places, self.half_nbytes
         )
-        self._exchange._count_from(self._first_value)
+        self._exchange.count_from(self._first_value)
 
     @property
     def exchange(self) -> _native.PeerExchange:
@@ -96,7 +96,7 @@ class PeerMemory:
     def end_unused(self) -> None:
         """Give back what the device has of an exchange that nothing was given to."""
         if self._exchange is not None:
-            self._exchange._end()
+            self._exchange.end()
             self._exchange = None
 
     def leave(self) -> None:

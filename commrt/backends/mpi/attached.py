@@ -86,7 +86,7 @@ class MpiCalls:
     def _why_never(self) -> str:
         """Return what keeps these ranks from it anyway; equal on all of them."""
         comm = self._comm
-        if comm._world.mpi is None:
+        if comm.world.mpi is None:
             return "these ranks were not started by MPI"
         if comm.size == 1:
             return "one rank needs no library"
@@ -125,8 +125,8 @@ class MpiCalls:
                     f"each device, or backend='staged'"
                 )
             return made
-        flags = comm._world.drive(device) and env.read_str(_SWITCH) == "flags"
-        table = comm._table
+        flags = comm.world.drive(device) and env.read_str(_SWITCH) == "flags"
+        table = comm.table
         together = table is not None and ("mpi", "nccl") in table.tested_together
         order = None if together else order_of(device, self.first_value)
         try:
@@ -157,7 +157,7 @@ class MpiCalls:
             return
         (_, made), self._made = self._made, None
         made.close()
-        leave(self._comm._world, [made])
+        leave(self._comm.world, [made])
 
 
 def _lacks(kind: str) -> str:

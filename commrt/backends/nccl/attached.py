@@ -127,14 +127,14 @@ class NcclCalls:
         order = order_of(device, self.first_value)
         order.sweep()
         native = nccl.NcclComm.create(
-            comm._world.bootstrap,
-            list(comm._ranks),
+            comm.world.bootstrap,
+            list(comm.world_ranks),
             taken=nccl.library(),
             timeout_s=comm.timeout_s,
-            name=f"{comm.name}.comm{comm._identity}",
+            name=f"{comm.name}.comm{comm.identity}",
             device=device,
         ).hand_over()
-        comm._world.drive(device)
+        comm.world.drive(device)
         made = _native.NcclWork(comm, order, native)
         self._made = device, made
         return made

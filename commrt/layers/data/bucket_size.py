@@ -101,7 +101,7 @@ def _covers(points: Mapping[int, float]) -> bool:
 
 def _tabled_us(comm: Communicator, device: str) -> dict[int, float]:
     """Return what the table's rules for these ranks have measured."""
-    table = comm._world.table
+    table = comm.world.table
     points: dict[int, float] = {}
     if table is None:
         return points

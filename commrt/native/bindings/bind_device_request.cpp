@@ -61,10 +61,10 @@ void bind_device_request(nb::module_& m) {
       .def_prop_ro("timeout_s", &R::timeout_s, "Default limit of synchronize, in seconds.")
       .def_prop_ro("device", &R::device, "Number of the device of its arrays.")
       .def_prop_ro("stream", &R::stream, "Stream that it was ordered after, as an integer.")
-      .def_prop_ro("_comm", &R::group)
-      .def_prop_ro("_call", [](const R& self) { return self.call(); })
-      .def_prop_ro("_what", &R::what, "Its name in messages.")
-      .def("_waits_for", &R::who_is_missing, "Return who keeps it waiting, in words.")
+      .def_prop_ro("comm", &R::group)
+      .def_prop_ro("call", [](const R& self) { return self.call(); })
+      .def_prop_ro("title", &R::what, "Its name in messages.")
+      .def("waits_for", &R::who_is_missing, "Return who keeps it waiting, in words.")
       .def("__repr__", &R::repr)
       .def("__bool__", [](const R& self) -> bool {
         throw nb::type_error(("the truth of a request is not its completion: call test() or "

@@ -144,8 +144,8 @@ void bind_group(nb::module_& m) {
            "Block the host until the operation is complete; for host arrays the same as wait().")
       .def("test", &Request::test,
            "Run a little progress; True once complete. Raises the operation's error.")
-      .def("_be_quiet", &Request::be_quiet, "Do not warn where it is dropped.")
-      .def("_take_back", &Request::take_back, nb::arg("why"),
+      .def("be_quiet", &Request::be_quiet, "Do not warn where it is dropped.")
+      .def("take_back", &Request::take_back, nb::arg("why"),
            "End a message that its peer does not know of, or has not asked for.")
       .def_prop_ro("done", &Request::done, "Whether the operation has ended, without progress.")
       .def_prop_ro("seq", &Request::seq, "Sequence number on its communicator.")
@@ -176,14 +176,14 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("size", [](const Group& g) { return g.comm->size; })
       .def_prop_ro("name", [](const Group& g) { return g.comm->name; })
       .def_prop_ro("next_seq", [](const Group& g) { return g.comm->next_seq; })
-      .def_prop_ro("_failure", [](const Group& g) {
+      .def_prop_ro("failure", [](const Group& g) {
         return g.comm->broken.load(std::memory_order_acquire) ? g.comm->failure : std::string();
       })
       .def_rw("_timeout_s", &Group::timeout_s)
       .def_rw("_slow", &Group::slow)
-      .def_prop_ro("_num_plans", &Group::num_plans)
-      .def_prop_ro("_num_device_work", [](const Group& g) { return g.device_work.size(); })
-      .def_prop_ro("_idle", [](const Group& g) {
+      .def_prop_ro("num_plans", &Group::num_plans)
+      .def_prop_ro("num_device_work", [](const Group& g) { return g.device_work.size(); })
+      .def_prop_ro("idle", [](const Group& g) {
         const auto all = g.device_work;  // another thread may make some meanwhile
         const nb::gil_scoped_release release;
         for (const auto& work : all) {
@@ -192,7 +192,7 @@ void bind_group(nb::module_& m) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         return g.comm->idle();
       })
-      .def("_set_failure", [](Group& g, const std::string& why) {
+      .def("set_failure", [](Group& g, const std::string& why) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         g.comm->break_down(why);
         g.comm->tell_failure(g.comm->next_seq);
@@ -201,7 +201,7 @@ void bind_group(nb::module_& m) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);  // a progress thread looks at it
         g.comm->spin_before_yield = spins;
       })
-      .def_prop_ro("_least_spins", [](const Group& g) {
+      .def_prop_ro("least_spins", [](const Group& g) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         return g.engine->spins_locked(g.comm->spin_before_yield);
       }, "How often a wait looks now before it yields.")
@@ -218,7 +218,7 @@ void bind_group(nb::module_& m) {
              g.forget_plans();  // those made so far do not know what peers may reach
            }, nb::arg("address"), nb::arg("part_nbytes"), nb::call_guard<nb::gil_scoped_release>(),
            "Add a segment to the symmetric heap: a part for each on-node rank.")
-      .def("_add_mirror",
+      .def("add_mirror",
            [](Group& g, uint64_t address, uint64_t nbytes, uint64_t original) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);
              return g.comm->add_mirror(reinterpret_cast<void*>(address), nbytes,
@@ -226,7 +226,7 @@ void bind_group(nb::module_& m) {
            }, nb::arg("address"), nb::arg("nbytes"), nb::arg("original"),
            nb::call_guard<nb::gil_scoped_release>(),
            "Tell that memory of the symmetric heap is mapped at another address, too.")
-      .def("_remove_mirror",
+      .def("remove_mirror",
            [](Group& g, uint64_t address) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->remove_mirror(reinterpret_cast<void*>(address));
@@ -236,45 +236,45 @@ void bind_group(nb::module_& m) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->detach();
            }, nb::call_guard<nb::gil_scoped_release>())
-      .def("_attach_mpi", [](Group& g, uint64_t comm, int tag, const std::vector<int>& ranks) {
+      .def("attach_mpi", [](Group& g, uint64_t comm, int tag, const std::vector<int>& ranks) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         g.comm->attach_mpi(static_cast<Handle>(comm), tag, ranks);
       })
-      .def("_attach_relay",
+      .def("attach_relay",
            [](Group& g, std::shared_ptr<Relay> relay, int tag, const std::vector<int>& ranks) {
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->attach_relay(std::move(relay), tag, ranks);
            }, nb::arg("relay"), nb::arg("tag"), nb::arg("ranks"))
-      .def("_probe_latency_ns",
+      .def("probe_latency_ns",
            [](Group& g, int peer, int rounds, double timeout_s) {
              return g.comm->probe_latency(peer, rounds, timeout_s);
            }, nb::call_guard<nb::gil_scoped_release>())
-      .def("_probe_slots_ns",
+      .def("probe_slots_ns",
            [](Group& g, int peer, size_t window, double timeout_s) {
              const SlotTimes found = g.comm->probe_slots(peer, window, timeout_s);
              return std::make_pair(found.same_ns, found.moving_ns);
            }, nb::arg("peer"), nb::arg("window_nbytes"), nb::arg("timeout_s"),
            nb::call_guard<nb::gil_scoped_release>(),
            "Return ns per line in one slot again and again, and through a window.")
-      .def("_set_slot_window", [](Group& g, size_t nbytes) {
+      .def("set_slot_window", [](Group& g, size_t nbytes) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         g.comm->slot_window = std::min(nbytes, g.comm->layout.lane_nbytes);
       }, nb::arg("nbytes"), "Let payloads pass through so much of each lane; 0: not at all.")
-      .def("_waiting_source",
+      .def("waiting_source",
            [](Group& g, int tag, int first) {
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
              return g.comm->p2p->waiting_source(tag, first);
            }, nb::arg("tag"), nb::arg("first"), nb::call_guard<nb::gil_scoped_release>(),
            "Return a rank whose message of this tag no receive has asked for, looking from "
            "`first` on; -1: there is none.")
-      .def("_not_started", [](const Group& g, uint64_t seq) { return g.comm->not_started(seq); })
-      .def("_remember_plan",
+      .def("not_started", [](const Group& g, uint64_t seq) { return g.comm->not_started(seq); })
+      .def("keep_plan",
            [](Group& g, int64_t count, int coll, int dtype, int redop, int root, PlanPtr plan) {
              const uint32_t what =
                  PlanKey::pack(coll, static_cast<DType>(dtype), redop, plan->device);
              g.remember_plan({count, what, root}, std::move(plan));
            })
-      .def("_remember_vector_plan",
+      .def("keep_vector_plan",
            [](Group& g, int64_t count, int coll, int dtype, int redop, int root,
               std::vector<int64_t> counts, PlanPtr plan) {
              const uint32_t what =
@@ -286,7 +286,7 @@ void bind_group(nb::module_& m) {
            "The last operations, oldest first: (seq, coll, dtype, redop, count, root, state, "
            "start_ticks, end_ticks, stream, device, peer, tag). Collectives and messages are "
            "numbered each by themselves; a message has 64 (send) or 65 (recv) for coll.")
-      .def("_run_plan",
+      .def("run_plan",
            [](nb::handle self, PlanPtr plan, uint64_t in, uint64_t out, nb::handle keep_x,
               nb::handle keep_out, nb::handle result, nb::handle operation, bool nonblocking,
               double timeout_s) {
@@ -296,11 +296,11 @@ void bind_group(nb::module_& m) {
            }, nb::arg("plan"), nb::arg("data_in"), nb::arg("data_out"),
            nb::arg("keep_x").none(), nb::arg("keep_out").none(), nb::arg("result").none(),
            nb::arg("operation"), nb::arg("nonblocking"), nb::arg("timeout_s"))
-      .def("_time_plan", &time_plan, nb::arg("plan"), nb::arg("data_in"), nb::arg("data_out"),
+      .def("time_plan", &time_plan, nb::arg("plan"), nb::arg("data_in"), nb::arg("data_out"),
            nb::arg("repetitions"), nb::arg("timeout_s"),
            "Seconds of `repetitions` blocking runs back to back, without Python in between; the "
            "engine's lock is held throughout unless a run has to wait for long.")
-      .def("_send",
+      .def("send_bytes",
            [](nb::handle self, uint64_t data, uint64_t nbytes, int dest, int tag,
               nb::handle keep, nb::handle operation, bool nonblocking, double timeout_s) {
              const Side x{reinterpret_cast<void*>(data), nbytes, dest, tag, keep};
@@ -308,7 +308,7 @@ void bind_group(nb::module_& m) {
            }, nb::arg("data"), nb::arg("nbytes"), nb::arg("dest"), nb::arg("tag"),
            nb::arg("keep").none(), nb::arg("operation"), nb::arg("nonblocking"),
            nb::arg("timeout_s"))
-      .def("_recv",
+      .def("recv_bytes",
            [](nb::handle self, uint64_t data, uint64_t capacity, int source, int tag,
               nb::handle keep, nb::handle result, nb::handle operation, bool nonblocking,
               double timeout_s) {
@@ -317,7 +317,7 @@ void bind_group(nb::module_& m) {
            }, nb::arg("data"), nb::arg("capacity"), nb::arg("source"), nb::arg("tag"),
            nb::arg("keep").none(), nb::arg("result"), nb::arg("operation"),
            nb::arg("nonblocking"), nb::arg("timeout_s"))
-      .def("_sendrecv",
+      .def("sendrecv_bytes",
            [](nb::handle self, uint64_t data, uint64_t nbytes, int dest, int sendtag,
               uint64_t out_data, uint64_t capacity, int source, int recvtag, nb::handle keep_x,
               nb::handle keep_out, nb::handle result, nb::handle operation, bool nonblocking,

@@ -79,17 +79,17 @@ void bind_multi(nb::module_& m) {
            nb::arg("group"), nb::arg("sends"), nb::arg("recvs"), nb::arg("keep_sends"),
            nb::arg("keep_recvs"), nb::arg("result"), nb::arg("operation"),
            "Rows are (address, nbytes, peer, tag, replaced), all checked.")
-      .def("_run",
+      .def("run",
            [](const PersistentMessages& self, bool nonblocking, double timeout_s) {
              return self.run(nonblocking, timeout_s);
            }, nb::arg("nonblocking"), nb::arg("timeout_s"))
-      .def("_run_bound", [](const PersistentMessages& self, bool nonblocking) {
+      .def("run_bound", [](const PersistentMessages& self, bool nonblocking) {
         return self.run(nonblocking);
       }, nb::arg("nonblocking"))
-      .def("_record_by",
+      .def("record_by",
            [](PersistentMessages& self, const nb::object& method) {
              self.recorded = method.is_none() ? nb::object() : method;
-           }, nb::arg("method").none(), "Let runs go through a method that calls _run_bound.")
+           }, nb::arg("method").none(), "Let runs go through a method that calls run_bound.")
       .def("__call__", [](const PersistentMessages& self) { return self.call(false); },
            "Run the operation and return its output.")
       .def("start", [](const PersistentMessages& self) { return self.call(true); },

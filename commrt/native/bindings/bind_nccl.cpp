@@ -106,7 +106,7 @@ void bind_nccl(nb::module_& m) {
       .def_ro("path", &NcclApi::path)
       .def_ro("version", &NcclApi::version)
       .def_prop_ro("has_alltoall", [](const NcclApi& api) { return api.all_to_all != nullptr; })
-      .def("_unique_id",
+      .def("unique_id",
            [](const NcclApi& api) {
              NcclUniqueId id;
              int code;
@@ -117,7 +117,7 @@ void bind_nccl(nb::module_& m) {
              return std::tuple(code, nb::bytes(id.internal, sizeof(id.internal)));
            },
            "The result code, and a new id to give to all ranks.")
-      .def("_describe", [](const NcclApi& api, int code) { return api.describe(code); },
+      .def("describe", [](const NcclApi& api, int code) { return api.describe(code); },
            nb::arg("code"));
 
   m.def("nccl_open", &open, nb::arg("path"), nb::kw_only(), nb::arg("only_loaded"),
@@ -139,13 +139,13 @@ void bind_nccl(nb::module_& m) {
            nb::arg("split_share").none(), nb::arg("traffic_class").none(),
            nb::arg("cta_policy").none(), nb::arg("nvls_ctas").none(),
            nb::arg("max_p2p_peers").none(), nb::arg("net_name"), nb::arg("comm_name"))
-      .def("_unknown_to",
+      .def("unknown_to",
            [](const Options& self, int version) {
              NcclComm::Slot slot;
              return configure(slot, self, version);
            },
            nb::arg("version"), "The first field that a library of this version does not know.")
-      .def("_size_and_version",
+      .def("size_and_version",
            [](const Options& self, int version) {
              NcclComm::Slot slot;
              configure(slot, self, version);
@@ -154,7 +154,7 @@ void bind_nccl(nb::module_& m) {
            nb::arg("version"), "What stands at the beginning of ncclConfig_t.");
 
   nb::class_<NcclComm>(m, "NcclComm", "One rank of an NCCL communicator; see commrt/nccl.")
-      .def("_split",
+      .def("split",
            [](NcclComm& self, int color, int key, const Options& options, double timeout_s) {
              auto slot = std::make_shared<NcclComm::Slot>();
              configure(*slot, options, self.api->version);
@@ -185,15 +185,15 @@ void bind_nccl(nb::module_& m) {
       .def_rw("most_distances", &NcclComm::most_distances)
       .def_rw("most_messages", &NcclComm::most_messages)
       .def_rw("most_reductions", &NcclComm::most_reductions)
-      .def("_describe", &NcclComm::describe, nb::arg("code"))
-      .def("_wait", &NcclComm::wait, nb::arg("timeout_s"), Free())
-      .def("_poll", &NcclComm::poll, Free())
-      .def("_finalize", &NcclComm::finalize, nb::arg("timeout_s"), Free())
-      .def("_destroy", &NcclComm::destroy, nb::arg("timeout_s"), Free())
-      .def("_forget", [](NcclComm& self) { self.state.store(NcclComm::State::Closed); },
+      .def("describe", &NcclComm::describe, nb::arg("code"))
+      .def("wait", &NcclComm::wait, nb::arg("timeout_s"), Free())
+      .def("poll", &NcclComm::poll, Free())
+      .def("finalize", &NcclComm::finalize, nb::arg("timeout_s"), Free())
+      .def("destroy", &NcclComm::destroy, nb::arg("timeout_s"), Free())
+      .def("forget", [](NcclComm& self) { self.state.store(NcclComm::State::Closed); },
            "Use it no more; for adopted ones.")
-      .def("_abort", &NcclComm::abort, nb::arg("timeout_s"), Free())
-      .def("_collective",
+      .def("abort", &NcclComm::abort, nb::arg("timeout_s"), Free())
+      .def("collective",
            [](NcclComm& self, int coll, uint64_t x, uint64_t out, uint64_t count, int dtype, int op,
               int root, uint64_t stream, double timeout_s) {
              return self.collective(static_cast<NcclColl>(coll), at(x), at(out), count, dtype, op,
@@ -201,7 +201,7 @@ void bind_nccl(nb::module_& m) {
            },
            nb::arg("coll"), nb::arg("x"), nb::arg("out"), nb::arg("count"), nb::arg("dtype"),
            nb::arg("op"), nb::arg("root"), nb::arg("stream"), nb::arg("timeout_s"), Free())
-      .def("_premul",
+      .def("premul",
            [](NcclComm& self, int coll, uint64_t x, uint64_t out, uint64_t count, int dtype,
               nb::bytes factor, int root, uint64_t stream, double timeout_s) {
              Scalar scalar(factor);
@@ -211,7 +211,7 @@ void bind_nccl(nb::module_& m) {
            },
            nb::arg("coll"), nb::arg("x"), nb::arg("out"), nb::arg("count"), nb::arg("dtype"),
            nb::arg("factor"), nb::arg("root"), nb::arg("stream"), nb::arg("timeout_s"))
-      .def("_counted",
+      .def("counted",
            [](NcclComm& self, int coll, uint64_t x, uint64_t out,
               const std::vector<int64_t>& send_counts, const std::vector<int64_t>& recv_counts,
               uint64_t itemsize, int dtype, int op, nb::bytes factor, int root, uint64_t stream,
@@ -228,7 +228,7 @@ void bind_nccl(nb::module_& m) {
            nb::arg("coll"), nb::arg("x"), nb::arg("out"), nb::arg("send_counts"),
            nb::arg("recv_counts"), nb::arg("itemsize"), nb::arg("dtype"), nb::arg("op"),
            nb::arg("factor"), nb::arg("root"), nb::arg("stream"), nb::arg("timeout_s"))
-      .def("_exchange",
+      .def("exchange",
            [](NcclComm& self, const Messages& sends, const Messages& recvs, uint64_t stream,
               double timeout_s) {
              auto messages = collect(self, sends, recvs);

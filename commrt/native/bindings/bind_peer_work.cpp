@@ -51,7 +51,7 @@ std::shared_ptr<PeerExchange> make_exchange(const PyDevice& device, int rank,
 void bind_peer_work(nb::module_& m) {
   nb::class_<PeerExchange>(m, "PeerExchange", "Exchange memory that peers have opened.")
       .def_ro("half_nbytes", &PeerExchange::half_nbytes)
-      .def("_end",
+      .def("end",
            [](PeerExchange& self) {
              DeviceStatus status;
              {
@@ -60,7 +60,7 @@ void bind_peer_work(nb::module_& m) {
              }
              check_device(status);
            }, "Give streams and events back; nothing was ever given to them.")
-      .def("_count_from", &PeerExchange::count_from, nb::arg("value"),
+      .def("count_from", &PeerExchange::count_from, nb::arg("value"),
            "Begin with flags that hold this value.");
   m.def("peer_exchange_flags_nbytes", &PeerExchange::flags_nbytes, nb::arg("size"),
         "Bytes of flags that exchange memory begins with.");

@@ -71,11 +71,11 @@ void bind_persistent(nb::module_& m) {
            "Run the operation and return its output.")
       .def("start", [](PersistentCall& self) { return self.call(true); },
            "Start the operation and return its Request; wait before starting it again.")
-      .def("_run_bound", &PersistentCall::run, nb::arg("nonblocking"))
-      .def("_record_by",
+      .def("run_bound", &PersistentCall::run, nb::arg("nonblocking"))
+      .def("record_by",
            [](PersistentCall& self, const nb::object& method) {
              self.recorded = method.is_none() ? nb::object() : method;
-           }, nb::arg("method").none(), "Let runs go through a method that calls _run_bound.")
+           }, nb::arg("method").none(), "Let runs go through a method that calls run_bound.")
       .def_prop_ro("operation", &PersistentCall::operation, "Name of the operation.")
       .def_prop_ro("label", &PersistentCall::label, "What runs it: backend/algorithm{params}.")
       .def("__repr__", [](const PersistentCall& self) {

@@ -44,7 +44,7 @@ bool fits(const DeviceView& x, const DeviceView& out, const KnownCalls::Entry& e
 // Raises the error that Python has for a call that could not be started.
 [[noreturn]] void raise_explained(nb::handle group, PyObject* name, nb::python_error& error) {
   const nb::object said =
-      group.attr(group_methods::kStaging).attr("why_not_started")(nb::handle(name), error.value());
+      group.attr(group_methods::kDevices).attr("why_not_started")(nb::handle(name), error.value());
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(said.ptr())), said.ptr());
   throw nb::python_error();
 }
@@ -64,7 +64,7 @@ bool read_stream(const AskedCall& asked, const nb::object& device, Stream* strea
 // Lets the call come after the stream that an array says it is ordered by.
 void order_after(nb::handle group, const DeviceView& view, Stream stream) {
   if (!view.exports || view.exported == stream) return;
-  group.attr(group_methods::kStaging).attr("order_after")(view.device, stream, view.exported);
+  group.attr(group_methods::kDevices).attr("order_after")(view.device, stream, view.exported);
 }
 
 nb::object run(nb::handle group_object, const AskedCall& asked) {

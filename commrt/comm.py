@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,6 +19,7 @@ from commrt.bootstrap.lending import Lease
 from commrt.calls import arguments
 from commrt.calls.check_mode import Checker
 from commrt.calls.counts import bind_call
+from commrt.calls.forwarding import forwarded
 from commrt.calls.methods import method_of
 from commrt.calls.plan_cache import Choices, remember
 from commrt.calls.plans import Plans
@@ -30,22 +30,16 @@ from commrt.errors import BackendError, UsageError
 from commrt.fusion.fused import Fusing
 from commrt.grids.grid import Cartesian
 from commrt.grids.neighbors import Graph
-from commrt.group.group import watch_forks
+from commrt.group.compare import Comparison
 from commrt.job.links import (
-    agree_link_class,
     measure_between_nodes,
-    measure_links,
-    spins_for,
 )
 from commrt.job.memory_limit import check_fits
-from commrt.job.slot_window import measure_slot_window
 from commrt.job.symmetric import SymmetricHeap, as_array, parse_request
 from commrt.job.world import FIRST_TAG, NATIVE, World
+from commrt.messages.point_to_point import Messages
 from commrt.mpi import library
-from commrt.planning.host_plans import LANE_NBYTES
 from commrt.planning.spec import PlanSpec
-from commrt.schedule.nodes import check_nodes
-from commrt.select.facts import CommFacts
 from commrt.trace.methods import follow_communicator
 from commrt.trace.nvtx import plans_with_ranges, ranges_around
 from commrt.vocabulary.checks import check_timeout
@@ -61,7 +55,6 @@ else:
 __all__ = ["CartCommunicator", "CommStats", "Communicator", "GraphCommunicator"]
 
 _MAX_PLANS = 4096
-_REST_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -105,32 +98,23 @@ class Communicator(Fusing, Operations):
         collectives. ``timeout_s``: limit of every wait in here, not of later ones.
         ``settings``: what this communicator has of its own, equal on all ranks.
         """
-        watch_forks()
-        world.free_lingering()
-        self.world = world
-        self.world_ranks = tuple(ranks)
-        self.identity = identity
-        self.pid = os.getpid()
-        self.closed = None
+        super().__init__(
+            world,
+            ranks,
+            name,
+            identity,
+            deterministic=deterministic,
+            limit_s=timeout_s,
+        )
         self._plans: dict[Any, Any] = {}
         self._native_comm: Any = None
         self._lease: Lease | None = None
         self._own_mpi: Any = None
-        self._derived = 0
-        self.deterministic = deterministic
-        """Whether results are bitwise the same whatever algorithm runs."""
-        super().__init__(
-            world.engine, self.world_ranks.index(world.rank), len(ranks), name
-        )
-        self.timeout_s = world.timeout_s
-        self.arena = None
         self._heap: SymmetricHeap | None = None
         self.devices = Staging(self)
+        self.comparison = Comparison(self)
+        self.messages = Messages(self, self.devices, self.comparison)
         limit = self.timeout_s if timeout_s is None else timeout_s
-        self._attach(identity, limit)
-        self.facts = self._agree_facts()
-        self._set_spins(spins_for(self.facts, self.is_relayed))
-        self.set_slot_window(world.slot_window_nbytes)
         mine = settings or Settings()
         self.table = mine.table or world.table
         wishes = mine.all_wishes(world.wishes)
@@ -153,38 +137,6 @@ class Communicator(Fusing, Operations):
         follow_communicator(self, is_users=may_check)
 
     # -- making ------------------------------------------------------------------
-
-    def _attach(self, identity: int, timeout_s: float) -> None:
-        world = self.world
-        here = world.node_of(world.rank)
-        members = [
-            i for i, r in enumerate(self.world_ranks) if world.node_of(r) == here
-        ]
-        if len(members) > 1:
-            region = _native.region_nbytes(len(members), LANE_NBYTES)
-            on_node = [self.world_ranks[i] for i in members]
-            key = f"arena/{identity}/{here}"
-            self.arena = world.share_memory(on_node, key, region, timeout_s)
-            self._attach_arena(
-                self.arena.address, self.arena.region_nbytes, LANE_NBYTES, members
-            )
-        self.node_members = frozenset(members)
-        if len(members) < len(self.world_ranks):
-            world.attach_other_nodes(self, FIRST_TAG + 2 * identity)
-
-    def _agree_facts(self) -> CommFacts:
-        world = self.world
-        per_node: dict[int, int] = {}
-        for rank in self.world_ranks:
-            node = world.node_of(rank)
-            per_node[node] = per_node.get(node, 0) + 1
-        if not world.links and len(self.world_ranks) == world.size:
-            world.links = measure_links(self, world)
-            world.slot_window_nbytes = measure_slot_window(self, world)
-        ppn = max(per_node.values())
-        link = agree_link_class(world, self.world_ranks, ppn)
-        layout = check_nodes(map(world.node_of, self.world_ranks), self.size)
-        return CommFacts(self.size, len(per_node), ppn, world.cores, link, layout)
 
     def _private(
         self, purpose: str, timeout_s: float, *, deterministic: bool = False
@@ -216,7 +168,7 @@ class Communicator(Fusing, Operations):
             raise UsageError(
                 f"{self.name} cannot be freed: a fused() of it is open; leave it first"
             )
-        at_rest = self._comes_to_rest()
+        at_rest = self.comes_to_rest()
         if not at_rest and not self.failure:
             raise UsageError(
                 f"{self.name} cannot be freed: operations are in flight; wait() for "
@@ -268,16 +220,6 @@ class Communicator(Fusing, Operations):
         self.closed = "dropped"
         self._release()
 
-    def _comes_to_rest(self) -> bool:
-        """Wait until nothing is in flight, for a moment: messages may be on the way."""
-        deadline = time.monotonic() + _REST_S
-        while not self.idle and not self.failure:
-            if not self.world.engine.step():
-                os.sched_yield()
-            if time.monotonic() > deadline:
-                break
-        return self.idle
-
     def give_up(self, why: str) -> None:
         """Make the communicator unusable, here and for ranks of this node that wait."""
         self.set_failure(why)
@@ -300,11 +242,6 @@ class Communicator(Fusing, Operations):
             self.free()
 
     # -- what it is --------------------------------------------------------------
-
-    @property
-    def in_process(self) -> bool:
-        """Whether the ranks are threads of this process."""
-        return self.world.in_process
 
     @property
     def mpi(self) -> Any:
@@ -334,22 +271,9 @@ class Communicator(Fusing, Operations):
         return library.library_name(library.load())
 
     @property
-    def nodes(self) -> list[list[int]]:
-        """Ranks of this communicator on each node."""
-        world = self.world
-        groups: dict[int, list[int]] = {}
-        for rank, world_rank in enumerate(self.world_ranks):
-            groups.setdefault(world.node_of(world_rank), []).append(rank)
-        return list(groups.values())
-
-    @property
     def table_digest(self) -> str | None:
         """Digest of the selection table in force, None without one."""
         return None if self.table is None else self.table.digest
-
-    def shares_memory_with(self, rank: int) -> bool:
-        """Return whether ``rank`` is reached over shared memory."""
-        return rank in self.node_members
 
     @property
     def plan(self) -> Plans:
@@ -433,6 +357,13 @@ class Communicator(Fusing, Operations):
         self._plans.clear()  # they do not know what peers may reach
         self.devices.forget_plans()
 
+    # -- messages ----------------------------------------------------------------
+
+    send = forwarded(Messages.send, "messages")
+    recv = forwarded(Messages.recv, "messages")
+    sendrecv = forwarded(Messages.sendrecv, "messages")
+    multi_sendrecv = forwarded(Messages.multi_sendrecv, "messages")
+
     # -- running -----------------------------------------------------------------
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -486,7 +417,7 @@ class Communicator(Fusing, Operations):
             limit = None if timeout_s is None else check_timeout(name, timeout_s)
         except UsageError:
             limit = None
-        self._tell(name, error, limit)
+        self.comparison.tell(name, error, limit)
 
     def _agreed_plan(self, call: arguments.Call, bound: arguments.Bound) -> Any:
         """Return the plan; in check mode only where all ranks made the same call.
@@ -600,3 +531,6 @@ Communicator._graph = GraphCommunicator
 
 for _spec in OPERATIONS:
     setattr(Communicator, _spec.name, method_of(_spec))
+for _kind, _name in enumerate(("send", "recv", "sendrecv", "multi_sendrecv")):
+    _method = _native.make_message_method(_name, _kind, getattr(Communicator, _name))
+    setattr(Communicator, _name, _method)

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from commrt.bootstrap.threads import ThreadWorld
 from commrt.comm import Communicator
-from commrt.job.world import connect_world
 from commrt.launch.detect import LaunchInfo
+from commrt.runtime import open_world
 
 __all__ = ["LocalRanks", "run"]
 
@@ -124,7 +124,7 @@ def _connect(
     world: ThreadWorld, rank: int, size: int, timeout_s: float
 ) -> Communicator:
     launch = LaunchInfo("single", rank, size, "threads of one process")
-    mine = connect_world(world.bootstrap(rank), launch, in_process=True)
+    mine = open_world(world.bootstrap(rank), launch, in_process=True)
     mine.timeout_s = timeout_s
     identity = mine.agree_id(range(size), "world")
     return Communicator(mine, range(size), "local", identity)

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from commrt import _native, env
+from commrt.backends.known import check_wishes, known_names
 from commrt.bootstrap import Bootstrap, connect
 from commrt.comm import Communicator
 from commrt.errors import ClosedError, UsageError
@@ -137,13 +138,35 @@ def _join(
             f"commrt was started in process {_RUNTIME.pid}, from which this one was "
             f"forked: start processes that communicate by 'spawn'"
         )
-    world = connect_world(
-        bootstrap, launch, engine=_RUNTIME.engine, timeout_s=timeout_s
-    )
+    world = open_world(bootstrap, launch, engine=_RUNTIME.engine, timeout_s=timeout_s)
     if world.relay is not None:
         _RUNTIME.relays.append(world.relay)
     if first:
         atexit.register(_leave, _RUNTIME.engine, launch.rank, os.getpid())
+    return world
+
+
+def open_world(
+    bootstrap: Bootstrap,
+    launch: LaunchInfo,
+    *,
+    in_process: bool = False,
+    engine: Any = None,
+    timeout_s: float | None = None,
+) -> World:
+    """Return the world of these ranks, as ``connect_world`` makes it; collective.
+
+    UsageError where COMMRT_ALGORITHM asks for what no backend has.
+    """
+    world = connect_world(
+        bootstrap,
+        launch,
+        known_names(),
+        in_process=in_process,
+        engine=engine,
+        timeout_s=timeout_s,
+    )
+    check_wishes(world.wishes)
     return world
 
 

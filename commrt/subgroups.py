@@ -51,9 +51,9 @@ class GroupCreation(SparseMethods):
                 _check_integer("split", "key", key),
             )
 
-        wish, mine, place = self._together("split", check)
-        said = self._meet("split", [mine, place])
-        label, title = self._label("split")
+        wish, mine, place = self.comparison.together("split", check)
+        said = self.comparison.meet("split", [mine, place])
+        label, title = self.comparison.label("split")
         if mine is None:
             return None
         chosen = sorted((at, r) for r, (other, at) in enumerate(said) if other == mine)
@@ -70,9 +70,9 @@ class GroupCreation(SparseMethods):
         as here.
         """
         self.check_usable()
-        wish = self._together("dup", lambda: self._wish("dup", deterministic))
-        self._meet("dup", None)
-        label, title = self._label("dup")
+        wish = self.comparison.together("dup", lambda: self._wish("dup", deterministic))
+        self.comparison.meet("dup", None)
+        label, title = self.comparison.label("dup")
         return self._derive(self.world_ranks, label, name or title, wish)
 
     def create_group(
@@ -125,9 +125,13 @@ class GroupCreation(SparseMethods):
         Collective over all ranks, with equal arguments.
         """
         self.check_usable()
-        grid = self._together("cart", lambda: make_grid(self.size, dims, periodic))
-        self._meet_equal("cart", f"dims={grid.dims}, periodic={grid.periodic}")
-        label, title = self._label("cart")
+        grid = self.comparison.together(
+            "cart", lambda: make_grid(self.size, dims, periodic)
+        )
+        self.comparison.meet_equal(
+            "cart", f"dims={grid.dims}, periodic={grid.periodic}"
+        )
+        label, title = self.comparison.label("cart")
         return self._derive_cart(grid, range(self.size), label, name or title)
 
     def graph(
@@ -154,9 +158,9 @@ class GroupCreation(SparseMethods):
                 self._check_ranks("destinations", destinations),
             ]
 
-        lists = self._together("graph", check)
+        lists = self.comparison.together("graph", check)
         self._check_edges(*lists)
-        label, title = self._label("graph")
+        label, title = self.comparison.label("graph")
         limit = self.timeout_s
         identity = self.world.agree_id(self.world_ranks, label, timeout_s=limit)
         made = self._graph(
@@ -176,7 +180,7 @@ class GroupCreation(SparseMethods):
 
     def _check_edges(self, sources: list[int], destinations: list[int]) -> None:
         """Raise the same MismatchError on all ranks unless both ends know each edge."""
-        known = self._meet("graph", [sources, destinations])
+        known = self.comparison.meet("graph", [sources, destinations])
         for rank, (_, to) in enumerate(known):
             for peer, (come, _) in enumerate(known):
                 if to.count(peer) != come.count(rank):
@@ -197,9 +201,9 @@ class GroupCreation(SparseMethods):
         axis is the fastest. Collective over all ranks, with equal arguments.
         """
         self.check_usable()
-        shape = self._together("mesh", lambda: parse_axes(self.size, axes))
-        self._meet_equal("mesh", str(shape))
-        label, title = self._label("mesh")
+        shape = self.comparison.together("mesh", lambda: parse_axes(self.size, axes))
+        self.comparison.meet_equal("mesh", str(shape))
+        label, title = self.comparison.label("mesh")
         whole: Any = self  # a Communicator, which this class is a base of
         return Mesh(whole, shape, label, title)
 

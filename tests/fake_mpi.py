@@ -20,10 +20,10 @@ from unittest import mock
 
 from commrt import _native, local
 from commrt.comm import Communicator
-from commrt.job.world import connect_world
 from commrt.launch.detect import LaunchInfo
 from commrt.local import LocalRanks
 from commrt.mpi import library
+from commrt.runtime import open_world
 
 __all__ = ["ERR_OTHER", "ERR_TRUNCATE", "FakeMpi", "MpiRanks", "prototype"]
 
@@ -258,7 +258,7 @@ class MpiRanks(LocalRanks):
 
         def connect(world: Any, rank: int, size: int, timeout_s: float) -> Communicator:
             launch = LaunchInfo("single", rank, size, "threads of one process")
-            mine = connect_world(world.bootstrap(rank), launch, in_process=True)
+            mine = open_world(world.bootstrap(rank), launch, in_process=True)
             mine.timeout_s, mine.nodes = timeout_s, nodes
             mine.mpi = _FIRST_HANDLE + rank
             identity = mine.agree_id(range(size), "world")

@@ -27,10 +27,10 @@ from commrt.backends.mpi.attached import MpiCalls
 from commrt.comm import Communicator
 from commrt.errors import CommError, OrderingError
 from commrt.job import world
-from commrt.job.world import connect_world
 from commrt.launch.detect import LaunchInfo
 from commrt.mpi import library
 from commrt.nccl.orders import end_all
+from commrt.runtime import open_world
 
 __all__ = ["MpiSimRanks", "join_mpi", "mpi_here", "on_mpi_threads", "verdict"]
 
@@ -68,7 +68,7 @@ def mpi_here(*, is_clean: bool = True) -> Iterator[FakeDeviceMpi]:
 def _connect(threads: Any, rank: int, size: int, timeout_s: float) -> Communicator:
     """Return the communicator of a rank that MPI has started."""
     launch = LaunchInfo("single", rank, size, "threads of one process")
-    mine = connect_world(threads.bootstrap(rank), launch, in_process=True)
+    mine = open_world(threads.bootstrap(rank), launch, in_process=True)
     mine.timeout_s = timeout_s
     mine.mpi = mine.mpi_given = threads
     mine.native_comms = PretendedComms(threads, rank)  # type: ignore[assignment]

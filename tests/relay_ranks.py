@@ -15,9 +15,9 @@ from unittest import mock
 
 from commrt import _native, local
 from commrt.comm import Communicator
-from commrt.job.world import connect_world
 from commrt.launch.detect import LaunchInfo
 from commrt.local import LocalRanks
+from commrt.runtime import open_world
 
 __all__ = ["CarriedRelay", "RelayRanks"]
 
@@ -103,7 +103,7 @@ class RelayRanks(LocalRanks):
 
         def connect(world: Any, rank: int, count: int, limit: float) -> Communicator:
             launch = LaunchInfo("single", rank, count, "threads of one process")
-            mine = connect_world(world.bootstrap(rank), launch, in_process=True)
+            mine = open_world(world.bootstrap(rank), launch, in_process=True)
             mine.timeout_s, mine.nodes = limit, nodes
             mine.relay = self.relays[rank]  # type: ignore[assignment]
             identity = mine.agree_id(range(count), "world")

@@ -117,7 +117,7 @@ def make_redistribution(
         check_flag(f"{_NAME}, rank {comm.rank}", "nonblocking", nonblocking)
         return _checked(comm, x, source, target, out)
 
-    sent, taken, out = comm._together(_NAME, check)
+    sent, taken, out = comm.comparison.together(_NAME, check)
     on = place_of(_NAME, [sent, taken], stream)
     return run(Redistribution(source, target, sent, taken, out, on))
 
@@ -128,7 +128,7 @@ def agreed_boxes(comm: Communicator, moved: Redistribution) -> Any:
     said = f"source={moved.source}, target={moved.target}, dtype={sent.dtype.name}"
     if moved.on is not None:
         said += ", on a device"
-    comm._meet_equal(_NAME, said)
+    comm.comparison.meet_equal(_NAME, said)
     if moved.on is not None:
         return device_boxes(comm, moved)
     moves = redistribution_moves(moved.source, moved.target, comm.rank)

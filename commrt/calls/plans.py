@@ -11,20 +11,19 @@ from commrt import _native
 from commrt.boxes.device_plans import BoundBoxes
 from commrt.boxes.redistribution import bound_redistribution, make_redistribution
 from commrt.calls import arguments
+from commrt.calls.bound_call import BoundCall
 from commrt.calls.counts import bind_call
 from commrt.device_calls.collectives import BoundDeviceCall
 from commrt.device_calls.host_collectives import BoundHostedCall
 from commrt.errors import UsageError, suggest
 from commrt.messages.bound import (
-    BoundCall,
     bind_messages,
     bind_recv,
     bind_send,
     bind_sendrecv,
-    bind_sparse,
-    bind_topk,
 )
 from commrt.messages.by_nccl import NcclMessages
+from commrt.sparse.bound import bind_sparse, bind_topk
 from commrt.trace.bound import follow_bound
 from commrt.vocabulary.operations import COLLECTIVES, operation
 
@@ -86,13 +85,13 @@ class Plans:
         Each run sends what ``x`` holds then. Making one is local, and the peer need not
         have one: its message meets an ordinary receive.
         """
-        bound = bind_send(self._comm, x, dest, tag)
+        bound = bind_send(self._comm.messages, x, dest, tag)
         follow_bound(self._comm, bound, "send", (x,), dest=dest, tag=tag)
         return bound
 
     def recv(self, out: Any, *, source: int, tag: int = 0) -> BoundCall:
         """Return the communicator's call of this name, bound to its array; as send."""
-        bound = bind_recv(self._comm, out, source, tag)
+        bound = bind_recv(self._comm.messages, out, source, tag)
         follow_bound(self._comm, bound, "recv", (out,), source=source, tag=tag)
         return bound
 
@@ -108,7 +107,7 @@ class Plans:
     ) -> BoundCall:
         """Return the communicator's call of this name, bound to its arrays; as send."""
         comm, given = self._comm, (x, dest, out, source, sendtag, recvtag)
-        bound = bind_sendrecv(comm, *given)
+        bound = bind_sendrecv(comm.messages, *given)
         names = ("dest", "out", "source", "sendtag", "recvtag")
         more = dict(zip(names, given[1:], strict=True))
         follow_bound(comm, bound, "sendrecv", (x,), **more)
@@ -156,7 +155,7 @@ class Plans:
         Making one is local, and the peers need not have one: each message meets an
         ordinary one, but with ``backend="nccl"`` those of the same collective call.
         """
-        bound = bind_messages(self._comm, sends, recvs, in_place, backend)
+        bound = bind_messages(self._comm.messages, sends, recvs, in_place, backend)
         given = {"sends": tuple(sends), "recvs": tuple(recvs)}
         follow_bound(self._comm, bound, "multi_sendrecv", (), **given)
         return bound

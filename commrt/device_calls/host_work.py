@@ -256,7 +256,7 @@ class HostedRequest(DeviceRequest):
         if not self._jobs.finish(self._job, time.monotonic() + limit_s):
             raise late(self, limit_s)
 
-    def _waits_for(self) -> str:
+    def waits_for(self) -> str:
         return self._job.state
 
 

@@ -118,7 +118,7 @@ class DeviceMessageRequest(DeviceRequest):
         came = self.call.ended and self.call.failure is None
         return self._peers[0] if came and len(self._peers) == 1 else -1
 
-    def _waits_for(self) -> str:
+    def waits_for(self) -> str:
         return self.call.waits_for or "its copies are under way on the device"
 
     def __del__(self) -> None:

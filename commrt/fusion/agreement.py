@@ -19,7 +19,7 @@ import numpy as np
 
 from commrt import _native
 from commrt.errors import MismatchError, RevokedError, TimeoutError_
-from commrt.group.group import Guarded
+from commrt.group.group import Group
 from commrt.request import Request
 
 __all__ = ["Agreement", "Follower", "Leader"]
@@ -36,7 +36,7 @@ _LOOK_S = 0.1
 class _Channel:
     """Messages of three numbers to and from one rank."""
 
-    def __init__(self, comm: Guarded, rank: int) -> None:
+    def __init__(self, comm: Group, rank: int) -> None:
         self._comm = comm
         self._rank = rank
         self._incoming = np.zeros(3, np.uint64)

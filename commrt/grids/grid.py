@@ -260,14 +260,14 @@ class Cartesian(HaloCalls):
                 )
             return kept
 
-        kept = self._together("sub", check)
-        self._meet_equal("sub", f"dims={kept}")
+        kept = self.comparison.together("sub", check)
+        self.comparison.meet_equal("sub", f"dims={kept}")
         part = Grid(
             tuple(self.dims[dim] for dim in kept),
             tuple(self.periodic[dim] for dim in kept),
         )
         ranks = ranks_along(self.grid, kept, self.coords)
-        label, title = self._label(f"sub{kept}")
+        label, title = self.comparison.label(f"sub{kept}")
         return self._derive_cart(part, ranks, label, name or title)
 
     def dup(
@@ -275,9 +275,9 @@ class Cartesian(HaloCalls):
     ) -> CartCommunicator:
         """Return a communicator over the same grid with a sequence of its own."""
         self.check_usable()
-        wish = self._together("dup", lambda: self._wish("dup", deterministic))
-        self._meet("dup", None)
-        label, title = self._label("dup")
+        wish = self.comparison.together("dup", lambda: self._wish("dup", deterministic))
+        self.comparison.meet("dup", None)
+        label, title = self.comparison.label("dup")
         ranks = range(self.size)
         return self._derive_cart(self.grid, ranks, label, name or title, wish)
 

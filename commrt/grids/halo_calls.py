@@ -173,7 +173,7 @@ def make_halo(
         check_flag(f"{what}, rank {comm.rank}", "nonblocking", nonblocking)
         return _checked(comm, what, fields, width, axes, corners, direct, op, stream)
 
-    return run(comm._together(what, check))
+    return run(comm.comparison.together(what, check))
 
 
 def _checked(
@@ -436,7 +436,7 @@ def _agree(comm: CartCommunicator, halo: Halo) -> None:
     """Raise the same MismatchError on all ranks unless their arguments fit."""
     common = _equal_everywhere(halo)
     mine = {**common, "shapes": [array.shape for array in halo.arrays]}
-    said = comm._meet(halo.what, mine)
+    said = comm.comparison.meet(halo.what, mine)
     for key in common:
         if any(each[key] != said[0][key] for each in said):
             lines = [f"  rank {rank}: {each[key]}" for rank, each in enumerate(said)]

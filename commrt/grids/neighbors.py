@@ -343,7 +343,9 @@ def _bound(
     def describe(bound: _Bound) -> dict[str, Any]:
         return {"dtype": bound.x.dtype.name}
 
-    bound: _Bound = comm._together(what, check, timeout_s=timeout_s, describe=describe)
+    bound: _Bound = comm.comparison.together(
+        what, check, timeout_s=timeout_s, describe=describe
+    )
     if comm.checker is not None:
         _compare(comm, bound, timeout_s)
     return bound
@@ -520,7 +522,7 @@ def _compare(comm: Any, bound: _Bound, timeout_s: float) -> None:
             expected.append(
                 [move.peer, comm.rank, move.number, move.target.count * size]
             )
-    said = comm._meet(bound.what, [sent, expected], timeout_s)
+    said = comm.comparison.meet(bound.what, [sent, expected], timeout_s)
     leaving = {tuple(row[:3]): row[3] for each in said for row in each[0]}
     coming = {tuple(row[:3]): row[3] for each in said for row in each[1]}
     for edge, nbytes in sorted(leaving.items()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a communicator compare a call that all of them make.
+"""Comparison of a call across the ranks that make it.
 
 A call that is planned once (a new communicator, a halo, a redistribution) is compared
 always: what each rank says goes to all of them under one name, so a rank that makes
@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from commrt.errors import ClosedError, MismatchError, UsageError
-from commrt.messages.point_to_point import PointToPoint
+from commrt.group.group import Group
 
-if TYPE_CHECKING:
-    from commrt.calls.check_mode import Checker
-
-__all__ = ["Meeting"]
+__all__ = ["Comparison"]
 
 T = TypeVar("T")
 
@@ -29,15 +26,15 @@ def _nothing(_: Any) -> dict[str, Any]:
     return {}
 
 
-class Meeting(PointToPoint):
-    """The part of a communicator that compares calls."""
+class Comparison:
+    """Compares calls of one group across its ranks."""
 
-    checker: Checker | None
-    _derived: int
-    """What was made of it so far; equal on ranks whose calls were complete."""
-    identity: int
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._derived = 0
+        """Groups made of this one so far; equal on ranks whose calls were complete."""
 
-    def _together(
+    def together(
         self,
         what: str,
         check: Callable[[], T],
@@ -45,66 +42,69 @@ class Meeting(PointToPoint):
         timeout_s: float | None = None,
         describe: Callable[[T], dict[str, Any]] = _nothing,
     ) -> T:
-        """Return what ``check`` does; in check mode its UsageError is every rank's.
+        """Return ``check()``; in check mode every rank raises its UsageError.
 
-        So are, then, differences in what ``describe`` says of it.
+        In check mode every rank raises MismatchError, too, where ``describe`` of the
+        result differs.
         """
-        checker = self.checker
+        checker = self._group.checker
         if checker is None:
             return check()
         try:
             found = check()
         except UsageError as error:
-            self._tell(what, error, timeout_s)
+            self.tell(what, error, timeout_s)
             raise
         checker.compare({"operation": what, **describe(found)}, timeout_s)
         return found
 
-    def _tell(self, what: str, error: UsageError, timeout_s: float | None) -> None:
+    def tell(self, what: str, error: UsageError, timeout_s: float | None) -> None:
         """In check mode, raise this rank's error on all ranks.
 
-        They know one that they have been told, and that the communicator is closed.
+        The ranks have heard of an error that was told before, and of a closed group.
         """
-        known = getattr(error, "is_told", False) or isinstance(error, ClosedError)
-        if self.checker is not None and not known:
-            self.checker.tell(what, error, timeout_s)
+        is_known = getattr(error, "is_told", False) or isinstance(error, ClosedError)
+        checker = self._group.checker
+        if checker is not None and not is_known:
+            checker.tell(what, error, timeout_s)
 
-    def _meet(self, what: str, said: Any, timeout_s: float | None = None) -> list[Any]:
-        """Return what all ranks say who make this call; JSON.
+    def meet(self, what: str, said: Any, timeout_s: float | None = None) -> list[Any]:
+        """Return what each rank says (JSON) that makes this call; collective.
 
         Raises MismatchError on all of them if some make another call.
         """
+        group = self._group
         blob = json.dumps([what, said, self._derived]).encode()
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        key = f"comm{self.identity}/calls"
-        texts = self.world.bootstrap.exchange(self.world_ranks, key, blob, limit)
+        limit = group.timeout_s if timeout_s is None else timeout_s
+        key = f"comm{group.identity}/calls"
+        texts = group.world.bootstrap.exchange(group.world_ranks, key, blob, limit)
         rows = [json.loads(text) for text in texts]
         # One of them may have given up an earlier call that others completed.
         self._derived = max(row[2] for row in rows)
         if any(row[0] != what for row in rows):
             lines = [f"  rank {rank}: {row[0]}" for rank, row in enumerate(rows)]
             raise MismatchError(
-                f"collective on {self.name}: the ranks disagree on operation; nothing "
-                f"was sent:\n" + "\n".join(lines)
+                f"collective on {group.name}: the ranks disagree on operation; nothing "
+                f"was sent; let all of them make the same call:\n" + "\n".join(lines)
             )
         return [row[1] for row in rows]
 
-    def _meet_equal(self, what: str, mine: str, timeout_s: float | None = None) -> None:
+    def meet_equal(self, what: str, mine: str, timeout_s: float | None = None) -> None:
         """Raise the same MismatchError on all ranks unless all of them say the same."""
-        texts = self._meet(what, mine, timeout_s)
+        texts = self.meet(what, mine, timeout_s)
         if len({*texts}) > 1:
             lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
             raise MismatchError(
-                f"{what} on {self.name}: the ranks disagree; pass equal arguments:\n"
-                + "\n".join(lines)
+                f"{what} on {self._group.name}: the ranks disagree; pass equal "
+                f"arguments:\n" + "\n".join(lines)
             )
 
-    def _label(self, how: str) -> tuple[str, str]:
-        """Return the key under which the ranks meet, and the new name for people.
+    def label(self, how: str) -> tuple[str, str]:
+        """Return a key under which the ranks of a new group meet, and its name.
 
-        To be called where all ranks have met: they count alike. Names are the user's
-        and may differ across ranks; the key may not.
+        Call it where all ranks have met: they count alike. Names are the user's and may
+        differ across ranks; the key may not.
         """
         self._derived += 1
-        key = f"comm{self.identity}/{how}{self._derived}"
-        return key, f"{self.name}.{how}{self._derived}"
+        key = f"comm{self._group.identity}/{how}{self._derived}"
+        return key, f"{self._group.name}.{how}{self._derived}"

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a communicator says when something goes wrong, and when it refuses."""
+"""State of one set of ranks (usable, closed, failed) and the errors it raises."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from commrt import _native
 from commrt.errors import (
@@ -19,15 +20,17 @@ from commrt.errors import (
     TruncationError,
     UsageError,
 )
+from commrt.gloo.relay import GlooRelay
 from commrt.job.arena import Arena
-from commrt.job.world import FIRST_TAG
+from commrt.job.links import agree_link_class, measure_links, spins_for
+from commrt.job.slot_window import measure_slot_window
+from commrt.job.world import FIRST_TAG, World
+from commrt.planning.footprint import LANE_NBYTES
+from commrt.schedule.nodes import check_nodes
+from commrt.select.facts import CommFacts
 from commrt.vocabulary.checks import as_integer, check_timeout
 
-if TYPE_CHECKING:
-    from commrt.gloo.relay import GlooRelay
-    from commrt.job.world import World
-
-__all__ = ["Guarded", "watch_forks"]
+__all__ = ["CallChecker", "Group"]
 
 
 _KINDS: dict[str, type[Exception]] = {
@@ -39,25 +42,151 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 
+_REST_S = 1.0
+
+
+class CallChecker(Protocol):
+    """Compares calls across ranks before anything of them is sent (check mode)."""
+
+    def check(self, call: Any, bound: Any) -> None:
+        """Raise MismatchError on every rank unless all of them make the same call."""
+        ...
+
+    def tell(self, what: str, error: UsageError, timeout_s: float | None) -> None:
+        """Raise this rank's error on every rank."""
+        ...
+
+    def compare(
+        self,
+        fields: dict[str, Any],
+        timeout_s: float | None,
+        call: Sequence[str] = (),
+    ) -> None:
+        """Raise MismatchError on every rank unless all of them say the same."""
+        ...
+
+    def with_calls(self, error: MismatchError, call: Sequence[str]) -> MismatchError:
+        """Return an error of all ranks with the calls of all of them."""
+        ...
+
+    def give_up(self, why: str) -> None:
+        """End the waits of other ranks for this one."""
+        ...
+
+    def close(self) -> None:
+        """Free what the comparisons go over."""
+        ...
+
+
 @lru_cache(maxsize=1)
 def watch_forks() -> None:
     """Mark the engine as dead in every process that forks from this one."""
     os.register_at_fork(after_in_child=_native.mark_forked)
 
 
-class Guarded(_native.Group):
-    """The part of a communicator that checks its own state and explains failures.
+class Group(_native.Group):
+    """A set of ranks: who they are, where they run, and whether they can go on.
 
-    The native side calls the methods whose names begin with an underscore.
+    It has the engine's object for these ranks and checks its own state. It runs no
+    collective: ``Channel`` adds those.
     """
 
-    world: World
-    world_ranks: tuple[int, ...]
-    identity: int
-    node_members: frozenset[int]
-    arena: Arena | None
     closed: str | None
-    pid: int
+    """How it ended, "freed" or "dropped"; None while it can be used."""
+    checker: CallChecker | None = None
+    """Compares calls across ranks in check mode."""
+
+    def __init__(
+        self,
+        world: World,
+        ranks: Sequence[int],
+        name: str,
+        identity: int,
+        *,
+        deterministic: bool = False,
+        limit_s: float | None = None,
+    ) -> None:
+        """Connect ``ranks`` (ranks of the world); collective over them.
+
+        Args:
+            world: the job.
+            ranks: who takes part, in the order of this group.
+            name: what messages call it.
+            identity: a number that the ranks agreed on, and nobody else has.
+            deterministic: results shall not depend on the algorithm.
+            limit_s: limit of the waits in here; None for the job's.
+        """
+        watch_forks()
+        world.free_lingering()
+        self.world = world
+        self.world_ranks = tuple(ranks)
+        self.identity = identity
+        self.pid = os.getpid()
+        self.closed = None
+        self.deterministic = deterministic
+        """Whether results are bitwise the same whatever algorithm runs."""
+        rank = self.world_ranks.index(world.rank)
+        super().__init__(world.engine, rank, len(ranks), name)
+        self.timeout_s = world.timeout_s
+        self.arena: Arena | None = None
+        self._attach(self.timeout_s if limit_s is None else limit_s)
+        self.facts = self._agree_facts()
+        self._set_spins(spins_for(self.facts, self.is_relayed))
+        self.set_slot_window(world.slot_window_nbytes)
+
+    # -- making ------------------------------------------------------------------
+
+    def _attach(self, limit_s: float) -> None:
+        """Connect with the ranks of this node by memory, with others by messages."""
+        world = self.world
+        here = world.node_of(world.rank)
+        ranks = self.world_ranks
+        members = [i for i, r in enumerate(ranks) if world.node_of(r) == here]
+        if len(members) > 1:
+            region = _native.region_nbytes(len(members), LANE_NBYTES)
+            on_node = [ranks[i] for i in members]
+            key = f"arena/{self.identity}/{here}"
+            self.arena = world.share_memory(on_node, key, region, limit_s)
+            self._attach_arena(
+                self.arena.address, self.arena.region_nbytes, LANE_NBYTES, members
+            )
+        self.node_members = frozenset(members)
+        if len(members) < len(ranks):
+            world.attach_other_nodes(self, list(ranks), FIRST_TAG + 2 * self.identity)
+
+    def _agree_facts(self) -> CommFacts:
+        world = self.world
+        per_node: dict[int, int] = {}
+        for rank in self.world_ranks:
+            node = world.node_of(rank)
+            per_node[node] = per_node.get(node, 0) + 1
+        if not world.links and len(self.world_ranks) == world.size:
+            world.links = measure_links(self, world)
+            world.slot_window_nbytes = measure_slot_window(self, world)
+        ppn = max(per_node.values())
+        link = agree_link_class(world, self.world_ranks, ppn)
+        layout = check_nodes(map(world.node_of, self.world_ranks), self.size)
+        return CommFacts(self.size, len(per_node), ppn, world.cores, link, layout)
+
+    # -- what it is --------------------------------------------------------------
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the ranks are threads of this process."""
+        return self.world.in_process
+
+    @property
+    def nodes(self) -> list[list[int]]:
+        """Ranks of this group on each node."""
+        world = self.world
+        groups: dict[int, list[int]] = {}
+        for rank, world_rank in enumerate(self.world_ranks):
+            groups.setdefault(world.node_of(world_rank), []).append(rank)
+        return list(groups.values())
+
+    def shares_memory_with(self, rank: int) -> bool:
+        """Return whether ``rank`` is reached over shared memory."""
+        return rank in self.node_members
 
     @property
     def timeout_s(self) -> float:
@@ -114,7 +243,22 @@ class Guarded(_native.Group):
             said.append(_have(silent, where, "not answered when asked"))
         return said
 
+    def limit(self, what: str, timeout_s: Any) -> float:
+        """Return the limit of a call's wait in seconds, by its argument or here."""
+        return self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
+
+    def comes_to_rest(self) -> bool:
+        """Wait until nothing is in flight, for a moment: messages may be on the way."""
+        deadline = time.monotonic() + _REST_S
+        while not self.idle and not self.failure:
+            if not self.world.engine.step():
+                os.sched_yield()
+            if time.monotonic() > deadline:
+                break
+        return self.idle
+
     def check_process(self) -> None:
+        """Raise ClosedError in a process that was forked from the group's."""
         if os.getpid() != self.pid:
             raise ClosedError(
                 f"{self.name} belongs to process {self.pid}, from which this one was "
@@ -123,6 +267,7 @@ class Guarded(_native.Group):
             )
 
     def check_usable(self) -> None:
+        """Raise ClosedError or RevokedError where the group cannot be used."""
         self.check_process()
         if self.closed is not None:
             raise ClosedError(f"{self.name} was {self.closed}: make a new communicator")
@@ -133,6 +278,7 @@ class Guarded(_native.Group):
             )
 
     def check_rank(self, what: str, argument: str, rank: Any) -> int:
+        """Return a rank of this group, or raise UsageError."""
         found = as_integer(rank)
         if found is None or not 0 <= found < self.size:
             raise UsageError(
@@ -145,6 +291,7 @@ class Guarded(_native.Group):
         return check_timeout(what, timeout_s)
 
     def operation_error(self, what: str, error: str, kind: str) -> Exception:
+        """Return the error of a failed operation; ``kind`` is the engine's word."""
         return _KINDS[kind](f"{what}, rank {self.rank}: {error}")
 
     def _stream_on_host(self, what: str) -> NoReturn:
@@ -156,6 +303,7 @@ class Guarded(_native.Group):
     def timed_out(
         self, what: str, seq: int, seconds: float, waits_for: str, request: Any = None
     ) -> NoReturn:
+        """Raise TimeoutError_, with the request that can be waited for again."""
         who = waits_for or self.who_is_missing(seq)
         error = TimeoutError_(
             f"{what}, rank {self.rank}: not complete within {seconds:g} s: {who}; it "

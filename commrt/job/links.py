@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from commrt.select.facts import CommFacts, LinkClass
 from commrt.select.model import BetweenNodes
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt._native import Group
     from commrt.job.world import World
 
 __all__ = [
@@ -55,7 +55,7 @@ def rounds_of(members: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
         ranks = [ranks[0], ranks[-1], *ranks[1:-1]]
 
 
-def measure_links(comm: Communicator, world: World) -> dict[tuple[int, int], LinkClass]:
+def measure_links(group: Group, world: World) -> dict[tuple[int, int], LinkClass]:
     """Return the link class of every on-node pair; collective over all ranks."""
     members = next(ranks for ranks in world.nodes if world.rank in ranks)
     mine: dict[tuple[int, int], float] = {}
@@ -65,7 +65,7 @@ def measure_links(comm: Communicator, world: World) -> dict[tuple[int, int], Lin
             for a, b in pairs:
                 if world.rank in (a, b):
                     peer = b if world.rank == a else a
-                    mine[a, b] = comm.probe_latency_ns(peer, _ROUNDS, _BUDGET_S)
+                    mine[a, b] = group.probe_latency_ns(peer, _ROUNDS, _BUDGET_S)
     text = ";".join(f"{a},{b},{ns:.1f}" for (a, b), ns in mine.items())
     everybody = range(world.size)
     said = world.bootstrap.exchange(
@@ -82,7 +82,25 @@ def measure_links(comm: Communicator, world: World) -> dict[tuple[int, int], Lin
     return {pair: "near" if ns < NEAR_NS else "far" for pair, ns in slowest.items()}
 
 
-def measure_between_nodes(comm: Communicator, world: World) -> BetweenNodes:
+class Between(Protocol):
+    """A set of ranks whose messages between nodes are measured."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def sendrecv(self, x: Any, *, dest: int, out: Any, source: int) -> Any:
+        """Send ``x`` and receive ``out``."""
+        ...
+
+    @property
+    def gloo_collectives(self) -> Any:
+        """What runs gloo's own collectives here; None where nothing does."""
+        ...
+
+
+def measure_between_nodes(comm: Between, world: World) -> BetweenNodes:
     """Return what messages of gloo cost, the slowest there are, which carries them.
 
     Collective over all ranks of the job. The first ranks of the nodes send in a ring,
@@ -109,13 +127,13 @@ def measure_between_nodes(comm: Communicator, world: World) -> BetweenNodes:
 
 
 def _ring_us(
-    comm: Communicator, dest: int, source: int, nbytes: int, times: int
+    comm: Between, dest: int, source: int, nbytes: int, times: int
 ) -> list[float]:
     x, out = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     return _times_us(lambda: comm.sendrecv(x, dest=dest, out=out, source=source), times)
 
 
-def _native_us(comm: Communicator) -> float:
+def _native_us(comm: Between) -> float:
     """Return what each message of gloo's allreduce takes; its start is one more."""
     lent = comm.gloo_collectives
     if lent is None:
@@ -137,14 +155,38 @@ def _times_us(call: Callable[[], Any], times: int) -> list[float]:
     return took
 
 
-def link_class_now(comm: Any) -> LinkClass:
+class Measured(Protocol):
+    """A communicator whose links are measured again."""
+
+    facts: CommFacts
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def probe_latency_ns(self, arg0: int, arg1: int, arg2: float, /) -> float:
+        """Return the latency of a flag between this rank and another."""
+        ...
+
+    def allreduce(self, x: Any, *, op: str) -> Any:
+        """Return the reduction of all ranks' ``x``."""
+        ...
+
+
+def link_class_now(comm: Measured) -> LinkClass:
     """Return how far apart the ranks are at this moment; collective.
 
     The communicator's own facts were measured when it was made and stay as they are,
     since selection goes by them; measurements go by this. Where links are not measured
     (several nodes, ranks that outnumber cores) both are the same.
     """
-    facts: CommFacts = comm.facts
+    facts = comm.facts
     if facts.link_class not in ("near", "far"):
         return facts.link_class
     slowest_ns = 0.0

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from commrt.select.facts import LinkClass
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt._native import Group
     from commrt.job.world import World
 
 __all__ = ["measure_slot_window", "partner_of", "window_nbytes"]
@@ -36,18 +36,18 @@ _MOVING_SAVES = 0.1
 _BUDGET_S = 0.02
 
 
-def measure_slot_window(comm: Communicator, world: World) -> int:
+def measure_slot_window(group: Group, world: World) -> int:
     """Return the bytes of this rank's window, 0 for none; collective on each node.
 
     Pairs measure at the same time. A rank that is left over has no window, nor have
     ranks that outnumber cores, whose links are not measured, and ranks that are
     threads.
     """
-    partner = None if world.in_process else partner_of(comm.rank, world.links)
+    partner = None if world.in_process else partner_of(group.rank, world.links)
     if partner is None:
         return 0
     nbytes = window_nbytes()
-    same_ns, moving_ns = comm.probe_slots_ns(partner, nbytes, _BUDGET_S)
+    same_ns, moving_ns = group.probe_slots_ns(partner, nbytes, _BUDGET_S)
     # A pair that ran out of time was not on a core at once, and knows nothing.
     if same_ns < 0 or moving_ns > (1 - _MOVING_SAVES) * same_ns:
         return 0

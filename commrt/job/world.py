@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from commrt import _native, env
-from commrt.backends.known import check_wishes, known_names
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.gloo.groups import GlooGroups
@@ -32,6 +31,7 @@ from commrt.select.facts import Candidate, CommFacts, LinkClass
 from commrt.select.fingerprint import available_cores
 from commrt.select.locate import LocatedTable, locate
 from commrt.select.model import BetweenNodes
+from commrt.select.schema import Known
 from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wishes, parse_wishes
 
@@ -207,13 +207,14 @@ class World:
             )
         return _SharedByThreads.of(int(said))
 
-    def attach_other_nodes(self, comm: Any, tag: int) -> None:
-        """Let messages of a communicator to other nodes go by MPI, or by gloo."""
-        ranks = list(comm.world_ranks)
+    def attach_other_nodes(
+        self, group: _native.Group, ranks: list[int], tag: int
+    ) -> None:
+        """Let messages of a group to other nodes go by MPI, or by gloo."""
         if self.relay is not None:
-            comm.attach_relay(self.relay.native, tag, ranks)
+            group.attach_relay(self.relay.native, tag, ranks)
         elif self.mpi is not None:
-            comm.attach_mpi(library.handle(self.mpi), tag, ranks)
+            group.attach_mpi(library.handle(self.mpi), tag, ranks)
 
     def meet(
         self, members: Sequence[int], key: str, timeout_s: float | None = None
@@ -296,6 +297,7 @@ class _SharedByThreads(Arena):
 def connect_world(
     bootstrap: Bootstrap,
     launch: LaunchInfo,
+    known: Known,
     *,
     in_process: bool = False,
     engine: Any = None,
@@ -303,9 +305,14 @@ def connect_world(
 ) -> World:
     """Agree on nodes, variables and table with the other ranks; collective.
 
-    ``engine``: that of this process's other worlds, so that whoever waits in one of
-    them makes progress in all. ``timeout_s``: default limit of all that follows; None:
-    COMMRT_TIMEOUT_S.
+    Args:
+        bootstrap: exchanges small blobs among the ranks.
+        launch: who started the ranks.
+        known: names that a table may use.
+        in_process: the ranks are threads of this process.
+        engine: the engine of this process's other worlds: a rank that waits in one of
+            them makes progress in all.
+        timeout_s: default limit of all that follows; None: COMMRT_TIMEOUT_S.
     """
     if timeout_s is None:
         timeout_s = env.read_float("COMMRT_TIMEOUT_S")
@@ -323,9 +330,9 @@ def connect_world(
         nodes=nodes,
         engine=_native.Engine() if engine is None else engine,
         cores=0,
-        table=located.parse(known_names()),
+        table=located.parse(known),
         located=located,
-        wishes=check_wishes(parse_wishes(env.read_str(VARIABLE))),
+        wishes=parse_wishes(env.read_str(VARIABLE)),
         timeout_s=timeout_s,
         mpi=mpi,
         mpi_given=getattr(bootstrap, "given", None),

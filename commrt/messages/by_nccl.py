@@ -10,24 +10,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, place_of
-from commrt.arrays.host import HostView
+from commrt.device_calls.collectives import Staging
 from commrt.device_calls.requests import DeviceRequest
 from commrt.errors import BackendError, MismatchError, UsageError
-
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
+from commrt.group.compare import Comparison
+from commrt.group.group import Group
+from commrt.messages.lists import WHAT, Message
 
 __all__ = ["NcclMessages", "check_backend"]
 
-_WHAT = "multi_sendrecv"
 _CODE = 87
 """For the engine's records."""
-_Message = tuple[HostView, int, int]
-"""The array, the peer, the tag."""
 
 
 def check_backend(what: str, backend: Any) -> bool:
@@ -44,18 +41,21 @@ class NcclMessages:
     """Messages by NCCL that are one call, bound to their arrays."""
 
     label = "nccl/messages"
-    operation = _WHAT
+    operation = WHAT
 
     def __init__(
         self,
-        comm: Communicator,
-        sends: Sequence[_Message],
-        recvs: Sequence[_Message],
+        group: Group,
+        devices: Staging,
+        comparison: Comparison,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
         stream: Any = None,
     ) -> None:
         """Check both lists; what is wrong on one rank is found before it calls NCCL."""
-        self._comm, self._stream = comm, stream
-        self._here = f"{_WHAT} on {comm.name}, rank {comm.rank}"
+        self._group, self._stream = group, stream
+        self._devices, self._comparison = devices, comparison
+        self._here = f"{WHAT} on {group.name}, rank {group.rank}"
         self._sends, self._recvs = list(sends), list(recvs)
         self._arrays = [each for each, _, _ in (*sends, *recvs)]
         self._on = place_of(self._here, self._arrays)
@@ -76,7 +76,7 @@ class NcclMessages:
 
     def _own_phase(self) -> _native.NcclPhase:
         """Return what moves; what a rank sends itself is copied."""
-        rank, own = self._comm.rank, []
+        rank, own = self._group.rank, []
         messages = []
         for index, (array, peer, _) in enumerate((*self._sends, *self._recvs)):
             leaves = index < len(self._sends)
@@ -101,13 +101,12 @@ class NcclMessages:
 
         Collective. Raises BackendError on all ranks where they have no NCCL.
         """
-        comm = self._comm
-        comm.check_usable()
-        limit = comm.timeout_s if timeout_s is None else timeout_s
-        if comm.checker is not None:
+        group, devices = self._group, self._devices
+        group.check_usable()
+        limit = group.timeout_s if timeout_s is None else timeout_s
+        if group.checker is not None:
             self._compare(limit)
-        staging = comm.devices
-        device = self._on or staging.nccl.device
+        device = self._on or devices.nccl.device
         if device is None:
             raise UsageError(
                 f"{self._here}: it has no message in its first call by NCCL, so that "
@@ -119,23 +118,23 @@ class NcclMessages:
             stream = current_stream_of(first, device)
         else:
             stream = as_stream(self._stream, device, self._here)
-        if not staging.by_nccl(device, _WHAT, stream, limit):
+        if not devices.by_nccl(device, WHAT, stream, limit):
             raise BackendError(
                 f"{self._here}: backend='nccl', and NCCL cannot be used: "
-                f"{staging.nccl.facts.why}; leave it out, on all ranks"
+                f"{devices.nccl.facts.why}; leave it out, on all ranks"
             )
-        staging.order_exported(device, stream, self._arrays)
-        plan = _native.nccl_phases_plan(_WHAT, [self._phase], coll=_CODE)
+        devices.order_exported(device, stream, self._arrays)
+        plan = _native.nccl_phases_plan(WHAT, [self._phase], coll=_CODE)
         addresses = [each.address for each in self._arrays]
         keep = tuple(each.owner for each in self._arrays)
-        work = staging.nccl.work(device)
-        started = staging.given(
+        work = devices.nccl.work(device)
+        started = devices.given(
             lambda: work.start_arrays(
                 plan, addresses, stream, not nonblocking, keep, limit
             )
         )
         request = DeviceRequest(
-            *(comm, started, self._result, _WHAT, limit, device, stream, first)
+            *(group, started, self._result, WHAT, limit, device, stream, first)
         )
         if nonblocking:
             return request
@@ -152,12 +151,12 @@ class NcclMessages:
 
     def _compare(self, timeout_s: float) -> None:
         """Raise the same MismatchError on all ranks unless both ends say the same."""
-        comm, rank = self._comm, self._comm.rank
+        rank = self._group.rank
         sent = [[rank, peer, each.nbytes] for each, peer, _ in self._sends]
         taken = [[peer, rank, each.nbytes] for each, peer, _ in self._recvs]
         leaving: dict[tuple[int, int], list[int]] = defaultdict(list)
         coming: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for rows in comm._meet(_WHAT, [sent, taken], timeout_s):
+        for rows in self._comparison.meet(WHAT, [sent, taken], timeout_s):
             for found, ends in zip((leaving, coming), rows, strict=True):
                 for source, dest, nbytes in ends:
                     found[source, dest].append(nbytes)
@@ -165,6 +164,6 @@ class NcclMessages:
             left, came = leaving[source, dest], coming[source, dest]
             if left != came:
                 raise MismatchError(
-                    f"{_WHAT} on {comm.name}: rank {source} sends {left} bytes to rank "
-                    f"{dest}, which receives {came} from it; nothing was sent"
+                    f"{WHAT} on {self._group.name}: rank {source} sends {left} bytes "
+                    f"to rank {dest}, which receives {came} from it; nothing was sent"
                 )

@@ -1,76 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of messages that are one operation: what a multi_sendrecv is given, checked.
-
-Nothing is started here. All of both lists is checked before anything is.
-"""
+"""Lists of messages that are one operation, checked before any of them starts."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commrt import _native
-from commrt.arrays.device import place_of
 from commrt.arrays.host import HostView, view_anywhere
 from commrt.errors import BufferError_, UsageError
-from commrt.messages.by_nccl import NcclMessages, check_backend
-from commrt.messages.on_device import DeviceMessages
+from commrt.group.group import Group
 from commrt.vocabulary.checks import as_integer, check_flag
 
-if TYPE_CHECKING:
-    from commrt.group.group import Guarded
-
-__all__ = ["bind_lists", "check_tag"]
+__all__ = ["WHAT", "Lists", "Message", "check_lists", "check_tag"]
 
 _MAX_TAG = 2**31 - 1
-_WHAT = "multi_sendrecv"
-_Message = tuple[HostView, int, int]
+WHAT = "multi_sendrecv"
+Message = tuple[HostView, int, int]
 """The buffer, the peer, the tag."""
 
 
-def bind_lists(
-    comm: Guarded,
-    sends: Any,
-    recvs: Any,
-    in_place: Any,
-    stream: Any = None,
-    backend: Any = None,
-) -> _native.PersistentMessages | DeviceMessages | NcclMessages:
-    """Return the call that sends and receives all of these; an error names the first
-    message that is wrong."""
-    by_nccl = check_backend(_WHAT, backend)
-    in_place = check_flag(_WHAT, "in_place", in_place)
-    leaving = _messages(comm, "sends", "dest", sends)
-    coming = _messages(comm, "recvs", "source", recvs)
+@dataclass(frozen=True)
+class Lists:
+    """Messages of one call, checked."""
+
+    leaving: list[Message]
+    coming: list[Message]
+    replaced: set[int]
+    """Sends whose memory a receive of the same call overwrites."""
+
+    @property
+    def arrays(self) -> list[HostView]:
+        """All arrays, those that leave first."""
+        return [array for array, _, _ in (*self.leaving, *self.coming)]
+
+    @property
+    def result(self) -> tuple[Any, ...]:
+        """The arrays received into, as the caller passed them."""
+        return tuple(array.array for array, _, _ in self.coming)
+
+    def refuse_replaced_for_nccl(self) -> None:
+        """Raise UsageError where NCCL would write to memory that it still reads."""
+        if self.replaced:
+            raise UsageError(
+                f"{WHAT}: sends[{min(self.replaced)}] is received into, too, and NCCL "
+                f"reads while it writes: pass separate arrays, or leave backend out"
+            )
+
+    def on_host(self, group: Group) -> _native.PersistentMessages:
+        """Return the engine's call of these messages."""
+        return _native.PersistentMessages(
+            group,
+            _rows(self.leaving, self.replaced),
+            _rows(self.coming, set()),
+            tuple(array.owner for array, _, _ in self.leaving),
+            tuple(array.owner for array, _, _ in self.coming),
+            self.result,
+            WHAT,
+        )
+
+
+def check_lists(group: Group, sends: Any, recvs: Any, in_place: Any) -> Lists:
+    """Return the messages of both lists; an error names the first that is wrong."""
+    in_place = check_flag(WHAT, "in_place", in_place)
+    leaving = _messages(group, "sends", "dest", sends)
+    coming = _messages(group, "recvs", "source", recvs)
     for index, (buffer, _, _) in enumerate(coming):
         if not buffer.writable:
             raise BufferError_(
-                f"{_WHAT}: recvs[{index}]: out is read-only: pass a writable array"
+                f"{WHAT}: recvs[{index}]: out is read-only: pass a writable array"
             )
     replaced = _replaced([m[0] for m in leaving], [m[0] for m in coming], in_place)
-    whole: Any = comm
-    if by_nccl:
-        if replaced:
-            raise UsageError(
-                f"{_WHAT}: sends[{min(replaced)}] is received into, too, and NCCL "
-                f"reads while it writes: pass separate arrays, or leave backend out"
-            )
-        return NcclMessages(whole, leaving, coming, stream)
-    result = tuple(buffer.array for buffer, _, _ in coming)
-    everything = [buffer for buffer, _, _ in (*leaving, *coming)]
-    if place_of(_WHAT, everything, stream) is not None:
-        return DeviceMessages(whole, _WHAT, leaving, coming, result, stream)
-    return _native.PersistentMessages(
-        comm,
-        _rows(leaving, replaced),
-        _rows(coming, set()),
-        tuple(buffer.owner for buffer, _, _ in leaving),
-        tuple(buffer.owner for buffer, _, _ in coming),
-        result,
-        _WHAT,
-    )
+    return Lists(leaving, coming, replaced)
 
 
 def check_tag(what: str, argument: str, tag: Any) -> int:
@@ -84,7 +88,7 @@ def check_tag(what: str, argument: str, tag: Any) -> int:
 
 
 def _rows(
-    messages: Sequence[_Message], replaced: set[int]
+    messages: Sequence[Message], replaced: set[int]
 ) -> list[tuple[int, int, int, int, bool]]:
     return [
         (buffer.address, buffer.nbytes, peer, tag, index in replaced)
@@ -92,19 +96,17 @@ def _rows(
     ]
 
 
-def _messages(
-    comm: Guarded, argument: str, peer_name: str, given: Any
-) -> list[_Message]:
+def _messages(group: Group, argument: str, peer_name: str, given: Any) -> list[Message]:
     array_name = "x" if peer_name == "dest" else "out"
     form = f"({array_name}, {peer_name}) or ({array_name}, {peer_name}, tag)"
     if not isinstance(given, list | tuple):
-        raise UsageError(f"{_WHAT}: {argument}={given!r} must be a list of {form}")
+        raise UsageError(f"{WHAT}: {argument}={given!r} must be a list of {form}")
     found = []
     for index, item in enumerate(given):
-        what = f"{_WHAT}: {argument}[{index}]"
+        what = f"{WHAT}: {argument}[{index}]"
         if not isinstance(item, list | tuple) or len(item) not in (2, 3):
             raise UsageError(f"{what} is a {_kind(item)}, expected {form}")
-        rank = comm.check_rank(what, peer_name, item[1])
+        rank = group.check_rank(what, peer_name, item[1])
         tag = check_tag(what, "tag", item[2] if len(item) == 3 else 0)
         found.append((view_anywhere(item[0], f"{what}: {array_name}"), rank, tag))
     return found
@@ -131,7 +133,7 @@ def _replaced(
     for a, b in pairwise(written):
         if coming[b].address < _end(coming[a]):
             raise UsageError(
-                f"{_WHAT}: recvs[{max(a, b)}]: out overlaps that of "
+                f"{WHAT}: recvs[{max(a, b)}]: out overlaps that of "
                 f"recvs[{min(a, b)}]; pass separate arrays"
             )
     ends = [_end(coming[index]) for index in written]
@@ -154,7 +156,7 @@ def _replaced(
                 )
             )
             raise UsageError(
-                f"{_WHAT}: recvs[{written[at]}]: out overlaps x of sends[{index}]; "
+                f"{WHAT}: recvs[{written[at]}]: out overlaps x of sends[{index}]; "
                 f"{allowed}"
             )
         found.add(index)

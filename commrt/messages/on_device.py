@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages to and from arrays on devices: what host arrays' messages are, staged."""
+"""Messages to and from arrays on devices, through pinned host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commrt.arrays.device import as_stream, current_stream_of, place_of
-from commrt.arrays.host import HostView
+from commrt.device_calls.collectives import Staging
 from commrt.device_calls.requests import DeviceMessageRequest
-
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
+from commrt.group.group import Group
+from commrt.messages.lists import Message
 
 __all__ = ["DeviceMessages"]
-
-Message = tuple[HostView, int, int]
-"""The array, the peer, the tag."""
 
 
 class DeviceMessages:
@@ -24,14 +20,15 @@ class DeviceMessages:
 
     def __init__(
         self,
-        comm: Communicator,
+        group: Group,
+        devices: Staging,
         what: str,
         sends: Sequence[Message],
         recvs: Sequence[Message],
         result: Any,
         stream: Any = None,
     ) -> None:
-        self._comm = comm
+        self._group, self._devices = group, devices
         self._what = what
         self._arrays = [each for each, _, _ in (*sends, *recvs)]
         self._result = result
@@ -40,28 +37,28 @@ class DeviceMessages:
         self._peers = tuple(peer for _, peer, _ in recvs)
         self._keep = tuple(each.owner for each in self._arrays)
         self._on = place_of(what, self._arrays)
-        comm.devices.messages(self._on)
+        devices.messages(self._on)
 
     def run(self, nonblocking: bool, timeout_s: float | None = None) -> Any:
         """Start it; return a request, or let the stream wait and return the output."""
-        comm, device = self._comm, self._on
-        comm.check_usable()
-        limit = comm.timeout_s if timeout_s is None else timeout_s
+        group, device = self._group, self._on
+        group.check_usable()
+        limit = group.timeout_s if timeout_s is None else timeout_s
         first = self._arrays[0].array
         if self._stream is None:
             stream = current_stream_of(first, device)
         else:
             stream = as_stream(self._stream, device, self._what)
-        staging = comm.devices
-        staging.order_exported(device, stream, self._arrays)
-        messages = staging.messages(device)
-        started = staging.given(
+        devices = self._devices
+        devices.order_exported(device, stream, self._arrays)
+        messages = devices.messages(device)
+        started = devices.given(
             lambda: messages.start(
                 self._sends, self._recvs, stream, not nonblocking, self._keep, limit
             )
         )
         request = DeviceMessageRequest(
-            comm,
+            group,
             started,
             self._result,
             self._what,

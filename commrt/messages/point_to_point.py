@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between two ranks, and lists of them: send, recv, sendrecv, multi_sendrecv.
 
-What stands here runs for calls that ``calls/p2p_operation.cpp`` does not recognise at
-a glance, and says what is wrong with a call.
+The engine runs the calls of every day (``calls/p2p_operation.cpp``). These methods run
+all others, and say what is wrong with a call.
 """
 
 from __future__ import annotations
@@ -13,20 +13,33 @@ from typing import Any
 from commrt import _native
 from commrt.arrays.device import place_of
 from commrt.arrays.host import HostView, overlap, view_anywhere
+from commrt.device_calls.collectives import Staging
 from commrt.device_calls.requests import DeviceRequest
 from commrt.errors import BufferError_, UsageError
-from commrt.group.group import Guarded
-from commrt.messages.by_nccl import NcclMessages
-from commrt.messages.lists import bind_lists, check_tag
+from commrt.group.compare import Comparison
+from commrt.group.group import Group
+from commrt.messages.by_nccl import NcclMessages, check_backend
+from commrt.messages.lists import WHAT, Message, check_lists, check_tag
 from commrt.messages.on_device import DeviceMessages
 from commrt.request import Request
-from commrt.vocabulary.checks import check_flag, check_timeout
+from commrt.vocabulary.checks import check_flag
 
-__all__ = ["PointToPoint"]
+__all__ = ["Messages"]
 
 
-class PointToPoint(Guarded):
-    """The point-to-point methods of a communicator."""
+class Messages:
+    """Sends and receives messages of one group.
+
+    Args:
+        group: sends and receives arrays on the host.
+        devices: does so with arrays on devices.
+        comparison: compares the lists of all ranks in check mode.
+    """
+
+    def __init__(self, group: Group, devices: Staging, comparison: Comparison) -> None:
+        self.group = group
+        self.devices = devices
+        self._comparison = comparison
 
     def send(
         self,
@@ -45,17 +58,17 @@ class PointToPoint(Guarded):
         of such messages that it has not received; for a longer one it is after. Of an
         array on a device it is for ``stream`` to wait, until the array is on the host.
         """
-        self.check_usable()
+        self.group.check_usable()
         nonblocking = check_flag("send", "nonblocking", nonblocking)
-        limit = self.limit("send", timeout_s)
-        buffer, dest, tag = self._outgoing("send", x, dest, "dest", tag, "tag")
+        limit = self.group.limit("send", timeout_s)
+        buffer, dest, tag = self.outgoing("send", x, dest, "dest", tag, "tag")
         if place_of("send", [buffer], stream) is not None:
             leaving = [(buffer, dest, tag)]
             given: DeviceRequest | None = self._on_device(
                 "send", leaving, [], None, stream, nonblocking, limit
             )
             return given
-        started: Request | None = self.send_bytes(
+        started: Request | None = self.group.send_bytes(
             buffer.address,
             buffer.nbytes,
             dest,
@@ -83,14 +96,14 @@ class PointToPoint(Guarded):
         the request's ``received_nbytes``, so pass ``nonblocking=True`` where lengths
         vary. A longer message raises TruncationError.
         """
-        self.check_usable()
+        self.group.check_usable()
         nonblocking = check_flag("recv", "nonblocking", nonblocking)
-        limit = self.limit("recv", timeout_s)
-        buffer, source, tag = self._incoming("recv", out, source, "source", tag, "tag")
+        limit = self.group.limit("recv", timeout_s)
+        buffer, source, tag = self.incoming("recv", out, source, "source", tag, "tag")
         if place_of("recv", [buffer], stream) is not None:
             coming = [(buffer, source, tag)]
             return self._on_device("recv", [], coming, out, stream, nonblocking, limit)
-        return self.recv_bytes(
+        return self.group.recv_bytes(
             buffer.address,
             buffer.nbytes,
             source,
@@ -120,14 +133,14 @@ class PointToPoint(Guarded):
         The two arrays must not overlap. It ends, nonblocking as one request, when both
         messages have; an error says which of them failed, or that both did.
         """
-        self.check_usable()
+        self.group.check_usable()
         nonblocking = check_flag("sendrecv", "nonblocking", nonblocking)
-        limit = self.limit("sendrecv", timeout_s)
+        limit = self.group.limit("sendrecv", timeout_s)
         # Both sides are checked before either is started.
-        sent, dest, sendtag = self._outgoing(
+        sent, dest, sendtag = self.outgoing(
             "sendrecv", x, dest, "dest", sendtag, "sendtag"
         )
-        got, source, recvtag = self._incoming(
+        got, source, recvtag = self.incoming(
             "sendrecv", out, source, "source", recvtag, "recvtag"
         )
         if overlap(sent, got):
@@ -137,7 +150,7 @@ class PointToPoint(Guarded):
             return self._on_device(
                 "sendrecv", leaving, coming, out, stream, nonblocking, limit
             )
-        return self.sendrecv_bytes(
+        return self.group.sendrecv_bytes(
             sent.address,
             sent.nbytes,
             dest,
@@ -192,12 +205,10 @@ class PointToPoint(Guarded):
             The arrays received into, in the order of ``recvs``. A request says by
             ``each_received_nbytes`` how much came.
         """
-        self.check_usable()
+        self.group.check_usable()
         nonblocking = check_flag("multi_sendrecv", "nonblocking", nonblocking)
-        limit = self.limit("multi_sendrecv", timeout_s)
-        bound = bind_lists(self, sends, recvs, in_place, stream, backend)
-        if isinstance(bound, DeviceMessages | NcclMessages):
-            return bound.run(nonblocking, limit)
+        limit = self.group.limit("multi_sendrecv", timeout_s)
+        bound = self.listed(sends, recvs, in_place, stream, backend)
         return bound.run(nonblocking, limit)
 
     def _on_device(
@@ -210,22 +221,56 @@ class PointToPoint(Guarded):
         nonblocking: bool,
         limit: float,
     ) -> Any:
-        whole: Any = self  # a communicator
-        bound = DeviceMessages(whole, what, sends, recvs, result, stream)
+        bound = self.on_device(what, sends, recvs, result, stream)
         return bound.run(nonblocking, limit)
 
-    def limit(self, what: str, timeout_s: float | None) -> float:
-        return self.timeout_s if timeout_s is None else check_timeout(what, timeout_s)
+    def on_device(
+        self,
+        what: str,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        result: Any,
+        stream: Any = None,
+    ) -> DeviceMessages:
+        """Return messages of arrays on a device as one operation."""
+        return DeviceMessages(
+            self.group, self.devices, what, sends, recvs, result, stream
+        )
 
-    def _outgoing(
+    def listed(
+        self, sends: Any, recvs: Any, in_place: Any, stream: Any, backend: Any
+    ) -> _native.PersistentMessages | DeviceMessages | NcclMessages:
+        """Return both lists as one operation; an error names the first wrong message.
+
+        Nothing is started, and all messages are checked.
+        """
+        by_nccl = check_backend(WHAT, backend)
+        lists = check_lists(self.group, sends, recvs, in_place)
+        if by_nccl:
+            lists.refuse_replaced_for_nccl()
+            return NcclMessages(
+                self.group,
+                self.devices,
+                self._comparison,
+                lists.leaving,
+                lists.coming,
+                stream,
+            )
+        if place_of(WHAT, lists.arrays, stream) is not None:
+            return self.on_device(
+                WHAT, lists.leaving, lists.coming, lists.result, stream
+            )
+        return lists.on_host(self.group)
+
+    def outgoing(
         self, what: str, x: Any, dest: Any, dest_name: str, tag: Any, tag_name: str
     ) -> tuple[HostView, int, int]:
         """Return the buffer, the peer and the tag, all checked."""
-        rank = self.check_rank(what, dest_name, dest)
+        rank = self.group.check_rank(what, dest_name, dest)
         number = check_tag(what, tag_name, tag)
         return view_anywhere(x, f"{what}: x"), rank, number
 
-    def _incoming(
+    def incoming(
         self,
         what: str,
         out: Any,
@@ -234,20 +279,10 @@ class PointToPoint(Guarded):
         tag: Any,
         tag_name: str,
     ) -> tuple[HostView, int, int]:
-        rank = self.check_rank(what, source_name, source)
+        """Return the buffer to receive into, the peer and the tag, all checked."""
+        rank = self.group.check_rank(what, source_name, source)
         number = check_tag(what, tag_name, tag)
         buffer = view_anywhere(out, f"{what}: out")
         if not buffer.writable:
             raise BufferError_(f"{what}: out is read-only: pass a writable array")
         return buffer, rank, number
-
-
-def _install_methods() -> None:
-    """Put a native method in front of each: it takes the calls of every day."""
-    for kind, name in enumerate(("send", "recv", "sendrecv", "multi_sendrecv")):
-        function = getattr(PointToPoint, name)
-        method = _native.make_message_method(name, kind, function)
-        setattr(PointToPoint, name, method)
-
-
-_install_methods()

@@ -16,7 +16,8 @@ from commrt.device_calls.host_work import (
     run_hosted,
 )
 from commrt.errors import BufferError_, MismatchError, UsageError, suggest
-from commrt.group.compare import Meeting
+from commrt.group.compare import Comparison
+from commrt.group.group import Group
 from commrt.group.stepped import SteppedRequest, Steps
 from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, sparse_allreduce
@@ -54,15 +55,15 @@ class _Sparse:
     rules: dict[Any, tuple[Rule, ...]] = field(default_factory=dict)
 
 
-class SparseMethods(Meeting):
+class SparseMethods(Group):
     """The methods of a communicator that sum sparse vectors."""
 
+    comparison: Comparison
     _sparse: _Sparse | None = None
     _sparse_report: SparseReport | None = None
     _made_for: Callable[[], SparseMethods | None] = staticmethod(lambda: None)
     """The communicator whose calls on device arrays go over this one."""
     _private: Callable[[str, float], Communicator]
-    deterministic: bool
 
     def sparse_allreduce(
         self,
@@ -228,7 +229,9 @@ class SparseMethods(Meeting):
                     )
             return self._header(what, output.given, output.format, algorithm), output
 
-        return self._together(what, check, timeout_s=limit, describe=_described)
+        return self.comparison.together(
+            what, check, timeout_s=limit, describe=_described
+        )
 
     def _check_topk(
         self, x: Any, k: Any, residual: Any, nonblocking: Any, limit: float
@@ -244,7 +247,9 @@ class SparseMethods(Meeting):
             header = self._header(what, mine.output.given, "sparse", None)
             return replace(header, k=mine.k), mine
 
-        return self._together(what, check, timeout_s=limit, describe=_described)
+        return self.comparison.together(
+            what, check, timeout_s=limit, describe=_described
+        )
 
     def _largest_on_host(
         self, x: Any, k: Any, residual: Any, nonblocking: Any, limit: float
@@ -261,7 +266,9 @@ class SparseMethods(Meeting):
             array, _, number = found
             return _facts(array.dtype.name, "sparse", None, number)
 
-        array, owed, number = self._together(what, check, timeout_s=limit, describe=say)
+        array, owed, number = self.comparison.together(
+            what, check, timeout_s=limit, describe=say
+        )
 
         def start(channel: Any, copy_of: Callable[[HostView], Any]) -> SteppedRequest:
             found: SteppedRequest = channel.topk_allreduce(
@@ -355,8 +362,7 @@ class SparseMethods(Meeting):
                 f"{what}: unknown algorithm={algorithm!r}"
                 f"{suggest(algorithm, ALGORITHMS)}"
             )
-        nodes: list[list[int]] = getattr(self, "nodes")  # noqa: B009  a subclass's
-        if algorithm == "two_level_ring" and (why := why_not_two_level(nodes)):
+        if algorithm == "two_level_ring" and (why := why_not_two_level(self.nodes)):
             raise UsageError(f"{what}: algorithm='two_level_ring' cannot run: {why}")
 
     # -- ending ------------------------------------------------------------------

@@ -88,7 +88,7 @@ class CheckedCalls(Collectives, Messages):
                 }
                 checker.compare(fields, limit, said.call())
             except UsageError as error:
-                comm._tell(name, error, limit)
+                comm.comparison.tell(name, error, limit)
                 raise
         try:
             return run()
@@ -96,7 +96,7 @@ class CheckedCalls(Collectives, Messages):
             raise as_torch_error(checker.with_calls(error, said.call())) from error
         except UsageError as error:
             with self._calls.raising():
-                comm._tell(said.operation, error, limit)
+                comm.comparison.tell(said.operation, error, limit)
             raise
 
     # -- messages ----------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_drawn_messages_arrive_in_any_order_of_the_lists(
             for out, m in zip(outs, coming, strict=True):
                 assert np.array_equal(out, m.sent())
                 compared += 1
-        assert comm._comes_to_rest()  # answers may be on their way
+        assert comm.comes_to_rest()  # answers may be on their way
         return compared
 
     assert sum(run(size, rank_main, timeout_s=60)) == sum(map(len, rounds))

@@ -170,7 +170,7 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-NCCL_PAGE = PAGE.with_name("nccl.md")
+NCCL_PAGE = Path(__file__).parent / "reference" / "nccl.md"
 NCCL_TABLES: dict[str, Callable[[], str]] = {
     "nccl-features": features.features_table,
     "nccl-operations": abilities.operations_table,

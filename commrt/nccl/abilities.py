@@ -203,7 +203,7 @@ def scalar_bytes(coll: str, factor: int | float | None, dtype: DType) -> bytes:
 
 
 def reductions_table() -> str:
-    """Return what NCCL does with each reduction of each type, for docs/reference/nccl.md."""
+    """Return what NCCL does with each reduction of each type, for the reference."""
     rows = ["| `op` | type | NCCL |", "|---|---|---|"]
     for op in ReduceOp:
         verdicts: dict[str, list[str]] = {}

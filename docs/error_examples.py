@@ -293,7 +293,16 @@ def _entry(entry: Entry) -> str:
         "",
     ]
     if entry.program:
-        lines += ["```py", entry.text, "```", "", "```text", _message(entry), "```", ""]
+        lines += [
+            "```python3",
+            entry.text,
+            "```",
+            "",
+            "```text",
+            _message(entry),
+            "```",
+            "",
+        ]
     return "\n".join(lines)
 
 

@@ -43,7 +43,10 @@ def test_the_program_runs_by_itself_in_plain_python(page: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("page", IN_PYTHON)
-def test_the_program_runs_by_itself_on_mpi_ranks(page: str, tmp_path: Path) -> None:
+def test_the_program_runs_by_itself_on_mpi_ranks(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where a program may write files
     program = tmp_path / "program.py"
     program.write_text(first_block_of(page)[2])
     done = run_on_ranks(3, program)

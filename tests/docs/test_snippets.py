@@ -32,7 +32,10 @@ def test_blocks_of_a_page_run_in_plain_python(page: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_of_a_page_run_on_mpi_ranks(page: str, tmp_path: Path) -> None:
+def test_blocks_of_a_page_run_on_mpi_ranks(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where a program may write files
     done = run_on_ranks(3, _program(page, tmp_path))
     assert done.ok, done.describe_failure()
 

@@ -38,7 +38,7 @@ BUILD_TOOLS := cmake ninja \
   $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | sed 's/", *"/" "/g')
 
 NATIVE := pyproject.toml $(shell find commrt/native -type f)
-SOURCES := $(NATIVE) $(wildcard docs/*.md) $(shell find commrt tuning bench tables -type f \
+SOURCES := $(NATIVE) $(shell find docs -name '*.md') $(shell find commrt tuning bench tables -type f \
 	-not -path '*/__pycache__/*' -not -path 'commrt/native/*')
 UNIT_TESTS := $(wildcard tests/unit tests/docs tests/gpu)
 RANKS_TESTS := $(wildcard tests/ranks)

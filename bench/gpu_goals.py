@@ -197,6 +197,6 @@ def goals_table(found: Found, no_use: str = "") -> str:
         lines.append(f"| {goal.wanted} | {measured} | {verdict} |")
     lines.append(
         "| ten million calls on a simulated device leave nothing behind | | not run: "
-        "needs no GPU, docs/testing.md has the command |"
+        "needs no GPU, docs/internals/testing.md has the command |"
     )
     return "\n".join(lines)

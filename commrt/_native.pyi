@@ -91,7 +91,7 @@ class CudaDevice(Device):
         """
 
 class Device:
-    """A device: memory, streams, events; see docs/gpu.md."""
+    """A device: memory, streams, events; see docs/internals/devices.md."""
 
     def alloc(self, nbytes: int) -> int:
         """Return the address of new device memory."""

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated tables of the pages: ``python docs/reference_tables.py``.
+"""Write the generated parts of the pages: ``python docs/reference_tables.py``.
 
-A table stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
+Each stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +22,9 @@ from commrt.planning.host_plans import TransportParams
 from commrt.vocabulary.dtypes import DTYPES, ReduceOp, check_reduction
 from commrt.vocabulary.operations import OPERATIONS, SCHEDULED, OpSpec
 
-PAGE = Path(__file__).with_name("reference.md")
+DOCS = Path(__file__).parent
+
+_ERRORS_TIMEOUT_S = 100.0
 
 _RANKS = 8
 """Parameters may depend on the number of ranks; these are shown."""
@@ -160,26 +165,47 @@ def _meaning(name: str) -> str:
     return re.sub(r"\s+", " ", found[1]).replace("``", "`")
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "operations": operations_table,
-    "reductions": reductions_table,
-    "algorithms": algorithms_table,
-    "parameters": parameters_table,
-    "transport": transport_table,
-    "environment": env.markdown_table,
+def errors_entries() -> str:
+    """Return an entry for each error class, with a message that it was made to say."""
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("COMMRT_")
+    }
+    done = subprocess.run(
+        [sys.executable, str(DOCS / "error_examples.py")],
+        env={**variables, "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=_ERRORS_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"docs/error_examples.py failed:\n{done.stderr}")
+    return done.stdout
+
+
+Tables = dict[str, Callable[[], str]]
+OPERATIONS_TABLES: Tables = {"operations": operations_table}
+PAGES: dict[Path, Tables] = {
+    DOCS / "reference" / "operations.md": OPERATIONS_TABLES,
+    DOCS / "reference" / "reductions.md": {"reductions": reductions_table},
+    DOCS / "reference" / "algorithms.md": {
+        "algorithms": algorithms_table,
+        "parameters": parameters_table,
+        "transport": transport_table,
+    },
+    DOCS / "reference" / "environment.md": {"environment": env.markdown_table},
+    DOCS / "reference" / "errors.md": {"errors": errors_entries},
+    DOCS / "reference" / "nccl.md": {
+        "nccl-features": features.features_table,
+        "nccl-operations": abilities.operations_table,
+        "nccl-reductions": abilities.reductions_table,
+    },
 }
 
 
-NCCL_PAGE = PAGE.with_name("nccl.md")
-NCCL_TABLES: dict[str, Callable[[], str]] = {
-    "nccl-features": features.features_table,
-    "nccl-operations": abilities.operations_table,
-    "nccl-reductions": abilities.reductions_table,
-}
-PAGES = {PAGE: TABLES, NCCL_PAGE: NCCL_TABLES}
-
-
-def fill(page: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
+def fill(page: str, tables: Tables = OPERATIONS_TABLES) -> str:
     """Return the page with every generated table renewed."""
     for name, table in tables.items():
         pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.S)

@@ -334,7 +334,7 @@ class Staging:
 
     def stager(self, device: Any) -> _native.Stager:
         """Return what runs collectives on a device, made at the first; see
-        ``docs/gpu.md``.
+        ``docs/internals/staging.md``.
 
         It allocates pinned memory, streams and events, which may wait for the device.
         """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices: one interface, implemented by a simulation, by threads and by CUDA.
 
-Importing this loads no driver. docs/gpu.md says what each implementation is like.
+Importing this loads no driver. docs/internals/devices.md describes each implementation.
 """
 
 from __future__ import annotations

@@ -17,26 +17,33 @@ VOCABULARY = 256
 
 
 def load_documents() -> bytes:
-    """Return all documents in one, in the order of their names.
+    """Return all documents in one, in the order of their paths.
 
     They are ``commrt/docs`` of the installed package; in a checkout ``docs/``.
     """
-    found = _pages(resources.files("commrt") / "docs")
-    if not found:
-        found = _pages(Path(__file__).resolve().parents[2] / "docs")
-    if not found:
+    pages = _pages(resources.files("commrt") / "docs")
+    if not pages:
+        pages = _pages(Path(__file__).resolve().parents[2] / "docs")
+    if not pages:
         raise FileNotFoundError(
             "no documents: neither commrt/docs of the installed package nor docs/ "
             "of a checkout has any; install commrt from a wheel"
         )
-    return b"\n".join(found)
+    return b"\n".join(pages[path] for path in sorted(pages))
 
 
-def _pages(folder: Any) -> list[bytes]:
+def _pages(folder: Any, above: str = "") -> dict[str, bytes]:
+    """Return the pages in a folder and in the folders below it, by path."""
     if not folder.is_dir():
-        return []
-    pages = sorted(folder.iterdir(), key=lambda page: str(page.name))
-    return [page.read_bytes() for page in pages if page.name.endswith(".md")]
+        return {}
+    pages = {}
+    for entry in folder.iterdir():
+        path = f"{above}{entry.name}"
+        if entry.is_dir():
+            pages |= _pages(entry, f"{path}/")
+        elif path.endswith(".md"):
+            pages[path] = entry.read_bytes()
+    return pages
 
 
 def windows(text: bytes, count: int, length: int, step: int) -> torch.Tensor:

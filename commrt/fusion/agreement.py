@@ -3,8 +3,8 @@
 
 A rank whose buckets are full or old, or that waits for one of their requests, tells
 rank 0 how many calls it has made. Rank 0 sends what all ranks have called, and tells
-them. So no operation waits for calls that a rank has yet to make: docs/design.md shows
-why that cannot deadlock.
+them. So no operation waits for calls that a rank has yet to make;
+docs/internals/fusion.md shows why that cannot deadlock.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Kernels for GPUs: their text, and how it is compiled for the card that is there.
 
 Nothing of CUDA is needed to build or install commrt: NVRTC, which compiles the text, is
-looked for when a device is opened. docs/gpu.md says what kernels there are.
+looked for when a device is opened. docs/internals/devices.md lists the kernels.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def scalar_bytes(coll: str, factor: int | float | None, dtype: DType) -> bytes:
 
 
 def reductions_table() -> str:
-    """Return what NCCL does with each reduction of each type, for docs/nccl.md."""
+    """Return what NCCL does with each reduction of each type, for the reference."""
     rows = ["| `op` | type | NCCL |", "|---|---|---|"]
     for op in ReduceOp:
         verdicts: dict[str, list[str]] = {}
@@ -225,7 +225,7 @@ def reductions_table() -> str:
 
 
 def operations_table() -> str:
-    """Return what NCCL does with each operation, for docs/nccl.md."""
+    """Return what NCCL does with each operation, for docs/reference/nccl.md."""
     since = feature("alltoall").since
     rows = [
         f"| operation | before {version_text(since)} | from {version_text(since)} on "

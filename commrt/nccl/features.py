@@ -96,7 +96,7 @@ def require(name: str, version: int, what: str) -> None:
 
 
 def features_table() -> str:
-    """Return the features for docs/nccl.md."""
+    """Return the features for docs/reference/nccl.md."""
     rows = ["| from | what | used |", "|---|---|---|"]
     for one in FEATURES:
         rows.append(

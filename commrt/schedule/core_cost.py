@@ -203,7 +203,7 @@ def core_cost(
 
     Args:
         schedule: what to cost.
-        nbytes: bytes of the operation's *full vector* (see docs/design.md).
+        nbytes: bytes of the operation's *full vector*; docs/internals/schedules.md.
         alpha_us: time of an empty message.
         beta_us_per_byte: time per byte copied.
         gamma_us_per_byte: time per byte reduced.

@@ -44,7 +44,7 @@ Table = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Lowered:
-    """The engine's form of one rank's program; layout in docs/design.md."""
+    """The engine's form of one rank's program: docs/internals/schedules.md."""
 
     rank: int
     spaces: tuple[Space, ...]

@@ -10,7 +10,7 @@ was made:
   equally long for every vector;
 - *in order*: all ranks run their groups in one order, so none waits in a group for
   what another one has put into a later one;
-- *small enough*: no group is larger than its shape allows (docs/nccl.md, Groups);
+- *small enough*: no group is larger than its shape allows (docs/internals/nccl.md);
 - *undisturbed*: within a group nothing is received where something else is received or
   sent from, also where the operation works in place;
 - *meaning*: run group by group, every contribution is in the result exactly once, in

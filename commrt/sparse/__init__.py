@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of sparse vectors over all ranks; see docs/sparse.md."""
+"""Sums of sparse vectors over all ranks; see docs/explanation/sparse-sums.md."""

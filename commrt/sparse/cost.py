@@ -122,7 +122,8 @@ def density(fill: float, size: int) -> float:
 def prices_of(facts: CommFacts) -> Prices:
     """Return the prices on a communicator: those of the dense model, and own ones.
 
-    Those of memory are of one core of an EPYC 9005, its caches cold (docs/sparse.md).
+    Those of memory are of one core of an EPYC 9005, its caches cold; see
+    docs/explanation/sparse-sums.md.
     """
     near = constants(facts.link_class, "shm")
     far = constants("network", "mpi")

@@ -94,9 +94,9 @@ class SparseMethods(Group):
                 communicator is ``deterministic``, only those that add from the left.
             nonblocking: return a request. Its steps run in ``test()`` and ``wait()``;
                 those of device arrays in a thread, and ``wait()`` blocks only where
-                the result's length is not known before (docs/gpu.md). The first sparse
-                call of a communicator waits for all ranks all the same, as they make
-                what sparse calls use.
+                the result's length is not known before (docs/how-to/use-gpus.md). The
+                first sparse call of a communicator waits for all ranks all the same,
+                as they make what sparse calls use.
             timeout_s: limit of the wait, and of that of the first call.
 
         Raises:

@@ -3,7 +3,8 @@
 
 ``make test-clients`` makes the environments and runs each test in the one that has its
 program. The losses of all ranks are compared with those of one process, and what they
-communicate with formulas; the end of a run says what was found, for docs/testing.md.
+communicate with formulas; the end of a run says what was found, for
+docs/internals/clients.md.
 """
 
 from __future__ import annotations

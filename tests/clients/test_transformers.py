@@ -155,7 +155,7 @@ def refused() -> str:
 
 
 def test_why_the_group_is_made_before(torchrun: Any) -> None:
-    """Should it take the name some day, docs/testing.md has to say so."""
+    """Should it take the name some day, docs/internals/clients.md has to say so."""
     said = torchrun(2, refused, deadline_s=DEADLINE_S)
     words = "Your assigned backend commrt is not available, please use gloo"
     assert said == [words] * 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of README run as they are printed there, on less data."""
+"""The commands of README and of the how-tos run as they are printed, on less data."""
 
 from __future__ import annotations
 
@@ -8,21 +8,34 @@ import sys
 from pathlib import Path
 
 import pytest
+from doc_blocks import ROOT, first_block_of, how_tos
 
 from commrt.launch.mpiexec import Completed, child_environment, run_process
 
-TEXT = (Path(__file__).parents[2] / "README.md").read_text()
+TEXT = (ROOT / "README.md").read_text()
 SECTION = TEXT.split("\n## From the shell\n")[1].split("\n## ")[0]
-COMMANDS = [
-    line.split("#")[0].strip()
-    for block in re.findall(r"^```sh\n(.*?)^```$", SECTION, re.S | re.M)
-    for line in block.splitlines()
+BLOCKS = [
+    *re.findall(r"^```sh\n(.*?)^```$", SECTION, re.S | re.M),
+    *(first_block_of(page)[2] for page in how_tos() if first_block_of(page)[1] == "sh"),
 ]
+COMMANDS = {line.split("#")[0].strip() for text in BLOCKS for line in text.splitlines()}
 TUNE = "commrt-tune run"
+SHORT = "-m 8:8 -i 5"
+LATENCY = "OSU MPI {} Latency Test"
 # What is added to end soon, and what is then printed.
 EXPECTED = {
     "python -m commrt info": ("", "Selection table\n  {folder}/commrt/tables/"),
-    "python -m commrt.bench allreduce": ("-m 8:8", "OSU MPI Allreduce Latency Test"),
+    "python -m commrt.bench allreduce": (SHORT, LATENCY.format("Allreduce")),
+    "python -m commrt.bench allreduce --ranks 2,4 --fresh": (
+        SHORT,
+        LATENCY.format("Allreduce"),
+    ),
+    "python -m commrt.bench bcast --nonblocking -t 4": (
+        SHORT,
+        "OSU MPI Non-blocking Broadcast Latency Test",
+    ),
+    "python -m commrt.bench latency": (SHORT, "OSU MPI Latency Test"),
+    "python -m commrt.bench import": ("", "import commrt"),
     "python -m commrt.bench compare": (
         "--sizes 8 --launches 1",
         "Median over 1 launches",  # a table only where both met the same links
@@ -39,6 +52,10 @@ EXPECTED = {
     "commrt-tune show": ("", "allreduce (ranks=2, "),
     "commrt-tune report": ("", "Written to commrt-tune-report.html"),
     "commrt-tune explain allreduce 4096": ("", "allreduce(4096 B, float32, host"),
+    "commrt-tune explain allreduce 64K --ranks 2": (
+        "",
+        "allreduce(65536 B, float32, host",
+    ),
     "commrt-tune lint": ("", "found"),
 }
 
@@ -60,11 +77,11 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Completed]:
     return folder, shell(TUNE, folder, EXPECTED[TUNE][0])
 
 
-def test_every_command_of_the_readme_is_tried() -> None:
-    assert sorted(COMMANDS) == sorted(EXPECTED)
+def test_every_command_is_tried() -> None:
+    assert {*EXPECTED} == COMMANDS
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", EXPECTED)
 def test_it_runs_as_printed(
     command: str, tuned: tuple[Path, Completed], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,11 @@ from doc_blocks import blocks_of, pages_with
 from commrt.launch.mpiexec import child_environment, run_process
 
 PAGES = pages_with("py")
+TORCH_PAGES = {
+    "docs/how-to/use-pytorch.md",
+    "docs/how-to/train-data-parallel.md",
+    "docs/how-to/trace.md",
+}
 LAUNCHERS = {
     "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node"),
     "commrt.run": ("commrt.run", "-n"),
@@ -39,4 +44,4 @@ def test_blocks_of_a_page_run_on_ranks(
 
 
 def test_the_pages_are_those_that_have_such_blocks() -> None:
-    assert {"docs/pytorch.md", "docs/data-parallel.md", "docs/tracing.md"} <= {*PAGES}
+    assert {*PAGES} >= TORCH_PAGES

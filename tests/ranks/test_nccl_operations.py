@@ -394,7 +394,7 @@ def test_many_messages_between_two_ranks_stay_within_the_limit() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 8, 9, 17, 48, 49, 72, 1000])
 def test_a_group_fits_into_one_kernel(size: int) -> None:
-    """At most 6 batches per channel, as docs/nccl.md says, and few calls."""
+    """At most 6 batches per channel, as docs/internals/nccl.md says, and few calls."""
     shape = GroupShape.of(size)
     batches = -(-shape.distances // 8) * shape.messages
     assert batches * 32 + 32 <= 252

@@ -325,7 +325,8 @@ def test_a_folder_that_others_closed_holds_no_table(
 
 
 def test_the_table_in_the_documentation_is_valid() -> None:
-    text = (Path(__file__).parents[2] / "docs/selection-tables.md").read_text()
+    page = Path(__file__).parents[2] / "docs/reference/selection-tables.md"
+    text = page.read_text()
     example = text.split("```yaml\n")[1].split("```")[0]
     table = _load(example)
     assert [rule.match.hi for rule in table.rules] == [4096, None]

@@ -101,7 +101,7 @@ DType dtype_of(int code) {
 void bind_device(nb::module_& m) {
   using D = PyDevice;
   using Api = DeviceApi;
-  nb::class_<D> device(m, "Device", "A device: memory, streams, events; see docs/gpu.md.");
+  nb::class_<D> device(m, "Device", "A device: memory, streams, events; see docs/internals/devices.md.");
   device.def_prop_ro("memory_flags", [](const D& d) { return d.device->memory_flags; },
                      "Whether streams write flags and wait for them; else poll events.");
   device.def_prop_ro("kind", [](const D& d) { return d.device->api->kind; }, "Which kind it is.");

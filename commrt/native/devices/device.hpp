@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What commrt asks of a device: one table of functions, implemented by a simulated device, by
-// threads and by CUDA (docs/gpu.md). Code above it is the same for all of them.
+// threads and by CUDA (docs/internals/devices.md). Code above it is the same for all of them.
 //
 // The second part of the table is what a host thread does with memory that it shares with a
 // device. On hardware these are plain loads, stores and nothing; the simulated device learns

@@ -35,7 +35,7 @@ struct Options {
   double preempt = -1;  // how likely a call gives way, again and again; negative: by the seed
   bool check_order = true;
   bool poison = true;
-  // As CUDA is, or may be. docs/gpu.md says what each is about.
+  // As CUDA is, or may be. docs/internals/devices.md explains each.
   bool alloc_syncs = true;
   bool free_syncs = true;
   bool pinned_alloc_syncs = true;

@@ -92,7 +92,7 @@ std::size_t merge_two(Entries a, Entries b, I* io, typename V::Item* vo) {
 // Adds up several lists of one index range, block by block, without comparing them. A bit for
 // each element that is in one of the lists says, counted, where its entry belongs in the sum; so
 // each entry is read twice, however many lists there are, and no step waits for the one before it
-// (one core of an EPYC 9005, four lists with 1 % each: docs/sparse.md).
+// (one core of an EPYC 9005, four lists with 1 % each: docs/internals/sparse-sums.md).
 template <class I, class V>
 struct Marking {
   using Item = typename V::Item;

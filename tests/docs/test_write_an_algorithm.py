@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from doc_blocks import ROOT
 
 from commrt.launch.mpiexec import child_environment, run_ranks
 
-PAGE = (Path(__file__).parents[2] / "docs" / "write-an-algorithm.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "write-an-algorithm.md").read_text()
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.S | re.M)
 CONSOLE = re.compile(r"^```console\n\$ (.*?)\n(.*?)^```$", re.S | re.M)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
@@ -21,14 +22,13 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 def my_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file that the page makes: the algorithm, and what runs it."""
+    """Return the page's first program: the algorithm, and a call that runs it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     blocks = PYTHON.findall(PAGE)
-    main = [block for block in blocks if "__main__" in block]
-    assert len(main) == 1
+    assert [block for block in blocks if "__main__" in block] == blocks[:1]
     file = tmp_path / "my_ring.py"
-    file.write_text(f"{blocks[0]}\n\n{main[0]}")
+    file.write_text(blocks[0])
     return file
 
 

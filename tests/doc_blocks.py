@@ -11,7 +11,7 @@ _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 
 
 def all_pages() -> list[str]:
-    """Return README and the pages of docs and its folders, as paths from the checkout."""
+    """Return README and every page of docs, as paths from the checkout."""
     paths = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
     return sorted(path.relative_to(ROOT).as_posix() for path in paths)
 

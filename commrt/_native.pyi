@@ -456,9 +456,6 @@ class Group:
     def _attach_arena(
         self, arg0: int, arg1: int, arg2: int, arg3: Sequence[int], /
     ) -> None: ...
-    def _attach_segment(self, address: int, part_nbytes: int) -> None:
-        """Add a segment to the symmetric heap: a part for each on-node rank."""
-
     def _detach(self) -> None: ...
     def _forget_plans(self) -> None: ...
     def _records(self) -> list[Any]:
@@ -482,6 +479,9 @@ class Group:
 
     def attach_mpi(self, arg0: int, arg1: int, arg2: Sequence[int], /) -> None: ...
     def attach_relay(self, relay: Relay, tag: int, ranks: Sequence[int]) -> None: ...
+    def attach_segment(self, address: int, part_nbytes: int) -> None:
+        """Add a segment to the symmetric heap: a part for each on-node rank."""
+
     @property
     def failure(self) -> str: ...
     @property

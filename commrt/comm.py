@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
 from commrt import _native, backends
 from commrt.arrays.host import numpy_type
-from commrt.bootstrap.lending import Lease
+from commrt.boxes.compared import ComparedBoxes
+from commrt.boxes.redistribution import Redistributions
 from commrt.calls import arguments
 from commrt.calls.check_mode import Checker
 from commrt.calls.counts import bind_call
@@ -26,23 +25,27 @@ from commrt.calls.plans import Plans
 from commrt.calls.settings import Settings, make_policy
 from commrt.device_calls.collectives import Staging
 from commrt.devices.arrays import may_free
-from commrt.errors import BackendError, UsageError
+from commrt.errors import UsageError
 from commrt.fusion.fused import Fusing
-from commrt.grids.grid import Cartesian
-from commrt.grids.neighbors import Graph
+from commrt.grids.geometry import Coords, Grid, ranks_along, times
+from commrt.grids.halo_arguments import HALO_CALLS
+from commrt.grids.halos import Halos
+from commrt.grids.neighbors import NeighborCalls, Neighborhood, grid_neighborhood
+from commrt.grids.plans import CartPlans, NeighborPlans
 from commrt.group.compare import Comparison
+from commrt.group.native_mpi import NativeMpi
+from commrt.group.symmetric import SymmetricMemory
 from commrt.job.links import (
     measure_between_nodes,
 )
-from commrt.job.memory_limit import check_fits
-from commrt.job.symmetric import SymmetricHeap, as_array, parse_request
-from commrt.job.world import FIRST_TAG, NATIVE, World
+from commrt.job.world import World
 from commrt.messages.point_to_point import Messages
 from commrt.mpi import library
 from commrt.planning.spec import PlanSpec
+from commrt.subgroups import Kinds, Subgroups
 from commrt.trace.methods import follow_communicator
 from commrt.trace.nvtx import plans_with_ranges, ranges_around
-from commrt.vocabulary.checks import check_timeout
+from commrt.vocabulary.checks import as_integer, check_timeout
 from commrt.vocabulary.dtypes import engine_factor
 from commrt.vocabulary.operations import OPERATIONS, operation
 from commrt.vocabulary.reductions import BoundReduction
@@ -107,23 +110,25 @@ class Communicator(Fusing, Operations):
             limit_s=timeout_s,
         )
         self._plans: dict[Any, Any] = {}
-        self._native_comm: Any = None
-        self._lease: Lease | None = None
-        self._own_mpi: Any = None
-        self._heap: SymmetricHeap | None = None
+        self.native_mpi = NativeMpi(self, native_comm)
         self.devices = Staging(self)
         self.comparison = Comparison(self)
+        self.symmetric = SymmetricMemory(self, self._forget_reach)
         self.messages = Messages(self, self.devices, self.comparison)
+        self.subgroups = Subgroups(self, self.comparison, _KINDS)
+        self.box_plans = ComparedBoxes(self)
+        self.redistributions = Redistributions(
+            self, self.devices, self.comparison, self.box_plans
+        )
         limit = self.timeout_s if timeout_s is None else timeout_s
         mine = settings or Settings()
         self.table = mine.table or world.table
         wishes = mine.all_wishes(world.wishes)
-        self._native_comm = native_comm
         picks = world.picks_native(self.facts, self.table, wishes)
         if native_comm is None and may_check and picks:
-            self._lease_native_comm(limit)
+            self.native_mpi.lease(limit)
         self._lease_gloo(may_check, limit)
-        self._unasked_native = self._native_comm is not None
+        self._unasked_native = self.native_mpi.is_there
         self.policy = make_policy(self, self.table, wishes)
         self.choices = Choices(self.policy)
         self.checker: Checker | None = None
@@ -131,7 +136,7 @@ class Communicator(Fusing, Operations):
         if may_check and self.size > 1 and checks:
             self.checker = Checker(self, self._private("check", limit))
             self._slow = True
-        self._ranges = ranges_around(self)
+        self.ranges = ranges_around(self)
         if world.gloo_groups is not None and world.between_nodes is None:
             world.between_nodes = measure_between_nodes(self, world)
         follow_communicator(self, is_users=may_check)
@@ -188,19 +193,14 @@ class Communicator(Fusing, Operations):
             self.devices.close()  # nobody looks at its devices any more
 
     def _release(self) -> None:
-        lender = self.world.native_comms
-        if lender is not None and self._lease is not None and not self.failure:
-            lender.give_back(self._lease)
+        self.native_mpi.give_back()
         self._give_gloo_back()
-        self._lease = self._native_comm = None
         self.devices.close()
         if self.arena is not None:
             self._detach()
             self.arena.close()
             self.arena = None
-        if self._heap is not None:
-            self._heap.close()
-            self._heap = None
+        self.symmetric.close()
 
     def __del__(self) -> None:
         # Nothing that was never made has an end; a forked process owns nothing.
@@ -252,16 +252,7 @@ class Communicator(Fusing, Operations):
         asked: that first access is collective over its ranks. It is the caller's, who
         may ``Free()`` it; ``free()`` leaves it alone.
         """
-        world = self.world
-        if world.native_comms is None:
-            return None
-        if self.world_ranks == tuple(range(world.size)):
-            return world.mpi_given
-        if self._own_mpi is None:
-            world.meet(self.world_ranks, f"comm{self.identity}/mpi", self.timeout_s)
-            tag = FIRST_TAG + 2 * self.identity
-            self._own_mpi = world.native_comms.create(self.world_ranks, tag)
-        return self._own_mpi
+        return self.native_mpi.for_caller()
 
     @property
     def mpi_library(self) -> str | None:
@@ -280,6 +271,11 @@ class Communicator(Fusing, Operations):
         """Persistent plans: ``comm.plan.allreduce(x, ...)`` returns a bound call."""
         return plans_with_ranges(Plans(self), self)
 
+    @property
+    def carriers_agreed(self) -> bool:
+        """Whether the ranks have agreed on what carries device arrays."""
+        return self.devices.nccl.is_agreed
+
     def stats(self) -> CommStats:
         """Return counters of this communicator."""
         self.check_process()
@@ -297,65 +293,26 @@ class Communicator(Fusing, Operations):
 
     # -- symmetric memory --------------------------------------------------------
 
-    def empty(self, shape: Any, dtype: Any = "float32") -> Any:
-        """Return a zero-filled array that every rank of this node has mapped.
-
-        Collectives of this communicator use such arrays in place, as ``x`` and as
-        ``out``, whole or in contiguous parts; from 32 KiB on that saves copies. Ranks
-        may mix them with ordinary arrays as they like. Elsewhere they are arrays like
-        any other.
-
-        Collective over the ranks of a node, in the order of all their calls; they must
-        ask for the same number of bytes. Dropping the array is local, and its memory is
-        given out again by a later ``empty`` once every rank has dropped its own. It
-        stays valid after ``free()``.
-
-        Args:
-            shape: number of elements, or several.
-            dtype: numpy's dtype or name; or a ``torch.dtype``, for a tensor.
-
-        Raises:
-            UsageError: shape or dtype are wrong; nothing was sent.
-            MismatchError: ranks of a node asked for different numbers of bytes; on all
-                of them.
-            BackendError: there is no memory, or an earlier ``empty`` ended on some
-                ranks only; on all ranks of the node.
-            TimeoutError_: a rank did not come within the communicator's ``timeout_s``.
-        """
-        self.check_usable()
-        sizes, plain, torch_dtype = parse_request(shape, dtype)
-        nbytes = math.prod(sizes) * plain.itemsize
-        if self.arena is None:
-            check_fits(nbytes)
-            memory = np.zeros(nbytes, np.uint8)
-        else:
-            memory = self._symmetric_heap().take(nbytes, self.timeout_s)
-        return as_array(memory, sizes, plain, torch_dtype)
+    empty = forwarded(SymmetricMemory.empty, "symmetric")
 
     @property
     def has_heap(self) -> bool:
         """Whether there is symmetric memory; the same on all ranks of a node."""
-        return self._heap is not None
+        return self.symmetric.heap is not None
 
-    def _symmetric_heap(self) -> SymmetricHeap:
-        if self._heap is None:
-            world = self.world
-            on_node = [self.world_ranks[rank] for rank in sorted(self.node_members)]
-            key = f"heap/{self.identity}/{world.node_of(world.rank)}"
-            self._heap = SymmetricHeap(
-                world.bootstrap,
-                on_node,
-                self.name,
-                key,
-                world.share_memory,
-                self._attach_to_heap,
-            )
-        return self._heap
-
-    def _attach_to_heap(self, arena: Any) -> None:
-        self._attach_segment(arena.address, arena.region_nbytes)
-        self._plans.clear()  # they do not know what peers may reach
+    def _forget_reach(self) -> None:
+        """Forget plans, which do not know what peers may reach from now on."""
+        self._plans.clear()
         self.devices.forget_plans()
+
+    # -- new communicators -------------------------------------------------------
+
+    split = forwarded(Subgroups.split, "subgroups")
+    dup = forwarded(Subgroups.dup, "subgroups")
+    create_group = forwarded(Subgroups.create_group, "subgroups")
+    cart = forwarded(Subgroups.cart, "subgroups")
+    graph = forwarded(Subgroups.graph, "subgroups")
+    mesh = forwarded(Subgroups.mesh, "subgroups")
 
     # -- messages ----------------------------------------------------------------
 
@@ -363,6 +320,8 @@ class Communicator(Fusing, Operations):
     recv = forwarded(Messages.recv, "messages")
     sendrecv = forwarded(Messages.sendrecv, "messages")
     multi_sendrecv = forwarded(Messages.multi_sendrecv, "messages")
+
+    redistribute = forwarded(Redistributions.redistribute, "redistributions")
 
     # -- running -----------------------------------------------------------------
 
@@ -464,6 +423,12 @@ class Communicator(Fusing, Operations):
             remember(self, call, bound, plan)
         return plan
 
+    def plan_alone(self, call: arguments.Call, bound: arguments.Bound) -> Any:
+        """Return the plan of a call by a schedule, which this rank makes alone."""
+        if self._choose(call, bound).algorithm == "native":
+            call = replace(call, algorithm="recursive_doubling")
+        return self._plan(call, bound)
+
     def _make_plan(self, call: arguments.Call, bound: arguments.Bound) -> Any:
         candidate = self._choose(call, bound)
         user = None
@@ -487,47 +452,164 @@ class Communicator(Fusing, Operations):
             ),
         )
 
-    def native_mpi_handle(self) -> int:
-        """Return the MPI communicator for the library's own collectives.
 
-        Where unasked calls may need it, it was made with this communicator. Otherwise
-        it is made for the first call that asks for it by name, which is then collective
-        even if it is nonblocking.
-        """
-        if not self.has_native_mpi(self.timeout_s):
-            raise BackendError(
-                f"{self.name}: no MPI communicator can be had for {NATIVE}: the "
-                f"library has no more of them, or commrt has made as many as it takes; "
-                f"free() communicators that are not needed, or use a schedule"
-            )
-        return library.handle(self._native_comm)
-
-    def has_native_mpi(self, timeout_s: float) -> bool:
-        """Whether there is one, made now where there was none; collective then."""
-        if self._native_comm is None:
-            self._lease_native_comm(timeout_s)
-        return self._native_comm is not None
-
-    def _lease_native_comm(self, timeout_s: float) -> None:
-        lender = self.world.native_comms
-        if lender is None or self.size == 1:
-            return
-        tag = FIRST_TAG + 2 * self.identity + 1
-        self._lease = lender.lend(self.world_ranks, self.identity, tag, timeout_s)
-        self._native_comm = None if self._lease is None else self._lease.lent
-
-
-class CartCommunicator(Cartesian, Communicator):
+class CartCommunicator(Communicator):
     """A communicator whose ranks lie in a grid; get one from ``comm.cart``."""
 
+    def __init__(self, *args: Any, grid: Grid, **kwargs: Any) -> None:
+        """Collective over the ranks; users call ``comm.cart``."""
+        super().__init__(*args, **kwargs)
+        self.grid = grid
+        """Its geometry, without ranks."""
+        around = grid_neighborhood(self.neighbors)
+        self.around = NeighborCalls(self, around, self.devices, self.comparison)
+        self.halos = Halos(self, grid, self.devices, self.comparison, self.box_plans)
 
-class GraphCommunicator(Graph, Communicator):
+    halo_exchange = forwarded(Halos.halo_exchange, "halos")
+    halo_reduce = forwarded(Halos.halo_reduce, "halos")
+    neighbor_allgather = forwarded(NeighborCalls.neighbor_allgather, "around")
+    neighbor_allgatherv = forwarded(NeighborCalls.neighbor_allgatherv, "around")
+    neighbor_alltoall = forwarded(NeighborCalls.neighbor_alltoall, "around")
+    neighbor_alltoallv = forwarded(NeighborCalls.neighbor_alltoallv, "around")
+
+    def sent_to_neighbors(
+        self, what: str, args: tuple[Any, ...], more: dict[str, Any]
+    ) -> int:
+        """Return the bytes that a call with these arguments sends to other ranks."""
+        if what in HALO_CALLS:
+            return self.halos.sent_nbytes(what, *args, **more)
+        return self.around.sent_nbytes(what, args, more)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Ranks in each dimension."""
+        return self.grid.dims
+
+    @property
+    def periodic(self) -> tuple[bool, ...]:
+        """Whether each dimension's ends are neighbours."""
+        return self.grid.periodic
+
+    @property
+    def plan(self) -> CartPlans:
+        """Persistent plans; those of halos are here besides."""
+        return plans_with_ranges(CartPlans(self, self.around, self.halos), self)
+
+    @cached_property
+    def coords(self) -> Coords:
+        """Where this rank lies."""
+        return self.grid.coords_of(self.rank)
+
+    @cached_property
+    def neighbors(self) -> tuple[int | None, ...]:
+        """The ranks beside this one: -x, +x, -y, +y, …; None beyond an open end."""
+        return self.grid.neighbors(self.rank)
+
+    def coords_of(self, rank: int) -> Coords:
+        """Return where ``rank`` lies; local."""
+        return self.grid.coords_of(rank)
+
+    def rank_at(self, coords: Sequence[int]) -> int:
+        """Return who lies at ``coords``; periodic dimensions wrap around. Local."""
+        return self.grid.rank_at(coords)
+
+    def shift(self, dim: int, disp: int = 1) -> tuple[int | None, int | None]:
+        """Return (source, dest) of a message that moves ``disp`` places along ``dim``.
+
+        Each is None beyond an open end. Local.
+        """
+        moved = as_integer(disp)
+        if moved is None:
+            raise UsageError(f"shift: disp={disp!r} must be an integer")
+        return self.grid.shift(self.rank, self.grid.check_dim("shift", dim), moved)
+
+    def sub(
+        self, dims: int | Sequence[int], *, name: str | None = None
+    ) -> CartCommunicator:
+        """Return the grid along ``dims`` (numbers of dimensions) through this rank.
+
+        Its ranks have the other coordinates in common with this one; its dimensions
+        are in the order given. Collective over all ranks: each gets its own.
+        """
+        self.check_usable()
+        numbers = dims if isinstance(dims, Sequence) else (dims,)
+
+        def check() -> list[int]:
+            kept = [self.grid.check_dim("sub", number) for number in numbers]
+            if len({*kept}) != len(kept) or not kept:
+                raise UsageError(
+                    f"sub: dims={dims!r} must be one or more different dimensions of "
+                    f"{times(self.dims)}"
+                )
+            return kept
+
+        kept = self.comparison.together("sub", check)
+        self.comparison.meet_equal("sub", f"dims={kept}")
+        part = Grid(
+            tuple(self.dims[dim] for dim in kept),
+            tuple(self.periodic[dim] for dim in kept),
+        )
+        ranks = ranks_along(self.grid, kept, self.coords)
+        label, title = self.comparison.label(f"sub{kept}")
+        return self.subgroups.derive_cart(part, ranks, label, name or title)
+
+    def dup(
+        self, *, name: str | None = None, deterministic: bool | None = None
+    ) -> CartCommunicator:
+        """Return a communicator over the same grid with a sequence of its own."""
+        self.check_usable()
+        wish = self.comparison.together(
+            "dup", lambda: self.subgroups.wish("dup", deterministic)
+        )
+        self.comparison.meet("dup", None)
+        label, title = self.comparison.label("dup")
+        ranks = range(self.size)
+        return self.subgroups.derive_cart(self.grid, ranks, label, name or title, wish)
+
+    def __repr__(self) -> str:
+        plain = super().__repr__().removesuffix(">")
+        return f"{plain}, at {self.coords} of {times(self.dims)}>"
+
+
+class GraphCommunicator(Communicator):
     """A communicator whose ranks know their neighbours; from ``comm.graph``."""
 
+    def __init__(self, *args: Any, around: Neighborhood, **kwargs: Any) -> None:
+        """Collective over the ranks; users call ``comm.graph``."""
+        super().__init__(*args, **kwargs)
+        self._neighborhood = around
+        self.around = NeighborCalls(self, around, self.devices, self.comparison)
 
-Communicator._plain, Communicator._cart = Communicator, CartCommunicator
-Communicator._graph = GraphCommunicator
+    neighbor_allgather = forwarded(NeighborCalls.neighbor_allgather, "around")
+    neighbor_allgatherv = forwarded(NeighborCalls.neighbor_allgatherv, "around")
+    neighbor_alltoall = forwarded(NeighborCalls.neighbor_alltoall, "around")
+    neighbor_alltoallv = forwarded(NeighborCalls.neighbor_alltoallv, "around")
 
+    @property
+    def plan(self) -> NeighborPlans:
+        """Persistent plans; those among neighbours are here besides."""
+        return plans_with_ranges(NeighborPlans(self, self.around), self)
+
+    def sent_to_neighbors(
+        self, what: str, args: tuple[Any, ...], more: dict[str, Any]
+    ) -> int:
+        """Return the bytes that a call with these arguments sends to other ranks."""
+        return self.around.sent_nbytes(what, args, more)
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The ranks that this one receives from, in order."""
+        return tuple(rank for rank in self._neighborhood.sources if rank is not None)
+
+    @property
+    def destinations(self) -> tuple[int, ...]:
+        """The ranks that this one sends to, in order."""
+        return tuple(
+            rank for rank in self._neighborhood.destinations if rank is not None
+        )
+
+
+_KINDS = Kinds(Communicator, CartCommunicator, GraphCommunicator)
 
 for _spec in OPERATIONS:
     setattr(Communicator, _spec.name, method_of(_spec))

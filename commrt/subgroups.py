@@ -1,32 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New communicators from old ones: split, dup, create_group, cart, mesh."""
+"""New communicators from one: split, dup, create_group, cart, graph, mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from commrt.errors import MismatchError, UsageError
-from commrt.grids.grid import Grid, make_grid
+from commrt.grids.geometry import Grid, make_grid
 from commrt.grids.mesh import Mesh, parse_axes
 from commrt.grids.neighbors import make_neighborhood
-from commrt.sparse.methods import SparseMethods
+from commrt.group.compare import Comparison
 from commrt.vocabulary.checks import as_integer, check_flag
 
 if TYPE_CHECKING:
     from commrt.comm import CartCommunicator, Communicator, GraphCommunicator
 
-__all__ = ["GroupCreation"]
+__all__ = ["Kinds", "Subgroups"]
 
 
-# A chain of bases: a native class can be reached through one base only.
-class GroupCreation(SparseMethods):
-    """The methods of a communicator that make others."""
+@dataclass(frozen=True)
+class Kinds:
+    """Classes of the communicators to make; comm.py has them, above this file."""
 
-    deterministic: bool
-    _plain: ClassVar[type[Communicator]]
-    _cart: ClassVar[type[CartCommunicator]]
-    _graph: ClassVar[type[GraphCommunicator]]
+    plain: type[Communicator]
+    cart: type[CartCommunicator]
+    graph: type[GraphCommunicator]
+
+
+class Subgroups:
+    """Makes communicators of some or all ranks of one communicator.
+
+    Args:
+        comm: the communicator.
+        comparison: lets its ranks compare their calls.
+        kinds: classes to make.
+    """
+
+    def __init__(
+        self, comm: Communicator, comparison: Comparison, kinds: Kinds
+    ) -> None:
+        self._comm, self._comparison, self._kinds = comm, comparison, kinds
 
     def split(
         self,
@@ -42,22 +57,22 @@ class GroupCreation(SparseMethods):
         With ``color=None`` a rank takes part and gets None. ``deterministic``: results
         are bitwise the same whatever algorithm runs; None: as here.
         """
-        self.check_usable()
+        self._comm.check_usable()
 
         def check() -> tuple[bool, int | None, int]:
             return (
-                self._wish("split", deterministic),
+                self.wish("split", deterministic),
                 None if color is None else _check_integer("split", "color", color),
                 _check_integer("split", "key", key),
             )
 
-        wish, mine, place = self.comparison.together("split", check)
-        said = self.comparison.meet("split", [mine, place])
-        label, title = self.comparison.label("split")
+        wish, mine, place = self._comparison.together("split", check)
+        said = self._comparison.meet("split", [mine, place])
+        label, title = self._comparison.label("split")
         if mine is None:
             return None
         chosen = sorted((at, r) for r, (other, at) in enumerate(said) if other == mine)
-        ranks = [self.world_ranks[rank] for _, rank in chosen]
+        ranks = [self._comm.world_ranks[rank] for _, rank in chosen]
         title = f"{title}[{mine}]"
         return self._derive(ranks, f"{label}[{mine}]", name or title, wish)
 
@@ -69,11 +84,11 @@ class GroupCreation(SparseMethods):
         ``deterministic``: results are bitwise the same whatever algorithm runs; None:
         as here.
         """
-        self.check_usable()
-        wish = self.comparison.together("dup", lambda: self._wish("dup", deterministic))
-        self.comparison.meet("dup", None)
-        label, title = self.comparison.label("dup")
-        return self._derive(self.world_ranks, label, name or title, wish)
+        self._comm.check_usable()
+        wish = self._comparison.together("dup", lambda: self.wish("dup", deterministic))
+        self._comparison.meet("dup", None)
+        label, title = self._comparison.label("dup")
+        return self._derive(self._comm.world_ranks, label, name or title, wish)
 
     def create_group(
         self,
@@ -88,8 +103,8 @@ class GroupCreation(SparseMethods):
         ``deterministic``: results are bitwise the same whatever algorithm runs; None:
         as here.
         """
-        self.check_usable()
-        wish = self._wish("create_group", deterministic)
+        self._comm.check_usable()
+        wish = self.wish("create_group", deterministic)
         try:
             given = list(ranks)
         except TypeError:
@@ -97,15 +112,15 @@ class GroupCreation(SparseMethods):
                 f"create_group: ranks={ranks!r} must be a sequence of ranks, such as "
                 f"[0, 1]"
             ) from None
-        ranks = [self.check_rank("create_group", "ranks", rank) for rank in given]
-        if len(set(ranks)) != len(ranks) or self.rank not in ranks:
+        ranks = [self._comm.check_rank("create_group", "ranks", rank) for rank in given]
+        if len(set(ranks)) != len(ranks) or self._comm.rank not in ranks:
             raise UsageError(
                 f"create_group: ranks={ranks} must be distinct and contain the "
-                f"caller's rank {self.rank}"
+                f"caller's rank {self._comm.rank}"
             )
-        world_ranks = [self.world_ranks[rank] for rank in ranks]
-        label = f"comm{self.identity}/group{ranks}"
-        title = f"{self.name}.group{ranks}"
+        world_ranks = [self._comm.world_ranks[rank] for rank in ranks]
+        label = f"comm{self._comm.identity}/group{ranks}"
+        title = f"{self._comm.name}.group{ranks}"
         return self._derive(world_ranks, label, name or title, wish)
 
     def cart(
@@ -124,15 +139,15 @@ class GroupCreation(SparseMethods):
         evenly as can be. Ranks stay as they are, the last coordinate fastest.
         Collective over all ranks, with equal arguments.
         """
-        self.check_usable()
-        grid = self.comparison.together(
-            "cart", lambda: make_grid(self.size, dims, periodic)
+        self._comm.check_usable()
+        grid = self._comparison.together(
+            "cart", lambda: make_grid(self._comm.size, dims, periodic)
         )
-        self.comparison.meet_equal(
+        self._comparison.meet_equal(
             "cart", f"dims={grid.dims}, periodic={grid.periodic}"
         )
-        label, title = self.comparison.label("cart")
-        return self._derive_cart(grid, range(self.size), label, name or title)
+        label, title = self._comparison.label("cart")
+        return self.derive_cart(grid, range(self._comm.size), label, name or title)
 
     def graph(
         self,
@@ -150,7 +165,7 @@ class GroupCreation(SparseMethods):
         several times included; the k-th edge from one to another is the k-th for both.
         Collective over all ranks, which must agree on every edge.
         """
-        self.check_usable()
+        self._comm.check_usable()
 
         def check() -> list[list[int]]:
             return [
@@ -158,16 +173,21 @@ class GroupCreation(SparseMethods):
                 self._check_ranks("destinations", destinations),
             ]
 
-        lists = self.comparison.together("graph", check)
+        lists = self._comparison.together("graph", check)
         self._check_edges(*lists)
-        label, title = self.comparison.label("graph")
-        limit = self.timeout_s
-        identity = self.world.agree_id(self.world_ranks, label, timeout_s=limit)
-        made = self._graph(
-            self.world, self.world_ranks, name or title, identity, timeout_s=limit
+        label, title = self._comparison.label("graph")
+        limit = self._comm.timeout_s
+        identity = self._comm.world.agree_id(
+            self._comm.world_ranks, label, timeout_s=limit
         )
-        made.neighborhood = make_neighborhood(*lists)
-        return made
+        return self._kinds.graph(
+            self._comm.world,
+            self._comm.world_ranks,
+            name or title,
+            identity,
+            timeout_s=limit,
+            around=make_neighborhood(*lists),
+        )
 
     def _check_ranks(self, argument: str, given: Any) -> list[int]:
         try:
@@ -176,22 +196,24 @@ class GroupCreation(SparseMethods):
             raise UsageError(
                 f"graph: {argument}={given!r} must be a sequence of ranks"
             ) from None
-        return [self.check_rank("graph", argument, rank) for rank in ranks]
+        return [self._comm.check_rank("graph", argument, rank) for rank in ranks]
 
     def _check_edges(self, sources: list[int], destinations: list[int]) -> None:
         """Raise the same MismatchError on all ranks unless both ends know each edge."""
-        known = self.comparison.meet("graph", [sources, destinations])
+        known = self._comparison.meet("graph", [sources, destinations])
         for rank, (_, to) in enumerate(known):
             for peer, (come, _) in enumerate(known):
                 if to.count(peer) != come.count(rank):
                     raise MismatchError(
-                        f"graph on {self.name}: the ranks disagree: rank {rank} names "
-                        f"rank {peer} {to.count(peer)} times among its destinations, "
-                        f"and rank {peer} names rank {rank} {come.count(rank)} times "
-                        f"among its sources"
+                        f"graph on {self._comm.name}: the ranks disagree: rank {rank} "
+                        f"names rank {peer} {to.count(peer)} times among its "
+                        f"destinations, and rank {peer} names rank {rank} "
+                        f"{come.count(rank)} times among its sources"
                     )
 
-    def mesh(self, axes: Mapping[str, int] | Sequence[tuple[str, int]]) -> Mesh:
+    def mesh(
+        self, axes: Mapping[str, int] | Sequence[tuple[str, int]]
+    ) -> Mesh[Communicator]:
         """Return the ranks as a grid with named axes, and communicators along them.
 
             mesh = comm.mesh({"data": 0, "tensor": 4})
@@ -200,16 +222,18 @@ class GroupCreation(SparseMethods):
         The product of the numbers is the number of ranks; a 0 is chosen so. The last
         axis is the fastest. Collective over all ranks, with equal arguments.
         """
-        self.check_usable()
-        shape = self.comparison.together("mesh", lambda: parse_axes(self.size, axes))
-        self.comparison.meet_equal("mesh", str(shape))
-        label, title = self.comparison.label("mesh")
-        whole: Any = self  # a Communicator, which this class is a base of
-        return Mesh(whole, shape, label, title)
+        self._comm.check_usable()
+        shape = self._comparison.together(
+            "mesh", lambda: parse_axes(self._comm.size, axes)
+        )
+        self._comparison.meet_equal("mesh", str(shape))
+        label, title = self._comparison.label("mesh")
+        return Mesh(self._comm, shape, label, title, self.derive_from)
 
-    def _wish(self, what: str, deterministic: bool | None) -> bool:
+    def wish(self, what: str, deterministic: bool | None) -> bool:
+        """Return what is asked for, or else what holds here."""
         if deterministic is None:
-            return self.deterministic
+            return self._comm.deterministic
         return check_flag(what, "deterministic", deterministic)
 
     def _derive(
@@ -219,15 +243,15 @@ class GroupCreation(SparseMethods):
         name: str,
         deterministic: bool | None = None,
     ) -> Communicator:
-        wish = self.deterministic if deterministic is None else deterministic
-        limit = self.timeout_s
+        wish = self._comm.deterministic if deterministic is None else deterministic
+        limit = self._comm.timeout_s
         same = f"deterministic={wish}"
-        identity = self.world.agree_id(ranks, label, same, limit)
-        return self._plain(
-            self.world, ranks, name, identity, deterministic=wish, timeout_s=limit
+        identity = self._comm.world.agree_id(ranks, label, same, limit)
+        return self._kinds.plain(
+            self._comm.world, ranks, name, identity, deterministic=wish, timeout_s=limit
         )
 
-    def _derive_cart(
+    def derive_cart(
         self,
         grid: Grid,
         ranks: Sequence[int],
@@ -236,20 +260,26 @@ class GroupCreation(SparseMethods):
         deterministic: bool | None = None,
     ) -> CartCommunicator:
         """Return a communicator over a grid of ``ranks`` of this one."""
-        world_ranks = [self.world_ranks[rank] for rank in ranks]
-        wish = self.deterministic if deterministic is None else deterministic
-        world, limit = self.world, self.timeout_s
+        world_ranks = [self._comm.world_ranks[rank] for rank in ranks]
+        wish = self._comm.deterministic if deterministic is None else deterministic
+        world, limit = self._comm.world, self._comm.timeout_s
         same = f"deterministic={wish}"
         identity = world.agree_id(world_ranks, label, same, limit)
-        made = self._cart(
-            world, world_ranks, name, identity, deterministic=wish, timeout_s=limit
+        return self._kinds.cart(
+            world,
+            world_ranks,
+            name,
+            identity,
+            deterministic=wish,
+            timeout_s=limit,
+            grid=grid,
         )
-        made.grid = grid
-        return made
 
-    def _derive_from(self, ranks: Sequence[int], label: str, name: str) -> Communicator:
-        """Return a communicator of ``ranks`` of this one."""
-        return self._derive([self.world_ranks[rank] for rank in ranks], label, name)
+    def derive_from(self, ranks: Sequence[int], label: str, name: str) -> Communicator:
+        """Return a communicator of ``ranks`` of this one; collective over them."""
+        return self._derive(
+            [self._comm.world_ranks[rank] for rank in ranks], label, name
+        )
 
 
 def _check_integer(what: str, argument: str, value: Any) -> int:

@@ -16,15 +16,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of
 from commrt.boxes.host_plans import ArrayLayout, box_plan, compile_for
 from commrt.boxes.strided import StridedArray
+from commrt.device_calls.collectives import Staging
 from commrt.device_calls.requests import DeviceRequest
 from commrt.devices.arrays import give_back
 from commrt.errors import CommError, KernelsMissingError
+from commrt.group.group import Group
 from commrt.kernels.boxes import (
     MOST_ARRAYS,
     BoxKind,
@@ -34,9 +36,6 @@ from commrt.kernels.boxes import (
 )
 from commrt.schedule.boxes import Box, Move
 from commrt.vocabulary.dtypes import DTYPES, ReduceOp
-
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
 
 __all__ = ["BoundBoxes", "DeviceBoxes"]
 
@@ -104,7 +103,8 @@ class DeviceBoxes:
 
     def __init__(
         self,
-        comm: Communicator,
+        group: Group,
+        devices: Staging,
         device: Any,
         moves: Sequence[Move],
         layouts: Sequence[ArrayLayout],
@@ -124,16 +124,16 @@ class DeviceBoxes:
         why = getattr(device, "why_no_kernels", None)
         if why is not None:
             raise KernelsMissingError(f"boxes are packed by a kernel: {why}")
-        by_nccl = comm.devices.by_nccl(device, what, 0, comm.timeout_s)
+        by_nccl = devices.by_nccl(device, what, 0, group.timeout_s)
         self.label = f"{'nccl' if by_nccl else 'staged'}/{label.partition('/')[2]}"
-        self._comm, self._device = comm, device
+        self._group, self._devices, self._device = group, devices, device
         self._layouts, self._reduction = layouts, reduction
         self._offsets: list[int] = []
         """From the buffer for what is sent on, where each launch's part begins."""
         self._memory: list[int] = []
-        comm.devices.memory.add(self)
+        devices.memory.add(self)
         if not by_nccl:
-            comm.devices.stager(device)
+            devices.stager(device)
         moves = [each for each in moves if prod(each.shape)]
         steps = [
             [each for each in moves if phases == 1 or each.phase == phase]
@@ -207,10 +207,10 @@ class DeviceBoxes:
         """Return one phase: what is launched and copied, and what the host runs."""
         packs, unpacks = self._launches(sent, taken, tables)
         program = compile_for(
-            self._comm, list(_in_buffers(step, sent, taken)), [1, 1], reduces=False
+            self._group, list(_in_buffers(step, sent, taken)), [1, 1], reduces=False
         )
         return _native.StagedPart(
-            box_plan(self._comm, program, [_BYTES, _BYTES], coll=coll, label=label),
+            box_plan(self._group, program, [_BYTES, _BYTES], coll=coll, label=label),
             [(self._number(0), 0, 0, sent.nbytes, 0)],
             [(self._number(self._coming_at), 0, 0, taken.nbytes, _pinned(sent))],
             table=[0, _pinned(sent)],
@@ -339,27 +339,26 @@ class DeviceBoxes:
 
         ``agrees`` says whether the ranks compare on the way what they have passed.
         """
-        comm, device = self._comm, self._device
-        comm._cut_fused()
+        devices, device = self._devices, self._device
+        devices.cut_buckets()
         first = arrays[0].array
         if stream is None:
             handle = current_stream_of(first, device)
         else:
             handle = as_stream(stream, device, what)
-        staging = comm.devices
-        staging.order_exported(device, handle, arrays)
+        devices.order_exported(device, handle, arrays)
         addresses = [each.address for each in arrays]
         addresses += [self._buffer + offset for offset in self._offsets]
         keep = (self, *(each.owner for each in arrays))
         plan = self._agreeing if agrees and self._agreeing is not None else self.plan
-        runner = staging.runner(device, plan)
-        started = staging.given(
+        runner = devices.runner(device, plan)
+        started = devices.given(
             lambda: runner.start_arrays(
                 plan, addresses, handle, not nonblocking, keep, timeout_s
             )
         )
         request = DeviceRequest(
-            comm, started, result, what, timeout_s, device, handle, first
+            self._group, started, result, what, timeout_s, device, handle, first
         )
         if nonblocking:
             return request
@@ -372,13 +371,13 @@ class BoundBoxes:
 
     def __init__(
         self,
-        comm: Communicator,
+        group: Group,
         boxes: DeviceBoxes,
         arrays: Sequence[StridedArray],
         result: Any,
         what: str,
     ) -> None:
-        self._comm, self._boxes, self._arrays = comm, boxes, arrays
+        self._group, self._boxes, self._arrays = group, boxes, arrays
         self._result, self.operation = result, what
 
     @property
@@ -395,10 +394,10 @@ class BoundBoxes:
         return self._run(True)
 
     def _run(self, nonblocking: bool) -> Any:
-        comm = self._comm
-        comm.check_usable()
+        group = self._group
+        group.check_usable()
         return self._boxes.run(
-            self._arrays, self._result, self.operation, nonblocking, comm.timeout_s
+            self._arrays, self._result, self.operation, nonblocking, group.timeout_s
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
+from commrt.group.group import Group
 from commrt.planning.host_plans import LANE_NBYTES, TransportParams
 from commrt.schedule.boxes import LIMIT_NBYTES, BoxProgram, Move, compile_moves
 from commrt.vocabulary.dtypes import DType, ReduceOp
@@ -39,7 +40,7 @@ class ArrayLayout:
 
 
 def compile_for(
-    comm: Any,
+    group: Group,
     moves: Sequence[Move],
     itemsizes: Sequence[int],
     *,
@@ -50,12 +51,12 @@ def compile_for(
 
     As many as there are other ranks may be unread at once, see ``schedule.boxes``.
     """
-    limit = min(LIMIT_NBYTES, LANE_NBYTES // comm.size - _SLOT_OVERHEAD_NBYTES)
+    limit = min(LIMIT_NBYTES, LANE_NBYTES // group.size - _SLOT_OVERHEAD_NBYTES)
     return compile_moves(
         moves,
         itemsizes,
-        rank=comm.rank,
-        size=comm.size,
+        rank=group.rank,
+        size=group.size,
         reduces=reduces,
         stated=stated,
         limit=limit,
@@ -63,7 +64,7 @@ def compile_for(
 
 
 def box_plan(
-    comm: Any,
+    group: Group,
     program: BoxProgram,
     layouts: Sequence[ArrayLayout],
     *,
@@ -76,10 +77,10 @@ def box_plan(
     slots = _SLOTS_NBYTES // max(1, program.longest_nbytes)
     slots = max(slots, program.fewest_slots, _FEWEST_SLOTS)
     store, adaptive = transport.stores(
-        program.longest_nbytes, 0, comm.facts.link_class, combines=False
+        program.longest_nbytes, 0, group.facts.link_class, combines=False
     )
     return _native.make_box_plan(
-        comm,
+        group,
         coll=coll,
         label=label,
         redop=int(ReduceOp.SUM if reduction is None else reduction),

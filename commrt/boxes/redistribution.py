@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from commrt import _native
 from commrt.arrays.device import place_of
 from commrt.arrays.host import empty_like_array, view_anywhere
+from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
 from commrt.boxes.host_plans import box_plan, compile_for
 from commrt.boxes.layouts import Layout, Runs, common_runs
@@ -23,22 +24,14 @@ from commrt.boxes.strided import (
     check_writable,
     strided,
 )
+from commrt.device_calls.collectives import Staging
 from commrt.errors import BufferError_, UsageError
+from commrt.group.compare import Comparison
+from commrt.group.group import Group
 from commrt.schedule.boxes import Box, Move
 from commrt.vocabulary.checks import check_flag
 
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
-
-__all__ = [
-    "Redistribution",
-    "agreed_boxes",
-    "bound_redistribution",
-    "common_facts",
-    "device_boxes",
-    "make_redistribution",
-    "redistribution_moves",
-]
+__all__ = ["Redistribution", "Redistributions", "redistribution_moves"]
 
 _NAME = "redistribute"
 _CODE = 82
@@ -100,56 +93,141 @@ class Redistribution:
     """The device that the arrays are on; None for host memory."""
 
 
-def make_redistribution(
-    comm: Communicator,
-    x: Any,
-    source: Any,
-    target: Any,
-    out: Any,
-    run: Callable[[Redistribution], Any],
-    nonblocking: Any = False,
-    stream: Any = None,
-) -> Any:
-    """Return what ``run`` makes of the arguments, checked as far as one rank can."""
-    comm.check_usable()
+class Redistributions:
+    """Moves arrays of one communicator between distributions.
 
-    def check() -> tuple[StridedArray, StridedArray, Any]:
-        check_flag(f"{_NAME}, rank {comm.rank}", "nonblocking", nonblocking)
-        return _checked(comm, x, source, target, out)
+    Args:
+        group: the ranks.
+        devices: moves arrays on devices.
+        comparison: compares the arguments of all ranks.
+        plans: keeps plans for calls that have none at hand.
+    """
 
-    sent, taken, out = comm.comparison.together(_NAME, check)
-    on = place_of(_NAME, [sent, taken], stream)
-    return run(Redistribution(source, target, sent, taken, out, on))
+    def __init__(
+        self,
+        group: Group,
+        devices: Staging,
+        comparison: Comparison,
+        plans: ComparedBoxes,
+    ) -> None:
+        self._group, self._devices = group, devices
+        self._comparison, self._plans = comparison, plans
 
+    def redistribute(
+        self,
+        x: Any,
+        source: Layout,
+        target: Layout,
+        *,
+        out: Any = None,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+        stream: Any = None,
+    ) -> Any:
+        """Move an array from one distribution to another; return this rank's part.
 
-def agreed_boxes(comm: Communicator, moved: Redistribution) -> Any:
-    """Return the native plan of a call that is the same on all ranks; collective."""
-    sent, taken = moved.sent, moved.taken
-    said = f"source={moved.source}, target={moved.target}, dtype={sent.dtype.name}"
-    if moved.on is not None:
-        said += ", on a device"
-    comm.comparison.meet_equal(_NAME, said)
-    if moved.on is not None:
-        return device_boxes(comm, moved)
-    moves = redistribution_moves(moved.source, moved.target, comm.rank)
-    layouts = [sent.layout, taken.layout]
-    sizes = [sent.dtype.itemsize] * 2
-    program = compile_for(comm, moves, sizes, reduces=False)
-    return box_plan(comm, program, layouts, coll=_CODE, label="boxes/direct")
+        As ``plan.redistribute``, with its arguments. A call whose arrays are laid out
+        like those of an earlier call uses its plan. Of host arrays the ranks see that
+        by a reduction of 8 bytes, and a nonblocking call waits for it, too. Of arrays
+        on devices they compare their arguments on the way.
+        """
+        limit = self._group.limit(_NAME, timeout_s)
+        moved = self._moved(x, source, target, out, nonblocking, stream)
+        arrays = [moved.sent, moved.taken]
+        strides = [each.layout.strides for each in arrays]
+        said = str(moved.source), str(moved.target), moved.sent.dtype.name
+        mine = (*said, strides, id(moved.on) if moved.on else None)
 
+        def compared() -> Any:
+            return self._plans.agreed.plan(
+                _NAME, mine, limit, lambda: self._agreed_boxes(moved)
+            )
 
-def device_boxes(comm: Communicator, moved: Redistribution) -> DeviceBoxes:
-    """Return the plan of arrays on a device, without the other ranks."""
-    return DeviceBoxes(
-        comm,
-        moved.on,
-        redistribution_moves(moved.source, moved.target, comm.rank),
-        [moved.sent.layout, moved.taken.layout],
-        phases=1,
-        what=_NAME,
-        coll=_CODE,
-        label="boxes/direct",
-    )
+        if moved.on is not None:
+            boxes, agrees = self._plans.on_device(
+                _NAME,
+                mine,
+                lambda: common_facts(moved),
+                compare=compared,
+                make=lambda: self._device_boxes(moved),
+            )
+            return boxes.run(
+                *(arrays, moved.out, _NAME, bool(nonblocking), limit, stream),
+                agrees=agrees,
+            )
+        plan = compared()
+        table = address_table(arrays)
+        owners = (table, *(array.owner for array in arrays))
+        address, result = table.ctypes.data, moved.out
+        return self._group.run_plan(
+            plan, address, 0, owners, None, result, _NAME, bool(nonblocking), limit
+        )
+
+    def bound(
+        self, x: Any, source: Layout, target: Layout, out: Any
+    ) -> _native.PersistentCall | BoundBoxes:
+        """Return the persistent call; see ``Plans.redistribute``. Collective."""
+        moved = self._moved(x, source, target, out)
+        plan = self._agreed_boxes(moved)
+        arrays = [moved.sent, moved.taken]
+        if isinstance(plan, DeviceBoxes):
+            return BoundBoxes(self._group, plan, arrays, moved.out, _NAME)
+        table = address_table(arrays)
+        owners = (table, moved.sent.owner, moved.taken.owner)
+        return _native.PersistentCall(
+            self._group, plan, table.ctypes.data, 0, owners, None, moved.out, _NAME
+        )
+
+    def _moved(
+        self,
+        x: Any,
+        source: Any,
+        target: Any,
+        out: Any,
+        nonblocking: Any = False,
+        stream: Any = None,
+    ) -> Redistribution:
+        """Return the arguments of a call, checked as far as one rank can."""
+        group = self._group
+        group.check_usable()
+
+        def check() -> tuple[StridedArray, StridedArray, Any]:
+            check_flag(f"{_NAME}, rank {group.rank}", "nonblocking", nonblocking)
+            return _checked(group, x, source, target, out)
+
+        sent, taken, out = self._comparison.together(_NAME, check)
+        on = place_of(_NAME, [sent, taken], stream)
+        return Redistribution(source, target, sent, taken, out, on)
+
+    def _agreed_boxes(self, moved: Redistribution) -> Any:
+        """Return the plan of a call that is the same on all ranks; collective."""
+        sent, taken = moved.sent, moved.taken
+        said = f"source={moved.source}, target={moved.target}, dtype={sent.dtype.name}"
+        if moved.on is not None:
+            said += ", on a device"
+        self._comparison.meet_equal(_NAME, said)
+        if moved.on is not None:
+            return self._device_boxes(moved)
+        group = self._group
+        moves = redistribution_moves(moved.source, moved.target, group.rank)
+        layouts = [sent.layout, taken.layout]
+        sizes = [sent.dtype.itemsize] * 2
+        program = compile_for(group, moves, sizes, reduces=False)
+        return box_plan(group, program, layouts, coll=_CODE, label="boxes/direct")
+
+    def _device_boxes(self, moved: Redistribution) -> DeviceBoxes:
+        """Return the plan of arrays on a device, without the other ranks."""
+        return DeviceBoxes(
+            self._group,
+            self._devices,
+            moved.on,
+            redistribution_moves(moved.source, moved.target, self._group.rank),
+            [moved.sent.layout, moved.taken.layout],
+            phases=1,
+            what=_NAME,
+            coll=_CODE,
+            label="boxes/direct",
+        )
 
 
 def common_facts(moved: Redistribution) -> dict[str, Any]:
@@ -161,29 +239,15 @@ def common_facts(moved: Redistribution) -> dict[str, Any]:
     }
 
 
-def bound_redistribution(
-    comm: Communicator, moved: Redistribution
-) -> _native.PersistentCall | BoundBoxes:
-    """Return the persistent call; see ``Plans.redistribute``."""
-    plan = agreed_boxes(comm, moved)
-    if isinstance(plan, DeviceBoxes):
-        return BoundBoxes(comm, plan, [moved.sent, moved.taken], moved.out, _NAME)
-    table = address_table([moved.sent, moved.taken])
-    owners = (table, moved.sent.owner, moved.taken.owner)
-    return _native.PersistentCall(
-        comm, plan, table.ctypes.data, 0, owners, None, moved.out, _NAME
-    )
-
-
 def _checked(
-    comm: Communicator, x: Any, source: Any, target: Any, out: Any
+    group: Group, x: Any, source: Any, target: Any, out: Any
 ) -> tuple[StridedArray, StridedArray, Any]:
     """Return this rank's parts, and ``out``; UsageError says what is wrong here."""
-    _check_layouts(comm, source, target)
-    sent = _part(comm, "x", x, source)
+    _check_layouts(group, source, target)
+    sent = _part(group, "x", x, source)
     if out is None:
-        out = _allocated(x, target.local_shape(comm.rank))
-    taken = _part(comm, "out", out, target)
+        out = _allocated(x, target.local_shape(group.rank))
+    taken = _part(group, "out", out, target)
     if sent.dtype is not taken.dtype:
         raise BufferError_(
             f"{taken.what} has dtype {taken.dtype.name}, x has {sent.dtype.name}; they "
@@ -194,15 +258,15 @@ def _checked(
     return sent, taken, out
 
 
-def _check_layouts(comm: Communicator, source: Any, target: Any) -> None:
-    here = f"{_NAME}, rank {comm.rank}"
+def _check_layouts(group: Group, source: Any, target: Any) -> None:
+    here = f"{_NAME}, rank {group.rank}"
     for name, layout in (("source", source), ("target", target)):
         if not isinstance(layout, Layout):
             raise UsageError(f"{here}: {name}={layout!r} must be a commrt.Layout")
-        if layout.size != comm.size:
+        if layout.size != group.size:
             raise UsageError(
                 f"{here}: {name} has grid={layout.grid} with {layout.size} places, "
-                f"expected {comm.size}, one for each rank of {comm.name}"
+                f"expected {group.size}, one for each rank of {group.name}"
             )
     if source.shape != target.shape:
         raise UsageError(
@@ -211,9 +275,9 @@ def _check_layouts(comm: Communicator, source: Any, target: Any) -> None:
         )
 
 
-def _part(comm: Communicator, name: str, array: Any, layout: Layout) -> StridedArray:
-    found = strided(array, f"{_NAME}, rank {comm.rank}: {name}")
-    expected = layout.local_shape(comm.rank)
+def _part(group: Group, name: str, array: Any, layout: Layout) -> StridedArray:
+    found = strided(array, f"{_NAME}, rank {group.rank}: {name}")
+    expected = layout.local_shape(group.rank)
     if found.shape != expected:
         raise UsageError(
             f"{found.what} has shape {found.shape}, expected {expected} by its layout"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from commrt import _native
 from commrt.boxes.device_plans import BoundBoxes
-from commrt.boxes.redistribution import bound_redistribution, make_redistribution
 from commrt.calls import arguments
 from commrt.calls.bound_call import BoundCall
 from commrt.calls.counts import bind_call
@@ -186,9 +185,7 @@ class Plans:
             MismatchError: the ranks do not agree; on all of them.
         """
         comm = self._comm
-        made: _native.PersistentCall | BoundBoxes = make_redistribution(
-            comm, x, source, target, out, partial(bound_redistribution, comm)
-        )
+        made = comm.redistributions.bound(x, source, target, out)
         follow_bound(comm, made, "redistribute", (x, source, target))
         return made
 

@@ -14,7 +14,6 @@ from commrt.backends.ipc import collectives as by_ipc
 from commrt.backends.mpi import collectives as by_mpi
 from commrt.backends.nccl import collectives as by_nccl
 from commrt.backends.staged.collectives import on_host
-from commrt.boxes.methods import Redistributing
 from commrt.calls import arguments
 from commrt.calls.plan_cache import Choices
 from commrt.errors import UsageError, suggest
@@ -26,6 +25,7 @@ from commrt.select.facts import Candidate, CommFacts, Query, without_compression
 from commrt.select.policy import Explanation, Policy, Rejected
 from commrt.select.schema import DEVICES
 from commrt.select.wishes import Wish
+from commrt.sparse.methods import SparseMethods
 from commrt.vocabulary.dtypes import is_known
 from commrt.vocabulary.operations import rule_nbytes
 from commrt.vocabulary.reductions import Reduction
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Choosing"]
 
 
-class Choosing(Redistributing):
+class Choosing(SparseMethods):
     """The part of a communicator that chooses among candidates."""
 
     facts: CommFacts

@@ -121,6 +121,10 @@ class Staging:
         meet(self._comm, carriers, device, what, timeout_s)
         self._forget_choices()
 
+    def cut_buckets(self) -> None:
+        """Send the open buckets of fused calls before a call that is in none."""
+        self._comm._cut_fused()
+
     def runner(self, device: Any, plan: DevicePlan) -> Any:
         """Return what starts a plan."""
         if isinstance(plan, _native.NcclPlan):

@@ -36,7 +36,7 @@ def _pages(folder: Any, above: str = "") -> dict[str, bytes]:
     """Return the pages in a folder and in the folders below it, by path."""
     if not folder.is_dir():
         return {}
-    pages = {}
+    pages: dict[str, bytes] = {}
     for entry in folder.iterdir():
         path = f"{above}{entry.name}"
         if entry.is_dir():

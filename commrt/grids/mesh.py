@@ -3,20 +3,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from commrt.errors import ClosedError, UsageError, suggest
-from commrt.grids.grid import Grid, fill_dims, ranks_along
-
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
+from commrt.grids.geometry import Grid, fill_dims, ranks_along
 
 __all__ = ["Mesh", "parse_axes"]
 
 
-class Mesh:
+class Ranks(Protocol):
+    """A communicator, as far as a mesh knows it."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        ...
+
+    def free(self) -> None:
+        """Release it; local."""
+        ...
+
+
+C = TypeVar("C", bound=Ranks)
+
+
+class Mesh(Generic[C]):
     """The ranks of a communicator in a grid with named axes, the last one fastest.
 
         mesh = comm.mesh({"data": 2, "tensor": 4})
@@ -29,21 +42,30 @@ class Mesh:
     """
 
     def __init__(
-        self, comm: Communicator, shape: Mapping[str, int], label: str, title: str
+        self,
+        comm: C,
+        shape: Mapping[str, int],
+        label: str,
+        title: str,
+        make: Callable[[Sequence[int], str, str], C],
     ) -> None:
-        """Collective over ``comm``; users call ``comm.mesh``."""
+        """Collective over ``comm``; users call ``comm.mesh``.
+
+        ``make`` returns a communicator of ranks of ``comm``, by a key that the ranks
+        agree on and a name.
+        """
         self._names = names = tuple(shape)
         self._grid = Grid(tuple(shape.values()), (False,) * len(names))
-        self._comm = comm
+        self._comm, self._make = comm, make
         self._label, self._title = label, title
         self._coords = self._grid.coords_of(comm.rank)
-        self._made: dict[tuple[str, ...], Communicator] = {}
+        self._made: dict[tuple[str, ...], C] = {}
         self._closed = False
         for name in names:
             self._along((name,))
 
     @property
-    def comm(self) -> Communicator:
+    def comm(self) -> C:
         """The communicator of all ranks that the mesh was made of; it stays yours."""
         return self._comm
 
@@ -78,7 +100,7 @@ class Mesh:
             )
         return self._grid.rank_at([coords[name] for name in self._names])
 
-    def __getitem__(self, axes: str | tuple[str, ...]) -> Communicator:
+    def __getitem__(self, axes: str | tuple[str, ...]) -> C:
         """Return the communicator along one axis, or along several flattened into one.
 
         Its ranks are ordered by their places, the last of the named axes fastest.
@@ -99,7 +121,7 @@ class Mesh:
             made.free()
         self._closed = True
 
-    def __enter__(self) -> Mesh:
+    def __enter__(self) -> Mesh[C]:
         return self
 
     def __exit__(
@@ -120,12 +142,12 @@ class Mesh:
             raise UsageError(f"mesh: unknown axis {axis!r}{suggest(axis, self._names)}")
         return self._names.index(axis)
 
-    def _along(self, names: tuple[str, ...]) -> Communicator:
+    def _along(self, names: tuple[str, ...]) -> C:
         if names not in self._made:
             dims = [self._number(name) for name in names]
             ranks = ranks_along(self._grid, dims, self._coords)
             text = ",".join(names)
-            self._made[names] = self._comm._derive_from(
+            self._made[names] = self._make(
                 ranks, f"{self._label}/{text}", f"{self._title}[{text}]"
             )
         return self._made[names]

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,28 +21,22 @@ from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, place_of
 from commrt.arrays.host import HostView, overlap, view_anywhere, zeros_like_array
 from commrt.boxes.host_plans import ArrayLayout, box_plan, compile_for
-from commrt.calls.plans import Plans
+from commrt.device_calls.collectives import Staging
 from commrt.errors import BufferError_, MismatchError, UsageError
 from commrt.grids.on_device import (
     BoundNeighbors,
     nccl_neighbors,
     staged_neighbors,
 )
+from commrt.group.compare import Comparison
+from commrt.group.group import Group
 from commrt.schedule.boxes import Box, Move
-from commrt.trace.bound import follow_bound
-from commrt.trace.nvtx import plans_with_ranges
-from commrt.vocabulary.checks import as_integer, check_flag, check_timeout
-
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
-    from commrt.subgroups import GroupCreation
-else:
-    GroupCreation = object  # the communicator that it is mixed into is one
+from commrt.vocabulary.checks import as_integer, check_flag
 
 __all__ = [
-    "Graph",
+    "NEIGHBOR_CALLS",
+    "Counts",
     "NeighborCalls",
-    "NeighborPlans",
     "Neighborhood",
     "grid_neighborhood",
     "make_neighborhood",
@@ -56,10 +49,11 @@ _CODES = {
     "neighbor_alltoallv": 86,
 }
 """For the engine's records, apart from those of ``operations.py`` and of messages."""
+NEIGHBOR_CALLS = tuple(_CODES)
+"""Names of the operations among neighbours."""
 _X, _OUT = 0, 1
 _MOST_PLANS = 1024
 Counts = Sequence[int] | None
-_Persistent = _native.PersistentCall | BoundNeighbors
 _Ranges = tuple[tuple[int, int], ...]
 
 
@@ -124,69 +118,28 @@ class _Bound:
         return self.x.on
 
 
-class NeighborPlans(Plans):
-    """Plans of a communicator that knows who is beside whom."""
-
-    def neighbor_allgather(self, x: Any, *, out: Any = None) -> _Persistent:
-        """Return a call bound to its arrays; see the communicator's method."""
-        return self._neighbor("neighbor_allgather", x, out, None, None)
-
-    def neighbor_allgatherv(
-        self, x: Any, *, recv_counts: Counts, out: Any = None
-    ) -> _Persistent:
-        """Return a call bound to its arrays; see the communicator's method."""
-        return self._neighbor("neighbor_allgatherv", x, out, None, recv_counts)
-
-    def neighbor_alltoall(self, x: Any, *, out: Any = None) -> _Persistent:
-        """Return a call bound to its arrays; see the communicator's method."""
-        return self._neighbor("neighbor_alltoall", x, out, None, None)
-
-    def neighbor_alltoallv(
-        self, x: Any, *, send_counts: Counts, recv_counts: Counts, out: Any = None
-    ) -> _Persistent:
-        """Return a call bound to its arrays; see the communicator's method."""
-        return self._neighbor("neighbor_alltoallv", x, out, send_counts, recv_counts)
-
-    def _neighbor(
-        self, what: str, x: Any, out: Any, sends: Counts, receives: Counts
-    ) -> _Persistent:
-        comm: Any = self._comm
-        bound = _bound(comm, what, (x, out, sends, receives), comm.timeout_s)
-        plan = _plan(comm, bound, comm.timeout_s)
-        made: _Persistent
-        if bound.on is not None:
-            made = BoundNeighbors(comm, plan, bound)
-        else:
-            table = np.array([bound.x.address, bound.out.address], np.uint64)
-            owners = (table, bound.x.owner, bound.out.owner)
-            made = _native.PersistentCall(
-                comm, plan, table.ctypes.data, 0, owners, None, bound.result, what
-            )
-        follow_bound(comm, made, what, (x,), send_counts=sends)
-        return made
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *_CODES]
-
-
-class NeighborCalls(GroupCreation):
+class NeighborCalls:
     """The neighbour collectives of a communicator over a grid or a graph.
 
     Collective: all ranks call the same. ``nonblocking`` and ``timeout_s`` as ever.
+
+    Args:
+        group: the ranks.
+        around: who is beside this rank.
+        devices: moves blocks of arrays on devices.
+        comparison: compares the calls of all ranks in check mode.
     """
 
-    neighborhood: Neighborhood
-    """Who is beside this rank."""
-
-    @cached_property
-    def _neighbor_plans(self) -> dict[Any, Any]:
-        return {}
-
-    @property
-    def plan(self) -> NeighborPlans:
-        """Persistent plans; those among neighbours are here besides."""
-        whole: Any = self  # a communicator
-        return plans_with_ranges(NeighborPlans(whole), whole)
+    def __init__(
+        self,
+        group: Group,
+        around: Neighborhood,
+        devices: Staging,
+        comparison: Comparison,
+    ) -> None:
+        self._group, self._around = group, around
+        self._devices, self._comparison = devices, comparison
+        self._plans: dict[Any, Any] = {}
 
     def neighbor_allgather(
         self,
@@ -254,13 +207,13 @@ class NeighborCalls(GroupCreation):
         how = nonblocking, timeout_s, stream
         return self._neighbor("neighbor_alltoallv", *given, *how)
 
-    def _sent_to_neighbors(
+    def sent_nbytes(
         self, what: str, args: tuple[Any, ...], more: dict[str, Any]
     ) -> int:
         """Return the bytes that a call with these arguments sends to other ranks."""
         x = view_anywhere(args[0] if args else more.get("x"), f"{what}: x")
-        nobody = (None, self.rank)
-        others = [peer not in nobody for peer in self.neighborhood.destinations]
+        nobody = (None, self._group.rank)
+        others = [peer not in nobody for peer in self._around.destinations]
         if what.startswith("neighbor_allgather"):
             return sum(others) * x.nbytes
         if what == "neighbor_alltoall":
@@ -279,17 +232,17 @@ class NeighborCalls(GroupCreation):
         timeout_s: float | None,
         stream: Any,
     ) -> Any:
-        whole: Any = self  # a communicator
-        here = f"{what}, rank {self.rank}"
-        limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
+        group = self._group
+        here = f"{what}, rank {group.rank}"
+        limit = group.limit(here, timeout_s)
         arguments = (x, out, sends, receives)
-        bound = _bound(whole, what, arguments, limit, nonblocking, stream)
-        plan = _plan(whole, bound, limit, stream)
+        bound = self._checked(what, arguments, limit, nonblocking, stream)
+        plan = self._plan(bound, limit, stream)
         if bound.on is not None:
-            call = BoundNeighbors(whole, plan, bound)
+            call = BoundNeighbors(group, self._devices, plan, bound)
             return call.run(bool(nonblocking), limit, stream)
         table = np.array([bound.x.address, bound.out.address], np.uint64)
-        return self.run_plan(
+        return group.run_plan(
             plan,
             table.ctypes.data,
             0,
@@ -301,58 +254,122 @@ class NeighborCalls(GroupCreation):
             limit,
         )
 
-
-class Graph(NeighborCalls):
-    """What a communicator over a graph has besides; see ``GroupCreation.graph``."""
-
-    @property
-    def sources(self) -> tuple[int, ...]:
-        """The ranks that this one receives from, in order."""
-        return tuple(rank for rank in self.neighborhood.sources if rank is not None)
-
-    @property
-    def destinations(self) -> tuple[int, ...]:
-        """The ranks that this one sends to, in order."""
-        return tuple(
-            rank for rank in self.neighborhood.destinations if rank is not None
+    def bound(
+        self, what: str, x: Any, out: Any, sends: Counts, receives: Counts
+    ) -> _native.PersistentCall | BoundNeighbors:
+        """Return the call bound to its arrays; see ``NeighborPlans``."""
+        group = self._group
+        bound = self._checked(what, (x, out, sends, receives), group.timeout_s)
+        plan = self._plan(bound, group.timeout_s)
+        if bound.on is not None:
+            return BoundNeighbors(group, self._devices, plan, bound)
+        table = np.array([bound.x.address, bound.out.address], np.uint64)
+        owners = (table, bound.x.owner, bound.out.owner)
+        return _native.PersistentCall(
+            group, plan, table.ctypes.data, 0, owners, None, bound.result, what
         )
+
+    def _checked(
+        self,
+        what: str,
+        arguments: _Arguments,
+        timeout_s: float,
+        nonblocking: Any = False,
+        stream: Any = None,
+    ) -> _Bound:
+        """Return the call, checked; in check mode also against all ranks."""
+        group = self._group
+        group.check_usable()
+
+        def check() -> _Bound:
+            here = f"{what}, rank {group.rank}"
+            check_flag(here, "nonblocking", nonblocking)
+            found = _bind(group.rank, self._around, what, here, *arguments)
+            place_of(here, [found.x, found.out], stream)
+            return found
+
+        def describe(bound: _Bound) -> dict[str, Any]:
+            return {"dtype": bound.x.dtype.name}
+
+        bound: _Bound = self._comparison.together(
+            what, check, timeout_s=timeout_s, describe=describe
+        )
+        if group.checker is not None:
+            self._compare(bound, timeout_s)
+        return bound
+
+    def _plan(self, bound: _Bound, timeout_s: float, stream: Any = None) -> Any:
+        """Return the native plan; the first one of device arrays is collective."""
+        where = "host"
+        if bound.on is not None:
+            where = "staged"
+            if stream is None:
+                handle = current_stream_of(bound.x.array, bound.on)
+            else:
+                handle = as_stream(stream, bound.on, bound.what)
+            if self._devices.by_nccl(bound.on, bound.what, handle, timeout_s):
+                where = "nccl"
+        key = (bound.what, bound.x.dtype.code, bound.sends, bound.receives, where)
+        plan = self._plans.get(key)
+        if plan is None and where == "nccl":
+            plan = nccl_neighbors(bound, _CODES[bound.what])
+            self._keep(key, plan)
+        elif plan is None:
+            size = bound.x.dtype.itemsize
+            program = compile_for(
+                self._group, bound.moves, [size, size], reduces=False, stated=True
+            )
+            layout = ArrayLayout(bound.x.dtype, (size,))
+            plan = box_plan(
+                self._group,
+                program,
+                [layout, layout],
+                coll=_CODES[bound.what],
+                label="boxes/direct",
+            )
+            if where == "staged":
+                plan = staged_neighbors(self._around, bound, plan)
+            self._keep(key, plan)
+        return plan
+
+    def _keep(self, key: Any, plan: Any) -> None:
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
+
+    def _compare(self, bound: _Bound, timeout_s: float) -> None:
+        """Raise the same MismatchError on all ranks unless sends fit receives."""
+        group = self._group
+        size = bound.x.dtype.itemsize
+        sent, expected = [], []
+        for move in bound.moves:
+            if move.source is not None and move.peer is not None:
+                sent.append(
+                    [group.rank, move.peer, move.number, move.source.count * size]
+                )
+            elif move.target is not None and move.peer is not None:
+                expected.append(
+                    [move.peer, group.rank, move.number, move.target.count * size]
+                )
+        said = self._comparison.meet(bound.what, [sent, expected], timeout_s)
+        leaving = {tuple(row[:3]): row[3] for each in said for row in each[0]}
+        coming = {tuple(row[:3]): row[3] for each in said for row in each[1]}
+        for edge, nbytes in sorted(leaving.items()):
+            if coming.get(edge) != nbytes:
+                raise MismatchError(
+                    f"{bound.what} on {group.name}: rank {edge[0]} sends {nbytes} "
+                    f"bytes to rank {edge[1]}, which expects {coming.get(edge, 0)}; "
+                    f"nothing was sent; give both ranks equal counts"
+                )
 
 
 _Arguments = tuple[Any, Any, Counts, Counts]
 """The arrays x and out, and the counts sent and received."""
 
 
-def _bound(
-    comm: Any,
-    what: str,
-    arguments: _Arguments,
-    timeout_s: float,
-    nonblocking: Any = False,
-    stream: Any = None,
-) -> _Bound:
-    """Return the call, checked; in check mode only where all ranks fit each other."""
-    comm.check_usable()
-
-    def check() -> _Bound:
-        here = f"{what}, rank {comm.rank}"
-        check_flag(here, "nonblocking", nonblocking)
-        found = _bind(comm, what, here, *arguments)
-        place_of(here, [found.x, found.out], stream)
-        return found
-
-    def describe(bound: _Bound) -> dict[str, Any]:
-        return {"dtype": bound.x.dtype.name}
-
-    bound: _Bound = comm.comparison.together(
-        what, check, timeout_s=timeout_s, describe=describe
-    )
-    if comm.checker is not None:
-        _compare(comm, bound, timeout_s)
-    return bound
-
-
 def _bind(
-    comm: Communicator,
+    rank: int,
+    around: Neighborhood,
     name: str,
     what: str,
     x: Any,
@@ -361,7 +378,6 @@ def _bind(
     receives: Counts,
 ) -> _Bound:
     """Return the call of a name; ``what`` says also where an argument is wrong."""
-    around: Neighborhood = comm.neighborhood  # type: ignore[attr-defined]
     source = view_anywhere(x, f"{what}: x")
     outgoing, incoming = len(around.destinations), len(around.sources)
     gathers = name.startswith("neighbor_allgather")
@@ -401,7 +417,7 @@ def _bind(
         out = zeros_like_array(source, shape)
     target = view_anywhere(out, f"{what}: out")
     _check_out(what, source, target, total)
-    moves = _moves(around, comm.rank, what, leaving, coming)
+    moves = _moves(around, rank, what, leaving, coming)
     return _Bound(name, source, target, out, leaving, coming, moves)
 
 
@@ -441,47 +457,6 @@ def _ranges(counts: list[int]) -> _Ranges:
     return tuple(pairwise(ends))
 
 
-def _plan(comm: Any, bound: _Bound, timeout_s: float, stream: Any = None) -> Any:
-    """Return the native plan; the first one of device arrays is collective."""
-    where = "host"
-    if bound.on is not None:
-        where = "staged"
-        if stream is None:
-            handle = current_stream_of(bound.x.array, bound.on)
-        else:
-            handle = as_stream(stream, bound.on, bound.what)
-        if comm.devices.by_nccl(bound.on, bound.what, handle, timeout_s):
-            where = "nccl"
-    key = (bound.what, bound.x.dtype.code, bound.sends, bound.receives, where)
-    plan = comm._neighbor_plans.get(key)
-    if plan is None and where == "nccl":
-        plan = nccl_neighbors(bound, _CODES[bound.what])
-        _keep(comm, key, plan)
-    elif plan is None:
-        size = bound.x.dtype.itemsize
-        program = compile_for(
-            comm, bound.moves, [size, size], reduces=False, stated=True
-        )
-        layout = ArrayLayout(bound.x.dtype, (size,))
-        plan = box_plan(
-            comm,
-            program,
-            [layout, layout],
-            coll=_CODES[bound.what],
-            label="boxes/direct",
-        )
-        if where == "staged":
-            plan = staged_neighbors(comm.neighborhood, bound, plan)
-        _keep(comm, key, plan)
-    return plan
-
-
-def _keep(comm: Any, key: Any, plan: Any) -> None:
-    if len(comm._neighbor_plans) >= _MOST_PLANS:
-        comm._neighbor_plans.clear()
-    comm._neighbor_plans[key] = plan
-
-
 def _moves(
     around: Neighborhood, rank: int, what: str, sends: _Ranges, receives: _Ranges
 ) -> list[Move]:
@@ -509,25 +484,3 @@ def _moves(
         elif peer is not None:
             moves.append(Move(0, number, peer, None, box))
     return moves
-
-
-def _compare(comm: Any, bound: _Bound, timeout_s: float) -> None:
-    """Raise the same MismatchError on all ranks unless what they send is expected."""
-    size = bound.x.dtype.itemsize
-    sent, expected = [], []
-    for move in bound.moves:
-        if move.source is not None and move.peer is not None:
-            sent.append([comm.rank, move.peer, move.number, move.source.count * size])
-        elif move.target is not None and move.peer is not None:
-            expected.append(
-                [move.peer, comm.rank, move.number, move.target.count * size]
-            )
-    said = comm.comparison.meet(bound.what, [sent, expected], timeout_s)
-    leaving = {tuple(row[:3]): row[3] for each in said for row in each[0]}
-    coming = {tuple(row[:3]): row[3] for each in said for row in each[1]}
-    for edge, nbytes in sorted(leaving.items()):
-        if coming.get(edge) != nbytes:
-            raise MismatchError(
-                f"{bound.what} on {comm.name}: rank {edge[0]} sends {nbytes} bytes to "
-                f"rank {edge[1]}, which expects {coming.get(edge, 0)}; nothing was sent"
-            )

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of
 from commrt.arrays.host import HostView
+from commrt.device_calls.collectives import Staging
 from commrt.device_calls.requests import DeviceRequest
+from commrt.group.group import Group
 from commrt.schedule.boxes import Move
-
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
 
 __all__ = ["BoundNeighbors", "nccl_neighbors", "staged_neighbors"]
 
@@ -132,11 +131,13 @@ class BoundNeighbors:
 
     def __init__(
         self,
-        comm: Communicator,
+        group: Group,
+        devices: Staging,
         plan: _native.StagedPlan | _native.NcclPlan,
         call: Call,
     ) -> None:
-        self._comm, self._plan, self._call = comm, plan, call
+        self._group, self._devices = group, devices
+        self._plan, self._call = plan, call
         self.operation = call.what
 
     @property
@@ -147,27 +148,26 @@ class BoundNeighbors:
 
     def __call__(self) -> Any:
         """Run it; the current stream waits for it. Return its output."""
-        return self.run(False, self._comm.timeout_s)
+        return self.run(False, self._group.timeout_s)
 
     def start(self) -> Any:
         """Start it and return its request."""
-        return self.run(True, self._comm.timeout_s)
+        return self.run(True, self._group.timeout_s)
 
     def run(self, nonblocking: bool, timeout_s: float, stream: Any = None) -> Any:
         """Start it; return a request, or let the stream wait and return the output."""
-        comm, call = self._comm, self._call
-        comm.check_usable()
-        comm._cut_fused()
+        devices, call = self._devices, self._call
+        self._group.check_usable()
+        devices.cut_buckets()
         device, x, out = call.x.on, call.x, call.out
         if stream is None:
             handle = current_stream_of(x.array, device)
         else:
             handle = as_stream(stream, device, call.what)
-        staging = comm.devices
-        staging.order_exported(device, handle, [x, out])
-        runner = staging.runner(device, self._plan)
+        devices.order_exported(device, handle, [x, out])
+        runner = devices.runner(device, self._plan)
         keep = x.owner, out.owner
-        started = staging.given(
+        started = devices.given(
             lambda: runner.start_arrays(
                 self._plan,
                 [x.address, out.address],
@@ -178,7 +178,8 @@ class BoundNeighbors:
             )
         )
         request = DeviceRequest(
-            comm, started, call.result, call.what, timeout_s, device, handle, x.array
+            *(self._group, started, call.result, call.what),
+            *(timeout_s, device, handle, x.array),
         )
         if nonblocking:
             return request

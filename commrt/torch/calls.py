@@ -183,7 +183,7 @@ class Calls:
         comm, how = self.comm, {"nonblocking": not waits, **arguments}
         try:
             with profiled(name):
-                if comm._ranges is not None:  # another profiler is to see it
+                if comm.ranges is not None:  # another profiler is to see it
                     request = getattr(comm, name)(*x, **how)
                 else:  # a log has it already, as torch calls it
                     request = getattr(type(comm), name)(comm, *x, **how)

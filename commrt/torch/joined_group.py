@@ -49,7 +49,7 @@ class JoinedGroup:
         # Without a second core for it, progress would only interrupt the computation.
         by_itself = member.size > 1 and progress_mode(comm.world)
         self.completer = Completer(member.name, has_thread=by_itself)
-        kind = Calls if comm._ranges is None else RangedCalls
+        kind = Calls if comm.ranges is None else RangedCalls
         self.calls = kind(comm, self.completer, member.options.sparse_algorithm)
         self.memory = SharedMemory(comm)
         self._is_over = False

@@ -12,16 +12,14 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commrt import _native
 from commrt.trace.call_sites import CORE
 from commrt.trace.methods import group_of_communicator, kinds_of, stream_of
 from commrt.trace.recorder import Group, Kind, Recorder, recorder
 from commrt.trace.requests import TracedRequest
-
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
+from commrt.trace.traced import Traced
 
 __all__ = ["follow_bound"]
 
@@ -31,7 +29,7 @@ _CLASSES: dict[type, type] = {}
 
 
 def follow_bound(
-    comm: Communicator, bound: Any, name: str, args: tuple[Any, ...], **more: Any
+    comm: Traced, bound: Any, name: str, args: tuple[Any, ...], **more: Any
 ) -> Any:
     """Record the runs of a bound call while somebody records; return it.
 
@@ -55,7 +53,7 @@ def follow_bound(
 def _attach(
     to: Recorder,
     bound: Any,
-    comm: Communicator,
+    comm: Traced,
     name: str,
     args: tuple[Any, ...],
     more: dict[str, Any],

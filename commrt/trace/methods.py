@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from commrt.errors import CommError
 from commrt.trace.folder import begin_where_asked
 from commrt.trace.recorder import Group, Kind, Recorder, recorder
 from commrt.trace.requests import TracedRequest
+from commrt.trace.traced import Traced, TracedNeighbors
 from commrt.vocabulary.operations import COLLECTIVES, OpSpec, operation, rule_nbytes
 from commrt.vocabulary.wire_formats import EXACT
-
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
 
 __all__ = [
     "algorithm_of",
@@ -34,17 +32,17 @@ _SAID = ("op", "root", "algorithm", "backend", "compress")
 """Arguments of a collective that make another kind of it."""
 _WISHES = ("algorithm", "backend", "params")
 Arguments: TypeAlias = tuple[Any, ...]
-LookAt = Callable[["Communicator", Arguments, dict[str, Any]], Sequence[Kind]]
+LookAt = Callable[["Traced", Arguments, dict[str, Any]], Sequence[Kind]]
 
 
-def follow_communicator(comm: Communicator, *, is_users: bool = True) -> None:
+def follow_communicator(comm: Traced, *, is_users: bool = True) -> None:
     """Record a communicator's calls while somebody records, if it is the user's."""
     if is_users:
         begin_where_asked()
         recorder().follow(comm, _attach)
 
 
-def group_of_communicator(comm: Communicator) -> Group:
+def group_of_communicator(comm: Traced) -> Group:
     """Return what stands for a communicator in the log."""
     name = comm.name
 
@@ -59,7 +57,7 @@ def group_of_communicator(comm: Communicator) -> Group:
     )
 
 
-def _attach(to: Recorder, comm: Communicator) -> Group:
+def _attach(to: Recorder, comm: Traced) -> Group:
     group = to.group(group_of_communicator(comm))
     for name, (reads, make) in _METHODS.items():
         if hasattr(type(comm), name):
@@ -68,7 +66,7 @@ def _attach(to: Recorder, comm: Communicator) -> Group:
 
 
 def kinds_of(
-    comm: Communicator,
+    comm: Traced,
     group: Group,
     name: str,
     args: Arguments,
@@ -79,9 +77,7 @@ def kinds_of(
     return make(group, name)(comm, args, more)
 
 
-def _replace(
-    to: Recorder, comm: Communicator, name: str, reads: str, look: LookAt
-) -> None:
+def _replace(to: Recorder, comm: Traced, name: str, reads: str, look: LookAt) -> None:
     """Record a method's calls."""
     # As a bound method does, it keeps its communicator. The garbage collector knows.
     held = vars(comm).get(name)  # such as one that shows ranges to a profiler
@@ -121,9 +117,7 @@ def _key_of(
 def _collective(group: Group, name: str) -> LookAt:
     spec = operation(name)
 
-    def look(
-        comm: Communicator, args: Arguments, more: dict[str, Any]
-    ) -> Sequence[Kind]:
+    def look(comm: Traced, args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
         key = _key_of(name, args, more, spec.count_arguments)
         kind = None if key is None else group.kinds.get(key)
         if kind is None:
@@ -137,7 +131,7 @@ def _collective(group: Group, name: str) -> LookAt:
 
 
 def _kind_of_collective(
-    comm: Communicator, spec: OpSpec, group: Group, x: Any, more: dict[str, Any]
+    comm: Traced, spec: OpSpec, group: Group, x: Any, more: dict[str, Any]
 ) -> Kind:
     out = more.get("out")
     like = out if x is None else x
@@ -168,7 +162,7 @@ def _kind_of_collective(
 
 
 def _nbytes_of_collective(
-    comm: Communicator,
+    comm: Traced,
     spec: OpSpec,
     x: Any,
     out: Any,
@@ -187,9 +181,7 @@ def _nbytes_of_collective(
 
 
 def _other(group: Group, name: str) -> LookAt:
-    def look(
-        comm: Communicator, args: Arguments, more: dict[str, Any]
-    ) -> Sequence[Kind]:
+    def look(comm: Traced, args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
         x = args[0] if args else more.get("x")
         dtype, itemsize = element_of(x)
         kind = Kind(
@@ -206,16 +198,14 @@ def _other(group: Group, name: str) -> LookAt:
 def _among_neighbors(group: Group, name: str) -> LookAt:
     """Of what a rank sends to those beside it."""
 
-    def look(
-        comm: Communicator, args: Arguments, more: dict[str, Any]
-    ) -> Sequence[Kind]:
+    def look(comm: Traced, args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
         x = args[0] if args else more.get("x", more.get("fields"))
         first = x[0] if isinstance(x, list | tuple) and x else x
         dtype, itemsize = element_of(first)
         stream = stream_of(first, more)
         nbytes = 0
         with suppress(CommError, TypeError):  # of which the call will speak
-            nbytes = comm._sent_to_neighbors(name, args, more)  # type: ignore[attr-defined]
+            nbytes = cast(TracedNeighbors, comm).sent_to_neighbors(name, args, more)
         kind = Kind(
             *(group, name, nbytes),
             dtype=dtype,
@@ -231,9 +221,7 @@ def _among_neighbors(group: Group, name: str) -> LookAt:
 def _one_message(group: Group, name: str) -> LookAt:
     peer = {"send": "dest", "recv": "source"}[name]
 
-    def look(
-        comm: Communicator, args: Arguments, more: dict[str, Any]
-    ) -> Sequence[Kind]:
+    def look(comm: Traced, args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
         x = args[0] if args else more.get("x", more.get("out"))
         where = more.get(peer), more.get("tag", 0)
         return (_kind_of_message(comm, group, name, x, *where, more),)
@@ -242,9 +230,7 @@ def _one_message(group: Group, name: str) -> LookAt:
 
 
 def _two_messages(group: Group, name: str) -> LookAt:
-    def look(
-        comm: Communicator, args: Arguments, more: dict[str, Any]
-    ) -> Sequence[Kind]:
+    def look(comm: Traced, args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
         x = args[0] if args else more.get("x")
         dest, source = more.get("dest"), more.get("source")
         sendtag, recvtag = more.get("sendtag", 0), more.get("recvtag", 0)
@@ -258,9 +244,7 @@ def _two_messages(group: Group, name: str) -> LookAt:
 
 
 def _many_messages(group: Group, name: str) -> LookAt:
-    def look(
-        comm: Communicator, args: Arguments, more: dict[str, Any]
-    ) -> Sequence[Kind]:
+    def look(comm: Traced, args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
         found = []
         for kind, argument in (("send", "sends"), ("recv", "recvs")):
             with suppress(TypeError, ValueError):  # of which the call will speak
@@ -273,7 +257,7 @@ def _many_messages(group: Group, name: str) -> LookAt:
 
 
 def _kind_of_message(
-    comm: Communicator,
+    comm: Traced,
     group: Group,
     name: str,
     x: Any,
@@ -306,7 +290,7 @@ def _kind_of_message(
 
 
 def algorithm_of(
-    comm: Communicator,
+    comm: Traced,
     coll: str,
     nbytes: int,
     dtype: str,

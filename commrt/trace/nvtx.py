@@ -20,15 +20,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from commrt import env
 from commrt.arrays.device import is_on_device
 from commrt.errors import BackendError, CommError
+from commrt.trace.traced import Traced
 from commrt.vocabulary.operations import COLLECTIVES, operation, rule_nbytes
-
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
 
 __all__ = ["NamedCall", "Ranges", "plans_with_ranges", "ranges_around"]
 
@@ -105,7 +103,7 @@ class Ranges:
             self._pop_range(self._domain)
 
     def label(
-        self, comm: Communicator, name: str, args: tuple[Any, ...], more: dict[str, Any]
+        self, comm: Traced, name: str, args: tuple[Any, ...], more: dict[str, Any]
     ) -> tuple[str, int]:
         """Return what a range says of a call, and the bytes of its arrays here."""
         x = args[0] if args else more.get("x", more.get("fields"))
@@ -119,7 +117,7 @@ class Ranges:
         return " ".join(filter(None, parts)), nbytes
 
     def _algorithm(
-        self, comm: Communicator, name: str, x: Any, out: Any, more: dict[str, Any]
+        self, comm: Traced, name: str, x: Any, out: Any, more: dict[str, Any]
     ) -> str:
         """Return what would run a call; what was found is kept where it holds."""
         asked = more.get("algorithm") or more.get("backend")
@@ -139,7 +137,7 @@ class Ranges:
                 root=root,
                 device="cuda" if on_device else "host",
             )
-            if on_device and not comm.devices.nccl.is_agreed:
+            if on_device and not comm.carriers_agreed:
                 return str(found.choice.candidate)  # of which the ranks may know better
             if len(self._labels) >= _MOST_LABELS:
                 self._labels.clear()
@@ -172,7 +170,7 @@ class NamedCall:
 class NamedPlans:
     """A communicator's plans, with a range around each run of what they make."""
 
-    def __init__(self, plans: Any, comm: Communicator, ranges: Ranges) -> None:
+    def __init__(self, plans: Any, comm: Traced, ranges: Ranges) -> None:
         self._plans, self._comm, self._ranges = plans, comm, ranges
 
     def __getattr__(self, name: str) -> Any:
@@ -194,16 +192,16 @@ class NamedPlans:
 P = TypeVar("P")
 
 
-def plans_with_ranges(plans: P, comm: Communicator) -> P:
+def plans_with_ranges(plans: P, comm: Traced) -> P:
     """Return plans whose calls a profiler sees, where it is to see any."""
-    ranges = comm._ranges
+    ranges = comm.ranges
     if ranges is None:
         return plans
     named: Any = NamedPlans(plans, comm, ranges)
     return cast("P", named)
 
 
-def ranges_around(comm: Communicator) -> Ranges | None:
+def ranges_around(comm: Traced) -> Ranges | None:
     """Put ranges around a communicator's calls; None where nobody asks for it.
 
     Raises BackendError where somebody does, and there is no library.
@@ -219,9 +217,7 @@ def ranges_around(comm: Communicator) -> Ranges | None:
     return ranges
 
 
-def _named(
-    ranges: Ranges, this: weakref.ref[Communicator], name: str
-) -> Callable[..., Any]:
+def _named(ranges: Ranges, this: weakref.ref[Traced], name: str) -> Callable[..., Any]:
     def call(*args: Any, **more: Any) -> Any:
         comm = this()
         assert comm is not None, "its method is called, so somebody has it"

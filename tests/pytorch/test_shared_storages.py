@@ -75,7 +75,7 @@ def _given_back(comm: Any, x: torch.Tensor) -> list[str]:
     wrong = []
     first = torch.ones(300_000)
     share_storage(comm, first)
-    address, nbytes = first.data_ptr(), comm._heap.nbytes
+    address, nbytes = first.data_ptr(), comm.symmetric.heap.nbytes
     kept = first[10:20]
     del first
     gc.collect()
@@ -91,8 +91,8 @@ def _given_back(comm: Any, x: torch.Tensor) -> list[str]:
         again = torch.ones(300_000)
         if not share_storage(comm, again):
             wrong.append("not moved again")
-    if comm._heap.nbytes > nbytes + 8 * comm.size * 300_000 * 4:
-        wrong.append(f"grew from {nbytes} to {comm._heap.nbytes}")
+    if comm.symmetric.heap.nbytes > nbytes + 8 * comm.size * 300_000 * 4:
+        wrong.append(f"grew from {nbytes} to {comm.symmetric.heap.nbytes}")
     return wrong
 
 

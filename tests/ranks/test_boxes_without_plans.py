@@ -80,7 +80,7 @@ def test_a_rank_whose_layout_alone_is_new_plans_alone() -> None:
         cart = ring(rank)
         x = field(rank)
         cart.halo_exchange(x, 1)
-        planned = len(cart._kept_boxes)
+        planned = len(cart.box_plans.kept)
         both = rank.array(np.full((2, 6), -1, "f4"))
         for _ in range(2):
             y = x
@@ -88,7 +88,7 @@ def test_a_rank_whose_layout_alone_is_new_plans_alone() -> None:
                 y = Strided(both, 6, 2)
             cart.halo_exchange(y, 1)
             rank.stream.synchronize()
-        assert len(cart._kept_boxes) == planned + (rank.rank == 0)
+        assert len(cart.box_plans.kept) == planned + (rank.rank == 0)
         cart.free()
 
     on_threads(2, main)
@@ -334,7 +334,7 @@ def test_by_nccl_calls_wait_for_nobody_either() -> None:
         if rank.rank == 0:
             returned.set()
         rank.stream.synchronize()
-        [boxes] = cart._kept_boxes.values()
+        [boxes] = cart.box_plans.kept.values()
         assert boxes.label.startswith("nccl/")
         cart.free()
 

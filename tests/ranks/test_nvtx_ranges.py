@@ -174,7 +174,7 @@ lines = lines_of(Path(sys.argv[2]))
 comm = commrt.init()
 comm.allreduce(np.ones(2))
 comm.allreduce(np.ones(2), nonblocking=True).wait()
-print(comm._ranges._library._name)
+print(comm.ranges._library._name)
 print(*lines(), sep="\\n")
 """
 
@@ -207,7 +207,7 @@ def test_the_real_library_hands_ranges_to_what_a_profiler_injects(
 
 def test_where_it_is_off_methods_are_what_they_always_are() -> None:
     def main(comm: Any) -> None:
-        assert comm._ranges is None
+        assert comm.ranges is None
         assert "allreduce" not in vars(comm)
         bound = comm.plan.allreduce(np.ones(1))
         assert type(bound) is _native.PersistentCall

@@ -25,7 +25,6 @@ from staged_ranks import (
 )
 
 from commrt import Block, Layout
-from commrt.boxes.compared import agreement
 from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
 from commrt.devices import DeviceArray
 from commrt.errors import (
@@ -317,11 +316,11 @@ class Unplanned:
         self._call = call
         facts = {"the call": "exchange", "cells of 0": None, "cells of 1": None}
         facts[f"cells of {rank}"] = "any"
-        call._boxes.agree_on(*agreement(call._comm, facts))
+        call._boxes.agree_on(*call._group.box_plans.agreement(facts))
 
     def _run(self, nonblocking: bool) -> Any:
         call = self._call
-        how = call._result, call.operation, nonblocking, call._comm.timeout_s
+        how = call._result, call.operation, nonblocking, call._group.timeout_s
         return call._boxes.run(call._arrays, *how, agrees=True)
 
     def __call__(self) -> Any:
@@ -408,7 +407,7 @@ def test_calls_without_a_plan_keep_theirs(seed: int) -> None:
             assert (done.synchronize() if nonblocking else done) is fields
             for field, right in zip(fields, wanted[rank.rank], strict=True):
                 assert np.array_equal(field.get(), right)
-        assert len(cart._agreed_plans) == 1
+        assert len(cart.box_plans.agreed) == 1
         rows = Layout((8, 6), (2,), (Block(0), None))
         columns = Layout((8, 6), (2,), (None, Block(0)))
         whole = np.arange(48.0).reshape(8, 6)

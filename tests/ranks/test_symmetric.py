@@ -302,14 +302,14 @@ def test_other_arguments_are_found_out() -> None:
 def test_a_deadline_that_not_all_ranks_missed() -> None:
     def rank_main(comm: Any) -> float:
         kept = comm.empty(40_000)
-        share = comm._heap._share
+        share = comm.symmetric.heap._share
 
         def too_late(*arguments: Any) -> None:
             share(*arguments).close()
             raise TimeoutError_("too late")
 
         if comm.rank == 0:
-            comm._heap._share = too_late
+            comm.symmetric.heap._share = too_late
             with pytest.raises(TimeoutError_, match="too late"):
                 comm.empty(1_000_000)
         else:

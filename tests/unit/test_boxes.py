@@ -13,7 +13,7 @@ from halo_cases import draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commrt.grids.grid import Grid
+from commrt.grids.geometry import Grid
 from commrt.grids.halo import HaloShape, directions, halo_moves
 from commrt.schedule.boxes import (
     Box,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commrt.errors import UsageError
-from commrt.grids.grid import Grid, fill_dims, make_grid, ranks_along
+from commrt.grids.geometry import Grid, fill_dims, make_grid, ranks_along
 from commrt.grids.mesh import parse_axes
 
 DIMS = st.lists(st.integers(1, 4), min_size=1, max_size=5)

@@ -79,7 +79,7 @@ class MpiCalls:
         Where all take device memory, they get a communicator of MPI's own for it.
         """
         why = _together(said)
-        if not why and not self._comm.has_native_mpi(timeout_s):
+        if not why and not self._comm.native_mpi.ensure(timeout_s):
             why = "no MPI communicator is left for its collectives"
         self._agreed = MpiFacts(why)
 

@@ -160,7 +160,7 @@ class MpiBackend:
             label=str(spec.candidate),
             datatype=datatype,
             op=reduction,
-            comm=comm.native_mpi_handle(),
+            comm=comm.native_mpi.handle(),
             count=count,
             returns_out=spec.has_output,
             **counts,

@@ -211,7 +211,7 @@ void bind_group(nb::module_& m) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->attach_arena(reinterpret_cast<void*>(address), region, lane, members);
            })
-      .def("_attach_segment",
+      .def("attach_segment",
            [](Group& g, uint64_t address, uint64_t part_nbytes) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->attach_segment(reinterpret_cast<void*>(address), part_nbytes);

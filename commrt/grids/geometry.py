@@ -2,8 +2,8 @@
 """Ranks in a Cartesian grid: who lies where, and who is next to whom.
 
 Places are counted as in C arrays, and as MPI counts them: rank 0 is at the origin, and
-the last coordinate changes fastest. ``Grid`` is the geometry alone; a communicator over
-a grid (``comm.cart(...)``) has it as its own.
+the last coordinate changes fastest. A communicator over a grid (``comm.cart(...)``) has
+a ``Grid`` as its own.
 """
 
 from __future__ import annotations
@@ -11,20 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commrt.errors import UsageError
-from commrt.grids.halo_calls import CartPlans
-from commrt.grids.halo_methods import HaloCalls
-from commrt.grids.neighbors import Neighborhood, grid_neighborhood
-from commrt.trace.nvtx import plans_with_ranges
 from commrt.vocabulary.checks import as_integer
 
-if TYPE_CHECKING:
-    from commrt.comm import CartCommunicator
-
-__all__ = ["Cartesian", "Grid", "fill_dims", "make_grid", "ranks_along"]
+__all__ = ["Coords", "Grid", "fill_dims", "make_grid", "ranks_along", "times"]
 
 Coords = tuple[int, ...]
 
@@ -63,12 +55,12 @@ class Grid:
         if len(places) != len(self.dims):
             raise UsageError(
                 f"rank_at: coords={places} has {len(places)} numbers, expected "
-                f"{len(self.dims)}, one per dimension of {_times(self.dims)}"
+                f"{len(self.dims)}, one per dimension of {times(self.dims)}"
             )
         rank = self._find(places)
         if rank is None:
             raise UsageError(
-                f"rank_at: coords={places} is outside {_times(self.dims)}, periodic "
+                f"rank_at: coords={places} is outside {times(self.dims)}, periodic "
                 f"{self.periodic}"
             )
         return rank
@@ -95,7 +87,7 @@ class Grid:
         number, count = as_integer(dim), len(self.dims)
         if number is None or not -count <= number < count:
             raise UsageError(
-                f"{what}: dim={dim!r} is not a dimension of {_times(self.dims)}; "
+                f"{what}: dim={dim!r} is not a dimension of {times(self.dims)}; "
                 f"expected 0..{count - 1}"
             )
         return number % count
@@ -181,109 +173,9 @@ def _integers(what: str, argument: str, values: Any) -> tuple[int, ...]:
     return tuple(value for value in found if value is not None)
 
 
-def _times(dims: Sequence[int]) -> str:
+def times(dims: Sequence[int]) -> str:
+    """Return dimensions in words, as in ``2x3``."""
     return "x".join(map(str, dims))
-
-
-class Cartesian(HaloCalls):
-    """What a communicator over a grid has besides; see ``GroupCreation.cart``."""
-
-    grid: Grid
-    """Its geometry, without ranks."""
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """Ranks in each dimension."""
-        return self.grid.dims
-
-    @property
-    def periodic(self) -> tuple[bool, ...]:
-        """Whether each dimension's ends are neighbours."""
-        return self.grid.periodic
-
-    @property
-    def plan(self) -> CartPlans:
-        """Persistent plans; those of halos are here besides."""
-        whole: Any = self  # a CartCommunicator
-        return plans_with_ranges(CartPlans(whole), whole)
-
-    @cached_property
-    def coords(self) -> Coords:
-        """Where this rank lies."""
-        return self.grid.coords_of(self.rank)
-
-    @cached_property
-    def neighborhood(self) -> Neighborhood:  # type: ignore[override]
-        """The same ranks, as the neighbour collectives see them."""
-        return grid_neighborhood(self.neighbors)
-
-    @cached_property
-    def neighbors(self) -> tuple[int | None, ...]:
-        """The ranks beside this one: -x, +x, -y, +y, …; None beyond an open end."""
-        return self.grid.neighbors(self.rank)
-
-    def coords_of(self, rank: int) -> Coords:
-        """Return where ``rank`` lies; local."""
-        return self.grid.coords_of(rank)
-
-    def rank_at(self, coords: Sequence[int]) -> int:
-        """Return who lies at ``coords``; periodic dimensions wrap around. Local."""
-        return self.grid.rank_at(coords)
-
-    def shift(self, dim: int, disp: int = 1) -> tuple[int | None, int | None]:
-        """Return (source, dest) of a message that moves ``disp`` places along ``dim``.
-
-        Each is None beyond an open end. Local.
-        """
-        moved = as_integer(disp)
-        if moved is None:
-            raise UsageError(f"shift: disp={disp!r} must be an integer")
-        return self.grid.shift(self.rank, self.grid.check_dim("shift", dim), moved)
-
-    def sub(
-        self, dims: int | Sequence[int], *, name: str | None = None
-    ) -> CartCommunicator:
-        """Return the grid along ``dims`` (numbers of dimensions) through this rank.
-
-        Its ranks have the other coordinates in common with this one; its dimensions
-        are in the order given. Collective over all ranks: each gets its own.
-        """
-        self.check_usable()
-        numbers = dims if isinstance(dims, Sequence) else (dims,)
-
-        def check() -> list[int]:
-            kept = [self.grid.check_dim("sub", number) for number in numbers]
-            if len({*kept}) != len(kept) or not kept:
-                raise UsageError(
-                    f"sub: dims={dims!r} must be one or more different dimensions of "
-                    f"{_times(self.dims)}"
-                )
-            return kept
-
-        kept = self.comparison.together("sub", check)
-        self.comparison.meet_equal("sub", f"dims={kept}")
-        part = Grid(
-            tuple(self.dims[dim] for dim in kept),
-            tuple(self.periodic[dim] for dim in kept),
-        )
-        ranks = ranks_along(self.grid, kept, self.coords)
-        label, title = self.comparison.label(f"sub{kept}")
-        return self._derive_cart(part, ranks, label, name or title)
-
-    def dup(
-        self, *, name: str | None = None, deterministic: bool | None = None
-    ) -> CartCommunicator:
-        """Return a communicator over the same grid with a sequence of its own."""
-        self.check_usable()
-        wish = self.comparison.together("dup", lambda: self._wish("dup", deterministic))
-        self.comparison.meet("dup", None)
-        label, title = self.comparison.label("dup")
-        ranks = range(self.size)
-        return self._derive_cart(self.grid, ranks, label, name or title, wish)
-
-    def __repr__(self) -> str:
-        plain = super().__repr__().removesuffix(">")
-        return f"{plain}, at {self.coords} of {_times(self.dims)}>"
 
 
 def ranks_along(grid: Grid, dims: Sequence[int], here: Coords) -> list[int]:

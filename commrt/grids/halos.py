@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Halo exchange of a communicator over a grid, with and without a plan at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from commrt import _native
+from commrt.boxes.compared import ComparedBoxes
+from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
+from commrt.boxes.host_plans import box_plan, compile_for
+from commrt.boxes.strided import address_table
+from commrt.device_calls.collectives import Staging
+from commrt.grids.geometry import Grid
+from commrt.grids.halo import halo_moves
+from commrt.grids.halo_arguments import (
+    EXCHANGE,
+    REDUCE,
+    Halo,
+    check_agreement,
+    check_halo,
+    common_facts,
+    equal_everywhere,
+)
+from commrt.group.compare import Comparison
+from commrt.group.group import Group
+from commrt.schedule.boxes import Move
+from commrt.vocabulary.checks import check_flag
+
+__all__ = ["Halos"]
+
+_CODES = {EXCHANGE: 80, REDUCE: 81}
+"""For the engine's records, apart from those of ``operations.py`` and of messages."""
+
+
+_Given = tuple[Any, Any, Any, Any, Any, Any]
+"""fields, width, axes, corners, direct and op, as the caller passed them."""
+
+
+class Halos:
+    """Exchanges halos among the ranks of a grid.
+
+    Args:
+        group: the ranks.
+        grid: where they lie.
+        devices: moves boxes of arrays on devices.
+        comparison: compares the arguments of all ranks.
+        plans: keeps plans for calls that have none at hand.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        grid: Grid,
+        devices: Staging,
+        comparison: Comparison,
+        plans: ComparedBoxes,
+    ) -> None:
+        self._group, self._grid, self._devices = group, grid, devices
+        self._comparison, self._plans = comparison, plans
+
+    def halo_exchange(
+        self,
+        fields: Any,
+        width: Any,
+        *,
+        axes: Sequence[int] | None = None,
+        corners: bool = True,
+        direct: bool | None = None,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+        stream: Any = None,
+    ) -> Any:
+        """Fill the halos of ``fields`` with the neighbours' cells; return ``fields``.
+
+        As ``plan.halo_exchange``, with its arguments. Calls whose arrays are laid out
+        like those of an earlier call use its plan. Of host arrays the ranks see that by
+        a reduction of 8 bytes, and a nonblocking call waits for it, too; of arrays on
+        devices they compare what they passed on the way.
+        """
+        how = nonblocking, timeout_s, stream
+        return self._halo(EXCHANGE, None, fields, width, axes, corners, direct, *how)
+
+    def halo_reduce(
+        self,
+        fields: Any,
+        width: Any,
+        *,
+        op: str = "sum",
+        axes: Sequence[int] | None = None,
+        corners: bool = True,
+        direct: bool | None = None,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+        stream: Any = None,
+    ) -> Any:
+        """Combine what halos hold with the cells they stand for; return ``fields``.
+
+        As ``plan.halo_reduce``, with its arguments; plans are kept as those of
+        ``halo_exchange``.
+        """
+        how = nonblocking, timeout_s, stream
+        return self._halo(REDUCE, op, fields, width, axes, corners, direct, *how)
+
+    def bound(
+        self,
+        what: str,
+        fields: Any,
+        width: Any,
+        axes: Any,
+        corners: Any,
+        direct: Any,
+        op: str | None,
+    ) -> _native.PersistentCall | BoundBoxes:
+        """Return the persistent call; see ``CartPlans``. Collective."""
+        halo = self._checked(what, (fields, width, axes, corners, direct, op))
+        plan = self._agreed_plan(halo)
+        group = self._group
+        if isinstance(plan, DeviceBoxes):
+            return BoundBoxes(group, plan, halo.arrays, fields, halo.what)
+        table = address_table(halo.arrays)
+        owners = (table, *(array.owner for array in halo.arrays))
+        return _native.PersistentCall(
+            group, plan, table.ctypes.data, 0, owners, None, fields, halo.what
+        )
+
+    def sent_nbytes(
+        self,
+        what: str,
+        fields: Any,
+        width: Any,
+        *,
+        axes: Any = None,
+        corners: Any = True,
+        direct: Any = None,
+        op: str | None = None,
+        **_: Any,
+    ) -> int:
+        """Return the bytes that a call with these arguments sends to other ranks."""
+        if what == REDUCE and op is None:
+            op = "sum"
+        given = fields, width, axes, corners, direct, op
+        halo = check_halo(self._group, self._grid, what, *given, None)
+        return sum(
+            move.source.count * halo.arrays[move.source.array].dtype.itemsize
+            for move in self._moves(halo)
+            if move.source is not None and move.peer is not None
+        )
+
+    def _checked(
+        self,
+        what: str,
+        given: _Given,
+        nonblocking: Any = False,
+        stream: Any = None,
+    ) -> Halo:
+        """Return the arguments of a call, checked as far as one rank can."""
+        group = self._group
+        group.check_usable()
+
+        def check() -> Halo:
+            check_flag(f"{what}, rank {group.rank}", "nonblocking", nonblocking)
+            return check_halo(group, self._grid, what, *given, stream)
+
+        return self._comparison.together(what, check)
+
+    def _halo(
+        self,
+        what: str,
+        op: str | None,
+        fields: Any,
+        width: Any,
+        axes: Any,
+        corners: Any,
+        direct: Any,
+        nonblocking: Any,
+        timeout_s: float | None,
+        stream: Any,
+    ) -> Any:
+        limit = self._group.limit(what, timeout_s)
+        given = fields, width, axes, corners, direct, op
+        halo = self._checked(what, given, nonblocking, stream)
+        arrays = halo.arrays
+        places = [(each.shape, each.layout.strides, each.dtype.name) for each in arrays]
+        mine = halo.shape, halo.reduction, places, id(halo.on) if halo.on else None
+
+        def compared() -> Any:
+            return self._plans.agreed.plan(
+                what, mine, limit, lambda: self._agreed_plan(halo)
+            )
+
+        if halo.on is not None:
+            boxes, agrees = self._plans.on_device(
+                what,
+                mine,
+                lambda: common_facts(self._grid, self._group.rank, halo),
+                compare=compared,
+                make=lambda: self._device_boxes(halo),
+            )
+            return boxes.run(
+                *(arrays, fields, what, bool(nonblocking), limit, stream),
+                agrees=agrees,
+            )
+        plan = compared()
+        table = address_table(arrays)
+        owners = (table, *(array.owner for array in arrays))
+        address = table.ctypes.data
+        return self._group.run_plan(
+            plan, address, 0, owners, None, fields, what, bool(nonblocking), limit
+        )
+
+    def _agreed_plan(self, halo: Halo) -> Any:
+        """Return the native plan of a call that fits those of all ranks; collective."""
+        group = self._group
+        shapes = [array.shape for array in halo.arrays]
+        mine = {**equal_everywhere(halo), "shapes": shapes}
+        said = self._comparison.meet(halo.what, mine)
+        check_agreement(group.name, self._grid, halo, said)
+        if halo.on is not None:
+            return self._device_boxes(halo)
+        moves = self._moves(halo)
+        layouts = [array.layout for array in halo.arrays]
+        program = compile_for(
+            group,
+            moves,
+            [array.dtype.itemsize for array in halo.arrays],
+            reduces=halo.reduction is not None,
+        )
+        return box_plan(
+            group,
+            program,
+            layouts,
+            coll=_CODES[halo.what],
+            label=_label(halo),
+            reduction=halo.reduction,
+        )
+
+    def _device_boxes(self, halo: Halo) -> DeviceBoxes:
+        """Return the plan of arrays on a device, without the other ranks."""
+        carries = halo.shape.corners and not halo.shape.direct
+        return DeviceBoxes(
+            self._group,
+            self._devices,
+            halo.on,
+            self._moves(halo),
+            [array.layout for array in halo.arrays],
+            phases=len(halo.shape.widths) if carries else 1,
+            what=halo.what,
+            coll=_CODES[halo.what],
+            label=_label(halo),
+            reduction=halo.reduction,
+        )
+
+    def _moves(self, halo: Halo) -> list[Move]:
+        shapes = [array.shape for array in halo.arrays]
+        reverse = halo.what == REDUCE
+        return halo_moves(
+            self._grid, self._group.rank, halo.shape, shapes, reverse=reverse
+        )
+
+
+def _label(halo: Halo) -> str:
+    return "boxes/direct" if halo.shape.direct else "boxes/by_dimension"

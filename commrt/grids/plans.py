@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Persistent plans of communicators over grids and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from commrt import _native
+from commrt.boxes.device_plans import BoundBoxes
+from commrt.calls.plans import Plans
+from commrt.grids.halo_arguments import EXCHANGE, REDUCE
+from commrt.grids.halos import Halos
+from commrt.grids.neighbors import NEIGHBOR_CALLS, Counts, NeighborCalls
+from commrt.grids.on_device import BoundNeighbors
+from commrt.trace.bound import follow_bound
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
+__all__ = ["CartPlans", "NeighborPlans"]
+
+_Persistent = _native.PersistentCall | BoundNeighbors
+
+
+class NeighborPlans(Plans):
+    """Plans of a communicator that knows who is beside whom."""
+
+    def __init__(self, comm: Communicator, neighbors: NeighborCalls) -> None:
+        super().__init__(comm)
+        self._neighbors = neighbors
+
+    def neighbor_allgather(self, x: Any, *, out: Any = None) -> _Persistent:
+        """Return a call bound to its arrays; see the communicator's method."""
+        return self._neighbor("neighbor_allgather", x, out, None, None)
+
+    def neighbor_allgatherv(
+        self, x: Any, *, recv_counts: Counts, out: Any = None
+    ) -> _Persistent:
+        """Return a call bound to its arrays; see the communicator's method."""
+        return self._neighbor("neighbor_allgatherv", x, out, None, recv_counts)
+
+    def neighbor_alltoall(self, x: Any, *, out: Any = None) -> _Persistent:
+        """Return a call bound to its arrays; see the communicator's method."""
+        return self._neighbor("neighbor_alltoall", x, out, None, None)
+
+    def neighbor_alltoallv(
+        self, x: Any, *, send_counts: Counts, recv_counts: Counts, out: Any = None
+    ) -> _Persistent:
+        """Return a call bound to its arrays; see the communicator's method."""
+        return self._neighbor("neighbor_alltoallv", x, out, send_counts, recv_counts)
+
+    def _neighbor(
+        self, what: str, x: Any, out: Any, sends: Counts, receives: Counts
+    ) -> _Persistent:
+        made = self._neighbors.bound(what, x, out, sends, receives)
+        follow_bound(self._comm, made, what, (x,), send_counts=sends)
+        return made
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *NEIGHBOR_CALLS]
+
+
+class CartPlans(NeighborPlans):
+    """Plans of a communicator over a grid: also of its halos, and among neighbours."""
+
+    def __init__(
+        self, comm: Communicator, neighbors: NeighborCalls, halos: Halos
+    ) -> None:
+        super().__init__(comm, neighbors)
+        self._halos = halos
+
+    def halo_exchange(
+        self,
+        fields: Any,
+        width: Any,
+        *,
+        axes: Sequence[int] | None = None,
+        corners: bool = True,
+        direct: bool | None = None,
+    ) -> _native.PersistentCall | BoundBoxes:
+        """Return a call that fills the halos of ``fields`` with the neighbours' cells.
+
+            exchange = cart.plan.halo_exchange(u, width=1)
+            request = exchange.start()
+            ...                        # compute where the halo is not needed
+            request.wait()
+
+        A field is this rank's block, with its halo around it. Cells beyond an open end
+        of the grid are left alone. Collective: the ranks compare what they pass.
+
+        Args:
+            fields: an array of 1 to 8 dimensions with any strides, or several, which
+                then move together; they may differ in type and in other dimensions.
+            width: cells of the halo on each side: a number; or one per dimension of the
+                grid, or a pair (low, high) of them for each.
+            axes: the fields' dimension that each dimension of the grid distributes;
+                without it the first of the field is the first of the grid, and so on,
+                and there must be as many.
+            corners: whether the cells that are outside of the block in several
+                dimensions are filled, too.
+            direct: corners come from the rank that owns them, in one step and up to
+                3^n - 1 messages; otherwise dimension by dimension, in 2n messages,
+                as it is unless something is said.
+
+        Raises:
+            UsageError: an argument is wrong here; nothing was said. In check mode it is
+                raised on all ranks.
+            MismatchError: the ranks do not agree; on all of them.
+        """
+        return self._halo(EXCHANGE, fields, width, axes, corners, direct, None)
+
+    def halo_reduce(
+        self,
+        fields: Any,
+        width: Any,
+        *,
+        op: str = "sum",
+        axes: Sequence[int] | None = None,
+        corners: bool = True,
+        direct: bool | None = None,
+    ) -> _native.PersistentCall | BoundBoxes:
+        """Return a call that combines what halos hold with the cells they stand for.
+
+        The reverse of ``halo_exchange``, with its arguments: each rank's halo goes back
+        to the ranks that own these cells, which combine it with theirs by ``op``: sum,
+        max, min, or another reduction but avg. Contributions are combined in the same
+        order in every run; where the communicator is ``deterministic`` and the order
+        matters, in one order: as ``direct``, own cells first, then what comes
+        direction by direction. What the halo holds afterwards is not defined.
+        """
+        return self._halo(REDUCE, fields, width, axes, corners, direct, op)
+
+    def _halo(
+        self,
+        what: str,
+        fields: Any,
+        width: Any,
+        axes: Any,
+        corners: Any,
+        direct: Any,
+        op: str | None,
+    ) -> _native.PersistentCall | BoundBoxes:
+        made = self._halos.bound(what, fields, width, axes, corners, direct, op)
+        how = {"axes": axes, "corners": corners, "direct": direct}
+        if op is not None:
+            how["op"] = op
+        follow_bound(self._comm, made, what, (fields, width), **how)
+        return made
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), EXCHANGE, REDUCE]

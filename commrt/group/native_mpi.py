@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MPI communicators over one group's ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commrt.bootstrap.lending import Lease
+from commrt.errors import BackendError
+from commrt.group.group import Group
+from commrt.job.world import FIRST_TAG, NATIVE
+from commrt.mpi import library
+
+__all__ = ["NativeMpi"]
+
+
+class NativeMpi:
+    """The MPI communicators over one group's ranks.
+
+    Args:
+        group: the ranks.
+        comm: an mpi4py communicator of these ranks where nobody else runs collectives;
+            None where there is none yet.
+    """
+
+    def __init__(self, group: Group, comm: Any = None) -> None:
+        self._group = group
+        self._comm = comm
+        self._lease: Lease | None = None
+        self._for_caller: Any = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the library's own collectives have a communicator."""
+        return self._comm is not None
+
+    def handle(self) -> int:
+        """Return the handle of the communicator for the library's own collectives.
+
+        Where unasked calls may need it, it was made with the group. Otherwise it is
+        made for the first call that asks for it by name, which is then collective even
+        if it is nonblocking.
+        """
+        group = self._group
+        if not self.ensure(group.timeout_s):
+            raise BackendError(
+                f"{group.name}: no MPI communicator can be had for {NATIVE}: the "
+                f"library has no more of them, or commrt has made as many as it takes; "
+                f"free() communicators that are not needed, or use a schedule"
+            )
+        return library.handle(self._comm)
+
+    def ensure(self, timeout_s: float) -> bool:
+        """Return whether there is one, and make it where there was none; collective."""
+        if self._comm is None:
+            self.lease(timeout_s)
+        return self._comm is not None
+
+    def lease(self, timeout_s: float) -> None:
+        """Get one for the library's own collectives, if there is one; collective."""
+        group = self._group
+        lender = group.world.native_comms
+        if lender is None or group.size == 1:
+            return
+        tag = FIRST_TAG + 2 * group.identity + 1
+        ranks = group.world_ranks
+        self._lease = lender.lend(ranks, group.identity, tag, timeout_s)
+        self._comm = None if self._lease is None else self._lease.lent
+
+    def give_back(self) -> None:
+        """Let other groups of the same ranks have it, unless this one failed."""
+        lender = self._group.world.native_comms
+        if lender is not None and self._lease is not None and not self._group.failure:
+            lender.give_back(self._lease)
+        self._lease = self._comm = None
+
+    def for_caller(self) -> Any:
+        """Return mpi4py's communicator for the program; see ``Communicator.mpi``."""
+        group, world = self._group, self._group.world
+        if world.native_comms is None:
+            return None
+        if group.world_ranks == tuple(range(world.size)):
+            return world.mpi_given
+        if self._for_caller is None:
+            key = f"comm{group.identity}/mpi"
+            world.meet(group.world_ranks, key, group.timeout_s)
+            tag = FIRST_TAG + 2 * group.identity
+            self._for_caller = world.native_comms.create(group.world_ranks, tag)
+        return self._for_caller

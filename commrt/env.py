@@ -2,7 +2,7 @@
 """Every ``COMMRT_*`` variable: the one place where the environment is read.
 
 ``VARIABLES`` drives reading, checking, ``python -m commrt info`` and the table in
-``docs/reference/environment.md``. Values are read at the moment of use, never at import.
+``docs/reference/environment.md``. Values are read when they are used, never at import.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from commrt import _native
 from commrt.arrays.host import HostView
 from commrt.calls.arguments import Bound, Call, allreduce_in_place
-from commrt.compression.methods import Compressing
+from commrt.calls.selection import Choosing
 from commrt.errors import CommError, UsageError
 from commrt.fusion.agreement import Agreement, Follower, Leader
 from commrt.vocabulary.checks import as_integer, check_timeout
@@ -38,7 +38,7 @@ _PATIENCE_S = 5.0
 """How long a rank that leaves by an exception waits for the others to leave, too."""
 
 
-class Fusing(Compressing):
+class Fusing(Choosing):
     """The part of a communicator that has ``fused()``."""
 
     _fused: Fused | None = None

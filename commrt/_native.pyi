@@ -10,7 +10,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-class FusedRequest:
+from commrt.vocabulary import request
+
+class FusedRequest(request.Request):
     """One call within comm.fused(); has the methods of Request."""
 
     @property
@@ -318,7 +320,7 @@ class DeviceCall:
     def waits_for(self) -> str:
         """What messages wait for; empty: nobody."""
 
-class DeviceRequest:
+class DeviceRequest(request.Request):
     """One started call on arrays on a device; has the methods of Request."""
 
     def __bool__(self) -> bool: ...
@@ -1185,7 +1187,7 @@ class RelayCarrier:
     def lose(self, peer: int, why: str) -> None:
         """gloo does not reach the peer, and says why."""
 
-class Request:
+class Request(request.Request):
     """One started operation. Keep it, and wait() for it: the buffers belong to the
     engine until then.
     """

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from commrt import _native
+from commrt._native import Request
 from commrt.errors import MismatchError, RevokedError, TimeoutError_
 from commrt.group.group import Group
-from commrt.request import Request
 
 __all__ = ["Agreement", "Follower", "Leader"]
 

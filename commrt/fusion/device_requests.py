@@ -20,6 +20,7 @@ from commrt.errors import (
 )
 from commrt.fusion.device_copies import Block, BucketCopies, Part, PooledEvent
 from commrt.vocabulary.checks import check_timeout
+from commrt.vocabulary.request import Request
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
@@ -169,15 +170,8 @@ class SentBucket:
         return True
 
 
-class FusedDeviceRequest:
-    """One call on device arrays that went into a bucket; has the methods of Request."""
-
-    received_nbytes = -1
-    """-1: it is not a receive."""
-    source = -1
-    """-1: it is not a receive."""
-    operation = "allreduce"
-    """Name of the operation."""
+class FusedDeviceRequest(Request):
+    """One call on device arrays that went into a bucket."""
 
     def __init__(
         self, comm: Communicator, part: Part, result: Any, timeout_s: float
@@ -309,6 +303,11 @@ class FusedDeviceRequest:
         return self._sent.failure is not None or self._sent.has_ended()
 
     @property
+    def operation(self) -> str:
+        """Name of the operation."""
+        return "allreduce"
+
+    @property
     def seq(self) -> int:
         """Sequence number of its bucket; -1 while that is open."""
         return -1 if self._sent is None else self._sent.request.seq
@@ -348,10 +347,4 @@ class FusedDeviceRequest:
             f"arrays stay alive until it ends, and its errors are lost",
             ResourceWarning,
             stacklevel=2,
-        )
-
-    def __bool__(self) -> bool:
-        raise TypeError(
-            f"the truth of a request is not its completion: call test() or wait() on "
-            f"{self!r}"
         )

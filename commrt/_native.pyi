@@ -1512,6 +1512,9 @@ def fuse_away(
 def fused_calls(group: Group) -> tuple[Any, ...]:
     """Calls that went into buckets, and those of them that are sent."""
 
+def fusion_method_names() -> list[str]:
+    """Names that its service `fusion` must have, as the engine asks it for them."""
+
 def group_method_names() -> list[str]:
     """Names that a Communicator must have, as the engine asks it for them."""
 

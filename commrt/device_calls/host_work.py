@@ -101,7 +101,7 @@ def run_hosted(
         handle = as_stream(stream, device, what)
     staging = comm.devices
     jobs = staging.hosted
-    comm._cut_fused()
+    staging.cut_buckets()
     read = {places[id(each)] for each in made.reads}
     written = {places[id(each)] for each in made.writes}
     rows = [

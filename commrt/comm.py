@@ -21,12 +21,14 @@ from commrt.calls.counts import bind_call
 from commrt.calls.forwarding import forwarded
 from commrt.calls.plan_cache import Choices, remember
 from commrt.calls.plans import Plans
+from commrt.calls.routes import Route
+from commrt.calls.selection import Choosing
 from commrt.calls.settings import Settings, make_policy
 from commrt.compression.compressed import Compression
 from commrt.device_calls.collectives import Staging
 from commrt.devices.arrays import may_free
 from commrt.errors import UsageError
-from commrt.fusion.fused import Fusing
+from commrt.fusion.fused import Fusion
 from commrt.grids.geometry import Coords, Grid, ranks_along, times
 from commrt.grids.halo_arguments import HALO_CALLS
 from commrt.grids.halos import Halos
@@ -72,12 +74,15 @@ class CommStats:
     """Whether operations are in flight."""
 
 
-class Communicator(Fusing):
+class Communicator(Choosing):
     """A group of ranks. Get one from ``commrt.init()``, ``split`` or ``create_group``.
 
     Collectives must be called by all ranks of the communicator in the same order.
     Calls from several threads are serialised; the order is then the caller's duty.
     """
+
+    devices: Staging
+    fusion: Fusion
 
     def __init__(
         self,
@@ -110,6 +115,16 @@ class Communicator(Fusing):
         self._plans: dict[Any, Any] = {}
         self.native_mpi = NativeMpi(self, native_comm)
         self.devices = Staging(self)
+        self.fusion = Fusion(
+            self,
+            self.devices,
+            choose=lambda call, bound: self._choose(call, bound),
+            plan=self._plan,
+            may_compress=lambda: self.compression.rules_may_compress,
+        )
+        self.routes: tuple[Route, ...] = (self.fusion, self.devices)
+        """Ways of a call that the dispatcher does not know, in order; then come the
+        compressed one and the host's."""
         self.comparison = Comparison(self)
         self.symmetric = SymmetricMemory(self, self._forget_reach)
         self.messages = Messages(self, self.devices, self.comparison)
@@ -169,7 +184,7 @@ class Communicator(Fusing):
         """
         if self.closed is not None or os.getpid() != self.pid:
             return
-        if self._fused is not None:
+        if self.fusion.context is not None:
             raise UsageError(
                 f"{self.name} cannot be freed: a fused() of it is open; leave it first"
             )
@@ -331,28 +346,28 @@ class Communicator(Fusing):
 
     redistribute = forwarded(Redistributions.redistribute, "redistributions")
 
+    fused = forwarded(Fusion.fused, "fusion")
+
     # -- running -----------------------------------------------------------------
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective that the dispatcher did not recognise at a glance."""
         self.check_usable()
-        if self._fused is not None and kwargs.get("nonblocking") is True:
-            fused = self.devices.buckets.again(name, args, kwargs)
+        if self.fusion.context is not None and kwargs.get("nonblocking") is True:
+            fused = self.fusion.again(name, args, kwargs)
             if fused is not None:
                 return fused
         try:
             call = arguments.parse(operation(name), args, kwargs)
             bound = bind_call(self, call)
-            if bound.device is not None or call.stream is not None:
-                return self.devices.run(call, bound)
-            compressed = self.compression.bound(call, bound)
-            fused = None
+            for route in self.routes:
+                if route.takes(call, bound):
+                    started = route.run(call, bound)
+                    if started is not NotImplemented:
+                        return started
             plan: Any = None
-            # Where rules may compress, by a length that a bucket would hide, none are
-            # made.
-            if compressed is None and not self.compression.rules_may_compress:
-                fused = self._fuse(call, bound)
-            if compressed is None and fused is None:
+            compressed = self.compression.bound(call, bound)
+            if compressed is None:
                 plan = self._agreed_plan(call, bound)
         except UsageError as error:
             self._tell_of_call(name, kwargs, error)
@@ -360,8 +375,6 @@ class Communicator(Fusing):
         if compressed is not None:
             request = compressed.start()
             return request if call.nonblocking else request.wait()
-        if fused is not None:
-            return fused
         x, out = bound.x, bound.out
         return self.run_plan(
             plan,

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, device_number
@@ -27,14 +27,13 @@ from commrt.device_calls.requests import DeviceRequest
 from commrt.devices.arrays import DeviceStream, free_what_was_left
 from commrt.devices.registry import cuda_device
 from commrt.errors import CaptureError, CommError, DeviceError, UsageError
-from commrt.fusion.device_buckets import DeviceBuckets
-from commrt.group.deferred_release import StagedWork, give_back, leave
+from commrt.group.deferred_release import LeftWork, StagedWork, give_back, leave
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
     from commrt.comm import Communicator
 
-__all__ = ["BoundDeviceCall", "Staging"]
+__all__ = ["BoundDeviceCall", "DeviceUser", "Staging"]
 
 T = TypeVar("T")
 
@@ -51,6 +50,20 @@ DevicePlan = (
 )
 
 
+class DeviceUser(Protocol):
+    """A service that has streams and memory of its own on devices."""
+
+    @property
+    def outstanding(self) -> int:
+        """Things under way whose end the host has not seen."""
+
+    def close_on_devices(self) -> Sequence[LeftWork]:
+        """Give streams and memory back; return what is to be given back later.
+
+        What runs collectives is closed after this.
+        """
+
+
 class Staging:
     """A communicator's work on devices."""
 
@@ -59,7 +72,8 @@ class Staging:
         self.nccl = NcclCalls(comm)
         self.ipc = IpcCalls(comm)
         self.mpi = MpiCalls(comm)
-        self.buckets = DeviceBuckets(comm)
+        self.users: list[DeviceUser] = []
+        """Services that end with this."""
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
         self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
         self.hosted = HostedJobs(comm)
@@ -75,14 +89,15 @@ class Staging:
         self.flags_without_progress = False
         """For tests: streams wait for this process though nobody makes progress."""
 
+    def takes(self, call: Call, bound: Bound) -> bool:
+        """Return whether a call is one on device arrays, or is ordered by a stream."""
+        return bound.device is not None or call.stream is not None
+
     def run(self, call: Call, bound: Bound) -> Any:
         """Start a collective whose arrays are on a device; return output or request."""
         if is_hosted(call):
             return run_on_host(self, call, bound)
         try:
-            fused = self._comm._fuse_on_device(call, bound)
-            if fused is not None:
-                return fused
             plan = self.plan(call, bound)
             request = self.start(call, bound, plan)
         except CaptureError as error:
@@ -107,7 +122,7 @@ class Staging:
 
         The first time the ranks meet for it, as they do in a collective's first call.
         """
-        self._comm._cut_fused()
+        self.cut_buckets()
         if not self.nccl.is_agreed:
             self._agree(device, what, timeout_s)
         if self.nccl.facts.why:
@@ -123,7 +138,7 @@ class Staging:
 
     def cut_buckets(self) -> None:
         """Send the open buckets of fused calls before a call that is in none."""
-        self._comm._cut_fused()
+        _native.cut_fusion(self._comm)
 
     def runner(self, device: Any, plan: DevicePlan) -> Any:
         """Return what starts a plan."""
@@ -183,7 +198,7 @@ class Staging:
     def start(self, call: Call, bound: Bound, plan: DevicePlan) -> DeviceRequest:
         """Give the device and the engine all that there is to do."""
         comm, name = self._comm, call.spec.name
-        comm._cut_fused()
+        _native.cut_fusion(comm)
         device = self._device(call, bound)
         x, out = bound.x, bound.out
         arrays = [each for each in (x, out) if each is not None]
@@ -226,7 +241,7 @@ class Staging:
 
     def plan(self, call: Call, bound: Bound, *, is_checked: bool = False) -> DevicePlan:
         """Return the plan; in check mode only where all ranks made the same call."""
-        self._comm._cut_fused()
+        self.cut_buckets()
         self.check(call, bound)
         checker = None if is_checked else self._comm.checker
         if not self.nccl.is_agreed:
@@ -377,7 +392,7 @@ class Staging:
         """Calls whose end the host has not seen."""
         staged = sum(each.outstanding for each in self._work)
         others = self.nccl.outstanding + self.ipc.outstanding + self.mpi.outstanding
-        return staged + others + self.buckets.outstanding
+        return staged + others + sum(each.outstanding for each in self.users)
 
     @property
     def _work(self) -> list[StagedWork]:
@@ -407,7 +422,7 @@ class Staging:
         self.hosted.close()
         used = [on for on, _ in self._stagers.values()]
         used += [on for on, _ in self.hosted._works.values()]
-        buckets = self.buckets.close()
+        left = [rest for user in self.users for rest in user.close_on_devices()]
         work = self._work
         for each in work:
             each.close()
@@ -420,7 +435,7 @@ class Staging:
         self.nccl.close(may_call=may_call)
         self.ipc.close(may_call=may_call)
         self.mpi.close()
-        leave(self._comm.world, buckets)  # once what they used is closed
+        leave(self._comm.world, left)  # once what they used is closed
         while self._own_events:
             _, (device, event) = self._own_events.popitem()
             with suppress(CommError):  # the device may be gone

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from commrt import _native, backends
 from commrt.arrays.host import numpy_type
@@ -19,12 +19,12 @@ from commrt.calls import arguments
 from commrt.calls.check_mode import Checker
 from commrt.calls.counts import bind_call
 from commrt.calls.forwarding import forwarded
-from commrt.calls.methods import method_of
 from commrt.calls.plan_cache import Choices, remember
 from commrt.calls.plans import Plans
 from commrt.calls.routes import Route
+from commrt.calls.selection import Choosing
 from commrt.calls.settings import Settings, make_policy
-from commrt.compression.methods import Compressing
+from commrt.compression.compressed import Compression
 from commrt.device_calls.collectives import Staging
 from commrt.devices.arrays import may_free
 from commrt.errors import UsageError
@@ -44,18 +44,16 @@ from commrt.job.world import World
 from commrt.messages.point_to_point import Messages
 from commrt.mpi import library
 from commrt.planning.spec import PlanSpec
+from commrt.select.policy import Explanation
+from commrt.sparse.allreduce import SparseReport
+from commrt.sparse.sums import SparseSums
 from commrt.subgroups import Kinds, Subgroups
 from commrt.trace.methods import follow_communicator
 from commrt.trace.nvtx import plans_with_ranges, ranges_around
 from commrt.vocabulary.checks import as_integer, check_timeout
 from commrt.vocabulary.dtypes import engine_factor
-from commrt.vocabulary.operations import OPERATIONS, operation
+from commrt.vocabulary.operations import operation
 from commrt.vocabulary.reductions import BoundReduction
-
-if TYPE_CHECKING:
-    from commrt.vocabulary.signatures import Operations
-else:
-    Operations = object
 
 __all__ = ["CartCommunicator", "CommStats", "Communicator", "GraphCommunicator"]
 
@@ -76,7 +74,7 @@ class CommStats:
     """Whether operations are in flight."""
 
 
-class Communicator(Compressing, Operations):
+class Communicator(Choosing):
     """A group of ranks. Get one from ``commrt.init()``, ``split`` or ``create_group``.
 
     Collectives must be called by all ranks of the communicator in the same order.
@@ -122,7 +120,7 @@ class Communicator(Compressing, Operations):
             self.devices,
             choose=lambda call, bound: self._choose(call, bound),
             plan=self._plan,
-            may_compress=lambda: self._rules_may_compress,
+            may_compress=lambda: self.compression.rules_may_compress,
         )
         self.routes: tuple[Route, ...] = (self.fusion, self.devices)
         """Ways of a call that the dispatcher does not know, in order; then come the
@@ -130,6 +128,8 @@ class Communicator(Compressing, Operations):
         self.comparison = Comparison(self)
         self.symmetric = SymmetricMemory(self, self._forget_reach)
         self.messages = Messages(self, self.devices, self.comparison)
+        self.compression = Compression(self, self, self._private)
+        self.sparse = SparseSums(self, self.devices, self.comparison, self._private)
         self.subgroups = Subgroups(self, self.comparison, _KINDS)
         self.box_plans = ComparedBoxes(self)
         self.redistributions = Redistributions(
@@ -194,8 +194,8 @@ class Communicator(Compressing, Operations):
                 f"{self.name} cannot be freed: operations are in flight; wait() for "
                 f"their requests first"
             )
-        self._free_sparse()
-        self._free_compression()
+        self.sparse.free()
+        self.compression.free()
         if self.checker is not None:
             self.checker.close()
         self.closed = "freed"
@@ -239,8 +239,8 @@ class Communicator(Compressing, Operations):
         """Make the communicator unusable, here and for ranks of this node that wait."""
         self.set_failure(why)
         self.devices.give_up(why)
-        self._give_up_sparse(why)
-        self._give_up_compression(why)
+        self.sparse.give_up(why)
+        self.compression.give_up(why)
         if self.checker is not None:
             self.checker.give_up(why)
 
@@ -336,6 +336,14 @@ class Communicator(Compressing, Operations):
     sendrecv = forwarded(Messages.sendrecv, "messages")
     multi_sendrecv = forwarded(Messages.multi_sendrecv, "messages")
 
+    sparse_allreduce = forwarded(SparseSums.sparse_allreduce, "sparse")
+    topk_allreduce = forwarded(SparseSums.topk_allreduce, "sparse")
+
+    @property
+    def sparse_report(self) -> SparseReport | None:
+        """What the sparse operation that ended last did on this rank; None before."""
+        return self.sparse.report
+
     redistribute = forwarded(Redistributions.redistribute, "redistributions")
 
     fused = forwarded(Fusion.fused, "fusion")
@@ -358,7 +366,7 @@ class Communicator(Compressing, Operations):
                     if started is not NotImplemented:
                         return started
             plan: Any = None
-            compressed = self._bound_compressed(call, bound)
+            compressed = self.compression.bound(call, bound)
             if compressed is None:
                 plan = self._agreed_plan(call, bound)
         except UsageError as error:
@@ -435,6 +443,9 @@ class Communicator(Compressing, Operations):
         if call.user is None and plain:
             remember(self, call, bound, plan)
         return plan
+
+    def _explained(self, found: Explanation, *, by_user: bool) -> Explanation:
+        return self.compression.explained(found, by_user=by_user)
 
     def plan_alone(self, call: arguments.Call, bound: arguments.Bound) -> Any:
         """Return the plan of a call by a schedule, which this rank makes alone."""
@@ -624,8 +635,6 @@ class GraphCommunicator(Communicator):
 
 _KINDS = Kinds(Communicator, CartCommunicator, GraphCommunicator)
 
-for _spec in OPERATIONS:
-    setattr(Communicator, _spec.name, method_of(_spec))
 for _kind, _name in enumerate(("send", "recv", "sendrecv", "multi_sendrecv")):
     _method = _native.make_message_method(_name, _kind, getattr(Communicator, _name))
     setattr(Communicator, _name, _method)

@@ -15,6 +15,7 @@ from commrt.backends.mpi import collectives as by_mpi
 from commrt.backends.nccl import collectives as by_nccl
 from commrt.backends.staged.collectives import on_host
 from commrt.calls import arguments
+from commrt.calls.channel import Channel
 from commrt.calls.plan_cache import Choices
 from commrt.errors import UsageError, suggest
 from commrt.job.world import NATIVE
@@ -25,7 +26,6 @@ from commrt.select.facts import Candidate, CommFacts, Query, without_compression
 from commrt.select.policy import Explanation, Policy, Rejected
 from commrt.select.schema import DEVICES
 from commrt.select.wishes import Wish
-from commrt.sparse.methods import SparseMethods
 from commrt.vocabulary.dtypes import is_known
 from commrt.vocabulary.operations import rule_nbytes
 from commrt.vocabulary.reductions import Reduction
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Choosing"]
 
 
-class Choosing(SparseMethods):
+class Choosing(Channel):
     """The part of a communicator that chooses among candidates."""
 
     facts: CommFacts
@@ -192,9 +192,14 @@ class Choosing(SparseMethods):
         ``params`` are what the call itself asks for.
         """
         query = self._question("explain", coll, nbytes, dtype, op, root, device)
-        return self.policy.explain(
+        found = self.policy.explain(
             query, backend=backend, algorithm=algorithm, params=params
         )
+        return self._explained(found, by_user=isinstance(op, Reduction))
+
+    def _explained(self, found: Explanation, *, by_user: bool) -> Explanation:
+        """Return an explanation with what else there is to say of it."""
+        return found
 
     def _question(
         self,
@@ -221,7 +226,7 @@ class Choosing(SparseMethods):
         return replace(query, op=label, order=order)
 
     def _choose(self, call: Call, bound: Bound) -> Candidate:
-        query, candidate = self._asked(call, bound)
+        query, candidate = self.asked(call, bound)
         if call.spec.compresses:
             candidate = without_compression(candidate)
         # Parameters that the call gives make it another program.
@@ -230,7 +235,7 @@ class Choosing(SparseMethods):
             raise UsageError(f"{candidate} must not run {query}: {reason}")
         return candidate
 
-    def _asked(self, call: Call, bound: Bound) -> tuple[Query, Candidate]:
+    def asked(self, call: Call, bound: Bound) -> tuple[Query, Candidate]:
         """Return a call as a question, and the policy's answer to it."""
         spec = call.spec
         nbytes = bound.num_elements * bound.dtype.itemsize

@@ -18,8 +18,8 @@ from typing import NoReturn
 import numpy as np
 
 from commrt import _native
+from commrt.calls.channel import Channel
 from commrt.errors import MismatchError, RevokedError, TimeoutError_
-from commrt.group.group import Group
 
 __all__ = ["Agreement", "Follower", "Leader"]
 
@@ -35,7 +35,7 @@ _LOOK_S = 0.1
 class _Peer:
     """Messages of three numbers to and from one rank."""
 
-    def __init__(self, comm: Group, rank: int) -> None:
+    def __init__(self, comm: Channel, rank: int) -> None:
         self._comm = comm
         self._rank = rank
         self._incoming = np.zeros(3, np.uint64)
@@ -93,7 +93,7 @@ class _Peer:
 class Agreement(ABC):
     """This rank's part."""
 
-    def __init__(self, comm: Group) -> None:
+    def __init__(self, comm: Channel) -> None:
         self._comm = comm
         self._is_looking = False
         self._is_over = False
@@ -204,7 +204,7 @@ class Agreement(ABC):
 class Follower(Agreement):
     """Of every rank but 0."""
 
-    def __init__(self, comm: Group) -> None:
+    def __init__(self, comm: Channel) -> None:
         super().__init__(comm)
         self._leader = _Peer(comm, 0)
         self._told = 0, False
@@ -238,7 +238,7 @@ class Follower(Agreement):
 class Leader(Agreement):
     """Of rank 0."""
 
-    def __init__(self, comm: Group) -> None:
+    def __init__(self, comm: Channel) -> None:
         super().__init__(comm)
         self._others = {rank: _Peer(comm, rank) for rank in range(1, comm.size)}
         self._told = dict.fromkeys(self._others, (0, 0))

@@ -19,6 +19,7 @@ from typing import Any
 from commrt import _native
 from commrt.arrays.host import HostView
 from commrt.calls.arguments import Bound, Call, allreduce_in_place
+from commrt.calls.channel import Channel
 from commrt.device_calls.collectives import Staging
 from commrt.device_calls.host_collectives import is_hosted
 from commrt.errors import CaptureError, CommError, UsageError
@@ -26,7 +27,6 @@ from commrt.fusion.agreement import Agreement, Follower, Leader
 from commrt.fusion.device_buckets import DeviceBuckets
 from commrt.fusion.device_requests import FusedDeviceRequest
 from commrt.fusion.left_buckets import LeftBuckets
-from commrt.group.group import Group
 from commrt.select.facts import Candidate
 from commrt.vocabulary.checks import as_integer, check_timeout
 from commrt.vocabulary.dtypes import DTYPES, ReduceOp
@@ -48,7 +48,7 @@ class Fusion:
 
     def __init__(
         self,
-        group: Group,
+        group: Channel,
         devices: Staging,
         *,
         choose: Callable[[Call, Bound], Candidate],

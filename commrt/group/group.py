@@ -277,10 +277,6 @@ class Group(_native.Group):
                 f"ranks no longer agree; make a new communicator"
             )
 
-    def give_up(self, why: str) -> None:
-        """Make the group unusable, here and for ranks of this node that wait."""
-        self.set_failure(why)
-
     def check_rank(self, what: str, argument: str, rank: Any) -> int:
         """Return a rank of this group, or raise UsageError."""
         found = as_integer(rank)

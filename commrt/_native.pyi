@@ -700,6 +700,8 @@ class MessageStager(DeviceWork):
 class MpiDevicePlan:
     """What a call of MPI on device memory does."""
 
+    backend: str = "mpi"
+
 class MpiWork(DeviceWork):
     """A communicator's operations of MPI on device memory."""
 
@@ -893,6 +895,8 @@ class NcclPhase:
 class NcclPlan:
     """What a call by NCCL does."""
 
+    backend: str = "nccl"
+
 class NcclWork(DeviceWork):
     """A communicator's operations by NCCL."""
 
@@ -942,6 +946,8 @@ class PeerExchange:
 
 class PeerPlan:
     """What a call over memory of peers does."""
+
+    backend: str = "ipc"
 
 class PeerWork(DeviceWork):
     """A communicator's operations over memory of peers."""
@@ -1361,6 +1367,7 @@ class StagedPlan:
         for what this rank knows nothing of; `runs` is a maximum of twice as many.
         """
 
+    backend: str = "staged"
     @property
     def by_kernel(self) -> bool:
         """Whether kernels copy to pinned memory and back; set before a start."""

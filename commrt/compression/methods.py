@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from commrt.arrays.residual import check_residual
 from commrt.calls.arguments import Bound, Call
 from commrt.calls.check_mode import Checker
-from commrt.calls.selection import Choosing
+from commrt.calls.selection import Selection
 from commrt.compression.exchange import Exchange
 from commrt.compression.turns import Place, Turn
 from commrt.errors import BufferError_, MismatchError, UsageError
 from commrt.group.stepped import SteppedRequest
 from commrt.select.policy import Explanation
 from commrt.sparse.memory import Pool
+from commrt.sparse.methods import SparseMethods
 from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 from commrt.vocabulary.operations import operation
 from commrt.vocabulary.reductions import Reduction
@@ -105,8 +106,10 @@ class CompressedCall:
         return f"<commrt.CompressedCall {self.operation} by {self.label}>"
 
 
-class Compressing(Choosing):
+class Compressing(SparseMethods):
     """The part of a communicator that compresses."""
+
+    selection: Selection
 
     checker: Checker | None
     _compressed: _Channels | None = None
@@ -148,7 +151,7 @@ class Compressing(Choosing):
         named = COMPRESS in (call.algorithm or "") or COMPRESS in (call.params or {})
         if self.deterministic or not (named or self._rules_may_compress):
             return None
-        _, candidate = self._asked(call, bound)
+        _, candidate = self.selection.asked(call, bound)
         if COMPRESS not in candidate.params:
             return None
         found = check_compress(candidate.params[COMPRESS])
@@ -156,7 +159,7 @@ class Compressing(Choosing):
 
     @cached_property
     def _rules_may_compress(self) -> bool:
-        policy = self.policy
+        policy = self.selection.policy
         rules = () if policy.table is None else policy.table.rules
         asked = [wish for wishes in policy.wishes for wish in wishes]
         params = [wish.params for wish in asked] + [rule.use.params for rule in rules]
@@ -180,7 +183,7 @@ class Compressing(Choosing):
         ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``), and
         ``backend``, ``algorithm`` and ``params`` what the call itself asks for.
         """
-        found = super().explain(
+        found = self.selection.explain(
             coll,
             nbytes,
             dtype=dtype,

@@ -40,8 +40,6 @@ __all__ = ["DeviceBuckets"]
 
 _PLAIN = frozenset(("op", "nonblocking"))
 """Arguments that a call may have to go the way of one before."""
-_WATCHED = _native.NcclPlan | _native.PeerPlan
-"""What the device ends by itself: a stream may wait for it, whoever makes progress."""
 
 
 class DeviceBuckets:
@@ -192,12 +190,12 @@ class _Lane:
             plan = self._comm.devices.plan(call, bound, is_checked=True)
         except UsageError:
             try:
-                self._comm._choose(call, bound)
+                self._comm.selection.choose(call, bound)
             except UsageError as error:  # on all ranks alike
                 self.fail(requests, error)
                 return None
             raise
-        copies, is_watched = self.copies, isinstance(plan, _WATCHED)
+        copies, is_watched = self.copies, self._comm.devices.ends_by_itself(plan)
         with copies.outside_captures(), self._lost_where_it_fails(is_watched):
             if not is_watched:
                 runner = self._comm.devices.runner(self._device, plan)

@@ -26,7 +26,7 @@ from commrt.vocabulary.dtypes import DTYPES, ReduceOp
 
 if TYPE_CHECKING:
     from commrt.calls.check_mode import Checker
-    from commrt.device_calls.collectives import Staging
+    from commrt.device_calls.collectives import DeviceCollectives
     from commrt.fusion.device_requests import FusedDeviceRequest
 
 __all__ = ["DEFAULT_NBYTES", "Fused", "Fusing"]
@@ -43,7 +43,7 @@ class Fusing(Compressing):
 
     _fused: Fused | None = None
     checker: Checker | None
-    devices: Staging
+    devices: DeviceCollectives
 
     def fused(
         self, *, nbytes: int = DEFAULT_NBYTES, time_limit_s: float | None = None
@@ -141,10 +141,10 @@ class Fusing(Compressing):
         What runs a bucket is chosen by its length, which is not known yet.
         """
         try:
-            self._choose(call, bound)
+            self.selection.choose(call, bound)
         except UsageError:
             full = max(bound.num_elements, most // bound.dtype.itemsize)
-            self._choose(call, replace(bound, num_elements=full))
+            self.selection.choose(call, replace(bound, num_elements=full))
 
     def _plan_bucket(self, count: int, dtype: int, reduction: int) -> Any:
         """Return the plan of an ordinary allreduce; the native side calls this.
@@ -158,7 +158,7 @@ class Fusing(Compressing):
             return self._plan(call, bound)
         except UsageError:
             try:
-                self._choose(call, bound)
+                self.selection.choose(call, bound)
             except UsageError as error:
                 return error
             raise

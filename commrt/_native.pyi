@@ -702,6 +702,8 @@ class MessageStager(DeviceWork):
 class MpiDevicePlan:
     """What a call of MPI on device memory does."""
 
+    backend: str = "mpi"
+
 class MpiWork(DeviceWork):
     """A communicator's operations of MPI on device memory."""
 
@@ -895,6 +897,8 @@ class NcclPhase:
 class NcclPlan:
     """What a call by NCCL does."""
 
+    backend: str = "nccl"
+
 class NcclWork(DeviceWork):
     """A communicator's operations by NCCL."""
 
@@ -944,6 +948,8 @@ class PeerExchange:
 
 class PeerPlan:
     """What a call over memory of peers does."""
+
+    backend: str = "ipc"
 
 class PeerWork(DeviceWork):
     """A communicator's operations over memory of peers."""
@@ -1363,6 +1369,7 @@ class StagedPlan:
         for what this rank knows nothing of; `runs` is a maximum of twice as many.
         """
 
+    backend: str = "staged"
     @property
     def by_kernel(self) -> bool:
         """Whether kernels copy to pinned memory and back; set before a start."""

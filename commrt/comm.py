@@ -11,21 +11,23 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, NoReturn
 
-from commrt import _native, backends
+from commrt import _native
 from commrt.arrays.host import numpy_type
+from commrt.backends.attaching import attach_all
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.redistribution import Redistributions
 from commrt.calls import arguments
+from commrt.calls.channel import Channel
 from commrt.calls.check_mode import Checker
 from commrt.calls.counts import bind_call
 from commrt.calls.forwarding import forwarded
-from commrt.calls.plan_cache import Choices, remember
+from commrt.calls.plan_cache import remember
 from commrt.calls.plans import Plans
 from commrt.calls.routes import Route
-from commrt.calls.selection import Choosing
-from commrt.calls.settings import Settings, make_policy
+from commrt.calls.selection import Selection
+from commrt.calls.settings import Settings
 from commrt.compression.compressed import Compression
-from commrt.device_calls.collectives import Staging
+from commrt.device_calls.collectives import DeviceCollectives
 from commrt.devices.arrays import may_free
 from commrt.errors import UsageError
 from commrt.fusion.fused import Fusion
@@ -37,14 +39,10 @@ from commrt.grids.plans import CartPlans, NeighborPlans
 from commrt.group.compare import Comparison
 from commrt.group.native_mpi import NativeMpi
 from commrt.group.symmetric import SymmetricMemory
-from commrt.job.links import (
-    measure_between_nodes,
-)
 from commrt.job.world import World
 from commrt.messages.point_to_point import Messages
 from commrt.mpi import library
 from commrt.planning.spec import PlanSpec
-from commrt.select.policy import Explanation
 from commrt.sparse.allreduce import SparseReport
 from commrt.sparse.sums import SparseSums
 from commrt.subgroups import Kinds, Subgroups
@@ -74,14 +72,14 @@ class CommStats:
     """Whether operations are in flight."""
 
 
-class Communicator(Choosing):
+class Communicator(Channel):
     """A group of ranks. Get one from ``commrt.init()``, ``split`` or ``create_group``.
 
     Collectives must be called by all ranks of the communicator in the same order.
     Calls from several threads are serialised; the order is then the caller's duty.
     """
 
-    devices: Staging
+    devices: DeviceCollectives
     fusion: Fusion
 
     def __init__(
@@ -113,12 +111,26 @@ class Communicator(Choosing):
             limit_s=timeout_s,
         )
         self._plans: dict[Any, Any] = {}
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        mine = settings or Settings()
+        self.table = mine.table or world.table
+        wishes = mine.all_wishes(world.wishes)
         self.native_mpi = NativeMpi(self, native_comm)
-        self.devices = Staging(self)
+        self.attached = attach_all(
+            self,
+            self.table,
+            self.native_mpi,
+            lambda device: self.devices.stager(device),
+            lambda *args, **kwargs: self.sendrecv(*args, **kwargs),
+        )
+        """Its backends, by name."""
+        self.selection = Selection(self, self.attached, self.table, wishes)
+        self.policy = self.selection.policy
+        self.devices = DeviceCollectives(self, self.attached, self.selection)
         self.fusion = Fusion(
             self,
             self.devices,
-            choose=lambda call, bound: self._choose(call, bound),
+            choose=self.selection.choose,
             plan=self._plan,
             may_compress=lambda: self.compression.rules_may_compress,
         )
@@ -128,32 +140,26 @@ class Communicator(Choosing):
         self.comparison = Comparison(self)
         self.symmetric = SymmetricMemory(self, self._forget_reach)
         self.messages = Messages(self, self.devices, self.comparison)
-        self.compression = Compression(self, self, self._private)
+        self.compression = Compression(self, self.selection, self._private)
         self.sparse = SparseSums(self, self.devices, self.comparison, self._private)
         self.subgroups = Subgroups(self, self.comparison, _KINDS)
         self.box_plans = ComparedBoxes(self)
         self.redistributions = Redistributions(
             self, self.devices, self.comparison, self.box_plans
         )
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        mine = settings or Settings()
-        self.table = mine.table or world.table
-        wishes = mine.all_wishes(world.wishes)
         picks = world.picks_native(self.facts, self.table, wishes)
         if native_comm is None and may_check and picks:
             self.native_mpi.lease(limit)
-        self._lease_gloo(may_check, limit)
-        self._unasked_native = self.native_mpi.is_there
-        self.policy = make_policy(self, self.table, wishes)
-        self.choices = Choices(self.policy)
+        for attached in self.attached.values() if may_check else ():
+            attached.join(limit)
         self.checker: Checker | None = None
         checks = Checker.is_wanted() if mine.checks is None else mine.checks
         if may_check and self.size > 1 and checks:
             self.checker = Checker(self, self._private("check", limit))
             self._slow = True
         self.ranges = ranges_around(self)
-        if world.gloo_groups is not None and world.between_nodes is None:
-            world.between_nodes = measure_between_nodes(self, world)
+        for attached in self.attached.values():
+            attached.measure()
         follow_communicator(self, is_users=may_check)
 
     # -- making ------------------------------------------------------------------
@@ -209,7 +215,6 @@ class Communicator(Choosing):
 
     def _release(self) -> None:
         self.native_mpi.give_back()
-        self._give_gloo_back()
         self.devices.close()
         if self.arena is not None:
             self._detach()
@@ -289,7 +294,7 @@ class Communicator(Choosing):
     @property
     def carriers_agreed(self) -> bool:
         """Whether the ranks have agreed on what carries device arrays."""
-        return self.devices.nccl.is_agreed
+        return self.devices.is_agreed
 
     def stats(self) -> CommStats:
         """Return counters of this communicator."""
@@ -319,6 +324,11 @@ class Communicator(Choosing):
         """Forget plans, which do not know what peers may reach from now on."""
         self._plans.clear()
         self.devices.forget_plans()
+
+    # -- selection ---------------------------------------------------------------
+
+    candidates = forwarded(Selection.candidates, "selection")
+    explain = forwarded(Compression.explain, "compression")
 
     # -- new communicators -------------------------------------------------------
 
@@ -408,7 +418,7 @@ class Communicator(Choosing):
         """
         if self.checker is None:
             return self._plan(call, bound)
-        if self._choose(call, bound).algorithm != "native":
+        if self.selection.choose(call, bound).algorithm != "native":
             self._plan(call, bound)
         self.checker.check(call, bound)
         return self._plan(call, bound)
@@ -444,22 +454,18 @@ class Communicator(Choosing):
             remember(self, call, bound, plan)
         return plan
 
-    def _explained(self, found: Explanation, *, by_user: bool) -> Explanation:
-        return self.compression.explained(found, by_user=by_user)
-
     def plan_alone(self, call: arguments.Call, bound: arguments.Bound) -> Any:
         """Return the plan of a call by a schedule, which this rank makes alone."""
-        if self._choose(call, bound).algorithm == "native":
+        if self.selection.choose(call, bound).algorithm == "native":
             call = replace(call, algorithm="recursive_doubling")
         return self._plan(call, bound)
 
     def _make_plan(self, call: arguments.Call, bound: arguments.Bound) -> Any:
-        candidate = self._choose(call, bound)
+        candidate = self.selection.choose(call, bound)
         user = None
         if call.user is not None and bound.x is not None:
             user = BoundReduction(call.user, numpy_type(bound.x))
-        return backends.get(candidate.backend).plan(
-            self,
+        return self.attached[candidate.backend].plan(
             PlanSpec(
                 op=call.spec,
                 num_elements=bound.num_elements,
@@ -473,7 +479,8 @@ class Communicator(Choosing):
                 counts=bound.counts,
                 factor=call.factor,
                 user=user,
-            ),
+                device="host" if bound.on is None and call.stream is None else "cuda",
+            )
         )
 
 

@@ -95,7 +95,7 @@ def _measure(driver: Path, nccl: Path | None, num_calls: int) -> list[Cost]:
 
     def main(comm: Any) -> list[Cost]:
         if nccl is None:  # which this process may have from elsewhere
-            comm.devices.nccl._agreed = NcclFacts("staged calls are measured")
+            comm.attached["nccl"]._agreed = NcclFacts("staged calls are measured")
         comm.devices.flags_without_progress = True  # as the thread would have them
         with DeviceStream(device) as stream:
             x, out = DeviceArray(device, 4), DeviceArray(device, 4)

@@ -18,11 +18,10 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from staged_ranks import Rank, SimRanks, forget_ranks, kept_ranks
+from staged_ranks import Rank, SimRanks, attach_anew, forget_ranks, kept_ranks
 
 from commrt.backends.ipc import attached as ipc_calls
 from commrt.backends.ipc import sharing
-from commrt.backends.ipc.attached import IpcCalls
 from commrt.comm import Communicator
 from commrt.devices import ThreadDevice
 from commrt.errors import CommError, OrderingError
@@ -55,8 +54,9 @@ def ipc_here(*, is_clean: bool = True) -> Iterator[None]:
 
 def prepare(comm: Communicator, device: Any) -> None:
     """Let the ranks connect, as a first call does."""
-    comm.devices._agree(device, "first", 20.0)
-    assert comm.devices.ipc.prepare(device), comm.ipc_facts.why
+    comm.devices.agree(device, "first", 20.0)
+    ipc = comm.attached["ipc"]
+    assert ipc.prepare(device, 0), ipc.facts.why
 
 
 def on_ipc_threads(
@@ -77,7 +77,7 @@ def on_ipc_threads(
         drawn = {**device, "seed": device.get("seed", 0) + comm.rank}
         with ThreadDevice(**drawn) as gpu:
             rank = Rank(comm, gpu)
-            comm.devices.ipc.half_nbytes = half_nbytes
+            comm.attached["ipc"].half_nbytes = half_nbytes
             rank.begin()
             with rank.stream:
                 result = function(rank)
@@ -121,12 +121,12 @@ class IpcSimRanks(SimRanks):
         def join(comm: Communicator) -> None:
             rank = comm.rank
             for each in self.groups[rank]:
-                ipc = each.devices.ipc = IpcCalls(each)
+                ipc = attach_anew(each, "ipc")
                 ipc.half_nbytes, ipc.first_value = half_nbytes, first_value
-                each.devices._forget_choices()
+                each.devices.forget_choices()
                 prepare(each, self.devices[rank])
                 if bug is not None:
-                    ipc.work(self.devices[rank]).plant(bug)
+                    ipc.runner(self.devices[rank]).plant(bug)
 
         made.each(join)
 
@@ -134,11 +134,11 @@ class IpcSimRanks(SimRanks):
         """Give everything back, and see that nothing is left and nothing was wrong."""
         for group in self.groups:
             for comm in group:
-                comm.devices.ipc.close()
+                comm.attached["ipc"].close()
                 for _, stager in comm.devices._stagers.values():
                     stager.close()
                 comm.devices._stagers.clear()
-                comm.devices.ipc = IpcCalls(comm)
+                attach_anew(comm, "ipc")
         sharing.end_all(DEADLINE_S)  # all have left, but memory ends step by step
         assert sharing.sweep() == 0
         super().close()

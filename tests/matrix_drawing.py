@@ -103,7 +103,7 @@ class Where:
 def candidates_of(comm: Any, coll: str, kind: str, dtype: str, root: int) -> list[Way]:
     """Return the ways that a communicator has for a reduction whose order matters."""
     op = "sum" if kind == "deterministic" else user_reduction(kind)
-    query = comm._question("candidates", coll, 4096, dtype, op, root)
+    query = comm.selection.question("candidates", coll, 4096, dtype, op, root)
     found = comm.policy.candidates(query)
     return [(None, {}), *((each.algorithm, dict(each.params)) for each in found)]
 

@@ -146,9 +146,10 @@ class Stepped:
         Each still chooses for itself.
         """
         keep = lru_cache(maxsize=4096)
-        cost, floor = keep(comms[0].policy._cost), keep(comms[0].policy._floor)
+        first = comms[0].selection
+        cost, floor = keep(first.predicted_us), keep(first.floor_us)
         for comm in comms:
-            comm.policy._cost, comm.policy._floor = cost, floor
+            comm.selection.predicted_us, comm.selection.floor_us = cost, floor
 
     def _communicators(self, deterministic: bool, heap: bool) -> Sequence[Any]:
         key = deterministic, heap

@@ -18,12 +18,18 @@ from typing import Any
 from unittest import mock
 
 from fake_device_mpi import FakeDeviceMpi, PretendedComms
-from staged_ranks import Rank, SimRanks, forget_ranks, kept_ranks, on_threads
+from staged_ranks import (
+    Rank,
+    SimRanks,
+    attach_anew,
+    forget_ranks,
+    kept_ranks,
+    on_threads,
+)
 
 from commrt import local
 from commrt.backends.mpi import attached as mpi_calls
 from commrt.backends.mpi import collectives
-from commrt.backends.mpi.attached import MpiCalls
 from commrt.comm import Communicator
 from commrt.errors import CommError, OrderingError
 from commrt.job import world
@@ -83,13 +89,12 @@ def join_mpi(
 
     def join(comm: Communicator) -> None:
         for each in groups[comm.rank]:
-            staging, device = each.devices, devices[comm.rank]
-            staging.mpi = MpiCalls(each)
-            staging.mpi.first_value = first_value
-            staging._agree(device, "first", DEADLINE_S)
-            assert not each.mpi_facts.why, each.mpi_facts.why
+            device, mpi = devices[comm.rank], attach_anew(each, "mpi")
+            mpi.first_value = first_value
+            each.devices.agree(device, "first", DEADLINE_S)
+            assert not mpi.facts.why, mpi.facts.why
             # To make it takes a lock that the simulation does not know of.
-            work = staging.mpi.work(device)
+            work = mpi.runner(device)
             if bug is not None:
                 work.plant(bug)
 
@@ -124,8 +129,8 @@ class MpiSimRanks(SimRanks):
         """Give everything back, and see that nothing is left and nothing was wrong."""
         for group in self.groups:
             for comm in group:
-                comm.devices.mpi.close()
-                comm.devices.mpi = MpiCalls(comm)
+                comm.attached["mpi"].close()
+                attach_anew(comm, "mpi")
                 for _, stager in comm.devices._stagers.values():
                     stager.close()
                 comm.devices._stagers.clear()

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from fake_nccl import FakeNccl
-from staged_ranks import Rank, SimRanks, kept_ranks, on_threads
+from staged_ranks import Rank, SimRanks, attach_anew, kept_ranks, on_threads
 
-from commrt.backends.nccl.attached import NcclCalls
 from commrt.comm import Communicator
 from commrt.nccl import libnccl
 from commrt.nccl.orders import end_all
@@ -51,8 +50,9 @@ def nccl_here(
 
 def prepare(comm: Communicator, device: Any) -> None:
     """Let the ranks meet, as a first call does."""
-    comm.devices._agree(device, "first", 20.0)
-    assert comm.devices.nccl.prepare(device, 0), comm.nccl_facts.why
+    comm.devices.agree(device, "first", 20.0)
+    nccl = comm.attached["nccl"]
+    assert nccl.prepare(device, 0), nccl.facts.why
 
 
 def on_nccl_threads(size: int, function: Callable[[Rank], T], **device: Any) -> list[T]:
@@ -87,12 +87,12 @@ class NcclSimRanks(SimRanks):
         def join(comm: Communicator) -> None:
             rank = comm.rank
             for each in self.groups[rank]:
-                each.devices.nccl = NcclCalls(each)
-                each.devices.nccl.first_value = first_value
-                each.devices._forget_choices()
+                nccl = attach_anew(each, "nccl")
+                nccl.first_value = first_value
+                each.devices.forget_choices()
                 prepare(each, self.devices[rank])
                 if bug is not None:
-                    each.devices.nccl.work(self.devices[rank]).plant(bug)
+                    nccl.runner(self.devices[rank]).plant(bug)
 
         made.each(join)
 
@@ -100,7 +100,7 @@ class NcclSimRanks(SimRanks):
         """Give everything back, and see that nothing is left and nothing was wrong."""
         for group in self.groups:
             for comm in group:
-                comm.devices.nccl.close()
+                comm.attached["nccl"].close()
                 for _, stager in comm.devices._stagers.values():
                     stager.close()
                 comm.devices._stagers.clear()

@@ -75,6 +75,13 @@ def found_by(ranks: SimRanks, function: Callable[[Rank], Any]) -> str:
     return " and ".join(sorted(found))
 
 
+def attach_anew(comm: Communicator, backend: str) -> Any:
+    """Attach a backend to a communicator once more; return its new object."""
+    old = comm.attached[backend]
+    comm.attached[backend] = type(old)(old.backend, old.group, old.beside)
+    return comm.attached[backend]
+
+
 def forget_work(comm: Communicator) -> None:
     """Let a communicator make its work on devices anew."""
     comm.devices._stagers.clear()

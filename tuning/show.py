@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from commrt.select.facts import Candidate, CommFacts, Query
-from commrt.select.policy import Policy
+from commrt.select.policy import Offers, Policy
 from commrt.select.rules import Cell, Rule
 from commrt.select.table import Table
 from commrt.tuning.summary import human_nbytes
@@ -45,13 +45,21 @@ def explain(table: Table, query: Query, facts: CommFacts) -> str:
             f"{facts.link_class} links; the model decides there. "
             f"The table covers {', '.join(covered) or 'nothing'}."
         )
-    named = dict.fromkeys(rule.use for rule in table.rules if rule.op == query.coll)
-    policy = Policy(facts, table, lambda _: list(named), _unknown)
-    return str(policy.explain(query))
+    return str(Policy(facts, table, _NamedInTable(table)).explain(query))
 
 
-def _unknown(query: Query, candidate: Candidate) -> float:
-    return math.inf
+class _NamedInTable(Offers):
+    """Every candidate that a table names, at an unknown cost."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def runnable(self, query: Query) -> list[Candidate]:
+        rules = self._table.rules
+        return list(dict.fromkeys(r.use for r in rules if r.op == query.coll))
+
+    def predicted_us(self, query: Query, candidate: Candidate) -> float:
+        return math.inf
 
 
 def _heading(cell: Cell) -> str:

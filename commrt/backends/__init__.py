@@ -10,19 +10,27 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib.metadata import entry_points
 
-from commrt.backends.base import Availability, Backend, Capabilities
-from commrt.backends.gloo.collectives import GlooBackend
-from commrt.backends.ipc.collectives import IpcBackend
-from commrt.backends.mpi.collectives import MpiBackend
-from commrt.backends.nccl.collectives import NcclBackend
+from commrt.backends.base import (
+    Attached,
+    Availability,
+    Backend,
+    Capabilities,
+    Surroundings,
+)
+from commrt.backends.gloo.backend import GlooBackend
+from commrt.backends.ipc.backend import IpcBackend
+from commrt.backends.mpi.backend import MpiBackend
+from commrt.backends.nccl.backend import NcclBackend
 from commrt.backends.shm import LocalBackend, ShmBackend
-from commrt.backends.staged.collectives import StagedBackend
+from commrt.backends.staged.backend import StagedBackend
 from commrt.errors import BackendError, UsageError, suggest
 
 __all__ = [
+    "Attached",
     "Availability",
     "Backend",
     "Capabilities",
+    "Surroundings",
     "all_backends",
     "available",
     "get",
@@ -42,7 +50,7 @@ def all_backends() -> dict[str, Backend]:
         LocalBackend(),
         NcclBackend(),
         IpcBackend(),
-        StagedBackend(_host_backends),
+        StagedBackend(),
     )
     for backend in built_in:
         found[backend.name] = backend
@@ -60,11 +68,6 @@ def all_backends() -> dict[str, Backend]:
             )
         found[backend.name] = backend
     return found
-
-
-def _host_backends() -> list[Backend]:
-    backends = all_backends().values()
-    return [each for each in backends if "host" in each.capabilities.devices]
 
 
 def get(name: str) -> Backend:

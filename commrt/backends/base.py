@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend is: a name, a table of what it can do, and plans."""
+"""The interface of a backend: what it can do, and its object on each communicator."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+from commrt import _native, algorithms
+from commrt.group.group import Group
+from commrt.group.native_mpi import NativeMpi
+from commrt.planning import host_plans, ordering, prediction
 from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query
+from commrt.select.policy import Rejected
+from commrt.select.schema import Parameters
+from commrt.select.table import Table
 from commrt.vocabulary.dtypes import DTYPES, ReduceOp
 from commrt.vocabulary.operations import COLLECTIVES
 
-__all__ = ["Availability", "Backend", "Capabilities"]
+__all__ = ["Attached", "Availability", "Backend", "Capabilities", "Surroundings"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,30 @@ class Availability:
     """What it can do."""
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """The parts of a communicator that a backend may use, beside its ``Group``."""
+
+    attached: Mapping[str, Attached]
+    """All backends on the group, by name; complete once it is made."""
+    table: Table | None
+    """The selection table in force."""
+    native_mpi: NativeMpi
+    """MPI's communicators over the group's ranks."""
+    stager: Callable[[Any], _native.Stager]
+    """Returns what runs calls on a device through pinned memory."""
+    sendrecv: Callable[..., Any]
+    """Sends one message and receives one; as ``Communicator.sendrecv``."""
+
+
 class Backend(Protocol):
-    """Who can run plans. Third parties register theirs in ``commrt.backends``."""
+    """Runs collectives. Other packages register theirs in ``commrt.backends``.
+
+    A package may leave out two methods. Without ``attach`` a backend has the methods
+    ``candidates(comm, query)`` and ``plan(comm, spec)``, which are those of
+    ``Attached`` with the communicator as first argument. Without ``parameters`` any
+    parameter may be named.
+    """
 
     name: str
     capabilities: Capabilities
@@ -65,10 +95,192 @@ class Backend(Protocol):
         """Return whether it can be used here, and why not; must not start anything."""
         ...
 
-    def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
-        """Return what it can run for ``query`` on ``comm``, simplest first."""
+    def attach(self, group: Group, beside: Surroundings) -> Attached:
+        """Return its object on one communicator, which is being made.
+
+        Local: the ranks may talk to each other in ``Attached.join``.
+        """
         ...
 
-    def plan(self, comm: Any, spec: PlanSpec) -> Any:
-        """Return the native plan of this rank."""
+    def parameters(
+        self, coll: str, algorithm: str, ranks: int | None
+    ) -> Parameters | None:
+        """Return the parameters of one of its algorithms, with a check of each value.
+
+        ``ranks`` is the number of ranks, or None for any. None instead of parameters:
+        any word may be one.
+        """
         ...
+
+
+class Attached:
+    """A backend on one communicator. Derive from it and override what is different.
+
+    Answers must be equal on all ranks, unless a method says otherwise: each rank
+    chooses by itself what runs. A backend of the host needs ``candidates`` and
+    ``plan``; one for arrays on devices also ``runner``.
+    """
+
+    precedence: ClassVar[int] = 0
+    """Of two backends the one with the larger number runs a call that names none, if
+    it claims the query (``claims``)."""
+    rounds_at_each_step: ClassVar[bool] = False
+    """Whether its schedules round each sum of two operands to the element type."""
+    starts_in_python: ClassVar[frozenset[str]] = frozenset()
+    """Algorithms whose start needs the interpreter, so no other thread starts them."""
+    prepares: ClassVar[bool] = False
+    """Whether ``prepare`` is to be called before a plan runs on a device."""
+    is_dispatched: ClassVar[bool] = False
+    """Whether plan and runner are native ones, which later calls start without Python.
+    """
+    ends_by_itself: ClassVar[bool] = False
+    """Whether a device ends its calls without progress of the host."""
+
+    carries_boxes: ClassVar[bool] = False
+    """Whether it moves boxes, from device memory that a plan owns."""
+
+    def __init__(self, backend: Backend, group: Group, beside: Surroundings) -> None:
+        self.backend = backend
+        self.group = group
+        self.beside = beside
+
+    # -- what it runs ------------------------------------------------------------
+
+    def candidates(self, query: Query) -> Sequence[Candidate]:
+        """Return what it can run for ``query``, simplest first."""
+        return ()
+
+    def refused(self, query: Query) -> Sequence[Rejected]:
+        """Return candidates that it would have, but for a reason: a missing library."""
+        return ()
+
+    def why_refused(self, query: Query, candidate: Candidate) -> str | None:
+        """Return why a candidate must not run ``query``; None where it may.
+
+        By itself, it must not where it combines in another order than ``query`` needs.
+        """
+        return ordering.why_refused(
+            self.group, query, candidate, rounds_at_each_step=self.rounds_at_each_step
+        )
+
+    def allows(self, query: Query, candidate: Candidate) -> bool:
+        """Return whether a candidate may have parameters beyond those offered."""
+        return host_plans.allows(self.group.facts.layout, query, candidate)
+
+    def predicted_us(self, query: Query, candidate: Candidate) -> float:
+        """Return the predicted microseconds of a candidate; ``inf`` means never."""
+        coll, name = query.coll, candidate.algorithm
+        if name in algorithms.names(coll):
+            root, (own, _) = query.root or 0, host_plans.split_params(candidate.params)
+            if host_plans.why_not(self.group, coll, name, root, own) is not None:
+                return math.inf
+        group = self.group
+        between = group.world.between_nodes
+        return prediction.predicted_us(group.facts, query, candidate, between)
+
+    def floor_us(self, query: Query, candidate: Candidate) -> float:
+        """Return what ``predicted_us`` is at least, which is quicker to find."""
+        group = self.group
+        between = group.world.between_nodes
+        return prediction.floor_us(group.facts, query, candidate, between)
+
+    def only_on_request(self, query: Query, candidate: Candidate) -> str | None:
+        """Return why a candidate runs only on request; None where it needs none.
+
+        A call, a variable or a table's rule requests it.
+        """
+        layout = self.group.facts.layout
+        return host_plans.only_by_name(layout, query.coll, candidate)
+
+    def claims(self, query: Query) -> str | None:
+        """Return why it runs ``query`` before all backends of less precedence.
+
+        None where it leaves the choice to the table and the model.
+        """
+        return None
+
+    def is_meant(self, query: Query, algorithm: str | None) -> bool:
+        """Return whether a wish for it, made beforehand, speaks of such a query."""
+        return query.device in self.backend.capabilities.devices
+
+    def plan(self, spec: PlanSpec) -> Any:
+        """Return the plan of this rank.
+
+        For host memory it is a ``_native.Plan``. For arrays on devices it has an
+        attribute ``backend``, the name of the backend whose ``runner`` starts it.
+        """
+        raise NotImplementedError
+
+    # -- arrays on devices -------------------------------------------------------
+
+    @property
+    def why_no_devices(self) -> str:
+        """Why it serves no arrays on devices of these ranks; empty where it may."""
+        return ""
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the ranks need not tell each other anything about it (any more)."""
+        return True
+
+    def tells(self, device: Any) -> Any:
+        """Return what this rank tells the others about itself, for JSON.
+
+        None where nothing is asked: what holds is settled then, by facts that all ranks
+        know, so none of them asks.
+        """
+        return None
+
+    def settle(self, said: Sequence[Any], timeout_s: float) -> None:
+        """Settle what holds by what all ranks told; collective."""
+
+    def prepare(self, device: Any, stream: int) -> bool:
+        """Make what ``runner`` returns; False where it failed on all ranks alike.
+
+        Then the ranks choose once more. Collective, before the plan of a call.
+        """
+        return True
+
+    def runner(self, device: Any) -> Any:
+        """Return what starts plans on a device.
+
+        Its method ``start(plan, in_address, out_address, stream, orders, in_owner,
+        out_owner, timeout_s)`` returns a ``_native.DeviceCall``.
+        """
+        raise NotImplementedError
+
+    def host_part(self, candidate: Candidate) -> Candidate | None:
+        """Return what the host runs for a candidate; None where a device runs it."""
+        return None
+
+    @property
+    def device(self) -> Any:
+        """The one device that its runner is bound to; None where there is none."""
+        return None
+
+    @property
+    def detours(self) -> list[Any] | None:
+        """A list that is empty while calls may start without Python; None: always."""
+        return None
+
+    @property
+    def outstanding(self) -> int:
+        """Calls whose end the host has not seen."""
+        return 0
+
+    # -- beginning and end -------------------------------------------------------
+
+    def join(self, timeout_s: float) -> None:
+        """Get what a communicator of the user needs; collective, as it is made."""
+
+    def measure(self) -> None:
+        """Measure what selection has to know; collective, once all else is made."""
+
+    def give_up(self, why: str) -> None:
+        """Fail what is under way, and let its streams go."""
+
+    def close(self, *, may_call: bool = True) -> None:
+        """Give everything back, where nothing is under way; local.
+
+        With ``may_call=False`` no device is called: the garbage collector runs this.
+        """

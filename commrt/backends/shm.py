@@ -10,17 +10,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from commrt import algorithms
-from commrt.backends.base import Availability, Capabilities
+from commrt.backends.base import Attached, Availability, Capabilities, Surroundings
+from commrt.backends.parameters import schedule_parameters
+from commrt.group.group import Group
 from commrt.planning.host_plans import schedule_plan
 from commrt.planning.spec import PlanSpec, serves
 from commrt.select.facts import Candidate, Query
+from commrt.select.schema import Parameters
 
 __all__ = ["LocalBackend", "ShmBackend", "schedule_candidates"]
 
 
-def schedule_candidates(comm: Any, query: Query, backend: str) -> Iterator[Candidate]:
+def schedule_candidates(
+    group: Group, query: Query, backend: str
+) -> Iterator[Candidate]:
     """Yield every schedule algorithm that can run ``query``, simplest first."""
-    where = comm.size, comm.facts.layout
+    where = group.size, group.facts.layout
     found = algorithms.names(query.coll, *where)
     for name in algorithms.simplest_first(query.coll, found):
         # What nothing is offered of runs where it is named.
@@ -47,16 +52,16 @@ class ShmBackend:
         reason = reasons[source or "memfd"]
         return Availability(self.name, source != "off", reason, self.capabilities)
 
-    def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
-        """Return every schedule algorithm where all ranks share this node."""
-        here = serves(comm.facts, self.name) and not comm.in_process
-        if query.device != "host" or not here:
-            return ()
-        return tuple(schedule_candidates(comm, query, self.name))
+    def attach(self, group: Group, beside: Surroundings) -> Attached:
+        """Return its object on one communicator."""
+        serves_here = serves(group.facts, self.name) and not group.in_process
+        return _AttachedSchedules(self, group, beside, serves_here)
 
-    def plan(self, comm: Any, spec: PlanSpec) -> Any:
-        """Return the native plan of this rank."""
-        return schedule_plan(comm, spec)
+    def parameters(
+        self, coll: str, algorithm: str, ranks: int | None
+    ) -> Parameters | None:
+        """Return the parameters of one of its algorithms."""
+        return schedule_parameters(coll, algorithm, ranks)
 
 
 class LocalBackend:
@@ -70,13 +75,35 @@ class LocalBackend:
         reason = "this process"
         return Availability(self.name, True, reason, self.capabilities)
 
-    def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
-        """Return every schedule algorithm where the ranks are in this process."""
-        alone = serves(comm.facts, self.name)
-        if query.device != "host" or not (alone or comm.in_process):
-            return ()
-        return tuple(schedule_candidates(comm, query, self.name))
+    def attach(self, group: Group, beside: Surroundings) -> Attached:
+        """Return its object on one communicator."""
+        serves_here = serves(group.facts, self.name) or group.in_process
+        return _AttachedSchedules(self, group, beside, serves_here)
 
-    def plan(self, comm: Any, spec: PlanSpec) -> Any:
-        """Return the native plan of this rank."""
-        return schedule_plan(comm, spec)
+    def parameters(
+        self, coll: str, algorithm: str, ranks: int | None
+    ) -> Parameters | None:
+        """Return the parameters of one of its algorithms."""
+        return schedule_parameters(coll, algorithm, ranks)
+
+
+class _AttachedSchedules(Attached):
+    """Every schedule algorithm on one communicator, where the backend serves it."""
+
+    def __init__(
+        self,
+        backend: ShmBackend | LocalBackend,
+        group: Group,
+        beside: Surroundings,
+        serves_here: bool,
+    ) -> None:
+        super().__init__(backend, group, beside)
+        self._serves_here = serves_here
+
+    def candidates(self, query: Query) -> Sequence[Candidate]:
+        if query.device != "host" or not self._serves_here:
+            return ()
+        return tuple(schedule_candidates(self.group, query, self.backend.name))
+
+    def plan(self, spec: PlanSpec) -> Any:
+        return schedule_plan(self.group, spec)

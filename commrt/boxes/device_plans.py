@@ -22,7 +22,7 @@ from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of
 from commrt.boxes.host_plans import ArrayLayout, box_plan, compile_for
 from commrt.boxes.strided import StridedArray
-from commrt.device_calls.collectives import Staging
+from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
 from commrt.devices.arrays import give_back
 from commrt.errors import CommError, KernelsMissingError
@@ -104,7 +104,7 @@ class DeviceBoxes:
     def __init__(
         self,
         group: Group,
-        devices: Staging,
+        devices: DeviceCollectives,
         device: Any,
         moves: Sequence[Move],
         layouts: Sequence[ArrayLayout],
@@ -124,7 +124,7 @@ class DeviceBoxes:
         why = getattr(device, "why_no_kernels", None)
         if why is not None:
             raise KernelsMissingError(f"boxes are packed by a kernel: {why}")
-        by_nccl = devices.by_nccl(device, what, 0, group.timeout_s)
+        by_nccl = devices.can_carry("nccl", device, what, 0, group.timeout_s)
         self.label = f"{'nccl' if by_nccl else 'staged'}/{label.partition('/')[2]}"
         self._group, self._devices, self._device = group, devices, device
         self._layouts, self._reduction = layouts, reduction

@@ -24,7 +24,7 @@ from commrt.boxes.strided import (
     check_writable,
     strided,
 )
-from commrt.device_calls.collectives import Staging
+from commrt.device_calls.collectives import DeviceCollectives
 from commrt.errors import BufferError_, UsageError
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
@@ -106,7 +106,7 @@ class Redistributions:
     def __init__(
         self,
         group: Group,
-        devices: Staging,
+        devices: DeviceCollectives,
         comparison: Comparison,
         plans: ComparedBoxes,
     ) -> None:

@@ -3,20 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from commrt.backends.staged.collectives import on_host
-from commrt.planning.host_plans import allows
-from commrt.select.policy import Policy
 from commrt.select.table import Table
 from commrt.select.wishes import Wishes
 
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
-
-__all__ = ["Settings", "make_policy"]
+__all__ = ["Settings"]
 
 
 @dataclass(frozen=True)
@@ -33,21 +25,3 @@ class Settings:
     def all_wishes(self, of_job: Wishes) -> list[Wishes]:
         """Return what is asked for beforehand; what comes first holds."""
         return [each for each in (self.wishes, of_job) if each]
-
-
-def make_policy(
-    comm: Communicator, table: Table | None, wishes: Sequence[Wishes]
-) -> Policy:
-    """Return what decides how a communicator's operations run."""
-    return Policy(
-        comm.facts,
-        table,
-        comm._candidates,
-        comm._cost,
-        wishes,
-        comm._only_on_request,
-        comm._floor,
-        lambda query, one: allows(comm.facts.layout, *on_host(query, one)),
-        comm._refused,
-        comm._speaks_of,
-    )

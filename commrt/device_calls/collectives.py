@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a communicator does with arrays on devices: staged calls and their requests."""
+"""Collectives on arrays on devices: their plans, their starts and their requests.
+
+A backend makes the plan and runs it; none is known here by name.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, device_number
-from commrt.backends.agreement import Carrier, meet
-from commrt.backends.ipc.attached import IpcCalls
-from commrt.backends.ipc.sharing import ENDING
-from commrt.backends.mpi.attached import MpiCalls
-from commrt.backends.nccl.attached import NcclCalls
+from commrt.backends.agreement import meet
+from commrt.backends.base import Attached
 from commrt.device_calls.host_collectives import (
     BoundHostedCall,
     is_hosted,
@@ -31,9 +31,10 @@ from commrt.group.deferred_release import LeftWork, StagedWork, give_back, leave
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
+    from commrt.calls.selection import Selection
     from commrt.comm import Communicator
 
-__all__ = ["BoundDeviceCall", "DeviceUser", "Staging"]
+__all__ = ["BoundDeviceCall", "DeviceCollectives", "DeviceUser"]
 
 T = TypeVar("T")
 
@@ -45,9 +46,13 @@ _MOST_NBYTES = 256 << 20
 _MOST_PLANS = 4096
 
 
-DevicePlan = (
-    _native.StagedPlan | _native.NcclPlan | _native.PeerPlan | _native.MpiDevicePlan
-)
+class DevicePlan(Protocol):
+    """A call on a device, as its backend makes it (``Attached.plan``)."""
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend whose runner starts it."""
+        ...
 
 
 class DeviceUser(Protocol):
@@ -64,14 +69,23 @@ class DeviceUser(Protocol):
         """
 
 
-class Staging:
-    """A communicator's work on devices."""
+class DeviceCollectives:
+    """A communicator's work on devices.
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self.nccl = NcclCalls(comm)
-        self.ipc = IpcCalls(comm)
-        self.mpi = MpiCalls(comm)
+    Args:
+        comm: the communicator.
+        attached: its backends, by name.
+        selection: chooses among them.
+    """
+
+    def __init__(
+        self, comm: Communicator, attached: Mapping[str, Attached], selection: Selection
+    ) -> None:
+        self.comm = comm
+        self.attached = attached
+        self.selection = selection
+        self.is_agreed = False
+        """Whether the ranks have told each other what carries device arrays."""
         self.users: list[DeviceUser] = []
         """Services that end with this."""
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
@@ -110,45 +124,43 @@ class Staging:
 
     def why_not_started(self, name: str, error: Exception) -> Exception:
         """Return what a call says that could not be given to its device."""
-        comm = self._comm
+        comm = self.comm
         if isinstance(error, CaptureError):
             text = f"{name} on {comm.name}, rank {comm.rank}: {error}"
             return CaptureError(text, error.status)
         self._check_not_failed(error)
         return error
 
-    def by_nccl(self, device: Any, what: str, stream: int, timeout_s: float) -> bool:
-        """Whether NCCL carries what is no reduction, on all ranks alike; collective.
+    def can_carry(
+        self, backend: str, device: Any, what: str, stream: int, timeout_s: float
+    ) -> bool:
+        """Return whether a backend's runner can be had, on all ranks alike; collective.
 
         The first time the ranks meet for it, as they do in a collective's first call.
         """
         self.cut_buckets()
-        if not self.nccl.is_agreed:
-            self._agree(device, what, timeout_s)
-        if self.nccl.facts.why:
-            return False
-        return self.nccl.prepare(device, stream)
+        carrier = self.attached[backend]
+        if not carrier.is_agreed:
+            self.agree(device, what, timeout_s)
+        return not carrier.why_no_devices and carrier.prepare(device, stream)
 
-    def _agree(self, device: Any, what: str, timeout_s: float) -> None:
+    def agree(self, device: Any, what: str, timeout_s: float) -> None:
         """Let the ranks tell each other what carries device arrays; collective."""
-        carriers: dict[str, Carrier] = {}
-        carriers |= {"nccl": self.nccl, "ipc": self.ipc, "mpi": self.mpi}
-        meet(self._comm, carriers, device, what, timeout_s)
-        self._forget_choices()
+        meet(self.comm, self.attached, self.comm.give_up, device, what, timeout_s)
+        self.is_agreed = True
+        self.forget_choices()
 
     def cut_buckets(self) -> None:
         """Send the open buckets of fused calls before a call that is in none."""
-        _native.cut_fusion(self._comm)
+        _native.cut_fusion(self.comm)
 
     def runner(self, device: Any, plan: DevicePlan) -> Any:
         """Return what starts a plan."""
-        if isinstance(plan, _native.NcclPlan):
-            return self.nccl.work(device)
-        if isinstance(plan, _native.PeerPlan):
-            return self.ipc.work(device)
-        if isinstance(plan, _native.MpiDevicePlan):
-            return self.mpi.work(device)
-        return self.stager(device)
+        return self.attached[plan.backend].runner(device)
+
+    def ends_by_itself(self, plan: DevicePlan) -> bool:
+        """Return whether the device ends a call without progress of the host."""
+        return self.attached[plan.backend].ends_by_itself
 
     def given(self, start: Callable[[], T]) -> T:
         """Return what a start returns; its error says if the communicator failed."""
@@ -161,14 +173,16 @@ class Staging:
     def _check_not_failed(self, error: Exception) -> None:
         """Raise what is to be said where the communicator failed since a call began."""
         if isinstance(error, DeviceError) and error.status == "not_ready":
-            self._comm.check_usable()
+            self.comm.check_usable()
 
     def _remember(self, call: Call, bound: Bound, plan: DevicePlan) -> None:
         """Let calls like this one be started without Python (known_calls.hpp)."""
         spec, x, out = call.spec, bound.x, bound.out
         asked = call.algorithm, call.backend, call.params, call.user, call.factor
+        carrier = self.attached[plan.backend]
         if (
-            self._comm.checker is not None
+            self.comm.checker is not None
+            or not carrier.is_dispatched
             or any(each is not None for each in asked)
             or spec.count_arguments
             or call.x is None
@@ -177,27 +191,26 @@ class Staging:
             return
         device = self._device(call, bound)
         _native.remember_device_call(
-            self._comm,
+            self.comm,
             coll=spec.code,
             reduction=int(call.reduction),
             root=call.root,
             dtype=bound.dtype.code,
             count=bound.num_elements if x is None else x.count,
             device=device,
-            runner=self.runner(device, plan),
+            runner=carrier.runner(device),
             plan=plan,
             gives_out=call.out is not None,
             sends=x is not None,
             receives=out is not None,
             in_place=spec.in_place,
             out_count=bound.out_elements,
-            # What a freed communicator left ends in calls that are looked at in full.
-            detours=ENDING if isinstance(plan, _native.PeerPlan) else None,
+            detours=carrier.detours,
         )
 
     def start(self, call: Call, bound: Bound, plan: DevicePlan) -> DeviceRequest:
         """Give the device and the engine all that there is to do."""
-        comm, name = self._comm, call.spec.name
+        comm, name = self.comm, call.spec.name
         _native.cut_fusion(comm)
         device = self._device(call, bound)
         x, out = bound.x, bound.out
@@ -235,21 +248,20 @@ class Staging:
         if is_hosted(call):
             return BoundHostedCall(self, call, bound)
         plan = self.plan(call, bound)
-        if isinstance(plan, _native.StagedPlan):
-            self.stager(self._device(call, bound))
+        self.runner(self._device(call, bound), plan)
         return BoundDeviceCall(self, call, bound, plan)
 
     def plan(self, call: Call, bound: Bound, *, is_checked: bool = False) -> DevicePlan:
         """Return the plan; in check mode only where all ranks made the same call."""
         self.cut_buckets()
         self.check(call, bound)
-        checker = None if is_checked else self._comm.checker
-        if not self.nccl.is_agreed:
+        checker = None if is_checked else self.comm.checker
+        if not self.is_agreed:
             # Before the ranks meet for it: where they differ, check mode says so.
             if checker is not None:
                 checker.check(call, bound)
-            limit = call.timeout_s or self._comm.timeout_s
-            self._agree(self._device(call, bound), call.spec.name, limit)
+            limit = call.timeout_s or self.comm.timeout_s
+            self.agree(self._device(call, bound), call.spec.name, limit)
             checker = None
         plan = self._plan(call, bound)
         if checker is not None:
@@ -261,25 +273,22 @@ class Staging:
     def _can_give(self, call: Call, bound: Bound, plan: DevicePlan) -> bool:
         """Make what runs the plan; False where that failed, on all ranks alike.
 
-        Then the ranks choose among what is left; staging needs nothing of the kind.
+        Then the ranks choose among what is left.
         """
-        if isinstance(plan, _native.StagedPlan | _native.MpiDevicePlan):
+        carrier = self.attached[plan.backend]
+        if not carrier.prepares:
             return True
-        device = self._device(call, bound)
-        if not isinstance(plan, _native.NcclPlan):
-            is_made = self.ipc.prepare(device)
-        else:
-            arrays = _views(bound)
-            array = arrays[0].array if arrays else None
-            is_made = self.nccl.prepare(device, self.stream_of(call, device, array))
-        if is_made:
+        device, arrays = self._device(call, bound), _views(bound)
+        array = arrays[0].array if arrays else None
+        if carrier.prepare(device, self.stream_of(call, device, array)):
             return True
-        self._forget_choices()
+        self.forget_choices()
         return False
 
-    def _forget_choices(self) -> None:
+    def forget_choices(self) -> None:
+        """Choose anew from here on: other backends can run calls."""
         self.forget_plans()
-        self._comm.choices.forget()
+        self.selection.choices.forget()
 
     def _plan(self, call: Call, bound: Bound) -> DevicePlan:
         key = (
@@ -300,9 +309,7 @@ class Staging:
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            plan = self._comm._make_plan(call, bound)
-            if isinstance(plan, _native.Plan):
-                plan = self.mpi.planned(plan, call, bound)
+            plan = self.comm._make_plan(call, bound)
             self._plans[key] = plan
         return plan
 
@@ -359,7 +366,7 @@ class Staging:
         """
         found = self._stagers.get(id(device))
         if found is None:
-            made = _native.Stager(self._comm, device, *self._options(device))
+            made = _native.Stager(self.comm, device, *self.options(device))
             found = self._stagers[id(device)] = device, made
         return found[1]
 
@@ -367,32 +374,33 @@ class Staging:
         """Return what sends and receives there, made at the first message."""
         found = self._messages.get(id(device))
         if found is None:
-            made = _native.MessageStager(self._comm, device, *self._options(device))
+            made = _native.MessageStager(self.comm, device, *self.options(device))
             found = self._messages[id(device)] = device, made
         return found[1]
 
-    def _options(self, device: Any) -> tuple[int, int, int, int, bool]:
+    def options(self, device: Any) -> tuple[int, int, int, int, bool]:
+        """Return how work on a device uses pinned memory: slots, bytes, flags."""
         flags = self.lets_streams_wait(device)
-        give_back(self._comm.world)
+        give_back(self.comm.world)
         options = self.slots, self.first_nbytes, self.most_nbytes, self.first_value
         return *options, flags
 
     def lets_streams_wait(self, device: Any) -> bool:
         """Whether streams wait for what this process does; else ``wait()`` blocks."""
-        helped = self._comm.world.drive(device) or self.flags_without_progress
+        helped = self.comm.world.drive(device) or self.flags_without_progress
         return helped and bool(device.memory_flags)
 
     def forget_plans(self) -> None:
         """Make plans anew from here on."""
         self._plans.clear()
-        _native.forget_device_calls(self._comm)
+        _native.forget_device_calls(self.comm)
 
     @property
     def outstanding(self) -> int:
         """Calls whose end the host has not seen."""
-        staged = sum(each.outstanding for each in self._work)
-        others = self.nccl.outstanding + self.ipc.outstanding + self.mpi.outstanding
-        return staged + others + sum(each.outstanding for each in self.users)
+        pinned = sum(each.outstanding for each in self._work)
+        carried = sum(each.outstanding for each in self.attached.values())
+        return pinned + carried + sum(each.outstanding for each in self.users)
 
     @property
     def _work(self) -> list[StagedWork]:
@@ -407,15 +415,15 @@ class Staging:
         for each in self._work:
             each.give_up(why)
         self.hosted.give_up(why)
-        self.nccl.give_up(why)
-        self.ipc.give_up(why)
-        self.mpi.give_up(why)
+        for carrier in self.attached.values():
+            carrier.give_up(why)
 
     def close(self) -> None:
         """Give streams and memory back, where nothing is under way."""
         self.forget_plans()
         waits = any(each.failed or each.outstanding for each in self._work)
-        if not (waits or self.nccl.outstanding):
+        carriers = self.attached.values()
+        if not (waits or any(c.carries_boxes and c.outstanding for c in carriers)):
             for kept in list(self.memory):
                 with suppress(CommError):  # a device that is gone took it along
                     kept.close()
@@ -426,16 +434,15 @@ class Staging:
         work = self._work
         for each in work:
             each.close()
-        leave(self._comm.world, work)
-        may_call = self._comm.closed != "dropped"
+        leave(self.comm.world, work)
+        may_call = self.comm.closed != "dropped"
         if may_call and not waits:  # to give pinned memory back waited just as well
-            _native.drop_ended(self._comm.world.engine)
+            _native.drop_ended(self.comm.world.engine)
             for device in used:
                 free_what_was_left(device)
-        self.nccl.close(may_call=may_call)
-        self.ipc.close(may_call=may_call)
-        self.mpi.close()
-        leave(self._comm.world, left)  # once what they used is closed
+        for carrier in carriers:
+            carrier.close(may_call=may_call)
+        leave(self.comm.world, left)  # once what they used is closed
         while self._own_events:
             _, (device, event) = self._own_events.popitem()
             with suppress(CommError):  # the device may be gone
@@ -454,21 +461,21 @@ class BoundDeviceCall:
     """A collective bound to its arrays on a device; call it, or ``start()`` it."""
 
     def __init__(
-        self, staging: Staging, call: Call, bound: Bound, plan: DevicePlan
+        self, devices: DeviceCollectives, call: Call, bound: Bound, plan: DevicePlan
     ) -> None:
-        self._staging, self._bound, self._plan = staging, bound, plan
+        self._devices, self._bound, self._plan = devices, bound, plan
         self._calls = [replace(call, nonblocking=flag) for flag in (False, True)]
 
     def __call__(self) -> Any:
         """Run the operation; the current stream waits for it. Return its output."""
-        self._staging._comm.check_usable()
-        self._staging.start(self._calls[0], self._bound, self._plan).be_quiet()
+        self._devices.comm.check_usable()
+        self._devices.start(self._calls[0], self._bound, self._plan).be_quiet()
         return self._bound.result
 
     def start(self) -> DeviceRequest:
         """Start the operation and return its request."""
-        self._staging._comm.check_usable()
-        return self._staging.start(self._calls[1], self._bound, self._plan)
+        self._devices.comm.check_usable()
+        return self._devices.start(self._calls[1], self._bound, self._plan)
 
     @property
     def operation(self) -> str:
@@ -478,4 +485,4 @@ class BoundDeviceCall:
     @property
     def label(self) -> str:
         """What runs it: backend/algorithm{params}."""
-        return str(self._staging._comm._choose(self._calls[0], self._bound))
+        return str(self._devices.selection.choose(self._calls[0], self._bound))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives on device arrays whose work is Python's, on the host (``hosted.py``).
+"""Collectives on device arrays whose work is Python's, on the host.
 
 Two kinds: compressed ones, as what goes over the wire is made there; and those with a
 Python function as reduction, which only a thread of Python can call.
@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from commrt.arrays.host import HostView, view_anywhere
-from commrt.backends.staged.collectives import COPIES, PIECE, check_copies, check_piece
 from commrt.device_calls.host_work import HostedCall, run_hosted
 from commrt.errors import BackendError
 from commrt.group.stepped import SteppedRequest, Steps
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
     from commrt.calls.channel import Channel
     from commrt.comm import Communicator
-    from commrt.device_calls.collectives import Staging
-    from commrt.select.facts import Candidate
+    from commrt.device_calls.collectives import DeviceCollectives
 
 __all__ = ["BoundHostedCall", "is_hosted", "run_on_host"]
 
@@ -32,13 +30,13 @@ def is_hosted(call: Call) -> bool:
     return _compresses(call) or (call.user is not None and call.user.address is None)
 
 
-def run_on_host(staging: Staging, call: Call, bound: Bound) -> Any:
+def run_on_host(devices: DeviceCollectives, call: Call, bound: Bound) -> Any:
     """Let the host do a collective on copies; return its output or request."""
-    staging.check(call, bound)
-    comm = staging._comm
+    devices.check(call, bound)
+    comm = devices.comm
     made = (_compressed if _compresses(call) else _reduced)(comm, call, bound)
     return run_hosted(
-        comm, staging, made, nonblocking=call.nonblocking, stream=call.stream
+        comm, devices, made, nonblocking=call.nonblocking, stream=call.stream
     )
 
 
@@ -95,8 +93,9 @@ def _reduced(comm: Communicator, call: Call, bound: Bound) -> HostedCall:
     assert user is not None
     if comm.checker is not None:
         comm.checker.check(call, bound)
-    candidate = comm._choose(call, bound)
-    if candidate.backend != "staged":
+    candidate = comm.selection.choose(call, bound)
+    host = comm.attached[candidate.backend].host_part(candidate)
+    if host is None:
         raise BackendError(
             f"{spec.name}: {candidate} was asked for, and the reduction {user.name} is "
             f"a Python function, which the host calls: take backend='staged', or a C "
@@ -107,8 +106,8 @@ def _reduced(comm: Communicator, call: Call, bound: Bound) -> HostedCall:
         "op": user,
         "nonblocking": True,
         "timeout_s": limit,
-        "algorithm": candidate.algorithm,
-        "params": _host_params(candidate),
+        "algorithm": host.algorithm,
+        "params": host.params or None,
         **_counts(call),
         **({"root": call.root} if spec.has_root else {}),
     }
@@ -134,32 +133,22 @@ def _reduced(comm: Communicator, call: Call, bound: Bound) -> HostedCall:
     return HostedCall(spec.name, "reduction", reads, writes, start, limit, bound.result)
 
 
-def _host_params(candidate: Candidate) -> dict[str, int | str] | None:
-    """Return the parameters of the host's algorithm; those of staging are checked."""
-    params = dict(candidate.params)
-    if PIECE in params:
-        check_piece(params.pop(PIECE))
-    if COPIES in params:
-        check_copies(params.pop(COPIES))
-    return params or None
-
-
 class BoundHostedCall:
     """Such a collective bound to its arrays; call it, or ``start()`` it."""
 
-    def __init__(self, staging: Staging, call: Call, bound: Bound) -> None:
-        self._staging, self._bound = staging, bound
+    def __init__(self, devices: DeviceCollectives, call: Call, bound: Bound) -> None:
+        self._devices, self._bound = devices, bound
         self._calls = [replace(call, nonblocking=flag) for flag in (False, True)]
         self.operation = call.spec.name
         self.label = f"host/{call.compress}"
         if not _compresses(call):
-            staging.check(call, bound)
-            self.label = str(staging._comm._choose(call, bound))
+            devices.check(call, bound)
+            self.label = str(devices.selection.choose(call, bound))
 
     def __call__(self) -> Any:
         """Run the operation; the current stream waits for it. Return its output."""
-        return run_on_host(self._staging, self._calls[0], self._bound)
+        return run_on_host(self._devices, self._calls[0], self._bound)
 
     def start(self) -> Any:
         """Start the operation and return its request."""
-        return run_on_host(self._staging, self._calls[1], self._bound)
+        return run_on_host(self._devices, self._calls[1], self._bound)

@@ -258,8 +258,8 @@ class HostedJobs:
         """Return what copies there and back, made at the first such call."""
         found = self._works.get(id(device))
         if found is None:
-            staging = self._comm.devices
-            made = _native.HostedWork(self._comm, device, *staging._options(device))
+            options = self._comm.devices.options(device)
+            made = _native.HostedWork(self._comm, device, *options)
             found = self._works[id(device)] = device, made
         return found[1]
 

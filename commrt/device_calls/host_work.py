@@ -29,7 +29,7 @@ from commrt.vocabulary.checks import check_timeout
 
 if TYPE_CHECKING:
     from commrt.calls.channel import Channel
-    from commrt.device_calls.collectives import Staging
+    from commrt.device_calls.collectives import DeviceCollectives
     from commrt.group.group import Group
 
 Rebuild = Callable[[Any, Callable[[Any], Any]], Any]
@@ -90,7 +90,7 @@ class HostedCall:
 
 def run_hosted(
     group: Group,
-    devices: Staging,
+    devices: DeviceCollectives,
     made: HostedCall,
     *,
     nonblocking: bool,

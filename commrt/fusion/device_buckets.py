@@ -26,7 +26,7 @@ from commrt import _native
 from commrt.arrays.device import current_stream_of, is_on_device, see
 from commrt.arrays.host import HostView
 from commrt.calls.arguments import Bound, Call, allreduce_in_place
-from commrt.device_calls.collectives import Staging
+from commrt.device_calls.collectives import DeviceCollectives
 from commrt.errors import CommError, UsageError
 from commrt.fusion.device_copies import Block, BucketCopies, Part
 from commrt.fusion.device_requests import FusedDeviceRequest, SentBucket
@@ -39,8 +39,6 @@ __all__ = ["DeviceBuckets", "Rules"]
 
 _PLAIN = frozenset(("op", "nonblocking"))
 """Arguments that a call may have to go the way of one before."""
-_WATCHED = _native.NcclPlan | _native.PeerPlan
-"""What the device ends by itself: a stream may wait for it, whoever makes progress."""
 
 
 class Rules(Protocol):
@@ -63,7 +61,7 @@ class Rules(Protocol):
 class DeviceBuckets:
     """A communicator's buckets of arrays on devices."""
 
-    def __init__(self, group: Group, devices: Staging, rules: Rules) -> None:
+    def __init__(self, group: Group, devices: DeviceCollectives, rules: Rules) -> None:
         """Make no bucket yet: a device has memory for them from its first call on."""
         self._group, self._devices, self._rules = group, devices, rules
         self.lanes: dict[int, _Lane] = {}
@@ -190,7 +188,7 @@ class _Lane:
     """One device's buckets. The native side calls ``send`` and ``fail``."""
 
     def __init__(
-        self, group: Group, devices: Staging, rules: Rules, device: Any
+        self, group: Group, devices: DeviceCollectives, rules: Rules, device: Any
     ) -> None:
         self._engine = group.world.engine
         self._devices, self._rules = devices, rules
@@ -222,7 +220,7 @@ class _Lane:
                 self.fail(requests, error)
                 return None
             raise
-        copies, is_watched = self.copies, isinstance(plan, _WATCHED)
+        copies, is_watched = self.copies, self._devices.ends_by_itself(plan)
         with copies.outside_captures(), self._lost_where_it_fails(is_watched):
             if not is_watched:
                 runner = self._devices.runner(self._device, plan)

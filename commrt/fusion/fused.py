@@ -20,7 +20,7 @@ from commrt import _native
 from commrt.arrays.host import HostView
 from commrt.calls.arguments import Bound, Call, allreduce_in_place
 from commrt.calls.channel import Channel
-from commrt.device_calls.collectives import Staging
+from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.host_collectives import is_hosted
 from commrt.errors import CaptureError, CommError, UsageError
 from commrt.fusion.agreement import Agreement, Follower, Leader
@@ -49,7 +49,7 @@ class Fusion:
     def __init__(
         self,
         group: Channel,
-        devices: Staging,
+        devices: DeviceCollectives,
         *,
         choose: Callable[[Call, Bound], Candidate],
         plan: Callable[[Call, Bound], Any],

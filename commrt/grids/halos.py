@@ -11,7 +11,7 @@ from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
 from commrt.boxes.host_plans import box_plan, compile_for
 from commrt.boxes.strided import address_table
-from commrt.device_calls.collectives import Staging
+from commrt.device_calls.collectives import DeviceCollectives
 from commrt.grids.geometry import Grid
 from commrt.grids.halo import halo_moves
 from commrt.grids.halo_arguments import (
@@ -53,7 +53,7 @@ class Halos:
         self,
         group: Group,
         grid: Grid,
-        devices: Staging,
+        devices: DeviceCollectives,
         comparison: Comparison,
         plans: ComparedBoxes,
     ) -> None:

@@ -21,7 +21,7 @@ from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, place_of
 from commrt.arrays.host import HostView, overlap, view_anywhere, zeros_like_array
 from commrt.boxes.host_plans import ArrayLayout, box_plan, compile_for
-from commrt.device_calls.collectives import Staging
+from commrt.device_calls.collectives import DeviceCollectives
 from commrt.errors import BufferError_, MismatchError, UsageError
 from commrt.grids.on_device import (
     BoundNeighbors,
@@ -134,7 +134,7 @@ class NeighborCalls:
         self,
         group: Group,
         around: Neighborhood,
-        devices: Staging,
+        devices: DeviceCollectives,
         comparison: Comparison,
     ) -> None:
         self._group, self._around = group, around
@@ -307,7 +307,7 @@ class NeighborCalls:
                 handle = current_stream_of(bound.x.array, bound.on)
             else:
                 handle = as_stream(stream, bound.on, bound.what)
-            if self._devices.by_nccl(bound.on, bound.what, handle, timeout_s):
+            if self._devices.can_carry("nccl", bound.on, bound.what, handle, timeout_s):
                 where = "nccl"
         key = (bound.what, bound.x.dtype.code, bound.sends, bound.receives, where)
         plan = self._plans.get(key)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of
 from commrt.arrays.host import HostView
-from commrt.device_calls.collectives import Staging
+from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
 from commrt.group.group import Group
 from commrt.schedule.boxes import Move
@@ -132,7 +132,7 @@ class BoundNeighbors:
     def __init__(
         self,
         group: Group,
-        devices: Staging,
+        devices: DeviceCollectives,
         plan: _native.StagedPlan | _native.NcclPlan,
         call: Call,
     ) -> None:

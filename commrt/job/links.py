@@ -82,25 +82,13 @@ def measure_links(group: Group, world: World) -> dict[tuple[int, int], LinkClass
     return {pair: "near" if ns < NEAR_NS else "far" for pair, ns in slowest.items()}
 
 
-class Between(Protocol):
-    """A set of ranks whose messages between nodes are measured."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    def sendrecv(self, x: Any, *, dest: int, out: Any, source: int) -> Any:
-        """Send ``x`` and receive ``out``."""
-        ...
-
-    @property
-    def gloo_collectives(self) -> Any:
-        """What runs gloo's own collectives here; None where nothing does."""
-        ...
+SendRecv = Callable[..., Any]
+"""Sends an array and receives another; as ``Communicator.sendrecv``."""
 
 
-def measure_between_nodes(comm: Between, world: World) -> BetweenNodes:
+def measure_between_nodes(
+    world: World, sendrecv: SendRecv, native: Any
+) -> BetweenNodes:
     """Return what messages of gloo cost, the slowest there are, which carries them.
 
     Collective over all ranks of the job. The first ranks of the nodes send in a ring,
@@ -111,13 +99,13 @@ def measure_between_nodes(comm: Between, world: World) -> BetweenNodes:
     everybody = range(world.size)
     # A rank that is still on its way here would be measured, too.
     world.bootstrap.exchange(everybody, "between/start", b"", world.timeout_s)
-    mine = {"native": _native_us(comm)}
+    mine = {"native": _native_us(native, world.size)}
     first = [ranks[0] for ranks in world.nodes]
     if world.rank in first:
         at = first.index(world.rank)
         there = first[(at + 1) % len(first)], first[at - 1]
-        mine["alpha"] = alpha_us = median(_ring_us(comm, *there, 8, _SHORT_TIMES))
-        long_us = min(_ring_us(comm, *there, _LONG_NBYTES, _LONG_TIMES))
+        mine["alpha"] = alpha_us = median(_ring_us(sendrecv, *there, 8, _SHORT_TIMES))
+        long_us = min(_ring_us(sendrecv, *there, _LONG_NBYTES, _LONG_TIMES))
         mine["beta"] = max(long_us - alpha_us, 0.1 * long_us) / _LONG_NBYTES
     said = json.dumps(mine).encode()
     heard = world.bootstrap.exchange(everybody, "between/us", said, world.timeout_s)
@@ -127,22 +115,24 @@ def measure_between_nodes(comm: Between, world: World) -> BetweenNodes:
 
 
 def _ring_us(
-    comm: Between, dest: int, source: int, nbytes: int, times: int
+    sendrecv: SendRecv, dest: int, source: int, nbytes: int, times: int
 ) -> list[float]:
     x, out = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    return _times_us(lambda: comm.sendrecv(x, dest=dest, out=out, source=source), times)
+    return _times_us(lambda: sendrecv(x, dest=dest, out=out, source=source), times)
 
 
-def _native_us(comm: Between) -> float:
-    """Return what each message of gloo's allreduce takes; its start is one more."""
-    lent = comm.gloo_collectives
-    if lent is None:
+def _native_us(native: Any, size: int) -> float:
+    """Return what each message of gloo's allreduce takes; its start is one more.
+
+    ``native`` is torch's group of gloo, or None.
+    """
+    if native is None:
         return 0.0
     import torch
 
     x = torch.zeros(2)
-    took_us = _times_us(lambda: lent.group.allreduce([x]).wait(), _SHORT_TIMES)
-    return median(took_us) / (2 * (comm.size - 1) + 1)
+    took_us = _times_us(lambda: native.allreduce([x]).wait(), _SHORT_TIMES)
+    return median(took_us) / (2 * (size - 1) + 1)
 
 
 def _times_us(call: Callable[[], Any], times: int) -> list[float]:

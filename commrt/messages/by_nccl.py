@@ -14,7 +14,7 @@ from typing import Any
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, place_of
-from commrt.device_calls.collectives import Staging
+from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.group.compare import Comparison
@@ -46,7 +46,7 @@ class NcclMessages:
     def __init__(
         self,
         group: Group,
-        devices: Staging,
+        devices: DeviceCollectives,
         comparison: Comparison,
         sends: Sequence[Message],
         recvs: Sequence[Message],
@@ -106,7 +106,8 @@ class NcclMessages:
         limit = group.timeout_s if timeout_s is None else timeout_s
         if group.checker is not None:
             self._compare(limit)
-        device = self._on or devices.nccl.device
+        nccl = devices.attached["nccl"]
+        device = self._on or nccl.device
         if device is None:
             raise UsageError(
                 f"{self._here}: it has no message in its first call by NCCL, so that "
@@ -118,16 +119,16 @@ class NcclMessages:
             stream = current_stream_of(first, device)
         else:
             stream = as_stream(self._stream, device, self._here)
-        if not devices.by_nccl(device, WHAT, stream, limit):
+        if not devices.can_carry("nccl", device, WHAT, stream, limit):
             raise BackendError(
                 f"{self._here}: backend='nccl', and NCCL cannot be used: "
-                f"{devices.nccl.facts.why}; leave it out, on all ranks"
+                f"{nccl.why_no_devices}; leave it out, on all ranks"
             )
         devices.order_exported(device, stream, self._arrays)
         plan = _native.nccl_phases_plan(WHAT, [self._phase], coll=_CODE)
         addresses = [each.address for each in self._arrays]
         keep = tuple(each.owner for each in self._arrays)
-        work = devices.nccl.work(device)
+        work = devices.runner(device, plan)
         started = devices.given(
             lambda: work.start_arrays(
                 plan, addresses, stream, not nonblocking, keep, limit

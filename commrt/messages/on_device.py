@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from commrt.arrays.device import as_stream, current_stream_of, place_of
-from commrt.device_calls.collectives import Staging
+from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceMessageRequest
 from commrt.group.group import Group
 from commrt.messages.lists import Message
@@ -21,7 +21,7 @@ class DeviceMessages:
     def __init__(
         self,
         group: Group,
-        devices: Staging,
+        devices: DeviceCollectives,
         what: str,
         sends: Sequence[Message],
         recvs: Sequence[Message],

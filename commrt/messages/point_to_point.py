@@ -13,7 +13,7 @@ from typing import Any
 from commrt import _native
 from commrt.arrays.device import place_of
 from commrt.arrays.host import HostView, overlap, view_anywhere
-from commrt.device_calls.collectives import Staging
+from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
 from commrt.errors import BufferError_, UsageError
 from commrt.group.compare import Comparison
@@ -36,7 +36,9 @@ class Messages:
         comparison: compares the lists of all ranks in check mode.
     """
 
-    def __init__(self, group: Group, devices: Staging, comparison: Comparison) -> None:
+    def __init__(
+        self, group: Group, devices: DeviceCollectives, comparison: Comparison
+    ) -> None:
         self.group = group
         self.devices = devices
         self._comparison = comparison

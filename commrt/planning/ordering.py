@@ -26,8 +26,6 @@ _NEEDS: Mapping[Order, str] = {
 }
 
 
-_ROUNDS_AT_EACH_STEP = ("ipc", "nccl")
-"""Backends whose schedules are run by a device's kernels."""
 _ROUNDS = ("sum", "avg", "prod", "premul_sum")
 
 
@@ -53,16 +51,19 @@ def wanted_order(
     return "once" if kind.is_short_float else "left"
 
 
-def why_refused(comm: Any, query: Query, candidate: Candidate) -> str | None:
+def why_refused(
+    group: Any, query: Query, candidate: Candidate, *, rounds_at_each_step: bool
+) -> str | None:
     """Return why ``candidate`` must not run ``query``; the same on every rank.
 
     The verifier says so of the very programs that would run on these ranks: no list of
-    algorithms is kept.
+    algorithms is kept. ``rounds_at_each_step``: kernels of a device run them, which add
+    two operands at a time.
     """
     if query.order == "any":
         return None
     needs = _NEEDS[query.order]
-    if query.order == "once" and candidate.backend in _ROUNDS_AT_EACH_STEP:
+    if query.order == "once" and rounds_at_each_step:
         return f"{needs}, and its kernels add two operands at a time"
     if candidate.algorithm not in algorithms.names(query.coll):
         return f"{needs}, and it is no schedule whose order could be proved"
@@ -73,7 +74,7 @@ def why_refused(comm: Any, query: Query, candidate: Candidate) -> str | None:
             candidate.algorithm,
             query.root or 0,
             tuple(sorted(own.items())),
-            node_numbers(comm),
+            node_numbers(group),
             query.order,
         )
     except UsageError:

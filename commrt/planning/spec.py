@@ -42,6 +42,8 @@ class PlanSpec:
     """What premul_sum multiplies this rank's input by; a fact of one rank."""
     user: BoundReduction | None = None
     """The user's own reduction, instead of ``reduction``."""
+    device: str = "host"
+    """Kind of memory that the arrays are in: host, cuda."""
 
 
 def serves(facts: CommFacts, backend: str) -> bool:

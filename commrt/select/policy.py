@@ -9,10 +9,10 @@ equal on all ranks: the same query gives the same choice, or the same error, eve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from commrt.errors import BackendError, UsageError, suggest
 from commrt.select.facts import Candidate, Choice, CommFacts, Query, Source
@@ -23,21 +23,7 @@ from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wish, Wishes
 from commrt.vocabulary.operations import operation
 
-__all__ = ["Candidates", "Cost", "Explanation", "Policy", "Rejected"]
-
-Cost = Callable[[Query, Candidate], float]
-"""Predicted microseconds of a candidate for a query; ``inf`` means never."""
-
-Candidates = Callable[[Query], Sequence[Candidate]]
-"""The candidates that can run a query here, simplest first."""
-Allows = Callable[[Query, Candidate], bool]
-"""Whether the parameters of something that runs here may have such values, too."""
-OnRequest = Callable[[Query, Candidate], str | None]
-"""Why a candidate runs only where it is asked for by name; None: it needs no asking."""
-SpeaksOf = Callable[[Query, Wish], bool]
-"""Whether a wish means the query's kind of memory."""
-Refused = Callable[[Query], Sequence["Rejected"]]
-"""Candidates for the operation that must not run the query, and why."""
+__all__ = ["Explanation", "Offers", "Policy", "Rejected"]
 
 
 @dataclass(frozen=True)
@@ -86,49 +72,63 @@ class Explanation:
         return "\n".join(lines)
 
 
+class Offers(Protocol):
+    """What a policy chooses from; its answers are equal on all ranks."""
+
+    def runnable(self, query: Query) -> Sequence[Candidate]:
+        """Return the candidates that can run ``query`` here, simplest first."""
+        ...
+
+    def predicted_us(self, query: Query, candidate: Candidate) -> float:
+        """Return the predicted microseconds of a candidate; ``inf`` means never."""
+        ...
+
+    def floor_us(self, query: Query, candidate: Candidate) -> float:
+        """Return what ``predicted_us`` is at least, which is quicker to find."""
+        return 0.0
+
+    def only_on_request(self, query: Query, candidate: Candidate) -> str | None:
+        """Return why a candidate runs only on request; None where it needs none."""
+        return None
+
+    def allows(self, query: Query, candidate: Candidate) -> bool:
+        """Return whether a candidate may have parameters beyond those offered."""
+        return False
+
+    def refused(self, query: Query) -> Sequence[Rejected]:
+        """Return candidates for the operation that must not run the query, and why."""
+        return ()
+
+    def speaks_of(self, query: Query, wish: Wish) -> bool:
+        """Return whether a wish, made beforehand, means the query's kind of memory."""
+        return True
+
+
 class Policy:
     """Chooses among candidates for one communicator.
 
     Args:
         facts: the communicator; equal on all ranks.
         table: the agreed table, or None.
-        candidates: returns what can run a query here, simplest first.
-        cost: predicted microseconds of a candidate.
+        offers: says what can run a query here, and what that costs.
         wishes: what is asked for beforehand; the first that speaks of a query holds.
-        on_request: tells what only a call that names it may have, and why.
-        floor: what the cost is at least, where that is quicker to find.
-        allows: whether a rule's parameters are allowed, beside those of the candidates.
-        refused: returns what offers the operation, but must not run the query.
-        speaks_of: whether a wish means the query's kind of memory.
     """
 
     def __init__(
         self,
         facts: CommFacts,
         table: Table | None,
-        candidates: Candidates,
-        cost: Cost,
+        offers: Offers,
         wishes: Sequence[Wishes] = (),
-        on_request: OnRequest = lambda query, candidate: None,
-        floor: Cost = lambda query, candidate: 0.0,
-        allows: Allows = lambda query, candidate: False,
-        refused: Refused = lambda _: (),
-        speaks_of: SpeaksOf = lambda query, wish: True,
     ) -> None:
         self.facts = facts
         self.table = table
+        self.offers = offers
         self.wishes = tuple(wishes)
-        self._candidates = candidates
-        self._cost = cost
-        self._on_request = on_request
-        self._floor = floor
-        self._allows = allows
-        self._refused = refused
-        self._speaks_of = speaks_of
 
     def candidates(self, query: Query) -> list[Candidate]:
         """Return what can run ``query`` here, simplest first; at least one."""
-        found = list(self._candidates(query))
+        found = list(self.offers.runnable(query))
         if not found:
             raise UsageError(
                 f"no backend here can run {query}; python -m commrt info lists the "
@@ -138,7 +138,7 @@ class Policy:
 
     def cost_us(self, query: Query, candidate: Candidate) -> float:
         """Return what the model predicts for one candidate."""
-        return self._cost(query, candidate)
+        return self.offers.predicted_us(query, candidate)
 
     def choose(
         self,
@@ -176,7 +176,11 @@ class Policy:
                 query, subset, wish.params, source, f"{who} asks for {wish}"
             )
         else:
-            able = [each for each in found if self._on_request(query, each) is None]
+            able = [
+                each
+                for each in found
+                if self.offers.only_on_request(query, each) is None
+            ]
             choice = self._free(query, able or found, found)
         if params:
             merged = {**choice.candidate.params, **params}
@@ -193,10 +197,10 @@ class Policy:
         """
         for each in self.wishes:
             wish = each.named.get(query.coll)
-            if wish is not None and self._speaks_of(query, wish):
+            if wish is not None and self.offers.speaks_of(query, wish):
                 return each.who, wish
             wish = each.others
-            if wish is None or not self._speaks_of(query, wish):
+            if wish is None or not self.offers.speaks_of(query, wish):
                 continue
             if any(wish.fits(candidate) for candidate in found):
                 return each.who, wish
@@ -297,7 +301,9 @@ class Policy:
         self, query: Query, use: Candidate, known: Sequence[Candidate]
     ) -> bool:
         """Whether ``use`` is one of these with values that nobody would try unasked."""
-        return any(one.name == use.name for one in known) and self._allows(query, use)
+        return any(one.name == use.name for one in known) and self.offers.allows(
+            query, use
+        )
 
     def _modelled(self, query: Query, found: Sequence[Candidate], why: str) -> Choice:
         best, cost = self._cheapest(query, found)
@@ -306,7 +312,10 @@ class Policy:
     def _cheapest(
         self, query: Query, found: Sequence[Candidate]
     ) -> tuple[Candidate, float]:
-        return cheapest(found, partial(self._cost, query), partial(self._floor, query))
+        offers = self.offers
+        return cheapest(
+            found, partial(offers.predicted_us, query), partial(offers.floor_us, query)
+        )
 
     def _forced(
         self,
@@ -337,7 +346,7 @@ class Policy:
         subset = _fitting(found, wanted)
         if subset:
             return subset
-        refused = self._refused(query)
+        refused = self.offers.refused(query)
         fits = _fitting([each.candidate for each in refused], wanted)
         for each in refused:
             if each.candidate in fits:
@@ -371,19 +380,19 @@ class Policy:
         rejected = []
         if hit is not None and choice.rule != hit.index:
             able = self._can_run(query, hit.rule.use, found)
-            reason = self._on_request(query, hit.rule.use)
+            reason = self.offers.only_on_request(query, hit.rule.use)
             why = reason or "overruled" if able else "cannot run this here"
             text = f"rule {hit.index} of the table, {why}"
             rejected.append(Rejected(hit.rule.use, text))
         for candidate in found:
             if candidate.name != choice.candidate.name:
-                cost = self._cost(query, candidate)
+                cost = self.offers.predicted_us(query, candidate)
                 text = "no estimate" if math.isinf(cost) else f"model {_us(cost)}"
-                reason = self._on_request(query, candidate)
+                reason = self.offers.only_on_request(query, candidate)
                 if reason is not None:
                     text = f"{reason}; {text}"
                 rejected.append(Rejected(candidate, text))
-        return [*rejected, *self._refused(query)]
+        return [*rejected, *self.offers.refused(query)]
 
 
 _ROOT_ALONE_FROM_NBYTES = 1 << 20

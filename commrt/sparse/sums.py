@@ -10,7 +10,7 @@ from typing import Any
 
 from commrt.arrays.host import HostView, empty_like_array, overlap, view_anywhere
 from commrt.calls.channel import Channel
-from commrt.device_calls.collectives import Staging
+from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.host_work import (
     HostedCall,
     holds_device_arrays,
@@ -71,7 +71,7 @@ class SparseSums:
     def __init__(
         self,
         group: Group,
-        devices: Staging,
+        devices: DeviceCollectives,
         comparison: Comparison,
         make_channel: Callable[[str, float], Channel],
     ) -> None:

@@ -328,7 +328,7 @@ def test_what_nothing_can_run_fails_on_all_ranks_and_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def main(rank: Rank) -> list[str]:
-        comm, choose = rank.comm, rank.comm._choose
+        comm, choose = rank.comm, rank.comm.selection.choose
 
         def refuse(call: Any, bound: Any) -> Any:
             if bound.num_elements >= 10:
@@ -340,14 +340,14 @@ def test_what_nothing_can_run_fails_on_all_ranks_and_is_not_sent(
             return plain(call, bound, **kwargs)
 
         plain = comm.devices.plan
-        comm._choose, comm.devices.plan = refuse, plan
+        comm.selection.choose, comm.devices.plan = refuse, plan
         begin = comm.next_seq
         requests = fused(rank, ones(rank, 6), ones(rank, 7))
         said = [outcome(request) for request in requests]
         assert comm.next_seq == begin
         [request] = fused(rank, ones(rank, 6))
         said.append(outcome(request))
-        del comm._choose, comm.devices.plan
+        del comm.selection.choose, comm.devices.plan
         return said
 
     assert on_threads(2, main) == [["UsageError", "UsageError", ""]] * 2

@@ -168,7 +168,7 @@ def kept_apart(
         )
         for group, device in zip(ranks.groups, ranks.devices, strict=True):
             for comm in group if bug is not None else ():
-                comm.devices.mpi.work(device).plant(bug)
+                comm.attached["mpi"].runner(device).plant(bug)
         held = memory_flags if holds is None else holds
         run: Callable[[Rank], None] = partial(launched, ranks.groups, mpi, held)
         try:

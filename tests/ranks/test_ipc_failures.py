@@ -214,7 +214,7 @@ def peer_is_late(seed: int, bug: str | None) -> str:
             rank.device.pause()
 
     def first(rank: Rank) -> str:
-        comm, ipc = rank.comm, rank.comm.devices.ipc
+        comm, ipc = rank.comm, rank.comm.attached["ipc"]
         xs = [ones(rank), ones(rank)]  # to allocate may wait for the device
         rank.device.flag_store(held, 0)
         requests = [comm.allreduce(xs[0], nonblocking=True)]
@@ -283,7 +283,7 @@ def reader_is_late(seed: int, bug: str | None) -> str:
     done: set[str] = set()
 
     def main(rank: Rank) -> str:
-        comm, ipc = rank.comm, rank.comm.devices.ipc
+        comm, ipc = rank.comm, rank.comm.attached["ipc"]
         xs = [rank.array(np.full(40, number, "f4")) for number in (1, 2, 3)]
         if rank.rank == 0:
             requests = [comm.bcast(x, nonblocking=True) for x in xs]
@@ -357,7 +357,7 @@ def test_what_is_dropped_is_ended_later_and_not_by_the_collector() -> None:
         sums_to(rank, comm, 3.0)
         while comm.devices.outstanding:
             comm.world.engine.step()
-        shared = comm.devices.ipc._shared
+        shared = comm.attached["ipc"]._shared
         assert shared is not None
         memory = shared.memory
         del comm, shared

@@ -203,7 +203,7 @@ def test_the_end_waits_for_readers(seed: int) -> None:
         rank.comm.bcast(rank.array(given(rank.rank, 0, 50)), backend="ipc")
         if rank.rank == 0:
             rank.finish()
-            rank.comm.devices.ipc.close()
+            rank.comm.attached["ipc"].close()
         rank.stream.synchronize()
 
     with ipc_here():

@@ -40,7 +40,7 @@ def test_calls_are_forgotten_with_the_plans() -> None:
         comm, x = rank.comm, ones(rank)
         comm.devices.forget_plans()
         assert num_known(comm) == 0
-        for forget in (comm.devices.forget_plans, comm.devices._forget_choices):
+        for forget in (comm.devices.forget_plans, comm.devices.forget_choices):
             comm.allreduce(x)
             assert num_known(comm) == 1
             forget()

@@ -186,7 +186,7 @@ def test_calls_by_nccl_are_known(size: int) -> None:
                 expected = reduced(size, count, "f4", "sum", turn)
                 np.testing.assert_array_equal(fetched(rank, x), expected)
                 np.testing.assert_array_equal(fetched(rank, out), expected)
-        assert comm.devices.nccl.is_made
+        assert comm.attached["nccl"].is_made
 
     with nccl_here():
         on_nccl_threads(size, main)
@@ -203,7 +203,7 @@ def test_calls_over_memory_of_peers_are_known_while_nothing_else_ends_there() ->
             assert looked_at == ["allreduce"] * (turn == 0)
             expected = reduced(2, 7, "f4", "sum", turn)
             np.testing.assert_array_equal(fetched(rank, x), expected)
-        assert comm.devices.ipc._shared is not None
+        assert comm.attached["ipc"]._shared is not None
         barrier.wait(30)
         if rank.rank == 0:
             ENDING.append(ended)

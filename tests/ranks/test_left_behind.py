@@ -21,7 +21,7 @@ from staged_ranks import (
 )
 
 from commrt.comm import Communicator
-from commrt.device_calls.collectives import Staging
+from commrt.device_calls.collectives import DeviceCollectives
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.errors import BackendError, CommError, OrderingError
 from commrt.fusion.left_buckets import LeftBuckets
@@ -175,7 +175,7 @@ def test_what_is_given_back_too_early_is_found(syncs: bool, seed: int) -> None:
 
 def by_events(patch: pytest.MonkeyPatch) -> None:
     """Let no stream wait for the host, as where streams have no flags."""
-    patch.setattr(Staging, "lets_streams_wait", lambda self, device: False)
+    patch.setattr(DeviceCollectives, "lets_streams_wait", lambda self, device: False)
 
 
 def stuck_buckets(ranks: SimRanks, how: str) -> int:

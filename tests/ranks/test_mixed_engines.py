@@ -14,13 +14,11 @@ from fake_device_mpi import FakeDeviceMpi
 from ipc_ranks import DEADLINE_S, HALF_NBYTES, ipc_here, on_ipc_threads, prepare
 from mpi_device_ranks import join_mpi, mpi_here
 from nccl_ranks import NcclSimRanks, nccl_here
-from staged_ranks import Rank, forget_ranks, kept_ranks
+from staged_ranks import Rank, attach_anew, forget_ranks, kept_ranks
 from test_nccl_order import verdict
 
 from commrt import _native
 from commrt.backends.ipc import sharing
-from commrt.backends.ipc.attached import IpcCalls
-from commrt.backends.mpi.attached import MpiCalls
 from commrt.devices import DeviceStream
 from commrt.errors import OrderingError
 
@@ -63,8 +61,8 @@ class NcclAndMpiRanks(NcclSimRanks):
     def close(self) -> None:
         """Let MPI go first."""
         for comm in (each for group in self.groups for each in group):
-            comm.devices.mpi.close()
-            comm.devices.mpi = MpiCalls(comm)
+            comm.attached["mpi"].close()
+            attach_anew(comm, "mpi")
         super().close()
 
 
@@ -91,7 +89,7 @@ def connect_all(
 
     def join(comm: Any) -> None:
         for each in groups[comm.rank]:
-            ipc = each.devices.ipc = IpcCalls(each)
+            ipc = attach_anew(each, "ipc")
             ipc.half_nbytes, ipc.first_value = HALF_NBYTES, first_value
             prepare(each, devices[comm.rank])
 
@@ -101,8 +99,8 @@ def connect_all(
 def leave_all(groups: list[list[Any]]) -> None:
     """Give it back, and see that nothing is left."""
     for comm in (each for group in groups for each in group):
-        comm.devices.ipc.close()
-        comm.devices.ipc = IpcCalls(comm)
+        comm.attached["ipc"].close()
+        attach_anew(comm, "ipc")
     sharing.end_all(DEADLINE_S)
     assert sharing.sweep() == 0
 
@@ -244,7 +242,7 @@ def test_a_bug_over_memory_of_peers_is_caught_between_other_engines(
             ranks = MixedRanks(2, each, 8, communicators=2, staging=SMALL)
             for group, device in zip(ranks.groups, ranks.devices, strict=True):
                 for comm in group:
-                    comm.devices.ipc.work(device).plant(bug)
+                    comm.attached["ipc"].runner(device).plant(bug)
             try:
                 ranks.run(partial(mixed, ranks.groups, drawn=each))
                 found = bool(ranks.world.violations)
@@ -357,7 +355,7 @@ def kept_apart(
         )
         for group, device in zip(ranks.groups, ranks.devices, strict=True):
             for comm in group if bug is not None else ():
-                comm.devices.mpi.work(device).plant(bug)
+                comm.attached["mpi"].runner(device).plant(bug)
         try:
             ranks.run(partial(beside_nccl, ranks.groups, mpi=mpi))
             fine = not ranks.world.violations and not mpi.violations()

@@ -387,7 +387,7 @@ def test_one_rank_whose_library_takes_none_lets_all_be_staged(
         assert kinds(rank) == {"StagedPlan"}
         with pytest.raises(BackendError, match="takes no CUDA memory: it says no"):
             rank.comm.allreduce(ones(rank), backend="mpi")
-        return rank.comm.mpi_facts.why
+        return rank.comm.attached["mpi"].facts.why
 
     whys = on_mpi_threads(2, main)
     assert whys[0] == whys[1]

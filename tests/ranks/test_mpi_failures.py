@@ -244,7 +244,7 @@ def test_what_mpi_may_still_use_never_comes_back(mpi: FakeDeviceMpi) -> None:
     def main(rank: Rank) -> int:
         comm = rank.comm.dup()
         comm.allreduce(ones(rank), nonblocking=True).be_quiet()
-        work = comm.devices.mpi.work(rank.device)
+        work = comm.attached["mpi"].runner(rank.device)
         while mpi.counter("MPI_Iallreduce") < 2:
             comm.world.engine.step()
         comm.give_up("it was told to")

@@ -157,7 +157,7 @@ def test_flags_count_on_beyond_their_largest_value(seeds: range) -> None:
 def test_calls_leave_nothing_behind(full: bool, seed: int) -> None:
     def main(groups: list[list[Any]], rank: Rank) -> None:
         x = rank.array(np.zeros(8, "f4"))
-        work = rank.comm.devices.mpi.work(rank.device)
+        work = rank.comm.attached["mpi"].runner(rank.device)
         for _ in range(5_000 if full else 200):
             request = rank.comm.alltoall(x, nonblocking=True)
             request.wait()

@@ -154,7 +154,7 @@ def test_an_error_in_the_background_comes_at_wait(nccl: FakeNccl) -> None:
         if rank.rank == 1:
             return
         request = rank.comm.allreduce(ones(rank), nonblocking=True)
-        _, work = rank.comm.devices.nccl._made
+        _, work = rank.comm.attached["nccl"]._made
         nccl.async_error(SimpleNamespace(pointer=work.comm_pointer), REMOTE)
         with pytest.raises(PeerFailedError, match="remote process exited"):
             request.synchronize(timeout_s=20)
@@ -367,7 +367,7 @@ def test_the_variable_asks_for_a_backend_of_devices(
 def test_where_one_rank_has_no_nccl_all_run_staged(nccl: FakeNccl) -> None:
     def main(rank: Rank) -> None:
         if rank.rank == 1:
-            mine = rank.comm.devices.nccl
+            mine = rank.comm.attached["nccl"]
             place = mine.tells(rank.device)["place"]
             mine.tells = lambda device: {"why": "not to be found", "place": place}
         sums_to(rank, rank.comm, 3.0)
@@ -447,10 +447,10 @@ def test_who_ends_alone_does_not_wait_for_the_others(nccl: FakeNccl) -> None:
         while rank.comm.devices.outstanding:
             rank.comm.world.engine.step()
         if rank.rank == 0:
-            made = rank.comm.devices.nccl._made
-            rank.comm.devices.nccl.close()
+            made = rank.comm.attached["nccl"]._made
+            rank.comm.attached["nccl"].close()
             assert made is not None
-        rank.comm.devices.nccl._made = None
+        rank.comm.attached["nccl"]._made = None
 
     on_nccl_threads(2, main)
     end_all(0.1)
@@ -460,7 +460,7 @@ def test_who_ends_alone_does_not_wait_for_the_others(nccl: FakeNccl) -> None:
 def test_nccl_serves_the_kinds_of_devices_it_says() -> None:
     def main(rank: Rank) -> None:
         sums_to(rank, rank.comm, 3.0)
-        assert "no use of a threads device" in rank.comm.nccl_facts.why
+        assert "no use of a threads device" in rank.comm.attached["nccl"].facts.why
 
     assert nccl_package.taken() is None or "cuda" in nccl_package.taken().serves
     on_nccl_threads(2, main)

@@ -195,7 +195,7 @@ def test_arrays_stay_alive_until_the_communicator_is_closed(bug: str | None) -> 
         comm = rank.comm.dup()
         comm.allreduce(rank.array(np.ones(4, "f4")))
         if bug is not None:
-            comm.devices.nccl.work(rank.device).plant(bug)
+            comm.attached["nccl"].runner(rank.device).plant(bug)
         x = rank.array(np.ones(4, "f4"))
         rank.device.begin_capture(rank.stream.handle)
         comm.allreduce(x)

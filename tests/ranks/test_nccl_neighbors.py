@@ -14,12 +14,11 @@ from boxes_on_device import OnDevice
 from layout_cases import move_drawn
 from nccl_ranks import nccl_here, on_nccl_threads
 from neighbor_cases import check_all, draw_graph, draw_grid, grid_edges
-from staged_ranks import Rank, forget_ranks, kept_ranks
+from staged_ranks import Rank, attach_anew, forget_ranks, kept_ranks
 from test_nccl_order import OF_BOXES
 from test_staged_boxes import CASE, FORMS, HaloRanks, halo_verdict
 
 from commrt import Block, Layout
-from commrt.backends.nccl.attached import NcclCalls
 from commrt.errors import CaptureError, RevokedError, TimeoutError_
 from commrt.nccl.orders import end_all
 
@@ -126,22 +125,22 @@ class NcclHaloRanks(HaloRanks):
 
     def prepare(self, cart: Any, rank: Rank) -> None:
         """Make NCCL's communicators, once the last rank has its device."""
-        cart.devices.nccl = NcclCalls(cart)
-        cart.devices._forget_choices()
+        attach_anew(cart, "nccl")
+        cart.devices.forget_choices()
         if rank.rank < len(self.ranks) - 1:
             return
 
         def join(comm: Any) -> None:
             own, device = self.carts[comm.rank], self.ranks[comm.rank].device
-            assert own.devices.by_nccl(device, "first", 0, 20.0)
+            assert own.devices.can_carry("nccl", device, "first", 0, 20.0)
             if self.bug is not None:
-                own.devices.nccl.work(device).plant(self.bug)
+                own.attached["nccl"].runner(device).plant(self.bug)
 
         kept_ranks(2).each(join)
 
     def close(self) -> None:
         for cart in self.carts:
-            cart.devices.nccl.close()
+            cart.attached["nccl"].close()
         end_all(5.0)
         super().close()
 

@@ -109,6 +109,8 @@ def _class(name: str, cls: type) -> Iterator[str]:
             yield from map(_indented, _property(member, value))
         elif hasattr(value, "__nb_signature__"):
             yield _indented(_function(value))
+        elif isinstance(value, str) and not member.startswith("__"):
+            yield _indented(f'{member}: str = "{value}"\n')
 
 
 def _property(name: str, value: property) -> Iterator[str]:

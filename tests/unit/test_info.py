@@ -13,7 +13,8 @@ import pytest
 from commrt import backends, env
 from commrt.__main__ import main
 from commrt.backends.base import Availability, Capabilities
-from commrt.backends.mpi.collectives import MpiBackend, why_not
+from commrt.backends.mpi.backend import MpiBackend
+from commrt.backends.mpi.collectives import why_not
 from commrt.backends.shm import ShmBackend
 from commrt.commands import info
 from commrt.select.facts import Query

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from stated_offers import StatedOffers
 
 from commrt.errors import UsageError
 from commrt.select.facts import Candidate, CommFacts, Query
@@ -44,7 +45,7 @@ def _policy(
     found: tuple[Candidate, ...] = (NATIVE, DIRECT, RING),
     wishes: tuple[Wishes, ...] = (),
 ) -> Policy:
-    return Policy(facts, table, lambda query: found, _cost, wishes)
+    return Policy(facts, table, StatedOffers(found, _cost), wishes)
 
 
 def _small(nbytes: int = 8) -> Query:
@@ -165,14 +166,13 @@ def test_a_backend_alone_leaves_the_algorithm_open() -> None:
 
 def test_a_group_that_speaks_of_other_memory_leaves_it_to_the_variable() -> None:
     group = parse_wishes("allreduce:shm/direct", "group g")
-    policy = Policy(
-        NEAR2,
-        None,
-        lambda query: (NATIVE, DIRECT, RING),
+    offers = StatedOffers(
+        (NATIVE, DIRECT, RING),
         _cost,
-        (group, parse_wishes("allreduce:shm/ring")),
         speaks_of=lambda query, wish: wish.algorithm != "direct",
     )
+    wishes = group, parse_wishes("allreduce:shm/ring")
+    policy = Policy(NEAR2, None, offers, wishes)
     assert policy.choose(_small()).candidate.name == "shm/ring"
 
 
@@ -265,7 +265,7 @@ def test_explain_prints_choice_evidence_and_the_rejected() -> None:
 
 def test_the_model_keeps_the_simpler_of_equals() -> None:
     found = [RING, DIRECT, NATIVE]
-    policy = Policy(NEAR2, None, lambda query: found, lambda query, one: 1.0)
+    policy = Policy(NEAR2, None, StatedOffers(found, lambda query, one: 1.0))
     assert policy.choose(_small()).candidate == RING
 
 
@@ -278,9 +278,8 @@ def test_the_model_costs_nothing_that_cannot_win() -> None:
 
     found = [RING, DIRECT, NATIVE]
     floor = {RING: 3.5, DIRECT: 1.5, NATIVE: 1.0}
-    policy = Policy(
-        NEAR2, None, lambda query: found, cost, floor=lambda query, one: floor[one]
-    )
+    offers = StatedOffers(found, cost, floor_us=lambda query, one: floor[one])
+    policy = Policy(NEAR2, None, offers)
     choice = policy.choose(_small())
     assert (choice.candidate, costed) == (DIRECT, [NATIVE, DIRECT])
     assert "the model expects 2 us" in choice.reason
@@ -291,7 +290,7 @@ def test_where_nothing_is_left_to_choose_nothing_is_costed() -> None:
         raise AssertionError(f"costed {one}")
 
     found = [DIRECT, *(Candidate("shm", "ring", {"f": f}) for f in (1, 2, 3))]
-    policy = Policy(NEAR2, None, lambda query: found, cost)
+    policy = Policy(NEAR2, None, StatedOffers(found, cost))
     for asked, params in (("direct", None), ("ring", {"f": 2}), ("ring{f=2}", None)):
         chosen = policy.choose(_small(), algorithm=asked, params=params).candidate
         assert chosen in found

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stated_offers import StatedOffers
 from test_schedule_interpret import assert_equal, expected, inputs
 
 from commrt import algorithms
@@ -346,21 +347,18 @@ def test_a_table_may_ask_for_what_nobody_has_unasked_and_a_call_overrules_it() -
         for params in list(algorithms.offered_params("allreduce", name, 8, nodes))
         or [{}]
     ]
-    policy = Policy(
-        facts_of(nodes),
-        table,
-        lambda query: found,
-        partial(predicted_us, facts_of(nodes)),
-        on_request=lambda query, one: only_by_name(nodes, query.coll, one),
-        allows=partial(allows, nodes),
-    )
+    predicted = partial(predicted_us, facts_of(nodes))
+    unasked = {
+        "only_on_request": lambda query, one: only_by_name(nodes, query.coll, one)
+    }
+    offers = StatedOffers(found, predicted, **unasked, allows=partial(allows, nodes))
+    policy = Policy(facts_of(nodes), table, offers)
     for nbytes, rule in ((8, rules[0]), (64, rules[1])):
         query = Query("allreduce", nbytes, op="sum")
         assert policy.choose(query).candidate == rule.use
         forced = policy.choose(query, algorithm="direct")
         assert forced.candidate.algorithm == "direct"
-    bare = Policy(facts_of(nodes), None, policy._candidates, policy._cost)
-    bare._on_request = policy._on_request
+    bare = Policy(facts_of(nodes), None, StatedOffers(found, predicted, **unasked))
     assert bare.choose(Query("allreduce", 8, op="sum")).candidate.algorithm != "swing"
 
 

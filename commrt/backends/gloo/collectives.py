@@ -1,33 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``gloo`` backend: schedules across nodes without MPI, and gloo's collectives.
-
-Ranks of a node share memory, and torch's gloo carries what goes between nodes. Where
-gloo keeps commrt's rules, its own collectives are candidates, too (``gloo/native``):
-one step that gloo runs over all ranks, on its own threads. gloo ends a process whose
-peer sends more than it expects. So the ranks compare first what they have called, by a
-schedule of one short message for each round.
-"""
+"""Collectives of torch's gloo: which keep commrt's rules, and how they are called."""
 
 from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any
 
-from commrt import _native
-from commrt.backends.base import Availability, Capabilities
-from commrt.backends.shm import schedule_candidates
-from commrt.planning.host_plans import check_params, scaling, schedule_plan
 from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query
-from commrt.select.model import COMPARED, COMPARED_NBYTES
 from commrt.vocabulary.dtypes import DType, ReduceOp, dtype_by_name, is_known
-from commrt.vocabulary.operations import operation
 
-__all__ = ["NATIVE", "GlooBackend", "why_not", "why_refused"]
+__all__ = ["NATIVE", "digest", "library_call", "why_not"]
 
 NATIVE = Candidate("gloo", "native")
 
@@ -49,68 +35,6 @@ _REDUCED_AS = {
     "complex128": "float64",
 }
 """Types that gloo adds, and as what."""
-
-
-class GlooBackend:
-    """Ranks on several nodes that have met without MPI."""
-
-    name = "gloo"
-    capabilities = Capabilities(
-        native=True,
-        limits="ranks on several nodes that torchrun, srun or a torch Store brought "
-        "together; native: all but scans and blocks of different lengths, of "
-        "reductions sum and avg of types of 32 and 64 bits, prod of floats of these, "
-        "and prod, min, max and bitwise of signed integers of these",
-    )
-
-    def availability(self) -> Availability:
-        """Look for torch without importing it."""
-        here = find_spec("torch") is not None
-        reason = "messages by torch's gloo" if here else "torch is not installed"
-        return Availability(self.name, here, reason, self.capabilities)
-
-    def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
-        """Return every schedule, and ``native`` where it keeps commrt's rules."""
-        if query.device != "host" or not comm.is_relayed:
-            return ()
-        found = list(schedule_candidates(comm, query, self.name))
-        if why_refused(comm, query) is None:
-            found.append(NATIVE)
-        return found
-
-    def plan(self, comm: Any, spec: PlanSpec) -> Any:
-        """Return the native plan of this rank."""
-        if spec.candidate.algorithm != "native":
-            return schedule_plan(comm, spec)
-        check_params(spec.op.name, "native", comm.size, spec.candidate.params)
-        lent = comm.gloo_collectives
-        method, arguments = _call(lent.group, spec, comm.rank, comm.size)
-        factor, _, _ = scaling(spec, comm.size)
-        return _native.make_gloo_plan(
-            lent.order,
-            coll=spec.op.code,
-            dtype=spec.dtype.code,
-            redop=int(spec.reduction),
-            root=spec.root,
-            in_elems=spec.in_elements,
-            out_elems=spec.out_elements,
-            label=str(spec.candidate),
-            returns_out=spec.has_output,
-            factor=factor,
-            method=method,
-            arguments=arguments,
-            agreement=_agreement(comm, spec),
-            digest=_digest(spec),
-        )
-
-
-def why_refused(comm: Any, query: Query) -> str | None:
-    """Return why gloo's own collective does not run ``query``, where gloo is."""
-    if query.device != "host" or not comm.is_relayed:
-        return None
-    if comm.gloo_collectives is None:
-        return "there is no group of gloo for these ranks"
-    return why_not(query)
 
 
 def why_not(query: Query) -> str | None:
@@ -146,32 +70,7 @@ def _keeps(dtype: DType, reduction: ReduceOp) -> bool:
     return dtype.kind == "int" and reduction in _ORDERED | _BITWISE | _ALL
 
 
-_COMPARING = Candidate("gloo", COMPARED.algorithm)
-_NEVER_COMPARED = ("barrier", "alltoallv")
-"""A barrier has nothing to compare, and what pairs of ranks exchange may differ."""
-
-
-def _agreement(comm: Any, spec: PlanSpec) -> Any:
-    """Return the plan by which the ranks compare what they have called, or None."""
-    if spec.op.name in _NEVER_COMPARED:
-        return None
-    return schedule_plan(
-        comm,
-        PlanSpec(
-            op=operation(COMPARED.coll),
-            num_elements=COMPARED_NBYTES // 8,
-            dtype=dtype_by_name("int64"),
-            reduction=ReduceOp.MAX,
-            root=0,
-            candidate=_COMPARING,
-            in_elements=COMPARED_NBYTES // 8,
-            out_elements=COMPARED_NBYTES // 8,
-            has_output=True,
-        ),
-    )
-
-
-def _digest(spec: PlanSpec) -> int:
+def digest(spec: PlanSpec) -> int:
     """Return a number of all that must be equal on the ranks."""
     facts = (
         spec.op.name,
@@ -187,7 +86,9 @@ Arguments = Callable[[int, int], tuple[Any, ...]]
 """From the addresses of what is sent and of the result to a method's arguments."""
 
 
-def _call(group: Any, spec: PlanSpec, rank: int, size: int) -> tuple[Any, Arguments]:
+def library_call(
+    group: Any, spec: PlanSpec, rank: int, size: int
+) -> tuple[Any, Arguments]:
     """Return the method of torch's group, and what makes its arguments."""
     import torch
 

@@ -13,20 +13,30 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commrt import _native
+from commrt.backends.base import Attached, Backend, Surroundings
+from commrt.backends.ipc.collectives import (
+    DIRECT,
+    NAME,
+    IpcFacts,
+    predicted_us,
+    why_refused,
+)
 from commrt.backends.ipc.memory import HALF_NBYTES
-from commrt.backends.ipc.sharing import Shared, connect, sweep
+from commrt.backends.ipc.programs import peer_program
+from commrt.backends.ipc.sharing import ENDING, Shared, connect, sweep
+from commrt.backends.shm import schedule_candidates
 from commrt.devices.cuda import why_no_card
-from commrt.errors import CommError, UsageError
+from commrt.errors import BackendError, CommError, UsageError
+from commrt.group.group import Group
 from commrt.job.arena import machine_identity
+from commrt.planning.spec import PlanSpec
+from commrt.select.facts import Candidate, Query
+from commrt.select.policy import Rejected
 
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
-
-__all__ = ["KINDS", "IpcCalls", "IpcFacts"]
+__all__ = ["KINDS", "AttachedIpc", "IpcFacts"]
 
 _LOG = logging.getLogger("commrt")
 
@@ -34,35 +44,114 @@ KINDS: set[str] = {"cuda"}
 """Kinds of devices whose memory processes share; tests add pretended ones."""
 
 
-@dataclass(frozen=True)
-class IpcFacts:
-    """What selection knows of memory of peers; once agreed, on all ranks."""
+class AttachedIpc(Attached):
+    """Memory of peers on one communicator."""
 
-    why: str
-    """Why it cannot be used; empty where it can."""
-    shares_device: bool = False
-    """Whether any two ranks are on one device."""
+    precedence = 20
+    rounds_at_each_step = True
+    prepares = True
+    is_dispatched = True
+    ends_by_itself = True
 
-
-class IpcCalls:
-    """A communicator's operations over memory of peers."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, backend: Backend, group: Group, beside: Surroundings) -> None:
+        super().__init__(backend, group, beside)
         self._agreed: IpcFacts | None = None
         self._shared: Shared | None = None
         self.half_nbytes = HALF_NBYTES
         self.first_value = 0
 
+    def candidates(self, query: Query) -> Sequence[Candidate]:
+        """Return every schedule, where the ranks can share memory."""
+        if query.device != "cuda" or why_refused(self.facts, query) is not None:
+            return ()
+        return tuple(schedule_candidates(self.group, query, NAME))
+
+    def refused(self, query: Query) -> Sequence[Rejected]:
+        """Return ``direct`` where memory of peers does not serve the query."""
+        why = why_refused(self.facts, query) if query.device == "cuda" else None
+        return () if why is None else [Rejected(DIRECT, why, is_missing=True)]
+
+    def predicted_us(self, query: Query, candidate: Candidate) -> float:
+        """Return what ``direct`` takes where all ranks share a device."""
+        return predicted_us(self.group.facts, query, candidate)
+
+    def floor_us(self, query: Query, candidate: Candidate) -> float:
+        """Return 0: the prediction itself takes no time."""
+        return 0.0
+
+    def claims(self, query: Query) -> str | None:
+        """Return why it runs the query before the host takes part in it.
+
+        That is so where ranks share a device and no library serves devices here: each
+        rank reads what it wants where it lies, and nothing goes to the host and back.
+        """
+        facts = self.facts
+        if query.device != "cuda" or not facts.shares_device:
+            return None
+        if self._has_library or why_refused(facts, query) is not None:
+            return None
+        if self.why_refused(query, DIRECT) is not None:
+            return None
+        return "memory of peers serves"
+
+    @property
+    def _has_library(self) -> bool:
+        """Whether another backend of no less precedence serves devices here."""
+        return any(
+            each.precedence >= self.precedence and not each.why_no_devices
+            for each in self.beside.attached.values()
+            if each is not self
+        )
+
+    def only_on_request(self, query: Query, candidate: Candidate) -> str | None:
+        """Return why a schedule needs asking; ``direct`` does not where it claims."""
+        if self.claims(query) is None:
+            return "memory of peers serves where a table or the call names it"
+        if candidate.algorithm == DIRECT.algorithm:
+            return None
+        return "another schedule runs there where a table or the call names it"
+
+    def plan(self, spec: PlanSpec) -> _native.PeerPlan:
+        """Return the plan of this rank."""
+        group, why = self.group, self.facts.why
+        if why:
+            raise BackendError(f"{spec.candidate} on {group.name}: {why}")
+        made = peer_program(
+            spec, group.rank, group.size, group.facts.layout, self.half_nbytes
+        )
+        item = spec.dtype.itemsize
+        return _native.peer_plan(
+            made.program,
+            scratch_nbytes=made.scratch_nbytes,
+            in_nbytes=spec.in_elements * item,
+            out_nbytes=spec.out_elements * item,
+            in_place=spec.op.in_place,
+            coll=spec.op.code,
+            root=spec.root,
+            elements=spec.num_elements,
+            element_type=spec.dtype.code,
+            reduction=int(spec.reduction),
+        )
+
+    @property
+    def detours(self) -> list[Any]:
+        """Memory that is ending: calls that are looked at in full go on with it."""
+        return ENDING
+
     @property
     def facts(self) -> IpcFacts:
-        """What the ranks have agreed upon, or until then what this rank sees."""
+        """Facts that the ranks have agreed on; before that, those of this rank."""
         if self._agreed is not None:
             return self._agreed
         why = self._why_never()
         if not why and {"cuda"} == KINDS:
             why = why_no_card() or ""
         return IpcFacts(why)
+
+    @property
+    def why_no_devices(self) -> str:
+        """Why these ranks share no memory of devices; empty where they can."""
+        return self.facts.why
 
     @property
     def is_agreed(self) -> bool:
@@ -75,7 +164,7 @@ class IpcCalls:
         Devices that stand for none are of one kind on all ranks: about them nothing
         is asked.
         """
-        comm = self._comm
+        comm = self.group
         if device.kind not in KINDS:
             self._agreed = IpcFacts(f"processes share no memory of a {device.kind} one")
             return None
@@ -94,10 +183,10 @@ class IpcCalls:
 
     def _why_never(self) -> str:
         """Return what keeps these ranks from it anyway; equal on all of them."""
-        nodes = self._comm.facts.nodes
+        nodes = self.group.facts.nodes
         return f"the ranks lie on {nodes} nodes" if nodes > 1 else ""
 
-    def work(self, device: Any) -> _native.PeerWork:
+    def runner(self, device: Any) -> _native.PeerWork:
         """Return what gives a device calls; collective where it is the first one.
 
         Raises UsageError for another device than that of the first call, and an error
@@ -110,7 +199,7 @@ class IpcCalls:
                 getattr(one, "ordinal", 0) for one in (shared.device, device)
             )
             raise UsageError(
-                f"{self._comm.name}: its memory of peers is on device {here}, and the "
+                f"{self.group.name}: its memory of peers is on device {here}, and the "
                 f"array on device {there}: use a communicator for each device, or "
                 f"backend='staged'"
             )
@@ -118,7 +207,7 @@ class IpcCalls:
         return shared.work
 
     def _connect(self, device: Any) -> Shared:
-        comm, world = self._comm, self._comm.world
+        comm, world = self.group, self.group.world
         memory = connect(
             world.bootstrap,
             list(comm.world_ranks),
@@ -138,19 +227,19 @@ class IpcCalls:
         self._shared = Shared(memory, work)
         return self._shared
 
-    def prepare(self, device: Any) -> bool:
+    def prepare(self, device: Any, stream: int) -> bool:
         """Let the ranks connect; False where they cannot, on all ranks alike.
 
         Then memory of peers is not chosen any more, as if it could not be had.
         """
         try:
-            self.work(device)
+            self.runner(device)
         except CommError as error:
             if not getattr(error, "on_all_ranks", False):
                 raise
             self._agreed = IpcFacts(str(error), self.facts.shares_device)
             _LOG.warning(
-                "%s: staged runs instead of memory of peers: %s", self._comm.name, error
+                "%s: staged runs instead of memory of peers: %s", self.group.name, error
             )
             return False
         return True
@@ -187,7 +276,7 @@ class IpcCalls:
         To free memory may wait for the device, and this for progress that only this
         thread could make: then it is put off.
         """
-        engine = self._comm.world.engine
+        engine = self.group.world.engine
         if engine.has_thread or engine.idle:
             sweep(device)
 

@@ -1,30 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a communicator does with an MPI library that takes device memory.
+"""MPI on one communicator: schedules between nodes, and the library's collectives.
 
-Whether the library does is asked at run time (``cuda_aware``), and the ranks tell each
-other at the first call on a device array; it is the same for all of them from then on.
-Then MPI's own collectives are given the arrays as they lie; what they cannot do runs
-staged, by rule.
+The library's own collectives run on host memory; on device memory where the library
+takes it. That is asked at run time (``cuda_aware``), and the ranks tell each other at
+the first call on a device array; it is the same for all of them from then on. Then
+MPI's own collectives are given the arrays as they lie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commrt import _native, env
+from commrt.backends.base import Attached, Backend, Surroundings
+from commrt.backends.mpi.collectives import NATIVE, library_plan, why_not
+from commrt.backends.shm import schedule_candidates
 from commrt.errors import CommError, DeviceError, UsageError
 from commrt.group.deferred_release import leave
+from commrt.group.group import Group
 from commrt.mpi import cuda_aware
 from commrt.nccl.orders import order_of
+from commrt.planning.host_plans import schedule_plan
+from commrt.planning.spec import PlanSpec, serves
+from commrt.select.facts import Candidate, Query
+from commrt.select.policy import Rejected
 
-if TYPE_CHECKING:
-    from commrt.calls.arguments import Bound, Call
-    from commrt.comm import Communicator
-
-__all__ = ["KINDS", "MpiCalls", "MpiFacts"]
+__all__ = ["KINDS", "AttachedMpi", "MpiFacts"]
 
 KINDS: set[str] = {"cuda"}
 """Kinds of devices whose memory the library may be given; tests add pretended ones,
@@ -35,25 +39,118 @@ _ask_library = lru_cache(maxsize=1)(cuda_aware.mpi_takes_cuda)
 
 @dataclass(frozen=True)
 class MpiFacts:
-    """What selection knows of MPI on device memory; once agreed, on all ranks."""
+    """The facts about MPI on device memory; once agreed, equal on all ranks."""
 
     why: str
     """Why the library is not given device memory; empty where it is."""
 
 
-class MpiCalls:
-    """A communicator's operations of MPI on device memory."""
+class AttachedMpi(Attached):
+    """MPI on one communicator."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    precedence = 10
+    is_dispatched = True
+
+    def __init__(self, backend: Backend, group: Group, beside: Surroundings) -> None:
+        super().__init__(backend, group, beside)
         self._agreed: MpiFacts | None = None
         self._made: tuple[Any, _native.MpiWork] | None = None
         self.first_value = 0
+        self._runs_unasked = False
+        """Whether the library's own collectives on host memory need no asking."""
+
+    def join(self, timeout_s: float) -> None:
+        """See whether this communicator was made with one of MPI's."""
+        self._runs_unasked = self.beside.native_mpi.is_there
+
+    # -- what it runs ------------------------------------------------------------
+
+    def candidates(self, query: Query) -> Sequence[Candidate]:
+        """Return ``native`` where it keeps commrt's rules, and schedules off-node."""
+        group = self.group
+        if query.device == "cuda":
+            can = query.order == "any" and self.why_not_on_device(query) is None
+            return [NATIVE] if can else []
+        found: list[Candidate] = []
+        if query.device != "host" or self.beside.native_mpi.for_caller() is None:
+            return found
+        if group.size > 1 and why_not(query, group.size) is None:
+            found.append(NATIVE)
+        if serves(group.facts, self.backend.name):
+            found.extend(schedule_candidates(group, query, self.backend.name))
+        return found
+
+    def why_not_on_device(self, query: Query) -> str | None:
+        """Return why MPI's own collective does not run ``query`` on devices.
+
+        The order of a reduction is not looked at.
+        """
+        why = self.facts.why
+        return why or why_not(replace(query, order="any"), self.group.size)
+
+    def refused(self, query: Query) -> Sequence[Rejected]:
+        """Return MPI's own collective where it does not run the query on devices."""
+        why = self.why_not_on_device(query) if query.device == "cuda" else None
+        return () if why is None else [Rejected(NATIVE, why, is_missing=True)]
+
+    def claims(self, query: Query) -> str | None:
+        """Return why MPI runs the query before it goes through pinned memory."""
+        if query.device != "cuda" or query.order != "any":
+            return None
+        if self.why_not_on_device(query) is not None:
+            return None
+        return "MPI, which takes device memory, runs this"
+
+    def is_meant(self, query: Query, algorithm: str | None) -> bool:
+        """Return whether a wish for MPI speaks of the query.
+
+        It speaks of host memory, and of devices' where the library takes that.
+        """
+        if query.device != "cuda":
+            return super().is_meant(query, algorithm)
+        return algorithm in (None, "native") and self.claims(query) is not None
+
+    def only_on_request(self, query: Query, candidate: Candidate) -> str | None:
+        """Return why a candidate needs asking: where MPI has no communicator yet."""
+        if query.device == "cuda":
+            return None
+        if candidate.name != NATIVE.name or self._runs_unasked:
+            return super().only_on_request(query, candidate)
+        return "has no MPI communicator here until a call asks for it by name"
+
+    def plan(self, spec: PlanSpec) -> Any:
+        """Return the plan of this rank."""
+        group = self.group
+        if spec.candidate.algorithm != "native":
+            return schedule_plan(group, spec)
+        handle = self.beside.native_mpi.handle
+        runs = library_plan(spec, group.rank, group.size, handle)
+        return runs if spec.device == "host" else self._on_device(runs, spec)
+
+    def _on_device(self, runs: _native.Plan, spec: PlanSpec) -> _native.MpiDevicePlan:
+        """Return the plan of a call on device arrays that is a collective of MPI's."""
+        op, item = spec.op, spec.dtype.itemsize
+        sends_out = op.name == "bcast"
+        is_read = not sends_out or spec.root == self.group.rank
+        return _native.mpi_device_plan(
+            runs,
+            in_nbytes=spec.in_elements * item if is_read else 0,
+            out_nbytes=spec.out_elements * item,
+            in_place=op.in_place and not op.name.startswith("alltoall"),
+            sends_out=sends_out and is_read,
+        )
+
+    # -- arrays on devices -------------------------------------------------------
 
     @property
     def facts(self) -> MpiFacts:
-        """What the ranks have agreed upon, or until then what this rank sees."""
+        """Facts that the ranks have agreed on; before that, those of this rank."""
         return self._agreed or MpiFacts(self._why_never() or _lacks("cuda"))
+
+    @property
+    def why_no_devices(self) -> str:
+        """Why the library is not given device memory; empty where it is."""
+        return self.facts.why
 
     @property
     def is_agreed(self) -> bool:
@@ -63,7 +160,7 @@ class MpiCalls:
     def tells(self, device: Any) -> str | None:
         """Return why this rank's library takes no device memory; empty where it does.
 
-        For the other ranks (``device_calls.agreement``); None where nothing is asked.
+        For the other ranks (``agreement.py``); None where nothing is asked.
         """
         why = self._why_never()
         if not why and device.kind not in KINDS:
@@ -79,13 +176,13 @@ class MpiCalls:
         Where all take device memory, they get a communicator of MPI's own for it.
         """
         why = _together(said)
-        if not why and not self._comm.native_mpi.ensure(timeout_s):
+        if not why and not self.beside.native_mpi.ensure(timeout_s):
             why = "no MPI communicator is left for its collectives"
         self._agreed = MpiFacts(why)
 
     def _why_never(self) -> str:
         """Return what keeps these ranks from it anyway; equal on all of them."""
-        comm = self._comm
+        comm = self.group
         if comm.world.mpi is None:
             return "these ranks were not started by MPI"
         if comm.size == 1:
@@ -94,28 +191,13 @@ class MpiCalls:
             return f"{_SWITCH} is off"
         return ""
 
-    def planned(
-        self, runs: _native.Plan, call: Call, bound: Bound
-    ) -> _native.MpiDevicePlan:
-        """Return the plan of a call on device arrays that is a collective of MPI's."""
-        item = bound.dtype.itemsize
-        sends_out = call.spec.name == "bcast"
-        is_read = not sends_out or call.root == self._comm.rank
-        return _native.mpi_device_plan(
-            runs,
-            in_nbytes=bound.in_elements * item if is_read else 0,
-            out_nbytes=bound.out_elements * item,
-            in_place=call.spec.in_place and not call.spec.name.startswith("alltoall"),
-            sends_out=sends_out and is_read,
-        )
-
-    def work(self, device: Any) -> _native.MpiWork:
+    def runner(self, device: Any) -> _native.MpiWork:
         """Return what gives MPI calls, made at the first one.
 
         Raises UsageError for another device than that of the first call, of this
         communicator or, as MPI knows one of a process, of another one.
         """
-        comm = self._comm
+        comm = self.group
         if self._made is not None:
             on, made = self._made
             if on is not device:
@@ -126,7 +208,7 @@ class MpiCalls:
                 )
             return made
         flags = comm.world.drive(device) and env.read_str(_SWITCH) == "flags"
-        table = comm.table
+        table = self.beside.table
         together = table is not None and ("mpi", "nccl") in table.tested_together
         order = None if together else order_of(device, self.first_value)
         try:
@@ -151,13 +233,13 @@ class MpiCalls:
         if self._made is not None:
             self._made[1].give_up(why)
 
-    def close(self) -> None:
+    def close(self, *, may_call: bool = True) -> None:
         """Give streams and memory back, where nothing is under way."""
         if self._made is None:
             return
         (_, made), self._made = self._made, None
         made.close()
-        leave(self._comm.world, [made])
+        leave(self.group.world, [made])
 
 
 def _lacks(kind: str) -> str:

@@ -12,55 +12,101 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commrt import _native, nccl
+from commrt.backends.base import Attached, Backend, Surroundings
+from commrt.backends.nccl.collectives import (
+    NAME,
+    NATIVE,
+    NcclFacts,
+    library_plan,
+    schedule_plan,
+    why_no_schedules,
+    why_refused,
+)
+from commrt.backends.shm import schedule_candidates
 from commrt.errors import (
     BackendError,
     CaptureError,
     CommError,
     UsageError,
 )
+from commrt.group.group import Group
 from commrt.job.arena import machine_identity
-from commrt.nccl.features import NEWEST_KNOWN, version_text
+from commrt.nccl.features import version_text
 from commrt.nccl.orders import order_of
+from commrt.planning.spec import PlanSpec
+from commrt.select.facts import Candidate, Query
+from commrt.select.policy import Rejected
 
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
-
-__all__ = ["NcclCalls", "NcclFacts"]
+__all__ = ["AttachedNccl", "NcclFacts"]
 
 _LOG = logging.getLogger("commrt")
 
 
-@dataclass(frozen=True)
-class NcclFacts:
-    """What selection knows of NCCL on a communicator; once agreed, on all ranks."""
+class AttachedNccl(Attached):
+    """NCCL on one communicator."""
 
-    why: str
-    """Why NCCL cannot be used; empty where it can."""
-    version: int = NEWEST_KNOWN
-    """As ``ncclGetVersion`` counts."""
-    capability: int | None = None
-    """The least compute capability, 90 for 9.0; None: any."""
-    no_kernels: str = ""
-    """Why commrt's own kernels cannot run between NCCL's; empty where they can."""
+    precedence = 20
+    rounds_at_each_step = True
+    prepares = True
+    is_dispatched = True
+    ends_by_itself = True
+    carries_boxes = True
 
-
-class NcclCalls:
-    """A communicator's NCCL."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, backend: Backend, group: Group, beside: Surroundings) -> None:
+        super().__init__(backend, group, beside)
         self._agreed: NcclFacts | None = None
         self._made: tuple[Any, _native.NcclWork] | None = None
         self.first_value = 0
 
+    def candidates(self, query: Query) -> Sequence[Candidate]:
+        """Return NCCL's own, where it does it as commrt promises it, and schedules."""
+        if query.device != "cuda":
+            return ()
+        found = [NATIVE] if why_refused(self.facts, query) is None else []
+        if why_no_schedules(self.facts, query) is None:
+            found += schedule_candidates(self.group, query, NAME)
+        return found
+
+    def refused(self, query: Query) -> Sequence[Rejected]:
+        """Return NCCL's own where it does not run the query."""
+        why = why_refused(self.facts, query) if query.device == "cuda" else None
+        return () if why is None else [Rejected(NATIVE, why, is_missing=True)]
+
+    def claims(self, query: Query) -> str | None:
+        """Return why NCCL runs the query before the host takes part in it."""
+        if query.device != "cuda" or query.order != "any":
+            return None
+        return "NCCL runs this" if why_refused(self.facts, query) is None else None
+
+    def only_on_request(self, query: Query, candidate: Candidate) -> str | None:
+        """Return why a schedule needs asking; NCCL's own collective does not."""
+        if candidate != NATIVE:
+            return "a schedule on NCCL runs where a table or the call names it"
+        return super().only_on_request(query, candidate)
+
+    def plan(self, spec: PlanSpec) -> _native.NcclPlan:
+        """Return the plan of this rank."""
+        group, facts = self.group, self.facts
+        is_native = spec.candidate.algorithm == NATIVE.algorithm
+        why = facts.why or ("" if is_native else facts.no_kernels)
+        if why:
+            raise BackendError(f"{spec.candidate} on {group.name}: {why}")
+        if is_native:
+            return library_plan(spec, group.size, facts.version)
+        return schedule_plan(spec, group.rank, group.size, group.facts.layout)
+
     @property
     def facts(self) -> NcclFacts:
-        """What the ranks have agreed upon, or until then what this rank sees."""
+        """Facts that the ranks have agreed on; before that, those of this rank."""
         return self._agreed or _seen_here()
+
+    @property
+    def why_no_devices(self) -> str:
+        """Why NCCL cannot be used; empty where it can."""
+        return self.facts.why
 
     @property
     def is_agreed(self) -> bool:
@@ -94,7 +140,7 @@ class NcclCalls:
             opened = nccl.library()
         except BackendError as error:
             return {"why": str(error), "place": place}
-        if self._comm.in_process:  # each thread's own device, whatever its number
+        if self.group.in_process:  # each thread's own device, whatever its number
             place.append(id(device))
         return {
             "why": "",
@@ -108,13 +154,13 @@ class NcclCalls:
         """Take what all ranks told."""
         self._agreed = _together(said)
 
-    def work(self, device: Any) -> _native.NcclWork:
+    def runner(self, device: Any) -> _native.NcclWork:
         """Return what calls NCCL on a device; collective where it is the first call.
 
         Raises UsageError for another device than that of the first call, and
         BackendError on all ranks where NCCL made no communicator.
         """
-        comm = self._comm
+        comm = self.group
         if self._made is not None:
             on, made = self._made
             if on is not device:
@@ -154,12 +200,12 @@ class NcclCalls:
                 "capturing",
             )
         try:
-            self.work(device)
+            self.runner(device)
         except CommError as error:
             if not getattr(error, "on_all_ranks", False):
                 raise
             self._agreed = NcclFacts(str(error))
-            _LOG.warning("%s: staged runs instead of NCCL: %s", self._comm.name, error)
+            _LOG.warning("%s: staged runs instead of NCCL: %s", self.group.name, error)
             return False
         return True
 

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory by NCCL: what it can do as commrt promises it, by rule.
+"""Collectives by NCCL: which it runs as commrt promises them, and their plans.
 
-What it cannot do is left to ``staged``, on all ranks alike: whether NCCL is there is
-agreed by the ranks (``backends/nccl/attached.py``), and the rest follows from the call.
+What it cannot do is left to other backends, on all ranks alike: the ranks agree whether
+NCCL is there (``attached.py``), and the rest follows from the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
-from commrt import _native, nccl
-from commrt.backends.base import Availability, Capabilities
-from commrt.backends.shm import schedule_candidates
-from commrt.errors import BackendError
+from commrt import _native
 from commrt.nccl.abilities import (
     NCCL_REDUCTIONS,
     NCCL_TYPES,
@@ -21,13 +17,22 @@ from commrt.nccl.abilities import (
     scalar_bytes,
     support,
 )
+from commrt.nccl.features import NEWEST_KNOWN
 from commrt.planning.spec import PlanSpec
 from commrt.planning.stream_programs import nccl_program
 from commrt.select.facts import Candidate, Query
 from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name, is_known, reduce_op
 from commrt.vocabulary.operations import OpSpec
 
-__all__ = ["NATIVE", "NcclBackend", "why_no_schedules", "why_refused"]
+__all__ = [
+    "NAME",
+    "NATIVE",
+    "NcclFacts",
+    "library_plan",
+    "schedule_plan",
+    "why_no_schedules",
+    "why_refused",
+]
 
 NAME = "nccl"
 NATIVE = Candidate(NAME, "native")
@@ -37,51 +42,24 @@ _BY_BLOCK = ("alltoall", "gather", "scatter")
 _UINT8 = NCCL_TYPES["uint8"]
 
 
-class NcclBackend:
-    """Arrays on GPUs, by NVIDIA's library."""
+@dataclass(frozen=True)
+class NcclFacts:
+    """The facts about NCCL; once agreed, equal on all ranks."""
 
-    name = NAME
-    capabilities = Capabilities(
-        devices=("cuda",),
-        native=True,
-        limits="stream-ordered; where all ranks have it, and a GPU each; native runs "
-        "what NCCL itself does, schedules all else, with kernels of commrt's",
-    )
-
-    def availability(self) -> Availability:
-        """Whether this process has a driver, a GPU and a library."""
-        why = nccl.why_missing()
-        reason = why or str(nccl.library())
-        return Availability(self.name, why is None, reason, self.capabilities)
-
-    def candidates(self, comm: Any, query: Query) -> Sequence[Candidate]:
-        """Return NCCL's own, where it does it as commrt promises it, and schedules."""
-        if query.device != "cuda":
-            return ()
-        found = [NATIVE] if why_refused(comm, query) is None else []
-        if why_no_schedules(comm, query) is None:
-            found += schedule_candidates(comm, query, NAME)
-        return found
-
-    def plan(self, comm: Any, spec: PlanSpec) -> Any:
-        """Return the plan of this rank."""
-        facts = comm.nccl_facts
-        if facts.why:
-            raise BackendError(f"{spec.candidate} on {comm.name}: {facts.why}")
-        if spec.candidate.algorithm != NATIVE.algorithm:
-            if facts.no_kernels:
-                raise BackendError(
-                    f"{spec.candidate} on {comm.name}: {facts.no_kernels}"
-                )
-            return _scheduled(spec, comm.rank, comm.size, comm.facts.layout)
-        return _planned(spec, comm.size, facts.version)
+    why: str
+    """Why NCCL cannot be used; empty where it can."""
+    version: int = NEWEST_KNOWN
+    """As ``ncclGetVersion`` counts."""
+    capability: int | None = None
+    """The least compute capability, 90 for 9.0; None: any."""
+    no_kernels: str = ""
+    """Why commrt's own kernels cannot run between NCCL's; empty where they can."""
 
 
-def why_refused(comm: Any, query: Query) -> str | None:
-    """Return why NCCL does not run ``query`` on ``comm``, equal on all ranks."""
-    facts = comm.nccl_facts
+def why_refused(facts: NcclFacts, query: Query) -> str | None:
+    """Return why NCCL does not run ``query`` itself."""
     if facts.why:
-        return str(facts.why)
+        return facts.why
     if query.op is not None and not is_known(query.op):
         return "knows no reduction of yours"
     found = support(
@@ -94,17 +72,16 @@ def why_refused(comm: Any, query: Query) -> str | None:
     return found.reason if found.how == "refused" else None
 
 
-def why_no_schedules(comm: Any, query: Query) -> str | None:
+def why_no_schedules(facts: NcclFacts, query: Query) -> str | None:
     """Return why schedules do not run on NCCL here, equal on all ranks."""
-    facts = comm.nccl_facts
     if facts.why or facts.no_kernels:
-        return str(facts.why or facts.no_kernels)
+        return facts.why or facts.no_kernels
     if query.op is not None and not is_known(query.op):
         return "kernels know no reduction of yours"
     return None
 
 
-def _scheduled(
+def schedule_plan(
     spec: PlanSpec, rank: int, size: int, nodes: tuple[int, ...]
 ) -> _native.NcclPlan:
     """Return the plan of a schedule in rounds."""
@@ -125,8 +102,8 @@ def _scheduled(
     )
 
 
-def _planned(spec: PlanSpec, size: int, version: int) -> _native.NcclPlan:
-    """Return a plan by the rules of ``NcclOperations``."""
+def library_plan(spec: PlanSpec, size: int, version: int) -> _native.NcclPlan:
+    """Return the plan of NCCL's own collective, by the rules of ``NcclOperations``."""
     op, dtype = spec.op, spec.dtype
     nccl_type, nccl_op, factor = _UINT8, 0, b""
     per_element, itemsize = dtype.itemsize, 1  # what only moves is bytes

@@ -139,7 +139,8 @@ void bind_staging(nb::module_& m) {
       .def_rw("by_kernel", &StagedPlan::by_kernel,
               "Whether kernels copy to pinned memory and back; set before a start.")
       .def_prop_ro("pieces", [](const StagedPlan& p) { return p.pieces; },
-                   "Parts that are copied and combined one after the other.");
+                   "Parts that are copied and combined one after the other.")
+      .attr("backend") = "staged";
   m.def("staged_plan",
         [](std::vector<StagedPart> parts, int64_t pieces, size_t slot_nbytes,
            bool serial) {

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gloo on one communicator: schedules between nodes, and gloo's own collectives.
+
+gloo ends a process whose peer sends more than it expects. So the ranks compare first
+what they have called, by a schedule of one short message for each round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from commrt import _native
+from commrt.backends.base import Attached, Backend, Surroundings
+from commrt.backends.gloo.collectives import NATIVE, digest, library_call, why_not
+from commrt.backends.shm import schedule_candidates
+from commrt.bootstrap.lending import Lease
+from commrt.errors import BackendError
+from commrt.group.group import Group
+from commrt.job.links import measure_between_nodes
+from commrt.planning.host_plans import check_params, scaling, schedule_plan
+from commrt.planning.spec import PlanSpec
+from commrt.select.facts import Candidate, Query
+from commrt.select.model import COMPARED, COMPARED_NBYTES
+from commrt.select.policy import Rejected
+from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name, is_known
+from commrt.vocabulary.operations import operation
+
+__all__ = ["AttachedGloo"]
+
+_COMPARING = Candidate("gloo", COMPARED.algorithm)
+_NEVER_COMPARED = ("barrier", "alltoallv")
+"""A barrier has nothing to compare, and what pairs of ranks exchange may differ."""
+
+
+class AttachedGloo(Attached):
+    """gloo on one communicator."""
+
+    starts_in_python = frozenset({NATIVE.algorithm})
+
+    def __init__(self, backend: Backend, group: Group, beside: Surroundings) -> None:
+        super().__init__(backend, group, beside)
+        self._lease: Lease | None = None
+
+    # -- beginning and end -------------------------------------------------------
+
+    def join(self, timeout_s: float) -> None:
+        """Get what runs gloo's own collectives, where it connects the ranks."""
+        group = self.group
+        lender = group.world.gloo_groups
+        if lender is not None and group.is_relayed:
+            # gloo takes no MPI tag.
+            self._lease = lender.lend(group.world_ranks, group.identity, 0, timeout_s)
+
+    def measure(self) -> None:
+        """Measure messages of gloo between the nodes; once in a job."""
+        world = self.group.world
+        if world.gloo_groups is None or world.between_nodes is not None:
+            return
+        native = None if self._lease is None else self._lease.lent.group
+        world.between_nodes = measure_between_nodes(world, self.beside.sendrecv, native)
+
+    def close(self, *, may_call: bool = True) -> None:
+        """Let other communicators of the same ranks have it, unless this one failed."""
+        lender, lease = self.group.world.gloo_groups, self._lease
+        self._lease = None
+        if lender is not None and lease is not None and not self.group.failure:
+            lender.give_back(lease)
+
+    # -- what it runs ------------------------------------------------------------
+
+    def candidates(self, query: Query) -> Sequence[Candidate]:
+        """Return every schedule, and ``native`` where it keeps commrt's rules."""
+        if query.device != "host" or not self.group.is_relayed:
+            return ()
+        found = list(schedule_candidates(self.group, query, self.backend.name))
+        if self._lease is not None and why_not(query) is None:
+            found.append(NATIVE)
+        return found
+
+    def refused(self, query: Query) -> Sequence[Rejected]:
+        """Return gloo's own collective where it does not run the query.
+
+        Where the operands need an order, the verifier tells more of each candidate.
+        """
+        if query.device != "host" or not self.group.is_relayed:
+            return ()
+        if query.order != "any" or (query.op is not None and not is_known(query.op)):
+            return ()
+        why: str | None = "there is no group of gloo for these ranks"
+        if self._lease is not None:
+            why = why_not(query)
+        return () if why is None else [Rejected(NATIVE, why)]
+
+    def plan(self, spec: PlanSpec) -> _native.Plan:
+        """Return the plan of this rank."""
+        group = self.group
+        if spec.candidate.algorithm != NATIVE.algorithm:
+            made: _native.Plan = schedule_plan(group, spec)
+            return made
+        check_params(spec.op.name, NATIVE.algorithm, group.size, spec.candidate.params)
+        if self._lease is None:
+            raise BackendError(
+                f"{spec.candidate} on {group.name}: there is no group of gloo for "
+                f"these ranks; use a schedule"
+            )
+        lent = self._lease.lent
+        method, arguments = library_call(lent.group, spec, group.rank, group.size)
+        factor, _, _ = scaling(spec, group.size)
+        return _native.make_gloo_plan(
+            lent.order,
+            coll=spec.op.code,
+            dtype=spec.dtype.code,
+            redop=int(spec.reduction),
+            root=spec.root,
+            in_elems=spec.in_elements,
+            out_elems=spec.out_elements,
+            label=str(spec.candidate),
+            returns_out=spec.has_output,
+            factor=factor,
+            method=method,
+            arguments=arguments,
+            agreement=self._agreement(spec),
+            digest=digest(spec),
+        )
+
+    def _agreement(self, spec: PlanSpec) -> Any:
+        """Return the plan by which the ranks compare what they have called, or None."""
+        if spec.op.name in _NEVER_COMPARED:
+            return None
+        return schedule_plan(
+            self.group,
+            PlanSpec(
+                op=operation(COMPARED.coll),
+                num_elements=COMPARED_NBYTES // 8,
+                dtype=dtype_by_name("int64"),
+                reduction=ReduceOp.MAX,
+                root=0,
+                candidate=_COMPARING,
+                in_elements=COMPARED_NBYTES // 8,
+                out_elements=COMPARED_NBYTES // 8,
+                has_output=True,
+            ),
+        )

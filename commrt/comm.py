@@ -6,24 +6,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 from typing import Any, NoReturn
 
 from commrt import _native
-from commrt.arrays.host import numpy_type
 from commrt.backends.attaching import attach_all
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.redistribution import Redistributions
 from commrt.calls import arguments
 from commrt.calls.channel import Channel
 from commrt.calls.check_mode import Checker
-from commrt.calls.counts import bind_call
+from commrt.calls.collectives import Collectives
 from commrt.calls.forwarding import forwarded
-from commrt.calls.plan_cache import remember
 from commrt.calls.plans import Plans
-from commrt.calls.routes import Route
 from commrt.calls.selection import Selection
 from commrt.calls.settings import Settings
 from commrt.compression.compressed import Compression
@@ -42,20 +39,14 @@ from commrt.group.symmetric import SymmetricMemory
 from commrt.job.world import World
 from commrt.messages.point_to_point import Messages
 from commrt.mpi import library
-from commrt.planning.spec import PlanSpec
 from commrt.sparse.allreduce import SparseReport
 from commrt.sparse.sums import SparseSums
 from commrt.subgroups import Kinds, Subgroups
 from commrt.trace.methods import follow_communicator
 from commrt.trace.nvtx import plans_with_ranges, ranges_around
-from commrt.vocabulary.checks import as_integer, check_timeout
-from commrt.vocabulary.dtypes import engine_factor
-from commrt.vocabulary.operations import operation
-from commrt.vocabulary.reductions import BoundReduction
+from commrt.vocabulary.checks import as_integer
 
 __all__ = ["CartCommunicator", "CommStats", "Communicator", "GraphCommunicator"]
-
-_MAX_PLANS = 4096
 
 
 @dataclass(frozen=True)
@@ -110,7 +101,6 @@ class Communicator(Channel):
             deterministic=deterministic,
             limit_s=timeout_s,
         )
-        self._plans: dict[Any, Any] = {}
         limit = self.timeout_s if timeout_s is None else timeout_s
         mine = settings or Settings()
         self.table = mine.table or world.table
@@ -131,17 +121,22 @@ class Communicator(Channel):
             self,
             self.devices,
             choose=self.selection.choose,
-            plan=self._plan,
+            plan=lambda call, bound: self.collectives.plan(call, bound),
             may_compress=lambda: self.compression.rules_may_compress,
         )
-        self.routes: tuple[Route, ...] = (self.fusion, self.devices)
-        """Ways of a call that the dispatcher does not know, in order; then come the
-        compressed one and the host's."""
         self.comparison = Comparison(self)
         self.symmetric = SymmetricMemory(self, self._forget_reach)
         self.messages = Messages(self, self.devices, self.comparison)
-        self.compression = Compression(self, self.selection, self._private)
-        self.sparse = SparseSums(self, self.devices, self.comparison, self._private)
+        self.compression = Compression(self, self.selection, self.private)
+        self.collectives = Collectives(
+            self,
+            self.attached,
+            self.selection,
+            self.comparison,
+            (self.fusion, self.devices),
+            self.compression,
+        )
+        self.sparse = SparseSums(self, self.devices, self.comparison, self.private)
         self.subgroups = Subgroups(self, self.comparison, _KINDS)
         self.box_plans = ComparedBoxes(self)
         self.redistributions = Redistributions(
@@ -155,7 +150,9 @@ class Communicator(Channel):
         self.checker: Checker | None = None
         checks = Checker.is_wanted() if mine.checks is None else mine.checks
         if may_check and self.size > 1 and checks:
-            self.checker = Checker(self, self._private("check", limit))
+            self.checker = Checker(
+                self, self.private("check", limit), self.table_digest
+            )
             self._slow = True
         self.ranges = ranges_around(self)
         for attached in self.attached.values():
@@ -164,7 +161,7 @@ class Communicator(Channel):
 
     # -- making ------------------------------------------------------------------
 
-    def _private(
+    def private(
         self, purpose: str, timeout_s: float, *, deterministic: bool = False
     ) -> Communicator:
         """Return a communicator of the same ranks for commrt's own use; collective."""
@@ -207,7 +204,7 @@ class Communicator(Channel):
         self.closed = "freed"
         self._slow = True
         self._forget_plans()
-        self._plans.clear()
+        self.collectives.plans.clear()
         if at_rest:
             self._release()
         else:
@@ -322,7 +319,7 @@ class Communicator(Channel):
 
     def _forget_reach(self) -> None:
         """Forget plans, which do not know what peers may reach from now on."""
-        self._plans.clear()
+        self.collectives.plans.clear()
         self.devices.forget_plans()
 
     # -- selection ---------------------------------------------------------------
@@ -361,127 +358,12 @@ class Communicator(Channel):
     # -- running -----------------------------------------------------------------
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a collective that the dispatcher did not recognise at a glance."""
-        self.check_usable()
-        if self.fusion.context is not None and kwargs.get("nonblocking") is True:
-            fused = self.fusion.again(name, args, kwargs)
-            if fused is not None:
-                return fused
-        try:
-            call = arguments.parse(operation(name), args, kwargs)
-            bound = bind_call(self, call)
-            for route in self.routes:
-                if route.takes(call, bound):
-                    started = route.run(call, bound)
-                    if started is not NotImplemented:
-                        return started
-            plan: Any = None
-            compressed = self.compression.bound(call, bound)
-            if compressed is None:
-                plan = self._agreed_plan(call, bound)
-        except UsageError as error:
-            self._tell_of_call(name, kwargs, error)
-            raise
-        if compressed is not None:
-            request = compressed.start()
-            return request if call.nonblocking else request.wait()
-        x, out = bound.x, bound.out
-        return self.run_plan(
-            plan,
-            0 if x is None else x.address,
-            0 if out is None else out.address,
-            None if x is None else x.owner,
-            None if out is None else out.owner,
-            bound.result,
-            name,
-            call.nonblocking,
-            self.timeout_s if call.timeout_s is None else call.timeout_s,
-        )
-
-    def _tell_of_call(
-        self, name: str, kwargs: dict[str, Any], error: UsageError
-    ) -> None:
-        """In check mode, raise what is wrong with this rank's call on all ranks."""
-        timeout_s = kwargs.get("timeout_s")
-        try:
-            limit = None if timeout_s is None else check_timeout(name, timeout_s)
-        except UsageError:
-            limit = None
-        self.comparison.tell(name, error, limit)
-
-    def _agreed_plan(self, call: arguments.Call, bound: arguments.Bound) -> Any:
-        """Return the plan; in check mode only where all ranks made the same call.
-
-        A plan is made before the ranks are compared, so that a mistake of this rank
-        is named as such. Only plans of the library's own collectives, which the ranks
-        make together, come after.
-        """
-        if self.checker is None:
-            return self._plan(call, bound)
-        if self.selection.choose(call, bound).algorithm != "native":
-            self._plan(call, bound)
-        self.checker.check(call, bound)
-        return self._plan(call, bound)
-
-    def _plan(self, call: arguments.Call, bound: arguments.Bound) -> Any:
-        chosen = call.algorithm is not None or call.backend is not None
-        params = tuple(sorted((call.params or {}).items()))
-        key = (
-            call.spec.code,
-            bound.num_elements,
-            bound.dtype.name,
-            bound.device,
-            call.reduction if call.user is None else call.user,
-            call.root,
-            call.backend,
-            call.algorithm,
-            params,
-            bound.counts,
-        )
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            plan = self._make_plan(call, bound)
-            self._plans[key] = plan
-        if call.factor is not None:
-            # One plan per key, of the latest factor: they may be new in every call.
-            plan = plan.with_factor(self, *engine_factor(call.factor, bound.dtype))
-            self._plans[key] = plan
-        # What is asked for with compress="none" may be compressed without it.
-        plain = not chosen and not params and call.compress is None
-        if call.user is None and plain:
-            remember(self, call, bound, plan)
-        return plan
+        """Run a collective that the engine did not recognise at a glance."""
+        return self.collectives.run(name, args, kwargs)
 
     def plan_alone(self, call: arguments.Call, bound: arguments.Bound) -> Any:
         """Return the plan of a call by a schedule, which this rank makes alone."""
-        if self.selection.choose(call, bound).algorithm == "native":
-            call = replace(call, algorithm="recursive_doubling")
-        return self._plan(call, bound)
-
-    def _make_plan(self, call: arguments.Call, bound: arguments.Bound) -> Any:
-        candidate = self.selection.choose(call, bound)
-        user = None
-        if call.user is not None and bound.x is not None:
-            user = BoundReduction(call.user, numpy_type(bound.x))
-        return self.attached[candidate.backend].plan(
-            PlanSpec(
-                op=call.spec,
-                num_elements=bound.num_elements,
-                dtype=bound.dtype,
-                reduction=call.reduction,
-                root=call.root,
-                candidate=candidate,
-                in_elements=bound.in_elements,
-                out_elements=bound.out_elements,
-                has_output=bound.result is not None,
-                counts=bound.counts,
-                factor=call.factor,
-                user=user,
-                device="host" if bound.on is None and call.stream is None else "cuda",
-            )
-        )
+        return self.collectives.plan_alone(call, bound)
 
 
 class CartCommunicator(Communicator):

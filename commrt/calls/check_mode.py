@@ -26,7 +26,7 @@ from commrt.group.call_site import call_site
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
-    from commrt.comm import Communicator
+    from commrt.calls.channel import Channel
 
 __all__ = ["Checker", "describe", "shortened"]
 
@@ -96,8 +96,12 @@ def shortened(text: str) -> str:
 class Checker:
     """Compares calls of one communicator, over another one of the same ranks."""
 
-    def __init__(self, comm: Communicator, channel: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, comm: Channel, channel: Channel, table: str | None) -> None:
+        """Compare calls of ``comm`` over ``channel``.
+
+        ``table`` is the digest of the selection table; None without one.
+        """
+        self._comm, self._table = comm, table
         self.channel = channel
         """Another communicator of the same ranks."""
 
@@ -116,7 +120,7 @@ class Checker:
 
     def check(self, call: Call, bound: Bound) -> None:
         """Raise MismatchError on every rank unless all of them make the same call."""
-        fields = describe(call, bound, self._comm.table_digest)
+        fields = describe(call, bound, self._table)
         said = self._exchange(fields, call.timeout_s)
         self._compare(said)
         if len(bound.counts) == 2:

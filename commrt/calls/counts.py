@@ -29,14 +29,14 @@ from commrt.errors import CommError, TimeoutError_, UsageError
 from commrt.vocabulary.checks import as_integer
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.calls.channel import Channel
 
 __all__ = ["bind_call", "bind_counted", "check_counts"]
 
 _LARGEST = 2**63 - 1
 
 
-def bind_call(comm: Communicator, call: Call) -> Bound:
+def bind_call(comm: Channel, call: Call) -> Bound:
     """Check the arrays of any collective; allocate the output if needed."""
     if not call.spec.count_arguments:
         return bind(call, comm.rank, comm.size)
@@ -217,7 +217,7 @@ def _own_block(x: HostView, out: HostView, elements_before: int) -> bool:
     return bool(small.nbytes) and small.address == at and inside
 
 
-def _exchange(comm: Communicator, call: Call, sent: tuple[int, ...]) -> tuple[int, ...]:
+def _exchange(comm: Channel, call: Call, sent: tuple[int, ...]) -> tuple[int, ...]:
     """Return what each rank sends here; every rank calls it."""
     counts = np.array(sent, np.int64)
     limit = comm.timeout_s if call.timeout_s is None else call.timeout_s

@@ -13,7 +13,7 @@ from commrt.vocabulary.wire_formats import COMPRESS
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
-    from commrt.comm import Communicator
+    from commrt.group.group import Group
 
 __all__ = ["Choices", "remember"]
 
@@ -56,7 +56,7 @@ class Choices:
         return found
 
 
-def remember(comm: Communicator, call: Call, bound: Bound, plan: Any) -> None:
+def remember(comm: Group, call: Call, bound: Bound, plan: Any) -> None:
     """Tell the dispatcher the plan of a call without special wishes."""
     spec = call.spec
     takes_x = spec.x_count != "none"

@@ -205,9 +205,9 @@ class Plans:
             compressed = comm.compression.bound(call, bound)
             if compressed is not None:
                 return compressed
-            plan = comm._agreed_plan(call, bound)
+            plan = comm.collectives.agreed_plan(call, bound)
         except UsageError as error:
-            comm._tell_of_call(name, kwargs, error)
+            comm.collectives.tell(name, kwargs, error)
             raise
         x, out = bound.x, bound.out
         return _native.PersistentCall(

@@ -13,6 +13,9 @@ __all__ = ["Route"]
 class Route(Protocol):
     """One way to run calls. A communicator asks its routes in order."""
 
+    def again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the request of a call like one before; None to look at it in full."""
+
     def takes(self, call: Call, bound: Bound) -> bool:
         """Return whether a call goes this way; local, and the same on all ranks."""
 

@@ -103,6 +103,9 @@ class DeviceCollectives:
         self.flags_without_progress = False
         """For tests: streams wait for this process though nobody makes progress."""
 
+    def again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Return None: the engine itself starts calls like one before."""
+
     def takes(self, call: Call, bound: Bound) -> bool:
         """Return whether a call is one on device arrays, or is ordered by a stream."""
         return bound.device is not None or call.stream is not None
@@ -309,7 +312,7 @@ class DeviceCollectives:
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            plan = self.comm._make_plan(call, bound)
+            plan = self.comm.collectives.make_plan(call, bound)
             self._plans[key] = plan
         return plan
 
@@ -429,7 +432,7 @@ class DeviceCollectives:
                     kept.close()
         self.hosted.close()
         used = [on for on, _ in self._stagers.values()]
-        used += [on for on, _ in self.hosted._works.values()]
+        used += self.hosted.devices
         left = [rest for user in self.users for rest in user.close_on_devices()]
         work = self._work
         for each in work:

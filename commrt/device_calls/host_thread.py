@@ -250,6 +250,11 @@ class HostedJobs:
         """Whether somebody else does the jobs."""
 
     @property
+    def devices(self) -> list[Any]:
+        """The devices that such calls were made on."""
+        return [device for device, _ in self._works.values()]
+
+    @property
     def works(self) -> list[_native.HostedWork]:
         """What was made on each device."""
         return [each for _, each in self._works.values()]
@@ -272,7 +277,7 @@ class HostedJobs:
         if found is None:
             comm = self._comm
             wish = comm.deterministic
-            found = comm._private("hosted", timeout_s, deterministic=wish)
+            found = comm.private("host", timeout_s, deterministic=wish)
             found.sparse.made_for = weakref.ref(comm.sparse)
             self._channel = found
         found.check_usable()

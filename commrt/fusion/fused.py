@@ -138,6 +138,8 @@ class Fusion:
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> FusedDeviceRequest | None:
         """Return the request of a call whose like is known; None for all others."""
+        if self.context is None or kwargs.get("nonblocking") is not True:
+            return None
         return self.buckets.again(name, args, kwargs)
 
     def takes(self, call: Call, bound: Bound) -> bool:

@@ -48,6 +48,9 @@ _REST_S = 1.0
 class CallChecker(Protocol):
     """Compares calls across ranks before anything of them is sent (check mode)."""
 
+    channel: Any
+    """What the comparisons go over: collectives of the same ranks."""
+
     def check(self, call: Any, bound: Any) -> None:
         """Raise MismatchError on every rank unless all of them make the same call."""
         ...

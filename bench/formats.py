@@ -3,7 +3,7 @@
 
 Pure functions of the rows that the timing loop returns. The layouts are those of the
 original programs to the character, so that existing parsers and plots work; what the
-numbers mean differs where docs/benchmarks.md says so (time is the median over
+numbers mean differs where docs/reference/benchmarks.md says so (time is the median over
 repetitions of the maximum over ranks, not a mean of means).
 """
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-class FusedRequest:
+from commrt.vocabulary import request
+
+class FusedRequest(request.Request):
     """One call within comm.fused(); has the methods of Request."""
 
     @property
@@ -318,7 +320,7 @@ class DeviceCall:
     def waits_for(self) -> str:
         """What messages wait for; empty: nobody."""
 
-class DeviceRequest:
+class DeviceRequest(request.Request):
     """One started call on arrays on a device; has the methods of Request."""
 
     def __bool__(self) -> bool: ...
@@ -1191,7 +1193,7 @@ class RelayCarrier:
     def lose(self, peer: int, why: str) -> None:
         """gloo does not reach the peer, and says why."""
 
-class Request:
+class Request(request.Request):
     """One started operation. Keep it, and wait() for it: the buffers belong to the
     engine until then.
     """
@@ -1516,6 +1518,9 @@ def fuse_away(
 
 def fused_calls(group: Group) -> tuple[Any, ...]:
     """Calls that went into buckets, and those of them that are sent."""
+
+def fusion_method_names() -> list[str]:
+    """Names that its service `fusion` must have, as the engine asks it for them."""
 
 def group_method_names() -> list[str]:
     """Names that a Communicator must have, as the engine asks it for them."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from commrt import _native
 from commrt.arrays.host import numpy_type
@@ -17,18 +17,20 @@ from commrt.backends.attaching import attach_all
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.redistribution import Redistributions
 from commrt.calls import arguments
+from commrt.calls.channel import Channel
 from commrt.calls.check_mode import Checker
 from commrt.calls.counts import bind_call
 from commrt.calls.forwarding import forwarded
-from commrt.calls.methods import method_of
 from commrt.calls.plan_cache import remember
 from commrt.calls.plans import Plans
+from commrt.calls.routes import Route
 from commrt.calls.selection import Selection
 from commrt.calls.settings import Settings
+from commrt.compression.compressed import Compression
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.devices.arrays import may_free
 from commrt.errors import UsageError
-from commrt.fusion.fused import Fusing
+from commrt.fusion.fused import Fusion
 from commrt.grids.geometry import Coords, Grid, ranks_along, times
 from commrt.grids.halo_arguments import HALO_CALLS
 from commrt.grids.halos import Halos
@@ -41,18 +43,15 @@ from commrt.job.world import World
 from commrt.messages.point_to_point import Messages
 from commrt.mpi import library
 from commrt.planning.spec import PlanSpec
+from commrt.sparse.allreduce import SparseReport
+from commrt.sparse.sums import SparseSums
 from commrt.subgroups import Kinds, Subgroups
 from commrt.trace.methods import follow_communicator
 from commrt.trace.nvtx import plans_with_ranges, ranges_around
 from commrt.vocabulary.checks import as_integer, check_timeout
 from commrt.vocabulary.dtypes import engine_factor
-from commrt.vocabulary.operations import OPERATIONS, operation
+from commrt.vocabulary.operations import operation
 from commrt.vocabulary.reductions import BoundReduction
-
-if TYPE_CHECKING:
-    from commrt.vocabulary.signatures import Operations
-else:
-    Operations = object
 
 __all__ = ["CartCommunicator", "CommStats", "Communicator", "GraphCommunicator"]
 
@@ -73,12 +72,15 @@ class CommStats:
     """Whether operations are in flight."""
 
 
-class Communicator(Fusing, Operations):
+class Communicator(Channel):
     """A group of ranks. Get one from ``commrt.init()``, ``split`` or ``create_group``.
 
     Collectives must be called by all ranks of the communicator in the same order.
     Calls from several threads are serialised; the order is then the caller's duty.
     """
+
+    devices: DeviceCollectives
+    fusion: Fusion
 
     def __init__(
         self,
@@ -125,9 +127,21 @@ class Communicator(Fusing, Operations):
         self.selection = Selection(self, self.attached, self.table, wishes)
         self.policy = self.selection.policy
         self.devices = DeviceCollectives(self, self.attached, self.selection)
+        self.fusion = Fusion(
+            self,
+            self.devices,
+            choose=self.selection.choose,
+            plan=self._plan,
+            may_compress=lambda: self.compression.rules_may_compress,
+        )
+        self.routes: tuple[Route, ...] = (self.fusion, self.devices)
+        """Ways of a call that the dispatcher does not know, in order; then come the
+        compressed one and the host's."""
         self.comparison = Comparison(self)
         self.symmetric = SymmetricMemory(self, self._forget_reach)
         self.messages = Messages(self, self.devices, self.comparison)
+        self.compression = Compression(self, self.selection, self._private)
+        self.sparse = SparseSums(self, self.devices, self.comparison, self._private)
         self.subgroups = Subgroups(self, self.comparison, _KINDS)
         self.box_plans = ComparedBoxes(self)
         self.redistributions = Redistributions(
@@ -176,7 +190,7 @@ class Communicator(Fusing, Operations):
         """
         if self.closed is not None or os.getpid() != self.pid:
             return
-        if self._fused is not None:
+        if self.fusion.context is not None:
             raise UsageError(
                 f"{self.name} cannot be freed: a fused() of it is open; leave it first"
             )
@@ -186,8 +200,8 @@ class Communicator(Fusing, Operations):
                 f"{self.name} cannot be freed: operations are in flight; wait() for "
                 f"their requests first"
             )
-        self._free_sparse()
-        self._free_compression()
+        self.sparse.free()
+        self.compression.free()
         if self.checker is not None:
             self.checker.close()
         self.closed = "freed"
@@ -230,8 +244,8 @@ class Communicator(Fusing, Operations):
         """Make the communicator unusable, here and for ranks of this node that wait."""
         self.set_failure(why)
         self.devices.give_up(why)
-        self._give_up_sparse(why)
-        self._give_up_compression(why)
+        self.sparse.give_up(why)
+        self.compression.give_up(why)
         if self.checker is not None:
             self.checker.give_up(why)
 
@@ -314,6 +328,7 @@ class Communicator(Fusing, Operations):
     # -- selection ---------------------------------------------------------------
 
     candidates = forwarded(Selection.candidates, "selection")
+    explain = forwarded(Compression.explain, "compression")
 
     # -- new communicators -------------------------------------------------------
 
@@ -331,30 +346,38 @@ class Communicator(Fusing, Operations):
     sendrecv = forwarded(Messages.sendrecv, "messages")
     multi_sendrecv = forwarded(Messages.multi_sendrecv, "messages")
 
+    sparse_allreduce = forwarded(SparseSums.sparse_allreduce, "sparse")
+    topk_allreduce = forwarded(SparseSums.topk_allreduce, "sparse")
+
+    @property
+    def sparse_report(self) -> SparseReport | None:
+        """What the sparse operation that ended last did on this rank; None before."""
+        return self.sparse.report
+
     redistribute = forwarded(Redistributions.redistribute, "redistributions")
+
+    fused = forwarded(Fusion.fused, "fusion")
 
     # -- running -----------------------------------------------------------------
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective that the dispatcher did not recognise at a glance."""
         self.check_usable()
-        if self._fused is not None and kwargs.get("nonblocking") is True:
-            fused = self.devices.buckets.again(name, args, kwargs)
+        if self.fusion.context is not None and kwargs.get("nonblocking") is True:
+            fused = self.fusion.again(name, args, kwargs)
             if fused is not None:
                 return fused
         try:
             call = arguments.parse(operation(name), args, kwargs)
             bound = bind_call(self, call)
-            if bound.device is not None or call.stream is not None:
-                return self.devices.run(call, bound)
-            compressed = self._bound_compressed(call, bound)
-            fused = None
+            for route in self.routes:
+                if route.takes(call, bound):
+                    started = route.run(call, bound)
+                    if started is not NotImplemented:
+                        return started
             plan: Any = None
-            # Where rules may compress, by a length that a bucket would hide, none are
-            # made.
-            if compressed is None and not self._rules_may_compress:
-                fused = self._fuse(call, bound)
-            if compressed is None and fused is None:
+            compressed = self.compression.bound(call, bound)
+            if compressed is None:
                 plan = self._agreed_plan(call, bound)
         except UsageError as error:
             self._tell_of_call(name, kwargs, error)
@@ -362,8 +385,6 @@ class Communicator(Fusing, Operations):
         if compressed is not None:
             request = compressed.start()
             return request if call.nonblocking else request.wait()
-        if fused is not None:
-            return fused
         x, out = bound.x, bound.out
         return self.run_plan(
             plan,
@@ -621,8 +642,6 @@ class GraphCommunicator(Communicator):
 
 _KINDS = Kinds(Communicator, CartCommunicator, GraphCommunicator)
 
-for _spec in OPERATIONS:
-    setattr(Communicator, _spec.name, method_of(_spec))
 for _kind, _name in enumerate(("send", "recv", "sendrecv", "multi_sendrecv")):
     _method = _native.make_message_method(_name, _kind, getattr(Communicator, _name))
     setattr(Communicator, _name, _method)

@@ -2,7 +2,7 @@
 """Every ``COMMRT_*`` variable: the one place where the environment is read.
 
 ``VARIABLES`` drives reading, checking, ``python -m commrt info`` and the table in
-``docs/reference.md``. Values are read at the moment of use, never at import.
+``docs/reference/environment.md``. Values are read when they are used, never at import.
 """
 
 from __future__ import annotations
@@ -362,7 +362,7 @@ def agreement(environ: Mapping[str, str] | None = None) -> str:
 
 
 def markdown_table() -> str:
-    """Return the variables as the table of ``docs/reference.md``."""
+    """Return the variables as the table of ``docs/reference/environment.md``."""
     rows = ["| variable | values | default | equal on all ranks | meaning |"]
     rows.append("|---|---|---|---|---|")
     for variable in VARIABLES:

@@ -86,7 +86,7 @@ def forget_work(comm: Communicator) -> None:
     """Let a communicator make its work on devices anew."""
     comm.devices._stagers.clear()
     comm.devices._messages.clear()
-    comm.devices.buckets = DeviceBuckets(comm)
+    comm.fusion.buckets = DeviceBuckets(comm, comm.devices, comm.fusion)
     comm.devices.hosted._works.clear()
     comm.devices.forget_plans()
 

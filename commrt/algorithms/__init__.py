@@ -1,34 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The built-in algorithms, one file each, and the registry that others add to."""
+"""The built-in algorithms, one file each, and the registry that others add to.
+
+A file of this folder is an algorithm by being there, unless its name begins with an
+underscore: it registers itself when this package imports it.
+"""
 
 from __future__ import annotations
 
-from commrt.algorithms import (
-    bidirectional_ring,
-    binomial,
-    direct,
-    dissemination,
-    double_tree,
-    halving_doubling,
-    neighbor_exchange,
-    pairwise,
-    pipelined_trees,
-    recursive_doubling,
-    ring,
-    scatter_allgather,
-    shifted_halving_doubling,
-    swing,
-    two_level,
-)
 from commrt.algorithms._nested import run as run_nested
 from commrt.algorithms._registry import (
     Algorithm,
     algorithm,
     get,
+    import_files,
     names,
     offered_params,
     param_choices,
     schedule,
+    simplest_first,
 )
 
 __all__ = [
@@ -40,22 +29,7 @@ __all__ = [
     "param_choices",
     "run_nested",
     "schedule",
+    "simplest_first",
 ]
 
-_BUILT_IN = (
-    bidirectional_ring,
-    binomial,
-    direct,
-    dissemination,
-    double_tree,
-    halving_doubling,
-    neighbor_exchange,
-    pairwise,
-    pipelined_trees,
-    recursive_doubling,
-    ring,
-    scatter_allgather,
-    shifted_halving_doubling,
-    swing,
-    two_level,
-)
+import_files(__name__, __path__)

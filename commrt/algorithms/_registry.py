@@ -7,10 +7,13 @@ Third parties register theirs with the same decorator as the built-in ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from itertools import product
+from math import inf
+from pkgutil import iter_modules
 from typing import Any
 
 from commrt.errors import UsageError, suggest
@@ -29,6 +32,7 @@ __all__ = [
     "offered_params",
     "param_choices",
     "schedule",
+    "simplest_first",
 ]
 
 Author = Callable[[Builder], None]
@@ -64,6 +68,10 @@ class Algorithm:
     """Whether it must know which ranks share a node: without several, it is none."""
     offered: Callable[[int, Params], bool] | None = None
     """Which values are candidates for any call; the others only where named."""
+    complexity: int | None = None
+    """Its place among its operation's, the simplest first; None: after all of them."""
+    own_places: bool = False
+    """Whether it puts a rank's block elsewhere than at the rank's place on the way."""
 
     def supports(self, size: int, nodes: Nodes | None = None) -> bool:
         """Return whether it exists for so many ranks, on these nodes."""
@@ -96,6 +104,8 @@ def algorithm(
     ordered: bool = False,
     spans_nodes: bool = False,
     offered: Callable[[int, Params], bool] | None = None,
+    complexity: int | None = None,
+    own_places: bool = False,
 ) -> Callable[[Author], Author]:
     """Register the decorated function as algorithm ``name`` of operation ``coll``.
 
@@ -114,6 +124,11 @@ def algorithm(
             gets the number of the node of each rank, or None for all that may be.
         offered: whether values of the parameters, for a number of ranks, are worth a
             try where nobody names them; all are, if left out.
+        complexity: its place among the candidates, of which the simplest stands first.
+            The built-in ones have 10, 20, ... and stand before all others; without a
+            number it stands last.
+        own_places: it keeps the ranks' blocks at places of its own on the way, so that
+            it needs blocks of equal length.
     """
     spec = operation(coll)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in RESERVED:
@@ -145,10 +160,20 @@ def algorithm(
             redop_class,
             spans_nodes,
             offered,
+            complexity,
+            own_places,
         )
         return author
 
     return register
+
+
+def import_files(package: str, folders: Iterable[str]) -> None:
+    """Import a package's files, by name, but those that begin with an underscore."""
+    found = {module.name for module in iter_modules(folders)}
+    for name in sorted(found):
+        if not name.startswith("_"):
+            import_module(f"{package}.{name}")
 
 
 def names(
@@ -171,6 +196,17 @@ def names(
             and (plain is None or carries_counts(one))
         )
     )
+
+
+def simplest_first(coll: str, found: Iterable[str]) -> list[str]:
+    """Return names of algorithms of ``coll``, this package's and the simplest first."""
+
+    def place(name: str) -> tuple[bool, float, str]:
+        one = get(coll, name)
+        at = inf if one.complexity is None else one.complexity
+        return not one.built_in, at, name
+
+    return sorted(found, key=place)
 
 
 _FEW_RANKS = range(2, 9)

@@ -53,7 +53,7 @@ def _allgather(b: Builder, buf: Buffer) -> None:
             b.recv(buf[b.rank + 1 + t], b.rank + 1)
 
 
-@algorithm("allreduce", "bidirectional_ring", bandwidth=True)
+@algorithm("allreduce", "bidirectional_ring", complexity=70, bandwidth=True)
 def allreduce(b: Builder) -> None:
     """Reduce-scatter from both sides, then allgather to both sides."""
     b.copy(b.out[:], b.inp[:])
@@ -61,7 +61,7 @@ def allreduce(b: Builder) -> None:
     _allgather(b, b.out)
 
 
-@algorithm("reduce_scatter", "bidirectional_ring", bandwidth=True)
+@algorithm("reduce_scatter", "bidirectional_ring", complexity=70, bandwidth=True)
 def reduce_scatter(b: Builder) -> None:
     """Partial sums come from both sides."""
     sums = b.tmp(b.size)
@@ -70,7 +70,7 @@ def reduce_scatter(b: Builder) -> None:
     b.copy(b.out[0], sums[b.rank])
 
 
-@algorithm("allgather", "bidirectional_ring", bandwidth=True)
+@algorithm("allgather", "bidirectional_ring", complexity=70, bandwidth=True)
 def allgather(b: Builder) -> None:
     """Blocks go to both sides."""
     b.copy(b.out[b.rank], b.inp[0])

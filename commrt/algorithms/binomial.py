@@ -65,7 +65,7 @@ def gather_blocks(tree: Builder, buf: Buffer) -> None:
         tree.send(buf[tree.rank : end], _parent(tree))
 
 
-@algorithm("bcast", "binomial", latency=True)
+@algorithm("bcast", "binomial", complexity=30, latency=True)
 def bcast(b: Builder) -> None:
     """Receive from the parent, send to the children."""
     b.blocks(1)
@@ -78,7 +78,7 @@ def bcast(b: Builder) -> None:
         tree.send(b.out[:], child)
 
 
-@algorithm("reduce", "binomial", latency=True)
+@algorithm("reduce", "binomial", complexity=30, latency=True)
 def reduce(b: Builder) -> None:
     """Add what the children send, send the sum to the parent."""
     b.blocks(1)
@@ -91,7 +91,7 @@ def reduce(b: Builder) -> None:
         tree.send(total[:], _parent(tree))
 
 
-@algorithm("gather", "binomial", latency=True, bandwidth=True)
+@algorithm("gather", "binomial", complexity=30, latency=True, bandwidth=True)
 def gather(b: Builder) -> None:
     """Collect the blocks of the subtree, send them to the parent."""
     tree = _from_root(b)
@@ -103,7 +103,7 @@ def gather(b: Builder) -> None:
             b.copy(b.out[b.root + v], blocks[v])
 
 
-@algorithm("scatter", "binomial", latency=True, bandwidth=True)
+@algorithm("scatter", "binomial", complexity=30, latency=True, bandwidth=True)
 def scatter(b: Builder) -> None:
     """Receive the blocks of the subtree, send each child its share."""
     tree = _from_root(b)

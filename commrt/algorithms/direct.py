@@ -55,7 +55,12 @@ def gather_all_blocks(b: Builder, buf: Buffer) -> None:
 
 
 @algorithm(
-    "allreduce", "direct", params={"shots": (1, 2)}, latency=True, bandwidth=True
+    "allreduce",
+    "direct",
+    complexity=10,
+    params={"shots": (1, 2)},
+    latency=True,
+    bandwidth=True,
 )
 def allreduce(b: Builder) -> None:
     """Everyone to everyone: whole vectors (1 shot), or blocks and then sums (2)."""
@@ -73,7 +78,7 @@ def allreduce(b: Builder) -> None:
     b.copy(b.out[:], total[:])
 
 
-@algorithm("reduce", "direct", latency=True)
+@algorithm("reduce", "direct", complexity=10, latency=True)
 def reduce(b: Builder) -> None:
     """Everyone sends its vector to the root, which adds them in rank order."""
     b.blocks(1)
@@ -85,7 +90,7 @@ def reduce(b: Builder) -> None:
         b.rred(b.out[:], peer)
 
 
-@algorithm("bcast", "direct", latency=True)
+@algorithm("bcast", "direct", complexity=10, latency=True)
 def bcast(b: Builder) -> None:
     """The root sends its vector to everyone."""
     b.blocks(1)
@@ -96,20 +101,20 @@ def bcast(b: Builder) -> None:
         b.recv(b.out[:], b.root)
 
 
-@algorithm("allgather", "direct", latency=True, bandwidth=True)
+@algorithm("allgather", "direct", complexity=10, latency=True, bandwidth=True)
 def allgather(b: Builder) -> None:
     """Everyone sends its block to everyone."""
     b.copy(b.out[b.rank], b.inp[0])
     gather_all_blocks(b, b.out)
 
 
-@algorithm("reduce_scatter", "direct", latency=True, bandwidth=True)
+@algorithm("reduce_scatter", "direct", complexity=10, latency=True, bandwidth=True)
 def reduce_scatter(b: Builder) -> None:
     """Everyone sends block j to rank j, which adds the P blocks in rank order."""
     reduce_own_block(b, b.inp, b.out[0])
 
 
-@algorithm("alltoall", "direct", latency=True, bandwidth=True)
+@algorithm("alltoall", "direct", complexity=10, latency=True, bandwidth=True)
 def alltoall(b: Builder) -> None:
     """Everyone sends block j to rank j."""
     # Received blocks wait in scratch until the input's block has left: in place, two
@@ -123,7 +128,7 @@ def alltoall(b: Builder) -> None:
         b.copy(b.out[peer], arrived[peer])
 
 
-@algorithm("gather", "direct", latency=True, bandwidth=True)
+@algorithm("gather", "direct", complexity=10, latency=True, bandwidth=True)
 def gather(b: Builder) -> None:
     """Everyone sends its block to the root."""
     if b.rank != b.root:
@@ -134,7 +139,7 @@ def gather(b: Builder) -> None:
         b.recv(b.out[peer], peer)
 
 
-@algorithm("scatter", "direct", latency=True, bandwidth=True)
+@algorithm("scatter", "direct", complexity=10, latency=True, bandwidth=True)
 def scatter(b: Builder) -> None:
     """The root sends each rank its block."""
     if b.rank != b.root:
@@ -145,7 +150,7 @@ def scatter(b: Builder) -> None:
     b.copy(b.out[0], b.inp[b.rank])
 
 
-@algorithm("barrier", "direct", latency=True, bandwidth=True)
+@algorithm("barrier", "direct", complexity=10, latency=True, bandwidth=True)
 def barrier(b: Builder) -> None:
     """Everyone tells everyone that it has arrived."""
     send_to_all(b, b.inp[0])
@@ -206,6 +211,7 @@ def _add_share(
 @algorithm(
     "scan",
     "direct",
+    complexity=10,
     params={"shots": (1, 2)},
     latency=True,
     bandwidth=True,
@@ -228,6 +234,7 @@ def scan(b: Builder) -> None:
 @algorithm(
     "exscan",
     "direct",
+    complexity=10,
     params={"shots": (1, 2)},
     latency=True,
     bandwidth=True,

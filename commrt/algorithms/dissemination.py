@@ -38,7 +38,7 @@ def distances(b: Builder) -> list[int]:
     return [1 << t for t in range((b.size - 1).bit_length())]
 
 
-@algorithm("barrier", "dissemination", latency=True, bandwidth=True)
+@algorithm("barrier", "dissemination", complexity=40, latency=True, bandwidth=True)
 def barrier(b: Builder) -> None:
     """Tell the rank 1, 2, 4, ... further round what was heard so far."""
     heard = b.tmp(max(1, len(distances(b))))
@@ -50,7 +50,7 @@ def barrier(b: Builder) -> None:
     b.copy(b.out[0], known)
 
 
-@algorithm("allgather", "dissemination", latency=True)
+@algorithm("allgather", "dissemination", complexity=40, own_places=True, latency=True)
 def allgather(b: Builder) -> None:
     """Send all known blocks to the rank 1, 2, 4, ... back; rotate at the end."""
     known = b.tmp(b.size)
@@ -84,7 +84,13 @@ def _is_offered(size: int, params: Mapping[str, ParamValue]) -> bool:
 
 
 @algorithm(
-    "alltoall", "dissemination", params=radices, offered=_is_offered, latency=True
+    "alltoall",
+    "dissemination",
+    complexity=40,
+    own_places=True,
+    params=radices,
+    offered=_is_offered,
+    latency=True,
 )
 def alltoall(b: Builder) -> None:
     """Move the blocks whose number has digit d at place t by d k^t ranks."""

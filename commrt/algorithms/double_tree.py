@@ -127,7 +127,12 @@ def _split(links: Sequence[Links]) -> tuple[list[int], list[int]]:
 
 
 @algorithm(
-    "bcast", "double_tree", supports=_exists, offered=_is_offered, bandwidth=True
+    "bcast",
+    "double_tree",
+    complexity=140,
+    supports=_exists,
+    offered=_is_offered,
+    bandwidth=True,
 )
 def bcast(b: Builder) -> None:
     """Receive each part from its tree's parent, pass it on to the children."""
@@ -141,7 +146,12 @@ def bcast(b: Builder) -> None:
 
 
 @algorithm(
-    "reduce", "double_tree", supports=_exists, offered=_is_offered, bandwidth=True
+    "reduce",
+    "double_tree",
+    complexity=140,
+    supports=_exists,
+    offered=_is_offered,
+    bandwidth=True,
 )
 def reduce(b: Builder) -> None:
     """Add what the children in its tree send of each part, send it on to the parent."""
@@ -154,7 +164,12 @@ def reduce(b: Builder) -> None:
 
 
 @algorithm(
-    "allreduce", "double_tree", supports=_exists, offered=_by_name_only, bandwidth=True
+    "allreduce",
+    "double_tree",
+    complexity=140,
+    supports=_exists,
+    offered=_by_name_only,
+    bandwidth=True,
 )
 def allreduce(b: Builder) -> None:
     """Each part goes up its tree to the top, and down again."""

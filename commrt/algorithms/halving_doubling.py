@@ -79,7 +79,7 @@ def double(b: Builder, rounds: Iterable[Round]) -> None:
         b.recv(one.given, one.peer)
 
 
-@algorithm("allreduce", "halving_doubling", bandwidth=True)
+@algorithm("allreduce", "halving_doubling", complexity=90, bandwidth=True)
 def allreduce(b: Builder) -> None:
     """Halve with the nearest rank first, then double backwards."""
     fold = Fold(b)
@@ -97,7 +97,9 @@ def allreduce(b: Builder) -> None:
         b.send(b.out[:], b.rank + 1)
 
 
-@algorithm("reduce_scatter", "halving_doubling", latency=True, bandwidth=True)
+@algorithm(
+    "reduce_scatter", "halving_doubling", complexity=90, latency=True, bandwidth=True
+)
 def reduce_scatter(b: Builder) -> None:
     """Halve with the farthest rank first."""
     fold = Fold(b)
@@ -115,7 +117,7 @@ def reduce_scatter(b: Builder) -> None:
         b.send(sums[b.rank + 1], b.rank + 1)
 
 
-@algorithm("reduce", "halving_doubling", bandwidth=True)
+@algorithm("reduce", "halving_doubling", complexity=90, bandwidth=True)
 def reduce(b: Builder) -> None:
     """Halve with the nearest rank first, then gather to the root backwards."""
     fold = Fold(b)
@@ -140,7 +142,7 @@ def reduce(b: Builder) -> None:
         b.send(sums[:], b.root)
 
 
-@algorithm("bcast", "halving_doubling", bandwidth=True)
+@algorithm("bcast", "halving_doubling", complexity=90, bandwidth=True)
 def bcast(b: Builder) -> None:
     """Scatter down a binomial tree, then double."""
     tree = b.sub((b.root + v) % b.size for v in range(b.size))

@@ -24,6 +24,7 @@ from commrt.schedule.builder import Builder
 @algorithm(
     "allgather",
     "neighbor_exchange",
+    complexity=80,
     supports=lambda size: size % 2 == 0,
     bandwidth=True,
 )

@@ -18,7 +18,7 @@ from commrt.algorithms._registry import algorithm
 from commrt.schedule.builder import Builder
 
 
-@algorithm("alltoall", "pairwise", bandwidth=True)
+@algorithm("alltoall", "pairwise", complexity=50, bandwidth=True)
 def alltoall(b: Builder) -> None:
     """In step t exchange with the ranks t further and t back."""
     # Received blocks wait in scratch until the input's block has left: in place, two
@@ -33,7 +33,7 @@ def alltoall(b: Builder) -> None:
         b.copy(b.out[b.rank - t], arrived[b.rank - t])
 
 
-@algorithm("reduce_scatter", "pairwise", bandwidth=True)
+@algorithm("reduce_scatter", "pairwise", complexity=50, bandwidth=True)
 def reduce_scatter(b: Builder) -> None:
     """In step t send the block of the rank t further, add what comes from t back."""
     received = b.copy(b.out[0], b.inp[b.rank])

@@ -28,6 +28,7 @@ segments; Sanders and Traff, "Parallel prefix (scan) algorithms for MPI", EuroPV
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from commrt.algorithms._registry import algorithm
@@ -86,10 +87,11 @@ def up(ranks: Builder, own: Links, sums: Buffer, part: int) -> None:
         ranks.send(sums[part], own.parent)
 
 
-def _register(name: str, tree: Tree, above: int) -> None:
+def _register(name: str, tree: Tree, above: int, complexity: int) -> None:
     """Register a tree's operations for more than so many ranks."""
+    register = partial(algorithm, name=name, complexity=complexity, bandwidth=True)
 
-    @algorithm("bcast", name, supports=lambda size: size > above, bandwidth=True)
+    @register("bcast", supports=lambda size: size > above)
     def bcast(b: Builder) -> None:
         """Receive each part from the parent, pass it on to the children."""
         _cut(b)
@@ -99,7 +101,7 @@ def _register(name: str, tree: Tree, above: int) -> None:
         for part in range(b.nblk):
             down(ranks, tree(ranks.rank, b.size), part)
 
-    @algorithm("reduce", name, supports=lambda size: size > above, bandwidth=True)
+    @register("reduce", supports=lambda size: size > above)
     def reduce(b: Builder) -> None:
         """Add what the children send of each part, send it on to the parent."""
         _cut(b)
@@ -108,9 +110,7 @@ def _register(name: str, tree: Tree, above: int) -> None:
         for part in range(b.nblk):
             up(ranks, tree(ranks.rank, b.size), sums, part)
 
-    @algorithm(
-        "allreduce", name, supports=lambda size: size > max(above, 2), bandwidth=True
-    )
+    @register("allreduce", supports=lambda size: size > max(above, 2))
     def allreduce(b: Builder) -> None:
         """Reduce each part to rank 0, which sends it back down the tree."""
         _cut(b)
@@ -123,11 +123,11 @@ def _register(name: str, tree: Tree, above: int) -> None:
             down(b, own, part)
 
 
-_register("chain", chain, 0)
-_register("binary_tree", binary_tree, 4)
+_register("chain", chain, 0, 120)
+_register("binary_tree", binary_tree, 4, 130)
 
 
-@algorithm("scan", "chain", bandwidth=True, ordered=True)
+@algorithm("scan", "chain", complexity=120, bandwidth=True, ordered=True)
 def scan(b: Builder) -> None:
     """Add each part to the sum that the rank before sends; send that on."""
     _cut(b)
@@ -140,7 +140,7 @@ def scan(b: Builder) -> None:
             b.send(b.out[part], b.rank + 1)
 
 
-@algorithm("exscan", "chain", bandwidth=True, ordered=True)
+@algorithm("exscan", "chain", complexity=120, bandwidth=True, ordered=True)
 def exscan(b: Builder) -> None:
     """The same; what the rank before sends is the result, what goes on is more."""
     _cut(b)

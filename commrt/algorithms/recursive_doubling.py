@@ -55,7 +55,7 @@ def double_blocks(
             b.recv(buf[at(theirs, theirs + distance)], peer)
 
 
-@algorithm("allreduce", "recursive_doubling", latency=True)
+@algorithm("allreduce", "recursive_doubling", complexity=20, latency=True)
 def allreduce(b: Builder) -> None:
     """Exchange and add the whole vector with the rank 1, 2, 4, ... away."""
     b.blocks(1)
@@ -81,7 +81,7 @@ def allreduce(b: Builder) -> None:
         b.send(b.out[:], b.rank + 1)
 
 
-@algorithm("allgather", "recursive_doubling", latency=True)
+@algorithm("allgather", "recursive_doubling", complexity=20, latency=True)
 def allgather(b: Builder) -> None:
     """Exchange all blocks known so far with the rank 1, 2, 4, ... away."""
     b.copy(b.out[b.rank], b.inp[0])
@@ -97,7 +97,7 @@ def allgather(b: Builder) -> None:
         b.send(b.out[:], b.rank + 1)
 
 
-@algorithm("scan", "recursive_doubling", latency=True, ordered=True)
+@algorithm("scan", "recursive_doubling", complexity=20, latency=True, ordered=True)
 def scan(b: Builder) -> None:
     """Send the sum so far to the rank 1, 2, 4, ... further; put its sum before it."""
     b.blocks(1)
@@ -114,7 +114,7 @@ def scan(b: Builder) -> None:
     b.copy(b.out[:], known)
 
 
-@algorithm("exscan", "recursive_doubling", latency=True, ordered=True)
+@algorithm("exscan", "recursive_doubling", complexity=20, latency=True, ordered=True)
 def exscan(b: Builder) -> None:
     """As scan, with one more sum: of the same ranks without this one."""
     b.blocks(1)

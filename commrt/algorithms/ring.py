@@ -46,7 +46,7 @@ def allgather_lap(b: Builder, buf: Buffer, *, from_first: bool = False) -> None:
             b.recv(buf[b.rank - 1 - t], b.rank - 1)
 
 
-@algorithm("allreduce", "ring", bandwidth=True)
+@algorithm("allreduce", "ring", complexity=60, bandwidth=True)
 def allreduce(b: Builder) -> None:
     """Reduce-scatter lap, then allgather lap."""
     b.copy(b.out[:], b.inp[:])
@@ -54,7 +54,7 @@ def allreduce(b: Builder) -> None:
     allgather_lap(b, b.out)
 
 
-@algorithm("reduce_scatter", "ring", bandwidth=True)
+@algorithm("reduce_scatter", "ring", complexity=60, bandwidth=True)
 def reduce_scatter(b: Builder) -> None:
     """One lap of partial sums."""
     sums = b.tmp(b.size)
@@ -63,14 +63,14 @@ def reduce_scatter(b: Builder) -> None:
     b.copy(b.out[0], sums[b.rank])
 
 
-@algorithm("allgather", "ring", bandwidth=True)
+@algorithm("allgather", "ring", complexity=60, bandwidth=True)
 def allgather(b: Builder) -> None:
     """One lap of blocks."""
     b.copy(b.out[b.rank], b.inp[0])
     allgather_lap(b, b.out)
 
 
-@algorithm("reduce", "ring", bandwidth=True)
+@algorithm("reduce", "ring", complexity=60, bandwidth=True)
 def reduce(b: Builder) -> None:
     """Reduce-scatter lap, then every rank sends its block to the root."""
     sums = b.tmp(b.size)
@@ -84,7 +84,7 @@ def reduce(b: Builder) -> None:
         b.recv(b.out[b.rank - t], b.rank - t)
 
 
-@algorithm("bcast", "ring", bandwidth=True)
+@algorithm("bcast", "ring", complexity=60, bandwidth=True)
 def bcast(b: Builder) -> None:
     """Scatter down a binomial tree, then allgather lap."""
     if b.rank == b.root:

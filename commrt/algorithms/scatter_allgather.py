@@ -25,7 +25,7 @@ from commrt.algorithms.direct import peers, reduce_own_block
 from commrt.schedule.builder import Builder
 
 
-@algorithm("bcast", "scatter_allgather", bandwidth=True)
+@algorithm("bcast", "scatter_allgather", complexity=100, bandwidth=True)
 def bcast(b: Builder) -> None:
     """The root sends everyone a block, everyone sends its block to everyone."""
     if b.rank == b.root:
@@ -42,7 +42,7 @@ def bcast(b: Builder) -> None:
             b.recv(b.out[peer], peer)
 
 
-@algorithm("reduce", "reduce_scatter_gather", bandwidth=True)
+@algorithm("reduce", "reduce_scatter_gather", complexity=110, bandwidth=True)
 def reduce(b: Builder) -> None:
     """Everyone sends block j to rank j, which sends the sum to the root."""
     if b.rank == b.root:

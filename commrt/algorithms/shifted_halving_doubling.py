@@ -37,7 +37,11 @@ def ranks_per_switch(size: int) -> dict[str, tuple[int, ...]]:
 
 
 @algorithm(
-    "allreduce", "shifted_halving_doubling", params=ranks_per_switch, bandwidth=True
+    "allreduce",
+    "shifted_halving_doubling",
+    complexity=150,
+    params=ranks_per_switch,
+    bandwidth=True,
 )
 def allreduce(b: Builder) -> None:
     """Reduce-scatter in the switch, shifted halving-doubling across, allgather."""

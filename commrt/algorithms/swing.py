@@ -143,6 +143,7 @@ def _by_name_only(size: int, params: Mapping[str, ParamValue]) -> bool:
 @algorithm(
     "allreduce",
     "swing",
+    complexity=170,
     params=shapes,
     offered=_by_name_only,
     latency=True,

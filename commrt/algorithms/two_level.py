@@ -147,9 +147,10 @@ def _takes_unequal_blocks(coll: str, name: str) -> bool:
     """Return whether a node's blocks may be more than another one's.
 
     All that keep the blocks of a rank at its place can, and the tests prove it of those
-    here; dissemination has them in an order of its own.
+    of this package.
     """
-    return get(coll, name).built_in and name != "dissemination"
+    one = get(coll, name)
+    return one.built_in and not one.own_places
 
 
 def _offered(*among: str) -> Offer:
@@ -186,6 +187,7 @@ def _inside_sizes(levels: Levels) -> set[int]:
 @algorithm(
     "allreduce",
     "two_level",
+    complexity=160,
     params=_choices(("reduce", "bcast"), "allreduce", "recursive_doubling"),
     spans_nodes=True,
     offered=_offered("recursive_doubling", "halving_doubling", "ring"),
@@ -241,6 +243,7 @@ def _bcast_inside(b: Builder, levels: Levels, blocks: int) -> None:
 @algorithm(
     "reduce",
     "two_level",
+    complexity=160,
     params=_choices(("reduce",), "reduce", "binomial"),
     spans_nodes=True,
     offered=_offered("binomial", "halving_doubling", "chain"),
@@ -279,6 +282,7 @@ def reduce(b: Builder) -> None:
 @algorithm(
     "bcast",
     "two_level",
+    complexity=160,
     params=_choices(("bcast",), "bcast", "binomial"),
     spans_nodes=True,
     offered=_offered("binomial", "halving_doubling", "chain"),
@@ -378,6 +382,7 @@ class Stripe:
 @algorithm(
     "allgather",
     "two_level",
+    complexity=160,
     params=_choices(("bcast",), "allgather", "ring"),
     spans_nodes=True,
     offered=_offered("ring", "direct", "recursive_doubling"),
@@ -421,6 +426,7 @@ def allgather(b: Builder) -> None:
 @algorithm(
     "reduce_scatter",
     "two_level",
+    complexity=160,
     params=_choices(("reduce",), "reduce_scatter", "pairwise"),
     spans_nodes=True,
     offered=_offered("pairwise", "halving_doubling", "ring"),
@@ -463,6 +469,7 @@ def reduce_scatter(b: Builder) -> None:
 @algorithm(
     "alltoall",
     "two_level",
+    complexity=160,
     params=_choices((), "alltoall", "pairwise"),
     spans_nodes=True,
     offered=_offered("pairwise", "direct", "dissemination"),

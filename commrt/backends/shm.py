@@ -26,36 +26,11 @@ def schedule_candidates(
 ) -> Iterator[Candidate]:
     """Yield every schedule algorithm that can run ``query``, simplest first."""
     where = group.size, group.facts.layout
-    for name in sorted(algorithms.names(query.coll, *where), key=_simplicity):
+    found = algorithms.names(query.coll, *where)
+    for name in algorithms.simplest_first(query.coll, found):
         # What nothing is offered of runs where it is named.
         for params in list(algorithms.offered_params(query.coll, name, *where)) or [{}]:
             yield Candidate(backend, name, params)
-
-
-_SIMPLEST_FIRST = (
-    "direct",
-    "recursive_doubling",
-    "binomial",
-    "dissemination",
-    "pairwise",
-    "ring",
-    "bidirectional_ring",
-    "neighbor_exchange",
-    "halving_doubling",
-    "scatter_allgather",
-    "reduce_scatter_gather",
-    "chain",
-    "binary_tree",
-    "double_tree",
-    "shifted_halving_doubling",
-    "two_level",
-    "swing",
-)
-
-
-def _simplicity(name: str) -> tuple[int, str]:
-    known = name in _SIMPLEST_FIRST
-    return (_SIMPLEST_FIRST.index(name) if known else len(_SIMPLEST_FIRST), name)
 
 
 class ShmBackend:

@@ -29,7 +29,7 @@ from commrt.vocabulary.operations import COLLECTIVES, operation
 if TYPE_CHECKING:
     from commrt.boxes.layouts import Layout
     from commrt.comm import Communicator
-    from commrt.compression.methods import CompressedCall
+    from commrt.compression.compressed import CompressedCall
 
 __all__ = ["Plans"]
 
@@ -127,7 +127,7 @@ class Plans:
         then. Without ``out`` each run returns a new result. Making one is local, in
         check mode collective.
         """
-        bound = bind_sparse(self._comm, x, result, out, algorithm)
+        bound = bind_sparse(self._comm, self._comm.sparse, x, result, out, algorithm)
         follow_bound(self._comm, bound, "sparse_allreduce", (x,))
         return bound
 
@@ -137,7 +137,7 @@ class Plans:
         Each run reads what ``x`` and ``residual`` hold then, and returns a new result.
         Making one is local, in check mode collective.
         """
-        bound = bind_topk(self._comm, x, k, residual)
+        bound = bind_topk(self._comm, self._comm.sparse, x, k, residual)
         follow_bound(self._comm, bound, "topk_allreduce", (x, k))
         return bound
 
@@ -202,7 +202,7 @@ class Plans:
             bound = bind_call(comm, call)
             if bound.device is not None or call.stream is not None:
                 return comm.devices.bound(call, bound)
-            compressed = comm._bound_compressed(call, bound)
+            compressed = comm.compression.bound(call, bound)
             if compressed is not None:
                 return compressed
             plan = comm._agreed_plan(call, bound)

@@ -43,7 +43,7 @@ from commrt.vocabulary.dtypes import ReduceOp
 from commrt.vocabulary.wire_formats import WireFormat
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.calls.channel import Channel
 
 __all__ = ["Exchange", "share_length"]
 
@@ -68,9 +68,9 @@ class Exchange:
     """The call in messages."""
     seq: int
     pool: Pool
-    shares: Communicator
+    shares: Channel
     """For first exchanges."""
-    sums: Communicator
+    sums: Channel
     """For second ones."""
     turn: Turn
     place: Place

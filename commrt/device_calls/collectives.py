@@ -27,15 +27,14 @@ from commrt.device_calls.requests import DeviceRequest
 from commrt.devices.arrays import DeviceStream, free_what_was_left
 from commrt.devices.registry import cuda_device
 from commrt.errors import CaptureError, CommError, DeviceError, UsageError
-from commrt.fusion.device_buckets import DeviceBuckets
-from commrt.group.deferred_release import StagedWork, give_back, leave
+from commrt.group.deferred_release import LeftWork, StagedWork, give_back, leave
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
     from commrt.calls.selection import Selection
     from commrt.comm import Communicator
 
-__all__ = ["BoundDeviceCall", "DeviceCollectives"]
+__all__ = ["BoundDeviceCall", "DeviceCollectives", "DeviceUser"]
 
 T = TypeVar("T")
 
@@ -56,6 +55,20 @@ class DevicePlan(Protocol):
         ...
 
 
+class DeviceUser(Protocol):
+    """A service that has streams and memory of its own on devices."""
+
+    @property
+    def outstanding(self) -> int:
+        """Things under way whose end the host has not seen."""
+
+    def close_on_devices(self) -> Sequence[LeftWork]:
+        """Give streams and memory back; return what is to be given back later.
+
+        What runs collectives is closed after this.
+        """
+
+
 class DeviceCollectives:
     """A communicator's work on devices.
 
@@ -73,7 +86,8 @@ class DeviceCollectives:
         self.selection = selection
         self.is_agreed = False
         """Whether the ranks have told each other what carries device arrays."""
-        self.buckets = DeviceBuckets(comm)
+        self.users: list[DeviceUser] = []
+        """Services that end with this."""
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
         self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
         self.hosted = HostedJobs(comm)
@@ -89,14 +103,15 @@ class DeviceCollectives:
         self.flags_without_progress = False
         """For tests: streams wait for this process though nobody makes progress."""
 
+    def takes(self, call: Call, bound: Bound) -> bool:
+        """Return whether a call is one on device arrays, or is ordered by a stream."""
+        return bound.device is not None or call.stream is not None
+
     def run(self, call: Call, bound: Bound) -> Any:
         """Start a collective whose arrays are on a device; return output or request."""
         if is_hosted(call):
             return run_on_host(self, call, bound)
         try:
-            fused = self.comm._fuse_on_device(call, bound)
-            if fused is not None:
-                return fused
             plan = self.plan(call, bound)
             request = self.start(call, bound, plan)
         except CaptureError as error:
@@ -123,7 +138,7 @@ class DeviceCollectives:
 
         The first time the ranks meet for it, as they do in a collective's first call.
         """
-        self.comm._cut_fused()
+        self.cut_buckets()
         carrier = self.attached[backend]
         if not carrier.is_agreed:
             self.agree(device, what, timeout_s)
@@ -137,7 +152,7 @@ class DeviceCollectives:
 
     def cut_buckets(self) -> None:
         """Send the open buckets of fused calls before a call that is in none."""
-        self.comm._cut_fused()
+        _native.cut_fusion(self.comm)
 
     def runner(self, device: Any, plan: DevicePlan) -> Any:
         """Return what starts a plan."""
@@ -196,7 +211,7 @@ class DeviceCollectives:
     def start(self, call: Call, bound: Bound, plan: DevicePlan) -> DeviceRequest:
         """Give the device and the engine all that there is to do."""
         comm, name = self.comm, call.spec.name
-        comm._cut_fused()
+        _native.cut_fusion(comm)
         device = self._device(call, bound)
         x, out = bound.x, bound.out
         arrays = [each for each in (x, out) if each is not None]
@@ -238,7 +253,7 @@ class DeviceCollectives:
 
     def plan(self, call: Call, bound: Bound, *, is_checked: bool = False) -> DevicePlan:
         """Return the plan; in check mode only where all ranks made the same call."""
-        self.comm._cut_fused()
+        self.cut_buckets()
         self.check(call, bound)
         checker = None if is_checked else self.comm.checker
         if not self.is_agreed:
@@ -385,7 +400,7 @@ class DeviceCollectives:
         """Calls whose end the host has not seen."""
         pinned = sum(each.outstanding for each in self._work)
         carried = sum(each.outstanding for each in self.attached.values())
-        return pinned + carried + self.buckets.outstanding
+        return pinned + carried + sum(each.outstanding for each in self.users)
 
     @property
     def _work(self) -> list[StagedWork]:
@@ -415,7 +430,7 @@ class DeviceCollectives:
         self.hosted.close()
         used = [on for on, _ in self._stagers.values()]
         used += [on for on, _ in self.hosted._works.values()]
-        buckets = self.buckets.close()
+        left = [rest for user in self.users for rest in user.close_on_devices()]
         work = self._work
         for each in work:
             each.close()
@@ -427,7 +442,7 @@ class DeviceCollectives:
                 free_what_was_left(device)
         for carrier in carriers:
             carrier.close(may_call=may_call)
-        leave(self.comm.world, buckets)  # once what they used is closed
+        leave(self.comm.world, left)  # once what they used is closed
         while self._own_events:
             _, (device, event) = self._own_events.popitem()
             with suppress(CommError):  # the device may be gone

@@ -18,6 +18,7 @@ from commrt.group.stepped import SteppedRequest, Steps
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
+    from commrt.calls.channel import Channel
     from commrt.comm import Communicator
     from commrt.device_calls.collectives import DeviceCollectives
 
@@ -34,7 +35,9 @@ def run_on_host(devices: DeviceCollectives, call: Call, bound: Bound) -> Any:
     devices.check(call, bound)
     comm = devices.comm
     made = (_compressed if _compresses(call) else _reduced)(comm, call, bound)
-    return run_hosted(comm, made, nonblocking=call.nonblocking, stream=call.stream)
+    return run_hosted(
+        comm, devices, made, nonblocking=call.nonblocking, stream=call.stream
+    )
 
 
 def _compresses(call: Call) -> bool:
@@ -53,7 +56,7 @@ def _counts(call: Call) -> dict[str, Any]:
 def _compressed(comm: Communicator, call: Call, bound: Bound) -> HostedCall:
     """Return the call that compresses; in check mode all ranks are compared."""
     name = call.spec.name
-    compressed = comm._bound_compressed(call, bound)
+    compressed = comm.compression.bound(call, bound)
     assert compressed is not None
     x, out = bound.x, bound.out
     assert x is not None
@@ -71,7 +74,7 @@ def _compressed(comm: Communicator, call: Call, bound: Bound) -> HostedCall:
     }
     in_place = out.address == x.address
 
-    def start(channel: Communicator, copy_of: Callable[[Any], Any]) -> Any:
+    def start(channel: Channel, copy_of: Callable[[Any], Any]) -> Any:
         return getattr(channel, name)(
             copy_of(x),
             out=None if in_place else copy_of(out),
@@ -113,15 +116,13 @@ def _reduced(comm: Communicator, call: Call, bound: Bound) -> HostedCall:
     in_place = out is not None and out.address == x.address and out.nbytes == x.nbytes
     held = [x] if out is None else [x, out]
 
-    def steps(channel: Communicator, copy_of: Callable[[HostView], Any]) -> Steps[Any]:
+    def steps(channel: Channel, copy_of: Callable[[HostView], Any]) -> Steps[Any]:
         given = None if out is None or in_place else copy_of(out)
         request = getattr(channel, spec.name)(copy_of(x), out=given, **arguments)
         yield [request]
         return request.wait()
 
-    def start(
-        channel: Communicator, copy_of: Callable[[HostView], Any]
-    ) -> SteppedRequest:
+    def start(channel: Channel, copy_of: Callable[[HostView], Any]) -> SteppedRequest:
         what = f"{spec.name} (op={user.name}) on {comm.name}, rank {comm.rank}"
         made = steps(channel, copy_of)
         return SteppedRequest(made, what, spec.name, limit, lambda error: None)

@@ -273,13 +273,13 @@ class HostedJobs:
             comm = self._comm
             wish = comm.deterministic
             found = comm._private("hosted", timeout_s, deterministic=wish)
-            found._made_for = weakref.ref(comm)
+            found.sparse.made_for = weakref.ref(comm.sparse)
             self._channel = found
         found.check_usable()
         if kind == "sparse":
-            found._open_sparse(timeout_s)
+            found.sparse.open(timeout_s)
         elif kind == "compression":
-            found._open_compression(timeout_s)
+            found.compression.open(timeout_s)
         return found
 
     def start(

@@ -28,7 +28,9 @@ from commrt.group.stepped import SteppedRequest
 from commrt.vocabulary.checks import check_timeout
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.calls.channel import Channel
+    from commrt.device_calls.collectives import DeviceCollectives
+    from commrt.group.group import Group
 
 Rebuild = Callable[[Any, Callable[[Any], Any]], Any]
 """The result on the device, given the host's and what puts an array there."""
@@ -77,7 +79,7 @@ class HostedCall:
     reads: Sequence[HostView]
     writes: Sequence[HostView]
     """Some of them may be read, too."""
-    call: Callable[[Communicator, Callable[[HostView], Any]], SteppedRequest]
+    call: Callable[[Channel, Callable[[HostView], Any]], SteppedRequest]
     """Starts the host's call, given where it goes and what tells an array's copy."""
     timeout_s: float
     result: Any = None
@@ -87,7 +89,12 @@ class HostedCall:
 
 
 def run_hosted(
-    comm: Communicator, made: HostedCall, *, nonblocking: bool, stream: Any = None
+    group: Group,
+    devices: DeviceCollectives,
+    made: HostedCall,
+    *,
+    nonblocking: bool,
+    stream: Any = None,
 ) -> Any:
     """Start a call of the host on copies of arrays; return its output or request."""
     what = made.what
@@ -99,9 +106,8 @@ def run_hosted(
         handle = current_stream_of(first, device)
     else:
         handle = as_stream(stream, device, what)
-    staging = comm.devices
-    jobs = staging.hosted
-    comm._cut_fused()
+    jobs = devices.hosted
+    devices.cut_buckets()
     read = {places[id(each)] for each in made.reads}
     written = {places[id(each)] for each in made.writes}
     rows = [
@@ -112,8 +118,8 @@ def run_hosted(
     try:
         jobs.work(device).refuse_capture(handle)
         begins.channel = jobs.channel(made.kind, made.timeout_s)
-        staging.order_exported(device, handle, views)
-        job = staging.given(
+        devices.order_exported(device, handle, views)
+        job = devices.given(
             lambda: jobs.start(
                 device,
                 rows,
@@ -126,8 +132,8 @@ def run_hosted(
             )
         )
     except CaptureError as error:
-        raise staging.why_not_started(what, error) from None
-    of = (comm, job.call, made.result, what, made.timeout_s, device, handle, first)
+        raise devices.why_not_started(what, error) from None
+    of = (group, job.call, made.result, what, made.timeout_s, device, handle, first)
     request: HostedRequest
     if made.rebuild is None:
         request = HostedRequest(*of, job=job)
@@ -142,7 +148,7 @@ class _Begins:
     """Starts the host's part of a call on what the device has copied."""
 
     def __init__(self, made: HostedCall, places: dict[int, int]) -> None:
-        self.channel: Communicator
+        self.channel: Channel
         self._call, self._places = made.call, places
         # What numpy has no type for is said in the call.
         self._types = {

@@ -12,15 +12,14 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import numpy as np
 
 from commrt import _native
+from commrt.calls.channel import Channel
 from commrt.errors import MismatchError, RevokedError, TimeoutError_
-from commrt.group.group import Group
-from commrt.request import Request
 
 __all__ = ["Agreement", "Follower", "Leader"]
 
@@ -33,21 +32,21 @@ _LOOK_S = 0.1
 """How long a wait lasts before the rank looks at its own calls again."""
 
 
-class _Channel:
+class _Peer:
     """Messages of three numbers to and from one rank."""
 
-    def __init__(self, comm: Group, rank: int) -> None:
+    def __init__(self, comm: Channel, rank: int) -> None:
         self._comm = comm
         self._rank = rank
         self._incoming = np.zeros(3, np.uint64)
-        self._coming: Request | None = None
-        self._going: list[Request] = []
+        self._coming: _native.Request | None = None
+        self._going: list[_native.Request] = []
         self._is_stopped = False
 
     def send(self, number: int, digest: int, kind: int) -> None:
         comm, message = self._comm, np.array([number, digest, kind], np.uint64)
         where = message.ctypes.data, message.nbytes, self._rank, _TAG, message
-        started: Request = comm.send_bytes(*where, "send", True, comm.timeout_s)
+        started: _native.Request = comm.send_bytes(*where, "send", True, comm.timeout_s)
         started.be_quiet()  # where ranks disagree, nobody asks for it any more
         self._going.append(started)
         self._going = [each for each in self._going if not each.test()]
@@ -94,7 +93,7 @@ class _Channel:
 class Agreement(ABC):
     """This rank's part."""
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: Channel) -> None:
         self._comm = comm
         self._is_looking = False
         self._is_over = False
@@ -159,11 +158,11 @@ class Agreement(ABC):
             comm.give_up(str(revoked))
         finally:
             _native.fail_fused(comm, revoked)
-            for channel in self._channels():
-                channel.stop()
+            for peer in self._peers():
+                peer.stop()
 
     @abstractmethod
-    def _channels(self) -> Iterable[_Channel]: ...
+    def _peers(self) -> Iterable[_Peer]: ...
 
     @abstractmethod
     def _look(self) -> None: ...
@@ -178,7 +177,7 @@ class Agreement(ABC):
         calls: tuple[int, int] = _native.fused_calls(self._comm)
         return calls
 
-    def _until(self, done: Any, limit_s: float) -> None:
+    def _until(self, done: Callable[[], bool], limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
         while True:
             self.look()
@@ -205,12 +204,12 @@ class Agreement(ABC):
 class Follower(Agreement):
     """Of every rank but 0."""
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: Channel) -> None:
         super().__init__(comm)
-        self._leader = _Channel(comm, 0)
+        self._leader = _Peer(comm, 0)
         self._told = 0, False
 
-    def _channels(self) -> Iterable[_Channel]:
+    def _peers(self) -> Iterable[_Peer]:
         return [self._leader]
 
     def _look(self) -> None:
@@ -239,13 +238,13 @@ class Follower(Agreement):
 class Leader(Agreement):
     """Of rank 0."""
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: Channel) -> None:
         super().__init__(comm)
-        self._others = {rank: _Channel(comm, rank) for rank in range(1, comm.size)}
+        self._others = {rank: _Peer(comm, rank) for rank in range(1, comm.size)}
         self._told = dict.fromkeys(self._others, (0, 0))
         self._left: set[int] = set()
 
-    def _channels(self) -> Iterable[_Channel]:
+    def _peers(self) -> Iterable[_Peer]:
         return self._others.values()
 
     def _look(self) -> None:

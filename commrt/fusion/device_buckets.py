@@ -20,34 +20,52 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from commrt import _native
 from commrt.arrays.device import current_stream_of, is_on_device, see
 from commrt.arrays.host import HostView
 from commrt.calls.arguments import Bound, Call, allreduce_in_place
+from commrt.device_calls.collectives import DeviceCollectives
 from commrt.errors import CommError, UsageError
 from commrt.fusion.device_copies import Block, BucketCopies, Part
 from commrt.fusion.device_requests import FusedDeviceRequest, SentBucket
 from commrt.fusion.left_buckets import LeftBuckets
 from commrt.group.deferred_release import StagedWork
+from commrt.group.group import Group
 from commrt.vocabulary.dtypes import DType, ReduceOp, reduce_op
 
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
-
-__all__ = ["DeviceBuckets"]
+__all__ = ["DeviceBuckets", "Rules"]
 
 _PLAIN = frozenset(("op", "nonblocking"))
 """Arguments that a call may have to go the way of one before."""
 
 
+class Rules(Protocol):
+    """Rules that hold for buckets of every place; ``comm.fusion`` has them."""
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes that the buckets of the open context hold; None: none is open."""
+
+    def choose(self, call: Call, bound: Bound) -> object:
+        """Return the algorithm of a call; UsageError where nothing can run it."""
+
+    def refuse_what_no_bucket_runs(self, call: Call, bound: Bound, most: int) -> None:
+        """Raise UsageError where nothing can run the call, in whatever company."""
+
+    def have_sent(self, call: int, seconds: float) -> None:
+        """Send a call, or wait so long for the ranks to agree that it may be sent."""
+
+
 class DeviceBuckets:
     """A communicator's buckets of arrays on devices."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._lanes: dict[int, _Lane] = {}
+    def __init__(self, group: Group, devices: DeviceCollectives, rules: Rules) -> None:
+        """Make no bucket yet: a device has memory for them from its first call on."""
+        self._group, self._devices, self._rules = group, devices, rules
+        self.lanes: dict[int, _Lane] = {}
+        """By the ``id`` of the device."""
         self._known: set[tuple[str, DType]] = set()
         """Reductions and types that need no checks."""
 
@@ -58,7 +76,7 @@ class DeviceBuckets:
 
         That is what a stream is captured for: a graph has no bucket to go with.
         """
-        comm, staging = self._comm, self._comm.devices
+        group, staging = self._group, self._devices
         staging.check(call, bound)
         device, x, out = bound.on, bound.x, bound.out
         assert x is not None
@@ -66,13 +84,13 @@ class DeviceBuckets:
         stream = staging.stream_of(call, device, x.array)
         if device.is_capturing(stream):
             return None
-        comm._refuse_what_no_bucket_runs(call, bound, most_nbytes)
+        self._rules.refuse_what_no_bucket_runs(call, bound, most_nbytes)
         staging.order_exported(device, stream, (x, out))
-        if comm.checker is None:
+        if group.checker is None:
             self._known.add((call.reduction.name.lower(), bound.dtype))
         else:
-            comm.checker.check(call, bound)
-        timeout_s = comm.timeout_s if call.timeout_s is None else call.timeout_s
+            group.checker.check(call, bound)
+        timeout_s = group.timeout_s if call.timeout_s is None else call.timeout_s
         return self._add(x, out, stream, call.reduction, bound.result, timeout_s)
 
     def again(
@@ -83,12 +101,12 @@ class DeviceBuckets:
         None for all others, which are looked at in full. To parse and to bind a call
         takes several times as long as all that is left.
         """
-        comm = self._comm
+        nbytes = self._rules.nbytes
         op = kwargs.get("op", "sum")
         if (
             name != "allreduce"
             or not self._known
-            or comm._fused is None
+            or nbytes is None
             or len(args) != 1
             or not _PLAIN.issuperset(kwargs)
             or type(op) is not str
@@ -98,7 +116,7 @@ class DeviceBuckets:
         array = args[0]
         seen = see(array, name)
         known = (op, seen.dtype) in self._known and seen.writable
-        if not known or seen.count * seen.dtype.itemsize >= comm._fused.nbytes:
+        if not known or seen.count * seen.dtype.itemsize >= nbytes:
             return None
         stream = current_stream_of(array, seen.device)
         if seen.device.is_capturing(stream):
@@ -115,8 +133,8 @@ class DeviceBuckets:
             seen.stream,
             on=seen.device,
         )
-        comm.devices.order_exported(seen.device, stream, (x,))
-        return self._add(x, x, stream, reduce_op(op), array, comm.timeout_s)
+        self._devices.order_exported(seen.device, stream, (x,))
+        return self._add(x, x, stream, reduce_op(op), array, self._group.timeout_s)
 
     def _add(
         self,
@@ -127,14 +145,16 @@ class DeviceBuckets:
         result: Any,
         timeout_s: float,
     ) -> FusedDeviceRequest | None:
-        comm, lane = self._comm, self._lane(x.on)
-        if comm._fused is not None:
-            lane.copies.reserve(comm._fused.nbytes)
+        group, rules = self._group, self._rules
+        lane = self.lane_of(x.on)
+        nbytes = rules.nbytes
+        if nbytes is not None:
+            lane.copies.reserve(nbytes)
         lane.sweep()
         part = Part(x, out, reduction, stream, lane.copies.note(stream))
-        request = FusedDeviceRequest(comm, part, result, timeout_s)
+        request = FusedDeviceRequest(group, rules.have_sent, part, result, timeout_s)
         number = _native.fuse_away(
-            comm, lane, request, x.count, x.dtype.code, int(reduction)
+            group, lane, request, x.count, x.dtype.code, int(reduction)
         )
         if number is None:  # the context is over
             request.be_quiet()
@@ -142,10 +162,12 @@ class DeviceBuckets:
         request.number = number
         return request
 
-    def _lane(self, device: Any) -> _Lane:
-        found = self._lanes.get(id(device))
+    def lane_of(self, device: Any) -> _Lane:
+        """Return the buckets of a device, made at its first call."""
+        found = self.lanes.get(id(device))
         if found is None:
-            found = self._lanes[id(device)] = _Lane(self._comm, device)
+            made = _Lane(self._group, self._devices, self._rules, device)
+            found = self.lanes[id(device)] = made
         return found
 
     def close(self) -> list[LeftBuckets]:
@@ -153,20 +175,23 @@ class DeviceBuckets:
 
         What runs the collectives is closed after this.
         """
-        found = [each.close() for each in self._lanes.values()]
+        found = [each.close() for each in self.lanes.values()]
         return [each for each in found if each is not None]
 
     @property
     def outstanding(self) -> int:
         """Buckets that the host has not seen the end of."""
-        return sum(lane.outstanding for lane in self._lanes.values())
+        return sum(lane.outstanding for lane in self.lanes.values())
 
 
 class _Lane:
     """One device's buckets. The native side calls ``send`` and ``fail``."""
 
-    def __init__(self, comm: Communicator, device: Any) -> None:
-        self._comm = comm
+    def __init__(
+        self, group: Group, devices: DeviceCollectives, rules: Rules, device: Any
+    ) -> None:
+        self._engine = group.world.engine
+        self._devices, self._rules = devices, rules
         self._device = device
         self.copies = BucketCopies(device)
         self._under_way: deque[SentBucket] = deque()
@@ -187,24 +212,24 @@ class _Lane:
         parts = [each.part for each in requests if each.part is not None]
         call, bound = self._allreduce(parts)
         try:
-            plan = self._comm.devices.plan(call, bound, is_checked=True)
+            plan = self._devices.plan(call, bound, is_checked=True)
         except UsageError:
             try:
-                self._comm.selection.choose(call, bound)
+                self._rules.choose(call, bound)
             except UsageError as error:  # on all ranks alike
                 self.fail(requests, error)
                 return None
             raise
-        copies, is_watched = self.copies, self._comm.devices.ends_by_itself(plan)
+        copies, is_watched = self.copies, self._devices.ends_by_itself(plan)
         with copies.outside_captures(), self._lost_where_it_fails(is_watched):
             if not is_watched:
-                runner = self._comm.devices.runner(self._device, plan)
+                runner = self._devices.runner(self._device, plan)
                 self._runners[id(runner)] = runner
             block = copies.blocks.take(sum(each.x.nbytes for each in parts))
             copies.gather(parts, block, is_idle=not self._under_way)
-            started = self._comm.devices.start(call, _at(bound, block), plan)
+            started = self._devices.start(call, _at(bound, block), plan)
         started.be_quiet()
-        bucket = SentBucket(self._comm, copies, started, parts, block)
+        bucket = SentBucket(self._engine, copies, started, parts, block)
         self._under_way.append(bucket)
         for each in requests:
             each.went_with(bucket)
@@ -228,7 +253,7 @@ class _Lane:
 
         Where that fails the requests come to it again, and tell.
         """
-        if not (is_watched or self._comm.devices.lets_streams_wait(self._device)):
+        if not (is_watched or self._devices.lets_streams_wait(self._device)):
             return None
         try:
             bucket.put_back()
@@ -299,7 +324,7 @@ class _Lane:
         kept = [self._under_way.popleft() for _ in range(len(self._under_way))]
         try:
             return LeftBuckets(
-                self._comm.world.engine,
+                self._engine,
                 self.copies,
                 list(self._runners.values()),
                 [each.arrays for each in kept],

@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of
@@ -19,11 +19,9 @@ from commrt.errors import (
     UsageError,
 )
 from commrt.fusion.device_copies import Block, BucketCopies, Part, PooledEvent
+from commrt.group.group import Group
 from commrt.vocabulary.checks import check_timeout
-
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
-    from commrt.device_calls.requests import DeviceRequest
+from commrt.vocabulary.request import Request
 
 __all__ = ["FusedDeviceRequest", "SentBucket"]
 
@@ -33,15 +31,15 @@ class SentBucket:
 
     def __init__(
         self,
-        comm: Communicator,
+        engine: _native.Engine,
         copies: BucketCopies,
-        request: DeviceRequest,
+        request: _native.DeviceRequest,
         parts: Sequence[Part],
         block: Block,
     ) -> None:
         self.request = request
         """Of the collective."""
-        self._comm, self._copies, self._block = comm, copies, block
+        self._engine, self._copies, self._block = engine, copies, block
         self._arrays = [(each.x, each.out) for each in parts]
         """Which somebody works on until the end."""
         self._end: PooledEvent | None = None
@@ -129,7 +127,7 @@ class SentBucket:
         deadline = time.monotonic() + limit_s
         self.request.synchronize(timeout_s=limit_s)
         self.put_back()
-        engine, device = self._comm.world.engine, self._copies.device
+        engine, device = self._engine, self._copies.device
         while not self.has_ended():
             if time.monotonic() > deadline:
                 return False
@@ -169,20 +167,22 @@ class SentBucket:
         return True
 
 
-class FusedDeviceRequest:
-    """One call on device arrays that went into a bucket; has the methods of Request."""
-
-    received_nbytes = -1
-    """-1: it is not a receive."""
-    source = -1
-    """-1: it is not a receive."""
-    operation = "allreduce"
-    """Name of the operation."""
+class FusedDeviceRequest(Request):
+    """One call on device arrays that went into a bucket."""
 
     def __init__(
-        self, comm: Communicator, part: Part, result: Any, timeout_s: float
+        self,
+        comm: Group,
+        have_sent: Callable[[int, float], None],
+        part: Part,
+        result: Any,
+        timeout_s: float,
     ) -> None:
-        self._comm = comm
+        """``have_sent`` sends a call, or waits so many seconds for the ranks to agree.
+
+        It knows calls by their numbers in the context.
+        """
+        self._comm, self._have_sent = comm, have_sent
         self._result, self._array = result, part.x.array
         self._on, self._stream = part.x.on, part.stream
         self._timeout_s = timeout_s
@@ -210,10 +210,7 @@ class FusedDeviceRequest:
         comm, deadline = self._comm, time.monotonic() + limit_s
         while self._sent is None and self._error is None:
             comm.check_process()
-            if comm._fused is not None and comm._fused.agreement is None:
-                _native.cut_fusion(comm)
-            elif comm._fused is not None:
-                comm._await_cut(self.number, max(0.0, deadline - time.monotonic()))
+            self._have_sent(self.number, max(0.0, deadline - time.monotonic()))
             if self._sent is not None or self._error is not None:
                 break
             if time.monotonic() >= deadline:
@@ -309,6 +306,11 @@ class FusedDeviceRequest:
         return self._sent.failure is not None or self._sent.has_ended()
 
     @property
+    def operation(self) -> str:
+        """Name of the operation."""
+        return "allreduce"
+
+    @property
     def seq(self) -> int:
         """Sequence number of its bucket; -1 while that is open."""
         return -1 if self._sent is None else self._sent.request.seq
@@ -348,10 +350,4 @@ class FusedDeviceRequest:
             f"arrays stay alive until it ends, and its errors are lost",
             ResourceWarning,
             stacklevel=2,
-        )
-
-    def __bool__(self) -> bool:
-        raise TypeError(
-            f"the truth of a request is not its completion: call test() or wait() on "
-            f"{self!r}"
         )

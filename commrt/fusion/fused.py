@@ -11,25 +11,27 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commrt import _native
 from commrt.arrays.host import HostView
 from commrt.calls.arguments import Bound, Call, allreduce_in_place
-from commrt.compression.methods import Compressing
-from commrt.errors import CommError, UsageError
+from commrt.calls.channel import Channel
+from commrt.device_calls.collectives import DeviceCollectives
+from commrt.device_calls.host_collectives import is_hosted
+from commrt.errors import CaptureError, CommError, UsageError
 from commrt.fusion.agreement import Agreement, Follower, Leader
+from commrt.fusion.device_buckets import DeviceBuckets
+from commrt.fusion.device_requests import FusedDeviceRequest
+from commrt.fusion.left_buckets import LeftBuckets
+from commrt.select.facts import Candidate
 from commrt.vocabulary.checks import as_integer, check_timeout
 from commrt.vocabulary.dtypes import DTYPES, ReduceOp
 
-if TYPE_CHECKING:
-    from commrt.calls.check_mode import Checker
-    from commrt.device_calls.collectives import DeviceCollectives
-    from commrt.fusion.device_requests import FusedDeviceRequest
-
-__all__ = ["DEFAULT_NBYTES", "Fused", "Fusing"]
+__all__ = ["DEFAULT_NBYTES", "Fused", "Fusion"]
 
 DEFAULT_NBYTES = 4 * 1024 * 1024
 """What buckets hold unless told otherwise. Two allreduces of half as many bytes take
@@ -38,12 +40,39 @@ _PATIENCE_S = 5.0
 """How long a rank that leaves by an exception waits for the others to leave, too."""
 
 
-class Fusing(Compressing):
-    """The part of a communicator that has ``fused()``."""
+class Fusion:
+    """The service ``comm.fusion``: the buckets of a communicator.
 
-    _fused: Fused | None = None
-    checker: Checker | None
-    devices: DeviceCollectives
+    It is a route of calls (``calls/routes.py``), for arrays of the host and of devices.
+    """
+
+    def __init__(
+        self,
+        group: Channel,
+        devices: DeviceCollectives,
+        *,
+        choose: Callable[[Call, Bound], Candidate],
+        plan: Callable[[Call, Bound], Any],
+        may_compress: Callable[[], bool],
+    ) -> None:
+        """Open no context yet; local.
+
+        Args:
+            group: the ranks whose calls go together.
+            devices: what runs collectives on arrays on devices.
+            choose: returns what runs a call by itself, or raises UsageError.
+            plan: returns the plan of such a call on host arrays.
+            may_compress: whether a table's rules may compress. They go by a length that
+                a bucket would hide, so there are no buckets of host arrays then.
+        """
+        self.group, self.devices = group, devices
+        self.choose, self._plan = choose, plan
+        self._may_compress = may_compress
+        self.context: Fused | None = None
+        """The one that is open."""
+        self.buckets = DeviceBuckets(group, devices, self)
+        """Those of arrays on devices."""
+        devices.users.append(self)
 
     def fused(
         self, *, nbytes: int = DEFAULT_NBYTES, time_limit_s: float | None = None
@@ -79,7 +108,7 @@ class Fusing(Compressing):
         Raises:
             UsageError: an argument is wrong, or a context is open already.
         """
-        self.check_usable()
+        self.group.check_usable()
         limit = as_integer(nbytes)
         if limit is None or limit < 1:
             raise UsageError(
@@ -97,18 +126,50 @@ class Fusing(Compressing):
                 time_limit_s = None
         return Fused(self, limit, time_limit_s)
 
-    def _fuse(self, call: Call, bound: Bound) -> Any:
-        """Return the request of a call that goes into a bucket, else None."""
-        x, out = bound.x, bound.out
-        if self._fused is None or not self._fused.takes(call, bound):
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes that the buckets of the open context hold; None: none is open."""
+        context = self.context
+        return None if context is None else context.nbytes
+
+    # -- a route of calls --------------------------------------------------------
+
+    def again(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> FusedDeviceRequest | None:
+        """Return the request of a call whose like is known; None for all others."""
+        return self.buckets.again(name, args, kwargs)
+
+    def takes(self, call: Call, bound: Bound) -> bool:
+        """Return whether a call goes into a bucket, as far as its arguments say."""
+        context = self.context
+        if context is None or is_hosted(call) or not context.takes(call, bound):
+            return False
+        if bound.on is not None:
+            return True
+        is_on_host = bound.device is None and call.stream is None
+        return is_on_host and not self._may_compress()
+
+    def run(self, call: Call, bound: Bound) -> Any:
+        """Return the request of a call that goes into a bucket.
+
+        NotImplemented where it has to run by itself after all.
+        """
+        request = (self.fuse if bound.on is None else self.fuse_on_device)(call, bound)
+        return NotImplemented if request is None else request
+
+    def fuse(self, call: Call, bound: Bound) -> _native.FusedRequest | None:
+        """Return the request of a call on host arrays; None: it runs by itself."""
+        group, x, out, most = self.group, bound.x, bound.out, self.nbytes
+        if most is None:
             return None
         assert x is not None
         assert out is not None
-        self._refuse_what_no_bucket_runs(call, bound, self._fused.nbytes)
-        if self.checker is not None:
-            self.checker.check(call, bound)
-        return _native.fuse(
-            self,
+        self.refuse_what_no_bucket_runs(call, bound, most)
+        if group.checker is not None:
+            group.checker.check(call, bound)
+        request: _native.FusedRequest | None = _native.fuse(
+            group,
             x.address,
             out.address,
             x.count,
@@ -117,36 +178,46 @@ class Fusing(Compressing):
             x.owner,
             out.owner,
             bound.result,
-            self.timeout_s if call.timeout_s is None else call.timeout_s,
+            group.timeout_s if call.timeout_s is None else call.timeout_s,
         )
+        return request
 
-    def _fuse_on_device(self, call: Call, bound: Bound) -> FusedDeviceRequest | None:
+    def fuse_on_device(self, call: Call, bound: Bound) -> FusedDeviceRequest | None:
         """The same for arrays on a device."""
-        if (
-            self._fused is None
-            or bound.on is None
-            or not self._fused.takes(call, bound)
-        ):
+        most = self.nbytes
+        if most is None:
             return None
-        return self.devices.buckets.add(call, bound, self._fused.nbytes)
+        try:
+            return self.buckets.add(call, bound, most)
+        except CaptureError as error:
+            raise self.devices.why_not_started(call.spec.name, error) from None
 
-    def _cut_fused(self) -> None:
-        """Send the open buckets before a collective that is in none of them."""
-        if self._fused is not None:
-            _native.cut_fusion(self)
-
-    def _refuse_what_no_bucket_runs(self, call: Call, bound: Bound, most: int) -> None:
+    def refuse_what_no_bucket_runs(self, call: Call, bound: Bound, most: int) -> None:
         """Raise UsageError where nothing can run the call, in whatever company.
 
-        What runs a bucket is chosen by its length, which is not known yet.
+        The algorithm of a bucket is chosen by its length, which is not known yet.
         """
         try:
-            self.selection.choose(call, bound)
+            self.choose(call, bound)
         except UsageError:
             full = max(bound.num_elements, most // bound.dtype.itemsize)
-            self.selection.choose(call, replace(bound, num_elements=full))
+            self.choose(call, replace(bound, num_elements=full))
 
-    def _plan_bucket(self, count: int, dtype: int, reduction: int) -> Any:
+    # -- sending -----------------------------------------------------------------
+
+    def cut(self) -> None:
+        """Send the open buckets before a collective that is in none of them."""
+        _native.cut_fusion(self.group)
+
+    def have_sent(self, call: int, seconds: float) -> None:
+        """Send a call, or wait so long for the ranks to agree that it may be sent."""
+        context = self.context
+        if context is not None and context.agreement is None:
+            self.cut()
+        else:
+            self.await_cut(call, seconds)
+
+    def plan_bucket(self, count: int, dtype: int, reduction: int) -> Any:
         """Return the plan of an ordinary allreduce; the native side calls this.
 
         Or the error, where nothing can run it: all ranks have the same, and send none.
@@ -158,34 +229,46 @@ class Fusing(Compressing):
             return self._plan(call, bound)
         except UsageError:
             try:
-                self.selection.choose(call, bound)
+                self.choose(call, bound)
             except UsageError as error:
                 return error
             raise
 
-    def _plan(self, call: Call, bound: Bound) -> Any:
-        raise NotImplementedError
-
-    def give_up(self, why: str) -> None:
-        """Make the communicator unusable, here and for ranks of this node that wait."""
-        raise NotImplementedError
-
     # With a time limit, the native side calls these.
 
-    def _bucket_full(self) -> None:
+    def bucket_full(self) -> None:
         """Send the open buckets if the ranks agree that they may be."""
-        if self._fused is not None and self._fused.agreement is not None:
-            self._fused.agreement.look()
+        agreement = self._agreement
+        if agreement is not None:
+            agreement.look()
 
-    def _cut_bucket(self) -> None:
+    def cut_bucket(self) -> None:
         """Send the open buckets, as soon as the ranks agree."""
-        if self._fused is not None and self._fused.agreement is not None:
-            self._fused.agreement.drain()
+        agreement = self._agreement
+        if agreement is not None:
+            agreement.drain()
 
-    def _await_cut(self, call: int, seconds: float) -> None:
+    def await_cut(self, call: int, seconds: float) -> None:
         """Look whether ``call`` may be sent, for so long."""
-        if self._fused is not None and self._fused.agreement is not None:
-            self._fused.agreement.wait_for(call, seconds)
+        agreement = self._agreement
+        if agreement is not None:
+            agreement.wait_for(call, seconds)
+
+    @property
+    def _agreement(self) -> Agreement | None:
+        context = self.context
+        return None if context is None else context.agreement
+
+    # -- what it has on devices --------------------------------------------------
+
+    @property
+    def outstanding(self) -> int:
+        """Buckets on devices that the host has not seen the end of."""
+        return self.buckets.outstanding
+
+    def close_on_devices(self) -> Sequence[LeftBuckets]:
+        """Give streams and memory back; return what is to be given back later."""
+        return self.buckets.close()
 
 
 class Fused:
@@ -194,8 +277,8 @@ class Fused:
     agreement: Agreement | None = None
     """With the other ranks, on where to cut; where there is a time limit."""
 
-    def __init__(self, comm: Fusing, nbytes: int, time_limit_s: float | None) -> None:
-        self._comm = comm
+    def __init__(self, fusion: Fusion, nbytes: int, time_limit_s: float | None) -> None:
+        self._fusion = fusion
         self.nbytes = nbytes
         """What the buckets hold together."""
         self.time_limit_s = time_limit_s
@@ -215,9 +298,9 @@ class Fused:
         )
 
     def __enter__(self) -> Fused:
-        comm = self._comm
+        comm = self._fusion.group
         comm.check_usable()
-        if comm._fused is not None or self._entered:
+        if self._fusion.context is not None or self._entered:
             raise UsageError(
                 f"fused: a context of {comm.name} is open already, or this one was "
                 f"used before; leave it, or call comm.fused() again"
@@ -227,7 +310,7 @@ class Fused:
             self.agreement = (Follower if comm.rank else Leader)(comm)
         limit = math.inf if self.time_limit_s is None else self.time_limit_s
         _native.open_fusion(comm, self.nbytes, limit)
-        comm._fused = self
+        self._fusion.context = self
         return self
 
     def __exit__(
@@ -236,13 +319,13 @@ class Fused:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        comm = self._comm
+        comm = self._fusion.group
         if os.getpid() != comm.pid:  # forked inside: the calls are the parent's
-            comm._fused = None
+            self._fusion.context = None
             return
         try:
             if self.agreement is None:
-                _native.cut_fusion(comm)
+                self._fusion.cut()
             elif error is None:
                 self.agreement.leave(comm.timeout_s, None)
             else:
@@ -251,10 +334,10 @@ class Fused:
                     self.agreement.leave(min(_PATIENCE_S, comm.timeout_s), error)
         finally:
             _native.close_fusion(comm)
-            comm._fused = None
+            self._fusion.context = None
 
     def send(self) -> None:
         """Send the open buckets now; collective, after the same calls on all ranks."""
-        if self._comm._fused is not self:
+        if self._fusion.context is not self:
             raise UsageError("fused: send() outside of the context; it is over")
-        _native.cut_fusion(self._comm)
+        self._fusion.cut()

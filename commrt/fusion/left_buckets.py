@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from commrt import _native
 from commrt.errors import DeviceError
 from commrt.fusion.device_copies import BucketCopies
 from commrt.group.deferred_release import GIVEN, LATER, NEVER, StagedWork
@@ -25,7 +26,7 @@ class LeftBuckets:
 
     def __init__(
         self,
-        engine: Any,
+        engine: _native.Engine,
         copies: BucketCopies,
         runners: Sequence[StagedWork],
         kept: Any,

@@ -15,18 +15,19 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from commrt._native import Request
+from commrt._native import Request as EngineRequest
 from commrt.errors import CommError, RevokedError, TimeoutError_, UsageError
 from commrt.vocabulary.checks import check_timeout
+from commrt.vocabulary.request import Request
 
 __all__ = ["SteppedRequest", "Steps"]
 
 T = TypeVar("T")
-Steps: TypeAlias = Generator[Sequence[Request], None, T]
+Steps: TypeAlias = Generator[Sequence[EngineRequest], None, T]
 
 
-class SteppedRequest:
-    """One started operation of several steps; has the methods of ``Request``."""
+class SteppedRequest(Request):
+    """One started operation of several steps."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class SteppedRequest:
         self._ended = ended
         self.num_steps = 0
         """Steps that were begun."""
-        self._waiting: Sequence[Request] = ()
+        self._waiting: Sequence[EngineRequest] = ()
         self._output: Any = None
         self._error: BaseException | None = None
         self._done = False
@@ -152,13 +153,7 @@ class SteppedRequest:
                 stacklevel=2,
             )
 
-    def __bool__(self) -> bool:
-        raise TypeError(
-            f"the truth of a request is not its completion: call test() or wait() on "
-            f"{self!r}"
-        )
-
-    def _wait_for(self, request: Request, deadline: float, limit: float) -> None:
+    def _wait_for(self, request: EngineRequest, deadline: float, limit: float) -> None:
         try:
             request.wait(timeout_s=max(1e-3, deadline - time.monotonic()))
         except TimeoutError_ as error:
@@ -184,7 +179,8 @@ class SteppedRequest:
 
     def _fail(self, error: BaseException) -> None:
         for request in self._waiting:
-            if isinstance(request, Request):  # not one's turn (compression/turns.py)
+            # One's turn (compression/turns.py) is none.
+            if isinstance(request, EngineRequest):
                 request.be_quiet()  # the program has not seen it: this one tells all
         self._error = error
         self._end()

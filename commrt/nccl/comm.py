@@ -92,7 +92,7 @@ class NcclComm(NcclOperations):
         taken = taken or library()
         native, code = _native.nccl_adopt(taken.native, pointer_of(source))
         made = cls(native, taken, NcclConfig(), name, source)
-        made._check(code, "adopt", 0.0)
+        made.check_code(code, "adopt", 0.0)
         return made
 
     def split(
@@ -117,7 +117,7 @@ class NcclComm(NcclOperations):
         limit = self._limit(timeout_s)
         colored = -1 if color is None else color
         child, code = self._native.split(colored, key, options, limit)
-        self._check(code, "split", limit)
+        self.check_code(code, "split", limit)
         if child is None:
             return None
         made = type(self)(
@@ -156,13 +156,13 @@ class NcclComm(NcclOperations):
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all calls so far are in their streams, not until they are done."""
         limit = self._limit(timeout_s)
-        self._check(self._native.wait(limit), "wait", limit)
+        self.check_code(self._native.wait(limit), "wait", limit)
 
     def poll(self) -> bool:
         """Return whether all calls so far are in their streams; raise what failed."""
         code = self._native.poll()
         if code != IN_PROGRESS:
-            self._check(code, "poll", 0.0)
+            self.check_code(code, "poll", 0.0)
         return bool(code == SUCCESS)
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -181,10 +181,10 @@ class NcclComm(NcclOperations):
             self.abort(timeout_s)
             return
         limit = self._limit(timeout_s)
-        self._check(self._native.finalize(limit), "close", limit)
+        self.check_code(self._native.finalize(limit), "close", limit)
         code = self._native.destroy(limit)
         if code != IN_PROGRESS:
-            self._check(code, "close", limit)
+            self.check_code(code, "close", limit)
 
     def abort(self, timeout_s: float | None = None) -> bool:
         """Give it up, with what it has in its streams; return whether NCCL is done.

@@ -123,7 +123,7 @@ class NcclOperations:
             code = self._native.collective(
                 spec.code, x, out, nbytes, _UINT8, 0, root, stream, limit
             )
-        self._check(code, coll, limit)
+        self.check_code(code, coll, limit)
 
     def run_counted(
         self,
@@ -179,7 +179,7 @@ class NcclOperations:
             stream,
             limit,
         )
-        self._check(code, coll, limit)
+        self.check_code(code, coll, limit)
 
     def barrier(
         self, *, scratch: int, stream: int, timeout_s: float | None = None
@@ -192,7 +192,7 @@ class NcclOperations:
         code = self._native.collective(
             0, scratch, scratch, 1, _UINT8, _SUM, 0, stream, limit
         )
-        self._check(code, "barrier", limit)
+        self.check_code(code, "barrier", limit)
 
     def send(
         self,
@@ -246,7 +246,7 @@ class NcclOperations:
                 self._check_call("exchange", count, peer)
             lists.append([(at, n * dtype.itemsize, peer) for at, n, peer in messages])
         code = self._native.exchange(lists[0], lists[1], stream, limit)
-        self._check(code, "exchange", limit)
+        self.check_code(code, "exchange", limit)
 
     def _reduce(
         self,
@@ -323,6 +323,7 @@ class NcclOperations:
             )
         return self.timeout_s if timeout_s is None else timeout_s
 
-    def _check(self, code: int, what: str, limit: float) -> None:
+    def check_code(self, code: int, what: str, limit: float) -> None:
+        """Raise the error that a code of NCCL stands for."""
         if code != SUCCESS:
             raise error_for(self._native, code, what, self.name, limit)

@@ -230,8 +230,8 @@ class Builder:
         params: Mapping[str, Any],
         root: int,
     ) -> None:
-        self._recorder = recorder
-        self._ranks = ranks
+        self.recorder = recorder
+        self.global_ranks = ranks
         self.params = params
         self.rank = ranks.index(recorder.rank)
         self.size = len(ranks)
@@ -240,12 +240,12 @@ class Builder:
     @property
     def nodes(self) -> Sequence[Sequence[int]]:
         """The ranks on each node; for algorithms registered with ``spans_nodes``."""
-        return members(self._recorder.nodes)
+        return members(self.recorder.nodes)
 
     @property
     def nblk(self) -> int:
         """Blocks that the operation's full vector is cut into."""
-        return self._recorder.nblk
+        return self.recorder.nblk
 
     @property
     def inp(self) -> Buffer:
@@ -258,12 +258,12 @@ class Builder:
         return self._user(OUT)
 
     def _user(self, space: int) -> Buffer:
-        buffer = self._recorder.user_spaces()[space]
+        buffer = self.recorder.user_spaces()[space]
         return Buffer(space, 0, buffer.nblk, 1, buffer.name)
 
     def blocks(self, nblk: int) -> None:
         """Cut the full vector into ``nblk`` blocks instead of ``size``."""
-        self._recorder.set_blocks(nblk)
+        self.recorder.set_blocks(nblk)
 
     def tmp(self, nblk: int, scale: tuple[int, int] | None = None) -> Buffer:
         """Return new scratch of ``nblk`` blocks, as wide as those of the full vector.
@@ -272,51 +272,51 @@ class Builder:
             nblk: number of blocks.
             scale: total length as a fraction (num, den) of the full vector instead.
         """
-        space = self._recorder.add_scratch(nblk, scale)
-        return Buffer(1 + len(self._recorder.scratch), 0, nblk, 1, space.name)
+        space = self.recorder.add_scratch(nblk, scale)
+        return Buffer(1 + len(self.recorder.scratch), 0, nblk, 1, space.name)
 
     def send(self, src: Slice, peer: int) -> int:
         """Send ``src`` to ``peer``."""
-        return self._recorder.add(Op.SEND, src, None, self._peer(peer))
+        return self.recorder.add(Op.SEND, src, None, self._peer(peer))
 
     def recv(self, dst: Slice, peer: int) -> int:
         """Receive into ``dst`` from ``peer``."""
-        return self._recorder.add(Op.RECV, None, dst, self._peer(peer))
+        return self.recorder.add(Op.RECV, None, dst, self._peer(peer))
 
     def rred(self, dst: Slice, peer: int, src: Slice | None = None) -> int:
         """Receive from ``peer`` and reduce: ``dst = (src or dst) ⊕ received``."""
-        return self._recorder.add(Op.RRED, src or dst, dst, self._peer(peer))
+        return self.recorder.add(Op.RRED, src or dst, dst, self._peer(peer))
 
     def reduce(self, dst: Slice, src: Slice) -> int:
         """Reduce locally: ``dst = dst ⊕ src``."""
-        return self._recorder.add(Op.RED, src, dst)
+        return self.recorder.add(Op.RED, src, dst)
 
     def copy(self, dst: Slice, src: Slice) -> int:
         """Copy locally: ``dst = src``. Copies that nobody needs cost nothing."""
-        return self._recorder.add(Op.COPY, src, dst)
+        return self.recorder.add(Op.COPY, src, dst)
 
     def after(self, *steps: int) -> None:
         """Make the next step also wait for ``steps`` (what send, recv… returned)."""
-        self._recorder.after(steps)
+        self.recorder.after(steps)
 
     def sub(self, ranks: Iterable[int], root: int = 0) -> Builder:
         """Return a builder in which ``ranks`` (of this one) are ranks 0, 1, …
 
         It records into the same program: use it to run an algorithm among a group.
         """
-        group = tuple(self._ranks[rank] for rank in ranks)
-        if self._recorder.rank not in group:
-            raise ScheduleError(f"rank {self._recorder.rank} is not in group {group}")
+        group = tuple(self.global_ranks[rank] for rank in ranks)
+        if self.recorder.rank not in group:
+            raise ScheduleError(f"rank {self.recorder.rank} is not in group {group}")
         return self._among(group, root)
 
     def _among(self, ranks: tuple[int, ...], root: int) -> Builder:
-        return Builder(self._recorder, ranks, self.params, root)
+        return Builder(self.recorder, ranks, self.params, root)
 
     def _peer(self, peer: int) -> int:
-        rank = self._ranks[peer % self.size]
-        if rank == self._recorder.rank:
+        rank = self.global_ranks[peer % self.size]
+        if rank == self.recorder.rank:
             raise ScheduleError(
-                f"rank {rank} step {len(self._recorder.steps)}: a message to itself; "
+                f"rank {rank} step {len(self.recorder.steps)}: a message to itself; "
                 f"use copy"
             )
         return rank

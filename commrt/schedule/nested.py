@@ -50,8 +50,8 @@ class Nested(Builder):
     def __init__(
         self, outer: Builder, ranks: Sequence[int], root: int, params: Mapping[str, Any]
     ) -> None:
-        group = tuple(outer._ranks[rank] for rank in ranks)
-        super().__init__(outer._recorder, group, params, root)
+        group = tuple(outer.global_ranks[rank] for rank in ranks)
+        super().__init__(outer.recorder, group, params, root)
         self._view: _View
 
     @classmethod
@@ -126,7 +126,7 @@ class Nested(Builder):
                 f"scratch of {nblk} blocks for {len(pieces)} of different lengths"
             )
         # At the place of the operation's own blocks: another one may be longer.
-        whole = self._recorder.nblk
+        whole = self.recorder.nblk
         if self._view.per_rank:
             whole = max(1, *(hi for _, hi in pieces))
         copies = nblk // len(pieces)
@@ -144,6 +144,6 @@ class Nested(Builder):
 
     def _among(self, ranks: tuple[int, ...], root: int) -> Builder:
         made = Nested.__new__(Nested)
-        Builder.__init__(made, self._recorder, ranks, self.params, root)
+        Builder.__init__(made, self.recorder, ranks, self.params, root)
         made._view = self._view
         return made

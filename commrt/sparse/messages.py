@@ -22,7 +22,7 @@ from commrt.sparse.pieces import Elements, Piece
 from commrt.sparse.shared import Room
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.calls.channel import Channel
 
 __all__ = [
     "Talk",
@@ -40,7 +40,7 @@ _FIELDS = 4
 class Talk:
     """One operation's messages among the ranks of a communicator."""
 
-    comm: Communicator
+    comm: Channel
     """The private one."""
     tag: int
     elements: Elements

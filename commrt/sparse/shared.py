@@ -26,7 +26,7 @@ from commrt.job.memory_limit import memory_limit_nbytes
 from commrt.sparse.pieces import Elements, Piece
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.calls.channel import Channel
 
 __all__ = ["Desk", "Room", "make_room"]
 
@@ -136,7 +136,7 @@ class Desk:
         return Piece(first, last, False, count, indices, values, self.room)
 
 
-def make_room(channel: Communicator, timeout_s: float) -> Room | None:
+def make_room(channel: Channel, timeout_s: float) -> Room | None:
     """Return memory for a new channel, None where its ranks share none; collective."""
     if channel.size == 1 or channel.facts.nodes > 1:
         return None

@@ -63,8 +63,8 @@ class CommrtBackend(Collectives, Messages, AsBackend, Backend):  # type: ignore[
     def __init__(self, joined: JoinedGroup) -> None:
         Backend.__init__(self, joined.member.rank, joined.member.size)
         self._joined = joined
-        self._comm, self._member = joined.comm, joined.member
-        self._calls = joined.calls
+        self._comm, self.member = joined.comm, joined.member
+        self.calls = joined.calls
 
     def allreduce_sparse(self, tensors: Any, opts: Any = None) -> CommrtWork | None:
         """Reduce a sparse tensor over all ranks, in place."""
@@ -92,7 +92,7 @@ class CommrtBackend(Collectives, Messages, AsBackend, Backend):  # type: ignore[
         ``SHRINK_ABORT`` what is under way on this group fails, on all of its ranks of
         this node.
         """
-        given = self._member
+        given = self.member
         left = [rank for rank in range(given.size) if rank not in ranks_to_exclude]
         of_all = given.ranks or range(given.size)
         name = f"{given.name}:left:{','.join(map(str, left))}"
@@ -121,14 +121,14 @@ class CommrtBackend(Collectives, Messages, AsBackend, Backend):  # type: ignore[
 
     def getGroupName(self) -> str:  # noqa: N802  as groups have it
         """Return torch's name of the group."""
-        return self._member.name
+        return self.member.name
 
     def getGroupDesc(self) -> str:  # noqa: N802
         """Return what the group is for, as far as torch says it to a backend."""
-        return "default_pg" if self._member.is_default else "undefined"
+        return "default_pg" if self.member.is_default else "undefined"
 
     def __repr__(self) -> str:
-        return f"<CommrtBackend {self._member.name}: {self._comm!r}>"
+        return f"<CommrtBackend {self.member.name}: {self._comm!r}>"
 
 
 class CheckedBackend(CheckedCalls, CommrtBackend):

@@ -75,10 +75,10 @@ class CheckedCalls(Collectives, Messages):
         given: Any,
         run: Callable[[], Any],
     ) -> Any:
-        comm, limit = self._calls.comm, _limit(given)
+        comm, limit = self.calls.comm, _limit(given)
         checker = comm.checker
         assert checker is not None
-        with self._calls.raising():
+        with self.calls.raising():
             try:
                 comm.check_usable()
                 said = describe(given)
@@ -95,7 +95,7 @@ class CheckedCalls(Collectives, Messages):
         except MismatchError as error:
             raise as_torch_error(checker.with_calls(error, said.call())) from error
         except UsageError as error:
-            with self._calls.raising():
+            with self.calls.raising():
                 comm.comparison.tell(said.operation, error, limit)
             raise
 
@@ -104,7 +104,7 @@ class CheckedCalls(Collectives, Messages):
     def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> CommrtWork | None:
         """Send a tensor, and what it is."""
         x = one("send", tensors)
-        calls, channel = self._calls, self._channel
+        calls, channel = self.calls, self._channel
         header = _header(x)
         with calls.raising():
             data = calls.comm.send(movable(x), dest=dst_rank, tag=tag, nonblocking=True)
@@ -115,7 +115,7 @@ class CheckedCalls(Collectives, Messages):
         """Receive a tensor, if it is what the sender sends."""
         x = one("recv", tensors)
         out, back = target(x)
-        calls = self._calls
+        calls = self.calls
         with calls.raising():
             request = _Received(self._channel, calls.comm, x, out, src_rank, tag)
         return calls.end(request, False, [x], back)
@@ -124,7 +124,7 @@ class CheckedCalls(Collectives, Messages):
         """Receive a tensor from whichever rank sends one, if it is the same there."""
         x = one("recv_anysource", tensors)
         out, back = target(x)
-        calls, channel, site = self._calls, self._channel, call_site()
+        calls, channel, site = self.calls, self._channel, call_site()
 
         def receive(source: int) -> _Received:
             return _Received(channel, calls.comm, x, out, source, tag, site)
@@ -135,7 +135,7 @@ class CheckedCalls(Collectives, Messages):
 
     @property
     def _channel(self) -> Any:
-        checker: Checker | None = self._calls.comm.checker
+        checker: Checker | None = self.calls.comm.checker
         assert checker is not None
         return checker.channel
 

@@ -45,7 +45,7 @@ _ALLTOALL = if_known("alltoall")
 class Collectives:
     """The collectives of a process group."""
 
-    _calls: Calls
+    calls: Calls
 
     # -- reductions --------------------------------------------------------------
 
@@ -53,7 +53,7 @@ class Collectives:
         """Reduce a tensor over all ranks, in place; dense or sparse COO."""
         if type(opts) is not _Allreduce:
             opts = options(_Allreduce, opts, reduceOp=None, timeout=timeout)
-        calls, is_list = self._calls, type(tensors) is list and len(tensors) == 1
+        calls, is_list = self.calls, type(tensors) is list and len(tensors) == 1
         x = tensors[0] if is_list else one("allreduce", tensors)
         if calls.is_allreduced(x, opts):
             return None
@@ -72,7 +72,7 @@ class Collectives:
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Answer:
         """Reduce several tensors over all ranks, in place; short ones go together."""
         opts = options(_AllreduceCoalesced, opts, reduceOp=None)
-        calls, op = self._calls, reduction_of(opts.reduceOp)
+        calls, op = self.calls, reduction_of(opts.reduceOp)
         apart = op.factor is not None or calls.comm.size == 1 or ASKED.get() is not None
         if apart or not _on_host(tensors):
             plain_opts = options(
@@ -105,12 +105,12 @@ class Collectives:
         opts = options(
             c10d.ReduceOptions, root, rootRank=None, reduceOp=op, timeout=timeout
         )
-        x, calls = one("reduce", tensors), self._calls
+        x, calls = one("reduce", tensors), self.calls
         known, root = PLAIN.get(hash(opts.reduceOp)), opts.rootRank
         if known is not None and calls.ends(opts, _REDUCE, x, op=known, root=root):
             return None
         buffer, back = target(x, moved=False)
-        return self._calls.run(
+        return self.calls.run(
             "reduce",
             buffer,
             opts,
@@ -133,7 +133,7 @@ class Collectives:
         buffer, back = target(out, moved=False)
         x = apart(together(parts, False), buffer)
         op = reduction_of(opts.reduceOp)
-        return self._calls.call(
+        return self.calls.call(
             *("reduce_scatterv", [x], opts, [out], back),
             counts=counts,
             out=buffer,
@@ -146,7 +146,7 @@ class Collectives:
         """Reduce a tensor over all ranks, and give each rank its block."""
         if type(opts) is not c10d.ReduceScatterOptions:
             opts = options(c10d.ReduceScatterOptions, opts, reduceOp=None)
-        calls = self._calls
+        calls = self.calls
         op = PLAIN.get(hash(opts.reduceOp))
         if op is not None and calls.ends(opts, _SCATTER, input, out=output, op=op):
             return None
@@ -155,7 +155,7 @@ class Collectives:
         fits = x.numel() == buffer.numel() * calls.comm.size
         if fits and not _separate(x, buffer):
             x = _unless_own_block(buffer, x, calls.comm.rank)
-        return self._calls.run(
+        return self.calls.run(
             "reduce_scatter",
             x,
             opts,
@@ -185,11 +185,11 @@ class Collectives:
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
         """Copy the root's tensor to every rank."""
         opts = options(c10d.BroadcastOptions, opts, rootRank=None, timeout=timeout)
-        x, calls = one("broadcast", tensors), self._calls
+        x, calls = one("broadcast", tensors), self.calls
         if calls.ends(opts, _BCAST, x, root=opts.rootRank):
             return None
         buffer, back = target(x)
-        return self._calls.run(
+        return self.calls.run(
             "bcast",
             buffer,
             opts,
@@ -209,7 +209,7 @@ class Collectives:
         counts = _counts(into, out)
         if len({*counts}) > 1:
             x = apart(x, out)
-            return self._calls.call(
+            return self.calls.call(
                 *("allgatherv", [x], opts, into, back), counts=counts, out=out
             )
         return self._gather_all(out, x, opts, into, back)
@@ -234,7 +234,7 @@ class Collectives:
         """Put all ranks' tensors into one, in rank order."""
         if type(opts) is not c10d.AllgatherOptions:
             opts = options(c10d.AllgatherOptions, opts)
-        calls = self._calls
+        calls = self.calls
         if calls.ends(opts, _ALLGATHER, input, out=output):
             return None
         out, back = target(output)
@@ -261,12 +261,12 @@ class Collectives:
         """Give the root a list of all ranks' tensors."""
         opts = options(c10d.GatherOptions, opts, rootRank=None, timeout=timeout)
         x = movable(one("gather", inputs))
-        if self._calls.comm.rank != opts.rootRank:
-            return self._calls.call("gather", [x], opts, [], root=opts.rootRank)
+        if self.calls.comm.rank != opts.rootRank:
+            return self.calls.call("gather", [x], opts, [], root=opts.rootRank)
         into = given(outputs)
         self._check_list("gather", "outputs", into)
         out, back = split_back(into)
-        return self._calls.call(
+        return self.calls.call(
             *("gather", [x], opts, into, back), root=opts.rootRank, out=out
         )
 
@@ -276,10 +276,10 @@ class Collectives:
         """Give the root one tensor of all ranks' tensors, in rank order."""
         opts = options(c10d.GatherOptions, opts, rootRank=None)
         x, root = movable(input), opts.rootRank
-        if self._calls.comm.rank != root:
-            return self._calls.call("gather", [x], opts, [], root=root)
+        if self.calls.comm.rank != root:
+            return self.calls.call("gather", [x], opts, [], root=root)
         out, back = target(output)
-        return self._calls.call(
+        return self.calls.call(
             *("gather", [apart(x, out)], opts, [output], back), root=root, out=out
         )
 
@@ -293,11 +293,11 @@ class Collectives:
         output = one("scatter", outputs)
         out, back = target(output)
         x = None
-        if self._calls.comm.rank == opts.rootRank:
+        if self.calls.comm.rank == opts.rootRank:
             parts = given(inputs)
             self._check_list("scatter", "inputs", parts)
             x = apart(together(parts), out)
-        return self._calls.call(
+        return self.calls.call(
             *("scatter", [x], opts, [output], back), root=opts.rootRank, out=out
         )
 
@@ -312,7 +312,7 @@ class Collectives:
         """Send each rank a part of a tensor, in rows; without splits equal parts."""
         if type(opts) is not c10d.AllToAllOptions:
             opts = options(c10d.AllToAllOptions, opts, timeout=None)
-        calls = self._calls
+        calls = self.calls
         # Lists mostly; Megatron-core passes arrays of numpy, which have no truth.
         even = (output_splits is None or not len(output_splits)) and (
             input_splits is None or not len(input_splits)
@@ -325,7 +325,7 @@ class Collectives:
         if even:
             if not _separate(x, out) and x.data_ptr() != out.data_ptr():
                 x = apart(x, out)
-            return self._calls.run(
+            return self.calls.run(
                 "alltoall",
                 x,
                 opts,
@@ -333,7 +333,7 @@ class Collectives:
                 out=out,
                 back=back,
             )
-        return self._calls.call(
+        return self.calls.call(
             *("alltoallv", [apart(x, out)], opts, [output], back),
             send_counts=_elements("input", input_splits, input, x, size),
             recv_counts=_elements("output", output_splits, output, out, size),
@@ -351,7 +351,7 @@ class Collectives:
         self._check_list("alltoall", "inputs", inputs)
         out, back = split_back(outputs)
         x = apart(together(inputs), out)
-        return self._calls.call(
+        return self.calls.call(
             *("alltoallv", [x], opts, outputs, back),
             send_counts=_counts(inputs, x),
             recv_counts=_counts(outputs, out),
@@ -364,7 +364,7 @@ class Collectives:
         device = getattr(opts, "device", None)
         if device is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return self._calls.call("barrier", [], opts, [])
+        return self.calls.call("barrier", [], opts, [])
 
     def monitored_barrier(
         self, timeout: Any = None, wait_all_ranks: bool = False
@@ -373,7 +373,7 @@ class Collectives:
 
         ``dist.monitored_barrier`` does not come here: it asks for gloo by name.
         """
-        calls = self._calls
+        calls = self.calls
         with calls.raising():
             limit_s = limit_of(timeout, calls.comm.timeout_s)
             calls.monitored.run(limit_s, bool(wait_all_ranks))
@@ -382,11 +382,11 @@ class Collectives:
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
         """Begin to join the works of the calls that follow."""
-        self._calls.start_batch()
+        self.calls.start_batch()
 
     def _end_coalescing(self, device: torch.device | None = None) -> CommrtWork:
         """Return the one work of the calls since."""
-        return self._calls.end_batch()
+        return self.calls.end_batch()
 
     def start_coalescing(self, device: torch.device | None = None) -> None:
         """As Python asks, asked by C++."""
@@ -398,7 +398,7 @@ class Collectives:
 
     def _each(self, starts: Sequence[Any], opts: Any) -> Answer:
         """Start several calls; return one Work of all."""
-        calls, outer = self._calls, self._calls.batch
+        calls, outer = self.calls, self.calls.batch
         calls.start_batch()
         try:
             for start in starts:
@@ -417,14 +417,14 @@ class Collectives:
         outputs: Tensors,
         back: CopyBack | None,
     ) -> Answer:
-        comm = self._calls.comm
+        comm = self.calls.comm
         fits = out.numel() == x.numel() * comm.size
         if fits and not _separate(x, out):
             x = _unless_own_block(x, out, comm.rank, copied=x)
-        return self._calls.run("allgather", x, opts, outputs, out=out, back=back)
+        return self.calls.run("allgather", x, opts, outputs, out=out, back=back)
 
     def _check_list(self, what: str, argument: str, tensors: Sequence[Any]) -> None:
-        size = self._calls.comm.size
+        size = self.calls.comm.size
         if len(tensors) != size:
             raise wrong_call(
                 f"{what}: {argument} has {len(tensors)} tensors; expected one for each "

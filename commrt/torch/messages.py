@@ -26,12 +26,12 @@ _NAP_S = 2e-5
 class Messages:
     """The point-to-point methods of a process group."""
 
-    _calls: Calls
+    calls: Calls
 
     def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> CommrtWork | None:
         """Send a tensor to a rank of the group."""
         x = one("send", tensors)
-        calls = self._calls
+        calls = self.calls
         with calls.raising(), profiled("send"):
             request = calls.comm.send(
                 movable(x), dest=dst_rank, tag=tag, nonblocking=True
@@ -42,7 +42,7 @@ class Messages:
         """Receive a tensor from a rank of the group."""
         x = one("recv", tensors)
         out, back = target(x)
-        calls = self._calls
+        calls = self.calls
         with calls.raising(), profiled("recv"):
             request = calls.comm.recv(out, source=src_rank, tag=tag, nonblocking=True)
         return calls.end(request, False, [x], back)
@@ -51,7 +51,7 @@ class Messages:
         """Receive a tensor from whichever rank sends one."""
         x = one("recv_anysource", tensors)
         out, back = target(x)
-        calls = self._calls
+        calls = self.calls
         comm = calls.comm
 
         def receive(source: int) -> Any:

@@ -85,8 +85,8 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
         # With the store, as other groups have it, torch 2.13 fails.
         ProcessGroup.__init__(self, member.rank, member.size)
         self._joined = joined
-        self._comm, self._member = joined.comm, member
-        self._calls = joined.calls
+        self._comm, self.member = joined.comm, member
+        self.calls = joined.calls
         self._group_name = member.name
         self._group_desc = "undefined"
         self._splits = 0
@@ -137,7 +137,7 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
 
     def get_group_store(self) -> Any:
         """Return the store of this group."""
-        return self._member.store
+        return self.member.store
 
     def register_pre_hook(self, *args: Any) -> None:
         """Raise UsageError: torch's C++ runs hooks, and calls do not come by there."""
@@ -168,7 +168,7 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
         the default group is bound to, and torch binds none to a group of Python's.
         What is returned is not known to torch.distributed's functions with a root.
         """
-        given = self._member
+        given = self.member
         self._splits += 1
         ranks = list(new_ranks)
         if given.rank not in ranks:

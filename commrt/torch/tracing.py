@@ -40,14 +40,14 @@ def follow_group(group: CommrtProcessGroup) -> None:
 
 def _attach(to: Recorder, group: CommrtProcessGroup) -> Group:
     this = weakref.proxy(group)
-    member = group._member
+    member = group.member
     ranks = list(member.ranks) or list(range(member.size))
 
     def names() -> tuple[str, str, str]:
         desc = this.getGroupDesc()
         return this.getGroupName(), desc, _DIMENSIONS.get(desc, desc[_after(desc) :])
 
-    world = group._comm.world
+    world = group.communicator.world
     key = f"torch/{world.job}/{member.name}/{','.join(map(str, ranks))}"
     logged = to.group(
         Group(key, "torch", ranks, member.rank, world.job, world.size, names)
@@ -98,7 +98,7 @@ def _replace(
             *(name, getattr(type(group), name), group, look),
             reads=reads,
             watch=watch,
-            calls=group._calls,
+            calls=group.calls,
             asked=ASKED,
         ),
     )
@@ -165,7 +165,7 @@ def _kind(
 ) -> Kind:
     op, nbytes, dtype, out_nbytes, who, tag, stream = key
     assert group is not None
-    comm = group._comm
+    comm = group.communicator
     name = KNOWN.get(dtype, "uint8")
     is_message = op in ("send", "recv")
     if is_message:

@@ -67,7 +67,7 @@ def warm(rank: Rank, way: str) -> tuple[Communicator, BucketCopies]:
     assert [x.get().tolist() for x in arrays] == [[3.0] * 8] * 2
     told = comm.explain("allreduce", 64, device="cuda")
     assert str(told.choice.candidate).startswith(f"{way}/")
-    [lane] = comm.devices.buckets._lanes.values()
+    [lane] = comm.fusion.buckets.lanes.values()
     return comm, lane.copies
 
 

@@ -501,7 +501,7 @@ def test_calls_in_place_like_one_before_take_the_short_way() -> None:
                 request = rank.comm.allreduce(x, nonblocking=True)
                 request.wait()
             assert (
-                rank.comm.devices.buckets.again(
+                rank.comm.fusion.buckets.again(
                     "allreduce", (x,), {"nonblocking": True, "op": "max"}
                 )
                 is None
@@ -524,7 +524,7 @@ def test_memory_is_used_again(seed: int) -> None:
             commrt.wait_all(requests)
         for request in requests:
             request.synchronize()
-        [lane] = rank.comm.devices.buckets._lanes.values()
+        [lane] = rank.comm.fusion.buckets.lanes.values()
         assert lane.copies.blocks.nbytes == 1024
         assert rank.comm.devices.outstanding == 0
         assert len(lane.copies.events) <= 30 + 2  # the ends of all, and of one bucket
@@ -538,7 +538,7 @@ def test_memory_is_used_again(seed: int) -> None:
             with rank.comm.fused(nbytes=limit):
                 request = rank.comm.allreduce(x, nonblocking=True)
             request.synchronize()
-            [lane] = rank.comm.devices.buckets._lanes.values()
+            [lane] = rank.comm.fusion.buckets.lanes.values()
             nbytes.append(lane.copies.blocks.nbytes)
         assert nbytes == [1024, 4096, 4096, 64 << 20]
 

@@ -128,7 +128,7 @@ def test_arrays_stay_until_the_device_has_done_all() -> None:
         requests.clear()
         del request, x, y
         assert left_of(kept) == 2
-        assert comm.devices.buckets.outstanding == 1
+        assert comm.fusion.buckets.outstanding == 1
         rank.device.flag_store(gate, 1)
         rank.finish()
         assert left_of(kept) == 0
@@ -159,7 +159,7 @@ def test_communicators_give_everything_back() -> None:
         rank.stream.synchronize()
         rank.finish()
         comm.free()
-        [lane] = comm.devices.buckets._lanes.values()
+        [lane] = comm.fusion.buckets.lanes.values()
         assert len(lane.copies.events) == 0
         assert lane.copies.blocks.nbytes == 0
         assert request.synchronize() is x
@@ -407,14 +407,14 @@ def test_a_call_after_the_context_is_closed_has_no_bucket(
 
     def main(rank: Rank) -> None:
         x = ones(rank)
-        lane = DeviceBuckets._lane
+        lane = DeviceBuckets.lane_of
 
         def leaves(self: DeviceBuckets, device: Any) -> Any:
             commrt._native.close_fusion(rank.comm)
             return lane(self, device)
 
         with rank.comm.fused(), monkeypatch.context() as patch:
-            patch.setattr(DeviceBuckets, "_lane", leaves)
+            patch.setattr(DeviceBuckets, "lane_of", leaves)
             request = rank.comm.allreduce(x, nonblocking=True)
         assert not isinstance(request, FusedDeviceRequest)
         request.synchronize()

@@ -228,7 +228,7 @@ def test_a_forked_child_leaves_the_context_alone() -> None:
                         with pytest.raises(ClosedError, match="forked"):
                             ask()
                     assert not request.done
-                    comm._fused.__exit__(None, None, None)
+                    comm.fusion.context.__exit__(None, None, None)
                     del request
                     code = 0
                 finally:

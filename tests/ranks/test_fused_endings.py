@@ -160,7 +160,7 @@ def test_no_receive_is_left_where_ranks_disagree() -> None:
         with pytest.raises(MismatchError, match="rank 1 did not make the calls"):
             requests[1].wait()
         for comm in ranks.comms[:2]:
-            comm._fused.__exit__(None, None, None)
+            comm.fusion.context.__exit__(None, None, None)
 
 
 # -- buckets that are not sent ---------------------------------------------------------
@@ -174,7 +174,7 @@ def test_a_bucket_that_fails_while_giving_up_fails_hangs_nobody(
 
     def rank_main(comm: Any) -> list[str]:
         if comm.rank == 0:
-            comm._plan_bucket = lambda *args: broken(comm)
+            comm.fusion.plan_bucket = lambda *args: broken(comm)
             comm.give_up = lambda why: broken(comm)
         said = []
         for _ in range(2):
@@ -272,16 +272,16 @@ def test_a_request_that_the_list_loses_meanwhile_is_waited_for() -> None:
         with comm.fused(time_limit_s=60):
             requests = [comm.allreduce(one(), nonblocking=True) for _ in range(9)]
             others = requests[1:]
-            await_cut = comm._await_cut
+            await_cut = comm.fusion.await_cut
 
             def loses(call: int, seconds: float) -> None:
-                del comm._await_cut
+                del comm.fusion.await_cut
                 requests.clear()
                 # In the memory of what is gone.
                 others.append(comm.allreduce(one(), nonblocking=True))
                 await_cut(call, seconds)
 
-            comm._await_cut = loses
+            comm.fusion.await_cut = loses
             results = commrt.wait_all(requests)
         assert len(results) == 1
         return [each[0] for each in (*results, *commrt.wait_all(others))]
@@ -295,13 +295,13 @@ def test_what_test_raised_is_not_lost() -> None:
         comm = ranks.comms[0]
         with contextlib.suppress(RevokedError), comm.fused(time_limit_s=60):
             request = comm.allreduce(one(), nonblocking=True)
-            comm._await_cut = lambda call, seconds: comm.check_usable()
+            comm.fusion.await_cut = lambda call, seconds: comm.check_usable()
             comm.give_up("enough")
             with pytest.raises(RevokedError, match="enough"):
                 request.test()
             del request
             gc.collect()
-            del comm._await_cut
+            del comm.fusion.await_cut
         assert [str(each.message) for each in warned] == []
 
 

@@ -235,7 +235,7 @@ def test_memory_is_given_back_with_the_communicator() -> None:
         mine = entries(comm.rank, 0, 0.02)
         with comm.split(0) as other:
             other.sparse_allreduce((*mine, LENGTH))
-            arena = other._sparse.room._arena
+            arena = other.sparse.open(1).room._arena
             was_mapped = arena.users > 0
         comm.barrier()
         return [was_mapped, arena.users == 0]

@@ -32,7 +32,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-class FusedRequest:
+from commrt.vocabulary import request
+
+class FusedRequest(request.Request):
     """One call within comm.fused(); has the methods of Request."""
 
     @property
@@ -67,6 +69,8 @@ _PLAIN = (  # what nanobind writes, what a type checker should read
     (re.compile(r"\bCallable(?!\[)\b"), "Callable[[], Any]"),
     (re.compile(r"\btuple(?!\[)\b"), "tuple[Any, ...]"),
 )
+_REQUESTS = ("DeviceRequest", "Request")
+"""Types that ``commrt/request.py`` registers as requests, like ``FusedRequest``."""
 _PLAIN_TYPES = ("FusedRequest", "MessageMethod", "Operation")
 _DEFAULT = re.compile(r"\\(\d+)")
 
@@ -95,8 +99,9 @@ def _functions(module: ModuleType, decorator: str) -> Iterator[str]:
 
 
 def _class(name: str, cls: type) -> Iterator[str]:
-    bases = ", ".join(base.__name__ for base in cls.__bases__ if base is not object)
-    yield f"class {name}({bases}):\n" if bases else f"class {name}:\n"
+    bases = [base.__name__ for base in cls.__bases__ if base is not object]
+    bases += ["request.Request"] if name in _REQUESTS else []
+    yield f"class {name}({', '.join(bases)}):\n" if bases else f"class {name}:\n"
     if cls.__doc__:
         yield _indented(_docstring(cls.__doc__))
     for member, value in sorted(vars(cls).items()):

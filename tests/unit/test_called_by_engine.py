@@ -7,6 +7,7 @@ import pytest
 
 from commrt import _native, called_by_engine, errors
 from commrt.comm import Communicator
+from commrt.fusion.fused import Fusion
 
 
 def test_the_table_has_the_names_of_the_engine() -> None:
@@ -20,6 +21,11 @@ def test_each_place_of_the_table_is_there(name: str) -> None:
 
 def test_a_place_without_a_colon_part_is_the_module() -> None:
     assert called_by_engine.find("errors") is errors
+
+
+@pytest.mark.parametrize("name", _native.fusion_method_names())
+def test_the_service_of_buckets_has_what_the_engine_asks_it_for(name: str) -> None:
+    assert callable(getattr(Fusion, name))
 
 
 @pytest.mark.parametrize("name", _native.group_method_names())

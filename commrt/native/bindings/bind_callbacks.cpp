@@ -14,6 +14,8 @@ void bind_callbacks(nb::module_& m) {
         "Names that commrt/called_by_engine.py must have a place for.");
   m.def("group_method_names", &group_methods::names,
         "Names that a Communicator must have, as the engine asks it for them.");
+  m.def("fusion_method_names", &fusion_methods::names,
+        "Names that its service `fusion` must have, as the engine asks it for them.");
 }
 
 }  // namespace commrt

@@ -90,7 +90,8 @@ bool settle(FusedRequest* self, double seconds) {
     if (group.fusion != nullptr && !group.fusion->agrees()) {
       if (!group.fusion->cut(bucket.group)) throw nb::python_error();
     } else if (group.fusion != nullptr) {
-      bucket.group.attr(group_methods::kAwaitCut)(self->call, std::max(0.0, deadline - now_s()));
+      const nb::object service = bucket.group.attr(group_methods::kFusion);
+      service.attr(fusion_methods::kAwaitCut)(self->call, std::max(0.0, deadline - now_s()));
     }
     if (bucket_of(self).is_settled()) break;
     if (now_s() >= deadline) return false;

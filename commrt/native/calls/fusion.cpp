@@ -50,7 +50,8 @@ PlanPtr plan_of(Group& group, Bucket& bucket) {
   const int64_t count = bucket.parts->elems();
   const PlanKey key{count, PlanKey::pack(0, bucket.dtype, redop, kHost), 0};
   if (const PlanPtr* found = group.find_plan(key)) return *found;
-  nb::object made = bucket.group.attr(group_methods::kPlanBucket)(count, dtype, redop);
+  const nb::object service = bucket.group.attr(group_methods::kFusion);
+  nb::object made = service.attr(fusion_methods::kPlanBucket)(count, dtype, redop);
   if (!PyExceptionInstance_Check(made.ptr())) return nb::cast<PlanPtr>(made);
   bucket.fail(made);
   return nullptr;
@@ -226,7 +227,10 @@ void Fusion::set_due(double now) {
 }
 
 bool Fusion::ask(nb::handle group, const char* method) {
-  PyObject* const done = PyObject_CallMethod(group.ptr(), method, nullptr);
+  PyObject* const service = PyObject_GetAttrString(group.ptr(), group_methods::kFusion);
+  if (service == nullptr) return false;
+  PyObject* const done = PyObject_CallMethod(service, method, nullptr);
+  Py_DECREF(service);
   Py_XDECREF(done);
   return done != nullptr;
 }
@@ -257,10 +261,8 @@ bool look_at_timed(Engine& engine) {
     if (group->engine.get() != &engine) continue;
     if (!group->fusion->is_due(now)) continue;
     const nb::object object = nb::find(*group);
-    PyObject* const done = PyObject_CallMethod(object.ptr(), group_methods::kBucketFull, nullptr);
-    if (done != nullptr) {
-      Py_DECREF(done);
-    } else if (PyErr_ExceptionMatches(PyExc_Exception)) {
+    if (Fusion::ask(object, fusion_methods::kBucketFull)) continue;
+    if (PyErr_ExceptionMatches(PyExc_Exception)) {
       PyErr_Clear();  // the requests tell
     } else {
       return false;
@@ -278,14 +280,14 @@ bool look_at_timed(Engine& engine) {
 bool Fusion::fill(nb::handle group) {
   if (!agrees_) return send_before(num_calls_);
   full_nbytes_ = open_nbytes_ + most_nbytes_ / 8;
-  return ask(group, group_methods::kBucketFull);
+  return ask(group, fusion_methods::kBucketFull);
 }
 
 bool Fusion::cut(nb::handle group) {
   // What sends a bucket makes calls of its own, which are that bucket.
   if (is_sending_ && sender_ == std::this_thread::get_id()) return true;
   if (is_open() &&
-      !(agrees_ ? ask(group, group_methods::kCutBucket) : send_before(num_calls_))) {
+      !(agrees_ ? ask(group, fusion_methods::kCutBucket) : send_before(num_calls_))) {
     return false;
   }
   // What comes next must not overtake buckets that another thread is sending.

@@ -102,6 +102,8 @@ class Fusion {
   bool agrees() const { return agrees_; }
   bool is_open() const { return num_sent_ != num_calls_; }
   bool is_sending() const { return is_sending_; }
+  // Calls a method of the group's service, comm.fusion. False with Python's error set.
+  static bool ask(nb::handle group, const char* method);
   // Whether the time has come to look at the open buckets; says so again a limit later.
   bool is_due(double now);
   double due_s() const { return is_open() ? due_s_ : kNever; }
@@ -114,7 +116,6 @@ class Fusion {
   Bucket* bucket_for(nb::handle group, nb::handle away, const FusedCall& call);
   bool make_room(nb::handle group, uint64_t nbytes);
   bool count(nb::handle group, Bucket& bucket, const FusedCall& call);
-  bool ask(nb::handle group, const char* method);
   bool fill(nb::handle group);
   bool send_queued();
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Methods that the engine calls on the Python object of a group, a Communicator: one list.
+// Methods that the engine calls on the Python object of a group, a Communicator, and on the
+// service of it that sends buckets: one list for each.
 #pragma once
 
 #include <string>
@@ -19,18 +20,28 @@ inline constexpr char kCall[] = "_call";
 inline constexpr char kOperationError[] = "operation_error";
 inline constexpr char kTimedOut[] = "timed_out";
 inline constexpr char kWhoIsMissing[] = "who_is_missing";
-// Buckets of an open comm.fused().
-inline constexpr char kPlanBucket[] = "_plan_bucket";
-inline constexpr char kBucketFull[] = "_bucket_full";
-inline constexpr char kCutBucket[] = "_cut_bucket";
-inline constexpr char kAwaitCut[] = "_await_cut";
 // An attribute: what calls on device arrays ask.
 inline constexpr char kDevices[] = "devices";
+// An attribute: the service that has the methods of fusion_methods.
+inline constexpr char kFusion[] = "fusion";
 
 inline std::vector<std::string> names() {
   return {kCheckUsable, kCheckProcess, kCheckTimeout, kStreamOnHost, kCall,
-          kOperationError, kTimedOut, kWhoIsMissing, kPlanBucket, kBucketFull,
-          kCutBucket, kAwaitCut, kDevices};
+          kOperationError, kTimedOut, kWhoIsMissing, kDevices, kFusion};
 }
 
 }  // namespace commrt::group_methods
+
+// Of an open comm.fused(). None of them is on the way of a call that only goes into a bucket.
+namespace commrt::fusion_methods {
+
+inline constexpr char kPlanBucket[] = "plan_bucket";
+inline constexpr char kBucketFull[] = "bucket_full";
+inline constexpr char kCutBucket[] = "cut_bucket";
+inline constexpr char kAwaitCut[] = "await_cut";
+
+inline std::vector<std::string> names() {
+  return {kPlanBucket, kBucketFull, kCutBucket, kAwaitCut};
+}
+
+}  // namespace commrt::fusion_methods

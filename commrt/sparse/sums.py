@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sparse methods of a communicator: sparse_allreduce and topk_allreduce."""
+"""Sums of sparse vectors over the ranks of a communicator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commrt.arrays.host import HostView, empty_like_array, overlap, view_anywhere
+from commrt.calls.channel import Channel
+from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.host_work import (
     HostedCall,
     holds_device_arrays,
@@ -33,10 +35,7 @@ from commrt.sparse.topk import Largest, check_largest, topk_allreduce
 from commrt.sparse.vector import Given, SparseVector, parse, parts_on_device
 from commrt.vocabulary.checks import check_flag, check_timeout
 
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
-
-__all__ = ["SparseMethods"]
+__all__ = ["SparseSums"]
 
 _MAX_TAG = 2**31 - 1
 
@@ -45,7 +44,7 @@ _MAX_TAG = 2**31 - 1
 class _Sparse:
     """What a communicator keeps for its sparse operations."""
 
-    channel: Communicator
+    channel: Channel
     """Of the same ranks; nothing but sparse operations goes over it."""
     room: Room | None
     """Memory in which its ranks read each other's entries."""
@@ -55,15 +54,32 @@ class _Sparse:
     rules: dict[Any, tuple[Rule, ...]] = field(default_factory=dict)
 
 
-class SparseMethods(Group):
-    """The methods of a communicator that sum sparse vectors."""
+class SparseSums:
+    """Sums sparse vectors over the ranks of one group.
 
-    comparison: Comparison
-    _sparse: _Sparse | None = None
-    _sparse_report: SparseReport | None = None
-    _made_for: Callable[[], SparseMethods | None] = staticmethod(lambda: None)
-    """The communicator whose calls on device arrays go over this one."""
-    _private: Callable[[str, float], Communicator]
+    Args:
+        group: the ranks.
+        devices: brings arrays on devices to the host and back.
+        comparison: compares the calls of all ranks in check mode.
+        make_channel: returns a channel of the same ranks, given its purpose and the
+            limit of the wait in seconds; collective.
+    """
+
+    report: SparseReport | None = None
+    """What the operation that ended last did on this rank; None before."""
+
+    def __init__(
+        self,
+        group: Group,
+        devices: DeviceCollectives,
+        comparison: Comparison,
+        make_channel: Callable[[str, float], Channel],
+    ) -> None:
+        self._group, self._devices = group, devices
+        self._comparison, self._make_channel = comparison, make_channel
+        self._state: _Sparse | None = None
+        self.made_for: Callable[[], SparseSums | None] = lambda: None
+        """Returns the sums whose calls on device arrays run here, on the host."""
 
     def sparse_allreduce(
         self,
@@ -104,20 +120,26 @@ class SparseMethods(Group):
             MismatchError: the ranks called different things; on all of them.
         """
         what = "sparse_allreduce"
-        here = f"{what}, rank {self.rank}"
-        self.check_usable()
-        limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
+        here = f"{what}, rank {self._group.rank}"
+        self._group.check_usable()
+        limit = (
+            self._group.timeout_s
+            if timeout_s is None
+            else check_timeout(here, timeout_s)
+        )
         parts = parts_on_device(what, x)
         if parts is not None or holds_device_arrays(out):
             arrays = x if parts is None else parts[:2]
             refuse_host_arrays(f"{what}: x", arrays)
             refuse_host_arrays(f"{what}: out", out)
-            _, output = self._check_sparse(
+            _, output = self.check_sparse(
                 parts, result, out, algorithm, nonblocking, limit
             )
             hosted = _sum_on_host(output, algorithm, limit)
-            return run_hosted(self._whole, hosted, nonblocking=nonblocking)
-        header, output = self._check_sparse(
+            return run_hosted(
+                self._group, self._devices, hosted, nonblocking=nonblocking
+            )
+        header, output = self.check_sparse(
             x, result, out, algorithm, nonblocking, limit
         )
 
@@ -157,16 +179,22 @@ class SparseMethods(Group):
             timeout_s: limit of the wait, and of that of the first call.
         """
         what = "topk_allreduce"
-        here = f"{what}, rank {self.rank}"
-        self.check_usable()
-        limit = self.timeout_s if timeout_s is None else check_timeout(here, timeout_s)
+        here = f"{what}, rank {self._group.rank}"
+        self._group.check_usable()
+        limit = (
+            self._group.timeout_s
+            if timeout_s is None
+            else check_timeout(here, timeout_s)
+        )
         if holds_device_arrays(x, residual):
             refuse_host_arrays(f"{what}: x", x)
             refuse_host_arrays(f"{what}: residual", residual)
             hosted = self._largest_on_host(x, k, residual, nonblocking, limit)
-            return run_hosted(self._whole, hosted, nonblocking=nonblocking)
+            return run_hosted(
+                self._group, self._devices, hosted, nonblocking=nonblocking
+            )
 
-        header, mine = self._check_topk(x, k, residual, nonblocking, limit)
+        header, mine = self.check_topk(x, k, residual, nonblocking, limit)
 
         def steps(talk: Talk, title: str, report: SparseReport) -> Steps[Any]:
             return topk_allreduce(talk, title, header, mine, report)
@@ -174,30 +202,20 @@ class SparseMethods(Group):
         elements = mine.output.elements
         return self._start(what, header, elements, steps, nonblocking, limit)
 
-    @property
-    def sparse_report(self) -> SparseReport | None:
-        """What the sparse operation that ended last did on this rank; None before."""
-        return self._sparse_report
-
     def _note(self, report: SparseReport) -> None:
-        """Keep what an operation did; one for device arrays is their communicator's."""
-        self._sparse_report = report
-        of = self._made_for()
-        if of is not None:
-            of._sparse_report = report
-
-    @property
-    def _whole(self) -> Any:
-        """The communicator that this is a part of."""
-        return self
+        """Keep the report, here and for the sums that this call was made for."""
+        self.report = report
+        outer = self.made_for()
+        if outer is not None:
+            outer.report = report
 
     # -- checking ----------------------------------------------------------------
 
     @cached_property
-    def _sparse_pool(self) -> Pool:
+    def _pool(self) -> Pool:
         return Pool()
 
-    def _check_sparse(
+    def check_sparse(
         self,
         x: Any,
         result: Any,
@@ -208,11 +226,11 @@ class SparseMethods(Group):
     ) -> tuple[Header, Output]:
         """Return a sparse_allreduce's arguments; an error says what is wrong."""
         what = "sparse_allreduce"
-        here = f"{what}, rank {self.rank}"
+        here = f"{what}, rank {self._group.rank}"
 
         def check() -> tuple[Header, Output]:
             check_flag(here, "nonblocking", nonblocking)
-            pool, in_order = self._sparse_pool, self.deterministic
+            pool, in_order = self._pool, self._group.deterministic
             output = _output(here, x, result, out, pool, in_order)
             self._check_algorithm(here, algorithm)
             if algorithm == "split_dense" and output.format == "sparse":
@@ -229,25 +247,25 @@ class SparseMethods(Group):
                     )
             return self._header(what, output.given, output.format, algorithm), output
 
-        return self.comparison.together(
+        return self._comparison.together(
             what, check, timeout_s=limit, describe=_described
         )
 
-    def _check_topk(
+    def check_topk(
         self, x: Any, k: Any, residual: Any, nonblocking: Any, limit: float
     ) -> tuple[Header, Largest]:
         """Return a topk_allreduce's arguments; an error says what is wrong."""
         what = "topk_allreduce"
-        here = f"{what}, rank {self.rank}"
+        here = f"{what}, rank {self._group.rank}"
 
         def check() -> tuple[Header, Largest]:
             check_flag(here, "nonblocking", nonblocking)
-            pool, in_order = self._sparse_pool, self.deterministic
+            pool, in_order = self._pool, self._group.deterministic
             mine = Largest.of(here, x, k, residual, pool, in_order)
             header = self._header(what, mine.output.given, "sparse", None)
             return replace(header, k=mine.k), mine
 
-        return self.comparison.together(
+        return self._comparison.together(
             what, check, timeout_s=limit, describe=_described
         )
 
@@ -256,7 +274,7 @@ class SparseMethods(Group):
     ) -> HostedCall:
         """Return a topk_allreduce of device arrays; an error says what is wrong."""
         what = "topk_allreduce"
-        here = f"{what}, rank {self.rank}"
+        here = f"{what}, rank {self._group.rank}"
 
         def check() -> tuple[HostView, HostView | None, int]:
             check_flag(here, "nonblocking", nonblocking)
@@ -266,7 +284,7 @@ class SparseMethods(Group):
             array, _, number = found
             return _facts(array.dtype.name, "sparse", None, number)
 
-        array, owed, number = self.comparison.together(
+        array, owed, number = self._comparison.together(
             what, check, timeout_s=limit, describe=say
         )
 
@@ -286,13 +304,13 @@ class SparseMethods(Group):
 
     # -- starting ----------------------------------------------------------------
 
-    def _open_sparse(self, timeout_s: float) -> _Sparse:
+    def open(self, timeout_s: float) -> _Sparse:
         """Return what sparse operations use; the ranks make it together."""
-        state = self._sparse
+        state = self._state
         if state is None:
-            channel = self._private("sparse", timeout_s)
+            channel = self._make_channel("sparse", timeout_s)
             room = make_room(channel, timeout_s)
-            state = self._sparse = _Sparse(channel, room)
+            state = self._state = _Sparse(channel, room)
         return state
 
     def _start(
@@ -304,7 +322,7 @@ class SparseMethods(Group):
         nonblocking: bool,
         limit: float,
     ) -> Any:
-        state = self._open_sparse(limit)
+        state = self.open(limit)
         state.channel.check_usable()
         seq = state.seq
         state.seq += 1
@@ -320,7 +338,7 @@ class SparseMethods(Group):
             state.rules,
         )
         report = SparseReport(what)
-        title = f"{what} #{seq} on {self.name}"
+        title = f"{what} #{seq} on {self._group.name}"
 
         def ended(error: BaseException | None) -> None:
             state.pending.discard(seq)
@@ -331,7 +349,7 @@ class SparseMethods(Group):
 
         request = SteppedRequest(
             steps(talk, title, report),
-            f"{title}, rank {self.rank}",
+            f"{title}, rank {self._group.rank}",
             what,
             limit,
             ended,
@@ -341,7 +359,7 @@ class SparseMethods(Group):
     def _header(
         self, what: str, given: Given, form: str, algorithm: str | None
     ) -> Header:
-        seq = 0 if self._sparse is None else self._sparse.seq
+        seq = 0 if self._state is None else self._state.seq
         return Header(
             what,
             given.dtype.name,
@@ -362,28 +380,31 @@ class SparseMethods(Group):
                 f"{what}: unknown algorithm={algorithm!r}"
                 f"{suggest(algorithm, ALGORITHMS)}"
             )
-        if algorithm == "two_level_ring" and (why := why_not_two_level(self.nodes)):
+        if algorithm == "two_level_ring" and (
+            why := why_not_two_level(self._group.nodes)
+        ):
             raise UsageError(f"{what}: algorithm='two_level_ring' cannot run: {why}")
 
     # -- ending ------------------------------------------------------------------
 
-    def _free_sparse(self) -> None:
+    def free(self) -> None:
         """Free what sparse operations use; UsageError while one has not ended."""
-        state = self._sparse
+        state = self._state
         if state is None:
             return
         if state.pending and not state.channel.failure:
             raise UsageError(
-                f"{self.name} cannot be freed: {len(state.pending)} sparse operations "
-                f"have not ended; wait() for their requests first"
+                f"{self._group.name} cannot be freed: {len(state.pending)} sparse "
+                f"operations have not ended; wait() for their requests first"
             )
         state.channel.free()
         if state.room is not None and not state.channel.failure:
             state.room.close()
 
-    def _give_up_sparse(self, why: str) -> None:
-        if self._sparse is not None:
-            self._sparse.channel.set_failure(why)
+    def give_up(self, why: str) -> None:
+        """End the waits of other ranks for this one."""
+        if self._state is not None:
+            self._state.channel.set_failure(why)
 
 
 def _on_device(found: Any, put: Callable[[Any], Any]) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a communicator does with ``compress=``, of a call or of a table's rule."""
+"""Compressed calls of a communicator, by ``compress=`` or by a rule of a table."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from commrt.arrays.residual import check_residual
 from commrt.calls.arguments import Bound, Call
-from commrt.calls.check_mode import Checker
-from commrt.calls.selection import Selection
+from commrt.calls.channel import Channel
 from commrt.compression.exchange import Exchange
 from commrt.compression.turns import Place, Turn
 from commrt.errors import BufferError_, MismatchError, UsageError
 from commrt.group.stepped import SteppedRequest
-from commrt.select.policy import Explanation
+from commrt.select.facts import Candidate, Query
+from commrt.select.policy import Explanation, Policy
 from commrt.sparse.memory import Pool
-from commrt.sparse.methods import SparseMethods
 from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 from commrt.vocabulary.operations import operation
 from commrt.vocabulary.reductions import Reduction
@@ -34,11 +33,25 @@ from commrt.vocabulary.wire_formats import (
     wire_format,
 )
 
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
-    from commrt.select.facts import Query
+__all__ = ["CompressedCall", "Compression"]
 
-__all__ = ["CompressedCall", "Compressing"]
+
+class Chooser(Protocol):
+    """Says what a call would run."""
+
+    @property
+    def policy(self) -> Policy:
+        """Tables, and what is asked for beforehand."""
+        ...
+
+    @property
+    def explain(self) -> Callable[..., Explanation]:
+        """A method that returns what a call would run, and why."""
+        ...
+
+    def asked(self, call: Call, bound: Bound) -> tuple[Query, Candidate]:
+        """Return a call as a question, and the policy's answer to it."""
+        ...
 
 
 class _Request(SteppedRequest):
@@ -57,8 +70,8 @@ class _Channels:
     Two communicators of the same ranks, as each has an order of its own.
     """
 
-    shares: Communicator
-    sums: Communicator
+    shares: Channel
+    sums: Channel
     alone: bool
     """Whether there is one rank, and both are the communicator itself."""
     seq: int = 0
@@ -79,18 +92,18 @@ class _Channels:
 class CompressedCall:
     """A compressed operation bound to its arrays; call it, or start() it."""
 
-    comm: Compressing
+    compression: Compression
     call: Call
     bound: Bound
     wire: WireFormat
 
     def __call__(self) -> Any:
         """Run the operation and return its output."""
-        return self.comm._start_compressed(self.call, self.bound, self.wire).wait()
+        return self.compression.start(self.call, self.bound, self.wire).wait()
 
     def start(self) -> SteppedRequest:
         """Start the operation and return its request; wait before starting again."""
-        return self.comm._start_compressed(self.call, self.bound, self.wire)
+        return self.compression.start(self.call, self.bound, self.wire)
 
     @property
     def operation(self) -> str:
@@ -106,13 +119,25 @@ class CompressedCall:
         return f"<commrt.CompressedCall {self.operation} by {self.label}>"
 
 
-class Compressing(SparseMethods):
-    """The part of a communicator that compresses."""
+class Compression:
+    """Compresses calls of one channel.
 
-    selection: Selection
+    Args:
+        channel: the ranks.
+        choices: says what a call would run, and by which rules.
+        make_channel: returns another channel of the same ranks, given its purpose and
+            the limit of the wait in seconds; collective.
+    """
 
-    checker: Checker | None
-    _compressed: _Channels | None = None
+    def __init__(
+        self,
+        channel: Channel,
+        choices: Chooser,
+        make_channel: Callable[[str, float], Channel],
+    ) -> None:
+        self._channel, self._choices = channel, choices
+        self._make_channel = make_channel
+        self._channels: _Channels | None = None
 
     # -- whether -----------------------------------------------------------------
 
@@ -149,17 +174,18 @@ class Compressing(SparseMethods):
     def _asked_by_rule(self, call: Call, bound: Bound) -> str | None:
         """Return what a table's rule, or what names a candidate, asks for."""
         named = COMPRESS in (call.algorithm or "") or COMPRESS in (call.params or {})
-        if self.deterministic or not (named or self._rules_may_compress):
+        if self._channel.deterministic or not (named or self.rules_may_compress):
             return None
-        _, candidate = self.selection.asked(call, bound)
+        _, candidate = self._choices.asked(call, bound)
         if COMPRESS not in candidate.params:
             return None
         found = check_compress(candidate.params[COMPRESS])
         return None if found == EXACT else found
 
     @cached_property
-    def _rules_may_compress(self) -> bool:
-        policy = self.selection.policy
+    def rules_may_compress(self) -> bool:
+        """Whether a rule, or what is asked for beforehand, names a wire format."""
+        policy = self._choices.policy
         rules = () if policy.table is None else policy.table.rules
         asked = [wish for wishes in policy.wishes for wish in wishes]
         params = [wish.params for wish in asked] + [rule.use.params for rule in rules]
@@ -178,12 +204,13 @@ class Compressing(SparseMethods):
         algorithm: str | None = None,
         params: Mapping[str, int | str] | None = None,
     ) -> Explanation:
-        """Return what a call would run, why, and what was rejected; print it.
+        """Return what a call would run, why, and what was rejected; print the result.
 
-        ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``), and
-        ``backend``, ``algorithm`` and ``params`` what the call itself asks for.
+        ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``);
+        ``device`` is ``cuda`` for arrays on devices. ``backend``, ``algorithm`` and
+        ``params`` are those that the call itself asks for.
         """
-        found = self.selection.explain(
+        found = self._choices.explain(
             coll,
             nbytes,
             dtype=dtype,
@@ -199,19 +226,17 @@ class Compressing(SparseMethods):
             return found
         reason = self._why_rule_is_not_followed(found.query, isinstance(op, Reduction))
         if reason is None:
-            said = (
-                f"compressed: {wanted} by alltoall"
-                f"{' and allgather' if coll == 'allreduce' else ''}, so not exact"
-            )
+            more = " and allgather" if found.query.coll == "allreduce" else ""
+            said = f"compressed: {wanted} by alltoall{more}, so not exact"
         else:
             said = f"not compressed, as {reason}"
         choice = replace(found.choice, reason=f"{found.choice.reason}; {said}")
         return replace(found, choice=choice)
 
     def _why_rule_is_not_followed(self, query: Query, users: bool) -> str | None:
-        if self.deterministic:
+        if self._channel.deterministic:
             return "deterministic=True leaves out what a table asks for"
-        if self.size == 1:
+        if self._channel.size == 1:
             return "there is one rank"
         reduces = operation(query.coll).reduces
         op = ReduceOp.SUM
@@ -221,7 +246,7 @@ class Compressing(SparseMethods):
 
     # -- running -----------------------------------------------------------------
 
-    def _bound_compressed(self, call: Call, bound: Bound) -> CompressedCall | None:
+    def bound(self, call: Call, bound: Bound) -> CompressedCall | None:
         """Return the call, checked; None where it is not compressed.
 
         In check mode all ranks are compared here.
@@ -234,30 +259,31 @@ class Compressing(SparseMethods):
         if call.residual is not None:
             check_residual(what, bound.x, call.residual, bound.out)
         call = replace(call, compress=wire.name)
-        if self.checker is not None:
-            self.checker.check(call, bound)
+        if self._channel.checker is not None:
+            self._channel.checker.check(call, bound)
         return CompressedCall(self, call, bound, wire)
 
-    def _open_compression(self, timeout_s: float) -> _Channels:
+    def open(self, timeout_s: float) -> _Channels:
         """Return what compressed operations use; the ranks make it together."""
-        channels = self._compressed
+        channels = self._channels
         if channels is None:
-            one: Any = self
-            alone = self.size == 1
+            one, make = self._channel, self._make_channel
+            alone = one.size == 1
             names = ("compress.shares", "compress.sums")
-            pair = [one if alone else one._private(n, timeout_s) for n in names]
-            channels = self._compressed = _Channels(pair[0], pair[1], alone)
+            pair = [one if alone else make(name, timeout_s) for name in names]
+            channels = self._channels = _Channels(pair[0], pair[1], alone)
         return channels
 
-    def _start_compressed(
-        self, call: Call, bound: Bound, wire: WireFormat
-    ) -> SteppedRequest:
-        self.check_usable()
-        limit = self.timeout_s if call.timeout_s is None else call.timeout_s
-        channels = self._open_compression(limit)
+    def start(self, call: Call, bound: Bound, wire: WireFormat) -> SteppedRequest:
+        """Start a compressed call; return its request."""
+        self._channel.check_usable()
+        limit = self._channel.timeout_s if call.timeout_s is None else call.timeout_s
+        channels = self.open(limit)
         channels.shares.check_usable()
         seq = channels.seq
-        title = f"{call.spec.name} #{seq} (compress={wire.name!r}) on {self.name}"
+        title = (
+            f"{call.spec.name} #{seq} (compress={wire.name!r}) on {self._channel.name}"
+        )
         residual = None
         if call.residual is not None:
             assert bound.x is not None
@@ -287,7 +313,11 @@ class Compressing(SparseMethods):
                 channels.fail(f"{title}: {error}")
 
         request = _Request(
-            exchange.steps(), f"{title}, rank {self.rank}", call.spec.name, limit, ended
+            exchange.steps(),
+            f"{title}, rank {self._channel.rank}",
+            call.spec.name,
+            limit,
+            ended,
         )
         if call.spec.reduces:  # the others have one exchange only
             channels.place, channels.latest = place, weakref.ref(request)
@@ -299,20 +329,21 @@ class Compressing(SparseMethods):
 
     # -- ending ------------------------------------------------------------------
 
-    def _free_compression(self) -> None:
+    def free(self) -> None:
         """Free what compressed operations use; UsageError while one has not ended."""
-        channels = self._compressed
+        channels = self._channels
         if channels is None:
             return
         if channels.pending and not channels.shares.failure:
             raise UsageError(
-                f"{self.name} cannot be freed: {len(channels.pending)} compressed "
-                f"operations have not ended; wait() for their requests first"
+                f"{self._channel.name} cannot be freed: {len(channels.pending)} "
+                f"compressed operations have not ended; wait() for their requests first"
             )
         if not channels.alone:
             channels.shares.free()
             channels.sums.free()
 
-    def _give_up_compression(self, why: str) -> None:
-        if self._compressed is not None:
-            self._compressed.fail(why)
+    def give_up(self, why: str) -> None:
+        """End the waits of other ranks for this one."""
+        if self._channels is not None:
+            self._channels.fail(why)

@@ -85,8 +85,10 @@ class AttachedIpc(Attached):
         That is so where ranks share a device and no library serves devices here: each
         rank reads what it wants where it lies, and nothing goes to the host and back.
         """
+        if query.device != "cuda":
+            return None
         facts = self.facts
-        if query.device != "cuda" or not facts.shares_device:
+        if not facts.shares_device:
             return None
         if self._has_library or why_refused(facts, query) is not None:
             return None

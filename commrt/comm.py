@@ -47,7 +47,7 @@ from commrt.trace.methods import follow_communicator
 from commrt.trace.nvtx import plans_with_ranges, ranges_around
 from commrt.vocabulary.checks import as_integer, check_timeout
 from commrt.vocabulary.dtypes import engine_factor
-from commrt.vocabulary.operations import OPERATIONS, operation
+from commrt.vocabulary.operations import OPERATIONS, names_of, operation
 from commrt.vocabulary.reductions import BoundReduction
 
 if TYPE_CHECKING:
@@ -613,6 +613,6 @@ _KINDS = Kinds(Communicator, CartCommunicator, GraphCommunicator)
 
 for _spec in OPERATIONS:
     setattr(Communicator, _spec.name, method_of(_spec))
-for _kind, _name in enumerate(("send", "recv", "sendrecv", "multi_sendrecv")):
+for _kind, _name in enumerate(names_of("message")):
     _method = _native.make_message_method(_name, _kind, getattr(Communicator, _name))
     setattr(Communicator, _name, _method)

@@ -32,6 +32,7 @@ from commrt.fusion.device_requests import FusedDeviceRequest, SentBucket
 from commrt.fusion.left_buckets import LeftBuckets
 from commrt.group.deferred_release import StagedWork
 from commrt.vocabulary.dtypes import DType, ReduceOp, reduce_op
+from commrt.vocabulary.operations import FUSED
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
@@ -88,7 +89,7 @@ class DeviceBuckets:
         comm = self._comm
         op = kwargs.get("op", "sum")
         if (
-            name != "allreduce"
+            name not in FUSED
             or not self._known
             or comm._fused is None
             or len(args) != 1

@@ -117,7 +117,7 @@ def why_not(query: Query) -> str | None:
     """Return why gloo's own collective would not keep commrt's rules."""
     if query.coll not in _OPTIONS:
         return f"gloo has no {query.coll}"
-    if query.nbytes == 0 and query.coll not in ("barrier", "alltoallv"):
+    if query.nbytes == 0 and operation(query.coll).rule_bytes not in ("none", "any"):
         return "there is nothing to move"
     if query.op is None:
         return None
@@ -147,13 +147,12 @@ def _keeps(dtype: DType, reduction: ReduceOp) -> bool:
 
 
 _COMPARING = Candidate("gloo", COMPARED.algorithm)
-_NEVER_COMPARED = ("barrier", "alltoallv")
-"""A barrier has nothing to compare, and what pairs of ranks exchange may differ."""
 
 
 def _agreement(comm: Any, spec: PlanSpec) -> Any:
     """Return the plan by which the ranks compare what they have called, or None."""
-    if spec.op.name in _NEVER_COMPARED:
+    # A barrier has nothing to compare, and what pairs of ranks exchange may differ.
+    if spec.op.rule_bytes in ("none", "any"):
         return None
     return schedule_plan(
         comm,
@@ -205,24 +204,24 @@ def _call(group: Any, spec: PlanSpec, rank: int, size: int) -> tuple[Any, Argume
         return torch.frombuffer(memory, dtype=as_type)
 
     options = _options(spec)
-    if coll == "barrier":
+    if spec.op.is_empty:
         return group.barrier, lambda x, out: (options,)
-    if coll in ("allreduce", "bcast", "reduce"):
+    if spec.op.rule_bytes == "whole" and spec.op.out_count == "same":
         count = max(sent, received)
         methods = {"allreduce": group.allreduce, "bcast": group.broadcast}
         method = methods.get(coll, group.reduce)
         return method, lambda x, out: ([at(out, count)], options)
-    if coll == "allgather":
+    if spec.op.out_count == "times_size" and not spec.op.has_root:
         return group._allgather_base, lambda x, out: (
             *(at(out, received), at(x, sent)),
             options,
         )
-    if coll == "reduce_scatter":
+    if spec.op.out_count == "div_size" and spec.op.reduces:
         return group._reduce_scatter_base, lambda x, out: (
             *(at(out, received), at(x, sent)),
             options,
         )
-    if coll == "scatter":
+    if spec.op.out_count == "div_size":
         return group.scatter, lambda x, out: (
             [at(out, received)],
             [[*at(x, sent).chunk(size)]] if rank == root else [],
@@ -230,7 +229,7 @@ def _call(group: Any, spec: PlanSpec, rank: int, size: int) -> tuple[Any, Argume
         )
     splits = [[n * per_element for n in counts] for counts in spec.counts]
     sends, receives = (splits[0], splits[-1]) if splits else ([], [])
-    if coll == "gather":  # what torch calls so copies once more
+    if spec.op.out_count == "times_size":  # what torch calls so copies once more
         sends = [sent if peer == root else 0 for peer in range(size)]
         receives = [sent if rank == root else 0] * size
     return group.alltoall_base, lambda x, out: (
@@ -265,7 +264,7 @@ def _options(spec: PlanSpec) -> Any:
         same = {"PROD": "PRODUCT", "AVG": "SUM"}
         name = spec.reduction.name
         made.reduceOp = getattr(TorchReduceOp, same.get(name, name))
-    if spec.op.has_root and spec.op.name != "gather":
+    if spec.op.has_root and spec.op.out_count != "times_size":
         made.rootRank = spec.root
     made.timeout = _FOREVER
     return made

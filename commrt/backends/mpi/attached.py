@@ -99,13 +99,13 @@ class MpiCalls:
     ) -> _native.MpiDevicePlan:
         """Return the plan of a call on device arrays that is a collective of MPI's."""
         item = bound.dtype.itemsize
-        sends_out = call.spec.name == "bcast"
+        sends_out = call.spec.input_on == "root" and call.spec.in_place
         is_read = not sends_out or call.root == self._comm.rank
         return _native.mpi_device_plan(
             runs,
             in_nbytes=bound.in_elements * item if is_read else 0,
             out_nbytes=bound.out_elements * item,
-            in_place=call.spec.in_place and not call.spec.name.startswith("alltoall"),
+            in_place=call.spec.in_place and not call.spec.by_pair,
             sends_out=sends_out and is_read,
         )
 

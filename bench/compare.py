@@ -51,6 +51,7 @@ _BY_GLOO = (
     *("allgatherv", "alltoallv", "gatherv", "scatterv"),
 )
 _LACKS: dict[str, Collection[str]] = {
+    "mpi4py": {each.name for each in MEASURED if not each.mpi},
     "gloo": {*(each.name for each in MEASURED)} - {*_BY_GLOO},
     "torch_nccl": {*(each.name for each in MEASURED)} - {*_BY_NCCL},
     "cupyx": {*(each.name for each in MEASURED)} - {*_BY_NCCL, "gather", "scatter"},

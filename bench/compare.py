@@ -46,8 +46,13 @@ SCHEMA = "commrt-compare/1"
 # torch has these in place only; it is compared in its own best form.
 _TORCH_IN_PLACE = ("allreduce", "reduce")
 _BY_NCCL = ("allreduce", "reduce", "bcast", "allgather", "reduce_scatter", "alltoall")
+_BY_GLOO = (
+    *(*_BY_NCCL, "gather", "scatter", "barrier"),
+    *("allgatherv", "alltoallv", "gatherv", "scatterv"),
+)
 _LACKS: dict[str, Collection[str]] = {
-    "gloo": ("scan", "exscan", "reduce_scatterv", MULTI.name),
+    "mpi4py": {each.name for each in MEASURED if not each.mpi},
+    "gloo": {*(each.name for each in MEASURED)} - {*_BY_GLOO},
     "torch_nccl": {*(each.name for each in MEASURED)} - {*_BY_NCCL},
     "cupyx": {*(each.name for each in MEASURED)} - {*_BY_NCCL, "gather", "scatter"},
     "nccl": {*(each.name for each in MEASURED)} - {*_BY_NCCL, "gather", "scatter"},

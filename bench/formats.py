@@ -69,7 +69,7 @@ def osu_text(
         for line in _osu_header(coll, mode, dtype)
     ]
     lines = ["", *header]
-    sized = coll != "barrier" or mode in _POINT_TO_POINT
+    sized = mode in _POINT_TO_POINT or not bench_operation(coll).is_empty
     columns = _osu_columns(mode, full)
     names = [name for name, _ in columns]
     if sized:
@@ -192,12 +192,7 @@ def submit_line(row: Row) -> str:
 
 def bus_factor(coll: str, ranks: int) -> float:
     """Return bus bandwidth over algorithm bandwidth, as nccl-tests defines it."""
-    coll = bench_operation(coll).vector_of or coll
-    if coll == "allreduce":
-        return 2 * (ranks - 1) / ranks
-    if coll in ("allgather", "reduce_scatter", "alltoall", "gather", "scatter"):
-        return (ranks - 1) / ranks
-    return 1.0
+    return bench_operation(coll).wire_share(ranks)
 
 
 def _total_bytes(spec: OpSpec, nbytes: int, ranks: int) -> int:
@@ -263,7 +258,7 @@ def nccl_text(
     for nbytes in sorted({*out_of_place, *in_place}):
         total = _total_bytes(spec, nbytes, ranks)
         # Per rank, as in NCCL's calls.
-        shares = ranks if coll == "reduce_scatter" else 1
+        shares = ranks if spec.out_count == "div_size" and spec.reduces else 1
         count = nbytes // itemsize // shares
         text = (
             f"{total:12d}  {count:12d}  "

@@ -115,7 +115,7 @@ def make_job(coll: str, sizes: list[int], **settings: Any) -> dict[str, Any]:
     """Return a job for ``timing_loop.run_job``; settings replace the defaults."""
     job: dict[str, Any] = {
         "spec": asdict(bench_operation(coll)),
-        "sizes": [0] if coll == "barrier" else sizes,
+        "sizes": [0] if bench_operation(coll).is_empty else sizes,
         "dtype": "float32",
         "root": 0,
         "in_place": False,

@@ -19,10 +19,10 @@ from commrt.bench.timing_loop import (
     Call,
     Memory,
     Peer,
-    expected_chunk,
     median_interval,
     memory_of,
     numpy_dtype,
+    pattern,
     worst_over_ranks,
 )
 
@@ -132,7 +132,7 @@ def _check(
 
 def _known(rank: int, x: Array) -> Array:
     """Return what ``rank`` sends: different on each of the two."""
-    known = expected_chunk("bcast", rank, 2, rank, x.size, 0, x.size)
+    known = pattern(rank, 0, x.size)
     return known.astype(x.dtype)
 
 

@@ -40,7 +40,7 @@ from commrt.bench.timing_loop import numpy_dtype
 from commrt.errors import UsageError
 from commrt.job.slot_window import window_nbytes
 from commrt.select.facts import Candidate
-from commrt.vocabulary.operations import OPERATIONS, operation
+from commrt.vocabulary.operations import OPERATIONS, OpSpec, operation
 
 __all__ = ["main", "measure"]
 
@@ -48,7 +48,7 @@ _WHAT = ("counts", "types", "slots", "order", "algorithms")
 _SCHEMA = "commrt-price/1"
 _BESIDE = " beside "
 _VECTOR_FORM = {str(spec.vector_of): spec for spec in OPERATIONS if spec.vector_of}
-_MEASURED = tuple(s.name for s in OPERATIONS if not s.vector_of and s.name != "barrier")
+_MEASURED = tuple(s.name for s in OPERATIONS if not s.vector_of and not s.is_empty)
 Call = Callable[[], Any]
 Row = dict[str, Any]
 
@@ -122,9 +122,16 @@ def _plan(comm: Any, coll: str, dtype: str, nbytes: int, **more: Any) -> Call:
     return _plan_on(comm, coll, x, out, **more)
 
 
+def _is_broadcast(spec: OpSpec) -> bool:
+    """Return whether every rank passes the one array that the root's is copied to."""
+    return spec.input_on == "root" and spec.in_place
+
+
 def _plan_on(comm: Any, coll: str, x: Any, out: Any, **more: Any) -> Call:
     plan: Callable[..., Call] = getattr(comm.plan, coll)
-    return plan(x, **more) if coll == "bcast" else plan(x, out=out, **more)
+    return (
+        plan(x, **more) if _is_broadcast(operation(coll)) else plan(x, out=out, **more)
+    )
 
 
 def _with_and_without_counts(
@@ -150,10 +157,12 @@ def _arrays(
 ) -> tuple[Any | None, Any | None]:
     """Return this rank's x and out, where a rank's block has so many elements."""
     is_root = comm.rank == 0
-    parts = comm.size if coll in ("alltoall", "scatter", "reduce_scatter") else 1
-    x = np.ones(block * parts, kind) if coll != "scatter" or is_root else None
-    parts = comm.size if coll in ("alltoall", "allgather", "gather") else 1
-    has_out = is_root or operation(coll).output_on != "root"
+    spec = operation(coll)
+    parts = comm.size if spec.by_pair or spec.out_count == "div_size" else 1
+    has_x = is_root or spec.input_on == "all" or _is_broadcast(spec)
+    x = np.ones(block * parts, kind) if has_x else None
+    parts = comm.size if spec.by_pair or spec.out_count == "times_size" else 1
+    has_out = is_root or spec.output_on != "root"
     return x, np.zeros(block * parts, kind) if has_out else None
 
 

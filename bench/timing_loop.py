@@ -66,6 +66,7 @@ __all__ = [
     "median_interval",
     "memory_of",
     "numpy_dtype",
+    "pattern",
     "pin_rank",
     "probe_link",
     "rank_and_size",
@@ -260,7 +261,7 @@ def element_counts(
     return count, count
 
 
-def _pattern(rank: int, low: int, high: int) -> npt.NDArray[np.int64]:
+def pattern(rank: int, low: int, high: int) -> npt.NDArray[np.int64]:
     """Return elements [low, high) of a rank's input: small, different on each rank."""
     index = np.arange(low, high, dtype=np.int64)
     result: npt.NDArray[np.int64] = index % 7 + (rank + 1)
@@ -268,23 +269,39 @@ def _pattern(rank: int, low: int, high: int) -> npt.NDArray[np.int64]:
 
 
 def expected_chunk(
-    coll: str, rank: int, size: int, root: int, x_elements: int, low: int, high: int
+    spec: Mapping[str, Any],
+    rank: int,
+    size: int,
+    root: int,
+    x_elements: int,
+    low: int,
+    high: int,
 ) -> npt.NDArray[np.int64]:
-    """Return elements [low, high) of what ``coll`` must leave on ``rank``."""
+    """Return elements [low, high) of what an operation must leave on ``rank``.
+
+    Args:
+        spec: the operation's row as data; of a vector operation with equal blocks.
+        rank: whose output.
+        size: number of ranks.
+        root: the root, where there is one.
+        x_elements: elements of this rank's x.
+        low: the first element.
+        high: the one after the last.
+    """
     index = np.arange(low, high, dtype=np.int64)
-    if coll in ("allreduce", "reduce", "reduce_scatter", "scan", "exscan"):
-        offset = rank * (x_elements // size) if coll == "reduce_scatter" else 0
-        ranks = {"scan": rank + 1, "exscan": rank}.get(coll, size)
-        result: npt.NDArray[np.int64] = ranks * ((index + offset) % 7)
-        return result + ranks * (ranks + 1) // 2
-    if coll == "bcast":
-        return _pattern(root, low, high)
-    if coll == "scatter":
-        offset = rank * (x_elements // size)
-        return _pattern(root, low + offset, high + offset)
-    if coll in ("allgather", "gather"):
+    offset = rank * (x_elements // size) if spec["out_count"] == "div_size" else 0
+    if spec["reduces"]:
+        first, end = spec["combines"]
+        ranks = range(
+            0 if first is None else rank + first, size if end is None else rank + end
+        )
+        result: npt.NDArray[np.int64] = len(ranks) * ((index + offset) % 7)
+        return result + sum(ranks) + len(ranks)
+    if spec["input_on"] == "root":
+        return pattern(root, low + offset, high + offset)
+    if spec["out_count"] == "times_size":
         block, offset = max(x_elements, 1), 0
-    else:  # alltoall
+    else:  # a block for each pair
         block = max(x_elements // size, 1)
         offset = rank * block
     result = (index % block + offset) % 7 + index // block + 1
@@ -297,6 +314,7 @@ class Trial:
     def __init__(self, peer: Peer, job: Mapping[str, Any], nbytes: int) -> None:
         self.spec: Mapping[str, Any] = job["spec"]
         self.coll: str = self.spec["name"]
+        self.waits = self.spec["rule_bytes"] == "none"  # and moves nothing
         self.peer = peer
         self.root: int = job["root"]
         dtype = numpy_dtype(job["dtype"])
@@ -310,7 +328,8 @@ class Trial:
         copies = max(1, outstanding)
         self.x = allocate(copies * self.num_x, dtype)
         # bcast has one buffer; the other operations that can work in place do if asked.
-        in_place = job["in_place"] or self.coll in ("bcast", "barrier")
+        has_one = self.spec["input_on"] == "root" and self.spec["in_place"]
+        in_place = job["in_place"] or has_one or self.waits
         self.out = None if in_place else allocate(copies * self.num_out, dtype)
         self.fill_out()
         self.parts: Parts = [(self.x, self.out)]
@@ -325,7 +344,7 @@ class Trial:
     @property
     def empty(self) -> bool:
         """Whether the size is below one element per rank."""
-        return self.coll != "barrier" and (self.num_x == 0 or self.num_out == 0)
+        return not self.waits and (self.num_x == 0 or self.num_out == 0)
 
     def fill_out(self) -> None:
         """Touch the output, so that no page is mapped while the clock runs."""
@@ -341,7 +360,7 @@ class Trial:
         for x, _ in self.parts:
             for low in range(0, self.num_x, _CHUNK):
                 high = min(low + _CHUNK, self.num_x)
-                values = _pattern(self.peer.rank, low, high).astype(self.x.dtype)
+                values = pattern(self.peer.rank, low, high).astype(self.x.dtype)
                 self.memory.write(x, low, values)
         self.call()
         rank = self.peer.rank
@@ -351,8 +370,7 @@ class Trial:
         )
 
     def _is_expected(self, result: Array) -> bool:
-        plain = self.spec["vector_of"] or self.coll  # with blocks of one length
-        where = (plain, self.peer.rank, self.peer.size, self.root, self.num_x)
+        where = (self.spec, self.peer.rank, self.peer.size, self.root, self.num_x)
         for low in range(0, self.num_out, _CHUNK):
             high = min(low + _CHUNK, self.num_out)
             found = self.memory.read(result, low, high)

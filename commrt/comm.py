@@ -45,6 +45,7 @@ from commrt.subgroups import Kinds, Subgroups
 from commrt.trace.methods import follow_communicator
 from commrt.trace.nvtx import plans_with_ranges, ranges_around
 from commrt.vocabulary.checks import as_integer
+from commrt.vocabulary.operations import names_of
 
 __all__ = ["CartCommunicator", "CommStats", "Communicator", "GraphCommunicator"]
 
@@ -524,6 +525,6 @@ class GraphCommunicator(Communicator):
 
 _KINDS = Kinds(Communicator, CartCommunicator, GraphCommunicator)
 
-for _kind, _name in enumerate(("send", "recv", "sendrecv", "multi_sendrecv")):
+for _kind, _name in enumerate(names_of("message")):
     _method = _native.make_message_method(_name, _kind, getattr(Communicator, _name))
     setattr(Communicator, _name, _method)

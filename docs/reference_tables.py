@@ -38,11 +38,9 @@ _OUTPUTS = {
     "div_size": "`x.size / size` elements",
 }
 _OUTPUTS_OF_COUNTS = {
-    "allgatherv": "`sum(counts)` elements",
-    "gatherv": "`sum(counts)` elements",
-    "alltoallv": "`sum(recv_counts)` elements",
-    "scatterv": "`counts[rank]` elements",
-    "reduce_scatterv": "`counts[rank]` elements",
+    "times_size": "`sum(counts)` elements",
+    "same": "`sum(recv_counts)` elements",
+    "div_size": "`counts[rank]` elements",
 }
 _RULE_BYTES = {
     "whole": "of the whole buffer",
@@ -62,7 +60,8 @@ def operations_table() -> str:
         arguments[1:1] = [f"`{argument}`" for argument in spec.count_arguments]
         arguments += ["`op`", "`factor`"] * spec.reduces + ["`root`"] * spec.has_root
         arguments += ["`compress`", "`residual`"] * spec.compresses
-        output = _OUTPUTS_OF_COUNTS.get(spec.name) or _OUTPUTS[spec.out_count]
+        outputs = _OUTPUTS_OF_COUNTS if spec.count_arguments else _OUTPUTS
+        output = outputs[spec.out_count]
         if spec.output_on == "root":
             output += ", on the root"
         elif spec.output_on == "all but rank 0":

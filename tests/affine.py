@@ -16,11 +16,14 @@ import numpy as np
 
 import commrt
 from commrt import _native
+from commrt.vocabulary.operations import OPERATIONS, operation
 
 Array = np.ndarray[Any, Any]
 AFFINE = np.dtype([("scale", "u8"), ("shift", "u8")])
 FORMS = ("blocking", "nonblocking", "persistent", "in place")
-REDUCING = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
+REDUCING = tuple(
+    spec.name for spec in OPERATIONS if spec.reduces and not spec.count_arguments
+)
 
 
 def compose(a: Array, b: Array) -> Array:
@@ -58,10 +61,10 @@ def wanted(coll: str, rank: int, xs: Sequence[Array], root: int) -> Array | None
     """Return what a rank must get; None if nothing is promised."""
     if coll == "reduce" and rank != root:
         return None
-    contributors = {"scan": rank + 1, "exscan": rank}.get(coll, len(xs))
+    contributors = operation(coll).contributors(rank, len(xs))
     if not contributors:
         return None
-    total = reduce(compose, xs[:contributors])
+    total = reduce(compose, [xs[one] for one in contributors])
     if coll != "reduce_scatter":
         return total
     block = total.size // len(xs)

@@ -123,7 +123,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 def legal_pairs(coll: str = "allreduce") -> list[tuple[str, str]]:
     """Return every (dtype, reduction) that the Contract allows in ``coll``."""
     pairs = []
-    prefix = operation(coll).prefix != "none"
+    prefix = operation(coll).combines_some
     for dtype in DTYPES:
         for op in REDUCTIONS:
             if prefix and op == "avg":
@@ -241,10 +241,12 @@ def expected(case: Case, xs: list[Array]) -> list[Array | None]:
             return list(np.split(total, size))
         everywhere = coll == "allreduce"
         return [total if everywhere or r == case.root else None for r in range(size)]
-    if coll == "scan":
-        return [_reduced(case, xs[: rank + 1]) for rank in range(size)]
-    if coll == "exscan":
-        return [None, *(_reduced(case, xs[:rank]) for rank in range(1, size))]
+    spec = operation(coll)
+    if spec.combines_some:
+        chosen = [spec.contributors(rank, size) for rank in range(size)]
+        return [
+            _reduced(case, [xs[i] for i in each]) if each else None for each in chosen
+        ]
     if coll == "bcast":
         return [xs[case.root]] * size
     if coll in ("allgather", "gather", "allgatherv", "gatherv"):

@@ -209,14 +209,14 @@ class Drawing:
 
     def _type(self, visit: Visit, rng: random.Random) -> tuple[str, str]:
         if visit.kind == "deterministic":
-            averages = operation(visit.coll).prefix == "none"
+            averages = not operation(visit.coll).combines_some
             ops = ["sum", "prod", "premul_sum", *["avg"] * averages]
             return rng.choice(TELLING), rng.choice(ops)
         if visit.kind != "plain":
             return "float32", "sum"  # says nothing: the reduction has its own type
         if visit.coll in MESSAGES or not operation(visit.coll).reduces:
             return rng.choice(DTYPES).name, "sum"
-        deck = self._decks[operation(visit.coll).prefix == "none"]
+        deck = self._decks[not operation(visit.coll).combines_some]
         if not deck:
             deck += _pairs(visit.coll)
             rng.shuffle(deck)

@@ -65,18 +65,18 @@ def _pieces(
     coll: str, num_out: int, rank: int, size: int, root: int, num_x: int
 ) -> list[_Piece]:
     spec = operation(coll)
-    coll = spec.vector_of or coll  # with blocks of equal length
     if spec.reduces:
         first = rank * num_out if spec.out_count == "div_size" else 0
-        ranks = spec.num_contributors(rank, size)
+        ranks = spec.contributors(rank, size)
         if not ranks:  # nothing is promised
             return []
-        return [_Piece(0, num_out, first, ranks, ranks * (ranks + 1) // 2)]
-    if coll in ("bcast", "scatter"):
+        return [_Piece(0, num_out, first, len(ranks), sum(ranks) + len(ranks))]
+    if spec.input_on == "root":
         first = rank * num_out if spec.out_count == "div_size" else 0
         return [_Piece(0, num_out, first, 1, root + 1)]
-    block = num_x // size if coll == "alltoall" else num_x
-    first = rank * block if coll == "alltoall" else 0
+    # Blocks of a vector operation have equal lengths here.
+    block = num_x // size if spec.by_pair else num_x
+    first = rank * block if spec.by_pair else 0
     return [_Piece(s * block, (s + 1) * block, first, 1, s + 1) for s in range(size)]
 
 

@@ -290,6 +290,14 @@ def _optional_text(spec: OpSpec, argument: str, value: Any) -> str | None:
     return value
 
 
+def _num_contributors(spec: OpSpec) -> str:
+    """Return how many ranks a rank's reduction combines, as a formula."""
+    first, end = spec.combines
+    if first is None:
+        return f"rank + {end}" if end else "rank"
+    return f"size - rank - {first}" if first else "size - rank"
+
+
 def _reduction(spec: OpSpec, op: Any) -> ReduceOp:
     if not spec.reduces:
         return ReduceOp.SUM
@@ -297,11 +305,10 @@ def _reduction(spec: OpSpec, op: Any) -> ReduceOp:
         found = reduce_op(op)
     except UsageError as error:
         raise UsageError(f"{spec.name}: {error}") from None
-    if spec.prefix != "none" and found is ReduceOp.AVG:
-        contributors = "rank + 1" if spec.prefix == "inclusive" else "rank"
+    if spec.combines_some and found is ReduceOp.AVG:
         raise UsageError(
             f"{spec.name}: op='avg' would divide by another number on every rank: take "
-            f"op='sum' and divide by {contributors}"
+            f"op='sum' and divide by {_num_contributors(spec)}"
         )
     return found
 
@@ -352,14 +359,17 @@ def bind(call: Call, rank: int, size: int) -> Bound:
     if spec.x_count == "none":
         return Bound(None, None, None, _BYTE, 0)
     is_root = rank == call.root
-    if spec.name == "bcast":
-        return _bind_bcast(call, is_root)
-    if spec.name == "scatter":
-        return _bind_scatter(call, is_root, size)
+    if spec.input_on == "root":
+        scatters = spec.out_count == "div_size"
+        return (
+            _bind_scatter(call, is_root, size)
+            if scatters
+            else _bind_bcast(call, is_root)
+        )
     x = call.view(call.x, "x")
     if spec.reduces:
         check_reduced(call, x)
-    if spec.out_count == "div_size" or spec.name == "alltoall":
+    if spec.out_count == "div_size" or spec.by_pair:
         _check_divisible(spec, x, size)
     factor = size if spec.out_count == "times_size" else 1
     full = x.count * factor
@@ -433,7 +443,7 @@ def _bind_scatter(call: Call, is_root: bool, size: int) -> Bound:
     if call.x is None:
         if is_root or call.out is None:
             missing = "x on the root" if is_root else "out= where x is None"
-            raise UsageError(f"scatter: pass {missing}")
+            raise UsageError(f"{spec.name}: pass {missing}")
         out = call.view(call.out, "out")
         check_writable(spec, out)
         return Bound(None, out, call.out, out.dtype, out.count * size)
@@ -481,7 +491,7 @@ def _output(call: Call, x: HostView, size: int) -> HostView:
 def _new(call: Call, x: HostView) -> Any:
     """Return what takes the result in the place of an ``x`` that never changes."""
     made = empty_like_array(x, x.shape)
-    if call.spec.name == "exscan":  # of which rank 0 has no result
+    if call.spec.output_on == "all but rank 0":  # which has no result
         made[...] = np.asarray(call.x)
     return made
 

@@ -109,13 +109,13 @@ def _bind_known(call: Call, rank: int, size: int) -> Bound:
     is_root = rank == call.root
     gathers = spec.out_count == "times_size"
     out_count = total if gathers else own
-    if call.x is None and spec.name == "scatterv":
+    if call.x is None and spec.input_on == "root":
         return _bind_without_x(call, rank, counts)
     x = call.view(call.x, "x")
     if spec.reduces:
         check_reduced(call, x)
     _check_sum(call, x, own if gathers else total, rank, "counts", gathers)
-    has_x = is_root or spec.name != "scatterv"
+    has_x = is_root or spec.input_on == "all"
     if spec.output_on == "root" and not is_root:
         return Bound(x, None, None, x.dtype, total, (counts,), x.count)
     out = _output(call, x, counts if gathers else (own,), out_count)
@@ -130,7 +130,7 @@ def _bind_known(call: Call, rank: int, size: int) -> Bound:
 def _bind_without_x(call: Call, rank: int, counts: tuple[int, ...]) -> Bound:
     if rank == call.root or call.out is None:
         missing = "x on the root" if rank == call.root else "out= where x is None"
-        raise UsageError(f"scatterv, rank {rank}: pass {missing}")
+        raise UsageError(f"{call.spec.name}, rank {rank}: pass {missing}")
     out = call.view(call.out, "out")
     _check_sum(call, out, counts[rank], rank, "counts", True, "out")
     check_writable(call.spec, out)

@@ -24,7 +24,7 @@ from commrt.messages.bound import (
 from commrt.messages.by_nccl import NcclMessages
 from commrt.sparse.bound import bind_sparse, bind_topk
 from commrt.trace.bound import follow_bound
-from commrt.vocabulary.operations import COLLECTIVES, operation
+from commrt.vocabulary.operations import COLLECTIVES, names_of, operation
 
 if TYPE_CHECKING:
     from commrt.boxes.layouts import Layout
@@ -36,15 +36,8 @@ __all__ = ["Plans"]
 _Bound: TypeAlias = (
     "_native.PersistentCall | CompressedCall | BoundDeviceCall | BoundHostedCall"
 )
-_OTHERS = (
-    "multi_sendrecv",
-    "recv",
-    "redistribute",
-    "send",
-    "sendrecv",
-    "sparse_allreduce",
-    "topk_allreduce",
-)
+_PLANNED = names_of("collective", "message", "sparse", "boxes")
+"""Plans among neighbours are those of grids and graphs (``grids/plans.py``)."""
 
 
 class Plans:
@@ -76,7 +69,7 @@ class Plans:
         return follow_bound(self._comm, made, name, args, **kwargs)
 
     def __dir__(self) -> list[str]:
-        return [*COLLECTIVES, *_OTHERS]
+        return [*_PLANNED]
 
     def send(self, x: Any, *, dest: int, tag: int = 0) -> BoundCall:
         """Return the communicator's call of this name, bound to its array.

@@ -34,6 +34,7 @@ from commrt.fusion.left_buckets import LeftBuckets
 from commrt.group.deferred_release import StagedWork
 from commrt.group.group import Group
 from commrt.vocabulary.dtypes import DType, ReduceOp, reduce_op
+from commrt.vocabulary.operations import FUSED
 
 __all__ = ["DeviceBuckets", "Rules"]
 
@@ -104,7 +105,7 @@ class DeviceBuckets:
         nbytes = self._rules.nbytes
         op = kwargs.get("op", "sum")
         if (
-            name != "allreduce"
+            name not in FUSED
             or not self._known
             or nbytes is None
             or len(args) != 1

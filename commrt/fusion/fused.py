@@ -291,7 +291,7 @@ class Fused:
         """Return whether a call goes into a bucket."""
         asked = call.algorithm, call.backend, call.factor, call.user, call.params
         return (
-            call.spec.name == "allreduce"
+            call.spec.fuses
             and call.nonblocking
             and all(each is None for each in asked)
             and bound.x is not None

@@ -74,18 +74,13 @@ _FORMATS = {
 }
 """How ``struct`` packs a factor of a type."""
 
-_ALLTOALL = ("alltoall", "gather", "scatter")
 _COMPOSED = {
-    "alltoall": "grouped send and receive",
-    "gather": "grouped send and receive",
-    "scatter": "grouped send and receive",
-    "allgatherv": "grouped send and receive",
-    "alltoallv": "grouped send and receive",
-    "gatherv": "grouped send and receive",
-    "scatterv": "grouped send and receive",
-    "reduce_scatterv": "grouped reductions, one per block",
-    "barrier": "an allreduce of one byte",
+    "pairs": "grouped send and receive",
+    "messages": "grouped send and receive",
+    "reductions": "grouped reductions, one per block",
+    "allreduce": "an allreduce of one byte",
 }
+"""By a row's ``nccl``, what an operation is composed of."""
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)
 _FLOAT8_CAPABILITY = 90
 
@@ -121,17 +116,19 @@ def support(
         capability: the device's compute capability, 90 for 9.0; None: any.
     """
     spec = operation(coll)
-    if spec.prefix != "none":
+    if spec.combines_some:
         return Support("refused", "NCCL has no prefix reductions", runs=False)
+    if spec.nccl == "none":
+        return Support("refused", f"NCCL has no {coll}", runs=False)
     if spec.reduces:
         assert reduction is not None, coll
         reason, runs = _why_not(dtype, reduction, version, capability)
         if reason:
             return Support("refused", reason, runs=runs)
-    if coll in _ALLTOALL and version >= feature("alltoall").since:
+    if spec.nccl == "pairs" and version >= feature("alltoall").since:
         return Support("native", "")
-    if coll in _COMPOSED:
-        return Support("composed", _COMPOSED[coll])
+    if spec.nccl in _COMPOSED:
+        return Support("composed", _COMPOSED[spec.nccl])
     return Support("native", "")
 
 
@@ -175,11 +172,11 @@ def nccl_count(dtype: DType, count: int) -> int:
 
 
 def _cell(spec: OpSpec, version: int) -> str:
-    if spec.prefix != "none":
+    if spec.combines_some or spec.nccl == "none":
         return "refused"
-    if spec.name in _ALLTOALL and version >= feature("alltoall").since:
+    if spec.nccl == "pairs" and version >= feature("alltoall").since:
         return "native"
-    return "composed" if spec.name in _COMPOSED else "native"
+    return "composed" if spec.nccl in _COMPOSED else "native"
 
 
 def scalar_bytes(coll: str, factor: int | float | None, dtype: DType) -> bytes:
@@ -234,6 +231,6 @@ def operations_table() -> str:
     ]
     for spec in OPERATIONS:
         old, new = _cell(spec, since - 1), _cell(spec, since)
-        of = _COMPOSED.get(spec.name, "") if "composed" in (old, new) else ""
+        of = _COMPOSED.get(spec.nccl, "") if "composed" in (old, new) else ""
         rows.append(f"| `{spec.name}` | {old} | {new} | {of} |")
     return "\n".join(rows) + "\n"

@@ -34,7 +34,6 @@ Message = tuple[int, int, int]
 
 _UINT8 = NCCL_TYPES["uint8"]
 _SUM = NCCL_REDUCTIONS[ReduceOp.SUM]
-_BY_BLOCK = ("alltoall", "gather", "scatter")
 
 
 class NcclOperations:
@@ -86,20 +85,20 @@ class NcclOperations:
         spec = operation(coll)
         if spec.count_arguments:
             raise UsageError(f"{coll} has a count per rank: call run_counted")
-        if coll == "barrier":
+        if spec.is_empty:
             self.barrier(scratch=out, stream=stream, timeout_s=timeout_s)
             return
         root = self._check_call(coll, count, root)
         limit = self._limit(timeout_s)
-        if coll == "alltoall" and x == out and self.size > 1 and count:
+        if spec.by_pair and x == out and self.size > 1 and count:
             raise UsageError(
-                f"alltoall on {self.name}: NCCL does not work in place; give an out"
+                f"{coll} on {self.name}: NCCL does not work in place; give an out"
             )
         if spec.reduces:
             code = self._reduce(
                 spec.code, coll, x, out, count, dtype, op, factor, root, stream, limit
             )
-        elif coll in _BY_BLOCK and self._is_composed(coll, dtype):
+        elif spec.nccl == "pairs" and self._is_composed(coll, dtype):
             counts = [count] * self.size
             code = self._native.counted(
                 spec.code,
@@ -151,7 +150,7 @@ class NcclOperations:
             raise UsageError(f"{coll} has no count per rank: call run")
         sent = self._counts(coll, counts)
         received = sent
-        if coll == "alltoallv":
+        if spec.by_pair:
             received = self._counts(
                 coll, counts if recv_counts is None else recv_counts
             )

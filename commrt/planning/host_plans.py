@@ -479,7 +479,7 @@ def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
         user_owner=spec.user,
         # Ranks that add the same numbers must get the same, whose ever they are.
         rounds_scaled=spec.dtype.is_short_float
-        and (comm.deterministic or coll == "allreduce"),
+        and (comm.deterministic or spec.op.reduces_to_all),
         **_reach(comm, spec, own, bounds_of),
         **lengths.ragged(lowered, peers),
     )
@@ -513,7 +513,7 @@ def _relayed_chunk(spec: PlanSpec) -> int:
     messages of 4 MiB 0.7, an all-gather and an all-to-all 0.5 to 0.6.
     """
     least, chunk = _RELAYED_LONG_NBYTES, _RELAYED_LONG_CHUNK
-    if spec.op.name == "allreduce":
+    if spec.op.reduces_to_all:
         least, chunk = _RELAYED_LONG_SUM_NBYTES, _RELAYED_LONG_SUM_CHUNK
     is_long = spec.num_elements * spec.dtype.itemsize > least and not spec.counts
     return chunk if is_long else _RELAYED_CHUNK

@@ -111,7 +111,7 @@ def _by_gloo_us(
         return math.inf
     one = gloo_constants(between, native=True)
     start_us = one.alpha_us
-    if query.coll != "barrier":
+    if not operation(query.coll).is_empty:
         start_us += _comparing_us(facts, between, only_floor)
     one = replace(one, beta_us=run.copies * one.beta_us)
     # Of what ranks of a node send each other gloo makes no difference.

@@ -134,14 +134,13 @@ class Recorder:
     def user_spaces(self) -> tuple[Space, Space]:
         """Return ``in`` and ``out`` as this rank has them."""
         spec = operation(self.coll)
-        if spec.x_count == "none":
+        if spec.is_empty:
             # A barrier is an allreduce of nothing: one block without elements.
             return Space("in", "in", self.nblk, (0, 1)), Space(
                 "out", "out", self.nblk, (0, 1)
             )
         is_root = self.rank == self.root
-        only_root_in = spec.name in ("bcast", "scatter")
-        has_in = is_root or not only_root_in
+        has_in = is_root or spec.input_on == "all"
         has_out = {
             "all": True,
             "root": is_root,

@@ -33,15 +33,15 @@ class Goal:
 
     def initial(self, rank: int, nblk: int) -> list[Content]:
         """Return the contents of the ``nblk`` blocks of ``in`` on ``rank``."""
-        per_rank = operation(self.coll).out_count == "times_size"
-        first = rank * nblk if per_rank or self.coll == "alltoall" else 0
+        spec = operation(self.coll)
+        per_rank = spec.out_count == "times_size" or spec.by_pair
+        first = rank * nblk if per_rank else 0
         return [(first + block, 1 << rank) for block in range(nblk)]
 
     def final(self, rank: int, nblk: int) -> list[Content]:
         """Return what the ``nblk`` blocks of ``out`` on ``rank`` must hold."""
         spec = operation(self.coll)
-        everyone = (1 << self.size) - 1
-        if spec.name == "alltoall":
+        if spec.by_pair:
             share = nblk // self.size
             return [
                 (src * nblk + rank * share + i, 1 << src)
@@ -54,5 +54,5 @@ class Goal:
         first = rank * nblk if spec.out_count == "div_size" else 0
         holders = 1 << self.root
         if spec.reduces or self.idempotent:
-            holders = everyone >> self.size - spec.num_contributors(rank, self.size)
+            holders = sum(1 << one for one in spec.contributors(rank, self.size))
         return [(first + block, holders) for block in range(nblk)]

@@ -355,9 +355,7 @@ class Schedule:
 
 def full_multiple(coll: str, size: int) -> int:
     """Return what the full vector's length is always a multiple of: ``size`` or 1."""
-    spec = operation(coll)
-    blocked = spec.out_count in ("times_size", "div_size") or coll == "alltoall"
-    return size if blocked else 1
+    return size if operation(coll).is_blocked else 1
 
 
 def _canonical(data: Any) -> str:

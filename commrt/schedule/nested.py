@@ -33,9 +33,7 @@ class _View:
 
     def __init__(self, coll: str, inp: Sequence[Slice], out: Sequence[Slice]) -> None:
         spec = operation(coll)
-        self.per_rank = spec.out_count in ("times_size", "div_size") or (
-            coll == "alltoall"
-        )
+        self.per_rank = spec.is_blocked
         self.inp, self.out = tuple(inp), tuple(out)
         full = inp if spec.out_count == "div_size" or not out else out
         self.full = tuple((one.lo, one.hi) for one in full)

@@ -46,7 +46,7 @@ class Parts:
 
         Of an alltoall a rank knows only what it sends and gets; elsewhere it knows all.
         """
-        if self.coll != "alltoall":
+        if not operation(self.coll).by_pair:
             return True
         return all(
             self._holders(rank, step.src) == {rank * self.size + step.peer}
@@ -64,7 +64,7 @@ class Parts:
 
         A pair has fragments of its own, and an instruction one number of them.
         """
-        if self.coll != "alltoall":
+        if not operation(self.coll).by_pair:
             return True
         return all(
             len(self._holders_of(lowered, index)) <= 1

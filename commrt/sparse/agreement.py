@@ -17,10 +17,11 @@ from commrt.sparse.cost import ALGORITHMS
 from commrt.sparse.result import FORMATS
 from commrt.sparse.vector import MAX_DIMS
 from commrt.vocabulary.dtypes import DTYPES
+from commrt.vocabulary.operations import names_of
 
 __all__ = ["HEADER_FIELDS", "Header", "check_headers"]
 
-OPERATIONS = ("sparse_allreduce", "topk_allreduce")
+OPERATIONS = names_of("sparse")
 _CODES = {dtype.name: dtype.code for dtype in DTYPES}
 HEADER_FIELDS = 9 + MAX_DIMS
 """The last of them, the number of entries, is each rank's own."""

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["explain"]
 
 _WHAT = "commrt.torch.explain"
-_OF_ALL_RANKS = ("allgather", "allgatherv", "gather", "gatherv", "scatter", "scatterv")
-"""Operations whose full vector has a block like the tensor for each rank."""
-
 _DEVICES = {"cpu": "host", "cuda": "cuda"}
 """commrt's names of kinds of devices, by torch's."""
 
@@ -68,7 +65,7 @@ def explain(
     if spec.reduces and real.dtype not in KNOWN:
         raise UsageError(f"{_WHAT}: nothing reduces {real.dtype}")
     dtype = KNOWN.get(real.dtype, "uint8")  # of what is only moved, the bytes are
-    nbytes = tensor.nbytes * (comm.size if coll in _OF_ALL_RANKS else 1)
+    nbytes = tensor.nbytes * (comm.size if spec.rule_bytes == "block" else 1)
     return comm.explain(
         coll,
         rule_nbytes(coll, nbytes, comm.size),

@@ -15,18 +15,11 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from commrt.vocabulary.operations import ROWS
+
 __all__ = ["profiled", "profiler"]
 
-_NAMES = {
-    "allgather": "all_gather",
-    "allgatherv": "all_gather",
-    "allreduce": "all_reduce",
-    "alltoall": "all_to_all",
-    "alltoallv": "all_to_all",
-    "bcast": "broadcast",
-    "reduce_scatterv": "reduce_scatter",
-    "sparse_allreduce": "all_reduce_sparse",
-}
+_NAMES = {row.name: row.torch for row in ROWS if row.torch}
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from commrt.trace.log import Log, Operation
+from commrt.trace.volumes import MESSAGES
+from commrt.vocabulary.operations import OPERATIONS
 
 __all__ = ["VERSION", "entries_of", "write_flight"]
 
@@ -28,20 +30,7 @@ VERSION = "2.10"
 MOST_ENTRIES = 2000
 """As many as torch keeps."""
 _PREFIX = "rank_"
-_NAMES = {
-    "allreduce": "all_reduce",
-    "reduce": "reduce",
-    "bcast": "broadcast",
-    "allgather": "all_gather",
-    "allgatherv": "all_gather_v",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatterv": "reduce_scatter_v",
-    "alltoall": "all_to_all",
-    "alltoallv": "all_to_all",
-    "gather": "gather",
-    "scatter": "scatter",
-    "barrier": "barrier",
-}
+_NAMES = {spec.name: spec.flight for spec in OPERATIONS if spec.flight}
 """What the analyser calls them; it stops at a name that it does not know."""
 _NS_PER_MS = 1e6
 
@@ -74,7 +63,7 @@ def entries_of(log: Log) -> dict[str, Any]:
 
 
 def _is_message(one: Operation) -> bool:
-    return one.op in ("send", "recv") and one.peer >= 0
+    return one.op in MESSAGES and one.peer >= 0
 
 
 def _group_of(one: Operation) -> tuple[str, str, tuple[int, ...]]:

@@ -26,17 +26,15 @@ from pathlib import Path
 
 from commrt.errors import UsageError
 from commrt.trace.log import Log, Operation, read_log
+from commrt.trace.volumes import MESSAGES
+from commrt.vocabulary.operations import OPERATIONS, OTHERS, operation
 
 __all__ = ["Event", "Job", "find_files", "load"]
 
-_ALL_NEEDED = frozenset(
-    (
-        *("allreduce", "allgather", "allgatherv", "alltoall", "alltoallv", "barrier"),
-        *("reduce_scatter", "reduce_scatterv", "sparse_allreduce", "topk_allreduce"),
-    )
-)
-_ROOT_NEEDED = frozenset(("bcast", "scatter", "scatterv"))
-_BY_ROOT = frozenset(("reduce", "gather", "gatherv"))
+_WAITS_FOR = {
+    **{spec.name: spec.waits_for for spec in OPERATIONS},
+    **{row.name: "all" for row in OTHERS if row.reduces_to_all},
+}
 _FILE = re.compile(r"trace-(.+)-rank(\d+)\.jsonl")
 
 
@@ -221,17 +219,19 @@ def _find_peers(events: Sequence[Event]) -> list[str]:
 def _needed(event: Event) -> list[Event] | None:
     """Return those whose call this one waits for; None where one has no log."""
     call, group = event.call, event.call.group
-    if call.op in ("send", "recv"):
+    if call.op in MESSAGES:
         return event.peers or None
+    whom = _WAITS_FOR.get(call.op)
     wanted = {*range(group.size)} - {group.rank}
-    if call.op in _ROOT_NEEDED:
-        wanted = {call.root} - {group.rank}
-    elif call.op in _BY_ROOT:
-        wanted = wanted if call.root == group.rank else set()
-    elif call.op in ("scan", "exscan"):
-        wanted = {*range(group.rank)}
-    elif call.op not in _ALL_NEEDED:
+    if whom is None:
         return None
+    if whom == "root":
+        wanted = {call.root} - {group.rank}
+    elif whom == "root waits" and call.root != group.rank:
+        wanted = set()
+    elif whom == "contributors":
+        wanted = {*operation(call.op).contributors(group.rank, group.size)}
+        wanted -= {group.rank}
     there = [other for other in event.peers if other.call.group.rank in wanted]
     return there if len(there) == len(wanted) else None
 

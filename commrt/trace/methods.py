@@ -17,7 +17,13 @@ from commrt.trace.folder import begin_where_asked
 from commrt.trace.recorder import Group, Kind, Recorder, recorder
 from commrt.trace.requests import TracedRequest
 from commrt.trace.traced import Traced, TracedNeighbors
-from commrt.vocabulary.operations import COLLECTIVES, OpSpec, operation, rule_nbytes
+from commrt.vocabulary.operations import (
+    ROWS,
+    CallSpec,
+    OpSpec,
+    operation,
+    rule_nbytes,
+)
 from commrt.vocabulary.wire_formats import EXACT
 
 __all__ = [
@@ -148,7 +154,7 @@ def _kind_of_collective(
     if more.get("compress") not in (None, EXACT):
         algorithm = f"compressed/{more['compress']}"
     out_nbytes = None
-    if spec.name == "alltoallv":
+    if spec.rule_bytes == "any":
         out_nbytes = _sum(more.get("recv_counts")) * itemsize
     return Kind(
         *(group, spec.name, nbytes),
@@ -322,25 +328,27 @@ def algorithm_of(
     return ""
 
 
-_METHODS: dict[str, tuple[str, Callable[[Group, str], LookAt]]] = {
-    **{
-        name: ("" if operation(name).x_count == "none" else "a", _collective)
-        for name in COLLECTIVES
-    },
-    "sparse_allreduce": ("a", _other),
-    "topk_allreduce": ("ai", _other),
-    "redistribute": ("a--", _other),
-    "halo_exchange": ("sw", _among_neighbors),
-    "halo_reduce": ("sw", _among_neighbors),
-    "neighbor_allgather": ("a", _among_neighbors),
-    "neighbor_allgatherv": ("a", _among_neighbors),
-    "neighbor_alltoall": ("a", _among_neighbors),
-    "neighbor_alltoallv": ("a", _among_neighbors),
-    "send": ("a", _one_message),
-    "recv": ("a", _one_message),
-    "sendrecv": ("a", _two_messages),
-    "multi_sendrecv": ("", _many_messages),
+Looks: TypeAlias = Callable[[Group, str], LookAt]
+_BY_KIND: dict[str, Looks] = {
+    "collective": _collective,
+    "sparse": _other,
+    "boxes": _other,
+    "neighbors": _among_neighbors,
 }
+_BY_ENDS: dict[str, Looks] = {
+    "one": _one_message,
+    "two": _two_messages,
+    "lists": _many_messages,
+}
+
+
+def _looks_at(row: OpSpec | CallSpec) -> Looks:
+    if isinstance(row, CallSpec) and row.kind == "message":
+        return _BY_ENDS[row.ends]
+    return _BY_KIND[row.kind]
+
+
+_METHODS = {row.name: (row.reads, _looks_at(row)) for row in ROWS}
 """A communicator's methods: how their arguments are read natively
 (native/calls/recorded_method.hpp), and what looks at the first call of a kind."""
 

@@ -26,24 +26,22 @@ from commrt import env
 from commrt.arrays.device import is_on_device
 from commrt.errors import BackendError, CommError
 from commrt.trace.traced import Traced
-from commrt.vocabulary.operations import COLLECTIVES, operation, rule_nbytes
+from commrt.vocabulary.operations import (
+    COLLECTIVES,
+    ROWS,
+    names_of,
+    operation,
+    rule_nbytes,
+)
 
 __all__ = ["NamedCall", "Ranges", "plans_with_ranges", "ranges_around"]
 
 SONAMES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
 """NVTX 3 as a library, in wheels from CUDA 12.9 on; and what came before it."""
 _WHEELS = ("nvidia-nvtx", "nvidia-nvtx-cu12", "nvidia-nvtx-cu11")
-_MESSAGES = ("send", "recv", "sendrecv", "multi_sendrecv")
-_OTHERS = ("sparse_allreduce", "topk_allreduce", "redistribute")
-_NEIGHBORS = (
-    *("neighbor_allgather", "neighbor_allgatherv"),
-    *("neighbor_alltoall", "neighbor_alltoallv"),
-    *("halo_exchange", "halo_reduce"),
-)
-"""Of communicators over grids and graphs."""
-_BY_METHOD = ("sparse_allreduce", "topk_allreduce")
+_BY_METHOD = names_of("sparse")
 """Plans of which each run is a call of the communicator's method."""
-_NAMES = (*COLLECTIVES, *_MESSAGES, *_OTHERS, *_NEIGHBORS)
+_NAMES = tuple(row.name for row in ROWS)
 _ASCII, _UINT64 = 1, 1
 """Kinds of a message and of a payload."""
 _MOST_LABELS = 4096

@@ -12,52 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from commrt.vocabulary.operations import OTHERS, ROWS
+
 __all__ = ["MEANING", "MESSAGES", "Volume", "wire_nbytes"]
 
-MEANING = {
-    "allreduce": "the array of one rank",
-    "reduce": "the array of one rank",
-    "bcast": "the array of one rank",
-    "scan": "the array of one rank",
-    "exscan": "the array of one rank",
-    "reduce_scatter": "the array of one rank, before it is scattered",
-    "reduce_scatterv": "the array of one rank, before it is scattered",
-    "allgather": "the gathered array",
-    "allgatherv": "the gathered array",
-    "gather": "the gathered array",
-    "gatherv": "the gathered array",
-    "scatter": "the root's array",
-    "scatterv": "the root's array",
-    "alltoall": "what this rank sends, its own part included",
-    "alltoallv": "what this rank sends, its own part included",
-    "barrier": "0",
-    "send": "the message",
-    "recv": "the memory that it may fill",
-    "sparse_allreduce": "indices and values that this rank has",
-    "topk_allreduce": "the array of one rank",
-    "redistribute": "the array of this rank",
-    "halo_exchange": "what this rank sends to others",
-    "halo_reduce": "what this rank sends to others",
-    "neighbor_allgather": "what this rank sends to others",
-    "neighbor_allgatherv": "what this rank sends to others",
-    "neighbor_alltoall": "what this rank sends to others",
-    "neighbor_alltoallv": "what this rank sends to others",
-}
+MEANING = {row.name: row.logged_bytes for row in ROWS if row.logged_bytes}
 """What an operation's bytes are those of."""
 
-MESSAGES = ("send", "recv")
-_ONE_PART_LESS = (
-    "allgather",
-    "allgatherv",
-    "reduce_scatter",
-    "reduce_scatterv",
-    "alltoall",
-    "alltoallv",
-    "gather",
-    "gatherv",
-    "scatter",
-    "scatterv",
-)
+MESSAGES = tuple(row.name for row in OTHERS if row.ends == "one")
+_SHARES = {row.name: row.wire_share for row in ROWS}
 
 
 @dataclass
@@ -87,8 +50,5 @@ def wire_nbytes(op: str, nbytes: int, size: int) -> float:
     """
     if size <= 1:
         return 0.0
-    if op in ("allreduce", "topk_allreduce", "sparse_allreduce"):
-        return 2 * (size - 1) / size * nbytes
-    if op in _ONE_PART_LESS:
-        return (size - 1) / size * nbytes
-    return float(nbytes)
+    share = _SHARES.get(op)
+    return float(nbytes) if share is None else share(size) * nbytes

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of operations.
+"""The one table of operations: a row for each method that moves data.
 
-The public methods, the native dispatcher, the tuner, the benchmarks, the tests and
-the reference page are all driven from ``OPERATIONS``.
+``OPERATIONS`` are the collectives. The public methods, the native dispatcher, the
+tuner, the benchmarks, the tests, the traces and the reference page are driven from
+them. ``OTHERS`` are the calls beside them: messages, sparse sums, redistribution and
+calls among neighbours. ``ROWS`` are both.
 """
 
 from __future__ import annotations
@@ -15,16 +17,24 @@ from commrt.errors import UsageError, suggest
 __all__ = [
     "COLLECTIVES",
     "ELSEWHERE",
+    "FUSED",
     "OPERATIONS",
+    "OTHERS",
+    "ROWS",
     "SCHEDULED",
+    "CallSpec",
     "OpSpec",
+    "names_of",
     "operation",
     "rule_nbytes",
 ]
 
 Count = Literal["none", "same", "times_size", "div_size"]
 RuleBytes = Literal["whole", "block", "pair", "any", "none"]
-Prefix = Literal["none", "inclusive", "exclusive"]
+WaitsFor = Literal["all", "root", "root waits", "contributors"]
+Kind = Literal["collective", "message", "sparse", "boxes", "neighbors"]
+Ends = Literal["none", "one", "two", "lists"]
+Nccl = Literal["native", "pairs", "messages", "reductions", "allreduce", "none"]
 
 
 @dataclass(frozen=True)
@@ -54,8 +64,9 @@ class OpSpec:
     ``any`` where no rank knows all lengths: one rule serves all."""
     doc: str
     """One imperative line for the docstring and the reference page."""
-    prefix: Prefix = "none"
-    """Whether a rank's result combines only the ranks up to itself, or below it."""
+    combines: tuple[int | None, int | None] = (None, None)
+    """Whose arrays a rank's reduction combines: the first rank, and the one after the
+    last, counted from the rank itself; None: from the first of all, to the last."""
     vector_of: str | None = None
     """The operation that this one is with blocks of different lengths: its schedules
     run."""
@@ -63,68 +74,261 @@ class OpSpec:
     """Arguments with a number of elements per rank."""
     compresses: bool = False
     """Whether the operation takes ``compress=`` and ``residual=``."""
+    input_on: Literal["all", "root"] = "all"
+    """Which ranks have an input; elsewhere ``x`` is not read."""
+    fuses: bool = False
+    """Whether small calls are joined into one (``fusion=``)."""
+    mpi: str = ""
+    """MPI's function that is this operation, without ``MPI_I``; empty: MPI has none."""
+    nccl: Nccl = "none"
+    """NCCL has a function of it; has one from a version on, and messages between pairs
+    of ranks before; or it is composed of messages, of reductions or of an allreduce; or
+    it cannot be had."""
+    torch: str = ""
+    """torch.distributed's name of it; empty: its own."""
+    flight: str = ""
+    """Its name in flight records, whose analyser knows no other names; empty: none."""
+
+    kind: Kind = "collective"
+
+    def contributors(self, rank: int, size: int) -> range:
+        """Return the ranks whose arrays a reduction combines on ``rank``."""
+        first, end = self.combines
+        return range(
+            0 if first is None else rank + first, size if end is None else rank + end
+        )
 
     def num_contributors(self, rank: int, size: int) -> int:
         """Return how many ranks' arrays a reduction combines on ``rank``."""
-        return {"none": size, "inclusive": rank + 1, "exclusive": rank}[self.prefix]
+        return len(self.contributors(rank, size))
+
+    @property
+    def combines_some(self) -> bool:
+        """Whether ranks combine different ranks' arrays, as in a scan."""
+        return self.combines != (None, None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no array: it only waits."""
+        return self.x_count == "none"
+
+    @property
+    def by_pair(self) -> bool:
+        """Whether each pair of ranks has a block of its own."""
+        return self.rule_bytes in ("pair", "any")
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the whole vector has one block for each rank, or for each pair."""
+        return self.out_count in ("times_size", "div_size") or self.by_pair
+
+    @property
+    def reduces_to_all(self) -> bool:
+        """Whether every rank gets the same reduction of whole arrays."""
+        everywhere = self.output_on == "all" and not self.combines_some
+        return self.reduces and everywhere and self.out_count == "same"
+
+    @property
+    def logged_bytes(self) -> str:
+        """What its bytes in a log are those of: of its logical buffer."""
+        if self.is_empty:
+            return "0"
+        if self.by_pair:
+            return "what this rank sends, its own part included"
+        if self.out_count == "times_size":
+            return "the gathered array"
+        if self.out_count == "same":
+            return "the array of one rank"
+        scatters = self.input_on == "root"
+        return (
+            "the root's array"
+            if scatters
+            else "the array of one rank, before it is scattered"
+        )
+
+    @property
+    def reads(self) -> str:
+        """How its arguments are read natively (native/calls/recorded_method.hpp)."""
+        return "" if self.is_empty else "a"
+
+    def wire_share(self, size: int) -> float:
+        """Return the least part of its bytes that a rank sends on average."""
+        if self.reduces_to_all:
+            return 2 * (size - 1) / size
+        return (size - 1) / size if self.is_blocked else 1.0
+
+    @property
+    def waits_for(self) -> WaitsFor:
+        """Whose calls a rank's call cannot end without.
+
+        Of ``root waits`` the root waits for all, and the others for nobody.
+        """
+        if self.combines_some:
+            return "contributors"
+        if self.input_on == "root":
+            return "root"
+        return "root waits" if self.output_on == "root" else "all"
 
 
 # fmt: off
 OPERATIONS: tuple[OpSpec, ...] = (
     OpSpec("allreduce", 0, "Allreduce", "same", "same", False, True, True, "all",
            "whole", "Reduce elementwise over all ranks; every rank gets the result.",
-           compresses=True),
+           compresses=True,
+           fuses=True, mpi="allreduce", nccl="native", torch="all_reduce",
+           flight="all_reduce"),
     OpSpec("reduce", 1, "Reduce", "same", "same", True, True, True, "root",
-           "whole", "Reduce elementwise over all ranks; the root gets the result."),
+           "whole", "Reduce elementwise over all ranks; the root gets the result.",
+           mpi="reduce", nccl="native", flight="reduce"),
     OpSpec("bcast", 2, "Broadcast", "same", "same", True, False, True, "all",
-           "whole", "Copy the root's array to every rank."),
+           "whole", "Copy the root's array to every rank.",
+           input_on="root", mpi="bcast", nccl="native", torch="broadcast",
+           flight="broadcast"),
     OpSpec("allgather", 3, "Allgather", "same", "times_size", False, False, False,
            "all", "block",
-           "Concatenate every rank's array, in rank order, on every rank."),
+           "Concatenate every rank's array, in rank order, on every rank.",
+           mpi="allgather", nccl="native", torch="all_gather", flight="all_gather"),
     OpSpec("reduce_scatter", 4, "Reduce_scatter", "same", "div_size", False, True,
            False, "all", "whole",
            "Reduce elementwise over all ranks; rank i gets the i-th of size equal "
-           "blocks."),
+           "blocks.",
+           mpi="reduce_scatter_block", nccl="native", flight="reduce_scatter"),
     OpSpec("alltoall", 5, "All-to-All Personalized Exchange", "same", "same", False,
            False, True, "all", "pair",
            "Send the j-th block to rank j; receive rank i's block as the i-th.",
-           compresses=True),
+           compresses=True,
+           mpi="alltoall", nccl="pairs", torch="all_to_all", flight="all_to_all"),
     OpSpec("gather", 6, "Gather", "same", "times_size", True, False, False, "root",
-           "block", "Concatenate every rank's array, in rank order, on the root."),
+           "block", "Concatenate every rank's array, in rank order, on the root.",
+           mpi="gather", nccl="pairs", flight="gather"),
     OpSpec("scatter", 7, "Scatter", "same", "div_size", True, False, False, "all",
-           "block", "Give rank i the i-th of size equal blocks of the root's array."),
+           "block", "Give rank i the i-th of size equal blocks of the root's array.",
+           input_on="root", mpi="scatter", nccl="pairs", flight="scatter"),
     OpSpec("barrier", 8, "Barrier", "none", "none", False, False, False, "none",
-           "none", "Return once every rank has called it."),
+           "none", "Return once every rank has called it.",
+           mpi="barrier", nccl="allreduce", flight="barrier"),
     OpSpec("scan", 9, "Scan", "same", "same", False, True, True, "all", "whole",
            "Reduce elementwise over the ranks up to this one, its own array included.",
-           "inclusive"),
+           (None, 1), mpi="scan"),
     OpSpec("exscan", 10, "Exscan", "same", "same", False, True, True, "all but rank 0",
            "whole",
            "Reduce elementwise over the ranks below this one; rank 0's output is left "
-           "untouched.", "exclusive"),
+           "untouched.", (None, 0), mpi="exscan"),
     OpSpec("allgatherv", 11, "Allgatherv", "same", "times_size", False, False, False,
            "all", "block",
            "Concatenate arrays of counts[rank] elements, by rank, on every rank.",
-           "none", "allgather", ("counts",)),
+           (None, None), "allgather", ("counts",),
+           mpi="allgatherv", nccl="messages", torch="all_gather",
+           flight="all_gather_v"),
     OpSpec("alltoallv", 12, "All-to-Allv Personalized Exchange", "same", "same", False,
            False, False, "all", "any",
            "Send send_counts[j] elements to rank j; receive recv_counts[i] from i.",
-           "none", "alltoall", ("send_counts", "recv_counts"), True),
+           (None, None), "alltoall", ("send_counts", "recv_counts"), True,
+           mpi="alltoallv", nccl="messages", torch="all_to_all",
+           flight="all_to_all"),
     OpSpec("gatherv", 13, "Gatherv", "same", "times_size", True, False, False, "root",
            "block",
            "Concatenate arrays of counts[rank] elements, by rank, on the root.",
-           "none", "gather", ("counts",)),
+           (None, None), "gather", ("counts",),
+           mpi="gatherv", nccl="messages"),
     OpSpec("scatterv", 14, "Scatterv", "same", "div_size", True, False, False, "all",
            "block", "Give rank i the i-th block, counts[i] elements, of the root's x.",
-           "none", "scatter", ("counts",)),
+           (None, None), "scatter", ("counts",),
+           input_on="root", mpi="scatterv", nccl="messages"),
     OpSpec("reduce_scatterv", 15, "Reduce_scatterv", "same", "div_size", False, True,
            False, "all", "whole",
            "Reduce elementwise over all ranks; rank i gets the i-th block, counts[i] "
-           "elements.", "none", "reduce_scatter", ("counts",)),
+           "elements.", (None, None), "reduce_scatter", ("counts",),
+           mpi="reduce_scatter", nccl="reductions", torch="reduce_scatter",
+           flight="reduce_scatter_v"),
 )
 # fmt: on
-"""The collectives. Point-to-point (send, recv, sendrecv, multi_sendrecv) lives beside
-them in point_to_point.py: it has peers and tags instead of a schedule."""
+"""The collectives."""
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """A method of communicators that is no collective with a schedule."""
+
+    name: str
+    """Public method name."""
+    kind: Kind
+    """Which part of commrt carries it out."""
+    reads: str
+    """How its arguments are read natively (native/calls/recorded_method.hpp)."""
+    logged_bytes: str
+    """What its bytes in a log are those of; empty: its messages are logged."""
+    doc: str
+    """One imperative line."""
+    ends: Ends = "none"
+    """The messages of a call: one end, an end of two, or lists of them."""
+    reduces_to_all: bool = False
+    """Whether every rank gets the same reduction, and waits for all others."""
+    torch: str = ""
+    """As in ``OpSpec``."""
+
+    def wire_share(self, size: int) -> float:
+        """Return the least part of its bytes that a rank sends on average."""
+        return 2 * (size - 1) / size if self.reduces_to_all else 1.0
+
+
+_TO_OTHERS = "what this rank sends to others"
+OTHERS: tuple[CallSpec, ...] = (
+    CallSpec("send", "message", "a", "the message", "Send an array.", "one"),
+    CallSpec(
+        *("recv", "message", "a", "the memory that it may fill"),
+        *("Receive an array.", "one"),
+    ),
+    CallSpec("sendrecv", "message", "a", "", "Send one array, receive another.", "two"),
+    CallSpec(
+        *("multi_sendrecv", "message", "", ""),
+        *("Send and receive any number of messages at once.", "lists"),
+    ),
+    CallSpec(
+        *("sparse_allreduce", "sparse", "a"),
+        "indices and values that this rank has",
+        "Sum sparse vectors over all ranks.",
+        reduces_to_all=True,
+        torch="all_reduce_sparse",
+    ),
+    CallSpec(
+        *("topk_allreduce", "sparse", "ai", "the array of one rank"),
+        "Sum the largest elements of dense vectors over all ranks.",
+        reduces_to_all=True,
+    ),
+    CallSpec(
+        *("redistribute", "boxes", "a--", "the array of this rank"),
+        "Move an array from one distribution to another.",
+    ),
+    CallSpec(
+        *("halo_exchange", "neighbors", "sw", _TO_OTHERS),
+        "Fill halos with the edges of neighbours.",
+    ),
+    CallSpec(
+        *("halo_reduce", "neighbors", "sw", _TO_OTHERS),
+        "Add halos to the edges of neighbours.",
+    ),
+    CallSpec(
+        *("neighbor_allgather", "neighbors", "a", _TO_OTHERS),
+        "Send the array to every neighbour.",
+    ),
+    CallSpec(
+        *("neighbor_allgatherv", "neighbors", "a", _TO_OTHERS),
+        "Send the array to every neighbour; arrays differ in length.",
+    ),
+    CallSpec(
+        *("neighbor_alltoall", "neighbors", "a", _TO_OTHERS),
+        "Send a block to every neighbour.",
+    ),
+    CallSpec(
+        *("neighbor_alltoallv", "neighbors", "a", _TO_OTHERS),
+        "Send a block to every neighbour; blocks differ in length.",
+    ),
+)
+"""The calls beside the collectives. The position of a message is the engine's number
+of its kind."""
+ROWS: tuple[OpSpec | CallSpec, ...] = (*OPERATIONS, *OTHERS)
+"""All of them, which communicators have methods of, and logs names."""
 
 ELSEWHERE = {
     "broadcast": "bcast",
@@ -141,7 +345,14 @@ ELSEWHERE = {
 COLLECTIVES = tuple(spec.name for spec in OPERATIONS)
 SCHEDULED = tuple(spec.name for spec in OPERATIONS if spec.vector_of is None)
 """Those that schedules are written for; the others run them, too."""
+FUSED = frozenset(spec.name for spec in OPERATIONS if spec.fuses)
+"""Those whose small calls are joined into one."""
 _BY_NAME = {spec.name: spec for spec in OPERATIONS}
+
+
+def names_of(*kinds: Kind) -> tuple[str, ...]:
+    """Return the names of all rows of these kinds, in the order of the table."""
+    return tuple(row.name for row in ROWS if row.kind in kinds)
 
 
 def operation(name: str) -> OpSpec:

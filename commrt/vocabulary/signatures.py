@@ -185,18 +185,18 @@ _COUNTS = {
     " ranks exchange their counts first, all or none of them.",
 }
 _OUT_OF_COUNTS = {
-    "allgatherv": "sum(counts) elements; allocated without it, of rows like those of x",
-    "gatherv": "sum(counts) elements; allocated without it, of rows like those of x",
-    "alltoallv": "sum(recv_counts) elements, or x itself where both counts are equal;"
+    "times_size": "sum(counts) elements; allocated without it, of rows like those of x",
+    "same": "sum(recv_counts) elements, or x itself where both counts are equal;"
     " allocated without it",
-    "scatterv": "counts[rank] elements; allocated without it; where given, x may be"
-    " None but on the root",
-    "reduce_scatterv": "counts[rank] elements; allocated without it",
+    "div_size": "counts[rank] elements; allocated without it",
 }
 
 
 def _out(spec: OpSpec) -> str:
-    return _OUT_OF_COUNTS.get(spec.name) or _OUT[spec.out_count]
+    if not spec.count_arguments:
+        return _OUT[spec.out_count]
+    else_none = "; where given, x may be None but on the root"
+    return _OUT_OF_COUNTS[spec.out_count] + else_none * (spec.input_on == "root")
 
 
 def _compression(spec: OpSpec) -> list[str]:
@@ -231,7 +231,7 @@ def docstring(spec: OpSpec) -> str:
         lines += [f"    {_COUNTS[argument]}" for argument in spec.count_arguments]
         lines.append(f"    out: {_out(spec)}.")
     if spec.reduces:
-        average = " avg," if spec.prefix == "none" else ""
+        average = " avg," if not spec.combines_some else ""
         lines += [
             f"    op: sum, prod, min, max,{average} land, lor, lxor, band, bor, bxor,"
             " premul_sum.",

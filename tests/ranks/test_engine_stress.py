@@ -126,7 +126,7 @@ class _Rank:
         if name in ("reduce_scatter", "alltoall", "scatter"):
             count = count // size * size
         options: dict[str, Any] = {"nonblocking": nonblocking}
-        reductions = ("sum", "max", "avg") if spec.prefix == "none" else ("sum", "max")
+        reductions = ("sum", "max") if spec.combines_some else ("sum", "max", "avg")
         reduction = draw.choice(reductions) if spec.reduces else "sum"
         if spec.reduces:
             options["op"] = reduction

@@ -22,7 +22,7 @@ from commrt.vocabulary.operations import OPERATIONS
 SIZES = (1, 2, 3, 5)
 DRAWN = 6
 MOVED = [spec.name for spec in OPERATIONS if spec.x_count != "none"]
-BY_NCCL = [spec.name for spec in OPERATIONS if spec.prefix == "none"]
+BY_NCCL = [spec.name for spec in OPERATIONS if spec.nccl != "none"]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ SUM = ReduceOp.SUM
 EQUAL = [
     spec.name
     for spec in OPERATIONS
-    if not spec.count_arguments and spec.prefix == "none" and spec.name != "barrier"
+    if not spec.count_arguments and spec.nccl != "none" and not spec.is_empty
 ]
 COUNTED = [spec.name for spec in OPERATIONS if spec.count_arguments]
 VERSIONS = (21805, 22703, 22800, 22809, 23203)

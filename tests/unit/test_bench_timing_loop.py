@@ -92,7 +92,8 @@ def test_each_of_the_outstanding_operations_has_its_own_arrays(coll: str) -> Non
     assert len(trial.parts) == 3
     assert trial.is_right()
     assert peer.num_calls == 3
-    if coll not in ("barrier", "exscan"):  # alone, an exscan has no result
+    # Alone, an exscan has no result.
+    if coll != "barrier" and operation(coll).contributors(0, 1):
         x, out = trial.parts[-1]
         last = x if out is None else out
         last[-1] += 1
@@ -191,6 +192,7 @@ def test_reduce_scatter_rounds_down_to_equal_blocks() -> None:
 
 def _reference(coll: str, size: int, root: int, count: int) -> list[Any]:
     """Return every rank's result from every rank's input, the long way."""
+    coll = operation(coll).vector_of or coll  # with blocks of equal length
     inputs = [np.arange(count) % 7 + rank + 1 for rank in range(size)]
     total = np.sum(inputs, axis=0)
     parts = [np.split(x, size) for x in inputs] if count % size == 0 else []
@@ -198,9 +200,9 @@ def _reference(coll: str, size: int, root: int, count: int) -> list[Any]:
         return [total] * size
     if coll == "reduce_scatter":
         return list(np.split(total, size))
-    if coll in ("scan", "exscan"):
-        sums = np.cumsum(inputs, axis=0)
-        return list(sums if coll == "scan" else sums - np.array(inputs))
+    if operation(coll).combines_some:
+        some = [operation(coll).contributors(rank, size) for rank in range(size)]
+        return [sum(inputs[one] for one in each) + 0 * total for each in some]
     if coll == "bcast":
         return [inputs[root]] * size
     if coll in ("allgather", "gather"):
@@ -213,10 +215,10 @@ def _reference(coll: str, size: int, root: int, count: int) -> list[Any]:
 @pytest.mark.parametrize("coll", [c for c in COLLECTIVES if c != "barrier"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_expected_results(coll: str, size: int) -> None:
-    count, root = 60, size - 1
+    count, root, spec = 60, size - 1, asdict(operation(coll))
     for rank, whole in enumerate(_reference(coll, size, root, count)):
         for low, high in ((0, len(whole)), (3, min(11, len(whole)))):
-            chunk = timing_loop.expected_chunk(coll, rank, size, root, count, low, high)
+            chunk = timing_loop.expected_chunk(spec, rank, size, root, count, low, high)
             np.testing.assert_array_equal(chunk, whole[low:high])
 
 

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import commrt
 from commrt import _native, algorithms
 from commrt.comm import Communicator
 from commrt.errors import UsageError, suggest
@@ -20,7 +24,16 @@ from commrt.vocabulary.dtypes import (
     engine_factor,
     reduce_op,
 )
-from commrt.vocabulary.operations import COLLECTIVES, OPERATIONS, operation, rule_nbytes
+from commrt.vocabulary.operations import (
+    COLLECTIVES,
+    OPERATIONS,
+    OTHERS,
+    ROWS,
+    OpSpec,
+    names_of,
+    operation,
+    rule_nbytes,
+)
 from commrt.vocabulary.signatures import Operations, docstring, signature
 
 
@@ -133,3 +146,101 @@ def test_factors_that_the_type_cannot_hold(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         check_factor(factor, dtype_by_name(dtype))
+
+
+ALL_FACTS = {
+    "input_on root": {"bcast", "scatter", "scatterv"},
+    "empty": {"barrier"},
+    "by pair": {"alltoall", "alltoallv"},
+    "not blocked": {
+        *("allreduce", "reduce", "bcast", "barrier", "scan", "exscan"),
+    },
+    "reduces to all": {"allreduce"},
+    "fuses": {"allreduce"},
+    "waits for the root": {"bcast", "scatter", "scatterv"},
+    "only the root waits": {"reduce", "gather", "gatherv"},
+    "waits for contributors": {"scan", "exscan"},
+    "combines some": {"scan", "exscan"},
+    "no NCCL": {"scan", "exscan"},
+    "no MPI": set(),
+}
+"""The facts that code asks for, by the operations that they were written for."""
+
+
+def test_derived_facts_are_those_of_these_operations() -> None:
+    def having(has: Callable[[OpSpec], bool]) -> set[str]:
+        return {spec.name for spec in OPERATIONS if has(spec)}
+
+    assert {
+        "input_on root": having(lambda spec: spec.input_on == "root"),
+        "empty": having(lambda spec: spec.is_empty),
+        "by pair": having(lambda spec: spec.by_pair),
+        "not blocked": having(lambda spec: not spec.is_blocked),
+        "reduces to all": having(lambda spec: spec.reduces_to_all),
+        "fuses": having(lambda spec: spec.fuses),
+        "waits for the root": having(lambda spec: spec.waits_for == "root"),
+        "only the root waits": having(lambda spec: spec.waits_for == "root waits"),
+        "waits for contributors": having(lambda spec: spec.waits_for == "contributors"),
+        "combines some": having(lambda spec: spec.combines_some),
+        "no NCCL": having(lambda spec: spec.nccl == "none"),
+        "no MPI": having(lambda spec: not spec.mpi),
+    } == ALL_FACTS
+
+
+@pytest.mark.parametrize(
+    ("coll", "rank", "contributors"),
+    [
+        ("allreduce", 2, [0, 1, 2, 3, 4]),
+        ("reduce_scatter", 4, [0, 1, 2, 3, 4]),
+        ("scan", 2, [0, 1, 2]),
+        ("exscan", 2, [0, 1]),
+        ("exscan", 0, []),
+    ],
+)
+def test_contributors(coll: str, rank: int, contributors: list[int]) -> None:
+    assert list(operation(coll).contributors(rank, 5)) == contributors
+
+
+def test_names_of_kinds() -> None:
+    assert names_of("collective") == COLLECTIVES
+    assert names_of("message") == ("send", "recv", "sendrecv", "multi_sendrecv")
+    assert names_of("sparse") == ("sparse_allreduce", "topk_allreduce")
+    assert names_of("boxes") == ("redistribute",)
+    assert set(names_of("neighbors")) == {
+        *("halo_exchange", "halo_reduce", "neighbor_allgather", "neighbor_alltoall"),
+        *("neighbor_allgatherv", "neighbor_alltoallv"),
+    }
+    assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize("row", OTHERS, ids=lambda row: row.name)
+def test_every_other_row_is_a_method_that_traces_and_ranges_know(row: Any) -> None:
+    from commrt.comm import CartCommunicator
+    from commrt.trace import methods, nvtx
+
+    owner = CartCommunicator if row.kind == "neighbors" else Communicator
+    planned_only = row.name.startswith("halo_") and not hasattr(owner, row.name)
+    assert planned_only or callable(getattr(owner, row.name))
+    assert row.name in nvtx._NAMES
+    assert methods._METHODS[row.name][0] == row.reads
+    assert row.doc.endswith(".")
+
+
+def test_codes_in_the_engine_are_those_of_the_table() -> None:
+    native = Path(commrt.__file__).parent / "native"
+    text = (native / "engine" / "mpi_steps.cpp").read_text()
+    listed = re.search(r"kFunctions\[\] = \{(.*?)\};", text, re.S)
+    assert listed is not None
+    functions = re.findall(r'"MPI_I(\w+)"', listed[1])
+    by_code = [spec.mpi for spec in OPERATIONS]
+    assert functions == by_code[: len(functions)]
+    assert not any(by_code[len(functions) :])
+    text = (native / "nccl" / "nccl_comm.hpp").read_text()
+    listed = re.search(r"enum class NcclColl : int \{(.*?)\};", text, re.S)
+    assert listed is not None
+    codes = {name: int(code) for name, code in re.findall(r"(\w+) = (\d+)", listed[1])}
+    assert codes == {
+        spec.name.title().replace("_", ""): spec.code
+        for spec in OPERATIONS
+        if spec.nccl not in ("none", "allreduce")
+    }

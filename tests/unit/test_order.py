@@ -54,7 +54,7 @@ def seen(schedule: Schedule, lowered: list[Lowered]) -> Order:
     inputs = [np.full(num, str(rank), dtype="U200") for rank in range(size)]
     best: Order = "left"
     for rank, out in enumerate(run_lowered(schedule, lowered, inputs, group)):
-        contributors = range(operation(coll).num_contributors(rank, size))
+        contributors = operation(coll).contributors(rank, size)
         if out is None or not contributors:
             continue
         for text in out.tolist():

@@ -33,9 +33,9 @@ def expected(coll: str, root: int, xs: list[Array]) -> list[Array | None]:
         return [
             total if coll == "allreduce" or is_root else None for is_root in only_root
         ]
-    if coll in ("scan", "exscan"):
-        sums = list(np.cumsum(xs, axis=0))
-        return [*sums] if coll == "scan" else [None, *sums[:-1]]
+    if operation(coll).combines_some:
+        some = [operation(coll).contributors(rank, size) for rank in range(size)]
+        return [sum(xs[one] for one in each) if each else None for each in some]
     if coll == "bcast":
         return [xs[root]] * size
     if coll in ("allgather", "gather"):

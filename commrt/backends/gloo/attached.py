@@ -29,7 +29,6 @@ from commrt.vocabulary.operations import operation
 __all__ = ["AttachedGloo"]
 
 _COMPARING = Candidate("gloo", COMPARED.algorithm)
-_NEVER_COMPARED = ("barrier", "alltoallv")
 """A barrier has nothing to compare, and what pairs of ranks exchange may differ."""
 
 
@@ -126,7 +125,8 @@ class AttachedGloo(Attached):
 
     def _agreement(self, spec: PlanSpec) -> Any:
         """Return the plan by which the ranks compare what they have called, or None."""
-        if spec.op.name in _NEVER_COMPARED:
+        # A barrier has nothing to compare, and what pairs of ranks exchange may differ.
+        if spec.op.rule_bytes in ("none", "any"):
             return None
         return schedule_plan(
             self.group,

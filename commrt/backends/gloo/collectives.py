@@ -12,6 +12,7 @@ from typing import Any
 from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query
 from commrt.vocabulary.dtypes import DType, ReduceOp, dtype_by_name, is_known
+from commrt.vocabulary.operations import operation
 
 __all__ = ["NATIVE", "digest", "library_call", "why_not"]
 
@@ -41,7 +42,7 @@ def why_not(query: Query) -> str | None:
     """Return why gloo's own collective would not keep commrt's rules."""
     if query.coll not in _OPTIONS:
         return f"gloo has no {query.coll}"
-    if query.nbytes == 0 and query.coll not in ("barrier", "alltoallv"):
+    if query.nbytes == 0 and operation(query.coll).rule_bytes not in ("none", "any"):
         return "there is nothing to move"
     if query.op is None:
         return None
@@ -106,24 +107,24 @@ def library_call(
         return torch.frombuffer(memory, dtype=as_type)
 
     options = _options(spec)
-    if coll == "barrier":
+    if spec.op.is_empty:
         return group.barrier, lambda x, out: (options,)
-    if coll in ("allreduce", "bcast", "reduce"):
+    if spec.op.rule_bytes == "whole" and spec.op.out_count == "same":
         count = max(sent, received)
         methods = {"allreduce": group.allreduce, "bcast": group.broadcast}
         method = methods.get(coll, group.reduce)
         return method, lambda x, out: ([at(out, count)], options)
-    if coll == "allgather":
+    if spec.op.out_count == "times_size" and not spec.op.has_root:
         return group._allgather_base, lambda x, out: (
             *(at(out, received), at(x, sent)),
             options,
         )
-    if coll == "reduce_scatter":
+    if spec.op.out_count == "div_size" and spec.op.reduces:
         return group._reduce_scatter_base, lambda x, out: (
             *(at(out, received), at(x, sent)),
             options,
         )
-    if coll == "scatter":
+    if spec.op.out_count == "div_size":
         return group.scatter, lambda x, out: (
             [at(out, received)],
             [[*at(x, sent).chunk(size)]] if rank == root else [],
@@ -131,7 +132,7 @@ def library_call(
         )
     splits = [[n * per_element for n in counts] for counts in spec.counts]
     sends, receives = (splits[0], splits[-1]) if splits else ([], [])
-    if coll == "gather":  # what torch calls so copies once more
+    if spec.op.out_count == "times_size":  # what torch calls so copies once more
         sends = [sent if peer == root else 0 for peer in range(size)]
         receives = [sent if rank == root else 0] * size
     return group.alltoall_base, lambda x, out: (
@@ -166,7 +167,7 @@ def _options(spec: PlanSpec) -> Any:
         same = {"PROD": "PRODUCT", "AVG": "SUM"}
         name = spec.reduction.name
         made.reduceOp = getattr(TorchReduceOp, same.get(name, name))
-    if spec.op.has_root and spec.op.name != "gather":
+    if spec.op.has_root and spec.op.out_count != "times_size":
         made.rootRank = spec.root
     made.timeout = _FOREVER
     return made

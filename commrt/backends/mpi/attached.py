@@ -130,13 +130,13 @@ class AttachedMpi(Attached):
     def _on_device(self, runs: _native.Plan, spec: PlanSpec) -> _native.MpiDevicePlan:
         """Return the plan of a call on device arrays that is a collective of MPI's."""
         op, item = spec.op, spec.dtype.itemsize
-        sends_out = op.name == "bcast"
+        sends_out = op.input_on == "root" and op.in_place
         is_read = not sends_out or spec.root == self.group.rank
         return _native.mpi_device_plan(
             runs,
             in_nbytes=spec.in_elements * item if is_read else 0,
             out_nbytes=spec.out_elements * item,
-            in_place=op.in_place and not op.name.startswith("alltoall"),
+            in_place=op.in_place and not op.by_pair,
             sends_out=sends_out and is_read,
         )
 

@@ -54,7 +54,7 @@ def library_plan(
     else:
         datatype, reduction = constants["BYTE"], 0
         count = spec.num_elements * spec.dtype.itemsize
-    if spec.op.name in ("allgather", "gather", "scatter", "alltoall", "reduce_scatter"):
+    if spec.op.is_blocked:
         count //= size
     largest, lists = count, {}
     if spec.counts:
@@ -94,6 +94,8 @@ def library_plan(
 
 def why_not(query: Query, size: int) -> str | None:
     """Return why the library's own collective would not keep commrt's rules."""
+    if not operation(query.coll).mpi:
+        return f"MPI has no {query.coll}"
     constants = _constants()
     dtype = dtype_by_name(query.dtype)
     # What only moves is counted in bytes.
@@ -118,7 +120,7 @@ def why_not(query: Query, size: int) -> str | None:
     if dtype.itemsize < 4 and reduction in _ARITHMETIC:
         # Open MPI's vectorised sums of short integers.
         return "sums of short integers saturate instead of wrapping"
-    is_prefix = operation(query.coll).prefix != "none"
+    is_prefix = operation(query.coll).combines_some
     if is_prefix and reduction in _LOGICAL and dtype.kind != "bool":
         # It would not be 0 or 1.
         return "the first rank's contribution would come as it is"

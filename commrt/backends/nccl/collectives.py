@@ -36,9 +36,6 @@ __all__ = [
 
 NAME = "nccl"
 NATIVE = Candidate(NAME, "native")
-_IN_PLACE = ("alltoall", "alltoallv")
-"""Exchanges, which NCCL does not do in place."""
-_BY_BLOCK = ("alltoall", "gather", "scatter")
 _UINT8 = NCCL_TYPES["uint8"]
 
 
@@ -121,7 +118,7 @@ def library_plan(spec: PlanSpec, size: int, version: int) -> _native.NcclPlan:
         coll=op.code,
         is_barrier=op.x_count == "none",
         is_counted=bool(counts),
-        needs_copy=op.name in _IN_PLACE and size > 1,
+        needs_copy=op.by_pair and size > 1,  # NCCL does not exchange in place
         count=per_element * _count(op, spec.num_elements, size),
         send_counts=sent,
         recv_counts=received,
@@ -152,7 +149,7 @@ def _counts(spec: PlanSpec, size: int, version: int) -> tuple[tuple[int, ...], .
         return spec.counts
     name = spec.op.name
     if (
-        name not in _BY_BLOCK
+        spec.op.nccl != "pairs"
         or support(name, spec.dtype, None, version).how == "native"
     ):
         return ()

@@ -83,8 +83,8 @@ def cut_blocks(
         return _native.staged_plan([part], 1, at + out_nbytes)
 
     gathers = spec.op.out_count == "times_size"
-    all_in = spec.op.out_count == "div_size" or spec.op.name == "alltoall"
-    all_out = gathers or spec.op.name == "alltoall"
+    all_in = spec.op.out_count == "div_size" or spec.op.by_pair
+    all_out = gathers or spec.op.by_pair
     own = [counts[rank] if block == rank else 0 for block in range(size)]
     plans: dict[tuple[int, ...], Any] = {}
     parts, longest = [], 0

@@ -15,6 +15,7 @@ import pytest
 from fake_mpi import FakeMpi
 
 from commrt import _native
+from commrt._native import Request
 from commrt.comm import Communicator
 from commrt.errors import (
     BufferError_,
@@ -25,7 +26,7 @@ from commrt.errors import (
     UsageError,
 )
 from commrt.local import LocalRanks, run
-from commrt.request import Request, wait_all
+from commrt.request import wait_all
 
 # Nothing, in the line, all that fits there, one more byte, one packet exactly, one more
 # byte, and many packets.

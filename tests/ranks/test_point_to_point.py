@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commrt._native import Request
 from commrt.errors import (
     BufferError_,
     RevokedError,
@@ -19,7 +20,7 @@ from commrt.errors import (
     UsageError,
 )
 from commrt.local import LocalRanks, run
-from commrt.request import Request, wait_all
+from commrt.request import wait_all
 
 # Nothing, in the line, all that fits there, one more byte, one packet exactly, one more
 # byte, and many packets.

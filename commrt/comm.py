@@ -121,7 +121,7 @@ class Communicator(Channel):
         self.fusion = Fusion(
             self,
             self.devices,
-            choose=self.selection.choose,
+            choose=lambda call, bound: self.selection.choose(call, bound),
             plan=lambda call, bound: self.collectives.plan(call, bound),
             may_compress=lambda: self.compression.rules_may_compress,
         )

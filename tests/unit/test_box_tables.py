@@ -165,21 +165,21 @@ def test_what_is_no_table_is_reported_and_leads_nowhere(
             content = spoilt(made.table.content, rng)
             if content == made.table.content:
                 continue
-            before = world.world.num_violations
+            before = world._world.num_violations
             made.fill(made.place, content)
             made.launch()
             made.device.stream_synchronize(made.launches)
-            reported += world.world.num_violations > before
+            reported += world._world.num_violations > before
         assert reported > TABLES // 2
         with pytest.raises(Exception, match="violations"):
             world.check()
         # The device goes on.
         made.fill(made.place, made.table.content)
         made.fill(made.buffer, bytes(made.table.nbytes))
-        before = world.world.num_violations
+        before = world._world.num_violations
         made.launch()
         made.device.stream_synchronize(made.launches)
-        assert world.world.num_violations == before
+        assert world._world.num_violations == before
         world.world.violations.clear()
         raise_nothing(world)
 

@@ -20,7 +20,6 @@ from commrt.calls.channel import Channel
 from commrt.calls.check_mode import Checker
 from commrt.calls.collectives import Collectives
 from commrt.calls.forwarding import forwarded
-from commrt.calls.plans import Plans
 from commrt.calls.selection import Selection
 from commrt.calls.settings import Settings
 from commrt.compression.compressed import Compression
@@ -39,6 +38,7 @@ from commrt.group.symmetric import SymmetricMemory
 from commrt.job.world import World
 from commrt.messages.point_to_point import Messages
 from commrt.mpi import library
+from commrt.plans import Plans
 from commrt.sparse.allreduce import SparseReport
 from commrt.sparse.sums import SparseSums
 from commrt.subgroups import Kinds, Subgroups

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from commrt import _native
 from commrt.boxes.device_plans import BoundBoxes
-from commrt.calls.plans import Plans
 from commrt.grids.halo_arguments import EXCHANGE, REDUCE
 from commrt.grids.halos import Halos
 from commrt.grids.neighbors import NEIGHBOR_CALLS, Counts, NeighborCalls
 from commrt.grids.on_device import BoundNeighbors
+from commrt.plans import Plans
 from commrt.trace.bound import follow_bound
 
 if TYPE_CHECKING:

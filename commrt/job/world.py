@@ -395,7 +395,7 @@ def _agree_cores(world: World) -> int:
 
 def _agree(bootstrap: Bootstrap, timeout_s: float) -> LocatedTable:
     """Compare what must be equal on all ranks; return rank 0's table."""
-    from commrt import __version__
+    from commrt.version import __version__
 
     mine = {
         "version": __version__,

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from commrt import _native
-from commrt.arrays.host import numpy_type
 from commrt.backends.attaching import attach_all
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.redistribution import Redistributions
@@ -42,7 +41,6 @@ from commrt.group.symmetric import SymmetricMemory
 from commrt.job.world import World
 from commrt.messages.point_to_point import Messages
 from commrt.mpi import library
-from commrt.planning.spec import PlanSpec
 from commrt.sparse.allreduce import SparseReport
 from commrt.sparse.sums import SparseSums
 from commrt.subgroups import Kinds, Subgroups
@@ -51,7 +49,6 @@ from commrt.trace.nvtx import plans_with_ranges, ranges_around
 from commrt.vocabulary.checks import as_integer, check_timeout
 from commrt.vocabulary.dtypes import engine_factor
 from commrt.vocabulary.operations import operation
-from commrt.vocabulary.reductions import BoundReduction
 
 __all__ = ["CartCommunicator", "CommStats", "Communicator", "GraphCommunicator"]
 
@@ -442,7 +439,7 @@ class Communicator(Channel):
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            plan = self._make_plan(call, bound)
+            plan = self.selection.planned(call, bound)
             self._plans[key] = plan
         if call.factor is not None:
             # One plan per key, of the latest factor: they may be new in every call.
@@ -459,29 +456,6 @@ class Communicator(Channel):
         if self.selection.choose(call, bound).algorithm == "native":
             call = replace(call, algorithm="recursive_doubling")
         return self._plan(call, bound)
-
-    def _make_plan(self, call: arguments.Call, bound: arguments.Bound) -> Any:
-        candidate = self.selection.choose(call, bound)
-        user = None
-        if call.user is not None and bound.x is not None:
-            user = BoundReduction(call.user, numpy_type(bound.x))
-        return self.attached[candidate.backend].plan(
-            PlanSpec(
-                op=call.spec,
-                num_elements=bound.num_elements,
-                dtype=bound.dtype,
-                reduction=call.reduction,
-                root=call.root,
-                candidate=candidate,
-                in_elements=bound.in_elements,
-                out_elements=bound.out_elements,
-                has_output=bound.result is not None,
-                counts=bound.counts,
-                factor=call.factor,
-                user=user,
-                device="host" if bound.on is None and call.stream is None else "cuda",
-            )
-        )
 
 
 class CartCommunicator(Communicator):

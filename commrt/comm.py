@@ -131,7 +131,6 @@ class Communicator(Channel):
         self.compression = Compression(self, self.selection, self.private)
         self.collectives = Collectives(
             self,
-            self.attached,
             self.selection,
             self.comparison,
             (self.fusion, self.devices),

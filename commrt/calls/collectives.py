@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from commrt.arrays.host import numpy_type
-from commrt.backends.base import Attached
 from commrt.calls import arguments
 from commrt.calls.arguments import Bound, Call
 from commrt.calls.channel import Channel
@@ -18,11 +16,9 @@ from commrt.calls.routes import Route
 from commrt.calls.selection import Selection
 from commrt.errors import UsageError
 from commrt.group.compare import Comparison
-from commrt.planning.spec import PlanSpec
 from commrt.vocabulary.checks import check_timeout
 from commrt.vocabulary.dtypes import engine_factor
 from commrt.vocabulary.operations import operation
-from commrt.vocabulary.reductions import BoundReduction
 
 __all__ = ["Collectives"]
 
@@ -42,7 +38,6 @@ class Collectives:
 
     Args:
         channel: the ranks.
-        attached: their backends, by name.
         selection: chooses among the backends' candidates.
         comparison: tells all ranks of an error in check mode.
         routes: other ways of a call, asked in this order.
@@ -52,14 +47,13 @@ class Collectives:
     def __init__(
         self,
         channel: Channel,
-        attached: Mapping[str, Attached],
         selection: Selection,
         comparison: Comparison,
         routes: Sequence[Route],
         compression: Compressor,
     ) -> None:
-        self._channel, self._attached = channel, attached
-        self._selection, self._comparison = selection, comparison
+        self._channel, self._selection = channel, selection
+        self._comparison = comparison
         self._routes, self._compression = routes, compression
         self.plans: dict[Any, Any] = {}
         """Plans of calls on host arrays."""
@@ -145,7 +139,7 @@ class Collectives:
         if plan is None:
             if len(self.plans) >= _MAX_PLANS:
                 self.plans.clear()
-            plan = self.make_plan(call, bound)
+            plan = self._selection.planned(call, bound)
             self.plans[key] = plan
         if call.factor is not None:
             # One plan per key, of the latest factor: they may be new in every call.
@@ -164,27 +158,3 @@ class Collectives:
         if self._selection.choose(call, bound).algorithm == "native":
             call = replace(call, algorithm="recursive_doubling")
         return self.plan(call, bound)
-
-    def make_plan(self, call: Call, bound: Bound) -> Any:
-        """Return a new plan of a call, by the backend that selection picks."""
-        candidate = self._selection.choose(call, bound)
-        user = None
-        if call.user is not None and bound.x is not None:
-            user = BoundReduction(call.user, numpy_type(bound.x))
-        return self._attached[candidate.backend].plan(
-            PlanSpec(
-                op=call.spec,
-                num_elements=bound.num_elements,
-                dtype=bound.dtype,
-                reduction=call.reduction,
-                root=call.root,
-                candidate=candidate,
-                in_elements=bound.in_elements,
-                out_elements=bound.out_elements,
-                has_output=bound.result is not None,
-                counts=bound.counts,
-                factor=call.factor,
-                user=user,
-                device="host" if bound.on is None and call.stream is None else "cuda",
-            )
-        )

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from commrt import backends
+from commrt.arrays.host import numpy_type
 from commrt.backends.base import Attached
 from commrt.calls import arguments
 from commrt.calls.plan_cache import Choices
@@ -15,6 +16,7 @@ from commrt.errors import UsageError, suggest
 from commrt.group.group import Group
 from commrt.planning import host_plans
 from commrt.planning.ordering import wanted_order
+from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query, without_compression
 from commrt.select.policy import Explanation, Offers, Policy, Rejected
 from commrt.select.schema import DEVICES
@@ -22,7 +24,7 @@ from commrt.select.table import Table
 from commrt.select.wishes import Wish, Wishes
 from commrt.vocabulary.dtypes import is_known
 from commrt.vocabulary.operations import rule_nbytes
-from commrt.vocabulary.reductions import Reduction
+from commrt.vocabulary.reductions import BoundReduction, Reduction
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
@@ -151,7 +153,7 @@ class Selection(Offers):
             coll=spec.name,
             nbytes=rule_nbytes(spec.name, nbytes, self._group.size),
             dtype="uint8" if records else bound.dtype.name,
-            device="host" if bound.on is None and call.stream is None else "cuda",
+            device=_memory(call, bound),
             op=call.op,
             root=call.root if spec.has_root else None,
         )
@@ -162,6 +164,30 @@ class Selection(Offers):
             )
             query = replace(query, order=order)
         return query, self.choices.of(query, call)
+
+    def planned(self, call: Call, bound: Bound) -> Any:
+        """Return the plan of a call, made anew by the backend that is to run it."""
+        candidate = self.choose(call, bound)
+        user = None
+        if call.user is not None and bound.x is not None:
+            user = BoundReduction(call.user, numpy_type(bound.x))
+        return self._of(candidate).plan(
+            PlanSpec(
+                op=call.spec,
+                num_elements=bound.num_elements,
+                dtype=bound.dtype,
+                reduction=call.reduction,
+                root=call.root,
+                candidate=candidate,
+                in_elements=bound.in_elements,
+                out_elements=bound.out_elements,
+                has_output=bound.result is not None,
+                counts=bound.counts,
+                factor=call.factor,
+                user=user,
+                device=_memory(call, bound),
+            )
+        )
 
     # -- for the policy ----------------------------------------------------------
 
@@ -226,6 +252,11 @@ class Selection(Offers):
                 reason = self._why_refused(query, each) or "knows no reduction of yours"
                 refused.append(Rejected(each, reason))
         return refused
+
+
+def _memory(call: Call, bound: Bound) -> str:
+    """Return the kind of memory that a call's arrays are in."""
+    return "host" if bound.on is None and call.stream is None else "cuda"
 
 
 def _more_preferred(attached: Mapping[str, Attached], one: Attached) -> list[str]:

@@ -312,7 +312,7 @@ class DeviceCollectives:
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            plan = self.comm.collectives.make_plan(call, bound)
+            plan = self.selection.planned(call, bound)
             self._plans[key] = plan
         return plan
 

@@ -29,7 +29,6 @@ from commrt.trace.traced import Traced
 from commrt.vocabulary.operations import (
     COLLECTIVES,
     ROWS,
-    names_of,
     operation,
     rule_nbytes,
 )
@@ -39,8 +38,6 @@ __all__ = ["NamedCall", "Ranges", "plans_with_ranges", "ranges_around"]
 SONAMES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
 """NVTX 3 as a library, in wheels from CUDA 12.9 on; and what came before it."""
 _WHEELS = ("nvidia-nvtx", "nvidia-nvtx-cu12", "nvidia-nvtx-cu11")
-_BY_METHOD = names_of("sparse")
-"""Plans of which each run is a call of the communicator's method."""
 _NAMES = tuple(row.name for row in ROWS)
 _ASCII, _UINT64 = 1, 1
 """Kinds of a message and of a payload."""
@@ -173,7 +170,7 @@ class NamedPlans:
 
     def __getattr__(self, name: str) -> Any:
         make = getattr(self._plans, name)
-        if name not in _NAMES or name in _BY_METHOD:
+        if name not in _NAMES:
             return make
 
         def named(*args: Any, **more: Any) -> NamedCall:

@@ -370,12 +370,12 @@ def test_a_split_left_half_done_ends_with_its_parent() -> None:
 def test_a_forked_child_must_not_touch_it() -> None:
     nccl = FakeNccl()
     with nccl.ranks(1) as comms:
-        comms[0].pid += 1
+        comms[0]._pid += 1
         with pytest.raises(ClosedError, match="fork"):
             _sum(comms[0], np.ones(1, np.float32))
         assert comms[0].abort()
         assert comms[0].state == "live"
-        comms[0].pid -= 1
+        comms[0]._pid -= 1
     nccl.check()
 
 

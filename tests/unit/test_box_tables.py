@@ -180,7 +180,7 @@ def test_what_is_no_table_is_reported_and_leads_nowhere(
         made.launch()
         made.device.stream_synchronize(made.launches)
         assert world._world.num_violations == before
-        world.world.violations.clear()
+        world._world.violations.clear()
         raise_nothing(world)
 
 

@@ -20,7 +20,7 @@ from commrt.errors import UsageError
 from commrt.nccl import abilities, features
 from commrt.planning.host_plans import TransportParams
 from commrt.vocabulary.dtypes import DTYPES, ReduceOp, check_reduction
-from commrt.vocabulary.operations import OPERATIONS, SCHEDULED, OpSpec
+from commrt.vocabulary.operations import OPERATIONS, OTHERS, SCHEDULED, OpSpec
 
 DOCS = Path(__file__).parent
 
@@ -75,6 +75,23 @@ def operations_table() -> str:
             spec.doc,
         ]
         rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+_PAGES = {
+    "message": "[messages](messages.md)",
+    "sparse": "[sparse sums](sparse.md)",
+    "boxes": "[redistribution](../how-to/redistribute-arrays.md)",
+    "neighbors": "[grids](grids.md)",
+}
+
+
+def others_table() -> str:
+    """Return the table of the calls beside the collectives."""
+    rows = ["| call | meaning | bytes in a log | page |", "|---|---|---|---|"]
+    for row in OTHERS:
+        logged = row.logged_bytes or "of each message"
+        rows.append(f"| `{row.name}` | {row.doc} | {logged} | {_PAGES[row.kind]} |")
     return "\n".join(rows) + "\n"
 
 
@@ -185,7 +202,10 @@ def errors_entries() -> str:
 
 
 Tables = dict[str, Callable[[], str]]
-OPERATIONS_TABLES: Tables = {"operations": operations_table}
+OPERATIONS_TABLES: Tables = {
+    "operations": operations_table,
+    "other-operations": others_table,
+}
 PAGES: dict[Path, Tables] = {
     DOCS / "reference" / "operations.md": OPERATIONS_TABLES,
     DOCS / "reference" / "reductions.md": {"reductions": reductions_table},

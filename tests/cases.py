@@ -244,9 +244,7 @@ def expected(case: Case, xs: list[Array]) -> list[Array | None]:
     spec = operation(coll)
     if spec.combines_some:
         chosen = [spec.contributors(rank, size) for rank in range(size)]
-        return [
-            _reduced(case, [xs[i] for i in each]) if each else None for each in chosen
-        ]
+        return [_reduced(case, xs, each) if each else None for each in chosen]
     if coll == "bcast":
         return [xs[case.root]] * size
     if coll in ("allgather", "gather", "allgatherv", "gatherv"):
@@ -291,19 +289,23 @@ OF_NUMBERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _reduced(case: Case, xs: list[Array]) -> Array:
+def _reduced(case: Case, xs: list[Array], ranks: range | None = None) -> Array:
+    """Return the reduction of all arrays, or of those of some ranks."""
     dtype = dtype_by_name(case.dtype)
+    some = slice(None) if ranks is None else slice(ranks.start, ranks.stop)
     if dtype.kind == "bool":
-        return reduce(OF_BOOLS[case.op], xs)
+        return reduce(OF_BOOLS[case.op], xs[some])
     if case.op in ("land", "lor", "lxor"):
-        return reduce(OF_BOOLS[case.op], [x != 0 for x in xs]).astype(xs[0].dtype)
+        found = [x != 0 for x in xs[some]]
+        return reduce(OF_BOOLS[case.op], found).astype(xs[0].dtype)
     if dtype.kind in ("int", "uint"):
         with np.errstate(over="ignore"):
-            xs = _scaled(case, xs)
+            xs = _scaled(case, xs)[some]
             total = reduce(OF_NUMBERS[case.op], xs)  # wraps, as the Contract says
         return _toward_zero(total, case.size) if case.op == "avg" else total
     wide = np.complex128 if dtype.kind == "complex" else np.float64
-    exact = reduce(OF_NUMBERS[case.op], _scaled(case, [x.astype(wide) for x in xs]))
+    scaled = _scaled(case, [x.astype(wide) for x in xs])[some]
+    exact = reduce(OF_NUMBERS[case.op], scaled)
     return exact / case.size if case.op == "avg" else exact
 
 

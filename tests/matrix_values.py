@@ -13,7 +13,7 @@ import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import ml_dtypes
@@ -217,42 +217,49 @@ class Problem:
         return [np.concatenate([row[rank] for row in rows]) for rank in range(size)]
 
     def _reduced(self, block: Array, flavour: str) -> Drawn:
-        prefix = self.coll in ("scan", "exscan")
-        slack = None
+        spec, ranks = operation(self.coll), range(self.size)
+        if spec.combines_some:
+            each = [spec.contributors(rank, self.size) for rank in ranks]
+            found = [self._total(block, some, flavour) for some in each]
+            slacks = [slack for _, slack in found]
+            has_slack = any(slack is not None for slack in slacks)
+            totals = [total for total, _ in found]
+            return Drawn(list(block), totals, slacks if has_slack else None)
+        total, slack = self._total(block, ranks, flavour)
+        off = None if slack is None else self._spread_out(slack)
+        return Drawn(list(block), self._spread_out(total), off)
+
+    def _total(
+        self, block: Array, ranks: range, flavour: str
+    ) -> tuple[Array | None, Array | None]:
+        """Return what these ranks' contributions make, and how far it may be off."""
+        if not ranks:
+            return None, None
         if self.dtype is AFFINE:
-            totals = _compositions(block)
-        elif self.kind == "deterministic":
-            totals = self._from_the_left(block)
-        else:
-            totals = self._fold(block, prefix)
-            if flavour in ("real", "narrow"):
-                slack = self._spread_out(self._slack(block, totals, prefix))
-            elif totals.dtype != self.dtype:
-                totals = totals.astype(self.dtype)
-        if not prefix and totals.ndim > 1:
-            totals = totals[-1]
-        return Drawn(list(block), self._spread_out(totals), slack)
+            return reduce(compose, block[ranks.start : ranks.stop]).copy(), None
+        if self.kind == "deterministic":
+            return self._from_the_left(block[ranks.start : ranks.stop]), None
+        total = self._fold(block, ranks)
+        if flavour in ("real", "narrow"):
+            return total, self._slack(block, total, ranks)
+        return total.astype(self.dtype, copy=False), None
 
     def _spread_out(self, totals: Array) -> list[Any]:
         """Return which part of the totals each rank gets."""
         coll, size = self.coll, self.size
-        if coll == "scan":
-            return list(totals)
-        if coll == "exscan":
-            return [None, *totals[:-1]]
         if coll == "reduce":
             return [totals if r == self.case.root else None for r in range(size)]
         if coll in ("reduce_scatter", "reduce_scatterv"):
             return list(np.split(totals, np.cumsum(self.counts)[:-1]))
         return [totals] * size
 
-    def _fold(self, block: Array, prefix: bool) -> Array:
-        """Return the exact reduction over all ranks, or over those up to each."""
+    def _fold(self, block: Array, ranks: range) -> Array:
+        """Return the exact reduction over some ranks."""
         op, dtype = self.case.op, dtype_by_name(self.case.dtype)
 
         def over(combine: Any, values: Array) -> Array:
-            along = combine.accumulate if prefix else combine.reduce
-            number: Array = along(values, axis=0, dtype=values.dtype)
+            some = values[ranks.start : ranks.stop]
+            number: Array = combine.reduce(some, axis=0, dtype=values.dtype)
             return number
 
         if dtype.kind == "bool":
@@ -278,7 +285,7 @@ class Problem:
         factors = [self.factor(rank) for rank in range(self.size)]
         return block * np.array(factors).astype(block.dtype)[:, None]
 
-    def _slack(self, block: Array, totals: Array, prefix: bool) -> Array:
+    def _slack(self, block: Array, totals: Array, ranks: range) -> Array:
         """Every addition or product may round once; complex products four times."""
         dtype = dtype_by_name(self.case.dtype)
         finfo = ml_dtypes.finfo if dtype.needs_ml_dtypes else np.finfo
@@ -287,12 +294,11 @@ class Problem:
         if self.case.op == "prod":
             return np.abs(totals) * eps
         sizes = np.abs(self._multiplied(block, dtype))
-        along = np.add.accumulate if prefix else np.add.reduce
-        magnitude = along(sizes, axis=0)
+        magnitude = np.add.reduce(sizes[ranks.start : ranks.stop], axis=0)
         return magnitude * (eps / self.size if self.case.op == "avg" else eps)
 
     def _from_the_left(self, block: Array) -> Array:
-        """Return what deterministic=True promises, for each number of ranks."""
+        """Return what deterministic=True promises."""
         kind, op = block.dtype, self.case.op
         wide = np.dtype(np.float32) if kind.itemsize < 4 else kind
         xs = list(block)
@@ -301,19 +307,10 @@ class Problem:
                 by = 1 / self.size if op == "avg" else self.factor(0)
                 xs = [scaled(x, by) for x in xs]
             total = xs[0].astype(wide)
-            found = [total.astype(kind)]
             for x in xs[1:]:
                 other = x.astype(wide)
                 total = product(total, other) if op == "prod" else total + other
-                found.append(total.astype(kind))
-        return np.stack(found)
-
-
-def _compositions(block: Array) -> Array:
-    found = [block[0]]
-    for x in block[1:]:
-        found.append(compose(found[-1], x))
-    return np.stack(found)
+        return total.astype(kind)
 
 
 def _toward_zero(total: Array, size: int) -> Array:

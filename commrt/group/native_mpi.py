@@ -19,13 +19,13 @@ class NativeMpi:
 
     Args:
         group: the ranks.
-        comm: an mpi4py communicator of these ranks where nobody else runs collectives;
-            None where there is none yet.
+        mpi_comm: an mpi4py communicator of these ranks where nobody else runs
+            collectives; None where there is none yet.
     """
 
-    def __init__(self, group: Group, comm: Any = None) -> None:
+    def __init__(self, group: Group, mpi_comm: Any = None) -> None:
         self._group = group
-        self._comm = comm
+        self._comm = mpi_comm
         self._lease: Lease | None = None
         self._for_caller: Any = None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from commrt import backends, env
-from commrt.backends.known import check_candidate, offered
+from commrt.backends.catalog import check_candidate, offered
 from commrt.errors import UsageError, suggest
 from commrt.job.arena import pretended_nodes
 from commrt.launch.detect import LaunchInfo

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commrt.backends.known import offered
+from commrt.backends.catalog import offered
 from commrt.bench.launch import Kind
 
 __all__ = ["Engine", "submit_engines"]

@@ -600,7 +600,7 @@ class Group:
         from `first` on; -1: there is none.
         """
 
-class HostedWork(DeviceWork):
+class HostWork(DeviceWork):
     """A communicator's calls on one device whose work is the host's."""
 
     def __init__(
@@ -624,7 +624,7 @@ class HostedWork(DeviceWork):
         use.
         """
 
-    def give_rest_back(self) -> int:
+    def release_rest(self) -> int:
         """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
 
     def has_come(self, call: DeviceCall) -> bool:
@@ -671,7 +671,7 @@ class MessageStager(DeviceWork):
         first_value: int = 0,
         flags: bool = True,
     ) -> None: ...
-    def give_rest_back(self) -> int:
+    def release_rest(self) -> int:
         """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
 
     @property
@@ -715,7 +715,7 @@ class MpiWork(DeviceWork):
         flags: bool,
         first_value: int = 0,
     ) -> None: ...
-    def give_rest_back(self) -> int:
+    def release_rest(self) -> int:
         """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
 
     def plant(self, name: str) -> None:
@@ -1393,7 +1393,7 @@ class Stager(DeviceWork):
         first_value: int = 0,
         flags: bool = True,
     ) -> None: ...
-    def give_rest_back(self) -> int:
+    def release_rest(self) -> int:
         """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
 
     @property
@@ -1661,9 +1661,9 @@ def make_operation(
     in_place: bool,
     scatters: bool,
     num_counts: int,
-    only_known: bool = False,
+    only_cached: bool = False,
 ) -> Any:
-    """Make the method descriptor of one operation; with `only_known` it returns
+    """Make the method descriptor of one operation; with `only_cached` it returns
     NotImplemented where it would leave a call to Python.
     """
 
@@ -1798,7 +1798,7 @@ def nccl_program_plan(
 ) -> NcclPlan:
     """A plan that runs a schedule's rounds."""
 
-def num_known_device_calls(group: Group) -> int:
+def num_cached_device_calls(group: Group) -> int:
     """How many there are."""
 
 def open_fusion(group: Group, nbytes: int, limit_s: float) -> None:
@@ -1825,7 +1825,7 @@ def peer_plan(
 def planted_bugs() -> list[str]:
     """Names of the bugs that tests can plant in the staging of device memory."""
 
-def planted_hosted_bugs() -> list[str]:
+def planted_host_work_bugs() -> list[str]:
     """Names of the bugs that tests can plant in calls whose work is the host's."""
 
 def planted_message_bugs() -> list[str]:
@@ -1860,7 +1860,7 @@ def region_nbytes(arg0: int, arg1: int, /) -> int:
     """Bytes of shared memory per rank for a group of `members` on-node ranks."""
 
 def register_numpy_type(arg0: int, arg1: int, /) -> None: ...
-def remember_device_call(
+def cache_device_call(
     group: Group,
     *,
     coll: int,

@@ -19,13 +19,13 @@ __all__ = [
     "Variable",
     "agreement",
     "check_names",
-    "given",
     "markdown_table",
     "read",
     "read_bool",
     "read_float",
     "read_nodes",
     "read_str",
+    "value",
 ]
 
 Value = str | float | bool | tuple[int, ...] | None
@@ -333,7 +333,7 @@ def read_nodes(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | No
     return value
 
 
-def given(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+def value(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     """Return the text that the user set for ``name``, None if unset or empty."""
     environ = os.environ if environ is None else environ
     return environ.get(name) or None

@@ -13,7 +13,7 @@ from commrt.calls import arguments
 from commrt.calls.bound_call import BoundCall
 from commrt.calls.counts import bind_call
 from commrt.device_calls.collectives import BoundDeviceCall
-from commrt.device_calls.host_collectives import BoundHostedCall
+from commrt.device_calls.host_collectives import BoundHostCall
 from commrt.errors import UsageError, suggest
 from commrt.messages.bound import (
     bind_messages,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Plans"]
 
 _Bound: TypeAlias = (
-    "_native.PersistentCall | CompressedCall | BoundDeviceCall | BoundHostedCall"
+    "_native.PersistentCall | CompressedCall | BoundDeviceCall | BoundHostCall"
 )
 _PLANNED = names_of("collective", "message", "sparse", "boxes")
 """Plans among neighbours are those of grids and graphs (``grids/plans.py``)."""

@@ -126,11 +126,11 @@ class _Job:
 
     def run(self) -> int:
         """Start the ranks, and wait for their end; return the exit status."""
-        meeting = tempfile.mkdtemp(prefix="commrt-run-")
+        rendezvous = tempfile.mkdtemp(prefix="commrt-run-")
         before = {one: signal.signal(one, self._forward) for one in _FORWARDED}
         before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._kill)
         try:
-            environ = _environment(self._size, meeting)
+            environ = _environment(self._size, rendezvous)
             for number in range(self._size):
                 rank = self._start(number, environ)
                 self._ranks[rank.process.pid] = rank
@@ -143,7 +143,7 @@ class _Job:
             self._kill()
             for one, handler in before.items():
                 signal.signal(one, handler)
-            shutil.rmtree(meeting, ignore_errors=True)
+            shutil.rmtree(rendezvous, ignore_errors=True)
 
     def _start(self, number: int, environ: dict[str, str]) -> _Rank:
         launcher = os.getpid()
@@ -271,7 +271,7 @@ def _signal_to(rank: _Rank, number: int) -> None:
             os.kill(rank.process.pid, number)
 
 
-def _environment(size: int, meeting: str) -> dict[str, str]:
+def _environment(size: int, rendezvous: str) -> dict[str, str]:
     """Return what all ranks have in common."""
     environ = child_environment(sys.executable)
     cores = len(os.sched_getaffinity(0))
@@ -282,7 +282,7 @@ def _environment(size: int, meeting: str) -> dict[str, str]:
         GROUP_RANK="0",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(_free_port()),
-        COMMRT_MEETING=meeting,
+        COMMRT_MEETING=rendezvous,
     )
     return environ
 

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from commrt import _native, env
-from commrt.backends.known import check_wishes, known_names
+from commrt.backends.catalog import catalog, check_wishes
 from commrt.bootstrap import Bootstrap, connect
 from commrt.comm import Communicator
 from commrt.errors import ClosedError, UsageError
@@ -161,7 +161,7 @@ def open_world(
     world = connect_world(
         bootstrap,
         launch,
-        known_names(),
+        catalog(),
         in_process=in_process,
         engine=engine,
         timeout_s=timeout_s,

@@ -217,10 +217,10 @@ ENTRIES = (
         "A selection table is malformed, hostile, or of another machine. It is the "
         "same on every rank.",
         "Correct the line, or delete the file and measure anew: `commrt-tune run`.",
-        "from commrt.backends.known import known_names\n"
+        "from commrt.backends.catalog import catalog\n"
         "from commrt.select.table import load\n\n"
         'table = {"schema": "commrt-tune/1", "machine": {}, "rules": []}\n'
-        'load(str(table), "table.yaml", known_names())',
+        'load(str(table), "table.yaml", catalog())',
         ranks=0,
     ),
     Entry(

@@ -76,7 +76,7 @@ def _connect(threads: Any, rank: int, size: int, timeout_s: float) -> Communicat
     launch = LaunchInfo("single", rank, size, "threads of one process")
     mine = open_world(threads.bootstrap(rank), launch, in_process=True)
     mine.timeout_s = timeout_s
-    mine.mpi = mine.mpi_given = threads
+    mine.mpi = mine.mpi_comm = threads
     mine.native_comms = PretendedComms(threads, rank)  # type: ignore[assignment]
     identity = mine.agree_id(range(size), "world")
     return Communicator(mine, range(size), "local", identity)

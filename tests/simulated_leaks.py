@@ -36,7 +36,7 @@ from commrt.errors import (
     TruncationError,
     UsageError,
 )
-from commrt.group.deferred_release import give_back
+from commrt.group.deferred_release import release_finished
 
 SIZE = 2
 ROUNDS = 8
@@ -420,7 +420,7 @@ class Workload:
         gc.collect()
         # What lost communicators have left comes back as ranks look, once it may.
         for rank in self.ranks.ranks:
-            give_back(rank.comm.world)
+            release_finished(rank.comm.world)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         arrays = [each for some in self.rounds for at in some for each in at.arrays]
         works = [(rank.stager, rank.messages) for rank in self.ranks.ranks]

@@ -87,7 +87,7 @@ def forget_work(comm: Communicator) -> None:
     comm.devices._stagers.clear()
     comm.devices._messages.clear()
     comm.fusion.buckets = DeviceBuckets(comm, comm.devices, comm.fusion)
-    comm.devices.hosted._works.clear()
+    comm.devices.host_jobs._works.clear()
     comm.devices.forget_plans()
 
 

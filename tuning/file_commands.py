@@ -84,7 +84,7 @@ def add_commands(commands: Any) -> None:
 
 def table_of(path: Path | None) -> Table:
     """Return the table in a file, or without one the table in force here."""
-    known = measure.known_names()
+    known = measure.catalog()
     if path is not None:
         return load_file(path, known)
     located: LocatedTable = locate()
@@ -131,7 +131,7 @@ def _decided(recording: Recording, path: Path) -> Table:
 def _merge(arguments: argparse.Namespace) -> int:
     if len(arguments.inputs) < 2:
         raise UsageError("merge takes two files or more")
-    known = measure.known_names()
+    known = measure.catalog()
     inputs = [read_input(path, known) for path in arguments.inputs]
     merged = merge(inputs, known, same_machine=arguments.same_machine, date=_today())
     write_table(merged.table, arguments.out)

@@ -31,11 +31,11 @@ from commrt.bench.worker import CommrtPeer, equal_counts
 from commrt.nccl.features import version_text
 from commrt.planning.prediction import predicted_us
 from commrt.select.facts import Candidate, CommFacts, Query
-from commrt.select.schema import Known
+from commrt.select.schema import Catalog
 from commrt.tuning.job import Turn
 from commrt.vocabulary.operations import operation
 
-__all__ = ["Session", "known_names"]
+__all__ = ["Session", "catalog"]
 
 
 class _CandidatePeer(CommrtPeer):
@@ -192,8 +192,8 @@ class Session:
         return versions
 
 
-def known_names() -> Known:
+def catalog() -> Catalog:
     """Return every backend and algorithm name that a table may use."""
     from commrt.backends import known
 
-    return known.known_names()
+    return known.catalog()

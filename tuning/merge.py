@@ -21,7 +21,7 @@ from commrt.select.facts import LINK_CLASSES
 from commrt.select.fingerprint import Machine, this_machine
 from commrt.select.rules import Cell, Rule
 from commrt.select.schema import DEFAULT_TIE_MARGIN, METHOD_KEYS
-from commrt.select.table import Known, Table, load, load_file
+from commrt.select.table import Catalog, Table, load, load_file
 from commrt.select.write import dump
 from commrt.tuning.decide import ENOUGH_LAUNCHES, decide
 from commrt.tuning.export import cell_words
@@ -112,7 +112,7 @@ def is_recording(path: Path) -> bool:
     return path.name.endswith((".json", ".json.gz"))
 
 
-def read_input(path: Path, known: Known) -> Input:
+def read_input(path: Path, known: Catalog) -> Input:
     """Return the file's table or recording, told apart by the name."""
     if is_recording(path):
         return Input(str(path), recording=Recording.load(path))
@@ -120,7 +120,7 @@ def read_input(path: Path, known: Known) -> Input:
 
 
 def merge(
-    inputs: Sequence[Input], known: Known, *, same_machine: bool, date: str
+    inputs: Sequence[Input], known: Catalog, *, same_machine: bool, date: str
 ) -> Merged:
     """Return one table of all inputs.
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from commrt.select.facts import Candidate
-from commrt.select.table import Known
+from commrt.select.table import Catalog
 from commrt.tuning.samples import Recording
 
 __all__ = ["join"]
 
 
 def join(
-    recordings: Sequence[tuple[str, Recording]], known: Known
+    recordings: Sequence[tuple[str, Recording]], known: Catalog
 ) -> tuple[Recording, list[str]]:
     """Return one recording of all, and what was left out of it.
 
@@ -39,7 +39,9 @@ def _equal(first: Recording, second: Recording) -> bool:
     return first.samples == second.samples and first.launches == second.launches
 
 
-def _add(joined: Recording, name: str, recording: Recording, known: Known) -> list[str]:
+def _add(
+    joined: Recording, name: str, recording: Recording, known: Catalog
+) -> list[str]:
     """Add one recording; return what of it this commrt no longer has."""
     first = len(joined.launches)
     numbers = {index: first + at for at, index in enumerate(recording.launches)}
@@ -62,7 +64,7 @@ def _add(joined: Recording, name: str, recording: Recording, known: Known) -> li
     return list(gone)
 
 
-def _exists(known: Known, op: str, candidate: Candidate, ranks: int) -> bool:
+def _exists(known: Catalog, op: str, candidate: Candidate, ranks: int) -> bool:
     """Return whether a table of this commrt may name the candidate."""
     backend, algorithm = candidate.backend, candidate.algorithm
     if backend not in known.algorithms or algorithm not in known.names(backend, op):

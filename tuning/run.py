@@ -203,10 +203,10 @@ def table_at(path: Path) -> Table | None:
     """Return the table that is replaced; None where none is, or none can be read."""
     if not path.exists():
         return None
-    from commrt.tuning.measure import known_names
+    from commrt.tuning.measure import catalog
 
     try:
-        return load_file(path, known_names())
+        return load_file(path, catalog())
     except TableError:
         return None
 

@@ -31,9 +31,9 @@ def connect(launch: LaunchInfo, mpi_comm: Any = None) -> Bootstrap:
     if launch.kind == "single":
         return SingleBootstrap()
     if launch.kind == "run":
-        folder = env.given("COMMRT_MEETING")
-        meeting = DirectoryStore(folder or "", launch.size)
-        return StoreBootstrap(meeting, launch.rank, launch.size)
+        folder = env.value("COMMRT_MEETING")
+        rendezvous = DirectoryStore(folder or "", launch.size)
+        return StoreBootstrap(rendezvous, launch.rank, launch.size)
     if launch.kind == "torchrun":
         store = torchrun_store(launch.rank, launch.size, timeout_s)
         return StoreBootstrap(store, launch.rank, launch.size)

@@ -100,14 +100,14 @@ class MpiBootstrap:
         """Give ``blob`` to all members; return everybody's, in members' order."""
         with self._keys.turn(members, key, timeout_s) as (name, left_s):
             others = [member for member in members if member != self.rank]
-            meeting = _Meeting(self, name, others, bytes(blob))
+            rendezvous = _Rendezvous(self, name, others, bytes(blob))
             try:
-                met = poll_until(meeting.step, left_s, self.idle)
-                blobs = meeting.result() if met else {}
+                met = poll_until(rendezvous.step, left_s, self.idle)
+                blobs = rendezvous.result() if met else {}
             finally:
-                meeting.end()
+                rendezvous.end()
         if not met:
-            missing = meeting.missing()
+            missing = rendezvous.missing()
             raise timed_out(self.rank, members, key, missing, timeout_s)
         return [blobs.get(member, bytes(blob)) for member in members]
 
@@ -178,7 +178,7 @@ class MpiBootstrap:
             topic.said[attempt, source] = blob
 
 
-class _Meeting:
+class _Rendezvous:
     """One exchange of one rank."""
 
     def __init__(

@@ -11,7 +11,7 @@ from commrt.calls import arguments
 from commrt.calls.arguments import Bound, Call
 from commrt.calls.channel import Channel
 from commrt.calls.counts import bind_call
-from commrt.calls.plan_cache import remember
+from commrt.calls.plan_cache import cache_plan
 from commrt.calls.routes import Route
 from commrt.calls.selection import Selection
 from commrt.errors import UsageError
@@ -150,7 +150,7 @@ class Collectives:
         # What is asked for with compress="none" may be compressed without it.
         plain = not chosen and not params and call.compress is None
         if call.user is None and plain:
-            remember(self._channel, call, bound, plan)
+            cache_plan(self._channel, call, bound, plan)
         return plan
 
     def plan_alone(self, call: Call, bound: Bound) -> Any:

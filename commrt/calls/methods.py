@@ -9,10 +9,10 @@ from commrt import _native
 from commrt.vocabulary.operations import OpSpec, operation
 from commrt.vocabulary.signatures import docstring
 
-__all__ = ["if_known", "method_of"]
+__all__ = ["if_cached", "method_of"]
 
 
-def method_of(spec: OpSpec, *, only_known: bool = False) -> Any:
+def method_of(spec: OpSpec, *, only_cached: bool = False) -> Any:
     """Return an operation as a method of communicators."""
     return _native.make_operation(
         spec.name,
@@ -24,14 +24,14 @@ def method_of(spec: OpSpec, *, only_known: bool = False) -> Any:
         spec.in_place,
         spec.has_root and spec.out_count == "div_size",
         len(spec.count_arguments),
-        only_known,
+        only_cached,
     )
 
 
-def if_known(name: str) -> Any:
+def if_cached(name: str) -> Any:
     """Return an operation for who has more to say of calls than the dispatcher knows.
 
-    ``if_known("allreduce")(comm, x, op="max")`` runs what ``comm.allreduce`` would run
+    ``if_cached("allreduce")(comm, x, op="max")`` runs what ``comm.allreduce`` would run
     natively, and returns NotImplemented, without an error, where that would ask Python.
     """
-    return method_of(operation(name), only_known=True)
+    return method_of(operation(name), only_cached=True)

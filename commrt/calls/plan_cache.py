@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
     from commrt.group.group import Group
 
-__all__ = ["Choices", "remember"]
+__all__ = ["Choices", "cache_plan"]
 
 _NO_DTYPE = 11
 """What the dispatcher's key holds where there is no array."""
@@ -56,7 +56,7 @@ class Choices:
         return found
 
 
-def remember(comm: Group, call: Call, bound: Bound, plan: Any) -> None:
+def cache_plan(comm: Group, call: Call, bound: Bound, plan: Any) -> None:
     """Tell the dispatcher the plan of a call without special wishes."""
     spec = call.spec
     takes_x = spec.x_count != "none"

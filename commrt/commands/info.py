@@ -219,20 +219,20 @@ def _algorithms() -> Iterator[str]:
 
 
 def _table() -> Iterator[str]:
-    from commrt.backends.known import known_names
+    from commrt.backends.catalog import catalog
     from commrt.select.locate import locate
 
     located = locate()
     yield f"{located.path or 'none'} ({located.why})"
     yield f"this machine's fingerprint: {located.fingerprint[:12]}"
-    table = located.parse(known_names())
+    table = located.parse(catalog())
     if table is not None:
         yield f"rules: {len(table.rules)}, digest {table.digest[:12]}"
 
 
 def _environment() -> Iterator[str]:
     for variable in env.VARIABLES:
-        text = env.given(variable.name)
+        text = env.value(variable.name)
         default = variable.default or "not set"
         state = f"{default} (default)" if text is None else text
         label = f"{variable.name:<26} {state:<18}"

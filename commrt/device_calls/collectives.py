@@ -18,16 +18,21 @@ from commrt.arrays.device import as_stream, current_stream_of, device_number
 from commrt.backends.agreement import meet
 from commrt.backends.base import Attached
 from commrt.device_calls.host_collectives import (
-    BoundHostedCall,
-    is_hosted,
+    BoundHostCall,
     run_on_host,
+    runs_on_host,
 )
-from commrt.device_calls.host_thread import HostedJobs
+from commrt.device_calls.host_thread import HostJobs
 from commrt.device_calls.requests import DeviceRequest
 from commrt.devices.arrays import DeviceStream, free_what_was_left
 from commrt.devices.registry import cuda_device
 from commrt.errors import CaptureError, CommError, DeviceError, UsageError
-from commrt.group.deferred_release import LeftWork, StagedWork, give_back, leave
+from commrt.group.deferred_release import (
+    DeferredWork,
+    StagedWork,
+    defer,
+    release_finished,
+)
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
@@ -62,7 +67,7 @@ class DeviceUser(Protocol):
     def outstanding(self) -> int:
         """Things under way whose end the host has not seen."""
 
-    def close_on_devices(self) -> Sequence[LeftWork]:
+    def close_on_devices(self) -> Sequence[DeferredWork]:
         """Give streams and memory back; return what is to be given back later.
 
         What runs collectives is closed after this.
@@ -90,7 +95,7 @@ class DeviceCollectives:
         """Services that end with this."""
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
         self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
-        self.hosted = HostedJobs(comm)
+        self.host_jobs = HostJobs(comm)
         self._plans: dict[Any, DevicePlan] = {}
         self._own_events: dict[tuple[int, int], tuple[Any, int]] = {}
         """By thread and device: between two calls another thread must not record it."""
@@ -112,7 +117,7 @@ class DeviceCollectives:
 
     def run(self, call: Call, bound: Bound) -> Any:
         """Start a collective whose arrays are on a device; return output or request."""
-        if is_hosted(call):
+        if runs_on_host(call):
             return run_on_host(self, call, bound)
         try:
             plan = self.plan(call, bound)
@@ -179,7 +184,7 @@ class DeviceCollectives:
             self.comm.check_usable()
 
     def _remember(self, call: Call, bound: Bound, plan: DevicePlan) -> None:
-        """Let calls like this one be started without Python (known_calls.hpp)."""
+        """Let calls like this one be started without Python (device_call_cache.hpp)."""
         spec, x, out = call.spec, bound.x, bound.out
         asked = call.algorithm, call.backend, call.params, call.user, call.factor
         carrier = self.attached[plan.backend]
@@ -193,7 +198,7 @@ class DeviceCollectives:
         ):
             return
         device = self._device(call, bound)
-        _native.remember_device_call(
+        _native.cache_device_call(
             self.comm,
             coll=spec.code,
             reduction=int(call.reduction),
@@ -246,10 +251,10 @@ class DeviceCollectives:
             return current_stream_of(array, device)
         return as_stream(call.stream, device, call.spec.name)
 
-    def bound(self, call: Call, bound: Bound) -> BoundDeviceCall | BoundHostedCall:
+    def bound(self, call: Call, bound: Bound) -> BoundDeviceCall | BoundHostCall:
         """Return the call bound to its arrays, to run it any number of times."""
-        if is_hosted(call):
-            return BoundHostedCall(self, call, bound)
+        if runs_on_host(call):
+            return BoundHostCall(self, call, bound)
         plan = self.plan(call, bound)
         self.runner(self._device(call, bound), plan)
         return BoundDeviceCall(self, call, bound, plan)
@@ -384,7 +389,7 @@ class DeviceCollectives:
     def options(self, device: Any) -> tuple[int, int, int, int, bool]:
         """Return how work on a device uses pinned memory: slots, bytes, flags."""
         flags = self.lets_streams_wait(device)
-        give_back(self.comm.world)
+        release_finished(self.comm.world)
         options = self.slots, self.first_nbytes, self.most_nbytes, self.first_value
         return *options, flags
 
@@ -410,14 +415,14 @@ class DeviceCollectives:
         found: list[StagedWork] = []
         found += [each for _, each in self._stagers.values()]
         found += [each for _, each in self._messages.values()]
-        found += self.hosted.works
+        found += self.host_jobs.works
         return found
 
     def give_up(self, why: str) -> None:
         """Fail what is under way, and let its streams go."""
         for each in self._work:
             each.give_up(why)
-        self.hosted.give_up(why)
+        self.host_jobs.give_up(why)
         for carrier in self.attached.values():
             carrier.give_up(why)
 
@@ -430,14 +435,14 @@ class DeviceCollectives:
             for kept in list(self.memory):
                 with suppress(CommError):  # a device that is gone took it along
                     kept.close()
-        self.hosted.close()
+        self.host_jobs.close()
         used = [on for on, _ in self._stagers.values()]
-        used += self.hosted.devices
+        used += self.host_jobs.devices
         left = [rest for user in self.users for rest in user.close_on_devices()]
         work = self._work
         for each in work:
             each.close()
-        leave(self.comm.world, work)
+        defer(self.comm.world, work)
         may_call = self.comm.closed != "dropped"
         if may_call and not waits:  # to give pinned memory back waited just as well
             _native.drop_ended(self.comm.world.engine)
@@ -445,7 +450,7 @@ class DeviceCollectives:
                 free_what_was_left(device)
         for carrier in carriers:
             carrier.close(may_call=may_call)
-        leave(self.comm.world, left)  # once what they used is closed
+        defer(self.comm.world, left)  # once what they used is closed
         while self._own_events:
             _, (device, event) = self._own_events.popitem()
             with suppress(CommError):  # the device may be gone

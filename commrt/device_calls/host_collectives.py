@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from commrt.arrays.host import HostView, view_anywhere
-from commrt.device_calls.host_work import HostedCall, run_hosted
+from commrt.device_calls.host_work import HostCall, start_host_call
 from commrt.errors import BackendError
 from commrt.group.stepped import SteppedRequest, Steps
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from commrt.comm import Communicator
     from commrt.device_calls.collectives import DeviceCollectives
 
-__all__ = ["BoundHostedCall", "is_hosted", "run_on_host"]
+__all__ = ["BoundHostCall", "run_on_host", "runs_on_host"]
 
 
-def is_hosted(call: Call) -> bool:
+def runs_on_host(call: Call) -> bool:
     """Return whether a collective's work is Python's."""
     return _compresses(call) or (call.user is not None and call.user.address is None)
 
@@ -35,7 +35,7 @@ def run_on_host(devices: DeviceCollectives, call: Call, bound: Bound) -> Any:
     devices.check(call, bound)
     comm = devices.comm
     made = (_compressed if _compresses(call) else _reduced)(comm, call, bound)
-    return run_hosted(
+    return start_host_call(
         comm, devices, made, nonblocking=call.nonblocking, stream=call.stream
     )
 
@@ -53,7 +53,7 @@ def _counts(call: Call) -> dict[str, Any]:
     return {argument: value for argument, value in counts if value is not None}
 
 
-def _compressed(comm: Communicator, call: Call, bound: Bound) -> HostedCall:
+def _compressed(comm: Communicator, call: Call, bound: Bound) -> HostCall:
     """Return the call that compresses; in check mode all ranks are compared."""
     name = call.spec.name
     compressed = comm.compression.bound(call, bound)
@@ -84,10 +84,10 @@ def _compressed(comm: Communicator, call: Call, bound: Bound) -> HostedCall:
 
     kept = [] if residual is None else [residual]
     reads, writes = [x, *kept], [out, *kept]
-    return HostedCall(name, "compression", reads, writes, start, limit, bound.result)
+    return HostCall(name, "compression", reads, writes, start, limit, bound.result)
 
 
-def _reduced(comm: Communicator, call: Call, bound: Bound) -> HostedCall:
+def _reduced(comm: Communicator, call: Call, bound: Bound) -> HostCall:
     """Return the call whose reduction is a Python function; it goes whole."""
     spec, user = call.spec, call.user
     assert user is not None
@@ -130,10 +130,10 @@ def _reduced(comm: Communicator, call: Call, bound: Bound) -> HostedCall:
     # What the first rank's output holds is left as it is.
     untouched = spec.output_on == "all but rank 0" and comm.rank == 0
     reads, writes = (held, []) if untouched else ([x], held[1:])
-    return HostedCall(spec.name, "reduction", reads, writes, start, limit, bound.result)
+    return HostCall(spec.name, "reduction", reads, writes, start, limit, bound.result)
 
 
-class BoundHostedCall:
+class BoundHostCall:
     """Such a collective bound to its arrays; call it, or ``start()`` it."""
 
     def __init__(self, devices: DeviceCollectives, call: Call, bound: Bound) -> None:

@@ -28,7 +28,7 @@ from commrt.group.stepped import SteppedRequest
 if TYPE_CHECKING:
     from commrt.comm import Communicator
 
-__all__ = ["HostedJob", "HostedJobs"]
+__all__ = ["HostJob", "HostJobs"]
 
 _SLICE_S = 0.05
 """A thread that waits looks so often whether it shall end."""
@@ -36,14 +36,14 @@ _END_S = 1.0
 _NAP_S = 50e-6
 
 
-class HostedJob:
+class HostJob:
     """The host's part of one call."""
 
     def __init__(
         self,
         channel: Communicator,
         device: Any,
-        work: _native.HostedWork,
+        work: _native.HostWork,
         call: _native.DeviceCall,
         what: str,
         begin: Callable[[Sequence[int]], SteppedRequest],
@@ -127,7 +127,7 @@ class HostedJob:
         if not isinstance(error, MismatchError):
             with suppress(Exception):  # the others must not wait for what does not come
                 self._channel.give_up(f"{self.what}: {error}")
-        kind = "timeout" if isinstance(error, TimeoutError_) else "hosted"
+        kind = "timeout" if isinstance(error, TimeoutError_) else "host work"
         with suppress(Exception):
             self.work.fail(self.call, kind, str(error))
         self._end()
@@ -174,7 +174,7 @@ class _Feed:
     """Jobs in their order, and what their thread shares with who gives them."""
 
     def __init__(self) -> None:
-        self.jobs: deque[HostedJob] = deque()
+        self.jobs: deque[HostJob] = deque()
         self.changed = threading.Condition()
         self.closed = False
         self.pid = os.getpid()
@@ -235,12 +235,12 @@ def _close(feed: _Feed, threads: list[threading.Thread]) -> None:
             thread.join(_END_S)
 
 
-class HostedJobs:
+class HostJobs:
     """A communicator's calls on device arrays whose work is the host's."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._works: dict[int, tuple[Any, _native.HostedWork]] = {}
+        self._works: dict[int, tuple[Any, _native.HostWork]] = {}
         self._channel: Communicator | None = None
         self._feed = _Feed()
         self._threads: list[threading.Thread] = []
@@ -255,16 +255,16 @@ class HostedJobs:
         return [device for device, _ in self._works.values()]
 
     @property
-    def works(self) -> list[_native.HostedWork]:
+    def works(self) -> list[_native.HostWork]:
         """What was made on each device."""
         return [each for _, each in self._works.values()]
 
-    def work(self, device: Any) -> _native.HostedWork:
+    def work(self, device: Any) -> _native.HostWork:
         """Return what copies there and back, made at the first such call."""
         found = self._works.get(id(device))
         if found is None:
             options = self._comm.devices.options(device)
-            made = _native.HostedWork(self._comm, device, *options)
+            made = _native.HostWork(self._comm, device, *options)
             found = self._works[id(device)] = device, made
         return found[1]
 
@@ -298,7 +298,7 @@ class HostedJobs:
         timeout_s: float,
         *,
         is_asked_for: bool,
-    ) -> HostedJob:
+    ) -> HostJob:
         """Give the device all that there is to do, and the host its part.
 
         Rows of ``arrays`` are (address, bytes, whether it is read, and written).
@@ -308,7 +308,7 @@ class HostedJobs:
         with self._issue:  # the order of jobs is that of the device's commands
             call = work.start(list(arrays), stream, is_asked_for, keep, timeout_s)
             title = f"{what} #{call.seq} on {self._comm.name}"
-            made = HostedJob(self._channel, device, work, call, title, begin, timeout_s)
+            made = HostJob(self._channel, device, work, call, title, begin, timeout_s)
             with self._feed.changed:
                 self._feed.jobs.append(made)
                 self._feed.changed.notify()
@@ -321,7 +321,7 @@ class HostedJobs:
         if env.read_str("COMMRT_PROGRESS") == "off":
             return
         self.is_driven = True
-        feed, name = self._feed, f"commrt-hosted-{self._comm.name}"
+        feed, name = self._feed, f"commrt-host-{self._comm.name}"
         # It knows the jobs alone: who drops the communicator ends it.
         thread = threading.Thread(target=feed.serve, name=name, daemon=True)
         thread.start()
@@ -332,7 +332,7 @@ class HostedJobs:
         """Do what can be done of the first job by now; True if that was anything."""
         return self._feed.advance_first(blocks=False)
 
-    def finish(self, job: HostedJob, deadline: float) -> bool:
+    def finish(self, job: HostJob, deadline: float) -> bool:
         """Block until a job is over; False where time ran out before."""
         while not job.is_over:
             if time.monotonic() > deadline:
@@ -346,7 +346,7 @@ class HostedJobs:
                 time.sleep(_NAP_S)
         return True
 
-    def _pause(self, job: HostedJob) -> None:
+    def _pause(self, job: HostJob) -> None:
         if not self._comm.world.engine.step():
             job.device.pause()
 

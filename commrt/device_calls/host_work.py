@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls on device arrays whose work is Python's: sparse sums and others.
 
-The call gives the device all there is to do (``hosted_work.hpp``): copies to
+The call gives the device all there is to do (``host_work.hpp``): copies to
 pinned memory behind the caller's stream, and the copies back, which wait there for the
 host. The host's call runs on pinned memory once the arrays have come
-(``hosted_jobs.py``), and the caller goes on. Only where the length of a result is known
+(``host_thread.py``), and the caller goes on. Only where the length of a result is known
 at its end alone, nothing can be given before: then ``wait()`` blocks until the host is
 done, and gives the device what came of it.
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 from commrt.arrays.device import as_stream, current_stream_of, is_on_device, place_of
 from commrt.arrays.host import HostView, empty_like_array, numpy_type, view_anywhere
-from commrt.device_calls.host_thread import HostedJob
+from commrt.device_calls.host_thread import HostJob
 from commrt.device_calls.requests import DeviceRequest, late
 from commrt.errors import CaptureError, UsageError
 from commrt.group.stepped import SteppedRequest
@@ -36,12 +36,12 @@ Rebuild = Callable[[Any, Callable[[Any], Any]], Any]
 """The result on the device, given the host's and what puts an array there."""
 
 __all__ = [
-    "HostedCall",
-    "HostedRequest",
-    "HostedResultRequest",
+    "HostCall",
+    "HostRequest",
+    "HostResultRequest",
     "holds_device_arrays",
     "refuse_host_arrays",
-    "run_hosted",
+    "start_host_call",
 ]
 
 
@@ -69,7 +69,7 @@ def refuse_host_arrays(what: str, given: Any) -> None:
 
 
 @dataclass(frozen=True)
-class HostedCall:
+class HostCall:
     """A call of the host on arrays that a device has."""
 
     what: str
@@ -88,10 +88,10 @@ class HostedCall:
     """Makes the result of that of the host, where it is known at the end alone."""
 
 
-def run_hosted(
+def start_host_call(
     group: Group,
     devices: DeviceCollectives,
-    made: HostedCall,
+    made: HostCall,
     *,
     nonblocking: bool,
     stream: Any = None,
@@ -106,7 +106,7 @@ def run_hosted(
         handle = current_stream_of(first, device)
     else:
         handle = as_stream(stream, device, what)
-    jobs = devices.hosted
+    jobs = devices.host_jobs
     devices.cut_buckets()
     read = {places[id(each)] for each in made.reads}
     written = {places[id(each)] for each in made.writes}
@@ -134,11 +134,11 @@ def run_hosted(
     except CaptureError as error:
         raise devices.why_not_started(what, error) from None
     of = (group, job.call, made.result, what, made.timeout_s, device, handle, first)
-    request: HostedRequest
+    request: HostRequest
     if made.rebuild is None:
-        request = HostedRequest(*of, job=job)
+        request = HostRequest(*of, job=job)
     else:
-        request = HostedResultRequest(
+        request = HostResultRequest(
             *of, job=job, like=made.reads[-1], rebuild=made.rebuild
         )
     return request if nonblocking else request.wait_in(handle)
@@ -147,7 +147,7 @@ def run_hosted(
 class _Begins:
     """Starts the host's part of a call on what the device has copied."""
 
-    def __init__(self, made: HostedCall, places: dict[int, int]) -> None:
+    def __init__(self, made: HostCall, places: dict[int, int]) -> None:
         self.channel: Channel
         self._call, self._places = made.call, places
         # What numpy has no type for is said in the call.
@@ -204,10 +204,10 @@ def _check_apart(what: str, views: Sequence[HostView]) -> None:
                 )
 
 
-class HostedRequest(DeviceRequest):
+class HostRequest(DeviceRequest):
     """One started call on device arrays whose work is the host's."""
 
-    def __init__(self, *arguments: Any, job: HostedJob) -> None:
+    def __init__(self, *arguments: Any, job: HostJob) -> None:
         super().__init__(*arguments)
         self._output, self._on, self._array = arguments[2], arguments[5], arguments[7]
         self._job = job
@@ -251,7 +251,7 @@ class HostedRequest(DeviceRequest):
 
     @property
     def _jobs(self) -> Any:
-        return self.comm.devices.hosted
+        return self.comm.devices.host_jobs
 
     def _limit(self, timeout_s: float | None) -> float:
         if timeout_s is None:
@@ -266,11 +266,11 @@ class HostedRequest(DeviceRequest):
         return self._job.state
 
 
-class HostedResultRequest(HostedRequest):
+class HostResultRequest(HostRequest):
     """The same of a call whose result's length is known at its end alone."""
 
     def __init__(
-        self, *arguments: Any, job: HostedJob, like: HostView, rebuild: Rebuild
+        self, *arguments: Any, job: HostJob, like: HostView, rebuild: Rebuild
     ) -> None:
         super().__init__(*arguments, job=job)
         self._like, self._rebuild = like, rebuild

@@ -30,7 +30,7 @@ from commrt.device_calls.collectives import DeviceCollectives
 from commrt.errors import CommError, UsageError
 from commrt.fusion.device_copies import Block, BucketCopies, Part
 from commrt.fusion.device_requests import FusedDeviceRequest, SentBucket
-from commrt.fusion.left_buckets import LeftBuckets
+from commrt.fusion.failed_buckets import FailedBuckets
 from commrt.group.deferred_release import StagedWork
 from commrt.group.group import Group
 from commrt.vocabulary.dtypes import DType, ReduceOp, reduce_op
@@ -171,7 +171,7 @@ class DeviceBuckets:
             found = self.lanes[id(device)] = made
         return found
 
-    def close(self) -> list[LeftBuckets]:
+    def close(self) -> list[FailedBuckets]:
         """Give streams and memory back; return what is to be given back later.
 
         What runs the collectives is closed after this.
@@ -306,7 +306,7 @@ class _Lane:
         self.sweep()
         return len(self._under_way)
 
-    def close(self) -> LeftBuckets | None:
+    def close(self) -> FailedBuckets | None:
         """Give streams and memory back; what may be in use is returned, for later."""
         if self._is_closed:
             return None
@@ -321,10 +321,10 @@ class _Lane:
                     return None
         return self._leave()
 
-    def _leave(self) -> LeftBuckets | None:
+    def _leave(self) -> FailedBuckets | None:
         kept = [self._under_way.popleft() for _ in range(len(self._under_way))]
         try:
-            return LeftBuckets(
+            return FailedBuckets(
                 self._engine,
                 self.copies,
                 list(self._runners.values()),

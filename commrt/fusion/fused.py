@@ -21,12 +21,12 @@ from commrt.arrays.host import HostView
 from commrt.calls.arguments import Bound, Call, allreduce_in_place
 from commrt.calls.channel import Channel
 from commrt.device_calls.collectives import DeviceCollectives
-from commrt.device_calls.host_collectives import is_hosted
+from commrt.device_calls.host_collectives import runs_on_host
 from commrt.errors import CaptureError, CommError, UsageError
 from commrt.fusion.agreement import Agreement, Follower, Leader
 from commrt.fusion.device_buckets import DeviceBuckets
 from commrt.fusion.device_requests import FusedDeviceRequest
-from commrt.fusion.left_buckets import LeftBuckets
+from commrt.fusion.failed_buckets import FailedBuckets
 from commrt.select.facts import Candidate
 from commrt.vocabulary.checks import as_integer, check_timeout
 from commrt.vocabulary.dtypes import DTYPES, ReduceOp
@@ -145,7 +145,7 @@ class Fusion:
     def takes(self, call: Call, bound: Bound) -> bool:
         """Return whether a call goes into a bucket, as far as its arguments say."""
         context = self.context
-        if context is None or is_hosted(call) or not context.takes(call, bound):
+        if context is None or runs_on_host(call) or not context.takes(call, bound):
             return False
         if bound.on is not None:
             return True
@@ -268,7 +268,7 @@ class Fusion:
         """Buckets on devices that the host has not seen the end of."""
         return self.buckets.outstanding
 
-    def close_on_devices(self) -> Sequence[LeftBuckets]:
+    def close_on_devices(self) -> Sequence[FailedBuckets]:
         """Give streams and memory back; return what is to be given back later."""
         return self.buckets.close()
 

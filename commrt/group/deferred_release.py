@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams, events and memory of communicators that failed.
+"""Resources of failed communicators, freed once nothing uses them any more.
 
-As one is closed, its streams may still hold copies, and the host messages of which
-peers bring the rest. All of it is given back once that is over for sure
-(``StagedWork::give_rest_back``, ``LeftBuckets``): the ranks look as they make or close
-such work.
+When a failed communicator closes, its device streams may still hold copies, and those
+copies may wait for messages of peers. Its streams, events and memory are therefore kept
+in the world. The rank tries again each time it makes or closes such work.
 """
 
 from __future__ import annotations
@@ -17,34 +16,35 @@ from commrt import _native
 if TYPE_CHECKING:
     from commrt.job.world import World
 
-__all__ = ["LeftWork", "StagedWork", "give_back", "leave"]
+__all__ = ["DeferredWork", "StagedWork", "defer", "release_finished"]
 
-StagedWork = (
-    _native.Stager | _native.MessageStager | _native.MpiWork | _native.HostedWork
-)
-LATER, GIVEN, NEVER = 0, 1, 2
+StagedWork = _native.Stager | _native.MessageStager | _native.MpiWork | _native.HostWork
+LATER, RELEASED, NEVER = 0, 1, 2
 
 
-class LeftWork(Protocol):
-    """Closed work that may have left something."""
+class DeferredWork(Protocol):
+    """Closed work that may still hold resources of a device."""
 
     @property
     def failed(self) -> bool:
-        """Whether it has."""
+        """True if the work failed, so that its close may have freed only a part."""
         ...
 
-    def give_rest_back(self) -> int:
-        """Give it back where nobody uses it any more; 0: later, 1: done, 2: never."""
+    def release_rest(self) -> int:
+        """Free what nothing uses any more; return LATER, RELEASED or NEVER."""
         ...
 
 
-def leave(world: World, work: Iterable[LeftWork]) -> None:
-    """Give closed work back that failed, now or at a later call."""
-    world.left_behind.extend(each for each in work if each.failed)
-    give_back(world)
+def defer(world: World, work: Iterable[DeferredWork]) -> None:
+    """Free what closed work still holds, now if possible, else at a later call."""
+    world.deferred.extend(each for each in work if each.failed)
+    release_finished(world)
 
 
-def give_back(world: World) -> None:
-    """Give back what nobody uses any more; what MPI may use for ever is forgotten."""
-    left, world.left_behind = world.left_behind, []
-    world.left_behind.extend(each for each in left if each.give_rest_back() == LATER)
+def release_finished(world: World) -> None:
+    """Free deferred resources that nothing uses any more.
+
+    Memory that an MPI library may use without end is dropped from the list unfreed.
+    """
+    pending, world.deferred = world.deferred, []
+    world.deferred.extend(each for each in pending if each.release_rest() == LATER)

@@ -80,7 +80,7 @@ class NativeMpi:
         if world.native_comms is None:
             return None
         if group.world_ranks == tuple(range(world.size)):
-            return world.mpi_given
+            return world.mpi_comm
         if self._for_caller is None:
             key = f"comm{group.identity}/mpi"
             world.meet(group.world_ranks, key, group.timeout_s)

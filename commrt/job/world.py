@@ -31,7 +31,7 @@ from commrt.select.facts import Candidate, CommFacts, LinkClass
 from commrt.select.fingerprint import available_cores
 from commrt.select.locate import LocatedTable, locate
 from commrt.select.model import BetweenNodes
-from commrt.select.schema import Known
+from commrt.select.schema import Catalog
 from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wishes, parse_wishes
 
@@ -68,7 +68,7 @@ class World:
     """Default deadline of an operation."""
     mpi: Any = None
     """commrt's own MPI communicator over all ranks, or None without MPI."""
-    mpi_given: Any = None
+    mpi_comm: Any = None
     """The mpi4py communicator that commrt was started on."""
     mpi_tag_ub: int = 32767
     """Largest MPI tag."""
@@ -90,7 +90,7 @@ class World:
     """Identity of the next communicator: names its shared memory and its MPI tags."""
     lingering: list[Any] = field(default_factory=list)
     """Communicators that were dropped with operations in flight, until these end."""
-    left_behind: list[Any] = field(default_factory=list)
+    deferred: list[Any] = field(default_factory=list)
     """Work on devices that failed (commrt/group/deferred_release.py)."""
     job: str = ""
     """Names this job in logs; the same on all ranks."""
@@ -297,7 +297,7 @@ class _SharedByThreads(Arena):
 def connect_world(
     bootstrap: Bootstrap,
     launch: LaunchInfo,
-    known: Known,
+    known: Catalog,
     *,
     in_process: bool = False,
     engine: Any = None,
@@ -335,7 +335,7 @@ def connect_world(
         wishes=parse_wishes(env.read_str(VARIABLE)),
         timeout_s=timeout_s,
         mpi=mpi,
-        mpi_given=getattr(bootstrap, "given", None),
+        mpi_comm=getattr(bootstrap, "given", None),
         in_process=in_process,
     )
     bootstrap.idle = world.engine.step

@@ -24,7 +24,7 @@ _DIGEST_NBYTES = 32
 
 def folder(environ: Mapping[str, str] | None = None) -> Path | None:
     """Return where compiled kernels are kept; None where the user has no home."""
-    named = env.given("COMMRT_KERNEL_CACHE", environ)
+    named = env.value("COMMRT_KERNEL_CACHE", environ)
     if named is not None:
         return Path(named)
     environ = os.environ if environ is None else environ

@@ -172,7 +172,7 @@ def _unfit(nvrtc: Nvrtc, driver: int | None) -> str | None:
 def _candidates(environ: Mapping[str, str]) -> Iterator[_Candidate]:
     for path in _loaded():
         yield _Candidate(path, "loaded already in this process")
-    named = env.given("COMMRT_NVRTC_LIB", environ)
+    named = env.value("COMMRT_NVRTC_LIB", environ)
     if named is not None:
         yield _Candidate(named, "COMMRT_NVRTC_LIB", must_do=True)
     for wheel, found in wheel_files():

@@ -139,7 +139,7 @@ def _candidates(
 ) -> Iterator[tuple[str, str, bool, bool]]:
     """Yield path, reason, whether to look only in the process, whether it must do."""
     yield SONAME, "loaded already in this process", True, False
-    named = env.given("COMMRT_NCCL_LIB", environ)
+    named = env.value("COMMRT_NCCL_LIB", environ)
     if named is not None:
         yield named, "COMMRT_NCCL_LIB", False, True
     for wheel, path in wheel_files():

@@ -347,12 +347,12 @@ class _RankLowering:
         if len(places) == 1:
             return places[0]
         target = self._blocks(output)
-        meeting = self._meeting(places, target)
-        if meeting == [1] and self._blocks_of(places[1]) == target:
+        shared = self._lying_in(places, target)
+        if shared == [1] and self._blocks_of(places[1]) == target:
             places = [places[1], places[0], *places[2:]]
-            meeting = [0]
+            shared = [0]
         where: Place
-        if not meeting or (meeting == [0] and self._blocks_of(places[0]) == target):
+        if not shared or (shared == [0] and self._blocks_of(places[0]) == target):
             # Of in[i] and out[i] this is a copy of a thing to itself, in place.
             where = output
         elif isinstance(places[0], Slot):
@@ -364,7 +364,7 @@ class _RankLowering:
         work.extend(Work("reduce", where, place) for place in places[1:])
         return where
 
-    def _meeting(self, places: Sequence[Place], target: range) -> list[int]:
+    def _lying_in(self, places: Sequence[Place], target: range) -> list[int]:
         """Return which operands lie where the result goes."""
         return [
             i

@@ -17,7 +17,7 @@ from pathlib import Path
 from commrt import env
 from commrt.errors import TableError, UsageError
 from commrt.select.fingerprint import Machine, this_machine
-from commrt.select.schema import Known
+from commrt.select.schema import Catalog
 from commrt.select.table import Table, load
 from commrt.select.text_file import read_text
 
@@ -50,7 +50,7 @@ class LocatedTable:
         """Return what ``encode`` was given."""
         return cls(**json.loads(blob))
 
-    def parse(self, known: Known) -> Table | None:
+    def parse(self, known: Catalog) -> Table | None:
         """Return the checked table, None without one; TableError alike on all ranks."""
         if self.error is not None:
             raise TableError(self.error)
@@ -94,7 +94,7 @@ def read_named(
     return _read(path, why, machine or this_machine(), allowed)
 
 
-def parse(located: LocatedTable, text: str, known: Known) -> Table:
+def parse(located: LocatedTable, text: str, known: Catalog) -> Table:
     """Return the checked table in ``text``; TableError if it is another machine's."""
     name = located.path or "table"
     table = load(text, name, known)

@@ -34,7 +34,7 @@ __all__ = [
     "METHOD_KEYS",
     "SCHEMA",
     "SOFTWARE_KEYS",
-    "Known",
+    "Catalog",
     "Parameters",
     "read_defaults",
     "read_info",
@@ -85,7 +85,7 @@ Parameters = Mapping[str, Callable[[ParamValue], str | None]]
 
 
 @dataclass(frozen=True)
-class Known:
+class Catalog:
     """What a table may name; passed in, because this layer imports none of it."""
 
     algorithms: Mapping[str, Collection[str]] = field(default_factory=dict)
@@ -173,7 +173,7 @@ def _pair(node: Node) -> tuple[str, ...]:
     return named
 
 
-def read_rules(node: Node, known: Known) -> tuple[Rule, ...]:
+def read_rules(node: Node, known: Catalog) -> tuple[Rule, ...]:
     """Return the checked rules; the ranges of every cell tile [0, ∞)."""
     rules = tuple(_rule(child, known) for child in _list(node))
     cells: dict[Cell, list[int]] = {}
@@ -200,7 +200,7 @@ def _check_tiling(node: Node, rules: Sequence[Rule], members: list[int]) -> None
         raise fail(at, f"no rule with the same match covers [{expected}, null)")
 
 
-def _rule(node: Node, known: Known) -> Rule:
+def _rule(node: Node, known: Catalog) -> Rule:
     """Return one checked rule."""
     keys = take(node, ["op", "match", "use"], ["evidence"])
     op = _name(keys["op"], COLLECTIVES, "operation")
@@ -260,7 +260,7 @@ class _Where(NamedTuple):
 
     coll: str
     ranks: int | None
-    known: Known
+    known: Catalog
 
 
 _OTHERS_BACKEND = (

@@ -21,10 +21,10 @@ from commrt.select.fingerprint import Machine
 from commrt.select.match import Hit, best_rule
 from commrt.select.plain import plain_machine, plain_rule
 from commrt.select.rules import Rule
-from commrt.select.schema import Known
+from commrt.select.schema import Catalog
 from commrt.select.text_file import read_text
 
-__all__ = ["Known", "Table", "load", "load_file"]
+__all__ = ["Catalog", "Table", "load", "load_file"]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Table:
         return hit is not None and hit.index == index
 
 
-def load(text: str, name: str, known: Known) -> Table:
+def load(text: str, name: str, known: Catalog) -> Table:
     """Return the checked table in ``text``.
 
     Args:
@@ -142,6 +142,6 @@ def load(text: str, name: str, known: Known) -> Table:
     )
 
 
-def load_file(path: Path, known: Known) -> Table:
+def load_file(path: Path, known: Catalog) -> Table:
     """Return the checked table in the file ``path``."""
     return load(read_text(path), str(path), known)

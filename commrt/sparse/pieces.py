@@ -20,7 +20,7 @@ import numpy as np
 from commrt import _native
 from commrt.errors import BufferError_
 from commrt.sparse.memory import Pool
-from commrt.sparse.vector import Given
+from commrt.sparse.vector import SparseArgument
 from commrt.vocabulary.dtypes import DType
 
 __all__ = ["Elements", "Piece", "even_bounds"]
@@ -86,7 +86,7 @@ class Elements:
 
     @classmethod
     def of(
-        cls, what: str, given: Given, pool: Pool, in_order: bool = False
+        cls, what: str, given: SparseArgument, pool: Pool, in_order: bool = False
     ) -> Elements:
         """Return those of an argument; BufferError_ where the type has no sum here."""
         if given.dtype.name not in _SUMMED:
@@ -143,7 +143,7 @@ class Elements:
 
     # -- what is done with pieces ----------------------------------------------------
 
-    def whole(self, given: Given) -> Piece:
+    def whole(self, given: SparseArgument) -> Piece:
         """Return an argument as a piece."""
         owner = given.indices.owner, given.values.owner
         addresses = given.indices.address, given.values.address

@@ -15,7 +15,7 @@ from commrt.arrays.host import HostView
 from commrt.group.stepped import Steps
 from commrt.sparse.messages import Talk, deliver, tell
 from commrt.sparse.pieces import Elements, Piece
-from commrt.sparse.vector import Given, SparseVector
+from commrt.sparse.vector import SparseArgument, SparseVector
 
 __all__ = ["FORMATS", "Output", "bytes_at", "bytes_from", "like"]
 
@@ -26,7 +26,7 @@ FORMATS = ("auto", "sparse", "dense")
 class Output:
     """What the caller wants back."""
 
-    given: Given
+    given: SparseArgument
     elements: Elements
     format: str
     """One of ``FORMATS``."""

@@ -12,10 +12,10 @@ from commrt.arrays.host import HostView, empty_like_array, overlap, view_anywher
 from commrt.calls.channel import Channel
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.host_work import (
-    HostedCall,
+    HostCall,
     holds_device_arrays,
     refuse_host_arrays,
-    run_hosted,
+    start_host_call,
 )
 from commrt.errors import BufferError_, MismatchError, UsageError, suggest
 from commrt.group.compare import Comparison
@@ -32,7 +32,7 @@ from commrt.sparse.result import FORMATS, Output
 from commrt.sparse.ring import why_not_two_level
 from commrt.sparse.shared import Room, make_room
 from commrt.sparse.topk import Largest, check_largest, topk_allreduce
-from commrt.sparse.vector import Given, SparseVector, parse, parts_on_device
+from commrt.sparse.vector import SparseArgument, SparseVector, parse, parts_on_device
 from commrt.vocabulary.checks import check_flag, check_timeout
 
 __all__ = ["SparseSums"]
@@ -135,9 +135,9 @@ class SparseSums:
             _, output = self.check_sparse(
                 parts, result, out, algorithm, nonblocking, limit
             )
-            hosted = _sum_on_host(output, algorithm, limit)
-            return run_hosted(
-                self._group, self._devices, hosted, nonblocking=nonblocking
+            host_call = _sum_on_host(output, algorithm, limit)
+            return start_host_call(
+                self._group, self._devices, host_call, nonblocking=nonblocking
             )
         header, output = self.check_sparse(
             x, result, out, algorithm, nonblocking, limit
@@ -189,9 +189,9 @@ class SparseSums:
         if holds_device_arrays(x, residual):
             refuse_host_arrays(f"{what}: x", x)
             refuse_host_arrays(f"{what}: residual", residual)
-            hosted = self._largest_on_host(x, k, residual, nonblocking, limit)
-            return run_hosted(
-                self._group, self._devices, hosted, nonblocking=nonblocking
+            host_call = self._largest_on_host(x, k, residual, nonblocking, limit)
+            return start_host_call(
+                self._group, self._devices, host_call, nonblocking=nonblocking
             )
 
         header, mine = self.check_topk(x, k, residual, nonblocking, limit)
@@ -271,7 +271,7 @@ class SparseSums:
 
     def _largest_on_host(
         self, x: Any, k: Any, residual: Any, nonblocking: Any, limit: float
-    ) -> HostedCall:
+    ) -> HostCall:
         """Return a topk_allreduce of device arrays; an error says what is wrong."""
         what = "topk_allreduce"
         here = f"{what}, rank {self._group.rank}"
@@ -300,7 +300,7 @@ class SparseSums:
 
         kept = [] if owed is None else [owed]
         reads = [*kept, array]
-        return HostedCall(what, "sparse", reads, kept, start, limit, rebuild=_on_device)
+        return HostCall(what, "sparse", reads, kept, start, limit, rebuild=_on_device)
 
     # -- starting ----------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class SparseSums:
         return request if nonblocking else request.wait()
 
     def _header(
-        self, what: str, given: Given, form: str, algorithm: str | None
+        self, what: str, given: SparseArgument, form: str, algorithm: str | None
     ) -> Header:
         seq = 0 if self._state is None else self._state.seq
         return Header(
@@ -414,7 +414,7 @@ def _on_device(found: Any, put: Callable[[Any], Any]) -> Any:
     return put(found)
 
 
-def _sum_on_host(output: Output, algorithm: Any, limit: float) -> HostedCall:
+def _sum_on_host(output: Output, algorithm: Any, limit: float) -> HostCall:
     """Return a sparse_allreduce of device arrays, whose arguments are checked."""
     given, out = output.given, output.out
     result: Any = None
@@ -438,8 +438,8 @@ def _sum_on_host(output: Output, algorithm: Any, limit: float) -> HostedCall:
 
     what, reads = "sparse_allreduce", [given.indices, given.values]
     if out is None:
-        return HostedCall(what, "sparse", reads, [], start, limit, rebuild=_on_device)
-    return HostedCall(what, "sparse", reads, [out], start, limit, result)
+        return HostCall(what, "sparse", reads, [], start, limit, rebuild=_on_device)
+    return HostCall(what, "sparse", reads, [out], start, limit, result)
 
 
 def _described(found: tuple[Header, Any]) -> dict[str, Any]:
@@ -471,7 +471,7 @@ def _output(
     return Output(given, elements, "dense", _dense_out(what, given, out))
 
 
-def _dense_out(what: str, given: Given, out: Any) -> HostView:
+def _dense_out(what: str, given: SparseArgument, out: Any) -> HostView:
     target = view_anywhere(out, f"{what}: out")
     if not target.writable:
         raise BufferError_(f"{what}: out is read-only: pass a writable array")

@@ -37,7 +37,7 @@ from commrt.sparse.messages import Talk, allgather, share_rows
 from commrt.sparse.pieces import Elements, Piece
 from commrt.sparse.result import Output, bytes_at, bytes_from, like
 from commrt.sparse.split import split
-from commrt.sparse.vector import Given, check_shape
+from commrt.sparse.vector import SparseArgument, check_shape
 from commrt.vocabulary.checks import as_integer
 
 __all__ = ["Largest", "check_largest", "topk_allreduce"]
@@ -100,7 +100,7 @@ def check_largest(
     return array, owed, number
 
 
-def _entries(x: HostView, had: Any, k: int) -> Given:
+def _entries(x: HostView, had: Any, k: int) -> SparseArgument:
     """Return the k largest elements as a sparse vector."""
     at = _largest(x.dtype.code, had.ctypes.data, x.count, k)
     item = x.dtype.itemsize
@@ -110,7 +110,7 @@ def _entries(x: HostView, had: Any, k: int) -> Given:
     values = like(x, rows)
     if hasattr(values, "new_empty"):  # torch's
         indices = sys.modules["torch"].from_numpy(indices)
-    return Given(view(indices, "indices"), view(values, "values"), x.shape)
+    return SparseArgument(view(indices, "indices"), view(values, "values"), x.shape)
 
 
 def _largest(code: int, address: int, count: int, k: int) -> Any:

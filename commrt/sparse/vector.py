@@ -25,7 +25,7 @@ from commrt.vocabulary.dtypes import DType
 
 __all__ = [
     "MAX_DIMS",
-    "Given",
+    "SparseArgument",
     "SparseVector",
     "check_shape",
     "parse",
@@ -74,7 +74,7 @@ class SparseVector:
 
 
 @dataclass(frozen=True)
-class Given:
+class SparseArgument:
     """An argument, checked."""
 
     indices: HostView
@@ -102,13 +102,13 @@ class Given:
         return self.values.dtype
 
 
-def parse(what: str, x: Any) -> Given:
+def parse(what: str, x: Any) -> SparseArgument:
     """Return the sparse vector ``x``; UsageError says what is wrong with it."""
     indices, values, shape = _parts(what, x)
     where = f"{what}: indices"
     of_indices = view_anywhere(indices, where)
     of_values = view_anywhere(values, f"{what}: values")
-    given = Given(of_indices, of_values, check_shape(what, shape))
+    given = SparseArgument(of_indices, of_values, check_shape(what, shape))
     if of_indices.dtype.name not in ("int32", "int64"):
         raise BufferError_(
             f"{where} has dtype {of_indices.dtype.name}; expected int32 or int64"
@@ -127,7 +127,7 @@ def parse(what: str, x: Any) -> Given:
     return given
 
 
-def check_width(what: str, given: Given) -> None:
+def check_width(what: str, given: SparseArgument) -> None:
     """Raise UsageError where the indices' type cannot name all elements."""
     if given.index_nbytes == 4 and given.length > 2**31:
         raise UsageError(
@@ -136,7 +136,7 @@ def check_width(what: str, given: Given) -> None:
         )
 
 
-def check_indices(what: str, given: Given) -> None:
+def check_indices(what: str, given: SparseArgument) -> None:
     """Raise UsageError unless the indices ascend and lie in the shape."""
     at = _native.sparse.first_wrong(
         given.index_nbytes, given.indices.address, given.count, given.length
@@ -161,7 +161,7 @@ def check_indices(what: str, given: Given) -> None:
     )
 
 
-def _index_at(given: Given, at: int) -> int:
+def _index_at(given: SparseArgument, at: int) -> int:
     indices: Any = given.indices.array
     return int(np.asarray(indices).reshape(-1)[at])
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from commrt.calls.methods import if_known
+from commrt.calls.methods import if_cached
 from commrt.errors import CommError
 from commrt.torch.errors import as_torch_error
 from commrt.torch.futures import Completer
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Calls", "RangedCalls"]
 
-_ALLREDUCE = if_known("allreduce")
+_ALLREDUCE = if_cached("allreduce")
 _UNSET = timedelta(milliseconds=-1)
 """What torch passes for "the group's default"."""
 _asked, _plain_reduction = ASKED.get, PLAIN.get
@@ -68,7 +68,7 @@ class Calls:
         """Run a plain call to its end; False where it is none, or not known so far.
 
         It is waited for, and nothing is asked of it. ``known`` is an operation of
-        ``operation_methods.if_known``.
+        ``operation_methods.if_cached``.
         """
         if not (
             self.batch is None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from commrt.calls.methods import if_known
+from commrt.calls.methods import if_cached
 from commrt.torch.calls import Calls
 from commrt.torch.errors import wrong_call
 from commrt.torch.monitored_barrier import limit_of
@@ -37,9 +37,9 @@ __all__ = ["Collectives"]
 Tensors = Sequence[torch.Tensor]
 Answer = CommrtWork | None
 _Allreduce, _AllreduceCoalesced = c10d.AllreduceOptions, c10d.AllreduceCoalescedOptions
-_REDUCE, _BCAST = if_known("reduce"), if_known("bcast")
-_SCATTER, _ALLGATHER = if_known("reduce_scatter"), if_known("allgather")
-_ALLTOALL = if_known("alltoall")
+_REDUCE, _BCAST = if_cached("reduce"), if_cached("bcast")
+_SCATTER, _ALLGATHER = if_cached("reduce_scatter"), if_cached("allgather")
+_ALLTOALL = if_cached("alltoall")
 
 
 class Collectives:

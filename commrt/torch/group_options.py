@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from commrt.backends.known import check_wishes
+from commrt.backends.catalog import check_wishes
 from commrt.errors import UsageError, suggest
 from commrt.select.facts import ParamValue
 from commrt.select.wishes import Wish, Wishes, parse_wishes

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commrt.backends.known import known_names
+from commrt.backends.catalog import catalog
 from commrt.bootstrap import Bootstrap
 from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.bootstrap.single import SingleBootstrap
@@ -170,7 +170,7 @@ def _settings(
             blob = read_named(Path(options.table), why).encode()
         key = f"table/{identity}"
         said = world.bootstrap.exchange(ranks, key, blob, member.timeout_s)
-        table = LocatedTable.decode(said[0]).parse(known_names())
+        table = LocatedTable.decode(said[0]).parse(catalog())
     checks = options.check
     if checks is None and _torch_asks_for_checks(member):
         checks = True

@@ -102,7 +102,7 @@ class _Rendezvous:
         from torch.distributed import HashStore, PrefixStore
 
         if launch.kind == "run":
-            folder = DirectoryStore(env.given("COMMRT_MEETING") or "", launch.size)
+            folder = DirectoryStore(env.value("COMMRT_MEETING") or "", launch.size)
             yield folder.for_torch(f"groups-{self._count}"), launch.rank, launch.size
             return
         rank, size = launch.rank, launch.size

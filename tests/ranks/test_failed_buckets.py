@@ -22,7 +22,7 @@ from commrt.comm import Communicator
 from commrt.errors import CommError, TimeoutError_
 from commrt.fusion.device_copies import BucketCopies
 from commrt.fusion.device_requests import FusedDeviceRequest
-from commrt.group.deferred_release import give_back
+from commrt.group.deferred_release import release_finished
 
 LIMIT_S = 20
 WAYS = ["nccl", "ipc", "mpi"]
@@ -94,8 +94,8 @@ def lose(rank: Rank, comm: Communicator) -> list[FusedDeviceRequest]:
 def settled(rank: Rank) -> bool:
     """Whether all that was left has come back, or never will."""
     deadline = time.monotonic() + LIMIT_S
-    while rank.comm.world.left_behind:
-        give_back(rank.comm.world)
+    while rank.comm.world.deferred:
+        release_finished(rank.comm.world)
         os.sched_yield()
         if time.monotonic() > deadline:
             return False

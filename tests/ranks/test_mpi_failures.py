@@ -249,8 +249,8 @@ def test_what_mpi_may_still_use_never_comes_back(mpi: FakeDeviceMpi) -> None:
             comm.world.engine.step()
         comm.give_up("it was told to")
         comm.free()
-        assert comm.world.left_behind == []  # nobody need ask again
+        assert comm.world.deferred == []  # nobody need ask again
         rank.stream.synchronize()
-        return work.give_rest_back()
+        return work.release_rest()
 
     assert on_mpi_threads(2, main, survives=False) == [2, 2]

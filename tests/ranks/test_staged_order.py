@@ -46,7 +46,7 @@ OF_LEAKS = ("event_lost", "memory_kept", "references_kept")
 OF_KERNELS = ("kernel_aside", "kernel_back")
 """Bugs only where kernels copy: test_kernel_copies.py."""
 OF_THE_END = ("given_back_early",)
-"""Bugs of closed communicators that failed: test_left_behind.py."""
+"""Bugs of closed communicators that failed: test_deferred_release.py."""
 OF_AGREEMENTS = ("unagreed", "agreement_unread", "words_in_place")
 """Bugs of calls that compare: test_staged_boxes.py and test_boxes_without_plans.py."""
 OTHERS = (*FAILING, *ONE_QUEUE, *OF_BOXES, *OF_LEAKS, *OF_KERNELS, *OF_THE_END)

@@ -13,7 +13,7 @@ from staged_ranks import Rank, on_threads
 from third_party_backend import MAGIC, AttachedTheirs, TheirRunner
 
 from commrt import _native, backends
-from commrt.backends.known import check_candidate, offered
+from commrt.backends.catalog import check_candidate, offered
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.select.facts import Candidate
 
@@ -89,7 +89,7 @@ def test_calls_that_name_no_backend_go_as_ever() -> None:
             x = rank.array(mine(rank.rank))
             rank.comm.allreduce(x)
         assert num_started(rank) == 0
-        assert _native.num_known_device_calls(rank.comm) == 1
+        assert _native.num_cached_device_calls(rank.comm) == 1
         plans = rank.comm.devices._plans.values()
         assert {plan.backend for plan in plans} == {"staged"}
 

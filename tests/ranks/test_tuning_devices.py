@@ -22,7 +22,7 @@ from commrt.select.facts import Candidate, Query
 from commrt.select.table import load_file
 from commrt.tuning import cli, worker
 from commrt.tuning.job import Item, Job
-from commrt.tuning.measure import Session, known_names
+from commrt.tuning.measure import Session, catalog
 from commrt.tuning.run import check_outputs, finish, other_memory, table_at
 from commrt.tuning.samples import Recording
 from commrt.tuning.tuner import Options
@@ -97,7 +97,7 @@ def test_the_table_has_rules_for_devices_that_calls_there_follow(
     summary = finish(found, options, out=out, date="2026-11-23")
     assert "cuda arrays" in summary
     assert "Checked by a further launch" in summary
-    table = load_file(out, known_names())
+    table = load_file(out, catalog())
     assert {rule.match.device for rule in table.rules} == {"cuda"}
     facts = found.launches[0].facts
     on_device = table.lookup(facts, Query("allreduce", 512, device="cuda", op="sum"))
@@ -115,12 +115,12 @@ def test_rules_for_other_memory_stay_in_the_users_table(
     on_device = measured(2, replace(JOB, ops=("allreduce",), max_nbytes=64))
     finish(on_device, Options((2,), ("allreduce",), device="cuda"), out=None)
     (path,) = tmp_path.rglob("*.yaml")
-    first = load_file(path, known_names())
+    first = load_file(path, catalog())
     assert other_memory(first, "cuda") == []
     on_host = measured(2, replace(JOB, ops=("alltoall",), device="cpu", max_nbytes=64))
     said = finish(on_host, Options((2,), ("alltoall",)), out=None)
     assert f"{len(first.rules)} rules for arrays elsewhere are kept" in said
-    both = load_file(path, known_names()).rules
+    both = load_file(path, catalog()).rules
     assert {(rule.op, rule.match.device) for rule in both} == {
         ("alltoall", "host"),
         ("allreduce", "cuda"),

@@ -24,7 +24,7 @@ def test_default_is_an_allowed_value(variable: env.Variable) -> None:
 def test_empty_value_means_unset(variable: env.Variable) -> None:
     empty = {variable.name: ""}
     assert env.read(variable.name, empty) == env.read(variable.name, {})
-    assert env.given(variable.name, empty) is None
+    assert env.value(variable.name, empty) is None
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ SOURCES = {
 LISTS = {
     "Planted": _native.planted_bugs,
     "PlantedMessage": _native.planted_message_bugs,
-    "PlantedHosted": _native.planted_hosted_bugs,
+    "PlantedHostWork": _native.planted_host_work_bugs,
     "PlantedInMpi": _native.planted_mpi_bugs,
     "NcclPlanted": _native.planted_nccl_bugs,
     "PlantedInExchange": _native.planted_peer_bugs,

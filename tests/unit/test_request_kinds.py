@@ -10,7 +10,7 @@ import pytest
 
 import commrt
 from commrt import _native
-from commrt.device_calls.host_work import HostedRequest, HostedResultRequest
+from commrt.device_calls.host_work import HostRequest, HostResultRequest
 from commrt.device_calls.requests import DeviceMessageRequest
 from commrt.fusion.device_requests import FusedDeviceRequest
 from commrt.group.stepped import SteppedRequest
@@ -23,8 +23,8 @@ KINDS = (
     _native.DeviceRequest,
     DeviceMessageRequest,
     FusedDeviceRequest,
-    HostedRequest,
-    HostedResultRequest,
+    HostRequest,
+    HostResultRequest,
     SteppedRequest,
 )
 NAMES = [name for name in vars(vocabulary.Request) if not name.startswith("_")]

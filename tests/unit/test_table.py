@@ -17,12 +17,12 @@ from commrt.select.facts import LINK_CLASSES, Candidate
 from commrt.select.fingerprint import Cpu, Gpu, Machine, Nic
 from commrt.select.locate import LocatedTable, locate, user_table_path
 from commrt.select.rules import VERDICTS, Evidence, Match, Point, Rule, RunnerUp
-from commrt.select.schema import Known
+from commrt.select.schema import Catalog
 from commrt.select.table import Table, load, load_file
 from commrt.select.write import dump
 from commrt.vocabulary.operations import COLLECTIVES
 
-KNOWN = Known({"mpi": ("native", "ring"), "shm": ("direct", "ring")})
+KNOWN = Catalog({"mpi": ("native", "ring"), "shm": ("direct", "ring")})
 MACHINE = Machine(Cpu("AMD EPYC", 1, 2), kernel="6.1", host="vm")
 HEAD = f"""\
 schema: commrt-tune/1
@@ -335,7 +335,7 @@ def test_the_table_in_the_documentation_is_valid() -> None:
 
 def test_every_shipped_table_is_valid() -> None:
     folder = Path(__file__).parents[2] / "tables"
-    from commrt.backends.known import known_names
+    from commrt.backends.catalog import catalog
 
     for path in sorted(folder.glob("*.yaml")):
-        assert load_file(path, known_names()).rules, path
+        assert load_file(path, catalog()).rules, path

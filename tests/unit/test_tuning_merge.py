@@ -13,7 +13,7 @@ from commrt.errors import TableError
 from commrt.select.facts import Candidate
 from commrt.select.fingerprint import Cpu, Machine
 from commrt.select.rules import Evidence, Match, Point, Rule
-from commrt.select.schema import Known
+from commrt.select.schema import Catalog
 from commrt.select.table import Table, load, load_file
 from commrt.select.write import dump
 from commrt.tuning.cli import main
@@ -23,7 +23,7 @@ from commrt.tuning.table_writer import write_table
 
 HERE = Machine(Cpu("some", 1, 8))
 THERE = Machine(Cpu("other", 1, 8))
-KNOWN = Known({"mpi": ("native",), "shm": ("direct", "recursive_doubling", "ring")})
+KNOWN = Catalog({"mpi": ("native",), "shm": ("direct", "recursive_doubling", "ring")})
 
 
 def renamed(op: str) -> Recording:

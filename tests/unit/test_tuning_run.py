@@ -20,7 +20,7 @@ from commrt.bench.timing_loop import element_counts, numpy_dtype
 from commrt.errors import BackendError, TableError, UsageError
 from commrt.select.facts import Candidate
 from commrt.select.fingerprint import this_machine
-from commrt.select.schema import Known
+from commrt.select.schema import Catalog
 from commrt.select.table import load_file
 from commrt.tuning import check, launch
 from commrt.tuning.job import NOBODY, Item, Job, Turn, size_pairs, sizes
@@ -33,7 +33,7 @@ from commrt.tuning.table_writer import write_table
 from commrt.tuning.tuner import Options, losers, run_launches
 from commrt.vocabulary.operations import COLLECTIVES, operation
 
-KNOWN = Known(
+KNOWN = Catalog(
     {"mpi": ("native",), "shm": ("direct", "recursive_doubling", "ring", "loop")}
 )
 LOOP = Candidate("shm", "loop")

@@ -13,7 +13,7 @@ from tuning_recordings import DIRECT, DOUBLING, NEAR, record
 from commrt.select.facts import Query
 from commrt.select.fingerprint import this_machine
 from commrt.select.rules import Evidence, Match, Point, Rule
-from commrt.select.schema import Known
+from commrt.select.schema import Catalog
 from commrt.select.table import Table, load_file
 from commrt.tuning import cli
 from commrt.tuning.lint import lint
@@ -24,7 +24,7 @@ from commrt.tuning.show import explain, show
 from commrt.tuning.summary import human_nbytes
 from commrt.tuning.tuner import Options
 
-KNOWN = Known(
+KNOWN = Catalog(
     {"mpi": ("native",), "shm": ("direct", "recursive_doubling", "ring", "loop")}
 )
 OPTIONS = Options(
@@ -153,7 +153,7 @@ def _main(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
 def test_show_explain_and_lint_read_the_named_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commrt.tuning.measure.known_names", lambda: KNOWN)
+    monkeypatch.setattr("commrt.tuning.measure.catalog", lambda: KNOWN)
     path = tmp_path / "t.yaml"
     finish(record(seed=4), OPTIONS, out=path)
     assert _main(capsys, "show", "--table", path)[0] == 0

@@ -20,7 +20,7 @@ from commrt import algorithms
 from commrt.algorithms import _registry
 from commrt.algorithms._nested import cut
 from commrt.algorithms._nested import run as nested
-from commrt.backends.known import check_candidate
+from commrt.backends.catalog import check_candidate
 from commrt.commands.verify import default_nodes
 from commrt.errors import ScheduleError, UsageError
 from commrt.planning.host_plans import allows, footprint, only_by_name

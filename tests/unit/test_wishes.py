@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from commrt.backends.known import check_wishes
+from commrt.backends.catalog import check_wishes
 from commrt.errors import UsageError
 from commrt.select.facts import Candidate
 from commrt.select.wishes import Wish, Wishes, parse_wishes

@@ -19,7 +19,7 @@ from commrt.backends.base import Attached, Backend, Surroundings
 from commrt.backends.mpi.collectives import NATIVE, library_plan, why_not
 from commrt.backends.shm import schedule_candidates
 from commrt.errors import CommError, DeviceError, UsageError
-from commrt.group.deferred_release import leave
+from commrt.group.deferred_release import defer
 from commrt.group.group import Group
 from commrt.mpi import cuda_aware
 from commrt.nccl.orders import order_of
@@ -239,7 +239,7 @@ class AttachedMpi(Attached):
             return
         (_, made), self._made = self._made, None
         made.close()
-        leave(self.group.world, [made])
+        defer(self.group.world, [made])
 
 
 def _lacks(kind: str) -> str:

@@ -272,14 +272,14 @@ void bind_group(nb::module_& m) {
            [](Group& g, int64_t count, int coll, int dtype, int redop, int root, PlanPtr plan) {
              const uint32_t what =
                  PlanKey::pack(coll, static_cast<DType>(dtype), redop, plan->device);
-             g.remember_plan({count, what, root}, std::move(plan));
+             g.cache_plan({count, what, root}, std::move(plan));
            })
       .def("keep_vector_plan",
            [](Group& g, int64_t count, int coll, int dtype, int redop, int root,
               std::vector<int64_t> counts, PlanPtr plan) {
              const uint32_t what =
                  PlanKey::pack(coll, static_cast<DType>(dtype), redop, plan->device);
-             g.remember_vector_plan({{count, what, root}, std::move(counts)}, std::move(plan));
+             g.cache_vector_plan({{count, what, root}, std::move(counts)}, std::move(plan));
            })
       .def("_forget_plans", &Group::forget_plans)
       .def("_records", &records_of,

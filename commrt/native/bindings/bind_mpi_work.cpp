@@ -62,10 +62,10 @@ void bind_mpi_work(nb::module_& m) {
            nb::arg("stream"), nb::arg("orders"), nb::arg("keep_x").none(),
            nb::arg("keep_out").none(), nb::arg("timeout_s"),
            "Give the device and the engine all that there is to do.")
-      .def("give_rest_back",
+      .def("release_rest",
            [](const PyMpiWork& self) {
              nb::gil_scoped_release release;
-             return static_cast<int>(self.own().give_rest_back());
+             return static_cast<int>(self.own().release_rest());
            }, "Give back what is left of one that failed: 1 done, 2 never, 0 later.")
       .def("plant",
            [](const PyMpiWork& self, const std::string& name) {

@@ -30,10 +30,10 @@ void bind_staged_work(nb::class_<PyWork<Work>, PyDeviceWork>& type) {
                return 0;
              });
            }, nb::arg("stream"), "Raise CaptureError where a stream is captured.")
-      .def("give_rest_back",
+      .def("release_rest",
            [](const Py& self) {
              nb::gil_scoped_release release;
-             return static_cast<int>(self.own().give_rest_back());
+             return static_cast<int>(self.own().release_rest());
            }, "Give back what is left of one that failed: 1 done, 2 never, 0 later.")
       .def_prop_ro("pinned_nbytes",
                    [](const Py& self) {

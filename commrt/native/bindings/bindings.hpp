@@ -14,7 +14,7 @@ void bind_device(nb::module_& m);
 void bind_device_request(nb::module_& m);
 void bind_device_work(nb::module_& m);
 void bind_group(nb::module_& m);
-void bind_hosted(nb::module_& m);
+void bind_host_work(nb::module_& m);
 void bind_kernels(nb::module_& m);
 void bind_mpi_work(nb::module_& m);
 void bind_multi(nb::module_& m);

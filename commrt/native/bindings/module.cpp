@@ -4,7 +4,7 @@
 #include "arrays/view.hpp"
 #include "bindings/bindings.hpp"
 #include "calls/group.hpp"
-#include "calls/known_calls.hpp"
+#include "calls/device_call_cache.hpp"
 
 NB_MODULE(_native, m) {
   m.doc() = "commrt's native engine";
@@ -30,10 +30,10 @@ NB_MODULE(_native, m) {
   commrt::bind_device_work(m);
   commrt::bind_device_request(m);
   commrt::bind_staging(m);
-  commrt::bind_hosted(m);
+  commrt::bind_host_work(m);
   commrt::bind_nccl_work(m);
   commrt::bind_peer_work(m);
-  commrt::bind_known_calls(m);
+  commrt::bind_device_call_cache(m);
   commrt::bind_mpi_work(m);
   commrt::bind_recording(m);
   commrt::bind_callbacks(m);

@@ -89,7 +89,7 @@ void make_work(PyWork<Work>* self, Group& group, Make make) {
   if (made->holds_streams() && group.engine->has_thread() && !made->simulated()) {
     group.engine->start_watch();
   }
-  // Work that is over is held by those who wait for its rest (left_behind.py), and by nobody else.
+  // Work that is over is held by those who wait for its rest (deferred_release.py), and by nobody else.
   std::vector<std::shared_ptr<DeviceWork>> all{made};
   std::copy_if(group.device_work.begin(), group.device_work.end(), std::back_inserter(all),
                [](const auto& one) { return !one->is_over(); });

@@ -7,7 +7,7 @@
 
 #include "calls/fusion.hpp"
 #include "calls/group_methods.hpp"
-#include "calls/known_calls.hpp"
+#include "calls/device_call_cache.hpp"
 #include "engine/device_work.hpp"
 #include "engine/gloo_calls.hpp"
 #include "engine/p2p.hpp"
@@ -36,7 +36,7 @@ bool is_long(const Op& op) {
 
 Group::Group(std::shared_ptr<Engine> engine_, int rank, int size, const std::string& name)
     : engine(std::move(engine_)), comm(std::make_unique<Comm>(*engine, rank, size, name)),
-      known_calls(std::make_unique<KnownCalls>()) {}
+      device_call_cache(std::make_unique<DeviceCallCache>()) {}
 
 Group::~Group() {
   if (!device_work.empty() && !Engine::forked.load(std::memory_order_relaxed)) {
@@ -66,18 +66,18 @@ const PlanPtr* Group::find_vector_plan(const VectorKey& key, PyObject* const* gi
   }
   for (int i = 0; i < num; ++i) {
     // Kept, so that no other object gets its address.
-    last_given_[i] = PyTuple_CheckExact(given[i]) ? nb::borrow(given[i]) : nb::object();
+    last_arguments_[i] = PyTuple_CheckExact(given[i]) ? nb::borrow(given[i]) : nb::object();
   }
   return &last_vector_plan_;
 }
 
-void Group::remember_vector_plan(VectorKey key, PlanPtr plan) {
+void Group::cache_vector_plan(VectorKey key, PlanPtr plan) {
   if (num_plans() >= kMaxPlans) forget_plans();
   vector_plans_[std::move(key)] = std::move(plan);
   last_vector_plan_.reset();
 }
 
-void Group::remember_plan(const PlanKey& key, PlanPtr plan) {
+void Group::cache_plan(const PlanKey& key, PlanPtr plan) {
   if (num_plans() >= kMaxPlans) forget_plans();
   plans_[key] = std::move(plan);
   last_key_ = PlanKey{-1, 0, 0};  // it may have been this one

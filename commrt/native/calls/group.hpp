@@ -16,7 +16,7 @@
 
 namespace commrt {
 
-class KnownCalls;
+class DeviceCallCache;
 struct MessageLists;
 
 namespace nb = nanobind;
@@ -83,12 +83,12 @@ class Group {
   uint32_t fused_kinds[kNumDTypes] = {};  // by type, the reductions that buckets may have
 
   const PlanPtr* find_plan(const PlanKey& key);
-  void remember_plan(const PlanKey& key, PlanPtr plan);
+  void cache_plan(const PlanKey& key, PlanPtr plan);
   // `given`: the objects that hold the counts.
   const PlanPtr* find_vector_plan(const VectorKey& key, PyObject* const* given, int num);
   bool is_asked_again(const PlanKey& key, PyObject* const* given, int num) const {
     for (int i = 0; i < num; ++i) {
-      if (given[i] == nullptr || given[i] != last_given_[i].ptr()) return false;
+      if (given[i] == nullptr || given[i] != last_arguments_[i].ptr()) return false;
     }
     return last_vector_plan_ != nullptr && key == last_vector_key_.plain;
   }
@@ -99,12 +99,12 @@ class Group {
     const auto half = static_cast<std::ptrdiff_t>(counts.size() / 2);
     return std::equal(counts.begin(), counts.begin() + half, counts.begin() + half);
   }
-  void remember_vector_plan(VectorKey key, PlanPtr plan);
+  void cache_vector_plan(VectorKey key, PlanPtr plan);
   void forget_plans();
   size_t num_plans() const { return plans_.size() + vector_plans_.size(); }
 
   std::vector<std::shared_ptr<class DeviceWork>> device_work;  // of each kind, on each device
-  std::unique_ptr<KnownCalls> known_calls;  // on arrays on devices
+  std::unique_ptr<DeviceCallCache> device_call_cache;  // on arrays on devices
 
   VectorKey asked;  // of the call that is being looked at: its memory is used again
 
@@ -115,7 +115,7 @@ class Group {
   std::unordered_map<VectorKey, PlanPtr, VectorKeyHash> vector_plans_;
   VectorKey last_vector_key_;
   PlanPtr last_vector_plan_;  // null: the key means nothing
-  nb::object last_given_[2];  // where these are tuples, which nobody can change
+  nb::object last_arguments_[2];  // where these are tuples, which nobody can change
 };
 
 // One started operation as Python sees it.

@@ -4,11 +4,11 @@
 // An Operation is a method descriptor with a vectorcall: `comm.allreduce(x)` reaches it
 // without a bound method. What it does not recognise at a glance (an array of another library,
 // an unknown plan, a wrong argument) it hands to `Communicator._call`, which either runs the call
-// or raises the precise error. One made with `only_known` says NotImplemented there.
+// or raises the precise error. One made with `only_cached` says NotImplemented there.
 #include "arrays/tensor_view.hpp"
 #include "calls/fusion.hpp"
 #include "calls/group_methods.hpp"
-#include "calls/known_calls.hpp"
+#include "calls/device_call_cache.hpp"
 #include "calls/method_descriptor.hpp"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct Operation {
   bool takes_x, has_root, reduces, in_place;
   bool scatters;   // only the root need have an x
   int num_counts;  // arguments with a number per rank
-  bool only_known;  // hands nothing over
+  bool only_cached;  // hands nothing over
 };
 
 struct Words {  // interned once: keyword names are compared by address
@@ -51,7 +51,7 @@ int reduction_code(PyObject* name) {
 }
 
 PyObject* hand_over(Operation* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
-  if (self->only_known) Py_RETURN_NOTIMPLEMENTED;
+  if (self->only_cached) Py_RETURN_NOTIMPLEMENTED;
   if (nargs < 1) {
     PyErr_Format(PyExc_TypeError, "%U() needs a communicator: call it as comm.%U(...)",
                  self->head.name, self->head.name);
@@ -207,12 +207,12 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
 
   // An array that is neither numpy's nor torch's, or not a plain one.
   auto elsewhere = [&]() -> PyObject* {
-    if (group.known_calls->empty() || self->num_counts != 0 || factor != nullptr) return slow();
+    if (group.device_call_cache->empty() || self->num_counts != 0 || factor != nullptr) return slow();
     // It may go into a bucket (fusion/device_buckets.py).
     if (group.fusion != nullptr && nonblocking && self->coll == kAllreduce) return slow();
     const AskedCall asked{self->coll, reduction, static_cast<int>(root), args[1], out_object,
                           self->head.name, stream, timeout_s, nonblocking};
-    PyObject* const found = run_known(args[0], asked);
+    PyObject* const found = run_cached(args[0], asked);
     return found != nullptr || PyErr_Occurred() ? found : slow();
   };
   if (stream != nullptr || is_limited) return elsewhere();
@@ -323,7 +323,7 @@ void bind_operation(nb::module_& m) {
 
   m.def("make_operation",
         [](nb::str name, nb::str doc, int coll, bool takes_x, bool has_root, bool reduces,
-           bool in_place, bool scatters, int num_counts, bool only_known) -> nb::object {
+           bool in_place, bool scatters, int num_counts, bool only_cached) -> nb::object {
           auto* self = reinterpret_cast<Operation*>(
               make_descriptor(operation_type, call_operation, name.release().ptr(),
                               doc.release().ptr(), nullptr));
@@ -335,13 +335,13 @@ void bind_operation(nb::module_& m) {
           self->in_place = in_place;
           self->scatters = scatters;
           self->num_counts = num_counts;
-          self->only_known = only_known;
+          self->only_cached = only_cached;
           return nb::steal(reinterpret_cast<PyObject*>(self));
         },
         nb::arg("name"), nb::arg("doc"), nb::arg("coll"), nb::arg("takes_x"),
         nb::arg("has_root"), nb::arg("reduces"), nb::arg("in_place"),
-        nb::arg("scatters"), nb::arg("num_counts"), nb::arg("only_known") = false,
-        "Make the method descriptor of one operation; with `only_known` it returns NotImplemented "
+        nb::arg("scatters"), nb::arg("num_counts"), nb::arg("only_cached") = false,
+        "Make the method descriptor of one operation; with `only_cached` it returns NotImplemented "
         "where it would leave a call to Python.");
 }
 

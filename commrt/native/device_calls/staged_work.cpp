@@ -63,7 +63,7 @@ void StagedWork::wait_on(const CallPtr& made, Stream stream) {
 }
 
 void StagedWork::order_after(const StagedPtr& made, Stream stream) {
-  progress_until([&] { return made->end_given.load(std::memory_order_acquire) || made->ended(); });
+  progress_until([&] { return made->end_issued.load(std::memory_order_acquire) || made->ended(); });
   if (closed_ || made->failed()) return;
   call(&DeviceApi::stream_wait_event, stream, made->end);
 }
@@ -140,15 +140,15 @@ void StagedWork::mark_ends() {
 
 // Three parties may still be at work: the device with what its streams hold, of which the events
 // know; the host with operations, which have ended or belong to nobody; and MPI with their memory.
-StagedWork::Rest StagedWork::give_rest_back() {
+StagedWork::Rest StagedWork::release_rest() {
   HostLock issue(device_, issue_);
-  if (is_given_back_) return Rest::Given;
+  if (is_released_) return Rest::Released;
   if (issue.status() != DeviceStatus::Ok || !closed_ || last_[1] == 0) return Rest::Never;
   {
     HostLock own(device_, polling_);
     if (own.status() != DeviceStatus::Ok) return Rest::Never;
     const Rest host = host_is_done();
-    if (host != Rest::Given) return host;
+    if (host != Rest::Released) return host;
   }
   const RelaxedCapture relaxed(device_);
   for (const Event event : last_) {
@@ -165,8 +165,8 @@ StagedWork::Rest StagedWork::give_rest_back() {
   }
   for (const Event event : last_) device_->api->event_destroy(device_, event);
   free_rest();
-  is_given_back_ = true;
-  return Rest::Given;
+  is_released_ = true;
+  return Rest::Released;
 }
 
 // Holds issue_.

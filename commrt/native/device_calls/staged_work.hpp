@@ -27,7 +27,7 @@ struct StagerOptions {
 
 struct StagedCall : DeviceCall {
   // Whether the end event is recorded: at once, but for what comes and where streams have no flags.
-  std::atomic<bool> end_given{false};
+  std::atomic<bool> end_issued{false};
   std::uint32_t end_value = 0;
 };
 
@@ -42,7 +42,7 @@ class StagedWork : public DeviceWork {
   void close() override;
   // What close() left of one that failed: gives it back once nobody uses it any more.
   enum class Rest : int { Later = 0, Given, Never };
-  Rest give_rest_back();
+  Rest release_rest();
   bool holds_streams() const override { return true; }
   // Throws DeviceFailure where a stream is captured; the capture goes on.
   void refuse_capture(Stream stream) const;
@@ -99,7 +99,7 @@ class StagedWork : public DeviceWork {
 
   // Of one that failed and is closed, guarded by issue_: behind all that its streams were given.
   Event last_[2] = {0, 0};
-  bool is_given_back_ = false;
+  bool is_released_ = false;
 
  private:
   void mark_ends();

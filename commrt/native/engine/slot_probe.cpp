@@ -25,9 +25,9 @@ constexpr int kPasses = 6;  // of the window; the first ones find pages that nob
 
 // The two ranks of a probe meet between its steps. A word counts in its high half the probes
 // of this pair, of which both make the same, so that nobody is taken for one of an earlier probe.
-class Meeting {
+class Rendezvous {
  public:
-  Meeting(std::atomic<uint64_t>& mine, const std::atomic<uint64_t>& theirs, double timeout_s)
+  Rendezvous(std::atomic<uint64_t>& mine, const std::atomic<uint64_t>& theirs, double timeout_s)
       : mine_(mine), theirs_(theirs),
         probe_(((mine.load(std::memory_order_relaxed) >> kShift) + 1) << kShift),
         deadline_(Clock::now() + std::chrono::duration_cast<Clock::duration>(
@@ -75,15 +75,15 @@ SlotTimes Comm::probe_slots(int peer, size_t window, double timeout_s) {
   auto copy_line_by_line = [&](void* to, const void* from) {
     kernel(to, nullptr, &from, 1, kPayload / sizeof(float), nullptr, Scale{}, Store::Plain);
   };
-  Meeting meeting(word(rank, peer), word(peer, rank), timeout_s);
+  Rendezvous rendezvous(word(rank, peer), word(peer, rank), timeout_s);
   // One payload each way; how long this rank wrote and read, in ns, or -1.
   auto exchange = [&](size_t slot) {
     const size_t at = slot * kPayload;
-    if (!meeting.meet()) return -1.0;
+    if (!rendezvous.meet()) return -1.0;
     const auto begin = Clock::now();
     copy_line_by_line(mine + at, own.data());
     const auto written = Clock::now();
-    if (!meeting.meet()) return -1.0;
+    if (!rendezvous.meet()) return -1.0;
     const auto seen = Clock::now();
     copy_line_by_line(got.data(), theirs + at);
     const auto took = (written - begin) + (Clock::now() - seen);

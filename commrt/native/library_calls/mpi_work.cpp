@@ -177,7 +177,7 @@ void MpiWork::enqueue_end(MpiCall& made) {
   }
   if (!has(PlantedInMpi::EndEarly)) record_end(made);
   call(&Api::write_value32, h2d_, end_, made.end_value);
-  made.end_given.store(true, std::memory_order_release);
+  made.end_issued.store(true, std::memory_order_release);
 }
 
 void MpiWork::record_end(const MpiCall& made) {
@@ -210,7 +210,7 @@ void MpiWork::tell_graphs(const MpiCall& made) {
     check(own.status());
     if (!order_->has_captured) return;
   }
-  progress_until([&] { return made.end_given.load(std::memory_order_acquire) || made.ended(); });
+  progress_until([&] { return made.end_issued.load(std::memory_order_acquire) || made.ended(); });
   HostLock own(device_, order_->issue);
   check(own.status());
   if (!made.failed()) call(&DeviceApi::event_record, order_->serial, h2d_);
@@ -326,7 +326,7 @@ bool MpiWork::look_after(MpiCall& made) {
 void MpiWork::give_end(MpiCall& made) {
   try {
     call(&DeviceApi::event_record, made.end, h2d_);
-    made.end_given.store(true, std::memory_order_release);
+    made.end_issued.store(true, std::memory_order_release);
   } catch (const DeviceFailure& failure) {
     fail_as(failure);
   }
@@ -390,7 +390,7 @@ StagedWork::Rest MpiWork::host_is_done() {
     if (op->held) return Rest::Never;
     if (!op->finished()) return Rest::Later;
   }
-  return Rest::Given;
+  return Rest::Released;
 }
 
 void MpiWork::free_all() {

@@ -31,7 +31,7 @@ NcclOrder::NcclOrder(Device* on, std::shared_ptr<void> keeps, std::uint32_t firs
 
 std::shared_ptr<StagedCall> NcclOrder::unended() const {
   for (const auto& [work, one] : beside) {
-    if (!one->end_given.load(std::memory_order_acquire) && !one->ended()) return one;
+    if (!one->end_issued.load(std::memory_order_acquire) && !one->ended()) return one;
   }
   return nullptr;
 }

@@ -111,7 +111,7 @@ bool NcclWork::issue_behind_others(const NcclPtr& made, std::vector<unsigned cha
       return true;
     }
   }
-  progress_until([&] { return other->end_given.load(std::memory_order_acquire) || other->ended(); });
+  progress_until([&] { return other->end_issued.load(std::memory_order_acquire) || other->ended(); });
   return false;
 }
 

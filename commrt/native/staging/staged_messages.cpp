@@ -22,7 +22,7 @@ MessagesCall::~MessagesCall() {
 
 // Where the end is not given yet, what was copied to the host tells as much.
 Event MessagesCall::asked() const {
-  return end_given.load(std::memory_order_acquire) ? end : copied;
+  return end_issued.load(std::memory_order_acquire) ? end : copied;
 }
 
 MessageStager::MessageStager(Comm& comm, Engine& engine, Device* device,
@@ -125,7 +125,7 @@ DeviceWork::CallPtr MessageStager::start(const MessageLists& lists, Stream strea
   }
   announce();
   engine_.wake();
-  if (has(PlantedMessage::GivenAtOnce)) give(made);
+  if (has(PlantedMessage::IssuedAtOnce)) give(made);
   if (orders) order_after(made, stream);
   return made;
 }
@@ -150,7 +150,7 @@ void MessageStager::copy_to_host(MessagesCall& made, Stream stream) {
   }
   if (!sent_early) call(&Api::event_record, copied, d2h_);
   if (flags_) call(&Api::write_value32, d2h_, start_, made.start_value);
-  made.end_given.store(made.out.empty(), std::memory_order_release);
+  made.end_issued.store(made.out.empty(), std::memory_order_release);
 }
 
 void MessageStager::copy_back(MessagesCall& made) {
@@ -186,7 +186,7 @@ void MessageStager::give(const MessagesPtr& made) {
   HostLock polling(device_, polling_);
   check(polling.status());
   made->given = true;
-  made->end_given.store(true, std::memory_order_release);
+  made->end_issued.store(true, std::memory_order_release);
   if (made->ended()) return;  // it failed meanwhile
   open_.remove(made);
   given_.push_back(made);
@@ -202,7 +202,7 @@ bool MessageStager::give_finished(const MessagesPtr& made) {
     copy_back(*made);
     call(&Api::event_record, made->end, h2d_);
     made->given = true;
-    made->end_given.store(true, std::memory_order_release);
+    made->end_issued.store(true, std::memory_order_release);
     ending_.push_back(made);
     return true;
   } catch (const DeviceFailure& failure) {
@@ -398,7 +398,7 @@ void MessageStager::let_all_go(const std::string& kind, const std::string& why) 
   for (const MessagesPtr& made : all) {
     failed_ops_.push_back(made->op);
     made->fail(kind, why);
-    if (made->given && made->end_given) {
+    if (made->given && made->end_issued) {
       ending_.push_back(made);
     } else {
       finish(made);
@@ -413,7 +413,7 @@ void MessageStager::let_all_go(const std::string& kind, const std::string& why) 
 StagedWork::Rest MessageStager::host_is_done() {
   const bool all = std::all_of(failed_ops_.begin(), failed_ops_.end(),
                                [](const auto& op) { return op->finished(); });
-  return all || !engine_.has(of_) ? Rest::Given : Rest::Later;
+  return all || !engine_.has(of_) ? Rest::Released : Rest::Later;
 }
 
 void MessageStager::free_all() {

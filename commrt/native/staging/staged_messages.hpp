@@ -45,7 +45,7 @@ enum class PlantedMessage : int {
   NotCopied,       // nothing but flags orders the copy back after the copy to the host
   EarlyRecycling,  // memory is used again when the message is there, not when it is back
   SentRecycling,   // memory of a send is used again before the message has left
-  GivenAtOnce,     // the copy back is given at the call
+  IssuedAtOnce,     // the copy back is given at the call
   RestLost,        // the array does not go to the host first
   FlagsKept,       // a failure does not release the streams
   BlockLost,       // pinned memory does not come back

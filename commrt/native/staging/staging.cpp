@@ -166,7 +166,7 @@ void Stager::enqueue(PiecesCall& made, std::vector<Piece>& pieces, Stream stream
     call(&Api::event_record, made.end, has(Planted::EndOtherStream) ? d2h_ : h2d_);
   }
   if (!has(Planted::EndFlagEarly)) call(&Api::write_value32, h2d_, end_, made.end_value);
-  made.end_given.store(true, std::memory_order_release);
+  made.end_issued.store(true, std::memory_order_release);
 }
 
 // A kernel writes to pinned memory as to the device's own, at the same address; its writes are
@@ -434,7 +434,7 @@ void Stager::give_copy_back(Piece& piece) {
     }
     call(&Api::event_record, piece.call->end, h2d_);
     if (flags_) call(&Api::write_value32, h2d_, end_, piece.call->end_value);
-    piece.call->end_given.store(true, std::memory_order_release);
+    piece.call->end_issued.store(true, std::memory_order_release);
   } catch (const DeviceFailure& failure) {
     fail_as(failure);
   }
@@ -499,7 +499,7 @@ StagedWork::Rest Stager::host_is_done() {
     if (op->held) return Rest::Never;
     if (!op->finished()) return Rest::Later;
   }
-  return Rest::Given;
+  return Rest::Released;
 }
 
 void Stager::free_all() {

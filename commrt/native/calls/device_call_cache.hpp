@@ -20,7 +20,7 @@
 
 namespace commrt {
 
-class KnownCalls {
+class DeviceCallCache {
  public:
   struct Key {
     PlanKey plain;
@@ -47,7 +47,7 @@ class KnownCalls {
 
   // Null where there is none.
   EntryPtr find(const Key& key) const;
-  void remember(const Key& key, Entry entry);
+  void insert(const Key& key, Entry entry);
   void forget();
   bool empty() const { return entries_.empty(); }
   std::size_t size() const { return entries_.size(); }
@@ -74,8 +74,8 @@ struct AskedCall {
 };
 
 // Runs a call that is known: a request, or the output. Null without an error where it is not.
-PyObject* run_known(PyObject* group, const AskedCall& asked);
+PyObject* run_cached(PyObject* group, const AskedCall& asked);
 
-void bind_known_calls(nb::module_& m);
+void bind_device_call_cache(nb::module_& m);
 
 }  // namespace commrt

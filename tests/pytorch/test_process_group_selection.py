@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from commrt import _native
 from commrt.arrays.host import view
-from commrt.calls.methods import if_known
+from commrt.calls.methods import if_cached
 from commrt.errors import BufferError_, CommError, MismatchError, TableError, UsageError
 from commrt.torch import Options, explain, using
 from commrt.vocabulary.dtypes import DTYPES
@@ -386,7 +386,7 @@ def test_tensors_of_transformations_are_left_to_python() -> None:
 def test_what_is_not_known_at_a_glance_is_said_without_an_error() -> None:
     from commrt.local import run
 
-    allreduce = if_known("allreduce")
+    allreduce = if_cached("allreduce")
 
     def rank_main(comm: Any) -> list[Any]:
         x, y = torch.ones(5), torch.ones(5)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Binds calls on device memory whose work is the host's (device_calls/hosted_calls.py).
+// Binds calls on device memory whose work is the host's (device_calls/host_work.py).
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -8,21 +8,21 @@
 #include <tuple>
 
 #include "bindings/bind_staged_work.hpp"
-#include "staging/hosted_work.hpp"
+#include "staging/host_work.hpp"
 
 namespace commrt {
 
 namespace {
 
-using PyHostedWork = PyWork<HostedWork>;
+using PyHostWork = PyWork<HostWork>;
 using ArrayRow = std::tuple<uint64_t, size_t, bool, bool>;
 
 // A thread that waits wakes up so often, to see what else there is.
 constexpr double kSlice_s = 0.05;
 
-PyDeviceCall start(const PyHostedWork& self, const std::vector<ArrayRow>& rows, uint64_t stream,
+PyDeviceCall start(const PyHostWork& self, const std::vector<ArrayRow>& rows, uint64_t stream,
                    bool asked_for, nb::handle keep, double timeout_s) {
-  std::vector<HostedArray> arrays;
+  std::vector<HostArray> arrays;
   for (const auto& [address, nbytes, reads, writes] : rows) {
     arrays.push_back({as_memory(address), nbytes, reads, writes});
   }
@@ -33,37 +33,37 @@ PyDeviceCall start(const PyHostedWork& self, const std::vector<ArrayRow>& rows, 
 
 }  // namespace
 
-void bind_hosted(nb::module_& m) {
-  nb::class_<PyHostedWork, PyDeviceWork> work(
-      m, "HostedWork", "A communicator's calls on one device whose work is the host's.");
+void bind_host_work(nb::module_& m) {
+  nb::class_<PyHostWork, PyDeviceWork> work(
+      m, "HostWork", "A communicator's calls on one device whose work is the host's.");
   bind_staged_work(work);
   work.def("start", &start, nb::arg("arrays"), nb::arg("stream"), nb::arg("asked_for"),
            nb::arg("keep"), nb::arg("timeout_s"),
            "Give the device all that there is to do; rows are (address, bytes, whether the host "
            "reads it, whether it writes it).")
       .def("places",
-           [](const PyHostedWork& self, const PyDeviceCall& call) {
+           [](const PyHostWork& self, const PyDeviceCall& call) {
              return self.own().places(call.call);
            }, nb::arg("call"), "Where each array of a call lies in pinned memory.")
       .def("has_come",
-           [](const PyHostedWork& self, const PyDeviceCall& call) {
+           [](const PyHostWork& self, const PyDeviceCall& call) {
              return guarded([&] { return self.own().has_come(call.call); });
            }, nb::arg("call"), "Whether what is read is there, or the call has failed.")
       .def("wait_until_come",
-           [](const PyHostedWork& self, const PyDeviceCall& call, double limit_s) {
+           [](const PyHostWork& self, const PyDeviceCall& call, double limit_s) {
              const double slice_s = std::min(limit_s, kSlice_s);
              return guarded([&] { return self.own().wait_until_come(call.call, slice_s); });
            }, nb::arg("call"), nb::arg("limit_s"),
            "The same once it is so, or after that time, 0.05 s at most.")
       .def("done",
-           [](const PyHostedWork& self, const PyDeviceCall& call) {
+           [](const PyHostWork& self, const PyDeviceCall& call) {
              guarded([&] {
                self.own().done(call.call);
                return 0;
              });
            }, nb::arg("call"), "The host has written what goes back.")
       .def("fail",
-           [](const PyHostedWork& self, const PyDeviceCall& call, const std::string& kind,
+           [](const PyHostWork& self, const PyDeviceCall& call, const std::string& kind,
               const std::string& why) {
              guarded([&] {
                self.own().fail_call(call.call, kind, why);
@@ -72,16 +72,16 @@ void bind_hosted(nb::module_& m) {
            }, nb::arg("call"), nb::arg("kind"), nb::arg("why"),
            "The host's part has failed; after a \"timeout\" the communicator is of no more use.")
       .def("announce",
-           [](const PyHostedWork& self) {
+           [](const PyHostWork& self) {
              nb::gil_scoped_release release;
              self.own().announce();
            }, "Let a simulated device know that the host did something.")
       .def("plant",
-           [](const PyHostedWork& self, const std::string& name) {
+           [](const PyHostWork& self, const std::string& name) {
              self.own().planted.plant(name);
            }, nb::arg("name"), "Plant a bug, for tests.");
 
-  m.def("planted_hosted_bugs", &PlantedBug<PlantedHosted>::names,
+  m.def("planted_host_work_bugs", &PlantedBug<PlantedHostWork>::names,
         "Names of the bugs that tests can plant in calls whose work is the host's.");
 }
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device_call_cache import calls_of_python, num_cached, said, without_python
 from ipc_ranks import ipc_here, on_ipc_threads
-from known_calls import calls_of_python, num_known, said, without_python
 from nccl_ranks import nccl_here, on_nccl_threads
 from staged_ranks import Rank, SimRanks, forget_ranks, on_threads
 
@@ -411,7 +411,7 @@ def test_later_calls_say_what_the_first_ones_say_of_what_is_wrong() -> None:
         comm.allreduce(x)
         comm.allreduce(x, out=out)
         comm.bcast(x)
-        seq, known = comm.next_seq, num_known(comm)
+        seq, known = comm.next_seq, num_cached(comm)
         assert known == 3
         for (call, text), first in zip(wrong_calls(rank), before, strict=True):
             assert text in first

@@ -24,8 +24,8 @@ from commrt.comm import Communicator
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.errors import BackendError, CommError, OrderingError
-from commrt.fusion.left_buckets import LeftBuckets
-from commrt.group.deferred_release import give_back
+from commrt.fusion.failed_buckets import FailedBuckets
+from commrt.group.deferred_release import release_finished
 
 AT_ONCE, MANY, FULL_MANY = 10, 2, 100
 """Communicators that fail in a run, and runs."""
@@ -49,7 +49,7 @@ def left(ranks: SimRanks) -> dict[str, int]:
     gc.collect()  # an error and its request hold each other
     ranks.world.run_until_idle()
     for rank in ranks.ranks:
-        give_back(rank.comm.world)
+        release_finished(rank.comm.world)
     ranks.world.run_until_idle()
     found = ranks.world.live
     return {name: found[name] for name in ("blocks", "nbytes", "streams", "events")}
@@ -102,7 +102,7 @@ def test_a_thousand_failed_communicators_leave_nothing(
             for comm in groups[rank.rank]:
                 comm.free()
         assert left(ranks) == before
-        assert not any(rank.comm.world.left_behind for rank in ranks.ranks)
+        assert not any(rank.comm.world.deferred for rank in ranks.ranks)
     ranks.close()
 
 
@@ -140,12 +140,12 @@ def test_nothing_comes_back_while_a_stream_holds_it(seed: int) -> None:
     before = ranks.world.live["nbytes"]
     gate = stuck(ranks)
     for rank in ranks.ranks:
-        give_back(rank.comm.world)
-        assert len(rank.comm.world.left_behind) == 1
+        release_finished(rank.comm.world)
+        assert len(rank.comm.world.deferred) == 1
     assert ranks.world.live["nbytes"] > before + (2 << 20)
     ranks.ranks[0].device.flag_store(gate, 1)
     left(ranks)
-    assert not any(rank.comm.world.left_behind for rank in ranks.ranks)
+    assert not any(rank.comm.world.deferred for rank in ranks.ranks)
     for rank in ranks.ranks:
         free_arrays(rank)
         rank.stream.destroy()
@@ -166,7 +166,7 @@ def test_what_is_given_back_too_early_is_found(syncs: bool, seed: int) -> None:
         found = True
     assert found or ranks.world.violations
     for rank in ranks.ranks:
-        rank.comm.world.left_behind.clear()
+        rank.comm.world.deferred.clear()
     renew_ranks()
 
 
@@ -250,13 +250,13 @@ def test_nothing_of_a_bucket_comes_back_while_a_stream_holds_it(
         before = left(ranks)
         gate = stuck_buckets(ranks, how)
         for rank in ranks.ranks:
-            give_back(rank.comm.world)
+            release_finished(rank.comm.world)
             assert any(
-                isinstance(one, LeftBuckets) for one in rank.comm.world.left_behind
+                isinstance(one, FailedBuckets) for one in rank.comm.world.deferred
             )
         ranks.ranks[0].device.flag_store(gate, 1)
         after = left(ranks)
-        assert not any(rank.comm.world.left_behind for rank in ranks.ranks)
+        assert not any(rank.comm.world.deferred for rank in ranks.ranks)
         # What the program has: a gate, arrays, streams.
         assert after["blocks"] == before["blocks"] + 1 + 2 * 3
         assert after["streams"] == before["streams"] + 2 * 2
@@ -265,19 +265,19 @@ def test_nothing_of_a_bucket_comes_back_while_a_stream_holds_it(
 
 
 def _streams_not_asked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LeftBuckets, "_streams_are_done", lambda self: True)
+    patch.setattr(FailedBuckets, "_streams_are_done", lambda self: True)
 
 
 def _runners_not_asked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LeftBuckets, "_rest_of_runners", lambda self: 1)
-    patch.setattr(LeftBuckets, "_may_free", lambda self: True)  # mostly it tells, too
+    patch.setattr(FailedBuckets, "_rest_of_runners", lambda self: 1)
+    patch.setattr(FailedBuckets, "_may_free", lambda self: True)  # mostly it tells, too
 
 
 def _nobody_asked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LeftBuckets, "give_rest_back", _give_at_once)
+    patch.setattr(FailedBuckets, "release_rest", _give_at_once)
 
 
-def _give_at_once(self: LeftBuckets) -> int:
+def _give_at_once(self: FailedBuckets) -> int:
     self._ends.clear()
     self._copies.close()
     return 1
@@ -318,7 +318,7 @@ def test_what_is_given_back_of_a_bucket_too_early_is_found(
         except OrderingError:
             found = True
         for rank in ranks.ranks:
-            rank.comm.world.left_behind.clear()
+            rank.comm.world.deferred.clear()
         renew_ranks()
         return found or bool(ranks.world.violations)
 
@@ -353,12 +353,12 @@ def test_messages_that_may_still_come_keep_their_memory(seed: int) -> None:
     for group in groups:
         group[0].free()
     left(ranks)
-    assert [len(rank.comm.world.left_behind) for rank in ranks.ranks] == [1, 1]
+    assert [len(rank.comm.world.deferred) for rank in ranks.ranks] == [1, 1]
     del group
     groups.clear()
     gc.collect()
     left(ranks)
-    assert not any(rank.comm.world.left_behind for rank in ranks.ranks)
+    assert not any(rank.comm.world.deferred for rank in ranks.ranks)
     for rank in ranks.ranks:
         free_arrays(rank)
     ranks.close()
@@ -404,9 +404,9 @@ def test_on_devices_of_threads_a_rank_that_came_too_late_costs_nothing() -> None
         lost.give_up("enough")
         lost.free()
         deadline = time.monotonic() + 20
-        while rank.comm.world.left_behind:
+        while rank.comm.world.deferred:
             assert time.monotonic() < deadline
-            give_back(rank.comm.world)
+            release_finished(rank.comm.world)
         x.free()
 
     on_threads(2, main)

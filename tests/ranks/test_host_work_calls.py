@@ -116,7 +116,7 @@ def test_compressed_calls_are_the_hosts(compress: str, seed: int) -> None:
     on_threads(2, main)
 
 
-def test_wrong_hosted_calls_are_refused() -> None:
+def test_wrong_host_work_calls_are_refused() -> None:
     def main(rank: Rank) -> None:
         comm = rank.comm
         indices, values = drawn(rank.rank, 1)
@@ -152,7 +152,7 @@ def test_what_is_wrong_with_contents_is_said_by_the_request() -> None:
         with pytest.raises(CommError) as again:
             request.wait()
         assert again.value is failed.value
-        with pytest.raises(RevokedError, match=r"hosted failed in an earlier"):
+        with pytest.raises(RevokedError, match=r"host work failed in an earlier"):
             comm.sparse_allreduce(x, out=out)
         assert comm.allreduce(np.ones(1))[0] == 2  # others go on
         return f"{type(failed.value).__name__}: {failed.value}"
@@ -242,7 +242,7 @@ def test_without_a_thread_requests_do_the_work(
         request = comm.sparse_allreduce(entries, out=out, nonblocking=True)
         assert request.synchronize() is out
         assert np.array_equal(out.get(), want.to_dense())
-        assert not comm.devices.hosted._threads
+        assert not comm.devices.host_jobs._threads
 
     on_threads(2, main)
 

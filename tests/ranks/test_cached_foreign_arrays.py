@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device_call_cache import calls_of_python, said, without_python
 from dlpack_producer import OnlyDlpack
 from foreign_arrays import Exported, cupy_here, torch_here
-from known_calls import calls_of_python, said, without_python
 from staged_ranks import Rank, SimRanks, forget_ranks, on_threads
 
 from commrt import _native

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from known_calls import calls_of_python, num_known, said, without_python
+from device_call_cache import calls_of_python, num_cached, said, without_python
 from staged_ranks import Rank, SimRanks, forget_ranks, on_threads
 
 from commrt.devices import DeviceArray
@@ -39,12 +39,12 @@ def test_calls_are_forgotten_with_the_plans() -> None:
     def main(rank: Rank) -> None:
         comm, x = rank.comm, ones(rank)
         comm.devices.forget_plans()
-        assert num_known(comm) == 0
+        assert num_cached(comm) == 0
         for forget in (comm.devices.forget_plans, comm.devices.forget_choices):
             comm.allreduce(x)
-            assert num_known(comm) == 1
+            assert num_cached(comm) == 1
             forget()
-            assert num_known(comm) == 0
+            assert num_cached(comm) == 0
             with calls_of_python(comm) as looked_at:
                 comm.allreduce(x)
             assert looked_at == ["allreduce"]
@@ -59,9 +59,9 @@ def test_symmetric_memory_forgets_them() -> None:
     def main(rank: Rank) -> None:
         comm, x = rank.comm, ones(rank)
         comm.allreduce(x)
-        assert num_known(comm) == 1
+        assert num_cached(comm) == 1
         kept = comm.empty(4)
-        assert num_known(comm) == 0
+        assert num_cached(comm) == 0
         comm.allreduce(x)
         assert kept.tolist() == [0.0] * 4
 
@@ -82,7 +82,7 @@ def test_a_communicator_that_failed_or_was_freed_starts_nothing() -> None:
             comms[0].allreduce(x)
         assert comms[0].next_seq == seq
         comms[1].free()
-        assert num_known(comms[1]) == 0
+        assert num_cached(comms[1]) == 0
         with pytest.raises(ClosedError, match="was freed"):
             comms[1].allreduce(x)
 
@@ -118,7 +118,7 @@ def test_check_mode_knows_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
             with calls_of_python(rank.comm) as looked_at:
                 rank.comm.allreduce(x)
             assert looked_at == ["allreduce"]
-        assert num_known(rank.comm) == 0
+        assert num_cached(rank.comm) == 0
 
     on_threads(2, main)
 
@@ -137,7 +137,7 @@ with DeviceStream(device):
     x = DeviceArray(device, 4).put(np.ones(4, "f4"))
     comm.allreduce(x)
     request = comm.allreduce(x, nonblocking=True)
-    assert _native.num_known_device_calls(comm) == 1
+    assert _native.num_cached_device_calls(comm) == 1
     child = os.fork()
     if child == 0:
         found = 0

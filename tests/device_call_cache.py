@@ -16,12 +16,12 @@ import pytest
 from commrt import _native
 from commrt.comm import Communicator
 
-__all__ = ["calls_of_python", "num_known", "said", "without_python"]
+__all__ = ["calls_of_python", "num_cached", "said", "without_python"]
 
 
-def num_known(comm: Communicator) -> int:
+def num_cached(comm: Communicator) -> int:
     """Return how many kinds of calls the communicator knows."""
-    return int(_native.num_known_device_calls(comm))
+    return int(_native.num_cached_device_calls(comm))
 
 
 @contextlib.contextmanager

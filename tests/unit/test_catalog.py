@@ -11,7 +11,7 @@ import commrt
 from commrt import backends
 from commrt.algorithms import _registry
 from commrt.backends.base import Capabilities
-from commrt.backends.known import check_candidate, known_names
+from commrt.backends.catalog import catalog, check_candidate
 from commrt.errors import TableError, UsageError
 from commrt.select.facts import Candidate
 from commrt.select.fingerprint import Cpu, Machine
@@ -32,7 +32,7 @@ rules:
 
 def _load(use: str, op: str = "allreduce", ranks: object = "any") -> Table:
     text = TEXT.replace("USE", use).replace("OP", op).replace("RANKS", str(ranks))
-    return load(text, "t.yaml", known_names())
+    return load(text, "t.yaml", catalog())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds and starts calls on device arrays that are like ones before (known_calls.hpp).
-#include "calls/known_calls.hpp"
+// Finds and starts calls on device arrays that are like ones before (device_call_cache.hpp).
+#include "calls/device_call_cache.hpp"
 
 #include <nanobind/stl/shared_ptr.h>
 
@@ -32,7 +32,7 @@ bool overlap(const DeviceView& a, const DeviceView& b) {
 }
 
 // Whether the output is one that the entry was made for.
-bool fits(const DeviceView& x, const DeviceView& out, const KnownCalls::Entry& entry) {
+bool fits(const DeviceView& x, const DeviceView& out, const DeviceCallCache::Entry& entry) {
   if (out.device.ptr() != x.device.ptr() || out.dtype != x.dtype || !out.writable ||
       out.count != entry.out_count) {
     return false;
@@ -73,8 +73,8 @@ nb::object run(nb::handle group_object, const AskedCall& asked) {
   if (!view_on_device(asked.x, x)) return {};
   const PlanKey plain{x.count, PlanKey::pack(asked.coll, x.dtype, asked.reduction, kHost),
                       static_cast<std::int32_t>(asked.root)};
-  const KnownCalls::EntryPtr entry =
-      group.known_calls->find({plain, x.device.ptr(), asked.out != nullptr});
+  const DeviceCallCache::EntryPtr entry =
+      group.device_call_cache->find({plain, x.device.ptr(), asked.out != nullptr});
   if (entry == nullptr) return {};
   if (!entry->detours.is_none() && PyList_GET_SIZE(entry->detours.ptr()) != 0) return {};
   if (entry->receives && asked.out == nullptr && !x.writable) return {};
@@ -108,7 +108,7 @@ nb::object run(nb::handle group_object, const AskedCall& asked) {
 // Returns a function that starts a plan by the work of its kind, which takes one array for each
 // way, or a list of them. Null where the plan is of another kind.
 template <class Plan, class Work>
-KnownCalls::Start start_by(const PyDeviceWork& runner, nb::handle given) {
+DeviceCallCache::Start start_by(const PyDeviceWork& runner, nb::handle given) {
   std::shared_ptr<const Plan> plan;
   if (!nb::try_cast(given, plan)) return nullptr;
   return [plan = std::move(plan), work = static_cast<Work*>(runner.work.get())](
@@ -124,32 +124,32 @@ KnownCalls::Start start_by(const PyDeviceWork& runner, nb::handle given) {
   };
 }
 
-KnownCalls::Start start_of(const PyDeviceWork& runner, nb::handle plan) {
+DeviceCallCache::Start start_of(const PyDeviceWork& runner, nb::handle plan) {
   for (const auto& by : {start_by<StagedPlan, Stager>, start_by<NcclPlan, NcclWork>,
                          start_by<PeerPlan, PeerWork>, start_by<MpiDevicePlan, MpiWork>}) {
-    if (KnownCalls::Start found = by(runner, plan)) return found;
+    if (DeviceCallCache::Start found = by(runner, plan)) return found;
   }
   throw nb::type_error("a plan that no work on devices starts");
 }
 
 }  // namespace
 
-KnownCalls::EntryPtr KnownCalls::find(const Key& key) const {
+DeviceCallCache::EntryPtr DeviceCallCache::find(const Key& key) const {
   const auto found = entries_.find(key);
   return found == entries_.end() ? nullptr : found->second;
 }
 
-void KnownCalls::remember(const Key& key, Entry entry) {
+void DeviceCallCache::insert(const Key& key, Entry entry) {
   if (entries_.size() >= kMostEntries) forget();
   entries_[key] = std::make_shared<const Entry>(std::move(entry));
 }
 
-void KnownCalls::forget() {
+void DeviceCallCache::forget() {
   std::unordered_map<Key, EntryPtr, Hash> gone;
   gone.swap(entries_);  // what goes with them may call here
 }
 
-PyObject* run_known(PyObject* group, const AskedCall& asked) {
+PyObject* run_cached(PyObject* group, const AskedCall& asked) {
   try {
     return run(nb::handle(group), asked).release().ptr();
   } catch (nb::python_error& error) {
@@ -162,16 +162,16 @@ PyObject* run_known(PyObject* group, const AskedCall& asked) {
   return nullptr;
 }
 
-void bind_known_calls(nb::module_& m) {
-  m.def("remember_device_call",
+void bind_device_call_cache(nb::module_& m) {
+  m.def("cache_device_call",
         [](Group& group, int coll, int reduction, int root, int dtype, std::int64_t count,
            nb::object device, const PyDeviceWork& runner, nb::object plan, bool gives_out,
            bool sends, bool receives, bool in_place, std::int64_t out_count, nb::object detours) {
           const PlanKey plain{count,
                               PlanKey::pack(coll, static_cast<DType>(dtype), reduction, kHost),
                               static_cast<std::int32_t>(root)};
-          const KnownCalls::Key key{plain, device.ptr(), gives_out};
-          group.known_calls->remember(
+          const DeviceCallCache::Key key{plain, device.ptr(), gives_out};
+          group.device_call_cache->insert(
               key, {std::move(device), runner, start_of(runner, plan), sends, receives, in_place,
                     out_count, std::move(detours)});
         },
@@ -181,7 +181,7 @@ void bind_known_calls(nb::module_& m) {
         nb::arg("out_count"), nb::arg("detours").none(),
         "Start collectives like this one without Python from now on, but while there is "
         "something in the list `detours`.");
-  m.def("forget_device_calls", [](Group& group) { group.known_calls->forget(); },
+  m.def("forget_device_calls", [](Group& group) { group.device_call_cache->forget(); },
         nb::arg("group"), "Look at all of them in full again.");
   m.def("view_on_device",
         [](nb::handle array) -> nb::object {
@@ -195,7 +195,7 @@ void bind_known_calls(nb::module_& m) {
         nb::arg("array").none(),
         "Return (address, count, dtype code, whether it is writable, device, current stream, the "
         "stream that the array names or None); None for what is left to Python. For tests.");
-  m.def("num_known_device_calls", [](const Group& group) { return group.known_calls->size(); },
+  m.def("num_cached_device_calls", [](const Group& group) { return group.device_call_cache->size(); },
         nb::arg("group"), "How many there are.");
 }
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 from commrt import algorithms, backends
 from commrt.errors import UsageError, suggest
 from commrt.select.facts import Candidate
-from commrt.select.schema import Known, Parameters
+from commrt.select.schema import Catalog, Parameters
 from commrt.select.wishes import Wish, Wishes
 from commrt.vocabulary.operations import COLLECTIVES
 
-__all__ = ["check_candidate", "check_wishes", "known_names", "offered"]
+__all__ = ["catalog", "check_candidate", "check_wishes", "offered"]
 
 
-def known_names() -> Known:
+def catalog() -> Catalog:
     """Return what a table may name here."""
     found = {
         name: frozenset().union(*(offered(name, coll) for coll in COLLECTIVES))
         for name in backends.all_backends()
     }
-    return Known(found, offered, _parameters)
+    return Catalog(found, offered, _parameters)
 
 
 def check_candidate(coll: str, candidate: Candidate, ranks: int | None = None) -> None:

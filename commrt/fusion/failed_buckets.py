@@ -9,12 +9,12 @@ from typing import Any
 from commrt import _native
 from commrt.errors import DeviceError
 from commrt.fusion.device_copies import BucketCopies
-from commrt.group.deferred_release import GIVEN, LATER, NEVER, StagedWork
+from commrt.group.deferred_release import LATER, NEVER, RELEASED, StagedWork
 
-__all__ = ["LeftBuckets"]
+__all__ = ["FailedBuckets"]
 
 
-class LeftBuckets:
+class FailedBuckets:
     """What buckets of arrays had that were under way as their communicator failed.
 
     Four may still use it: the stream that gathers, the one that puts back, what runs
@@ -46,13 +46,13 @@ class LeftBuckets:
             for stream in (copies.gathers, copies.puts_back):
                 self._ends.append(copies.note(stream.handle))
 
-    def give_rest_back(self) -> int:
+    def release_rest(self) -> int:
         """Give it back where nobody uses it any more; 0: later, 1: done, 2: never."""
         if not self._is_known:
             return NEVER
         try:
             rest = self._rest_of_runners()
-            if rest != GIVEN:
+            if rest != RELEASED:
                 return rest
             if not (self._streams_are_done() and self._may_free()):
                 return LATER
@@ -61,12 +61,12 @@ class LeftBuckets:
             self._copies.close()
         except DeviceError:  # the device is gone, and has taken its memory along
             return NEVER
-        return GIVEN
+        return RELEASED
 
     def _rest_of_runners(self) -> int:
         """Return whether they are done; one that did not fail was closed at rest."""
-        found = [each.give_rest_back() for each in self._runners if each.failed]
-        return NEVER if NEVER in found else min(found, default=GIVEN)
+        found = [each.release_rest() for each in self._runners if each.failed]
+        return NEVER if NEVER in found else min(found, default=RELEASED)
 
     def _may_free(self) -> bool:
         """Whether no call needs this thread, as to free waits for the whole device."""

@@ -25,7 +25,7 @@
 namespace commrt {
 
 // Bugs that tests plant in the protocol, to see that they are found.
-enum class PlantedHosted : int {
+enum class PlantedHostWork : int {
   None = 0,
   Ungated,         // the host works before the copies to it
   NoReady,         // the copies do not wait for the caller's stream
@@ -47,21 +47,21 @@ enum class PlantedHosted : int {
   ReferencesKept,  // nor do references to arrays
   Count,
 };
-std::vector<std::string> names_of(PlantedHosted);
+std::vector<std::string> names_of(PlantedHostWork);
 
 // An array of a call, and its place in the call's block.
-struct HostedArray {
+struct HostArray {
   unsigned char* at;
   std::size_t nbytes;
   bool reads, writes;
   std::size_t pinned = 0;
 };
 
-struct HostedCall : StagedCall {
-  ~HostedCall() override;
+struct HostCall : StagedCall {
+  ~HostCall() override;
   Event asked() const override;
 
-  std::vector<HostedArray> arrays;
+  std::vector<HostArray> arrays;
   PinnedPool::Block block;
   bool writes = false;      // to any of them
   bool asked_for = true;    // somebody will ask what became of it
@@ -74,15 +74,15 @@ struct HostedCall : StagedCall {
 };
 
 // One communicator's calls of this kind on one device.
-class HostedWork : public StagedWork {
+class HostWork : public StagedWork {
  public:
   // Throws DeviceFailure. `keeps` is alive as long as the device is needed.
-  HostedWork(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
+  HostWork(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
              const StagerOptions& options);
 
   // Gives the device all that there is to do. `keep` are references that become the call's own.
   // Throws DeviceFailure; then the references are still the caller's.
-  CallPtr start(std::vector<HostedArray> arrays, Stream stream, bool asked_for, void* const* keep,
+  CallPtr start(std::vector<HostArray> arrays, Stream stream, bool asked_for, void* const* keep,
                 double timeout_s);
   // Whether what is read is there, or the call has failed. The host may begin then.
   bool has_come(const CallPtr& call);
@@ -95,24 +95,24 @@ class HostedWork : public StagedWork {
   // Where an array of the call lies in pinned memory.
   std::vector<std::uint64_t> places(const CallPtr& call) const;
 
-  PlantedBug<PlantedHosted> planted;
+  PlantedBug<PlantedHostWork> planted;
 
  private:
-  using HostedPtr = std::shared_ptr<HostedCall>;
+  using HostCallPtr = std::shared_ptr<HostCall>;
 
-  static HostedPtr as_hosted(const CallPtr& call) {
-    return std::static_pointer_cast<HostedCall>(call);
+  static HostCallPtr as_host_call(const CallPtr& call) {
+    return std::static_pointer_cast<HostCall>(call);
   }
-  bool has(PlantedHosted bug) const { return planted.is(bug); }
+  bool has(PlantedHostWork bug) const { return planted.is(bug); }
   PinnedPool::Block take_block(std::size_t nbytes, double timeout_s);
-  void copy_to_host(HostedCall& made, Stream stream);
-  void give_copies(HostedCall& made);
-  void copy_back(HostedCall& made);
-  void touch(const HostedCall& made, bool reads, bool writes);
+  void copy_to_host(HostCall& made, Stream stream);
+  void give_copies(HostCall& made);
+  void copy_back(HostCall& made);
+  void touch(const HostCall& made, bool reads, bool writes);
   void order_after(const StagedPtr& call, Stream stream) override;
   bool open_gates() override;
   bool let_go() override;
-  bool give_finished(const HostedPtr& made);
+  bool give_finished(const HostCallPtr& made);
   void give_memory_back(StagedCall& call) override;
   std::size_t memory_nbytes() const override { return pool_.total(); }
   void free_all() override;
@@ -126,9 +126,9 @@ class HostedWork : public StagedWork {
 
   // Guarded by polling_.
   PinnedPool pool_;
-  std::deque<HostedPtr> calls_;  // whose host's part is not over, in their order
+  std::deque<HostCallPtr> calls_;  // whose host's part is not over, in their order
   std::size_t come_ = 0;         // of these, the first so many have come
-  std::vector<HostedPtr> failed_at_work_;
+  std::vector<HostCallPtr> failed_at_work_;
 };
 
 }  // namespace commrt

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gives the device the commands of calls whose work is the host's, and makes their progress
-// (hosted_work.hpp).
-#include "staging/hosted_work.hpp"
+// (host_work.hpp).
+#include "staging/host_work.hpp"
 
 #include <algorithm>
 
@@ -12,21 +12,21 @@
 namespace commrt {
 
 COMMRT_NAMES_OF_BUGS(
-    PlantedHosted,
+    PlantedHostWork,
     "ungated", "no_ready", "start_early", "values_again", "no_go", "go_early", "go_ahead",
     "end_early", "end_of_copies", "no_end_wait", "end_flag_early", "early_recycling",
     "read_recycling", "late_copy", "not_copied", "flags_kept", "block_lost", "references_kept")
 
-HostedCall::~HostedCall() {
+HostCall::~HostCall() {
   if (work != nullptr && copied != 0) work->events().give(copied);
 }
 
 // Where the end is not given yet, what was copied to the host tells as much.
-Event HostedCall::asked() const {
-  return end_given.load(std::memory_order_acquire) ? end : copied;
+Event HostCall::asked() const {
+  return end_issued.load(std::memory_order_acquire) ? end : copied;
 }
 
-HostedWork::HostedWork(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
+HostWork::HostWork(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
                        const StagerOptions& options)
     : StagedWork(comm, engine, device, std::move(keeps), options), starts_(options.first_value),
       ends_(options.first_value), gos_(options.first_value) {
@@ -35,7 +35,7 @@ HostedWork::HostedWork(Comm& comm, Engine& engine, Device* device, std::shared_p
   pool_.add_first(first, options_.first_nbytes);
 }
 
-PinnedPool::Block HostedWork::take_block(std::size_t nbytes, double timeout_s) {
+PinnedPool::Block HostWork::take_block(std::size_t nbytes, double timeout_s) {
   const int size_class = PinnedPool::class_for(nbytes);
   const std::size_t rounded = PinnedPool::nbytes_of(size_class);
   PinnedPool::Block block;
@@ -52,9 +52,9 @@ PinnedPool::Block HostedWork::take_block(std::size_t nbytes, double timeout_s) {
 
 // --- the call ---
 
-DeviceWork::CallPtr HostedWork::start(std::vector<HostedArray> arrays, Stream stream,
+DeviceWork::CallPtr HostWork::start(std::vector<HostArray> arrays, Stream stream,
                                       bool asked_for, void* const* keep, double timeout_s) {
-  auto made = std::make_shared<HostedCall>();
+  auto made = std::make_shared<HostCall>();
   made->timeout_s = timeout_s;
   made->asked_for = asked_for;
   {
@@ -62,7 +62,7 @@ DeviceWork::CallPtr HostedWork::start(std::vector<HostedArray> arrays, Stream st
     check(own.status());
     refuse_capture(stream);
     std::size_t nbytes = 0;
-    for (HostedArray& one : arrays) {
+    for (HostArray& one : arrays) {
       one.pinned = nbytes;
       nbytes += in_lines(one.nbytes);
       made->writes = made->writes || one.writes;
@@ -73,18 +73,18 @@ DeviceWork::CallPtr HostedWork::start(std::vector<HostedArray> arrays, Stream st
     made->copied = events_.take();
     made->work = shared_from_this();
     made->seq = number_++;
-    made->start_value = starts_ + (has(PlantedHosted::ValuesAgain) && starts_ != 0 ? 0 : 1);
+    made->start_value = starts_ + (has(PlantedHostWork::ValuesAgain) && starts_ != 0 ? 0 : 1);
     give_or_fail(
         [&] {
           copy_to_host(*made, stream);
-          if (flags_ && made->writes && !has(PlantedHosted::LateCopy)) give_copies(*made);
+          if (flags_ && made->writes && !has(PlantedHostWork::LateCopy)) give_copies(*made);
         },
         "no memory for what a call of the host's needs");
     starts_ = made->start_value;
     HostLock polling(device_, polling_);
     check(polling.status());
     take_up(*made, keep);
-    if (has(PlantedHosted::ReferencesKept)) made->keep[0] = made->keep[1] = nullptr;
+    if (has(PlantedHostWork::ReferencesKept)) made->keep[0] = made->keep[1] = nullptr;
     calls_.push_back(made);
     if (failed_) fail(failure_kind_, failure_, device_gone_);
   }
@@ -93,13 +93,13 @@ DeviceWork::CallPtr HostedWork::start(std::vector<HostedArray> arrays, Stream st
   return made;
 }
 
-void HostedWork::copy_to_host(HostedCall& made, Stream stream) {
+void HostWork::copy_to_host(HostCall& made, Stream stream) {
   using Api = DeviceApi;
   call(&Api::event_record, ready_, stream);
-  if (!has(PlantedHosted::NoReady)) call(&Api::stream_wait_event, d2h_, ready_);
-  const bool early = has(PlantedHosted::StartEarly);
+  if (!has(PlantedHostWork::NoReady)) call(&Api::stream_wait_event, d2h_, ready_);
+  const bool early = has(PlantedHostWork::StartEarly);
   if (flags_ && early) call(&Api::write_value32, d2h_, start_, made.start_value);
-  for (const HostedArray& one : made.arrays) {
+  for (const HostArray& one : made.arrays) {
     if (!one.reads || one.nbytes == 0) continue;
     call(&Api::memcpy_async, static_cast<void*>(made.block.at + one.pinned),
          static_cast<const void*>(one.at), one.nbytes, d2h_);
@@ -109,52 +109,52 @@ void HostedWork::copy_to_host(HostedCall& made, Stream stream) {
   if (made.writes) return;
   // Of what only leaves, the copy is the end: the arrays are the caller's again.
   call(&Api::event_record, made.end, d2h_);
-  made.end_given.store(true, std::memory_order_release);
+  made.end_issued.store(true, std::memory_order_release);
 }
 
 // The copies back, which wait on the device for the host.
-void HostedWork::give_copies(HostedCall& made) {
+void HostWork::give_copies(HostCall& made) {
   using Api = DeviceApi;
-  if (!has(PlantedHosted::NotCopied)) call(&Api::stream_wait_event, h2d_, made.copied);
+  if (!has(PlantedHostWork::NotCopied)) call(&Api::stream_wait_event, h2d_, made.copied);
   made.go_value = gos_.fetch_add(1, std::memory_order_acq_rel) + 1;
-  if (!has(PlantedHosted::NoGo)) call(&Api::wait_value32_geq, h2d_, go_, made.go_value);
+  if (!has(PlantedHostWork::NoGo)) call(&Api::wait_value32_geq, h2d_, go_, made.go_value);
   copy_back(made);
-  made.end_given.store(true, std::memory_order_release);
+  made.end_issued.store(true, std::memory_order_release);
 }
 
-void HostedWork::copy_back(HostedCall& made) {
+void HostWork::copy_back(HostCall& made) {
   using Api = DeviceApi;
-  const bool event_early = has(PlantedHosted::EndEarly);
-  const bool flag_early = has(PlantedHosted::EndFlagEarly);
+  const bool event_early = has(PlantedHostWork::EndEarly);
+  const bool flag_early = has(PlantedHostWork::EndFlagEarly);
   made.end_value = ends_ + 1;
   if (event_early) call(&Api::event_record, made.end, h2d_);
-  if (has(PlantedHosted::EndOfCopies)) call(&Api::event_record, made.end, d2h_);
+  if (has(PlantedHostWork::EndOfCopies)) call(&Api::event_record, made.end, d2h_);
   if (flags_ && flag_early) call(&Api::write_value32, h2d_, end_, made.end_value);
-  for (const HostedArray& one : made.arrays) {
+  for (const HostArray& one : made.arrays) {
     if (!one.writes || one.nbytes == 0) continue;
     call(&Api::memcpy_async, static_cast<void*>(one.at),
          static_cast<const void*>(made.block.at + one.pinned), one.nbytes, h2d_);
   }
-  if (!event_early && !has(PlantedHosted::EndOfCopies)) {
+  if (!event_early && !has(PlantedHostWork::EndOfCopies)) {
     call(&Api::event_record, made.end, h2d_);
   }
   if (flags_ && !flag_early) call(&Api::write_value32, h2d_, end_, made.end_value);
   ends_ = made.end_value;
 }
 
-void HostedWork::order_after(const StagedPtr& made, Stream stream) {
-  if (has(PlantedHosted::NoEndWait)) return;
-  if (has(PlantedHosted::LateCopy)) {
-    call(&DeviceApi::wait_value32_geq, stream, end_, as_hosted(made)->start_value);
+void HostWork::order_after(const StagedPtr& made, Stream stream) {
+  if (has(PlantedHostWork::NoEndWait)) return;
+  if (has(PlantedHostWork::LateCopy)) {
+    call(&DeviceApi::wait_value32_geq, stream, end_, as_host_call(made)->start_value);
     return;
   }
   StagedWork::order_after(made, stream);
 }
 
-std::vector<std::uint64_t> HostedWork::places(const CallPtr& call) const {
-  const HostedPtr made = as_hosted(call);
+std::vector<std::uint64_t> HostWork::places(const CallPtr& call) const {
+  const HostCallPtr made = as_host_call(call);
   std::vector<std::uint64_t> found;
-  for (const HostedArray& one : made->arrays) {
+  for (const HostArray& one : made->arrays) {
     found.push_back(reinterpret_cast<std::uint64_t>(made->block.at + one.pinned));
   }
   return found;
@@ -163,9 +163,9 @@ std::vector<std::uint64_t> HostedWork::places(const CallPtr& call) const {
 // --- the host's part ---
 
 // What the host does in pinned memory, a simulated device is told by whoever does it.
-void HostedWork::touch(const HostedCall& made, bool reads, bool writes) {
+void HostWork::touch(const HostCall& made, bool reads, bool writes) {
   if (!simulated()) return;
-  for (const HostedArray& one : made.arrays) {
+  for (const HostArray& one : made.arrays) {
     if (one.nbytes == 0) continue;
     unsigned char* const at = made.block.at + one.pinned;
     if (reads && one.reads) device_->api->host_access(device_, at, one.nbytes, false);
@@ -173,19 +173,19 @@ void HostedWork::touch(const HostedCall& made, bool reads, bool writes) {
   }
 }
 
-bool HostedWork::has_come(const CallPtr& call) {
-  const HostedPtr made = as_hosted(call);
+bool HostWork::has_come(const CallPtr& call) {
+  const HostCallPtr made = as_host_call(call);
   if (made->failed()) return true;
   HostLock own(device_, polling_);
   check(own.status());
   if (made->failed()) return true;
-  if (!made->come && !has(PlantedHosted::Ungated)) return false;
+  if (!made->come && !has(PlantedHostWork::Ungated)) return false;
   made->at_work = true;
   touch(*made, true, false);
   return true;
 }
 
-bool HostedWork::wait_until_come(const CallPtr& call, double limit_s) {
+bool HostWork::wait_until_come(const CallPtr& call, double limit_s) {
   Backoff backoff(0);
   const double deadline = now_s() + limit_s;
   for (unsigned look = 1; !has_come(call); ++look) {
@@ -199,8 +199,8 @@ bool HostedWork::wait_until_come(const CallPtr& call, double limit_s) {
   return true;
 }
 
-void HostedWork::done(const CallPtr& call) {
-  const HostedPtr made = as_hosted(call);
+void HostWork::done(const CallPtr& call) {
+  const HostCallPtr made = as_host_call(call);
   {
     HostLock own(device_, polling_);
     check(own.status());
@@ -213,9 +213,9 @@ void HostedWork::done(const CallPtr& call) {
 }
 
 // Of a call that blocked nobody nobody asks: later calls say it.
-void HostedWork::fail_call(const CallPtr& call, const std::string& kind,
+void HostWork::fail_call(const CallPtr& call, const std::string& kind,
                            const std::string& why) {
-  const HostedPtr made = as_hosted(call);
+  const HostCallPtr made = as_host_call(call);
   {
     HostLock own(device_, polling_);
     check(own.status());
@@ -238,7 +238,7 @@ void HostedWork::fail_call(const CallPtr& call, const std::string& kind,
 // --- progress ---
 
 // Where the copies to the host are there.
-bool HostedWork::open_gates() {
+bool HostWork::open_gates() {
   if (come_ == calls_.size()) return false;
   std::uint32_t started = 0;
   if (flags_ && device_->api->flag_load(device_, start_, &started) != DeviceStatus::Ok) {
@@ -246,9 +246,9 @@ bool HostedWork::open_gates() {
   }
   bool any = false;
   for (; come_ < calls_.size(); ++come_) {
-    HostedCall& made = *calls_[come_];
+    HostCall& made = *calls_[come_];
     if (flags_) {
-      if (!flag_reached(started, made.start_value) && !has(PlantedHosted::Ungated)) break;
+      if (!flag_reached(started, made.start_value) && !has(PlantedHostWork::Ungated)) break;
     } else {
       const DeviceStatus status = query(made.copied);
       if (status == DeviceStatus::NotReady) break;
@@ -259,7 +259,7 @@ bool HostedWork::open_gates() {
       }
     }
     made.come = true;
-    if (has(PlantedHosted::ReadRecycling) && !made.writes) pool_.give_back(made.block);
+    if (has(PlantedHostWork::ReadRecycling) && !made.writes) pool_.give_back(made.block);
     any = true;
   }
   return any;
@@ -267,19 +267,19 @@ bool HostedWork::open_gates() {
 
 // What the host is done with. One that failed before it came stays until then: what it copies is
 // on its way to memory that others would use.
-bool HostedWork::let_go() {
+bool HostWork::let_go() {
   bool any = false;
   while (come_ > 0) {
-    const HostedPtr made = calls_.front();
-    if (!made->host_done && !(has(PlantedHosted::GoEarly) && made->at_work)) break;
+    const HostCallPtr made = calls_.front();
+    if (!made->host_done && !(has(PlantedHostWork::GoEarly) && made->at_work)) break;
     if (!made->writes || (!flags_ && made->failed())) {
       finish(made);
-    } else if (!flags_ || has(PlantedHosted::LateCopy)) {
+    } else if (!flags_ || has(PlantedHostWork::LateCopy)) {
       if (!give_finished(made)) return true;
     } else {
-      const std::uint32_t ahead = has(PlantedHosted::GoAhead) ? 1 : 0;
+      const std::uint32_t ahead = has(PlantedHostWork::GoAhead) ? 1 : 0;
       device_->api->flag_store(device_, go_, made->go_value + ahead);
-      if (has(PlantedHosted::EarlyRecycling)) pool_.give_back(made->block);
+      if (has(PlantedHostWork::EarlyRecycling)) pool_.give_back(made->block);
       ending_.push_back(made);
     }
     calls_.pop_front();
@@ -290,11 +290,11 @@ bool HostedWork::let_go() {
 }
 
 // Without flags: what is done goes back. Holds polling_, and only here the end is counted then.
-bool HostedWork::give_finished(const HostedPtr& made) {
+bool HostWork::give_finished(const HostCallPtr& made) {
   try {
     call(&DeviceApi::stream_wait_event, h2d_, made->copied);
     copy_back(*made);
-    made->end_given.store(true, std::memory_order_release);
+    made->end_issued.store(true, std::memory_order_release);
     ending_.push_back(made);
     return true;
   } catch (const DeviceFailure& failure) {
@@ -303,33 +303,33 @@ bool HostedWork::give_finished(const HostedPtr& made) {
   }
 }
 
-void HostedWork::give_memory_back(StagedCall& ended) {
-  auto& made = static_cast<HostedCall&>(ended);
-  const bool early = (has(PlantedHosted::EarlyRecycling) && made.writes) ||
-                     (has(PlantedHosted::ReadRecycling) && !made.writes);
-  if (!failed_ && !early && !has(PlantedHosted::BlockLost)) pool_.give_back(made.block);
+void HostWork::give_memory_back(StagedCall& ended) {
+  auto& made = static_cast<HostCall&>(ended);
+  const bool early = (has(PlantedHostWork::EarlyRecycling) && made.writes) ||
+                     (has(PlantedHostWork::ReadRecycling) && !made.writes);
+  if (!failed_ && !early && !has(PlantedHostWork::BlockLost)) pool_.give_back(made.block);
 }
 
 // --- failures ---
 
-DeviceWork::CallPtr HostedWork::oldest() const {
+DeviceWork::CallPtr HostWork::oldest() const {
   if (!ending_.empty()) return ending_.front();
   if (calls_.empty()) return nullptr;
   return calls_.front();
 }
 
 // Holds polling_. Memory is left alone: the host may still work there.
-void HostedWork::let_all_go(const std::string& kind, const std::string& why) {
-  if (flags_ && !has(PlantedHosted::FlagsKept)) {
+void HostWork::let_all_go(const std::string& kind, const std::string& why) {
+  if (flags_ && !has(PlantedHostWork::FlagsKept)) {
     device_->api->flag_store(device_, go_, gos_.load(std::memory_order_acquire) + kFarAhead);
   }
-  std::deque<HostedPtr> all;
+  std::deque<HostCallPtr> all;
   all.swap(calls_);
   come_ = 0;
-  for (const HostedPtr& made : all) {
+  for (const HostCallPtr& made : all) {
     made->fail(kind, why);
     if (made->at_work && !made->host_done) failed_at_work_.push_back(made);
-    if (made->writes && made->end_given.load(std::memory_order_acquire)) {
+    if (made->writes && made->end_issued.load(std::memory_order_acquire)) {
       ending_.push_back(made);
     } else {
       finish(made);
@@ -340,13 +340,13 @@ void HostedWork::let_all_go(const std::string& kind, const std::string& why) {
 
 // --- the end ---
 
-StagedWork::Rest HostedWork::host_is_done() {
+StagedWork::Rest HostWork::host_is_done() {
   const bool all = std::all_of(failed_at_work_.begin(), failed_at_work_.end(),
-                               [](const HostedPtr& made) { return made->host_done; });
-  return all ? Rest::Given : Rest::Later;
+                               [](const HostCallPtr& made) { return made->host_done; });
+  return all ? Rest::Released : Rest::Later;
 }
 
-void HostedWork::free_all() {
+void HostWork::free_all() {
   failed_at_work_.clear();
   pool_.each([&](void* base) { device_->api->pinned_free(device_, base); });
 }

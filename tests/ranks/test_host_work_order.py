@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hosted_ranks import HostedRanks
+from host_work_ranks import HostedRanks
 from staged_ranks import (
     Rank,
     WrongResultError,
@@ -46,7 +46,7 @@ LAZY_DEVICE = (
 """Bugs only where the host is ahead of the device."""
 BUGS = [
     bug
-    for bug in _native.planted_hosted_bugs()
+    for bug in _native.planted_host_work_bugs()
     if bug not in (*FAILING, *ONE_QUEUE, *OF_LEAKS)
 ]
 
@@ -371,33 +371,33 @@ def dropped(rank: Rank) -> None:
 
 
 def _over_at_once(patch: pytest.MonkeyPatch) -> None:
-    plain = host_thread.HostedJob._start
+    plain = host_thread.HostJob._start
 
-    def start(self: host_thread.HostedJob, blocks: bool) -> bool:
+    def start(self: host_thread.HostJob, blocks: bool) -> bool:
         moved = plain(self, blocks)
         if moved:
             self.work.done(self.call)
         return moved
 
-    patch.setattr(host_thread.HostedJob, "_start", start)
+    patch.setattr(host_thread.HostJob, "_start", start)
 
 
 def _results_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    plain = host_work.HostedResultRequest._give_result
+    plain = host_work.HostResultRequest._give_result
 
     class Nothing:
         def wait_on(self, stream: int) -> None:
             """Let nothing wait."""
 
-    def give(self: host_work.HostedResultRequest, stream: int) -> None:
+    def give(self: host_work.HostResultRequest, stream: int) -> None:
         plain(self, stream)
         self._given = Nothing()
 
-    patch.setattr(host_work.HostedResultRequest, "_give_result", give)
+    patch.setattr(host_work.HostResultRequest, "_give_result", give)
 
 
 def _kept_by_nobody(patch: pytest.MonkeyPatch) -> None:
-    plain = host_thread.HostedJobs.start
+    plain = host_thread.HostJobs.start
 
     def start(self: Any, device: Any, arrays: Any, stream: int, keep: Any, *more: Any,
               **how: Any) -> Any:  # fmt: skip
@@ -407,7 +407,7 @@ def _kept_by_nobody(patch: pytest.MonkeyPatch) -> None:
         begin._call = lambda channel, copy_of, call=begin._call: call(channel, copy_of)
         return job
 
-    patch.setattr(host_thread.HostedJobs, "start", start)
+    patch.setattr(host_thread.HostJobs, "start", start)
 
 
 JOB_BUGS: dict[
@@ -528,7 +528,7 @@ def many(rank: Rank) -> tuple[int, int]:
         del x
     rank.finish()
     rank.comm.barrier()  # what has ended goes with the next call
-    work = rank.comm.devices.hosted.work(rank.device)
+    work = rank.comm.devices.host_jobs.work(rank.device)
     return work.pinned_nbytes, sum(each() is not None for each in kept)
 
 

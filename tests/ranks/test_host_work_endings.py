@@ -16,7 +16,7 @@ from staged_ranks import Rank, on_threads
 
 from commrt.device_calls.host_thread import _close, _Feed
 from commrt.errors import CommError
-from commrt.group.deferred_release import give_back
+from commrt.group.deferred_release import release_finished
 
 LIMIT_S = 20
 
@@ -62,8 +62,8 @@ def test_a_call_that_was_given_up_while_the_host_worked_keeps_no_memory() -> Non
         lost.free()
 
         def is_back() -> bool:
-            give_back(rank.comm.world)
-            return not rank.comm.world.left_behind
+            release_finished(rank.comm.world)
+            return not rank.comm.world.deferred
 
         until(is_back)
 
@@ -94,7 +94,7 @@ def test_work_that_cannot_even_fail_does_not_stop_what_follows(
             request._job._channel.give_up("it was told to")
             until(lambda: request._job.is_over and later._job.is_over)
             assert "gave up" in str(request.own_error)
-            [thread] = lost.devices.hosted._threads
+            [thread] = lost.devices.host_jobs._threads
             assert thread.is_alive()
             later.be_quiet()
             request.be_quiet()
@@ -115,8 +115,8 @@ def test_what_waits_behind_other_work_learns_that_its_communicator_was_freed() -
                 made = lost.sparse_allreduce(x, result="sparse", nonblocking=True)
                 requests.append(made)
             until(lambda: requests[0]._job._request is not None)
-            lost.devices.hosted._feed.closed = True
-            until(lambda: not lost.devices.hosted._threads[0].is_alive())
+            lost.devices.host_jobs._feed.closed = True
+            until(lambda: not lost.devices.host_jobs._threads[0].is_alive())
         lost.give_up("it was told to")
         lost.free()
         for request in requests:

@@ -288,7 +288,7 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Value:
     Raises UsageError for a value that the variable does not allow.
     """
     variable = _BY_NAME[name]
-    raw = given(name, environ)
+    raw = value(name, environ)
     text = variable.default if raw is None else raw
     if text is None:
         return None
@@ -355,7 +355,7 @@ def check_names(environ: Mapping[str, str] | None = None) -> None:
 def agreement(environ: Mapping[str, str] | None = None) -> str:
     """Return the text that must be equal on all ranks: variables that select."""
     return "\n".join(
-        f"{variable.name}={given(variable.name, environ) or ''}"
+        f"{variable.name}={value(variable.name, environ) or ''}"
         for variable in VARIABLES
         if variable.must_agree
     )

@@ -41,7 +41,7 @@ class StagedWork : public DeviceWork {
   void wait_on(const CallPtr& call, Stream stream) override;
   void close() override;
   // What close() left of one that failed: gives it back once nobody uses it any more.
-  enum class Rest : int { Later = 0, Given, Never };
+  enum class Rest : int { Later = 0, Released, Never };
   Rest release_rest();
   bool holds_streams() const override { return true; }
   // Throws DeviceFailure where a stream is captured; the capture goes on.

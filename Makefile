@@ -81,7 +81,7 @@ lint: $(VENV)/.lint ## Check style (ruff) and types (mypy --strict).
 	cd $(TYPED) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
 	  --cache-dir $(CURDIR)/.mypy_cache
 
-# tests/sampling.py says what an ordinary run leaves out.
+# tests/support/sampling.py says what an ordinary run leaves out.
 PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),--full) $(if $(SEED),--seed $(SEED))
 
 .PHONY: test-unit
@@ -106,9 +106,7 @@ test-torch: $(VENV_TORCH)/.installed $(VENV_MPICH)/.installed ## Tests with torc
 
 .PHONY: test-gpu-libraries
 test-gpu-libraries: $(VENV_GPU)/.installed ## The real NCCL, cupy, numba-cuda, cuda.core and nccl4py (600 MB), without a GPU.
-	$(VENV_GPU)/bin/pytest tests/unit/test_real_nccl.py tests/unit/test_real_gpu_libraries.py \
-	  tests/unit/test_real_cupyx.py \
-	  $(PYTEST_ARGS)
+	$(VENV_GPU)/bin/pytest tests/unit/gpu_libraries $(PYTEST_ARGS)
 
 .PHONY: examples
 examples: $(VENV_TORCH)/.installed ## Train the examples on 2 ranks, and compare with one process.
@@ -142,7 +140,7 @@ preload = $(shell g++ -print-file-name=lib$(1).so)
 ASAN_ENV = LD_PRELOAD="$(call preload,asan) $(call preload,ubsan)" PYTHONMALLOC=malloc \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
-  TSAN_OPTIONS=halt_on_error=1:suppressions=$(CURDIR)/tests/ranks/tsan.supp
+  TSAN_OPTIONS=halt_on_error=1:suppressions=$(CURDIR)/tests/support/tsan.supp
 
 # Instrumented vector kernels take most of the compiler's time, so an ordinary run has
 # only the plain ones, which do the same by the same source; a full run has all.
@@ -153,7 +151,7 @@ SCOPE := $(if $(FULL),-full)
 # each run; in a full run an eighth of the cases of every test. The matrix has none.
 SHARE := $(if $(FULL),0.12,0.1 --functions 0.05)
 SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks tests/matrix/test_crowds.py \
-  tests/unit/test_device_conformance.py tests/unit/test_device_ordering.py \
+  tests/unit/devices/test_device_conformance.py tests/unit/devices/test_device_ordering.py \
   -v $(TEST_ARGS:-q=) $(if $(SEED),--seed $(SEED)) --capture=sys \
   --share $(SHARE) $(if $(FULL),,--plain-kernels)
 
@@ -167,7 +165,7 @@ test-sanitize: $(SANITIZERS) ## Tests of the engine under a sanitizer; in a full
 .PHONY: test-asan
 test-asan: build/asan$(SCOPE)/.installed ## AddressSanitizer and UBSan on ranks as threads.
 	PYTHONPATH=$(CURDIR)/$(<D)/site $(ASAN_ENV) \
-	  $(SANITIZED_PYTEST) $(if $(FULL),tests/unit/test_kernels.py)
+	  $(SANITIZED_PYTEST) $(if $(FULL),tests/unit/kernels/test_kernels.py)
 
 # ThreadSanitizer of older compilers cannot run with today's address randomisation.
 .PHONY: test-tsan

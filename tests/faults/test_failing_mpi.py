@@ -2,7 +2,7 @@
 """Real MPI libraries of which a function fails: an error in the library's own words.
 
 Which call fails, and what is then in flight, is gone through in
-``ranks/test_mpi_between_nodes.py``.
+``ranks/engine/test_mpi_between_nodes.py``.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "faults.md").read_text()
-LABEL = re.compile(r"\[(\w+/test_\w+\.py)\](?!:)")
-TARGET = re.compile(r"^\[(\w+/test_\w+\.py)\]: \.\./tests/(\S+)$", re.MULTILINE)
+LABEL = re.compile(r"\[([\w/]+/test_\w+\.py)\](?!:)")
+TARGET = re.compile(r"^\[([\w/]+/test_\w+\.py)\]: \.\./tests/(\S+)$", re.MULTILINE)
 
 
 def test_every_test_that_the_page_names_exists() -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels on a GPU give the host's results, bit for bit where these are promised.
 
-``tests/unit/test_gpu_kernels.py`` runs the same text on the CPU. What only a GPU shows
-is the conversion of float16, for which there is an instruction, NVRTC's code, and that
-modules load and launch.
+``tests/unit/kernels/test_gpu_kernels.py`` runs the same text on the CPU. What only a
+GPU shows is the conversion of float16, for which there is an instruction, NVRTC's code,
+and that modules load and launch.
 """
 
 from __future__ import annotations

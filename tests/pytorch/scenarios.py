@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from process_groups import unequal
 
 __all__ = ["differences", "names", "numbers", "raised", "scenario"]

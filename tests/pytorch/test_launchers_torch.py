@@ -30,7 +30,7 @@ assert collective_scenarios
 assert message_scenarios
 assert nccl_scenarios
 assert program_scenarios
-STAND_IN = Path(__file__).parents[1] / "srun_stand_in.py"
+STAND_IN = Path(__file__).parents[1] / "support" / "srun_stand_in.py"
 GROUPS = """
 import json, os, sys
 import torch, torch.distributed as dist

@@ -2,7 +2,7 @@
 // Words of memory, and loads and stores of them at any address.
 //
 // All texts of this folder are CUDA C that needs no header, not even CUDA's: NVRTC compiles
-// them at run time. tests/cuda_as_cpp.hpp lets a C++ compiler take the same text.
+// them at run time. tests/support/kernels_on_cpu/cuda_as_cpp.hpp lets a C++ compiler take the same text.
 
 using u8 = unsigned char;
 using u16 = unsigned short;

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an ordinary run of the tests leaves out, and how a run is repeated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import pytest
+
+@pytest.mark.full
+def test_long(): pass
+
+@pytest.mark.full(sample=3)
+@pytest.mark.parametrize("case", range(20))
+def test_matrix(case): pass
+
+def test_always(): pass
+
+@pytest.mark.parametrize("case", range(10))
+def test_many(case): pass
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> object:
+    """Return a function that gives the tests that pytest chooses with some options."""
+    (tmp_path / "test_program.py").write_text(PROGRAM)
+    source = (ROOT / "tests" / "support" / "sampling.py").read_text()
+    (tmp_path / "conftest.py").write_text(source)
+
+    def chosen(*options: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options]
+        config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
+        done = subprocess.run(
+            [*command, *config, "-p", "no:cacheprovider", "test_program.py"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    return chosen
+
+
+def test_a_full_run_leaves_nothing_out(run: object) -> None:
+    assert len(run("--full")) == 32  # type: ignore[operator]
+
+
+def test_an_ordinary_run_draws_a_sample(run: object) -> None:
+    chosen = run("--seed", "1")  # type: ignore[operator]
+    assert len([name for name in chosen if "test_matrix" in name]) == 3
+    assert [name for name in chosen if "test_long" in name] == []
+    assert len(chosen) == 14
+
+
+def test_the_same_seed_draws_the_same_and_another_does_not(run: object) -> None:
+    first, again, other = (run("--seed", seed) for seed in ("5", "5", "6"))  # type: ignore[operator]
+    assert first == again != other
+
+
+def test_a_share_keeps_some_of_every_test(run: object) -> None:
+    chosen = run("--share", "0.3", "--seed", "1")  # type: ignore[operator]
+    number = {
+        name: len([each for each in chosen if f"::{name}" in each])
+        for name in ("test_long", "test_matrix", "test_always", "test_many")
+    }
+    assert number == {
+        "test_long": 0,
+        "test_matrix": 1,
+        "test_always": 1,
+        "test_many": 3,
+    }
+    other = run("--share", "0.3", "--seed", "2")  # type: ignore[operator]
+    assert other != chosen
+
+
+def test_a_part_of_the_tests_is_drawn_anew_by_every_seed(run: object) -> None:
+    def names(seed: int) -> set[str]:
+        chosen = run("--functions", "0.5", "--seed", str(seed))  # type: ignore[operator]
+        return {each.partition("[")[0] for each in chosen}
+
+    drawn = [names(seed) for seed in range(6)]
+    every = set().union(*drawn)
+    assert len(every) >= 3
+    assert all(1 <= len(one) < len(every) for one in drawn)
+
+
+def test_workers_draw_by_one_seed(tmp_path: Path) -> None:
+    """By seeds of their own, they would collect different samples and stop."""
+    pytest.importorskip("xdist", reason="the test extra brings pytest-xdist")
+    (tmp_path / "test_program.py").write_text(PROGRAM)
+    source = (ROOT / "tests" / "support" / "sampling.py").read_text()
+    (tmp_path / "conftest.py").write_text(source)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider",
+         "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "."],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "14 passed" in done.stdout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests lie where docs/testing.md says: folders of the package's parts, helpers apart."""
+"""Tests lie where docs/testing.md says, in folders named for the package's parts."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ ENOUGH = {"first_nbytes": 1 << 20}
 """So that nothing is allocated while others wait for their streams."""
 FAILING = ("flags_kept", "not_copied")
 """Bugs of messages that fail."""
-ONE_QUEUE = ("given_at_once",)
+ONE_QUEUE = ("issued_at_once",)
 """Bugs only where streams share a hardware queue."""
 LAZY_DEVICE = ("early_recycling", "sent_recycling", "end_early", "rest_ungated")
 """Bugs only where the host is ahead of the device."""

@@ -194,6 +194,6 @@ class Session:
 
 def catalog() -> Catalog:
     """Return every backend and algorithm name that a table may use."""
-    from commrt.backends import known
+    from commrt.backends import catalog
 
-    return known.catalog()
+    return catalog.catalog()

@@ -23,7 +23,7 @@ from commrt.bootstrap.single import SingleBootstrap
 from commrt.bootstrap.store import StoreBootstrap
 from commrt.calls.settings import Settings
 from commrt.comm import Communicator
-from commrt.env import given, read_bool
+from commrt.env import read_bool, value
 from commrt.errors import UsageError
 from commrt.job.world import World
 from commrt.launch.detect import LaunchInfo
@@ -183,7 +183,7 @@ def _torch_asks_for_checks(member: Member) -> bool:
     Not where torch itself compares the calls then, over gloo.
     """
     compares = member.is_wrapped and torchs_wrapper_compares()
-    return _is_detailed() and not compares and given("COMMRT_DEBUG") is None
+    return _is_detailed() and not compares and value("COMMRT_DEBUG") is None
 
 
 def torchs_wrapper_compares() -> bool:

@@ -41,7 +41,7 @@ class StagedWork : public DeviceWork {
   void wait_on(const CallPtr& call, Stream stream) override;
   void close() override;
   // What close() left of one that failed: gives it back once nobody uses it any more.
-  enum class Rest : int { Later = 0, Given, Never };
+  enum class Rest : int { Later = 0, Released, Never };
   Rest release_rest();
   bool holds_streams() const override { return true; }
   // Throws DeviceFailure where a stream is captured; the capture goes on.
@@ -61,8 +61,8 @@ class StagedWork : public DeviceWork {
   virtual std::size_t memory_nbytes() const = 0;
   // Nothing is under way: gives back what this has beside the streams.
   virtual void free_all() = 0;
-  // Whether the host is done with all operations of calls that failed: Given; Never where MPI still
-  // has memory of theirs.
+  // Whether the host is done with all operations of calls that failed: Released; Never where
+  // MPI still has memory of theirs.
   virtual Rest host_is_done() = 0;
   // False for a planted bug: what streams hold is not waited for.
   virtual bool asks_device() const { return true; }

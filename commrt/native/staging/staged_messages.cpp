@@ -13,7 +13,7 @@ namespace commrt {
 COMMRT_NAMES_OF_BUGS(
     PlantedMessage,
     "ungated", "rest_ungated", "no_go", "go_early", "no_ready", "sent_early", "end_early",
-    "no_end_wait", "not_copied", "early_recycling", "sent_recycling", "given_at_once",
+    "no_end_wait", "not_copied", "early_recycling", "sent_recycling", "issued_at_once",
     "rest_lost", "flags_kept", "block_lost")
 
 MessagesCall::~MessagesCall() {

@@ -20,11 +20,11 @@ from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.messages.lists import WHAT, Message
+from commrt.vocabulary.operations import other_call
 
 __all__ = ["NcclMessages", "check_backend"]
 
-_CODE = 87
-"""For the engine's records."""
+_CODE = other_call(WHAT).code
 
 
 def check_backend(what: str, backend: Any) -> bool:

@@ -624,9 +624,6 @@ class HostWork(DeviceWork):
         use.
         """
 
-    def release_rest(self) -> int:
-        """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
-
     def has_come(self, call: DeviceCall) -> bool:
         """Whether what is read is there, or the call has failed."""
 
@@ -642,6 +639,9 @@ class HostWork(DeviceWork):
 
     def refuse_capture(self, stream: int) -> None:
         """Raise CaptureError where a stream is captured."""
+
+    def release_rest(self) -> int:
+        """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
 
     def start(
         self,
@@ -671,9 +671,6 @@ class MessageStager(DeviceWork):
         first_value: int = 0,
         flags: bool = True,
     ) -> None: ...
-    def release_rest(self) -> int:
-        """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
-
     @property
     def num_leaving(self) -> int:
         """Calls whose copy to the host is not seen."""
@@ -687,6 +684,9 @@ class MessageStager(DeviceWork):
 
     def refuse_capture(self, stream: int) -> None:
         """Raise CaptureError where a stream is captured."""
+
+    def release_rest(self) -> int:
+        """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
 
     def start(
         self,
@@ -715,11 +715,11 @@ class MpiWork(DeviceWork):
         flags: bool,
         first_value: int = 0,
     ) -> None: ...
-    def release_rest(self) -> int:
-        """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
-
     def plant(self, name: str) -> None:
         """Plant a bug, for tests."""
+
+    def release_rest(self) -> int:
+        """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
 
     def start(
         self,
@@ -1370,6 +1370,7 @@ class StagedPlan:
         """
 
     backend: str = "staged"
+
     @property
     def by_kernel(self) -> bool:
         """Whether kernels copy to pinned memory and back; set before a start."""
@@ -1393,9 +1394,6 @@ class Stager(DeviceWork):
         first_value: int = 0,
         flags: bool = True,
     ) -> None: ...
-    def release_rest(self) -> int:
-        """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
-
     @property
     def pinned_nbytes(self) -> int:
         """Pinned memory for data."""
@@ -1405,6 +1403,9 @@ class Stager(DeviceWork):
 
     def refuse_capture(self, stream: int) -> None:
         """Raise CaptureError where a stream is captured."""
+
+    def release_rest(self) -> int:
+        """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
 
     def start(
         self,
@@ -1466,6 +1467,28 @@ def book_load(line: int) -> int:
 
 def book_store(line: int, value: int) -> None:
     """Write a word of memory that ranks share, after all this thread did before."""
+
+def cache_device_call(
+    group: Group,
+    *,
+    coll: int,
+    reduction: int,
+    root: int,
+    dtype: int,
+    count: int,
+    device: Any,
+    runner: DeviceWork,
+    plan: Any,
+    gives_out: bool,
+    sends: bool,
+    receives: bool,
+    in_place: bool,
+    out_count: int,
+    detours: Any | None,
+) -> None:
+    """Start collectives like this one without Python from now on, but while there
+    is something in the list `detours`.
+    """
 
 def callback_names() -> list[str]:
     """Names that commrt/called_by_engine.py must have a place for."""
@@ -1660,6 +1683,7 @@ def make_operation(
     reduces: bool,
     in_place: bool,
     scatters: bool,
+    fuses: bool,
     num_counts: int,
     only_cached: bool = False,
 ) -> Any:
@@ -1860,28 +1884,6 @@ def region_nbytes(arg0: int, arg1: int, /) -> int:
     """Bytes of shared memory per rank for a group of `members` on-node ranks."""
 
 def register_numpy_type(arg0: int, arg1: int, /) -> None: ...
-def cache_device_call(
-    group: Group,
-    *,
-    coll: int,
-    reduction: int,
-    root: int,
-    dtype: int,
-    count: int,
-    device: Any,
-    runner: DeviceWork,
-    plan: Any,
-    gives_out: bool,
-    sends: bool,
-    receives: bool,
-    in_place: bool,
-    out_count: int,
-    detours: Any | None,
-) -> None:
-    """Start collectives like this one without Python from now on, but while there
-    is something in the list `detours`.
-    """
-
 def send_fused(group: Group, call: int) -> None:
     """Send the buckets of the calls before `call`."""
 

@@ -20,12 +20,13 @@ import numpy as np
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, place_of
 from commrt.arrays.host import HostView, overlap, view_anywhere, zeros_like_array
+from commrt.backends.base import Attached
 from commrt.boxes.host_plans import ArrayLayout, box_plan, compile_for
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.errors import BufferError_, MismatchError, UsageError
 from commrt.grids.on_device import (
     BoundNeighbors,
-    nccl_neighbors,
+    carried_neighbors,
     staged_neighbors,
 )
 from commrt.group.compare import Comparison
@@ -292,19 +293,18 @@ class NeighborCalls:
 
     def _plan(self, bound: _Bound, timeout_s: float, stream: Any = None) -> Any:
         """Return the native plan; the first one of device arrays is collective."""
-        where = "host"
+        carrier: Attached | None = None
         if bound.on is not None:
-            where = "staged"
             if stream is None:
                 handle = current_stream_of(bound.x.array, bound.on)
             else:
                 handle = as_stream(stream, bound.on, bound.what)
-            if self._devices.can_carry("nccl", bound.on, bound.what, handle, timeout_s):
-                where = "nccl"
+            carrier = self._devices.box_carrier(bound.on, bound.what, handle, timeout_s)
+        where = "" if bound.on is None else self._devices.name_of(carrier)
         key = (bound.what, bound.x.dtype.code, bound.sends, bound.receives, where)
         plan, code = self._plans.get(key), other_call(bound.what).code
-        if plan is None and where == "nccl":
-            plan = nccl_neighbors(bound, code)
+        if plan is None and carrier is not None:
+            plan = carried_neighbors(carrier, bound, code)
             self._keep(key, plan)
         elif plan is None:
             size = bound.x.dtype.itemsize
@@ -319,7 +319,7 @@ class NeighborCalls:
                 coll=code,
                 label="boxes/direct",
             )
-            if where == "staged":
+            if bound.on is not None:
                 plan = staged_neighbors(self._around, bound, plan)
             self._keep(key, plan)
         return plan

@@ -19,15 +19,16 @@ __all__ = [
     "COMPARED_NBYTES",
     "NATIVE_GLOO",
     "BetweenNodes",
+    "Carrier",
     "Constants",
     "NativeRun",
-    "Transport",
     "cheapest",
     "constants",
     "gloo_constants",
 ]
 
-Transport = Literal["shm", "mpi"]
+Carrier = Literal["memory", "messages"]
+"""Whether ranks read each other's memory, or a library carries messages."""
 One = TypeVar("One")
 
 
@@ -44,19 +45,19 @@ class Constants:
 
 
 _GAMMA = 1e-5
-_CONSTANTS: dict[tuple[LinkClass, Transport], Constants] = {
-    ("single", "shm"): Constants(0.25, 2e-5, _GAMMA),
-    ("single", "mpi"): Constants(0.7, 6e-5, _GAMMA),
-    ("near", "shm"): Constants(0.25, 2e-5, _GAMMA),
-    ("near", "mpi"): Constants(0.7, 6e-5, _GAMMA),
-    ("far", "shm"): Constants(0.5, 4e-5, _GAMMA),
-    ("far", "mpi"): Constants(1.0, 8e-5, _GAMMA),
+_CONSTANTS: dict[tuple[LinkClass, Carrier], Constants] = {
+    ("single", "memory"): Constants(0.25, 2e-5, _GAMMA),
+    ("single", "messages"): Constants(0.7, 6e-5, _GAMMA),
+    ("near", "memory"): Constants(0.25, 2e-5, _GAMMA),
+    ("near", "messages"): Constants(0.7, 6e-5, _GAMMA),
+    ("far", "memory"): Constants(0.5, 4e-5, _GAMMA),
+    ("far", "messages"): Constants(1.0, 8e-5, _GAMMA),
     # A round costs a hand-over of the core to the next rank.
-    ("oversubscribed", "shm"): Constants(2.0, 3e-5, 1.5 * _GAMMA),
-    ("oversubscribed", "mpi"): Constants(3.0, 6e-5, 1.5 * _GAMMA),
+    ("oversubscribed", "memory"): Constants(2.0, 3e-5, 1.5 * _GAMMA),
+    ("oversubscribed", "messages"): Constants(3.0, 6e-5, 1.5 * _GAMMA),
     # Between nodes MPI carries messages. commrt/job/links.py measures those of gloo.
-    ("network", "shm"): Constants(2.0, 1.5e-4, 2 * _GAMMA),
-    ("network", "mpi"): Constants(2.0, 1.5e-4, 2 * _GAMMA),
+    ("network", "memory"): Constants(2.0, 1.5e-4, 2 * _GAMMA),
+    ("network", "messages"): Constants(2.0, 1.5e-4, 2 * _GAMMA),
 }
 
 
@@ -133,9 +134,9 @@ def gloo_constants(
     return Constants(one.alpha_us, beta_us, _STAGED_GAMMA)
 
 
-def constants(link_class: LinkClass, transport: Transport) -> Constants:
-    """Return the default constants for a link class and a transport."""
-    return _CONSTANTS[link_class, transport]
+def constants(link_class: LinkClass, carrier: Carrier) -> Constants:
+    """Return the default constants for a link class and what carries data."""
+    return _CONSTANTS[link_class, carrier]
 
 
 def cheapest(

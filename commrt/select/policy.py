@@ -461,11 +461,10 @@ def _evidence_lines(hit: Hit) -> tuple[str, ...]:
     evidence: Evidence | None = hit.rule.evidence
     if evidence is None:
         return ("the rule states no evidence",)
-    own = "nccl/native" if hit.rule.match.device == "cuda" else "mpi/native"
     lines = [
         f"{point.nbytes} B: {_us(point.us)} [{point.ci[0]:.3g}, {point.ci[1]:.3g}], "
         f"n={point.n} in {point.launches} launches"
-        + (f", {own} {_us(point.native_us)}" if point.native_us else "")
+        + (f", the library's own {_us(point.native_us)}" if point.native_us else "")
         for point in evidence.points
     ]
     second = evidence.runner_up

@@ -24,7 +24,7 @@ from commrt.group.group import Group
 from commrt.mpi import cuda_aware
 from commrt.nccl.orders import order_of
 from commrt.planning.host_plans import schedule_plan
-from commrt.planning.spec import PlanSpec, serves
+from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query
 from commrt.select.policy import Rejected
 
@@ -76,7 +76,7 @@ class AttachedMpi(Attached):
             return found
         if group.size > 1 and why_not(query, group.size) is None:
             found.append(NATIVE)
-        if serves(group.facts, self.backend.name):
+        if group.facts.nodes > 1:
             found.extend(schedule_candidates(group, query, self.backend.name))
         return found
 

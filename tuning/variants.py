@@ -163,7 +163,7 @@ def _variants_of_leaders(
             continue
         least = min(plain.values())
         full = full_nbytes(Query(op, nbytes, dtype), ranks)
-        tried = []
+        tried: list[Candidate] = []
         for leader in sorted(plain, key=lambda one: plain[one])[:_LEADERS]:
             if plain[leader] > _NEXT_LEADER * least:
                 break

@@ -19,6 +19,7 @@ from commrt.select.facts import Candidate, Choice, CommFacts, Query, Source
 from commrt.select.match import Hit
 from commrt.select.model import cheapest
 from commrt.select.rules import Evidence
+from commrt.select.schema import DEVICES, YARDSTICKS
 from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wish, Wishes
 from commrt.vocabulary.operations import operation
@@ -461,10 +462,11 @@ def _evidence_lines(hit: Hit) -> tuple[str, ...]:
     evidence: Evidence | None = hit.rule.evidence
     if evidence is None:
         return ("the rule states no evidence",)
+    own = YARDSTICKS[hit.rule.match.device or DEVICES[0]]
     lines = [
         f"{point.nbytes} B: {_us(point.us)} [{point.ci[0]:.3g}, {point.ci[1]:.3g}], "
         f"n={point.n} in {point.launches} launches"
-        + (f", the library's own {_us(point.native_us)}" if point.native_us else "")
+        + (f", {own} {_us(point.native_us)}" if point.native_us else "")
         for point in evidence.points
     ]
     second = evidence.runner_up

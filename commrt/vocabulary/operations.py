@@ -290,6 +290,11 @@ class CallSpec:
     count_arguments: tuple[str, ...] = ()
     """Arguments with a number of elements per neighbour."""
 
+    @property
+    def takes_number(self) -> bool:
+        """Whether it takes an integer behind its array, as a top-k sum does."""
+        return "i" in self.reads
+
     def wire_share(self, size: int) -> float:
         """Return the least part of its bytes that a rank sends on average."""
         return 2 * (size - 1) / size if self.reduces_to_all else 1.0

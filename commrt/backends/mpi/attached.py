@@ -27,6 +27,7 @@ from commrt.planning.host_plans import schedule_plan
 from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query
 from commrt.select.policy import Rejected
+from commrt.select.schema import KEPT_APART
 
 __all__ = ["KINDS", "AttachedMpi", "MpiFacts"]
 
@@ -209,7 +210,7 @@ class AttachedMpi(Attached):
             return made
         flags = comm.world.drive(device) and env.read_str(_SWITCH) == "flags"
         table = self.beside.table
-        together = table is not None and ("mpi", "nccl") in table.tested_together
+        together = table is not None and set(KEPT_APART) <= set(table.tested_together)
         order = None if together else order_of(device, self.first_value)
         try:
             made = _native.MpiWork(comm, device, order, flags, self.first_value)

@@ -8,9 +8,13 @@ import math
 import pytest
 
 from commrt.backends.gloo.collectives import NATIVE, why_not
-from commrt.backends.gloo.prediction import predicted_us
+from commrt.backends.gloo.prediction import (
+    NATIVE_GLOO,
+    gloo_constants,
+    predicted_us,
+)
 from commrt.select.facts import Candidate, CommFacts, Query
-from commrt.select.model import NATIVE_GLOO, BetweenNodes, gloo_constants
+from commrt.select.model import BetweenNodes
 from commrt.vocabulary.operations import COLLECTIVES
 
 PAIR = CommFacts(2, 2, 1, 1, "network")

@@ -13,7 +13,7 @@ from typing import Any
 from commrt import _native
 from commrt.backends.base import Attached, Backend, Surroundings
 from commrt.backends.gloo.collectives import NATIVE, digest, library_call, why_not
-from commrt.backends.gloo.prediction import predicted_us
+from commrt.backends.gloo.prediction import COMPARED, COMPARED_NBYTES, predicted_us
 from commrt.backends.shm import schedule_candidates
 from commrt.bootstrap.lending import Lease
 from commrt.errors import BackendError
@@ -22,7 +22,6 @@ from commrt.job.links import measure_between_nodes
 from commrt.planning.host_plans import check_params, scaling, schedule_plan
 from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query
-from commrt.select.model import COMPARED, COMPARED_NBYTES
 from commrt.select.policy import Rejected
 from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name, is_known
 from commrt.vocabulary.operations import operation

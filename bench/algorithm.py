@@ -6,11 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from commrt import backends, env
-from commrt.backends.catalog import check_candidate, offered
+from commrt.backends.catalog import check_candidate, may_run, offered
 from commrt.errors import UsageError, suggest
 from commrt.job.arena import pretended_nodes
 from commrt.launch.detect import LaunchInfo
-from commrt.planning.spec import serves
 from commrt.select.facts import Candidate, CommFacts
 
 __all__ = ["resolve"]
@@ -54,35 +53,35 @@ def _backends(
     coll: str, algorithm: str, ranks: int, launch: LaunchInfo, device: str
 ) -> list[str]:
     """Return the backends that may run ``algorithm`` on these ranks."""
-    having = [name for name in _serving(device) if algorithm in offered(name, coll)]
-    if device != "cpu":  # of MPI, arrays on devices have its own collectives only
-        return [name for name in having if name != "mpi" or algorithm == "native"]
+    kind = _memory(device)
+    having = [
+        name
+        for name in backends.all_backends()
+        if algorithm in offered(name, coll, kind)
+    ]
+    if device != "cpu":
+        return having
     nodes = _nodes(ranks, launch)
-    if nodes is None:  # MPI's ranks, wherever they are
-        having = [name for name in having if name != "gloo"]
-        return [name for name in having if (name == "local") == (ranks == 1)]
-    facts = CommFacts(ranks, nodes, -(-ranks // nodes), 1, "near")
-    between = "gloo" if launch.kind in _WITHOUT_MPI else "mpi"
-    return [name for name in having if _may_run(name, algorithm, facts, between)]
+    # MPI's ranks may be anywhere.
+    either = (1, ranks) if nodes is None else (nodes,)
+    places = [CommFacts(ranks, n, -(-ranks // n), 1, "near") for n in either]
+    by_mpi = launch.kind not in _WITHOUT_MPI
+    return [
+        name
+        for name in having
+        if any(may_run(name, algorithm, facts, by_mpi=by_mpi) for facts in places)
+    ]
 
 
 def _serving(device: str) -> list[str]:
     """Return the backends for what the benchmarks' arrays are."""
-    kind = "host" if device == "cpu" else "cuda"
-    every = backends.all_backends()
+    kind, every = _memory(device), backends.all_backends()
     return [name for name, each in every.items() if kind in each.capabilities.devices]
 
 
-def _may_run(backend: str, algorithm: str, facts: CommFacts, between: str) -> bool:
-    """Whether a backend runs it, where ``between`` carries messages between nodes."""
-    if backend not in ("shm", "mpi", "gloo", "local"):
-        return True  # of another package: its own affair
-    if algorithm == "native":
-        by_gloo = facts.nodes > 1 and between == "gloo"
-        return facts.size > 1 and by_gloo == (backend == "gloo")
-    if facts.nodes > 1:
-        return backend == between
-    return serves(facts, backend)
+def _memory(device: str) -> str:
+    """Return the kind of memory that a benchmark's arrays are in."""
+    return "host" if device == "cpu" else "cuda"
 
 
 def _nodes(ranks: int, launch: LaunchInfo) -> int | None:

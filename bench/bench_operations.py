@@ -20,6 +20,7 @@ MULTI = replace(
     doc="Send a block to every rank and receive one from each, as lists of messages.",
     in_place=False,
     vector_of="alltoall",
+    nccl="none",
 )
 MEASURED = (*OPERATIONS, MULTI)
 

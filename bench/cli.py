@@ -175,7 +175,7 @@ def _jobs(
     point_to_point = args.benchmark in POINT_TO_POINT
     on_device = args.device != "cpu"
     if args.format == "nccl" and (
-        point_to_point or args.nonblocking or args.benchmark == "barrier"
+        point_to_point or args.nonblocking or bench_operation(args.benchmark).is_empty
     ):
         raise UsageError(
             "--format nccl: nccl-tests has a layout for blocking collectives only, and "

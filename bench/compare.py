@@ -7,7 +7,7 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from commrt.bench.raw_data import read_data, write_data
 from commrt.devices.packages import torch_cuda
 from commrt.errors import BackendError, UsageError
 from commrt.launch.detect import detect
+from commrt.vocabulary.operations import OpSpec
 
 __all__ = [
     "SCHEMA",
@@ -43,19 +44,39 @@ __all__ = [
 
 SCHEMA = "commrt-compare/1"
 
-# torch has these in place only; it is compared in its own best form.
-_TORCH_IN_PLACE = ("allreduce", "reduce")
-_BY_NCCL = ("allreduce", "reduce", "bcast", "allgather", "reduce_scatter", "alltoall")
-_BY_GLOO = (
-    *(*_BY_NCCL, "gather", "scatter", "barrier"),
-    *("allgatherv", "alltoallv", "gatherv", "scatterv"),
-)
+
+def _torch_is_in_place(spec: OpSpec) -> bool:
+    """Whether torch has it in place only; it is compared in its own best form."""
+    return spec.reduces and spec.in_place
+
+
+def _torch_has(spec: OpSpec) -> bool:
+    """Whether torch calls NCCL for it, and this is compared."""
+    return spec.nccl == "native" or (spec.nccl == "pairs" and not spec.has_root)
+
+
+def _gloo_has(spec: OpSpec) -> bool:
+    """Whether torch calls gloo for it, blocks of different lengths included."""
+    is_reduced_unevenly = spec.vector_of is not None and spec.reduces
+    return spec is not MULTI and not spec.combines_some and not is_reduced_unevenly
+
+
+def _nccl_has(spec: OpSpec) -> bool:
+    """Whether NCCL itself has a function of it."""
+    return spec.nccl in ("native", "pairs")
+
+
+_HAS: dict[str, Callable[[OpSpec], bool]] = {
+    "mpi4py": lambda spec: bool(spec.mpi),
+    "gloo": _gloo_has,
+    "torch_nccl": _torch_has,
+    "cupyx": _nccl_has,
+    "nccl": _nccl_has,
+}
+"""What a kind of peer has; the others have all."""
 _LACKS: dict[str, Collection[str]] = {
-    "mpi4py": {each.name for each in MEASURED if not each.mpi},
-    "gloo": {*(each.name for each in MEASURED)} - {*_BY_GLOO},
-    "torch_nccl": {*(each.name for each in MEASURED)} - {*_BY_NCCL},
-    "cupyx": {*(each.name for each in MEASURED)} - {*_BY_NCCL, "gather", "scatter"},
-    "nccl": {*(each.name for each in MEASURED)} - {*_BY_NCCL, "gather", "scatter"},
+    kind: {each.name for each in MEASURED if not has(each)}
+    for kind, has in _HAS.items()
 }
 
 
@@ -216,7 +237,7 @@ def _one(
 ) -> None:
     """Run one launch; add it, or its failure, to the data."""
     of_torch = peer.kind in ("gloo", "torch_nccl")
-    in_place = args.in_place or (of_torch and coll in _TORCH_IN_PLACE)
+    in_place = args.in_place or (of_torch and _torch_is_in_place(bench_operation(coll)))
     job = make_job(
         coll,
         args.sizes,

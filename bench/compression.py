@@ -23,6 +23,7 @@ from commrt import _native
 from commrt.bench.device_memory import memory_for, number_of_devices, placed
 from commrt.bench.own_ranks import report, tell
 from commrt.bench.timing_loop import Memory
+from commrt.vocabulary.operations import operation
 from commrt.vocabulary.wire_formats import WIRE_FORMATS, WireFormat, wire_format
 
 __all__ = [
@@ -132,7 +133,7 @@ def is_near(comm: Any, op: str, name: str, x: Any, plain: Any, out: Any) -> bool
     """Return whether all ranks' results lie within the bound of the largest element."""
     largest = np.array([np.abs(x).max(), np.abs(plain).max()])
     comm.allreduce(largest, op="max")
-    parts = comm.size if op == "allreduce" else 1
+    parts = comm.size if operation(op).reduces else 1
     limit = 1.01 * _RELATIVE[name] * (parts * largest[0] + largest[1])
     near = np.array([float(np.abs(out - plain).max() <= limit)])
     comm.allreduce(near, op="min")

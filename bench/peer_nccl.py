@@ -23,6 +23,7 @@ from commrt.errors import BackendError, UsageError
 from commrt.nccl.abilities import NCCL_REDUCTIONS, NCCL_TYPES, nccl_count
 from commrt.nccl.features import version_text
 from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
+from commrt.vocabulary.operations import operation
 
 __all__ = ["NcclPeer", "connect"]
 
@@ -36,8 +37,6 @@ _FUNCTIONS = {
     "gather": "ncclGather",
     "scatter": "ncclScatter",
 }
-_REDUCING = ("allreduce", "reduce", "reduce_scatter")
-_ROOTED = ("reduce", "bcast", "gather", "scatter")
 _SUM = NCCL_REDUCTIONS[ReduceOp.SUM]
 
 
@@ -79,9 +78,9 @@ class NcclPeer(CommrtPeer):
         function = getattr(self._functions, name, None) if name else None
         if function is None:
             raise UsageError(f"{self.library} has no function for {coll}")
-        target = x if out is None else out
-        count = target.size if coll in ("reduce_scatter", "scatter") else x.size
-        if coll == "alltoall":
+        target, spec = x if out is None else out, operation(coll)
+        count = target.size if spec.out_count == "div_size" else x.size
+        if spec.by_pair:
             count //= self.size
         dtype = dtype_by_name(x.dtype.name)
         if dtype.name not in NCCL_TYPES:
@@ -92,8 +91,8 @@ class NcclPeer(CommrtPeer):
             ctypes.c_void_p(target.address),
             ctypes.c_size_t(nccl_count(dtype, count)),
             ctypes.c_int(NCCL_TYPES[dtype.name]),
-            *([ctypes.c_int(_SUM)] if coll in _REDUCING else []),
-            *([ctypes.c_int(root)] if coll in _ROOTED else []),
+            *([ctypes.c_int(_SUM)] if spec.reduces else []),
+            *([ctypes.c_int(root)] if spec.has_root else []),
             ctypes.c_void_p(self.nccl.pointer),
             ctypes.c_void_p(self._memory.stream.handle),
         )

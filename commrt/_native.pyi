@@ -1683,6 +1683,7 @@ def make_operation(
     reduces: bool,
     in_place: bool,
     scatters: bool,
+    fuses: bool,
     num_counts: int,
     only_cached: bool = False,
 ) -> Any:

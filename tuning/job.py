@@ -180,7 +180,8 @@ def middle(op: str, size: int, dtype: str, low: int, high: int) -> int:
 
 def _unit(op: str, size: int, dtype: str) -> int:
     """Return what the rule's bytes must be a multiple of."""
-    scatters = (operation(op).vector_of or op) == "reduce_scatter"
+    spec = operation(op)
+    scatters = spec.reduces and spec.out_count == "div_size"
     return dtype_by_name(dtype).itemsize * (size if scatters else 1)
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from commrt import nccl
-from commrt.backends.staged.collectives import on_host
+from commrt.backends import Attached
 from commrt.bench.device_memory import DeviceMemory, local_rank, open_memory
 from commrt.bench.timing_loop import (
     PROBE_STEP,
@@ -29,7 +29,6 @@ from commrt.bench.timing_loop import (
 )
 from commrt.bench.worker import CommrtPeer, equal_counts
 from commrt.nccl.features import version_text
-from commrt.planning.prediction import predicted_us
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.schema import Catalog
 from commrt.tuning.job import Turn
@@ -146,7 +145,8 @@ class Session:
         """Return what the model expects."""
         redop = "sum" if operation(op).reduces else None
         query = Query(op, nbytes, dtype, self._kind, op=redop)
-        return predicted_us(self.facts, *on_host(query, candidate))
+        asked: Attached = self._comm.attached[candidate.backend]
+        return asked.predicted_us(query, candidate)
 
     def buffers(self, op: str, nbytes: int, dtype: str) -> Trial:
         """Return the buffers that all candidates share."""

@@ -11,6 +11,7 @@ from commrt.errors import TableError
 from commrt.select.facts import Candidate
 from commrt.select.fingerprint import Machine
 from commrt.select.rules import Evidence, Match, Point, Rule, RunnerUp, Verdict
+from commrt.select.schema import YARDSTICKS
 from commrt.select.table import Table
 from commrt.select.write import dump
 from commrt.tuning.decide import Decision, Range, tied
@@ -21,7 +22,7 @@ __all__ = ["NATIVE", "NATIVES", "make_table", "write_table"]
 
 NATIVE = "mpi/native"
 """The library's own collective: what every choice is compared with."""
-NATIVES = (NATIVE, "nccl/native")
+NATIVES = tuple(YARDSTICKS.values())
 """The same for either kind of memory; no group of launches has both."""
 
 

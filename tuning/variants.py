@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 
+from commrt.backends.catalog import own_variants
 from commrt.backends.staged.collectives import COPIES, PIECE
-from commrt.backends.variants import copy_variants, piece_variants, transport_variants
+from commrt.backends.variants import transport_variants
 from commrt.planning.host_plans import TransportParams, split_params
 from commrt.planning.prediction import full_nbytes
 from commrt.select.facts import Candidate, Query
@@ -28,9 +29,6 @@ from commrt.tuning.samples import Recording
 from commrt.tuning.table_writer import NATIVES
 
 __all__ = ["sizes_to_refine", "variants_to_try"]
-
-DEVICE_BACKENDS = ("staged", "nccl")
-"""Their host's transport is not what takes time; how calls are cut into pieces is."""
 
 _AHEAD = 0.98
 """Time of a variant over that of its leader that is worth a further launch."""
@@ -165,20 +163,19 @@ def _variants_of_leaders(
             continue
         least = min(plain.values())
         full = full_nbytes(Query(op, nbytes, dtype), ranks)
-        tried = []
+        tried: list[Candidate] = []
         for leader in sorted(plain, key=lambda one: plain[one])[:_LEADERS]:
             if plain[leader] > _NEXT_LEADER * least:
                 break
-            tried += (
-                [*piece_variants(leader, full), *copy_variants(leader, full)]
-                if leader.backend in DEVICE_BACKENDS
-                else transport_variants(
+            own = own_variants(leader, full)
+            if own is None:
+                own = transport_variants(
                     *(op, leader, ranks, full, dtype),
                     thorough=thorough,
                     crowded=crowded,
                     nodes=nodes,
                 )
-            )
+            tried += own
         yield (
             place,
             {

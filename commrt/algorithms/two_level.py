@@ -38,6 +38,7 @@ from commrt.algorithms._registry import algorithm, get
 from commrt.schedule.builder import Buffer, Builder
 from commrt.schedule.ir import ParamValue, Slice
 from commrt.schedule.nodes import Nodes, members
+from commrt.vocabulary.operations import operation
 
 _ALL = "all"
 _MANY_LEADERS = 128
@@ -133,14 +134,16 @@ def _choices(
         if inside:
             found["inside"] = _first("direct", common_names(inside, sizes))
         able = common_names([coll], num)
-        if len(set(sizes)) > 1 and coll in _BLOCK_PER_RANK:
+        if len(set(sizes)) > 1 and _has_block_per_rank(coll):
             able = [name for name in able if _takes_unequal_blocks(coll, name)]
         return {**found, "among": _first(among, able)}
 
     return choices
 
 
-_BLOCK_PER_RANK = ("allgather", "reduce_scatter", "alltoall")
+def _has_block_per_rank(coll: str) -> bool:
+    spec = operation(coll)
+    return spec.is_blocked and not spec.has_root
 
 
 def _takes_unequal_blocks(coll: str, name: str) -> bool:

@@ -13,7 +13,7 @@ from commrt.group.group import Group
 from commrt.group.native_mpi import NativeMpi
 from commrt.planning import host_plans, ordering, prediction
 from commrt.planning.spec import PlanSpec
-from commrt.select.facts import Candidate, Query
+from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.policy import Rejected
 from commrt.select.schema import Parameters
 from commrt.select.table import Table
@@ -39,6 +39,8 @@ class Capabilities:
     """Whether it runs schedule algorithms."""
     native: bool = False
     """Whether it offers the library's own collectives."""
+    only_native_on: tuple[str, ...] = ()
+    """Kinds of memory for which it has no schedules."""
     algorithms: tuple[str, ...] = ()
     """Algorithms of its own, beside schedules and ``native``."""
     can_recover: bool = False
@@ -82,7 +84,7 @@ class Surroundings:
 class Backend(Protocol):
     """Runs collectives. Other packages register theirs in ``commrt.backends``.
 
-    A package may leave out two methods. Without ``attach`` a backend has the methods
+    A package may leave out some methods. Without ``attach`` a backend has the methods
     ``candidates(comm, query)`` and ``plan(comm, spec)``, which are those of
     ``Attached`` with the communicator as first argument. Without ``parameters`` any
     parameter may be named.
@@ -112,6 +114,24 @@ class Backend(Protocol):
         """
         ...
 
+    def may_run(self, algorithm: str, facts: CommFacts, *, by_mpi: bool) -> bool:
+        """Return whether such ranks may be offered one of its algorithms.
+
+        ``by_mpi`` says whether the ranks have met by MPI. It is asked before they are
+        started. A package may leave it out where the answer is always yes.
+        """
+        ...
+
+    def variants(
+        self, candidate: Candidate, full_nbytes: int
+    ) -> Sequence[Candidate] | None:
+        """Return a candidate with other values of the backend's own parameters.
+
+        The tuner tries them. None where the parameters of the transport matter, for
+        which the tuner knows what to try. A package may leave it out.
+        """
+        ...
+
 
 class Attached:
     """A backend on one communicator. Derive from it and override what is different.
@@ -137,7 +157,8 @@ class Attached:
     """Whether a device ends its calls without progress of the host."""
 
     carries_boxes: ClassVar[bool] = False
-    """Whether it moves boxes, from device memory that a plan owns."""
+    """Whether it moves boxes, from device memory that a plan owns: it has
+    ``boxes_phase`` and ``boxes_plan``, and its runner ``start_arrays``."""
 
     def __init__(self, backend: Backend, group: Group, beside: Surroundings) -> None:
         self.backend = backend
@@ -174,15 +195,18 @@ class Attached:
             root, (own, _) = query.root or 0, host_plans.split_params(candidate.params)
             if host_plans.why_not(self.group, coll, name, root, own) is not None:
                 return math.inf
-        group = self.group
-        between = group.world.between_nodes
-        return prediction.predicted_us(group.facts, query, candidate, between)
+        return self.modelled_us(query, candidate)
 
     def floor_us(self, query: Query, candidate: Candidate) -> float:
         """Return what ``predicted_us`` is at least, which is quicker to find."""
-        group = self.group
-        between = group.world.between_nodes
-        return prediction.floor_us(group.facts, query, candidate, between)
+        return self.modelled_us(query, candidate, only_floor=True)
+
+    def modelled_us(
+        self, query: Query, candidate: Candidate, *, only_floor: bool = False
+    ) -> float:
+        """Return what the model says of a candidate that can run, or its floor."""
+        model = prediction.floor_us if only_floor else prediction.predicted_us
+        return model(self.group.facts, query, candidate)
 
     def only_on_request(self, query: Query, candidate: Candidate) -> str | None:
         """Return why a candidate runs only on request; None where it needs none.
@@ -247,6 +271,31 @@ class Attached:
         Its method ``start(plan, in_address, out_address, stream, orders, in_owner,
         out_owner, timeout_s)`` returns a ``_native.DeviceCall``.
         """
+        raise NotImplementedError
+
+    def boxes_phase(
+        self,
+        *,
+        messages: Sequence[tuple[bool, int, int, int, int]],
+        copies: Sequence[tuple[int, int, int, int, int]],
+        packs: Sequence[_native.StagedLaunch],
+        unpacks: Sequence[_native.StagedLaunch],
+    ) -> Any:
+        """Return one phase of a call that moves boxes.
+
+        Args:
+            messages: whether this rank sends it; number of the array, offset, bytes;
+                the other rank. Both ranks list them in the same order.
+            copies: array, offset, array and offset to copy to, bytes.
+            packs: kernels to launch before.
+            unpacks: kernels to launch behind.
+        """
+        raise NotImplementedError
+
+    def boxes_plan(
+        self, what: str, phases: Sequence[Any], *, coll: int, **facts: int
+    ) -> Any:
+        """Return the plan of a call that moves boxes in phases."""
         raise NotImplementedError
 
     def host_part(self, candidate: Candidate) -> Candidate | None:

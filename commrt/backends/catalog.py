@@ -6,14 +6,23 @@ Tables and command lines are checked against it before anything runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from commrt import algorithms, backends
 from commrt.errors import UsageError, suggest
-from commrt.select.facts import Candidate
+from commrt.select.facts import Candidate, CommFacts
 from commrt.select.schema import Catalog, Parameters
 from commrt.select.wishes import Wish, Wishes
 from commrt.vocabulary.operations import COLLECTIVES
 
-__all__ = ["catalog", "check_candidate", "check_wishes", "offered"]
+__all__ = [
+    "catalog",
+    "check_candidate",
+    "check_wishes",
+    "may_run",
+    "offered",
+    "own_variants",
+]
 
 
 def catalog() -> Catalog:
@@ -79,11 +88,35 @@ def check_wishes(wishes: Wishes, *, named: bool = False) -> Wishes:
     return wishes
 
 
-def offered(backend: str, coll: str) -> frozenset[str]:
-    """Return the algorithms of ``coll`` that ``backend`` has, whether usable or not."""
+def offered(backend: str, coll: str, device: str | None = None) -> frozenset[str]:
+    """Return the algorithms of ``coll`` that ``backend`` has, whether usable or not.
+
+    With a kind of memory as ``device``, only those for arrays in it.
+    """
     can = backends.get(backend).capabilities
+    if device is not None and device not in can.devices:
+        return frozenset()
     own = (*can.algorithms, *["native"] * can.native)
-    return frozenset((*own, *(algorithms.names(coll) if can.schedules else ())))
+    has_schedules = can.schedules and device not in can.only_native_on
+    return frozenset((*own, *(algorithms.names(coll) if has_schedules else ())))
+
+
+def may_run(backend: str, algorithm: str, facts: CommFacts, *, by_mpi: bool) -> bool:
+    """Return whether a backend may offer an algorithm to ranks not started yet."""
+    asked = getattr(backends.get(backend), "may_run", None)
+    return asked is None or bool(asked(algorithm, facts, by_mpi=by_mpi))
+
+
+def own_variants(candidate: Candidate, full_nbytes: int) -> Sequence[Candidate] | None:
+    """Return a candidate with other values of its backend's own parameters.
+
+    None where the backend has none, and those of the transport matter.
+    """
+    asked = getattr(backends.get(candidate.backend), "variants", None)
+    found: Sequence[Candidate] | None = None
+    if asked is not None:
+        found = asked(candidate, full_nbytes)
+    return found
 
 
 def _parameters(

@@ -14,8 +14,8 @@ from commrt.backends.base import Attached, Availability, Capabilities, Surroundi
 from commrt.backends.parameters import schedule_parameters
 from commrt.group.group import Group
 from commrt.planning.host_plans import schedule_plan
-from commrt.planning.spec import PlanSpec, serves
-from commrt.select.facts import Candidate, Query
+from commrt.planning.spec import PlanSpec
+from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.schema import Parameters
 
 __all__ = ["LocalBackend", "ShmBackend", "schedule_candidates"]
@@ -54,7 +54,7 @@ class ShmBackend:
 
     def attach(self, group: Group, beside: Surroundings) -> Attached:
         """Return its object on one communicator."""
-        serves_here = serves(group.facts, self.name) and not group.in_process
+        serves_here = self._serves(group.facts) and not group.in_process
         return _AttachedSchedules(self, group, beside, serves_here)
 
     def parameters(
@@ -62,6 +62,17 @@ class ShmBackend:
     ) -> Parameters | None:
         """Return the parameters of one of its algorithms."""
         return schedule_parameters(coll, algorithm, ranks)
+
+    def may_run(self, algorithm: str, facts: CommFacts, *, by_mpi: bool) -> bool:
+        """Return whether such ranks may be offered one of its algorithms."""
+        return self._serves(facts)
+
+    def variants(self, candidate: Candidate, full_nbytes: int) -> None:
+        """Return None: parameters of the transport matter."""
+
+    @staticmethod
+    def _serves(facts: CommFacts) -> bool:
+        return facts.size > 1 and facts.nodes == 1
 
 
 class LocalBackend:
@@ -77,7 +88,7 @@ class LocalBackend:
 
     def attach(self, group: Group, beside: Surroundings) -> Attached:
         """Return its object on one communicator."""
-        serves_here = serves(group.facts, self.name) or group.in_process
+        serves_here = self._serves(group.facts) or group.in_process
         return _AttachedSchedules(self, group, beside, serves_here)
 
     def parameters(
@@ -85,6 +96,17 @@ class LocalBackend:
     ) -> Parameters | None:
         """Return the parameters of one of its algorithms."""
         return schedule_parameters(coll, algorithm, ranks)
+
+    def may_run(self, algorithm: str, facts: CommFacts, *, by_mpi: bool) -> bool:
+        """Return whether such ranks may be offered one of its algorithms."""
+        return self._serves(facts)
+
+    def variants(self, candidate: Candidate, full_nbytes: int) -> None:
+        """Return None: parameters of the transport matter."""
+
+    @staticmethod
+    def _serves(facts: CommFacts) -> bool:
+        return facts.size == 1
 
 
 class _AttachedSchedules(Attached):

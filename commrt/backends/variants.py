@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from commrt import algorithms
-from commrt.backends.staged.collectives import COPIES, KERNEL, PIECE, PIECE_NBYTES
 from commrt.planning.footprint import LANE_NBYTES, footprint
 from commrt.planning.host_plans import INLINE_NBYTES, TransportParams, split_params
 from commrt.schedule.nodes import Nodes
@@ -15,7 +13,7 @@ from commrt.select.facts import Candidate, ParamValue
 from commrt.vocabulary.dtypes import dtype_by_name
 from commrt.vocabulary.operations import operation
 
-__all__ = ["copy_variants", "piece_variants", "transport_variants"]
+__all__ = ["transport_variants"]
 
 _CHUNKS = (65536, 131072, 262144, 524288)
 _BY_FRAGMENT: tuple[dict[str, ParamValue], ...] = (
@@ -26,40 +24,9 @@ _BY_FRAGMENT: tuple[dict[str, ParamValue], ...] = (
 )
 _STREAMED_FROM_NBYTES = 384 << 10
 """Below, caches keep what is written, and what ranks learn by themselves is right."""
-
-_PIECES = (1 << 18, 1 << 22, 1 << 24)
-"""Bytes of the pieces of a staged call that are tried beside its default."""
-_BY_KERNEL_NBYTES = 16 << 10
-"""Up to here kernels are tried instead of copy engines: these take longer to begin, and
-move more at once."""
 _SPINS = (0, 4)
 _YIELDS_SHOW_NBYTES = 1 << 19
 """Beyond, the switch from one rank to the next is a small part of the time."""
-
-
-def piece_variants(candidate: Candidate, full_nbytes: int) -> list[Candidate]:
-    """Return a staged ``candidate`` with pieces of other lengths.
-
-    Left out is what would run the same: pieces that hold the whole vector, where those
-    of the default hold it, too. For other backends there is none.
-    """
-    if candidate.backend != "staged" or PIECE in candidate.params:
-        return []
-    found, longest = [], PIECE_NBYTES
-    for nbytes in _PIECES:
-        if nbytes < min(full_nbytes, PIECE_NBYTES) or longest < full_nbytes:
-            params = {**candidate.params, PIECE: nbytes}
-            found.append(Candidate(candidate.backend, candidate.algorithm, params))
-            longest = max(longest, nbytes)
-    return found
-
-
-def copy_variants(candidate: Candidate, full_nbytes: int) -> list[Candidate]:
-    """Return a staged ``candidate`` whose short copies kernels do."""
-    if candidate.backend != "staged" or full_nbytes > _BY_KERNEL_NBYTES:
-        return []
-    params = {**candidate.params, COPIES: KERNEL}
-    return [] if params == candidate.params else [replace(candidate, params=params)]
 
 
 def transport_variants(

@@ -20,6 +20,7 @@ from typing import Any
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of
+from commrt.backends.base import Attached
 from commrt.boxes.host_plans import ArrayLayout, box_plan, compile_for
 from commrt.boxes.strided import StridedArray
 from commrt.device_calls.collectives import DeviceCollectives
@@ -124,15 +125,15 @@ class DeviceBoxes:
         why = getattr(device, "why_no_kernels", None)
         if why is not None:
             raise KernelsMissingError(f"boxes are packed by a kernel: {why}")
-        by_nccl = devices.can_carry("nccl", device, what, 0, group.timeout_s)
-        self.label = f"{'nccl' if by_nccl else 'staged'}/{label.partition('/')[2]}"
+        carrier = devices.box_carrier(device, what, 0, group.timeout_s)
+        self.label = f"{devices.name_of(carrier)}/{label.partition('/')[2]}"
         self._group, self._devices, self._device = group, devices, device
         self._layouts, self._reduction = layouts, reduction
         self._offsets: list[int] = []
         """From the buffer for what is sent on, where each launch's part begins."""
         self._memory: list[int] = []
         devices.memory.add(self)
-        if not by_nccl:
+        if carrier is None:
             devices.stager(device)
         moves = [each for each in moves if prod(each.shape)]
         steps = [
@@ -162,14 +163,14 @@ class DeviceBoxes:
         self._buffer = self._alloc(self._coming_at + coming)
         table_at = self._filled(tables, table_nbytes)
         placed = iter([(table, table_at + at) for table, at in tables])
-        self.plan: _native.StagedPlan | _native.NcclPlan
+        self.plan: Any
         self._agreeing: _native.StagedPlan | None = None
         """The same, where the ranks compare on the way."""
-        if by_nccl:
-            self.plan = _native.nccl_phases_plan(
+        if carrier is not None:
+            self.plan = carrier.boxes_plan(
                 what,
                 [
-                    self._phase(step, sent, taken, placed)
+                    self._phase(carrier, step, sent, taken, placed)
                     for step, (sent, taken) in zip(steps, sides, strict=True)
                 ],
                 coll=coll,
@@ -232,9 +233,14 @@ class DeviceBoxes:
         return packs, unpacks
 
     def _phase(
-        self, step: Sequence[Move], sent: _Side, taken: _Side, tables: Any
-    ) -> _native.NcclPhase:
-        """Return one phase by NCCL: launches, and the messages between them."""
+        self,
+        carrier: Attached,
+        step: Sequence[Move],
+        sent: _Side,
+        taken: _Side,
+        tables: Any,
+    ) -> Any:
+        """Return one phase of a carrier: launches, and the messages between them."""
         packs, unpacks = self._launches(sent, taken, tables)
         moves = list(_in_buffers(step, sent, taken))
         leaves, comes = self._number(0), self._number(self._coming_at)
@@ -254,7 +260,7 @@ class DeviceBoxes:
                 messages.append(
                     (False, comes, target.start[0], target.count, move.peer)
                 )
-        return _native.NcclPhase(
+        return carrier.boxes_phase(
             messages=messages, copies=copies, packs=packs, unpacks=unpacks
         )
 

@@ -30,12 +30,12 @@ from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.schedule.boxes import Box, Move
 from commrt.vocabulary.checks import check_flag
+from commrt.vocabulary.operations import other_call
 
 __all__ = ["Redistribution", "Redistributions", "redistribution_moves"]
 
 _NAME = "redistribute"
-_CODE = 82
-"""For the engine's records, apart from those of ``operations.py`` and of messages."""
+_CODE = other_call(_NAME).code
 _X, _OUT = 0, 1
 
 

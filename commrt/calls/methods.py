@@ -23,6 +23,7 @@ def method_of(spec: OpSpec, *, only_cached: bool = False) -> Any:
         spec.reduces,
         spec.in_place,
         spec.has_root and spec.out_count == "div_size",
+        spec.fuses,
         len(spec.count_arguments),
         only_cached,
     )

@@ -226,7 +226,7 @@ class Compression:
             return found
         reason = self._why_rule_is_not_followed(found.query, isinstance(op, Reduction))
         if reason is None:
-            more = " and allgather" if found.query.coll == "allreduce" else ""
+            more = " and allgather" if operation(found.query.coll).reduces else ""
             said = f"compressed: {wanted} by alltoall{more}, so not exact"
         else:
             said = f"not compressed, as {reason}"

@@ -152,6 +152,23 @@ class DeviceCollectives:
             self.agree(device, what, timeout_s)
         return not carrier.why_no_devices and carrier.prepare(device, stream)
 
+    def box_carrier(
+        self, device: Any, what: str, stream: int, timeout_s: float
+    ) -> Attached | None:
+        """Return the backend that moves boxes between devices, on all ranks alike.
+
+        None where they go through pinned memory. Collective, as ``can_carry``.
+        """
+        where = device, what, stream, timeout_s
+        for name, carrier in self.attached.items():
+            if carrier.carries_boxes and self.can_carry(name, *where):
+                return carrier
+        return None
+
+    def name_of(self, carrier: Attached | None) -> str:
+        """Return the name of what moves boxes; None: the host, by pinned memory."""
+        return _native.StagedPlan.backend if carrier is None else carrier.backend.name
+
     def agree(self, device: Any, what: str, timeout_s: float) -> None:
         """Let the ranks tell each other what carries device arrays; collective."""
         meet(self.comm, self.attached, self.comm.give_up, device, what, timeout_s)

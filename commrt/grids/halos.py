@@ -27,11 +27,9 @@ from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.schedule.boxes import Move
 from commrt.vocabulary.checks import check_flag
+from commrt.vocabulary.operations import other_call
 
 __all__ = ["Halos"]
-
-_CODES = {EXCHANGE: 80, REDUCE: 81}
-"""For the engine's records, apart from those of ``operations.py`` and of messages."""
 
 
 _Given = tuple[Any, Any, Any, Any, Any, Any]
@@ -231,7 +229,7 @@ class Halos:
             group,
             program,
             layouts,
-            coll=_CODES[halo.what],
+            coll=other_call(halo.what).code,
             label=_label(halo),
             reduction=halo.reduction,
         )
@@ -247,7 +245,7 @@ class Halos:
             [array.layout for array in halo.arrays],
             phases=len(halo.shape.widths) if carries else 1,
             what=halo.what,
-            coll=_CODES[halo.what],
+            coll=other_call(halo.what).code,
             label=_label(halo),
             reduction=halo.reduction,
         )

@@ -20,21 +20,22 @@ import numpy as np
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, place_of
 from commrt.arrays.host import HostView, overlap, view_anywhere, zeros_like_array
+from commrt.backends.base import Attached
 from commrt.boxes.host_plans import ArrayLayout, box_plan, compile_for
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.errors import BufferError_, MismatchError, UsageError
 from commrt.grids.on_device import (
     BoundNeighbors,
-    nccl_neighbors,
+    carried_neighbors,
     staged_neighbors,
 )
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.schedule.boxes import Box, Move
 from commrt.vocabulary.checks import as_integer, check_flag
+from commrt.vocabulary.operations import other_call
 
 __all__ = [
-    "NEIGHBOR_CALLS",
     "Counts",
     "NeighborCalls",
     "Neighborhood",
@@ -42,15 +43,6 @@ __all__ = [
     "make_neighborhood",
 ]
 
-_CODES = {
-    "neighbor_allgather": 83,
-    "neighbor_allgatherv": 84,
-    "neighbor_alltoall": 85,
-    "neighbor_alltoallv": 86,
-}
-"""For the engine's records, apart from those of ``operations.py`` and of messages."""
-NEIGHBOR_CALLS = tuple(_CODES)
-"""Names of the operations among neighbours."""
 _X, _OUT = 0, 1
 _MOST_PLANS = 1024
 Counts = Sequence[int] | None
@@ -214,11 +206,12 @@ class NeighborCalls:
         x = view_anywhere(args[0] if args else more.get("x"), f"{what}: x")
         nobody = (None, self._group.rank)
         others = [peer not in nobody for peer in self._around.destinations]
-        if what.startswith("neighbor_allgather"):
+        row = other_call(what)
+        if row.sends_whole:
             return sum(others) * x.nbytes
-        if what == "neighbor_alltoall":
+        if not row.count_arguments:
             return sum(others) * (x.nbytes // max(1, len(others)))
-        counts = zip(more.get("send_counts", ()), others, strict=False)
+        counts = zip(more.get(row.count_arguments[0], ()), others, strict=False)
         return sum(int(count) for count, other in counts if other) * x.dtype.itemsize
 
     def _neighbor(
@@ -300,19 +293,18 @@ class NeighborCalls:
 
     def _plan(self, bound: _Bound, timeout_s: float, stream: Any = None) -> Any:
         """Return the native plan; the first one of device arrays is collective."""
-        where = "host"
+        carrier: Attached | None = None
         if bound.on is not None:
-            where = "staged"
             if stream is None:
                 handle = current_stream_of(bound.x.array, bound.on)
             else:
                 handle = as_stream(stream, bound.on, bound.what)
-            if self._devices.can_carry("nccl", bound.on, bound.what, handle, timeout_s):
-                where = "nccl"
+            carrier = self._devices.box_carrier(bound.on, bound.what, handle, timeout_s)
+        where = "" if bound.on is None else self._devices.name_of(carrier)
         key = (bound.what, bound.x.dtype.code, bound.sends, bound.receives, where)
-        plan = self._plans.get(key)
-        if plan is None and where == "nccl":
-            plan = nccl_neighbors(bound, _CODES[bound.what])
+        plan, code = self._plans.get(key), other_call(bound.what).code
+        if plan is None and carrier is not None:
+            plan = carried_neighbors(carrier, bound, code)
             self._keep(key, plan)
         elif plan is None:
             size = bound.x.dtype.itemsize
@@ -324,10 +316,10 @@ class NeighborCalls:
                 self._group,
                 program,
                 [layout, layout],
-                coll=_CODES[bound.what],
+                coll=code,
                 label="boxes/direct",
             )
-            if where == "staged":
+            if bound.on is not None:
                 plan = staged_neighbors(self._around, bound, plan)
             self._keep(key, plan)
         return plan
@@ -380,8 +372,9 @@ def _bind(
     """Return the call of a name; ``what`` says also where an argument is wrong."""
     source = view_anywhere(x, f"{what}: x")
     outgoing, incoming = len(around.destinations), len(around.sources)
-    gathers = name.startswith("neighbor_allgather")
-    if name == "neighbor_alltoallv":
+    row = other_call(name)
+    gathers, takes_counts = row.sends_whole, bool(row.count_arguments)
+    if takes_counts and not gathers:
         leaving = _ranges(_checked(what, "send_counts", sends, outgoing))
     elif gathers:
         leaving = ((0, source.count),) * outgoing
@@ -392,7 +385,7 @@ def _bind(
                 f"{outgoing} neighbours it goes to"
             )
         leaving = _ranges([source.count // max(1, outgoing)] * outgoing)
-    if name.endswith("v"):
+    if takes_counts:
         coming = _ranges(_checked(what, "recv_counts", receives, incoming))
     else:
         each = leaving[0][1] - leaving[0][0] if leaving else None
@@ -410,7 +403,7 @@ def _bind(
     total = coming[-1][1] if coming else 0
     if out is None:
         shape: tuple[int, ...] = (total,)
-        if incoming and total == incoming * (coming[0][1]) and not name.endswith("v"):
+        if incoming and total == incoming * (coming[0][1]) and not takes_counts:
             rest = source.shape if gathers else source.shape[1:]
             divides = gathers or source.shape[:1] == (outgoing,)
             shape = (incoming, *rest) if divides else (total,)

@@ -9,12 +9,13 @@ from typing import Any, Protocol
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of
 from commrt.arrays.host import HostView
+from commrt.backends.base import Attached
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
 from commrt.group.group import Group
 from commrt.schedule.boxes import Move
 
-__all__ = ["BoundNeighbors", "nccl_neighbors", "staged_neighbors"]
+__all__ = ["BoundNeighbors", "carried_neighbors", "staged_neighbors"]
 
 _ALIGNED = 64
 _X, _OUT = 0, 1
@@ -98,8 +99,8 @@ def staged_neighbors(around: Around, call: Call, plan: Any) -> _native.StagedPla
     return _native.staged_plan([part], 1, at + call.out.nbytes)
 
 
-def nccl_neighbors(call: Call, coll: int) -> _native.NcclPlan:
-    """Return the plan by NCCL: blocks go from x to out, and none is packed."""
+def carried_neighbors(carrier: Attached, call: Call, coll: int) -> Any:
+    """Return a carrier's plan: blocks go from x to out, and none is packed."""
     itemsize = call.x.dtype.itemsize
     messages: list[tuple[bool, int, int, int, int]] = []
     copies: list[tuple[int, int, int, int, int]] = []
@@ -114,8 +115,8 @@ def nccl_neighbors(call: Call, coll: int) -> _native.NcclPlan:
         elif move.target is not None:
             there = move.target.start[0] * itemsize
             copies.append((_X, low, _OUT, there, nbytes))
-    phase = _native.NcclPhase(messages=messages, copies=copies, packs=[], unpacks=[])
-    return _native.nccl_phases_plan(
+    phase = carrier.boxes_phase(messages=messages, copies=copies, packs=[], unpacks=[])
+    return carrier.boxes_plan(
         call.what,
         [phase],
         coll=coll,
@@ -133,7 +134,7 @@ class BoundNeighbors:
         self,
         group: Group,
         devices: DeviceCollectives,
-        plan: _native.StagedPlan | _native.NcclPlan,
+        plan: Any,
         call: Call,
     ) -> None:
         self._group, self._devices = group, devices
@@ -143,8 +144,7 @@ class BoundNeighbors:
     @property
     def label(self) -> str:
         """What runs it."""
-        is_nccl = isinstance(self._plan, _native.NcclPlan)
-        return "nccl/direct" if is_nccl else "staged/direct"
+        return f"{self._plan.backend}/direct"
 
     def __call__(self) -> Any:
         """Run it; the current stream waits for it. Return its output."""

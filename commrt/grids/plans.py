@@ -10,10 +10,11 @@ from commrt import _native
 from commrt.boxes.device_plans import BoundBoxes
 from commrt.grids.halo_arguments import EXCHANGE, REDUCE
 from commrt.grids.halos import Halos
-from commrt.grids.neighbors import NEIGHBOR_CALLS, Counts, NeighborCalls
+from commrt.grids.neighbors import Counts, NeighborCalls
 from commrt.grids.on_device import BoundNeighbors
 from commrt.plans import Plans
 from commrt.trace.bound import follow_bound
+from commrt.vocabulary.operations import names_of
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
@@ -58,7 +59,8 @@ class NeighborPlans(Plans):
         return made
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *NEIGHBOR_CALLS]
+        own = [name for name in names_of("neighbors") if hasattr(type(self), name)]
+        return [*super().__dir__(), *own]
 
 
 class CartPlans(NeighborPlans):

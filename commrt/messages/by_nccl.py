@@ -20,16 +20,17 @@ from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.messages.lists import WHAT, Message
+from commrt.vocabulary.operations import other_call
 
 __all__ = ["NcclMessages", "check_backend"]
 
-_CODE = 87
-"""For the engine's records."""
+_BACKEND = "nccl"
+_CODE = other_call(WHAT).code
 
 
 def check_backend(what: str, backend: Any) -> bool:
     """Return whether messages go by NCCL; UsageError for what names no backend."""
-    if backend not in (None, "nccl"):
+    if backend not in (None, _BACKEND):
         raise UsageError(
             f"{what}: backend={backend!r} must be None, for ordinary messages, or "
             f"'nccl', where all ranks of the communicator make this call together"
@@ -106,7 +107,7 @@ class NcclMessages:
         limit = group.timeout_s if timeout_s is None else timeout_s
         if group.checker is not None:
             self._compare(limit)
-        nccl = devices.attached["nccl"]
+        nccl = devices.attached[_BACKEND]
         device = self._on or nccl.device
         if device is None:
             raise UsageError(
@@ -119,7 +120,7 @@ class NcclMessages:
             stream = current_stream_of(first, device)
         else:
             stream = as_stream(self._stream, device, self._here)
-        if not devices.can_carry("nccl", device, WHAT, stream, limit):
+        if not devices.can_carry(_BACKEND, device, WHAT, stream, limit):
             raise BackendError(
                 f"{self._here}: backend='nccl', and NCCL cannot be used: "
                 f"{nccl.why_no_devices}; leave it out, on all ranks"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
 from typing import Any
 
 from commrt import algorithms
@@ -13,77 +12,56 @@ from commrt.planning.host_plans import split_params
 from commrt.schedule.core_cost import core_cost, core_floor
 from commrt.schedule.cost import OnNode, cost, counts, floor
 from commrt.select.facts import Candidate, CommFacts, Query
-from commrt.select.model import (
-    COMPARED,
-    COMPARED_NBYTES,
-    NATIVE_GLOO,
-    BetweenNodes,
-    Constants,
-    Transport,
-    cheapest,
-    constants,
-    gloo_constants,
-)
+from commrt.select.model import Carrier, Constants, cheapest, constants
 from commrt.vocabulary.operations import operation
 
-__all__ = ["floor_us", "predicted_us"]
-
-
-_UNKNOWN_NBYTES = 128 << 10
-"""What a pair of ranks is taken to exchange where no rank knows all lengths: between
-nodes a wrong choice costs short ones a tenth or two, and long ones two thirds."""
+__all__ = ["floor_us", "full_nbytes", "predicted_us", "schedule_us"]
 
 
 def predicted_us(
     facts: CommFacts,
     query: Query,
     candidate: Candidate,
-    between: BetweenNodes | None = None,
 ) -> float:
     """Return the modelled microseconds of ``candidate`` for ``query``.
 
     MPI's own collective is taken to be as good as the best schedule would be over its
-    messages; a third party's backend is taken to be like it. gloo's is known.
-    ``between``: what messages of gloo cost, as measured.
+    messages; a third party's backend is taken to be like it.
     """
     if facts.size == 1:
         return 0.0
-    return _predicted(facts, query, candidate, between, only_floor=False)
+    return _predicted(facts, query, candidate, only_floor=False)
 
 
 def floor_us(
     facts: CommFacts,
     query: Query,
     candidate: Candidate,
-    between: BetweenNodes | None = None,
 ) -> float:
     """Return what ``predicted_us`` is at least: found from a few ranks' programs."""
     if facts.size == 1:
         return 0.0
-    return _predicted(facts, query, candidate, between, only_floor=True)
+    return _predicted(facts, query, candidate, only_floor=True)
 
 
 def _predicted(
     facts: CommFacts,
     query: Query,
     candidate: Candidate,
-    between: BetweenNodes | None,
     only_floor: bool,
 ) -> float:
-    if candidate.backend == "gloo":
-        return _by_gloo_us(facts, query, candidate, between, only_floor)
     if candidate.algorithm in algorithms.names(query.coll):
         own, _ = split_params(candidate.params)
         on_node = facts.nodes == 1 and candidate.algorithm != "native"
-        transport: Transport = "shm" if on_node else "mpi"
-        one = constants(facts.link_class, transport)
-        return _schedule_us(
+        carrier: Carrier = "memory" if on_node else "messages"
+        one = constants(facts.link_class, carrier)
+        return schedule_us(
             facts, query, candidate.algorithm, own, one, only_floor, shares=on_node
         )
 
     def by(name: str, only_floor: bool) -> float:
-        one = constants(facts.link_class, "mpi")
-        return _schedule_us(facts, query, name, {}, one, only_floor, shares=False)
+        one = constants(facts.link_class, "messages")
+        return schedule_us(facts, query, name, {}, one, only_floor, shares=False)
 
     known = algorithms.names(query.coll, facts.size)
     if only_floor:
@@ -91,47 +69,7 @@ def _predicted(
     return cheapest(known, lambda name: by(name, False), lambda name: by(name, True))[1]
 
 
-def _by_gloo_us(
-    facts: CommFacts,
-    query: Query,
-    candidate: Candidate,
-    between: BetweenNodes | None,
-    only_floor: bool,
-) -> float:
-    """Return what a schedule over gloo's messages takes, or gloo's own collective."""
-    if operation(query.coll).rule_bytes == "any":
-        query = replace(query, nbytes=_UNKNOWN_NBYTES)
-    if candidate.algorithm != "native":
-        own, _ = split_params(candidate.params)
-        crowd = max(1.0, facts.ppn / facts.cores)
-        one = gloo_constants(between, native=False, crowd=crowd)
-        return _schedule_us(facts, query, candidate.algorithm, own, one, only_floor)
-    run = NATIVE_GLOO.get(query.coll)
-    if run is None:
-        return math.inf
-    one = gloo_constants(between, native=True)
-    start_us = one.alpha_us
-    if not operation(query.coll).is_empty:
-        start_us += _comparing_us(facts, between, only_floor)
-    one = replace(one, beta_us=run.copies * one.beta_us)
-    # Of what ranks of a node send each other gloo makes no difference.
-    same = OnNode(facts.layout, 1.0, 1.0) if facts.ppn > 1 else None
-    asked = replace(query, coll=run.coll)
-    return start_us + _schedule_us(
-        facts, asked, run.algorithm, {}, one, only_floor, nearby=same
-    )
-
-
-def _comparing_us(
-    facts: CommFacts, between: BetweenNodes | None, only_floor: bool
-) -> float:
-    """Return what ranks take to compare what they have called."""
-    short = Query(COMPARED.coll, COMPARED_NBYTES, "int64", op="max")
-    one = gloo_constants(between, native=False)
-    return _schedule_us(facts, short, COMPARED.algorithm, {}, one, only_floor)
-
-
-def _schedule_us(
+def schedule_us(
     facts: CommFacts,
     query: Query,
     name: str,
@@ -192,7 +130,7 @@ def _on_node(facts: CommFacts, between: Constants) -> OnNode | None:
     if facts.ppn == 1:
         return None
     crowd = max(1.0, facts.ppn / facts.cores)
-    here = constants("near" if crowd == 1 else "oversubscribed", "shm")
+    here = constants("near" if crowd == 1 else "oversubscribed", "memory")
     return OnNode(
         facts.layout,
         min(1.0, crowd * here.alpha_us / between.alpha_us),

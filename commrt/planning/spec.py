@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commrt.select.facts import Candidate, CommFacts
+from commrt.select.facts import Candidate
 from commrt.vocabulary.dtypes import DType, ReduceOp
 from commrt.vocabulary.operations import OpSpec
 from commrt.vocabulary.reductions import BoundReduction
 
-__all__ = ["PlanSpec", "serves"]
+__all__ = ["PlanSpec"]
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,3 @@ class PlanSpec:
     """The user's own reduction, instead of ``reduction``."""
     device: str = "host"
     """Kind of memory that the arrays are in: host, cuda."""
-
-
-def serves(facts: CommFacts, backend: str) -> bool:
-    """Return whether ``backend`` is the one that runs schedules on such ranks."""
-    if facts.size == 1:
-        return backend == "local"
-    return backend == ("shm" if facts.nodes == 1 else "mpi")

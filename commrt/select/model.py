@@ -15,19 +15,16 @@ from typing import Literal, TypeVar
 from commrt.select.facts import LinkClass
 
 __all__ = [
-    "COMPARED",
-    "COMPARED_NBYTES",
-    "NATIVE_GLOO",
+    "GAMMA",
     "BetweenNodes",
+    "Carrier",
     "Constants",
-    "NativeRun",
-    "Transport",
     "cheapest",
     "constants",
-    "gloo_constants",
 ]
 
-Transport = Literal["shm", "mpi"]
+Carrier = Literal["memory", "messages"]
+"""Whether ranks read each other's memory, or a library carries messages."""
 One = TypeVar("One")
 
 
@@ -43,20 +40,21 @@ class Constants:
     """Per byte reduced."""
 
 
-_GAMMA = 1e-5
-_CONSTANTS: dict[tuple[LinkClass, Transport], Constants] = {
-    ("single", "shm"): Constants(0.25, 2e-5, _GAMMA),
-    ("single", "mpi"): Constants(0.7, 6e-5, _GAMMA),
-    ("near", "shm"): Constants(0.25, 2e-5, _GAMMA),
-    ("near", "mpi"): Constants(0.7, 6e-5, _GAMMA),
-    ("far", "shm"): Constants(0.5, 4e-5, _GAMMA),
-    ("far", "mpi"): Constants(1.0, 8e-5, _GAMMA),
+GAMMA = 1e-5
+"""Microseconds per byte that one core reduces."""
+_CONSTANTS: dict[tuple[LinkClass, Carrier], Constants] = {
+    ("single", "memory"): Constants(0.25, 2e-5, GAMMA),
+    ("single", "messages"): Constants(0.7, 6e-5, GAMMA),
+    ("near", "memory"): Constants(0.25, 2e-5, GAMMA),
+    ("near", "messages"): Constants(0.7, 6e-5, GAMMA),
+    ("far", "memory"): Constants(0.5, 4e-5, GAMMA),
+    ("far", "messages"): Constants(1.0, 8e-5, GAMMA),
     # A round costs a hand-over of the core to the next rank.
-    ("oversubscribed", "shm"): Constants(2.0, 3e-5, 1.5 * _GAMMA),
-    ("oversubscribed", "mpi"): Constants(3.0, 6e-5, 1.5 * _GAMMA),
+    ("oversubscribed", "memory"): Constants(2.0, 3e-5, 1.5 * GAMMA),
+    ("oversubscribed", "messages"): Constants(3.0, 6e-5, 1.5 * GAMMA),
     # Between nodes MPI carries messages. commrt/job/links.py measures those of gloo.
-    ("network", "shm"): Constants(2.0, 1.5e-4, 2 * _GAMMA),
-    ("network", "mpi"): Constants(2.0, 1.5e-4, 2 * _GAMMA),
+    ("network", "memory"): Constants(2.0, 1.5e-4, 2 * GAMMA),
+    ("network", "messages"): Constants(2.0, 1.5e-4, 2 * GAMMA),
 }
 
 
@@ -73,69 +71,9 @@ class BetweenNodes:
     """Of a message within gloo's own collectives; their start counts as one more."""
 
 
-UNMEASURED = BetweenNodes(100.0, 5e-4, 65.0)
-"""Where nothing was measured: questions without ranks, as the tuner's reports ask."""
-_STAGED = 0.7
-"""Bytes of a schedule's messages are copied on both sides, by threads that share the
-cores: sums and exchanges of 8 MiB on two pretended nodes take 1.7 times as long as
-gloo's own, which copies nothing."""
-_STAGED_GAMMA = 10 * _GAMMA
-"""What arrived is reduced once it is there, by who has to send something else, too."""
-
-
-@dataclass(frozen=True)
-class NativeRun:
-    """What gloo runs, as a schedule of the same messages."""
-
-    coll: str
-    """Whose schedule it is."""
-    algorithm: str
-    """Which."""
-    copies: float = 1.0
-    """Times of the bytes that it moves: torch copies what gloo returns in another form,
-    or reduces more than is asked for."""
-
-
-NATIVE_GLOO = {
-    "allreduce": NativeRun("allreduce", "ring"),
-    "reduce": NativeRun("allreduce", "ring"),
-    "bcast": NativeRun("bcast", "binomial"),
-    "allgather": NativeRun("allgather", "ring", 1.9),
-    "reduce_scatter": NativeRun("allreduce", "ring", 1.5),
-    "alltoall": NativeRun("alltoall", "pairwise"),
-    "gather": NativeRun("gather", "direct"),
-    "scatter": NativeRun("scatter", "direct"),
-    "barrier": NativeRun("barrier", "dissemination"),
-}
-"""gloo's own collectives that are chosen unasked, by operation. Of an alltoallv no rank
-knows all lengths, so it cannot be compared, and runs only where it is asked for."""
-
-
-COMPARED = NativeRun("allreduce", "recursive_doubling")
-"""By which ranks compare what they have called, before gloo runs it."""
-COMPARED_NBYTES = 16
-
-
-def gloo_constants(
-    between: BetweenNodes | None, native: bool, crowd: float = 1.0
-) -> Constants:
-    """Return what messages between nodes cost, of schedules or of gloo's collectives.
-
-    Args:
-        between: as measured; None: a guess.
-        native: whether they are those of gloo's own collectives.
-        crowd: ranks that share a core.
-    """
-    one = between or UNMEASURED
-    if native:
-        return Constants(one.native_us, one.beta_us, _GAMMA)
-    beta_us = (1 + _STAGED * crowd) * one.beta_us
-    return Constants(one.alpha_us, beta_us, _STAGED_GAMMA)
-
-
-def constants(link_class: LinkClass, transport: Transport) -> Constants:
-    """Return the default constants for a link class and a transport."""
-    return _CONSTANTS[link_class, transport]
+def constants(link_class: LinkClass, carrier: Carrier) -> Constants:
+    """Return the default constants for a link class and what carries data."""
+    return _CONSTANTS[link_class, carrier]
 
 
 def cheapest(

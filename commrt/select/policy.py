@@ -19,6 +19,7 @@ from commrt.select.facts import Candidate, Choice, CommFacts, Query, Source
 from commrt.select.match import Hit
 from commrt.select.model import cheapest
 from commrt.select.rules import Evidence
+from commrt.select.schema import DEVICES, YARDSTICKS
 from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wish, Wishes
 from commrt.vocabulary.operations import operation
@@ -461,7 +462,7 @@ def _evidence_lines(hit: Hit) -> tuple[str, ...]:
     evidence: Evidence | None = hit.rule.evidence
     if evidence is None:
         return ("the rule states no evidence",)
-    own = "nccl/native" if hit.rule.match.device == "cuda" else "mpi/native"
+    own = YARDSTICKS[hit.rule.match.device or DEVICES[0]]
     lines = [
         f"{point.nbytes} B: {_us(point.us)} [{point.ci[0]:.3g}, {point.ci[1]:.3g}], "
         f"n={point.n} in {point.launches} launches"

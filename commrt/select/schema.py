@@ -34,6 +34,7 @@ __all__ = [
     "METHOD_KEYS",
     "SCHEMA",
     "SOFTWARE_KEYS",
+    "YARDSTICKS",
     "Catalog",
     "Parameters",
     "read_defaults",
@@ -49,6 +50,8 @@ DEFAULT_TIE_MARGIN = 0.04
 DEVICES = ("host", "cuda")
 KEPT_APART = (("mpi", "nccl"),)
 """Engines that are not at work at the same time on a device, unless a table says so."""
+YARDSTICKS = {"host": "mpi/native", "cuda": "nccl/native"}
+"""The candidate that a table's points compare with (``native_us``), by device."""
 _DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES)
 _REDOP_NAMES = tuple(op.name.lower() for op in ReduceOp)
 _NAMED_MATCHES: Mapping[str, Collection[str]] = {

@@ -125,8 +125,8 @@ def prices_of(facts: CommFacts) -> Prices:
     Those of memory are of one core of an EPYC 9005, its caches cold; see
     docs/explanation/sparse-sums.md.
     """
-    near = constants(facts.link_class, "shm")
-    far = constants("network", "mpi")
+    near = constants(facts.link_class, "memory")
+    far = constants("network", "messages")
     return Prices(
         # Header, indices, values; started and waited for from Python.
         alpha_us=_CALL_US + 3 * near.alpha_us,

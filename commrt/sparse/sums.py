@@ -34,6 +34,7 @@ from commrt.sparse.shared import Room, make_room
 from commrt.sparse.topk import Largest, check_largest, topk_allreduce
 from commrt.sparse.vector import SparseArgument, SparseVector, parse, parts_on_device
 from commrt.vocabulary.checks import check_flag, check_timeout
+from commrt.vocabulary.operations import other_call
 
 __all__ = ["SparseSums"]
 
@@ -445,7 +446,7 @@ def _sum_on_host(output: Output, algorithm: Any, limit: float) -> HostCall:
 def _described(found: tuple[Header, Any]) -> dict[str, Any]:
     """Return what check mode compares of a call, before its first header is sent."""
     header = found[0]
-    k = header.k if header.operation == "topk_allreduce" else None
+    k = header.k if other_call(header.operation).takes_number else None
     return _facts(header.dtype, header.format, header.algorithm, k)
 
 

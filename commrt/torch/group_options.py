@@ -14,23 +14,12 @@ from commrt.errors import UsageError, suggest
 from commrt.select.facts import ParamValue
 from commrt.select.wishes import Wish, Wishes, parse_wishes
 from commrt.sparse.cost import ALGORITHMS
-from commrt.vocabulary.operations import COLLECTIVES
+from commrt.vocabulary.operations import COLLECTIVES, OPERATIONS, SPARSE_OF_TORCH
 
 __all__ = ["Options", "commrt_name"]
 
-_NAMES = {
-    "all_gather": "allgather",
-    "all_gather_into_tensor": "allgather",
-    "all_gather_single": "allgather",
-    "all_reduce": "allreduce",
-    "all_to_all": "alltoallv",
-    "all_to_all_single": "alltoall",
-    "broadcast": "bcast",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-}
+_NAMES = {name: spec.name for spec in OPERATIONS for name in spec.torch_calls}
 """commrt's names of the operations that torch calls otherwise."""
-_SPARSE = "sparse_allreduce"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +74,10 @@ class Options:
         """What sums of sparse tensors are to run; UsageError for what there is not."""
         if not isinstance(self.algorithm, Mapping):
             return None
-        name = self.algorithm.get(_SPARSE)
+        name = self.algorithm.get(SPARSE_OF_TORCH)
         if name is not None and name not in ALGORITHMS:
             raise UsageError(
-                f"commrt.torch.Options: unknown algorithm {name!r} of {_SPARSE}"
+                f"commrt.torch.Options: unknown algorithm {name!r} of {SPARSE_OF_TORCH}"
                 f"{suggest(str(name), ALGORITHMS)}"
             )
         return name
@@ -98,7 +87,7 @@ class Options:
         named: dict[str, Wish] = {}
         if isinstance(self.algorithm, Mapping):
             for name, text in self.algorithm.items():
-                if name == _SPARSE:
+                if name == SPARSE_OF_TORCH:
                     continue
                 one = parse_wishes(f"{commrt_name(who, name)}:{text}", who)
                 named |= one.named

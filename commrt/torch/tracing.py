@@ -19,6 +19,8 @@ from commrt.torch.per_call import ASKED
 from commrt.torch.work import CommrtWork
 from commrt.trace.methods import algorithm_of, stream_of
 from commrt.trace.recorder import Group, Kind, Recorder, recorder
+from commrt.trace.volumes import MESSAGES
+from commrt.vocabulary.operations import COLLECTIVES, SPARSE_OF_TORCH, operation
 
 if TYPE_CHECKING:
     from commrt.torch.process_group import CommrtProcessGroup
@@ -167,11 +169,11 @@ def _kind(
     assert group is not None
     comm = group.communicator
     name = KNOWN.get(dtype, "uint8")
-    is_message = op in ("send", "recv")
+    is_message = op in MESSAGES
     if is_message:
         near = 0 <= who < comm.size and comm.shares_memory_with(who)
         algorithm = "shm/message" if near else "mpi/message"
-    elif op == "sparse_allreduce":
+    elif op not in COLLECTIVES:
         algorithm = ""
     else:
         algorithm = algorithm_of(
@@ -229,7 +231,7 @@ def _reduction(op: str, size: int) -> Read:
             nbytes = x.nbytes
         except RuntimeError:  # torch does not say it of sparse ones
             stored = x._indices().nbytes + x._values().nbytes
-            key = ("sparse_allreduce", stored, x.dtype, stored, -1, 0)
+            key = (SPARSE_OF_TORCH, stored, x.dtype, stored, -1, 0)
             return (*key, _stream(x))
         return (op, nbytes, x.dtype, nbytes, -1, 0, _stream(x))
 
@@ -285,7 +287,7 @@ def _parts(op: str, size: int) -> Read:
     """Of calls whose logical buffer only the root has: outputs, inputs, root."""
 
     def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
-        at = 1 if op == "gather" else 0
+        at = 1 if operation(op).output_on == "root" else 0
         x = _first(_argument(args, more, at, ("outputs", "inputs")[at]))
         root = _root(_argument(args, more, 2, "opts"))
         nbytes = x.nbytes * size

@@ -21,7 +21,7 @@ from typing import Any
 
 from commrt.trace.log import Log, Operation
 from commrt.trace.volumes import MESSAGES
-from commrt.vocabulary.operations import OPERATIONS
+from commrt.vocabulary.operations import OPERATIONS, ROWS, operation
 
 __all__ = ["VERSION", "entries_of", "write_flight"]
 
@@ -30,8 +30,17 @@ VERSION = "2.10"
 MOST_ENTRIES = 2000
 """As many as torch keeps."""
 _PREFIX = "rank_"
-_NAMES = {spec.name: spec.flight for spec in OPERATIONS if spec.flight}
+_NAMES = {row.name: row.flight for row in ROWS if row.flight}
 """What the analyser calls them; it stops at a name that it does not know."""
+_UNEVEN = {
+    spec.vector_of: spec.flight
+    for spec in OPERATIONS
+    if spec.vector_of and spec.flight not in ("", operation(spec.vector_of).flight)
+}
+"""What it calls those whose blocks differ in length, where it has another name."""
+_EVEN = [spec for spec in OPERATIONS if spec.vector_of is None]
+_GATHERS = {spec.name for spec in _EVEN if spec.out_count == "times_size"}
+_SCATTERS = {spec.name for spec in _EVEN if spec.out_count == "div_size"}
 _NS_PER_MS = 1e6
 
 
@@ -48,7 +57,7 @@ def entries_of(log: Log) -> dict[str, Any]:
     """Return a log's latest operations in the format's words."""
     config: dict[str, Any] = {}
     entries = []
-    known = [one for one in log.operations if one.op in _NAMES or _is_message(one)]
+    known = [one for one in log.operations if _is_known(one)]
     first = len(known) - min(len(known), MOST_ENTRIES)
     for number, one in enumerate(known[first:], first):
         name, desc, ranks = _group_of(one)
@@ -60,6 +69,10 @@ def entries_of(log: Log) -> dict[str, Any]:
         "pg_status": {},
         "entries": entries,
     }
+
+
+def _is_known(one: Operation) -> bool:
+    return _is_message(one) if one.op in MESSAGES else one.op in _NAMES
 
 
 def _is_message(one: Operation) -> bool:
@@ -80,23 +93,23 @@ def _group_of(one: Operation) -> tuple[str, str, tuple[int, ...]]:
 
 def _ends(one: Operation) -> tuple[int, int]:
     mine = one.group.rank
-    return (mine, one.peer) if one.op == "send" else (one.peer, mine)
+    return (mine, one.peer) if one.is_sent else (one.peer, mine)
 
 
 def _title(one: Operation) -> str:
     """Return the analyser's name of an operation."""
     if not _is_message(one):
-        return f"gloo:{_NAMES[one.op]}{'_v' if _is_uneven(one) else ''}"
+        return f"gloo:{(_UNEVEN if _is_uneven(one) else _NAMES)[one.op]}"
     source, dest = _ends(one)
     pair = sorted({one.group.ranks[source], one.group.ranks[dest]})
     at, to = (pair.index(one.group.ranks[rank]) for rank in (source, dest))
-    return f"gloo:send {at}->{to}" if one.op == "send" else f"gloo:recv {to}<-{at}"
+    ends = f"{at}->{to}" if one.is_sent else f"{to}<-{at}"
+    return f"gloo:{_NAMES[one.op]} {ends}"
 
 
 def _is_uneven(one: Operation) -> bool:
     """Whether ranks have blocks of different lengths."""
-    blocks = one.op in ("allgather", "reduce_scatter")
-    return blocks and _count(one) % one.group.size != 0
+    return one.op in _UNEVEN and _count(one) % one.group.size != 0
 
 
 def _count(one: Operation) -> int:
@@ -107,9 +120,9 @@ def _sizes(one: Operation) -> tuple[list[list[int]], list[list[int]]]:
     """Return input and output lengths, in elements."""
     whole, size = _count(one), one.group.size
     block = whole // size
-    if one.op in ("allgather", "gather") and not _is_uneven(one):
+    if one.op in _GATHERS and not _is_uneven(one):
         return [[block]], [[whole]]
-    if one.op in ("reduce_scatter", "scatter") and not _is_uneven(one):
+    if one.op in _SCATTERS and not _is_uneven(one):
         return [[whole]], [[block]]
     return [[whole]], [[one.out_nbytes // max(1, one.itemsize)]]
 

@@ -191,9 +191,9 @@ def _find_peers(events: Sequence[Event]) -> list[str]:
     for event in events:
         call, group = event.call, event.call.group
         mine = group.rank
-        if call.op == "send":
+        if call.is_sent:
             sends[group.key, mine, call.peer, call.tag, call.seq] = event
-        elif call.op == "recv":
+        elif call.is_received:
             if call.peer >= 0:
                 receives[group.key, call.peer, mine, call.tag, call.seq] = event
         else:
@@ -294,7 +294,7 @@ def _bounds(
     """
     found: dict[tuple[str, str], Bounds] = defaultdict(lambda: (None, None))
     for event in events:
-        if event.end_ns is None or event.call.failed or event.call.op == "send":
+        if event.end_ns is None or event.call.failed or event.call.is_sent:
             continue
         for other in _needed(event) or ():
             here, there = boots[event.rank], boots[other.rank]

@@ -21,6 +21,7 @@ from typing import Any
 from commrt.errors import UsageError, suggest
 from commrt.trace.recorder import END, KIND, SEQ, SITE, START, Group, Kind, Recorder
 from commrt.trace.volumes import Volume, wire_nbytes
+from commrt.vocabulary.operations import RECEIVED, SENT
 
 __all__ = [
     "FORMAT",
@@ -125,6 +126,16 @@ class Operation:
         return 0 if self.end_ns is None else self.end_ns - self.start_ns
 
     @property
+    def is_sent(self) -> bool:
+        """Whether it is a message's end that sends."""
+        return self.op in SENT
+
+    @property
+    def is_received(self) -> bool:
+        """Whether it is a message's end that receives."""
+        return self.op in RECEIVED
+
+    @property
     def on_device(self) -> bool:
         """Whether it was on device memory: its times are those of the host's calls."""
         return self.stream is not None
@@ -226,7 +237,7 @@ def count(
     keys = [KEYS[name] for name in by]
     found: dict[tuple[str, ...], Volume] = {}
     for one in operations:
-        if one.op != "recv":
+        if not one.is_received:
             at = tuple(key(one) for key in keys)
             found.setdefault(at, Volume()).add(one.nbytes, one.wire_nbytes)
     return found

@@ -18,10 +18,13 @@ from commrt.trace.recorder import Group, Kind, Recorder, recorder
 from commrt.trace.requests import TracedRequest
 from commrt.trace.traced import Traced, TracedNeighbors
 from commrt.vocabulary.operations import (
+    RECEIVED,
     ROWS,
+    SENT,
     CallSpec,
     OpSpec,
     operation,
+    other_call,
     rule_nbytes,
 )
 from commrt.vocabulary.wire_formats import EXACT
@@ -37,6 +40,7 @@ __all__ = [
 _SAID = ("op", "root", "algorithm", "backend", "compress")
 """Arguments of a collective that make another kind of it."""
 _WISHES = ("algorithm", "backend", "params")
+[_SEND], [_RECV] = SENT, RECEIVED
 Arguments: TypeAlias = tuple[Any, ...]
 LookAt = Callable[["Traced", Arguments, dict[str, Any]], Sequence[Kind]]
 
@@ -225,7 +229,7 @@ def _among_neighbors(group: Group, name: str) -> LookAt:
 
 
 def _one_message(group: Group, name: str) -> LookAt:
-    peer = {"send": "dest", "recv": "source"}[name]
+    peer = other_call(name).peer_argument
 
     def look(comm: Traced, args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
         x = args[0] if args else more.get("x", more.get("out"))
@@ -242,8 +246,8 @@ def _two_messages(group: Group, name: str) -> LookAt:
         sendtag, recvtag = more.get("sendtag", 0), more.get("recvtag", 0)
         out = more.get("out")
         return [
-            _kind_of_message(comm, group, "send", x, dest, sendtag, more),
-            _kind_of_message(comm, group, "recv", out, source, recvtag, more),
+            _kind_of_message(comm, group, _SEND, x, dest, sendtag, more),
+            _kind_of_message(comm, group, _RECV, out, source, recvtag, more),
         ]
 
     return look
@@ -252,7 +256,7 @@ def _two_messages(group: Group, name: str) -> LookAt:
 def _many_messages(group: Group, name: str) -> LookAt:
     def look(comm: Traced, args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
         found = []
-        for kind, argument in (("send", "sends"), ("recv", "recvs")):
+        for kind, argument in ((_SEND, "sends"), (_RECV, "recvs")):
             with suppress(TypeError, ValueError):  # of which the call will speak
                 for x, peer, *tag in more.get(argument, ()):
                     where = peer, tag[0] if tag else 0

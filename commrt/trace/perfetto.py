@@ -104,7 +104,7 @@ def _slices(event: Event, track: int, begin: int) -> Iterator[dict[str, Any]]:
     }
     if call.stream is not None:
         args["stream"] = stream_name(call.stream)
-    if call.op in ("send", "recv"):
+    if call.is_sent or call.is_received:
         args |= {"peer": call.peer, "tag": call.tag}
     if call.root >= 0:
         args["root"] = call.root
@@ -140,10 +140,10 @@ def _arrows(
     """Give the arrows: from the last caller, or a sender, to those who need it."""
     number = 0
     for event in events:
-        if event.call.op == "recv" or not event.peers:
+        if event.call.is_received or not event.peers:
             continue
         last = max([event, *event.peers], key=lambda one: (one.start_ns, one.rank))
-        if event.call.op != "send" and last is not event:
+        if not event.call.is_sent and last is not event:
             continue
         for other in event.peers:
             number += 1

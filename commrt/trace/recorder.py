@@ -23,6 +23,7 @@ from typing import Any, Final, TypeAlias
 from commrt import _native
 from commrt.errors import UsageError
 from commrt.trace.call_sites import call_sites
+from commrt.trace.volumes import MESSAGES
 
 __all__ = [
     "END",
@@ -162,7 +163,7 @@ class Group:
 
     def counter_of(self, op: str, peer: int, tag: int) -> _native.RecordCounter:
         """Return what counts calls: collectives of a group, messages of a pair."""
-        key = (op, peer, tag) if op in ("send", "recv") else None
+        key = (op, peer, tag) if op in MESSAGES else None
         return self._counters.setdefault(key, _native.RecordCounter())
 
     def keep(self, key: Hashable, kind: Kind) -> Kind:

@@ -67,7 +67,7 @@ def rows_by(job: Job, by: Sequence[str]) -> list[Row]:
 
 def _row(key: tuple[str, ...], events: Sequence[Event], ranks: int) -> Row:
     # A message's bytes count once, where it is sent; time passes at both ends.
-    sent = [event.call for event in events if event.call.op != "recv"]
+    sent = [event.call for event in events if not event.call.is_received]
     return Row(
         key,
         calls=len(events) / ranks,
@@ -97,7 +97,7 @@ class SmallMessages:
 
 def small_messages(job: Job) -> SmallMessages:
     """Return what part messages, and small ones, have in a job."""
-    called = [event.call for event in job.events if event.call.op != "recv"]
+    called = [event.call for event in job.events if not event.call.is_received]
     sizes = [call.nbytes for call in called if call.op in MESSAGES]
     total = sum(call.nbytes for call in called)
     return SmallMessages(
@@ -135,7 +135,7 @@ def summary_text(job: Job, by: Sequence[str] = ()) -> str:
 
 
 def _head(job: Job) -> str:
-    calls = sum(event.call.op != "recv" for event in job.events)
+    calls = sum(not event.call.is_received for event in job.events)
     span_ns = _span_ns(job.events)
     return (
         f"job {job.logs[0].job}: {len(job.logs)} of {job.size} ranks, {calls} "

@@ -20,12 +20,16 @@ __all__ = [
     "FUSED",
     "OPERATIONS",
     "OTHERS",
+    "RECEIVED",
     "ROWS",
     "SCHEDULED",
+    "SENT",
+    "SPARSE_OF_TORCH",
     "CallSpec",
     "OpSpec",
     "names_of",
     "operation",
+    "other_call",
     "rule_nbytes",
 ]
 
@@ -34,6 +38,7 @@ RuleBytes = Literal["whole", "block", "pair", "any", "none"]
 WaitsFor = Literal["all", "root", "root waits", "contributors"]
 Kind = Literal["collective", "message", "sparse", "boxes", "neighbors"]
 Ends = Literal["none", "one", "two", "lists"]
+Direction = Literal["none", "out", "in"]
 Nccl = Literal["native", "pairs", "messages", "reductions", "allreduce", "none"]
 
 
@@ -86,6 +91,8 @@ class OpSpec:
     it cannot be had."""
     torch: str = ""
     """torch.distributed's name of it; empty: its own."""
+    torch_calls: tuple[str, ...] = ()
+    """Names of torch.distributed's functions that run it, where they are others."""
     flight: str = ""
     """Its name in flight records, whose analyser knows no other names; empty: none."""
 
@@ -176,28 +183,31 @@ OPERATIONS: tuple[OpSpec, ...] = (
            "whole", "Reduce elementwise over all ranks; every rank gets the result.",
            compresses=True,
            fuses=True, mpi="allreduce", nccl="native", torch="all_reduce",
-           flight="all_reduce"),
+           torch_calls=("all_reduce",), flight="all_reduce"),
     OpSpec("reduce", 1, "Reduce", "same", "same", True, True, True, "root",
            "whole", "Reduce elementwise over all ranks; the root gets the result.",
            mpi="reduce", nccl="native", flight="reduce"),
     OpSpec("bcast", 2, "Broadcast", "same", "same", True, False, True, "all",
            "whole", "Copy the root's array to every rank.",
            input_on="root", mpi="bcast", nccl="native", torch="broadcast",
-           flight="broadcast"),
+           torch_calls=("broadcast",), flight="broadcast"),
     OpSpec("allgather", 3, "Allgather", "same", "times_size", False, False, False,
            "all", "block",
            "Concatenate every rank's array, in rank order, on every rank.",
-           mpi="allgather", nccl="native", torch="all_gather", flight="all_gather"),
+           mpi="allgather", nccl="native", torch="all_gather", flight="all_gather",
+           torch_calls=("all_gather", "all_gather_into_tensor", "all_gather_single")),
     OpSpec("reduce_scatter", 4, "Reduce_scatter", "same", "div_size", False, True,
            False, "all", "whole",
            "Reduce elementwise over all ranks; rank i gets the i-th of size equal "
            "blocks.",
-           mpi="reduce_scatter_block", nccl="native", flight="reduce_scatter"),
+           mpi="reduce_scatter_block", nccl="native", flight="reduce_scatter",
+           torch_calls=("reduce_scatter_single", "reduce_scatter_tensor")),
     OpSpec("alltoall", 5, "All-to-All Personalized Exchange", "same", "same", False,
            False, True, "all", "pair",
            "Send the j-th block to rank j; receive rank i's block as the i-th.",
            compresses=True,
-           mpi="alltoall", nccl="pairs", torch="all_to_all", flight="all_to_all"),
+           mpi="alltoall", nccl="pairs", torch="all_to_all",
+           torch_calls=("all_to_all_single",), flight="all_to_all"),
     OpSpec("gather", 6, "Gather", "same", "times_size", True, False, False, "root",
            "block", "Concatenate every rank's array, in rank order, on the root.",
            mpi="gather", nccl="pairs", flight="gather"),
@@ -225,7 +235,7 @@ OPERATIONS: tuple[OpSpec, ...] = (
            "Send send_counts[j] elements to rank j; receive recv_counts[i] from i.",
            (None, None), "alltoall", ("send_counts", "recv_counts"), True,
            mpi="alltoallv", nccl="messages", torch="all_to_all",
-           flight="all_to_all"),
+           torch_calls=("all_to_all",), flight="all_to_all"),
     OpSpec("gatherv", 13, "Gatherv", "same", "times_size", True, False, False, "root",
            "block",
            "Concatenate arrays of counts[rank] elements, by rank, on the root.",
@@ -266,6 +276,24 @@ class CallSpec:
     """Whether every rank gets the same reduction, and waits for all others."""
     torch: str = ""
     """As in ``OpSpec``."""
+    flight: str = ""
+    """As in ``OpSpec``."""
+    code: int = -1
+    """The engine's code in its records; -1: it makes records of other operations."""
+    direction: Direction = "none"
+    """Whether the array leaves this rank or comes to it, where only one of both does.
+    """
+    peer_argument: str = ""
+    """The argument that names the other rank, where there is only one."""
+    sends_whole: bool = False
+    """Whether every neighbour gets the whole array, and not a block of it."""
+    count_arguments: tuple[str, ...] = ()
+    """Arguments with a number of elements per neighbour."""
+
+    @property
+    def takes_number(self) -> bool:
+        """Whether it takes an integer behind its array, as a top-k sum does."""
+        return "i" in self.reads
 
     def wire_share(self, size: int) -> float:
         """Return the least part of its bytes that a rank sends on average."""
@@ -274,15 +302,24 @@ class CallSpec:
 
 _TO_OTHERS = "what this rank sends to others"
 OTHERS: tuple[CallSpec, ...] = (
-    CallSpec("send", "message", "a", "the message", "Send an array.", "one"),
+    CallSpec(
+        *("send", "message", "a", "the message", "Send an array.", "one"),
+        flight="send",
+        direction="out",
+        peer_argument="dest",
+    ),
     CallSpec(
         *("recv", "message", "a", "the memory that it may fill"),
         *("Receive an array.", "one"),
+        flight="recv",
+        direction="in",
+        peer_argument="source",
     ),
     CallSpec("sendrecv", "message", "a", "", "Send one array, receive another.", "two"),
     CallSpec(
         *("multi_sendrecv", "message", "", ""),
         *("Send and receive any number of messages at once.", "lists"),
+        code=87,
     ),
     CallSpec(
         *("sparse_allreduce", "sparse", "a"),
@@ -299,30 +336,41 @@ OTHERS: tuple[CallSpec, ...] = (
     CallSpec(
         *("redistribute", "boxes", "a--", "the array of this rank"),
         "Move an array from one distribution to another.",
+        code=82,
     ),
     CallSpec(
         *("halo_exchange", "neighbors", "sw", _TO_OTHERS),
         "Fill halos with the edges of neighbours.",
+        code=80,
     ),
     CallSpec(
         *("halo_reduce", "neighbors", "sw", _TO_OTHERS),
         "Add halos to the edges of neighbours.",
+        code=81,
     ),
     CallSpec(
         *("neighbor_allgather", "neighbors", "a", _TO_OTHERS),
         "Send the array to every neighbour.",
+        code=83,
+        sends_whole=True,
     ),
     CallSpec(
         *("neighbor_allgatherv", "neighbors", "a", _TO_OTHERS),
         "Send the array to every neighbour; arrays differ in length.",
+        code=84,
+        sends_whole=True,
+        count_arguments=("recv_counts",),
     ),
     CallSpec(
         *("neighbor_alltoall", "neighbors", "a", _TO_OTHERS),
         "Send a block to every neighbour.",
+        code=85,
     ),
     CallSpec(
         *("neighbor_alltoallv", "neighbors", "a", _TO_OTHERS),
         "Send a block to every neighbour; blocks differ in length.",
+        code=86,
+        count_arguments=("send_counts", "recv_counts"),
     ),
 )
 """The calls beside the collectives. The position of a message is the engine's number
@@ -348,6 +396,13 @@ SCHEDULED = tuple(spec.name for spec in OPERATIONS if spec.vector_of is None)
 FUSED = frozenset(spec.name for spec in OPERATIONS if spec.fuses)
 """Those whose small calls are joined into one."""
 _BY_NAME = {spec.name: spec for spec in OPERATIONS}
+_OTHERS_BY_NAME = {row.name: row for row in OTHERS}
+SENT = frozenset(row.name for row in OTHERS if row.direction == "out")
+"""Calls whose array leaves this rank for one other."""
+RECEIVED = frozenset(row.name for row in OTHERS if row.direction == "in")
+"""Calls whose array comes from one other rank."""
+[SPARSE_OF_TORCH] = [row.name for row in OTHERS if row.kind == "sparse" and row.torch]
+"""What torch's sparse tensors are summed by."""
 
 
 def names_of(*kinds: Kind) -> tuple[str, ...]:
@@ -363,6 +418,11 @@ def operation(name: str) -> OpSpec:
         raise UsageError(
             f"unknown operation {name!r}{suggest(name, _BY_NAME, ELSEWHERE)}"
         ) from None
+
+
+def other_call(name: str) -> CallSpec:
+    """Return the row of a call beside the collectives."""
+    return _OTHERS_BY_NAME[name]
 
 
 def rule_nbytes(coll: str, nbytes: int, size: int) -> int:

@@ -9,9 +9,12 @@ import ml_dtypes
 import numpy as np
 
 from commrt.vocabulary.dtypes import dtype_by_name
+from commrt.vocabulary.operations import OPERATIONS
 
 Array = np.ndarray[Any, Any]
-REDUCING = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
+REDUCING = tuple(
+    row.name for row in OPERATIONS if row.reduces and row.vector_of is None
+)
 TYPES = (
     "float32",
     "float64",

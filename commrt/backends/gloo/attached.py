@@ -13,6 +13,7 @@ from typing import Any
 from commrt import _native
 from commrt.backends.base import Attached, Backend, Surroundings
 from commrt.backends.gloo.collectives import NATIVE, digest, library_call, why_not
+from commrt.backends.gloo.prediction import COMPARED, COMPARED_NBYTES, predicted_us
 from commrt.backends.shm import schedule_candidates
 from commrt.bootstrap.lending import Lease
 from commrt.errors import BackendError
@@ -21,14 +22,13 @@ from commrt.job.links import measure_between_nodes
 from commrt.planning.host_plans import check_params, scaling, schedule_plan
 from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query
-from commrt.select.model import COMPARED, COMPARED_NBYTES
 from commrt.select.policy import Rejected
 from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name, is_known
 from commrt.vocabulary.operations import operation
 
 __all__ = ["AttachedGloo"]
 
-_COMPARING = Candidate("gloo", COMPARED.algorithm)
+_COMPARING = Candidate(NATIVE.backend, COMPARED.algorithm)
 """A barrier has nothing to compare, and what pairs of ranks exchange may differ."""
 
 
@@ -90,6 +90,16 @@ class AttachedGloo(Attached):
         if self._lease is not None:
             why = why_not(query)
         return () if why is None else [Rejected(NATIVE, why)]
+
+    def modelled_us(
+        self, query: Query, candidate: Candidate, *, only_floor: bool = False
+    ) -> float:
+        """Return what the model says of a candidate, by messages as measured."""
+        group = self.group
+        return predicted_us(
+            *(group.facts, query, candidate, group.world.between_nodes),
+            only_floor=only_floor,
+        )
 
     def plan(self, spec: PlanSpec) -> _native.Plan:
         """Return the plan of this rank."""

@@ -14,6 +14,7 @@ from commrt.backends.base import Availability, Capabilities, Surroundings
 from commrt.backends.gloo.attached import AttachedGloo
 from commrt.backends.parameters import schedule_parameters
 from commrt.group.group import Group
+from commrt.select.facts import Candidate, CommFacts
 from commrt.select.schema import Parameters
 
 __all__ = ["GlooBackend"]
@@ -46,3 +47,10 @@ class GlooBackend:
     ) -> Parameters | None:
         """Return the parameters of one of its algorithms."""
         return schedule_parameters(coll, algorithm, ranks)
+
+    def may_run(self, algorithm: str, facts: CommFacts, *, by_mpi: bool) -> bool:
+        """Return whether such ranks may be offered one of its algorithms."""
+        return facts.nodes > 1 and not by_mpi
+
+    def variants(self, candidate: Candidate, full_nbytes: int) -> None:
+        """Return None: parameters of the transport matter."""

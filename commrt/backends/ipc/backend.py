@@ -9,6 +9,7 @@ from commrt.backends.ipc.collectives import NAME
 from commrt.backends.parameters import schedule_parameters
 from commrt.devices.cuda import why_no_card
 from commrt.group.group import Group
+from commrt.select.facts import Candidate, CommFacts
 from commrt.select.schema import Parameters
 from commrt.vocabulary.operations import OPERATIONS
 
@@ -41,3 +42,10 @@ class IpcBackend:
     ) -> Parameters | None:
         """Return the parameters of one of its algorithms."""
         return schedule_parameters(coll, algorithm, ranks)
+
+    def may_run(self, algorithm: str, facts: CommFacts, *, by_mpi: bool) -> bool:
+        """Return True: how the ranks have met does not matter."""
+        return True
+
+    def variants(self, candidate: Candidate, full_nbytes: int) -> None:
+        """Return None: parameters of the transport matter."""

@@ -24,9 +24,10 @@ from commrt.group.group import Group
 from commrt.mpi import cuda_aware
 from commrt.nccl.orders import order_of
 from commrt.planning.host_plans import schedule_plan
-from commrt.planning.spec import PlanSpec, serves
+from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query
 from commrt.select.policy import Rejected
+from commrt.select.schema import KEPT_APART
 
 __all__ = ["KINDS", "AttachedMpi", "MpiFacts"]
 
@@ -76,7 +77,7 @@ class AttachedMpi(Attached):
             return found
         if group.size > 1 and why_not(query, group.size) is None:
             found.append(NATIVE)
-        if serves(group.facts, self.backend.name):
+        if group.facts.nodes > 1:
             found.extend(schedule_candidates(group, query, self.backend.name))
         return found
 
@@ -209,7 +210,7 @@ class AttachedMpi(Attached):
             return made
         flags = comm.world.drive(device) and env.read_str(_SWITCH) == "flags"
         table = self.beside.table
-        together = table is not None and ("mpi", "nccl") in table.tested_together
+        together = table is not None and set(KEPT_APART) <= set(table.tested_together)
         order = None if together else order_of(device, self.first_value)
         try:
             made = _native.MpiWork(comm, device, order, flags, self.first_value)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from commrt.backends.base import Availability, Capabilities, Surroundings
 from commrt.backends.mpi.attached import AttachedMpi
+from commrt.backends.mpi.collectives import NATIVE
 from commrt.backends.parameters import schedule_parameters
 from commrt.group.group import Group
 from commrt.launch.detect import detect
 from commrt.mpi import library
+from commrt.select.facts import Candidate, CommFacts
 from commrt.select.schema import Parameters
 
 __all__ = ["MpiBackend"]
@@ -26,6 +28,7 @@ class MpiBackend:
     capabilities = Capabilities(
         devices=("host", "cuda"),
         native=True,
+        only_native_on=("cuda",),
         limits="schedules: host memory, ranks on several nodes; native: on devices "
         "where the library says that it takes their memory; sum and prod of types of "
         "32 bits and more, min, max and bitwise of integers, logical of integers and "
@@ -55,3 +58,15 @@ class MpiBackend:
     ) -> Parameters | None:
         """Return the parameters of one of its algorithms."""
         return schedule_parameters(coll, algorithm, ranks)
+
+    def may_run(self, algorithm: str, facts: CommFacts, *, by_mpi: bool) -> bool:
+        """Return whether such ranks may be offered one of its algorithms.
+
+        Ranks of one node may have MPI also where they have not met by it.
+        """
+        if facts.nodes > 1:
+            return by_mpi
+        return algorithm == NATIVE.algorithm and facts.size > 1
+
+    def variants(self, candidate: Candidate, full_nbytes: int) -> None:
+        """Return None: parameters of the transport matter."""

@@ -98,6 +98,25 @@ class AttachedNccl(Attached):
             return library_plan(spec, group.size, facts.version)
         return schedule_plan(spec, group.rank, group.size, group.facts.layout)
 
+    def boxes_phase(
+        self,
+        *,
+        messages: Sequence[tuple[bool, int, int, int, int]],
+        copies: Sequence[tuple[int, int, int, int, int]],
+        packs: Sequence[_native.StagedLaunch],
+        unpacks: Sequence[_native.StagedLaunch],
+    ) -> _native.NcclPhase:
+        """Return one phase of a call that moves boxes."""
+        return _native.NcclPhase(
+            messages=messages, copies=copies, packs=packs, unpacks=unpacks
+        )
+
+    def boxes_plan(
+        self, what: str, phases: Sequence[Any], *, coll: int, **facts: int
+    ) -> _native.NcclPlan:
+        """Return the plan of a call that moves boxes in phases."""
+        return _native.nccl_phases_plan(what, phases, coll=coll, **facts)
+
     @property
     def facts(self) -> NcclFacts:
         """Facts that the ranks have agreed on; before that, those of this rank."""

@@ -9,6 +9,7 @@ from commrt.backends.nccl.attached import AttachedNccl
 from commrt.backends.nccl.collectives import NAME
 from commrt.backends.parameters import schedule_parameters
 from commrt.group.group import Group
+from commrt.select.facts import Candidate, CommFacts
 from commrt.select.schema import Parameters
 
 __all__ = ["NcclBackend"]
@@ -40,3 +41,11 @@ class NcclBackend:
     ) -> Parameters | None:
         """Return the parameters of one of its algorithms."""
         return schedule_parameters(coll, algorithm, ranks)
+
+    def may_run(self, algorithm: str, facts: CommFacts, *, by_mpi: bool) -> bool:
+        """Return True: how the ranks have met does not matter."""
+        return True
+
+    def variants(self, candidate: Candidate, full_nbytes: int) -> tuple[Candidate, ...]:
+        """Return none: NCCL cuts its calls itself."""
+        return ()

@@ -13,7 +13,9 @@ from commrt.backends.staged.collectives import (
     check_copies,
     check_piece,
 )
+from commrt.backends.staged.variants import copy_variants, piece_variants
 from commrt.group.group import Group
+from commrt.select.facts import Candidate, CommFacts
 from commrt.select.schema import Parameters
 
 __all__ = ["StagedBackend"]
@@ -47,3 +49,14 @@ class StagedBackend:
             PIECE: checked_by(check_piece),
             COPIES: checked_by(check_copies),
         }
+
+    def may_run(self, algorithm: str, facts: CommFacts, *, by_mpi: bool) -> bool:
+        """Return True: the host's backends run its part there."""
+        return True
+
+    def variants(self, candidate: Candidate, full_nbytes: int) -> list[Candidate]:
+        """Return it with pieces of other lengths, and with copies by kernels."""
+        return [
+            *piece_variants(candidate, full_nbytes),
+            *copy_variants(candidate, full_nbytes),
+        ]

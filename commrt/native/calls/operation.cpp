@@ -18,13 +18,12 @@ namespace commrt {
 
 namespace {
 
-constexpr int kAllreduce = 0;
-
 struct Operation {
   MethodDescriptor head;
   int coll;
   bool takes_x, has_root, reduces, in_place;
   bool scatters;   // only the root need have an x
+  bool fuses;      // small calls go into a bucket
   int num_counts;  // arguments with a number per rank
   bool only_cached;  // hands nothing over
 };
@@ -209,7 +208,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   auto elsewhere = [&]() -> PyObject* {
     if (group.device_call_cache->empty() || self->num_counts != 0 || factor != nullptr) return slow();
     // It may go into a bucket (fusion/device_buckets.py).
-    if (group.fusion != nullptr && nonblocking && self->coll == kAllreduce) return slow();
+    if (group.fusion != nullptr && nonblocking && self->fuses) return slow();
     const AskedCall asked{self->coll, reduction, static_cast<int>(root), args[1], out_object,
                           self->head.name, stream, timeout_s, nonblocking};
     PyObject* const found = run_cached(args[0], asked);
@@ -233,7 +232,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
       return slow();
     }
   }
-  if (group.fusion != nullptr && nonblocking && self->coll == kAllreduce) {
+  if (group.fusion != nullptr && nonblocking && self->fuses) {
     const FusedCall call{x.dtype, static_cast<RedOp>(reduction), x.count, x.data, out.data,
                          out_object != nullptr ? args[1] : nullptr, nullptr,
                          out_object != nullptr ? out_object : args[1], timeout_s};
@@ -323,7 +322,7 @@ void bind_operation(nb::module_& m) {
 
   m.def("make_operation",
         [](nb::str name, nb::str doc, int coll, bool takes_x, bool has_root, bool reduces,
-           bool in_place, bool scatters, int num_counts, bool only_cached) -> nb::object {
+           bool in_place, bool scatters, bool fuses, int num_counts, bool only_cached) -> nb::object {
           auto* self = reinterpret_cast<Operation*>(
               make_descriptor(operation_type, call_operation, name.release().ptr(),
                               doc.release().ptr(), nullptr));
@@ -334,13 +333,14 @@ void bind_operation(nb::module_& m) {
           self->reduces = reduces;
           self->in_place = in_place;
           self->scatters = scatters;
+          self->fuses = fuses;
           self->num_counts = num_counts;
           self->only_cached = only_cached;
           return nb::steal(reinterpret_cast<PyObject*>(self));
         },
         nb::arg("name"), nb::arg("doc"), nb::arg("coll"), nb::arg("takes_x"),
         nb::arg("has_root"), nb::arg("reduces"), nb::arg("in_place"),
-        nb::arg("scatters"), nb::arg("num_counts"), nb::arg("only_cached") = false,
+        nb::arg("scatters"), nb::arg("fuses"), nb::arg("num_counts"), nb::arg("only_cached") = false,
         "Make the method descriptor of one operation; with `only_cached` it returns NotImplemented "
         "where it would leave a call to Python.");
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine/collective_codes.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
 #include "engine/gloo_calls.hpp"
@@ -11,10 +12,6 @@
 namespace commrt {
 
 namespace {
-
-enum Coll {
-  kAllreduce = 0, kReduce = 1, kBcast = 2, kReduceScatter = 4, kAlltoall = 5, kAlltoallv = 12
-};
 
 constexpr double kHearing_s = 0.5;
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine/collective_codes.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
 
@@ -302,7 +303,7 @@ bool Op::advance_native(uint64_t limit) {
   if (plan->gloo != nullptr) return advance_gloo(limit);
   const NativeCall& call = plan->call;
   const MpiApi& api = mpi();
-  const bool copies_root = plan->coll == 2 && comm->rank == plan->root && in != out;
+  const bool copies_root = plan->coll == kBcast && comm->rank == plan->root && in != out;
   const bool starts = !native_started_;
   if (starts) {
     // The library matches collectives by the order of the calls: start in sequence order.
@@ -318,25 +319,25 @@ bool Op::advance_native(uint64_t limit) {
     const bool is_root = comm->rank == plan->root;
     int rc = 0;
     switch (plan->coll) {
-      case 0:
+      case kAllreduce:
         rc = api.iallreduce(send, out, call.count, call.datatype, call.op, call.comm, request);
         break;
-      case 1:
+      case kReduce:
         rc = api.ireduce(is_root ? send : in, out, call.count, call.datatype, call.op, plan->root,
                          call.comm, request);
         break;
-      case 2:
+      case kBcast:
         rc = api.ibcast(copies_root ? const_cast<unsigned char*>(in) : out, call.count, call.datatype, plan->root, call.comm, request);
         break;
-      case 3:
+      case kAllgather:
         rc = api.iallgather(in, call.count, call.datatype, out, call.count, call.datatype,
                             call.comm, request);
         break;
-      case 4:
+      case kReduceScatter:
         rc = api.ireduce_scatter_block(in, out, call.count, call.datatype, call.op, call.comm,
                                        request);
         break;
-      case 5:
+      case kAlltoall:
         // MPI wants "in place" from all ranks or none; here it is one rank's own business.
         send = copied_where_in_place(limit);
         if (send == nullptr && in_place && plan->in_elems != 0) {
@@ -346,21 +347,21 @@ bool Op::advance_native(uint64_t limit) {
         rc = api.ialltoall(send, call.count, call.datatype, out, call.count, call.datatype,
                            call.comm, request);
         break;
-      case 6:
+      case kGather:
         rc = api.igather(in, call.count, call.datatype, out, call.count, call.datatype,
                          plan->root, call.comm, request);
         break;
-      case 7:
+      case kScatter:
         rc = api.iscatter(in, call.count, call.datatype, out, call.count, call.datatype,
                           plan->root, call.comm, request);
         break;
-      case 8:
+      case kBarrier:
         rc = api.ibarrier(call.comm, request);
         break;
-      case 9:
+      case kScan:
         rc = api.iscan(send, out, call.count, call.datatype, call.op, call.comm, request);
         break;
-      case 10:
+      case kExscan:
         // MPI leaves rank 0's result undefined, but in place untouched: so be it there.
         if (comm->rank == 0) {
           rc = api.iexscan(api.in_place, const_cast<unsigned char*>(in), call.count,
@@ -369,11 +370,11 @@ bool Op::advance_native(uint64_t limit) {
           rc = api.iexscan(send, out, call.count, call.datatype, call.op, call.comm, request);
         }
         break;
-      case 11:
+      case kAllgatherv:
         rc = api.iallgatherv(from, call.count, call.datatype, into, call.recv_counts.data(),
                              call.recv_at.data(), call.datatype, call.comm, request);
         break;
-      case 12:
+      case kAlltoallv:
         send = copied_where_in_place(limit);
         if (send == nullptr && in_place && plan->in_elems != 0) {
           comm->native_refused_ = true;
@@ -384,15 +385,15 @@ bool Op::advance_native(uint64_t limit) {
                             into, call.recv_counts.data(), call.recv_at.data(), call.datatype,
                             call.comm, request);
         break;
-      case 13:
+      case kGatherv:
         rc = api.igatherv(from, call.count, call.datatype, into, call.recv_counts.data(),
                           call.recv_at.data(), call.datatype, plan->root, call.comm, request);
         break;
-      case 14:
+      case kScatterv:
         rc = api.iscatterv(from, call.send_counts.data(), call.send_at.data(), call.datatype, into,
                            call.count, call.datatype, plan->root, call.comm, request);
         break;
-      case 15:
+      case kReduceScatterv:
         rc = api.ireduce_scatter(from, into, call.recv_counts.data(), call.datatype, call.op,
                                  call.comm, request);
         break;

@@ -26,7 +26,7 @@ from commrt.select.fingerprint import this_machine
 from commrt.vocabulary.operations import OPERATIONS
 
 DRAWN = 6
-WITH_ARRAYS = [spec.name for spec in OPERATIONS if spec.x_count != "none"]
+WITH_ARRAYS = [spec.name for spec in OPERATIONS if spec.mpi and not spec.is_empty]
 UNLESS = "unless a table, COMMRT_ALGORITHM or the call says so"
 
 

@@ -30,7 +30,7 @@ BUGS = [bug for bug in _native.planted_nccl_bugs() if bug.startswith("graph_")]
 ALONE = ("graph_flags", "graph_drops", "graph_seed_alone")
 """They have tests of their own; the last one is in test_graphs_beside_mpi.py."""
 RELAXED = 2
-COLLS = [spec.name for spec in OPERATIONS if spec.name not in ("scan", "exscan")]
+COLLS = [spec.name for spec in OPERATIONS if spec.nccl != "none"]
 BY_ROUNDS = [spec.name for spec in OPERATIONS if spec.x_count != "none"]
 
 

@@ -16,6 +16,7 @@ from commrt.bench.price import measure
 from commrt.errors import MismatchError, UsageError
 from commrt.local import LocalRanks, run
 from commrt.vocabulary.dtypes import dtype_by_name
+from commrt.vocabulary.operations import operation
 
 OPS = ("sum", "avg", "prod", "premul_sum")
 TRANSPORTS: tuple[dict[str, Any], ...] = (
@@ -46,10 +47,10 @@ def expected(comm: Any, coll: str, name: str, op: str, count: int) -> Any:
     size, rank = comm.size, comm.rank
     if coll == "reduce" and rank != size - 1:
         return None
-    contributors = {"scan": rank + 1, "exscan": rank}.get(coll, size)
+    contributors = operation(coll).contributors(rank, size)
     if not contributors:
         return None
-    xs = [telling(name, other, count) for other in range(contributors)]
+    xs = [telling(name, other, count) for other in contributors]
     total = from_the_left(xs, op, 1 / size if op == "avg" else 1 / 3)
     if coll != "reduce_scatter":
         return total
@@ -80,7 +81,7 @@ def differences(comm: Any, coll: str, name: str, op: str) -> list[str]:
 def test_every_way_gives_the_bits_of_the_sum_from_the_left(
     size: int, coll: str, name: str, op: str
 ) -> None:
-    if op == "avg" and coll in ("scan", "exscan"):
+    if op == "avg" and operation(coll).combines_some:
         op = "sum"
 
     def rank_main(comm: Any) -> list[str]:

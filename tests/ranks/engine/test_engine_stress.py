@@ -54,10 +54,10 @@ def _expected(
         if name == "reduce":
             return total if rank == root else None
         return total[mine] if name == "reduce_scatter" else total
-    if name in ("scan", "exscan"):
-        number = rank + 1 if name == "scan" else rank
+    if operation(name).combines_some:
+        of = operation(name).contributors(rank, size)
         combine = np.max if reduction == "max" else np.sum
-        return combine(inputs[:number], axis=0) if number else None
+        return combine(inputs[of.start : of.stop], axis=0) if of else None
     if name == "bcast":
         return inputs[root]
     if name == "scatter":

@@ -25,7 +25,7 @@ from commrt.trace import folder
 from commrt.trace.job import Job, join, load
 from commrt.trace.log import Log, Operation
 from commrt.trace.recorder import recorder
-from commrt.vocabulary.operations import COLLECTIVES
+from commrt.vocabulary.operations import COLLECTIVES, OPERATIONS
 
 F4 = np.float32
 
@@ -50,6 +50,7 @@ def calls_of(job: Job, rank: int = 0) -> list[Operation]:
 
 def test_each_collective_has_the_bytes_of_its_logical_buffer() -> None:
     size, n = 3, 6
+    prefixes = [spec.name for spec in OPERATIONS if spec.combines_some]
 
     def main(comm: Any) -> None:
         x = np.ones(n, F4)
@@ -68,8 +69,8 @@ def test_each_collective_has_the_bytes_of_its_logical_buffer() -> None:
         comm.gather(x, root=1, out=whole if mine else None)
         comm.scatter(whole if mine else None, root=1, out=np.empty(n, F4))
         comm.barrier()
-        comm.scan(x)
-        comm.exscan(x)
+        for coll in prefixes:
+            getattr(comm, coll)(x)
         comm.allgatherv(uneven, counts=counts)
         comm.gatherv(uneven, counts=counts, root=1)
         comm.scatterv(
@@ -92,8 +93,7 @@ def test_each_collective_has_the_bytes_of_its_logical_buffer() -> None:
         ("gather", 72),
         ("scatter", 72),
         ("barrier", 0),
-        ("scan", 24),
-        ("exscan", 24),
+        *((coll, 24) for coll in prefixes),
         ("allgatherv", 20),
         ("gatherv", 20),
         ("scatterv", 20),

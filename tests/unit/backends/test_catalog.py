@@ -11,9 +11,14 @@ import commrt
 from commrt import backends
 from commrt.algorithms import _registry
 from commrt.backends.base import Capabilities
-from commrt.backends.catalog import catalog, check_candidate
+from commrt.backends.catalog import (
+    catalog,
+    check_candidate,
+    may_run,
+    own_variants,
+)
 from commrt.errors import TableError, UsageError
-from commrt.select.facts import Candidate
+from commrt.select.facts import Candidate, CommFacts
 from commrt.select.fingerprint import Cpu, Machine
 from commrt.select.table import Table, load
 
@@ -173,6 +178,39 @@ def test_a_backend_of_others_names_its_algorithms_and_owns_their_parameters() ->
     assert _load("backend: foreign, alg: magic, params: {level: 9}").rules
     with pytest.raises(TableError, match="unknown foreign allreduce algorithm"):
         _load("backend: foreign, alg: ring")
+
+
+@pytest.mark.usefixtures("foreign")
+def test_a_backend_of_others_need_not_say_what_it_may_run_nor_its_variants() -> None:
+    facts = CommFacts(4, 2, 2, 1, "network")
+    assert may_run("foreign", "magic", facts, by_mpi=True)
+    assert own_variants(Candidate("foreign", "magic"), 1 << 20) is None
+
+
+def test_backends_say_which_ranks_they_serve_and_what_the_tuner_tries() -> None:
+    alone, near = CommFacts(1, 1, 1, 1, "single"), CommFacts(2, 1, 2, 2, "near")
+    apart = CommFacts(2, 2, 1, 1, "network")
+    served = {
+        (name, by_mpi): [
+            may_run(name, "ring", one, by_mpi=by_mpi) for one in (alone, near, apart)
+        ]
+        for name in ("local", "shm", "mpi", "gloo")
+        for by_mpi in (True, False)
+    }
+    assert served == {
+        ("local", True): [True, False, False],
+        ("local", False): [True, False, False],
+        ("shm", True): [False, True, False],
+        ("shm", False): [False, True, False],
+        ("mpi", True): [False, False, True],
+        ("mpi", False): [False, False, False],
+        ("gloo", True): [False, False, False],
+        ("gloo", False): [False, False, True],
+    }
+    tried = own_variants(Candidate("staged", "ring"), 64 << 20) or ()
+    assert [set(one.params) for one in tried] == [{"piece"}] * 3
+    assert list(own_variants(Candidate("nccl", "ring"), 64 << 20) or ()) == []
+    assert own_variants(Candidate("shm", "ring"), 64 << 20) is None
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,8 @@ import pytest
 from tuning_recordings import DIRECT, NATIVE, Truth, record
 from tuning_recordings import TRUTH as CROSSING
 
-from commrt.backends.variants import (
-    copy_variants,
-    piece_variants,
-    transport_variants,
-)
+from commrt.backends.staged.variants import copy_variants, piece_variants
+from commrt.backends.variants import transport_variants
 from commrt.select.facts import Candidate, CommFacts, LinkClass
 from commrt.tuning.job import middle
 from commrt.tuning.samples import Failure

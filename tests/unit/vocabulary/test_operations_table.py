@@ -236,6 +236,12 @@ def test_codes_in_the_engine_are_those_of_the_table() -> None:
     by_code = [spec.mpi for spec in OPERATIONS]
     assert functions == by_code[: len(functions)]
     assert not any(by_code[len(functions) :])
+    text = (native / "engine" / "collective_codes.hpp").read_text()
+    known = {name: int(code) for name, code in re.findall(r"k(\w+) = (\d+)", text)}
+    assert known == {
+        spec.name.title().replace("_", ""): spec.code
+        for spec in OPERATIONS[: len(functions)]
+    }
     text = (native / "nccl" / "nccl_comm.hpp").read_text()
     listed = re.search(r"enum class NcclColl : int \{(.*?)\};", text, re.S)
     assert listed is not None

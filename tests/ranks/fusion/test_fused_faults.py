@@ -58,8 +58,13 @@ def test_a_rank_that_leaves_early_gives_errors(early: int, limit: float | None) 
             comm.allreduce(np.ones(7))
         except CommError as error:
             for request in requests:
-                with pytest.raises(CommError):
-                    request.wait()
+                try:
+                    result = request.wait()
+                except CommError:
+                    continue
+                # A short limit may have summed these before the rank left.
+                assert limit == 0.001
+                np.testing.assert_array_equal(result, np.full(1000, 2.0))
             return type(error).__name__
         return "nothing"
 
@@ -116,8 +121,13 @@ def test_without_a_time_limit_waits_at_other_places_give_errors() -> None:
             commrt.wait_all(requests)
         except CommError as error:
             for request in requests:
-                with pytest.raises(CommError):
-                    request.wait()
+                try:
+                    result = request.wait()
+                except CommError:
+                    continue
+                # A short limit may have summed these before the rank left.
+                assert limit == 0.001
+                np.testing.assert_array_equal(result, np.full(1000, 2.0))
             return type(error).__name__
         return "nothing"
 

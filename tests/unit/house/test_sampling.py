@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
+PLUGINS = ("-p", "pytest_timeout", "-p", "no:cacheprovider")
 PROGRAM = """
 import pytest
 
@@ -38,8 +40,10 @@ def run(tmp_path: Path) -> object:
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options]
         config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
         done = subprocess.run(
-            [*command, *config, "-p", "no:cacheprovider", "test_program.py"],
+            [*command, *config, *PLUGINS, "test_program.py"],
             cwd=tmp_path,
+            # Plugins of others take a second to import, six times in one test.
+            env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             capture_output=True,
             text=True,
             timeout=60,

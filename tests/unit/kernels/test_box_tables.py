@@ -160,8 +160,8 @@ def test_what_is_no_table_is_reported_and_leads_nowhere(
     rng = random.Random(f"{kind} {seed}")
     with SimWorld(seed=seed, check_order=False) as world:
         made = Launched(world.device(), kind)
-        reported = 0
-        for _ in range(FULL_TABLES if full else TABLES):
+        reported, tables = 0, FULL_TABLES if full else TABLES
+        for _ in range(tables):
             content = spoilt(made.table.content, rng)
             if content == made.table.content:
                 continue
@@ -170,7 +170,8 @@ def test_what_is_no_table_is_reported_and_leads_nowhere(
             made.launch()
             made.device.stream_synchronize(made.launches)
             reported += world._world.num_violations > before
-        assert reported > TABLES // 2
+        # 0.55 of such tables are reported; 300 draws give less than 0.4 once in 10^7 runs.
+        assert reported > 0.4 * tables
         with pytest.raises(Exception, match="violations"):
             world.check()
         # The device goes on.

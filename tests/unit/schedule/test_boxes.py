@@ -178,49 +178,64 @@ def meet(one: Box, other: Box) -> bool:
 @given(st.integers(0, 10**9))
 def test_programs_end_with_one_slot_per_key_and_few_steps_at_once(seed: int) -> None:
     """The engine's rules, with the least that programs ask for."""
-    found, _ = programs(seed, 200)
-    done = [[False] * len(program.steps) for program in found]
+    ranks = [Window(rank, each) for rank, each in enumerate(programs(seed, 200)[0])]
     unread: dict[tuple[int, int, int], bool] = {}
     for _ in range(10_000):
-        moved = False
-        for rank, program in enumerate(found):
-            moved |= run_some(rank, program, done[rank], unread)
-        if all(map(all, done)):
+        moved = [rank.run_some(unread) for rank in ranks]
+        if all(rank.is_over for rank in ranks):
             return
-        assert moved, "all ranks wait"
+        assert any(moved), "all ranks wait"
     pytest.fail("does not end")
 
 
-def run_some(
-    rank: int,
-    program: BoxProgram,
-    done: list[bool],
-    unread: dict[tuple[int, int, int], bool],
-) -> bool:
-    """Run what can run in the window of a rank; return whether anything did."""
-    if all(done):
-        return False
-    head = done.index(False)
-    sends = [i for i, row in enumerate(program.steps) if row[0] == StepKind.SEND]
-    moved = False
-    for step in range(head, min(len(done), head + program.ahead)):
-        kind, _, _, peer, k, _ = program.steps[step].tolist()
-        deps = program.deps[program.dep_ptr[step] : program.dep_ptr[step + 1]]
-        if done[step] or not all(done[dep] for dep in deps):
-            continue
+class Window:
+    """The steps of one rank's program that may run now."""
+
+    def __init__(self, rank: int, program: BoxProgram) -> None:
+        self.rank, self.program = rank, program
+        # Lists once, not a row of the array at each look: windows are looked at often.
+        self.steps = program.steps.tolist()
+        self.deps = program.deps.tolist()
+        self.sends = [i for i, row in enumerate(self.steps) if row[0] == StepKind.SEND]
+        self.place = {step: place for place, step in enumerate(self.sends)}
+        self.done = [False] * len(self.steps)
+        self.head = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.head == len(self.done)
+
+    def run_some(self, unread: dict[tuple[int, int, int], bool]) -> bool:
+        """Run what can run; return whether anything did."""
+        moved = False
+        for step in range(
+            self.head, min(len(self.done), self.head + self.program.ahead)
+        ):
+            if not self.done[step] and self.can_run(step, unread):
+                self.done[step] = moved = True
+        while not self.is_over and self.done[self.head]:
+            self.head += 1
+        return moved
+
+    def can_run(self, step: int, unread: dict[tuple[int, int, int], bool]) -> bool:
+        """Return whether a step can run; if it can, note what it wrote or read."""
+        program = self.program
+        deps = self.deps[program.dep_ptr[step] : program.dep_ptr[step + 1]]
+        if not all(self.done[dep] for dep in deps):
+            return False
+        kind, _, _, peer, k, _ = self.steps[step]
         if kind == StepKind.SEND:
-            before = sends.index(step) - program.fewest_slots
+            before = self.place[step] - program.fewest_slots
             if before >= 0:
-                _, _, _, other, number, _ = program.steps[sends[before]].tolist()
-                if unread.get((rank, other, number), True):
-                    continue
-            unread[rank, peer, k] = True
+                _, _, _, other, number, _ = self.steps[self.sends[before]]
+                if unread.get((self.rank, other, number), True):
+                    return False
+            unread[self.rank, peer, k] = True
         elif kind in (StepKind.RECEIVE, StepKind.RECEIVE_REDUCE):
-            if not unread.get((peer, rank, k), False):
-                continue
-            unread[peer, rank, k] = False
-        done[step] = moved = True
-    return moved
+            if not unread.get((peer, self.rank, k), False):
+                return False
+            unread[peer, self.rank, k] = False
+        return True
 
 
 def test_directions_are_faces_or_all_around() -> None:

@@ -121,13 +121,8 @@ def test_without_a_time_limit_waits_at_other_places_give_errors() -> None:
             commrt.wait_all(requests)
         except CommError as error:
             for request in requests:
-                try:
-                    result = request.wait()
-                except CommError:
-                    continue
-                # A short limit may have summed these before the rank left.
-                assert limit == 0.001
-                np.testing.assert_array_equal(result, np.full(1000, 2.0))
+                with pytest.raises(CommError):
+                    request.wait()
             return type(error).__name__
         return "nothing"
 

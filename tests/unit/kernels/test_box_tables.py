@@ -170,7 +170,7 @@ def test_what_is_no_table_is_reported_and_leads_nowhere(
             made.launch()
             made.device.stream_synchronize(made.launches)
             reported += world._world.num_violations > before
-        # 0.55 of such tables are reported; 300 draws give less than 0.4 once in 10^7 runs.
+        # 0.55 of them are: 300 draws give less than 0.4 once in 10^7 runs.
         assert reported > 0.4 * tables
         with pytest.raises(Exception, match="violations"):
             world.check()

@@ -45,7 +45,7 @@ def test_every_module_compiles_for_every_card(
     # One test, not one for each module: a run that draws a share of the cases has all.
     rng = random.Random(f"cards {seed}")
     for module in BY_NAME.values():
-        # One card takes all modules ten seconds of the compiler: an ordinary run draws it.
+        # All modules take ten seconds for a card: an ordinary run draws one.
         for card in cards(nvrtc) if full else [rng.choice(cards(nvrtc))]:
             check_cubin(nvrtc, module, card)
 

@@ -134,7 +134,7 @@ def _check(result: Any, expected: Any, who: str) -> None:
 def _plan(comm: Communicator, x: Any, y: Any, name: str, params: dict[str, int]) -> Any:
     given = {"out": y, "algorithm": name, "params": params}
     call = arguments.parse(operation("allreduce"), (x,), given)
-    return comm.collectives.plan(call, arguments.bind(call, comm.rank, comm.size))
+    return comm.host.plan(call, arguments.bind(call, comm.rank, comm.size))
 
 
 def _repetitions(comm: Communicator, plan: Any, x: Any, y: Any) -> int:

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,19 +11,16 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from commrt import _native
-from commrt.backends.attaching import attach_all
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.redistribution import Redistributions
 from commrt.calls import arguments
 from commrt.calls.channel import Channel
 from commrt.calls.check_mode import Checker
-from commrt.calls.collectives import Collectives
 from commrt.calls.forwarding import forwarded
 from commrt.calls.selection import Selection
 from commrt.calls.settings import Settings
 from commrt.compression.compressed import Compression
 from commrt.device_calls.collectives import DeviceCollectives
-from commrt.devices.arrays import may_free
 from commrt.errors import UsageError
 from commrt.fusion.fused import Fusion
 from commrt.grids.geometry import Coords, Grid, ranks_along, times
@@ -32,8 +28,6 @@ from commrt.grids.halo_arguments import HALO_CALLS
 from commrt.grids.halos import Halos
 from commrt.grids.neighbors import NeighborCalls, Neighborhood, grid_neighborhood
 from commrt.grids.plans import CartPlans, NeighborPlans
-from commrt.group.compare import Comparison
-from commrt.group.native_mpi import NativeMpi
 from commrt.group.symmetric import SymmetricMemory
 from commrt.job.world import World
 from commrt.messages.point_to_point import Messages
@@ -73,6 +67,7 @@ class Communicator(Channel):
 
     devices: DeviceCollectives
     fusion: Fusion
+    checker: Checker | None = None
 
     def __init__(
         self,
@@ -81,7 +76,6 @@ class Communicator(Channel):
         name: str,
         identity: int,
         *,
-        may_check: bool = True,
         deterministic: bool = False,
         native_comm: Any = None,
         timeout_s: float | None = None,
@@ -89,7 +83,6 @@ class Communicator(Channel):
     ) -> None:
         """Collective over ``ranks`` (ranks of the world); users call ``commrt.init``.
 
-        ``may_check`` is False for the communicator that check mode itself uses.
         ``native_comm``: an mpi4py communicator of these ranks where nobody else runs
         collectives. ``timeout_s``: limit of every wait in here, not of later ones.
         ``settings``: what this communicator has of its own, equal on all ranks.
@@ -100,41 +93,33 @@ class Communicator(Channel):
             name,
             identity,
             deterministic=deterministic,
-            limit_s=timeout_s,
+            native_comm=native_comm,
+            timeout_s=timeout_s,
+            settings=settings,
+            stager=lambda device: self.devices.stager(device),
+            sendrecv=lambda *args, **kwargs: self.sendrecv(*args, **kwargs),
         )
         limit = self.timeout_s if timeout_s is None else timeout_s
-        mine = settings or Settings()
-        self.table = mine.table or world.table
-        wishes = mine.all_wishes(world.wishes)
-        self.native_mpi = NativeMpi(self, native_comm)
-        self.attached = attach_all(
+        self.devices = DeviceCollectives(
             self,
-            self.table,
-            self.native_mpi,
-            lambda device: self.devices.stager(device),
-            lambda *args, **kwargs: self.sendrecv(*args, **kwargs),
+            self._host_channel,
+            lambda call, bound: self.compression.bind(call, bound),
         )
-        """Its backends, by name."""
-        self.selection = Selection(self, self.attached, self.table, wishes)
-        self.policy = self.selection.policy
-        self.devices = DeviceCollectives(self, self.attached, self.selection)
         self.fusion = Fusion(
             self,
             self.devices,
             choose=lambda call, bound: self.selection.choose(call, bound),
-            plan=lambda call, bound: self.collectives.plan(call, bound),
+            plan=lambda call, bound: self.host.plan(call, bound),
             may_compress=lambda: self.compression.rules_may_compress,
         )
-        self.comparison = Comparison(self)
         self.symmetric = SymmetricMemory(self, self._forget_reach)
         self.messages = Messages(self, self.devices, self.comparison)
         self.compression = Compression(self, self.selection, self.private)
-        self.collectives = Collectives(
-            self,
-            self.selection,
-            self.comparison,
-            (self.fusion, self.devices),
+        self.collectives.routes = (
+            self.fusion,
+            self.devices,
             self.compression,
+            self.host,
         )
         self.sparse = SparseSums(self, self.devices, self.comparison, self.private)
         self.subgroups = Subgroups(self, self.comparison, _KINDS)
@@ -142,42 +127,29 @@ class Communicator(Channel):
         self.redistributions = Redistributions(
             self, self.devices, self.comparison, self.box_plans
         )
-        picks = world.picks_native(self.facts, self.table, wishes)
-        if native_comm is None and may_check and picks:
+        picks = world.picks_native(self.facts, self.table, self.wishes)
+        if native_comm is None and picks:
             self.native_mpi.lease(limit)
-        for attached in self.attached.values() if may_check else ():
+        for attached in self.attached.values():
             attached.join(limit)
-        self.checker: Checker | None = None
-        checks = Checker.is_wanted() if mine.checks is None else mine.checks
-        if may_check and self.size > 1 and checks:
+        checks = None if settings is None else settings.checks
+        checks = Checker.is_wanted() if checks is None else checks
+        if self.size > 1 and checks:
             self.checker = Checker(
                 self, self.private("check", limit), self.table_digest
             )
             self._slow = True
         self.ranges = ranges_around(self)
-        for attached in self.attached.values():
-            attached.measure()
-        follow_communicator(self, is_users=may_check)
+        self.settle()
+        follow_communicator(self)
 
     # -- making ------------------------------------------------------------------
 
-    def private(
-        self, purpose: str, timeout_s: float, *, deterministic: bool = False
-    ) -> Communicator:
-        """Return a communicator of the same ranks for commrt's own use; collective."""
-        world, ranks = self.world, self.world_ranks
-        label = f"comm{self.identity}/{purpose}"
-        identity = world.agree_id(ranks, label, timeout_s=timeout_s)
-        name = f"{self.name}.{purpose}"
-        return Communicator(
-            world,
-            ranks,
-            name,
-            identity,
-            may_check=False,
-            deterministic=deterministic,
-            timeout_s=timeout_s,
-        )
+    def _host_channel(self, timeout_s: float) -> HostCalls:
+        """Return what runs the host's parts of calls on device arrays; collective."""
+        return HostCalls(self, *self.agree_private("host", timeout_s), timeout_s)
+
+    # -- ending ------------------------------------------------------------------
 
     def free(self) -> None:
         """Release the communicator; local, idempotent. Wait for its requests first.
@@ -185,61 +157,30 @@ class Communicator(Channel):
         In a forked process it does nothing: memory and messages are the parent's.
         Where it failed and operations hang in it, its memory stays for them.
         """
-        if self.closed is not None or os.getpid() != self.pid:
+        if self.is_over:
             return
         if self.fusion.context is not None:
             raise UsageError(
                 f"{self.name} cannot be freed: a fused() of it is open; leave it first"
             )
-        at_rest = self.comes_to_rest()
-        if not at_rest and not self.failure:
-            raise UsageError(
-                f"{self.name} cannot be freed: operations are in flight; wait() for "
-                f"their requests first"
-            )
+        at_rest = self._come_to_rest()
         self.sparse.free()
         self.compression.free()
         if self.checker is not None:
             self.checker.close()
-        self.closed = "freed"
-        self._slow = True
-        self._forget_plans()
-        self.collectives.plans.clear()
-        if at_rest:
-            self._release()
-        else:
+        self._end(at_rest=at_rest)
+        if not at_rest:
             self.devices.close()  # nobody looks at its devices any more
 
     def _release(self) -> None:
         self.native_mpi.give_back()
         self.devices.close()
-        if self.arena is not None:
-            self._detach()
-            self.arena.close()
-            self.arena = None
+        self._release_memory()
         self.symmetric.close()
-
-    def __del__(self) -> None:
-        # Nothing that was never made has an end; a forked process owns nothing.
-        if getattr(self, "closed", "unmade") is None and os.getpid() == self.pid:
-            self.let_go()
-
-    def let_go(self) -> None:
-        """Give memory back of a communicator that was dropped without ``free()``.
-
-        Operations in flight, and with them the peers, need it to their end.
-        """
-        if sys.is_finalizing():
-            return
-        if not (self.idle and may_free()):
-            self.world.lingering.append(self)
-            return
-        self.closed = "dropped"
-        self._release()
 
     def give_up(self, why: str) -> None:
         """Make the communicator unusable, here and for ranks of this node that wait."""
-        self.set_failure(why)
+        super().give_up(why)
         self.devices.give_up(why)
         self.sparse.give_up(why)
         self.compression.give_up(why)
@@ -319,7 +260,7 @@ class Communicator(Channel):
 
     def _forget_reach(self) -> None:
         """Forget plans, which do not know what peers may reach from now on."""
-        self.collectives.plans.clear()
+        self.host.plans.clear()
         self.devices.forget_plans()
 
     # -- selection ---------------------------------------------------------------
@@ -357,13 +298,59 @@ class Communicator(Channel):
 
     # -- running -----------------------------------------------------------------
 
-    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a collective that the engine did not recognise at a glance."""
-        return self.collectives.run(name, args, kwargs)
-
     def plan_alone(self, call: arguments.Call, bound: arguments.Bound) -> Any:
         """Return the plan of a call by a schedule, which this rank makes alone."""
-        return self.collectives.plan_alone(call, bound)
+        return self.host.plan_alone(call, bound)
+
+
+class HostCalls(Channel):
+    """Runs the host's parts of one communicator's calls on device arrays.
+
+    It has what such parts use beside collectives: compression and sparse sums.
+    """
+
+    def __init__(
+        self, comm: Communicator, name: str, identity: int, timeout_s: float
+    ) -> None:
+        """Connect the ranks of ``comm``; collective over them."""
+        super().__init__(
+            comm.world,
+            comm.world_ranks,
+            name,
+            identity,
+            deterministic=comm.deterministic,
+            timeout_s=timeout_s,
+        )
+        self.compression = Compression(self, self.selection, self.private)
+        self.collectives.routes = (self.compression, self.host)
+        self.sparse = SparseSums(self, comm.devices, self.comparison, self.private)
+        self.sparse.made_for = weakref.ref(comm.sparse)
+        self.settle()
+
+    sparse_allreduce = forwarded(SparseSums.sparse_allreduce, "sparse")
+    topk_allreduce = forwarded(SparseSums.topk_allreduce, "sparse")
+
+    def open(self, kind: str, timeout_s: float) -> None:
+        """Let the ranks make what calls of a kind use, once; collective."""
+        if kind == "sparse":
+            self.sparse.open(timeout_s)
+        elif kind == "compression":
+            self.compression.open(timeout_s)
+
+    def free(self) -> None:
+        """Release it; local, idempotent. Wait for its requests first."""
+        if self.is_over:
+            return
+        at_rest = self._come_to_rest()
+        self.sparse.free()
+        self.compression.free()
+        self._end(at_rest=at_rest)
+
+    def give_up(self, why: str) -> None:
+        """Make it unusable, here and for ranks of this node that wait."""
+        super().give_up(why)
+        self.sparse.give_up(why)
+        self.compression.give_up(why)
 
 
 class CartCommunicator(Communicator):

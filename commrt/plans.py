@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from commrt import _native
 from commrt.boxes.device_plans import BoundBoxes
-from commrt.calls import arguments
 from commrt.calls.bound_call import BoundCall
-from commrt.calls.counts import bind_call
 from commrt.device_calls.collectives import BoundDeviceCall
 from commrt.device_calls.host_collectives import BoundHostCall
-from commrt.errors import UsageError, suggest
+from commrt.errors import suggest
 from commrt.messages.bound import (
     bind_messages,
     bind_recv,
@@ -24,7 +22,7 @@ from commrt.messages.bound import (
 from commrt.messages.by_nccl import NcclMessages
 from commrt.sparse.bound import bind_sparse, bind_topk
 from commrt.trace.bound import follow_bound
-from commrt.vocabulary.operations import COLLECTIVES, names_of, operation
+from commrt.vocabulary.operations import COLLECTIVES, names_of
 
 if TYPE_CHECKING:
     from commrt.boxes.layouts import Layout
@@ -65,7 +63,7 @@ class Plans:
 
     def _followed(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Return a bound call whose runs a log may have."""
-        made = self._make(name, *args, **kwargs)
+        made = self._comm.collectives.bound(name, args, kwargs)
         return follow_bound(self._comm, made, name, args, **kwargs)
 
     def __dir__(self) -> list[str]:
@@ -181,37 +179,3 @@ class Plans:
         made = comm.redistributions.bound(x, source, target, out)
         follow_bound(comm, made, "redistribute", (x, source, target))
         return made
-
-    def _make(self, name: str, *args: Any, **kwargs: Any) -> _Bound:
-        comm = self._comm
-        comm.check_usable()
-        if "nonblocking" in kwargs or "timeout_s" in kwargs:
-            raise UsageError(
-                f"plan.{name}: nonblocking is said when the plan is run: plan() or "
-                f"plan.start(); its deadline is comm.timeout_s"
-            )
-        try:
-            call = arguments.parse(operation(name), args, kwargs)
-            bound = bind_call(comm, call)
-            if bound.device is not None or call.stream is not None:
-                return comm.devices.bound(call, bound)
-            compressed = comm.compression.bound(call, bound)
-            if compressed is not None:
-                return compressed
-            plan = comm.collectives.agreed_plan(call, bound)
-        except UsageError as error:
-            comm.collectives.tell(name, kwargs, error)
-            raise
-        x, out = bound.x, bound.out
-        return _native.PersistentCall(
-            comm,
-            plan,
-            0 if x is None else x.address,
-            0 if out is None else out.address,
-            None if x is None else (x.owner, x.array),
-            None if out is None else out.owner,
-            bound.result,
-            name,
-            0 if x is None else x.copied_from,
-            0 if x is None else x.nbytes,
-        )

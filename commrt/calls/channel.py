@@ -1,12 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group with collectives: what services and commrt's own exchanges are given."""
+"""Channel: a group of ranks that runs collectives on host arrays."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from commrt import _native
+from commrt.backends.attaching import attach_all
+from commrt.calls.collectives import Collectives
+from commrt.calls.host_route import HostRoute
 from commrt.calls.methods import method_of
+from commrt.calls.selection import Selection
+from commrt.calls.settings import Settings
+from commrt.devices.arrays import may_free
+from commrt.errors import UsageError
+from commrt.group.compare import Comparison
 from commrt.group.group import Group
+from commrt.group.native_mpi import NativeMpi
+from commrt.job.world import World
 from commrt.vocabulary.operations import OPERATIONS
 
 if TYPE_CHECKING:
@@ -17,20 +31,163 @@ else:
 __all__ = ["Channel"]
 
 
-class Channel(Group, Operations):
-    """A group of ranks that runs collectives; ``Communicator`` is what users get.
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise UsageError(
+        "a private channel runs calls on host arrays only; this one needs a device: "
+        "make it on the communicator"
+    )
 
-    The engine runs the calls that it knows (``native/calls/operation.cpp``), and asks
-    the object's ``_call`` for all others.
+
+class Channel(Group, Operations):
+    """A group of ranks that runs collectives on host arrays.
+
+    Services use channels for their own exchanges (``private``); ``Communicator`` adds
+    devices and services, and is what users get. The engine runs the calls that it has
+    seen before (``native/calls/operation.cpp``), and asks ``_call`` for all others.
     """
 
-    if TYPE_CHECKING:  # Communicator has them, with what its services hold
+    def __init__(
+        self,
+        world: World,
+        ranks: Sequence[int],
+        name: str,
+        identity: int,
+        *,
+        deterministic: bool = False,
+        native_comm: Any = None,
+        timeout_s: float | None = None,
+        settings: Settings | None = None,
+        stager: Callable[[Any], _native.Stager] = _refuse,
+        sendrecv: Callable[..., Any] = _refuse,
+    ) -> None:
+        """Connect ``ranks`` (ranks of the world); collective over them.
 
-        def free(self) -> None:
-            """Release it; local, idempotent. Wait for its requests first."""
+        Args:
+            world: the job.
+            ranks: who takes part, in the order of this group.
+            name: what messages call it.
+            identity: a number that the ranks agreed on, and nobody else has.
+            deterministic: results shall not depend on the algorithm.
+            native_comm: an mpi4py communicator of these ranks where nobody else runs
+                collectives; None where there is none yet.
+            timeout_s: limit of every wait in here, not of later ones.
+            settings: the group's own choices, equal on all ranks.
+            stager: returns what runs calls on a device through pinned memory.
+            sendrecv: sends one message and receives one; for backends.
+        """
+        super().__init__(
+            world,
+            ranks,
+            name,
+            identity,
+            deterministic=deterministic,
+            limit_s=timeout_s,
+        )
+        mine = settings or Settings()
+        self.table = mine.table or world.table
+        self.wishes = mine.all_wishes(world.wishes)
+        """What is asked for beforehand; what comes first holds."""
+        self.native_mpi = NativeMpi(self, native_comm)
+        self.attached = attach_all(self, self.table, self.native_mpi, stager, sendrecv)
+        """Its backends, by name."""
+        self.selection = Selection(self, self.attached, self.table, self.wishes)
+        self.policy = self.selection.policy
+        self.comparison = Comparison(self)
+        self.host = HostRoute(self, self.selection)
+        self.collectives = Collectives(self, self.comparison, [self.host])
 
-        def give_up(self, why: str) -> None:
-            """Make it unusable, here and for ranks of this node that wait."""
+    # -- making ------------------------------------------------------------------
+
+    def agree_private(self, purpose: str, timeout_s: float) -> tuple[str, int]:
+        """Return name and identity of a channel of the same ranks; collective."""
+        label = f"comm{self.identity}/{purpose}"
+        identity = self.world.agree_id(self.world_ranks, label, timeout_s=timeout_s)
+        return f"{self.name}.{purpose}", identity
+
+    def private(self, purpose: str, timeout_s: float) -> Channel:
+        """Return a channel of the same ranks for commrt's own use; collective."""
+        made = Channel(
+            self.world,
+            self.world_ranks,
+            *self.agree_private(purpose, timeout_s),
+            timeout_s=timeout_s,
+        )
+        made.settle()
+        return made
+
+    def settle(self) -> None:
+        """Let the backends measure what their choices go by; collective."""
+        for attached in self.attached.values():
+            attached.measure()
+
+    # -- running -----------------------------------------------------------------
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a collective that the engine did not recognise at a glance."""
+        return self.collectives.run(name, args, kwargs)
+
+    # -- ending ------------------------------------------------------------------
+
+    def free(self) -> None:
+        """Release the channel; local, idempotent. Wait for its requests first."""
+        if not self.is_over:
+            self._end(at_rest=self._come_to_rest())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or belongs to the process that this was forked from."""
+        return self.closed is not None or os.getpid() != self.pid
+
+    def _come_to_rest(self) -> bool:
+        """Wait for what is in flight; False where operations hang in a failed group."""
+        at_rest = self.comes_to_rest()
+        if not at_rest and not self.failure:
+            raise UsageError(
+                f"{self.name} cannot be freed: operations are in flight; wait() for "
+                f"their requests first"
+            )
+        return at_rest
+
+    def _end(self, *, at_rest: bool) -> None:
+        """Refuse calls from here on, and release what no operation uses any more."""
+        self.closed = "freed"
+        self._slow = True
+        self._forget_plans()
+        self.host.plans.clear()
+        if at_rest:
+            self._release()
+
+    def _release(self) -> None:
+        self.native_mpi.give_back()
+        self._release_memory()
+
+    def _release_memory(self) -> None:
+        if self.arena is not None:
+            self._detach()
+            self.arena.close()
+            self.arena = None
+
+    def __del__(self) -> None:
+        # Nothing that was never made has an end; a forked process owns nothing.
+        if getattr(self, "closed", "unmade") is None and os.getpid() == self.pid:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Give memory back of a channel that was dropped without ``free()``.
+
+        Operations in flight, and with them the peers, need it to their end.
+        """
+        if sys.is_finalizing():
+            return
+        if not (self.idle and may_free()):
+            self.world.lingering.append(self)
+            return
+        self.closed = "dropped"
+        self._release()
+
+    def give_up(self, why: str) -> None:
+        """Make it unusable, here and for ranks of this node that wait."""
+        self.set_failure(why)
 
 
 for _spec in OPERATIONS:

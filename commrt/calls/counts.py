@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,17 +26,45 @@ from commrt.calls.arguments import (
     check_writable,
 )
 from commrt.errors import CommError, TimeoutError_, UsageError
+from commrt.group.group import CallChecker, Exchange
 from commrt.vocabulary.checks import as_integer
 
-if TYPE_CHECKING:
-    from commrt.calls.channel import Channel
-
-__all__ = ["bind_call", "bind_counted", "check_counts"]
+__all__ = ["Exchanging", "bind_call", "bind_counted", "check_counts"]
 
 _LARGEST = 2**63 - 1
 
 
-def bind_call(comm: Channel, call: Call) -> Bound:
+class Exchanging(Exchange, Protocol):
+    """A group of ranks that can exchange counts."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def checker(self) -> CallChecker | None:
+        """Compares calls across ranks in check mode."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Default limit of a wait, in seconds."""
+
+    def check_usable(self) -> None:
+        """Raise ClosedError or RevokedError where the group cannot be used."""
+
+    def give_up(self, why: str) -> None:
+        """Make it unusable, here and for ranks of this node that wait."""
+
+
+def bind_call(comm: Exchanging, call: Call) -> Bound:
     """Check the arrays of any collective; allocate the output if needed."""
     if not call.spec.count_arguments:
         return bind(call, comm.rank, comm.size)
@@ -217,7 +245,7 @@ def _own_block(x: HostView, out: HostView, elements_before: int) -> bool:
     return bool(small.nbytes) and small.address == at and inside
 
 
-def _exchange(comm: Channel, call: Call, sent: tuple[int, ...]) -> tuple[int, ...]:
+def _exchange(comm: Exchanging, call: Call, sent: tuple[int, ...]) -> tuple[int, ...]:
     """Return what each rank sends here; every rank calls it."""
     counts = np.array(sent, np.int64)
     limit = comm.timeout_s if call.timeout_s is None else call.timeout_s

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes: the ways of a call that the dispatcher did not recognise at a glance."""
+"""Routes: the ways of a call that the engine did not recognise at a glance."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from commrt.calls.arguments import Bound, Call
@@ -16,12 +17,13 @@ class Route(Protocol):
     def again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the request of a call like one before; None to look at it in full."""
 
-    def takes(self, call: Call, bound: Bound) -> bool:
-        """Return whether a call goes this way; local, and the same on all ranks."""
+    def prepare(self, call: Call, bound: Bound) -> Callable[[], Any] | None:
+        """Check a call, and return what starts it; None where another route runs it.
 
-    def run(self, call: Call, bound: Bound) -> Any:
-        """Start the call, and return its output or its request.
-
-        NotImplemented where the next route is to be asked after all. In check mode, a
-        UsageError is raised on all ranks: so it must come before they are compared.
+        The answer must be the same on all ranks. In check mode the ranks are compared
+        here, and a UsageError is raised on all of them: so it must come before.
+        Starting the call returns its output or its request.
         """
+
+    def bind(self, call: Call, bound: Bound) -> Any:
+        """Return a persistent call; None where another route runs it. As prepare."""

@@ -246,7 +246,17 @@ class Compression:
 
     # -- running -----------------------------------------------------------------
 
-    def bound(self, call: Call, bound: Bound) -> CompressedCall | None:
+    def again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Return None: no compressed call is started without a look at it."""
+
+    def prepare(self, call: Call, bound: Bound) -> Callable[[], Any] | None:
+        """Return what starts the call; None where it is not compressed."""
+        compressed = self.bind(call, bound)
+        if compressed is None:
+            return None
+        return compressed.start if call.nonblocking else compressed
+
+    def bind(self, call: Call, bound: Bound) -> CompressedCall | None:
         """Return the call, checked; None where it is not compressed.
 
         In check mode all ranks are compared here.

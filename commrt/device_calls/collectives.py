@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, device_number
 from commrt.backends.agreement import meet
 from commrt.backends.base import Attached
+from commrt.calls.channel import Channel
 from commrt.device_calls.host_collectives import (
     BoundHostCall,
-    run_on_host,
+    Compressed,
+    host_part_of,
     runs_on_host,
 )
-from commrt.device_calls.host_thread import HostJobs
+from commrt.device_calls.host_thread import HostChannel, HostJobs
+from commrt.device_calls.host_work import HostCall, start_host_call
 from commrt.device_calls.requests import DeviceRequest
 from commrt.devices.arrays import DeviceStream, free_what_was_left
 from commrt.devices.registry import cuda_device
@@ -36,8 +40,6 @@ from commrt.group.deferred_release import (
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
-    from commrt.calls.selection import Selection
-    from commrt.comm import Communicator
 
 __all__ = ["BoundDeviceCall", "DeviceCollectives", "DeviceUser"]
 
@@ -78,24 +80,29 @@ class DeviceCollectives:
     """A communicator's work on devices.
 
     Args:
-        comm: the communicator.
-        attached: its backends, by name.
-        selection: chooses among them.
+        comm: the ranks.
+        make_host_channel: returns what the host's parts of calls go over, given the
+            limit of the wait in seconds; collective.
+        compress: returns a compressed call, checked.
     """
 
     def __init__(
-        self, comm: Communicator, attached: Mapping[str, Attached], selection: Selection
+        self,
+        comm: Channel,
+        make_host_channel: Callable[[float], HostChannel],
+        compress: Callable[[Call, Bound], Compressed | None],
     ) -> None:
         self.comm = comm
-        self.attached = attached
-        self.selection = selection
+        self.attached = comm.attached
+        self.selection = comm.selection
+        self._compress = compress
         self.is_agreed = False
         """Whether the ranks have told each other what carries device arrays."""
         self.users: list[DeviceUser] = []
         """Services that end with this."""
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
         self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
-        self.host_jobs = HostJobs(comm)
+        self.host_jobs = HostJobs(comm, self.options, make_host_channel)
         self._plans: dict[Any, DevicePlan] = {}
         self._own_events: dict[tuple[int, int], tuple[Any, int]] = {}
         """By thread and device: between two calls another thread must not record it."""
@@ -111,27 +118,42 @@ class DeviceCollectives:
     def again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Return None: the engine itself starts calls like one before."""
 
-    def takes(self, call: Call, bound: Bound) -> bool:
-        """Return whether a call is one on device arrays, or is ordered by a stream."""
-        return bound.device is not None or call.stream is not None
-
-    def run(self, call: Call, bound: Bound) -> Any:
-        """Start a collective whose arrays are on a device; return output or request."""
+    def prepare(self, call: Call, bound: Bound) -> Callable[[], Any] | None:
+        """Return what starts a call on device arrays, or one ordered by a stream."""
+        if bound.device is None and call.stream is None:
+            return None
         if runs_on_host(call):
-            return run_on_host(self, call, bound)
+            self.check(call, bound)
+            return partial(self._run_on_host, call, self.host_part(call, bound))
         try:
             plan = self.plan(call, bound)
+        except CaptureError as error:
+            raise self.why_not_started(call.spec.name, error) from None
+        return partial(self._run, call, bound, plan)
+
+    def _run(self, call: Call, bound: Bound, plan: DevicePlan) -> Any:
+        """Start a planned call; return its output or its request."""
+        try:
             request = self.start(call, bound, plan)
         except CaptureError as error:
             raise self.why_not_started(call.spec.name, error) from None
-        self._remember(call, bound, plan)
+        self._cache(call, bound, plan)
         if call.nonblocking:
             return request
         request.be_quiet()
         return bound.result
 
+    def _run_on_host(self, call: Call, part: HostCall) -> Any:
+        return start_host_call(
+            self.comm, self, part, nonblocking=call.nonblocking, stream=call.stream
+        )
+
+    def host_part(self, call: Call, bound: Bound) -> HostCall:
+        """Return the host's part of a call whose work is Python's; see its errors."""
+        return host_part_of(self.comm, self._compress, call, bound)
+
     def why_not_started(self, name: str, error: Exception) -> Exception:
-        """Return what a call says that could not be given to its device."""
+        """Return the error to raise when the device rejects a call."""
         comm = self.comm
         if isinstance(error, CaptureError):
             text = f"{name} on {comm.name}, rank {comm.rank}: {error}"
@@ -200,7 +222,7 @@ class DeviceCollectives:
         if isinstance(error, DeviceError) and error.status == "not_ready":
             self.comm.check_usable()
 
-    def _remember(self, call: Call, bound: Bound, plan: DevicePlan) -> None:
+    def _cache(self, call: Call, bound: Bound, plan: DevicePlan) -> None:
         """Let calls like this one be started without Python (device_call_cache.hpp)."""
         spec, x, out = call.spec, bound.x, bound.out
         asked = call.algorithm, call.backend, call.params, call.user, call.factor
@@ -268,8 +290,10 @@ class DeviceCollectives:
             return current_stream_of(array, device)
         return as_stream(call.stream, device, call.spec.name)
 
-    def bound(self, call: Call, bound: Bound) -> BoundDeviceCall | BoundHostCall:
-        """Return the call bound to its arrays, to run it any number of times."""
+    def bind(self, call: Call, bound: Bound) -> BoundDeviceCall | BoundHostCall | None:
+        """Return the call bound to its arrays; None for one on host arrays."""
+        if bound.device is None and call.stream is None:
+            return None
         if runs_on_host(call):
             return BoundHostCall(self, call, bound)
         plan = self.plan(call, bound)
@@ -352,6 +376,8 @@ class DeviceCollectives:
                 f"{name}: x and out are not on the same device: {_place(bound.x)} and "
                 f"{_place(bound.out)}; pass arrays of one device"
             )
+        if call.stream is not None:  # before the ranks are compared
+            as_stream(call.stream, self._device(call, bound), name)
 
     def _device(self, call: Call, bound: Bound) -> Any:
         if bound.on is not None:

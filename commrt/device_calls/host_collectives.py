@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from commrt.arrays.host import HostView, view_anywhere
-from commrt.device_calls.host_work import HostCall, start_host_call
+from commrt.calls.channel import Channel
+from commrt.calls.selection import Selection
+from commrt.device_calls.host_thread import HostChannel
+from commrt.device_calls.host_work import HostCall
 from commrt.errors import BackendError
+from commrt.group.group import Group
 from commrt.group.stepped import SteppedRequest, Steps
+from commrt.vocabulary.wire_formats import WireFormat
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
-    from commrt.calls.channel import Channel
-    from commrt.comm import Communicator
-    from commrt.device_calls.collectives import DeviceCollectives
 
-__all__ = ["BoundHostCall", "run_on_host", "runs_on_host"]
+__all__ = ["BoundHostCall", "Compressed", "host_part_of", "runs_on_host"]
 
 
 def runs_on_host(call: Call) -> bool:
@@ -30,21 +32,49 @@ def runs_on_host(call: Call) -> bool:
     return _compresses(call) or (call.user is not None and call.user.address is None)
 
 
-def run_on_host(devices: DeviceCollectives, call: Call, bound: Bound) -> Any:
-    """Let the host do a collective on copies; return its output or request."""
-    devices.check(call, bound)
-    comm = devices.comm
-    made = (_compressed if _compresses(call) else _reduced)(comm, call, bound)
-    return start_host_call(
-        comm, devices, made, nonblocking=call.nonblocking, stream=call.stream
-    )
+class Compressed(Protocol):
+    """A compressed call, checked."""
+
+    @property
+    def wire(self) -> WireFormat:
+        """What its parts are sent as."""
+
+
+class Devices(Protocol):
+    """The device calls of one communicator, whose work the host may do."""
+
+    @property
+    def comm(self) -> Channel:
+        """The ranks."""
+
+    def check(self, call: Call, bound: Bound) -> None:
+        """Raise UsageError for what cannot be done on devices."""
+
+    @property
+    def selection(self) -> Selection:
+        """Chooses among the backends' candidates."""
+
+    def prepare(self, call: Call, bound: Bound) -> Callable[[], Any] | None:
+        """Return what starts a call; None for one on host arrays."""
+
+
+def host_part_of(
+    comm: Channel,
+    compress: Callable[[Call, Bound], Compressed | None],
+    call: Call,
+    bound: Bound,
+) -> HostCall:
+    """Return the host's part of a collective; in check mode the ranks are compared."""
+    if _compresses(call):
+        return _compressed(comm, compress, call, bound)
+    return _reduced(comm, call, bound)
 
 
 def _compresses(call: Call) -> bool:
     return call.compress not in (None, "none")
 
 
-def _limit(comm: Communicator, call: Call) -> float:
+def _limit(comm: Group, call: Call) -> float:
     return comm.timeout_s if call.timeout_s is None else call.timeout_s
 
 
@@ -53,10 +83,15 @@ def _counts(call: Call) -> dict[str, Any]:
     return {argument: value for argument, value in counts if value is not None}
 
 
-def _compressed(comm: Communicator, call: Call, bound: Bound) -> HostCall:
+def _compressed(
+    comm: Group,
+    compress: Callable[[Call, Bound], Compressed | None],
+    call: Call,
+    bound: Bound,
+) -> HostCall:
     """Return the call that compresses; in check mode all ranks are compared."""
     name = call.spec.name
-    compressed = comm.compression.bound(call, bound)
+    compressed = compress(call, bound)
     assert compressed is not None
     x, out = bound.x, bound.out
     assert x is not None
@@ -74,7 +109,7 @@ def _compressed(comm: Communicator, call: Call, bound: Bound) -> HostCall:
     }
     in_place = out.address == x.address
 
-    def start(channel: Channel, copy_of: Callable[[Any], Any]) -> Any:
+    def start(channel: HostChannel, copy_of: Callable[[Any], Any]) -> Any:
         return getattr(channel, name)(
             copy_of(x),
             out=None if in_place else copy_of(out),
@@ -87,7 +122,7 @@ def _compressed(comm: Communicator, call: Call, bound: Bound) -> HostCall:
     return HostCall(name, "compression", reads, writes, start, limit, bound.result)
 
 
-def _reduced(comm: Communicator, call: Call, bound: Bound) -> HostCall:
+def _reduced(comm: Channel, call: Call, bound: Bound) -> HostCall:
     """Return the call whose reduction is a Python function; it goes whole."""
     spec, user = call.spec, call.user
     assert user is not None
@@ -116,13 +151,15 @@ def _reduced(comm: Communicator, call: Call, bound: Bound) -> HostCall:
     in_place = out is not None and out.address == x.address and out.nbytes == x.nbytes
     held = [x] if out is None else [x, out]
 
-    def steps(channel: Channel, copy_of: Callable[[HostView], Any]) -> Steps[Any]:
+    def steps(channel: HostChannel, copy_of: Callable[[HostView], Any]) -> Steps[Any]:
         given = None if out is None or in_place else copy_of(out)
         request = getattr(channel, spec.name)(copy_of(x), out=given, **arguments)
         yield [request]
         return request.wait()
 
-    def start(channel: Channel, copy_of: Callable[[HostView], Any]) -> SteppedRequest:
+    def start(
+        channel: HostChannel, copy_of: Callable[[HostView], Any]
+    ) -> SteppedRequest:
         what = f"{spec.name} (op={user.name}) on {comm.name}, rank {comm.rank}"
         made = steps(channel, copy_of)
         return SteppedRequest(made, what, spec.name, limit, lambda error: None)
@@ -136,7 +173,7 @@ def _reduced(comm: Communicator, call: Call, bound: Bound) -> HostCall:
 class BoundHostCall:
     """Such a collective bound to its arrays; call it, or ``start()`` it."""
 
-    def __init__(self, devices: DeviceCollectives, call: Call, bound: Bound) -> None:
+    def __init__(self, devices: Devices, call: Call, bound: Bound) -> None:
         self._devices, self._bound = devices, bound
         self._calls = [replace(call, nonblocking=flag) for flag in (False, True)]
         self.operation = call.spec.name
@@ -147,8 +184,13 @@ class BoundHostCall:
 
     def __call__(self) -> Any:
         """Run the operation; the current stream waits for it. Return its output."""
-        return run_on_host(self._devices, self._calls[0], self._bound)
+        return self._run(self._calls[0])
 
     def start(self) -> Any:
         """Start the operation and return its request."""
-        return run_on_host(self._devices, self._calls[1], self._bound)
+        return self._run(self._calls[1])
+
+    def _run(self, call: Call) -> Any:
+        start = self._devices.prepare(call, self._bound)
+        assert start is not None, "it was bound, so it is a call on devices"
+        return start()

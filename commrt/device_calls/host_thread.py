@@ -18,17 +18,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from commrt import _native, env
 from commrt.devices.arrays import freeing_nothing
 from commrt.errors import CommError, MismatchError, RevokedError, TimeoutError_
+from commrt.group.group import Group
 from commrt.group.stepped import SteppedRequest
 
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
-
-__all__ = ["HostJob", "HostJobs"]
+__all__ = ["HostChannel", "HostJob", "HostJobs"]
 
 _SLICE_S = 0.05
 """A thread that waits looks so often whether it shall end."""
@@ -36,12 +34,36 @@ _END_S = 1.0
 _NAP_S = 50e-6
 
 
+class HostChannel(Protocol):
+    """Runs the host's parts of calls: collectives, compressed ones, sparse sums."""
+
+    def open(self, kind: str, timeout_s: float) -> None:
+        """Let the ranks make what calls of a kind use, once; collective."""
+
+    @property
+    def sparse_allreduce(self) -> Callable[..., Any]:
+        """The communicator's method of this name, for the host."""
+
+    @property
+    def topk_allreduce(self) -> Callable[..., Any]:
+        """The communicator's method of this name, for the host."""
+
+    def check_usable(self) -> None:
+        """Raise ClosedError or RevokedError where it cannot be used."""
+
+    def give_up(self, why: str) -> None:
+        """Make it unusable, here and for ranks of this node that wait."""
+
+    def free(self) -> None:
+        """Release it; local, idempotent."""
+
+
 class HostJob:
     """The host's part of one call."""
 
     def __init__(
         self,
-        channel: Communicator,
+        channel: HostChannel,
         device: Any,
         work: _native.HostWork,
         call: _native.DeviceCall,
@@ -236,12 +258,24 @@ def _close(feed: _Feed, threads: list[threading.Thread]) -> None:
 
 
 class HostJobs:
-    """A communicator's calls on device arrays whose work is the host's."""
+    """A communicator's calls on device arrays whose work is the host's.
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    Args:
+        comm: the ranks.
+        options: returns how work on a device uses pinned memory.
+        make_channel: returns what the jobs go over, given the limit of the wait in
+            seconds; collective.
+    """
+
+    def __init__(
+        self,
+        comm: Group,
+        options: Callable[[Any], tuple[int, int, int, int, bool]],
+        make_channel: Callable[[float], HostChannel],
+    ) -> None:
+        self._comm, self._options, self._make_channel = comm, options, make_channel
         self._works: dict[int, tuple[Any, _native.HostWork]] = {}
-        self._channel: Communicator | None = None
+        self._channel: HostChannel | None = None
         self._feed = _Feed()
         self._threads: list[threading.Thread] = []
         self._issue = threading.Lock()
@@ -263,28 +297,20 @@ class HostJobs:
         """Return what copies there and back, made at the first such call."""
         found = self._works.get(id(device))
         if found is None:
-            options = self._comm.devices.options(device)
-            made = _native.HostWork(self._comm, device, *options)
+            made = _native.HostWork(self._comm, device, *self._options(device))
             found = self._works[id(device)] = device, made
         return found[1]
 
-    def channel(self, kind: str, timeout_s: float) -> Communicator:
-        """Return the communicator that the host's calls go over; ready for ``kind``.
+    def channel(self, kind: str, timeout_s: float) -> HostChannel:
+        """Return the channel that the host's calls go over, ready for ``kind``.
 
         Collective the first time, as the ranks make it together.
         """
         found = self._channel
         if found is None:
-            comm = self._comm
-            wish = comm.deterministic
-            found = comm.private("host", timeout_s, deterministic=wish)
-            found.sparse.made_for = weakref.ref(comm.sparse)
-            self._channel = found
+            found = self._channel = self._make_channel(timeout_s)
         found.check_usable()
-        if kind == "sparse":
-            found.sparse.open(timeout_s)
-        elif kind == "compression":
-            found.compression.open(timeout_s)
+        found.open(kind, timeout_s)
         return found
 
     def start(

@@ -21,14 +21,13 @@ import numpy as np
 
 from commrt.arrays.device import as_stream, current_stream_of, is_on_device, place_of
 from commrt.arrays.host import HostView, empty_like_array, numpy_type, view_anywhere
-from commrt.device_calls.host_thread import HostJob
+from commrt.device_calls.host_thread import HostChannel, HostJob, HostJobs
 from commrt.device_calls.requests import DeviceRequest, late
 from commrt.errors import CaptureError, UsageError
 from commrt.group.stepped import SteppedRequest
 from commrt.vocabulary.checks import check_timeout
 
 if TYPE_CHECKING:
-    from commrt.calls.channel import Channel
     from commrt.device_calls.collectives import DeviceCollectives
     from commrt.group.group import Group
 
@@ -79,7 +78,7 @@ class HostCall:
     reads: Sequence[HostView]
     writes: Sequence[HostView]
     """Some of them may be read, too."""
-    call: Callable[[Channel, Callable[[HostView], Any]], SteppedRequest]
+    call: Callable[[HostChannel, Callable[[HostView], Any]], SteppedRequest]
     """Starts the host's call, given where it goes and what tells an array's copy."""
     timeout_s: float
     result: Any = None
@@ -136,10 +135,10 @@ def start_host_call(
     of = (group, job.call, made.result, what, made.timeout_s, device, handle, first)
     request: HostRequest
     if made.rebuild is None:
-        request = HostRequest(*of, job=job)
+        request = HostRequest(*of, job=job, jobs=jobs)
     else:
         request = HostResultRequest(
-            *of, job=job, like=made.reads[-1], rebuild=made.rebuild
+            *of, job=job, jobs=jobs, like=made.reads[-1], rebuild=made.rebuild
         )
     return request if nonblocking else request.wait_in(handle)
 
@@ -148,7 +147,7 @@ class _Begins:
     """Starts the host's part of a call on what the device has copied."""
 
     def __init__(self, made: HostCall, places: dict[int, int]) -> None:
-        self.channel: Channel
+        self.channel: HostChannel
         self._call, self._places = made.call, places
         # What numpy has no type for is said in the call.
         self._types = {
@@ -207,8 +206,9 @@ def _check_apart(what: str, views: Sequence[HostView]) -> None:
 class HostRequest(DeviceRequest):
     """One started call on device arrays whose work is the host's."""
 
-    def __init__(self, *arguments: Any, job: HostJob) -> None:
+    def __init__(self, *arguments: Any, job: HostJob, jobs: HostJobs) -> None:
         super().__init__(*arguments)
+        self._jobs = jobs
         self._output, self._on, self._array = arguments[2], arguments[5], arguments[7]
         self._job = job
 
@@ -249,10 +249,6 @@ class HostRequest(DeviceRequest):
         """What the host's part raised."""
         return self._job.error
 
-    @property
-    def _jobs(self) -> Any:
-        return self.comm.devices.host_jobs
-
     def _limit(self, timeout_s: float | None) -> float:
         if timeout_s is None:
             return float(self.timeout_s)
@@ -270,9 +266,14 @@ class HostResultRequest(HostRequest):
     """The same of a call whose result's length is known at its end alone."""
 
     def __init__(
-        self, *arguments: Any, job: HostJob, like: HostView, rebuild: Rebuild
+        self,
+        *arguments: Any,
+        job: HostJob,
+        jobs: HostJobs,
+        like: HostView,
+        rebuild: Rebuild,
     ) -> None:
-        super().__init__(*arguments, job=job)
+        super().__init__(*arguments, job=job, jobs=jobs)
         self._like, self._rebuild = like, rebuild
         self._given: Any = None
         """The call that brings the result to the device."""

@@ -142,7 +142,20 @@ class Fusion:
             return None
         return self.buckets.again(name, args, kwargs)
 
-    def takes(self, call: Call, bound: Bound) -> bool:
+    def prepare(self, call: Call, bound: Bound) -> Callable[[], Any] | None:
+        """Put a call into a bucket; return what returns its request.
+
+        None where the call has to run by itself.
+        """
+        if not self._takes(call, bound):
+            return None
+        request = (self.fuse if bound.on is None else self.fuse_on_device)(call, bound)
+        return None if request is None else lambda: request
+
+    def bind(self, call: Call, bound: Bound) -> None:
+        """Return None: a persistent call runs by itself."""
+
+    def _takes(self, call: Call, bound: Bound) -> bool:
         """Return whether a call goes into a bucket, as far as its arguments say."""
         context = self.context
         if context is None or runs_on_host(call) or not context.takes(call, bound):
@@ -151,14 +164,6 @@ class Fusion:
             return True
         is_on_host = bound.device is None and call.stream is None
         return is_on_host and not self._may_compress()
-
-    def run(self, call: Call, bound: Bound) -> Any:
-        """Return the request of a call that goes into a bucket.
-
-        NotImplemented where it has to run by itself after all.
-        """
-        request = (self.fuse if bound.on is None else self.fuse_on_device)(call, bound)
-        return NotImplemented if request is None else request
 
     def fuse(self, call: Call, bound: Bound) -> _native.FusedRequest | None:
         """Return the request of a call on host arrays; None: it runs by itself."""

@@ -45,11 +45,20 @@ _KINDS: dict[str, type[Exception]] = {
 _REST_S = 1.0
 
 
+class Exchange(Protocol):
+    """Lets each rank tell each other one something."""
+
+    def alltoall(self, x: Any, *, out: Any, timeout_s: float) -> Any:
+        """Send an element to each rank, and return what each one has sent here."""
+        ...
+
+
 class CallChecker(Protocol):
     """Compares calls across ranks before anything of them is sent (check mode)."""
 
-    channel: Any
-    """What the comparisons go over: collectives of the same ranks."""
+    @property
+    def channel(self) -> Exchange:
+        """Collectives of the same ranks, which the comparisons go over."""
 
     def check(self, call: Any, bound: Any) -> None:
         """Raise MismatchError on every rank unless all of them make the same call."""

@@ -11,6 +11,7 @@ from typing import Any
 from commrt.arrays.host import HostView, empty_like_array, overlap, view_anywhere
 from commrt.calls.channel import Channel
 from commrt.device_calls.collectives import DeviceCollectives
+from commrt.device_calls.host_thread import HostChannel
 from commrt.device_calls.host_work import (
     HostCall,
     holds_device_arrays,
@@ -289,7 +290,9 @@ class SparseSums:
             what, check, timeout_s=limit, describe=say
         )
 
-        def start(channel: Any, copy_of: Callable[[HostView], Any]) -> SteppedRequest:
+        def start(
+            channel: HostChannel, copy_of: Callable[[HostView], Any]
+        ) -> SteppedRequest:
             found: SteppedRequest = channel.topk_allreduce(
                 copy_of(array),
                 number,
@@ -426,7 +429,9 @@ def _sum_on_host(output: Output, algorithm: Any, limit: float) -> HostCall:
         result = empty_like_array(given.values, given.shape, dtype)
         out = view_anywhere(result, "sparse_allreduce: out")
 
-    def start(channel: Any, copy_of: Callable[[HostView], Any]) -> SteppedRequest:
+    def start(
+        channel: HostChannel, copy_of: Callable[[HostView], Any]
+    ) -> SteppedRequest:
         found: SteppedRequest = channel.sparse_allreduce(
             (copy_of(given.indices), copy_of(given.values), given.shape),
             result=output.format,

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from commrt._native import Request
-from commrt.calls.check_mode import Checker, shortened
+from commrt.calls.channel import Channel
+from commrt.calls.check_mode import shortened
 from commrt.errors import (
     MismatchError,
     TruncationError,
@@ -108,7 +109,16 @@ class CheckedCalls(Collectives, Messages):
         header = _header(x)
         with calls.raising():
             data = calls.comm.send(movable(x), dest=dst_rank, tag=tag, nonblocking=True)
-            said = channel.send(header, dest=dst_rank, tag=tag, nonblocking=True)
+            said = channel.send_bytes(
+                header.ctypes.data,
+                header.nbytes,
+                dst_rank,
+                tag,
+                header,
+                "send",
+                True,
+                channel.timeout_s,
+            )
         return calls.end(_Sent(data, said), False, [x], None)
 
     def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> CommrtWork | None:
@@ -134,8 +144,8 @@ class CheckedCalls(Collectives, Messages):
         return calls.end(request, False, [x], back)
 
     @property
-    def _channel(self) -> Any:
-        checker: Checker | None = self.calls.comm.checker
+    def _channel(self) -> Channel:
+        checker = self.calls.comm.checker
         assert checker is not None
         return checker.channel
 
@@ -199,7 +209,7 @@ class _Received:
 
     def __init__(
         self,
-        channel: Any,
+        channel: Channel,
         comm: Any,
         x: torch.Tensor,
         out: torch.Tensor,
@@ -213,7 +223,18 @@ class _Received:
         self._tag = tag
         self._site = site or call_site()
         self._data = comm.recv(out, source=source, tag=tag, nonblocking=True)
-        self._words = channel.recv(self._said, source=source, tag=tag, nonblocking=True)
+        said = self._said
+        self._words = channel.recv_bytes(
+            said.ctypes.data,
+            said.nbytes,
+            source,
+            tag,
+            said,
+            said,
+            "recv",
+            True,
+            channel.timeout_s,
+        )
         _quiet(self._data, self._words)
 
     @property

@@ -32,7 +32,7 @@ from commrt.group.symmetric import SymmetricMemory
 from commrt.job.world import World
 from commrt.messages.point_to_point import Messages
 from commrt.mpi import library
-from commrt.plans import Plans
+from commrt.plans import PlannedServices, Plans
 from commrt.sparse.allreduce import SparseReport
 from commrt.sparse.sums import SparseSums
 from commrt.subgroups import Kinds, Subgroups
@@ -56,6 +56,9 @@ class CommStats:
     """Plans in the dispatcher's cache."""
     in_flight: bool
     """Whether operations are in flight."""
+
+
+_Subgroups = Subgroups["Communicator", "CartCommunicator", "GraphCommunicator"]
 
 
 class Communicator(Channel):
@@ -122,10 +125,13 @@ class Communicator(Channel):
             self.host,
         )
         self.sparse = SparseSums(self, self.devices, self.comparison, self.private)
-        self.subgroups = Subgroups(self, self.comparison, _KINDS)
+        self.subgroups = _Subgroups(self, self.comparison, _KINDS)
         self.box_plans = ComparedBoxes(self)
         self.redistributions = Redistributions(
             self, self.devices, self.comparison, self.box_plans
+        )
+        self._services = PlannedServices(
+            self, self.collectives, self.messages, self.sparse, self.redistributions
         )
         picks = world.picks_native(self.facts, self.table, self.wishes)
         if native_comm is None and picks:
@@ -227,7 +233,7 @@ class Communicator(Channel):
     @property
     def plan(self) -> Plans:
         """Persistent plans: ``comm.plan.allreduce(x, ...)`` returns a bound call."""
-        return plans_with_ranges(Plans(self), self)
+        return plans_with_ranges(Plans(self, self._services), self)
 
     @property
     def carriers_agreed(self) -> bool:
@@ -270,12 +276,12 @@ class Communicator(Channel):
 
     # -- new communicators -------------------------------------------------------
 
-    split = forwarded(Subgroups.split, "subgroups")
-    dup = forwarded(Subgroups.dup, "subgroups")
-    create_group = forwarded(Subgroups.create_group, "subgroups")
-    cart = forwarded(Subgroups.cart, "subgroups")
-    graph = forwarded(Subgroups.graph, "subgroups")
-    mesh = forwarded(Subgroups.mesh, "subgroups")
+    split = forwarded(_Subgroups.split, "subgroups")
+    dup = forwarded(_Subgroups.dup, "subgroups")
+    create_group = forwarded(_Subgroups.create_group, "subgroups")
+    cart = forwarded(_Subgroups.cart, "subgroups")
+    graph = forwarded(_Subgroups.graph, "subgroups")
+    mesh = forwarded(_Subgroups.mesh, "subgroups")
 
     # -- messages ----------------------------------------------------------------
 
@@ -393,7 +399,9 @@ class CartCommunicator(Communicator):
     @property
     def plan(self) -> CartPlans:
         """Persistent plans; those of halos are here besides."""
-        return plans_with_ranges(CartPlans(self, self.around, self.halos), self)
+        return plans_with_ranges(
+            CartPlans(self, self._services, self.around, self.halos), self
+        )
 
     @cached_property
     def coords(self) -> Coords:
@@ -488,7 +496,7 @@ class GraphCommunicator(Communicator):
     @property
     def plan(self) -> NeighborPlans:
         """Persistent plans; those among neighbours are here besides."""
-        return plans_with_ranges(NeighborPlans(self, self.around), self)
+        return plans_with_ranges(NeighborPlans(self, self._services, self.around), self)
 
     def sent_to_neighbors(
         self, what: str, args: tuple[Any, ...], more: dict[str, Any]

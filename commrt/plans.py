@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from commrt import _native
 from commrt.boxes.device_plans import BoundBoxes
+from commrt.boxes.redistribution import Redistributions
 from commrt.calls.bound_call import BoundCall
+from commrt.calls.collectives import Collectives
 from commrt.device_calls.collectives import BoundDeviceCall
 from commrt.device_calls.host_collectives import BoundHostCall
 from commrt.errors import suggest
+from commrt.group.group import Group
 from commrt.messages.bound import (
     bind_messages,
     bind_recv,
@@ -20,22 +24,36 @@ from commrt.messages.bound import (
     bind_sendrecv,
 )
 from commrt.messages.by_nccl import NcclMessages
+from commrt.messages.point_to_point import Messages
 from commrt.sparse.bound import bind_sparse, bind_topk
+from commrt.sparse.sums import SparseSums
 from commrt.trace.bound import follow_bound
+from commrt.trace.traced import Traced
 from commrt.vocabulary.operations import COLLECTIVES, names_of
 
 if TYPE_CHECKING:
     from commrt.boxes.layouts import Layout
-    from commrt.comm import Communicator
     from commrt.compression.compressed import CompressedCall
 
-__all__ = ["Plans"]
+__all__ = ["PlannedServices", "Plans"]
 
 _Bound: TypeAlias = (
     "_native.PersistentCall | CompressedCall | BoundDeviceCall | BoundHostCall"
 )
 _PLANNED = names_of("collective", "message", "sparse", "boxes")
 """Plans among neighbours are those of grids and graphs (``grids/plans.py``)."""
+
+
+@dataclass(frozen=True)
+class PlannedServices:
+    """The parts of a communicator whose calls can be bound to their arrays."""
+
+    group: Group
+    """The ranks."""
+    collectives: Collectives
+    messages: Messages
+    sparse: SparseSums
+    redistributions: Redistributions
 
 
 class Plans:
@@ -53,8 +71,8 @@ class Plans:
     by name for the first time on a communicator that has no MPI communicator yet.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, comm: Traced, services: PlannedServices) -> None:
+        self._comm, self._services = comm, services
 
     def __getattr__(self, name: str) -> Callable[..., _Bound]:
         if name not in COLLECTIVES:
@@ -63,7 +81,7 @@ class Plans:
 
     def _followed(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Return a bound call whose runs a log may have."""
-        made = self._comm.collectives.bound(name, args, kwargs)
+        made = self._services.collectives.bound(name, args, kwargs)
         return follow_bound(self._comm, made, name, args, **kwargs)
 
     def __dir__(self) -> list[str]:
@@ -75,13 +93,13 @@ class Plans:
         Each run sends what ``x`` holds then. Making one is local, and the peer need not
         have one: its message meets an ordinary receive.
         """
-        bound = bind_send(self._comm.messages, x, dest, tag)
+        bound = bind_send(self._services.messages, x, dest, tag)
         follow_bound(self._comm, bound, "send", (x,), dest=dest, tag=tag)
         return bound
 
     def recv(self, out: Any, *, source: int, tag: int = 0) -> BoundCall:
         """Return the communicator's call of this name, bound to its array; as send."""
-        bound = bind_recv(self._comm.messages, out, source, tag)
+        bound = bind_recv(self._services.messages, out, source, tag)
         follow_bound(self._comm, bound, "recv", (out,), source=source, tag=tag)
         return bound
 
@@ -97,7 +115,7 @@ class Plans:
     ) -> BoundCall:
         """Return the communicator's call of this name, bound to its arrays; as send."""
         comm, given = self._comm, (x, dest, out, source, sendtag, recvtag)
-        bound = bind_sendrecv(comm.messages, *given)
+        bound = bind_sendrecv(self._services.messages, *given)
         names = ("dest", "out", "source", "sendtag", "recvtag")
         more = dict(zip(names, given[1:], strict=True))
         follow_bound(comm, bound, "sendrecv", (x,), **more)
@@ -118,7 +136,9 @@ class Plans:
         then. Without ``out`` each run returns a new result. Making one is local, in
         check mode collective.
         """
-        bound = bind_sparse(self._comm, self._comm.sparse, x, result, out, algorithm)
+        bound = bind_sparse(
+            self._services.group, self._services.sparse, x, result, out, algorithm
+        )
         follow_bound(self._comm, bound, "sparse_allreduce", (x,))
         return bound
 
@@ -128,7 +148,7 @@ class Plans:
         Each run reads what ``x`` and ``residual`` hold then, and returns a new result.
         Making one is local, in check mode collective.
         """
-        bound = bind_topk(self._comm, self._comm.sparse, x, k, residual)
+        bound = bind_topk(self._services.group, self._services.sparse, x, k, residual)
         follow_bound(self._comm, bound, "topk_allreduce", (x, k))
         return bound
 
@@ -145,7 +165,7 @@ class Plans:
         Making one is local, and the peers need not have one: each message meets an
         ordinary one, but with ``backend="nccl"`` those of the same collective call.
         """
-        bound = bind_messages(self._comm.messages, sends, recvs, in_place, backend)
+        bound = bind_messages(self._services.messages, sends, recvs, in_place, backend)
         given = {"sends": tuple(sends), "recvs": tuple(recvs)}
         follow_bound(self._comm, bound, "multi_sendrecv", (), **given)
         return bound
@@ -176,6 +196,6 @@ class Plans:
             MismatchError: the ranks do not agree; on all of them.
         """
         comm = self._comm
-        made = comm.redistributions.bound(x, source, target, out)
+        made = self._services.redistributions.bound(x, source, target, out)
         follow_bound(comm, made, "redistribute", (x, source, target))
         return made

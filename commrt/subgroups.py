@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
+from commrt.calls.channel import Channel
 from commrt.errors import MismatchError, UsageError
 from commrt.grids.geometry import Grid, make_grid
 from commrt.grids.mesh import Mesh, parse_axes
@@ -14,22 +15,23 @@ from commrt.grids.neighbors import make_neighborhood
 from commrt.group.compare import Comparison
 from commrt.vocabulary.checks import as_integer, check_flag
 
-if TYPE_CHECKING:
-    from commrt.comm import CartCommunicator, Communicator, GraphCommunicator
-
 __all__ = ["Kinds", "Subgroups"]
+
+Plain = TypeVar("Plain", bound=Channel)
+Cart = TypeVar("Cart", bound=Channel)
+Graph = TypeVar("Graph", bound=Channel)
 
 
 @dataclass(frozen=True)
-class Kinds:
-    """Classes of the communicators to make; comm.py has them, above this file."""
+class Kinds(Generic[Plain, Cart, Graph]):
+    """Classes of the communicators to make."""
 
-    plain: type[Communicator]
-    cart: type[CartCommunicator]
-    graph: type[GraphCommunicator]
+    plain: Callable[..., Plain]
+    cart: Callable[..., Cart]
+    graph: Callable[..., Graph]
 
 
-class Subgroups:
+class Subgroups(Generic[Plain, Cart, Graph]):
     """Makes communicators of some or all ranks of one communicator.
 
     Args:
@@ -39,7 +41,7 @@ class Subgroups:
     """
 
     def __init__(
-        self, comm: Communicator, comparison: Comparison, kinds: Kinds
+        self, comm: Plain, comparison: Comparison, kinds: Kinds[Plain, Cart, Graph]
     ) -> None:
         self._comm, self._comparison, self._kinds = comm, comparison, kinds
 
@@ -50,7 +52,7 @@ class Subgroups:
         *,
         name: str | None = None,
         deterministic: bool | None = None,
-    ) -> Communicator | None:
+    ) -> Plain | None:
         """Return the communicator of the ranks that passed the same ``color``.
 
         Collective over all ranks. Ranks are ordered by ``key``, then by rank here.
@@ -78,7 +80,7 @@ class Subgroups:
 
     def dup(
         self, *, name: str | None = None, deterministic: bool | None = None
-    ) -> Communicator:
+    ) -> Plain:
         """Return a communicator of the same ranks with a sequence of its own.
 
         ``deterministic``: results are bitwise the same whatever algorithm runs; None:
@@ -96,7 +98,7 @@ class Subgroups:
         *,
         name: str | None = None,
         deterministic: bool | None = None,
-    ) -> Communicator:
+    ) -> Plain:
         """Return the communicator of ``ranks`` (ranks of this one, in that order).
 
         Collective over ``ranks`` only: other ranks must not call it.
@@ -129,7 +131,7 @@ class Subgroups:
         periodic: bool | Sequence[bool] = False,
         *,
         name: str | None = None,
-    ) -> CartCommunicator:
+    ) -> Cart:
         """Return a communicator of the same ranks in a Cartesian grid.
 
             grid = comm.cart((0, 0), periodic=(True, False))
@@ -155,7 +157,7 @@ class Subgroups:
         destinations: Sequence[int],
         *,
         name: str | None = None,
-    ) -> GraphCommunicator:
+    ) -> Graph:
         """Return a communicator of the same ranks that knows who sends to whom.
 
             tree = comm.graph([parent], children)
@@ -211,9 +213,7 @@ class Subgroups:
                         f"{come.count(rank)} times among its sources"
                     )
 
-    def mesh(
-        self, axes: Mapping[str, int] | Sequence[tuple[str, int]]
-    ) -> Mesh[Communicator]:
+    def mesh(self, axes: Mapping[str, int] | Sequence[tuple[str, int]]) -> Mesh[Plain]:
         """Return the ranks as a grid with named axes, and communicators along them.
 
             mesh = comm.mesh({"data": 0, "tensor": 4})
@@ -242,7 +242,7 @@ class Subgroups:
         label: str,
         name: str,
         deterministic: bool | None = None,
-    ) -> Communicator:
+    ) -> Plain:
         wish = self._comm.deterministic if deterministic is None else deterministic
         limit = self._comm.timeout_s
         same = f"deterministic={wish}"
@@ -258,7 +258,7 @@ class Subgroups:
         label: str,
         name: str,
         deterministic: bool | None = None,
-    ) -> CartCommunicator:
+    ) -> Cart:
         """Return a communicator over a grid of ``ranks`` of this one."""
         world_ranks = [self._comm.world_ranks[rank] for rank in ranks]
         wish = self._comm.deterministic if deterministic is None else deterministic
@@ -275,7 +275,7 @@ class Subgroups:
             grid=grid,
         )
 
-    def derive_from(self, ranks: Sequence[int], label: str, name: str) -> Communicator:
+    def derive_from(self, ranks: Sequence[int], label: str, name: str) -> Plain:
         """Return a communicator of ``ranks`` of this one; collective over them."""
         return self._derive(
             [self._comm.world_ranks[rank] for rank in ranks], label, name

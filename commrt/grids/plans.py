@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commrt import _native
 from commrt.boxes.device_plans import BoundBoxes
@@ -12,12 +12,10 @@ from commrt.grids.halo_arguments import EXCHANGE, REDUCE
 from commrt.grids.halos import Halos
 from commrt.grids.neighbors import Counts, NeighborCalls
 from commrt.grids.on_device import BoundNeighbors
-from commrt.plans import Plans
+from commrt.plans import PlannedServices, Plans
 from commrt.trace.bound import follow_bound
+from commrt.trace.traced import Traced
 from commrt.vocabulary.operations import names_of
-
-if TYPE_CHECKING:
-    from commrt.comm import Communicator
 
 __all__ = ["CartPlans", "NeighborPlans"]
 
@@ -27,8 +25,10 @@ _Persistent = _native.PersistentCall | BoundNeighbors
 class NeighborPlans(Plans):
     """Plans of a communicator that knows who is beside whom."""
 
-    def __init__(self, comm: Communicator, neighbors: NeighborCalls) -> None:
-        super().__init__(comm)
+    def __init__(
+        self, comm: Traced, services: PlannedServices, neighbors: NeighborCalls
+    ) -> None:
+        super().__init__(comm, services)
         self._neighbors = neighbors
 
     def neighbor_allgather(self, x: Any, *, out: Any = None) -> _Persistent:
@@ -67,9 +67,13 @@ class CartPlans(NeighborPlans):
     """Plans of a communicator over a grid: also of its halos, and among neighbours."""
 
     def __init__(
-        self, comm: Communicator, neighbors: NeighborCalls, halos: Halos
+        self,
+        comm: Traced,
+        services: PlannedServices,
+        neighbors: NeighborCalls,
+        halos: Halos,
     ) -> None:
-        super().__init__(comm, neighbors)
+        super().__init__(comm, services, neighbors)
         self._halos = halos
 
     def halo_exchange(

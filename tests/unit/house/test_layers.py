@@ -60,9 +60,14 @@ def _part(module: str) -> str:
 def _imports(path: Path) -> Iterator[str]:
     """Yield every module of the package that a file imports, anywhere in it.
 
-    Imports for type checkers only do not count: they never run.
+    Imports inside functions and those for type checkers count: a type that a signature
+    names is a part that its reader must know.
     """
-    for node in _running_code(ast.parse(path.read_text())):
+    yield from _imports_in(ast.parse(path.read_text()))
+
+
+def _imports_in(source: ast.AST) -> Iterator[str]:
+    for node in ast.walk(source):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -72,14 +77,6 @@ def _imports(path: Path) -> Iterator[str]:
         for name in names:
             if name.split(".")[0] == "commrt":
                 yield _module(name)
-
-
-def _running_code(node: ast.AST) -> Iterator[ast.AST]:
-    yield node
-    for child in ast.iter_child_nodes(node):
-        test = child.test if isinstance(child, ast.If) else None
-        if not (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"):
-            yield from _running_code(child)
 
 
 def _module(name: str) -> str:
@@ -102,41 +99,74 @@ def test_imports_go_down_only(module: str) -> None:
     assert upward == []
 
 
+EDGES = {module: {*_imports(path)} for module, path in SOURCES.items()}
+
+
 def test_parts_do_not_import_in_a_circle() -> None:
     edges: dict[str, set[str]] = {}
-    for module, path in SOURCES.items():
-        targets = {_part(target) for target in _imports(path)}
-        edges.setdefault(_part(module), set()).update(targets)
-    for part in edges:
-        edges[part].discard(part)
+    for module, targets in EDGES.items():
+        part = _part(module)
+        edges.setdefault(part, set()).update({*map(_part, targets)} - {part})
     # `import commrt` asks for the public interface, which knows all that is below it.
-    assert [part for part in sorted(_in_circles(edges)) if part != "commrt"] == []
+    assert [circle for circle in _circles(edges) if circle != {"commrt"}] == []
 
 
-def _in_circles(edges: dict[str, set[str]]) -> set[str]:
-    """Return what can be reached from itself."""
+def test_circles_inside_a_part_have_three_files_at_most() -> None:
+    for circle in _circles(EDGES):
+        assert len(circle) <= 3, circle
+        assert len({*map(_part, circle)}) == 1, circle
 
-    def reachable(start: str) -> set[str]:
-        seen: set[str] = set()
-        todo = [start]
-        while todo:
-            for target in edges.get(todo.pop(), ()):
-                if target not in seen:
-                    seen.add(target)
-                    todo.append(target)
-        return seen
 
-    return {each for each in edges if each in reachable(each)}
+def test_files_do_not_import_in_a_circle_when_they_run() -> None:
+    edges = {module: {*_running_imports(path)} for module, path in SOURCES.items()}
+    assert [circle for circle in _circles(edges) if circle != {"commrt"}] == []
+
+
+def _running_imports(path: Path) -> Iterator[str]:
+    """Yield what a file imports when it runs: all but what type checkers read."""
+    source = ast.parse(path.read_text())
+    for node in ast.walk(source):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    yield from _imports_in(source)
+
+
+def _circles(edges: dict[str, set[str]]) -> list[set[str]]:
+    """Return the sets of nodes that reach each other, or themselves."""
+    reached = {each: _reachable(edges, each) for each in edges}
+    found: list[set[str]] = []
+    for each, targets in reached.items():
+        if each in targets and not any(each in circle for circle in found):
+            found.append({one for one in targets if each in reached.get(one, ())})
+    return found
+
+
+def _reachable(edges: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    todo = [start]
+    while todo:
+        for target in edges.get(todo.pop(), ()):
+            if target not in seen:
+                seen.add(target)
+                todo.append(target)
+    return seen
 
 
 def test_no_layer_has_more_than_ten_parts() -> None:
     assert [names for names in LAYERS if len(names) > 10] == []
 
 
-def test_files_do_not_import_in_a_circle() -> None:
-    edges = {module: {*_imports(path)} for module, path in SOURCES.items()}
-    assert _in_circles(edges) - {"commrt"} == set()
+def test_circles_are_found() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "d"}, "e": {"d"}}
+    assert sorted(map(sorted, _circles(edges))) == [["a", "b", "c"], ["d"]]
 
 
 def test_the_scan_sees_imports_inside_functions() -> None:
     assert "commrt.commands.verify" in {*_imports(ROOT / "commrt/__main__.py")}
+
+
+def test_the_scan_sees_imports_for_type_checkers(tmp_path: Path) -> None:
+    path = tmp_path / "typed.py"
+    path.write_text("if TYPE_CHECKING:\n    from commrt.comm import Communicator\n")
+    assert [*_imports(path)] == ["commrt.comm"]
+    assert [*_running_imports(path)] == []

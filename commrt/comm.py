@@ -16,6 +16,7 @@ from commrt.boxes.redistribution import Redistributions
 from commrt.calls import arguments
 from commrt.calls.channel import Channel
 from commrt.calls.check_mode import Checker
+from commrt.calls.collectives import Collectives
 from commrt.calls.forwarding import forwarded
 from commrt.calls.selection import Selection
 from commrt.calls.settings import Settings
@@ -113,16 +114,16 @@ class Communicator(Channel):
             self.devices,
             choose=lambda call, bound: self.selection.choose(call, bound),
             plan=lambda call, bound: self.host.plan(call, bound),
-            may_compress=lambda: self.compression.rules_may_compress,
+            may_compress=lambda: self.compression.is_open,
         )
         self.symmetric = SymmetricMemory(self, self._forget_reach)
         self.messages = Messages(self, self.devices, self.comparison)
         self.compression = Compression(self, self.selection, self.private)
-        self.collectives.routes = (
-            self.fusion,
-            self.devices,
-            self.compression,
-            self.host,
+        self.collectives = Collectives(
+            self,
+            self.comparison,
+            on_host=(self.fusion, self.compression, self.host),
+            on_device=(self.fusion, self.devices),
         )
         self.sparse = SparseSums(self, self.devices, self.comparison, self.private)
         self.subgroups = _Subgroups(self, self.comparison, _KINDS)
@@ -328,7 +329,9 @@ class HostCalls(Channel):
             timeout_s=timeout_s,
         )
         self.compression = Compression(self, self.selection, self.private)
-        self.collectives.routes = (self.compression, self.host)
+        self.collectives = Collectives(
+            self, self.comparison, (self.compression, self.host)
+        )
         self.sparse = SparseSums(self, comm.devices, self.comparison, self.private)
         self.sparse.made_for = weakref.ref(comm.sparse)
         self.settle()

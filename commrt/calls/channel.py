@@ -94,7 +94,7 @@ class Channel(Group, Operations):
         self.policy = self.selection.policy
         self.comparison = Comparison(self)
         self.host = HostRoute(self, self.selection)
-        self.collectives = Collectives(self, self.comparison, [self.host])
+        self.collectives = Collectives(self, self.comparison, (self.host,))
 
     # -- making ------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from commrt import _native
 from commrt.calls.arguments import Bound, Call
@@ -28,13 +28,15 @@ class HostRoute:
         selection: chooses among the backends' candidates.
     """
 
+    asked_by: ClassVar[tuple[str, ...]] = ()
+    is_open = True
+    again = None
+    """The engine itself starts calls like one before."""
+
     def __init__(self, group: Group, selection: Selection) -> None:
         self._group, self._selection = group, selection
         self.plans: dict[Any, Any] = {}
         """Plans of calls on host arrays."""
-
-    def again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Return None: the engine itself starts calls like one before."""
 
     def prepare(self, call: Call, bound: Bound) -> Callable[[], Any]:
         """Return what starts the call's plan."""

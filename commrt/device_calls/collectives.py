@@ -122,8 +122,6 @@ class DeviceCollectives:
 
     def prepare(self, call: Call, bound: Bound) -> Callable[[], Any]:
         """Return what starts a call on device arrays, or one ordered by a stream."""
-        if bound.device is None and call.stream is None:
-            return None
         if runs_on_host(call):
             self.check(call, bound)
             return partial(self._run_on_host, call, self.host_part(call, bound))

@@ -63,7 +63,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def nothing_is_left(number: int, grown: Mapping[str, int]) -> bool:
-    """Whether what so many calls made grow is nothing, as far as it can be seen."""
+    """Return whether so many calls left memory as it was, as far as can be seen."""
     kept = max(grown["events"], grown["pinned_nbytes"], 0)
     ended = not grown["under_way"] and not grown["wrong"]
     small = grown["resident_nbytes"] <= MOST_NBYTES + number // 10

@@ -56,7 +56,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 class Parts:
-    """What is timed, on one rank's device."""
+    """The timed calls on one rank's device."""
 
     def __init__(self, comm: Any, memory: DeviceMemory) -> None:
         self._comm, self._memory, self._device = comm, memory, memory.device

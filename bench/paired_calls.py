@@ -26,7 +26,7 @@ _WARM_UPS = 3
 
 @dataclass(frozen=True)
 class PairedTimes:
-    """What two calls took, on the slowest rank."""
+    """Times of two calls on the slowest rank."""
 
     link_class: str
     first_us: float

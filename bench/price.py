@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a property of a call costs, beside the same call without it.
+"""The cost of one property of a call, compared with the same call without it.
 
     mpiexec -n 2 python -m commrt.bench.price counts --op gather,alltoall
     mpiexec -n 2 python -m commrt.bench.price types --op allreduce

@@ -43,7 +43,7 @@ class Ways:
     calls: dict[str, Call]
     """By name; commrt's is the first."""
     is_right: Callable[[], bool]
-    """Whether commrt's call gave this rank what the operation is defined to."""
+    """True if commrt's call gave this rank what the operation is defined to."""
 
 
 def main(args: argparse.Namespace) -> int:

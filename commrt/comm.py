@@ -56,7 +56,7 @@ class CommStats:
     plans: int
     """Plans in the dispatcher's cache."""
     in_flight: bool
-    """Whether operations are in flight."""
+    """True if operations are in flight."""
 
 
 _Subgroups = Subgroups["Communicator", "CartCommunicator", "GraphCommunicator"]
@@ -238,7 +238,7 @@ class Communicator(Channel):
 
     @property
     def carriers_agreed(self) -> bool:
-        """Whether the ranks have agreed on what carries device arrays."""
+        """True if the ranks have agreed on what carries device arrays."""
         return self.devices.is_agreed
 
     def stats(self) -> CommStats:
@@ -262,7 +262,7 @@ class Communicator(Channel):
 
     @property
     def has_heap(self) -> bool:
-        """Whether there is symmetric memory; the same on all ranks of a node."""
+        """True if there is symmetric memory; the same on all ranks of a node."""
         return self.symmetric.heap is not None
 
     def _forget_reach(self) -> None:
@@ -296,7 +296,7 @@ class Communicator(Channel):
 
     @property
     def sparse_report(self) -> SparseReport | None:
-        """What the sparse operation that ended last did on this rank; None before."""
+        """Report of this rank's latest sparse operation; None before the first."""
         return self.sparse.report
 
     redistribute = forwarded(Redistributions.redistribute, "redistributions")
@@ -396,7 +396,7 @@ class CartCommunicator(Communicator):
 
     @property
     def periodic(self) -> tuple[bool, ...]:
-        """Whether each dimension's ends are neighbours."""
+        """True if each dimension's ends are neighbours."""
         return self.grid.periodic
 
     @property
@@ -408,7 +408,7 @@ class CartCommunicator(Communicator):
 
     @cached_property
     def coords(self) -> Coords:
-        """Where this rank lies."""
+        """Coordinates of this rank."""
         return self.grid.coords_of(self.rank)
 
     @cached_property

@@ -54,12 +54,12 @@ class _Chunk:
     boxes: tuple[Box, ...]
     """Of the launch's arrays."""
     at: int
-    """Where it begins in the buffer, in bytes."""
+    """Its first byte in the buffer."""
 
 
 @dataclass(frozen=True)
 class _Side:
-    """What is packed, or unpacked, in one phase."""
+    """The boxes that one phase packs or unpacks."""
 
     chunks: list[_Chunk]
     places: list[tuple[int, int]]
@@ -388,7 +388,7 @@ class BoundBoxes:
 
     @property
     def label(self) -> str:
-        """What runs it."""
+        """The name of what moves the boxes."""
         return self._boxes.label
 
     def __call__(self) -> Any:

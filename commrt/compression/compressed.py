@@ -65,7 +65,7 @@ class _Request(SteppedRequest):
 
 @dataclass
 class _Channels:
-    """What a communicator keeps for its compressed operations.
+    """Channels and state of a communicator's compressed operations.
 
     Two communicators of the same ranks, as each has an order of its own.
     """
@@ -73,12 +73,12 @@ class _Channels:
     shares: Channel
     sums: Channel
     alone: bool
-    """Whether there is one rank, and both are the communicator itself."""
+    """True if there is one rank, and both are the communicator itself."""
     seq: int = 0
     pending: set[int] = field(default_factory=set)
     """Numbers of the operations that have not ended."""
     place: Place = field(default_factory=lambda: Place(passed=True))
-    """Of the latest allreduce."""
+    """Place of the latest allreduce in the order."""
     latest: Callable[[], SteppedRequest | None] = field(default=lambda: None)
 
     def fail(self, why: str) -> None:
@@ -112,7 +112,7 @@ class CompressedCall:
 
     @property
     def label(self) -> str:
-        """What runs it."""
+        """Name of what runs it."""
         return f"compressed{{{COMPRESS}={self.wire.name}}}"
 
     def __repr__(self) -> str:

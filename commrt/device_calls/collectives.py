@@ -102,7 +102,7 @@ class DeviceCollectives:
         self.selection = comm.selection
         self._compress = compress
         self.is_agreed = False
-        """Whether the ranks have told each other what carries device arrays."""
+        """True if the ranks have told each other what carries device arrays."""
         self.users: list[DeviceUser] = []
         """Services that end with this."""
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
@@ -435,7 +435,7 @@ class DeviceCollectives:
         return *options, flags
 
     def lets_streams_wait(self, device: Any) -> bool:
-        """Whether streams wait for what this process does; else ``wait()`` blocks."""
+        """Return whether streams wait for this process; else ``wait()`` blocks."""
         helped = self.comm.world.drive(device) or self.flags_without_progress
         return helped and bool(device.memory_flags)
 
@@ -533,5 +533,5 @@ class BoundDeviceCall:
 
     @property
     def label(self) -> str:
-        """What runs it: backend/algorithm{params}."""
+        """The candidate that runs it: backend/algorithm{params}."""
         return str(self._devices.selection.choose(self._calls[0], self._bound))

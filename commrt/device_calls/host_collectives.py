@@ -37,7 +37,7 @@ class Compressed(Protocol):
 
     @property
     def wire(self) -> WireFormat:
-        """What its parts are sent as."""
+        """The wire format of its parts."""
 
 
 class Devices(Protocol):

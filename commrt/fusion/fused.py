@@ -202,7 +202,7 @@ class Fusion:
         return request
 
     def fuse_on_device(self, call: Call, bound: Bound) -> FusedDeviceRequest | None:
-        """The same for arrays on a device."""
+        """Return the request of a call on device arrays; None: it runs by itself."""
         most = self.nbytes
         if most is None:
             return None
@@ -299,7 +299,7 @@ class Fused:
     def __init__(self, fusion: Fusion, nbytes: int, time_limit_s: float | None) -> None:
         self._fusion = fusion
         self.nbytes = nbytes
-        """What the buckets hold together."""
+        """Most bytes in all buckets together."""
         self.time_limit_s = time_limit_s
         """How long a call may wait for others; None: until something else sends it."""
         self._entered = False

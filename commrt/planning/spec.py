@@ -28,18 +28,18 @@ class PlanSpec:
     root: int
     """The root; 0 where there is none."""
     candidate: Candidate
-    """What to run, with all its parameters."""
+    """The candidate to run, with all its parameters."""
     in_elements: int
     """Elements of this rank's send buffer, 0 where it has none."""
     out_elements: int
     """Elements of this rank's output, 0 where it has none."""
     has_output: bool
-    """Whether the call returns an array on this rank."""
+    """True if the call returns an array on this rank."""
     counts: tuple[tuple[int, ...], ...] = ()
     """Elements per rank of a vector operation, one tuple for each of the operation's
     ``count_arguments``."""
     factor: int | float | None = None
-    """What premul_sum multiplies this rank's input by; a fact of one rank."""
+    """Factor of this rank's input in premul_sum; may differ between ranks."""
     user: BoundReduction | None = None
     """The user's own reduction, instead of ``reduction``."""
     device: str = "host"

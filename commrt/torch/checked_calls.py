@@ -43,7 +43,7 @@ from commrt.torch.work import CommrtWork, seconds, wait_for
 __all__ = ["CheckedCalls"]
 
 _IS_PART: ContextVar[bool] = ContextVar("commrt.torch.checked", default=False)
-"""Whether a call is part of one that has been compared."""
+"""True if a call is part of one that has been compared."""
 _HEADER_NBYTES = 256
 
 
@@ -239,7 +239,7 @@ class _Received:
 
     @property
     def source(self) -> int:
-        """Whose message it is."""
+        """The rank that sent the message."""
         return int(self._data.source)
 
     def test(self) -> bool:

@@ -201,6 +201,11 @@ class Group(_native.Group):
         return rank in self.node_members
 
     @property
+    def has_heap(self) -> bool:
+        """True if there is symmetric memory; the same on all ranks of a node."""
+        return False
+
+    @property
     def timeout_s(self) -> float:
         """Default limit of a wait, in seconds."""
         return self._timeout_s

@@ -4,13 +4,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from commrt.select.facts import Candidate
+from commrt.select.facts import Candidate, CommFacts
 from commrt.vocabulary.dtypes import DType, ReduceOp
 from commrt.vocabulary.operations import OpSpec
 from commrt.vocabulary.reductions import BoundReduction
 
-__all__ = ["PlanSpec"]
+__all__ = ["PlanSpec", "Ranks"]
+
+
+class Ranks(Protocol):
+    """A group of ranks, as far as planning knows it."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def facts(self) -> CommFacts:
+        """Facts that are equal on all ranks."""
+        ...
+
+    @property
+    def nodes(self) -> list[list[int]]:
+        """Ranks on each node."""
+        ...
+
+    @property
+    def deterministic(self) -> bool:
+        """True if results are bitwise the same whatever algorithm runs."""
+        ...
+
+    @property
+    def is_relayed(self) -> bool:
+        """True if gloo carries messages to ranks on other nodes."""
+        ...
+
+    @property
+    def has_heap(self) -> bool:
+        """True if there is symmetric memory; the same on all ranks of a node."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ from commrt.torch.messages import FromAnyone, Messages
 from commrt.torch.operands import movable, target
 from commrt.torch.options import one
 from commrt.torch.work import CommrtWork, seconds, wait_for
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
 
 __all__ = ["CheckedCalls"]
 
@@ -210,7 +213,7 @@ class _Received:
     def __init__(
         self,
         channel: Channel,
-        comm: Any,
+        comm: Communicator,
         x: torch.Tensor,
         out: torch.Tensor,
         source: int,

@@ -183,7 +183,9 @@ def _jobs(
         )
     if point_to_point:
         if min(ranks) < 2:
-            raise UsageError(f"{args.benchmark} needs at least 2 ranks")
+            raise UsageError(
+                f"{args.benchmark} needs at least 2 ranks; run it with --ranks 2"
+            )
         settings.update(mode=args.benchmark, window=args.window)
         # Not an operation of the table: the size is the message's, as in allreduce.
         return "allreduce", [make_job("allreduce", sizes, **settings)]

@@ -162,7 +162,9 @@ def choose_peers(texts: Sequence[str]) -> list[PeerSpec]:
     names = [peer.name for peer in peers]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UsageError(f"--peer: the name {twice[0]!r} is used twice")
+        raise UsageError(
+            f"--peer: the name {twice[0]!r} is used twice; give each peer its own"
+        )
     return peers
 
 

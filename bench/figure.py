@@ -68,7 +68,10 @@ def draw(data: dict[str, Any], coll: str, out: Path) -> None:
         if _comparable(curves(data, coll, name))
     ]
     if not classes:
-        raise UsageError(f"no link class has figures of {coll} for two libraries")
+        raise UsageError(
+            f"no link class has figures of {coll} for two libraries: run the "
+            f"comparison of {coll} with a peer first"
+        )
     peers = {launch["peer"] for launch in data["launches"]}
     order = sorted(peers, key=lambda peer: (peer != "commrt", peer))
     colours = dict(zip(order, cycle(_COLOURS), strict=False))

@@ -76,11 +76,13 @@ def job_of(args: argparse.Namespace) -> dict[str, Any]:
     grid = None if args.grid is None else extents("--grid", args.grid)
     if grid is not None and len(grid) != len(shape):
         raise UsageError(
-            f"--grid {args.grid}: has {len(grid)} dimensions and --shape {len(shape)}"
+            f"--grid {args.grid}: has {len(grid)} dimensions and --shape "
+            f"{len(shape)}; they must be equal"
         )
     if args.width > min(shape):
         raise UsageError(
-            f"--width {args.width}: is more than the {min(shape)} cells of the block"
+            f"--width {args.width}: is more than the {min(shape)} cells of the block; "
+            f"write a smaller width or a larger --shape"
         )
     return {
         "shape": shape,

@@ -127,7 +127,10 @@ def measure(comm: Communicator, nbytes: int, samples: int) -> list[dict[str, Any
 def _check(result: Any, expected: Any, who: str) -> None:
     """Raise unless the result is right; clear it for the next one."""
     if not np.array_equal(result, expected):
-        raise BackendError(f"{who}: the result is wrong, so its time means nothing")
+        raise BackendError(
+            f"{who}: the result is wrong, so its time means nothing; nothing is "
+            f"reported"
+        )
     result[:] = 0
 
 

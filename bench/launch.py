@@ -93,7 +93,10 @@ def parse_peer(text: str) -> PeerSpec:
     if not colon:
         kind, path = ("gloo" if name == "gloo" else "mpi4py"), rest
     if shutil.which(path) is None:
-        raise UsageError(f"--peer {text}: {path!r} is not a program that can be run")
+        raise UsageError(
+            f"--peer {text}: {path!r} is not a program that can be run; expected the "
+            f"path of a Python interpreter"
+        )
     return PeerSpec(name, _kind(kind), path)
 
 

@@ -76,7 +76,9 @@ class CupyxPeer(CommrtPeer):
             return partial(
                 comm.scatter, source.reshape(size, -1), target, root, **stream
             )
-        raise UsageError(f"cupyx.distributed is not compared in {coll}")
+        raise UsageError(
+            f"cupyx.distributed is not compared in {coll}; leave it out, or the peer"
+        )
 
     def bind_outstanding(self, coll: str, parts: Parts, root: int) -> Call:
         """Return a call that puts ``coll`` into the stream for all parts."""

@@ -60,7 +60,10 @@ class NcclPeer(CommrtPeer):
         taken = nccl.library()
         kind = self._memory.device.kind
         if kind not in taken.serves:
-            raise UsageError(f"{taken} does not work on devices of kind {kind!r}")
+            raise UsageError(
+                f"{taken} does not work on devices of kind {kind!r}; expected one of "
+                f"{', '.join(sorted(taken.serves))}"
+            )
         self.library = f"NCCL {version_text(taken.version)}"
         self.nccl = nccl.NcclComm.create(
             self.comm.world.bootstrap,
@@ -77,14 +80,19 @@ class NcclPeer(CommrtPeer):
         name = _FUNCTIONS.get(coll)
         function = getattr(self._functions, name, None) if name else None
         if function is None:
-            raise UsageError(f"{self.library} has no function for {coll}")
+            raise UsageError(
+                f"{self.library} has no function for {coll}; leave it out, or the peer"
+            )
         target, spec = x if out is None else out, operation(coll)
         count = target.size if spec.out_count == "div_size" else x.size
         if spec.by_pair:
             count //= self.size
         dtype = dtype_by_name(x.dtype.name)
         if dtype.name not in NCCL_TYPES:
-            raise UsageError(f"{self.library} has no type {dtype.name}")
+            raise UsageError(
+                f"{self.library} has no type {dtype.name}; expected one of "
+                f"{', '.join(sorted(NCCL_TYPES))}"
+            )
         call = partial(
             function,
             ctypes.c_void_p(x.address),
@@ -127,7 +135,9 @@ class NcclPeer(CommrtPeer):
 def _check(call: Callable[[], int], name: str) -> None:
     code = call()
     if code:
-        raise BackendError(f"{name} returned {code}")
+        raise BackendError(
+            f"{name} returned error code {code}; NCCL_DEBUG=WARN tells more"
+        )
 
 
 def connect(device: str, timing: Timing) -> tuple[NcclPeer, Mapping[str, Any]]:

@@ -62,7 +62,10 @@ class TorchNcclPeer(CommrtPeer):
             "alltoall": "all_to_all_single",
         }
         if coll not in names:
-            raise UsageError(f"torch.distributed with NCCL is not compared in {coll}")
+            raise UsageError(
+                f"torch.distributed with NCCL is not compared in {coll}; expected one "
+                f"of {', '.join(names)}"
+            )
         target = self._torch.as_tensor(out, device=self._device)
         return partial(getattr(dist, names[coll]), target, source)
 

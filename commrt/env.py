@@ -95,7 +95,7 @@ def _nodes(raw: str) -> tuple[int, ...]:
     except ValueError:
         raise ValueError("not whole numbers with commas between") from None
     if min(counts) < 1:
-        raise ValueError("every node needs at least one rank")
+        raise ValueError("every node needs at least one rank, so no number below 1")
     return counts
 
 

@@ -116,7 +116,10 @@ def _on_threads(
         raise errors[0]
     stuck = [thread.name for thread in threads if thread.is_alive()]
     if stuck:
-        raise TimeoutError(f"{', '.join(stuck)} did not end within {timeout_s:g} s")
+        raise TimeoutError(
+            f"{', '.join(stuck)} did not end within {timeout_s:g} s: look at what "
+            f"these threads wait for, or pass a larger timeout_s"
+        )
     return [results[rank] for rank in range(world.size)]
 
 

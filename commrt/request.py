@@ -115,7 +115,10 @@ def wait_any(
     """
     requests = _listed("wait_any", requests)
     if not requests:
-        raise UsageError("wait_any: no requests given")
+        raise UsageError(
+            "wait_any: no requests given; pass at least one, as calls with "
+            "nonblocking=True return them"
+        )
     if timeout_s is None:
         timeout_s = max(request.timeout_s for request in requests)
     deadline = _deadline("wait_any", timeout_s)

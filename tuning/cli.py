@@ -192,7 +192,10 @@ def _compare(arguments: argparse.Namespace) -> int:
     )
     found = agreements(first, second)
     if not found:
-        raise TableError("the two runs have no operation, ranks and links in common")
+        raise TableError(
+            "the two runs have no operation, ranks and links in common; expected two "
+            "recordings of the same --ranks on the same machine"
+        )
     print(f"{'':<48}{'same':>7}{'tied':>7}{'other':>7}")
     for one in found:
         name = f"{one.op}, {describe_group(one.group)}"

@@ -117,7 +117,10 @@ def _decided(recording: Recording, path: Path) -> Table:
     """Return the table that ``commrt-tune run`` made of the recording."""
     decisions = decide(recording, DEFAULT_TIE_MARGIN)
     if not decisions:
-        raise TableError(f"{path} holds no measurement that decides anything")
+        raise TableError(
+            f"{path} holds no measurement that decides anything: measure again with "
+            f"commrt-tune run"
+        )
     return make_table(
         decisions,
         recording.machine or this_machine(),
@@ -130,7 +133,10 @@ def _decided(recording: Recording, path: Path) -> Table:
 
 def _merge(arguments: argparse.Namespace) -> int:
     if len(arguments.inputs) < 2:
-        raise UsageError("merge takes two files or more")
+        raise UsageError(
+            f"merge takes two files or more, found {len(arguments.inputs)}: name "
+            f"tables or recordings"
+        )
     known = measure.catalog()
     inputs = [read_input(path, known) for path in arguments.inputs]
     merged = merge(inputs, known, same_machine=arguments.same_machine, date=_today())

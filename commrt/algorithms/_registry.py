@@ -287,9 +287,14 @@ def schedule(
     """
     one = get(coll, name)
     if size < 1:
-        raise UsageError(f"{coll} {name}: size={size} is not a number of ranks")
+        raise UsageError(
+            f"{coll} {name}: size={size} is not a number of ranks; expected 1 or more"
+        )
     if not 0 <= root < size:
-        raise UsageError(f"{coll} {name}: root={root} is not a rank below {size}")
+        raise UsageError(
+            f"{coll} {name}: root={root} is not a rank below {size}; expected "
+            f"0..{size - 1}"
+        )
     nodes = check_nodes(nodes, size) if one.spans_nodes and nodes else None
     if not one.supports(size, nodes):
         where = f"{size} ranks"

@@ -58,5 +58,6 @@ def _check_same_call(
     give_up("the ranks differ in their first call on a device array")
     raise MismatchError(
         f"{group.name}: the ranks disagree on their first call on a device array, and "
-        f"{group.name} cannot be used any more: {lines}"
+        f"{group.name} cannot be used any more: {lines}; make the same call on all "
+        f"ranks, on a new communicator"
     )

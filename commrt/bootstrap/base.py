@@ -76,7 +76,10 @@ class Keys:
                 f"process's rank {self._rank}"
             )
         if min(members) < 0 or max(members) >= self._size:
-            raise UsageError(f"members {list(members)} must lie in 0..{self._size - 1}")
+            raise UsageError(
+                f"members {list(members)} must be ranks of the job, in "
+                f"0..{self._size - 1}"
+            )
         digest = hashlib.blake2b(repr(tuple(members)).encode(), digest_size=6)
         name = f"{key}@{digest.hexdigest()}"
         deadline = time.monotonic() + timeout_s

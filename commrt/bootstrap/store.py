@@ -202,5 +202,6 @@ def _tcp_store(
     except RuntimeError as error:
         raise BackendError(
             f"rank {rank} of {size}: no torch store at {host}:{port} "
-            f"({source}) within {timeout_s:g} s: {error}"
+            f"({source}) within {timeout_s:g} s: {error}; look whether rank 0 runs, "
+            f"and whether this host can reach that port"
         ) from error

@@ -73,7 +73,10 @@ class ThreadWorld:
                 while mine.said is None:
                     if self._failure is not None:
                         raise PeerFailedError(
-                            f"rank {rank} stopped waiting: {self._failure}"
+                            f"rank {rank} stopped waiting for ranks "
+                            f"{', '.join(map(str, members))}, which must all come: "
+                            f"{self._failure}. Correct that error and start all ranks "
+                            f"again"
                         )
                     left_s = deadline - time.monotonic()
                     if left_s <= 0:

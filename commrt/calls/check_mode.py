@@ -220,7 +220,8 @@ class Checker:
                 text = (
                     f"{call.spec.name} #{comm.next_seq} on {comm.name}: rank {source} "
                     f"sends {gives} elements to rank {rank} (send_counts[{rank}]), "
-                    f"which expects {wants} (recv_counts[{source}]); nothing was sent"
+                    f"which expects {wants} (recv_counts[{source}]); nothing was "
+                    f"sent; both must be equal"
                 )
                 raise _of_all(MismatchError(text))
 
@@ -304,7 +305,8 @@ def _message(
     what = operations.pop() if len(operations) == 1 else "collective"
     return (
         f"{what} #{said[0]['seq']} on {comm}: the ranks disagree on "
-        f"{', '.join(differing)}; nothing was sent:\n" + "\n".join(_by_rank(shown))
+        f"{', '.join(differing)}; nothing was sent; let all ranks make the same call:\n"
+        + "\n".join(_by_rank(shown))
     )
 
 

@@ -187,7 +187,7 @@ class DeviceArray:
     def address(self) -> int:
         """Address of the first element."""
         if self._address == 0:
-            raise UsageError("the memory of this DeviceArray was freed")
+            raise UsageError("the memory of this DeviceArray was freed: make a new one")
         return self._address
 
     @property
@@ -216,7 +216,8 @@ class DeviceArray:
         array = np.ascontiguousarray(values, self.dtype)
         if array.size != prod(self.shape):
             raise UsageError(
-                f"put: {array.size} values for an array of shape {self.shape}"
+                f"put: {array.size} values for an array of shape {self.shape}; "
+                f"expected {prod(self.shape)}"
             )
         device, handle = self.device, self._stream(stream)
         device.write(self._buffer(), array.tobytes())

@@ -136,8 +136,9 @@ class SimWorld:
             pass
         if self._world.pending:
             raise OrderingError(
-                f"{self._world.pending} commands cannot run: the first of a hardware "
-                f"queue wait for what nobody does",
+                f"{self._world.pending} commands of simulated devices cannot run: the "
+                f"first command of each hardware queue waits for a flag or an event "
+                f"that nothing sets. Set it, or order the streams in another way",
                 "deadlock",
             )
 

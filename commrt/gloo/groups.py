@@ -72,7 +72,8 @@ class GlooGroups(Lender):
             group = ProcessGroupGloo(store, at, len(ranks), limit)
         except RuntimeError as error:
             raise BackendError(
-                f"gloo does not connect ranks {list(ranks)} of the job: {error}"
+                f"gloo does not connect ranks {list(ranks)} of the job: {error}; "
+                f"GLOO_SOCKET_IFNAME names the network interface to use"
             ) from error
         made = GlooCollectives(group, _native.GlooGroup())
         self._groups.append(made)

@@ -61,7 +61,7 @@ class Grid:
         if rank is None:
             raise UsageError(
                 f"rank_at: coords={places} is outside {times(self.dims)}, periodic "
-                f"{self.periodic}"
+                f"{self.periodic}; expected numbers from 0 to below these"
             )
         return rank
 

@@ -229,7 +229,8 @@ def check_agreement(
             lines = [f"  rank {rank}: {each[key]}" for rank, each in enumerate(said)]
             raise MismatchError(
                 f"{halo.what} on {name}: the ranks disagree on {key}; "
-                f"nothing was sent:\n" + "\n".join(lines)
+                f"nothing was sent; pass equal arguments on all ranks:\n"
+                + "\n".join(lines)
             )
     for index in range(len(halo.arrays)):
         _check_shapes(name, grid, halo, [each["shapes"][index] for each in said], index)
@@ -246,7 +247,7 @@ def _check_shapes(
             raise MismatchError(
                 f"{halo.what} on {name}: fields[{index}] has {len(extents)} "
                 f"dimensions on rank {rank} and {len(shapes[0])} on rank 0; nothing "
-                f"was sent"
+                f"was sent; pass fields of equally many dimensions on all ranks"
             )
         coords = grid.coords_of(rank)
         for axis, extent in enumerate(extents):
@@ -259,5 +260,5 @@ def _check_shapes(
             raise MismatchError(
                 f"{halo.what} on {name}: fields[{index}] has {extent} cells in "
                 f"dimension {axis} on rank {rank}, but {shapes[other][axis]} on rank "
-                f"{other}{where}; nothing was sent"
+                f"{other}{where}; nothing was sent; the two must be equal"
             )

@@ -106,7 +106,10 @@ class Mesh(Generic[C]):
         Its ranks are ordered by their places, the last of the named axes fastest.
         """
         if self._closed:
-            raise ClosedError(f"{self._title} was freed: make another mesh")
+            raise ClosedError(
+                f"{self._title} was freed and has no communicators any more: make "
+                f"another mesh by comm.mesh()"
+            )
         names = axes if isinstance(axes, tuple) else (axes,)
         if len({*map(self._number, names)}) != len(names) or not names:
             raise UsageError(

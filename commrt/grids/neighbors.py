@@ -382,7 +382,7 @@ def _bind(
         if outgoing and source.count % outgoing:
             raise UsageError(
                 f"{what}: x has {source.count} elements, expected a multiple of the "
-                f"{outgoing} neighbours it goes to"
+                f"{outgoing} neighbours it goes to; pad it"
             )
         leaving = _ranges([source.count // max(1, outgoing)] * outgoing)
     if takes_counts:
@@ -398,7 +398,7 @@ def _bind(
     if expected != source.count:
         raise UsageError(
             f"{what}: x has {source.count} elements, expected {expected}, the sum of "
-            f"send_counts"
+            f"send_counts; correct one of them"
         )
     total = coming[-1][1] if coming else 0
     if out is None:
@@ -425,7 +425,7 @@ def _check_out(what: str, x: HostView, out: HostView, total: int) -> None:
     if out.count != total:
         raise UsageError(
             f"{what}: out has {out.count} elements, expected {total}, what the "
-            f"neighbours send"
+            f"neighbours send; pass such an array, or leave out= away"
         )
     if overlap(x, out):
         raise UsageError(f"{what}: out overlaps x; pass separate arrays")

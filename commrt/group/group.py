@@ -287,11 +287,15 @@ class Group(_native.Group):
         """Raise ClosedError or RevokedError where the group cannot be used."""
         self.check_process()
         if self.closed is not None:
-            raise ClosedError(f"{self.name} was {self.closed}: make a new communicator")
+            raise ClosedError(
+                f"{self.name} takes no calls any more, because it was {self.closed}: "
+                f"make a new communicator, such as by dup() of one that is open"
+            )
         if self.failure:
             raise RevokedError(
                 f"{self.name} failed in an earlier operation ({self.failure}): its "
-                f"ranks no longer agree; make a new communicator"
+                f"ranks no longer agree; make a new communicator, such as by dup() of "
+                f"one that works"
             )
 
     def check_rank(self, what: str, argument: str, rank: Any) -> int:

@@ -147,7 +147,7 @@ def share(
         return process_arena(1, region_nbytes)
     if env.read_str("COMMRT_SHM") == "off":
         raise BackendError(
-            f"COMMRT_SHM=off, but ranks {list(members)} are to share memory"
+            f"COMMRT_SHM=off, but ranks {list(members)} are to share memory; unset it"
         )
     arena, failures = _try_share(bootstrap, members, key, region_nbytes, timeout_s)
     if not failures and arena is not None:
@@ -297,7 +297,8 @@ def _check_same_size(members: Sequence[int], sizes: list[int]) -> None:
     if len(set(sizes)) > 1:
         raise MismatchError(
             f"ranks {list(members)} ask for regions of different sizes, {sizes} "
-            f"bytes: COMMRT_* variables or arguments differ between ranks"
+            f"bytes: COMMRT_* variables or arguments differ between ranks; make them "
+            f"equal"
         )
 
 

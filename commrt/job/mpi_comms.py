@@ -50,7 +50,8 @@ class NativeComms(Lender):
             return self._mpi.Create_group(some, tag=tag)
         except self._refusal as error:
             raise BackendError(
-                f"MPI makes no communicator of ranks {list(ranks)}: {error}"
+                f"MPI makes no communicator of ranks {list(ranks)}: {error}; if it has "
+                f"no more of them, free() those that are not needed"
             ) from error
         finally:
             some.Free()

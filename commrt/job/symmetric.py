@@ -292,7 +292,9 @@ def parse_request(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any
                 f"shape={shape!r}: expected a number of elements, or several"
             ) from None
     if any(size < 0 for size in sizes):
-        raise UsageError(f"shape={shape!r}: sizes must not be negative")
+        raise UsageError(
+            f"shape={shape!r}: sizes must not be negative; expected numbers from 0"
+        )
     if type(dtype).__module__ == "torch":
         return sizes, np.dtype(f"V{dtype.itemsize}"), dtype
     try:

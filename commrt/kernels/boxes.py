@@ -226,7 +226,8 @@ def _placed(
     """Return the boxes that have elements, each behind the one before."""
     if len(strides) > MOST_ARRAYS:
         raise UsageError(
-            f"boxes of {len(strides)} arrays: one launch takes {MOST_ARRAYS} at most"
+            f"boxes of {len(strides)} arrays: one launch takes {MOST_ARRAYS} at most, "
+            f"so use several launches"
         )
     placed = []
     at = 0
@@ -331,7 +332,7 @@ def _table(cells: Sequence[tuple[_Cell, int]], nbytes: int) -> BoxTable:
         if ndim > MOST_DIMS:
             raise UsageError(
                 f"a box of {ndim} dimensions with gaps between them: one launch moves "
-                f"boxes of {MOST_DIMS} at most"
+                f"boxes of {MOST_DIMS} at most, so cut it into several"
             )
         row["first"], row["offset"], row["array"] = units, cell.offset, cell.array
         row["unit"], row["ndim"] = unit, ndim

@@ -120,4 +120,7 @@ def _number(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UsageError(f"{name} is {text!r}, not a number") from None
+        raise UsageError(
+            f"{name} is {text!r}, not a number: start the program with srun, or unset "
+            f"it"
+        ) from None

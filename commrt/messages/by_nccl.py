@@ -167,5 +167,6 @@ class NcclMessages:
             if left != came:
                 raise MismatchError(
                     f"{WHAT} on {self._group.name}: rank {source} sends {left} bytes "
-                    f"to rank {dest}, which receives {came} from it; nothing was sent"
+                    f"to rank {dest}, which receives {came} from it; nothing was sent; "
+                    f"both must be the same"
                 )

@@ -140,7 +140,10 @@ class NcclComm(NcclOperations):
     def pointer(self) -> int:
         """The ``ncclComm_t``, for other libraries."""
         if self._native.state in (ABORTED, CLOSED):
-            raise ClosedError(f"{self.name}: the communicator was {self.state}")
+            raise ClosedError(
+                f"{self.name}: the communicator was {self.state}, and has no pointer "
+                f"any more; make a new one"
+            )
         return self._native.pointer
 
     @property
@@ -195,7 +198,8 @@ class NcclComm(NcclOperations):
         """
         if not self.owned:
             raise UsageError(
-                f"{self.name}: an adopted communicator is its owner's to abort"
+                f"{self.name}: an adopted communicator is its owner's to abort; abort "
+                f"it there"
             )
         if self._native.state in (ABORTED, CLOSED) or self._is_forked():
             return True

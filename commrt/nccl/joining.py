@@ -43,7 +43,8 @@ class Joining:
     ) -> None:
         if bootstrap.rank not in members:
             raise UsageError(
-                f"{name}: members {members} do not hold this rank {bootstrap.rank}"
+                f"{name}: members {members} do not hold this rank {bootstrap.rank}; "
+                f"let only members join"
             )
         self._bootstrap = bootstrap
         self._members = members

@@ -45,9 +45,13 @@ def error_for(
             f"call it from one thread"
         )
     if code == _INTERRUPTED:
-        return RevokedError(f"{start}: another thread aborts the communicator")
+        return RevokedError(
+            f"{start}: another thread aborts the communicator; make a new one"
+        )
     if code == _MISSING:
-        return BackendError(f"{start}: this NCCL has no such function")
+        return BackendError(
+            f"{start}: this NCCL has no such function; install a newer one"
+        )
     if code == _UNUSABLE:
         return _unusable(native, start)
     said = native.describe(code)

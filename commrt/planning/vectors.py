@@ -151,7 +151,8 @@ def counted_lengths(
     if parts is None:
         raise UsageError(
             f"{spec.candidate} cannot run {spec.op.name} on {size} ranks: a block of "
-            f"its schedule holds data of several ranks, whose lengths differ"
+            f"its schedule holds data of several ranks, whose lengths differ; choose "
+            f"another algorithm"
         )
 
     def cut(counts: Sequence[int]) -> tuple[int, int]:

@@ -69,14 +69,17 @@ class Buffer:
             start = index % self.num
             stop = start + 1
         else:
-            raise ScheduleError(f"this rank has no {self.name!r} buffer")
+            raise ScheduleError(
+                f"this rank has no {self.name!r} buffer: index it on the ranks that "
+                f"have one, where len() is not 0"
+            )
         lo, hi = self.lo + start * self.group, self.lo + stop * self.group
         if self.pieces is not None:
             run = self.pieces[lo:hi]
             if any(one[1] != two[0] for one, two in pairwise(run)):
                 raise ScheduleError(
                     f"blocks {start} to {stop - 1} of {self.name} do not lie one "
-                    f"behind the other"
+                    f"behind the other: take them one by one"
                 )
             lo, hi = run[0][0], run[-1][1]
         return Slice(self.space, lo, hi)
@@ -87,7 +90,8 @@ class Buffer:
         if index.step is not None or not 0 <= start < stop <= self.num:
             raise ScheduleError(
                 f"{self.name}[{index.start}:{index.stop}] is not a range of its "
-                f"{self.num} blocks"
+                f"{self.num} blocks; expected 0 <= start < stop <= {self.num}, and no "
+                f"step"
             )
         return start, stop
 
@@ -95,7 +99,8 @@ class Buffer:
         """Return the same blocks seen as ``num`` equal groups of blocks."""
         if num < 1 or self.num % num:
             raise ScheduleError(
-                f"{self.num} blocks of {self.name} are not {num} groups"
+                f"the {self.num} blocks of {self.name} do not make {num} equal groups; "
+                f"expected a divisor of {self.num}"
             )
         return replace(self, num=num, group=self.group * self.num // num)
 
@@ -123,7 +128,10 @@ class Recorder:
     def set_blocks(self, nblk: int) -> None:
         multiple = full_multiple(self.coll, self.size)
         if len(self.steps) or self.scratch:
-            raise ScheduleError("call blocks() before the first step or scratch")
+            raise ScheduleError(
+                f"blocks({nblk}) comes after a step or scratch: call blocks() before "
+                f"the first step or scratch"
+            )
         if nblk < 1 or nblk % multiple:
             raise ScheduleError(
                 f"{self.coll} on {self.size} ranks: blocks({nblk}) is not a positive "
@@ -182,7 +190,10 @@ class Recorder:
     def after(self, steps: tuple[int, ...]) -> None:
         for step in steps:
             if not NO_STEP <= step < len(self.steps):
-                raise ScheduleError(f"after({step}): there are {len(self.steps)} steps")
+                raise ScheduleError(
+                    f"after({step}): there are {len(self.steps)} steps; expected the "
+                    f"number that an earlier step returned"
+                )
         self._after = tuple(sorted({*self._after, *steps} - {NO_STEP}))
 
     def add(self, op: Op, src: Slice | None, dst: Slice | None, peer: int = -1) -> int:
@@ -200,7 +211,8 @@ class Recorder:
         if src and dst and src.hi - src.lo != dst.hi - dst.lo:
             raise ScheduleError(
                 f"rank {self.rank} step {len(self.steps)} ({op.name.lower()}): "
-                f"{src.hi - src.lo} blocks into {dst.hi - dst.lo}"
+                f"{src.hi - src.lo} blocks into {dst.hi - dst.lo}; both sides need "
+                f"the same number"
             )
 
     def _track(self) -> DependencyTracker:
@@ -305,7 +317,10 @@ class Builder:
         """
         group = tuple(self.global_ranks[rank] for rank in ranks)
         if self.recorder.rank not in group:
-            raise ScheduleError(f"rank {self.recorder.rank} is not in group {group}")
+            raise ScheduleError(
+                f"rank {self.recorder.rank} is not in group {group}: let only the "
+                f"group's own ranks build its part"
+            )
         return self._among(group, root)
 
     def _among(self, ranks: tuple[int, ...], root: int) -> Builder:

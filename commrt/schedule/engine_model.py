@@ -159,7 +159,7 @@ class EngineModel:
             raise ScheduleError(
                 f"lowered program deadlocks: rank {rank} fragment {fragment} "
                 f"instruction {index} waits for {named}"
-                f"{f' and {more} more' if more > 0 else ''}"
+                f"{f' and {more} more' if more > 0 else ''}, which never come"
             )
 
 

@@ -41,7 +41,8 @@ def match(programs: Sequence[RankProgram]) -> dict[Place, Place]:
             extra = longer[min(len(sent), len(received))]
             raise ScheduleError(
                 f"rank {src} sends {len(sent)} messages to rank {dst}, which receives "
-                f"{len(received)}: {programs[rank].describe_step(extra)} has no partner"
+                f"{len(received)}: {programs[rank].describe_step(extra)} has no "
+                f"partner; every send needs one receive"
             )
         for i, j in zip(sent, received, strict=True):
             partners[src, i] = (dst, j)
@@ -131,7 +132,10 @@ class Execution:
         chain = ", which waits for ".join(
             self.programs[rank].describe_step(index) for rank, index in (*cycle, place)
         )
-        return f"deadlock when sends wait for their receives: {chain}"
+        return (
+            f"deadlock when sends wait for their receives: {chain}; break this circle, "
+            f"for example receive into scratch, or let one rank receive first"
+        )
 
     def _waits_for(self, place: Place) -> Place:
         rank, index = place

@@ -123,7 +123,10 @@ class _Memory:
         in_place: bool,
     ) -> None:
         if len(inputs) != schedule.size:
-            raise ScheduleError(f"{len(inputs)} inputs for {schedule.size} ranks")
+            raise ScheduleError(
+                f"{len(inputs)} inputs for {schedule.size} ranks; expected one for "
+                f"each, None where a rank has none"
+            )
         given = next((x for x in inputs if x is not None), np.zeros(0))
         full = _full_length(schedule, inputs)
         self._bounds = [[space.bounds(full) for space in own] for own in spaces]
@@ -158,7 +161,10 @@ class _Memory:
             array[lo:hi] = value[done : done + hi - lo]
             done += hi - lo
         if done != len(value):
-            raise ScheduleError(f"rank {rank}: {len(value)} elements into {done}")
+            raise ScheduleError(
+                f"rank {rank}: a step puts {len(value)} elements into {done}; both "
+                f"sides must have the same length"
+            )
 
     def _ranges(self, rank: int, where: Slice, cut: Cut) -> list[tuple[int, int]]:
         bounds = self._bounds[rank][where.space]
@@ -192,7 +198,9 @@ def _full_length(schedule: Schedule, inputs: Sequence[Array | None]) -> int:
         return 0
     x = inputs[schedule.root]
     if x is None:
-        raise ScheduleError(f"rank {schedule.root} has no input")
+        raise ScheduleError(
+            f"rank {schedule.root}, the root, has no input: pass an array for it"
+        )
     return x.size * (schedule.size if spec.out_count == "times_size" else 1)
 
 

@@ -109,7 +109,9 @@ class Space:
                 )
         if self.nblk < 0 or self.scale[0] < 0 or self.scale[1] < 1:
             raise ScheduleError(
-                f"space {self.name!r}: nblk={self.nblk}, scale={self.scale} are invalid"
+                f"space {self.name!r}: nblk={self.nblk}, scale={self.scale} are "
+                f"invalid; expected nblk from 0, and a fraction (numerator from 0, "
+                f"denominator from 1)"
             )
 
     def bounds(self, num_elements: int) -> list[int]:
@@ -338,7 +340,10 @@ class Schedule:
             data = json.loads(text)
             version = data.pop("version")
             if version != VERSION:
-                raise ScheduleError(f"schedule version {version}, expected {VERSION}")
+                raise ScheduleError(
+                    f"schedule version {version}, expected {VERSION}: another commrt "
+                    f"wrote it, so let this one write it again"
+                )
             programs = [RankProgram.from_dict(entry) for entry in data.pop("programs")]
             nodes = data.pop("nodes", None)
             nodes = None if nodes is None else tuple(nodes)
@@ -346,7 +351,10 @@ class Schedule:
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             if isinstance(exc, ScheduleError):
                 raise
-            raise ScheduleError(f"not a schedule: {type(exc).__name__}: {exc}") from exc
+            raise ScheduleError(
+                f"not a schedule: {type(exc).__name__}: {exc}; expected the text that "
+                f"Schedule.to_json() returns"
+            ) from exc
 
     def digest(self) -> str:
         """Return the sha256 of the canonical JSON."""

@@ -134,7 +134,8 @@ class _Lowering:
         for index, step in enumerate(self.program.steps):
             if step.peer == self.rank:
                 raise ScheduleError(
-                    f"{self.program.describe_step(index)}: a message to itself"
+                    f"{self.program.describe_step(index)}: a message to itself; use "
+                    f"copy"
                 )
             made = handlers[step.op](step)
             if made is not None:
@@ -461,7 +462,10 @@ def lower(
     if isinstance(schedule, RankProgram):
         program = schedule
     elif rank is None:
-        raise ScheduleError("lower(schedule, rank): which rank?")
+        raise ScheduleError(
+            "lower: a schedule has a program for each rank; pass rank=, to say which "
+            "rank's"
+        )
     else:
         program = schedule.program(rank)
     lowering = _Lowering(program, can_fuse)

@@ -90,7 +90,11 @@ class Nested(Builder):
     def blocks(self, nblk: int) -> None:
         """Cut what the inner operation works on into ``nblk`` blocks."""
         if nblk % self._view.num:
-            raise ScheduleError(f"{self._view.num} pieces are not {nblk} blocks")
+            raise ScheduleError(
+                f"blocks({nblk}) within another operation: its {self._view.num} "
+                f"pieces are not {nblk} blocks; expected a multiple of "
+                f"{self._view.num}"
+            )
         self._view.cuts = nblk // self._view.num
 
     def _user(self, space: int) -> Buffer:
@@ -111,7 +115,10 @@ class Nested(Builder):
     def tmp(self, nblk: int, scale: tuple[int, int] | None = None) -> Buffer:
         """Return new scratch of ``nblk`` blocks, as long as those of the operation."""
         if scale is not None:
-            raise ScheduleError("scratch within another operation has no scale")
+            raise ScheduleError(
+                f"tmp({nblk}, scale={scale}): scratch within another operation has no "
+                f"scale; leave it out"
+            )
         pieces = self._cut(self._view.full)
         widths = {hi - lo for lo, hi in pieces}
         if self._view.per_rank and len(widths) == 1:
@@ -121,7 +128,8 @@ class Nested(Builder):
             return Buffer(space, 0, nblk, 1, "scratch", same)
         if nblk % len(pieces):
             raise ScheduleError(
-                f"scratch of {nblk} blocks for {len(pieces)} of different lengths"
+                f"scratch of {nblk} blocks for {len(pieces)} of different lengths; "
+                f"expected a multiple of {len(pieces)}"
             )
         # At the place of the operation's own blocks: another one may be longer.
         whole = self.recorder.nblk

@@ -19,7 +19,10 @@ def check_nodes(numbers: Iterable[int], size: int) -> Nodes:
     seen: dict[int, int] = {}
     found = tuple(seen.setdefault(number, len(seen)) for number in numbers)
     if len(found) != size:
-        raise UsageError(f"nodes of {len(found)} ranks, but there are {size} ranks")
+        raise UsageError(
+            f"nodes of {len(found)} ranks, but there are {size} ranks; expected a "
+            f"node for each rank"
+        )
     return found
 
 

@@ -176,7 +176,7 @@ class _Timing:
                 if sent not in receivers:
                     raise ScheduleError(
                         f"rank {rank} sends message {sent[2]} to rank {sent[1]}, which "
-                        f"does not receive it"
+                        f"does not receive it; every send needs one receive"
                     )
                 after = [*after, receivers[sent]]
             for follower in after:
@@ -211,8 +211,8 @@ def _sent_by(one: Lowered, index: int) -> MessageId | None:
     inputs = one.inputs_of(index)
     if len(one.outputs_of(index)) != 1 or len(inputs) != 1 or inputs[0][0] != LOCAL:
         raise ScheduleError(
-            f"rank {one.rank} instruction {index} does more than sending: rounds want "
-            f"sends by themselves"
+            f"rank {one.rank} instruction {index} sends and does other work, too: "
+            f"rounds need instructions that only send"
         )
     return one.rank, outputs[0][1], outputs[0][2]
 

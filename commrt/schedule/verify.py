@@ -118,10 +118,14 @@ def _check_spaces(schedule: Schedule, programs: Sequence[RankProgram]) -> None:
             if widths.setdefault(space.name, shape) != shape:
                 raise ScheduleError(
                     f"rank {rank}: {space.name} has {space.nblk} blocks, on another "
-                    f"rank {widths[space.name][1]}"
+                    f"rank {widths[space.name][1]}; call blocks() with one number on "
+                    f"all ranks"
                 )
     if len({width for width, _ in widths.values()}) > 1:
-        raise ScheduleError("blocks of in and out have different lengths")
+        raise ScheduleError(
+            "blocks of in and out have different lengths; expected the same, so that "
+            "a step can copy one into the other"
+        )
 
 
 def _check_steps(program: RankProgram, size: int) -> None:
@@ -176,7 +180,8 @@ def check_input_lasts(program: RankProgram) -> None:
             block = min(lost)
             raise ScheduleError(
                 f"{program.describe_step(index)}: it reads in[{block}], but "
-                f"out[{block}] was written before: in place they are the same"
+                f"out[{block}] was written before: in place they are the same memory, "
+                f"so read it first"
             )
         if dst is None or dst.space != 1:
             continue
@@ -248,7 +253,8 @@ def _check_lengths(
                 raise ScheduleError(
                     f"{program.describe_step(index)}: "
                     f"{programs[other[0]].describe(other[1])} of rank {other[0]} has "
-                    f"another length, at least for some lengths of the vector"
+                    f"another length, at least for some lengths of the vector; both "
+                    f"ends of a message need the same"
                 )
 
 
@@ -285,7 +291,8 @@ def check_races(
         if unordered:
             raise ScheduleError(
                 f"race: {describe(index)} and {describe(max(unordered))} touch the "
-                f"same block, and neither waits for the other"
+                f"same block, and neither waits for the other; let one come after the "
+                f"other"
             )
 
 
@@ -325,7 +332,9 @@ class SymbolicMemory:
         found = self.contents[rank][where.space][where.lo : where.hi]
         if None in found:
             block = where.lo + found.index(None)
-            raise ScheduleError(f"it reads block {block}, which holds nothing yet")
+            raise ScheduleError(
+                f"it reads block {block}, which holds nothing yet; write it first"
+            )
         return [content for content in found if content is not None]
 
     def write(self, rank: int, where: Slice, values: list[Content]) -> None:
@@ -365,12 +374,20 @@ def combine(
     result = []
     for a, b in zip(first, second, strict=True):
         if a[0] != b[0]:
-            raise ScheduleError(f"it reduces {_describe(a)} with {_describe(b)}")
+            raise ScheduleError(
+                f"it reduces {_describe(a)} with {_describe(b)}; expected the same "
+                f"part of both"
+            )
         if redop_class == "none" and not idempotent:
-            raise ScheduleError("it reduces, but the operation has no reduction")
+            raise ScheduleError(
+                "it reduces, but the operation has no reduction; copy or receive "
+                "instead"
+            )
         if a[1] & b[1] and not idempotent:
             twice = (a[0], a[1] & b[1])
-            raise ScheduleError(f"it reduces {_describe(twice)} a second time")
+            raise ScheduleError(
+                f"it reduces {_describe(twice)} a second time; each rank may count once"
+            )
         if (
             redop_class == "ordered"
             and a[1].bit_length() != (b[1] & -b[1]).bit_length() - 1
@@ -399,7 +416,10 @@ def _check_meaning(
                 for memory in memories
             ]
             if sent[0] != sent[-1]:
-                raise ScheduleError("in place it sends something else")
+                raise ScheduleError(
+                    "in place, where in and out are the same memory, it sends "
+                    "something else; read in before out is written"
+                )
         except ScheduleError as exc:
             raise ScheduleError(
                 f"{programs[rank].describe_step(index)}: {exc}"

@@ -59,7 +59,7 @@ def _check_counts(lowered: Sequence[Lowered]) -> None:
             if count != expected:
                 raise ScheduleError(
                     f"rank {one.rank} sends {count} messages to rank {peer}, which "
-                    f"receives {expected}"
+                    f"receives {expected}; every send needs one receive"
                 )
 
 
@@ -72,7 +72,9 @@ def _check_own(one: Lowered) -> None:
         used = sorted((row[1], row[2]) for row in table.tolist() if row[0] != LOCAL)
         wanted = sorted((peer, k) for peer, n in counts.items() for k in range(n))
         if used != wanted:
-            raise ScheduleError(f"rank {one.rank} uses messages {used}, not {wanted}")
+            raise ScheduleError(
+                f"rank {one.rank} uses messages {used}, expected {wanted}, each once"
+            )
     indices = range(len(one))
     check_races(
         one.spaces,

@@ -132,7 +132,10 @@ def _check_closed(
     for rank, own in enumerate(groups):
         keys = [(group.round, group.part) for group in own]
         if any(a >= b for a, b in pairwise(keys)):
-            raise ScheduleError(f"rank {rank} runs its groups in the order {keys}")
+            raise ScheduleError(
+                f"rank {rank} runs its groups in the order {keys}; expected (round, "
+                f"part) to rise"
+            )
         for key, group in zip(keys, own, strict=True):
             for fragment, message in group.sends:
                 pair = key, rank, message.peer
@@ -154,7 +157,8 @@ def _check_closed(
             if not lengths.agree(source, _like(send.place), target, _like(recv.place)):
                 raise ScheduleError(
                     f"round {key[0]}: message {send.k} from rank {source} to rank "
-                    f"{target} has another length there, for some vectors"
+                    f"{target} has another length there, for some vectors; both ends "
+                    f"need the same"
                 )
 
 
@@ -238,7 +242,7 @@ class _Symbolic:
             return self.memory(fragment).read(rank, place)
         if (rank, fragment, place.number) not in self._slots:
             raise ScheduleError(
-                f"it reads slot {place.number}, which holds nothing yet"
+                f"it reads slot {place.number}, which holds nothing yet; write it first"
             )
         return self._slots[rank, fragment, place.number]
 

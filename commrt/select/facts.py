@@ -163,7 +163,9 @@ def _parse_params(text: str, whole: str) -> dict[str, ParamValue]:
             raise UsageError(f"parameter {part!r} in {whole!r}: write NAME=VALUE")
         name, value = found.groups()
         if name in params:
-            raise UsageError(f"parameter {name!r} is given twice in {whole!r}")
+            raise UsageError(
+                f"parameter {name!r} is given twice in {whole!r}: keep one"
+            )
         params[name] = int(value) if _INT.fullmatch(value) else value
     return params
 

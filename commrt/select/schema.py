@@ -137,7 +137,8 @@ def read_machine(node: Node) -> Machine:
         raise fail(
             keys["fingerprint"],
             f"{fingerprint[:16]!r}... is not the fingerprint of the machine described "
-            f"beside it, which is {machine.fingerprint}",
+            f"beside it, which is {machine.fingerprint}; measure again with "
+            f"commrt-tune run",
         )
     return machine
 
@@ -151,7 +152,11 @@ def read_info(node: Node, allowed: Collection[str]) -> dict[str, object]:
 def read_schema(node: Node) -> None:
     """Check the schema's name; a newer table needs a newer commrt."""
     if node.value != SCHEMA:
-        raise fail(node, f"expected schema {SCHEMA!r}, found {_kind(node)}")
+        raise fail(
+            node,
+            f"expected schema {SCHEMA!r}, found {_kind(node)}; measure again with "
+            f"commrt-tune run",
+        )
 
 
 def read_defaults(node: Node) -> tuple[float, tuple[tuple[str, ...], ...]]:
@@ -195,12 +200,24 @@ def _check_tiling(node: Node, rules: Sequence[Rule], members: list[int]) -> None
         lo = rules[index].match.lo
         at = Node(None, f"{here.path}.bytes", here.line, here.source)
         if expected is None or lo < expected:
-            raise fail(at, f"{lo} overlaps another rule with the same match")
+            raise fail(
+                at,
+                f"{lo} overlaps another rule with the same match; begin where that "
+                f"one ends",
+            )
         if lo > expected:
-            raise fail(at, f"no rule with the same match covers [{expected}, {lo})")
+            raise fail(
+                at,
+                f"no rule with the same match covers [{expected}, {lo}); add one, or "
+                f"widen another",
+            )
         expected = rules[index].match.hi
     if expected is not None:
-        raise fail(at, f"no rule with the same match covers [{expected}, null)")
+        raise fail(
+            at,
+            f"no rule with the same match covers [{expected}, null); add one, or "
+            f"widen another",
+        )
 
 
 def _rule(node: Node, known: Catalog) -> Rule:
@@ -254,7 +271,7 @@ def _range(node: Node) -> tuple[int, int | None]:
     lo = _count(ends[0], smallest=0)
     hi = None if ends[1].value is None else _count(ends[1])
     if hi is not None and hi <= lo:
-        raise fail(node, f"the range [{lo}, {hi}) is empty")
+        raise fail(node, f"the range [{lo}, {hi}) is empty; expected an end above {lo}")
     return lo, hi
 
 
@@ -302,7 +319,11 @@ def _params(node: Node) -> dict[str, ParamValue]:
         value = child.value
         for word in (key, value):
             if isinstance(word, str) and not _WORD.fullmatch(word):
-                raise fail(child, f"{word[:64]!r} is not a word of a parameter")
+                raise fail(
+                    child,
+                    f"{word[:64]!r} is not a word of a parameter; expected 1 to 64 "
+                    f"letters, digits, _, . or -",
+                )
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise fail(child, f"expected an integer or a word, found {_kind(child)}")
         params[key] = value
@@ -367,7 +388,11 @@ def _interval(node: Node) -> tuple[float, float]:
         raise fail(node, "expected [low, high] in microseconds")
     low, high = _time(ends[0]), _time(ends[1])
     if high < low:
-        raise fail(node, f"the interval [{low}, {high}] ends before it begins")
+        raise fail(
+            node,
+            f"the interval [{low}, {high}] ends before it begins; expected the lower "
+            f"number first",
+        )
     return low, high
 
 
@@ -411,7 +436,7 @@ def _time(node: Node) -> float:
     if isinstance(node.value, bool) or not isinstance(node.value, int | float):
         raise fail(node, f"expected a number, found {_kind(node)}")
     if node.value < 0:
-        raise fail(node, f"{node.value} is negative")
+        raise fail(node, f"{node.value} is negative; expected 0 or more")
     return float(node.value)
 
 
@@ -430,7 +455,9 @@ def _plain(node: Node, levels: int) -> object:
     if not isinstance(node.value, dict | list):
         return node.value
     if levels == 0:
-        raise fail(node, "nested deeper than this section allows")
+        raise fail(
+            node, "nested deeper than this section allows; write a plain value here"
+        )
     if isinstance(node.value, list):
         return [_plain(child, levels - 1) for child in node.value]
     return {key: _plain(child, levels - 1) for key, child in node.value.items()}

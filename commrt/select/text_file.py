@@ -25,7 +25,10 @@ def read_text(path: Path) -> str:
         raise TableError(f"cannot open selection table {path}: {error}") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise TableError(f"selection table {path} is not a regular file")
+            raise TableError(
+                f"selection table {path} is not a regular file: name a YAML file that "
+                f"commrt-tune wrote"
+            )
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             raw = file.read(MAX_NBYTES + 1)
     except OSError as error:
@@ -34,11 +37,12 @@ def read_text(path: Path) -> str:
         os.close(descriptor)
     if len(raw) > MAX_NBYTES:
         raise TableError(
-            f"{path} is larger than any selection table (limit {MAX_NBYTES} bytes)"
+            f"{path} is larger than any selection table (limit {MAX_NBYTES} bytes): "
+            f"name a file that commrt-tune wrote"
         )
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
         raise TableError(
-            f"selection table {path} is not UTF-8 text: {error}"
+            f"selection table {path} is not UTF-8 text: {error}; save it as UTF-8"
         ) from error

@@ -23,7 +23,7 @@ from commrt.select.tree import MAX_DEPTH, MAX_NBYTES, Node, Scalar, fail
 __all__ = ["is_plain_text", "read_tree"]
 
 _MAX_INT = 2**63 - 1
-_TOO_DEEP = "nested too deeply to be a table"
+_TOO_DEEP = "nested too deeply to be a table; name a file that commrt-tune wrote"
 
 _INT = re.compile(r"[-+]?[0-9]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -46,11 +46,13 @@ def read_tree(text: str, source: str) -> Node:
     try:
         nbytes = len(text.encode())
     except UnicodeEncodeError as error:
-        raise TableError(f"{source}: not Unicode text: {error}") from error
+        raise TableError(
+            f"{source}: not Unicode text: {error}; save it as UTF-8"
+        ) from error
     if nbytes > MAX_NBYTES:
         raise TableError(
             f"{source}: {nbytes} bytes is larger than any selection table "
-            f"(limit {MAX_NBYTES})"
+            f"(limit {MAX_NBYTES}): name a file that commrt-tune wrote"
         )
     try:
         return _Reader(source, yaml.parse(text, Loader=_LOADER)).document()
@@ -75,22 +77,34 @@ class _Reader:
     def document(self) -> Node:
         next(self._events)
         if isinstance(next(self._events), yaml.StreamEndEvent):
-            raise TableError(f"{self._source}: the file is empty")
+            raise TableError(
+                f"{self._source}: the file is empty; expected a selection table, as "
+                f"commrt-tune run writes it"
+            )
         root = self._value(next(self._events), "$", 1)
         next(self._events)
         after = next(self._events)
         if not isinstance(after, yaml.StreamEndEvent):
             line = after.start_mark.line + 1
-            raise TableError(f"{self._source}, line {line}: a second document")
+            raise TableError(
+                f"{self._source}, line {line}: a second document begins here; a file "
+                f"holds one table, so delete the rest"
+            )
         return root
 
     def _value(self, event: Any, path: str, depth: int) -> Node:
         here = self._empty(event, path)
         line = here.line
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            raise fail(here, "anchors (&) and aliases (*) are not allowed in a table")
+            raise fail(
+                here,
+                "anchors (&) and aliases (*) are not allowed in a table; write the "
+                "value out",
+            )
         if event.tag is not None:
-            raise fail(here, f"tags are not allowed in a table: {event.tag}")
+            raise fail(
+                here, f"tags are not allowed in a table: {event.tag}; leave it out"
+            )
         if isinstance(event, yaml.ScalarEvent):
             plain = event.implicit[0]
             value = _resolve(event.value, here) if plain else event.value
@@ -109,12 +123,14 @@ class _Reader:
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             if isinstance(event, yaml.CollectionStartEvent):
                 here = self._empty(event, path)
-                raise fail(here, "keys are names, not mappings or lists")
+                raise fail(
+                    here, "keys are names, not mappings or lists; write a name here"
+                )
             key = self._value(event, path, depth)
             if not isinstance(key.value, str):
                 raise fail(key, f"keys are names, not {key.value!r}: quote it")
             if key.value in children:
-                raise fail(key, f"key {key.value!r} is given twice")
+                raise fail(key, f"key {key.value!r} is given twice; keep one")
             child = f"{path}.{_short(key.value)}"
             children[key.value] = self._value(next(self._events), child, depth + 1)
         return children
@@ -144,17 +160,26 @@ def _resolve(text: str, here: Node) -> Scalar:
     if text in _WORDS:
         return _WORDS[text]
     if text == "<<":
-        raise fail(here, "merge keys (<<) are not allowed in a table")
+        raise fail(
+            here, "merge keys (<<) are not allowed in a table; write the keys out"
+        )
     if _INT.fullmatch(text):
         # The length test comes first: int() of a megabyte of digits takes seconds.
         if len(text) > 20 or not -_MAX_INT <= int(text) <= _MAX_INT:
-            raise fail(here, f"integer {text[:24]} does not fit into 63 bits")
+            raise fail(
+                here,
+                f"integer {text[:24]} does not fit into 63 bits; expected at most "
+                f"{_MAX_INT}",
+            )
         return int(text)
     if _NOT_FINITE.fullmatch(text):
         raise fail(here, f"{text} is not a finite number; write null for no limit")
     if _FLOAT.fullmatch(text):
         number = float(text)
         if not math.isfinite(number):
-            raise fail(here, f"{text[:24]} is not a finite number")
+            raise fail(
+                here,
+                f"{text[:24]} is not a finite number; write null for no limit",
+            )
         return number
     return text

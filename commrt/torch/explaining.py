@@ -63,7 +63,10 @@ def explain(
     spec = operation(coll)
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if spec.reduces and real.dtype not in KNOWN:
-        raise UsageError(f"{_WHAT}: nothing reduces {real.dtype}")
+        raise UsageError(
+            f"{_WHAT}: {coll} does not reduce {real.dtype}; expected one of "
+            f"{', '.join(sorted(str(known) for known in KNOWN))}: cast the tensor"
+        )
     dtype = KNOWN.get(real.dtype, "uint8")  # of what is only moved, the bytes are
     nbytes = tensor.nbytes * (comm.size if spec.rule_bytes == "block" else 1)
     return comm.explain(

@@ -142,7 +142,10 @@ def commrt_name(who: str, name: Any) -> str:
     """
     text = getattr(name, "__name__", name)
     if not isinstance(text, str):
-        raise UsageError(f"{who}: {name!r} is no name of an operation")
+        raise UsageError(
+            f"{who}: {name!r} is no name of an operation; expected a string, such as "
+            f"'allreduce'"
+        )
     found = _NAMES.get(text, text)
     if found not in COLLECTIVES:
         known = [*COLLECTIVES, *_NAMES]

@@ -95,7 +95,10 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
         elif path.exists():
             found.append(path)
         else:
-            raise UsageError(f"{path}: there is no such file or folder")
+            raise UsageError(
+                f"{path}: there is no such file or folder; name logs, or the folder "
+                f"that COMMRT_TRACE named"
+            )
     if not found:
         raise UsageError("no files: name logs, or the folder that COMMRT_TRACE named")
     return list(dict.fromkeys(found))
@@ -134,7 +137,9 @@ def join(logs: Iterable[Log]) -> Job:
     notes = []
     for log in logs:
         if log.rank in by_rank:
-            raise UsageError(f"two logs of rank {log.rank} of job {log.job}")
+            raise UsageError(
+                f"two logs of rank {log.rank} of job {log.job}: name one of them"
+            )
         by_rank[log.rank] = log
     ordered = [by_rank[rank] for rank in sorted(by_rank)]
     notes += _notes_on(ordered)

@@ -396,7 +396,10 @@ def read_log(path: Path) -> Log:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is no log of {FORMAT}: it is no text") from error
+        raise UsageError(
+            f"{path} is no log of {FORMAT}: it is no text; logs are the .jsonl files "
+            f"that COMMRT_TRACE=FOLDER makes"
+        ) from error
     lines = text.split("\n")
     head = _parsed(lines[0])
     if not isinstance(head, dict) or head.pop("format", None) != FORMAT:

@@ -102,7 +102,9 @@ def start(folder: str | os.PathLike[str] | None = None) -> Recording:
 def stop() -> Recording:
     """End the recording that the latest ``start()`` began, and return it."""
     if not _STARTED:
-        raise UsageError("commrt.trace.stop(): nothing was started with start()")
+        raise UsageError(
+            "commrt.trace.stop(): nothing was started with start(): call start() first"
+        )
     recording = _STARTED.pop()
     recording.stop()
     return recording

@@ -149,7 +149,9 @@ def _address(fn: Any) -> int | None:
     else:
         return None
     if not address:
-        raise UsageError("reduction: the function pointer is null")
+        raise UsageError(
+            "reduction: the function pointer is null: pass the address of a C function"
+        )
     return address
 
 

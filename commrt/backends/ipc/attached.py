@@ -172,8 +172,8 @@ class AttachedIpc(Attached):
             return None
         why = self._why_never()
         if not why and device.kind == "cuda" and comm.in_process and comm.size > 1:
-            why = "a process does not open memory that is its own, and these ranks are"
-            why += " threads of one"
+            why = "CUDA IPC needs one process per rank; these ranks are threads of one "
+            why += "process. Use backend='staged'"
         if why:
             self._agreed = IpcFacts(why)
             return None

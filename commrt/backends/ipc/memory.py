@@ -90,7 +90,10 @@ class PeerMemory:
     def exchange(self) -> _native.PeerExchange:
         """The native exchange; ClosedError where there is none (any more)."""
         if self._exchange is None:
-            raise ClosedError(f"{self.name}: the exchange memory was closed")
+            raise ClosedError(
+                f"{self.name}: its exchange memory on the device was closed: make a "
+                f"new communicator"
+            )
         return self._exchange
 
     def end_unused(self) -> None:

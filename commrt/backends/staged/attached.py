@@ -110,7 +110,7 @@ class AttachedStaged(Attached):
         if runs is None:
             raise UsageError(
                 f"{spec.candidate}: no host backend here runs {spec.op.name} by "
-                f"{name!r}"
+                f"{name!r}; choose another algorithm"
             )
         inner = Candidate(runs.backend.name, name, own)
         host = replace(spec, candidate=inner, device="host")

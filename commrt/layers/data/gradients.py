@@ -86,7 +86,7 @@ class Parameter:
         if shape != self.shape or name != self.dtype:
             raise UsageError(
                 f"{what}: a gradient of shape {shape} and type {name}; the parameter "
-                f"has {self.shape} and {self.dtype}"
+                f"has {self.shape} and {self.dtype}; they must be equal"
             )
 
 

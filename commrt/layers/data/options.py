@@ -84,7 +84,8 @@ class Options:
             )
         if is_sparse and not parameter.shape:
             raise UsageError(
-                f"{_WHAT}: parameter {parameter.index} has no axes, so no rows either"
+                f"{_WHAT}: parameter {parameter.index} has no axes, so no rows either; "
+                f"leave it out of sparse="
             )
         floats = COMPRESSED_DTYPES
         if self.packs and not is_sparse and parameter.dtype not in floats:

@@ -27,7 +27,7 @@ def as_sparse(gradient: Any, shape: tuple[int, ...], what: str) -> SparseVector:
         if tuple(gradient.shape) != shape:
             raise UsageError(
                 f"{what}: a sparse gradient of shape {tuple(gradient.shape)}; the "
-                f"parameter has {shape}"
+                f"parameter has {shape}; they must be equal"
             )
         return SparseVector(
             np.asarray(gradient.indices), np.asarray(gradient.values), shape
@@ -49,7 +49,7 @@ def as_sparse(gradient: Any, shape: tuple[int, ...], what: str) -> SparseVector:
     if len(rows) and not (rows.min() >= 0 and rows.max() < shape[0]):
         raise UsageError(
             f"{what}: rows from {rows.min()} to {rows.max()}; the parameter has "
-            f"{shape[0]} rows"
+            f"{shape[0]} rows; expected 0..{shape[0] - 1}"
         )
     return _elements(rows, values, shape)
 

@@ -288,13 +288,16 @@ struct Calls {
       Ticket ticket;
       std::memcpy(&ticket, handle->bytes, sizeof(ticket));
       if (ticket.kind != Side::kTicket)
-        return call.invalid("the handle is not one of ipc_export()");
+        return call.invalid("the handle is not one of ipc_export(): pass one that the owner of "
+                            "the memory exported");
       [[maybe_unused]] const auto guard = call.guard_memory();
       const Exported found = call.exported(ticket.base);
       const bool is_there = found.kind == MemoryKind::Device && found.base == ticket.base;
       if (!is_there || found.id != ticket.id)
-        return call.invalid("the memory of the handle was freed");
-      if (found.is_own) return call.invalid("the handle is of this process itself");
+        return call.invalid("the memory of the handle was freed: let its owner keep it until all "
+                            "peers have closed it");
+      if (found.is_own)
+        return call.invalid("the handle is of this process itself: use the memory's own address");
       if (!call.open(found.base))
         return call.invalid("the handle is open already: a process opens it once");
       *base = reinterpret_cast<void*>(found.base);
@@ -307,7 +310,7 @@ struct Calls {
       if (call.refuses_sharing()) return call.status;
       [[maybe_unused]] const auto guard = call.guard_memory();
       if (!call.close(reinterpret_cast<std::uint64_t>(base)))
-        return call.invalid(hex(base) + " is not open");
+        return call.invalid(hex(base) + " is not open: pass an address of ipc_open(), once");
       return call.status;
     });
   }
@@ -346,17 +349,20 @@ struct Calls {
   static DeviceStatus end_capture(Device* device, Stream handle, Graph* out) {
     return on_stream(device, "end_capture", handle, [&](auto& call, const StreamPtr& stream) {
       const auto capture = stream->capture;
-      if (!is_captured(*stream)) return call.invalid("the stream is not captured");
+      if (!is_captured(*stream))
+        return call.invalid("the stream is not captured: call begin_capture() first");
       if (capture->stream != handle) {
         capture->invalidated = true;
         return call.invalid("the capture began with stream " + std::to_string(capture->stream) +
-                            "; it is lost");
+                            " and must end there; it is lost");
       }
       capture->active = false;
       const std::shared_ptr<const Recording<Command>> recording = std::move(capture->recording);
       call.ended(capture);
       if (capture->invalidated)
-        return device_fails(DeviceStatus::Capturing, "end_capture(): the capture was lost");
+        return device_fails(DeviceStatus::Capturing,
+                            "end_capture(): the capture was lost by an earlier call that a "
+                            "capture does not allow: look for that call's error");
       if (!recording->is_joined()) return device_fails(DeviceStatus::Capturing, kNotJoined);
       *out = call.device->next_graph++;
       call.device->graphs[*out] = {recording, nullptr};

@@ -39,7 +39,8 @@ DeviceStatus alloc_any(Device* device, const char* name, MemoryKind kind, bool s
   if (!made)
     return device_fails(DeviceStatus::OutOfMemory,
                         std::string(name) + "(): no memory for " + std::to_string(nbytes) +
-                            " bytes");
+                            " bytes on device '" + call.device->name +
+                            "': free other memory first, or ask for less");
   *out = reinterpret_cast<void*>(made->base);
   return DeviceStatus::Ok;
 }
@@ -57,14 +58,16 @@ DeviceStatus free_any(Device* device, const char* name, MemoryKind kind, bool sy
     return is ? found : nullptr;
   };
   if (!ours())
-    return call.invalid(hex(ptr) + " is not what device '" + call.device->name +
-                        "' allocated by its counterpart, or was freed before");
+    return call.invalid(hex(ptr) + " was freed before, or is not what device '" +
+                        call.device->name + "' allocated by its counterpart: free each pointer "
+                        "once, by the call that belongs to its alloc");
   if (syncs) {
     call.status = world.sync_device(call, call.device, name);
     if (call.refused()) return call.status;
   }
   Allocation* allocation = ours();  // others may have had their turns
-  if (!allocation) return call.invalid(hex(ptr) + " was freed by another thread meanwhile");
+  if (!allocation)
+    return call.invalid(hex(ptr) + " was freed by another thread meanwhile: let one thread free it");
   if (world.options.ipc_checks)
     for (int by : allocation->mapped_by)
       world.report("ipc: device '" + call.device->name + "' frees " + allocation->name() +

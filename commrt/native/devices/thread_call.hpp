@@ -19,17 +19,17 @@ inline ThreadDevice* threads(Device* device) { return static_cast<ThreadDevice*>
 struct Call : pretended::CallBase<Call, ThreadDevice> {
   Call(Device* which, const char* called) : CallBase(threads(which), called) {
     if (in_host_function()) {
-      status = invalid("in a host function, which must not call the device");
+      status = invalid("was called in a host function, which must not call the device");
       return;
     }
     lock = std::unique_lock<std::mutex>(device->mutex);
-    if (device->closed) status = invalid("the device is closed");
+    if (device->closed) status = invalid("the device is closed: make a new one");
   }
   bool refused() {
     if (status == DeviceStatus::Ok && device->failed.load())
       status = device_fails(DeviceStatus::Failed,
                             std::string(name) + "(): the device failed earlier, at an injected "
-                                                "error");
+                                                "error, and takes no more calls: make a new one");
     return status != DeviceStatus::Ok;
   }
   // Whether the memory may be touched, and is it of a device.
@@ -121,7 +121,9 @@ struct Call : pretended::CallBase<Call, ThreadDevice> {
         return of->done.load() >= many || device->stopping.load() || device->failed.load();
       });
     lock.lock();
-    if (device->closed) status = invalid("the device was closed meanwhile");
+    if (device->closed)
+      status = invalid("the device was closed while this call waited: close it when no call is "
+                       "under way");
   }
   void synchronize_all() {
     std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>> all;

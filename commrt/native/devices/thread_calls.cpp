@@ -19,8 +19,10 @@ DeviceStatus alloc_any(Device* device, const char* name, MemoryKind kind, std::s
   if (call.refused()) return call.status;
   void* memory = std::malloc(nbytes ? nbytes : 1);
   if (!memory)
-    return device_fails(DeviceStatus::OutOfMemory, std::string(name) + "(): no memory for " +
-                                                       std::to_string(nbytes) + " bytes");
+    return device_fails(DeviceStatus::OutOfMemory,
+                        std::string(name) + "(): no memory for " + std::to_string(nbytes) +
+                            " bytes on a device of threads: free other memory first, or ask "
+                            "for less");
   std::memset(memory, 0xff, nbytes);
   std::lock_guard<std::mutex> guard(blocks().mutex);
   blocks().by_base[reinterpret_cast<std::uint64_t>(memory)] =
@@ -41,8 +43,9 @@ DeviceStatus free_any(Device* device, const char* name, MemoryKind kind, void* p
     const auto found = blocks().by_base.find(reinterpret_cast<std::uint64_t>(ptr));
     if (found == blocks().by_base.end() || found->second.kind != kind ||
         found->second.owner != call.device)
-      return call.invalid(hex(ptr) + " is not what the device allocated by its counterpart, or "
-                                     "was freed before");
+      return call.invalid(hex(ptr) + " was freed before, or is not what the device allocated by "
+                                     "its counterpart: free each pointer once, by the call that "
+                                     "belongs to its alloc");
     blocks().by_base.erase(found);
   }
   std::free(ptr);

@@ -56,8 +56,17 @@ void Comm::attach_arena(void* base, size_t region, size_t lane_nbytes,
   region_nbytes = region;
   members = ranks;
   layout = RegionLayout(static_cast<int>(ranks.size()), lane_nbytes);
-  if (layout.nbytes > region) throw std::invalid_argument("arena region is too small");
-  if (region * ranks.size() > kSlotMask) throw std::invalid_argument("arena is too large");
+  if (layout.nbytes > region) {
+    throw std::invalid_argument("the shared memory of a rank has " + std::to_string(region) +
+                                " bytes, expected at least " + std::to_string(layout.nbytes) +
+                                " for " + std::to_string(ranks.size()) + " ranks");
+  }
+  if (region * ranks.size() > kSlotMask) {
+    throw std::invalid_argument("the shared memory of " + std::to_string(ranks.size()) +
+                                " ranks has " + std::to_string(region) +
+                                " bytes for each, expected at most " + std::to_string(kSlotMask) +
+                                " in all");
+  }
   for (size_t i = 0; i < ranks.size(); ++i) member_index_[ranks[i]] = static_cast<int>(i);
   const size_t me = static_cast<size_t>(member_index_[rank]);
   unsigned char* mine = arena + me * region;
@@ -390,7 +399,7 @@ std::string Comm::who_gave_up(uint64_t seq, bool still_agrees) const {
     const uint64_t failed = header(static_cast<int>(i))->failed.load(std::memory_order_acquire);
     if (members[i] == rank || !Failure::ends(failed, seq, still_agrees)) continue;
     return "rank " + std::to_string(members[i]) + " gave up at operation #" +
-           std::to_string(Failure::seq_of(failed));
+           std::to_string(Failure::seq_of(failed)) + ": look for the error of that rank";
   }
   return {};
 }

@@ -425,7 +425,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     if (!exposed[i] || !comm->gave_up(p.peers[ins.inputs[i].peer].rank, seq)) continue;
     given_up = true;
     fail("rank " + std::to_string(p.peers[ins.inputs[i].peer].rank) +
-         " gave up while its array was read");
+         " gave up while its array was read: look for the error of that rank");
     return;
   }
 

@@ -398,7 +398,7 @@ bool Op::advance_native(uint64_t limit) {
                                  call.comm, request);
         break;
       default:
-        fail("no vendor collective for this operation");
+        fail("the MPI library has no collective for this operation: use a schedule");
         return true;
     }
     if (rc != 0) {

@@ -89,7 +89,7 @@ void P2P::deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader&
     complete(op, "message of " + std::to_string(header.nbytes) + " bytes from rank " +
                       std::to_string(source) + " (tag " + std::to_string(header.tag) +
                       ") is longer than the receive buffer of " + std::to_string(task.nbytes) +
-                      " bytes");
+                      " bytes: receive into an array of that length, or send fewer bytes");
   } else if (header.kind == PacketKind::Eager) {
     complete(op);
   } else {
@@ -142,7 +142,9 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     const auto op = std::move(it->second);
     receiving_.erase(it);
     channels_[source].direct.remove_if([&op](const Direct& one) { return one.op == op; });
-    give_up(op, "rank " + std::to_string(source) + " gave the message up");
+    give_up(op, "rank " + std::to_string(source) +
+                    " gave the message up before all of it was here: look for the error of that "
+                    "rank");
     return;
   }
   if (const auto it = posted_.find(key(source, header.tag)); it != posted_.end()) {

@@ -245,7 +245,8 @@ bool P2P::fail_one(const std::shared_ptr<Op>& op) {
   if (task.stage == Stage::Matched) return false;
   forget(op);
   give_up(op, "rank " + std::to_string(peer) + " gave up at operation #" +
-                  std::to_string(Failure::seq_of(at)) + " and makes no matching call any more");
+                  std::to_string(Failure::seq_of(at)) +
+                  " and makes no matching call any more: look for the error of that rank");
   return true;
 }
 

@@ -26,7 +26,9 @@ struct Texts {
     const std::lock_guard<std::mutex> lock(mutex);
     const size_t at = static_cast<size_t>(code - kFirstText);
     if (code >= kFirstText && at < said.size()) return said[at];
-    return code == Relay::kTruncated ? "a message was longer than its receive" : "";
+    return code == Relay::kTruncated
+               ? "a message was longer than its receive: the ranks called with different arguments"
+               : "";
   }
 };
 

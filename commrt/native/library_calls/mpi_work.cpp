@@ -86,7 +86,7 @@ void MpiWork::issue(const MpiPtr& made, Stream stream, void* const* keep) {
         // What has begun already has read, which a simulated device is told.
         if (has(PlantedInMpi::Ungated)) touch(*made);
       },
-      "no memory for what a call of MPI on device memory needs");
+      "no host memory is left to start a call of MPI on device memory: free memory first");
   HostLock polling(device_, polling_);
   check(polling.status());
   take_up(*made, keep);

@@ -79,7 +79,7 @@ DeviceWork::CallPtr HostWork::start(std::vector<HostArray> arrays, Stream stream
           copy_to_host(*made, stream);
           if (flags_ && made->writes && !has(PlantedHostWork::LateCopy)) give_copies(*made);
         },
-        "no memory for what a call of the host's needs");
+        "no host memory is left to start a call that the host makes: free memory first");
     starts_ = made->start_value;
     HostLock polling(device_, polling_);
     check(polling.status());

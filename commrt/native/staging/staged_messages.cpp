@@ -115,7 +115,7 @@ DeviceWork::CallPtr MessageStager::start(const MessageLists& lists, Stream strea
           // What has begun already has read, which a simulated device is told.
           if (!gated) touch(*made, made->in, false);
         },
-        "no memory for what messages of device memory need");
+        "no host memory is left to start messages of device memory: free memory first");
     starts_ = made->start_value;
     HostLock polling(device_, polling_);
     check(polling.status());

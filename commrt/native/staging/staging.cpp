@@ -122,7 +122,7 @@ void Stager::issue(const PiecesPtr& made, Stream stream, void* const* keep) {
         enqueue(*made, pieces, stream, places);
         submit(pieces, stream);
       },
-      "no memory for what a call on device memory needs");
+      "no host memory is left to start a call on device memory: free memory first");
   ends_ = made->end_value;
   {
     HostLock polling(device_, polling_);

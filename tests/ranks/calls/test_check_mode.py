@@ -257,7 +257,8 @@ def test_another_k_is_named() -> None:
 
     first, second = run(2, rank_main)
     assert first == second
-    assert "the ranks disagree on k; nothing was sent:\n  rank 0: k=3 " in first
+    agrees_not = "the ranks disagree on k; nothing was sent; let all ranks make the "
+    assert agrees_not + "same call:\n  rank 0: k=3 " in first
 
 
 def test_a_missing_rank_is_named_and_the_communicator_given_up() -> None:

@@ -60,7 +60,8 @@ def test_message_groups_ranks_that_agree() -> None:
 
     text = _message("world", [said("sum", 3), said("max", 9), said("sum", 3)], ["op"])
     assert text == (
-        "allreduce #7 on world: the ranks disagree on op; nothing was sent:\n"
+        "allreduce #7 on world: the ranks disagree on op; nothing was sent; "
+        "let all ranks make the same call:\n"
         "  ranks 0, 2: op=sum (at train.py:3)\n"
         "  rank 1: op=max (at train.py:9)"
     )

@@ -235,7 +235,7 @@ def _future(b: Builder) -> None:
         (_outside, r"in\[2:9\] is not a range"),
         (_different_lengths, "2 blocks|1 blocks into 2"),
         (_stranger, "not in group"),
-        (_no_groups, "not 3 groups"),
+        (_no_groups, "do not make 3 equal groups"),
         (_future, "there are 0 steps"),
     ],
 )

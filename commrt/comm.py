@@ -119,6 +119,7 @@ class Communicator(Channel):
         self.symmetric = SymmetricMemory(self, self._forget_reach)
         self.messages = Messages(self, self.devices, self.comparison)
         self.compression = Compression(self, self.selection, self.private)
+        self.selection.remarks.append(self.compression.explained)
         self.collectives = Collectives(
             self,
             self.comparison,
@@ -273,7 +274,7 @@ class Communicator(Channel):
     # -- selection ---------------------------------------------------------------
 
     candidates = forwarded(Selection.candidates, "selection")
-    explain = forwarded(Compression.explain, "compression")
+    explain = forwarded(Selection.explain, "selection")
 
     # -- new communicators -------------------------------------------------------
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +92,8 @@ class Selection(Offers):
         """By name, the backends that may claim a query before this one runs it."""
         self.policy = Policy(group.facts, table, self, wishes)
         self.choices = Choices(self.policy)
+        self.remarks: list[Callable[[Explanation, bool], Explanation]] = []
+        """Services' remarks on explanations; told if the reduction is a user's."""
 
     # -- for users ---------------------------------------------------------------
 
@@ -130,16 +132,19 @@ class Selection(Offers):
         algorithm: str | None = None,
         params: Mapping[str, int | str] | None = None,
     ) -> Explanation:
-        """Return what a call would run, why, and what was rejected; print it.
+        """Return what a call would run, why, and what was rejected; print the result.
 
         ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``);
         ``device`` is ``cuda`` for arrays on devices. ``backend``, ``algorithm`` and
         ``params`` are what the call itself asks for.
         """
         query = self.question("explain", coll, nbytes, dtype, op, root, device)
-        return self.policy.explain(
+        found = self.policy.explain(
             query, backend=backend, algorithm=algorithm, params=params
         )
+        for remark in self.remarks:
+            found = remark(found, isinstance(op, Reduction))
+        return found
 
     # -- for calls ---------------------------------------------------------------
 

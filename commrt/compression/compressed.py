@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -22,7 +22,6 @@ from commrt.select.policy import Explanation, Policy
 from commrt.sparse.memory import Pool
 from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 from commrt.vocabulary.operations import operation
-from commrt.vocabulary.reductions import Reduction
 from commrt.vocabulary.wire_formats import (
     COMPRESS,
     COMPRESSED_DTYPES,
@@ -42,11 +41,6 @@ class Chooser(Protocol):
     @property
     def policy(self) -> Policy:
         """Tables, and what is asked for beforehand."""
-        ...
-
-    @property
-    def explain(self) -> Callable[..., Explanation]:
-        """A method that returns what a call would run, and why."""
         ...
 
     def asked(self, call: Call, bound: Bound) -> tuple[Query, Candidate]:
@@ -196,40 +190,15 @@ class Compression:
         params = [wish.params for wish in asked] + [rule.use.params for rule in rules]
         return any(COMPRESS in each for each in params)
 
-    def explain(
-        self,
-        coll: str,
-        nbytes: int,
-        *,
-        dtype: str = "float32",
-        op: str | Reduction = "sum",
-        root: int = 0,
-        device: str = "host",
-        backend: str | None = None,
-        algorithm: str | None = None,
-        params: Mapping[str, int | str] | None = None,
-    ) -> Explanation:
-        """Return what a call would run, why, and what was rejected; print the result.
+    def explained(self, found: Explanation, users: bool) -> Explanation:
+        """Return an explanation that says if the call would be compressed.
 
-        ``nbytes`` are the bytes that select a rule (``operations.rule_nbytes``);
-        ``device`` is ``cuda`` for arrays on devices. ``backend``, ``algorithm`` and
-        ``params`` are those that the call itself asks for.
+        ``users`` is True if the reduction is a user's own.
         """
-        found = self._choices.explain(
-            coll,
-            nbytes,
-            dtype=dtype,
-            op=op,
-            root=root,
-            device=device,
-            backend=backend,
-            algorithm=algorithm,
-            params=params,
-        )
         wanted = found.choice.candidate.params.get(COMPRESS)
         if wanted is None or wanted == EXACT:
             return found
-        reason = self._why_rule_is_not_followed(found.query, isinstance(op, Reduction))
+        reason = self._why_rule_is_not_followed(found.query, users)
         if reason is None:
             more = " and allgather" if operation(found.query.coll).reduces else ""
             said = f"compressed: {wanted} by alltoall{more}, so not exact"

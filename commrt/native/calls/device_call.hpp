@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Works on devices and their calls as Python holds them: started, waited for, and let go.
+// Python's handles of device calls: start one, wait for it, and release it.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One started call on arrays on devices as its caller holds it. commrt/device_calls/requests.py
-// puts errors into words.
+// The request of one started call on device arrays, as its caller holds it.
+// commrt/device_calls/requests.py words its errors.
 #pragma once
 
 #include <string>

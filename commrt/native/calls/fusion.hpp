@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Fusion: short nonblocking allreduces that go together, as one operation on their arrays.
+// Fusion: sends several short nonblocking allreduces as one operation on all their arrays.
 #pragma once
 
 #include <cmath>

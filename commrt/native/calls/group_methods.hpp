@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Methods that the engine calls on the Python object of a group, a Communicator, and on the
-// service of it that sends buckets: one list for each.
+// Two lists of Python methods that the engine calls: those of a group (a Communicator), and those
+// of its service that sends buckets.
 #pragma once
 
 #include <string>

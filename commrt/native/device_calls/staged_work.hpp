@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work in which the host has a part: what the device copies to pinned memory, the host engine sends
-// and combines, and the device copies back. Flags gate the one and let the other go on; collectives
-// (staging.hpp) and messages (staged_messages.hpp) say when.
+// Device work with a part for the host: the device copies to pinned memory, the host's engine sends
+// and combines, and the device copies back. Flags let each side wait for the other. Collectives
+// (staging.hpp) and messages (staged_messages.hpp) decide when to set them.
 #pragma once
 
 #include <atomic>

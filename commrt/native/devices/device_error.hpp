@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How an implementation of a device says why a call failed, and how that goes on.
+// The text of a device's last error on this thread, and the exception that carries it.
 #pragma once
 
 #include <stdexcept>

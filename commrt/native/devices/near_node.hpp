@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of the host that is near a device: on the machine's node that its bus is connected to.
+// Finds the NUMA node that a device's bus is connected to, and takes host memory from that node.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of simulated devices: who may touch it, and who last touched which range of it.
+// Memory of simulated devices. It records which device may touch it, and who last touched a range.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arrays of a bucket: many short ones, one after the other, as one long buffer.
+// The arrays of a fusion bucket: the engine reads many short arrays as one long buffer.
 #pragma once
 
 #include <cstddef>

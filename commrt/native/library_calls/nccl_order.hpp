@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one order of NCCL's work on a device, for all communicators of the process.
+// Gives NCCL's work on a device one order, for all communicators of the process.
 //
 // NCCL must not be called for two communicators of a device from two threads at once, and kernels
 // of two communicators that run at the same time may each hold what the other one's peers need.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pinned memory in blocks that come back in any order.
+// A pool of pinned memory for messages: blocks come back in any order.
 //
-// A receive may wait for ever while later messages come and go, so what messages use is no ring.
-// Blocks have a power of two of bytes, and one that came back serves the next of its size.
+// A receive may wait for ever while later messages come and go, so messages cannot use a ring.
+// A block has a power of two of bytes, and serves the next message of its size when it is free.
 #pragma once
 
 #include <array>

@@ -107,7 +107,7 @@ PyDeviceCall started(const PyDeviceWork& self, nb::handle first, nb::handle seco
   try {
     made.call = guarded([&] { return start(kept); });
   } catch (...) {
-    // Where the device had begun with it, the arrays stay alive for ever.
+    // If the device has begun with it, the arrays stay alive for ever.
     if (!self.work->failed()) {
       for (void* object : kept) Py_XDECREF(static_cast<PyObject*>(object));
     }

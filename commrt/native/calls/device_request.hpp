@@ -24,7 +24,7 @@ class DeviceRequest {
   nb::object synchronize(nb::handle timeout_s);
   bool test();
   bool done() const { return call_.ended(); }
-  // Nobody is to be warned that it was dropped.
+  // Keeps the destructor from warning that the request was dropped.
   void be_quiet() { observed_ = true; }
 
   std::uint64_t seq() const { return call_.call->seq; }

@@ -55,7 +55,7 @@ struct Bucket {
   int references_ = 1;
 };
 
-// What of a call goes into a bucket. The call's arguments are checked.
+// The part of a call that goes into a bucket. The call's arguments are checked.
 struct FusedCall {
   DType dtype;
   RedOp redop;

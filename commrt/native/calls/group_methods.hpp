@@ -32,7 +32,7 @@ inline std::vector<std::string> names() {
 
 }  // namespace commrt::group_methods
 
-// Of an open comm.fused(). None of them is on the way of a call that only goes into a bucket.
+// Methods of an open comm.fused(). A call that only goes into a bucket uses none of them.
 namespace commrt::fusion_methods {
 
 inline constexpr char kPlanBucket[] = "plan_bucket";

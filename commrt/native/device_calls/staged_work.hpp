@@ -46,7 +46,7 @@ class StagedWork : public DeviceWork {
   bool holds_streams() const override { return true; }
   // Throws DeviceFailure where a stream is captured; the capture goes on.
   void refuse_capture(Stream stream) const;
-  // Of pinned memory for data.
+  // Bytes of pinned memory for data.
   std::size_t pinned_nbytes();
 
  protected:
@@ -56,7 +56,7 @@ class StagedWork : public DeviceWork {
   virtual bool open_gates() = 0;
   // What the host is done with goes back, in the order in which it was given to the device.
   virtual bool let_go() = 0;
-  // Of a call that neither the host nor the device uses any more.
+  // Called for a call that neither the host nor the device uses any more.
   virtual void give_memory_back(StagedCall& call) = 0;
   virtual std::size_t memory_nbytes() const = 0;
   // Nothing is under way: gives back what this has beside the streams.

@@ -20,7 +20,7 @@
 
 namespace commrt {
 
-// What of a call follows from its arguments alone.
+// The plan of a call: it depends on the arguments alone.
 struct WatchedPlan {
   // A schedule's rounds, where it runs one; their scratch memory; whether they work in place, and
   // what they write: else an input that lies there is copied first.

@@ -23,7 +23,7 @@ struct DeviceFailure : std::runtime_error {
   DeviceStatus status;
 };
 
-// Whoever calls a device, and goes on only where it works.
+// The base of classes that call a device: a call that fails throws.
 class DeviceUser {
  public:
   explicit DeviceUser(Device* on) : device_(on) {}

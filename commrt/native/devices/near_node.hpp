@@ -13,7 +13,7 @@ int node_of_device(const std::string& sysfs, const std::string& bus_id);
 
 // While it lives, this thread gets memory from a node, where that may be said: by its memory policy,
 // else, as containers forbid that, by running on the node's own CPUs. Afterwards all is as before.
-// What the program or numactl has said takes precedence.
+// A choice by the program or by numactl takes precedence.
 class NearNode {
  public:
   enum class By { Nothing, Policy, Cpus };

@@ -17,7 +17,7 @@
 
 namespace commrt::sim {
 
-// What somebody did, for messages: `what` names a command or a call.
+// One access to memory, for messages: `what` names a command or a call.
 struct Access {
   Actor actor = 0;
   Tick tick = 0;

@@ -65,7 +65,7 @@ class Signal {
   std::atomic<std::uint64_t> version_{0};
 };
 
-// Of all devices of the process: one may wait for a flag that another one writes.
+// Shared by all devices of the process: one may wait for a flag that another one writes.
 Signal& signal();
 
 using pretended::in_host_function;

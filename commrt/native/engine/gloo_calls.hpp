@@ -22,7 +22,7 @@ namespace commrt {
 
 class Plan;
 
-// What a plan knows of its operation. The objects are own_object()'s (user_reduction.hpp).
+// A plan's facts about its operation. The objects are own_object()'s (user_reduction.hpp).
 struct GlooPlan {
   std::shared_ptr<class GlooGroup> group;
   std::shared_ptr<_object> method;  // of torch's group
@@ -73,7 +73,7 @@ class GlooGroup {
   static void start_everything();
   // Finds out what has ended, of all groups.
   static void look_everything();
-  // What most waits take at most.
+  // The longest that most waits take.
   static constexpr double kSlice_s = 0.05;
   // Waits in gloo until the operation has ended, at most for so long.
   static void wait(const std::shared_ptr<GlooCall>& call, double seconds);

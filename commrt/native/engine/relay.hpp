@@ -116,7 +116,7 @@ class Relay {
   int size() const { return static_cast<int>(peers_.size()); }
   // Why a peer is lost; empty: it is not.
   std::string failure_of(int peer) const;
-  // What is behind an error code.
+  // The text of an error code.
   static std::string text_of(int code);
 
   // -- for the engine, in MPI's words --

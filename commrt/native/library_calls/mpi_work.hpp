@@ -57,7 +57,7 @@ enum class PlantedInMpi : int {
 };
 std::vector<std::string> names_of(PlantedInMpi);
 
-// What of a call follows from its arguments alone.
+// The plan of a call: it depends on the arguments alone.
 struct MpiDevicePlan : std::enable_shared_from_this<MpiDevicePlan> {
   std::shared_ptr<const Plan> runs;  // the library's own collective
   std::size_t in_nbytes = 0, out_nbytes = 0;

@@ -88,7 +88,7 @@ struct NcclPhase {
   int num_arrays = 0;  // that it speaks of
 };
 
-// What of a call follows from its arguments alone.
+// The plan of a call: it depends on the arguments alone.
 struct NcclPlan : WatchedPlan, std::enable_shared_from_this<NcclPlan> {
   std::string operation;  // for messages
   NcclColl coll = NcclColl::Allreduce;

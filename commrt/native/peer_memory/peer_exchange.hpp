@@ -56,7 +56,7 @@ std::vector<std::string> names_of(PlantedInExchange);
 // work that has it, and must not need Python for that.
 class PeerExchange : public std::enable_shared_from_this<PeerExchange> {
  public:
-  // What each rank's memory begins with: a line for each flag.
+  // The beginning of each rank's memory: a line for each flag.
   static constexpr std::size_t kLineNbytes = 64;
   static std::size_t flags_nbytes(int size) {
     return 2 * static_cast<std::size_t>(size) * kLineNbytes;
@@ -69,7 +69,7 @@ class PeerExchange : public std::enable_shared_from_this<PeerExchange> {
                DeviceStatus* status);
 
   // Gives `on` a program. Programs come from one thread at a time, and run one behind the other.
-  // What fails half-way leaves peers waiting: nothing may be given after it.
+  // A program that fails half-way leaves peers waiting: no other may follow it.
   DeviceStatus give(const StreamProgram& program, unsigned char* in, unsigned char* out,
                     unsigned char* scratch, Stream on);
   // Lets streams go that wait for peers, and what is given to them later: flags are written far

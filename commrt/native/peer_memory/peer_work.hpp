@@ -24,7 +24,7 @@
 
 namespace commrt {
 
-// What of a call follows from its arguments alone: a program.
+// The plan of a call, a program: it depends on the arguments alone.
 struct PeerPlan : WatchedPlan, std::enable_shared_from_this<PeerPlan> {};
 
 struct PeerCall : WatchedCall {
@@ -43,7 +43,7 @@ class PeerWork : public WatchedWork {
   CallPtr start(const std::shared_ptr<const PeerPlan>& plan, unsigned char* in, unsigned char* out,
                 Stream stream, bool orders, void* const* keep, double timeout_s);
   void wait_on(const CallPtr& call, Stream stream) override;
-  // Nobody calls any more. Calls nothing of the device.
+  // Ends it when no more calls come. Does not call the device.
   void close() override;
   // After close(): whether all that the device was given has run, without waiting. Throws
   // DeviceFailure.

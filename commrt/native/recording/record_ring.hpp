@@ -26,7 +26,7 @@ inline int64_t monotonic_ns() {
   return static_cast<int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
 }
 
-// What counts the calls of a group, or the messages of a pair.
+// Counts the calls of a group, or the messages of a pair.
 struct RecordCounter {
   int64_t next = 0;
 };

@@ -92,7 +92,7 @@ class HostWork : public StagedWork {
   void done(const CallPtr& call);
   // The host's part has failed; one that came too late fails with its communicator.
   void fail_call(const CallPtr& call, const std::string& kind, const std::string& why);
-  // Where an array of the call lies in pinned memory.
+  // The place of an array of the call in pinned memory.
   std::vector<std::uint64_t> places(const CallPtr& call) const;
 
   PlantedBug<PlantedHostWork> planted;

@@ -40,7 +40,7 @@ class PinnedPool {
   void give_back(const Block& block) {
     free_[static_cast<std::size_t>(block.size_class)].push_back(block.at);
   }
-  // What the device gave for a block of this size.
+  // Takes memory that the device gave for a block of this size.
   void add(void* base, int size_class) {
     all_.push_back(base);
     total_ += nbytes_of(size_class);

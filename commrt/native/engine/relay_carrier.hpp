@@ -41,7 +41,7 @@ class RelayCarrier {
   // No work of gloo's, and nothing else of Python's, is kept any more.
   void forget();
 
-  // Gives gloo the frames of all carriers of this process.
+  // Starts gloo's queued collectives, and gives it the frames of all carriers of this process.
   static void give_everything();
 
  private:

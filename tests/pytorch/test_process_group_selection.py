@@ -274,7 +274,7 @@ WRONG = (
     "did you mean 'all_reduce'",
     "sparse allreduce chooses by what the ranks hold",
     "expected a group of commrt's",
-    "nothing reduces torch.float8_e8m0fnu",
+    "does not reduce torch.float8_e8m0fnu; expected one of",
 )
 
 BACKENDS = """

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Facts that a call needs of an array on a device, read without Python's functions in between.
+// Reads address, type, length and stream of an array on a device, without calling Python functions.
 //
 // Known are commrt's own arrays, cupy's, torch's, and what has __cuda_array_interface__, each by
 // what its library documents. Whatever is out of the ordinary, such as strides, managed memory,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A device as Python holds it, and its errors as Python raises them.
+// Python's handle of a device, and the Python exceptions for its errors.
 #pragma once
 
 #include <memory>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch's tensors in host memory, read without Python's functions in between.
+// Reads torch's tensors in host memory, without calling Python functions.
 //
-// How a tensor lies in memory differs by torch's version, and nothing of torch is linked. What is
-// used is the table of functions that torch offers to C for this (dlpack_exchange.hpp).
+// A tensor's layout in memory differs by torch's version, and the engine does not link torch. So it
+// calls the table of functions that torch offers to C for this (dlpack_exchange.hpp).
 #pragma once
 
 #include <nanobind/nanobind.h>

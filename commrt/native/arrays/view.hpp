@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host memory of arrays as the engine sees it, and numpy's arrays read that way.
+// The engine's view of an array in host memory, and how it reads numpy's arrays.
 #pragma once
 
 #include <Python.h>

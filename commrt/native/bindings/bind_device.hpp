@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kinds of devices, each bound beside what all of them have.
+// Binds the kinds of devices: the methods of all of them, and those of each kind.
 #pragma once
 
 #include <nanobind/nanobind.h>

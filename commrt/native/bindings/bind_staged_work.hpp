@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bindings that all work shares in which the host has a part.
+// The bindings that all kinds of StagedWork share.
 #pragma once
 
 #include <memory>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every binding of this folder; calls/ has some of its own beside what they bind.
+// Declares every binding of this folder; calls/ declares its own beside the bound classes.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Works on devices and their calls as Python holds them: started, waited for, and let go.
+// Python's handles of device calls: start one, wait for it, and release it.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -107,7 +107,7 @@ PyDeviceCall started(const PyDeviceWork& self, nb::handle first, nb::handle seco
   try {
     made.call = guarded([&] { return start(kept); });
   } catch (...) {
-    // Where the device had begun with it, the arrays stay alive for ever.
+    // If the device has begun with it, the arrays stay alive for ever.
     if (!self.work->failed()) {
       for (void* object : kept) Py_XDECREF(static_cast<PyObject*>(object));
     }

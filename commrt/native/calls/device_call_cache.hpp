@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Collectives on device arrays that are like ones before, given to the device without Python in
-// between: what device_calls/collectives.py has found out about the first one holds for all of them.
+// A cache of collectives on device arrays. device_calls/collectives.py prepares the first call; a
+// call like it goes to the device from here, without Python.
 //
-// An entry says what runs a call of an operation, reduction, root, type, length and device, with
-// or without `out`. What follows from a call's own arrays is looked at again each time; what is
-// not plainly right goes the long way, where Python says what is wrong.
+// The key is operation, reduction, root, type, length and device, and whether there is an `out`.
+// Each call still checks its own arrays. If a check does not plainly pass, the call takes the long
+// way through Python, which says what is wrong.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One started call on arrays on devices as its caller holds it. commrt/device_calls/requests.py
-// puts errors into words.
+// The request of one started call on device arrays, as its caller holds it.
+// commrt/device_calls/requests.py words its errors.
 #pragma once
 
 #include <string>
@@ -24,7 +24,7 @@ class DeviceRequest {
   nb::object synchronize(nb::handle timeout_s);
   bool test();
   bool done() const { return call_.ended(); }
-  // Nobody is to be warned that it was dropped.
+  // Keeps the destructor from warning that the request was dropped.
   void be_quiet() { observed_ = true; }
 
   std::uint64_t seq() const { return call_.call->seq; }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Fusion: short nonblocking allreduces that go together, as one operation on their arrays.
+// Fusion: sends several short nonblocking allreduces as one operation on all their arrays.
 #pragma once
 
 #include <cmath>
@@ -55,7 +55,7 @@ struct Bucket {
   int references_ = 1;
 };
 
-// What of a call goes into a bucket. The call's arguments are checked.
+// The part of a call that goes into a bucket. The call's arguments are checked.
 struct FusedCall {
   DType dtype;
   RedOp redop;

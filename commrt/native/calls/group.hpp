@@ -136,7 +136,7 @@ class Request {
   }
   // Whether the engine, or MPI, may still use what it works on.
   bool needs_buffers() const { return !op_->finished() || op_->held; }
-  // Nobody is to be warned that it was dropped.
+  // Keeps the destructor from warning that the request was dropped.
   void be_quiet() { observed_ = true; }
   // Ends a message that is not matched, on this rank alone.
   void take_back(const std::string& why);

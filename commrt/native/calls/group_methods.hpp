@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Methods that the engine calls on the Python object of a group, a Communicator, and on the
-// service of it that sends buckets: one list for each.
+// Two lists of Python methods that the engine calls: those of a group (a Communicator), and those
+// of its service that sends buckets.
 #pragma once
 
 #include <string>
@@ -32,7 +32,7 @@ inline std::vector<std::string> names() {
 
 }  // namespace commrt::group_methods
 
-// Of an open comm.fused(). None of them is on the way of a call that only goes into a bucket.
+// Methods of an open comm.fused(). A call that only goes into a bucket uses none of them.
 namespace commrt::fusion_methods {
 
 inline constexpr char kPlanBucket[] = "plan_bucket";

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the public methods have in common: objects of a class that bind like functions and are
-// called without one in between (a vectorcall), with a name and a docstring.
+// The base of commrt's public native methods. They bind like Python functions, have a name and a
+// docstring, and are called directly (a vectorcall).
 #pragma once
 
 #include <Python.h>

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A method of a communicator or process group that makes a record of each call in a log.
+// Wraps a method of a communicator or process group, and records each call of it in a log.
 //
-// It stands before the method that it records, as an attribute of the object, while somebody
-// records. What calls have in common is found again by what their arguments are read as: lengths
-// and types of arrays, numbers, and words that cannot change. Of a call that is new, or that
-// cannot be read, Python says what it is.
+// During a recording, the wrapper is an attribute of the object and hides the wrapped method. It
+// reads a call's arguments (lengths and types of arrays, numbers, words that cannot change), and
+// finds by them what it knows of such calls. For a call that is new, or that it cannot read, it
+// asks Python.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What of a collective on device memory follows from its arguments alone: what is copied where,
-// and what the host runs in between.
+// The plan of a staged collective on device memory: which bytes the device copies to pinned memory
+// and back, and what the host runs in between. It depends on the call's arguments alone.
 #pragma once
 
 #include <cstddef>

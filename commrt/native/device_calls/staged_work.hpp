@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work in which the host has a part: what the device copies to pinned memory, the host engine sends
-// and combines, and the device copies back. Flags gate the one and let the other go on; collectives
-// (staging.hpp) and messages (staged_messages.hpp) say when.
+// Device work with a part for the host: the device copies to pinned memory, the host's engine sends
+// and combines, and the device copies back. Flags let each side wait for the other. Collectives
+// (staging.hpp) and messages (staged_messages.hpp) decide when to set them.
 #pragma once
 
 #include <atomic>
@@ -46,7 +46,7 @@ class StagedWork : public DeviceWork {
   bool holds_streams() const override { return true; }
   // Throws DeviceFailure where a stream is captured; the capture goes on.
   void refuse_capture(Stream stream) const;
-  // Of pinned memory for data.
+  // Bytes of pinned memory for data.
   std::size_t pinned_nbytes();
 
  protected:
@@ -56,7 +56,7 @@ class StagedWork : public DeviceWork {
   virtual bool open_gates() = 0;
   // What the host is done with goes back, in the order in which it was given to the device.
   virtual bool let_go() = 0;
-  // Of a call that neither the host nor the device uses any more.
+  // Called for a call that neither the host nor the device uses any more.
   virtual void give_memory_back(StagedCall& call) = 0;
   virtual std::size_t memory_nbytes() const = 0;
   // Nothing is under way: gives back what this has beside the streams.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a stream runs for a schedule: copies, reductions and messages, listed once and given again
-// and again. Addresses are offsets from bases, which a run brings along.
+// A stream program: the copies, reductions and messages that a stream runs for a schedule. It is
+// made once and runs often. Its addresses are offsets from bases; each run passes the bases.
 #pragma once
 
 #include <cstdint>

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work that the device ends by itself: of the host it needs to be seen that it ended, came too
-// late, or failed. Two flags tell that without the driver, of all calls, as these begin and end in
-// the order in which they were given:
+// Device work that needs no part of the host: the host only watches whether it ended, came too
+// late, or failed. Two flags show that for all calls, without asking the driver, as calls begin
+// and end in the order in which they were started:
 //
 //   begun flag = v; what the call does; ended flag = v; end event
 //
-// References go at the end; a call that has begun and does not end within its time is given up with
-// its communicator, which lets its streams go. Where streams write no flags, events are asked.
+// A call drops its references when it ends. A call that has begun and misses its deadline fails,
+// and its communicator with it, which releases its streams. Where streams cannot write flags, the
+// host asks events.
 #pragma once
 
 #include <deque>
@@ -19,7 +20,7 @@
 
 namespace commrt {
 
-// What of a call follows from its arguments alone.
+// The plan of a call: it depends on the arguments alone.
 struct WatchedPlan {
   // A schedule's rounds, where it runs one; their scratch memory; whether they work in place, and
   // what they write: else an input that lies there is copied first.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Boxes of arrays, moved by one launch of a kernel; commrt/kernels/boxes.py makes the tables.
-// The kernel is in commrt/kernels/text/boxes.cuh; here is the same for devices that are none.
+// Describes one kernel launch that moves boxes of arrays; commrt/kernels/boxes.py makes its tables.
+// The kernel is in commrt/kernels/text/boxes.cuh. Devices without hardware run the same code here.
 #pragma once
 
 #include <cstddef>

@@ -142,7 +142,7 @@ struct Driver {
   Result (*cuIpcCloseMemHandle)(Pointer);
 };
 
-// What a driver says without opening a device.
+// Facts that a driver tells without opening a device.
 struct Card {
   std::string name;
   int capability;

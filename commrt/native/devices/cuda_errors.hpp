@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Errors of the CUDA driver, in words.
+// Texts for errors of the CUDA driver.
 #pragma once
 
 #include "devices/cuda_device.hpp"

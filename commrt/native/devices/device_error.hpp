@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How an implementation of a device says why a call failed, and how that goes on.
+// The text of a device's last error on this thread, and the exception that carries it.
 #pragma once
 
 #include <stdexcept>
@@ -23,7 +23,7 @@ struct DeviceFailure : std::runtime_error {
   DeviceStatus status;
 };
 
-// Whoever calls a device, and goes on only where it works.
+// The base of classes that call a device: a call that fails throws.
 class DeviceUser {
  public:
   explicit DeviceUser(Device* on) : device_(on) {}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What work on a device makes once and uses again: flags, events and scratch memory. None of it is
-// given back by itself, as the device may still use it.
+// Pools of flags, events and scratch memory that device work uses again and again. Destructors do
+// not free them, as the device may still use them: their owner frees them.
 #pragma once
 
 #include <cstddef>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A kernel of another library, as devices without hardware run it: for tests of code that gives
-// such kernels to streams, with a pretended form of the library.
+// Stands for a kernel of another library on devices without hardware. Tests use it with a pretended
+// form of the library.
 //
-// It begins when its stream has come to it, and stays at the head of the stream until it may end,
-// as a kernel does that waits for its peers. What it has met meanwhile it comes after.
+// The kernel begins when its stream reaches it. It stays at the head of the stream until it may
+// end, as a kernel does that waits for its peers, and is ordered after the kernels that it met.
 #pragma once
 
 #include <cstddef>

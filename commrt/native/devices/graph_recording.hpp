@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The record of a capture of streams, for devices that are not hardware: commands in the order in
-// which they were given, each with its stream, and whether all streams came together again.
+// The record of a stream capture, for devices without hardware. It lists the captured commands in
+// order, each with its stream, and tells whether all streams joined again before the end.
 #pragma once
 
 #include <algorithm>

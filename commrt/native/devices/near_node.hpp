@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of the host that is near a device: on the machine's node that its bus is connected to.
+// Finds the NUMA node that a device's bus is connected to, and takes host memory from that node.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ int node_of_device(const std::string& sysfs, const std::string& bus_id);
 
 // While it lives, this thread gets memory from a node, where that may be said: by its memory policy,
 // else, as containers forbid that, by running on the node's own CPUs. Afterwards all is as before.
-// What the program or numactl has said takes precedence.
+// A choice by the program or by numactl takes precedence.
 class NearNode {
  public:
   enum class By { Nothing, Policy, Cpus };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The calls that simulated devices and devices of threads answer alike: streams, events, flags,
+// Calls that work the same on simulated devices and on devices of threads: streams, events, flags,
 // launches, captures and graphs.
 //
 // Each device has a `Call`, which every call begins with, and a `Side`, which says its types and

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What avg and premul_sum need beside sums: products with a factor, and quotients. What a launch
-// may ask for, and how devices that have no kernels carry it out.
+// Launches that avg and premul_sum need beside sums: products with a factor, and quotients. It
+// checks what a launch asks for, and runs it for devices without kernels.
 #pragma once
 
 #include <cstddef>

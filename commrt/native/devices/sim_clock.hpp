@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vector clocks: what of every stream and host thread is known to have happened.
+// Vector clocks: how much of each stream and host thread is known to have happened.
 #pragma once
 
 #include <algorithm>

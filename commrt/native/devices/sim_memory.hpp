@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of simulated devices: who may touch it, and who last touched which range of it.
+// Memory of simulated devices. It records which device may touch it, and who last touched a range.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace commrt::sim {
 
-// What somebody did, for messages: `what` names a command or a call.
+// One access to memory, for messages: `what` names a command or a call.
 struct Access {
   Actor actor = 0;
   Tick tick = 0;

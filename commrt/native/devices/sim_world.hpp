@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Simulated devices, and the host threads that use them, under one seeded scheduler.
 //
-// Commands run only when the scheduler picks them, and of host threads only one runs at a time:
-// it gives way in its calls. So a seed says the whole run. Vector clocks follow what orders
-// accesses to memory; a pair that nothing orders is reported in whatever order it happened.
+// A command runs only when the scheduler picks it. One host thread runs at a time, and lets others
+// run in its calls. So the seed fixes the whole run. Vector clocks follow what orders accesses to
+// memory. A pair of accesses that nothing orders is reported, in whatever order the two happened.
 #pragma once
 
 #include <condition_variable>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A device of real threads: one for each stream, with delays by a seed.
+// A pretended device that runs each stream on a real thread, with delays by a seed.
 //
-// For what a simulation cannot try: real threads at once, sanitizers, real MPI beside it. Flags
-// and memory are those of one process. Nothing here finds a deadlock; deadlines of tests do.
+// Tests use it for what a simulation cannot try: threads at the same time, sanitizers, real MPI.
+// All its flags and memory belong to one process. It finds no deadlock; deadlines of tests do.
 #pragma once
 
 #include <algorithm>
@@ -65,7 +65,7 @@ class Signal {
   std::atomic<std::uint64_t> version_{0};
 };
 
-// Of all devices of the process: one may wait for a flag that another one writes.
+// Shared by all devices of the process: one may wait for a flag that another one writes.
 Signal& signal();
 
 using pretended::in_host_function;

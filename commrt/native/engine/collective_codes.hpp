@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The codes of commrt/vocabulary/operations.py, for who calls the collective of a library.
+// Numbers of operations for code that calls a library's collectives, as in
+// commrt/vocabulary/operations.py.
 #pragma once
 
 namespace commrt {
 
-// An operation that no library has needs none: its schedules are all that runs it.
+// An operation that no library offers has no number: only schedules run it.
 enum CollectiveCode : int {
   kAllreduce = 0,
   kReduce = 1,

@@ -287,7 +287,7 @@ struct Mirror {
   Place place;
 };
 
-// What a line of a payload takes, in ns: its writing plus its reading by a peer.
+// The time for a line of a payload, in ns: its writing plus its reading by a peer.
 struct SlotTimes {
   double same_ns;    // in the slot that held the payload before
   double moving_ns;  // in the next one of a window that exceeds a core's own cache
@@ -300,7 +300,7 @@ struct Lane {
   std::vector<uint64_t> last;  // per rank: one past the last message published from here
 };
 
-// What an operation was, kept after its end for messages and dumps.
+// A finished operation, kept for messages and dumps.
 struct Record {
   uint64_t seq = 0;
   int64_t count = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A communicator's calls under way on a device. Whoever makes progress looks at them. Each ends or
-// fails once, and its failure is the communicator's.
+// The base class of a communicator's calls on a device. The thread that makes progress looks at
+// them. Each call ends or fails once, and its failure ends the communicator.
 //
 //   StagedWork (device_calls/):  the host has a part in each call, and flags let it go on:
 //                                collectives and messages (staging/), MPI's (library_calls/)

@@ -24,7 +24,7 @@ inline void relax() {
 #endif
 }
 
-// How a wait ended.
+// The ways in which a wait ends.
 enum class WaitResult { Done, TimedOut, Interrupted };
 
 double now_s();

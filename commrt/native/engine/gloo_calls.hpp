@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Collectives that gloo runs by itself, through groups of torch's that Python has made.
+// Starts gloo's own collectives and asks for their end, through groups that Python made with torch.
 //
 // gloo matches the collectives of a group by their order. So every communicator has a group of its
-// own, and its operations are handed over in the order in which they start. The engine asks for
-// that under its lock and without the GIL (ask); who has the GIL does it (start_everything), as
-// with the frames of a relay. Threads of gloo's run the operation, whatever the program does.
-// Nobody tells of its end: who waits for it waits in gloo, and is woken by it (wait); others ask
+// own, and gives it operations in the order in which they start. The engine queues them under its
+// lock and without the GIL (ask); a thread with the GIL starts them (start_everything), as it sends
+// the frames of a relay. gloo's own threads run the operation, whatever the program does.
+// gloo does not announce its end: a waiting thread waits within gloo (wait), other threads ask
 // (look_everything).
 #pragma once
 
@@ -22,7 +22,7 @@ namespace commrt {
 
 class Plan;
 
-// What a plan knows of its operation. The objects are own_object()'s (user_reduction.hpp).
+// A plan's facts about its operation. The objects are own_object()'s (user_reduction.hpp).
 struct GlooPlan {
   std::shared_ptr<class GlooGroup> group;
   std::shared_ptr<_object> method;  // of torch's group
@@ -73,7 +73,7 @@ class GlooGroup {
   static void start_everything();
   // Finds out what has ended, of all groups.
   static void look_everything();
-  // What most waits take at most.
+  // The longest that most waits take.
   static constexpr double kSlice_s = 0.05;
   // Waits in gloo until the operation has ended, at most for so long.
   static void wait(const std::shared_ptr<GlooCall>& call, double seconds);

@@ -94,7 +94,7 @@ constexpr uint64_t kOffsetMask = (uint64_t{1} << kSegmentShift) - 1;
 inline Place place_of(size_t segment, uint64_t offset) {
   return (static_cast<uint64_t>(segment + 1) << kSegmentShift) | offset;
 }
-// What the line of an exposed payload says.
+// The contents of the line of an exposed payload.
 struct Shown {
   Place place;
   uint64_t raw;  // 1: multiplied by the plan's factor by who reads it
@@ -133,7 +133,7 @@ struct Failure {
   }
 };
 
-// Where things lie in a region. Every member computes the same layout.
+// The places of things in a region. Every member computes the same layout.
 struct RegionLayout {
   int members = 0;
   size_t lane_nbytes = 0;

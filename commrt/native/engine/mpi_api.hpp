@@ -77,7 +77,7 @@ struct MpiApi {
 
 MpiApi& mpi();
 
-// What to do where a call of MPI has failed.
+// The advice in an error after a failed call of MPI.
 constexpr const char* kAfterMpiFailure =
     "messages may be lost: make a new communicator or end the job";
 

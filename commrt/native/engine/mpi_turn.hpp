@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A guard around calls of an MPI library that was given device memory: any call may go on with
-// that memory, and call the driver.
+// A guard around each call of an MPI library that works on device memory: any call may continue
+// earlier work on that memory, and so call the CUDA driver.
 #pragma once
 
 #include <optional>

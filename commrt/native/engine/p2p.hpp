@@ -29,7 +29,7 @@ namespace commrt {
 constexpr uint64_t kEagerBytes = 4 << 20;
 constexpr uint64_t kEagerOverhead = 192;
 
-// What stands in a record for the code of a collective.
+// Codes of messages in a record, in place of a collective's code.
 constexpr int16_t kSendCode = 64, kRecvCode = 65;
 
 // Gone answers a CTS for a message that its sender has given up meanwhile.
@@ -60,7 +60,7 @@ enum class Stage : uint8_t {
   Matched     // both sides know of each other
 };
 
-// What a sendrecv (a receive and a send) or a multi_sendrecv consists of.
+// The parts of a sendrecv (a receive and a send) or a multi_sendrecv.
 struct Parts {
   std::vector<std::shared_ptr<Op>> ops;  // until all have ended
   size_t left = 0;                       // have not ended

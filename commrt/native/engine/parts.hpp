@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arrays of a bucket: many short ones, one after the other, as one long buffer.
+// The arrays of a fusion bucket: the engine reads many short arrays as one long buffer.
 #pragma once
 
 #include <cstddef>
@@ -52,7 +52,7 @@ class BucketParts {
   unsigned char* pack(size_t itemsize);
   // Copies the result from there to where it belongs.
   void unpack(size_t itemsize) const;
-  // What is left to do with a result (Plan::complete).
+  // Does the rest of the work on a result (Plan::complete).
   void complete(const Plan& plan) const;
 
  private:

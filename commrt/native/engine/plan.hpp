@@ -243,7 +243,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
 
   // Whether a result is not yet one when all instructions are done.
   bool completes() const { return divide_out || truth != nullptr; }
-  // What is left to do with `elems` elements of it.
+  // Does the rest of the work on `elems` elements of it.
   void complete(unsigned char* result, size_t elems) const {
     if (divide_out) divide_inplace(dtype, result, elems, divisor);
     if (truth != nullptr && elems != 0) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages to other nodes where there is no MPI: an engine of Python's carries them
-// (commrt/gloo/relay.py), and here is what MPI would otherwise do with them: matching by rank and
-// tag, in order, and requests that are polled. The engine calls it as it calls MPI, by a table of
-// functions (relay_api), under its lock and without the GIL; so nothing in here waits for Python.
+// The relay sends messages to other nodes where there is no MPI; gloo carries them
+// (commrt/gloo/relay.py). It does what MPI would do: it matches messages by rank and tag, in
+// order, and offers requests to poll. The engine calls it as it calls MPI, by a table of functions
+// (relay_api), under its lock and without the GIL; so the relay never waits for Python.
 //
 // Between two ranks go frames, in order, and behind a frame at most one payload:
 //
@@ -15,9 +15,9 @@
 //   Done:     the payload of this number has been sent, before this
 //   Bye:      the sender's last frame
 //
-// For each peer one thread receives frames (arrived, landed). Frames are sent by whoever has the
-// GIL anyway: who calls, waits or receives (relay_carrier.hpp). A thread for each peer sends what
-// the progress thread leaves, and waits until gloo needs the memory of what has been sent no more.
+// For each peer, one thread receives frames (arrived, landed). Any thread that has the GIL anyway
+// sends frames: it calls, waits or receives (relay_carrier.hpp). A second thread for each peer
+// sends what the progress thread leaves, and waits until gloo no longer needs the sent memory.
 #pragma once
 
 #include <atomic>
@@ -116,7 +116,7 @@ class Relay {
   int size() const { return static_cast<int>(peers_.size()); }
   // Why a peer is lost; empty: it is not.
   std::string failure_of(int peer) const;
-  // What is behind an error code.
+  // The text of an error code.
   static std::string text_of(int code);
 
   // -- for the engine, in MPI's words --

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gives a relay's frames to gloo, through a group of torch's that Python has made.
 //
-// Sending to gloo never waits, so it is done by whoever has frames and the GIL: who calls, who
-// waits, and the threads that receive. A frame then leaves without another thread having to wake.
-// It is all C++: no line of Python is run, at whose end a signal's handler could leave a frame
-// half given.
+// Sending to gloo never waits. So any thread with frames and the GIL does it: one that calls, waits
+// or receives. A frame then leaves without waking another thread. The code is all C++, as a signal
+// handler could interrupt Python between two lines and leave a frame half sent.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -42,7 +41,7 @@ class RelayCarrier {
   // No work of gloo's, and nothing else of Python's, is kept any more.
   void forget();
 
-  // Of all carriers of this process.
+  // Starts gloo's queued collectives, and gives it the frames of all carriers of this process.
   static void give_everything();
 
  private:

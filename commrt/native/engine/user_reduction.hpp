@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reductions that users bring: a C function, or a Python one, which needs the GIL.
+// Reductions of users: a C function, or a Python function, which needs the GIL.
 //
-// The engine's lock is never held while Python runs: a thread that waits for the lock may hold
-// the GIL. So an instruction that needs Python only gathers its inputs (a UserValue) when it
-// could run; a thread that has the GIL takes them, without the lock, and the instruction is
-// done once the value is there. The progress thread never runs Python.
+// The engine never holds its lock while Python runs, as a thread that waits for the lock may hold
+// the GIL. So an instruction that needs Python only gathers its inputs (a UserValue). A thread
+// with the GIL then computes the value, without the lock, and ends the instruction. The progress
+// thread never runs Python.
 #pragma once
 
 #include <cstddef>

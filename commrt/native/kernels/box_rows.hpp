@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a few bytes, and walks over them: what boxes.cpp and box_twins.cpp share.
+// Copies of short rows, and walks over the rows of boxes, for boxes.cpp and box_twins.cpp.
 #pragma once
 
 #include <cstring>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each kernels_<isa>.cpp provides to kernels.cpp.
+// The function that each kernels_<isa>.cpp provides to kernels.cpp.
 #pragma once
 
 #include "kernels/kernels.hpp"

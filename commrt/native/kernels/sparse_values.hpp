@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Element types as the sparse kernels see them: what adds nothing, addition, magnitude.
+// The element types of the sparse kernels: their neutral value, addition and magnitude.
 //
 // The neutral value of floats is -0: added to anything it changes nothing, not even +0 or -0,
 // so a merge can add it without a branch where an index is in one input only.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What floats become on the wire when a call asks for compression, and back.
+// The wire formats of compression: packs floats for sending, and unpacks them.
 //
-// Elements are taken in blocks of consecutive ones; the last block may be short, and takes as
-// many bytes as a full one. `wire` is where a part's scales lie (int8 only, one float32 per
-// block, as many bytes as a multiple of 64) and behind them its blocks:
+// A block holds consecutive elements. The last block may be short, and takes as many bytes as a
+// full one. `wire` points to a part's scales (int8 only: one float32 per block, padded to a
+// multiple of 64 bytes), and the blocks follow them:
 //
 // - float16: 64 elements, to nearest even; beyond 65520 infinite.
 // - bfloat16: 64 elements, to nearest even. Word w of a block holds elements w and w + 32, so

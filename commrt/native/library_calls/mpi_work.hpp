@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Collectives of an MPI library that takes device memory (backends/mpi/attached.py). MPI knows no
-// streams, so a call is a staged one (staging.hpp) without its copies:
+// Runs collectives of an MPI library that takes device memory (backends/mpi/attached.py). MPI knows
+// no streams, so each call is a staged call (staging.hpp) without its copies:
 //
 //   d2h:  after the caller's stream, and after NCCL's latest work on the device: start flag = v
 //   h2d:  wait until start flag >= v, then until go flag >= v. Then the end event, end flag = v
 //
-// and the host engine has an operation behind a gate that opens at v, which gives MPI the addresses
-// on the device. Whoever makes progress tests it, and sets the go flag once MPI has done it.
+// The host's engine has an operation behind a gate that opens at v. It passes the addresses on the
+// device to MPI. The thread that makes progress tests it, and sets the go flag when MPI is done.
 //
 // What MPI wants to be elsewhere (an exchange in place, a root's input beside its output) is copied
 // on the device first, in d2h. MPI's calls may call the driver under the engine's lock, with the
@@ -57,7 +57,7 @@ enum class PlantedInMpi : int {
 };
 std::vector<std::string> names_of(PlantedInMpi);
 
-// What of a call follows from its arguments alone.
+// The plan of a call: it depends on the arguments alone.
 struct MpiDevicePlan : std::enable_shared_from_this<MpiDevicePlan> {
   std::shared_ptr<const Plan> runs;  // the library's own collective
   std::size_t in_nbytes = 0, out_nbytes = 0;

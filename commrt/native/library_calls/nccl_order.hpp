@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one order of NCCL's work on a device, for all communicators of the process.
+// Gives NCCL's work on a device one order, for all communicators of the process.
 //
 // NCCL must not be called for two communicators of a device from two threads at once, and kernels
 // of two communicators that run at the same time may each hold what the other one's peers need.
@@ -7,7 +7,7 @@
 // other: each waits for the end of the one before it, whatever streams they are in. Since all
 // ranks make the same calls in the same order, none waits for what a peer has put behind another.
 //
-// As they end in that order, one flag that counts on tells the host of all of them.
+// They end in that order, so one flag that counts up tells the host of all of them.
 //
 // Graphs run when somebody launches them, which nobody here sees. So once there was a capture, one
 // event holds the order together: who is given to the device waits for its latest record and
@@ -54,7 +54,7 @@ class NcclOrder : public DeviceUser, public std::enable_shared_from_this<NcclOrd
   EventPool events;
   const bool flags;  // whether streams write them; else events are polled
   std::mutex issue;  // whoever gives the device an operation, until NCCL has taken it
-  // What follows is guarded by it.
+  // It guards the members below.
   Stream stream = 0;  // of nonblocking calls
   Event ready = 0;
   std::uint32_t issued;            // the value of the latest operation

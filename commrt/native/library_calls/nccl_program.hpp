@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs a stream's program whose messages are NCCL's: closed rounds, one group each, with kernels
-// of commrt's own between them, all in one stream.
+// Runs a stream program and sends its messages by NCCL. Each round is one group of NCCL calls,
+// commrt's own kernels run between the groups, and all of it is in one stream.
 #pragma once
 
 #include "device_calls/stream_program.hpp"

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// A communicator's operations on device memory by NCCL: stream-ordered, watched, given up in time.
+// Runs a communicator's operations on device memory by NCCL, in stream order and with deadlines.
 //
 //   nonblocking:  the device's stream for NCCL waits for the caller's, by an event
 //   blocking:     in the caller's own stream
 //   then, there:  after the end of the operation before (nccl_order.hpp); begun flag = v; NCCL's
 //                 kernels; ended flag = v; end event
 //
-// In a capture the operation is recorded, without flags, whose values would come twice; nobody
-// watches it, and what it holds on to is kept until the communicator is closed (nccl_order.hpp says
-// how graphs keep the order).
+// A capture records the operation without flags, whose values would come twice. The host does not
+// watch it, and keeps its references until the communicator is closed (nccl_order.hpp says how
+// graphs keep the order).
 //
-// All of that is given in the call: nothing is enqueued later, so streams may share a hardware
-// queue, and may hold what waits for other engines' flags. Who gives up aborts NCCL's communicator,
-// which lets its streams go.
+// The call enqueues all of that, and nothing later. So streams may share a hardware queue, and may
+// hold commands that wait for other engines' flags. A rank that gives up aborts NCCL's
+// communicator, which releases its streams.
 #pragma once
 
 #include <atomic>
@@ -88,7 +88,7 @@ struct NcclPhase {
   int num_arrays = 0;  // that it speaks of
 };
 
-// What of a call follows from its arguments alone.
+// The plan of a call: it depends on the arguments alone.
 struct NcclPlan : WatchedPlan, std::enable_shared_from_this<NcclPlan> {
   std::string operation;  // for messages
   NcclColl coll = NcclColl::Allreduce;

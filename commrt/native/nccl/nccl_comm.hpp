@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One NCCL communicator: never blocks inside NCCL, has deadlines, and can be given up.
+// One NCCL communicator. It never blocks inside NCCL, has deadlines, and can be aborted.
 //
 // All methods are called without the GIL. They return an ncclResult_t, or one of NcclOutcome.
 #pragma once

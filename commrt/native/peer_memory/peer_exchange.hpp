@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gives a stream programs whose messages are read where the peer has them: each rank has exchange
+// Runs stream programs that read messages from the peer's own memory. Each rank has exchange
 // memory that all others have opened (CUDA IPC), and flags that streams write and wait for.
 //
-// A message is published: its sender puts it into its own exchange memory and writes the
-// receiver's flag; the receiver's stream waits for its flag, and its kernel reads the peer's
-// memory. All commands are given at the call, on a stream of the communicator's own
-// (peer_work.hpp). Who makes progress is the device alone: no host takes part.
+// A sender publishes a message: it puts it into its own exchange memory and writes the receiver's
+// flag. The receiver's stream waits for its flag, and its kernel reads the peer's memory. The call
+// enqueues all commands, on a stream of the communicator's own (peer_work.hpp). The devices make
+// all progress: no host takes part.
 //
 // Flags count on and are waited for cyclically, so none is reset. The one of a pair counts its
 // messages; published memory is read again by halves: a program's parts use them in turn, and a
@@ -56,7 +56,7 @@ std::vector<std::string> names_of(PlantedInExchange);
 // work that has it, and must not need Python for that.
 class PeerExchange : public std::enable_shared_from_this<PeerExchange> {
  public:
-  // What each rank's memory begins with: a line for each flag.
+  // The beginning of each rank's memory: a line for each flag.
   static constexpr std::size_t kLineNbytes = 64;
   static std::size_t flags_nbytes(int size) {
     return 2 * static_cast<std::size_t>(size) * kLineNbytes;
@@ -69,7 +69,7 @@ class PeerExchange : public std::enable_shared_from_this<PeerExchange> {
                DeviceStatus* status);
 
   // Gives `on` a program. Programs come from one thread at a time, and run one behind the other.
-  // What fails half-way leaves peers waiting: nothing may be given after it.
+  // A program that fails half-way leaves peers waiting: no other may follow it.
   DeviceStatus give(const StreamProgram& program, unsigned char* in, unsigned char* out,
                     unsigned char* scratch, Stream on);
   // Lets streams go that wait for peers, and what is given to them later: flags are written far

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// A communicator's operations on device memory over memory of peers: stream-ordered, watched, given
-// up in time.
+// Runs a communicator's operations over memory of peers (peer_exchange.hpp), in stream order and
+// with deadlines.
 //
 //   the exchange's stream:  after the caller's, by an event; begun flag = v; the program
 //                           (peer_exchange.hpp); ended flag = v; end event
 //   the caller's stream:    where the call blocks it, after the end event
 //
-// All of that is given in the call, so streams may share a hardware queue, and may hold what waits
-// for other engines' flags. Waits for peers' flags are never in the caller's stream.
+// The call enqueues all of that. So streams may share a hardware queue, and may hold commands that
+// wait for other engines' flags. Waits for peers' flags are never in the caller's stream.
 //
-// A rank that gives up says so in the communicator's shared memory before it lets its streams go:
-// what these then publish is worth nothing, and a peer that sees the end of an operation asks first
-// whether somebody gave it up.
+// A rank that gives up says so in the communicator's shared memory before it releases its streams,
+// as these then publish wrong data. A peer that sees the end of an operation first checks whether a
+// rank gave it up.
 #pragma once
 
 #include <deque>
@@ -24,7 +24,7 @@
 
 namespace commrt {
 
-// What of a call follows from its arguments alone: a program.
+// The plan of a call, a program: it depends on the arguments alone.
 struct PeerPlan : WatchedPlan, std::enable_shared_from_this<PeerPlan> {};
 
 struct PeerCall : WatchedCall {
@@ -43,7 +43,7 @@ class PeerWork : public WatchedWork {
   CallPtr start(const std::shared_ptr<const PeerPlan>& plan, unsigned char* in, unsigned char* out,
                 Stream stream, bool orders, void* const* keep, double timeout_s);
   void wait_on(const CallPtr& call, Stream stream) override;
-  // Nobody calls any more. Calls nothing of the device.
+  // Ends it when no more calls come. Does not call the device.
   void close() override;
   // After close(): whether all that the device was given has run, without waiting. Throws
   // DeviceFailure.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where in a program calls stand, found again by code object and instruction.
+// Finds the place in the program that a call comes from, by code object and instruction.
 //
-// What a frame is, the program's, one to be passed over, or commrt's own, Python says once per
-// instruction (commrt/trace/call_sites.py). Its line is looked for when a log is written.
+// A frame belongs to the program, is skipped, or is commrt's own: Python says which, once per
+// instruction (commrt/trace/call_sites.py). The line is looked up when a log is written.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The latest calls of this process's ranks, for a log: records of one size in a ring.
+// A ring of records, all of one size, of the latest calls of this process's ranks, for a log.
 //
-// A record refers to what its call has in common with others (a Kind of commrt/trace/recorder.py)
-// and to a place in the program. Both are Python objects that were made once: names and lines
-// are looked at where the log is written. Records are known by their number; one that later calls
-// have pushed out is found no more. All of it needs the GIL.
+// A record refers to the Kind of its call (commrt/trace/recorder.py) and to a place in the
+// program. Both are Python objects that many records share; their names and lines are looked up
+// when a log is written. A record has a number, and is gone when later calls have overwritten it.
+// All of it needs the GIL.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -26,7 +26,7 @@ inline int64_t monotonic_ns() {
   return static_cast<int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
 }
 
-// What counts the calls of a group, or the messages of a pair.
+// Counts the calls of a group, or the messages of a pair.
 struct RecordCounter {
   int64_t next = 0;
 };

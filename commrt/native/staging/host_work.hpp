@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls on device memory whose work is a program of the host's: sparse sums and compression
-// (device_calls/host_work.py). Arrays go to pinned memory, the host works there for as many rounds of
-// messages as it takes, and what came of it goes back:
+// Runs calls on device memory whose work is a program on the host: sparse sums and compression
+// (device_calls/host_work.py). Arrays go to pinned memory, the host works there for as many rounds
+// of messages as it takes, and the results go back:
 //
 //   d2h:  after the caller's stream; copy what is read; copied event; start flag = s
 //   h2d:  after that event; wait until go flag >= g; copy back; end event; end flag = e
 //
-// All of it is given at the call, as in staging.hpp and for its reasons. Here the host's part is
-// no operation of the engine's: somebody asks has_come(), which says that the copies are there,
-// works, and says done() or fail(). Calls are let go in the order in which they were given. One
-// that writes to no array, as its result's length is not known, has an end of its copies only.
+// The call enqueues all of it, for the reasons in staging.hpp. Here the host's part is no engine
+// operation: a host thread calls has_come() until the copies are there, works, and calls done() or
+// fail(). Calls end in the order in which they started. A call that writes to no array, as its
+// result's length is not known, ends with its copies.
 #pragma once
 
 #include <atomic>
@@ -92,7 +92,7 @@ class HostWork : public StagedWork {
   void done(const CallPtr& call);
   // The host's part has failed; one that came too late fails with its communicator.
   void fail_call(const CallPtr& call, const std::string& kind, const std::string& why);
-  // Where an array of the call lies in pinned memory.
+  // The place of an array of the call in pinned memory.
   std::vector<std::uint64_t> places(const CallPtr& call) const;
 
   PlantedBug<PlantedHostWork> planted;

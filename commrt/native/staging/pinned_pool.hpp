@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pinned memory in blocks that come back in any order.
+// A pool of pinned memory for messages: blocks come back in any order.
 //
-// A receive may wait for ever while later messages come and go, so what messages use is no ring.
-// Blocks have a power of two of bytes, and one that came back serves the next of its size.
+// A receive may wait for ever while later messages come and go, so messages cannot use a ring.
+// A block has a power of two of bytes, and serves the next message of its size when it is free.
 #pragma once
 
 #include <array>
@@ -40,7 +40,7 @@ class PinnedPool {
   void give_back(const Block& block) {
     free_[static_cast<std::size_t>(block.size_class)].push_back(block.at);
   }
-  // What the device gave for a block of this size.
+  // Takes memory that the device gave for a block of this size.
   void add(void* base, int size_class) {
     all_.push_back(base);
     total_ += nbytes_of(size_class);

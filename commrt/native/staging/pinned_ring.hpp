@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pinned memory that is given back in the order in which it was taken.
+// A ring of pinned memory for collectives: blocks come back in the order in which they were taken.
 //
 // Operations of a communicator end in the order of their copies back, so their memory comes
 // back in that order: a ring is enough. Nothing is searched, nothing is split.

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages to and from device memory, through pinned memory and the host's messages.
+// Sends and receives device memory through pinned memory and the host's messages.
 //
-// What leaves is copied to the host at once, and the caller's stream waits for no more than that
-// copy. What comes is given to the device only when somebody waits for it: a wait for a flag that
-// were given at the call would stop, where streams share a hardware queue, what this rank sends
-// next, and with it the peer that answers. A program that waits for its receives as it would with
-// host arrays is as free of deadlock as with these:
+// A send is copied to the host at once, and the caller's stream waits for that copy only. A receive
+// is enqueued only when the program waits for it. If the call enqueued the wait for its flag,
+// streams that share a hardware queue would hold back this rank's next send, and so the peer that
+// answers it. A program that waits for its receives as with host arrays is as free of deadlock as
+// with host arrays:
 //
 //   d2h:  after the caller's stream; copy what leaves, and what is received into; start flag = s
 //   h2d:  at wait(): after these copies; wait until go flag >= g; copy back; end event; end flag

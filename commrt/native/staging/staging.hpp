@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Collectives on device memory, through pinned memory and the host engine.
+// Runs collectives on device memory through pinned memory and the host's engine.
 //
-// A call gives the device all its commands at once, on two streams of the communicator's own:
+// A call enqueues all its commands at once, on two streams of the communicator's own:
 //
 //   d2h:  after the caller's stream; for each piece: copy to the host, start flag = s
 //   h2d:  for each piece: after that copy; wait until go flag >= s; copy back. Then the end
 //         event, and end flag = e
 //
-// and the host engine one operation for each piece, behind a gate that opens at s. Whoever makes
-// progress looks at flags in memory: it opens gates, and sets the go flag once an operation is
-// done. It calls no driver and no Python, so it needs nothing that a blocked stream might hold.
+// The host's engine gets one operation for each piece, behind a gate that opens at s. The thread
+// that makes progress looks at flags in memory: it opens gates, and sets the go flag when an
+// operation is done. It calls no driver and no Python, so no blocked stream can hold it up.
 //
 // Nothing is enqueued later, because streams may share a hardware queue: behind a stream that
 // waits for a flag a later copy would wait for ever. Values of flags count on, and waits are

@@ -86,8 +86,8 @@ PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),--full) $(if $(SEED),--seed $(SEED))
 
 .PHONY: test-unit
 test-unit: $(VENV)/.installed $(VENV)/.nvrtc ## Tests without MPI, ranks as threads, documents.
-	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.5)
-	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.05 --functions 0.5)
+	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.5 --functions 0.6)
+	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.05 --functions 0.35)
 	$(VENV)/bin/pytest $(MATRIX_TESTS) $(PYTEST_ARGS)
 
 .PHONY: test-openmpi

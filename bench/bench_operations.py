@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What collective benchmarks can measure: the operations, and lists of messages.
+"""The calls that collective benchmarks can measure: operations and lists of messages.
 
 ``multi_sendrecv`` is measured as an alltoall is: every rank sends a block to every
 rank, itself included, and checks what came by the same rule.

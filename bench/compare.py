@@ -46,23 +46,23 @@ SCHEMA = "commrt-compare/1"
 
 
 def _torch_is_in_place(spec: OpSpec) -> bool:
-    """Whether torch has it in place only; it is compared in its own best form."""
+    """Return whether torch has it in place only: peers run their own best form."""
     return spec.reduces and spec.in_place
 
 
 def _torch_has(spec: OpSpec) -> bool:
-    """Whether torch calls NCCL for it, and this is compared."""
+    """Return whether torch calls NCCL for it, and this is compared."""
     return spec.nccl == "native" or (spec.nccl == "pairs" and not spec.has_root)
 
 
 def _gloo_has(spec: OpSpec) -> bool:
-    """Whether torch calls gloo for it, blocks of different lengths included."""
+    """Return whether torch calls gloo for it, blocks of different lengths included."""
     is_reduced_unevenly = spec.vector_of is not None and spec.reduces
     return spec is not MULTI and not spec.combines_some and not is_reduced_unevenly
 
 
 def _nccl_has(spec: OpSpec) -> bool:
-    """Whether NCCL itself has a function of it."""
+    """Return whether NCCL itself has a function of it."""
     return spec.nccl in ("native", "pairs")
 
 
@@ -73,7 +73,7 @@ _HAS: dict[str, Callable[[OpSpec], bool]] = {
     "cupyx": _nccl_has,
     "nccl": _nccl_has,
 }
-"""What a kind of peer has; the others have all."""
+"""Operations of a kind of peer; kinds that are not listed have all."""
 _LACKS: dict[str, Collection[str]] = {
     kind: {each.name for each in MEASURED if not has(each)}
     for kind, has in _HAS.items()

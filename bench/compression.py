@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from commrt.bench.own_ranks import report, tell
 from commrt.bench.timing_loop import Memory
 from commrt.vocabulary.operations import operation
 from commrt.vocabulary.wire_formats import WIRE_FORMATS, WireFormat, wire_format
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
 
 __all__ = [
     "break_even_gb_per_s",
@@ -66,7 +69,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
     return measure_on(runtime.init(), job)
 
 
-def measure_on(comm: Any, job: Mapping[str, Any]) -> dict[str, Any] | None:
+def measure_on(comm: Communicator, job: Mapping[str, Any]) -> dict[str, Any] | None:
     """Run the job on a communicator; the result is rank 0's."""
     memory = memory_for(comm, job.get("device", "cpu"), "host")
     rows = []
@@ -81,7 +84,7 @@ def measure_on(comm: Any, job: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _rows(
-    comm: Any, memory: Memory, job: Mapping[str, Any], count: int
+    comm: Communicator, memory: Memory, job: Mapping[str, Any], count: int
 ) -> list[dict[str, Any]]:
     mine = np.random.default_rng(comm.rank).standard_normal(count).astype(np.float32)
     x = placed(memory, mine)
@@ -129,7 +132,9 @@ def _call(
 _RELATIVE = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 0.5001 / 127}
 
 
-def is_near(comm: Any, op: str, name: str, x: Any, plain: Any, out: Any) -> bool:
+def is_near(
+    comm: Communicator, op: str, name: str, x: Any, plain: Any, out: Any
+) -> bool:
     """Return whether all ranks' results lie within the bound of the largest element."""
     largest = np.array([np.abs(x).max(), np.abs(plain).max()])
     comm.allreduce(largest, op="max")

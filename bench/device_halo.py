@@ -14,7 +14,7 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from commrt.bench.own_ranks import report, tell
 from commrt.bench.timing_loop import Memory, worst_over_ranks
 from commrt.bench.worker import CommrtPeer
 from commrt.errors import UsageError
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
 
 __all__ = ["main", "measure", "measured", "text"]
 
@@ -59,7 +62,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def measured(
-    comm: Any, memory: Memory, job: Mapping[str, Any]
+    comm: Communicator, memory: Memory, job: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Return what the exchange takes, on rank 0."""
     cart = comm.cart(tuple(job["grid"] or [0] * len(job["shape"])), job["periodic"])

@@ -16,12 +16,15 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from commrt.bench.device_memory import DeviceMemory, local_rank, open_memory
 from commrt.bench.own_ranks import report, tell
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
 
 __all__ = [
     "MOST_NBYTES",
@@ -63,14 +66,14 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def nothing_is_left(number: int, grown: Mapping[str, int]) -> bool:
-    """Whether what so many calls made grow is nothing, as far as it can be seen."""
+    """Return whether so many calls left memory as it was, as far as can be seen."""
     kept = max(grown["events"], grown["pinned_nbytes"], 0)
     ended = not grown["under_way"] and not grown["wrong"]
     small = grown["resident_nbytes"] <= MOST_NBYTES + number // 10
     return ended and small and not kept
 
 
-def run_calls(comm: Any, memory: DeviceMemory, number: int) -> dict[str, int]:
+def run_calls(comm: Communicator, memory: DeviceMemory, number: int) -> dict[str, int]:
     """Make so many calls; return what grew from a tenth of them to the end."""
     # What is in flight together writes to arrays of its own.
     x, *outs = (
@@ -90,16 +93,17 @@ def run_calls(comm: Any, memory: DeviceMemory, number: int) -> dict[str, int]:
     return {**found, "wrong": wrong}
 
 
-def _calls(comm: Any, x: Any, outs: list[Any], number: int) -> None:
+def _calls(comm: Communicator, x: Any, outs: list[Any], number: int) -> None:
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     done = 0
     while done < number:
         requests = []
         for first, second, third in zip(outs[::3], outs[1::3], outs[2::3], strict=True):
-            staged = {"backend": "staged", "nonblocking": True}
             requests += [
                 comm.allreduce(x, op="max", out=first, nonblocking=True),
-                comm.allreduce(x, op="max", out=second, **staged),
+                comm.allreduce(
+                    x, op="max", out=second, backend="staged", nonblocking=True
+                ),
                 comm.recv(third, source=left, nonblocking=True),
                 comm.send(x, dest=right, nonblocking=True),
             ]
@@ -108,7 +112,7 @@ def _calls(comm: Any, x: Any, outs: list[Any], number: int) -> None:
         done += len(requests)
 
 
-def _held(comm: Any, memory: DeviceMemory) -> dict[str, int]:
+def _held(comm: Communicator, memory: DeviceMemory) -> dict[str, int]:
     """Return what this process holds now."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -121,7 +125,7 @@ def _held(comm: Any, memory: DeviceMemory) -> dict[str, int]:
     }
 
 
-def _worst(comm: Any, value: int) -> int:
+def _worst(comm: Communicator, value: int) -> int:
     largest = np.array([value], np.int64)
     comm.allreduce(largest, op="max")
     return int(largest[0])

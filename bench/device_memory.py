@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from commrt.bench.timing_loop import Array, Call, HostMemory, Memory
 from commrt.devices import DeviceArray, DeviceStream, ThreadDevice
 from commrt.devices.registry import cuda_device
 from commrt.errors import DeviceMissingError, UsageError
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
 
 __all__ = [
     "DEVICES",
@@ -182,7 +185,7 @@ def seen(memory: Memory, array: Any) -> Array:
     return found
 
 
-def memory_for(comm: Any, device: str, timing: Timing) -> Memory:
+def memory_for(comm: Communicator, device: str, timing: Timing) -> Memory:
     """Return where a rank's arrays are to lie, as ``-d`` and ``--timing`` say."""
     if device == "cpu":
         return HostMemory()

@@ -15,13 +15,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from commrt.bench.device_memory import DeviceMemory, local_rank, open_memory
 from commrt.bench.own_ranks import report, tell
 from commrt.bench.timing_loop import Call
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
 
 __all__ = ["Parts", "main", "measure", "text"]
 
@@ -56,9 +59,9 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 class Parts:
-    """What is timed, on one rank's device."""
+    """The timed calls on one rank's device."""
 
-    def __init__(self, comm: Any, memory: DeviceMemory) -> None:
+    def __init__(self, comm: Communicator, memory: DeviceMemory) -> None:
         self._comm, self._memory, self._device = comm, memory, memory.device
 
     def measured(self, nbytes: int, iterations: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class Engine:
     kind: Kind
     """Which worker drives it."""
     candidate: str = ""
-    """What ``COMMRT_ALGORITHM`` asks for; empty: nothing."""
+    """The value of ``COMMRT_ALGORITHM``; empty: not set."""
 
 
 def submit_engines(coll: str, device: str) -> list[Engine]:

@@ -50,7 +50,7 @@ def curves(data: dict[str, Any], coll: str, link_class: str) -> Curves:
 
 
 def _comparable(found: Curves) -> bool:
-    """Whether there is enough of two libraries for a panel: some sizes of each."""
+    """Return whether two libraries have figures of some sizes each, for a panel."""
     return sum(len(sizes) > 1 for sizes in found.values()) > 1
 
 

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,12 +21,15 @@ if __name__ == "__main__":
     # This folder must not shadow anything that the libraries import.
     del sys.path[0]
 
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
 __all__ = ["measure"]
 
 Call = Callable[[], Any]
 
 
-def measure(comm: Any, job: Mapping[str, Any]) -> dict[str, Any]:
+def measure(comm: Communicator, job: Mapping[str, Any]) -> dict[str, Any]:
     """Measure on a communicator; only rank 0's result counts."""
     import commrt
     from commrt.bench.device_memory import memory_for
@@ -77,7 +80,7 @@ def measure(comm: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_right(comm: Any, memory: Any, arrays: list[Any], call: Call) -> bool:
+def _is_right(comm: Communicator, memory: Any, arrays: list[Any], call: Call) -> bool:
     """Run a way on values whose sum is exact, and leave zeros."""
     ones = np.ones(max(each.size for each in arrays), np.int64)
     for index, array in enumerate(arrays):
@@ -96,7 +99,7 @@ def _is_right(comm: Any, memory: Any, arrays: list[Any], call: Call) -> bool:
 
 def _samples(
     job: Mapping[str, Any],
-    comm: Any,
+    comm: Communicator,
     memory: Any,
     ways: Mapping[str, Call],
     used: Mapping[str, list[Any]],
@@ -116,7 +119,7 @@ def _samples(
     return times
 
 
-def _worst(comm: Any, times: list[float]) -> list[float]:
+def _worst(comm: Communicator, times: list[float]) -> list[float]:
     """Return, for each repetition, the time of the slowest rank."""
     found: Any = comm.allreduce(np.array(times), op="max")
     return [round(each, 2) for each in found.tolist()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls on a GPU are wanted to reach, held against what a report has measured."""
+"""Goals for calls on a GPU, compared with the figures of a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OVERLAP_NBYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part of the report."""
+    """The outcome of one part of the report."""
 
     said: str = ""
     """All that it printed."""

@@ -43,7 +43,7 @@ class Part:
     command: tuple[str, ...]
     """Arguments of Python."""
     under_mps: bool = False
-    """Whether CUDA's MPS serves it, started for it."""
+    """True if CUDA's MPS serves it, started for it."""
     why_not: str = ""
     """Why it cannot run here; empty where it can."""
     quick: tuple[str, ...] = field(default=(), compare=False)

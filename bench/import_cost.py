@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``import commrt`` costs beyond ``import numpy``, and what it must not start."""
+"""The cost of ``import commrt`` beyond ``import numpy``, and what it must not start."""
 
 from __future__ import annotations
 

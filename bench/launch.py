@@ -108,7 +108,7 @@ def _kind(text: str) -> Kind:
 
 
 def torch_is_installed() -> bool:
-    """Whether this interpreter has torch, without importing it."""
+    """Return whether this interpreter has torch, without importing it."""
     # A mere folder called torch, somewhere on the path, has no origin.
     found = importlib.util.find_spec("torch")
     return found is not None and found.origin is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader must know about the machine that produced a figure."""
+"""Facts about the machine that produced a figure."""
 
 from __future__ import annotations
 

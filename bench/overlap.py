@@ -24,7 +24,7 @@ from commrt.bench.timing_loop import (
 __all__ = ["PHASES", "measure_overlap", "overlap_percent"]
 
 PHASES = ("overall_us", "compute_us", "init_us", "test_us", "wait_us")
-"""What is recorded of each repetition beside the pure communication."""
+"""Figures of each repetition beside the pure communication."""
 
 
 def overlap_percent(

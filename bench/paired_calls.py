@@ -11,11 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from commrt.job.links import link_class_now
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
 
 __all__ = ["PairedTimes", "time_pair"]
 
@@ -26,7 +29,7 @@ _WARM_UPS = 3
 
 @dataclass(frozen=True)
 class PairedTimes:
-    """What two calls took, on the slowest rank."""
+    """Times of two calls on the slowest rank."""
 
     link_class: str
     first_us: float
@@ -37,7 +40,7 @@ class PairedTimes:
 
 
 def time_pair(
-    comm: Any, first: Callable[[], Any], second: Callable[[], Any], turns: int
+    comm: Communicator, first: Callable[[], Any], second: Callable[[], Any], turns: int
 ) -> PairedTimes:
     """Time ``turns`` turns of each; collective, and the same result on every rank."""
     pair = first, second
@@ -65,7 +68,7 @@ def time_pair(
     )
 
 
-def _calls_per_turn(comm: Any, call: Callable[[], Any]) -> int:
+def _calls_per_turn(comm: Communicator, call: Callable[[], Any]) -> int:
     """Return how many calls make a turn; the same on every rank."""
     start = time.perf_counter()
     for _ in range(_WARM_UPS):

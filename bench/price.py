@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a property of a call costs, beside the same call without it.
+"""The cost of one property of a call, compared with the same call without it.
 
     mpiexec -n 2 python -m commrt.bench.price counts --op gather,alltoall
     mpiexec -n 2 python -m commrt.bench.price types --op allreduce
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,6 +41,9 @@ from commrt.errors import UsageError
 from commrt.job.slot_window import window_nbytes
 from commrt.select.facts import Candidate
 from commrt.vocabulary.operations import OPERATIONS, OpSpec, operation
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
 
 __all__ = ["main", "measure"]
 
@@ -77,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(
-    comm: Any, what: str, coll: str, detail: str, nbytes: int, *, turns: int
+    comm: Communicator, what: str, coll: str, detail: str, nbytes: int, *, turns: int
 ) -> Row:
     """Return one row; the same on every rank."""
     if what == "order":
@@ -115,7 +118,7 @@ def measure(
     return {"op": coll, "detail": detail, "nbytes": nbytes, **asdict(took)}
 
 
-def _plan(comm: Any, coll: str, dtype: str, nbytes: int, **more: Any) -> Call:
+def _plan(comm: Communicator, coll: str, dtype: str, nbytes: int, **more: Any) -> Call:
     """Return a persistent call: what Python does for each is the same for both."""
     kind = numpy_dtype(dtype)
     x, out = _arrays(comm, coll, kind, max(1, nbytes // kind.itemsize))
@@ -127,7 +130,7 @@ def _is_broadcast(spec: OpSpec) -> bool:
     return spec.input_on == "root" and spec.in_place
 
 
-def _plan_on(comm: Any, coll: str, x: Any, out: Any, **more: Any) -> Call:
+def _plan_on(comm: Communicator, coll: str, x: Any, out: Any, **more: Any) -> Call:
     plan: Callable[..., Call] = getattr(comm.plan, coll)
     return (
         plan(x, **more) if _is_broadcast(operation(coll)) else plan(x, out=out, **more)
@@ -135,7 +138,7 @@ def _plan_on(comm: Any, coll: str, x: Any, out: Any, **more: Any) -> Call:
 
 
 def _with_and_without_counts(
-    comm: Any, coll: str, dtype: str, nbytes: int
+    comm: Communicator, coll: str, dtype: str, nbytes: int
 ) -> tuple[Call, Call]:
     """Return both forms on the same arrays."""
     kind = numpy_dtype(dtype)
@@ -153,7 +156,7 @@ def _with_and_without_counts(
 
 
 def _arrays(
-    comm: Any, coll: str, kind: np.dtype[Any], block: int
+    comm: Communicator, coll: str, kind: np.dtype[Any], block: int
 ) -> tuple[Any | None, Any | None]:
     """Return this rank's x and out, where a rank's block has so many elements."""
     is_root = comm.rank == 0

@@ -21,9 +21,12 @@ import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commrt.bench.in_process_group import names_of, report
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
 
 __all__ = ["main", "measure"]
 
@@ -195,7 +198,7 @@ def _ping_pong(x: Any, group: Any) -> Call:
     return other if rank == last else lambda: None
 
 
-def _own_call(nbytes: int, comm: Any) -> Call:
+def _own_call(nbytes: int, comm: Communicator) -> Call:
     import numpy as np
 
     x = np.zeros(nbytes // 4, np.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a log costs per operation: blocks of calls with and without it, in turns.
+"""The cost of a log per operation: blocks of calls with and without it, in turns.
 
     python -m commrt.bench.recording
     torchrun --nproc-per-node 1 -m commrt.bench.recording --torch

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from commrt.bench.timing_loop import Memory
 from commrt.sparse.cost import Question, estimated_fill, predicted_us, prices_of
 from commrt.sparse.memory import Pool
 from commrt.sparse.vector import SparseVector
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
 
 __all__ = ["AUTO", "main", "measure", "measure_on", "merge_rates"]
 
@@ -62,7 +65,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
     return measure_on(runtime.init(), job)
 
 
-def measure_on(comm: Any, job: Mapping[str, Any]) -> dict[str, Any] | None:
+def measure_on(comm: Communicator, job: Mapping[str, Any]) -> dict[str, Any] | None:
     """Run the job on a communicator; the result is rank 0's."""
     length = int(job["elements"])
     memory = memory_for(comm, job.get("device", "cpu"), "host")
@@ -91,13 +94,13 @@ def measure_on(comm: Any, job: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**about, "rows": rows} if comm.rank == 0 else None
 
 
-def _call(comm: Any, x: Any, name: str, form: str) -> Callable[[], Any]:
+def _call(comm: Communicator, x: Any, name: str, form: str) -> Callable[[], Any]:
     algorithm = None if name == AUTO else name
     return lambda: comm.sparse_allreduce(x, algorithm=algorithm, result=form)
 
 
 def _rows(
-    comm: Any,
+    comm: Communicator,
     memory: Memory,
     calls: Mapping[str, Callable[[], Any]],
     total: Any,
@@ -120,6 +123,7 @@ def _rows(
             samples[name].append(float(took[0]))
         elif name != "dense":
             report = comm.sparse_report
+            assert report is not None, "a sparse sum has just ended"
             ran[name], nnz[name] = report.algorithm, report.output_nnz
             expected = memory.read(total, 0, total.size)
             right = np.array([float(np.array_equal(_dense(memory, result), expected))])
@@ -163,7 +167,7 @@ def _dense(memory: Memory, result: Any) -> Any:
     return SparseVector(indices, values, result.shape).to_dense()
 
 
-def _question(comm: Any, length: int, form: str, shared: bool) -> Question:
+def _question(comm: Communicator, length: int, form: str, shared: bool) -> Question:
     facts = comm.facts
     prices = prices_of(facts)
     return Question(comm.size, facts.nodes, length, 4, 4, form, prices, shared=shared)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call costs its caller where it waits for nobody.
+"""The time that a call takes its caller when it waits for nobody.
 
 A nonblocking call: from the call to the request in hand. A blocking one: a short
 broadcast at its root, from the call through the store that the peer sees and back.

@@ -86,7 +86,7 @@ _CHUNK = 1 << 18
 
 
 class Memory(Protocol):
-    """Where arrays lie, and how calls on them are timed."""
+    """The memory of the arrays, and how calls on them are timed."""
 
     def empty(self, count: int, dtype: np.dtype[Any]) -> Any:
         """Return an array of so many elements."""
@@ -157,7 +157,7 @@ def memory_of(peer: Peer) -> Memory:
 
 
 class Peer(Protocol):
-    """What a communication library must offer to be timed."""
+    """The methods that a communication library must offer to be timed."""
 
     rank: int
     size: int
@@ -343,7 +343,7 @@ class Trial:
 
     @property
     def empty(self) -> bool:
-        """Whether the size is below one element per rank."""
+        """True if the size is below one element per rank."""
         return not self.waits and (self.num_x == 0 or self.num_out == 0)
 
     def fill_out(self) -> None:
@@ -432,7 +432,7 @@ def _measure(
 
 
 def _enough(samples: list[float], job: Mapping[str, Any], elapsed_s: float) -> bool:
-    """Whether rank 0 has seen enough; other ranks' answer is not used."""
+    """Return whether rank 0 has seen enough; other ranks' answer is not used."""
     if not samples:
         return False
     if len(samples) >= 3 and elapsed_s >= job["budget_s"]:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from commrt.bench.timing_loop import HostMemory, Memory
 from commrt.boxes.layouts import Block, Layout
 from commrt.errors import UsageError
 from commrt.vocabulary.dtypes import dtype_by_name
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
 
 __all__ = ["Ways", "main", "measure", "text", "ways"]
 
@@ -43,7 +46,7 @@ class Ways:
     calls: dict[str, Call]
     """By name; commrt's is the first."""
     is_right: Callable[[], bool]
-    """Whether commrt's call gave this rank what the operation is defined to."""
+    """True if commrt's call gave this rank what the operation is defined to."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -99,7 +102,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _samples(
-    comm: Any, calls: Mapping[str, Call], iterations: int, memory: Memory
+    comm: Communicator, calls: Mapping[str, Call], iterations: int, memory: Memory
 ) -> dict[str, list[float]]:
     """Time every call in turns, so that all of them meet the same machine."""
     spent: dict[str, list[float]] = {name: [] for name in calls}
@@ -117,7 +120,10 @@ def _samples(
 
 
 def ways(
-    comm: Any, job: Mapping[str, Any], nbytes: int, memory: Memory | None = None
+    comm: Communicator,
+    job: Mapping[str, Any],
+    nbytes: int,
+    memory: Memory | None = None,
 ) -> Ways:
     """Return the ways to do an operation on about so many bytes.
 
@@ -134,7 +140,7 @@ def ways(
 
 
 def _neighbors(
-    comm: Any,
+    comm: Communicator,
     job: Mapping[str, Any],
     kind: np.dtype[Any],
     count: int,
@@ -191,7 +197,9 @@ def _byte() -> Any:
     return MPI.BYTE
 
 
-def _redistribution(comm: Any, kind: np.dtype[Any], count: int, memory: Memory) -> Ways:
+def _redistribution(
+    comm: Communicator, kind: np.dtype[Any], count: int, memory: Memory
+) -> Ways:
     """From whole rows to whole columns of a square."""
     size, me = comm.size, comm.rank
     side = max(1, math.isqrt(count * size))
@@ -234,7 +242,7 @@ def _mpi_turned(mpi: Any, mine: Any, out: Any, ranges: list[tuple[int, int]]) ->
 
 
 def _topk(
-    comm: Any, kind: np.dtype[Any], count: int, density: float, memory: Memory
+    comm: Communicator, kind: np.dtype[Any], count: int, density: float, memory: Memory
 ) -> Ways:
     """Whole numbers, so that what was sent and what is owed add up exactly."""
     rng = np.random.default_rng(comm.rank)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,13 +25,16 @@ from commrt.bench.device_memory import DeviceMemory, Timing, memory_for
 from commrt.bench.timing_loop import Array, Call, HostMemory, Measure, Memory, Parts
 from commrt.vocabulary.operations import OpSpec
 
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
 __all__ = ["CommrtPeer", "connect", "equal_counts", "measure_of", "run", "serve"]
 
 
 class CommrtPeer:
     """The collectives of a commrt communicator."""
 
-    def __init__(self, comm: Any, memory: Memory | None = None) -> None:
+    def __init__(self, comm: Communicator, memory: Memory | None = None) -> None:
         self.comm = comm
         self.memory: Memory = HostMemory() if memory is None else memory
         self.rank: int = comm.rank

@@ -16,6 +16,7 @@ from commrt.boxes.redistribution import Redistributions
 from commrt.calls import arguments
 from commrt.calls.channel import Channel
 from commrt.calls.check_mode import Checker
+from commrt.calls.collectives import Collectives
 from commrt.calls.forwarding import forwarded
 from commrt.calls.selection import Selection
 from commrt.calls.settings import Settings
@@ -55,7 +56,7 @@ class CommStats:
     plans: int
     """Plans in the dispatcher's cache."""
     in_flight: bool
-    """Whether operations are in flight."""
+    """True if operations are in flight."""
 
 
 _Subgroups = Subgroups["Communicator", "CartCommunicator", "GraphCommunicator"]
@@ -113,16 +114,16 @@ class Communicator(Channel):
             self.devices,
             choose=lambda call, bound: self.selection.choose(call, bound),
             plan=lambda call, bound: self.host.plan(call, bound),
-            may_compress=lambda: self.compression.rules_may_compress,
+            may_compress=lambda: self.compression.is_open,
         )
         self.symmetric = SymmetricMemory(self, self._forget_reach)
         self.messages = Messages(self, self.devices, self.comparison)
         self.compression = Compression(self, self.selection, self.private)
-        self.collectives.routes = (
-            self.fusion,
-            self.devices,
-            self.compression,
-            self.host,
+        self.collectives = Collectives(
+            self,
+            self.comparison,
+            on_host=(self.fusion, self.compression, self.host),
+            on_device=(self.fusion, self.devices),
         )
         self.sparse = SparseSums(self, self.devices, self.comparison, self.private)
         self.subgroups = _Subgroups(self, self.comparison, _KINDS)
@@ -237,7 +238,7 @@ class Communicator(Channel):
 
     @property
     def carriers_agreed(self) -> bool:
-        """Whether the ranks have agreed on what carries device arrays."""
+        """True if the ranks have agreed on what carries device arrays."""
         return self.devices.is_agreed
 
     def stats(self) -> CommStats:
@@ -261,7 +262,7 @@ class Communicator(Channel):
 
     @property
     def has_heap(self) -> bool:
-        """Whether there is symmetric memory; the same on all ranks of a node."""
+        """True if there is symmetric memory; the same on all ranks of a node."""
         return self.symmetric.heap is not None
 
     def _forget_reach(self) -> None:
@@ -295,7 +296,7 @@ class Communicator(Channel):
 
     @property
     def sparse_report(self) -> SparseReport | None:
-        """What the sparse operation that ended last did on this rank; None before."""
+        """Report of this rank's latest sparse operation; None before the first."""
         return self.sparse.report
 
     redistribute = forwarded(Redistributions.redistribute, "redistributions")
@@ -328,7 +329,9 @@ class HostCalls(Channel):
             timeout_s=timeout_s,
         )
         self.compression = Compression(self, self.selection, self.private)
-        self.collectives.routes = (self.compression, self.host)
+        self.collectives = Collectives(
+            self, self.comparison, (self.compression, self.host)
+        )
         self.sparse = SparseSums(self, comm.devices, self.comparison, self.private)
         self.sparse.made_for = weakref.ref(comm.sparse)
         self.settle()
@@ -393,7 +396,7 @@ class CartCommunicator(Communicator):
 
     @property
     def periodic(self) -> tuple[bool, ...]:
-        """Whether each dimension's ends are neighbours."""
+        """True if each dimension's ends are neighbours."""
         return self.grid.periodic
 
     @property
@@ -405,7 +408,7 @@ class CartCommunicator(Communicator):
 
     @cached_property
     def coords(self) -> Coords:
-        """Where this rank lies."""
+        """Coordinates of this rank."""
         return self.grid.coords_of(self.rank)
 
     @cached_property

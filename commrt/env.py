@@ -41,13 +41,13 @@ class Variable:
     name: str
     """Full name, ``COMMRT_...``."""
     values: str
-    """What may be written, for people; choices are separated by ``|``."""
+    """The values that may be set, for people; choices are separated by ``|``."""
     default: str | None
     """The text that stands for an unset variable; None: the feature is not used."""
     doc: str
     """One line for ``info`` and the reference page."""
     must_agree: bool
-    """Whether a different value on another rank is an error at ``init``."""
+    """True if a different value on another rank is an error at ``init``."""
     parse: Callable[[str], Value]
     """Text to value; raises ValueError with a reason."""
 

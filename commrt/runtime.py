@@ -28,7 +28,7 @@ _GRACE_S = 5.0
 
 
 class _Runtime:
-    """What this process has once: its engine, and the communicator of all ranks."""
+    """The runtime of this process: its engine and the communicator of all ranks."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -60,7 +60,7 @@ class Range:
     hi: int | None
     """First size beyond; None: no end."""
     candidate: Candidate
-    """What to use."""
+    """The candidate to use."""
     crossover: str | None
     """How the lower end was found; None for the first range."""
 

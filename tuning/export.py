@@ -26,11 +26,11 @@ class Exported:
     """A file for another library."""
 
     text: str
-    """What goes into the file."""
+    """The text of the file."""
     said: int
     """Rules that the file says."""
     left_out: tuple[str, ...]
-    """What it does not say, one reason each."""
+    """The rules that it leaves out, with a reason each."""
 
 
 def cells_to_say(

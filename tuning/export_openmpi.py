@@ -29,9 +29,9 @@ class _Collective(NamedTuple):
     number: int
     """Place in its list of collectives."""
     total: bool
-    """Whether its bytes are ours times the ranks."""
+    """True if its bytes are ours times the ranks."""
     sizes_differ: bool
-    """Whether ranks may compute different bytes for the same call."""
+    """True if ranks may compute different bytes for the same call."""
     algorithms: Mapping[str, int]
     """Ours to its number, where both send the same blocks to the same ranks."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one launch of the tuner measures, as one line of JSON for its ranks."""
+"""The job of one launch of the tuner, as one line of JSON for its ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Job:
     max_nbytes: int
     """Largest whole vector."""
     held_out: bool
-    """Whether the sizes lie off the grid, to judge the table."""
+    """True if the sizes lie off the grid, to judge the table."""
     seed: int
     """Of the order; different in every launch."""
     budget_s: float
@@ -65,11 +65,11 @@ class Job:
     excluded: tuple[tuple[str, str], ...] = ()
     """(op, candidate) that failed earlier."""
     skipped: tuple[Item, ...] = ()
-    """What a restarted launch has done."""
+    """The cells that a restarted launch has done."""
     losers: tuple[tuple[Item, str], ...] = ()
     """Clear losers of earlier launches, and the class of the links where they lost."""
     variants: tuple[Item, ...] = ()
-    """What to measure beside the candidates that the ranks find."""
+    """Candidates to measure beside those that the ranks find."""
     refined: tuple[tuple[str, int], ...] = ()
     """(op, rule bytes) to measure beside the grid."""
     model_ratio: float = 30.0
@@ -77,7 +77,7 @@ class Job:
     loss_ratio: float = 1.5
     """A candidate whose fastest repetition is this much above the best is given up."""
     device: str = "cpu"
-    """Where the arrays lie: cpu, cuda, or thread, a device of threads."""
+    """Memory of the arrays: cpu, cuda, or thread, a device of threads."""
     relative_ci: float = 0.05
     """Half width of the interval at which repetitions stop."""
     max_repetitions: int = 100

@@ -38,7 +38,7 @@ class Ended:
     """How a launch ended."""
 
     ok: bool
-    """Whether rank 0 said that it was done."""
+    """True if rank 0 said that it was done."""
     reason: str
     """Otherwise: what happened."""
     turn: int | None = None

@@ -46,7 +46,7 @@ class Finding:
     kind: str
     """guideline, not-monotone, extrapolated, no-evidence."""
     text: str
-    """What was found, with the numbers."""
+    """The finding, with its numbers."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.schema import Catalog
 from commrt.tuning.job import Turn
 from commrt.vocabulary.operations import operation
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
 
 __all__ = ["Session", "catalog"]
 
@@ -85,14 +88,12 @@ class Session:
         turn: str | None = None,
         device: str = "cpu",
         *,
-        comm: Any = None,
+        comm: Communicator | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
         import commrt
 
-        # Through Any: the tuner is written against the public methods only.
-        runtime: Any = commrt
-        self._comm = runtime.init() if comm is None else comm
+        self._comm: Communicator = commrt.init() if comm is None else comm
         self.memory: Memory = HostMemory()
         self._kind = "host" if device == "cpu" else "cuda"
         if device != "cpu":

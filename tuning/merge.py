@@ -49,7 +49,7 @@ class Input:
 
     @property
     def machine(self) -> Machine | None:
-        """Where it was measured, if it says so."""
+        """The machine that was measured, if it says so."""
         if self.table is not None:
             return self.table.machine
         return None if self.recording is None else self.recording.machine
@@ -57,12 +57,12 @@ class Input:
 
 @dataclass(frozen=True)
 class Merged:
-    """What came out."""
+    """The merged recording."""
 
     table: Table
     """Everything, once."""
     lines: Sequence[str]
-    """Where each cell came from, and what was in conflict."""
+    """The origin of each cell, and the conflicts."""
 
 
 @dataclass(frozen=True)

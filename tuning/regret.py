@@ -63,7 +63,7 @@ class Verdict:
     """How a choice did at one size."""
 
     choice: Candidate
-    """What was chosen."""
+    """The chosen candidate."""
     best: Candidate
     """What was best; the choice itself where nothing was better."""
     ratio: float

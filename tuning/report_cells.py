@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report shows: cell by cell, measured times, choices, how good they are.
+"""The cells of a report: measured times, choices, and how good these are.
 
 A cell is one operation with one rank count, placement and link class. Times of every
 candidate are in a recording only; a table alone has those of its choices, of the MPI
@@ -43,7 +43,7 @@ class Judged:
     nbytes: int
     """Rule bytes."""
     choice: Candidate
-    """What ``auto`` picks."""
+    """The candidate that ``auto`` picks."""
     best: Candidate
     """The fastest there."""
     ratio: float

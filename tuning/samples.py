@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured: launches, samples and failures, and the lines that carry them.
+"""Measurements: launches, samples and failures, and the lines that carry them.
 
 A worker prints one JSON object per line. The parent collects them into a Recording,
 which can be saved and read back, so that every decision can be repeated without ranks.
@@ -39,9 +39,9 @@ class Launch:
     index: int
     """Counted over the whole run."""
     facts: CommFacts
-    """What the communicator found."""
+    """Facts of the communicator."""
     held_out: bool
-    """Whether it only judges the table, and does not shape it."""
+    """True if it only judges the table, and does not shape it."""
     device: str = "host"
     """Kind of memory, as rules name it."""
 
@@ -64,7 +64,7 @@ class Sample:
     nbytes: int
     """Rule bytes."""
     candidate: Candidate
-    """What ran."""
+    """The candidate that ran."""
     us: tuple[float, ...]
     """Microseconds of each repetition, of the slowest rank."""
     link_class: str = ""
@@ -82,9 +82,9 @@ class Failure:
     nbytes: int
     """Rule bytes."""
     candidate: Candidate
-    """What ran."""
+    """The candidate that ran."""
     reason: str
-    """What happened."""
+    """The error, in words."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Recording:
     """What a launch that shapes the table did not measure, by ranks, operation and
     bytes: ``budget`` or ``links``. Not saved."""
     notes: list[str] = field(default_factory=list)
-    """What else the summary has to say about the run. Not saved."""
+    """Other remarks for the summary. Not saved."""
 
     def add(self, launch: int, held_out: bool, message: Mapping[str, Any]) -> None:
         """Take one line of a worker; kinds that only report progress are ignored."""

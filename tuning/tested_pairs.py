@@ -22,7 +22,7 @@ Versions = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Kept:
-    """What of the tables' pairs stays."""
+    """The pairs of the tables that stay."""
 
     pairs: tuple[tuple[str, ...], ...] = ()
     """For ``Table.tested_together``."""

@@ -38,7 +38,7 @@ _SMALLEST_SHARE_S = 1.0
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for."""
+    """The user's request."""
 
     ranks: tuple[int, ...]
     """Rank counts to launch."""
@@ -55,7 +55,7 @@ class Options:
     dtype: str = "float32"
     """Element type."""
     device: str = "cpu"
-    """Where the arrays lie: cpu, cuda, or thread, a device of threads."""
+    """Memory of the arrays: cpu, cuda, or thread, a device of threads."""
     seed: int = 1
     """Of the order of measurement."""
 

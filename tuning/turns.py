@@ -57,7 +57,7 @@ class Runner:
     """A candidate whose result was right, and what it took so far."""
 
     item: Item
-    """What is timed."""
+    """The timed call."""
     index: int
     """Its number in the job."""
     call: Call

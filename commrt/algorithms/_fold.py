@@ -15,7 +15,7 @@ __all__ = ["Fold"]
 
 
 class Fold:
-    """Who participates among the ranks of ``b``, and this rank's part.
+    """The ranks of ``b`` that take part, and this rank's role.
 
     Attributes:
         num: number of participants, a power of two; steps: its logarithm.

@@ -57,7 +57,7 @@ class Algorithm:
     """Values of each parameter, the default first; or a function of the size, or of the
     nodes."""
     supports_size: Callable[[int], bool]
-    """Whether a number of ranks is supported."""
+    """True if a number of ranks is supported."""
     latency: bool
     """Latency-optimal: few steps, for short messages."""
     bandwidth: bool
@@ -65,13 +65,13 @@ class Algorithm:
     redop_class: RedopClass
     """``ordered`` if contributions are combined in rank order."""
     spans_nodes: bool = False
-    """Whether it must know which ranks share a node: without several, it is none."""
+    """True if it must know which ranks share a node: without several, it is none."""
     offered: Callable[[int, Params], bool] | None = None
     """Which values are candidates for any call; the others only where named."""
     complexity: int | None = None
     """Its place among its operation's, the simplest first; None: after all of them."""
     own_places: bool = False
-    """Whether it puts a rank's block elsewhere than at the rank's place on the way."""
+    """True if it puts a rank's block elsewhere than at the rank's place on the way."""
 
     def supports(self, size: int, nodes: Nodes | None = None) -> bool:
         """Return whether it exists for so many ranks, on these nodes."""
@@ -86,7 +86,7 @@ class Algorithm:
 
     @property
     def built_in(self) -> bool:
-        """Whether it is one of this package's, which its tests prove right."""
+        """True if it is part of this package, whose tests prove it right."""
         return self.author.__module__.startswith("commrt.algorithms.")
 
 

@@ -48,7 +48,7 @@ _DIMENSIONS = 3
 
 
 class Swing:
-    """Who exchanges with whom, among a power of two of ranks on a torus.
+    """The partners of each round, for a power of two of ranks on a torus.
 
     Attributes:
         steps: how many exchanges there are.

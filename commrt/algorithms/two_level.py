@@ -45,7 +45,7 @@ _MANY_LEADERS = 128
 
 
 class Levels:
-    """Who leads which stripe, as this rank sees it.
+    """The leaders of this rank's stripes.
 
     Attributes:
         nodes: the ranks of each node; node: the number of this rank's.

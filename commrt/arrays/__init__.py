@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users pass: arrays of any kind, on the host and on devices."""
+"""Arrays as users pass them, of any library, on the host and on devices."""

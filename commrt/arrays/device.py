@@ -41,7 +41,7 @@ _LEGACY = 1
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """What staging needs to know of an array on a device."""
+    """The facts that staging needs of an array on a device."""
 
     address: int
     count: int

@@ -56,7 +56,7 @@ class _Versioned(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Exported:
-    """What a capsule says."""
+    """The contents of a DLPack capsule."""
 
     capsule: Any
     """Keeping it alive keeps the memory alive."""

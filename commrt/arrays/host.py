@@ -44,22 +44,22 @@ _DLPACK_HOST = (1, 3, 10, 13)  # CPU, CUDA pinned, ROCm pinned, CUDA managed
 
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """What the engine needs to know of an array in host memory."""
+    """The facts that the engine needs of an array in host memory."""
 
     array: Any
-    """What the user passed."""
+    """The object that the user passed."""
     owner: Any
     """Keeping it alive keeps the memory alive, and where it is."""
     address: int
-    """Of the first element."""
+    """Address of the first element."""
     count: int
     """Elements."""
     dtype: DType
     """Element type."""
     shape: tuple[int, ...]
-    """Of the user's array."""
+    """Shape of the user's array."""
     writable: bool
-    """Whether results may be stored."""
+    """True if results may be stored."""
     device: int | None = None
     """Number of the device that the memory is on; None for host memory."""
     stream: int | None = None
@@ -264,7 +264,7 @@ def overlap(a: HostView, b: HostView) -> bool:
 
 
 def never_changes(x: HostView) -> bool:
-    """Whether an array in host memory is of a library whose arrays never change.
+    """Return whether an array in host memory is of a library whose arrays never change.
 
     An operation that would put its result into ``x`` makes a new array for it.
     """

@@ -25,7 +25,7 @@ __all__ = ["Attached", "Availability", "Backend", "Capabilities", "Surroundings"
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can run; ``python -m commrt info`` prints it."""
+    """The operations, types and memory that a backend can run; shown by ``info``."""
 
     devices: tuple[str, ...] = ("host",)
     """Kinds of memory: host, cuda."""
@@ -36,19 +36,19 @@ class Capabilities:
     reductions: tuple[str, ...] = tuple(op.name.lower() for op in ReduceOp)
     """Reductions it offers on at least one of its types."""
     schedules: bool = True
-    """Whether it runs schedule algorithms."""
+    """True if it runs schedule algorithms."""
     native: bool = False
-    """Whether it offers the library's own collectives."""
+    """True if it offers the library's own collectives."""
     only_native_on: tuple[str, ...] = ()
     """Kinds of memory for which it has no schedules."""
     algorithms: tuple[str, ...] = ()
     """Algorithms of its own, beside schedules and ``native``."""
     can_recover: bool = False
-    """Whether a communicator can go on after a rank has died."""
+    """True if a communicator can go on after a rank has died."""
     can_cancel: bool = False
-    """Whether a started operation can be taken back."""
+    """True if a started operation can be taken back."""
     limits: str = ""
-    """What else bounds it, in words."""
+    """Other limits, in words."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Availability:
     name: str
     """The backend."""
     available: bool
-    """Whether it can be used in this process."""
+    """True if it can be used in this process."""
     reason: str
-    """What is missing, or what it runs on."""
+    """The missing part, or the library that it runs on."""
     capabilities: Capabilities = field(default_factory=Capabilities)
-    """What it can do."""
+    """Its operations, types and memory."""
 
 
 @dataclass(frozen=True)
@@ -145,19 +145,19 @@ class Attached:
     """Of two backends the one with the larger number runs a call that names none, if
     it claims the query (``claims``)."""
     rounds_at_each_step: ClassVar[bool] = False
-    """Whether its schedules round each sum of two operands to the element type."""
+    """True if its schedules round each sum of two operands to the element type."""
     starts_in_python: ClassVar[frozenset[str]] = frozenset()
     """Algorithms whose start needs the interpreter, so no other thread starts them."""
     prepares: ClassVar[bool] = False
-    """Whether ``prepare`` is to be called before a plan runs on a device."""
+    """True if ``prepare`` is to be called before a plan runs on a device."""
     is_dispatched: ClassVar[bool] = False
-    """Whether plan and runner are native ones, which later calls start without Python.
+    """True if plan and runner are native ones, which later calls start without Python.
     """
     ends_by_itself: ClassVar[bool] = False
-    """Whether a device ends its calls without progress of the host."""
+    """True if a device ends its calls without progress of the host."""
 
     carries_boxes: ClassVar[bool] = False
-    """Whether it moves boxes, from device memory that a plan owns: it has
+    """True if it moves boxes, from device memory that a plan owns: it has
     ``boxes_phase`` and ``boxes_plan``, and its runner ``start_arrays``."""
 
     def __init__(self, backend: Backend, group: Group, beside: Surroundings) -> None:
@@ -244,7 +244,7 @@ class Attached:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the ranks need not tell each other anything about it (any more)."""
+        """True if the ranks need not tell each other anything about it (any more)."""
         return True
 
     def tells(self, device: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be named: backends, their algorithms, and the parameters of those.
+"""All names that tables and commands may use: backends, algorithms, parameters.
 
 Tables and command lines are checked against it before anything runs.
 """

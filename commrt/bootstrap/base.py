@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every bootstrap offers, and the parts that all of them share."""
+"""The interface of every bootstrap, and the parts that all of them share."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ __all__ = ["Lease", "Lender"]
 
 @dataclass(frozen=True)
 class Lease:
-    """What is lent, and who may have it."""
+    """One lent communicator, and the ranks that may have it."""
 
     ranks: tuple[int, ...]
     """Ranks of the world that it spans, in its order."""
     number: int
-    """What the ranks know it by: the identity of the communicator it was made for."""
+    """Its key for the ranks: the identity of the communicator it was made for."""
     lent: Any
     """The mpi4py communicator, or the group of gloo."""
 

@@ -35,7 +35,7 @@ _HEADER = struct.Struct("<BQI")
 
 
 class Says(IntEnum):
-    """What a message says of its sender's attempt."""
+    """The state of a sender's attempt, as its message says it."""
 
     BLOB = 0
     HEARD = 1
@@ -45,7 +45,7 @@ class Says(IntEnum):
 
 @dataclass
 class _Topic:
-    """What this rank knows of the exchanges of one name."""
+    """This rank's state of the exchanges of one name."""
 
     attempt: int = 0
     """The one that it is in, or begins next."""

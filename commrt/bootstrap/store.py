@@ -96,7 +96,7 @@ class _Attempt:
         self._votes, self._verdict = f"{base}/votes", f"{base}/verdict"
         self._readers = f"{base}/readers"
         self.is_over = False
-        """Whether this rank knows its verdict."""
+        """True if this rank knows its verdict."""
         self.came: set[int] = set()
         """Whose blobs were there."""
 

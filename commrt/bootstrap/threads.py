@@ -26,7 +26,7 @@ class _Waiting:
     said: list[bytes] | None = None
     """By all members, once all of them are there."""
     gave_up: set[int] = field(default_factory=set)
-    """Who was there meanwhile, and left."""
+    """Ranks that came and left meanwhile."""
 
 
 class ThreadWorld:

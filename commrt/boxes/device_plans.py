@@ -54,12 +54,12 @@ class _Chunk:
     boxes: tuple[Box, ...]
     """Of the launch's arrays."""
     at: int
-    """Where it begins in the buffer, in bytes."""
+    """Its first byte in the buffer."""
 
 
 @dataclass(frozen=True)
 class _Side:
-    """What is packed, or unpacked, in one phase."""
+    """The boxes that one phase packs or unpacks."""
 
     chunks: list[_Chunk]
     places: list[tuple[int, int]]
@@ -164,8 +164,10 @@ class DeviceBoxes:
         table_at = self._filled(tables, table_nbytes)
         placed = iter([(table, table_at + at) for table, at in tables])
         self.plan: Any
+        self._staged: _native.StagedPlan | None = None
+        """The same, where it goes through pinned memory."""
         self._agreeing: _native.StagedPlan | None = None
-        """The same, where the ranks compare on the way."""
+        """That, where the ranks compare on the way."""
         if carrier is not None:
             self.plan = carrier.boxes_plan(
                 what,
@@ -182,12 +184,13 @@ class DeviceBoxes:
             for step, (sent, taken) in zip(steps, sides, strict=True)
         ]
         longest = max(_pinned(sent) + taken.nbytes for sent, taken in sides)
-        self.plan = _native.staged_plan(parts, phases, longest, serial=phases > 1)
+        self._staged = _native.staged_plan(parts, phases, longest, serial=phases > 1)
+        self.plan = self._staged
 
     def agree_on(self, runs: _native.Plan, words: list[int], names: list[str]) -> None:
         """Say what the ranks compare in calls that ``run`` is told have to."""
-        if isinstance(self.plan, _native.StagedPlan):
-            self._agreeing = self.plan.agreeing(runs, words, names)
+        if self._staged is not None:
+            self._agreeing = self._staged.agreeing(runs, words, names)
 
     def _table(self, chunk: _Chunk, packs: bool) -> BoxTable:
         strides = [self._layouts[array].strides for array in chunk.arrays]
@@ -388,7 +391,7 @@ class BoundBoxes:
 
     @property
     def label(self) -> str:
-        """What runs it."""
+        """The name of what moves the boxes."""
         return self._boxes.label
 
     def __call__(self) -> Any:

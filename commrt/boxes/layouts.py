@@ -47,7 +47,7 @@ class Runs:
     """
 
     source: int
-    """Where the first run begins."""
+    """First element of the first run."""
     target: int
     length: int
     count: int = 1
@@ -58,7 +58,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class _Place:
-    """What one place of a dimension has: of [low, high), or every so many elements."""
+    """The elements of one place in a dimension: [low, high), or every n-th of them."""
 
     low: int
     high: int
@@ -108,7 +108,7 @@ class Layout:
     """
 
     shape: tuple[int, ...]
-    """Of the whole array."""
+    """Shape of the whole array."""
     grid: tuple[int, ...]
     """Ranks in each dimension of the grid."""
     dims: tuple[Block | Cyclic | None, ...]

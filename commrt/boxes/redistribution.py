@@ -170,7 +170,7 @@ class Redistributions:
         moved = self._moved(x, source, target, out)
         plan = self._agreed_boxes(moved)
         arrays = [moved.sent, moved.taken]
-        if isinstance(plan, DeviceBoxes):
+        if moved.on is not None:
             return BoundBoxes(self._group, plan, arrays, moved.out, _NAME)
         table = address_table(arrays)
         owners = (table, moved.sent.owner, moved.taken.owner)

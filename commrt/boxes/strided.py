@@ -34,7 +34,7 @@ _MOST_WORK = 100_000
 
 @dataclass(frozen=True)
 class StridedArray:
-    """What is known of an array, contiguous or not."""
+    """The facts of an array, contiguous or not."""
 
     what: str
     """How messages call it."""
@@ -43,14 +43,14 @@ class StridedArray:
     memory: npt.NDArray[Any]
     """The same elements, or their bytes, for numpy."""
     address: int
-    """Of the element with all indices 0."""
+    """Address of the element with all indices 0."""
     dtype: DType
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """In bytes."""
     writable: bool
     array: Any = None
-    """What the user passed."""
+    """The object that the user passed."""
     on: Any = None
     """The device that the memory is on; None for host memory."""
     device: int | None = None

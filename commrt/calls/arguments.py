@@ -78,7 +78,7 @@ _ELSEWHERE = {
     "input_split_sizes": "send_counts",
     "output_split_sizes": "recv_counts",
 }
-"""What torch and mpi4py call the arguments."""
+"""Names of arguments in torch and mpi4py, for messages."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Call:
     out: Any
     reduction: ReduceOp
     factor: int | float | None
-    """Of premul_sum, else None; a fact of this rank."""
+    """Factor of premul_sum, else None; may differ between ranks."""
     root: int
     nonblocking: bool
     timeout_s: float | None
@@ -105,9 +105,9 @@ class Call:
     compress: str | None = None
     """The wire format, ``none`` for exact; None: whatever a table says."""
     residual: Any = None
-    """What earlier compressed calls still owe."""
+    """The rounding errors that earlier compressed calls still owe."""
     stream: Any = None
-    """Of arrays on a device: the stream that orders the call; None: the current one."""
+    """The stream that orders a call on device arrays; None: the current one."""
 
     def view(self, array: Any, argument: str) -> HostView:
         """Return the view of an argument, of a type that this call takes."""
@@ -116,7 +116,7 @@ class Call:
 
     @property
     def op(self) -> str | None:
-        """What combines, for messages and selection; None if nothing does."""
+        """Name of the reduction, for messages and selection; None without one."""
         if not self.spec.reduces:
             return None
         return self.reduction.name.lower() if self.user is None else self.user.label
@@ -131,7 +131,7 @@ class Bound:
     out: HostView | None
     """Output, None where this rank has none."""
     result: Any
-    """What the call returns on this rank."""
+    """The value that the call returns on this rank."""
     dtype: DType
     num_elements: int
     """Length of the operation's full vector; of an alltoallv, what this rank sends."""
@@ -403,7 +403,7 @@ def check_reduced(call: Call, x: HostView) -> None:
 
 
 def _own_block(x: HostView, out: HostView, rank: int, size: int) -> bool:
-    """Whether one array is this rank's block of the other, NCCL's form of in place.
+    """Return whether one array is this rank's block of the other (NCCL's in place).
 
     Schedules may use all of ``out`` before they have read all of ``x``, so such an
     operation works on a copy of ``x``.

@@ -17,7 +17,7 @@ class BoundCall:
     operation: str
     """Its name."""
     label: str
-    """What runs it."""
+    """Name of the candidate that runs it."""
     run: Callable[[bool], Any]
     """Starts it; the argument says whether it is nonblocking."""
 

@@ -86,7 +86,7 @@ class Channel(Group, Operations):
         mine = settings or Settings()
         self.table = mine.table or world.table
         self.wishes = mine.all_wishes(world.wishes)
-        """What is asked for beforehand; what comes first holds."""
+        """Wishes of the group and of the job; the first that applies holds."""
         self.native_mpi = NativeMpi(self, native_comm)
         self.attached = attach_all(self, self.table, self.native_mpi, stager, sendrecv)
         """Its backends, by name."""
@@ -94,7 +94,7 @@ class Channel(Group, Operations):
         self.policy = self.selection.policy
         self.comparison = Comparison(self)
         self.host = HostRoute(self, self.selection)
-        self.collectives = Collectives(self, self.comparison, [self.host])
+        self.collectives = Collectives(self, self.comparison, (self.host,))
 
     # -- making ------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Channel(Group, Operations):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or belongs to the process that this was forked from."""
+        """True if it has ended, or belongs to the parent of a forked process."""
         return self.closed is not None or os.getpid() != self.pid
 
     def _come_to_rest(self) -> bool:

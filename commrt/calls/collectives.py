@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from commrt.calls import arguments
+from commrt.calls.arguments import Bound, Call
 from commrt.calls.counts import Exchanging, bind_call
 from commrt.calls.routes import Route
 from commrt.errors import UsageError
@@ -23,33 +24,40 @@ class Collectives:
     Args:
         group: the ranks.
         comparison: tells all ranks of an error in check mode.
-        routes: ways of a call, asked in this order; the last one takes every call.
+        on_host: routes of calls on host arrays, asked in this order.
+        on_device: routes of calls on device arrays, or ordered by a stream.
     """
 
     def __init__(
-        self, group: Exchanging, comparison: Comparison, routes: Sequence[Route]
+        self,
+        group: Exchanging,
+        comparison: Comparison,
+        on_host: Sequence[Route],
+        on_device: Sequence[Route] = (),
     ) -> None:
         self._group, self._comparison = group, comparison
-        self.routes = routes
+        self._on_host, self._on_device = on_host, on_device
+        self._with_again = [each for each in on_host if each.again is not None]
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective that the dispatcher did not recognise at a glance."""
         self._group.check_usable()
-        for route in self.routes:
-            request = route.again(name, args, kwargs)
-            if request is not None:
-                return request
+        for route in self._with_again:
+            if route.is_open and route.again is not None:
+                request = route.again(name, args, kwargs)
+                if request is not None:
+                    return request
         try:
-            call = arguments.parse(operation(name), args, kwargs)
-            bound = bind_call(self._group, call)
-            for route in self.routes:
+            call, bound = self._bind(name, args, kwargs)
+            for route in self._routes(call, bound):
                 start = route.prepare(call, bound)
                 if start is not None:
                     break
+            else:
+                raise self._nowhere(name)
         except UsageError as error:
             self.tell(name, kwargs, error)
             raise
-        assert start is not None, "the last route takes every call"
         return start()
 
     def bound(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,16 +69,40 @@ class Collectives:
                 f"plan.start(); its deadline is comm.timeout_s"
             )
         try:
-            call = arguments.parse(operation(name), args, kwargs)
-            bound = bind_call(self._group, call)
-            for route in self.routes:
+            call, bound = self._bind(name, args, kwargs)
+            for route in self._routes(call, bound):
                 made = route.bind(call, bound)
                 if made is not None:
                     return made
+            raise self._nowhere(name)
         except UsageError as error:
             self.tell(name, kwargs, error)
             raise
-        raise AssertionError("the last route takes every call")
+
+    def _bind(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Call, Bound]:
+        """Return a call and its arrays, checked."""
+        spec = operation(name)
+        call = arguments.parse(spec, args, kwargs)
+        if spec.count_arguments:  # the ranks may have to exchange counts
+            return call, bind_call(self._group, call)
+        return call, arguments.bind(call, self._group.rank, self._group.size)
+
+    def _routes(self, call: Call, bound: Bound) -> Iterator[Route]:
+        """Yield the routes that may run a call, in order."""
+        is_on_device = bound.device is not None or call.stream is not None
+        for route in self._on_device if is_on_device else self._on_host:
+            if route.is_open or any(
+                getattr(call, name) is not None for name in route.asked_by
+            ):
+                yield route
+
+    def _nowhere(self, name: str) -> UsageError:
+        return UsageError(
+            f"{name} on {self._group.name}: it runs calls on host arrays only; make "
+            f"calls on devices on a communicator of the program"
+        )
 
     def tell(self, name: str, kwargs: dict[str, Any], error: UsageError) -> None:
         """In check mode, raise what is wrong with this rank's call on all ranks."""

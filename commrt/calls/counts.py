@@ -39,7 +39,7 @@ class Exchanging(Exchange, Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
 
     @property
     def checker(self) -> CallChecker | None:
@@ -238,7 +238,7 @@ def _joined_shape(x: HostView, counts: tuple[int, ...], total: int) -> tuple[int
 
 
 def _own_block(x: HostView, out: HostView, elements_before: int) -> bool:
-    """Whether one array is this rank's block of the other, NCCL's form of in place."""
+    """Return whether one array is this rank's block of the other (NCCL's in place)."""
     small, large = (x, out) if x.nbytes <= out.nbytes else (out, x)
     at = large.address + elements_before * x.dtype.itemsize
     inside = at + small.nbytes <= large.address + large.nbytes

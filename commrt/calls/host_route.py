@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from commrt import _native
 from commrt.calls.arguments import Bound, Call
-from commrt.calls.plan_cache import cache_plan
 from commrt.calls.selection import Selection
 from commrt.group.group import Group
 from commrt.vocabulary.dtypes import engine_factor
@@ -18,6 +17,10 @@ from commrt.vocabulary.dtypes import engine_factor
 __all__ = ["HostRoute"]
 
 _MAX_PLANS = 4096
+_NO_DTYPE = 11
+"""What the dispatcher's key holds where there is no array."""
+_NO_X = -1
+"""Its count where only other ranks have one."""
 
 
 class HostRoute:
@@ -28,13 +31,15 @@ class HostRoute:
         selection: chooses among the backends' candidates.
     """
 
+    asked_by: ClassVar[tuple[str, ...]] = ()
+    is_open = True
+    again = None
+    """The engine itself starts calls like one before."""
+
     def __init__(self, group: Group, selection: Selection) -> None:
         self._group, self._selection = group, selection
         self.plans: dict[Any, Any] = {}
         """Plans of calls on host arrays."""
-
-    def again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Return None: the engine itself starts calls like one before."""
 
     def prepare(self, call: Call, bound: Bound) -> Callable[[], Any]:
         """Return what starts the call's plan."""
@@ -116,7 +121,7 @@ class HostRoute:
         # What is asked for with compress="none" may be compressed without it.
         plain = not chosen and not params and call.compress is None
         if call.user is None and plain:
-            cache_plan(self._group, call, bound, plan)
+            _cache_plan(self._group, call, bound, plan)
         return plan
 
     def plan_alone(self, call: Call, bound: Bound) -> Any:
@@ -124,3 +129,23 @@ class HostRoute:
         if self._selection.choose(call, bound).algorithm == "native":
             call = replace(call, algorithm="recursive_doubling")
         return self.plan(call, bound)
+
+
+def _cache_plan(group: Group, call: Call, bound: Bound, plan: Any) -> None:
+    """Tell the dispatcher the plan of a call without special wishes."""
+    spec = call.spec
+    takes_x = spec.x_count != "none"
+    key = (
+        spec.code,
+        bound.dtype.code if takes_x else _NO_DTYPE,
+        int(call.reduction),
+        call.root,
+    )
+    if bound.counts:
+        count = _NO_X if call.x is None else bound.given_elements
+        flat = [one for counts in bound.counts for one in counts]
+        group.keep_vector_plan(count, *key, flat, plan)
+    else:
+        times_size = spec.out_count == "times_size"
+        count = bound.num_elements // (group.size if times_size else 1)
+        group.keep_plan(count, *key, plan)

@@ -4,18 +4,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from commrt.calls.arguments import Bound, Call
 
-__all__ = ["Route"]
+__all__ = ["Again", "Route"]
+
+Again: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
+"""Returns the request of a call like one before; None to look at it in full."""
 
 
 class Route(Protocol):
-    """One way to run calls. A communicator asks its routes in order."""
+    """One way to run calls. ``Collectives`` asks a call's routes in order."""
 
-    def again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the request of a call like one before; None to look at it in full."""
+    asked_by: ClassVar[tuple[str, ...]]
+    """Arguments of a call that ask for this route."""
+
+    @property
+    def is_open(self) -> bool:
+        """True if the route also takes calls that do not ask for it."""
+
+    @property
+    def again(self) -> Again | None:
+        """Starts a call like one before, by its arguments alone."""
 
     def prepare(self, call: Call, bound: Bound) -> Callable[[], Any] | None:
         """Check a call, and return what starts it; None where another route runs it.

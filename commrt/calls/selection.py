@@ -11,7 +11,6 @@ from commrt import backends
 from commrt.arrays.host import numpy_type
 from commrt.backends.base import Attached
 from commrt.calls import arguments
-from commrt.calls.plan_cache import Choices
 from commrt.errors import UsageError, suggest
 from commrt.group.group import Group
 from commrt.planning import host_plans
@@ -25,11 +24,47 @@ from commrt.select.wishes import Wish, Wishes
 from commrt.vocabulary.dtypes import is_known
 from commrt.vocabulary.operations import rule_nbytes
 from commrt.vocabulary.reductions import BoundReduction, Reduction
+from commrt.vocabulary.wire_formats import COMPRESS
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
 
 __all__ = ["Selection"]
+
+
+_MOST_KEPT = 1024
+
+
+class Choices:
+    """Keeps what the policy chose for vector operations and for compressed calls.
+
+    Programs may have new counts in every call. An alltoallv's query is the same for all
+    of them, and asking the model takes longer than all the rest of making a plan. The
+    dispatcher knows no plan of what is compressed, so that is asked every time.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._kept: dict[Any, Candidate] = {}
+
+    def forget(self) -> None:
+        """Ask again from here on: what can run has changed."""
+        self._kept.clear()
+
+    def of(self, query: Query, call: Call) -> Candidate:
+        """Return what runs ``query``, for a call's wishes."""
+        params = tuple(sorted((call.params or {}).items()))
+        key = query, call.backend, call.algorithm, params
+        found = self._kept.get(key)
+        if found is None:
+            wishes = {"backend": call.backend, "algorithm": call.algorithm}
+            choice = self._policy.choose(query, **wishes, params=call.params)
+            found = choice.candidate
+            if call.spec.count_arguments or COMPRESS in found.params:
+                if len(self._kept) >= _MOST_KEPT:
+                    self._kept.clear()
+                self._kept[key] = found
+        return found
 
 
 class Selection(Offers):

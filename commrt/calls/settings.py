@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a communicator may have of its own, where others have what the job has."""
+"""Settings of one communicator that replace those of the job."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Settings:
     """A communicator's own choices; equal on all of its ranks."""
 
     wishes: Wishes | None = None
-    """What its calls ask for unless they say otherwise; before COMMRT_ALGORITHM."""
+    """Defaults of its calls; they come before COMMRT_ALGORITHM."""
     table: Table | None = None
     """Selection table; None: that of the job."""
     checks: bool | None = None
-    """Whether calls are compared across ranks; None: as COMMRT_DEBUG says."""
+    """True to compare calls across ranks; None: as COMMRT_DEBUG says."""
 
     def all_wishes(self, of_job: Wishes) -> list[Wishes]:
         """Return what is asked for beforehand; what comes first holds."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all command lines share."""
+"""Functions that all command lines share."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from commrt.arrays.residual import check_residual
 from commrt.calls.arguments import Bound, Call
@@ -65,7 +65,7 @@ class _Request(SteppedRequest):
 
 @dataclass
 class _Channels:
-    """What a communicator keeps for its compressed operations.
+    """Channels and state of a communicator's compressed operations.
 
     Two communicators of the same ranks, as each has an order of its own.
     """
@@ -73,12 +73,12 @@ class _Channels:
     shares: Channel
     sums: Channel
     alone: bool
-    """Whether there is one rank, and both are the communicator itself."""
+    """True if there is one rank, and both are the communicator itself."""
     seq: int = 0
     pending: set[int] = field(default_factory=set)
     """Numbers of the operations that have not ended."""
     place: Place = field(default_factory=lambda: Place(passed=True))
-    """Of the latest allreduce."""
+    """Place of the latest allreduce in the order."""
     latest: Callable[[], SteppedRequest | None] = field(default=lambda: None)
 
     def fail(self, why: str) -> None:
@@ -112,7 +112,7 @@ class CompressedCall:
 
     @property
     def label(self) -> str:
-        """What runs it."""
+        """Name of what runs it."""
         return f"compressed{{{COMPRESS}={self.wire.name}}}"
 
     def __repr__(self) -> str:
@@ -129,6 +129,10 @@ class Compression:
             the limit of the wait in seconds; collective.
     """
 
+    asked_by: ClassVar[tuple[str, ...]] = ("compress", "algorithm", "params")
+    again = None
+    """No compressed call is started without a look at it."""
+
     def __init__(
         self,
         channel: Channel,
@@ -138,6 +142,8 @@ class Compression:
         self._channel, self._choices = channel, choices
         self._make_channel = make_channel
         self._channels: _Channels | None = None
+        self.is_open = self._rules_may_compress()
+        """True if calls are compressed that do not ask for it."""
 
     # -- whether -----------------------------------------------------------------
 
@@ -174,7 +180,7 @@ class Compression:
     def _asked_by_rule(self, call: Call, bound: Bound) -> str | None:
         """Return what a table's rule, or what names a candidate, asks for."""
         named = COMPRESS in (call.algorithm or "") or COMPRESS in (call.params or {})
-        if self._channel.deterministic or not (named or self.rules_may_compress):
+        if self._channel.deterministic or not (named or self.is_open):
             return None
         _, candidate = self._choices.asked(call, bound)
         if COMPRESS not in candidate.params:
@@ -182,9 +188,8 @@ class Compression:
         found = check_compress(candidate.params[COMPRESS])
         return None if found == EXACT else found
 
-    @cached_property
-    def rules_may_compress(self) -> bool:
-        """Whether a rule, or what is asked for beforehand, names a wire format."""
+    def _rules_may_compress(self) -> bool:
+        """Return whether a rule, or a wish of before, names a wire format."""
         policy = self._choices.policy
         rules = () if policy.table is None else policy.table.rules
         asked = [wish for wishes in policy.wishes for wish in wishes]
@@ -245,9 +250,6 @@ class Compression:
         return why_not_compressed(dtype_by_name(query.dtype), reduces, op, users)
 
     # -- running -----------------------------------------------------------------
-
-    def again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Return None: no compressed call is started without a look at it."""
 
     def prepare(self, call: Call, bound: Bound) -> Callable[[], Any] | None:
         """Return what starts the call; None where it is not compressed."""

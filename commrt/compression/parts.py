@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank sends to another in a compressed operation: a header and a wire.
+"""The message between two ranks of a compressed operation: a header and a wire.
 
 The header says which call it belongs to. Ranks that called different things could send
 as many bytes as expected, and without it they would take them for what they are not.

@@ -18,14 +18,14 @@ __all__ = ["Place", "Turn"]
 
 @dataclass
 class Place:
-    """Where an operation stands in the order."""
+    """An operation's place in the order."""
 
     passed: bool = False
-    """Whether its second exchange has started, or will not."""
+    """True once its second exchange has started, or will never start."""
 
 
 class Turn:
-    """What an operation waits for before its second exchange; as a request is."""
+    """The wait of an operation for its second exchange, in the form of a request."""
 
     def __init__(self, earlier: SteppedRequest | None, place: Place) -> None:
         """``earlier`` is the operation before, and ``place`` its place."""

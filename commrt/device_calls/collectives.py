@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, device_number
@@ -86,6 +86,11 @@ class DeviceCollectives:
         compress: returns a compressed call, checked.
     """
 
+    asked_by: ClassVar[tuple[str, ...]] = ()
+    is_open = True
+    again = None
+    """The engine itself starts calls like one before."""
+
     def __init__(
         self,
         comm: Channel,
@@ -97,7 +102,7 @@ class DeviceCollectives:
         self.selection = comm.selection
         self._compress = compress
         self.is_agreed = False
-        """Whether the ranks have told each other what carries device arrays."""
+        """True if the ranks have told each other what carries device arrays."""
         self.users: list[DeviceUser] = []
         """Services that end with this."""
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
@@ -115,13 +120,8 @@ class DeviceCollectives:
         self.flags_without_progress = False
         """For tests: streams wait for this process though nobody makes progress."""
 
-    def again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Return None: the engine itself starts calls like one before."""
-
-    def prepare(self, call: Call, bound: Bound) -> Callable[[], Any] | None:
+    def prepare(self, call: Call, bound: Bound) -> Callable[[], Any]:
         """Return what starts a call on device arrays, or one ordered by a stream."""
-        if bound.device is None and call.stream is None:
-            return None
         if runs_on_host(call):
             self.check(call, bound)
             return partial(self._run_on_host, call, self.host_part(call, bound))
@@ -290,10 +290,8 @@ class DeviceCollectives:
             return current_stream_of(array, device)
         return as_stream(call.stream, device, call.spec.name)
 
-    def bind(self, call: Call, bound: Bound) -> BoundDeviceCall | BoundHostCall | None:
-        """Return the call bound to its arrays; None for one on host arrays."""
-        if bound.device is None and call.stream is None:
-            return None
+    def bind(self, call: Call, bound: Bound) -> BoundDeviceCall | BoundHostCall:
+        """Return the call bound to its arrays, to run it any number of times."""
         if runs_on_host(call):
             return BoundHostCall(self, call, bound)
         plan = self.plan(call, bound)
@@ -437,7 +435,7 @@ class DeviceCollectives:
         return *options, flags
 
     def lets_streams_wait(self, device: Any) -> bool:
-        """Whether streams wait for what this process does; else ``wait()`` blocks."""
+        """Return whether streams wait for this process; else ``wait()`` blocks."""
         helped = self.comm.world.drive(device) or self.flags_without_progress
         return helped and bool(device.memory_flags)
 
@@ -535,5 +533,5 @@ class BoundDeviceCall:
 
     @property
     def label(self) -> str:
-        """What runs it: backend/algorithm{params}."""
+        """The candidate that runs it: backend/algorithm{params}."""
         return str(self._devices.selection.choose(self._calls[0], self._bound))

@@ -37,7 +37,7 @@ class Compressed(Protocol):
 
     @property
     def wire(self) -> WireFormat:
-        """What its parts are sent as."""
+        """The wire format of its parts."""
 
 
 class Devices(Protocol):
@@ -54,8 +54,8 @@ class Devices(Protocol):
     def selection(self) -> Selection:
         """Chooses among the backends' candidates."""
 
-    def prepare(self, call: Call, bound: Bound) -> Callable[[], Any] | None:
-        """Return what starts a call; None for one on host arrays."""
+    def prepare(self, call: Call, bound: Bound) -> Callable[[], Any]:
+        """Return what starts a call."""
 
 
 def host_part_of(
@@ -191,6 +191,4 @@ class BoundHostCall:
         return self._run(self._calls[1])
 
     def _run(self, call: Call) -> Any:
-        start = self._devices.prepare(call, self._bound)
-        assert start is not None, "it was bound, so it is a call on devices"
-        return start()
+        return self._devices.prepare(call, self._bound)()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who does the host's part of calls on device arrays whose work is a program of its.
+"""A thread for the host's parts of calls on device arrays.
 
 The engine's progress thread runs no Python, and sparse sums and compression are steps
 of Python. So each communicator that makes such calls has a thread for them, which
@@ -75,7 +75,7 @@ class HostJob:
         self.what = what
         self.device, self.work, self.call = device, work, call
         self.found: Any = None
-        """What the host's call returned."""
+        """The value that the host's call returned."""
         self.error: BaseException | None = None
         self.over = threading.Event()
         self._channel = channel
@@ -179,12 +179,12 @@ class HostJob:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or failed."""
+        """True if it has ended, or failed."""
         return self.over.is_set()
 
     @property
     def state(self) -> str:
-        """What it waits for, in words."""
+        """The state of the job, in words."""
         if self._request is not None:
             return f"the host works on it: {self._request!r}"
         if self.is_over:
@@ -281,7 +281,7 @@ class HostJobs:
         self._issue = threading.Lock()
         self._finalizer: Any = None
         self.is_driven = False
-        """Whether somebody else does the jobs."""
+        """True if a thread does the jobs."""
 
     @property
     def devices(self) -> list[Any]:
@@ -290,7 +290,7 @@ class HostJobs:
 
     @property
     def works(self) -> list[_native.HostWork]:
-        """What was made on each device."""
+        """The work of each device."""
         return [each for _, each in self._works.values()]
 
     def work(self, device: Any) -> _native.HostWork:

@@ -74,7 +74,7 @@ class HostCall:
     what: str
     """The operation."""
     kind: str
-    """What it uses: ``sparse``, ``compression``, or ``reduction``, of the user's."""
+    """The service that it uses: ``sparse``, ``compression`` or ``reduction``."""
     reads: Sequence[HostView]
     writes: Sequence[HostView]
     """Some of them may be read, too."""
@@ -82,7 +82,7 @@ class HostCall:
     """Starts the host's call, given where it goes and what tells an array's copy."""
     timeout_s: float
     result: Any = None
-    """What it returns, where that is known at the call."""
+    """The result, where it is known at the call."""
     rebuild: Rebuild | None = None
     """Makes the result of that of the host, where it is known at the end alone."""
 
@@ -246,7 +246,7 @@ class HostRequest(DeviceRequest):
 
     @property
     def own_error(self) -> BaseException | None:
-        """What the host's part raised."""
+        """The error of the host's part."""
         return self._job.error
 
     def _limit(self, timeout_s: float | None) -> float:

@@ -37,7 +37,7 @@ _CURRENT = threading.local()
 
 
 class _Freeing(threading.local):
-    """What a thread does with memory of devices that comes to be freed in it."""
+    """The way in which a thread frees memory of devices."""
 
     waits = True
 
@@ -92,7 +92,7 @@ def give_back(device: Device, address: int, pinned: int = 0) -> None:
 
 
 def may_free() -> bool:
-    """Whether this thread may wait for devices, as to free memory does."""
+    """Return whether this thread may wait for devices, as to free memory does."""
     return _FREEING.waits
 
 

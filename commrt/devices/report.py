@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``python -m commrt info`` says of GPUs: found where, and why not.
+"""The lines of ``python -m commrt info`` on GPUs: where found, or why not.
 
 No device is opened: that takes memory of it, and a second of each.
 """

@@ -155,7 +155,7 @@ class SimWorld:
 
     @property
     def violations(self) -> list[str]:
-        """What was found wrong, the first 64."""
+        """The first 64 violations that were found."""
         return self._world.violations
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the examples share: arguments, their job, and the check of their losses."""
+"""Parts that the examples share: arguments, the job, the check of losses."""
 
 from __future__ import annotations
 

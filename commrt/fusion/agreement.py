@@ -24,7 +24,7 @@ from commrt.errors import MismatchError, RevokedError, TimeoutError_
 __all__ = ["Agreement", "Follower", "Leader"]
 
 _TAG = -2
-"""Of the messages; users' tags are not negative."""
+"""Tag of the messages; users' tags are not negative."""
 _MORE, _LAST, _WRONG = range(3)
 """What a message says beside a number of calls and a digest of them: that there will be
 another one, or not, or that a rank (in place of the number) made other calls."""

@@ -199,9 +199,9 @@ class _Lane:
         self._runners: dict[int, StagedWork] = {}
         """What runs collectives whose end no stream may have been told to wait for."""
         self._is_lost = False
-        """Whether the device has something of a bucket that was not sent."""
+        """True if the device has something of a bucket that was not sent."""
         self._is_known = True
-        """Whether somebody can say when the device is done with all collectives."""
+        """True if somebody can say when the device is done with all collectives."""
         self._is_closed = False
 
     def send(self, requests: Sequence[FusedDeviceRequest]) -> BaseException | None:

@@ -96,13 +96,13 @@ class Part:
     """The arrays of one call."""
 
     x: HostView
-    """What goes into the buffer."""
+    """The input of the buffer."""
     out: HostView
-    """Where that part of the result goes."""
+    """The output of that part of the result."""
     reduction: ReduceOp
     """That of all parts of a bucket."""
     stream: int
-    """Of the caller."""
+    """Stream of the caller."""
     ready: PooledEvent
     """What that stream held when the call was made."""
 

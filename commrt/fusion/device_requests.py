@@ -79,12 +79,12 @@ class SentBucket:
 
     @property
     def is_followed(self) -> bool:
-        """Whether a stream was told to wait for the collective, before any failure."""
+        """True if a stream was told to wait for the collective, before any failure."""
         return self._end is not None and self.failure is None
 
     @property
     def is_whole(self) -> bool:
-        """Whether the collective is done, and has not failed."""
+        """True if the collective is done, and has not failed."""
         return self.request.done and self.failure is None
 
     def _follow_collective(self) -> None:
@@ -189,7 +189,7 @@ class FusedDeviceRequest(Request):
         self.part: Part | None = part
         """Its arrays, as long as the bucket is open."""
         self.number = 0
-        """Of the calls in this context."""
+        """Number of calls in this context."""
         self._sent: SentBucket | None = None
         self._error: BaseException | None = None
         self._observed = False
@@ -300,7 +300,7 @@ class FusedDeviceRequest(Request):
 
     @property
     def done(self) -> bool:
-        """Whether all of the bucket is done, or has failed; without progress."""
+        """True once the bucket is done or has failed; makes no progress."""
         if self._sent is None:
             return self._error is not None
         return self._sent.failure is not None or self._sent.has_ended()

@@ -15,7 +15,7 @@ __all__ = ["FailedBuckets"]
 
 
 class FailedBuckets:
-    """What buckets of arrays had that were under way as their communicator failed.
+    """Resources of buckets that were under way when their communicator failed.
 
     Four may still use it: the stream that gathers, the one that puts back, what runs
     the collectives, on their memory, and an MPI library that these gave it to.
@@ -69,7 +69,7 @@ class FailedBuckets:
         return NEVER if NEVER in found else min(found, default=RELEASED)
 
     def _may_free(self) -> bool:
-        """Whether no call needs this thread, as to free waits for the whole device."""
+        """Return whether this thread may wait, as freeing waits for the device."""
         return bool(self._engine.idle)
 
     def _streams_are_done(self) -> bool:

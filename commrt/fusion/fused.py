@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from commrt import _native
 from commrt.arrays.host import HostView
@@ -46,6 +46,8 @@ class Fusion:
     It is a route of calls (``calls/routes.py``), for arrays of the host and of devices.
     """
 
+    asked_by: ClassVar[tuple[str, ...]] = ()
+
     def __init__(
         self,
         group: Channel,
@@ -70,6 +72,8 @@ class Fusion:
         self._may_compress = may_compress
         self.context: Fused | None = None
         """The one that is open."""
+        self.is_open = False
+        """True while a context is open."""
         self.buckets = DeviceBuckets(group, devices, self)
         """Those of arrays on devices."""
         devices.users.append(self)
@@ -132,6 +136,14 @@ class Fusion:
         context = self.context
         return None if context is None else context.nbytes
 
+    def enter(self, context: Fused) -> None:
+        """Let calls go into the buckets of a context."""
+        self.context, self.is_open = context, True
+
+    def leave(self) -> None:
+        """Let calls go by themselves again."""
+        self.context, self.is_open = None, False
+
     # -- a route of calls --------------------------------------------------------
 
     def again(
@@ -190,7 +202,7 @@ class Fusion:
         return request
 
     def fuse_on_device(self, call: Call, bound: Bound) -> FusedDeviceRequest | None:
-        """The same for arrays on a device."""
+        """Return the request of a call on device arrays; None: it runs by itself."""
         most = self.nbytes
         if most is None:
             return None
@@ -287,7 +299,7 @@ class Fused:
     def __init__(self, fusion: Fusion, nbytes: int, time_limit_s: float | None) -> None:
         self._fusion = fusion
         self.nbytes = nbytes
-        """What the buckets hold together."""
+        """Most bytes in all buckets together."""
         self.time_limit_s = time_limit_s
         """How long a call may wait for others; None: until something else sends it."""
         self._entered = False
@@ -317,7 +329,7 @@ class Fused:
             self.agreement = (Follower if comm.rank else Leader)(comm)
         limit = math.inf if self.time_limit_s is None else self.time_limit_s
         _native.open_fusion(comm, self.nbytes, limit)
-        self._fusion.context = self
+        self._fusion.enter(self)
         return self
 
     def __exit__(
@@ -328,7 +340,7 @@ class Fused:
     ) -> None:
         comm = self._fusion.group
         if os.getpid() != comm.pid:  # forked inside: the calls are the parent's
-            self._fusion.context = None
+            self._fusion.leave()
             return
         try:
             if self.agreement is None:
@@ -341,7 +353,7 @@ class Fused:
                     self.agreement.leave(min(_PATIENCE_S, comm.timeout_s), error)
         finally:
             _native.close_fusion(comm)
-            self._fusion.context = None
+            self._fusion.leave()
 
     def send(self) -> None:
         """Send the open buckets now; collective, after the same calls on all ranks."""

@@ -30,7 +30,7 @@ rank."""
 
 @dataclass(frozen=True)
 class GlooCollectives:
-    """What runs gloo's collectives of one communicator."""
+    """Runs gloo's collectives of one communicator."""
 
     group: Any
     """torch's ProcessGroupGloo of the communicator's ranks."""

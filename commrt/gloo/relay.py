@@ -99,7 +99,7 @@ class GlooRelay:
         return told
 
     def has_ended(self, peer: int) -> bool:
-        """Whether nothing comes from this peer any more."""
+        """Return whether nothing comes from this peer any more."""
         return bool(self.native.failure_of(peer))
 
     def close(self) -> None:

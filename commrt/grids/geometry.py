@@ -28,7 +28,7 @@ class Grid:
     dims: tuple[int, ...]
     """Places in each dimension."""
     periodic: tuple[bool, ...]
-    """Whether a dimension's last place is followed by its first."""
+    """True if a dimension's last place is followed by its first."""
 
     @property
     def size(self) -> int:

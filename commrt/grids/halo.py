@@ -22,7 +22,7 @@ __all__ = ["HaloShape", "directions", "halo_moves"]
 
 
 class Places(Protocol):
-    """What is asked of a grid of ranks."""
+    """The shape of a halo on a grid of ranks."""
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -36,18 +36,18 @@ class Places(Protocol):
 
 @dataclass(frozen=True)
 class HaloShape:
-    """What all ranks agree on."""
+    """The facts that all ranks agree on."""
 
     widths: tuple[tuple[int, int], ...]
     """Cells before and behind a block, in each dimension of the grid."""
     axes: tuple[int, ...]
     """The arrays' dimension that each dimension of the grid distributes."""
     corners: bool
-    """Whether cells that lie beside the block in several dimensions move too."""
+    """True if cells that lie beside the block in several dimensions move too."""
     direct: bool
-    """Whether these come from the rank that owns them, not through its neighbours."""
+    """True if these come from the rank that owns them, not through its neighbours."""
     in_order: bool = False
-    """Whether what comes is combined direction by direction; not through neighbours."""
+    """True to combine what comes direction by direction, not through neighbours."""
 
 
 def directions(shape: HaloShape) -> list[tuple[int, ...]]:

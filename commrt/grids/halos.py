@@ -115,7 +115,7 @@ class Halos:
         halo = self._checked(what, (fields, width, axes, corners, direct, op))
         plan = self._agreed_plan(halo)
         group = self._group
-        if isinstance(plan, DeviceBoxes):
+        if halo.on is not None:
             return BoundBoxes(group, plan, halo.arrays, fields, halo.what)
         table = address_table(halo.arrays)
         owners = (table, *(array.owner for array in halo.arrays))

@@ -81,7 +81,7 @@ class Mesh(Generic[C]):
 
     @property
     def coords(self) -> dict[str, int]:
-        """Where this rank lies on each axis."""
+        """Coordinate of this rank on each axis."""
         return dict(zip(self._names, self._coords, strict=True))
 
     def size(self, axis: str) -> int:

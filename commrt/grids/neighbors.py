@@ -102,7 +102,7 @@ class _Bound:
     receives: _Ranges
     """For each source, where its block begins and ends in out."""
     moves: list[Move]
-    """What goes where, by this rank's counts."""
+    """The blocks of a call among neighbours, by this rank's counts."""
 
     @property
     def on(self) -> Any:

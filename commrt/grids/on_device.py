@@ -22,7 +22,7 @@ _X, _OUT = 0, 1
 
 
 class Around(Protocol):
-    """Who is beside a rank, as neighbors.Neighborhood."""
+    """The neighbours of a rank, as neighbors.Neighborhood."""
 
     @property
     def sources(self) -> Sequence[int | None]:
@@ -45,17 +45,17 @@ class Call(Protocol):
 
     @property
     def x(self) -> HostView:
-        """What is sent."""
+        """The array that is sent."""
         ...
 
     @property
     def out(self) -> HostView:
-        """Where what comes goes."""
+        """The array that receives."""
         ...
 
     @property
     def result(self) -> Any:
-        """What the call returns."""
+        """The value that the call returns."""
         ...
 
     @property
@@ -65,7 +65,7 @@ class Call(Protocol):
 
     @property
     def moves(self) -> Sequence[Move]:
-        """What goes where."""
+        """The blocks of a call."""
         ...
 
     @property
@@ -143,7 +143,7 @@ class BoundNeighbors:
 
     @property
     def label(self) -> str:
-        """What runs it."""
+        """The name of what moves the blocks."""
         return f"{self._plan.backend}/direct"
 
     def __call__(self) -> Any:

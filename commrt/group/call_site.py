@@ -44,14 +44,14 @@ def _end_of(name: str) -> str:
 
 
 def is_library(module: str) -> bool:
-    """Whether a frame of this module is between the program and commrt."""
+    """Return whether a frame of this module is between the program and commrt."""
     if module == "__main__":
         return False
     return module.partition(".")[0] in _LIBRARIES or f"{module}.".startswith(_WRAPPERS)
 
 
 def _is_programs(module: str) -> bool:
-    """Whether a frame of this module belongs to the program."""
+    """Return whether a frame of this module belongs to the program."""
     top, _, rest = module.partition(".")
     if top == OWN:
         return rest.partition(".")[0] in PROGRAMS

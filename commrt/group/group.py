@@ -136,7 +136,7 @@ class Group(_native.Group):
         self.pid = os.getpid()
         self.closed = None
         self.deterministic = deterministic
-        """Whether results are bitwise the same whatever algorithm runs."""
+        """True if results are bitwise the same whatever algorithm runs."""
         rank = self.world_ranks.index(world.rank)
         super().__init__(world.engine, rank, len(ranks), name)
         self.timeout_s = world.timeout_s
@@ -184,7 +184,7 @@ class Group(_native.Group):
 
     @property
     def in_process(self) -> bool:
-        """Whether the ranks are threads of this process."""
+        """True if the ranks are threads of this process."""
         return self.world.in_process
 
     @property
@@ -201,6 +201,11 @@ class Group(_native.Group):
         return rank in self.node_members
 
     @property
+    def has_heap(self) -> bool:
+        """True if there is symmetric memory; the same on all ranks of a node."""
+        return False
+
+    @property
     def timeout_s(self) -> float:
         """Default limit of a wait, in seconds."""
         return self._timeout_s
@@ -211,7 +216,7 @@ class Group(_native.Group):
 
     @property
     def is_relayed(self) -> bool:
-        """Whether gloo carries messages to ranks on other nodes."""
+        """True if gloo carries messages to ranks on other nodes."""
         return self.world.relay is not None and len(self.node_members) < self.size
 
     def who_is_missing(self, seq: int) -> str:

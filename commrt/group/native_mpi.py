@@ -31,7 +31,7 @@ class NativeMpi:
 
     @property
     def is_there(self) -> bool:
-        """Whether the library's own collectives have a communicator."""
+        """True if the library's own collectives have a communicator."""
         return self._comm is not None
 
     def handle(self) -> int:

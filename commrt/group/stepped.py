@@ -125,7 +125,7 @@ class SteppedRequest(Request):
 
     @property
     def done(self) -> bool:
-        """Whether the operation has ended, without progress."""
+        """True if the operation has ended, without progress."""
         return self._done
 
     @property

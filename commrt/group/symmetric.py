@@ -28,7 +28,7 @@ class SymmetricMemory:
         self._group = group
         self._grown = grown
         self.heap: SymmetricHeap | None = None
-        """Where arrays lie; None before the first."""
+        """Memory of the arrays; None before the first."""
 
     def empty(self, shape: Any, dtype: Any = "float32") -> Any:
         """Return a zero-filled array that every rank of this node has mapped.

@@ -37,7 +37,7 @@ NEAR_NS = 90.0
 _BUDGET_S = 0.002
 _ROUNDS = 200
 _SHORT_TIMES, _LONG_TIMES, _LONG_NBYTES = 9, 3, 1 << 20
-"""Of messages between nodes."""
+"""Latency of messages between nodes."""
 _SPINS = 20000
 _SPINS_OVERSUBSCRIBED = 2
 _ORDER: tuple[LinkClass, ...] = ("single", "near", "far", "oversubscribed", "network")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all communicators of a process share: peers, memory, MPI, engine, table."""
+"""World: the peers, memory, MPI, engine and table that all communicators share."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class World:
     bootstrap: Bootstrap
     """Exchanges small blobs among ranks."""
     launch: LaunchInfo
-    """Who started the ranks."""
+    """The launcher of the ranks."""
     nodes: list[list[int]]
     """Ranks of each node; equal on all ranks."""
     engine: Any
@@ -61,9 +61,9 @@ class World:
     table: Table | None
     """Selection table, agreed by all ranks."""
     located: LocatedTable
-    """Where the table came from."""
+    """Origin of the table."""
     wishes: Wishes
-    """What COMMRT_ALGORITHM asks for."""
+    """The wishes of COMMRT_ALGORITHM."""
     timeout_s: float
     """Default deadline of an operation."""
     mpi: Any = None
@@ -73,7 +73,7 @@ class World:
     mpi_tag_ub: int = 32767
     """Largest MPI tag."""
     in_process: bool = False
-    """Whether the ranks are threads of this process."""
+    """True if the ranks are threads of this process."""
     relay: GlooRelay | None = None
     """Carries messages between nodes where there is no MPI."""
     gloo_groups: GlooGroups | None = None
@@ -83,9 +83,9 @@ class World:
     links: dict[tuple[int, int], LinkClass] = field(default_factory=dict)
     """Link class of each on-node pair, by ascending rank."""
     between_nodes: BetweenNodes | None = None
-    """What messages by gloo cost; None where it carries none."""
+    """Cost of messages by gloo; None if it carries none."""
     slot_window_nbytes: int = 0
-    """What this rank's payloads pass through (commrt/job/slot_window.py)."""
+    """Bytes of slots that this rank's payloads pass through (job/slot_window.py)."""
     next_id: int = 0
     """Identity of the next communicator: names its shared memory and its MPI tags."""
     lingering: list[Any] = field(default_factory=list)

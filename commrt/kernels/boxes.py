@@ -61,7 +61,7 @@ _TERM = np.dtype([("offset", "i8"), ("strides", "i8", MOST_DIMS)])
 
 
 class BoxKind(IntEnum):
-    """What a launch does; the value is the engine's code."""
+    """The kinds of launches; each value is the engine's code."""
 
     PACK = 0
     UNPACK = 1
@@ -94,7 +94,7 @@ class BoxLike(Protocol):
 
 @dataclass(frozen=True)
 class BoxTable:
-    """What a launch of boxes is given, besides the buffer and the arrays."""
+    """Arguments of a launch of boxes, besides the buffer and the arrays."""
 
     content: bytes
     """To be copied to memory that the device reaches, at a multiple of 16."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who this process is among the ranks of its job, and how local ranks are started."""
+"""This process's place among the ranks of its job, and starts of local ranks."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who am I: the rank and the launcher of this process, from the environment alone.
+"""The rank and the launcher of this process, from the environment alone.
 
 Nothing here imports or starts MPI. The order is: MPI's variables where their size is
 above 1, then those of ``commrt.run``, then torchrun's, then Slurm's, then a world of
@@ -32,7 +32,7 @@ Kind = Literal["mpi", "run", "torchrun", "slurm", "torch", "single"]
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """Who started this process, as far as its environment tells."""
+    """The launcher of this process, as far as its environment tells."""
 
     kind: Kind
     """The launcher; ``run`` is ``python -m commrt.run``, ``slurm`` srun, with or
@@ -43,7 +43,7 @@ class LaunchInfo:
     size: int
     """Processes in the job; 0: only MPI itself can tell (PMIx gives no size)."""
     source: str
-    """Where that was read, for messages."""
+    """The variables that said so, for messages."""
 
 
 # Each MPI flavour's names for rank and size. Intel MPI and MPICH share PMI_*.
@@ -109,7 +109,7 @@ def slurm_step(
 
 
 def started_alone(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a launcher of MPI's or Slurm started this process as its only rank."""
+    """Return whether MPI's launcher or Slurm started this process as its only rank."""
     environ = os.environ if environ is None else environ
     found = _from_mpi(environ, smallest=1) or _from_slurm(environ, smallest=1)
     return found is not None and found.size == 1
@@ -196,7 +196,7 @@ def _from_mpi(environ: Mapping[str, str], smallest: int = 2) -> LaunchInfo | Non
 
 
 def _has_size(environ: Mapping[str, str]) -> bool:
-    """Whether another variable tells the size, so that PMIx need not be believed."""
+    """Return whether another variable tells the size, so PMIx need not be believed."""
     sizes = [size_name for _, _, size_name in _MPI_VARIABLES]
     return any(name in environ for name in (*sizes, "WORLD_SIZE", "SLURM_STEP_ID"))
 

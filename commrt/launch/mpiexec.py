@@ -70,7 +70,7 @@ _EXCEPTION = re.compile(
     r"(\[rank\d+\]: )?[\w.]*(Error|Error_|Exception|Interrupt)(:|$)"
 )
 _OF_LAUNCHER = re.compile(r"[\w.]*\bChildFailedError\b")
-"""What torchrun raises, at length, after a rank has failed."""
+"""The error that torchrun raises, at length, after a rank has failed."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Launcher:
     """The program that starts the ranks of one interpreter."""
 
     flavour: Flavour
-    """Whose launcher it is; decides the options."""
+    """The library of the launcher; decides the options."""
     mpiexec: str
     """Path of the program."""
     version: str
@@ -94,17 +94,17 @@ class Completed:
     returncode: int
     """Exit status of the launcher; negative: killed by that signal."""
     stdout: str
-    """What the ranks printed, all together."""
+    """The output of all ranks together."""
     stderr: str
-    """What the ranks and the launcher printed as errors."""
+    """The error output of the ranks and the launcher."""
     timed_out: bool
-    """Whether the deadline passed and every process was killed."""
+    """True if the deadline passed and every process was killed."""
     elapsed_s: float
     """Wall-clock seconds from start to end."""
 
     @property
     def ok(self) -> bool:
-        """Whether the launch ended by itself with status 0."""
+        """True if the launch ended by itself with status 0."""
         return self.returncode == 0 and not self.timed_out
 
     def describe_failure(self) -> str:

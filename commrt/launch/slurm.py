@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the ranks of a Slurm step meet, from the variables that srun sets alone."""
+"""The meeting point of a Slurm step's ranks, from the variables of srun alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the MPI library takes CUDA memory, asked at run time.
+"""True if the MPI library takes CUDA memory, asked at run time.
 
 A library that does not reads a device's address as a host's, and crashes. What it was
 built from says little: a build with CUDA may run where its transports have none. So
@@ -24,12 +24,12 @@ _KINDS = "mpi_memory_alloc_kinds"
 
 @dataclass(frozen=True)
 class Awareness:
-    """What the library says."""
+    """The answer of the library."""
 
     proved: bool
-    """Whether it takes CUDA memory."""
+    """True if it takes CUDA memory."""
     why: str
-    """What was asked, and the answer."""
+    """The question and the answer, in words."""
 
 
 def mpi_takes_cuda() -> Awareness:

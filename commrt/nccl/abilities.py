@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NCCL can do: the one table for the policy, for ``explain`` and for the docs.
+"""The operations of NCCL: one table for the policy, ``explain`` and the docs.
 
 ``support(coll, dtype, reduction, version)`` says whether NCCL has the operation
 (native), whether commrt composes it of others (composed), or why it is refused. What
@@ -92,9 +92,9 @@ class Support:
     how: How
     """``native``, ``composed`` or ``refused``."""
     reason: str
-    """What it is composed of, or why it is refused; empty for native."""
+    """The calls it is composed of, or why it is refused; empty for native."""
     runs: bool = True
-    """Whether the library can run it. Some is refused though it could be run, because
+    """True if the library can run it. Some is refused though it could be run, because
     its result is not the one that commrt promises."""
 
 

@@ -148,7 +148,7 @@ class NcclComm(NcclOperations):
 
     @property
     def owned(self) -> bool:
-        """Whether it was made here: an adopted one is its owner's to destroy."""
+        """True if it was made here: an adopted one is its owner's to destroy."""
         return self._native.owned
 
     @property

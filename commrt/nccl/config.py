@@ -16,7 +16,7 @@ class NcclConfig:
     """What ``ncclConfig_t`` is filled from. None: NCCL's own default."""
 
     blocking: bool = False
-    """Whether NCCL's calls may block. Then nothing of it can be interrupted, and abort
+    """True if NCCL's calls may block. Then nothing of it can be interrupted, and abort
     is not safe; but NCCL does not start a thread for each group."""
     cga_cluster_size: int | None = None
     """Thread blocks of a cluster."""
@@ -25,7 +25,7 @@ class NcclConfig:
     max_ctas: int | None = None
     """Largest number of thread blocks; 1 or 2 where ranks share a GPU."""
     split_share: bool | None = None
-    """Whether communicators that are split off share resources with this one."""
+    """True if communicators that are split off share resources with this one."""
     traffic_class: int | None = None
     """Of the network; from 2.26 on."""
     cta_policy: int | None = None

@@ -33,13 +33,13 @@ class Feature:
     """Something that not every NCCL has."""
 
     name: str
-    """What it is called here."""
+    """Its name here."""
     since: int
     """The first version with it, as ``ncclGetVersion`` counts."""
     doc: str
-    """What it is, in one line."""
+    """A description in one line."""
     used: bool = True
-    """Whether commrt uses it; others are listed so that it is known from when on."""
+    """True if commrt uses it; the others are listed for their versions."""
 
 
 FEATURES: tuple[Feature, ...] = (

@@ -44,7 +44,7 @@ class Library:
     native: _native.NcclLibrary
     """Its function table."""
     why: str
-    """Where it was found, in words."""
+    """The place where it was found, in words."""
     serves: frozenset[str] = frozenset(("cuda",))
     """Kinds of devices whose memory and streams it takes: a pretended one takes those
     of tests."""

@@ -34,7 +34,7 @@ _LINE_NBYTES = 64
 
 @dataclass(frozen=True)
 class Footprint:
-    """What bounds the messages of a schedule, over all of its ranks."""
+    """Bounds of the messages of a schedule, over all of its ranks."""
 
     publishes: int
     """At most so many different payloads of one rank are unread at once."""
@@ -43,7 +43,7 @@ class Footprint:
     messages: int
     """At most so many messages go from one rank to another in a fragment."""
     exchanges: bool
-    """Whether any two ranks send each other equally many."""
+    """True if any two ranks send each other equally many."""
 
     def chunk_nbytes(self, wanted: int | str) -> int:
         """Return the wanted bytes per message, of a number or ``auto``."""

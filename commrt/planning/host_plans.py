@@ -29,7 +29,7 @@ from commrt.planning.footprint import (
     Own,
     footprint,
 )
-from commrt.planning.spec import PlanSpec
+from commrt.planning.spec import PlanSpec, Ranks
 from commrt.schedule.engine_model import LINES, EngineModel
 from commrt.schedule.exposure import Reach, reaches
 from commrt.schedule.lower import LOCAL, Lowered, lower
@@ -258,7 +258,7 @@ def only_by_name(nodes: Nodes, coll: str, candidate: Candidate) -> str | None:
 
 
 def why_not(
-    comm: Any, coll: str, algorithm: str, root: int, params: Mapping[str, ParamValue]
+    comm: Ranks, coll: str, algorithm: str, root: int, params: Mapping[str, ParamValue]
 ) -> str | None:
     """Return why a schedule would wait for itself on these ranks, None if it does not.
 
@@ -355,7 +355,7 @@ BoundsOf = Callable[[int, Lowered], list[list[int]]]
 
 
 def _reach(
-    comm: Any, spec: PlanSpec, own: Mapping[str, ParamValue], bounds_of: BoundsOf
+    comm: Ranks, spec: PlanSpec, own: Mapping[str, ParamValue], bounds_of: BoundsOf
 ) -> dict[str, Any]:
     """Return what the engine is told about buffers in the symmetric heap."""
     nothing = np.zeros(0, np.uint8)
@@ -398,14 +398,14 @@ _RELAYED_LONG_NBYTES, _RELAYED_LONG_CHUNK = 1 << 20, 4 << 20
 _RELAYED_LONG_SUM_NBYTES, _RELAYED_LONG_SUM_CHUNK = 2 << 20, 1 << 20
 
 
-def node_numbers(comm: Any) -> Nodes:
+def node_numbers(comm: Ranks) -> Nodes:
     """Return the number of the node that each rank lies on."""
-    found: Nodes = comm.facts.layout
-    return found
+    return comm.facts.layout
 
 
-def schedule_plan(comm: Any, spec: PlanSpec) -> Any:
+def schedule_plan(comm: Ranks, spec: PlanSpec) -> Any:
     """Return the native plan of this rank for a schedule algorithm."""
+    assert isinstance(comm, _native.Group), "the engine runs plans of its own groups"
     coll, name = spec.op.name, spec.candidate.algorithm
     check_params(coll, name, comm.size, spec.candidate.params)
     own, transport = split_params(spec.candidate.params)
@@ -520,7 +520,11 @@ def _relayed_chunk(spec: PlanSpec) -> int:
 
 
 def _layout(
-    comm: Any, spec: PlanSpec, own: dict[str, ParamValue], bound: Footprint, chunk: int
+    comm: Ranks,
+    spec: PlanSpec,
+    own: dict[str, ParamValue],
+    bound: Footprint,
+    chunk: int,
 ) -> vectors.Lengths:
     if spec.counts:
         return vectors.counted_lengths(comm.rank, comm.size, spec, own, bound, chunk)

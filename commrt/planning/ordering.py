@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 from commrt import algorithms
 from commrt.errors import ScheduleError, UsageError
 from commrt.planning.footprint import Own
 from commrt.planning.host_plans import lowered_programs, node_numbers, split_params
+from commrt.planning.spec import Ranks
 from commrt.schedule.nodes import Nodes
 from commrt.schedule.order import Order, check_order
 from commrt.select.facts import Candidate, Query
@@ -52,7 +52,7 @@ def wanted_order(
 
 
 def why_refused(
-    group: Any, query: Query, candidate: Candidate, *, rounds_at_each_step: bool
+    group: Ranks, query: Query, candidate: Candidate, *, rounds_at_each_step: bool
 ) -> str | None:
     """Return why ``candidate`` must not run ``query``; the same on every rank.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a candidate is predicted to take: the prior of the tuner, the default choice."""
+"""Predicted times of candidates: the tuner's prior and the default choice."""
 
 from __future__ import annotations
 

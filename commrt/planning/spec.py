@@ -4,13 +4,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from commrt.select.facts import Candidate
+from commrt.select.facts import Candidate, CommFacts
 from commrt.vocabulary.dtypes import DType, ReduceOp
 from commrt.vocabulary.operations import OpSpec
 from commrt.vocabulary.reductions import BoundReduction
 
-__all__ = ["PlanSpec"]
+__all__ = ["PlanSpec", "Ranks"]
+
+
+class Ranks(Protocol):
+    """A group of ranks, as far as planning knows it."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def facts(self) -> CommFacts:
+        """Facts that are equal on all ranks."""
+        ...
+
+    @property
+    def nodes(self) -> list[list[int]]:
+        """Ranks on each node."""
+        ...
+
+    @property
+    def deterministic(self) -> bool:
+        """True if results are bitwise the same whatever algorithm runs."""
+        ...
+
+    @property
+    def is_relayed(self) -> bool:
+        """True if gloo carries messages to ranks on other nodes."""
+        ...
+
+    @property
+    def has_heap(self) -> bool:
+        """True if there is symmetric memory; the same on all ranks of a node."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,18 +68,18 @@ class PlanSpec:
     root: int
     """The root; 0 where there is none."""
     candidate: Candidate
-    """What to run, with all its parameters."""
+    """The candidate to run, with all its parameters."""
     in_elements: int
     """Elements of this rank's send buffer, 0 where it has none."""
     out_elements: int
     """Elements of this rank's output, 0 where it has none."""
     has_output: bool
-    """Whether the call returns an array on this rank."""
+    """True if the call returns an array on this rank."""
     counts: tuple[tuple[int, ...], ...] = ()
     """Elements per rank of a vector operation, one tuple for each of the operation's
     ``count_arguments``."""
     factor: int | float | None = None
-    """What premul_sum multiplies this rank's input by; a fact of one rank."""
+    """Factor of this rank's input in premul_sum; may differ between ranks."""
     user: BoundReduction | None = None
     """The user's own reduction, instead of ``reduction``."""
     device: str = "host"

@@ -126,7 +126,7 @@ def _rounds(
 
 
 def _whole_blocks(rounds: Sequence[RankRounds]) -> bool:
-    """Whether every message is one block, so that a fragment of it is one piece."""
+    """Return whether every message is one block: then a fragment is one piece."""
     return all(
         like(place).hi - like(place).lo == 1
         for own in rounds
@@ -228,7 +228,7 @@ class ProgramCall:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether there are fragments: not where only pairs know lengths."""
+        """True if there are fragments: not where only pairs know lengths."""
         alone = self.is_barrier or self.spec.op.rule_bytes == "any"
         return not alone and _whole_blocks(self.rounds)
 
@@ -314,7 +314,7 @@ class ProgramCall:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether this rank's input is multiplied; as others' may be, it is a copy."""
+        """True if this rank's input is multiplied: then it is a copy."""
         return (self.factor, self.integer) != (1.0, 1)
 
     def before(self) -> Iterator[Command]:

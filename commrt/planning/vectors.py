@@ -27,7 +27,7 @@ __all__ = ["CountedFootprint", "Lengths", "counted_lengths", "even_lengths"]
 
 @dataclass(frozen=True)
 class CountedFootprint(Footprint):
-    """What bounds messages of blocks with lengths of their own."""
+    """Bounds of messages whose blocks have lengths of their own."""
 
     lengths: tuple[int, ...] = ()
     """Elements of each block of the operation's data, the longest first."""

@@ -98,9 +98,9 @@ class Move:
     peer: int | None
     """The other rank; None where source and target are both here."""
     source: Box | None
-    """What leaves this rank."""
+    """The box that leaves this rank."""
     target: Box | None
-    """Where it belongs here."""
+    """The box that receives it here."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ class Move:
 
 
 class StepKind(IntEnum):
-    """What a step does; the value is the engine's code."""
+    """The kinds of steps; each value is the engine's code."""
 
     SEND = 0
     RECEIVE = 1
@@ -276,7 +276,7 @@ class _Piece:
     bounds: Bounds
     touched_nbytes: int
     has_twin: bool
-    """Whether another move has the same shape, in short rows."""
+    """True if another move has the same shape, in short rows."""
 
 
 def _units(

@@ -40,7 +40,7 @@ __all__ = ["Buffer", "Builder", "Recorder", "build_program"]
 
 IN, OUT = 0, 1
 NO_STEP = -1
-"""What a step on blocks without anything in them is."""
+"""The value of a step on empty blocks."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule costs between ranks whose own cores move the data: on one node.
+"""Cost of a schedule on one node, where the ranks' own cores move the data.
 
 time = alpha crowd rounds + work N + beta fill min(N, a fragment)
 
@@ -42,7 +42,7 @@ _END = MESSAGE_SHARE / 2
 
 
 class Load(NamedTuple):
-    """What one rank's core moves, as parts of the operation's full vector."""
+    """Work of one rank's core, as parts of the operation's full vector."""
 
     sent: float
     """Copied for others."""
@@ -61,14 +61,14 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class CoreCounts:
-    """What the model multiplies."""
+    """The amounts that the model multiplies by its constants."""
 
     rounds: float
     """Time of the messages, were they empty, in times of one message."""
     loads: tuple[Load, ...]
     """Of all ranks; equal ones once."""
     mean: Load
-    """What all ranks do, divided by their number."""
+    """The work of all ranks, divided by their number."""
     fill: float
     """Time of the bytes beyond the busiest rank's work, in times of N bytes."""
     largest: float

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule costs between nodes with one port each.
+"""Cost of a schedule between nodes with one port each.
 
 time = alpha rounds + beta (moved N + fill min(N, a fragment)) + gamma reduced N
 
@@ -44,7 +44,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Counts:
-    """What the model multiplies; bytes as parts of the operation's full vector."""
+    """The amounts that the model multiplies; bytes as parts of the full vector."""
 
     steps: int
     """Messages on the longest chain."""

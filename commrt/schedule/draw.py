@@ -272,7 +272,7 @@ class _Picture:
 
     @property
     def _by_ranks(self) -> bool:
-        """Whether labels tell sums apart: where all messages are of the same block."""
+        """True if labels tell sums apart: where all messages are of the same block."""
         return self._sums and self._trace.num_parts == 1
 
     def _label_of(self, contents: Contents) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What peers may do with a rank's own buffers, where these lie in shared memory.
+"""Reads and writes of a rank's shared buffers that peers may make.
 
 A schedule's messages carry copies: a send is over at once, and what is received is
 written when it is received. Two shortcuts save the copies, and change when memory is
@@ -45,7 +45,7 @@ class Sharing(IntFlag):
 
 @dataclass(frozen=True)
 class Reach:
-    """What one rank's program may do, as sets of cases."""
+    """The exposures of one rank's program, as sets of cases."""
 
     exposable: npt.NDArray[np.uint8]
     """Per instruction: when peers may read what it sends out of its result here."""

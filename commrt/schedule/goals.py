@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each operation promises, block by block, for the verifier.
+"""Goals of each operation, block by block, for the verifier.
 
 A block's content is a pair: which part of the operation's data it is, and whose
 contributions it holds (bit r for rank r). At the start only ``in`` has content; at the
@@ -28,7 +28,7 @@ class Goal:
 
     @property
     def idempotent(self) -> bool:
-        """Whether a contribution may arrive twice: a barrier's arrivals only."""
+        """True if a contribution may arrive twice: a barrier's arrivals only."""
         return operation(self.coll).x_count == "none"
 
     def initial(self, rank: int, nblk: int) -> list[Content]:

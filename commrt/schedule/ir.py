@@ -50,7 +50,7 @@ Split = Literal["even", "counts", "boxes", "dyn"]
 
 
 class Op(IntEnum):
-    """What a step does. The numbers are part of the serial form."""
+    """The kinds of steps. Their numbers are part of the serial form."""
 
     SEND = 0
     """Send ``src`` to ``peer``."""
@@ -79,7 +79,7 @@ class Space:
     name: str
     """``in``, ``out``, ``tmp0``, ``tmp1``…"""
     kind: SpaceKind
-    """Who owns the memory: the caller (``in``, ``out``) or the executor (``tmp``)."""
+    """Spaces of memory: the caller's (``in``, ``out``) and the executor's (``tmp``)."""
     nblk: int
     """Number of blocks; 0 where this rank has no such buffer."""
     scale: tuple[int, int] = (1, 1)
@@ -230,7 +230,7 @@ class StepTable(Sequence[Step]):
 
 @dataclass
 class RankProgram:
-    """What one rank does."""
+    """The program of one rank: its steps in order."""
 
     rank: int
     spaces: tuple[Space, ...]
@@ -291,7 +291,7 @@ class RankProgram:
 
 @dataclass(eq=False)
 class Schedule:
-    """What all ranks do. Programs are made when first asked for, and kept."""
+    """The programs of all ranks. Each is made when first asked for, and kept."""
 
     coll: str
     algorithm: str

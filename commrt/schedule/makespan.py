@@ -29,7 +29,7 @@ __all__ = ["Ends", "OnNode", "play"]
 
 
 class OnNode(NamedTuple):
-    """What ranks that share a node are to each other."""
+    """The relation of two ranks that share a node."""
 
     nodes: Nodes
     """The number of the node of each rank."""
@@ -49,7 +49,7 @@ class Ends(NamedTuple):
     data: float
     """With messages that are nothing but bytes."""
     complete: bool
-    """Whether all did arrive."""
+    """True if all ranks arrived."""
 
 
 def play(

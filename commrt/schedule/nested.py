@@ -23,7 +23,7 @@ Piece = tuple[int, int]
 
 
 class _View:
-    """What the inner operation works on.
+    """The blocks that the inner operation works on.
 
     Args:
         coll: the inner operation.

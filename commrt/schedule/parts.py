@@ -23,12 +23,12 @@ from commrt.vocabulary.operations import operation
 __all__ = ["Parts", "parts_of"]
 
 NOTHING = -1
-"""What a block holds that nothing passes through."""
+"""The contents of a block that nothing passes through."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the blocks of all ranks' spaces hold."""
+    """The contents of the blocks of all ranks' spaces."""
 
     coll: str
     size: int

@@ -64,11 +64,11 @@ class Message(NamedTuple):
     k: int
     """The k-th from that sender to that receiver, in a fragment."""
     place: Place
-    """What is sent, or where it goes."""
+    """The slice that is sent, or that receives."""
 
 
 class Work(NamedTuple):
-    """What a kernel does: ``dst = src``, or ``dst = dst ⊕ src``."""
+    """One item of a kernel: ``dst = src``, or ``dst = dst ⊕ src``."""
 
     kind: Literal["copy", "reduce"]
     dst: Place
@@ -92,7 +92,7 @@ class RankRounds:
     """By round."""
     recvs: tuple[tuple[Message, ...], ...]
     work: tuple[tuple[Work, ...], ...]
-    """What is done before the first round, and behind each."""
+    """Work before the first round, and behind each."""
 
     @property
     def num_rounds(self) -> int:
@@ -114,7 +114,7 @@ class Group:
 
 
 Step = Group | tuple[int, Work]
-"""What a stream runs: a group, or a fragment's work."""
+"""One item of a stream: a group of messages, or a fragment's work."""
 
 
 def lower_to_rounds(schedule: Schedule) -> list[RankRounds]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens in a schedule, event by event: when, and with which part of the data.
+"""The events of a schedule: when each happens, and with which part of the data.
 
 *When* is a number of messages: a message of column c is the (c+1)-th of the longest
 chain that leads to it; a local step of column c runs when c messages are through. Wrong
@@ -31,11 +31,11 @@ class Message:
     order: int
     """The send's place in the program of its rank."""
     contents: Contents
-    """What it carries, block by block."""
+    """Its payload, block by block."""
     reduces: bool
-    """Whether the receiver adds it to what it has."""
+    """True if the receiver adds it to what it has."""
     ends: tuple[str, str]
-    """Where it comes from and where it goes, as ``out[3]``."""
+    """Its source and destination, as ``out[3]``."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LocalStep:
     column: int
     rank: int
     contents: Contents
-    """What it leaves behind."""
+    """The contents after it."""
     reduces: bool
     ends: tuple[str, str]
 
@@ -101,7 +101,7 @@ def trace(schedule: Schedule) -> Trace:
 
 
 class _Memory:
-    """What every block holds, without complaints."""
+    """The contents of every block, without complaints."""
 
     def __init__(self, schedule: Schedule, programs: Sequence[RankProgram]) -> None:
         goal = Goal(schedule.coll, schedule.size, schedule.root)

@@ -52,7 +52,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Report:
-    """What a correct schedule costs."""
+    """Costs of a correct schedule."""
 
     num_steps: int
     """Steps of all ranks together."""
@@ -145,7 +145,7 @@ _NEEDS = {
     Op.RED: (True, True, False),
     Op.COPY: (True, True, False),
 }
-"""Whether an op has src, dst, peer."""
+"""True if an op has src, dst, peer."""
 
 
 def _problem(program: RankProgram, index: int, step: Step, size: int) -> str | None:
@@ -214,7 +214,7 @@ def _width(space: Space, multiple: int) -> Fraction | None:
 
 
 class BlockLengths:
-    """Whether slices of different ranks are equally long for every vector."""
+    """True if slices of different ranks are equally long for every vector."""
 
     def __init__(self, schedule: Schedule, spaces: Sequence[Sequence[Space]]) -> None:
         multiple = full_multiple(schedule.coll, schedule.size)
@@ -311,7 +311,7 @@ def _ancestors(index: int, deps: Sequence[Sequence[int]], first: int) -> set[int
 
 
 class SymbolicMemory:
-    """What every block of every rank holds; ``in`` and ``out`` shared or not."""
+    """The contents of every rank's blocks; ``in`` and ``out`` shared or not."""
 
     def __init__(
         self, goal: Goal, spaces: Sequence[Sequence[Space]], *, in_place: bool

@@ -50,7 +50,7 @@ _FRAGMENTS = 3
 
 @dataclass(frozen=True)
 class RoundsReport:
-    """What rounds cost."""
+    """Costs of rounds."""
 
     num_rounds: int
     """Of one fragment."""

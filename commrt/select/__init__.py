@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decides: facts, selection tables, the default model and the policy.
+"""Selection: facts, tables, the default model and the policy.
 
 Nothing here imports algorithms or backends: names and candidates are passed in. Nothing
 is re-exported either: ``commrt.select.facts`` is cheap and needed at import, the policy

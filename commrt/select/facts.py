@@ -43,7 +43,7 @@ _INT = re.compile(r"-?(0|[1-9][0-9]{0,18})")
 
 @dataclass(frozen=True)
 class CommFacts:
-    """What selection knows about a communicator; equal on all of its ranks."""
+    """Facts of a communicator that selection uses; equal on all of its ranks."""
 
     size: int
     """Ranks."""
@@ -100,7 +100,7 @@ class Candidate:
     """One way to run an operation, written ``shm/ring{chunk=131072,store=stream}``."""
 
     backend: str
-    """Who runs it."""
+    """Name of the backend."""
     algorithm: str
     """Which schedule, or ``native``."""
     params: Mapping[str, ParamValue] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Candidate:
 
     @property
     def has_two_levels(self) -> bool:
-        """Whether it works inside nodes first and then among them."""
+        """True if it works inside nodes first and then among them."""
         return self.algorithm == "two_level"
 
     def __str__(self) -> str:
@@ -172,10 +172,10 @@ def _parse_params(text: str, whole: str) -> dict[str, ParamValue]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the policy picked, and why."""
+    """The policy's choice, and its reason."""
 
     candidate: Candidate
-    """What runs."""
+    """The candidate that runs."""
     source: Source
     """Who decided: the call, the options of the group, COMMRT_ALGORITHM, the table, the
     model, or no choice."""

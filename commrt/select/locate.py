@@ -37,7 +37,7 @@ class LocatedTable:
     fingerprint: str
     """Machine of rank 0."""
     any_machine: bool = False
-    """Whether a table of another machine is allowed."""
+    """True if a table of another machine is allowed."""
     error: str | None = None
     """Why the file could not be read."""
 

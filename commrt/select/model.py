@@ -24,13 +24,13 @@ __all__ = [
 ]
 
 Carrier = Literal["memory", "messages"]
-"""Whether ranks read each other's memory, or a library carries messages."""
+"""True if ranks read each other's memory; False if a library carries messages."""
 One = TypeVar("One")
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What work costs."""
+    """The model's constants."""
 
     alpha_us: float
     """Per message; on one node multiplied by the ranks that share a core."""
@@ -60,7 +60,7 @@ _CONSTANTS: dict[tuple[LinkClass, Carrier], Constants] = {
 
 @dataclass(frozen=True)
 class BetweenNodes:
-    """What messages by gloo cost, as ranks measure it when they meet."""
+    """Cost of messages by gloo, as ranks measure it when they meet."""
 
     alpha_us: float
     """Of a short message, from the call that sends it to the one that receives it."""

@@ -32,23 +32,23 @@ class Rejected:
     """A candidate that was not picked."""
 
     candidate: Candidate
-    """What it was."""
+    """The rejected candidate."""
     reason: str
     """Why not."""
     is_missing: bool = False
-    """Whether a library or a device lacks what it takes, and not the algorithm."""
+    """True if a library or a device cannot run it, though the algorithm exists."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would be picked, why, and what was not; ``str()`` is for people."""
+    """A query's choice, its reason, and what was rejected; ``str()`` is for people."""
 
     query: Query
-    """What was asked."""
+    """The query."""
     facts: CommFacts
-    """Where it was asked."""
+    """The communicator's facts."""
     choice: Choice
-    """What would run."""
+    """The choice."""
     table: str | None
     """Table in force, None without one."""
     evidence: tuple[str, ...]
@@ -74,7 +74,7 @@ class Explanation:
 
 
 class Offers(Protocol):
-    """What a policy chooses from; its answers are equal on all ranks."""
+    """Candidates for a policy; the answers are equal on all ranks."""
 
     def runnable(self, query: Query) -> Sequence[Candidate]:
         """Return the candidates that can run ``query`` here, simplest first."""
@@ -288,7 +288,7 @@ class Policy:
     def _can_run(
         self, query: Query, use: Candidate, found: Sequence[Candidate]
     ) -> bool:
-        """Whether ``use`` is one of what can run here, whatever else it says.
+        """Return whether ``use`` is one of what can run here, whatever else it says.
 
         A rule for fewer ranks may have a parameter that does not exist on so many.
         """
@@ -301,7 +301,7 @@ class Policy:
     def _can_ask(
         self, query: Query, use: Candidate, known: Sequence[Candidate]
     ) -> bool:
-        """Whether ``use`` is one of these with values that nobody would try unasked."""
+        """Return whether ``use`` is one of these, with values only by request."""
         return any(one.name == use.name for one in known) and self.offers.allows(
             query, use
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a table holds: rules with their match, their use and their evidence.
+"""Rules of a table: their match, their use and their evidence.
 
 Plain frozen data. ``schema.py`` builds it from text and checks it, ``table.py`` looks
 rules up and writes them.
@@ -93,7 +93,7 @@ class RunnerUp:
     candidate: Candidate
     """What it was."""
     nbytes: int
-    """Where the two were compared."""
+    """The place where the two were compared."""
     us: float
     """Its time there."""
     ci: tuple[float, float]
@@ -109,7 +109,7 @@ class Evidence:
     points: tuple[Point, ...] = ()
     """Measurements inside the range."""
     runner_up: RunnerUp | None = None
-    """What came second."""
+    """The runner-up."""
     crossover: str | None = None
     """How the lower end of the range was found."""
     date: str | None = None
@@ -125,7 +125,7 @@ class Rule:
     match: Match
     """When the rule applies."""
     use: Candidate
-    """What to run."""
+    """The candidate to run."""
     evidence: Evidence | None = None
     """Why; tables written by hand may have none."""
     line: int = field(default=0, compare=False)

@@ -89,7 +89,7 @@ Parameters = Mapping[str, Callable[[ParamValue], str | None]]
 
 @dataclass(frozen=True)
 class Catalog:
-    """What a table may name; passed in, because this layer imports none of it."""
+    """Names that a table may use; passed in: this layer imports none of them."""
 
     algorithms: Mapping[str, Collection[str]] = field(default_factory=dict)
     """Algorithm names by backend name, whether usable here or not."""
@@ -276,7 +276,7 @@ def _range(node: Node) -> tuple[int, int | None]:
 
 
 class _Where(NamedTuple):
-    """What a candidate is checked against."""
+    """The names that a candidate is checked against."""
 
     coll: str
     ranks: int | None

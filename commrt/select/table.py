@@ -32,7 +32,7 @@ class Table:
     """Measured choices for one machine."""
 
     machine: Machine
-    """Where it was measured."""
+    """The machine that was measured."""
     rules: tuple[Rule, ...]
     """What was chosen; the byte ranges of each cell tile [0, ∞)."""
     software: Mapping[str, object] = field(default_factory=dict)

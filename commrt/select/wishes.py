@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked for beforehand, for calls to come: by COMMRT_ALGORITHM, by a group.
+"""Wishes for calls to come: of COMMRT_ALGORITHM, or of a group.
 
 What is asked for one operation holds for it, or is an error where it cannot run. What
 is asked for all of them holds for those that have it; of the others the table decides.
@@ -31,9 +31,9 @@ class Wish:
     """A candidate with parts left open, as ``ring`` or ``shm/ring{chunk=1}``."""
 
     backend: str | None = None
-    """Who is to run it; None: whoever can."""
+    """The backend; None: any that can."""
     algorithm: str | None = None
-    """What is to run; None: whatever the backend has."""
+    """The algorithm; None: any of the backend."""
     params: Mapping[str, ParamValue] = field(default_factory=dict)
     """Parameters that hold whatever is chosen, sorted by name, read-only."""
 
@@ -47,7 +47,7 @@ class Wish:
         return self.backend, self.algorithm
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether a candidate is what is asked for; parameters aside."""
+        """Return whether a candidate is what is asked for; parameters aside."""
         return self.backend in (None, candidate.backend) and self.algorithm in (
             None,
             candidate.algorithm,
@@ -85,10 +85,10 @@ class Wish:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What one place asks for."""
+    """The wishes of one place, such as a variable."""
 
     who: str
-    """Who asks, for messages; with its verb: ``COMMRT_ALGORITHM asks``."""
+    """The subject and verb for messages, such as ``COMMRT_ALGORITHM asks``."""
     named: Mapping[str, Wish] = field(default_factory=dict)
     """By operation."""
     others: Wish | None = None

@@ -51,7 +51,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _is_flat(values: list[Any]) -> bool:
-    """Whether a line is enough: nothing but scalars and short lists of scalars."""
+    """Return whether one line is enough: scalars and short lists of scalars only."""
     return not any(
         isinstance(value, dict)
         or (isinstance(value, list) and not all(_is_scalar(item) for item in value))

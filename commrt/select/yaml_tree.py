@@ -144,7 +144,7 @@ class _Reader:
 
 
 def is_plain_text(text: str) -> bool:
-    """Whether ``text`` written without quotes reads back as itself."""
+    """Return whether ``text`` written without quotes reads back as itself."""
     numeric = (_INT, _FLOAT, _NOT_FINITE)
     special = text in _WORDS or text == "<<"
     return not special and not any(form.fullmatch(text) for form in numeric)

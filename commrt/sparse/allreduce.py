@@ -30,13 +30,13 @@ _MOST_BESIDE = 1
 
 @dataclass
 class SparseReport:
-    """What one sparse operation did on this rank."""
+    """Report of one sparse operation on this rank."""
 
     operation: str
     algorithm: str = ""
-    """What ran."""
+    """The algorithm that ran."""
     candidates: tuple[str, ...] = ()
-    """What it was chosen among: fewer with ``deterministic=True``."""
+    """The algorithms it was chosen from: fewer with ``deterministic=True``."""
     estimated_fill: float = 0.0
     """By which it was chosen."""
     counts: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class SparseReport:
     output_nnz: int = -1
     """Entries of the output; -1 where it is dense."""
     shared: bool = False
-    """Whether ranks read each other's entries in shared memory, without messages."""
+    """True if ranks read each other's entries in shared memory, without messages."""
     phases: tuple[dict[str, int], ...] = ()
     """Of each exchange: entries sent and received, bytes received, dense pieces
     received: the first that is not 0 there is where sums became dense."""

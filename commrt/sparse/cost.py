@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sparse allreduce is predicted to take, and the rules that follow from it.
+"""Predicted times of sparse allreduces, and the rules that follow.
 
 What decides is how full the sum will be: 1-(1-d)^P for P ranks of density d whose
 entries lie anywhere. The model walks through an algorithm with the fill that so many
@@ -45,7 +45,7 @@ _CALL_US = 10.0
 
 @dataclass(frozen=True)
 class Prices:
-    """What work costs, in microseconds."""
+    """The model's constants, in microseconds."""
 
     alpha_us: float
     """Per message between cores that nobody else needs."""
@@ -79,9 +79,9 @@ class Question:
     """Of the output: auto, sparse or dense."""
     prices: Prices
     even: bool = True
-    """Whether all nodes have equally many ranks."""
+    """True if all nodes have equally many ranks."""
     shared: bool = False
-    """Whether ``split`` reads entries and sums where their ranks have written them."""
+    """True if ``split`` reads entries and sums where their ranks have written them."""
     algorithms: tuple[str, ...] = ALGORITHMS
     """Those to choose among."""
 

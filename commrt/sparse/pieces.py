@@ -58,7 +58,7 @@ class Piece:
     first: int
     last: int
     dense: bool
-    """Whether every element is there, instead of entries."""
+    """True if every element is there, instead of entries."""
     count: int
     """Entries; of a dense piece the elements."""
     indices: int
@@ -76,13 +76,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """What indices and values are made of, and what can be done with pieces."""
+    """The types of indices and values, and the operations on pieces."""
 
     index_nbytes: int
     dtype: DType
     pool: Pool
     in_order: bool = False
-    """Whether several pieces are added from the left, one after the other."""
+    """True if several pieces are added from the left, one after the other."""
 
     @classmethod
     def of(

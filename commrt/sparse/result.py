@@ -24,14 +24,14 @@ FORMATS = ("auto", "sparse", "dense")
 
 @dataclass(frozen=True)
 class Output:
-    """What the caller wants back."""
+    """The output that the caller wants."""
 
     given: SparseArgument
     elements: Elements
     format: str
     """One of ``FORMATS``."""
     out: HostView | None
-    """Where a dense output shall be."""
+    """The array for a dense output."""
 
     @property
     def length(self) -> int:

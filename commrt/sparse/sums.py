@@ -44,10 +44,10 @@ _MAX_TAG = 2**31 - 1
 
 @dataclass
 class _Sparse:
-    """What a communicator keeps for its sparse operations."""
+    """Channel and state of a communicator's sparse operations."""
 
     channel: Channel
-    """Of the same ranks; nothing but sparse operations goes over it."""
+    """A channel of the same ranks, for sparse operations only."""
     room: Room | None
     """Memory in which its ranks read each other's entries."""
     pending: set[int] = field(default_factory=set)
@@ -68,7 +68,7 @@ class SparseSums:
     """
 
     report: SparseReport | None = None
-    """What the operation that ended last did on this rank; None before."""
+    """Report of this rank's latest operation; None before the first."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ __all__ = ["CheckedBackend", "CommrtBackend", "backend_of", "can_be_made"]
 
 @cache
 def can_be_made() -> bool:
-    """Whether this torch lets Python derive from Backend."""
+    """Return whether this torch lets Python derive from Backend."""
     try:
         Backend(0, 1)
     except TypeError:  # 2.13: no constructor defined

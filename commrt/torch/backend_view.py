@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch 2.13 gets for "the backend of a device", where none can be made."""
+"""A stand-in for "the backend of a device", which torch 2.13 cannot make in Python."""
 
 from __future__ import annotations
 

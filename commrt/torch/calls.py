@@ -38,7 +38,7 @@ __all__ = ["Calls", "RangedCalls"]
 
 _ALLREDUCE = if_cached("allreduce")
 _UNSET = timedelta(milliseconds=-1)
-"""What torch passes for "the group's default"."""
+"""Torch's value for "the group's default"."""
 _asked, _plain_reduction = ASKED.get, PLAIN.get
 """Looked up once: each lookup shows where a call's data has emptied the caches."""
 
@@ -61,7 +61,7 @@ class Calls:
         """What the group's sparse sums run, None for what their fill says."""
 
     def waits(self, opts: Any) -> bool:
-        """Whether the caller waits for the call, so that it needs no Work."""
+        """Return whether the caller waits for the call, so that it needs no Work."""
         return self.batch is None and not opts.asyncOp
 
     def ends(self, opts: Any, known: Any, *x: torch.Tensor, **arguments: Any) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,10 +40,13 @@ from commrt.torch.operands import movable, target
 from commrt.torch.options import one
 from commrt.torch.work import CommrtWork, seconds, wait_for
 
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
+
 __all__ = ["CheckedCalls"]
 
 _IS_PART: ContextVar[bool] = ContextVar("commrt.torch.checked", default=False)
-"""Whether a call is part of one that has been compared."""
+"""True if a call is part of one that has been compared."""
 _HEADER_NBYTES = 256
 
 
@@ -210,7 +213,7 @@ class _Received:
     def __init__(
         self,
         channel: Channel,
-        comm: Any,
+        comm: Communicator,
         x: torch.Tensor,
         out: torch.Tensor,
         source: int,
@@ -239,7 +242,7 @@ class _Received:
 
     @property
     def source(self) -> int:
-        """Whose message it is."""
+        """The rank that sent the message."""
         return int(self._data.source)
 
     def test(self) -> bool:

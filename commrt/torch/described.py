@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of torch says of itself in check mode: what ranks compare, and in words.
+"""Descriptions of torch's calls in check mode: fields to compare, and words.
 
 Shapes are compared as torch's own wrapper for ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does
 it, so that (2, 3) broadcast into (6,) is an error, although NCCL would take it. Where a
@@ -37,9 +37,9 @@ class Described:
     in_words: Sequence[str]
     """All tensors that the rank gives, by the names of their arguments."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """What else is the same on all ranks."""
+    """Other fields that are equal on all ranks."""
     only_types: bool = False
-    """Whether shapes may differ."""
+    """True if shapes may differ."""
 
     def compared(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, as texts of any length."""

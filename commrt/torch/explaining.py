@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of torch.distributed would run on commrt, and why."""
+"""The choice for a call of torch.distributed on commrt, and its reason."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _waited_for(work: CommrtWork) -> list[torch.Tensor]:
 
 
 def _is_compressed(outputs: Sequence[torch.Tensor]) -> bool:
-    """Whether the work may be that of a hook in C++: only those send float16.
+    """Return whether the work may be that of a hook in C++: only those send float16.
 
     What else does so waits where it need not.
     """
@@ -112,7 +112,7 @@ def _is_compressed(outputs: Sequence[torch.Tensor]) -> bool:
 
 
 def _called_from_cpp() -> bool:
-    """Whether ``Work.get_future`` was called by no function of Python's.
+    """Return whether ``Work.get_future`` was called by no function of Python's.
 
     Then the frame above it is that of ``backward()``, or there is none. To be wrong
     about that only means to wait at another place.

@@ -437,7 +437,7 @@ def _on_host(tensors: Tensors) -> bool:
 
 
 def _separate(x: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether two tensors share no memory."""
+    """Return whether two tensors share no memory."""
     first, second = x.data_ptr(), out.data_ptr()
     return bool(first + x.nbytes <= second or second + out.nbytes <= first)
 

@@ -24,7 +24,7 @@ _NAMES = {name: spec.name for spec in OPERATIONS for name in spec.torch_calls}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a process group of commrt's has of its own; equal on all of its ranks.
+    """Options of one process group; equal on all of its ranks.
 
     It comes before COMMRT_ALGORITHM and the job's table, and after
     ``commrt.torch.using``. What is None is as the environment says.
@@ -35,15 +35,15 @@ class Options:
     ``allreduce:shm/ring``, or ``{"all_reduce": "shm/ring"}``. In a mapping
     ``sparse_allreduce`` is that of sparse tensors, such as ``split``."""
     backend: str | None = None
-    """Who is to run what it can, such as ``shm`` or ``mpi``."""
+    """The backend that runs what it can, such as ``shm`` or ``mpi``."""
     params: Mapping[str, ParamValue] | None = None
     """Parameters of ``algorithm`` and ``backend``, as in ``{"chunk": 131072}``."""
     table: str | os.PathLike[str] | None = None
     """Selection table, a file that the group's rank 0 reads, instead of the job's."""
     check: bool | None = None
-    """Whether every call is compared across ranks before data moves."""
+    """True if every call is compared across ranks before data moves."""
     deterministic: bool | None = None
-    """Whether results are bitwise the same whatever algorithm runs."""
+    """True if results are bitwise the same whatever algorithm runs."""
     timeout: timedelta | float | None = None
     """Limit of the calls, in seconds if it is a number; None: what torch is given."""
 

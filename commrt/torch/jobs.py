@@ -58,13 +58,13 @@ class Member:
     timeout_s: float
     """Limit of its calls, as torch has it."""
     options: Options = field(default_factory=Options)
-    """What the group has of its own."""
+    """Settings of the group."""
     is_wrapped: bool = False
-    """Whether torch puts a wrapper of its own around it in its own check mode."""
+    """True if torch puts a wrapper of its own around it in its own check mode."""
 
     @property
     def is_default(self) -> bool:
-        """Whether it is the group of all ranks."""
+        """True if it is the group of all ranks."""
         return not self.ranks
 
 
@@ -178,7 +178,7 @@ def _settings(
 
 
 def _torch_asks_for_checks(member: Member) -> bool:
-    """Whether torch's own way to ask for check mode is all that is said about it.
+    """Return whether only torch's own setting asks for check mode.
 
     Not where torch itself compares the calls then, over gloo.
     """
@@ -187,7 +187,7 @@ def _torch_asks_for_checks(member: Member) -> bool:
 
 
 def torchs_wrapper_compares() -> bool:
-    """Whether torch puts a wrapper around backends that compares calls, over gloo."""
+    """Return whether torch wraps backends to compare their calls over gloo."""
     return _is_detailed() and dist.is_gloo_available()
 
 

@@ -60,7 +60,7 @@ class JoinedGroup:
 
     @property
     def is_checked(self) -> bool:
-        """Whether ranks compare their calls before they run."""
+        """True if ranks compare their calls before they run."""
         return self.comm.checker is not None
 
     def shutdown(self) -> None:
@@ -93,7 +93,7 @@ def _end_groups(owner: int) -> None:
 
 
 class Joins:
-    """What torch asks of a group and of a backend alike."""
+    """Methods that torch calls on groups and on backends alike."""
 
     _joined: JoinedGroup
 
@@ -130,14 +130,14 @@ class Joins:
 
 
 class AsBackend(Joins):
-    """What torch asks of the backend of a device."""
+    """Methods that torch calls on the backend of a device."""
 
     supports_splitting = False
     supports_time_estimate = False
     supports_coalescing = True
 
     def supports_tensor_alloc(self, device: Any) -> bool:
-        """Whether tensors from ``allocate_tensor`` save copies.
+        """Return whether tensors from ``allocate_tensor`` save copies.
 
         torch's code in C++, which names a device by its number, is told that they do
         not: torch 2.14.1 cannot pass to Python what it then asks for.

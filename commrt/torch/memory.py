@@ -44,7 +44,7 @@ class SharedMemory:
 
     @property
     def is_of_use(self) -> bool:
-        """Whether ranks share memory, so that it saves anything."""
+        """True if ranks share memory, so that it saves anything."""
         return self._comm.size > 1 and len(self._comm.nodes) == 1
 
     def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -88,7 +88,7 @@ class FromAnyone:
 
     @property
     def source(self) -> int:
-        """Whose message it was; -1 until one was there."""
+        """The rank that sent it; -1 until one has."""
         return -1 if self._receive is None else int(self._receive.source)
 
     def test(self) -> bool:

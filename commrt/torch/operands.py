@@ -120,7 +120,7 @@ def _need_dense(*tensors: torch.Tensor) -> None:
 
 
 def _are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each begins where the one before ends, within one storage."""
+    """Return whether each begins where the one before ends, within one storage."""
     first = tensors[0]
     storage = first.untyped_storage().data_ptr()
     at = first.data_ptr()

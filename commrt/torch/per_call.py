@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program asks of single calls, which have no room for it in torch."""
+"""Wishes for single calls, for which torch's functions have no argument."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ASKED", "using"]
 ASKED: ContextVar[dict[str, Any] | None] = ContextVar(
     "commrt.torch.using", default=None
 )
-"""What collectives that are called here are to be given, None for nothing."""
+"""Arguments for the collectives called in this context; None for none."""
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Reduction:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What a call of commrt is given."""
+        """The arguments of a call of commrt."""
         if self.factor is None:
             return {"op": self.name}
         return {"op": self.name, "factor": self.factor}

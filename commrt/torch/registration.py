@@ -83,7 +83,7 @@ def _create(options: Any, pg_options: Any) -> Any:
 
 
 def _is_alone() -> bool:
-    """Whether the group that torch makes has no backend but this one, and no hooks.
+    """Return whether torch's new group has this backend only, and no hooks.
 
     torch does not say it to who makes a backend. It is in the string that the program
     gave ("cpu:gloo,cuda:commrt"), an argument of the function that calls. Hooks see the

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commrt.errors import BackendError
+from commrt.group.group import Group
 from commrt.job.arena import Mirror
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _keep(storage: Any, memory: torch.Tensor) -> None:
     storage._commrt_memory = memory
 
 
-def _forget(comm: weakref.ref[Any], address: int) -> None:
+def _forget(comm: weakref.ref[Group], address: int) -> None:
     found = comm()
     if found is not None:
         found.remove_mirror(address)

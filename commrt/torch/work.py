@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call that is not waited for returns: torch's Work over commrt's requests.
+"""Torch's Work over commrt's requests, returned by calls with ``async_op``.
 
 torch reaches a Work in two ways: Python programs call its methods, and C++ (DDP's
 reducer, functional collectives) only ``wait`` and ``get_future``. An output that is not
@@ -118,7 +118,7 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, after a little progress."""
+        """Return whether it has ended, after a little progress."""
         request = self._request
         if request is None:
             return True
@@ -131,7 +131,7 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
         return True
 
     def is_success(self) -> bool:
-        """Whether it has ended without an error."""
+        """Return whether it has ended without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> CommError | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in the user's program a call stands: file, line and function.
+"""The place of a call in the user's program: file, line and function.
 
 Between the program and commrt lie frames of torch, of Python's own library and of
 commrt's layers, which are passed over. A place is a code object and an instruction in

@@ -108,7 +108,7 @@ def _title(one: Operation) -> str:
 
 
 def _is_uneven(one: Operation) -> bool:
-    """Whether ranks have blocks of different lengths."""
+    """Return whether ranks have blocks of different lengths."""
     return one.op in _UNEVEN and _count(one) % one.group.size != 0
 
 

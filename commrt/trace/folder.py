@@ -32,7 +32,7 @@ _LEAST_PAUSE_S = 1.0
 
 
 class Folder:
-    """Where the logs of a recording are kept."""
+    """The folder of a recording's logs."""
 
     def __init__(self, path: str | os.PathLike[str], to: Recorder) -> None:
         """Make the folder; UsageError where it cannot be."""

@@ -45,7 +45,7 @@ class Event:
     rank: int
     """Rank of the job."""
     call: Operation
-    """What the rank has logged."""
+    """The operations in the rank's log."""
     start_ns: int
     """Its call, on the job's clock."""
     end_ns: int | None
@@ -70,7 +70,7 @@ class Job:
     events: list[Event]
     """All operations, by rank and in their order."""
     notes: list[str]
-    """What is missing or does not fit."""
+    """Problems: what is missing or does not fit."""
     clock_error_ns: dict[str, int]
     """By host: how far its clock may be off; only hosts that needed to be set."""
 

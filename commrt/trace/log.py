@@ -43,7 +43,7 @@ FORMAT = "commrt-trace/1"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a call stands in the program."""
+    """The place of a call in the program."""
 
     file: str
     """Path; empty where no Python called."""
@@ -67,7 +67,7 @@ class LoggedGroup:
     name: str
     """Its name there."""
     desc: str
-    """What torch says it is for."""
+    """Torch's description of the group."""
     dimension: str
     """Parallel dimension, as in dp or tp; the name where none is known."""
     ranks: tuple[int, ...]
@@ -86,7 +86,7 @@ class Operation:
     """One call."""
 
     group: LoggedGroup
-    """Whose it was."""
+    """The group of the operation."""
     op: str
     """Operation, as commrt calls it."""
     nbytes: int
@@ -98,9 +98,9 @@ class Operation:
     itemsize: int
     """Its bytes."""
     backend: str
-    """What ran it."""
+    """The backend that ran it."""
     algorithm: str
-    """What the backend ran."""
+    """The backend's algorithm."""
     peer: int
     """Of a message: the other rank of the group; -1: any, or no message."""
     tag: int
@@ -116,9 +116,9 @@ class Operation:
     end_ns: int | None
     """When its end was seen; None: it was not."""
     failed: bool
-    """Whether the call raised an error, at its end."""
+    """True if the call raised an error, at its end."""
     site: Place
-    """Where in the program."""
+    """The place in the program."""
 
     @property
     def duration_ns(self) -> int:
@@ -127,17 +127,17 @@ class Operation:
 
     @property
     def is_sent(self) -> bool:
-        """Whether it is a message's end that sends."""
+        """True if it is a message's end that sends."""
         return self.op in SENT
 
     @property
     def is_received(self) -> bool:
-        """Whether it is a message's end that receives."""
+        """True if it is a message's end that receives."""
         return self.op in RECEIVED
 
     @property
     def on_device(self) -> bool:
-        """Whether it was on device memory: its times are those of the host's calls."""
+        """True if it was on device memory: its times are those of the host's calls."""
         return self.stream is not None
 
     @property
@@ -182,12 +182,12 @@ KEYS: dict[str, Callable[[Operation], str]] = {
     "site": lambda one: str(one.site),
     "stream": lambda one: stream_name(one.stream),
 }
-"""What operations can be counted by."""
+"""Keys by which operations can be counted."""
 
 
 @dataclass
 class Log:
-    """What one rank has called."""
+    """The log of one rank."""
 
     job: str
     """The same on all ranks of a job, and of no other."""
@@ -206,7 +206,7 @@ class Log:
     num_dropped: int = 0
     """Older operations that did not fit into the ring."""
     is_complete: bool = True
-    """Whether the file has its end."""
+    """True if the file has its end."""
     error: str = ""
     """What a call had failed with as this was written."""
     operations: list[Operation] = field(default_factory=list)
@@ -260,7 +260,7 @@ class Span:
     """Records that had been made by then."""
 
     def has(self, start_ns: int) -> bool:
-        """Whether a call that began then is a part of it."""
+        """Return whether a call that began then is a part of it."""
         is_late = self.until_ns is not None and start_ns > self.until_ns
         return start_ns >= self.since_ns and not is_late
 

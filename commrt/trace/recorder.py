@@ -48,7 +48,7 @@ now: Final = time.monotonic_ns
 
 
 class Kind:
-    """What calls have in common that differ in nothing but when and where."""
+    """The fields two calls must share to count as the same call."""
 
     __slots__ = (
         "algorithm",
@@ -110,7 +110,7 @@ class Kind:
 
     @property
     def on_device(self) -> bool:
-        """Whether its arrays are in the memory of a device."""
+        """True if its arrays are in the memory of a device."""
         return self.stream is not None
 
 
@@ -221,7 +221,7 @@ class Recorder:
                 self._attach(target, attach)
 
     def is_followed(self, target: Any) -> bool:
-        """Whether it is recorded while somebody records."""
+        """Return whether it is recorded while somebody records."""
         return target in self._followed
 
     def begin(self, num_records: int | None = None) -> None:

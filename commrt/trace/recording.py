@@ -18,7 +18,7 @@ __all__ = ["Recording", "label", "record", "start", "stop"]
 
 
 class Recording:
-    """What this process's ranks call between its beginning and its end."""
+    """A recording of the calls of this process's ranks, from its start to its end."""
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         """Begin. ``folder``: where the logs are written at the end; None: nowhere."""

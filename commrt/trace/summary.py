@@ -35,7 +35,7 @@ class Row:
     """Operations that have something in common; per rank."""
 
     key: tuple[str, ...]
-    """What they have in common."""
+    """The fields that these calls share."""
     calls: float
     """How many."""
     nbytes: float
@@ -45,13 +45,13 @@ class Row:
     seconds: float
     """From the calls to where their ends were seen."""
     waiting_s: float
-    """What of it was waiting for other ranks, where that is known."""
+    """The part that was waiting for other ranks, where that is known."""
     unknown: float
     """Calls of which it is not."""
 
     @property
     def transfer_s(self) -> float:
-        """What was not waiting."""
+        """The part that was not waiting."""
         return self.seconds - self.waiting_s
 
 

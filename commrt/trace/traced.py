@@ -37,7 +37,7 @@ class Traced(Protocol):
 
     @property
     def carriers_agreed(self) -> bool:
-        """Whether the ranks have agreed on what carries device arrays."""
+        """True if the ranks have agreed on what carries device arrays."""
         ...
 
     def shares_memory_with(self, rank: int) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What "bytes" means in a log, per operation, and what of them crosses the wire.
+"""The meaning of "bytes" in a log, per operation, and the bytes on the wire.
 
 An operation's bytes are those of its logical buffer, which is the same on all ranks:
 the vector that all of them reduce, or what all of their parts make together. These are
@@ -25,7 +25,7 @@ _SHARES = {row.name: row.wire_share for row in ROWS}
 
 @dataclass
 class Volume:
-    """What calls of one kind have moved."""
+    """The bytes that calls of one kind have moved."""
 
     calls: int = 0
     """How many there were."""

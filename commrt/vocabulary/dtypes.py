@@ -42,12 +42,12 @@ class DType:
 
     @property
     def is_short_float(self) -> bool:
-        """Whether it is reduced in float32, and rounded once for all inputs."""
+        """True if it is reduced in float32, and rounded once for all inputs."""
         return self.kind == "float" and self.itemsize < 4
 
     @property
     def needs_ml_dtypes(self) -> bool:
-        """Whether numpy has it only from the package ml_dtypes."""
+        """True if numpy has it only from the package ml_dtypes."""
         return self.is_short_float and self.name != "float16"
 
 

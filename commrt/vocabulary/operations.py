@@ -44,7 +44,7 @@ Nccl = Literal["native", "pairs", "messages", "reductions", "allreduce", "none"]
 
 @dataclass(frozen=True)
 class OpSpec:
-    """What one operation takes and returns, independent of how it is run."""
+    """One operation: its arguments and results, independent of how it is run."""
 
     name: str
     """Public method name and ``coll`` name in schedules and tables."""
@@ -57,11 +57,11 @@ class OpSpec:
     out_count: Count
     """Elements of ``out`` relative to those of ``x``."""
     has_root: bool
-    """Whether the operation takes ``root=``."""
+    """True if the operation takes ``root=``."""
     reduces: bool
-    """Whether the operation takes ``op=``."""
+    """True if the operation takes ``op=``."""
     in_place: bool
-    """Whether a call without ``out`` works in place and returns ``x``."""
+    """True if a call without ``out`` works in place and returns ``x``."""
     output_on: Literal["all", "root", "all but rank 0", "none"]
     """Which ranks have an output."""
     rule_bytes: RuleBytes
@@ -78,11 +78,11 @@ class OpSpec:
     count_arguments: tuple[str, ...] = ()
     """Arguments with a number of elements per rank."""
     compresses: bool = False
-    """Whether the operation takes ``compress=`` and ``residual=``."""
+    """True if the operation takes ``compress=`` and ``residual=``."""
     input_on: Literal["all", "root"] = "all"
     """Which ranks have an input; elsewhere ``x`` is not read."""
     fuses: bool = False
-    """Whether small calls are joined into one (``fusion=``)."""
+    """True if small calls are joined into one (``fusion=``)."""
     mpi: str = ""
     """MPI's function that is this operation, without ``MPI_I``; empty: MPI has none."""
     nccl: Nccl = "none"
@@ -111,27 +111,27 @@ class OpSpec:
 
     @property
     def combines_some(self) -> bool:
-        """Whether ranks combine different ranks' arrays, as in a scan."""
+        """True if ranks combine different ranks' arrays, as in a scan."""
         return self.combines != (None, None)
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no array: it only waits."""
+        """True if it has no array: it only waits."""
         return self.x_count == "none"
 
     @property
     def by_pair(self) -> bool:
-        """Whether each pair of ranks has a block of its own."""
+        """True if each pair of ranks has a block of its own."""
         return self.rule_bytes in ("pair", "any")
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the whole vector has one block for each rank, or for each pair."""
+        """True if the whole vector has one block for each rank, or for each pair."""
         return self.out_count in ("times_size", "div_size") or self.by_pair
 
     @property
     def reduces_to_all(self) -> bool:
-        """Whether every rank gets the same reduction of whole arrays."""
+        """True if every rank gets the same reduction of whole arrays."""
         everywhere = self.output_on == "all" and not self.combines_some
         return self.reduces and everywhere and self.out_count == "same"
 
@@ -273,7 +273,7 @@ class CallSpec:
     ends: Ends = "none"
     """The messages of a call: one end, an end of two, or lists of them."""
     reduces_to_all: bool = False
-    """Whether every rank gets the same reduction, and waits for all others."""
+    """True if every rank gets the same reduction, and waits for all others."""
     torch: str = ""
     """As in ``OpSpec``."""
     flight: str = ""
@@ -281,18 +281,18 @@ class CallSpec:
     code: int = -1
     """The engine's code in its records; -1: it makes records of other operations."""
     direction: Direction = "none"
-    """Whether the array leaves this rank or comes to it, where only one of both does.
+    """True if the array leaves this rank or comes to it, where only one of both does.
     """
     peer_argument: str = ""
     """The argument that names the other rank, where there is only one."""
     sends_whole: bool = False
-    """Whether every neighbour gets the whole array, and not a block of it."""
+    """True if every neighbour gets the whole array, and not a block of it."""
     count_arguments: tuple[str, ...] = ()
     """Arguments with a number of elements per neighbour."""
 
     @property
     def takes_number(self) -> bool:
-        """Whether it takes an integer behind its array, as a top-k sum does."""
+        """True if it takes an integer behind its array, as a top-k sum does."""
         return "i" in self.reads
 
     def wire_share(self, size: int) -> float:
@@ -389,7 +389,7 @@ ELSEWHERE = {
     "all_gather_v": "allgatherv",
     "all_to_all_v": "alltoallv",
 }
-"""What torch and MPI call them."""
+"""Names of the operations in torch and MPI."""
 COLLECTIVES = tuple(spec.name for spec in OPERATIONS)
 SCHEDULED = tuple(spec.name for spec in OPERATIONS if spec.vector_of is None)
 """Those that schedules are written for; the others run them, too."""

@@ -68,7 +68,7 @@ class Reduction:
 
     @property
     def label(self) -> str:
-        """What stands for ``op`` where calls are compared and explained."""
+        """The word for ``op`` where calls are compared and explained."""
         return f"{self.name}()" if self.commutative else f"{self.name}() in rank order"
 
 
@@ -162,7 +162,7 @@ class BoundReduction:
         self.reduction = of
         self.dtype = dtype
         self.error: Exception | None = None
-        """What the function raised; the cause of the operation's error."""
+        """The exception of the function; the cause of the operation's error."""
 
     @property
     def address(self) -> int:

@@ -35,7 +35,7 @@ class Request(ABC):
     @property
     @abstractmethod
     def done(self) -> bool:
-        """Whether the operation has ended, without progress."""
+        """True if the operation has ended, without progress."""
 
     @property
     @abstractmethod

@@ -39,7 +39,7 @@ class WireFormat:
     itemsize: int
     """Bytes per element."""
     doc: str
-    """What it is, and how far an element may be off."""
+    """A description, and the largest error of an element."""
 
 
 WIRE_FORMATS: tuple[WireFormat, ...] = (
@@ -78,7 +78,7 @@ _ELSEWHERE = {
     "q8": "int8",
 }
 COMPRESSED_DTYPES = ("float32", "float64")
-"""What can be compressed."""
+"""Element types that can be compressed."""
 _REDUCTIONS = (ReduceOp.SUM, ReduceOp.AVG)
 
 

@@ -61,7 +61,7 @@ def why_not(query: Query) -> str | None:
 
 
 def _keeps(dtype: DType, reduction: ReduceOp) -> bool:
-    """Whether a reduction of a type that gloo adds is commrt's."""
+    """Return whether a reduction of a type that gloo adds is commrt's."""
     if reduction is ReduceOp.SUM:
         return True
     if reduction is ReduceOp.AVG:  # scaled before it is sent

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gloo is predicted to take: its messages in a schedule, or its own collective."""
+"""Predicted times of gloo: messages of a schedule, or its own collective."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _STAGED_GAMMA = 10 * GAMMA
 
 @dataclass(frozen=True)
 class NativeRun:
-    """What gloo runs, as a schedule of the same messages."""
+    """A schedule with the messages of gloo's own collective."""
 
     coll: str
-    """Whose schedule it is."""
+    """The algorithm of that schedule."""
     algorithm: str
     """Which."""
     copies: float = 1.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a communicator does over memory of peers (CUDA IPC): agreed, made, and ended.
+"""The backend ``ipc`` on one communicator: calls over memory of peers (CUDA IPC).
 
 Whether the ranks could share memory of their devices they tell each other at the first
 call on a device array; it is the same for all of them from then on. That they can is
@@ -98,7 +98,7 @@ class AttachedIpc(Attached):
 
     @property
     def _has_library(self) -> bool:
-        """Whether another backend of no less precedence serves devices here."""
+        """True if another backend of no less precedence serves devices here."""
         return any(
             each.precedence >= self.precedence and not each.why_no_devices
             for each in self.beside.attached.values()
@@ -157,7 +157,7 @@ class AttachedIpc(Attached):
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the ranks have told each other."""
+        """True if the ranks have told each other."""
         return self._agreed is not None
 
     def tells(self, device: Any) -> dict[str, str] | None:

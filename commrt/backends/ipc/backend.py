@@ -28,7 +28,7 @@ class IpcBackend:
     )
 
     def availability(self) -> Availability:
-        """Whether this process has a GPU; whether the ranks can share it they try."""
+        """Return whether this process has a GPU; the ranks try if they share it."""
         why = why_no_card()
         reason = why or "CUDA IPC between processes of a node, tried at the first call"
         return Availability(self.name, why is None, reason, self.capabilities)

@@ -34,7 +34,7 @@ class IpcFacts:
     why: str
     """Why it cannot be used; empty where it can."""
     shares_device: bool = False
-    """Whether any two ranks are on one device."""
+    """True if any two ranks are on one device."""
 
 
 def why_refused(facts: IpcFacts, query: Query) -> str | None:

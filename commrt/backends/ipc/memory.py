@@ -23,7 +23,7 @@ from commrt.job.arena import Arena
 __all__ = ["HALF_NBYTES", "PeerMemory"]
 
 HALF_NBYTES = 32 << 20
-"""What a rank can publish at once; longer operations go in parts."""
+"""Most bytes that a rank publishes at once; longer operations go in parts."""
 _LINE_NBYTES = 64
 _LEFT = 1
 
@@ -65,7 +65,7 @@ class PeerMemory:
         device.stream_destroy(stream)
         handle, offset = device.ipc_export(self.memory)
         self.handle = json.dumps([handle.hex(), offset])
-        """What the others open it by."""
+        """The handle by which peers open it."""
 
     def open(self, handles: Sequence[str], book: Arena) -> None:
         """Open what all ranks have exported, in rank order.

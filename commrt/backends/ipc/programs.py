@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank's stream runs over exchange memory that peers have opened (CUDA IPC).
+"""Programs of a rank's stream over exchange memory that peers opened (CUDA IPC).
 
 The rounds are those of ``stream_programs``. What is sent is put into the rank's own
 exchange memory, and flags tell the peers; their kernels read it there, once, straight

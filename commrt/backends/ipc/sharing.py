@@ -112,7 +112,7 @@ def _agree(
 
 
 class Shared:
-    """What a communicator has of its peers' memory, from connecting to the end."""
+    """Memory of a communicator's peers, from connecting to closing."""
 
     def __init__(self, memory: PeerMemory, work: _native.PeerWork | None) -> None:
         self.memory, self.work = memory, work
@@ -146,7 +146,7 @@ class Shared:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether its streams wait for peers that may never come."""
+        """True if its streams wait for peers that may never come."""
         work = self.work
         return work is not None and work.failed and not self._has_run()
 

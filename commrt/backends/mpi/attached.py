@@ -58,7 +58,7 @@ class AttachedMpi(Attached):
         self._made: tuple[Any, _native.MpiWork] | None = None
         self.first_value = 0
         self._runs_unasked = False
-        """Whether the library's own collectives on host memory need no asking."""
+        """True if the library's own collectives on host memory need no asking."""
 
     def join(self, timeout_s: float) -> None:
         """See whether this communicator was made with one of MPI's."""
@@ -155,7 +155,7 @@ class AttachedMpi(Attached):
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the ranks have told each other."""
+        """True if the ranks have told each other."""
         return self._agreed is not None
 
     def tells(self, device: Any) -> str | None:

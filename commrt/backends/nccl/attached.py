@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a communicator does with NCCL: agreed upon, made, and ended with it.
+"""The backend ``nccl`` on one communicator: calls by NCCL.
 
 Whether NCCL is there the ranks tell each other at the first call on a device array; it
 is the same for all of them from then on. The NCCL communicator is made at the first
@@ -129,12 +129,12 @@ class AttachedNccl(Attached):
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the ranks have told each other."""
+        """True if the ranks have told each other."""
         return self._agreed is not None
 
     @property
     def is_made(self) -> bool:
-        """Whether there is an NCCL communicator."""
+        """True if there is an NCCL communicator."""
         return self._made is not None
 
     @property

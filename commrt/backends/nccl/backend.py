@@ -27,7 +27,7 @@ class NcclBackend:
     )
 
     def availability(self) -> Availability:
-        """Whether this process has a driver, a GPU and a library."""
+        """Return whether this process has a driver, a GPU and a library."""
         why = nccl.why_missing()
         reason = why or str(nccl.library())
         return Availability(self.name, why is None, reason, self.capabilities)

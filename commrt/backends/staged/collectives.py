@@ -74,6 +74,6 @@ def on_host(query: Query, candidate: Candidate) -> tuple[Query, Candidate]:
 
 
 def is_cut(coll: str) -> bool:
-    """Whether an operation's elements do not depend on each other."""
+    """Return whether an operation's elements do not depend on each other."""
     spec = operation(coll)
     return spec.out_count == "same" and spec.rule_bytes == "whole"

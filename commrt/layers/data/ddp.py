@@ -15,7 +15,7 @@ DDP needs the sums no earlier.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from commrt.layers.data.sparse_rows import as_sparse, dense_rows, scaled
 from commrt.torch.errors import as_torch_error
 from commrt.torch.shared_storages import share_storage
 from commrt.vocabulary.wire_formats import EXACT, check_compress
+
+if TYPE_CHECKING:
+    from commrt.comm import Communicator
 
 __all__ = ["HookState", "reduce_bucket"]
 
@@ -207,7 +210,7 @@ class _LargestStarted(_Started):
 class _SparseStarted(_Started):
     """The gradient of an embedding: a few of its rows."""
 
-    def __init__(self, comm: Any, buffer: torch.Tensor) -> None:
+    def __init__(self, comm: Communicator, buffer: torch.Tensor) -> None:
         self._size = comm.size
         vector = as_sparse(buffer, tuple(buffer.shape), "a sparse bucket")
         request = comm.sparse_allreduce(vector, result="sparse", nonblocking=True)

@@ -24,7 +24,7 @@ __all__ = ["Parameter", "as_numpy", "in_numpy", "put", "usable"]
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """What is known of a parameter before there is a gradient of it."""
+    """The facts of a parameter that are known before its gradient."""
 
     index: int
     seen: HostView
@@ -61,7 +61,7 @@ class Parameter:
 
     @property
     def on_device(self) -> bool:
-        """Whether it is in the memory of a device."""
+        """True if it is in the memory of a device."""
         return self.seen.on is not None
 
     def zeros(self) -> Any:
@@ -98,7 +98,7 @@ def _like(array: Any) -> Any:
 
 
 def is_contiguous(array: Any) -> bool:
-    """Whether the elements of a tensor, or of an array of numpy, lie in order."""
+    """Return whether the elements of a tensor or a numpy array lie in order."""
     if is_tensor(array):
         return bool(
             array.is_contiguous() and not array.is_conj() and not array.is_neg()

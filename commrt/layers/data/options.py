@@ -34,7 +34,7 @@ class Options:
 
     @property
     def packs(self) -> bool:
-        """Whether gradients are copied into vectors, which have one type."""
+        """True if gradients are copied into vectors, which have one type."""
         return self.density is not None or self.compress is not None
 
     def facts(self) -> list[Any]:

@@ -237,7 +237,7 @@ class GradientReducer:
 
     @property
     def bucket_nbytes(self) -> int:
-        """What a bucket may hold."""
+        """Most bytes of a bucket."""
         return self._bucket_nbytes
 
     def close(self) -> None:

@@ -31,13 +31,13 @@ class Bucket:
     op: str
     """``avg`` or ``sum``."""
     compress: str | None = None
-    """What the sum is compressed to on its way."""
+    """The wire format of the sum."""
     largest: int | None = None
     """How many elements of the sum are taken; None: all."""
     sparse: bool = False
-    """Whether it is one parameter whose gradients are a few of its rows."""
+    """True if it is one parameter whose gradients are a few of its rows."""
     residual: Any = None
-    """What earlier steps owe; None where nothing is kept."""
+    """Errors that earlier steps owe; None if none are kept."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ class Transfer(ABC):
         """Return the sums, from the outputs of the operations."""
 
     def test(self) -> bool:
-        """Whether it has come to its end, after a little progress."""
+        """Return whether it has come to its end, after a little progress."""
         if self._results is None and all([each.test() for each in self._requests]):
             self.wait()
         return self._results is not None

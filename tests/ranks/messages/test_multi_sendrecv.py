@@ -438,7 +438,10 @@ def test_what_a_peer_that_gave_up_will_not_answer_ends(how: str) -> None:
     )
     assert not request.test()
     second.give_up("it had enough")
-    gone = r"rank 1 gave up at operation #0 and makes no matching call any more"
+    gone = (
+        r"rank 1 gave up at operation #0 and makes no matching call any more: look for "
+        r"the error of that rank"
+    )
     with pytest.raises(
         RevokedError,
         match=f"send to rank 1, tag 0: {gone}; and recv from rank 1.*{gone}",

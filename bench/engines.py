@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs calls on devices, each measured by itself: staged, NCCL, and NCCL alone."""
+"""Engines of calls on devices, each measured by itself: staged, NCCL, NCCL alone."""
 
 from __future__ import annotations
 

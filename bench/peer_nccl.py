@@ -41,7 +41,7 @@ _SUM = NCCL_REDUCTIONS[ReduceOp.SUM]
 
 
 class _Enqueued:
-    """What is in the stream, and needs no wait there."""
+    """A call that is in the stream, and needs no wait there."""
 
     def wait(self) -> None:
         """Do nothing: what is given to the stream next comes after it."""

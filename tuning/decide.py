@@ -276,7 +276,7 @@ def divide(curves: Mapping[Candidate, Curve], margin: float) -> tuple[Range, ...
 
 
 class _Start(NamedTuple):
-    """Where a range begins, with what, and why there."""
+    """The start of a range, its candidate, and the reason for the place."""
 
     lo: int
     candidate: Candidate

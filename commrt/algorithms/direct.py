@@ -241,7 +241,7 @@ def scan(b: Builder) -> None:
     ordered=True,
 )
 def exscan(b: Builder) -> None:
-    """As scan, without this rank's own vector."""
+    """Like scan, without this rank's own vector."""
     if b.params["shots"] == 2:
         _scan_blocks(b, inclusive=False)
         return

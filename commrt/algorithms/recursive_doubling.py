@@ -116,7 +116,7 @@ def scan(b: Builder) -> None:
 
 @algorithm("exscan", "recursive_doubling", complexity=20, latency=True, ordered=True)
 def exscan(b: Builder) -> None:
-    """As scan, with one more sum: of the same ranks without this one."""
+    """Like scan, with one more sum: of the same ranks without this one."""
     b.blocks(1)
     steps = (b.size - 1).bit_length()
     below, upto = b.tmp(max(1, steps)), b.tmp(max(1, steps))

@@ -100,7 +100,7 @@ def numpy_type(seen: HostView) -> np.dtype[Any]:
 
 
 def view_any(array: Any, what: str) -> HostView:
-    """As ``view``, and numpy arrays of any plain bytes, such as records."""
+    """Return the view of an array, like ``view``; records and other bytes pass."""
     if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
         dtype = array.dtype
         known = _BY_NAME.get(dtype.name)
@@ -144,7 +144,7 @@ def view(array: Any, what: str) -> HostView:
 def view_anywhere(
     array: Any, what: str, *, any_type: bool = False, any_strides: bool = False
 ) -> HostView:
-    """As ``view``, and arrays on devices; with ``any_type`` as ``view_any``.
+    """Return the view of a host or device array; ``any_type`` allows plain bytes.
 
     With ``any_strides`` an array on a device need not be contiguous.
     """

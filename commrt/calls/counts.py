@@ -130,7 +130,7 @@ def _integers(value: Any) -> tuple[int, ...] | None:
 
 
 def _bind_known(call: Call, rank: int, size: int) -> Bound:
-    """Of an operation all of whose ranks know all counts."""
+    """Check the arrays of an operation whose counts all ranks know."""
     spec = call.spec
     counts = check_counts(call, "counts", call.counts[0], rank, size)
     total, own = sum(counts), counts[rank]

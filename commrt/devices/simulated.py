@@ -26,7 +26,7 @@ __all__ = ["SimDevice", "SimOptions", "SimWorld"]
 
 @dataclass(frozen=True)
 class SimOptions:
-    """What a simulated world is like. Switches are on where CUDA is so, or may be."""
+    """Options of a simulated world. Switches are on where CUDA is so, or may be."""
 
     seed: int = 0
     """Draws all that happens."""

@@ -202,7 +202,7 @@ class Agreement(ABC):
 
 
 class Follower(Agreement):
-    """Of every rank but 0."""
+    """The agreement on every rank but 0."""
 
     def __init__(self, comm: Channel) -> None:
         super().__init__(comm)
@@ -236,7 +236,7 @@ class Follower(Agreement):
 
 
 class Leader(Agreement):
-    """Of rank 0."""
+    """The agreement on rank 0."""
 
     def __init__(self, comm: Channel) -> None:
         super().__init__(comm)

@@ -74,7 +74,7 @@ class SentBucket:
 
     @property
     def arrays(self) -> list[Any]:
-        """Those of its calls, as long as somebody works on them."""
+        """The arrays of its calls, as long as somebody works on them."""
         return self._arrays
 
     @property

@@ -160,7 +160,7 @@ class NeighborCalls:
         timeout_s: float | None = None,
         stream: Any = None,
     ) -> Any:
-        """As ``neighbor_allgather``, with an ``x`` of any length on each rank.
+        """Like ``neighbor_allgather``, with an ``x`` of any length on each rank.
 
         ``recv_counts`` are the elements that come from each source.
         """

@@ -13,7 +13,7 @@ __all__ = ["GroupShape", "NcclConfig"]
 
 @dataclass(frozen=True)
 class NcclConfig:
-    """What ``ncclConfig_t`` is filled from. None: NCCL's own default."""
+    """Values for ``ncclConfig_t``. None: NCCL's own default."""
 
     blocking: bool = False
     """True if NCCL's calls may block. Then nothing of it can be interrupted, and abort

@@ -104,7 +104,7 @@ class Move:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what moves."""
+        """Shape of the moved box."""
         box = self.source or self.target
         assert box is not None
         return box.shape

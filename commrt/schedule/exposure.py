@@ -328,7 +328,7 @@ class _Analysis:
 
 @dataclass(frozen=True)
 class _Memory:
-    """Where the slices of a rank lie, in units that all block boundaries fall on."""
+    """Places of a rank's slices, in units that all block boundaries fall on."""
 
     starts: tuple[int, ...]
     """Per space, of its first block."""

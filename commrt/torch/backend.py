@@ -71,7 +71,7 @@ class CommrtBackend(Collectives, Messages, AsBackend, Backend):  # type: ignore[
         return self.allreduce(tensors, opts)
 
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
-        """As the group's, by options of a barrier."""
+        """Run the group's method of this name, given options of a barrier."""
         super().monitored_barrier(getattr(opts, "timeout", opts), wait_all_ranks)
 
     def shutdown(self) -> None:

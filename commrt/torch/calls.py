@@ -218,7 +218,7 @@ class Calls:
 
 
 class RangedCalls(Calls):
-    """Those of a group whose calls a profiler is to see (``nvtx_ranges.py``).
+    """Starts the operations of a group whose calls a profiler shows.
 
     Around each of the communicator's own methods there is a range. So no call is
     plain, as those go past them.

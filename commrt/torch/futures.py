@@ -122,7 +122,7 @@ def _called_from_cpp() -> bool:
 
 
 class Completer:
-    """What ends a group's futures: a thread, in the operations' order, or who waits."""
+    """Ends a group's futures, by a thread in the operations' order or by the waiter."""
 
     def __init__(self, name: str, has_thread: bool = True) -> None:
         """Make it.

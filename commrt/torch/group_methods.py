@@ -389,11 +389,11 @@ class Collectives:
         return self.calls.end_batch()
 
     def start_coalescing(self, device: torch.device | None = None) -> None:
-        """As Python asks, asked by C++."""
+        """Start or end coalescing, called by torch's C++."""
         self._start_coalescing(device)
 
     def end_coalescing(self, device: torch.device | None = None) -> CommrtWork:
-        """As Python asks, asked by C++."""
+        """Start or end coalescing, called by torch's C++."""
         return self._end_coalescing(device)
 
     def _each(self, starts: Sequence[Any], opts: Any) -> Answer:

@@ -71,7 +71,7 @@ class Options:
 
     @property
     def sparse_algorithm(self) -> str | None:
-        """What sums of sparse tensors are to run; UsageError for what there is not."""
+        """Return the algorithm of sparse sums; UsageError if there is none."""
         if not isinstance(self.algorithm, Mapping):
             return None
         name = self.algorithm.get(SPARSE_OF_TORCH)

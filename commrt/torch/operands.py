@@ -45,7 +45,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """As ``plain``; of a type that commrt does not know, the bytes."""
+    """Return a tensor like ``plain``, or its bytes if commrt lacks its type."""
     tensor = plain(tensor)
     if tensor.dtype in KNOWN:
         return tensor

@@ -107,7 +107,7 @@ def _replace(
 
 
 def _replace_end(to: Recorder, group: CommrtProcessGroup, logged: Group) -> None:
-    """What torch coalesces ends as one Work."""
+    """End the records of coalesced calls with their one Work."""
     function: Callable[..., CommrtWork] = type(group)._end_coalescing
     this, pending = weakref.ref(group), logged.pending
 
@@ -133,7 +133,7 @@ class TracedWork(CommrtWork):
     """Numbers."""
 
     def is_completed(self) -> bool:
-        """As the Work's."""
+        """Return what the Work's method returns."""
         done = super().is_completed()
         if done:
             ring = recorder().ring
@@ -261,7 +261,7 @@ def _root(opts: Any) -> int:
 
 
 def _from_input(op: str, size: int) -> Read:
-    """Of calls whose logical buffer is what a rank passes: output, input."""
+    """Return a reader of calls whose logical buffer is a rank's input."""
 
     def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
         given = _argument(args, more, 1, "input", "inputs")
@@ -273,7 +273,7 @@ def _from_input(op: str, size: int) -> Read:
 
 
 def _from_output(op: str, size: int) -> Read:
-    """Of calls whose logical buffer is what a rank gets: output, input."""
+    """Return a reader of calls whose logical buffer is a rank's output."""
 
     def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
         got = _argument(args, more, 0, "output", "outputs")
@@ -284,7 +284,7 @@ def _from_output(op: str, size: int) -> Read:
 
 
 def _parts(op: str, size: int) -> Read:
-    """Of calls whose logical buffer only the root has: outputs, inputs, root."""
+    """Return a reader of calls whose logical buffer only the root has."""
 
     def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
         at = 1 if operation(op).output_on == "root" else 0

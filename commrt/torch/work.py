@@ -114,7 +114,7 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
         self._request = None
 
     def synchronize(self) -> None:
-        """As ``wait``."""
+        """Wait for the end, like ``wait``."""
         self.wait()
 
     def is_completed(self) -> bool:

@@ -206,7 +206,7 @@ def _other(group: Group, name: str) -> LookAt:
 
 
 def _among_neighbors(group: Group, name: str) -> LookAt:
-    """Of what a rank sends to those beside it."""
+    """Return a reader of calls among neighbours: of what this rank sends."""
 
     def look(comm: Traced, args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
         x = args[0] if args else more.get("x", more.get("fields"))

@@ -29,7 +29,7 @@ class TracedRequest:
         return kind
 
     def wait(self, **limits: Any) -> Any:
-        """As the request's."""
+        """Call the request's method of this name."""
         try:
             result = self._request.wait(**limits)
         except Exception as error:
@@ -43,7 +43,7 @@ class TracedRequest:
         return result
 
     def synchronize(self, **limits: Any) -> Any:
-        """As the request's."""
+        """Call the request's method of this name."""
         try:
             result = self._request.synchronize(**limits)
         except Exception as error:
@@ -53,7 +53,7 @@ class TracedRequest:
         return result
 
     def test(self) -> bool:
-        """As the request's."""
+        """Call the request's method of this name."""
         try:
             done = bool(self._request.test())
         except Exception as error:

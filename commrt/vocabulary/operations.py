@@ -137,7 +137,7 @@ class OpSpec:
 
     @property
     def logged_bytes(self) -> str:
-        """What its bytes in a log are those of: of its logical buffer."""
+        """The arrays whose bytes a log counts: those of its logical buffer."""
         if self.is_empty:
             return "0"
         if self.by_pair:
@@ -166,7 +166,7 @@ class OpSpec:
 
     @property
     def waits_for(self) -> WaitsFor:
-        """Whose calls a rank's call cannot end without.
+        """The ranks whose calls must begin before this rank's call can end.
 
         Of ``root waits`` the root waits for all, and the others for nobody.
         """

@@ -166,7 +166,7 @@ class BoundReduction:
 
     @property
     def address(self) -> int:
-        """Of a C function; 0 for a Python one."""
+        """Address of a C function; 0 for a Python function."""
         return self.reduction.address or 0
 
     def __call__(self, arrays: Sequence[Bytes]) -> Bytes | str:

@@ -89,7 +89,7 @@ def _published(call: ProgramCall, fragments: int) -> int:
 
 
 class _Published:
-    """Where a rank puts what it sends in one fragment, in its exchange memory.
+    """The place in a rank's exchange memory of what it sends in one fragment.
 
     Messages of one value in one round share a place. Every rank knows every rank's.
     """

@@ -42,7 +42,7 @@ _SETTLED_STEPS = 2
 
 
 class HookState:
-    """What ``reduce_bucket`` needs of a group; making one is collective.
+    """State of ``reduce_bucket`` for one group; making one is collective.
 
     Args:
         group: commrt's; None for the default group. The hook has a communicator of its

@@ -86,7 +86,7 @@ PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),--full) $(if $(SEED),--seed $(SEED))
 
 .PHONY: test-unit
 test-unit: $(VENV)/.installed $(VENV)/.nvrtc ## Tests without MPI, ranks as threads, documents.
-	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.5 --functions 0.6)
+	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.5 --functions 0.5)
 	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.05 --functions 0.35)
 	$(VENV)/bin/pytest $(MATRIX_TESTS) $(PYTEST_ARGS)
 
@@ -102,7 +102,7 @@ test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, wit
 
 .PHONY: test-torch
 test-torch: $(VENV_TORCH)/.installed $(VENV_MPICH)/.installed ## Tests with torch: torchrun's ranks, tensors, gloo.
-	$(VENV_TORCH)/bin/pytest tests/pytorch $(PYTEST_ARGS) $(if $(FULL),,--functions 0.25)
+	$(VENV_TORCH)/bin/pytest tests/pytorch $(PYTEST_ARGS) $(if $(FULL),,--functions 0.2)
 
 .PHONY: test-gpu-libraries
 test-gpu-libraries: $(VENV_GPU)/.installed ## The real NCCL, cupy, numba-cuda, cuda.core and nccl4py (600 MB), without a GPU.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from commrt import _native, algorithms
+from commrt.errors import BackendError
 from commrt.group.group import Group
 from commrt.group.native_mpi import NativeMpi
 from commrt.planning import host_plans, ordering, prediction
@@ -233,7 +234,14 @@ class Attached:
         For host memory it is a ``_native.Plan``. For arrays on devices it has an
         attribute ``backend``, the name of the backend whose ``runner`` starts it.
         """
-        raise NotImplementedError
+        raise self._undefined("plan")
+
+    def _undefined(self, method: str) -> BackendError:
+        return BackendError(
+            f"backend {self.backend.name!r} was to run a call, and its "
+            f"{type(self).__name__} defines no {method}(): define it, or offer no "
+            f"candidates that need it"
+        )
 
     # -- arrays on devices -------------------------------------------------------
 
@@ -271,7 +279,7 @@ class Attached:
         Its method ``start(plan, in_address, out_address, stream, orders, in_owner,
         out_owner, timeout_s)`` returns a ``_native.DeviceCall``.
         """
-        raise NotImplementedError
+        raise self._undefined("runner")
 
     def boxes_phase(
         self,
@@ -290,13 +298,13 @@ class Attached:
             packs: kernels to launch before.
             unpacks: kernels to launch behind.
         """
-        raise NotImplementedError
+        raise self._undefined("boxes_phase")
 
     def boxes_plan(
         self, what: str, phases: Sequence[Any], *, coll: int, **facts: int
     ) -> Any:
         """Return the plan of a call that moves boxes in phases."""
-        raise NotImplementedError
+        raise self._undefined("boxes_plan")
 
     def host_part(self, candidate: Candidate) -> Candidate | None:
         """Return what the host runs for a candidate; None where a device runs it."""

@@ -18,7 +18,7 @@ __all__ = ["HostRoute"]
 
 _MAX_PLANS = 4096
 _NO_DTYPE = 11
-"""What the dispatcher's key holds where there is no array."""
+"""The element type in the dispatcher's key of a call without an array."""
 _NO_X = -1
 """Its count where only other ranks have one."""
 
@@ -118,7 +118,7 @@ class HostRoute:
                 self._group, *engine_factor(call.factor, bound.dtype)
             )
             self.plans[key] = plan
-        # What is asked for with compress="none" may be compressed without it.
+        # The same call without compress="none" may be compressed: keep no plan for it.
         plain = not chosen and not params and call.compress is None
         if call.user is None and plain:
             _cache_plan(self._group, call, bound, plan)

@@ -26,18 +26,18 @@ from commrt.vocabulary.operations import OPERATIONS, ROWS, operation
 __all__ = ["VERSION", "entries_of", "write_flight"]
 
 VERSION = "2.10"
-"""Of the format, as torch 2.13 writes it."""
+"""Version of the format that torch 2.13 writes."""
 MOST_ENTRIES = 2000
 """As many as torch keeps."""
 _PREFIX = "rank_"
 _NAMES = {row.name: row.flight for row in ROWS if row.flight}
-"""What the analyser calls them; it stops at a name that it does not know."""
+"""The analyser's names; it stops at a name that it does not know."""
 _UNEVEN = {
     spec.vector_of: spec.flight
     for spec in OPERATIONS
     if spec.vector_of and spec.flight not in ("", operation(spec.vector_of).flight)
 }
-"""What it calls those whose blocks differ in length, where it has another name."""
+"""The analyser's other names of calls whose blocks differ in length."""
 _EVEN = [spec for spec in OPERATIONS if spec.vector_of is None]
 _GATHERS = {spec.name for spec in _EVEN if spec.out_count == "times_size"}
 _SCATTERS = {spec.name for spec in _EVEN if spec.out_count == "div_size"}

@@ -267,7 +267,7 @@ class CallSpec:
     reads: str
     """How its arguments are read natively (native/calls/recorded_method.hpp)."""
     logged_bytes: str
-    """What its bytes in a log are those of; empty: its messages are logged."""
+    """The arrays whose bytes a log counts; empty: its messages are logged."""
     doc: str
     """One imperative line."""
     ends: Ends = "none"
@@ -402,7 +402,7 @@ SENT = frozenset(row.name for row in OTHERS if row.direction == "out")
 RECEIVED = frozenset(row.name for row in OTHERS if row.direction == "in")
 """Calls whose array comes from one other rank."""
 [SPARSE_OF_TORCH] = [row.name for row in OTHERS if row.kind == "sparse" and row.torch]
-"""What torch's sparse tensors are summed by."""
+"""The call that sums torch's sparse tensors."""
 
 
 def names_of(*kinds: Kind) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ __all__ = ["StatedOffers"]
 
 
 class StatedOffers(Offers):
-    """The same candidates for every query; ``methods`` replace those of ``Offers``."""
+    """Offers the same candidates for every query; ``methods`` replace its own."""
 
     def __init__(
         self,

@@ -125,7 +125,7 @@ class AttachedTheirs(Attached):
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the ranks have compared their versions."""
+        """True once the ranks have compared their versions."""
         return self._agreed is not None
 
     def tells(self, device: Any) -> int:

@@ -29,7 +29,7 @@ _STAGED = 0.7
 cores: sums and exchanges of 8 MiB on two pretended nodes take 1.7 times as long as
 gloo's own, which copies nothing."""
 _STAGED_GAMMA = 10 * GAMMA
-"""What arrived is reduced once it is there, by who has to send something else, too."""
+"""Cost of reducing what has arrived, by a rank that has to send, too."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def gloo_constants(
 
 
 _UNKNOWN_NBYTES = 128 << 10
-"""What a pair of ranks is taken to exchange where no rank knows all lengths: between
+"""Assumed bytes between a pair of ranks where no rank knows all lengths: between
 nodes a wrong choice costs short ones a tenth or two, and long ones two thirds."""
 
 

@@ -46,7 +46,7 @@ def library_plan(
     """
     check_params(spec.op.name, "native", size, spec.candidate.params)
     constants = _constants()
-    # What only moves is bytes; what is reduced needs its type and operation.
+    # MPI moves bytes; a reduction needs the element type and the operation.
     if spec.op.reduces:
         datatype = constants[f"dtype:{spec.dtype.name}"]
         reduction = constants[f"op:{spec.reduction.name.lower()}"]
@@ -98,7 +98,7 @@ def why_not(query: Query, size: int) -> str | None:
         return f"MPI has no {query.coll}"
     constants = _constants()
     dtype = dtype_by_name(query.dtype)
-    # What only moves is counted in bytes.
+    # Data that only moves is counted in bytes.
     unit = 1 if query.op is None else dtype.itemsize
     # Blocks of different lengths are counted together.
     blocks = size if operation(query.coll).count_arguments else 1

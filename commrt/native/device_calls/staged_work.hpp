@@ -61,8 +61,8 @@ class StagedWork : public DeviceWork {
   virtual std::size_t memory_nbytes() const = 0;
   // Nothing is under way: gives back what this has beside the streams.
   virtual void free_all() = 0;
-  // Whether the host is done with all operations of calls that failed: Released; Never where
-  // MPI still has memory of theirs.
+  // Released once the host is done with all operations of failed calls; Never if MPI still has
+  // memory of theirs.
   virtual Rest host_is_done() = 0;
   // False for a planted bug: what streams hold is not waited for.
   virtual bool asks_device() const { return true; }

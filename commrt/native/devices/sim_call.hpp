@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every call of a simulated device does first: lock, let others run, check the device.
+// The beginning of every call of a simulated device: lock, let others run, check the device.
 #pragma once
 
 #include <algorithm>

@@ -210,8 +210,8 @@ std::shared_ptr<Op> Comm::begin(std::shared_ptr<Op> op, uint64_t limit) {
   }
   note(op->seq, *op->plan, op->stream);
 
-  // Issue order decides: an operation may not overtake an older one that waits for a lane.
-  // With others in flight, what the last pass refused is still refused.
+  // Issue order decides: an operation may not overtake an older one that waits for a lane. While
+  // others are in flight, the refusals of the last pass still hold.
   if (active_.empty()) lane_refused_ = native_refused_ = false;
   const MpiTurn turn(engine.mpi_device());
   if (op->plan->gloo != nullptr) begin_agreement(*op);
@@ -288,7 +288,7 @@ bool Comm::progress(uint64_t limit) {
       ended = ended || op.finished();
     }
   } catch (...) {
-    // What this pass did not reach may wait for a lane: nothing starts before it.
+    // Operations that this pass did not reach may wait for a lane, so nothing starts before them.
     lane_refused_ = native_refused_ = true;
     throw;
   }

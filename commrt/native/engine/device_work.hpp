@@ -93,7 +93,7 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   virtual void give_up_late(const CallPtr&, double) {}
   // Gives everything back, where nothing is under way. Idempotent.
   virtual void close() = 0;
-  // Whether streams wait for this process, and go on only by its progress.
+  // True if streams wait for this process, and go on only when it makes progress.
   virtual bool holds_streams() const { return false; }
 
   // Asks whether the device still works. For a thread that waits for a call.
@@ -110,12 +110,12 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   void pause(Backoff& backoff);
   // A simulated device learns that the engine did something.
   void announce();
-  // Whether a call has ended, as the thread sees it that asks.
+  // True if a call has ended, as the asking thread sees it.
   bool has_ended(const DeviceCall& call);
 
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   bool simulated() const { return device_->api->lock != nullptr; }
-  // Whether it was closed, and nothing of it is under way any more.
+  // True if it was closed, and nothing of it is under way any more.
   bool is_over() const { return closed_.load(std::memory_order_acquire) && outstanding() == 0; }
   // Calls whose end the host has not seen.
   int outstanding() const { return outstanding_.load(std::memory_order_acquire); }

@@ -110,7 +110,7 @@ bool Engine::step_device_work(bool advanced) {
     all = device_work_;
   }
   for (const auto& work : all) advanced = work->progress() || advanced;
-  // Where the host has a part, somebody may pause until it has done it.
+  // If the host has a part in the work, somebody may pause until it has done that part.
   const auto staged = std::find_if(all.begin(), all.end(),
                                    [](const auto& work) { return work->holds_streams(); });
   if (advanced && staged != all.end()) (*staged)->announce();

@@ -118,7 +118,8 @@ bool Op::advance(uint64_t limit) {
     lane_ = comm->acquire_lane(p);
     if (lane_ < 0) return false;
     any = true;
-    // Who only sends is timed while it writes: it waits here for what was sent before.
+    // A rank that only sends is timed from here, while it writes: to get the lane, it has waited
+    // for what was sent before.
     if (timed_from != 0 && !p.answered) timed_from = ticks();
   }
   // Behind a gate it has its lane already: lanes are taken in the order of operations.
@@ -220,8 +221,8 @@ bool Op::run(int64_t fragment, int index) {
   return true;
 }
 
-// Whether all but copying is done where the instruction needs Python: first its inputs are
-// gathered, and until the value is there nothing else of the operation gets to Python.
+// True once only copying is left of an instruction that needs Python. The first call gathers the
+// inputs. Until the value is there, nothing else of the operation gets to Python.
 bool Op::value_ready(const Instr& ins, int64_t fragment, int index,
                      const unsigned char* const* arrived) {
   const bool used = !ins.local_outs.empty() || !ins.sends.empty();

@@ -80,8 +80,8 @@ inline bool is_in_slot(uint64_t meta, size_t nbytes) {
          (meta & (kInlineFlag | kExposedFlag | kDeliveredFlag)) == 0;
 }
 
-// How many messages of one sender a receiver has consumed; on a line of its own because the
-// sender reads it only when it has used up its lines.
+// The number of messages of one sender that a receiver has consumed. It is on a line of its own
+// because the sender reads it only when it has used up its lines.
 struct alignas(kLineBytes) Ack {
   std::atomic<uint64_t> consumed;
 };
@@ -102,11 +102,11 @@ struct Shown {
 inline size_t segment_of(Place place) { return static_cast<size_t>(place >> kSegmentShift) - 1; }
 inline uint64_t offset_of(Place place) { return place & kOffsetMask; }
 
-// How a rank's send and receive buffer lie to each other. Bits: what a schedule allows in each
-// case is a set of them.
+// The relation of a rank's send buffer to its receive buffer. The values are bits: a schedule
+// keeps the set of cases in which it allows something.
 enum class Sharing : uint8_t { Apart = 1, InPlace = 2, OwnBlock = 4 };
 
-// Where an operation's result is wanted, for peers that could write it there. `seq` is
+// The place where a rank wants an operation's result, so that peers can write it there. `seq` is
 // written last.
 struct alignas(kLineBytes) CallLine {
   std::atomic<uint64_t> seq;  // sequence number + 1
@@ -116,8 +116,8 @@ struct alignas(kLineBytes) CallLine {
 
 struct alignas(kLineBytes) RankHeader {
   std::atomic<uint64_t> started;  // collectives this rank has started on this communicator
-  // What failed here, as Failure writes it. On a line of its own: peers look at it again and
-  // again, and it is written once.
+  // The first operation that failed here, as Failure writes it. It is on a line of its own,
+  // because it is written once and peers look at it again and again.
   alignas(kLineBytes) std::atomic<uint64_t> failed;
 };
 
@@ -127,7 +127,7 @@ struct alignas(kLineBytes) RankHeader {
 struct Failure {
   static uint64_t word(uint64_t seq, bool had_agreed) { return 2 * seq + (had_agreed ? 2 : 1); }
   static uint64_t seq_of(uint64_t word) { return (word - 1) / 2; }
-  // Whether operation `seq` of a peer waits in vain.
+  // True if a peer's operation `seq` waits in vain for the rank that wrote `word`.
   static bool ends(uint64_t word, uint64_t seq, bool still_agrees) {
     return word != 0 && word <= Failure::word(seq, !still_agrees);
   }

@@ -150,7 +150,7 @@ bool P2P::multi_now(const MessageLists& lists, int spins, Begun& begun) {
     begun.lengths[begun.received++] = took_;
     if (!channels_[one.peer].control.empty()) serve(one.peer);
   }
-  // As after send_now(): sends alone never look at what comes.
+  // Sends alone never look at what comes, so do it here, as send_now() does.
   for (const Message& one : lists.sends) {
     if (one.peer == comm_.rank) continue;
     Channel& c = channels_[one.peer];

@@ -10,9 +10,10 @@
 namespace commrt {
 
 namespace {
-// Where there is nobody to agree with, work is cut for the sake of bounded slices.
+// A rank without peers has nobody to agree with. Its work is cut only to bound the slices: each
+// fragment has about this many bytes.
 constexpr size_t kAloneBytes = 128 * 1024;
-// Of an instruction without payload.
+// The work of an instruction without payload, counted in bytes.
 constexpr uint64_t kLeastWork = 256;
 
 size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }

@@ -103,7 +103,7 @@ bool Comm::show_ordinary(const Plan& plan, const void* in, const void* out) {
   return true;
 }
 
-// What show_ordinary() has shown belongs to this operation from now on.
+// The line that show_ordinary() has written belongs to this operation from now on.
 void Op::mark_shown() {
   in_heap = shown_ = true;
   sharing_ = 0;
@@ -115,8 +115,9 @@ void Op::stop_showing() {
   shown_ = false;
 }
 
-// Where a peer wants its result; not known before it has started the operation. It cannot show
-// another one in the same line as long as it waits for this rank's message.
+// Returns where a peer wants its result, which is not known before the peer has started the
+// operation. The peer cannot show another one in the same line as long as it waits for this rank's
+// message.
 const Op::Result& Op::result_of(int peer) {
   Result& result = results_[peer];
   if (result.known) return result;
@@ -215,7 +216,7 @@ void Op::compute_from_own_part(const Instr& ins, unsigned char* first, unsigned 
   plan->compute(ins, store, first, second, inputs.data(), start, raw);
 }
 
-// Whether the peers have read what was exposed to them.
+// True once the peers have read what was exposed to them.
 bool Op::all_taken() {
   if (!uses_heap()) return true;
   for (size_t i = 0; i < exposed_.size(); ++i) {

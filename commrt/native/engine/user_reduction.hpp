@@ -48,7 +48,7 @@ struct UserValue {
   void gather(int num_inputs, std::size_t nbytes_);
 };
 
-// Whether something waits for the GIL: users' functions, or frames for other nodes
+// True if something waits for the GIL: users' functions, or frames for other nodes
 // (relay_carrier.hpp).
 bool wants_gil(const Engine& engine);
 // Does all of that. Needs the GIL, and not the engine's lock. False, with a Python error set,

@@ -24,7 +24,7 @@ struct DeviceView {
   bool writable = false;
   nb::object device;   // as Python knows it
   Stream stream = 0;   // the current one, as current_stream_of() in arrays/device.py says
-  // Whether the array says that a stream orders it, and which one.
+  // True if the array says that a stream orders it, which is `exported`.
   bool exports = false;
   Stream exported = 0;
 };

@@ -100,8 +100,8 @@ std::int64_t contiguous_count(const dlpack::Tensor& tensor) {
   return is_dense ? count : -1;
 }
 
-// Whether a tensor is dense. For others DLPack's table throws C++ exceptions, which torch gives
-// backtraces: that takes half a millisecond, and gradients of embeddings are sparse.
+// True if a tensor is dense. For others, DLPack's table throws C++ exceptions, and torch adds
+// backtraces to them. That takes half a millisecond, and gradients of embeddings are sparse.
 bool is_strided(PyObject* tensor) {
   static PyObject* const name = PyUnicode_InternFromString("layout");
   const nb::object layout = nb::steal(PyObject_GetAttr(tensor, name));
@@ -110,7 +110,7 @@ bool is_strided(PyObject* tensor) {
   return false;
 }
 
-// Whether a tensor's values are what is in memory: views may stand for negatives and conjugates.
+// True if a tensor's values are those in memory: views may stand for negatives and conjugates.
 bool is_literal(PyObject* tensor, DType type) {
   const Torch& known = torch();
   const bool is_complex = type == DType::C64 || type == DType::C128;

@@ -23,7 +23,7 @@ using Pointers = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::devic
 using Bits = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Landings = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// What peers may do with buffers in the symmetric heap; empty where there is none.
+// The ways in which peers may use buffers in the symmetric heap; empty if there is no such heap.
 struct Reach {
   Bits exposable, operand_exposable;  // per instruction
   Bits deliverable;  // per output
@@ -198,7 +198,7 @@ PlanPtr with_factor(const PlanPtr& plan, Group& group, double factor, int64_t in
   std::lock_guard<std::mutex> lock(group.engine->mutex);  // of plan->choice
   auto changed = std::make_shared<Plan>(*plan);
   changed->factor = scale;
-  // What it looked up points into the instructions of the original.
+  // The copied short instructions point into the instructions of the original.
   if (changed->run_short) changed->flatten(*group.comm);
   return changed;
 }

@@ -67,7 +67,7 @@ std::vector<StagedCopy> copies_of(const std::vector<CopyRow>& rows) {
   return copies;
 }
 
-// Of a launch, with numbers of the call's arrays.
+// Makes a launch. `buffer` and `arrays` are numbers of the call's arrays.
 StagedLaunch launch_of(int kind, int op, int dtype, int buffer, size_t buffer_nbytes,
                        const std::vector<int>& arrays, uint64_t table, size_t table_nbytes,
                        size_t terms_at, uint32_t num_boxes, uint64_t units) {

@@ -27,7 +27,7 @@ uint64_t mix(uint64_t h, uint64_t value) {
   return h ^ (h >> 32);
 }
 
-// What `body` raises; null where that is nothing.
+// Returns the error that `body` raises; null if it raises none.
 template <typename Body>
 nb::object raised_by(Body body) {
   try {
@@ -85,7 +85,8 @@ void send(Bucket& bucket) {
   try {
     nb::gil_scoped_release release;
     const std::lock_guard<std::mutex> lock(engine.mutex);
-    // As a test() does it: many short calls move as much as they would one by one.
+    // Makes a pass, as test() does, so that many short calls move as much as they would one by
+    // one.
     group.comm->progress(kSliceBytes);
     op = group.comm->start_bucket(plan, std::move(bucket.parts), arrays, kSliceBytes);
   } catch (...) {  // nothing has started
@@ -116,14 +117,15 @@ Bucket* copy_from(const Bucket& bucket, size_t at) {
       [](Bucket* b) { b->let_go(); });
   rest->parts = bucket.parts->tail(at);
   rest->calls.assign(bucket.calls.begin() + static_cast<std::ptrdiff_t>(at), bucket.calls.end());
-  // Of the host's all: which array belongs to which call is not recorded.
+  // A bucket of the host takes over all arrays: it is not recorded which array belongs to which
+  // call.
   const size_t first = bucket.away.is_valid() ? at : 0;
   const auto num = static_cast<size_t>(PyList_GET_SIZE(bucket.arrays.ptr()));
   rest->arrays = slice(bucket.arrays, first, num);
   return rest.release();
 }
 
-// What it has in Python may fail itself; the ranks that wait are told before.
+// Tells the waiting ranks first, because the communicator's own method in Python may fail.
 void give_up(const nb::object& group_object, const char* why) {
   Group& group = *nb::inst_ptr<Group>(group_object);
   {
@@ -141,7 +143,8 @@ Fusion::~Fusion() {
   for (Bucket* bucket : queued_) bucket->let_go();
 }
 
-// What it has in Python may run anything, and change what is open.
+// Dropping Python objects, or the method `fail`, may run anything and change which buckets are
+// open.
 void Bucket::fail(const nb::object& why) {
   error = why;
   const nb::object requests = std::move(arrays);
@@ -284,13 +287,13 @@ bool Fusion::fill(nb::handle group) {
 }
 
 bool Fusion::cut(nb::handle group) {
-  // What sends a bucket makes calls of its own, which are that bucket.
+  // The thread that sends a bucket makes calls of its own, which are that bucket.
   if (is_sending_ && sender_ == std::this_thread::get_id()) return true;
   if (is_open() &&
       !(agrees_ ? ask(group, fusion_methods::kCutBucket) : send_before(num_calls_))) {
     return false;
   }
-  // What comes next must not overtake buckets that another thread is sending.
+  // Later calls must not overtake buckets that another thread is sending.
   while (is_sending_) {
     if (PyErr_CheckSignals() != 0) return false;
     nb::gil_scoped_release release;

@@ -164,7 +164,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   long root = 0;
   bool nonblocking = false;
   double timeout_s = group.timeout_s;
-  // What only calls on devices may have here.
+  // Only calls on devices may have these.
   PyObject* stream = nullptr;
   bool is_limited = false;
   const Py_ssize_t nkw = kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0;

@@ -157,15 +157,15 @@ struct Half {
   static constexpr int kUnroll = 4;
   static constexpr bool kTogether = false;
   static constexpr bool kFetches = false;
-  // With so many instructions for a line, the processor has few lines in view at a time; what
-  // another core has just written then comes slowly, above all from far away.
+  // With so many instructions for a line, the processor has few lines in view at a time. Lines
+  // that another core has just written then come slowly, above all from far away.
   static constexpr std::size_t kAhead = 1536;
   static COMMRT_INLINE Acc scale(Acc acc, float factor) {
     return {acc.a * splat<float>(factor), acc.b * splat<float>(factor)};
   }
 };
 
-// Whether there was a NaN in any of the vectors seen.
+// Finds out whether there was a NaN in any of the vectors seen.
 #if COMMRT_VEC_BYTES == 64
 struct NanSearch {
   __mmask16 numbers = 0xffff;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What staged collectives and messages have alike (staged_work.hpp).
+// The part that staged collectives and messages have in common (staged_work.hpp).
 #include "device_calls/staged_work.hpp"
 
 #include "engine/comm.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What whoever makes progress sees of calls that the device ends (watched_work.hpp).
+// Lets the thread that makes progress see calls that the device ends (watched_work.hpp).
 #include "device_calls/watched_work.hpp"
 
 #include "engine/comm.hpp"

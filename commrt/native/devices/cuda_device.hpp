@@ -28,7 +28,7 @@ struct CudaDevice : Device {
   Handle context = nullptr;
   std::string name;
   Uuid uuid{};  // the same in all processes, whatever number the device has there
-  // Of the machine, where pinned memory is to be (near_node.hpp); -1: anywhere.
+  // The node of the machine where pinned memory is to be (near_node.hpp); -1: anywhere.
   int node = -1;
   std::string sysfs;
   int multiprocessors = 1;

@@ -48,8 +48,8 @@ class EventPool : DeviceUser {
 class Scratch : DeviceUser {
  public:
   explicit Scratch(Device* device) : DeviceUser(device) {}
-  // Of at least so many bytes; none for 0. May wait for all that the device was given. Throws
-  // DeviceFailure.
+  // Returns memory of at least so many bytes; null for 0. May wait for all that the device was
+  // given. Throws DeviceFailure.
   unsigned char* of(std::size_t nbytes);
   void free();
 

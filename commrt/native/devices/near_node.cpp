@@ -28,7 +28,7 @@ std::string line_of(const std::string& path) {
 
 std::string nodes_folder(const std::string& sysfs) { return sysfs + "/devices/system/node/"; }
 
-// Of a list such as 0-3,8: sets the bits of those that there is room for.
+// Reads a list such as 0-3,8, and sets the bits of those numbers that there is room for.
 template <class Mask>
 void fill(const std::string& list, Mask* mask) {
   std::istringstream text(list);

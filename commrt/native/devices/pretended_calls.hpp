@@ -53,7 +53,8 @@ struct CallBase {
     status = invalid(self().words_for_device() + " has no event " + std::to_string(handle));
     return decltype(found->second)();
   }
-  // Where a stream is captured, what the host or the stream waits for would never come.
+  // Fails the call, and the capture with it, if a stream is captured: the host or the stream would
+  // wait for something that never comes.
   template <class Capture>
   bool breaks(const std::shared_ptr<Capture>& capture, const std::string& what) {
     if (!capture || !capture->active) return false;

@@ -15,7 +15,7 @@ Stream add_stream(SimDevice* device, Stream handle, bool blocking) {
       (handle ? "stream " + std::to_string(handle) : std::string("the legacy stream")) +
           " of device '" + device->name + "'",
       &stream->tick);
-  // As streams get work queues: in turn, whatever is in them.
+  // Streams get work queues in turn, whatever is in them.
   const auto number = static_cast<std::size_t>(device->next_queue++);
   const auto most = static_cast<std::size_t>(device->world->options.queues);
   if (device->queues.size() < most || !most) device->queues.emplace_back();

@@ -151,7 +151,7 @@ void forget_flags(std::unordered_map<std::uint64_t, Flag>& flags, std::uint64_t 
 
 void add_read(Touched& range, const Access& access, const Clock& clock) {
   auto& reads = range.reads;
-  // Who comes after this read comes after those before it.
+  // Accesses that come after this read also come after the reads that this read follows.
   reads.erase(std::remove_if(reads.begin(), reads.end(),
                              [&](const Access& one) {
                                return one.actor == access.actor ||

@@ -163,8 +163,8 @@ void ThreadDevice::close() {
   for (auto& stream : all) stream->thread.join();
 }
 
-// Memory goes with the device, not with its threads: whoever works on it keeps it, and may look
-// at flags until it has seen that the device is closed.
+// Memory goes with the device, not with its threads. A thread that works on the device keeps it,
+// and may look at flags until it has seen that the device is closed.
 void ThreadDevice::free_all() {
   std::lock_guard<std::mutex> guard(blocks().mutex);
   auto& by_base = blocks().by_base;

@@ -25,9 +25,9 @@
 
 namespace commrt::threaded {
 
-// Tells who waits that something changed. What is waited for is atomic and sequentially
-// consistent, so that the mutex is taken only when somebody waits: taken at every command, it
-// would order everything, and hide from ThreadSanitizer what nothing else orders.
+// Tells waiting threads that something changed. What they wait for is atomic and sequentially
+// consistent, so that the mutex is taken only when somebody waits. If it were taken at every
+// command, it would order everything, and hide from ThreadSanitizer what nothing else orders.
 class Signal {
  public:
   template <class Ready>

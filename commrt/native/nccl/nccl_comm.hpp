@@ -45,8 +45,8 @@ class NcclComm : public std::enable_shared_from_this<NcclComm> {
   enum class State { Live, Failed, Aborted, Closed };
   using Clock = std::chrono::steady_clock;
 
-  // Where NCCL writes the handle, and what it may read, for as long as it may do so: a job of the
-  // library that was given up may still hold these addresses.
+  // The memory where NCCL writes the handle, and which it may read. It lives as long as NCCL may
+  // use it: a job of the library that was given up may still hold these addresses.
   struct Slot {
     NcclHandle comm = nullptr;
     NcclConfig config;
@@ -81,9 +81,9 @@ class NcclComm : public std::enable_shared_from_this<NcclComm> {
               void* factor, int root, NcclStream stream, double timeout_s);
   int exchange(std::vector<NcclMessage> messages, NcclStream stream, double timeout_s);
 
-  // For who composes several groups with work of its own (nccl_program.cpp): runs `section` alone,
-  // once what went before it is in the streams; within, a group of messages; and gives up what was
-  // begun and cannot be finished.
+  // For callers that compose several groups with work of their own (nccl_program.cpp). alone()
+  // runs `section` alone, once the work before it is in the streams. group(), within a section,
+  // runs a group of messages. lose() gives up what was begun and cannot be finished.
   using Section = std::function<int(Clock::time_point deadline)>;
   int alone(double timeout_s, const Section& section);
   int group(const std::vector<NcclMessage>& messages, NcclStream stream,
@@ -98,8 +98,8 @@ class NcclComm : public std::enable_shared_from_this<NcclComm> {
   // Never of the handle: it may be gone, and NCCL keeps one text for all.
   std::string describe(int code) const { return api->describe(code); }
 
-  // What a thread does between two looks while it waits for NCCL, instead of only waiting: the
-  // peers that NCCL waits for may wait for this process. True if it need not pause.
+  // A thread calls this between two looks while it waits for NCCL, because the peers that NCCL
+  // waits for may wait for this process. It returns true if the thread need not pause.
   std::function<bool()> meanwhile;
 
   const std::shared_ptr<NcclApi> api;

@@ -157,7 +157,7 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   EventPool& events_;
   std::uint32_t* activity_ = nullptr;  // a flag
 
-  std::mutex polling_;  // of who looks; nobody waits for a peer or the device with it
+  std::mutex polling_;  // held to look; its holder does not wait for a peer or the device
   unsigned idle_ = 0;
   bool device_gone_ = false;
   std::atomic<bool> failed_{false}, closed_{false};

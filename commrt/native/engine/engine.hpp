@@ -85,9 +85,9 @@ class Engine {
   // Fails what is under way there and waits for this process, so that no stream goes on waiting.
   void release_streams(const std::string& why);
 
-  // The MPI library is given memory of a device, which is current from here on for whoever makes
-  // progress: any of MPI's calls may go on with what it was given. False where it has another
-  // one's. As many calls of leave_mpi() end it.
+  // The MPI library is given memory of a device. From here on, that device is current for each
+  // thread that makes progress: any of MPI's calls may go on with what it was given. False if MPI
+  // has another device. As many calls of leave_mpi() end it.
   bool share_with_mpi(Device* device, std::shared_ptr<void> keeps);
   void leave_mpi();
   // Guarded by the lock; null: none.
@@ -102,8 +102,8 @@ class Engine {
   // An operation with such a value, marked as Running; null if there is none.
   std::shared_ptr<Op> take_wanted_locked();
 
-  // When to look at open buckets that have a time limit (fusion.cpp). Written with the GIL;
-  // whoever waits without it asks is_timed_due().
+  // When to look at open buckets that have a time limit (fusion.cpp). Written with the GIL. A
+  // thread that waits without the GIL asks is_timed_due().
   std::atomic<double> timed_due_s{kNever};
   bool is_timed_due() const {
     const double due = timed_due_s.load(std::memory_order_relaxed);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs a plan: which instructions can run now, and what running one means.
+// Runs a plan: finds the instructions that can run now, and runs them.
 //
-// The position of instruction i of fragment f in an operation's stream is f * m + i.
-// Positions below head_ are done; above it, up to `depth` fragments are tried, in order, so
-// that a rank waiting for one message does whatever else it can. A call does one slice of the
-// work, or, for whoever waits anyway, all that can be done.
+// The position of instruction i of fragment f in an operation's stream is f * m + i. Positions
+// below head_ are done. Above it, up to `depth` fragments are tried, in order, so that a rank
+// waiting for one message does whatever else it can. A call does one slice of the work, or all
+// that can be done if the thread waits anyway.
 #include <algorithm>
 #include <cstring>
 

@@ -97,7 +97,7 @@ inline Place place_of(size_t segment, uint64_t offset) {
 // The contents of the line of an exposed payload.
 struct Shown {
   Place place;
-  uint64_t raw;  // 1: multiplied by the plan's factor by who reads it
+  uint64_t raw;  // 1: the reader multiplies it by the plan's factor
 };
 inline size_t segment_of(Place place) { return static_cast<size_t>(place >> kSegmentShift) - 1; }
 inline uint64_t offset_of(Place place) { return place & kOffsetMask; }

@@ -25,7 +25,7 @@ std::string seconds(double time_s) {
   return text;
 }
 
-// Whether an input has to be put away first.
+// True if an input has to be copied to another place first.
 bool reads_what_it_writes(const NcclPlan& plan, const unsigned char* in,
                           const unsigned char* out) {
   if (plan.program == nullptr && plan.phases.empty()) {
@@ -217,7 +217,7 @@ void NcclWork::order_before(NcclCall& made, Stream on, Stream stream, bool order
   if (has(NcclPlanted::EndEarly)) call(&Api::event_record, made.end, on);
 }
 
-// What runs on the device comes after the operation given before it, and is known to the next one.
+// Lets this call run on the device after the operation that was given before it.
 void NcclWork::wait_for_others(const NcclCall& made, Stream on) {
   using Api = DeviceApi;
   if (made.capture != 0) {

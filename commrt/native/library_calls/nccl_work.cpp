@@ -129,7 +129,10 @@ void NcclWork::issue(const NcclPtr& made, std::vector<unsigned char*>& arrays, S
   if (!captured) order_->sweep_locked();
   const NcclPlan& plan = *made->plan;
   if (plan.program != nullptr && plan.program->size != native_->size)
-    throw std::invalid_argument("a program of another number of ranks");
+    throw std::invalid_argument("the program is for " + std::to_string(plan.program->size) +
+                                " ranks, and the communicator has " +
+                                std::to_string(native_->size) +
+                                ": make the program for the ranks of the communicator");
   // First, as it may wait for all that the device was given.
   unsigned char* copy = nullptr;
   if (plan.is_barrier) out = order_->scratch.of(1);

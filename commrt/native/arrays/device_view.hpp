@@ -33,8 +33,8 @@ struct DeviceView {
 // everything else: the caller then asks Python. Throws only what is no Exception, as Ctrl-C.
 bool view_on_device(PyObject* array, DeviceView& view);
 
-// The current stream of the library that an array comes from; `array` may be None. What is not
-// known here is asked of Python.
+// Returns the current stream of the library that an array comes from; `array` may be None. Asks
+// Python if the library is not known here.
 Stream current_stream_of(nb::handle array, nb::handle device);
 
 }  // namespace commrt

@@ -139,8 +139,8 @@ bool show(PyObject* object, dlpack::Tensor& seen) {
 }  // namespace
 
 bool extent_of_tensor(PyObject* object, Extent& extent) {
-  // To look whether a tensor is dense takes a tenth as long as recording a call may. It is looked
-  // from the first tensor on that cannot be shown: most programs have none.
+  // The question whether a tensor is dense takes a tenth of the time that recording a call may
+  // take. It is asked only from the first tensor on that cannot be shown: most programs have none.
   static bool looks_first = false;
   if (!is_plain(object) || torch().view_of == nullptr) return false;
   if (looks_first && !is_strided(object)) return false;

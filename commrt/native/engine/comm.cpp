@@ -244,8 +244,8 @@ void Comm::report_run(const Plan& plan, uint64_t took_ticks, bool in_heap) {
     return;
   }
   plan.choice.report(took_ticks, !plan.answered);
-  // By the latest run, not by the latest change: who changed in another state of the machine
-  // and did not run since may never change back.
+  // Judge by the latest run, not by the latest change: a plan that changed in another state of the
+  // machine, and has not run since, may never change back.
   if (streams_second(plan.adaptive) && plan.choice.has_tried()) {
     learned_ = streams_second(plan.choice.current()) ? 1 : 0;
   }
@@ -319,7 +319,7 @@ int Comm::acquire_lane(const Plan& plan) {
     if (!clear) continue;
     lane.busy = true;
     const size_t nbytes = static_cast<size_t>(plan.slots) * plan.slot_nbytes;
-    // All of a lane is free then: an operation may begin anywhere.
+    // The whole lane is free then, so an operation may begin anywhere.
     lane.at = plan.moves_on && lane.next + nbytes <= slot_window ? lane.next : 0;
     lane.next = lane.at + (plan.moves_on ? nbytes : 0);
     return i;

@@ -144,7 +144,8 @@ class Op {
     return state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed);
   }
   bool still_agrees() const { return is_agreement || (agreement != nullptr && gloo == nullptr); }
-  // Failed by what it compared. With gloo asked, all had said the same: then peers lose nothing.
+  // False for an operation that failed by what it compared, and for gloo's: gloo is asked only
+  // once all have said the same, so peers lose nothing.
   bool had_agreed() const {
     return gloo == nullptr && agreement != nullptr && agreement->finished() &&
            !agreement->has_failed();

@@ -50,7 +50,7 @@ struct DeviceCall {
   bool failed() const {
     return state.load(std::memory_order_acquire) == static_cast<int>(State::Failed);
   }
-  // Once; `kind_` and `why` are what its request says.
+  // Called once; `kind_` and `why` are what its request says.
   void fail(const std::string& kind_, const std::string& why);
   void succeed();
   // Recorded in a graph, it runs as that is launched, and its state does not change.
@@ -79,8 +79,8 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
              EventPool& events);
   virtual ~DeviceWork();
 
-  // One look; true if anything has changed. Of several threads one at a time. Takes no lock that
-  // anybody holds while it waits for a peer or the device.
+  // Takes one look; true if anything has changed. One thread at a time may look. Takes no lock
+  // that anybody holds while it waits for a peer or the device.
   virtual bool progress() = 0;
   // Lets a stream wait for the end of a call. Throws DeviceFailure where one of them is in a
   // capture that the other one has no part in; the capture goes on.
@@ -128,7 +128,8 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   void refuse_capture_of(Stream stream, const char* why) const;
   // Makes progress until that is so. Holds no lock that progress takes.
   void progress_until(const std::function<bool()>& is_so);
-  // Holds polling_. What a call keeps becomes its own, and it counts as under way.
+  // The caller holds polling_. References that the call keeps become its own, and it counts as
+  // under way.
   void take_up(DeviceCall& call, void* const* keep);
   // Holds polling_. The host has seen the end: its references are free.
   void drop(DeviceCall& call);

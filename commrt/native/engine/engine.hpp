@@ -53,7 +53,7 @@ class Engine {
   bool has_thread() const { return thread_.joinable(); }
   // True while the thread sleeps until there is something to do.
   bool is_parked() const { return is_parked_.load(std::memory_order_acquire); }
-  // After something was started, or left in flight, that its caller does not wait for.
+  // Called after something was started, or left in flight, that its caller does not wait for.
   void wake();
   bool idle();
   // The number of looks of a waiting thread between two yields: the least of what is in flight, at

@@ -122,7 +122,7 @@ bool Op::advance(uint64_t limit) {
     // for what was sent before.
     if (timed_from != 0 && !p.answered) timed_from = ticks();
   }
-  // Behind a gate it has its lane already: lanes are taken in the order of operations.
+  // An operation behind a gate has its lane already: lanes are taken in the order of operations.
   if (!gate.is_open()) return any;
   const uint64_t m = p.instrs.size();
   worked_ = 0;
@@ -143,7 +143,7 @@ bool Op::advance(uint64_t limit) {
       }
       if (worked_ >= limit && head_ < total_) return true;
     }
-    // Once failed, the buffers may be gone: whoever waits has been told.
+    // The buffers of a failed operation may be gone: its waiting caller has been told.
     if (finished()) return true;
     if (head_ == total_) {
       if (!all_sent() || !all_taken()) return any;

@@ -28,8 +28,9 @@ struct alignas(kLineBytes) Line {
 };
 static_assert(sizeof(Line) == kLineBytes);
 
-// The rest of a payload that rides in lines. Where it lies follows from the message's id: the
-// receiver's core may fetch it beside the line, not after it, as what the line points to.
+// The rest of a payload that rides in lines. Its place follows from the message's id. So the
+// receiver's core may fetch it beside the line, and not only after the line, as it would if the
+// line pointed to it.
 struct alignas(kLineBytes) More {
   unsigned char payload[kMoreBytes];
 };

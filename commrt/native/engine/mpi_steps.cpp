@@ -32,8 +32,8 @@ void Op::fail_mpi(const char* function, int code, const std::string& what) {
   fail(why + "; " + kAfterMpiFailure);
 }
 
-// Posts what may be posted: ids of a pair in their order, whatever instructions they belong
-// to. Whether all is posted; the operation may have failed afterwards.
+// Posts the receives that may be posted: ids of a pair in their order, whatever instructions they
+// belong to. True if all are posted. The call may fail the operation.
 bool Op::all_posted(MpiStep& step, const Instr& ins, int64_t fragment, size_t nbytes) {
   bool all = true;
   for (MpiInput& one : step.inputs) {

@@ -487,7 +487,7 @@ bool P2P::serve(int peer) {
   return any;
 }
 
-// All that an on-node peer has sent so far.
+// Takes all that an on-node peer has sent so far.
 bool P2P::drain(int peer) {
   bool any = false;
   while (pull(peer)) any = true;

@@ -129,12 +129,12 @@ class P2P {
 
   std::shared_ptr<Op> send(const void* buffer, uint64_t nbytes, int dest, int tag);
   std::shared_ptr<Op> recv(void* buffer, uint64_t capacity, int source, int tag);
-  // Both at once, as one operation that ends when both have. With `sent` the message is away.
+  // Starts both as one operation, which ends when both have. `sent`: the message is away already.
   std::shared_ptr<Op> sendrecv(const void* buffer, uint64_t nbytes, int dest, int sendtag,
                                void* out, uint64_t capacity, int source, int recvtag,
                                bool sent);
-  // Any number, in any order of the peers, as one operation that ends when all have; without
-  // those that `begun` says are over.
+  // Starts any number of messages, in any order of the peers, as one operation that ends when all
+  // have; without those that `begun` says are over.
   std::shared_ptr<Op> multi(const MessageLists& lists, const Begun& begun, const Gate& gate = {});
   // True if starting a message to or from this peer takes no longer than one packet does.
   bool calm(int peer, uint64_t nbytes) const;
@@ -161,7 +161,7 @@ class P2P {
   static std::string whom(const Op& op);
   std::string waits_for(const Op& op) const;
   uint64_t next_seq() const { return next_id_ - 1; }
-  // Nothing is in flight, packets of sends that are over included.
+  // True if nothing is in flight, packets of sends that are over included.
   bool idle() const;
 
  private:

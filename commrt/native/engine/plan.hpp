@@ -58,7 +58,7 @@ struct Instr {
   bool has_mpi = false;      // some message crosses MPI
   int64_t fragments = 0;     // of the plan's; later ones leave it out. 0: all of them
   bool boxed = false;        // its local operands are boxes, nothing between them is combined
-  // In which cases (Sharing) peers may read what is sent out of this rank's own buffer.
+  // The cases (Sharing) in which peers may read what is sent out of this rank's own buffer.
   uint8_t exposable = 0;  // out of the result here
   uint8_t operand_exposable = 0;  // out of the only operand
   bool gives_result = false;  // its first local output is read by no instruction

@@ -46,10 +46,11 @@ struct Changes {
   std::atomic<int> sleepers{0};
 
   void tell() {
-    // In one order with a sleeper's two steps: it is counted, or sees the new count.
+    // The order is one with that of a sleeper's two steps: the sleeper is counted, or sees the new
+    // count.
     count.fetch_add(1, std::memory_order_seq_cst);
     if (sleepers.load(std::memory_order_seq_cst) == 0) return;
-    // Not held while others are woken, who would only wait for it.
+    // The mutex is not held while others are woken, as they would only wait for it.
     { const std::lock_guard<std::mutex> lock(mutex); }
     changed.notify_all();
   }
@@ -80,7 +81,7 @@ void Relay::Request::end(int with) {
 
 namespace {
 
-// All relays of this process, for those that have the GIL, or have it not.
+// All relays of this process, for threads with and without the GIL.
 struct Relays {
   std::mutex mutex;
   std::vector<Relay*> all;

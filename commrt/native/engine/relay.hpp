@@ -84,7 +84,7 @@ class Relay {
   // The oldest payload that has been taken has left.
   void sent(int peer);
 
-  // From now on frames are taken by `take`, of which at most `most` may be on their way.
+  // From now on, frames are taken by `take`. At most `most` of them may be on their way.
   void be_carried(int most);
   // True if this thread is to send to a peer: there are frames, there is room, and nobody else
   // sends. It goes on until `take` has nothing more.
@@ -132,8 +132,8 @@ class Relay {
   // The count of operations that the communicator of this tag has started, to be kept there.
   std::shared_ptr<std::atomic<uint64_t>> count_of(int tag);
   // Waits until something has changed for the engine since `seen`, at most for a moment, and
-  // brings `seen` up to date. Of all relays of this process. The moment is short where ranks of
-  // this node could want a look.
+  // brings `seen` up to date. It waits for all relays of this process. The moment is short if
+  // ranks of this node could want a look.
   static void wait_for_change(uint64_t& seen);
   // Something has changed.
   static void tell();

@@ -101,7 +101,7 @@ class StoreChoice {
   static unsigned bits(Store kind) { return static_cast<unsigned>(kind); }
   uint64_t best_recent() const { return *std::min_element(recent_, recent_ + kRecent); }
 
-  // After the first runs of a new kind: back to the old one unless they were faster.
+  // Called after the first runs of a new kind. Goes back to the old kind unless they were faster.
   void prove() {
     if (best_recent() >= best_before_ - best_before_ / 16) kind_ ^= best_flip_;
   }

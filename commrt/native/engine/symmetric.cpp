@@ -2,11 +2,12 @@
 // Buffers in the symmetric heap: memory that every on-node peer has mapped.
 //
 // A payload then need not pass through a slot. A sender may *expose* its own buffer, which the
-// peer reads in place; the operation ends once it has been read. Or it may *deliver* the value
-// to where the peer wants it: for that each rank shows, as a long operation starts, where its
-// result goes. The line of the message says which of the three it was, so what lies in the heap
-// is each rank's own affair, and any mixture works. Whether memory may be read later, or
-// written earlier, than the schedule's steps do is settled beforehand (schedule/exposure.py).
+// peer reads in place; the operation ends once it has been read. Or it may *deliver* the value to
+// where the peer wants it: for that each rank shows, as a long operation starts, where its result
+// goes. The line of the message says which of the three it was. So each rank may put its own
+// buffers into the heap or not, and any mixture works. It is settled beforehand
+// (schedule/exposure.py) whether memory may be read later, or written earlier, than the schedule's
+// steps do.
 #include <algorithm>
 #include <cstring>
 
@@ -47,8 +48,8 @@ void Comm::remove_mirror(const void* start) {
   mirrors_.erase(std::remove_if(mirrors_.begin(), mirrors_.end(), is_there), mirrors_.end());
 }
 
-// Looks where the buffers lie. Where they overlap in a way that no schedule knows of, they
-// count as ordinary ones.
+// Looks where the buffers lie. If they overlap in a way that no schedule knows of, they count as
+// ordinary ones.
 void Op::find_in_heap() {
   const Plan& p = *plan;
   in_heap = true;
@@ -130,8 +131,8 @@ const Op::Result& Op::result_of(int peer) {
   return result;
 }
 
-// From where peers may read what an instruction sends: its only operand, or its result here. A
-// send buffer apart from the result is written by nobody: peers may read it at once. Of a mean
+// Returns where peers may read what an instruction sends: its only operand, or its result here.
+// Nobody writes to a send buffer apart from the result, so peers may read it at once. For a mean,
 // they read it as it is, and multiply it as they add.
 Op::Source Op::source_in_heap(const Instr& ins) const {
   auto place = [&](const Ref& ref) -> Place {
@@ -168,8 +169,8 @@ void Op::expose(const Instr& ins, int64_t fragment, size_t nbytes) {
   }
 }
 
-// Decides how each message of an instruction travels; false if that is not known yet. What
-// is computed here is written to the peer while it is at hand. What already lies in memory is
+// Decides how each message of an instruction travels; false if that is not known yet. A value
+// computed here is written to the peer while it is at hand. A value that already lies in memory is
 // left there for the peers to read, each on its own core.
 bool Op::choose_routes(const Instr& ins) {
   source_ = source_in_heap(ins);

@@ -44,7 +44,7 @@ nb::object raised_by(Body body) {
   return nb::borrow(error.value());
 }
 
-// Null where no rank may send it: then the bucket has failed.
+// Returns the plan of a bucket; null if no rank may send the bucket, which has then failed.
 PlanPtr plan_of(Group& group, Bucket& bucket) {
   const int dtype = static_cast<int>(bucket.dtype), redop = static_cast<int>(bucket.redop);
   const int64_t count = bucket.parts->elems();
@@ -78,7 +78,7 @@ void send(Bucket& bucket) {
   const PlanPtr plan = plan_of(group, bucket);
   if (plan == nullptr) return;
   Engine& engine = *group.engine;
-  // Nothing may fail between the start and what keeps the outputs until the end.
+  // Nothing may fail between the start and the request that keeps the outputs until the end.
   nb::object request = nb::inst_alloc(nb::type<Request>());
   std::shared_ptr<Op> op;
   PyObject* const arrays = nb::object(bucket.arrays).release().ptr();  // the operation's
@@ -199,7 +199,8 @@ uint64_t Fusion::add_away(nb::handle group, nb::handle away, const FusedCall& ca
 
 // The call is in the bucket. False with Python's error set where sending was interrupted.
 bool Fusion::count(nb::handle group, Bucket& bucket, const FusedCall& call) {
-  // Those of the host that lie one behind the other are one part where nothing cuts between them.
+  // Arrays of the host that lie one behind the other become one part, if nothing cuts between
+  // them.
   const bool merges = !agrees_ && !bucket.away.is_valid();
   bucket.parts->add(call.in, call.out, call.count, merges ? item_size(call.dtype) : 0);
   const double now = agrees_ ? now_s() : 0;
@@ -279,7 +280,7 @@ bool look_at_timed(Engine& engine) {
   return true;
 }
 
-// There is enough to send. Where other ranks are late, this one goes on adding.
+// There is enough to send. While other ranks are late, this rank goes on adding.
 bool Fusion::fill(nb::handle group) {
   if (!agrees_) return send_before(num_calls_);
   full_nbytes_ = open_nbytes_ + most_nbytes_ / 8;
@@ -345,7 +346,7 @@ bool Fusion::send_before(uint64_t call) {
     cut.bucket->next = cut.rest;
     cut.rest->hold();  // by the bucket, and by the one who has the open ones
   }
-  // By their first calls: a rank that was told late has had them open for longer.
+  // Sort by the first calls: a rank that was told late has had them open for longer.
   if (agrees_) {
     std::sort(later.begin(), later.end(), [](const Bucket* a, const Bucket* b) {
       return a->calls.front() < b->calls.front();

@@ -42,7 +42,7 @@ struct Bucket {
   Bucket* next = nullptr;
 
   bool is_settled() const { return sent != nullptr || left || error.is_valid(); }
-  // Instead of being sent: nobody works on the arrays.
+  // Ends a bucket that is not sent; nobody works on the arrays.
   void fail(const nb::object& why);
   void hold() { ++references_; }
   void let_go() {

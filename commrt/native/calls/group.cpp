@@ -159,7 +159,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
   for (int i = 0; i < passes && !is_long(*op); ++i) {
     if (op->finished()) return WaitResult::Done;
     if (wants_gil(engine)) break;
-    // Not by hand: a pass that runs out of memory must leave the lock free.
+    // Use a lock object: a pass that runs out of memory must leave the lock free.
     const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
     if (lock.owns_lock()) engine.step_locked(kSliceBytes);
   }
@@ -448,7 +448,8 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
                      nonblocking, timeout_s);
 }
 
-// In the memory of the Python object: one allocation less than nb::cast of a new one.
+// Makes the request in the memory of the Python object: one allocation less than nb::cast of a new
+// one.
 nb::object make_request(nb::handle group, std::shared_ptr<Op> op, nb::handle result,
                         nb::handle operation, double timeout_s) {
   nb::object request = nb::inst_alloc(nb::type<Request>());

@@ -58,8 +58,8 @@ struct StagedAgreement {
   std::string differences(const std::uint64_t* heard) const;
 };
 
-// From itself, so that a call has the very pointer that Python's object has: another one would go
-// with Python's lock, in whatever thread ends the call.
+// It can share itself, so that a call has the very pointer that Python's object has. Another
+// pointer would be dropped with Python's lock, in whatever thread ends the call.
 struct StagedPlan : std::enable_shared_from_this<StagedPlan> {
   std::vector<StagedPart> parts;  // of each piece; or of all but the last, and of the last
   std::int64_t pieces = 1;

@@ -70,7 +70,7 @@ class StagedWork : public DeviceWork {
   virtual bool asks_device() const { return true; }
   // Why a captured stream is refused.
   virtual const char* why_no_graph() const;
-  // Not by who holds a lock: lets a stream wait for the end, once that is given.
+  // Lets a stream wait for the end, once the end is given. The caller holds no lock.
   virtual void order_after(const StagedPtr& call, Stream stream);
   const char* too_late() const override { return "an operation on device memory came too late"; }
 

@@ -57,7 +57,7 @@ class WatchedWork : public DeviceWork {
 
   // The call becomes the communicator's next operation.
   void count(WatchedCall& call, const WatchedPlan& plan, Stream stream, bool orders);
-  // All of it was given. What it keeps becomes its own.
+  // The device was given the whole call. References that the call keeps become its own.
   void watch(const WatchedPtr& call, void* const* keep);
 
   // Callers of the following hold polling_.
@@ -71,7 +71,7 @@ class WatchedWork : public DeviceWork {
   std::uint64_t first_lost(std::uint64_t next) const override;
   // The device has done a call, which is still the first one.
   virtual void see_end(const WatchedCall&) {}
-  // Nothing has changed for a while: what else may have failed. True if it has.
+  // Called when nothing has changed for a while. Looks for other failures; true if there is one.
   virtual bool look_further() { return false; }
   virtual bool look_at_failed() { return false; }
   // Lets streams go that hold failed calls.

@@ -56,7 +56,7 @@ std::uint64_t units_of(const BoxEntry& box, std::uint64_t most) {
 
 // True if all that a term leads to lies in the buffer.
 bool is_in_buffer(const BoxLaunch& launch, const BoxEntry& box, const TermEntry& term) {
-  // In wider numbers: what is no table has any numbers.
+  // Compute in wider numbers: memory that is no table may hold any numbers.
   __int128 low = term.offset, high = term.offset;
   for (std::uint32_t dim = 0; dim < box.ndim; ++dim) {
     const __int128 way = static_cast<__int128>(box.shape[dim] - 1) * term.strides[dim];

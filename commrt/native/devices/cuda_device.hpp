@@ -16,7 +16,7 @@
 namespace commrt::cuda {
 
 struct CudaDevice : Device {
-  // Null, with a text for last_error(), where it cannot be had.
+  // Returns null, with a text for last_error(), if the device cannot be opened.
   static std::unique_ptr<CudaDevice> open(int ordinal, bool memory_flags,
                                           const std::string& library,
                                           const std::string& sysfs);

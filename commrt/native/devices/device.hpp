@@ -83,8 +83,8 @@ struct DeviceApi {
   DeviceStatus (*timed_event_create)(Device*, Event* out);
   DeviceStatus (*event_elapsed)(Device*, Event from, Event to, double* elapsed_us);
 
-  // Flags are aligned 32-bit words. What came before a write in its stream is visible to who
-  // sees it; the wait is cyclic: int32(*flag - value) >= 0.
+  // Flags are aligned 32-bit words. A reader that sees a write also sees everything that came
+  // before it in its stream. The wait is cyclic: int32(*flag - value) >= 0.
   DeviceStatus (*write_value32)(Device*, Stream, std::uint32_t* flag, std::uint32_t value);
   DeviceStatus (*wait_value32_geq)(Device*, Stream, std::uint32_t* flag, std::uint32_t value);
 

@@ -33,7 +33,8 @@ class EventPool : DeviceUser {
  public:
   explicit EventPool(Device* device) : DeviceUser(device) {}
   Event take();  // throws DeviceFailure
-  // After close() it is destroyed: of a call that outlives the work, nobody would take it.
+  // After close(), the event is destroyed: it is of a call that outlives the work, and nobody
+  // would take it.
   void give(Event event);
   std::size_t size();
   void close();

@@ -85,7 +85,7 @@ bool NearNode::go_there(const std::string& sysfs, int node) {
   fill(line_of(nodes_folder(sysfs) + "node" + std::to_string(node) + "/cpulist"), &cpus);
   auto* before = reinterpret_cast<cpu_set_t*>(cpus_before_.data());
   if (sched_getaffinity(0, sizeof cpus_before_, before) != 0) return false;
-  // Only those that this thread may use anyway.
+  // Use only cores that this thread may use anyway.
   bool any = false;
   for (std::size_t i = 0; i < cpus.size(); ++i) {
     cpus[i] &= cpus_before_[i];

@@ -3,7 +3,7 @@
 // launches, captures and graphs.
 //
 // Each device has a `Call`, which every call begins with, and a `Side`, which says its types and
-// enters calls. What the two do differently in a shared call is a method of the Call:
+// enters calls. A method of the Call does what differs between the two in a shared call:
 //
 //   give(stream, command)            a stream gets a command; the status
 //   give_foreign(stream, kernel)     likewise, of another library's kernel

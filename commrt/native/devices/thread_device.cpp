@@ -20,7 +20,8 @@ std::uint32_t load(const void* flag) {
   return __atomic_load_n(static_cast<const std::uint32_t*>(flag), __ATOMIC_SEQ_CST);
 }
 
-// Stays until it may end. Who lets it end need not tell: it looks again and again.
+// Runs until the kernel may end. Whoever lets it end need not tell, because it looks again and
+// again.
 template <class GivenUp>
 void run_foreign(const ForeignKernel& kernel, GivenUp given_up) {
   pretended::call_host_function(kernel.begin, kernel.argument);

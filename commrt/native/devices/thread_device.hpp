@@ -40,7 +40,7 @@ class Signal {
     }
     waiters_.fetch_sub(1);
   }
-  // Until `ready`, or a little while.
+  // Waits until `ready`, or for a little while.
   template <class Ready>
   void wait_a_little(Ready ready) {
     waiters_.fetch_add(1);

@@ -169,7 +169,7 @@ void MpiWork::enqueue_start(MpiCall& made, Stream stream, unsigned char* copy_to
 void MpiWork::enqueue_end(MpiCall& made) {
   using Api = DeviceApi;
   if (has(PlantedInMpi::EndEarly)) record_end(made);
-  // Not only by the host: a failure lets the streams go at once.
+  // The stream itself waits, too: a failure lets the streams go at once.
   if (!has(PlantedInMpi::NotStarted)) call(&Api::wait_value32_geq, h2d_, start_, made.value);
   if (!has(PlantedInMpi::NoGo)) {
     const std::uint32_t less = has(PlantedInMpi::GoOffByOne) ? 1 : 0;
@@ -310,7 +310,7 @@ bool MpiWork::let_go() {
   return any;
 }
 
-// Nothing has changed for a while: a peer may have given up, or come too late.
+// Called when nothing has changed for a while: a peer may have given up, or come too late.
 bool MpiWork::look_after(MpiCall& made) {
   bool ended = false;
   {

@@ -34,7 +34,7 @@ namespace commrt {
 struct NcclCall;
 struct StagedCall;
 
-// From itself, as work that has it may go in any thread.
+// It can share itself, because work that has it may go in any thread.
 class NcclOrder : public DeviceUser, public std::enable_shared_from_this<NcclOrder> {
  public:
   // Throws DeviceFailure. `keeps` is alive as long as the device is needed.

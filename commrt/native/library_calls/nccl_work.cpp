@@ -258,7 +258,7 @@ void NcclWork::tell_others(const NcclCall& made, Stream on) {
   }
 }
 
-// From the first capture on graphs may be launched, which have to be told of what was given before.
+// From the first capture on, graphs may be launched, and have to be told of what was given before.
 void NcclWork::begin_graphs() {
   if (order_->has_captured) return;
   const bool any = order_->last != nullptr || !order_->beside.empty();

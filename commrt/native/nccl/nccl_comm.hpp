@@ -39,7 +39,8 @@ struct NcclMessage {
   int64_t round = 0;  // rounds run one after the other; both ends put a message into the same one
 };
 
-// From itself, as what has it may go in a thread that must not wait for Python (peer_exchange.hpp).
+// It can share itself, because its owner may go in a thread that must not wait for Python
+// (peer_exchange.hpp).
 class NcclComm : public std::enable_shared_from_this<NcclComm> {
  public:
   enum class State { Live, Failed, Aborted, Closed };
@@ -55,7 +56,7 @@ class NcclComm : public std::enable_shared_from_this<NcclComm> {
 
   NcclComm(std::shared_ptr<NcclApi> library, std::shared_ptr<Slot> where, bool is_owner)
       : api(std::move(library)), slot(std::move(where)), owned(is_owner) {}
-  // Without destroying anything: that would communicate wherever Python drops an object.
+  // Destroys nothing: that would communicate wherever Python drops an object.
   ~NcclComm();
   NcclComm(const NcclComm&) = delete;
   NcclComm& operator=(const NcclComm&) = delete;
@@ -91,11 +92,12 @@ class NcclComm : public std::enable_shared_from_this<NcclComm> {
   void lose() { give_up(); }
 
   int finalize(double timeout_s);
-  // In a thread of its own, which is left alone after the time: InProgress then.
+  // Runs in a thread of its own, which is left alone after the time. The result is then
+  // InProgress.
   int destroy(double timeout_s);
   int abort(double timeout_s);
 
-  // Never of the handle: it may be gone, and NCCL keeps one text for all.
+  // Never asks about the handle: it may be gone, and NCCL keeps one text for all.
   std::string describe(int code) const { return api->describe(code); }
 
   // A thread calls this between two looks while it waits for NCCL, because the peers that NCCL

@@ -82,7 +82,7 @@ class PeerExchange : public std::enable_shared_from_this<PeerExchange> {
   DeviceStatus has_run(bool* all);
   // Then gives streams and events back; the memory is the caller's.
   DeviceStatus end();
-  // All flags hold this value already; before the first program.
+  // All flags hold this value already. Called before the first program.
   void count_from(std::uint32_t value);
 
   Device* const device;

@@ -290,7 +290,8 @@ bool HostWork::let_go() {
   return any;
 }
 
-// Without flags: what is done goes back. Holds polling_, and only here the end is counted then.
+// Without flags, sends back what is done. The caller holds polling_. The end is then counted only
+// here.
 bool HostWork::give_finished(const HostCallPtr& made) {
   try {
     call(&DeviceApi::stream_wait_event, h2d_, made->copied);

@@ -194,7 +194,7 @@ void MessageStager::give(const MessagesPtr& made) {
   if (failed_) fail(failure_kind_, failure_, device_gone_);
 }
 
-// Without flags: what has come goes back. Holds polling_.
+// Without flags, sends back what has come. The caller holds polling_.
 bool MessageStager::give_finished(const MessagesPtr& made) {
   using Api = DeviceApi;
   try {
@@ -342,7 +342,7 @@ bool MessageStager::let_go() {
   return any;
 }
 
-// Nothing has changed for a while: a peer may have given up, or come too late.
+// Called when nothing has changed for a while: a peer may have given up, or come too late.
 void MessageStager::look_after(const MessagesPtr& made) {
   std::string why;
   {

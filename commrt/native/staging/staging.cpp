@@ -240,7 +240,7 @@ void Stager::copy_back(Piece& piece, const unsigned char* memory, std::size_t sl
   using Api = DeviceApi;
   const PiecesCall& made = *piece.call;
   const std::size_t i = piece.number;
-  // Not only by the host: a failure lets the streams go at once.
+  // The stream itself waits, too: a failure lets the streams go at once.
   if (!has(Planted::NotCopied)) call(&Api::wait_value32_geq, h2d_, start_, piece.value);
   if (!has(Planted::NoGo)) {
     const std::uint32_t less = has(Planted::GoOffByOne) ? 1 : 0;
@@ -406,7 +406,7 @@ bool Stager::let_go() {
   return any;
 }
 
-// Nothing has changed for a while: a peer may have given up, or come too late.
+// Called when nothing has changed for a while: a peer may have given up, or come too late.
 bool Stager::look_after(Piece& piece, const std::shared_ptr<Op>& op) {
   bool ended = false;
   {
@@ -495,7 +495,7 @@ void Stager::let_all_go(const std::string& kind, const std::string& why) {
 
 // --- the end ---
 
-// All have ended: let_all_go() failed them, and nothing of them runs any more.
+// All operations have ended: let_all_go() failed them, and nothing of them runs any more.
 StagedWork::Rest Stager::host_is_done() {
   for (const auto& op : failed_ops_) {
     if (op->held) return Rest::Never;

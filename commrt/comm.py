@@ -14,6 +14,7 @@ from commrt import _native
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.redistribution import Redistributions
 from commrt.calls import arguments
+from commrt.calls.bound_call import Binders
 from commrt.calls.channel import Channel
 from commrt.calls.check_mode import Checker
 from commrt.calls.collectives import Collectives
@@ -31,10 +32,12 @@ from commrt.grids.neighbors import NeighborCalls, Neighborhood, grid_neighborhoo
 from commrt.grids.plans import CartPlans, NeighborPlans
 from commrt.group.symmetric import SymmetricMemory
 from commrt.job.world import World
+from commrt.messages.bound import message_binders
 from commrt.messages.point_to_point import Messages
 from commrt.mpi import library
-from commrt.plans import PlannedServices, Plans
+from commrt.plans import Plans
 from commrt.sparse.allreduce import SparseReport
+from commrt.sparse.bound import sparse_binders
 from commrt.sparse.sums import SparseSums
 from commrt.subgroups import Kinds, Subgroups
 from commrt.trace.methods import follow_communicator
@@ -132,9 +135,12 @@ class Communicator(Channel):
         self.redistributions = Redistributions(
             self, self.devices, self.comparison, self.box_plans
         )
-        self._services = PlannedServices(
-            self, self.collectives, self.messages, self.sparse, self.redistributions
-        )
+        self.binders: Binders = {
+            **self.collectives.binders,
+            **message_binders(self.messages),
+            **sparse_binders(self, self.sparse),
+            **self.redistributions.binders,
+        }
         picks = world.picks_native(self.facts, self.table, self.wishes)
         if native_comm is None and picks:
             self.native_mpi.lease(limit)
@@ -235,7 +241,7 @@ class Communicator(Channel):
     @property
     def plan(self) -> Plans:
         """Persistent plans: ``comm.plan.allreduce(x, ...)`` returns a bound call."""
-        return plans_with_ranges(Plans(self, self._services), self)
+        return plans_with_ranges(Plans(self, self.binders), self)
 
     @property
     def carriers_agreed(self) -> bool:
@@ -374,6 +380,11 @@ class CartCommunicator(Communicator):
         around = grid_neighborhood(self.neighbors)
         self.around = NeighborCalls(self, around, self.devices, self.comparison)
         self.halos = Halos(self, grid, self.devices, self.comparison, self.box_plans)
+        self.binders = {
+            **self.binders,
+            **self.around.binders,
+            **self.halos.binders,
+        }
 
     halo_exchange = forwarded(Halos.halo_exchange, "halos")
     halo_reduce = forwarded(Halos.halo_reduce, "halos")
@@ -403,9 +414,7 @@ class CartCommunicator(Communicator):
     @property
     def plan(self) -> CartPlans:
         """Persistent plans; those of halos are here besides."""
-        return plans_with_ranges(
-            CartPlans(self, self._services, self.around, self.halos), self
-        )
+        return plans_with_ranges(CartPlans(self, self.binders), self)
 
     @cached_property
     def coords(self) -> Coords:
@@ -491,6 +500,7 @@ class GraphCommunicator(Communicator):
         super().__init__(*args, **kwargs)
         self._neighborhood = around
         self.around = NeighborCalls(self, around, self.devices, self.comparison)
+        self.binders = {**self.binders, **self.around.binders}
 
     neighbor_allgather = forwarded(NeighborCalls.neighbor_allgather, "around")
     neighbor_allgatherv = forwarded(NeighborCalls.neighbor_allgatherv, "around")
@@ -500,7 +510,7 @@ class GraphCommunicator(Communicator):
     @property
     def plan(self) -> NeighborPlans:
         """Persistent plans; those among neighbours are here besides."""
-        return plans_with_ranges(NeighborPlans(self, self._services, self.around), self)
+        return plans_with_ranges(NeighborPlans(self, self.binders), self)
 
     def sent_to_neighbors(
         self, what: str, args: tuple[Any, ...], more: dict[str, Any]

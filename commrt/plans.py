@@ -4,56 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from commrt import _native
 from commrt.boxes.device_plans import BoundBoxes
-from commrt.boxes.redistribution import Redistributions
-from commrt.calls.bound_call import BoundCall
-from commrt.calls.collectives import Collectives
-from commrt.device_calls.collectives import BoundDeviceCall
-from commrt.device_calls.host_collectives import BoundHostCall
+from commrt.calls.bound_call import Binders, BoundCall
 from commrt.errors import suggest
-from commrt.group.group import Group
-from commrt.messages.bound import (
-    bind_messages,
-    bind_recv,
-    bind_send,
-    bind_sendrecv,
-)
 from commrt.messages.by_nccl import NcclMessages
-from commrt.messages.point_to_point import Messages
-from commrt.sparse.bound import bind_sparse, bind_topk
-from commrt.sparse.sums import SparseSums
 from commrt.trace.bound import follow_bound
 from commrt.trace.traced import Traced
-from commrt.vocabulary.operations import COLLECTIVES, names_of
+from commrt.vocabulary.operations import COLLECTIVES
 
 if TYPE_CHECKING:
     from commrt.boxes.layouts import Layout
-    from commrt.compression.compressed import CompressedCall
 
-__all__ = ["PlannedServices", "Plans"]
-
-_Bound: TypeAlias = (
-    "_native.PersistentCall | CompressedCall | BoundDeviceCall | BoundHostCall"
-)
-_PLANNED = names_of("collective", "message", "sparse", "boxes")
-"""Plans among neighbours are those of grids and graphs (``grids/plans.py``)."""
-
-
-@dataclass(frozen=True)
-class PlannedServices:
-    """The parts of a communicator whose calls can be bound to their arrays."""
-
-    group: Group
-    """The ranks."""
-    collectives: Collectives
-    messages: Messages
-    sparse: SparseSums
-    redistributions: Redistributions
+__all__ = ["Plans"]
 
 
 class Plans:
@@ -71,21 +37,22 @@ class Plans:
     by name for the first time on a communicator that has no MPI communicator yet.
     """
 
-    def __init__(self, comm: Traced, services: PlannedServices) -> None:
-        self._comm, self._services = comm, services
+    def __init__(self, comm: Traced, binders: Binders) -> None:
+        """Plan the calls of ``comm``, each by the binder that its feature registers."""
+        self._comm, self._binders = comm, binders
 
-    def __getattr__(self, name: str) -> Callable[..., _Bound]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in COLLECTIVES:
             raise AttributeError(f"no collective {name!r}{suggest(name, COLLECTIVES)}")
-        return partial(self._followed, name)
+        return partial(self._bind, name)
 
-    def _followed(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _bind(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Return a bound call whose runs a log may have."""
-        made = self._services.collectives.bound(name, args, kwargs)
-        return follow_bound(self._comm, made, name, args, **kwargs)
+        bound = self._binders[name](*args, **kwargs)
+        return follow_bound(self._comm, bound, name, args, **kwargs)
 
     def __dir__(self) -> list[str]:
-        return [*_PLANNED]
+        return list(self._binders)
 
     def send(self, x: Any, *, dest: int, tag: int = 0) -> BoundCall:
         """Return the communicator's call of this name, bound to its array.
@@ -93,14 +60,12 @@ class Plans:
         Each run sends what ``x`` holds then. Making one is local, and the peer need not
         have one: its message meets an ordinary receive.
         """
-        bound = bind_send(self._services.messages, x, dest, tag)
-        follow_bound(self._comm, bound, "send", (x,), dest=dest, tag=tag)
+        bound: BoundCall = self._bind("send", x, dest=dest, tag=tag)
         return bound
 
     def recv(self, out: Any, *, source: int, tag: int = 0) -> BoundCall:
         """Return the communicator's call of this name, bound to its array; as send."""
-        bound = bind_recv(self._services.messages, out, source, tag)
-        follow_bound(self._comm, bound, "recv", (out,), source=source, tag=tag)
+        bound: BoundCall = self._bind("recv", out, source=source, tag=tag)
         return bound
 
     def sendrecv(
@@ -114,11 +79,15 @@ class Plans:
         recvtag: int = 0,
     ) -> BoundCall:
         """Return the communicator's call of this name, bound to its arrays; as send."""
-        comm, given = self._comm, (x, dest, out, source, sendtag, recvtag)
-        bound = bind_sendrecv(self._services.messages, *given)
-        names = ("dest", "out", "source", "sendtag", "recvtag")
-        more = dict(zip(names, given[1:], strict=True))
-        follow_bound(comm, bound, "sendrecv", (x,), **more)
+        bound: BoundCall = self._bind(
+            "sendrecv",
+            x,
+            dest=dest,
+            out=out,
+            source=source,
+            sendtag=sendtag,
+            recvtag=recvtag,
+        )
         return bound
 
     def sparse_allreduce(
@@ -136,10 +105,9 @@ class Plans:
         then. Without ``out`` each run returns a new result. Making one is local, in
         check mode collective.
         """
-        bound = bind_sparse(
-            self._services.group, self._services.sparse, x, result, out, algorithm
+        bound: BoundCall = self._bind(
+            "sparse_allreduce", x, result=result, out=out, algorithm=algorithm
         )
-        follow_bound(self._comm, bound, "sparse_allreduce", (x,))
         return bound
 
     def topk_allreduce(self, x: Any, k: int, *, residual: Any = None) -> BoundCall:
@@ -148,8 +116,7 @@ class Plans:
         Each run reads what ``x`` and ``residual`` hold then, and returns a new result.
         Making one is local, in check mode collective.
         """
-        bound = bind_topk(self._services.group, self._services.sparse, x, k, residual)
-        follow_bound(self._comm, bound, "topk_allreduce", (x, k))
+        bound: BoundCall = self._bind("topk_allreduce", x, k, residual=residual)
         return bound
 
     def multi_sendrecv(
@@ -165,9 +132,13 @@ class Plans:
         Making one is local, and the peers need not have one: each message meets an
         ordinary one, but with ``backend="nccl"`` those of the same collective call.
         """
-        bound = bind_messages(self._services.messages, sends, recvs, in_place, backend)
-        given = {"sends": tuple(sends), "recvs": tuple(recvs)}
-        follow_bound(self._comm, bound, "multi_sendrecv", (), **given)
+        bound: _native.PersistentMessages | BoundCall | NcclMessages = self._bind(
+            "multi_sendrecv",
+            sends=_copied(sends),
+            recvs=_copied(recvs),
+            in_place=in_place,
+            backend=backend,
+        )
         return bound
 
     def redistribute(
@@ -195,7 +166,12 @@ class Plans:
                 raised on all ranks.
             MismatchError: the ranks do not agree; on all of them.
         """
-        comm = self._comm
-        made = self._services.redistributions.bound(x, source, target, out)
-        follow_bound(comm, made, "redistribute", (x, source, target))
-        return made
+        bound: _native.PersistentCall | BoundBoxes = self._bind(
+            "redistribute", x, source, target, out=out
+        )
+        return bound
+
+
+def _copied(messages: Any) -> Any:
+    """Return a list of messages that the caller cannot change; a log reads it later."""
+    return tuple(messages) if isinstance(messages, list) else messages

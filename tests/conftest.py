@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -45,6 +46,11 @@ T = TypeVar("T")
 
 # With it a line is written in two pieces, and ranks that share a pipe come between.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+# The user's tables choose other algorithms than the model does, which tests expect.
+_CONFIG = tempfile.TemporaryDirectory(prefix="commrt-tests-")
+os.environ["XDG_CONFIG_HOME"] = _CONFIG.name
+os.environ.pop("COMMRT_TABLE", None)
 
 # A time limit per example would make busy machines fail.
 settings.register_profile("untimed", deadline=None)

@@ -24,6 +24,7 @@ from commrt.boxes.strided import (
     check_writable,
     strided,
 )
+from commrt.calls.bound_call import Binders
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.errors import BufferError_, UsageError
 from commrt.group.compare import Comparison
@@ -163,8 +164,13 @@ class Redistributions:
             plan, address, 0, owners, None, result, _NAME, bool(nonblocking), limit
         )
 
-    def bound(
-        self, x: Any, source: Layout, target: Layout, out: Any
+    @property
+    def binders(self) -> Binders:
+        """What binds the operation to its arrays."""
+        return {_NAME: self._bound}
+
+    def _bound(
+        self, x: Any, source: Layout, target: Layout, *, out: Any
     ) -> _native.PersistentCall | BoundBoxes:
         """Return the persistent call; see ``Plans.redistribute``. Collective."""
         moved = self._moved(x, source, target, out)

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An operation bound to its arguments that no single plan of the engine runs."""
+"""Operations bound to their arguments: their binders, and one that runs a function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-__all__ = ["BoundCall"]
+__all__ = ["Binder", "Binders", "BoundCall"]
+
+Binder: TypeAlias = Callable[..., Any]
+"""Takes the arguments of ``comm.plan``'s method, and returns the bound call."""
+Binders: TypeAlias = Mapping[str, Binder]
+"""The binder of each operation of a feature, by the operation's name."""
 
 
 @dataclass(frozen=True, eq=False)
 class BoundCall:
-    """An operation bound to its arguments; call it, or start() it."""
+    """An operation that no single plan of the engine runs; call it, or start() it."""
 
     operation: str
     """Its name."""

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from commrt.calls import arguments
 from commrt.calls.arguments import Bound, Call
+from commrt.calls.bound_call import Binders
 from commrt.calls.counts import Exchanging, bind_call
 from commrt.calls.routes import Route
 from commrt.errors import UsageError
 from commrt.group.compare import Comparison
 from commrt.vocabulary.checks import check_timeout
-from commrt.vocabulary.operations import operation
+from commrt.vocabulary.operations import COLLECTIVES, operation
 
 __all__ = ["Collectives"]
 
@@ -60,7 +62,12 @@ class Collectives:
             raise
         return start()
 
-    def bound(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @property
+    def binders(self) -> Binders:
+        """What binds each collective to its arrays."""
+        return {name: partial(self._bound, name) for name in COLLECTIVES}
+
+    def _bound(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Return a collective bound to its arrays, to run it any number of times."""
         self._group.check_usable()
         if "nonblocking" in kwargs or "timeout_s" in kwargs:

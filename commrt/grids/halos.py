@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from commrt import _native
@@ -11,11 +12,13 @@ from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
 from commrt.boxes.host_plans import box_plan, compile_for
 from commrt.boxes.strided import address_table
+from commrt.calls.bound_call import Binders
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.grids.geometry import Grid
 from commrt.grids.halo import halo_moves
 from commrt.grids.halo_arguments import (
     EXCHANGE,
+    HALO_CALLS,
     REDUCE,
     Halo,
     check_agreement,
@@ -101,15 +104,21 @@ class Halos:
         how = nonblocking, timeout_s, stream
         return self._halo(REDUCE, op, fields, width, axes, corners, direct, *how)
 
-    def bound(
+    @property
+    def binders(self) -> Binders:
+        """What binds each operation on halos to its fields."""
+        return {name: partial(self._bound, name) for name in HALO_CALLS}
+
+    def _bound(
         self,
         what: str,
         fields: Any,
         width: Any,
+        *,
         axes: Any,
         corners: Any,
         direct: Any,
-        op: str | None,
+        op: str | None = None,
     ) -> _native.PersistentCall | BoundBoxes:
         """Return the persistent call; see ``CartPlans``. Collective."""
         halo = self._checked(what, (fields, width, axes, corners, direct, op))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,8 +23,10 @@ from commrt.arrays.device import as_stream, current_stream_of, place_of
 from commrt.arrays.host import HostView, overlap, view_anywhere, zeros_like_array
 from commrt.backends.base import Attached
 from commrt.boxes.host_plans import ArrayLayout, box_plan, compile_for
+from commrt.calls.bound_call import Binders
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.errors import BufferError_, MismatchError, UsageError
+from commrt.grids.halo_arguments import HALO_CALLS
 from commrt.grids.on_device import (
     BoundNeighbors,
     carried_neighbors,
@@ -33,7 +36,7 @@ from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.schedule.boxes import Box, Move
 from commrt.vocabulary.checks import as_integer, check_flag
-from commrt.vocabulary.operations import other_call
+from commrt.vocabulary.operations import names_of, other_call
 
 __all__ = [
     "Counts",
@@ -247,12 +250,27 @@ class NeighborCalls:
             limit,
         )
 
-    def bound(
-        self, what: str, x: Any, out: Any, sends: Counts, receives: Counts
+    @property
+    def binders(self) -> Binders:
+        """What binds each exchange among neighbours to its arrays."""
+        return {
+            name: partial(self._bound, name)
+            for name in names_of("neighbors")
+            if name not in HALO_CALLS
+        }
+
+    def _bound(
+        self,
+        what: str,
+        x: Any,
+        *,
+        out: Any,
+        send_counts: Counts = None,
+        recv_counts: Counts = None,
     ) -> _native.PersistentCall | BoundNeighbors:
         """Return the call bound to its arrays; see ``NeighborPlans``."""
         group = self._group
-        bound = self._checked(what, (x, out, sends, receives), group.timeout_s)
+        bound = self._checked(what, (x, out, send_counts, recv_counts), group.timeout_s)
         plan = self._plan(bound, group.timeout_s)
         if bound.on is not None:
             return BoundNeighbors(group, self._devices, plan, bound)

@@ -9,13 +9,9 @@ from typing import Any
 from commrt import _native
 from commrt.boxes.device_plans import BoundBoxes
 from commrt.grids.halo_arguments import EXCHANGE, REDUCE
-from commrt.grids.halos import Halos
-from commrt.grids.neighbors import Counts, NeighborCalls
+from commrt.grids.neighbors import Counts
 from commrt.grids.on_device import BoundNeighbors
-from commrt.plans import PlannedServices, Plans
-from commrt.trace.bound import follow_bound
-from commrt.trace.traced import Traced
-from commrt.vocabulary.operations import names_of
+from commrt.plans import Plans
 
 __all__ = ["CartPlans", "NeighborPlans"]
 
@@ -25,56 +21,41 @@ _Persistent = _native.PersistentCall | BoundNeighbors
 class NeighborPlans(Plans):
     """Plans of a communicator that knows who is beside whom."""
 
-    def __init__(
-        self, comm: Traced, services: PlannedServices, neighbors: NeighborCalls
-    ) -> None:
-        super().__init__(comm, services)
-        self._neighbors = neighbors
-
     def neighbor_allgather(self, x: Any, *, out: Any = None) -> _Persistent:
         """Return a call bound to its arrays; see the communicator's method."""
-        return self._neighbor("neighbor_allgather", x, out, None, None)
+        bound: _Persistent = self._bind("neighbor_allgather", x, out=out)
+        return bound
 
     def neighbor_allgatherv(
         self, x: Any, *, recv_counts: Counts, out: Any = None
     ) -> _Persistent:
         """Return a call bound to its arrays; see the communicator's method."""
-        return self._neighbor("neighbor_allgatherv", x, out, None, recv_counts)
+        bound: _Persistent = self._bind(
+            "neighbor_allgatherv", x, out=out, recv_counts=recv_counts
+        )
+        return bound
 
     def neighbor_alltoall(self, x: Any, *, out: Any = None) -> _Persistent:
         """Return a call bound to its arrays; see the communicator's method."""
-        return self._neighbor("neighbor_alltoall", x, out, None, None)
+        bound: _Persistent = self._bind("neighbor_alltoall", x, out=out)
+        return bound
 
     def neighbor_alltoallv(
         self, x: Any, *, send_counts: Counts, recv_counts: Counts, out: Any = None
     ) -> _Persistent:
         """Return a call bound to its arrays; see the communicator's method."""
-        return self._neighbor("neighbor_alltoallv", x, out, send_counts, recv_counts)
-
-    def _neighbor(
-        self, what: str, x: Any, out: Any, sends: Counts, receives: Counts
-    ) -> _Persistent:
-        made = self._neighbors.bound(what, x, out, sends, receives)
-        follow_bound(self._comm, made, what, (x,), send_counts=sends)
-        return made
-
-    def __dir__(self) -> list[str]:
-        own = [name for name in names_of("neighbors") if hasattr(type(self), name)]
-        return [*super().__dir__(), *own]
+        bound: _Persistent = self._bind(
+            "neighbor_alltoallv",
+            x,
+            out=out,
+            send_counts=send_counts,
+            recv_counts=recv_counts,
+        )
+        return bound
 
 
 class CartPlans(NeighborPlans):
     """Plans of a communicator over a grid: also of its halos, and among neighbours."""
-
-    def __init__(
-        self,
-        comm: Traced,
-        services: PlannedServices,
-        neighbors: NeighborCalls,
-        halos: Halos,
-    ) -> None:
-        super().__init__(comm, services, neighbors)
-        self._halos = halos
 
     def halo_exchange(
         self,
@@ -114,7 +95,10 @@ class CartPlans(NeighborPlans):
                 raised on all ranks.
             MismatchError: the ranks do not agree; on all of them.
         """
-        return self._halo(EXCHANGE, fields, width, axes, corners, direct, None)
+        bound: _native.PersistentCall | BoundBoxes = self._bind(
+            EXCHANGE, fields, width, axes=axes, corners=corners, direct=direct
+        )
+        return bound
 
     def halo_reduce(
         self,
@@ -135,24 +119,7 @@ class CartPlans(NeighborPlans):
         matters, in one order: as ``direct``, own cells first, then what comes
         direction by direction. What the halo holds afterwards is not defined.
         """
-        return self._halo(REDUCE, fields, width, axes, corners, direct, op)
-
-    def _halo(
-        self,
-        what: str,
-        fields: Any,
-        width: Any,
-        axes: Any,
-        corners: Any,
-        direct: Any,
-        op: str | None,
-    ) -> _native.PersistentCall | BoundBoxes:
-        made = self._halos.bound(what, fields, width, axes, corners, direct, op)
-        how = {"axes": axes, "corners": corners, "direct": direct}
-        if op is not None:
-            how["op"] = op
-        follow_bound(self._comm, made, what, (fields, width), **how)
-        return made
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), EXCHANGE, REDUCE]
+        bound: _native.PersistentCall | BoundBoxes = self._bind(
+            REDUCE, fields, width, op=op, axes=axes, corners=corners, direct=direct
+        )
+        return bound

@@ -3,22 +3,33 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from commrt import _native
 from commrt.arrays.device import place_of
 from commrt.arrays.host import overlap
-from commrt.calls.bound_call import BoundCall
+from commrt.calls.bound_call import Binders, BoundCall
 from commrt.errors import UsageError
 from commrt.messages.by_nccl import NcclMessages
 from commrt.messages.lists import Message
 from commrt.messages.on_device import DeviceMessages
 from commrt.messages.point_to_point import Messages
 
-__all__ = ["bind_messages", "bind_recv", "bind_send", "bind_sendrecv"]
+__all__ = ["message_binders"]
 
 _MESSAGES = "messages"
 _STAGED = "staged/messages"
+
+
+def message_binders(messages: Messages) -> Binders:
+    """Return what binds each kind of message to its arrays."""
+    return {
+        "send": partial(_bind_send, messages),
+        "recv": partial(_bind_recv, messages),
+        "sendrecv": partial(_bind_sendrecv, messages),
+        "multi_sendrecv": partial(_bind_messages, messages),
+    }
 
 
 def _on_device(
@@ -36,8 +47,8 @@ def _on_device(
     return BoundCall(what, _STAGED, bound.run)
 
 
-def bind_messages(
-    messages: Messages, sends: Any, recvs: Any, in_place: Any, backend: Any = None
+def _bind_messages(
+    messages: Messages, *, sends: Any, recvs: Any, in_place: Any, backend: Any
 ) -> _native.PersistentMessages | BoundCall | NcclMessages:
     """Return all of both lists as one operation."""
     messages.group.check_usable()
@@ -47,7 +58,7 @@ def bind_messages(
     return bound
 
 
-def bind_send(messages: Messages, x: Any, dest: Any, tag: Any) -> BoundCall:
+def _bind_send(messages: Messages, x: Any, *, dest: Any, tag: Any) -> BoundCall:
     """Return the send of what ``x`` holds at each run."""
     what = "send"
     messages.group.check_usable()
@@ -64,7 +75,7 @@ def bind_send(messages: Messages, x: Any, dest: Any, tag: Any) -> BoundCall:
     return BoundCall(what, _MESSAGES, run)
 
 
-def bind_recv(messages: Messages, out: Any, source: Any, tag: Any) -> BoundCall:
+def _bind_recv(messages: Messages, out: Any, *, source: Any, tag: Any) -> BoundCall:
     """Return the receive into ``out``."""
     what = "recv"
     messages.group.check_usable()
@@ -81,9 +92,10 @@ def bind_recv(messages: Messages, out: Any, source: Any, tag: Any) -> BoundCall:
     return BoundCall(what, _MESSAGES, run)
 
 
-def bind_sendrecv(
+def _bind_sendrecv(
     messages: Messages,
     x: Any,
+    *,
     dest: Any,
     out: Any,
     source: Any,

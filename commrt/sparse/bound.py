@@ -7,19 +7,28 @@ indices may be new.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from commrt.calls.bound_call import BoundCall
+from commrt.calls.bound_call import Binders, BoundCall
 from commrt.device_calls.host_work import holds_device_arrays
 from commrt.group.group import Group
 from commrt.sparse.sums import SparseSums
 from commrt.sparse.vector import parts_on_device
 
-__all__ = ["bind_sparse", "bind_topk"]
+__all__ = ["sparse_binders"]
 
 
-def bind_sparse(
-    group: Group, sums: SparseSums, x: Any, result: Any, out: Any, algorithm: Any
+def sparse_binders(group: Group, sums: SparseSums) -> Binders:
+    """Return what binds each sparse sum to its arguments."""
+    return {
+        "sparse_allreduce": partial(_bind_sparse, group, sums),
+        "topk_allreduce": partial(_bind_topk, group, sums),
+    }
+
+
+def _bind_sparse(
+    group: Group, sums: SparseSums, x: Any, *, result: Any, out: Any, algorithm: Any
 ) -> BoundCall:
     """Return the sum of what ``x`` holds at each run."""
     group.check_usable()
@@ -35,8 +44,8 @@ def bind_sparse(
     return BoundCall("sparse_allreduce", label, run)
 
 
-def bind_topk(
-    group: Group, sums: SparseSums, x: Any, k: Any, residual: Any
+def _bind_topk(
+    group: Group, sums: SparseSums, x: Any, k: Any, *, residual: Any
 ) -> BoundCall:
     """Return the largest elements of what ``x`` and ``residual`` hold at each run."""
     group.check_usable()

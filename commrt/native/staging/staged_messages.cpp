@@ -164,13 +164,32 @@ void MessageStager::copy_back(MessagesCall& made) {
   }
 }
 
+// Takes the call out of the reach of settle(), which would end it without its go flag: its copy
+// back would then wait for ever. False where nothing is to be given. Holds issue_.
+bool MessageStager::begin_giving(const MessagesPtr& made) {
+  if (!flags_ || made->out.empty() || closed_) return false;
+  HostLock polling(device_, polling_);
+  check(polling.status());
+  if (made->given || made->ended()) return false;
+  made->given = true;
+  open_.remove(made);
+  return true;
+}
+
+// The device took no more: the call waits where failures look for it. Holds issue_.
+void MessageStager::stop_giving(const MessagesPtr& made) {
+  HostLock polling(device_, polling_);
+  made->given = false;
+  if (std::find(leaving_.begin(), leaving_.end(), made) == leaving_.end()) open_.push_back(made);
+}
+
 // Gives the device the copies back, which wait there for the messages. Without flags they cannot
 // wait, and the thread that makes progress gives them.
 void MessageStager::give(const MessagesPtr& made) {
   using Api = DeviceApi;
   HostLock own(device_, issue_);
   check(own.status());
-  if (!flags_ || made->given || made->out.empty() || closed_ || made->ended()) return;
+  if (!begin_giving(made)) return;
   try {
     if (!has(PlantedMessage::NotCopied)) call(&Api::stream_wait_event, h2d_, made->copied);
     made->go_value = gos_.fetch_add(1, std::memory_order_acq_rel) + 1;
@@ -181,15 +200,13 @@ void MessageStager::give(const MessagesPtr& made) {
     made->end_value = ++ends_;
     call(&Api::write_value32, h2d_, end_, made->end_value);
   } catch (const DeviceFailure& failure) {
+    stop_giving(made);
     give_up_as(failure);
     throw;
   }
   HostLock polling(device_, polling_);
   check(polling.status());
-  made->given = true;
   made->end_issued.store(true, std::memory_order_release);
-  if (made->ended()) return;  // it failed meanwhile
-  open_.remove(made);
   given_.push_back(made);
   if (failed_) fail(failure_kind_, failure_, device_gone_);
 }

@@ -271,6 +271,28 @@ def test_what_is_given_up_lets_the_streams_go(seeds: range) -> None:
         forget_ranks()
 
 
+def too_long(rank: Rank) -> list[str]:
+    """Receive what is longer than the array, as the device gets the copy back."""
+    other = 1 - rank.rank
+    x, tight = rank.array(sent(rank.rank, 1, 5)), rank.array(np.zeros(2, "f4"))
+    failed = rank.comm.recv(tight, source=other, nonblocking=True)
+    rank.comm.send(x, dest=other)
+    found = [outcome(failed)]
+    rank.finish()
+    return found
+
+
+@pytest.mark.parametrize("queues", [1, 8])
+def test_a_receive_that_fails_leaves_no_stream_waiting(
+    queues: int, full: bool, seed: int
+) -> None:
+    for each in range(seed, seed + (FULL_GOOD_SEEDS if full else GOOD_SEEDS)):
+        ranks = SimRanks(2, each, queues, staging=ENOUGH, preempt=0.05)
+        assert ranks.run(too_long) == [["TruncationError"]] * 2, f"seed {each}"
+        ranks.world.run_until_idle()  # which a stream that waits makes an error
+        ranks.close()
+
+
 @pytest.mark.parametrize("bug", FAILING)
 def test_a_failure_with_a_planted_bug_is_caught(bug: str, seeds: range) -> None:
     def ranks_of(seed: int) -> SimRanks:

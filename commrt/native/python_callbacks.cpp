@@ -32,8 +32,8 @@ PyObject* found[kNum] = {};
 
 }  // namespace
 
-// Not by a guarded static: an import may let the GIL go to a thread that would then wait for the
-// guard.
+// A guarded static would not do: an import may let the GIL go to a thread that would then wait for
+// the guard.
 nb::handle callback(Callback which) {
   const int i = static_cast<int>(which);
   if (found[i] == nullptr) {

@@ -228,7 +228,7 @@ Stream current_stream(PyObject* device) {
   return 0;
 }
 
-// Where arrays of GPUs are, by number; null where that device is not open.
+// Returns the device object of the GPU with this number; null if that device is not open.
 nb::object cuda_device(std::int64_t ordinal) {
   PyObject* const all = callback(Callback::CudaDevices).ptr();
   const nb::object key = taken(PyLong_FromLongLong(ordinal));

@@ -24,7 +24,7 @@ struct DeviceView {
   bool writable = false;
   nb::object device;   // as Python knows it
   Stream stream = 0;   // the current one, as current_stream_of() in arrays/device.py says
-  // Whether the array says that a stream orders it, and which one.
+  // True if the array says that a stream orders it, which is `exported`.
   bool exports = false;
   Stream exported = 0;
 };
@@ -33,8 +33,8 @@ struct DeviceView {
 // everything else: the caller then asks Python. Throws only what is no Exception, as Ctrl-C.
 bool view_on_device(PyObject* array, DeviceView& view);
 
-// The current stream of the library that an array comes from; `array` may be None. What is not
-// known here is asked of Python.
+// Returns the current stream of the library that an array comes from; `array` may be None. Asks
+// Python if the library is not known here.
 Stream current_stream_of(nb::handle array, nb::handle device);
 
 }  // namespace commrt

@@ -100,8 +100,8 @@ std::int64_t contiguous_count(const dlpack::Tensor& tensor) {
   return is_dense ? count : -1;
 }
 
-// Whether a tensor is dense. For others DLPack's table throws C++ exceptions, which torch gives
-// backtraces: that takes half a millisecond, and gradients of embeddings are sparse.
+// True if a tensor is dense. For others, DLPack's table throws C++ exceptions, and torch adds
+// backtraces to them. That takes half a millisecond, and gradients of embeddings are sparse.
 bool is_strided(PyObject* tensor) {
   static PyObject* const name = PyUnicode_InternFromString("layout");
   const nb::object layout = nb::steal(PyObject_GetAttr(tensor, name));
@@ -110,7 +110,7 @@ bool is_strided(PyObject* tensor) {
   return false;
 }
 
-// Whether a tensor's values are what is in memory: views may stand for negatives and conjugates.
+// True if a tensor's values are those in memory: views may stand for negatives and conjugates.
 bool is_literal(PyObject* tensor, DType type) {
   const Torch& known = torch();
   const bool is_complex = type == DType::C64 || type == DType::C128;
@@ -139,8 +139,8 @@ bool show(PyObject* object, dlpack::Tensor& seen) {
 }  // namespace
 
 bool extent_of_tensor(PyObject* object, Extent& extent) {
-  // To look whether a tensor is dense takes a tenth as long as recording a call may. It is looked
-  // from the first tensor on that cannot be shown: most programs have none.
+  // The question whether a tensor is dense takes a tenth of the time that recording a call may
+  // take. It is asked only from the first tensor on that cannot be shown: most programs have none.
   static bool looks_first = false;
   if (!is_plain(object) || torch().view_of == nullptr) return false;
   if (looks_first && !is_strided(object)) return false;

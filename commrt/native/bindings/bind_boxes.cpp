@@ -27,7 +27,9 @@ enum StepKind { kSend = 0, kReceive = 1, kReceiveReduce = 2, kCopy = 3, kReduce 
 SpaceSpec read_boxes(const Rows& rows, RedOp redop, bool reduces) {
   const size_t ndim = (rows.shape(1) - kBoxColumns) / 2;
   if (rows.shape(1) < kBoxColumns || ndim > kMostDims) {
-    throw std::invalid_argument("boxes have at most " + std::to_string(kMostDims) + " dimensions");
+    throw std::invalid_argument("a row of boxes has " + std::to_string(rows.shape(1)) +
+                                " columns; expected 3 (array, dtype, offset) and 2 for each of at "
+                                "most " + std::to_string(kMostDims) + " dimensions");
   }
   SpaceSpec space{SpaceKind::In, {0}, 0, {}};
   for (size_t i = 0; i < rows.shape(0); ++i) {
@@ -42,7 +44,8 @@ SpaceSpec read_boxes(const Rows& rows, RedOp redop, bool reduces) {
     std::copy_n(row + kBoxColumns, ndim, box.shape);
     std::copy_n(row + kBoxColumns + ndim, ndim, box.strides);
     if (std::any_of(box.shape, box.shape + ndim, [](int64_t extent) { return extent < 1; })) {
-      throw std::invalid_argument("box " + std::to_string(i) + " is empty");
+      throw std::invalid_argument("box " + std::to_string(i) + " has a dimension of length 0 or "
+                                  "less: leave empty boxes out");
     }
     box.settle();
     space.boxes.push_back(box);
@@ -76,13 +79,20 @@ PlanPtr make_box_plan(const Group& group, int coll, const std::string& label, in
   std::vector<int> peer_index(static_cast<size_t>(group.comm->size), -1);
   for (const auto& [rank, sends, recvs] : peers) {
     if (rank < 0 || rank >= group.comm->size || rank == group.comm->rank) {
-      throw std::invalid_argument("peer " + std::to_string(rank) + " is not another rank");
+      throw std::invalid_argument("peer " + std::to_string(rank) + " is not another rank: expected "
+                                  "0 to " + std::to_string(group.comm->size - 1) + " without " +
+                                  std::to_string(group.comm->rank) + ", which is this rank");
     }
     peer_index[rank] = static_cast<int>(plan->peers.size());
     plan->peers.push_back({rank, sends, recvs});
   }
   if (steps.shape(1) != kStepColumns || dep_ptr.shape(0) != steps.shape(0) + 1) {
-    throw std::invalid_argument("steps and their dependencies do not fit each other");
+    throw std::invalid_argument("steps and their dependencies do not fit each other: " +
+                                std::to_string(steps.shape(0)) + " steps have " +
+                                std::to_string(steps.shape(1)) + " columns and dep_ptr has " +
+                                std::to_string(dep_ptr.shape(0)) + " entries; expected " +
+                                std::to_string(kStepColumns) + " columns, and one entry more than "
+                                "steps");
   }
   for (size_t i = 0; i < steps.shape(0); ++i) {
     const int32_t* row = steps.data() + i * kStepColumns;
@@ -91,7 +101,10 @@ PlanPtr make_box_plan(const Group& group, int coll, const std::string& label, in
     auto slice = [&](int first) {
       // A message without boxes is empty: it tells the other side that nothing comes.
       if (first < 0 || count < (local ? 1 : 0) || first + count > num_boxes) {
-        throw std::invalid_argument("step " + std::to_string(i) + " has boxes that do not exist");
+        throw std::invalid_argument("step " + std::to_string(i) + " asks for " +
+                                    std::to_string(count) + " boxes from number " +
+                                    std::to_string(first) + " on, but the table has " +
+                                    std::to_string(num_boxes) + "; only a message may have none");
       }
       Ref ref{};
       ref.lo = first;
@@ -103,7 +116,9 @@ PlanPtr make_box_plan(const Group& group, int coll, const std::string& label, in
     Ref message{};
     if (!local) {
       if (row[3] < 0 || row[3] >= group.comm->size || peer_index[row[3]] < 0) {
-        throw std::invalid_argument("message with an unknown peer " + std::to_string(row[3]));
+        throw std::invalid_argument("step " + std::to_string(i) + " has a message with rank " +
+                                    std::to_string(row[3]) + ", which is not among the plan's "
+                                    "peers: add the rank to `peers`");
       }
       message.is_message = true;
       message.peer = peer_index[row[3]];

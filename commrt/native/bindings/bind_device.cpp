@@ -81,18 +81,29 @@ void write(const PyDevice& self, Address address, nb::bytes bytes) {
 IpcHandle handle_of(const nb::bytes& bytes) {
   IpcHandle handle;
   if (bytes.size() != sizeof(handle.bytes))
-    check_device(device_fails(DeviceStatus::Invalid, "an IPC handle has 64 bytes"));
+    check_device(device_fails(DeviceStatus::Invalid,
+                              "ipc_open() was given a handle of " + std::to_string(bytes.size()) +
+                                  " bytes; expected 64, as ipc_export() returns"));
   std::memcpy(handle.bytes, bytes.c_str(), sizeof(handle.bytes));
   return handle;
 }
 
 RedOp op_of(int code) {
-  if (code < 0 || code >= kNumRedOps) throw nb::value_error("no such reduction code");
+  if (code < 0 || code >= kNumRedOps) {
+    throw nb::value_error(("reduction code " + std::to_string(code) +
+                           " is unknown: expected 0 to " + std::to_string(kNumRedOps - 1) +
+                           ", the value of a ReduceOp")
+                              .c_str());
+  }
   return static_cast<RedOp>(code);
 }
 
 DType dtype_of(int code) {
-  if (code < 0 || code >= kNumDTypes) throw nb::value_error("no such dtype code");
+  if (code < 0 || code >= kNumDTypes) {
+    throw nb::value_error(("dtype code " + std::to_string(code) + " is unknown: expected 0 to " +
+                           std::to_string(kNumDTypes - 1) + ", as dtype_by_name(name).code gives")
+                              .c_str());
+  }
   return static_cast<DType>(code);
 }
 
@@ -204,8 +215,18 @@ void bind_device(nb::module_& m) {
                                 std::size_t table_nbytes, std::size_t terms_at,
                                 std::uint32_t num_boxes, std::uint64_t units, Stream s, int op,
                                 int dtype) {
-    if (kind < 0 || kind >= kNumBoxKinds) throw nb::value_error("no such kind of launch");
-    if (arrays.size() > kMostLaunchArrays) throw nb::value_error("too many arrays");
+    if (kind < 0 || kind >= kNumBoxKinds) {
+      throw nb::value_error(("launch_boxes() was given the unknown kind " + std::to_string(kind) +
+                             ": expected 0 to " + std::to_string(kNumBoxKinds - 1) +
+                             ", the value of a BoxKind")
+                                .c_str());
+    }
+    if (arrays.size() > kMostLaunchArrays) {
+      throw nb::value_error(("launch_boxes() was given " + std::to_string(arrays.size()) +
+                             " arrays; a launch takes at most " +
+                             std::to_string(kMostLaunchArrays) + ": use several launches")
+                                .c_str());
+    }
     BoxLaunch launch;
     launch.kind = static_cast<BoxKind>(kind);
     launch.op = op_of(op);
@@ -246,13 +267,21 @@ void bind_device(nb::module_& m) {
     return static_cast<int>(out);
   }, nb::arg("stream"), "Return the stream's capture state: 0 none, 1 active, 2 invalidated.");
   device.def("exchange_capture_mode", [](const D& d, int mode) {
-    if (mode < 0 || mode > 2) throw nb::value_error("no such capture mode");
+    if (mode < 0 || mode > 2) {
+      throw nb::value_error(("capture mode " + std::to_string(mode) + " is unknown: expected 0 "
+                             "(global), 1 (of the thread) or 2 (relaxed)")
+                                .c_str());
+    }
     auto both = static_cast<CaptureMode>(mode);
     call(d, &Api::exchange_capture_mode, &both);
     return static_cast<int>(both);
   }, nb::arg("mode"), "Set this thread's capture mode, and return the one before.");
   device.def("begin_capture", [](const D& d, Stream s, int mode) {
-    if (mode < 0 || mode > 2) throw nb::value_error("no such capture mode");
+    if (mode < 0 || mode > 2) {
+      throw nb::value_error(("capture mode " + std::to_string(mode) + " is unknown: expected 0 "
+                             "(global), 1 (of the thread) or 2 (relaxed)")
+                                .c_str());
+    }
     call(d, &Api::begin_capture, s, static_cast<CaptureMode>(mode));
   }, nb::arg("stream"), nb::arg("mode") = 0, "Record a stream's commands, and run none.");
   device.def("end_capture", [](const D& d, Stream s) {

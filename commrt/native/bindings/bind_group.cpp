@@ -346,7 +346,11 @@ void bind_group(nb::module_& m) {
   m.def("load_mpi", [](const std::unordered_map<std::string, uint64_t>& addresses,
                        uint64_t byte_type, uint64_t in_place, int err_truncate) {
     const std::string missing = mpi().load(addresses);
-    if (!missing.empty()) throw nb::value_error(("libmpi has no " + missing).c_str());
+    if (!missing.empty()) {
+      throw nb::value_error(("libmpi has no " + missing + ", which commrt needs: use another MPI "
+                             "library")
+                                .c_str());
+    }
     mpi().byte_type = static_cast<Handle>(byte_type);
     mpi().in_place = reinterpret_cast<void*>(in_place);
     mpi().err_truncate = err_truncate;

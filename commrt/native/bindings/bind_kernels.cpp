@@ -24,17 +24,30 @@ using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using ConstBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 DType dtype_of(int code) {
-  if (code < 0 || code >= kNumDTypes) throw nb::value_error("no such dtype code");
+  if (code < 0 || code >= kNumDTypes) {
+    throw nb::value_error(("dtype code " + std::to_string(code) + " is unknown: expected 0 to " +
+                           std::to_string(kNumDTypes - 1) + ", as dtype_by_name(name).code gives")
+                              .c_str());
+  }
   return static_cast<DType>(code);
 }
 
 RedOp op_of(int code) {
-  if (code < 0 || code >= kNumRedOps) throw nb::value_error("no such reduction code");
+  if (code < 0 || code >= kNumRedOps) {
+    throw nb::value_error(("reduction code " + std::to_string(code) +
+                           " is unknown: expected 0 to " + std::to_string(kNumRedOps - 1) +
+                           ", the value of a ReduceOp")
+                              .c_str());
+  }
   return static_cast<RedOp>(code);
 }
 
 Store store_of(int code) {
-  if (code < 0 || code > 3) throw nb::value_error("store is 0, 1, 2 or 3");
+  if (code < 0 || code > 3) {
+    throw nb::value_error(("store=" + std::to_string(code) + " is unknown: expected 0 (plain), "
+                           "1 (streamed to dst), 2 (streamed to dst2) or 3 (streamed to both)")
+                              .c_str());
+  }
   return static_cast<Store>(code);
 }
 
@@ -42,19 +55,43 @@ void combine(int dtype, int op, Bytes dst, const std::vector<ConstBytes>& srcs,
              const std::vector<int>& scaled, double factor, std::int64_t integer_factor,
              std::optional<Bytes> dst2, int store) {
   CombineFn fn = combine_for(dtype_of(dtype), op_of(op));
-  if (!fn) throw nb::value_error("the reduction is not defined for this dtype");
-  if (srcs.empty()) throw nb::value_error("combine needs at least one input");
+  if (!fn) {
+    throw nb::value_error(("reduction code " + std::to_string(op) + " is not defined for dtype " +
+                           "code " + std::to_string(dtype) + ": use another reduction or dtype")
+                              .c_str());
+  }
+  if (srcs.empty()) {
+    throw nb::value_error("combine() was given no srcs: pass at least one input");
+  }
   std::size_t item = item_size(dtype_of(dtype));
-  if (dst.size() % item) throw nb::value_error("dst is not a whole number of elements");
+  if (dst.size() % item) {
+    throw nb::value_error(("dst has " + std::to_string(dst.size()) + " bytes; expected a whole " +
+                           "number of elements of " + std::to_string(item) + " bytes")
+                              .c_str());
+  }
   std::vector<const void*> pointers;
   for (const ConstBytes& src : srcs) {
-    if (src.size() != dst.size()) throw nb::value_error("dst and srcs differ in length");
+    if (src.size() != dst.size()) {
+      throw nb::value_error(("dst and srcs differ in length: dst has " +
+                             std::to_string(dst.size()) + " bytes and an input has " +
+                             std::to_string(src.size()) + "; pass arrays of equal length")
+                                .c_str());
+    }
     pointers.push_back(src.data());
   }
-  if (dst2 && dst2->size() != dst.size()) throw nb::value_error("dst and dst2 differ in length");
+  if (dst2 && dst2->size() != dst.size()) {
+    throw nb::value_error(("dst and dst2 differ in length: they have " +
+                           std::to_string(dst.size()) + " and " + std::to_string(dst2->size()) +
+                           " bytes; pass arrays of equal length")
+                              .c_str());
+  }
   std::vector<std::uint64_t> bits(srcs.size() / 64 + 1);
   for (int k : scaled) {
-    if (k < 0 || k >= int(srcs.size())) throw nb::value_error("scaled names an unknown input");
+    if (k < 0 || k >= int(srcs.size())) {
+      throw nb::value_error(("scaled names input " + std::to_string(k) + ", but there are " +
+                             std::to_string(srcs.size()) + " srcs, which count from 0")
+                                .c_str());
+    }
     bits[k / 64] |= std::uint64_t{1} << (k % 64);
   }
   fn(dst.data(), dst2 ? dst2->data() : nullptr, pointers.data(), int(pointers.size()),
@@ -90,7 +127,12 @@ void bind_kernels(nb::module_& m) {
   k.def(
       "copy",
       [](Bytes dst, ConstBytes src, int store) {
-        if (dst.size() != src.size()) throw nb::value_error("dst and src differ in length");
+        if (dst.size() != src.size()) {
+          throw nb::value_error(("dst and src differ in length: they have " +
+                                 std::to_string(dst.size()) + " and " +
+                                 std::to_string(src.size()) + " bytes; pass arrays of equal length")
+                                    .c_str());
+        }
         copy(dst.data(), src.data(), dst.size(), store_of(store) != Store::Plain);
         store_fence();
       },
@@ -98,7 +140,10 @@ void bind_kernels(nb::module_& m) {
   k.def(
       "divide_inplace",
       [](int dtype, Bytes x, std::int64_t divisor) {
-        if (divisor <= 0) throw nb::value_error("divisor must be positive");
+        if (divisor <= 0) {
+          throw nb::value_error(
+              ("divisor=" + std::to_string(divisor) + " is not positive: pass 1 or more").c_str());
+        }
         divide_inplace(dtype_of(dtype), x.data(), x.size() / item_size(dtype_of(dtype)), divisor);
       },
       nb::arg("dtype"), nb::arg("x"), nb::arg("divisor"), "Divide integers toward zero.");

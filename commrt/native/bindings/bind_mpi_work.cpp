@@ -30,7 +30,10 @@ void bind_mpi_work(nb::module_& m) {
   m.def("mpi_device_plan",
         [](PlanPtr runs, size_t in_nbytes, size_t out_nbytes, bool in_place,
            bool sends_out) {
-          if (!runs->native) throw nb::value_error("a plan that MPI does not run");
+          if (!runs->native) {
+            throw nb::value_error("mpi_device_plan() was given a plan that MPI does not run: pass "
+                                  "one that make_native_plan() returned");
+          }
           auto made = std::make_shared<MpiDevicePlan>();
           made->runs = std::move(runs);
           made->in_nbytes = in_nbytes;

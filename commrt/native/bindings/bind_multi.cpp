@@ -51,7 +51,7 @@ class PersistentMessages {
     return run(nonblocking, nb::inst_ptr<Group>(group_)->timeout_s);
   }
 
-  // What somebody calls: recorded, while somebody records.
+  // The call that users make. It is recorded while somebody records.
   nb::object call(bool nonblocking) const {
     if (!recorded.is_valid()) return run(nonblocking);
     return recorded(nb::arg("nonblocking") = nonblocking);

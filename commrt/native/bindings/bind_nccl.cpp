@@ -70,8 +70,9 @@ std::vector<NcclMessage> collect(const NcclComm& comm, const Messages& sends,
   auto add = [&](const Messages& list, bool is_send) {
     for (const auto& [address, nbytes, peer] : list) {
       if (peer < 0 || peer >= comm.size) {
-        throw std::invalid_argument("peer " + std::to_string(peer) + " is not one of " +
-                                    std::to_string(comm.size) + " ranks");
+        throw std::invalid_argument("a message names peer " + std::to_string(peer) +
+                                    "; expected a rank from 0 to " +
+                                    std::to_string(comm.size - 1));
       }
       messages.push_back({is_send, at(address), nbytes, peer});
     }
@@ -92,10 +93,14 @@ struct Scalar {
 // Blocks of different lengths: a count per rank, each not negative.
 void check_counts(const NcclComm& comm, const std::vector<int64_t>& counts) {
   if (counts.size() != static_cast<size_t>(comm.size)) {
-    throw std::invalid_argument("counts must be one per rank");
+    throw std::invalid_argument(std::to_string(counts.size()) + " counts were passed for " +
+                                std::to_string(comm.size) + " ranks: pass one count per rank");
   }
   for (int64_t count : counts) {
-    if (count < 0) throw std::invalid_argument("counts must not be negative");
+    if (count < 0) {
+      throw std::invalid_argument("count " + std::to_string(count) +
+                                  " is negative: pass 0 for a rank without elements");
+    }
   }
 }
 
@@ -239,7 +244,12 @@ void bind_nccl(nb::module_& m) {
 
   m.def("nccl_init",
         [](std::shared_ptr<NcclApi> api, int size, int rank, nb::bytes id, const Options& options) {
-          if (id.size() != kNcclIdBytes) throw std::invalid_argument("an id has 128 bytes");
+          if (id.size() != kNcclIdBytes) {
+            throw std::invalid_argument("nccl_init() was given an id of " +
+                                        std::to_string(id.size()) + " bytes; expected " +
+                                        std::to_string(kNcclIdBytes) +
+                                        ", as unique_id() returns on one rank");
+          }
           NcclUniqueId unique;
           std::memcpy(unique.internal, id.c_str(), kNcclIdBytes);
           auto slot = std::make_shared<NcclComm::Slot>();

@@ -42,7 +42,11 @@ void make_phase(NcclPhase* self, const std::vector<MessageRow>& messages,
                 std::vector<StagedLaunch> unpacks) {
   new (self) NcclPhase;
   const auto speaks_of = [self](int array) {
-    if (array < 0) throw nb::value_error("no such array");
+    if (array < 0) {
+      throw nb::value_error(("array number " + std::to_string(array) +
+                             " is negative: the arrays of a call count from 0")
+                                .c_str());
+    }
     self->num_arrays = std::max(self->num_arrays, array + 1);
     return array;
   };
@@ -106,7 +110,9 @@ void bind_nccl_work(nb::module_& m) {
            int64_t elements, int element_type, int reduction) {
           for (size_t i = kFirstPeerBase; i < program->extents.size(); ++i) {
             if (program->extents[i] != 0)
-              throw nb::value_error("a program that reads what peers publish");
+              throw nb::value_error(
+                  "nccl_program_plan() was given a program that reads what peers publish, which "
+                  "NCCL cannot run: pass a program of messages");
           }
           auto plan = std::make_shared<NcclPlan>();
           plan->operation = operation;

@@ -20,10 +20,16 @@ PyDeviceCall start(const PyPeerWork& self, const std::shared_ptr<const PeerPlan>
   const StreamProgram& program = *plan->program;
   const PeerExchange& exchange = self.own().exchange();
   if (program.size != exchange.size)
-    throw std::invalid_argument("a program of another number of ranks");
+    throw std::invalid_argument("the program is for " + std::to_string(program.size) +
+                                " ranks, and the exchange memory for " +
+                                std::to_string(exchange.size) +
+                                ": make the program for the ranks of the exchange");
   for (std::size_t i = kFirstPeerBase; i < program.extents.size(); ++i)
     if (program.extents[i] > exchange.half_nbytes)
-      throw std::invalid_argument("a program that publishes more than there is room");
+      throw std::invalid_argument(
+          "the program publishes " + std::to_string(program.extents[i]) + " bytes in a part, and " +
+          "half of the exchange memory has " + std::to_string(exchange.half_nbytes) +
+          ": make the exchange memory larger, or the parts shorter");
   return started(self, keep_x, keep_out, [&](void* const* kept) {
     return self.own().start(plan, as_memory(in), as_memory(out), stream, orders, kept, timeout_s);
   });
@@ -33,7 +39,10 @@ std::shared_ptr<PeerExchange> make_exchange(const PyDevice& device, int rank,
                                             const std::vector<uint64_t>& memory,
                                             std::size_t half_nbytes) {
   if (rank < 0 || rank >= static_cast<int>(memory.size()))
-    throw nb::value_error("the rank is none of those with memory");
+    throw nb::value_error(("rank " + std::to_string(rank) + " has no exchange memory: there is " +
+                           "memory for " + std::to_string(memory.size()) +
+                           " ranks, which count from 0")
+                              .c_str());
   std::vector<unsigned char*> places = as_memory(memory);
   DeviceStatus status = DeviceStatus::Ok;
   std::shared_ptr<PeerExchange> made;

@@ -35,7 +35,7 @@ class PersistentCall {
                     nonblocking, group.timeout_s);
   }
 
-  // What somebody calls: recorded, while somebody records.
+  // The call that users make. It is recorded while somebody records.
   nb::object call(bool nonblocking) {
     if (!recorded.is_valid()) return run(nonblocking);
     return recorded(nb::arg("nonblocking") = nonblocking);
@@ -52,7 +52,7 @@ class PersistentCall {
   const void* in_;
   void* out_;
   nb::object keep_x_, keep_out_, result_, operation_;
-  // Where what the operation reads is a copy: of what, taken anew before each run.
+  // If the operation reads a copy: the memory and bytes that are copied anew before each run.
   const void* source_;
   uint64_t nbytes_;
 };

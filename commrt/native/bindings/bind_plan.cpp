@@ -23,7 +23,7 @@ using Pointers = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::devic
 using Bits = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Landings = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// What peers may do with buffers in the symmetric heap; empty where there is none.
+// The ways in which peers may use buffers in the symmetric heap; empty if there is no such heap.
 struct Reach {
   Bits exposable, operand_exposable;  // per instruction
   Bits deliverable;  // per output
@@ -37,7 +37,8 @@ Ref read_ref(const Plan& plan, const std::vector<int>& peer_index, const int32_t
   ref.is_message = row[0] != kLocal;
   if (ref.is_message) {
     if (row[1] < 0 || row[1] >= static_cast<int>(peer_index.size()) || peer_index[row[1]] < 0) {
-      throw std::invalid_argument("message with an unknown peer " + std::to_string(row[1]));
+      throw std::invalid_argument("the program has a message with rank " + std::to_string(row[1]) +
+                                  ", which is not among the plan's peers: add the rank to `peers`");
     }
     ref.peer = peer_index[row[1]];
     ref.k = row[2];
@@ -49,7 +50,10 @@ Ref read_ref(const Plan& plan, const std::vector<int>& peer_index, const int32_t
   if (ref.space < 0 || ref.space >= static_cast<int>(plan.spaces.size()) || ref.lo < 0 ||
       ref.hi <= ref.lo ||
       ref.hi >= static_cast<int>(plan.spaces[ref.space].offsets.size())) {
-    throw std::invalid_argument("slice outside of its space");
+    throw std::invalid_argument(
+        "blocks " + std::to_string(ref.lo) + " to " + std::to_string(ref.hi) + " of space " +
+        std::to_string(ref.space) + " are no slice of the plan's " +
+        std::to_string(plan.spaces.size()) + " spaces: expected one block or more of one space");
   }
   return ref;
 }
@@ -64,7 +68,11 @@ void read_instructions(Plan& plan, const Comm& comm, const Table& inputs,
                   reach.operand_exposable.shape(0) != dep_ptr.shape(0) - 1 ||
                   reach.deliverable.shape(0) != outputs.shape(0) ||
                   reach.landings.shape(0) != outputs.shape(0))) {
-    throw std::invalid_argument("what peers may reach does not fit the program");
+    throw std::invalid_argument(
+        "the tables of what peers may reach do not fit the program: expected exposable and "
+        "operand_exposable for each of its " + std::to_string(dep_ptr.shape(0) - 1) +
+        " instructions, deliverable and landings for each of its " +
+        std::to_string(outputs.shape(0)) + " outputs");
   }
   const size_t m = dep_ptr.shape(0) - 1;
   auto rows = [](const Table& table, int32_t at) { return table.data() + at * 4; };
@@ -98,7 +106,10 @@ void read_instructions(Plan& plan, const Comm& comm, const Table& inputs,
       ins.exposable = reach.exposable.data()[i];
       ins.operand_exposable = reach.operand_exposable.data()[i];
     }
-    if (ins.inputs.empty()) throw std::invalid_argument("instruction without input");
+    if (ins.inputs.empty()) {
+      throw std::invalid_argument("instruction " + std::to_string(i) + " has no input: expected at "
+                                  "least one");
+    }
     auto over_mpi = [&](const Ref& ref) {
       return ref.is_message &&
              const_cast<Comm&>(comm).link(plan.peers[ref.peer].rank).kind == LinkKind::Mpi;
@@ -154,13 +165,19 @@ PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, i
   plan->divisor = divisor;
   plan->returns_out = returns_out;
   for (const auto& [kind, offsets] : spaces) {
-    if (offsets.size() < 2) throw std::invalid_argument("space without blocks");
+    if (offsets.size() < 2) {
+      throw std::invalid_argument("space " + std::to_string(plan->spaces.size()) +
+                                  " has no blocks: expected at least two offsets, the ends of one "
+                                  "block");
+    }
     plan->spaces.push_back({static_cast<SpaceKind>(kind), offsets, 0});
   }
   std::vector<int> peer_index(static_cast<size_t>(group.comm->size), -1);
   for (const auto& [rank, sends, recvs] : peers) {
     if (rank < 0 || rank >= group.comm->size || rank == group.comm->rank) {
-      throw std::invalid_argument("peer " + std::to_string(rank) + " is not another rank");
+      throw std::invalid_argument("peer " + std::to_string(rank) + " is not another rank: expected "
+                                  "0 to " + std::to_string(group.comm->size - 1) + " without " +
+                                  std::to_string(group.comm->rank) + ", which is this rank");
     }
     const size_t index = plan->peers.size();
     peer_index[rank] = static_cast<int>(index);
@@ -198,7 +215,7 @@ PlanPtr with_factor(const PlanPtr& plan, Group& group, double factor, int64_t in
   std::lock_guard<std::mutex> lock(group.engine->mutex);  // of plan->choice
   auto changed = std::make_shared<Plan>(*plan);
   changed->factor = scale;
-  // What it looked up points into the instructions of the original.
+  // The copied short instructions point into the instructions of the original.
   if (changed->run_short) changed->flatten(*group.comm);
   return changed;
 }

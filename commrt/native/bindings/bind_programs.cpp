@@ -18,9 +18,17 @@ using Commands = nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::
 std::shared_ptr<StreamProgram> make_program(Commands table, int size, int dtype,
                                             std::size_t itemsize, double real,
                                             std::int64_t integer, std::int64_t divisor) {
-  if (table.shape(1) != kStreamColumns) throw nb::value_error("a command has 8 columns");
+  if (table.shape(1) != kStreamColumns) {
+    throw nb::value_error(("commands have " + std::to_string(table.shape(1)) +
+                           " columns; expected " + std::to_string(kStreamColumns))
+                              .c_str());
+  }
   if (dtype < 0 || dtype >= kNumDTypes || size < 1 || itemsize == 0)
-    throw nb::value_error("no such type or number of ranks");
+    throw nb::value_error(("make_stream_program() was given size=" + std::to_string(size) +
+                           ", dtype=" + std::to_string(dtype) + " and itemsize=" +
+                           std::to_string(itemsize) + "; expected a size and an itemsize of at " +
+                           "least 1, and a dtype code from 0 to " + std::to_string(kNumDTypes - 1))
+                              .c_str());
   auto program = std::make_shared<StreamProgram>();
   program->dtype = static_cast<DType>(dtype);
   program->itemsize = itemsize;
@@ -31,7 +39,10 @@ std::shared_ptr<StreamProgram> make_program(Commands table, int size, int dtype,
   for (std::size_t i = 0; i < table.shape(0); ++i, row += kStreamColumns)
     program->commands.push_back({static_cast<StreamStep>(row[0]), row[1], row[2], row[3], row[4],
                                  row[5], row[6], row[7]});
-  if (const char* why = program->problem()) throw nb::value_error(why);
+  if (const char* why = program->problem()) {
+    throw nb::value_error(
+        (std::string("make_stream_program() refuses these commands: ") + why).c_str());
+  }
   return program;
 }
 

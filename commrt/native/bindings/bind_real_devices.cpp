@@ -50,7 +50,11 @@ void bind_real_devices(nb::module_& m, nb::class_<PyDevice>& device) {
                              "A device of real threads, one for each stream.")
       .def("__init__", [](PyThreadDevice* self, std::uint64_t seed, int max_delay_us, int ordinal,
                           bool memory_flags) {
-        if (max_delay_us < 0) throw nb::value_error("max_delay_us must not be negative");
+        if (max_delay_us < 0) {
+          throw nb::value_error(("max_delay_us=" + std::to_string(max_delay_us) +
+                                 " is negative: pass microseconds, or 0 for no delays")
+                                    .c_str());
+        }
         auto* made = new threaded::ThreadDevice(seed, max_delay_us, ordinal);
         made->memory_flags = memory_flags;
         new (self) PyThreadDevice;

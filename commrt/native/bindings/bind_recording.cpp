@@ -145,7 +145,12 @@ void bind_recording(nb::module_& m) {
            nb::arg("beyond"), nb::arg("core"), nb::arg("nowhere"))
       .def("of_caller",
            [](CallSites& self, nb::handle frame) {
-             if (!PyFrame_Check(frame.ptr())) throw nb::type_error("expected a frame");
+             if (!PyFrame_Check(frame.ptr())) {
+               throw nb::type_error((std::string("of_caller() was given an object of type ") +
+                                     Py_TYPE(frame.ptr())->tp_name +
+                                     "; expected a frame, as sys._getframe() returns")
+                                        .c_str());
+             }
              return self.of_caller(reinterpret_cast<PyFrameObject*>(frame.ptr()));
            }, nb::arg("frame"),
            "Return where the user's program called; `core` for calls of commrt's own.")

@@ -4,6 +4,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <string>
+
 #include "bindings/bindings.hpp"
 #include "kernels/kernels.hpp"
 #include "kernels/sparse.hpp"
@@ -23,12 +25,20 @@ T* at(Address address) {
 }
 
 IndexType index_of(int nbytes) {
-  if (nbytes != 4 && nbytes != 8) throw nb::value_error("an index has 4 or 8 bytes");
+  if (nbytes != 4 && nbytes != 8) {
+    throw nb::value_error(("an index of " + std::to_string(nbytes) + " bytes is not supported: " +
+                           "use indices of 4 or 8 bytes (int32 or int64)")
+                              .c_str());
+  }
   return nbytes == 4 ? IndexType::I32 : IndexType::I64;
 }
 
 DType dtype_of(int code) {
-  if (code < 0 || code >= kNumDTypes) throw nb::value_error("no such dtype code");
+  if (code < 0 || code >= kNumDTypes) {
+    throw nb::value_error(("dtype code " + std::to_string(code) + " is unknown: expected 0 to " +
+                           std::to_string(kNumDTypes - 1) + ", as dtype_by_name(name).code gives")
+                              .c_str());
+  }
   return static_cast<DType>(code);
 }
 

@@ -67,12 +67,15 @@ std::vector<StagedCopy> copies_of(const std::vector<CopyRow>& rows) {
   return copies;
 }
 
-// Of a launch, with numbers of the call's arrays.
+// Makes a launch. `buffer` and `arrays` are numbers of the call's arrays.
 StagedLaunch launch_of(int kind, int op, int dtype, int buffer, size_t buffer_nbytes,
                        const std::vector<int>& arrays, uint64_t table, size_t table_nbytes,
                        size_t terms_at, uint32_t num_boxes, uint64_t units) {
   if (arrays.size() > static_cast<size_t>(kMostLaunchArrays)) {
-    throw nb::value_error("one launch takes no more arrays than that");
+    throw nb::value_error(("StagedLaunch was given " + std::to_string(arrays.size()) +
+                           " arrays; a launch takes at most " + std::to_string(kMostLaunchArrays) +
+                           ": use several launches")
+                              .c_str());
   }
   StagedLaunch made;
   made.launch.kind = static_cast<BoxKind>(kind);
@@ -86,7 +89,11 @@ StagedLaunch launch_of(int kind, int op, int dtype, int buffer, size_t buffer_nb
   made.launch.units = units;
   made.buffer = buffer;
   made.arrays = arrays;
-  if (const char* why = why_no_launch(made.launch)) throw nb::value_error(why);
+  if (const char* why = why_no_launch(made.launch)) {
+    throw nb::value_error(("StagedLaunch of reduction code " + std::to_string(op) +
+                           " and dtype code " + std::to_string(dtype) + ": " + why)
+                              .c_str());
+  }
   return made;
 }
 
@@ -127,7 +134,12 @@ void bind_staging(nb::module_& m) {
       .def("agreeing",
            [](const StagedPlan& self, PlanPtr runs, std::vector<uint64_t> words,
               std::vector<std::string> names) {
-             if (words.size() != names.size()) throw nb::value_error("a name for each word");
+             if (words.size() != names.size()) {
+               throw nb::value_error(("agreeing() was given " + std::to_string(words.size()) +
+                                      " words and " + std::to_string(names.size()) +
+                                      " names: pass one name for each word")
+                                         .c_str());
+             }
              auto made = std::make_shared<StagedPlan>(self);
              made->agreement = std::make_shared<const StagedAgreement>(
                  StagedAgreement{std::move(runs), std::move(words), std::move(names)});
@@ -146,7 +158,11 @@ void bind_staging(nb::module_& m) {
            bool serial) {
           const size_t given = parts.size();
           if (pieces < 1 || given == 0 || (given > 2 && given != static_cast<size_t>(pieces))) {
-            throw nb::value_error("as many parts as pieces are expected, or the first and last");
+            throw nb::value_error(("staged_plan() was given " + std::to_string(given) +
+                                   " parts for " + std::to_string(pieces) + " pieces: pass one "
+                                   "part for each piece, or one for all, or one for all but the "
+                                   "last and one for the last")
+                                      .c_str());
           }
           auto made = std::make_shared<StagedPlan>();
           made->parts = std::move(parts);

@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include <string>
 #include <vector>
 
 #include "bindings/bindings.hpp"
@@ -18,14 +19,21 @@ using Address = std::uint64_t;
 void* at(Address address) { return reinterpret_cast<void*>(address); }
 
 WireFormat format_of(int code) {
-  if (code < 0 || code >= kNumWireFormats) throw nb::value_error("no such wire format");
+  if (code < 0 || code >= kNumWireFormats) {
+    throw nb::value_error(("wire format code " + std::to_string(code) + " is unknown: expected 0 " +
+                           "to " + std::to_string(kNumWireFormats - 1) +
+                           ", as wire_format(name).code gives")
+                              .c_str());
+  }
   return static_cast<WireFormat>(code);
 }
 
 const WireKernels& kernels_of(int format, int dtype) {
   const auto type = static_cast<DType>(dtype);
   if (type != DType::F32 && type != DType::F64)
-    throw nb::value_error("elements are float32 or float64");
+    throw nb::value_error(("elements of dtype code " + std::to_string(dtype) +
+                           " have no wire format: pass float32 or float64")
+                              .c_str());
   return wire_kernels(format_of(format), type);
 }
 

@@ -26,7 +26,7 @@ std::vector<unsigned char*> as_memory(const std::vector<uint64_t>& addresses) {
 
 namespace {
 
-// How a wait ended: 0 done or failed, 1 out of time, 2 with a signal.
+// Returns how the wait ended: 0 done or failed, 1 out of time, 2 with a signal.
 int wait_for_end(const PyDeviceCall& self, double timeout_s) {
   constexpr double kSignalPeriod_s = 0.05;
   constexpr unsigned kLooks = 64;

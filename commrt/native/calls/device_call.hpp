@@ -51,8 +51,8 @@ struct PyWork : PyDeviceWork {
   Work& own() const { return static_cast<Work&>(*work); }
 };
 
-// Drops a call. Without the GIL: with the last reference to it locks are taken, and who has them
-// may wait for the GIL.
+// Drops a call, without the GIL: dropping the last reference takes locks, and a thread that has
+// them may wait for the GIL.
 inline void let_go(std::shared_ptr<DeviceCall>& call) {
   if (call == nullptr) return;
   nb::gil_scoped_release release;

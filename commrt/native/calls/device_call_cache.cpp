@@ -31,7 +31,7 @@ bool overlap(const DeviceView& a, const DeviceView& b) {
   return as_memory(a.address) < end_of(b) && as_memory(b.address) < end_of(a);
 }
 
-// Whether the output is one that the entry was made for.
+// True if the output is one that the entry was made for.
 bool fits(const DeviceView& x, const DeviceView& out, const DeviceCallCache::Entry& entry) {
   if (out.device.ptr() != x.device.ptr() || out.dtype != x.dtype || !out.writable ||
       out.count != entry.out_count) {

@@ -38,7 +38,7 @@ class DeviceRequest {
   nb::str repr() const;
   nb::object who_is_missing() const;
 
-  // For the garbage collector: an error that was raised has a traceback, whose frames have this.
+  // For the garbage collector: a raised error has a traceback, whose frames refer to this request.
   int traverse(visitproc visit, void* arg);
   void clear();
 

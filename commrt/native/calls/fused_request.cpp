@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The request of one call that went into a bucket.
 //
-// A plain type of C's interface: a call takes some 0.1 us in all, and of that a bound C++
-// object would be half. What it says and raises is what the bucket's own request does.
+// It is a plain type of Python's C interface: a call takes some 0.1 us in all, and a bound C++
+// object would take half of that. Its texts and errors are those of the bucket's own request.
 #include "calls/fusion.hpp"
 #include "calls/group_methods.hpp"
 
@@ -29,7 +29,7 @@ struct FusedRequest {
   bool observed;
 };
 
-// Those that are no longer used. Python's own allocator takes twice as long.
+// Requests that are no longer used, kept for new ones. Python's own allocator takes twice as long.
 struct Spares {
   static constexpr int kMost = 2048;
   FusedRequest* list[kMost];
@@ -126,7 +126,7 @@ PyObject* wait_for_it(FusedRequest* self, nb::object stream, nb::object timeout)
   }
   const Bucket& bucket = bucket_of(self);
   if (bucket.error.is_valid()) raise(bucket.error);
-  // In whole milliseconds, as the message of a limit that has passed shows it.
+  // The wait is in whole milliseconds, as the message about a passed limit shows it.
   const double left = std::max(1e-3, std::round((seconds - (now_s() - begin)) * 1e3) / 1e3);
   try {
     bucket.sent->wait(nb::none(), nb::float_(left));

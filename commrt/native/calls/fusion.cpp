@@ -27,7 +27,7 @@ uint64_t mix(uint64_t h, uint64_t value) {
   return h ^ (h >> 32);
 }
 
-// What `body` raises; null where that is nothing.
+// Returns the error that `body` raises; null if it raises none.
 template <typename Body>
 nb::object raised_by(Body body) {
   try {
@@ -44,7 +44,7 @@ nb::object raised_by(Body body) {
   return nb::borrow(error.value());
 }
 
-// Null where no rank may send it: then the bucket has failed.
+// Returns the plan of a bucket; null if no rank may send the bucket, which has then failed.
 PlanPtr plan_of(Group& group, Bucket& bucket) {
   const int dtype = static_cast<int>(bucket.dtype), redop = static_cast<int>(bucket.redop);
   const int64_t count = bucket.parts->elems();
@@ -78,14 +78,15 @@ void send(Bucket& bucket) {
   const PlanPtr plan = plan_of(group, bucket);
   if (plan == nullptr) return;
   Engine& engine = *group.engine;
-  // Nothing may fail between the start and what keeps the outputs until the end.
+  // Nothing may fail between the start and the request that keeps the outputs until the end.
   nb::object request = nb::inst_alloc(nb::type<Request>());
   std::shared_ptr<Op> op;
   PyObject* const arrays = nb::object(bucket.arrays).release().ptr();  // the operation's
   try {
     nb::gil_scoped_release release;
     const std::lock_guard<std::mutex> lock(engine.mutex);
-    // As a test() does it: many short calls move as much as they would one by one.
+    // Makes a pass, as test() does, so that many short calls move as much as they would one by
+    // one.
     group.comm->progress(kSliceBytes);
     op = group.comm->start_bucket(plan, std::move(bucket.parts), arrays, kSliceBytes);
   } catch (...) {  // nothing has started
@@ -116,14 +117,15 @@ Bucket* copy_from(const Bucket& bucket, size_t at) {
       [](Bucket* b) { b->let_go(); });
   rest->parts = bucket.parts->tail(at);
   rest->calls.assign(bucket.calls.begin() + static_cast<std::ptrdiff_t>(at), bucket.calls.end());
-  // Of the host's all: which array belongs to which call is not recorded.
+  // A bucket of the host takes over all arrays: it is not recorded which array belongs to which
+  // call.
   const size_t first = bucket.away.is_valid() ? at : 0;
   const auto num = static_cast<size_t>(PyList_GET_SIZE(bucket.arrays.ptr()));
   rest->arrays = slice(bucket.arrays, first, num);
   return rest.release();
 }
 
-// What it has in Python may fail itself; the ranks that wait are told before.
+// Tells the waiting ranks first, because the communicator's own method in Python may fail.
 void give_up(const nb::object& group_object, const char* why) {
   Group& group = *nb::inst_ptr<Group>(group_object);
   {
@@ -141,7 +143,8 @@ Fusion::~Fusion() {
   for (Bucket* bucket : queued_) bucket->let_go();
 }
 
-// What it has in Python may run anything, and change what is open.
+// Dropping Python objects, or the method `fail`, may run anything and change which buckets are
+// open.
 void Bucket::fail(const nb::object& why) {
   error = why;
   const nb::object requests = std::move(arrays);
@@ -196,7 +199,8 @@ uint64_t Fusion::add_away(nb::handle group, nb::handle away, const FusedCall& ca
 
 // The call is in the bucket. False with Python's error set where sending was interrupted.
 bool Fusion::count(nb::handle group, Bucket& bucket, const FusedCall& call) {
-  // Those of the host that lie one behind the other are one part where nothing cuts between them.
+  // Arrays of the host that lie one behind the other become one part, if nothing cuts between
+  // them.
   const bool merges = !agrees_ && !bucket.away.is_valid();
   bucket.parts->add(call.in, call.out, call.count, merges ? item_size(call.dtype) : 0);
   const double now = agrees_ ? now_s() : 0;
@@ -276,7 +280,7 @@ bool look_at_timed(Engine& engine) {
   return true;
 }
 
-// There is enough to send. Where other ranks are late, this one goes on adding.
+// There is enough to send. While other ranks are late, this rank goes on adding.
 bool Fusion::fill(nb::handle group) {
   if (!agrees_) return send_before(num_calls_);
   full_nbytes_ = open_nbytes_ + most_nbytes_ / 8;
@@ -284,13 +288,13 @@ bool Fusion::fill(nb::handle group) {
 }
 
 bool Fusion::cut(nb::handle group) {
-  // What sends a bucket makes calls of its own, which are that bucket.
+  // The thread that sends a bucket makes calls of its own, which are that bucket.
   if (is_sending_ && sender_ == std::this_thread::get_id()) return true;
   if (is_open() &&
       !(agrees_ ? ask(group, fusion_methods::kCutBucket) : send_before(num_calls_))) {
     return false;
   }
-  // What comes next must not overtake buckets that another thread is sending.
+  // Later calls must not overtake buckets that another thread is sending.
   while (is_sending_) {
     if (PyErr_CheckSignals() != 0) return false;
     nb::gil_scoped_release release;
@@ -342,7 +346,7 @@ bool Fusion::send_before(uint64_t call) {
     cut.bucket->next = cut.rest;
     cut.rest->hold();  // by the bucket, and by the one who has the open ones
   }
-  // By their first calls: a rank that was told late has had them open for longer.
+  // Sort by the first calls: a rank that was told late has had them open for longer.
   if (agrees_) {
     std::sort(later.begin(), later.end(), [](const Bucket* a, const Bucket* b) {
       return a->calls.front() < b->calls.front();

@@ -17,8 +17,9 @@ namespace commrt {
 // Calls that go as one. Open while calls are added; then sent, or failed. Guarded by the GIL,
 // its references, too.
 //
-// Of arrays on a device only what settles its place among the others is here: `away` sends it
-// (fusion/device_buckets.py), `arrays` are its requests, and `parts` have lengths alone.
+// For arrays on a device, a bucket only settles their place among the others. `away` sends the
+// bucket (fusion/device_buckets.py), `arrays` are the calls' requests, and `parts` have lengths
+// alone.
 struct Bucket {
   Bucket(nb::object group_, DType dtype_, RedOp redop_, nb::object away_)
       : group(std::move(group_)), away(std::move(away_)), dtype(dtype_), redop(redop_),
@@ -41,7 +42,7 @@ struct Bucket {
   Bucket* next = nullptr;
 
   bool is_settled() const { return sent != nullptr || left || error.is_valid(); }
-  // Instead of being sent: nobody works on the arrays.
+  // Ends a bucket that is not sent; nobody works on the arrays.
   void fail(const nb::object& why);
   void hold() { ++references_; }
   void let_go() {
@@ -72,15 +73,15 @@ struct FusedCall {
 // calls: where that happens is called a cut.
 class Fusion {
  public:
-  // With a time limit the ranks agree where to cut (fusion/agreement.py), as clocks differ. Without
-  // one it is infinite, and cuts follow from the calls alone.
+  // With a time limit, the ranks agree where to cut (fusion/agreement.py), because their clocks
+  // differ. Without one, `limit_s` is infinite, and cuts follow from the calls alone.
   Fusion(Group& group, uint64_t most_nbytes, double limit_s)
       : engine_(*group.engine), known_(group.fused_kinds), most_nbytes_(most_nbytes),
         limit_s_(limit_s), agrees_(std::isfinite(limit_s)) {}
   ~Fusion();
 
-  // Whether calls of this kind have been found right before, in any context. What else there is to check does
-  // not depend on the kind.
+  // True if calls of this kind have been found right before, in any context. The other checks of a
+  // call do not depend on its kind.
   bool knows(DType dtype, int redop) const {
     return known_[static_cast<int>(dtype)] >> redop & 1;
   }
@@ -97,14 +98,15 @@ class Fusion {
   bool send_before(uint64_t call);
   uint64_t num_calls() const { return num_calls_; }
   uint64_t num_sent() const { return num_sent_; }
-  // Of all calls before `call`, which is not below num_sent(): what must be equal on all ranks.
+  // The digest of all calls before `call`, of what must be equal on all ranks. `call` is not below
+  // num_sent().
   uint64_t digest(uint64_t call) const { return digests_[call - num_sent_]; }
   bool agrees() const { return agrees_; }
   bool is_open() const { return num_sent_ != num_calls_; }
   bool is_sending() const { return is_sending_; }
   // Calls a method of the group's service, comm.fusion. False with Python's error set.
   static bool ask(nb::handle group, const char* method);
-  // Whether the time has come to look at the open buckets; says so again a limit later.
+  // True if the time has come to look at the open buckets. Returns true again a limit later.
   bool is_due(double now);
   double due_s() const { return is_open() ? due_s_ : kNever; }
   // Ends all open calls with this error.
@@ -131,7 +133,7 @@ class Fusion {
   bool is_sending_ = false;
   std::thread::id sender_;
   uint64_t open_nbytes_ = 0, num_calls_ = 0, num_sent_ = 0;
-  // Where ranks agree.
+  // Used if the ranks agree where to cut.
   std::vector<uint64_t> digests_{0};
   uint64_t full_nbytes_ = most_nbytes_;  // when to ask again; more where others are late
   double due_s_ = 0;
@@ -139,7 +141,7 @@ class Fusion {
 
 // A request of one call in a bucket: a plain Python object, as a call has no time for more.
 PyObject* make_fused_request(Bucket* bucket, uint64_t call, PyObject* result, double timeout_s);
-// For one that its caller never gets: nobody is to be warned that it was dropped.
+// Drops a request that its caller never gets, so that nobody is warned that it was dropped.
 void drop_fused_request(PyObject* request);
 
 // Looks at the open buckets whose time has come. False with Python's error set where it was

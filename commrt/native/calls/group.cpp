@@ -43,7 +43,7 @@ Group::~Group() {
     nb::gil_scoped_release release;
     for (const auto& work : device_work) work->abandon();
   }
-  // What calls kept goes with the next call, and there may be none.
+  // The next call would drop what ended calls have kept, but there may be none.
   if (engine->has_ended() && !Engine::forked.load(std::memory_order_relaxed)) drop_ended(*engine);
   forget_timed(*this);
 }
@@ -120,8 +120,8 @@ namespace {
 
 constexpr double kTimedPeriod_s = 1e-3;
 
-// Of an operation that gloo runs: waits there, for so long, where nothing else is to be done here.
-// False where gloo has not been asked yet.
+// For an operation that gloo runs: waits in gloo for at most `seconds`, if there is nothing else
+// to do here. Returns false if gloo has not been asked yet.
 bool ask_gloo(Group& group, const Op& op, double seconds) {
   Engine& engine = *group.engine;
   if (Relay::is_due()) RelayCarrier::give_everything();
@@ -159,7 +159,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
   for (int i = 0; i < passes && !is_long(*op); ++i) {
     if (op->finished()) return WaitResult::Done;
     if (wants_gil(engine)) break;
-    // Not by hand: a pass that runs out of memory must leave the lock free.
+    // Use a lock object: a pass that runs out of memory must leave the lock free.
     const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
     if (lock.owns_lock()) engine.step_locked(kSliceBytes);
   }
@@ -310,7 +310,7 @@ bool Request::test() {
     if (Engine::forked.load(std::memory_order_relaxed)) group_.attr(group_methods::kCheckUsable)();
     Engine& engine = *nb::cast<Group&>(group_).engine;
     const GiveAtEnd give;
-    // Who looks at devices waits for locks whose holder may wait for the GIL.
+    // A thread that looks at devices waits for locks whose holder may wait for the GIL.
     auto step = [&] {
       if (is_long(*op_) || engine.has_device_work()) {
         nb::gil_scoped_release release;
@@ -332,7 +332,7 @@ bool Request::test() {
   return true;
 }
 
-// What wait() would notice: whether the operation has ended with a peer that gave up.
+// True if the operation has ended, or ends now because a peer gave up, as wait() would notice.
 bool Request::peers_gave_up() {
   Group& group = nb::cast<Group&>(group_);
   std::lock_guard<std::mutex> lock(group.engine->mutex);
@@ -373,7 +373,7 @@ nb::list Request::each_received_nbytes() const {
 }
 
 int Request::source() const {
-  // Written before the end, and by whoever has the lock.
+  // Written before the end, by the thread that has the lock.
   return op_->p2p != nullptr && op_->finished() ? op_->p2p->source : -1;
 }
 
@@ -448,7 +448,8 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
                      nonblocking, timeout_s);
 }
 
-// In the memory of the Python object: one allocation less than nb::cast of a new one.
+// Makes the request in the memory of the Python object: one allocation less than nb::cast of a new
+// one.
 nb::object make_request(nb::handle group, std::shared_ptr<Op> op, nb::handle result,
                         nb::handle operation, double timeout_s) {
   nb::object request = nb::inst_alloc(nb::type<Request>());

@@ -45,8 +45,8 @@ struct PlanKeyHash {
 
 using PlanPtr = std::shared_ptr<const Plan>;
 
-// Of an operation whose lengths differ by rank. Equal counts, never an equal hash alone, make
-// two calls the same.
+// The key of an operation whose lengths differ by rank. Two calls are the same only if their
+// counts are equal; an equal hash alone is not enough.
 struct VectorKey {
   PlanKey plain;
   std::vector<int64_t> counts;
@@ -93,7 +93,7 @@ class Group {
     return last_vector_plan_ != nullptr && key == last_vector_key_.plain;
   }
   const PlanPtr& last_vector_plan() const { return last_vector_plan_; }
-  // Whether the last one's first counts are also its second ones.
+  // True if the last plan's first counts are also its second ones.
   bool swaps() const {
     const auto& counts = last_vector_key_.counts;
     const auto half = static_cast<std::ptrdiff_t>(counts.size() / 2);
@@ -134,7 +134,7 @@ class Request {
   bool is_fine() const {
     return op_->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Done);
   }
-  // Whether the engine, or MPI, may still use what it works on.
+  // True if the engine, or MPI, may still use the operation's buffers.
   bool needs_buffers() const { return !op_->finished() || op_->held; }
   // Keeps the destructor from warning that the request was dropped.
   void be_quiet() { observed_ = true; }
@@ -183,8 +183,8 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
 
 // Drops the Python objects of ended operations. Needs the GIL.
 void drop_ended(Engine& engine);
-// Whether this thread leaves arrays of devices to others: to free one may wait for the device,
-// and the device for what this thread is to do.
+// True if this thread leaves arrays of devices to others. Freeing one may wait for the device, and
+// the device may wait for what this thread is to do.
 extern thread_local bool leaves_arrays;
 void keep_alive(Op& op, PyObject* first, PyObject* second);
 

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The public methods: one callable per row of commrt/vocabulary/operations.py, cached plans, no detours.
 //
-// An Operation is a method descriptor with a vectorcall: `comm.allreduce(x)` reaches it
-// without a bound method. What it does not recognise at a glance (an array of another library,
-// an unknown plan, a wrong argument) it hands to `Communicator._call`, which either runs the call
-// or raises the precise error. One made with `only_cached` says NotImplemented there.
+// An Operation is a method descriptor with a vectorcall: `comm.allreduce(x)` reaches it without a
+// bound method. It hands calls that it does not recognise at a glance (an array of another
+// library, an unknown plan, a wrong argument) to `Communicator._call`. That method either runs the
+// call or raises the precise error. An Operation made with `only_cached` returns NotImplemented
+// there.
 #include "arrays/tensor_view.hpp"
 #include "calls/fusion.hpp"
 #include "calls/group_methods.hpp"
@@ -164,7 +165,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   long root = 0;
   bool nonblocking = false;
   double timeout_s = group.timeout_s;
-  // What only calls on devices may have here.
+  // Only calls on devices may have these.
   PyObject* stream = nullptr;
   bool is_limited = false;
   const Py_ssize_t nkw = kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0;

@@ -213,9 +213,9 @@ PyObject* call_method(PyObject* callable, PyObject* const* args, size_t nargsf,
 
 PyTypeObject* method_type = nullptr;
 
-// Starts a message under the lock: as it is where that is had and takes no time, else
-// without the GIL. What is still in flight then keeps `first` and `second` alive; a caller
-// that waits holds them itself.
+// Starts a message under the lock. It keeps the GIL if the lock is free and the start takes no
+// time; otherwise it releases the GIL. An operation still in flight then keeps `first` and
+// `second` alive; a caller that waits holds them itself.
 template <class Start>
 std::shared_ptr<Op> start(Engine& engine, std::unique_lock<std::mutex>& lock, bool brief,
                           nb::handle first, nb::handle second, const Start& launch) {
@@ -246,8 +246,8 @@ std::shared_ptr<Op> start(Engine& engine, std::unique_lock<std::mutex>& lock, bo
   return op;
 }
 
-// After a message that needed no operation. What it leaves (answers, packets on their way) is
-// for the progress thread, where there is one.
+// Called after a message that needed no operation. Its rest (answers, packets on their way) is
+// left to the progress thread, if there is one.
 void tidy(Comm& comm, std::unique_lock<std::mutex>& lock) {
   const bool rest = comm.engine.has_thread() && !comm.p2p->idle();
   lock.unlock();

@@ -57,7 +57,7 @@ bool read_stream_of(PyObject* tensor, Stream& stream) {
   }
 }
 
-// Wherever an array is and whoever made it.
+// Reads an array of any library, on the host or on a device.
 bool read_array(PyObject* object, Arrays& array) {
   Extent extent;
   if (View view; view_of_numpy(object, view)) {
@@ -137,7 +137,7 @@ bool add_word(PyObject* object, CallWords& key) {
   return is_lasting(object) && key.add(kObject) && key.add_object(object);
 }
 
-// Messages, each an array and who is at the other end, and perhaps a tag.
+// Adds a list of messages. Each has an array, a peer and perhaps a tag.
 bool add_messages(PyObject* object, CallWords& key) {
   if (!is_list(object) || !key.add(static_cast<uint64_t>(PySequence_Fast_GET_SIZE(object)))) {
     return false;
@@ -221,7 +221,7 @@ bool add_positional(char how, PyObject* object, CallWords& key) {
   }
 }
 
-// Whether a call says that it is not to be waited for.
+// True if the call passes a true `nonblocking`, so that nobody waits in it.
 bool is_nonblocking(PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
   const Py_ssize_t num = kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0;
   for (Py_ssize_t i = 0; i < num; ++i) {

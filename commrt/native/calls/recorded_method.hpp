@@ -61,9 +61,9 @@ class RecordedCalls {
   nb::object owner;     // what it is called with, or a weak reference; none where it is bound
   std::shared_ptr<RecordRing> ring;
   std::shared_ptr<CallSites> sites;
-  // How each positional argument is read: `a` type and bytes of an array or of several, `s` their
-  // types and shapes, `i` int, `w` a word that lasts, `r` the root of torch's options or an int,
-  // `-` not at all.
+  // One letter for each positional argument says how it is read: `a` type and bytes of an array or
+  // of several, `s` their types and shapes, `i` int, `w` a word that lasts, `r` the root of
+  // torch's options or an int, `-` not at all.
   std::string reads;
   nb::object look;    // (args, kwargs) -> kinds, or None for a call that is not to be recorded
   nb::object watch;   // (result, first, num) -> what the caller gets

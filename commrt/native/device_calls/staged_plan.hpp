@@ -36,14 +36,16 @@ struct StagedPart {
   std::vector<StagedLaunch> packs, unpacks;
   std::vector<StagedCopy> in, out;
   std::size_t out_at = 0;            // of the host's output, in the piece's memory
-  // Where the host is given a table of addresses instead: of the piece's memory.
+  // If has_table, the host is given a table of addresses instead. These are their offsets in the
+  // piece's memory, in bytes.
   std::vector<std::size_t> table;
   bool has_table = false;
 };
 
-// What all ranks are to have passed, compared before any piece begins: a word for each fact, 0 for
-// what this rank knows nothing of. The largest of the words and of their complements are those of
-// one word only where all that know are of one mind.
+// The facts that must be the same on all ranks, compared before any piece begins. Each fact is one
+// word, which is 0 on ranks that do not know the fact. The ranks compute the maxima of the words
+// and of their complements. Both maxima belong to the same word only if all ranks that know the
+// fact agree.
 struct StagedAgreement {
   std::shared_ptr<const Plan> runs;  // the maximum over ranks, of the words and their complements
   std::vector<std::uint64_t> words;
@@ -56,8 +58,8 @@ struct StagedAgreement {
   std::string differences(const std::uint64_t* heard) const;
 };
 
-// From itself, so that a call has the very pointer that Python's object has: another one would go
-// with Python's lock, in whatever thread ends the call.
+// It can share itself, so that a call has the very pointer that Python's object has. Another
+// pointer would be dropped with Python's lock, in whatever thread ends the call.
 struct StagedPlan : std::enable_shared_from_this<StagedPlan> {
   std::vector<StagedPart> parts;  // of each piece; or of all but the last, and of the last
   std::int64_t pieces = 1;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What staged collectives and messages have alike (staged_work.hpp).
+// The part that staged collectives and messages have in common (staged_work.hpp).
 #include "device_calls/staged_work.hpp"
 
 #include "engine/comm.hpp"
@@ -126,7 +126,7 @@ void StagedWork::close() {
   }
 }
 
-// Nobody gives the streams anything from here on. What fails here has no device any more.
+// Nobody gives the streams anything from here on. If a call fails here, the device is gone.
 void StagedWork::mark_ends() {
   const RelaxedCapture relaxed(device_);
   const Stream streams[] = {d2h_, h2d_};
@@ -156,7 +156,7 @@ StagedWork::Rest StagedWork::release_rest() {
     if (status == DeviceStatus::NotReady && asks_device()) return Rest::Later;
     if (status != DeviceStatus::NotReady && status != DeviceStatus::Ok) return Rest::Never;
   }
-  // To free waits for all that the device was given, and other calls may wait for this thread.
+  // Freeing waits for all that the device was given, and other calls may wait for this thread.
   if (engine_.is_device_busy()) return Rest::Later;
   {
     HostLock own(device_, polling_);

@@ -26,7 +26,8 @@ struct StagerOptions {
 };
 
 struct StagedCall : DeviceCall {
-  // Whether the end event is recorded: at once, but for what comes and where streams have no flags.
+  // True once the end event is recorded: at the call, except for received messages and where
+  // streams have no flags.
   std::atomic<bool> end_issued{false};
   std::uint32_t end_value = 0;
 };
@@ -40,7 +41,7 @@ class StagedWork : public DeviceWork {
   bool progress() override;
   void wait_on(const CallPtr& call, Stream stream) override;
   void close() override;
-  // What close() left of one that failed: gives it back once nobody uses it any more.
+  // Gives back what close() left of a failed one, once nobody uses it any more.
   enum class Rest : int { Later = 0, Released, Never };
   Rest release_rest();
   bool holds_streams() const override { return true; }
@@ -52,9 +53,10 @@ class StagedWork : public DeviceWork {
  protected:
   using StagedPtr = std::shared_ptr<StagedCall>;
 
-  // What follows holds polling_. Where the copies to the host are there, the host may begin.
+  // Callers of the following hold polling_. This lets the host begin with calls whose copies to
+  // the host are there.
   virtual bool open_gates() = 0;
-  // What the host is done with goes back, in the order in which it was given to the device.
+  // Sends back what the host is done with, in the order in which it was given to the device.
   virtual bool let_go() = 0;
   // Called for a call that neither the host nor the device uses any more.
   virtual void give_memory_back(StagedCall& call) = 0;
@@ -68,7 +70,7 @@ class StagedWork : public DeviceWork {
   virtual bool asks_device() const { return true; }
   // Why a captured stream is refused.
   virtual const char* why_no_graph() const;
-  // Not by who holds a lock: lets a stream wait for the end, once that is given.
+  // Lets a stream wait for the end, once the end is given. The caller holds no lock.
   virtual void order_after(const StagedPtr& call, Stream stream);
   const char* too_late() const override { return "an operation on device memory came too late"; }
 
@@ -81,7 +83,7 @@ class StagedWork : public DeviceWork {
   void give_or_fail(Give give, const char* lacking);
   bool take_ended();
   void finish(const StagedPtr& call);
-  // Whether an event has happened. The question ends nobody's capture, this thread's neither.
+  // Asks whether an event has happened. The question ends no capture, not even one of this thread.
   DeviceStatus query(Event event) const;
 
   const StagerOptions options_;
@@ -97,7 +99,7 @@ class StagedWork : public DeviceWork {
 
   std::atomic<std::uint32_t> opened_;  // gates up to this value are open; the engine reads it
 
-  // Of one that failed and is closed, guarded by issue_: behind all that its streams were given.
+  // Events behind all that the streams of a failed and closed one were given. Guarded by issue_.
   Event last_[2] = {0, 0};
   bool is_released_ = false;
 
@@ -150,7 +152,7 @@ void StagedWork::give_or_fail(Give give, const char* lacking) {
   }
 }
 
-// What the engine says became of an operation that failed, as errors are called.
+// Returns the kind of error for an operation that failed, as the engine tells it.
 const char* failure_kind(const Op& op);
 
 }  // namespace commrt

@@ -52,7 +52,7 @@ struct StreamProgram : std::enable_shared_from_this<StreamProgram> {
   std::vector<std::int64_t> sent, received;  // messages to and from each rank, in all parts
   std::int64_t parts = 0;
 
-  // Null, or what is wrong with the commands.
+  // Returns what is wrong with the commands; null if nothing is.
   const char* problem();
 
   // Gives the stream a command that is no message and no flag.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What whoever makes progress sees of calls that the device ends (watched_work.hpp).
+// Lets the thread that makes progress see calls that the device ends (watched_work.hpp).
 #include "device_calls/watched_work.hpp"
 
 #include "engine/comm.hpp"
@@ -77,7 +77,8 @@ bool WatchedWork::take_ended() {
   return any;
 }
 
-// Nothing has changed for a while: it may be too late, or a peer may have given up.
+// Called when nothing has changed for a while: the call may be too late, or a peer may have given
+// up.
 bool WatchedWork::look_after() {
   if (failed_) return look_at_failed();
   const WatchedCall& first = *calls_.front();

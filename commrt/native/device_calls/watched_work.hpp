@@ -27,11 +27,11 @@ struct WatchedPlan {
   std::shared_ptr<const StreamProgram> program;
   std::size_t scratch_nbytes = 0, in_nbytes = 0, out_nbytes = 0;
   bool in_place = false;
-  // For the record.
+  // These go into the record of the call.
   std::int64_t elements = 0;
   int code = 0, root = 0, element_type = 0, reduction = 0;
 
-  // Whether the output lies where the input is still to be read.
+  // True if the output lies where the input is still to be read.
   bool overlaps(const unsigned char* in, const unsigned char* out) const {
     if (in_nbytes == 0 || (in_place && in == out)) return false;
     return in < out + out_nbytes && out < in + in_nbytes;
@@ -57,10 +57,10 @@ class WatchedWork : public DeviceWork {
 
   // The call becomes the communicator's next operation.
   void count(WatchedCall& call, const WatchedPlan& plan, Stream stream, bool orders);
-  // All of it was given. What it keeps becomes its own.
+  // The device was given the whole call. References that the call keeps become its own.
   void watch(const WatchedPtr& call, void* const* keep);
 
-  // What follows holds polling_.
+  // Callers of the following hold polling_.
   bool take_ended();
   bool look_after();
   // Says of a rank that gave up this operation or an earlier one; empty: none.
@@ -71,7 +71,7 @@ class WatchedWork : public DeviceWork {
   std::uint64_t first_lost(std::uint64_t next) const override;
   // The device has done a call, which is still the first one.
   virtual void see_end(const WatchedCall&) {}
-  // Nothing has changed for a while: what else may have failed. True if it has.
+  // Called when nothing has changed for a while. Looks for other failures; true if there is one.
   virtual bool look_further() { return false; }
   virtual bool look_at_failed() { return false; }
   // Lets streams go that hold failed calls.

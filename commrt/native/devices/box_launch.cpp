@@ -9,7 +9,7 @@
 namespace commrt {
 namespace {
 
-// As in commrt/kernels/text/boxes.cuh.
+// The entries of a table, as commrt/kernels/text/boxes.cuh has them.
 struct BoxEntry {
   std::uint64_t first;
   std::int64_t offset;
@@ -43,7 +43,7 @@ TermEntry term_at(const BoxLaunch& launch, std::uint32_t number) {
   return term;
 }
 
-// How many units a box has; 0 where its numbers are none of a box.
+// The number of units of a box; 0 if its numbers are not those of a box.
 std::uint64_t units_of(const BoxEntry& box, std::uint64_t most) {
   if (box.ndim > kMostLaunchDims) return 0;
   std::uint64_t units = 1;
@@ -54,9 +54,9 @@ std::uint64_t units_of(const BoxEntry& box, std::uint64_t most) {
   return units <= most ? units : 0;
 }
 
-// Whether all that a term leads to lies in the buffer.
+// True if all that a term leads to lies in the buffer.
 bool is_in_buffer(const BoxLaunch& launch, const BoxEntry& box, const TermEntry& term) {
-  // In wider numbers: what is no table has any numbers.
+  // Compute in wider numbers: memory that is no table may hold any numbers.
   __int128 low = term.offset, high = term.offset;
   for (std::uint32_t dim = 0; dim < box.ndim; ++dim) {
     const __int128 way = static_cast<__int128>(box.shape[dim] - 1) * term.strides[dim];

@@ -23,14 +23,14 @@ struct BoxLaunch {
   unsigned char* buffer = nullptr;
   std::size_t buffer_nbytes = 0;
   unsigned char* arrays[kMostLaunchArrays] = {};
-  // In memory that the device reaches: boxes, and from `terms_at` on their terms.
+  // Lies in memory that the device reaches: boxes, and their terms from `terms_at` on.
   const unsigned char* table = nullptr;
   std::size_t table_nbytes = 0, terms_at = 0;
   std::uint32_t num_boxes = 0;
   std::uint64_t units = 0;
 };
 
-// Null, or why it cannot be launched.
+// Returns why it cannot be launched; null if it can.
 const char* why_no_launch(const BoxLaunch& launch);
 
 // Called before some bytes are touched; false: leave them alone.

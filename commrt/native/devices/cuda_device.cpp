@@ -171,7 +171,7 @@ DeviceStatus look_up(CudaDevice* self, const std::string& kernel, Handle* out) {
   return done(self, (launch + ": cuModuleGetFunction").c_str(), result);
 }
 
-// With these arguments, for so many elements.
+// Launches a kernel with these arguments, for `count` elements.
 DeviceStatus launch_with(Device* device, const std::string& kernel, void** arguments,
                          std::uint64_t count, Stream stream) {
   if (!count) return DeviceStatus::Ok;
@@ -325,8 +325,8 @@ DeviceStatus ptr_attributes(Device* device, const void* ptr, PointerFacts* out) 
   return status;
 }
 
-// What calls ask before they give anything: a stream of another device would be refused in the
-// middle of a call, when peers count on it.
+// Calls check their stream before they give anything. A stream of another device would otherwise
+// be refused in the middle of a call, when peers count on it.
 DeviceStatus check_stream(CudaDevice* on, Stream stream) {
   constexpr Stream kPerThread = 2;  // it and what is less are streams of any device
   if (stream <= kPerThread) return DeviceStatus::Ok;

@@ -16,7 +16,7 @@
 namespace commrt::cuda {
 
 struct CudaDevice : Device {
-  // Null, with a text for last_error(), where it cannot be had.
+  // Returns null, with a text for last_error(), if the device cannot be opened.
   static std::unique_ptr<CudaDevice> open(int ordinal, bool memory_flags,
                                           const std::string& library,
                                           const std::string& sysfs);
@@ -28,7 +28,7 @@ struct CudaDevice : Device {
   Handle context = nullptr;
   std::string name;
   Uuid uuid{};  // the same in all processes, whatever number the device has there
-  // Of the machine, where pinned memory is to be (near_node.hpp); -1: anywhere.
+  // The node of the machine where pinned memory is to be (near_node.hpp); -1: anywhere.
   int node = -1;
   std::string sysfs;
   int multiprocessors = 1;

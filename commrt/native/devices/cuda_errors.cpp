@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What results of the CUDA driver mean for who called.
+// Translates results of the CUDA driver into statuses and texts for the caller.
 #include "devices/cuda_errors.hpp"
 
 #include <string>

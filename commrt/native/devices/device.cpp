@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all devices share: the names of statuses, and the text of a thread's latest failure.
+// All devices share this: the names of statuses, and the text of a thread's latest failure.
 #include "devices/device.hpp"
 
 #include <vector>

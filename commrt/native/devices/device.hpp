@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What commrt asks of a device: one table of functions, implemented by a simulated device, by
-// threads and by CUDA (docs/internals/devices.md). Code above it is the same for all of them.
+// The table of functions that commrt asks of a device. A simulated device, threads and CUDA
+// implement it (docs/internals/devices.md). Code above it is the same for all of them.
 //
 // The second part of the table is what a host thread does with memory that it shares with a
-// device. On hardware these are plain loads, stores and nothing; the simulated device learns
-// from them what orders what. So whoever shares memory with a device goes through them.
+// device. On hardware these are plain loads, stores and nothing; the simulated device learns from
+// them what orders what. So all code that shares memory with a device goes through them.
 #pragma once
 
 #include <cstddef>
@@ -83,8 +83,8 @@ struct DeviceApi {
   DeviceStatus (*timed_event_create)(Device*, Event* out);
   DeviceStatus (*event_elapsed)(Device*, Event from, Event to, double* elapsed_us);
 
-  // Flags are aligned 32-bit words. What came before a write in its stream is visible to who
-  // sees it; the wait is cyclic: int32(*flag - value) >= 0.
+  // Flags are aligned 32-bit words. A reader that sees a write also sees everything that came
+  // before it in its stream. The wait is cyclic: int32(*flag - value) >= 0.
   DeviceStatus (*write_value32)(Device*, Stream, std::uint32_t* flag, std::uint32_t value);
   DeviceStatus (*wait_value32_geq)(Device*, Stream, std::uint32_t* flag, std::uint32_t value);
 
@@ -111,7 +111,7 @@ struct DeviceApi {
 
   DeviceStatus (*ptr_attributes)(Device*, const void* ptr, PointerFacts* out);
   DeviceStatus (*is_capturing)(Device*, Stream, CaptureState* out);
-  // Of this thread; leaves the earlier mode in `mode`.
+  // Sets the capture mode of this thread, and leaves the earlier one in `mode`.
   DeviceStatus (*exchange_capture_mode)(Device*, CaptureMode* mode);
 
   // --- graphs ---
@@ -144,8 +144,8 @@ struct DeviceApi {
   // Null where a mutex is enough (HostLock).
   DeviceStatus (*lock)(Device*, const void* token);
   DeviceStatus (*unlock)(Device*, const void* token);
-  // Who looked at its flags and found nothing to do: until something may have changed, or a
-  // little while.
+  // For a thread that looked at its flags and found nothing to do. Pauses until something may have
+  // changed, or for a little while.
   DeviceStatus (*pause)(Device*);
 
   // --- other libraries ---
@@ -158,8 +158,8 @@ struct DeviceApi {
 
 struct Device {
   const DeviceApi* api = nullptr;
-  // Whether streams can write flags and wait for them; else both calls are Unsupported, and who
-  // builds on flags polls events instead.
+  // True if streams can write flags and wait for them. Otherwise both calls are Unsupported, and
+  // code that builds on flags polls events instead.
   bool memory_flags = true;
 };
 
@@ -213,7 +213,7 @@ class HostLock {
   DeviceStatus status_ = DeviceStatus::Ok;
 };
 
-// Whether a flag has come to `value`, cyclically.
+// True if a flag has come to `value`, cyclically.
 inline bool flag_reached(std::uint32_t flag, std::uint32_t value) {
   return static_cast<std::int32_t>(flag - value) >= 0;
 }

@@ -13,7 +13,7 @@ std::string& device_error();  // of this thread
 // Keeps the text for last_error(), and returns the status.
 DeviceStatus device_fails(DeviceStatus status, std::string text);
 const char* last_device_error(Device*);  // for the table
-// For the tables of devices that are not hardware.
+// An entry for the tables of devices that are not hardware.
 DeviceStatus make_current_here(Device*, bool enter);
 
 // A call of the device that failed.

@@ -33,7 +33,8 @@ class EventPool : DeviceUser {
  public:
   explicit EventPool(Device* device) : DeviceUser(device) {}
   Event take();  // throws DeviceFailure
-  // After close() it is destroyed: of a call that outlives the work, nobody would take it.
+  // After close(), the event is destroyed: it is of a call that outlives the work, and nobody
+  // would take it.
   void give(Event event);
   std::size_t size();
   void close();
@@ -48,8 +49,8 @@ class EventPool : DeviceUser {
 class Scratch : DeviceUser {
  public:
   explicit Scratch(Device* device) : DeviceUser(device) {}
-  // Of at least so many bytes; none for 0. May wait for all that the device was given. Throws
-  // DeviceFailure.
+  // Returns memory of at least so many bytes; null for 0. May wait for all that the device was
+  // given. Throws DeviceFailure.
   unsigned char* of(std::size_t nbytes);
   void free();
 

@@ -27,7 +27,8 @@ struct ForeignKernel {
   void (*end)(void* argument) = nullptr;
   // The kernels that it has met, of any device; asked once it may end.
   const std::vector<std::uint64_t>& (*met)(void* argument) = nullptr;
-  // Of one that was captured, instead of the others: a kernel for one more run, and the graph goes.
+  // A captured kernel has these instead of the others. `again` makes a kernel for one more run;
+  // `drop` is called when the graph goes.
   ForeignKernel (*again)(void* argument) = nullptr;
   void (*drop)(void* argument) = nullptr;
   std::vector<ForeignRange> ranges;  // of memory that it touches

@@ -17,7 +17,7 @@
 
 namespace commrt {
 
-// For each stream of a capture, how many of its commands come before something.
+// Counts, for each stream of a capture, how many of its commands come before something.
 class Progress {
  public:
   void join(const Progress& other) {
@@ -80,7 +80,7 @@ class Recording {
     entries.push_back({branch, std::move(command)});
   }
   std::size_t num_branches() const { return known_.size(); }
-  // Whether the first stream comes after all nodes of the others.
+  // True if the first stream comes after all nodes of the others.
   bool is_joined() const {
     for (std::size_t branch = 1; branch < known_.size(); ++branch)
       if (known_[0].of(branch) < known_[branch].of(branch)) return false;

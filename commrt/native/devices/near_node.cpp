@@ -28,7 +28,7 @@ std::string line_of(const std::string& path) {
 
 std::string nodes_folder(const std::string& sysfs) { return sysfs + "/devices/system/node/"; }
 
-// Of a list such as 0-3,8: sets the bits of those that there is room for.
+// Reads a list such as 0-3,8, and sets the bits of those numbers that there is room for.
 template <class Mask>
 void fill(const std::string& list, Mask* mask) {
   std::istringstream text(list);
@@ -85,7 +85,7 @@ bool NearNode::go_there(const std::string& sysfs, int node) {
   fill(line_of(nodes_folder(sysfs) + "node" + std::to_string(node) + "/cpulist"), &cpus);
   auto* before = reinterpret_cast<cpu_set_t*>(cpus_before_.data());
   if (sched_getaffinity(0, sizeof cpus_before_, before) != 0) return false;
-  // Only those that this thread may use anyway.
+  // Use only cores that this thread may use anyway.
   bool any = false;
   for (std::size_t i = 0; i < cpus.size(); ++i) {
     cpus[i] &= cpus_before_[i];

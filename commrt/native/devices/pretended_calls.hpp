@@ -3,7 +3,7 @@
 // launches, captures and graphs.
 //
 // Each device has a `Call`, which every call begins with, and a `Side`, which says its types and
-// enters calls. What the two do differently in a shared call is a method of the Call:
+// enters calls. A method of the Call does what differs between the two in a shared call:
 //
 //   give(stream, command)            a stream gets a command; the status
 //   give_foreign(stream, kernel)     likewise, of another library's kernel
@@ -53,7 +53,8 @@ struct CallBase {
     status = invalid(self().words_for_device() + " has no event " + std::to_string(handle));
     return decltype(found->second)();
   }
-  // Where a stream is captured, what the host or the stream waits for would never come.
+  // Fails the call, and the capture with it, if a stream is captured: the host or the stream would
+  // wait for something that never comes.
   template <class Capture>
   bool breaks(const std::shared_ptr<Capture>& capture, const std::string& what) {
     if (!capture || !capture->active) return false;

@@ -76,7 +76,7 @@ struct LatestRecord {
   bool is_timed = false;
 };
 
-// Whether a host function is running on this thread; it must not call the device.
+// True while a host function runs on this thread; it must not call the device.
 bool& in_host_function();
 
 // Calls a function that must not call the device.

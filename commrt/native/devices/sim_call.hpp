@@ -22,13 +22,13 @@ struct Call : Entry, pretended::CallBase<Call, SimDevice> {
     if (!world->deadlock.empty())
       status = device_fails(DeviceStatus::Deadlock, world->deadlock);
   }
-  // For calls that need a device that works.
+  // Refuses the call if the device has failed. For calls that need a device that works.
   bool refused() {
     if (status == DeviceStatus::Ok && device->failed())
       status = device_fails(DeviceStatus::Failed, std::string(name) + "(): " + device->failure);
     return status != DeviceStatus::Ok;
   }
-  // Whether the call would end a capture that somebody has begun.
+  // True if the device has failed, or if the call would end a capture that somebody has begun.
   bool forbidden() {
     if (refused()) return true;
     if (!world->options.capture_forbids) return false;

@@ -14,7 +14,8 @@ std::uint32_t load(const void* flag) {
   return __atomic_load_n(static_cast<const std::uint32_t*>(flag), __ATOMIC_ACQUIRE);
 }
 
-// For a wait that follows its event to the latest record, where wait_keeps_record is off.
+// Returns the record that a wait waits for. If wait_keeps_record is off, that is the event's
+// latest one.
 const Record* awaited(const Command& command, bool keeps) {
   return keeps ? command.record.get() : command.event->latest.get();
 }

@@ -15,7 +15,7 @@ Stream add_stream(SimDevice* device, Stream handle, bool blocking) {
       (handle ? "stream " + std::to_string(handle) : std::string("the legacy stream")) +
           " of device '" + device->name + "'",
       &stream->tick);
-  // As streams get work queues: in turn, whatever is in them.
+  // Streams get work queues in turn, whatever is in them.
   const auto number = static_cast<std::size_t>(device->next_queue++);
   const auto most = static_cast<std::size_t>(device->world->options.queues);
   if (device->queues.size() < most || !most) device->queues.emplace_back();
@@ -132,7 +132,8 @@ DeviceStatus memcpy_async(Device* device, void* dst, const void* src, std::size_
     return world.give(call, stream.get(), std::move(command));
   const Access access{call.host->actor, call.host->tick, "memcpy_async", 0};
   if (command.dst_known) {
-    // From pageable memory: waits for the stream, takes a copy, and that is copied later.
+    // A copy from pageable memory waits for the stream and takes a copy of the values, which is
+    // copied later.
     call.status = world.sync_stream(call, stream.get(), "in a pageable memcpy_async()");
     if (call.refused()) return call.status;
     world.touch(src, nbytes, false, access, call.host->clock);

@@ -9,14 +9,15 @@
 namespace commrt::sim {
 namespace {
 
-// Not zero, not a small number, and a NaN of every float type.
+// The byte of fresh memory: not zero, not a small number, and a NaN of every float type.
 constexpr int kFresh = 0xff;
 constexpr int kFreed = 0xfb;
 // Freed memory is kept this long.
 constexpr std::size_t kMostFreed = 256;
 constexpr std::size_t kMostFreedBytes = std::size_t{64} << 20;
 constexpr std::size_t kAlignment = 256;
-// Values of a flag that are told apart. Of older ones more is thought to be known than is.
+// So many values of a flag are told apart. Of an older value, the simulation assumes that a reader
+// knows more than it does.
 constexpr std::size_t kMostValues = 16;
 
 const char* kind_name(MemoryKind kind) {
@@ -151,7 +152,7 @@ void forget_flags(std::unordered_map<std::uint64_t, Flag>& flags, std::uint64_t 
 
 void add_read(Touched& range, const Access& access, const Clock& clock) {
   auto& reads = range.reads;
-  // Who comes after this read comes after those before it.
+  // Accesses that come after this read also come after the reads that this read follows.
   reads.erase(std::remove_if(reads.begin(), reads.end(),
                              [&](const Access& one) {
                                return one.actor == access.actor ||

@@ -38,10 +38,10 @@ struct Touched {
 class Flag {
  public:
   void write(std::uint32_t value, const Clock& clock);
-  // What who has read `value` knows; null if nobody wrote it.
+  // Returns what a reader of `value` knows; null if nobody wrote it.
   const Clock* seen(std::uint32_t value) const;
-  // What who waited for `value` knows, whenever it looked: that the first write happened that
-  // was enough.
+  // Returns what a waiter for `value` knows, whenever it looked: that the first write happened
+  // that was enough.
   const Clock* first_to_reach(std::uint32_t value) const;
 
  private:

@@ -7,7 +7,7 @@
 namespace commrt::sim {
 namespace {
 
-// What this thread is in a world with host threads.
+// The world with host threads that this thread is in, and the host that it is there.
 struct Self {
   World* world = nullptr;
   Host* host = nullptr;

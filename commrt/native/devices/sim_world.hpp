@@ -35,7 +35,7 @@ struct Options {
   double preempt = -1;  // how likely a call gives way, again and again; negative: by the seed
   bool check_order = true;
   bool poison = true;
-  // As CUDA is, or may be. docs/internals/devices.md explains each.
+  // Each of these behaves as CUDA does, or may do. docs/internals/devices.md explains each.
   bool alloc_syncs = true;
   bool free_syncs = true;
   bool pinned_alloc_syncs = true;
@@ -173,12 +173,13 @@ class World {
   void fail(SimDevice* device, std::string why);
   void notice_end(StreamState* stream);  // of a stream that was destroyed
 
-  // Whether [ptr, ptr + nbytes) may be touched from the device, and is it memory of ours.
+  // Checks that [ptr, ptr + nbytes) may be touched from the device. `known`: it is memory of ours.
   DeviceStatus check_operand(SimDevice* device, const void* ptr, std::size_t nbytes, bool* known);
   void touch(const void* ptr, std::size_t nbytes, bool writes, const Access& access,
              const Clock& clock);
   void report(std::string text);
-  // What calls made and did not give back; and what the simulation itself keeps.
+  // The numbers of things that calls made and did not give back, and of those that the simulation
+  // itself keeps.
   std::vector<std::pair<const char*, std::size_t>> live() const;
   std::string describe(const Access& access) const;
   std::string actor_name(Actor actor) const { return actor_names_[actor]; }

@@ -32,7 +32,7 @@ struct Call : pretended::CallBase<Call, ThreadDevice> {
                                                 "error, and takes no more calls: make a new one");
     return status != DeviceStatus::Ok;
   }
-  // Whether the memory may be touched, and is it of a device.
+  // True if the memory may be touched. `known`: a device of this kind gave it.
   bool operand(const void* ptr, std::size_t nbytes, bool* known) {
     std::lock_guard<std::mutex> guard(blocks().mutex);
     const auto* found = blocks().find(ptr);

@@ -20,7 +20,8 @@ std::uint32_t load(const void* flag) {
   return __atomic_load_n(static_cast<const std::uint32_t*>(flag), __ATOMIC_SEQ_CST);
 }
 
-// Stays until it may end. Who lets it end need not tell: it looks again and again.
+// Runs until the kernel may end. Whoever lets it end need not tell, because it looks again and
+// again.
 template <class GivenUp>
 void run_foreign(const ForeignKernel& kernel, GivenUp given_up) {
   pretended::call_host_function(kernel.begin, kernel.argument);
@@ -163,8 +164,8 @@ void ThreadDevice::close() {
   for (auto& stream : all) stream->thread.join();
 }
 
-// Memory goes with the device, not with its threads: whoever works on it keeps it, and may look
-// at flags until it has seen that the device is closed.
+// Memory goes with the device, not with its threads. A thread that works on the device keeps it,
+// and may look at flags until it has seen that the device is closed.
 void ThreadDevice::free_all() {
   std::lock_guard<std::mutex> guard(blocks().mutex);
   auto& by_base = blocks().by_base;

@@ -25,9 +25,9 @@
 
 namespace commrt::threaded {
 
-// Tells who waits that something changed. What is waited for is atomic and sequentially
-// consistent, so that the mutex is taken only when somebody waits: taken at every command, it
-// would order everything, and hide from ThreadSanitizer what nothing else orders.
+// Tells waiting threads that something changed. What they wait for is atomic and sequentially
+// consistent, so that the mutex is taken only when somebody waits. If it were taken at every
+// command, it would order everything, and hide from ThreadSanitizer what nothing else orders.
 class Signal {
  public:
   template <class Ready>
@@ -40,7 +40,7 @@ class Signal {
     }
     waiters_.fetch_sub(1);
   }
-  // Until `ready`, or a little while.
+  // Waits until `ready`, or for a little while.
   template <class Ready>
   void wait_a_little(Ready ready) {
     waiters_.fetch_add(1);

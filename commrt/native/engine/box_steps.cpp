@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What running an instruction between boxes and a message means.
+// Runs instructions between boxes and messages.
 #include "engine/comm.hpp"
 
 namespace commrt {

@@ -210,8 +210,8 @@ std::shared_ptr<Op> Comm::begin(std::shared_ptr<Op> op, uint64_t limit) {
   }
   note(op->seq, *op->plan, op->stream);
 
-  // Issue order decides: an operation may not overtake an older one that waits for a lane.
-  // With others in flight, what the last pass refused is still refused.
+  // Issue order decides: an operation may not overtake an older one that waits for a lane. While
+  // others are in flight, the refusals of the last pass still hold.
   if (active_.empty()) lane_refused_ = native_refused_ = false;
   const MpiTurn turn(engine.mpi_device());
   if (op->plan->gloo != nullptr) begin_agreement(*op);
@@ -244,8 +244,8 @@ void Comm::report_run(const Plan& plan, uint64_t took_ticks, bool in_heap) {
     return;
   }
   plan.choice.report(took_ticks, !plan.answered);
-  // By the latest run, not by the latest change: who changed in another state of the machine
-  // and did not run since may never change back.
+  // Judge by the latest run, not by the latest change: a plan that changed in another state of the
+  // machine, and has not run since, may never change back.
   if (streams_second(plan.adaptive) && plan.choice.has_tried()) {
     learned_ = streams_second(plan.choice.current()) ? 1 : 0;
   }
@@ -288,7 +288,7 @@ bool Comm::progress(uint64_t limit) {
       ended = ended || op.finished();
     }
   } catch (...) {
-    // What this pass did not reach may wait for a lane: nothing starts before it.
+    // Operations that this pass did not reach may wait for a lane, so nothing starts before them.
     lane_refused_ = native_refused_ = true;
     throw;
   }
@@ -319,7 +319,7 @@ int Comm::acquire_lane(const Plan& plan) {
     if (!clear) continue;
     lane.busy = true;
     const size_t nbytes = static_cast<size_t>(plan.slots) * plan.slot_nbytes;
-    // All of a lane is free then: an operation may begin anywhere.
+    // The whole lane is free then, so an operation may begin anywhere.
     lane.at = plan.moves_on && lane.next + nbytes <= slot_window ? lane.next : 0;
     lane.next = lane.at + (plan.moves_on ? nbytes : 0);
     return i;

@@ -64,8 +64,8 @@ struct Link {
   }
 };
 
-// What one pass does for one operation, at most, in bytes of values; one instruction is never
-// cut. A wait has nothing better to do than all that can be done.
+// The most that one pass does for one operation, in bytes of values. No instruction is cut. A
+// waiting thread has no limit, as it has nothing better to do.
 constexpr uint64_t kSliceBytes = 128 * 1024;
 constexpr uint64_t kNoLimit = ~uint64_t{0};
 
@@ -94,7 +94,8 @@ struct MpiSend {  // a message on its way; nothing but the end of the operation 
   std::unique_ptr<unsigned char[]> staging;  // null: sent from where it lies
 };
 
-// What opens before an operation begins: a count that somebody else raises, cyclically.
+// An operation begins only once its gate is open. Somebody else raises the count `opened`, which
+// is compared with `value` cyclically.
 struct Gate {
   const std::atomic<uint32_t>* opened = nullptr;  // null: open
   uint32_t value = 0;
@@ -143,7 +144,8 @@ class Op {
     return state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed);
   }
   bool still_agrees() const { return is_agreement || (agreement != nullptr && gloo == nullptr); }
-  // Failed by what it compared. With gloo asked, all had said the same: then peers lose nothing.
+  // False for an operation that failed by what it compared, and for gloo's: gloo is asked only
+  // once all have said the same, so peers lose nothing.
   bool had_agreed() const {
     return gloo == nullptr && agreement != nullptr && agreement->finished() &&
            !agreement->has_failed();
@@ -230,7 +232,7 @@ class Op {
   void fail_mpi(const char* function, int code, const std::string& what);
   bool over_mpi(const Ref& ref) const;
   int rank_of(const Ref& ref) const { return plan->peers[ref.peer].rank; }
-  // Where a fragment of a local slice begins; the slice is one block, or uncut.
+  // The address where a fragment of a local slice begins. The slice is one block, or uncut.
   unsigned char* start_of(const Instr& ins, const Ref& ref, int64_t fragment) const;
   bool inputs_arrived(const Instr& ins, int64_t fragment);
   bool outputs_free(const Instr& ins, int64_t fragment);
@@ -349,15 +351,16 @@ class Comm {
                                    std::unique_ptr<BucketParts> parts, void* keep, uint64_t limit);
   // Keeps the books of an operation that runs elsewhere, by a library of its own.
   uint64_t count_elsewhere(const Record& what);
-  // Who of this node gave up operation `seq` or one before it; empty: nobody. While the ranks
-  // still agree on the operation, who gave it up after that does not count.
+  // Names a rank of this node that gave up operation `seq` or an earlier one; empty: there is
+  // none. While the ranks still agree on the operation, a rank that gave it up later does not
+  // count.
   std::string who_gave_up(uint64_t seq, bool still_agrees = false) const;
   // A short plan with nothing else in flight: null when complete, else the Op it became.
   // Spins at most `spins` times for a message.
   std::shared_ptr<Op> run_short(const std::shared_ptr<const Plan>& plan, const void* in,
                                 void* out, int spins);
   // The store kind of a run. Timed runs of a plan that learns are reported at their end.
-  // With `in_heap`, buffers in the symmetric heap: another kind may be best for them.
+  // `in_heap`: the buffers lie in the symmetric heap, where another kind may be best.
   Store store_for_run(const Plan& plan, bool timed, bool in_heap = false);
   void report_run(const Plan& plan, uint64_t took_ticks, bool in_heap = false);
   bool quiet() const { return active_.empty() && messages_in_flight == 0; }
@@ -365,9 +368,9 @@ class Comm {
   // One pass, with at most `limit` bytes of every operation.
   bool progress(uint64_t limit);
   bool idle() const;
-  // Which ranks on other nodes a relay has lost, and why; empty: none.
+  // Names the ranks on other nodes that a relay has lost, and says why; empty: there are none.
   std::string who_is_lost() const;
-  // Whether nothing is in flight but collectives that gloo has been given.
+  // True if nothing is in flight but collectives that gloo has been given.
   bool only_gloo() const;
   Link& link(int rank) { return links_[rank]; }
   int member_of(int rank) const { return member_index_[rank]; }
@@ -381,8 +384,8 @@ class Comm {
   // Lets the ranks of this node know that they wait in vain from operation `seq` on; or, where
   // this rank had agreed on it, from the end of their own agreement on.
   void tell_failure(uint64_t seq, bool had_agreed = false);
-  // Whether an on-node peer's operation `seq` failed: then what has been read from its buffers
-  // until now may be anything, because they are its own again.
+  // True if an on-node peer's operation `seq` failed. Then anything may have been read from its
+  // buffers until now, because the peer may use them again.
   bool gave_up(int peer, uint64_t seq) const;
   // Makes the communicator unusable; the first reason stays.
   void break_down(const std::string& why);
@@ -410,7 +413,8 @@ class Comm {
   // Bytes of a lane that operations pass through, each behind the one before; 0: each begins
   // where the lane does.
   size_t slot_window = 0;
-  // Looks of who waits for a run of the plan before it lets another rank have the core.
+  // The number of looks of a rank that waits for a run of the plan, before it lets another rank
+  // have the core.
   int spins_of(const Plan* plan) const {
     return plan != nullptr && plan->spins >= 0 ? plan->spins : spin_before_yield;
   }

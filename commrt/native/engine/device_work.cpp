@@ -33,7 +33,7 @@ DeviceWork::DeviceWork(Comm& comm, Engine& engine, Device* device, std::shared_p
 DeviceWork::~DeviceWork() = default;
 
 void DeviceWork::check_failed() const {
-  // Not the device's: the caller says what became of the communicator.
+  // The failure is not the device's: the caller says what became of the communicator.
   if (!failed_) return;
   throw DeviceFailure(device_gone_ ? DeviceStatus::Failed : DeviceStatus::NotReady, failure_);
 }

@@ -50,7 +50,7 @@ struct DeviceCall {
   bool failed() const {
     return state.load(std::memory_order_acquire) == static_cast<int>(State::Failed);
   }
-  // Once; `kind_` and `why` are what its request says.
+  // Called once; `kind_` and `why` are what its request says.
   void fail(const std::string& kind_, const std::string& why);
   void succeed();
   // Recorded in a graph, it runs as that is launched, and its state does not change.
@@ -79,8 +79,8 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
              EventPool& events);
   virtual ~DeviceWork();
 
-  // One look; true if anything has changed. Of several threads one at a time. Takes no lock that
-  // anybody holds while it waits for a peer or the device.
+  // Takes one look; true if anything has changed. One thread at a time may look. Takes no lock
+  // that anybody holds while it waits for a peer or the device.
   virtual bool progress() = 0;
   // Lets a stream wait for the end of a call. Throws DeviceFailure where one of them is in a
   // capture that the other one has no part in; the capture goes on.
@@ -93,7 +93,7 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   virtual void give_up_late(const CallPtr&, double) {}
   // Gives everything back, where nothing is under way. Idempotent.
   virtual void close() = 0;
-  // Whether streams wait for this process, and go on only by its progress.
+  // True if streams wait for this process, and go on only when it makes progress.
   virtual bool holds_streams() const { return false; }
 
   // Asks whether the device still works. For a thread that waits for a call.
@@ -110,12 +110,12 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   void pause(Backoff& backoff);
   // A simulated device learns that the engine did something.
   void announce();
-  // Whether a call has ended, as the thread sees it that asks.
+  // True if a call has ended, as the asking thread sees it.
   bool has_ended(const DeviceCall& call);
 
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   bool simulated() const { return device_->api->lock != nullptr; }
-  // Whether it was closed, and nothing of it is under way any more.
+  // True if it was closed, and nothing of it is under way any more.
   bool is_over() const { return closed_.load(std::memory_order_acquire) && outstanding() == 0; }
   // Calls whose end the host has not seen.
   int outstanding() const { return outstanding_.load(std::memory_order_acquire); }
@@ -128,7 +128,8 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   void refuse_capture_of(Stream stream, const char* why) const;
   // Makes progress until that is so. Holds no lock that progress takes.
   void progress_until(const std::function<bool()>& is_so);
-  // Holds polling_. What a call keeps becomes its own, and it counts as under way.
+  // The caller holds polling_. References that the call keeps become its own, and it counts as
+  // under way.
   void take_up(DeviceCall& call, void* const* keep);
   // Holds polling_. The host has seen the end: its references are free.
   void drop(DeviceCall& call);
@@ -157,7 +158,7 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   EventPool& events_;
   std::uint32_t* activity_ = nullptr;  // a flag
 
-  std::mutex polling_;  // of who looks; nobody waits for a peer or the device with it
+  std::mutex polling_;  // held to look; its holder does not wait for a peer or the device
   unsigned idle_ = 0;
   bool device_gone_ = false;
   std::atomic<bool> failed_{false}, closed_{false};

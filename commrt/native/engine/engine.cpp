@@ -102,7 +102,7 @@ void Engine::remove_device_work(const DeviceWork* work) {
   num_device_work_.fetch_sub(1, std::memory_order_release);
 }
 
-// After a pass; true if that or this advanced anything.
+// Called after a pass; true if that pass or this call advanced anything.
 bool Engine::step_device_work(bool advanced) {
   thread_local std::vector<std::shared_ptr<DeviceWork>> all;
   {
@@ -110,7 +110,7 @@ bool Engine::step_device_work(bool advanced) {
     all = device_work_;
   }
   for (const auto& work : all) advanced = work->progress() || advanced;
-  // Where the host has a part, somebody may pause until it has done it.
+  // If the host has a part in the work, somebody may pause until it has done that part.
   const auto staged = std::find_if(all.begin(), all.end(),
                                    [](const auto& work) { return work->holds_streams(); });
   if (advanced && staged != all.end()) (*staged)->announce();
@@ -285,7 +285,7 @@ void Engine::thread_main() {
       try {
         advanced = step_locked(kSliceBytes);
       } catch (const std::bad_alloc&) {
-        // Those who wait learn of it by themselves; here the next pass may have memory.
+        // Waiting threads learn of it by themselves; here the next pass may have memory.
       }
     }
     // Between passes the lock is free, so that callers can submit and wait.

@@ -38,7 +38,7 @@ class Engine {
   ~Engine();
   void add(Comm* comm);
   void remove(Comm* comm);
-  // Whether a communicator with this address is there, of which progress may be made.
+  // True if a communicator with this address exists, so that progress may be made on it.
   bool has(const Comm* comm);
 
   // One pass over all operations in flight, a slice of each; true if anything advanced.
@@ -51,15 +51,16 @@ class Engine {
   void start_thread();
   void stop_thread();
   bool has_thread() const { return thread_.joinable(); }
-  // Whether the thread sleeps until there is something to do.
+  // True while the thread sleeps until there is something to do.
   bool is_parked() const { return is_parked_.load(std::memory_order_acquire); }
-  // After something was started, or left in flight, that its caller does not wait for.
+  // Called after something was started, or left in flight, that its caller does not wait for.
   void wake();
   bool idle();
-  // Looks between yields of who waits: the least of what is in flight, at most `own`. For
-  // callers that hold the lock.
+  // The number of looks of a waiting thread between two yields: the least of what is in flight, at
+  // most `own`. For callers that hold the lock.
   int spins_locked(int own) const;
-  // Whether no progress is to be made here of anything in flight: gloo does it all, or the thread.
+  // True if the caller need not make progress: gloo runs all that is in flight, or the thread
+  // does.
   bool only_gloo_locked() const;
 
   // Ended operations keep their buffers until someone who may drop them calls this.
@@ -78,15 +79,15 @@ class Engine {
   bool step_device_work(bool advanced);
   bool has_device_work() const { return num_device_work_.load(std::memory_order_acquire) != 0; }
   bool is_device_busy();
-  // Whether devices still work is asked now and then, by a thread of its own: a question goes to
-  // the driver, where it may have to wait for a call that only progress lets go.
+  // Starts a thread that asks now and then whether the devices still work. It needs a thread of
+  // its own: the driver may hold the question back until a call ends, which only progress lets go.
   void start_watch();
   // Fails what is under way there and waits for this process, so that no stream goes on waiting.
   void release_streams(const std::string& why);
 
-  // The MPI library is given memory of a device, which is current from here on for whoever makes
-  // progress: any of MPI's calls may go on with what it was given. False where it has another
-  // one's. As many calls of leave_mpi() end it.
+  // The MPI library is given memory of a device. From here on, that device is current for each
+  // thread that makes progress: any of MPI's calls may go on with what it was given. False if MPI
+  // has another device. As many calls of leave_mpi() end it.
   bool share_with_mpi(Device* device, std::shared_ptr<void> keeps);
   void leave_mpi();
   // Guarded by the lock; null: none.
@@ -101,8 +102,8 @@ class Engine {
   // An operation with such a value, marked as Running; null if there is none.
   std::shared_ptr<Op> take_wanted_locked();
 
-  // When to look at open buckets that have a time limit (fusion.cpp). Written with the GIL;
-  // whoever waits without it asks is_timed_due().
+  // When to look at open buckets that have a time limit (fusion.cpp). Written with the GIL. A
+  // thread that waits without the GIL asks is_timed_due().
   std::atomic<double> timed_due_s{kNever};
   bool is_timed_due() const {
     const double due = timed_due_s.load(std::memory_order_relaxed);
@@ -134,7 +135,7 @@ class Engine {
   // not exist there.
   std::unique_ptr<std::condition_variable> parked_ = std::make_unique<std::condition_variable>();
   std::thread watch_;
-  // Of the watch; on the heap, as parked_ is.
+  // The watch thread sleeps on it. It is on the heap, as parked_ is.
   std::unique_ptr<std::condition_variable> watching_ = std::make_unique<std::condition_variable>();
   std::mutex watch_mutex_;
   bool watch_stopping_ = false;
@@ -148,7 +149,7 @@ class Backoff {
   explicit Backoff(int spins) : spins_(spins) {}
   void reset() { count_ = 0; }
   void spin_at_most(int spins) { spins_ = spins; }
-  // Where threads of this process carry messages (relay.hpp): they need the core.
+  // `soon`: threads of this process carry messages (relay.hpp) and need the core.
   void sleep_soon(bool soon) { sleeps_soon_ = soon; }
   void pause();
 

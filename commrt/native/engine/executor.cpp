@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs a plan: which instructions can run now, and what running one means.
+// Runs a plan: finds the instructions that can run now, and runs them.
 //
-// The position of instruction i of fragment f in an operation's stream is f * m + i.
-// Positions below head_ are done; above it, up to `depth` fragments are tried, in order, so
-// that a rank waiting for one message does whatever else it can. A call does one slice of the
-// work, or, for whoever waits anyway, all that can be done.
+// The position of instruction i of fragment f in an operation's stream is f * m + i. Positions
+// below head_ are done. Above it, up to `depth` fragments are tried, in order, so that a rank
+// waiting for one message does whatever else it can. A call does one slice of the work, or all
+// that can be done if the thread waits anyway.
 #include <algorithm>
 #include <cstring>
 
@@ -118,10 +118,11 @@ bool Op::advance(uint64_t limit) {
     lane_ = comm->acquire_lane(p);
     if (lane_ < 0) return false;
     any = true;
-    // Who only sends is timed while it writes: it waits here for what was sent before.
+    // A rank that only sends is timed from here, while it writes: to get the lane, it has waited
+    // for what was sent before.
     if (timed_from != 0 && !p.answered) timed_from = ticks();
   }
-  // Behind a gate it has its lane already: lanes are taken in the order of operations.
+  // An operation behind a gate has its lane already: lanes are taken in the order of operations.
   if (!gate.is_open()) return any;
   const uint64_t m = p.instrs.size();
   worked_ = 0;
@@ -142,7 +143,7 @@ bool Op::advance(uint64_t limit) {
       }
       if (worked_ >= limit && head_ < total_) return true;
     }
-    // Once failed, the buffers may be gone: whoever waits has been told.
+    // The buffers of a failed operation may be gone: its waiting caller has been told.
     if (finished()) return true;
     if (head_ == total_) {
       if (!all_sent() || !all_taken()) return any;
@@ -220,8 +221,8 @@ bool Op::run(int64_t fragment, int index) {
   return true;
 }
 
-// Whether all but copying is done where the instruction needs Python: first its inputs are
-// gathered, and until the value is there nothing else of the operation gets to Python.
+// True once only copying is left of an instruction that needs Python. The first call gathers the
+// inputs. Until the value is there, nothing else of the operation gets to Python.
 bool Op::value_ready(const Instr& ins, int64_t fragment, int index,
                      const unsigned char* const* arrived) {
   const bool used = !ins.local_outs.empty() || !ins.sends.empty();

@@ -26,14 +26,14 @@ class Plan;
 struct GlooPlan {
   std::shared_ptr<class GlooGroup> group;
   std::shared_ptr<_object> method;  // of torch's group
-  // From the addresses of what is sent and of the result to the method's arguments; computes, and
-  // changes nothing, so that it can be called again.
+  // Turns the addresses of what is sent and of the result into the method's arguments. It only
+  // computes, and changes nothing, so it can be called again.
   std::shared_ptr<_object> arguments;
-  // Where ranks that pass different things would end their processes in gloo: by which plan they
-  // compare a digest of it before, an allreduce of two int64 by max.
+  // Set if ranks that pass different arguments would end their processes in gloo. They first
+  // compare a digest of the arguments by this plan, an allreduce of two int64 by max.
   std::shared_ptr<const Plan> agreement;
   int64_t digest = 0;
-  // Those of the last addresses: programs use buffers again. Guarded by the GIL.
+  // The arguments for the last addresses, as programs use buffers again. Guarded by the GIL.
   mutable const void* last_in = nullptr;
   mutable const void* last_out = nullptr;
   mutable std::shared_ptr<_object> last;
@@ -63,9 +63,9 @@ class GlooGroup {
 
   // Needs neither the GIL nor the engine's lock.
   void ask(std::shared_ptr<GlooCall> call);
-  // Whether gloo runs any operation of this process, as far as is known. A hint.
+  // True if gloo runs any operation of this process, as far as is known. A hint.
   static bool is_running();
-  // Whether an operation has not ended, as far as is known.
+  // True if an operation of this group has not ended, as far as is known.
   bool is_busy();
 
   // All of these need the GIL, and let others have it meanwhile.

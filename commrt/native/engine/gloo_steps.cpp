@@ -37,7 +37,8 @@ bool Op::contribute_slice(unsigned char* to, const unsigned char* from, int64_t 
   return copied_ == nbytes;
 }
 
-// Where gloo finds what this rank gives, and puts what it gets; false while copies are made.
+// Sets the addresses where gloo finds this rank's input and puts its result. Returns false while
+// copies are still being made.
 bool Op::prepare_for_gloo(uint64_t limit, const void*& from, void*& into) {
   from = in;
   into = out;
@@ -88,7 +89,8 @@ void Comm::begin_agreement(Op& op) {
   if (!first->finished()) active_.push_back(std::move(first));
 }
 
-// Whether all ranks have passed the same, as far as gloo needs it; it may fail instead.
+// True once all ranks are known to have passed the same arguments, as far as gloo needs it. If
+// they have not, the operation fails.
 bool Op::has_agreed() {
   if (agreement == nullptr) return true;
   if (!agreement->finished() || agreement->has_failed()) return false;

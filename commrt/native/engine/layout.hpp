@@ -28,8 +28,9 @@ struct alignas(kLineBytes) Line {
 };
 static_assert(sizeof(Line) == kLineBytes);
 
-// The rest of a payload that rides in lines. Where it lies follows from the message's id: the
-// receiver's core may fetch it beside the line, not after it, as what the line points to.
+// The rest of a payload that rides in lines. Its place follows from the message's id. So the
+// receiver's core may fetch it beside the line, and not only after the line, as it would if the
+// line pointed to it.
 struct alignas(kLineBytes) More {
   unsigned char payload[kMoreBytes];
 };
@@ -80,8 +81,8 @@ inline bool is_in_slot(uint64_t meta, size_t nbytes) {
          (meta & (kInlineFlag | kExposedFlag | kDeliveredFlag)) == 0;
 }
 
-// How many messages of one sender a receiver has consumed; on a line of its own because the
-// sender reads it only when it has used up its lines.
+// The number of messages of one sender that a receiver has consumed. It is on a line of its own
+// because the sender reads it only when it has used up its lines.
 struct alignas(kLineBytes) Ack {
   std::atomic<uint64_t> consumed;
 };
@@ -97,16 +98,16 @@ inline Place place_of(size_t segment, uint64_t offset) {
 // The contents of the line of an exposed payload.
 struct Shown {
   Place place;
-  uint64_t raw;  // 1: multiplied by the plan's factor by who reads it
+  uint64_t raw;  // 1: the reader multiplies it by the plan's factor
 };
 inline size_t segment_of(Place place) { return static_cast<size_t>(place >> kSegmentShift) - 1; }
 inline uint64_t offset_of(Place place) { return place & kOffsetMask; }
 
-// How a rank's send and receive buffer lie to each other. Bits: what a schedule allows in each
-// case is a set of them.
+// The relation of a rank's send buffer to its receive buffer. The values are bits: a schedule
+// keeps the set of cases in which it allows something.
 enum class Sharing : uint8_t { Apart = 1, InPlace = 2, OwnBlock = 4 };
 
-// Where an operation's result is wanted, for peers that could write it there. `seq` is
+// The place where a rank wants an operation's result, so that peers can write it there. `seq` is
 // written last.
 struct alignas(kLineBytes) CallLine {
   std::atomic<uint64_t> seq;  // sequence number + 1
@@ -116,8 +117,8 @@ struct alignas(kLineBytes) CallLine {
 
 struct alignas(kLineBytes) RankHeader {
   std::atomic<uint64_t> started;  // collectives this rank has started on this communicator
-  // What failed here, as Failure writes it. On a line of its own: peers look at it again and
-  // again, and it is written once.
+  // The first operation that failed here, as Failure writes it. It is on a line of its own,
+  // because it is written once and peers look at it again and again.
   alignas(kLineBytes) std::atomic<uint64_t> failed;
 };
 
@@ -127,7 +128,7 @@ struct alignas(kLineBytes) RankHeader {
 struct Failure {
   static uint64_t word(uint64_t seq, bool had_agreed) { return 2 * seq + (had_agreed ? 2 : 1); }
   static uint64_t seq_of(uint64_t word) { return (word - 1) / 2; }
-  // Whether operation `seq` of a peer waits in vain.
+  // True if a peer's operation `seq` waits in vain for the rank that wrote `word`.
   static bool ends(uint64_t word, uint64_t seq, bool still_agrees) {
     return word != 0 && word <= Failure::word(seq, !still_agrees);
   }

@@ -27,7 +27,8 @@ struct MpiApi {
   using Fn = int (*)();
   bool loaded = false;
   bool is_relay = false;  // of messages alone, and no library's (relay.hpp)
-  // Of a relay alone: from memory to memory, once both sides know where.
+  // Only a relay has these two. They move a payload from memory to memory, once both sides know
+  // where it goes.
   int (*expect)(void*, uint64_t, int, Handle, uint64_t*, void*) = nullptr;
   int (*deliver)(const void*, uint64_t, int, uint64_t, Handle, void*) = nullptr;
 
@@ -69,7 +70,7 @@ struct MpiApi {
   // the first missing symbol, empty when complete.
   std::string load(const std::unordered_map<std::string, uint64_t>& addresses);
 
-  // Whether a message was longer than the receive that it met.
+  // True if the code says that a message was longer than its receive.
   bool is_truncation(int code) const;
   // "MPI_Isend failed: invalid rank (error code 6)"
   std::string describe(const char* function, int code) const;

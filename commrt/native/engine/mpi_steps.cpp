@@ -32,8 +32,8 @@ void Op::fail_mpi(const char* function, int code, const std::string& what) {
   fail(why + "; " + kAfterMpiFailure);
 }
 
-// Posts what may be posted: ids of a pair in their order, whatever instructions they belong
-// to. Whether all is posted; the operation may have failed afterwards.
+// Posts the receives that may be posted: ids of a pair in their order, whatever instructions they
+// belong to. True if all are posted. The call may fail the operation.
 bool Op::all_posted(MpiStep& step, const Instr& ins, int64_t fragment, size_t nbytes) {
   bool all = true;
   for (MpiInput& one : step.inputs) {
@@ -63,8 +63,8 @@ void Op::hold(MpiInput& one) {
   static_cast<void>(one.staging.release());
 }
 
-// Whether every posted message has come, each of the length that is expected here. The
-// operation may have failed afterwards.
+// True once every posted message has come with the length that is expected here. The call may fail
+// the operation.
 bool Op::all_arrived(MpiStep& step, const Instr& ins, size_t nbytes) {
   bool all = true;
   for (MpiInput& one : step.inputs) {
@@ -100,7 +100,7 @@ bool Op::all_arrived(MpiStep& step, const Instr& ins, size_t nbytes) {
   return all;
 }
 
-// Whether MPI needs none of the messages sent so far any more.
+// True once MPI needs none of the messages sent so far any more.
 bool Op::all_sent() {
   for (auto it = mpi_sends_.begin(); it != mpi_sends_.end();) {
     MpiStatus status;
@@ -115,8 +115,8 @@ bool Op::all_sent() {
   return mpi_sends_.empty();
 }
 
-// What MPI may still write to is taken back where it can be; what it may still read or
-// write is kept for ever.
+// Cancels receives, so that MPI writes no more where that can be prevented. Memory that MPI may
+// still read or write is kept for ever.
 void Op::abandon_mpi() {
   for (auto& [position, step] : mpi_steps_) {
     for (MpiInput& one : step.inputs) {
@@ -173,7 +173,7 @@ bool Op::run_mpi(int64_t fragment, int index) {
       static_cast<uint64_t>(fragment) * p.instrs.size() + static_cast<uint64_t>(index);
   auto crosses = [this](const Ref& ref) { return over_mpi(ref); };
 
-  // Where this fragment of the value lies, if in one piece.
+  // The slice where this fragment of the value lies, if it is in one piece.
   const Ref* shape = nullptr;
   for (const Ref& ref : ins.inputs) if (!ref.is_message) shape = &ref;
   for (const Ref& ref : ins.local_outs) shape = &ref;
@@ -289,7 +289,8 @@ bool Op::copy_slice(void* to, const void* from, int64_t elems, uint64_t limit) {
   return copied_ == nbytes;
 }
 
-// What to send of a collective that may write its result over it.
+// Returns what a collective sends that may write its result over its input: a copy if both buffers
+// are the same. Null until the copy is complete.
 const void* Op::copied_where_in_place(uint64_t limit) {
   if (static_cast<const void*>(in) != static_cast<void*>(out) || plan->in_elems == 0) return in;
   if (copied_ == 0) {

@@ -10,8 +10,9 @@
 
 namespace commrt {
 
-// While it lives, the device is the thread's current one, as libraries take it that are not told,
-// and what this thread calls ends no capture, whoever began it. Null: nothing of it.
+// While it lives, the device is the thread's current one: libraries that are told no device use
+// that. Calls of this thread end no capture, whoever began it. With a null device, nothing
+// changes.
 class MpiTurn {
  public:
   explicit MpiTurn(Device* device) : current_(device) {

@@ -371,7 +371,7 @@ bool waits_for_gate(const P2PTask& task, std::vector<int>& held_back) {
 
 }  // namespace
 
-// What this rank sends to itself.
+// Delivers the messages that this rank sends to itself.
 bool P2P::flush_self() {
   auto& queue = channels_[static_cast<size_t>(comm_.rank)].unannounced;
   std::vector<int> held_back;
@@ -415,8 +415,8 @@ bool P2P::deliver_early() {
 bool P2P::flush(int peer) {
   Channel& c = channels_[peer];
   bool any = reap(peer);
-  // As much as a peer's lines hold, or one packet of MPI's: a pass is bounded, however fast
-  // the peer takes it all.
+  // A pass sends at most what a peer's lines hold, or one packet of MPI's. So it ends, however
+  // fast the peer takes the packets.
   const size_t packet =
       comm_.link(peer).kind == LinkKind::Shared ? kPacketBytes : kMpiPacketBytes;
   const size_t most = std::max(kMpiPacketBytes / 4, packet);
@@ -474,7 +474,7 @@ bool P2P::on_the_way() const {
   });
 }
 
-// What concerns one peer.
+// Makes progress on all messages with one peer.
 bool P2P::serve(int peer) {
   const LinkKind kind = comm_.link(peer).kind;
   if (kind == LinkKind::Self) return flush_self();
@@ -487,7 +487,7 @@ bool P2P::serve(int peer) {
   return any;
 }
 
-// All that an on-node peer has sent so far.
+// Takes all that an on-node peer has sent so far.
 bool P2P::drain(int peer) {
   bool any = false;
   while (pull(peer)) any = true;

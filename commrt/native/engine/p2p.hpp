@@ -24,8 +24,8 @@
 
 namespace commrt {
 
-// What a rank holds of one peer's short messages that it has not received, at most; each
-// counts with what its place in the list of such messages takes.
+// The most that a rank holds of one peer's short messages that it has not received, in bytes. Each
+// message counts kEagerOverhead more, for its place in the list of such messages.
 constexpr uint64_t kEagerBytes = 4 << 20;
 constexpr uint64_t kEagerOverhead = 192;
 
@@ -45,8 +45,8 @@ struct PacketHeader {
 };
 constexpr uint64_t kDiscard = ~uint64_t{0};
 
-// Of an EAGER packet in shared memory only the first members count; a payload that fits
-// behind them rides in the line, so that one cache line brings it all.
+// In an EAGER packet in shared memory, only the first members of the header count. A payload that
+// fits behind them rides in the line, so that one cache line brings it all.
 constexpr size_t kEagerHeaderBytes = offsetof(PacketHeader, send_id);
 constexpr size_t kEagerInlineBytes = kInlineBytes - kEagerHeaderBytes;
 inline bool rides_in_line(const PacketHeader& header) {
@@ -114,7 +114,8 @@ struct MessageLists {
   bool settle_overlaps(bool may_replace);
 };
 
-// How far a multi_sendrecv has come without an operation: so many of its sends and receives.
+// The progress of a multi_sendrecv that is not an operation yet: how many of its sends and
+// receives are done.
 struct Begun {
   static constexpr size_t kMost = 32;  // messages of each kind
   uint64_t seq = 0;
@@ -128,14 +129,14 @@ class P2P {
 
   std::shared_ptr<Op> send(const void* buffer, uint64_t nbytes, int dest, int tag);
   std::shared_ptr<Op> recv(void* buffer, uint64_t capacity, int source, int tag);
-  // Both at once, as one operation that ends when both have. With `sent` the message is away.
+  // Starts both as one operation, which ends when both have. `sent`: the message is away already.
   std::shared_ptr<Op> sendrecv(const void* buffer, uint64_t nbytes, int dest, int sendtag,
                                void* out, uint64_t capacity, int source, int recvtag,
                                bool sent);
-  // Any number, in any order of the peers, as one operation that ends when all have; without
-  // those that `begun` says are over.
+  // Starts any number of messages, in any order of the peers, as one operation that ends when all
+  // have; without those that `begun` says are over.
   std::shared_ptr<Op> multi(const MessageLists& lists, const Begun& begun, const Gate& gate = {});
-  // Whether starting a message to or from this peer takes no longer than one packet does.
+  // True if starting a message to or from this peer takes no longer than one packet does.
   bool calm(int peer, uint64_t nbytes) const;
   // A message that is away at once, without an operation. False: nothing has happened; send().
   bool send_now(const void* buffer, uint64_t nbytes, int dest, int tag);
@@ -160,7 +161,7 @@ class P2P {
   static std::string whom(const Op& op);
   std::string waits_for(const Op& op) const;
   uint64_t next_seq() const { return next_id_ - 1; }
-  // Nothing is in flight, packets of sends that are over included.
+  // True if nothing is in flight, packets of sends that are over included.
   bool idle() const;
 
  private:
@@ -200,7 +201,7 @@ class P2P {
     std::list<Direct> direct;           // from and to memory of the program
 
     const Line& in_line(uint64_t i) const { return in_lines[i % kPacketLines]; }
-    // Whether the peer has put as many packets here that this rank has not taken.
+    // True if the peer has put at least so many packets here that this rank has not taken.
     bool waiting(uint64_t packets) const {
       const uint64_t last = in + packets - 1;
       return in_line(last).seq.load(std::memory_order_acquire) == last + 1;

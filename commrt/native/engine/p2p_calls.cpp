@@ -224,7 +224,8 @@ void P2P::take_back(const std::shared_ptr<Op>& op, const std::string& why) {
   complete(op, why);
 }
 
-// What has been matched may still end, as whoever gives up makes progress until it is gone.
+// A matched message is left alone, as it may still end: the rank that gives up makes progress
+// until the message is gone.
 bool P2P::fail_one(const std::shared_ptr<Op>& op) {
   P2PTask& task = *op->p2p;
   const int peer = task.peer;
@@ -268,7 +269,7 @@ std::string P2P::whom(const Op& op) {
   return at("to rank ", task.parts->dest, task.parts->sendtag) + ", " + from;
 }
 
-// Of messages of one peer, the tags that no receive has asked for.
+// Lists the tags of the peer's messages that no receive has asked for.
 std::string P2P::others_waiting(const P2PTask& task) const {
   constexpr size_t kMost = 8;
   std::vector<int> tags;

@@ -128,8 +128,8 @@ P2P::Now P2P::sendrecv_now(const void* buffer, uint64_t nbytes, int dest, int se
   return Now::Both;
 }
 
-// The books are kept message by message. Where a send does not fit or a message does not come,
-// the rest is for an operation; what has been is not undone.
+// The books are kept message by message. If a send does not fit or a message does not come, the
+// rest is left to an operation, and nothing is undone.
 bool P2P::multi_now(const MessageLists& lists, int spins, Begun& begun) {
   begun.seq = next_seq();
   for (const Message& one : lists.sends) {
@@ -150,7 +150,7 @@ bool P2P::multi_now(const MessageLists& lists, int spins, Begun& begun) {
     begun.lengths[begun.received++] = took_;
     if (!channels_[one.peer].control.empty()) serve(one.peer);
   }
-  // As after send_now(): sends alone never look at what comes.
+  // Sends alone never look at what comes, so do it here, as send_now() does.
   for (const Message& one : lists.sends) {
     if (one.peer == comm_.rank) continue;
     Channel& c = channels_[one.peer];

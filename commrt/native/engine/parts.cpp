@@ -73,8 +73,8 @@ void BucketParts::complete(const Plan& plan) const {
   }
 }
 
-// As compute_and_send() does it for buffers in one piece: between two ends of parts everything
-// is in one piece, too.
+// Does what compute_and_send() does for buffers in one piece. It works from one end of a part to
+// the next, because everything between two ends is in one piece, too.
 void Op::compute_in_parts(const Instr& ins, int64_t fragment,
                           const unsigned char* const* messages, unsigned char* slot) {
   const Plan& p = *plan;

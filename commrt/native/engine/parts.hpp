@@ -17,12 +17,13 @@ struct Part {
   unsigned char* out;
 };
 
-// What an operation of a bucket has instead of `in` and `out`. The engine works on the parts
+// The buffers of a bucket's operation, which has no `in` and `out`. The engine works on the parts
 // where they lie; only what MPI is to send or reduce has to be packed.
 class BucketParts {
  public:
   BucketParts() = default;
-  // With an `itemsize`, what lies behind the last part becomes part of it.
+  // Adds a part. With an `itemsize`, memory right behind the last part becomes a piece of that
+  // part.
   void add(const void* in, void* out, int64_t elems, size_t itemsize = 0) {
     if (itemsize != 0 && !list_.empty()) {
       const Part& last = list_.back();

@@ -10,9 +10,10 @@
 namespace commrt {
 
 namespace {
-// Where there is nobody to agree with, work is cut for the sake of bounded slices.
+// A rank without peers has nobody to agree with. Its work is cut only to bound the slices: each
+// fragment has about this many bytes.
 constexpr size_t kAloneBytes = 128 * 1024;
-// Of an instruction without payload.
+// The work of an instruction without payload, counted in bytes.
 constexpr uint64_t kLeastWork = 256;
 
 size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
@@ -117,7 +118,7 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse, size_t
     };
     for (auto& ref : ins.inputs) settle(ref);
     for (auto& ref : ins.local_outs) settle(ref);
-    // Without outputs there is nothing to compute: its messages are only taken.
+    // An instruction without outputs has nothing to compute: its messages are only taken.
     const bool only_takes = ins.local_outs.empty() && ins.sends.empty() && !ins.has_mpi;
     if (local == nullptr && !only_takes) {
       throw std::invalid_argument("instruction " + std::to_string(i) + " has no local operand");
@@ -169,9 +170,9 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse, size_t
                                 std::to_string(npublish) + " blocks of " +
                                 std::to_string(slot_nbytes) + " bytes, more than a lane holds");
   }
-  // Whole fragments of slots: a slot then always holds what one instruction sends. Where only
-  // some of these messages use it (symmetric.cpp), the last one's being read tells that all
-  // earlier ones are.
+  // The slots are those of whole fragments, so that a slot always holds what one instruction
+  // sends. If only some of these messages use it (symmetric.cpp), all earlier ones have been read
+  // once the last one has.
   const size_t fragment_slots_nbytes = static_cast<size_t>(npublish) * slot_nbytes;
   const size_t wanted = slot_reuse > 0 ? static_cast<size_t>(slot_reuse)
                                        : std::max<size_t>(2, slot_window / fragment_slots_nbytes);

@@ -58,7 +58,7 @@ struct Instr {
   bool has_mpi = false;      // some message crosses MPI
   int64_t fragments = 0;     // of the plan's; later ones leave it out. 0: all of them
   bool boxed = false;        // its local operands are boxes, nothing between them is combined
-  // In which cases (Sharing) peers may read what is sent out of this rank's own buffer.
+  // The cases (Sharing) in which peers may read what is sent out of this rank's own buffer.
   uint8_t exposable = 0;  // out of the result here
   uint8_t operand_exposable = 0;  // out of the only operand
   bool gives_result = false;  // its first local output is read by no instruction
@@ -72,7 +72,7 @@ struct PeerUse {
   int rank;
   int sends_per_fragment;
   int recvs_per_fragment;
-  // Of the plan's, where not all fragments have messages with this peer; 0: all have.
+  // The numbers of the plan's fragments that have messages with this peer; 0: all of them have.
   int64_t send_fragments = 0;
   int64_t recv_fragments = 0;
 };
@@ -83,7 +83,7 @@ struct NativeCall {
   Handle op = 0;
   Handle comm = 0;
   int count = 0;  // per-rank block for block operations; this rank's part where they differ
-  // Where they differ: elements and first element per rank, of what is sent (out of the root of
+  // If the blocks differ: elements and first element per rank, of what is sent (out of the root of
   // a scatter, and to every rank of an alltoall) and of what is received.
   std::vector<int> send_counts, send_at, recv_counts, recv_at;
 };
@@ -154,8 +154,8 @@ class Plan : public std::enable_shared_from_this<Plan> {
   size_t inline_nbytes = 0;  // payloads for one peer ride in lines up to this; kInlineBytes at least
   size_t slot_nbytes = 0;
   int slots = 0;
-  // Whether runs go through the window of slots (Comm::slot_window): not those whose slots stay in
-  // the first cache, nor those that use each of theirs again and again.
+  // True if runs go through the window of slots (Comm::slot_window). False if the slots stay in
+  // the first cache, or if a run uses each of its slots again and again.
   bool moves_on = false;
   uint64_t ahead = 0;     // boxed: instructions tried beyond the first that is not done
   int most_slots = 0;     // boxed: slots to use again within the one fragment; 0: not boxed
@@ -164,8 +164,8 @@ class Plan : public std::enable_shared_from_this<Plan> {
   size_t itemsize = 1;
   Store store = Store::Plain;
   Store adaptive = Store::Plain;  // which destinations are decided by experience
-  // Whether a run takes as long as the peers need too: messages go both ways, or slots are used
-  // again. Who only sends may be done before its peers have read.
+  // True if a run also takes the time that its peers need: messages go both ways, or slots are
+  // used again. A rank that only sends may be done before its peers have read.
   bool answered = false;
   bool sends = false;
   mutable StoreChoice choice;  // guarded by the engine's lock
@@ -174,16 +174,16 @@ class Plan : public std::enable_shared_from_this<Plan> {
   CombineFn combine = nullptr;
   UserReduction user;      // instead of combine
   Scale factor;            // of what this rank contributes
-  // Whether what is multiplied by the factor is rounded to the type before it is added, as
-  // what other ranks send is: then it does not matter which rank adds.
+  // True if an input is rounded to the type after it is multiplied by the factor, before it is
+  // added. Other ranks round what they send, too, so it does not matter which rank adds.
   bool rounds_scaled = false;
-  // Whether a contribution may cross as it is and be multiplied by who reads it: the factor is
-  // that of all ranks, and no instruction writes the product where the contribution may lie.
+  // True if a contribution may cross unscaled, and the reader multiplies it. Then all ranks have
+  // the same factor, and no instruction writes the product where the contribution may lie.
   bool shows_raw = false;
   bool divide_out = false;  // integer avg: divide the result by size at the end
   int64_t divisor = 1;
-  // Of a logical reduction whose result here is a single contribution, as it came: turns it
-  // into 0 or 1 at the end.
+  // Set for a logical reduction whose result here is a single contribution, as it came. It turns
+  // the result into 0 or 1 at the end.
   CombineFn truth = nullptr;
 
   bool run_short = false;  // is_short(), settled by finish()
@@ -204,7 +204,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   // a lane of `lane_nbytes`. `slot_reuse`: fragments whose payload may be unread at once; 0: two,
   // or as many as `slot_window` holds (Comm::slot_window).
   void finish(int64_t fragments, size_t lane_nbytes, int slot_reuse, size_t slot_window);
-  // Where run_short: looks up all that a run on this communicator does not change.
+  // For plans with run_short: looks up all that a run on this communicator does not change.
   void flatten(Comm& comm);
 
   // Reduces an instruction's inputs (`elems` elements each) into its first local output and
@@ -241,7 +241,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   void combine_rounded(int nin, const uint64_t* scaled, unsigned char* dst, unsigned char* dst2,
                        const void* const* inputs, size_t elems) const;
 
-  // Whether a result is not yet one when all instructions are done.
+  // True if a result still needs work when all instructions are done.
   bool completes() const { return divide_out || truth != nullptr; }
   // Does the rest of the work on `elems` elements of it.
   void complete(unsigned char* result, size_t elems) const {
@@ -260,13 +260,13 @@ class Plan : public std::enable_shared_from_this<Plan> {
     return len * f / ins.fragments / align * align;
   }
 
-  // Where in its slot a payload starts that is written together with `local`: on the same
-  // place in a line, so that both can be streamed.
+  // The offset in its slot, in bytes, of a payload that is written together with `local`. Both
+  // then have the same place in a line, so that both can be streamed.
   size_t slot_shift(const void* local) const {
     return reinterpret_cast<uintptr_t>(local) % kAlign;
   }
 
-  // Whether runs are timed to learn from them.
+  // True if runs are timed to learn from them.
   bool learns() const { return adaptive != Store::Plain && (answered || sends); }
 
  private:

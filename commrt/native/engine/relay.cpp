@@ -12,7 +12,8 @@ namespace {
 
 constexpr int kFirstText = 16;
 
-// What is behind an error code: the functions of MPI's table that ask know no relay.
+// The texts of error codes. All relays share them, because the functions of MPI's table that ask
+// for a text do not know the relay.
 struct Texts {
   std::mutex mutex;
   std::vector<std::string> said;
@@ -37,7 +38,7 @@ Texts& texts() {
   return all;
 }
 
-// What who waits for messages sleeps on.
+// Threads that wait for messages sleep here.
 struct Changes {
   std::mutex mutex;
   std::condition_variable changed;
@@ -45,10 +46,11 @@ struct Changes {
   std::atomic<int> sleepers{0};
 
   void tell() {
-    // In one order with a sleeper's two steps: it is counted, or sees the new count.
+    // The order is one with that of a sleeper's two steps: the sleeper is counted, or sees the new
+    // count.
     count.fetch_add(1, std::memory_order_seq_cst);
     if (sleepers.load(std::memory_order_seq_cst) == 0) return;
-    // Not held while others are woken, who would only wait for it.
+    // The mutex is not held while others are woken, as they would only wait for it.
     { const std::lock_guard<std::mutex> lock(mutex); }
     changed.notify_all();
   }
@@ -79,7 +81,7 @@ void Relay::Request::end(int with) {
 
 namespace {
 
-// All relays of this process, for those that have the GIL, or have it not.
+// All relays of this process, for threads with and without the GIL.
 struct Relays {
   std::mutex mutex;
   std::vector<Relay*> all;
@@ -117,7 +119,7 @@ void Relay::expect_neighbors() { relays().neighbors.store(true, std::memory_orde
 bool Relay::expects_neighbors() { return relays().neighbors.load(std::memory_order_relaxed); }
 
 void Relay::wait_for_change(uint64_t& seen) {
-  // Who wakes for nothing is the last to get the core when there is something.
+  // A thread that wakes for nothing is the last to get the core when there is something to do.
   constexpr int kForNeighbors_us = 50, kOtherwise_us = 1000;
   changes().wait(seen, std::chrono::microseconds(expects_neighbors() ? kForNeighbors_us
                                                                      : kOtherwise_us));
@@ -138,7 +140,7 @@ void Relay::order() {
   }
 }
 
-// Whether frames for this peer wait for a thread, after a change.
+// Updates whether frames for this peer wait for a thread. Called after each change.
 void Relay::look(Peer& peer) {
   const bool due = most_leaving_ != 0 && !peer.is_taken && !peer.queue.empty() &&
                    peer.num_leaving < most_leaving_ && peer.failure == 0;
@@ -540,7 +542,7 @@ int Relay::iprobe(int number, int tag, int* flag, int* count) {
   return peer.failure.load(std::memory_order_acquire);
 }
 
-// Of those in flight no two have the same; they are tags of gloo's, of which 0 is another's.
+// No two of the numbers in flight are the same. They are gloo's tags, of which 0 has another use.
 uint64_t Relay::next_where(Peer& peer) {
   constexpr uint64_t kTags = 1 << 30;
   return peer.next_where++ % kTags + 1;

@@ -58,7 +58,7 @@ class Relay {
     void end(int with = 0);
   };
 
-  // What who sends to a peer is to do.
+  // The next work of the thread that sends to a peer.
   struct Todo {
     bool ends = false;         // nothing ever again
     uint64_t frame_nbytes = 0;
@@ -68,8 +68,8 @@ class Relay {
     uint64_t landing_nbytes = 0;
     uint64_t where = 0;  // number of the payload, or of the one to be received
   };
-  // What the thread that receives from a peer is to do after a frame: take the next one, never
-  // again, or, where it is positive, wait for the payload of this number first.
+  // Tells the thread that receives from a peer what follows a frame. kNext: it takes the next
+  // frame. kEnd: it takes none any more. Positive: it first waits for the payload of this number.
   using Then = int64_t;
   static constexpr Then kNext = 0, kEnd = -1;
 
@@ -78,16 +78,16 @@ class Relay {
   Relay(const Relay&) = delete;
   Relay& operator=(const Relay&) = delete;
 
-  // -- for who carries frames --
+  // -- for the threads that carry frames --
   // Waits for something to send and writes its frame; the peer's only sender calls it.
   Todo next(int peer, unsigned char* frame);
   // The oldest payload that has been taken has left.
   void sent(int peer);
 
-  // From now on frames are taken by `take`, of which at most `most` may be on their way.
+  // From now on, frames are taken by `take`. At most `most` of them may be on their way.
   void be_carried(int most);
-  // Whether this thread is to send to a peer: there are frames, there is room, and nobody else
-  // does. It goes on until `take` has nothing more.
+  // True if this thread is to send to a peer: there are frames, there is room, and nobody else
+  // sends. It goes on until `take` has nothing more.
   bool begin_to_take(int peer);
   // Writes a frame if there is one, and room for it. False: nothing is left to this thread.
   bool take(int peer, unsigned char* frame, Todo& todo);
@@ -96,11 +96,11 @@ class Relay {
   // Wakes the thread that attends to a peer, and what it waits in; false: nothing comes any more.
   void call(int peer);
   bool attend(int peer);
-  // For who has no GIL: lets the threads send what there is.
+  // For threads without the GIL: lets the threads of the relay send what there is.
   static void order();
-  // Whether any relay of this process has frames that nobody sends.
+  // True if any relay of this process has frames that nobody sends.
   static bool is_due();
-  // The same of what else has to wait for the GIL (gloo_calls.hpp).
+  // Changes by `more` the number of other calls that wait for the GIL (gloo_calls.hpp).
   static void add_due(int more);
   Then arrived(int peer, const unsigned char* frame, uint64_t nbytes);
   // The payload of this number is there.
@@ -111,7 +111,7 @@ class Relay {
   void leave();
   // Asks a peer, whose threads answer whatever its program does; the number of the question.
   uint64_t ask(int peer, int tag);
-  // Whether there is an answer, and which; then the question is forgotten.
+  // Returns whether the answer is there, and puts it into `count`; then the question is forgotten.
   bool answer(uint64_t question, uint64_t& count);
   int size() const { return static_cast<int>(peers_.size()); }
   // Why a peer is lost; empty: it is not.
@@ -132,8 +132,8 @@ class Relay {
   // The count of operations that the communicator of this tag has started, to be kept there.
   std::shared_ptr<std::atomic<uint64_t>> count_of(int tag);
   // Waits until something has changed for the engine since `seen`, at most for a moment, and
-  // brings `seen` up to date. Of all relays of this process. The moment is short where ranks of
-  // this node could want a look.
+  // brings `seen` up to date. It waits for all relays of this process. The moment is short if
+  // ranks of this node could want a look.
   static void wait_for_change(uint64_t& seen);
   // Something has changed.
   static void tell();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operations of one fragment, run straight from the caller's stack.
 //
-// A short message takes about as long as one cache line takes to cross between cores;
-// anything else on the way costs visibly. So an operation that finds nothing else in flight
-// runs here, in program order, without an Op. Where it has to wait for longer than a short
-// spin it becomes an ordinary Op that goes on from the same place.
+// A short message takes about as long as one cache line takes to cross between cores; anything
+// else on the way costs visibly. So an operation that finds nothing else in flight runs here, in
+// program order, without an Op. If it has to wait for longer than a short spin, it becomes an
+// ordinary Op that goes on from the same place.
 #include <algorithm>
 #include <cstring>
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether payloads had better go to the slot of the one before, or to the next slots of a window.
+// Measures which is faster: payloads that go to the slot of the one before, or to the next slots
+// of a window.
 //
 // A core that writes to lines which its peer has just read must first take them out of the
 // peer's cache. Some processors do that at the speed of reading (Zen 5: 2.6 ns for a line written

@@ -5,12 +5,12 @@
 // from it, non-temporal ones do (by 4), because a line that the peer has just read need not
 // be fetched back. Results too large for the cache: non-temporal stores spare memory the
 // reading of what is overwritten (1.1 to 1.2 from 16 MiB on, in both states).
-// Virtual machines move between near and far within seconds, and ranks need not agree: how a
-// rank writes is its own affair. So each plan tries the other kinds now and then, and at once
-// when its runs have become slow. What won a trial, three runs that may just have met a better
-// moment, has to prove itself in the next runs, or it is given up again.
-// What holds for one plan mostly holds for the communicator's others, too: a new plan begins with
-// the slots' stores that another has found, and one that hears of a change tries at once.
+// Virtual machines move between near and far within seconds. Ranks need not agree, as each rank
+// may write in its own way. So each plan tries the other kinds now and then, and at once when its
+// runs have become slow. The winner of a trial of three runs may just have met a better moment. It
+// has to prove itself in the next runs, or it is given up again.
+// A finding of one plan mostly holds for the communicator's other plans, too. A new plan begins
+// with the slots' stores that another has found, and one that hears of a change tries soon.
 #pragma once
 
 #include <algorithm>
@@ -29,9 +29,10 @@ class StoreChoice {
     open_ = bits(open);
   }
 
-  // Another plan has proved one kind of stores to slots. Who has not run yet begins with it; who
-  // does otherwise tries all kinds once it knows what its own takes by now, and is deaf for a while,
-  // the longer the more often that was in vain: plans of different lengths may well differ.
+  // Another plan has proved one kind of stores to slots. A plan that has not run yet begins with
+  // it. A plan that uses the other kind tries all kinds, once it knows how long its own takes by
+  // now. Then it is deaf for a while, and longer after each trial in vain: plans of different
+  // lengths may well differ.
   void hear(bool streams_slots) {
     const unsigned slots = bits(Store::Stream2);
     if ((open_ & slots) == 0 || ((kind_ & slots) != 0) == streams_slots) return;
@@ -46,7 +47,7 @@ class StoreChoice {
   // The kind for a run that is not timed.
   Store current() const { return static_cast<Store>(kind_); }
 
-  // Whether current() is what has proved faster, and not only where it began.
+  // True if current() has proved faster than the others, and is not only the kind it began with.
   bool has_tried() const { return tried_ && is_settled(); }
 
   // The kind for the next timed run; report() must follow before the next call.
@@ -61,10 +62,10 @@ class StoreChoice {
     return static_cast<Store>(trials_left_ > 0 ? kind_ ^ flipped_ : kind_);
   }
 
-  // What the run took for which next() was asked. `only_writes`: without the time that its
-  // readers need, who find streamed payloads in memory and not in a cache. Near, the writes
-  // alone take 1.2 to 3.5 times as long plain as streamed, where plain ones are no worse for all;
-  // far, 4 (8 KiB) to 18 times.
+  // Takes the ticks of the run for which next() was asked. `only_writes`: without the time that
+  // its readers need. Readers of streamed payloads find them in memory and not in a cache. Near,
+  // plain writes alone take 1.2 to 3.5 times as long as streamed ones, though whole runs are no
+  // slower; far, they take 4 (8 KiB) to 18 times as long.
   void report(uint64_t ticks, bool only_writes = false) {
     const unsigned kind = trials_left_ > 0 ? kind_ ^ flipped_ : kind_;
     if (only_writes && (kind & bits(Store::Stream2)) != 0) ticks *= kReadersShare;
@@ -92,14 +93,15 @@ class StoreChoice {
 
  private:
   static constexpr uint32_t kPeriod = 1024, kFirst = 8, kDeaf = 64, kReadersShare = 3;
-  // As many slow runs as are remembered: trials are then compared with slow ones alone.
+  // So many slow runs start a trial: as many as are remembered, so that the trial is compared with
+  // slow runs alone.
   static constexpr int kTrials = 3, kRecent = 4, kSlowRuns = kRecent;
 
   bool is_settled() const { return trials_left_ == 0 && on_probation_ == 0; }
   static unsigned bits(Store kind) { return static_cast<unsigned>(kind); }
   uint64_t best_recent() const { return *std::min_element(recent_, recent_ + kRecent); }
 
-  // After the first runs of a new kind: back to the old one unless they were faster.
+  // Called after the first runs of a new kind. Goes back to the old kind unless they were faster.
   void prove() {
     if (best_recent() >= best_before_ - best_before_ / 16) kind_ ^= best_flip_;
   }

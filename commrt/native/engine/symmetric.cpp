@@ -2,11 +2,12 @@
 // Buffers in the symmetric heap: memory that every on-node peer has mapped.
 //
 // A payload then need not pass through a slot. A sender may *expose* its own buffer, which the
-// peer reads in place; the operation ends once it has been read. Or it may *deliver* the value
-// to where the peer wants it: for that each rank shows, as a long operation starts, where its
-// result goes. The line of the message says which of the three it was, so what lies in the heap
-// is each rank's own affair, and any mixture works. Whether memory may be read later, or
-// written earlier, than the schedule's steps do is settled beforehand (schedule/exposure.py).
+// peer reads in place; the operation ends once it has been read. Or it may *deliver* the value to
+// where the peer wants it: for that each rank shows, as a long operation starts, where its result
+// goes. The line of the message says which of the three it was. So each rank may put its own
+// buffers into the heap or not, and any mixture works. It is settled beforehand
+// (schedule/exposure.py) whether memory may be read later, or written earlier, than the schedule's
+// steps do.
 #include <algorithm>
 #include <cstring>
 
@@ -47,8 +48,8 @@ void Comm::remove_mirror(const void* start) {
   mirrors_.erase(std::remove_if(mirrors_.begin(), mirrors_.end(), is_there), mirrors_.end());
 }
 
-// Looks where the buffers lie. Where they overlap in a way that no schedule knows of, they
-// count as ordinary ones.
+// Looks where the buffers lie. If they overlap in a way that no schedule knows of, they count as
+// ordinary ones.
 void Op::find_in_heap() {
   const Plan& p = *plan;
   in_heap = true;
@@ -103,7 +104,7 @@ bool Comm::show_ordinary(const Plan& plan, const void* in, const void* out) {
   return true;
 }
 
-// What show_ordinary() has shown belongs to this operation from now on.
+// The line that show_ordinary() has written belongs to this operation from now on.
 void Op::mark_shown() {
   in_heap = shown_ = true;
   sharing_ = 0;
@@ -115,8 +116,9 @@ void Op::stop_showing() {
   shown_ = false;
 }
 
-// Where a peer wants its result; not known before it has started the operation. It cannot show
-// another one in the same line as long as it waits for this rank's message.
+// Returns where a peer wants its result, which is not known before the peer has started the
+// operation. The peer cannot show another one in the same line as long as it waits for this rank's
+// message.
 const Op::Result& Op::result_of(int peer) {
   Result& result = results_[peer];
   if (result.known) return result;
@@ -129,8 +131,8 @@ const Op::Result& Op::result_of(int peer) {
   return result;
 }
 
-// From where peers may read what an instruction sends: its only operand, or its result here. A
-// send buffer apart from the result is written by nobody: peers may read it at once. Of a mean
+// Returns where peers may read what an instruction sends: its only operand, or its result here.
+// Nobody writes to a send buffer apart from the result, so peers may read it at once. For a mean,
 // they read it as it is, and multiply it as they add.
 Op::Source Op::source_in_heap(const Instr& ins) const {
   auto place = [&](const Ref& ref) -> Place {
@@ -167,8 +169,8 @@ void Op::expose(const Instr& ins, int64_t fragment, size_t nbytes) {
   }
 }
 
-// Decides how each message of an instruction travels; false if that is not known yet. What
-// is computed here is written to the peer while it is at hand. What already lies in memory is
+// Decides how each message of an instruction travels; false if that is not known yet. A value
+// computed here is written to the peer while it is at hand. A value that already lies in memory is
 // left there for the peers to read, each on its own core.
 bool Op::choose_routes(const Instr& ins) {
   source_ = source_in_heap(ins);
@@ -215,7 +217,7 @@ void Op::compute_from_own_part(const Instr& ins, unsigned char* first, unsigned 
   plan->compute(ins, store, first, second, inputs.data(), start, raw);
 }
 
-// Whether the peers have read what was exposed to them.
+// True once the peers have read what was exposed to them.
 bool Op::all_taken() {
   if (!uses_heap()) return true;
   for (size_t i = 0; i < exposed_.size(); ++i) {

@@ -71,7 +71,7 @@ bool Plan::add_tiny(const ShortInstr& flat) {
   return tiny.to != nullptr || tiny.result >= 0;
 }
 
-// run_short() for tiny instructions. With `kHasMore`, values may go on beyond a line.
+// Does what run_short() does, for tiny instructions. `kHasMore`: values may go on beyond a line.
 template <bool kHasMore>
 std::shared_ptr<Op> Comm::run_tiny(const std::shared_ptr<const Plan>& plan, const void* in,
                                    void* out, int spins) {

@@ -25,8 +25,8 @@ using UserFn = void (*)(const void* in, void* inout, std::size_t count);
 struct UserReduction {
   UserFn fn = nullptr;    // null: none, or Python
   bool python = false;
-  // Keeps the function alive, and is what is called where it is Python. Whoever drops it last
-  // needs no GIL: see own_object().
+  // Keeps the function alive, and is called itself if the function is Python. The last reference
+  // may be dropped without the GIL: see own_object().
   std::shared_ptr<_object> owner;
   explicit operator bool() const { return fn != nullptr || python; }
 };
@@ -48,7 +48,7 @@ struct UserValue {
   void gather(int num_inputs, std::size_t nbytes_);
 };
 
-// Whether something waits for the GIL: users' functions, or frames for other nodes
+// True if something waits for the GIL: users' functions, or frames for other nodes
 // (relay_carrier.hpp).
 bool wants_gil(const Engine& engine);
 // Does all of that. Needs the GIL, and not the engine's lock. False, with a Python error set,

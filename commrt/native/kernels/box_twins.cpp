@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kTurnRows = 32;      // of one twin before those of the other
 constexpr int64_t kAheadBytes = 2048;  // of each twin's part of a message that are fetched
 
-// What is copied of two twins, one after the other in a message.
+// Two twins to copy. Their parts lie one after the other in a message.
 struct Twins {
   unsigned char* to[2];
   const unsigned char* from[2];

@@ -40,7 +40,7 @@ struct Box {
 void pack_box(unsigned char* message, const unsigned char* array, const Box& box, bool streaming);
 void unpack_box(unsigned char* array, const Box& box, const unsigned char* message);
 void combine_box(unsigned char* array, const Box& box, const unsigned char* message);
-// From one box to another of the same shape, which do not overlap.
+// Copies from one box to another of the same shape, which do not overlap.
 void copy_box(unsigned char* array, const Box& box, const unsigned char* from_array,
               const Box& from);
 void combine_boxes(unsigned char* array, const Box& box, const unsigned char* from_array,
@@ -53,7 +53,7 @@ void pack_twins(unsigned char* message, const unsigned char* array, const Box& b
                 const Box& other, bool streaming);
 void unpack_twins(unsigned char* array, const Box& box, const Box& other,
                   const unsigned char* message);
-// From twins to twins; neither of those overlaps one of these.
+// Copies from twins to twins; neither of the first overlaps one of the second.
 void copy_twins(unsigned char* array, const Box& box, const Box& other,
                 const unsigned char* from_array, const Box& from_box, const Box& from_other);
 

@@ -57,8 +57,8 @@ std::atomic<const KernelSet*>& current() {
 
 const KernelSet& kernels() { return *current().load(std::memory_order_relaxed); }
 
-// In 64 bits: a divisor may lie outside the type, as 128 does for int8, whose least value it
-// still divides.
+// Divides in 64 bits: a divisor may lie outside the type. Int8, for example, has no 128, which
+// still divides its least value.
 template <class T, class Wide>
 void divide(void* x, std::size_t n, std::int64_t divisor) {
   auto* bytes = static_cast<unsigned char*>(x);

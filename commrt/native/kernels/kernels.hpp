@@ -14,12 +14,12 @@
 
 namespace commrt {
 
-// Which of the two destinations is written with non-temporal stores: worth it for results
-// that leave the cache before they are read. Publish them after store_fence().
+// The destinations, of two, that are written with non-temporal stores. These pay for results that
+// leave the cache before they are read. Publish such results after store_fence().
 enum class Store : std::uint8_t { Plain = 0, Stream = 1, Stream2 = 2, StreamBoth = 3 };
 
-// What inputs are multiplied by: `real` for floats and complex, `integer` for integers, of
-// which it takes the low bits, so that every factor of the type can be said.
+// The factor of inputs: `real` for floats and complex, `integer` for integers. An integer type
+// takes its low bits, so that every factor of the type can be said.
 struct Scale {
   double real = 1;
   std::int64_t integer = 1;

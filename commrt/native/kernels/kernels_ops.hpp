@@ -213,8 +213,8 @@ COMMRT_INLINE auto zeros(Vec<T> x) {
   }
 }
 
-// For logical reductions: whether an element is false. It is true if any bit of Value is
-// set, which leaves out the sign of floats: -0 is false. True is written as One.
+// Tells logical reductions whether an element is false. It is true if any bit of Value is set,
+// which leaves out the sign of floats: -0 is false. True is written as One.
 template <class T, T Value, T One>
 struct Falsity : Same<T> {
   using Acc = decltype(Vec<T>{} == Vec<T>{});

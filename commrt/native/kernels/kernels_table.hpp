@@ -203,7 +203,7 @@ void reduce(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_
   Loop<E, Op, 0, false, (E::kUnroll + 1) / 2>(job).run();
 }
 
-// As reduce, with a loop of its own for each common number of inputs.
+// Does the same as reduce, with a loop of its own for each common number of inputs.
 template <class E, class Op, std::size_t Parts = 1>
 void reduce_hot(void* dst, void* dst2, const void* const* srcs, int nsrc, std::size_t n,
                 const std::uint64_t*, Scale, Store store) {

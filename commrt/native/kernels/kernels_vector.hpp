@@ -157,15 +157,15 @@ struct Half {
   static constexpr int kUnroll = 4;
   static constexpr bool kTogether = false;
   static constexpr bool kFetches = false;
-  // With so many instructions for a line, the processor has few lines in view at a time; what
-  // another core has just written then comes slowly, above all from far away.
+  // With so many instructions for a line, the processor has few lines in view at a time. Lines
+  // that another core has just written then come slowly, above all from far away.
   static constexpr std::size_t kAhead = 1536;
   static COMMRT_INLINE Acc scale(Acc acc, float factor) {
     return {acc.a * splat<float>(factor), acc.b * splat<float>(factor)};
   }
 };
 
-// Whether there was a NaN in any of the vectors seen.
+// Finds out whether there was a NaN in any of the vectors seen.
 #if COMMRT_VEC_BYTES == 64
 struct NanSearch {
   __mmask16 numbers = 0xffff;
@@ -235,7 +235,7 @@ struct Quarter {
     value = (U32s)((F32s)value - (F32s)(subnormal & u32((kRebias + 1) << 23)));
     return (F32s)(value | ((byte & u32(0x80)) << 24));
   }
-  // To nearest even.
+  // Rounds to nearest even.
   static COMMRT_INLINE U32s from_float(F32s value) {
     U32s u = (U32s)value;
     U32s magnitude = u & u32(0x7fffffff);
@@ -277,7 +277,7 @@ struct BFloat16 : Half {
     U32s pairs = (U32s)raw;
     return {(F32s)(pairs << 16), (F32s)(pairs & splat<std::uint32_t>(0xffff0000u))};
   }
-  // To nearest even in the upper half; not for NaNs.
+  // Rounds to nearest even in the upper half; not for NaNs.
   static COMMRT_INLINE U32s round(F32s value) {
     U32s u = (U32s)value;
     return u + (((u >> 16) & splat<std::uint32_t>(1)) + splat<std::uint32_t>(0x7fff));
@@ -302,7 +302,7 @@ struct BFloat16 : Half {
   // Without NaNs.
   static COMMRT_INLINE Raw narrow_numbers(Acc acc) {
 #if COMMRT_VEC_BYTES == 64
-    // All elements at once: their upper halves are one more where the lower ones are above
+    // Rounds all elements at once. Their upper halves are one more where the lower ones are above
     // the middle, or in the middle with an odd upper half.
     const __m512i swap = _mm512_broadcast_i32x4(
         _mm_set_epi8(13, 12, 15, 14, 9, 8, 11, 10, 5, 4, 7, 6, 1, 0, 3, 2));

@@ -18,7 +18,7 @@ COMMRT_INLINE F32s load_floats(const float* p) {
 COMMRT_INLINE void store_floats(float* p, F32s v) { store(reinterpret_cast<Byte*>(p), (Raw)v); }
 COMMRT_INLINE U32s bits32(std::uint32_t value) { return splat<std::uint32_t>(value); }
 
-// What becomes of a block's values: they are put into an array, or added to one.
+// A block's values are put into an array, or added to one.
 struct PutFloats {
   float* out;
   COMMRT_INLINE void operator()(std::size_t at, F32s v) const { store_floats(out + at, v); }
@@ -101,7 +101,7 @@ struct WireInt8 {
     return value;
   }
   static COMMRT_INLINE I32s greater(I32s x, I32s y) { return x > y ? x : y; }
-  // As integers magnitudes have the order they have as floats, and NaN comes last.
+  // Magnitudes have the same order as integers and as floats, and NaN comes last.
   static COMMRT_INLINE std::uint32_t largest(const float* v) {
     I32s most[4] = {};
     for (std::size_t w = 0; w < kBlock; w += 4 * kLanes) {

@@ -31,8 +31,8 @@ struct Merge {
   I* io;
   Item* vo;
 
-  // Which input comes first is as good as random, so a branch on it would be mispredicted
-  // every other time: both are read, and what is not taken counts as neutral.
+  // A branch on which input comes first would be mispredicted every other time, as the order is as
+  // good as random. So both are read, and the one that is not taken counts as neutral.
   void step(Course& at) const {
     const I x = ia[at.a], y = ib[at.b];
     const bool take_a = x <= y, take_b = y <= x;

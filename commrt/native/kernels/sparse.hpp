@@ -25,8 +25,9 @@ struct Entries {
 std::size_t merge(IndexType index, DType dtype, Entries a, Entries b, void* indices,
                   void* values);
 
-// The same of any number of lists, in their order, with indices from `first` to below `last`.
-// For lists that are not far apart: it passes over all elements of blocks that have entries.
+// Does the same for any number of lists, in their order, with indices from `first` to below
+// `last`. It suits lists that are not far apart, as it passes over all elements of blocks that
+// have entries.
 std::size_t sum(IndexType index, DType dtype, const Entries* lists, std::size_t num_lists,
                 std::int64_t first, std::int64_t last, void* indices, void* values);
 

@@ -83,7 +83,7 @@ void MpiWork::issue(const MpiPtr& made, Stream stream, void* const* keep) {
       [&] {
         enqueue(made, stream, copy_to, copy_nbytes);
         submit(*made, stream);
-        // What has begun already has read, which a simulated device is told.
+        // An operation that has begun has read its input. A simulated device is told so.
         if (has(PlantedInMpi::Ungated)) touch(*made);
       },
       "no host memory is left to start a call of MPI on device memory: free memory first");
@@ -169,7 +169,7 @@ void MpiWork::enqueue_start(MpiCall& made, Stream stream, unsigned char* copy_to
 void MpiWork::enqueue_end(MpiCall& made) {
   using Api = DeviceApi;
   if (has(PlantedInMpi::EndEarly)) record_end(made);
-  // Not only by the host: a failure lets the streams go at once.
+  // The stream itself waits, too: a failure lets the streams go at once.
   if (!has(PlantedInMpi::NotStarted)) call(&Api::wait_value32_geq, h2d_, start_, made.value);
   if (!has(PlantedInMpi::NoGo)) {
     const std::uint32_t less = has(PlantedInMpi::GoOffByOne) ? 1 : 0;
@@ -201,8 +201,8 @@ void MpiWork::stay_before_nccl(const MpiPtr& made) {
   if (order_->has_captured && tells) call(&DeviceApi::event_record, order_->serial, h2d_);
 }
 
-// Where the end is given late, a graph that is launched before would not wait for it: so once there
-// are any, a call without flags ends before it returns.
+// Without flags the end is given late, and a graph that is launched before that would not wait for
+// it. So once there are graphs, a call without flags ends before it returns.
 void MpiWork::tell_graphs(const MpiCall& made) {
   if (order_ == nullptr || flags_ || has(PlantedInMpi::NotBeforeGraphs)) return;
   {
@@ -234,7 +234,8 @@ void MpiWork::order_after(const StagedPtr& waited_for, Stream stream) {
 
 // --- progress ---
 
-// What MPI reads and writes from where the gate opens until it is done.
+// Tells a simulated device what MPI reads and writes, from the opening of the gate until MPI is
+// done.
 void MpiWork::touch(const MpiCall& made) {
   if (!simulated()) return;
   const CurrentDevice current(device_);
@@ -247,7 +248,7 @@ void MpiWork::touch(const MpiCall& made) {
   }
 }
 
-// Where what the caller's stream held is done.
+// Opens the gates of calls whose earlier work in the caller's stream is done.
 bool MpiWork::open_gates() {
   if (open_ == calls_.size()) return false;
   std::uint32_t started = 0;
@@ -279,13 +280,13 @@ bool MpiWork::open_gates() {
   return any;
 }
 
-// What MPI is done with, in the order of the stream that waits for it.
+// Lets go of calls that MPI is done with, in the order of the stream that waits for it.
 bool MpiWork::let_go() {
   bool any = false;
   while (open_ > 0) {
     const MpiPtr made = calls_.front();
     if (!made->op->finished()) {
-      // Who looks at a simulated device pauses until something has changed.
+      // A thread that looks at a simulated device pauses until something has changed.
       if (any || (++idle_ % kIdleLooks != 0 && !simulated())) return any;
       return look_after(*made);
     }
@@ -309,7 +310,7 @@ bool MpiWork::let_go() {
   return any;
 }
 
-// Nothing has changed for a while: a peer may have given up, or come too late.
+// Called when nothing has changed for a while: a peer may have given up, or come too late.
 bool MpiWork::look_after(MpiCall& made) {
   bool ended = false;
   {
@@ -322,7 +323,8 @@ bool MpiWork::look_after(MpiCall& made) {
   return true;
 }
 
-// Without flags: once MPI is done. Who waits for it waits until then.
+// Without flags, the end is given once MPI is done. A thread that waits for the end blocks until
+// then.
 void MpiWork::give_end(MpiCall& made) {
   try {
     call(&DeviceApi::event_record, made.end, h2d_);
@@ -359,7 +361,7 @@ void MpiWork::let_all_go(const std::string& kind, const std::string& why) {
     made->fail(kind, why);
     if (!flags_) device_->api->event_record(device_, made->end, d2h_);
   }
-  // What still waits may go, and what will be given, too.
+  // Streams that still wait may go on, and so may those that are given a wait later.
   if (flags_ && !has(PlantedInMpi::FlagsKept)) {
     device_->api->flag_store(device_, go_, issued_.load(std::memory_order_acquire) + kFarAhead);
   }

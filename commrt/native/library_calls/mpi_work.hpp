@@ -8,13 +8,14 @@
 // The host's engine has an operation behind a gate that opens at v. It passes the addresses on the
 // device to MPI. The thread that makes progress tests it, and sets the go flag when MPI is done.
 //
-// What MPI wants to be elsewhere (an exchange in place, a root's input beside its output) is copied
-// on the device first, in d2h. MPI's calls may call the driver under the engine's lock, with the
-// device current (Engine::share_with_mpi), which nothing else of progress does: so what a stream
-// is held by may stand before what MPI gives the device. Where that is so (one hardware queue, MPI's
-// copies in a stream that takes turns with a held one) calls are made without flags, as on devices
-// that have none: then the end is given once MPI is done, and who waits for it blocks until then.
-// The legacy stream, and that of a thread, are never held for the same reason.
+// If MPI wants something elsewhere (an exchange in place, a root's input beside its output), it is
+// copied on the device first, in d2h. MPI's calls may call the driver under the engine's lock,
+// with the device current (Engine::share_with_mpi), which nothing else of progress does. So a
+// command that holds a stream may stand before the work that MPI gives the device. Where that is
+// so (one hardware queue, MPI's copies in a stream that takes turns with a held one), calls are
+// made without flags, as on devices that have none. Their end is then given once MPI is done, and
+// a thread that waits for the end blocks until then. For the same reason, the legacy stream and a
+// thread's default stream are never held.
 #pragma once
 
 #include <atomic>
@@ -68,7 +69,7 @@ struct MpiDevicePlan : std::enable_shared_from_this<MpiDevicePlan> {
 struct MpiCall : StagedCall {
   ~MpiCall() override;
 
-  // Whether MPI is done: its streams are let go.
+  // True once MPI is done and the streams of the call may go on.
   std::atomic<bool> released{false};
   std::shared_ptr<const MpiDevicePlan> plan;
   const unsigned char* in = nullptr;  // as MPI is given them
@@ -81,8 +82,8 @@ struct MpiCall : StagedCall {
 
 class MpiWork : public StagedWork {
  public:
-  // With `order`, never at work beside NCCL on the device. Throws DeviceFailure; Invalid where MPI
-  // has another device of this process.
+  // With `order`, MPI is never at work beside NCCL on the device. Throws DeviceFailure, which is
+  // Invalid if MPI has another device of this process.
   MpiWork(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
           std::shared_ptr<NcclOrder> order, const StagerOptions& options);
 

@@ -12,8 +12,8 @@ namespace commrt {
 namespace {
 // A finalised communicator is destroyed at once; where that sticks, its thread is left behind.
 constexpr double kDestroy_s = 1;
-// Captures whose latest operation is remembered. As many would have to go on at once for one to be
-// forgotten before its end.
+// The number of captures whose latest operation is remembered. So many captures would have to go
+// on at once for one to be forgotten before its end.
 constexpr std::size_t kMostCaptures = 1024;
 }
 

@@ -10,14 +10,14 @@
 // They end in that order, so one flag that counts up tells the host of all of them.
 //
 // Graphs run when somebody launches them, which nobody here sees. So once there was a capture, one
-// event holds the order together: who is given to the device waits for its latest record and
-// records it; a graph does both at each launch, by an external wait and external records. NCCL
-// orders the graphs and calls of one communicator in the same way; this is for all of a device.
-// Within a capture an operation waits for the one before it there.
+// event holds the order together. Every operation on the device waits for the event's latest
+// record, and then records it. A graph does both at each launch, by an external wait and external
+// records. NCCL orders the graphs and calls of one communicator in the same way; this is for all
+// of a device. Within a capture an operation waits for the one before it there.
 //
-// An MPI library that is given device memory must not be at work there while NCCL is: who waits in
-// NCCL's kernel may hold what the other library needs. Its calls (mpi_work.hpp) wait for NCCL's
-// latest operation, and NCCL's next one waits for them; they do not wait for each other.
+// An MPI library that is given device memory must not be at work there while NCCL is: a rank that
+// waits in NCCL's kernel may hold what the other library needs. Its calls (mpi_work.hpp) wait for
+// NCCL's latest operation, and NCCL's next one waits for them; they do not wait for each other.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ namespace commrt {
 struct NcclCall;
 struct StagedCall;
 
-// From itself, as work that has it may go in any thread.
+// It can share itself, because work that has it may go in any thread.
 class NcclOrder : public DeviceUser, public std::enable_shared_from_this<NcclOrder> {
  public:
   // Throws DeviceFailure. `keeps` is alive as long as the device is needed.
@@ -48,12 +48,12 @@ class NcclOrder : public DeviceUser, public std::enable_shared_from_this<NcclOrd
   // Aborts those that are left, and gives streams, events and memory back.
   void close(double abort_timeout_s);
 
-  // For callers that hold `issue`.
+  // Does what sweep() does, for callers that hold `issue`.
   void sweep_locked();
 
   EventPool events;
   const bool flags;  // whether streams write them; else events are polled
-  std::mutex issue;  // whoever gives the device an operation, until NCCL has taken it
+  std::mutex issue;  // held to give the device an operation, until NCCL has taken it
   // It guards the members below.
   Stream stream = 0;  // of nonblocking calls
   Event ready = 0;

@@ -25,7 +25,7 @@ std::string seconds(double time_s) {
   return text;
 }
 
-// Whether an input has to be put away first.
+// True if an input has to be copied to another place first.
 bool reads_what_it_writes(const NcclPlan& plan, const unsigned char* in,
                           const unsigned char* out) {
   if (plan.program == nullptr && plan.phases.empty()) {
@@ -129,7 +129,10 @@ void NcclWork::issue(const NcclPtr& made, std::vector<unsigned char*>& arrays, S
   if (!captured) order_->sweep_locked();
   const NcclPlan& plan = *made->plan;
   if (plan.program != nullptr && plan.program->size != native_->size)
-    throw std::invalid_argument("a program of another number of ranks");
+    throw std::invalid_argument("the program is for " + std::to_string(plan.program->size) +
+                                " ranks, and the communicator has " +
+                                std::to_string(native_->size) +
+                                ": make the program for the ranks of the communicator");
   // First, as it may wait for all that the device was given.
   unsigned char* copy = nullptr;
   if (plan.is_barrier) out = order_->scratch.of(1);
@@ -217,7 +220,7 @@ void NcclWork::order_before(NcclCall& made, Stream on, Stream stream, bool order
   if (has(NcclPlanted::EndEarly)) call(&Api::event_record, made.end, on);
 }
 
-// What runs on the device comes after the operation given before it, and is known to the next one.
+// Lets this call run on the device after the operation that was given before it.
 void NcclWork::wait_for_others(const NcclCall& made, Stream on) {
   using Api = DeviceApi;
   if (made.capture != 0) {
@@ -255,7 +258,7 @@ void NcclWork::tell_others(const NcclCall& made, Stream on) {
   }
 }
 
-// From the first capture on graphs may be launched, which have to be told of what was given before.
+// From the first capture on, graphs may be launched, and have to be told of what was given before.
 void NcclWork::begin_graphs() {
   if (order_->has_captured) return;
   const bool any = order_->last != nullptr || !order_->beside.empty();

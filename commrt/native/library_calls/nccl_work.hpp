@@ -116,7 +116,7 @@ class NcclWork : public WatchedWork {
   NcclWork(Comm& comm, Engine& engine, std::shared_ptr<NcclOrder> order,
            std::shared_ptr<NcclComm> native);
 
-  // Gives the device all that there is to do. With `orders`, in the caller's stream. The input is
+  // Gives the device all that there is to do; with `orders`, in the caller's stream. The input is
   // the first array, the output the second. `keep` are references that become the call's own.
   // Throws DeviceFailure or CallFailure; then the references are still the caller's.
   CallPtr start(const std::shared_ptr<const NcclPlan>& plan, std::vector<unsigned char*> arrays,

@@ -9,7 +9,8 @@ namespace commrt {
 
 namespace {
 
-// Which header brought which field of ncclConfig_t, and where the struct of that header ends.
+// A field of ncclConfig_t, the header version that brought it, and where the struct of that header
+// ends.
 struct Field {
   const char* name;
   int since;

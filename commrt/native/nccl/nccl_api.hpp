@@ -68,7 +68,7 @@ struct NcclConfig {
   std::string settle(int library_version);
 };
 
-// From itself, as communicators that have it may go in any thread.
+// It can share itself, because communicators that have it may go in any thread.
 struct NcclApi : std::enable_shared_from_this<NcclApi> {
   std::string path;      // of the file that was mapped
   int version = 0;       // 10000 * major + 100 * minor + patch

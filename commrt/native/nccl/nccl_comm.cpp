@@ -266,7 +266,7 @@ int NcclComm::in_thread(int (*function)(NcclHandle), State then, double timeout_
   state.store(then);
   std::thread([job, function, library = api, where = slot, child = child_] {
     const int code = function(where->comm);
-    // What a split made half-way ends with its parent, and after it.
+    // A child that a split made half-way ends with its parent, and after it.
     if (child != nullptr && child->comm != nullptr) function(child->comm);
     std::lock_guard<std::mutex> lock(job->mutex);
     job->code = code;

@@ -39,14 +39,15 @@ struct NcclMessage {
   int64_t round = 0;  // rounds run one after the other; both ends put a message into the same one
 };
 
-// From itself, as what has it may go in a thread that must not wait for Python (peer_exchange.hpp).
+// It can share itself, because its owner may go in a thread that must not wait for Python
+// (peer_exchange.hpp).
 class NcclComm : public std::enable_shared_from_this<NcclComm> {
  public:
   enum class State { Live, Failed, Aborted, Closed };
   using Clock = std::chrono::steady_clock;
 
-  // Where NCCL writes the handle, and what it may read, for as long as it may do so: a job of the
-  // library that was given up may still hold these addresses.
+  // The memory where NCCL writes the handle, and which it may read. It lives as long as NCCL may
+  // use it: a job of the library that was given up may still hold these addresses.
   struct Slot {
     NcclHandle comm = nullptr;
     NcclConfig config;
@@ -55,7 +56,7 @@ class NcclComm : public std::enable_shared_from_this<NcclComm> {
 
   NcclComm(std::shared_ptr<NcclApi> library, std::shared_ptr<Slot> where, bool is_owner)
       : api(std::move(library)), slot(std::move(where)), owned(is_owner) {}
-  // Without destroying anything: that would communicate wherever Python drops an object.
+  // Destroys nothing: that would communicate wherever Python drops an object.
   ~NcclComm();
   NcclComm(const NcclComm&) = delete;
   NcclComm& operator=(const NcclComm&) = delete;
@@ -81,9 +82,9 @@ class NcclComm : public std::enable_shared_from_this<NcclComm> {
               void* factor, int root, NcclStream stream, double timeout_s);
   int exchange(std::vector<NcclMessage> messages, NcclStream stream, double timeout_s);
 
-  // For who composes several groups with work of its own (nccl_program.cpp): runs `section` alone,
-  // once what went before it is in the streams; within, a group of messages; and gives up what was
-  // begun and cannot be finished.
+  // For callers that compose several groups with work of their own (nccl_program.cpp). alone()
+  // runs `section` alone, once the work before it is in the streams. group(), within a section,
+  // runs a group of messages. lose() gives up what was begun and cannot be finished.
   using Section = std::function<int(Clock::time_point deadline)>;
   int alone(double timeout_s, const Section& section);
   int group(const std::vector<NcclMessage>& messages, NcclStream stream,
@@ -91,15 +92,16 @@ class NcclComm : public std::enable_shared_from_this<NcclComm> {
   void lose() { give_up(); }
 
   int finalize(double timeout_s);
-  // In a thread of its own, which is left alone after the time: InProgress then.
+  // Runs in a thread of its own, which is left alone after the time. The result is then
+  // InProgress.
   int destroy(double timeout_s);
   int abort(double timeout_s);
 
-  // Never of the handle: it may be gone, and NCCL keeps one text for all.
+  // Never asks about the handle: it may be gone, and NCCL keeps one text for all.
   std::string describe(int code) const { return api->describe(code); }
 
-  // What a thread does between two looks while it waits for NCCL, instead of only waiting: the
-  // peers that NCCL waits for may wait for this process. True if it need not pause.
+  // A thread calls this between two looks while it waits for NCCL, because the peers that NCCL
+  // waits for may wait for this process. It returns true if the thread need not pause.
   std::function<bool()> meanwhile;
 
   const std::shared_ptr<NcclApi> api;

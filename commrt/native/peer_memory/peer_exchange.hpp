@@ -45,15 +45,15 @@ enum class PlantedInExchange : int {
   ValuesAgain,     // flags do not count on from call to call
   UserStream,      // the program runs in a stream of its own for each call, unordered
   Kept,            // a failure does not let streams go
-  KeptBehind,      // it lets go those that wait already, and not who waits next
+  KeptBehind,      // it lets streams go that wait already, not those that wait next
   ToldLate,        // peers are told of calls under way, not of those they may still read
   Unasked,         // nobody asks whether a peer gave up: what it published is taken for good
   Count,
 };
 std::vector<std::string> names_of(PlantedInExchange);
 
-// From itself, as the plans of calls are: who makes progress may be the last one to let go of the
-// work that has it, and must not need Python for that.
+// It can share itself, as the plans of calls can. The thread that makes progress may be the last
+// one to let go of the work that has it, and must not need Python for that.
 class PeerExchange : public std::enable_shared_from_this<PeerExchange> {
  public:
   // The beginning of each rank's memory: a line for each flag.
@@ -72,16 +72,17 @@ class PeerExchange : public std::enable_shared_from_this<PeerExchange> {
   // A program that fails half-way leaves peers waiting: no other may follow it.
   DeviceStatus give(const StreamProgram& program, unsigned char* in, unsigned char* out,
                     unsigned char* scratch, Stream on);
-  // Lets streams go that wait for peers, and what is given to them later: flags are written far
-  // ahead, by a stream of its own. By one thread at a time, also while a program is given. A peer
-  // that is still at work may write a flag again; then, and only when an earlier release has
-  // arrived, again.
+  // Lets streams go that wait for peers, and those that are given a wait later: it writes the
+  // flags far ahead, in a stream of its own. Called by one thread at a time, also while a program
+  // is given. A peer that is still at work may write a flag again, so it is called again. It does
+  // nothing until the release before has arrived.
   DeviceStatus release();
-  // Whether all that `stream` was given has run, without waiting. Nothing may be given after it.
+  // Finds out, without waiting, whether all that `stream` was given has run. Nothing may be given
+  // after it.
   DeviceStatus has_run(bool* all);
   // Then gives streams and events back; the memory is the caller's.
   DeviceStatus end();
-  // All flags hold this value already; before the first program.
+  // All flags hold this value already. Called before the first program.
   void count_from(std::uint32_t value);
 
   Device* const device;

@@ -127,9 +127,9 @@ bool PeerWork::look_at_failed() {
   return false;
 }
 
-// What is let go may write over a half of the exchange memory that peers have not read yet: it
-// holds the part before the last, and each call has one at least, so it may be one of the last two
-// calls that have ended here.
+// A stream that is let go may write over a half of the exchange memory that peers have not read
+// yet. That half holds the part before the last, and each call has at least one part. So it may
+// belong to one of the last two calls that have ended here.
 std::uint64_t PeerWork::first_lost(std::uint64_t next) const {
   if (calls_.empty() || ended_seqs_.empty() || has(Bug::ToldLate)) {
     return WatchedWork::first_lost(next);
@@ -137,7 +137,7 @@ std::uint64_t PeerWork::first_lost(std::uint64_t next) const {
   return ended_seqs_.front();
 }
 
-// Where it does not work the device is at fault, which calls say by themselves.
+// If the release fails, the device is at fault, which calls report by themselves.
 void PeerWork::let_streams_go() {
   if (device_gone_ || has(Bug::Kept)) return;
   const RelaxedCapture relaxed(device_);
@@ -168,7 +168,7 @@ void PeerWork::end() {
   call(&DeviceApi::event_destroy, ready_);
   scratch_.free();
   lines_.free();
-  // Of a failed one: nobody else looks at its calls any more.
+  // Drop the calls of a failed one: nobody else looks at them any more.
   HostLock looking(device_, polling_);
   for (const auto& one : calls_) engine_.discard_objects(one->keep);
   calls_.clear();

@@ -45,7 +45,7 @@ class PeerWork : public WatchedWork {
   void wait_on(const CallPtr& call, Stream stream) override;
   // Ends it when no more calls come. Does not call the device.
   void close() override;
-  // After close(): whether all that the device was given has run, without waiting. Throws
+  // After close(): true if all that the device was given has run. Does not wait. Throws
   // DeviceFailure.
   bool has_run();
   // Then gives back what the device has of this, which may wait for all that it was given.

@@ -97,8 +97,8 @@ nb::object RecordRing::kind_of(uint64_t number) const {
 
 nb::list RecordRing::snapshot() const {
   nb::list found;
-  // What is collected as the list grows may call something that is recorded, and that push out
-  // this very record.
+  // As the list grows, the garbage collector may call something that is recorded. That call may
+  // push out this very record, so it is copied.
   for (uint64_t number = oldest_; number < next_; ++number) {
     const LoggedCall* const slot = find(number);
     if (slot == nullptr || slot->kind == nullptr) continue;

@@ -21,7 +21,7 @@ HostCall::~HostCall() {
   if (work != nullptr && copied != 0) work->events().give(copied);
 }
 
-// Where the end is not given yet, what was copied to the host tells as much.
+// Before the end is given, the copy to the host tells as much.
 Event HostCall::asked() const {
   return end_issued.load(std::memory_order_acquire) ? end : copied;
 }
@@ -42,7 +42,7 @@ PinnedPool::Block HostWork::take_block(std::size_t nbytes, double timeout_s) {
   const auto take = [&](std::size_t* grow) {
     if (pool_.take(size_class, &block)) return true;
     const std::size_t most = options_.most_nbytes;
-    // What nothing is under way for would be waited for in vain.
+    // With nothing under way, no memory comes back, and waiting for it would be in vain.
     if (rounded > most || outstanding() == 0 || pool_.total() + rounded <= most) *grow = rounded;
     return false;
   };
@@ -107,7 +107,7 @@ void HostWork::copy_to_host(HostCall& made, Stream stream) {
   call(&Api::event_record, made.copied, d2h_);
   if (flags_ && !early) call(&Api::write_value32, d2h_, start_, made.start_value);
   if (made.writes) return;
-  // Of what only leaves, the copy is the end: the arrays are the caller's again.
+  // If nothing is written back, the copy is the end: the arrays are the caller's again.
   call(&Api::event_record, made.end, d2h_);
   made.end_issued.store(true, std::memory_order_release);
 }
@@ -162,7 +162,8 @@ std::vector<std::uint64_t> HostWork::places(const CallPtr& call) const {
 
 // --- the host's part ---
 
-// What the host does in pinned memory, a simulated device is told by whoever does it.
+// Tells a simulated device what the host does in pinned memory. The thread that does it calls
+// this.
 void HostWork::touch(const HostCall& made, bool reads, bool writes) {
   if (!simulated()) return;
   for (const HostArray& one : made.arrays) {
@@ -212,7 +213,7 @@ void HostWork::done(const CallPtr& call) {
   engine_.wake();
 }
 
-// Of a call that blocked nobody nobody asks: later calls say it.
+// Nobody asks for the end of a call that blocked nobody, so later calls report its failure.
 void HostWork::fail_call(const CallPtr& call, const std::string& kind,
                            const std::string& why) {
   const HostCallPtr made = as_host_call(call);
@@ -237,7 +238,7 @@ void HostWork::fail_call(const CallPtr& call, const std::string& kind,
 
 // --- progress ---
 
-// Where the copies to the host are there.
+// Lets the host begin with calls whose copies to the host are there.
 bool HostWork::open_gates() {
   if (come_ == calls_.size()) return false;
   std::uint32_t started = 0;
@@ -265,8 +266,8 @@ bool HostWork::open_gates() {
   return any;
 }
 
-// What the host is done with. One that failed before it came stays until then: what it copies is
-// on its way to memory that others would use.
+// Sends back what the host is done with. A call that failed before its copies came stays until
+// they come: they are on their way to memory that others would use.
 bool HostWork::let_go() {
   bool any = false;
   while (come_ > 0) {
@@ -289,7 +290,8 @@ bool HostWork::let_go() {
   return any;
 }
 
-// Without flags: what is done goes back. Holds polling_, and only here the end is counted then.
+// Without flags, sends back what is done. The caller holds polling_. The end is then counted only
+// here.
 bool HostWork::give_finished(const HostCallPtr& made) {
   try {
     call(&DeviceApi::stream_wait_event, h2d_, made->copied);

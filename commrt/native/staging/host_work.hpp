@@ -84,7 +84,7 @@ class HostWork : public StagedWork {
   // Throws DeviceFailure; then the references are still the caller's.
   CallPtr start(std::vector<HostArray> arrays, Stream stream, bool asked_for, void* const* keep,
                 double timeout_s);
-  // Whether what is read is there, or the call has failed. The host may begin then.
+  // True if the copies to the host are there, or the call has failed. The host may begin then.
   bool has_come(const CallPtr& call);
   // The same once it is so, or after that time.
   bool wait_until_come(const CallPtr& call, double limit_s);

@@ -46,7 +46,8 @@ class PinnedPool {
     total_ += nbytes_of(size_class);
     give_back({static_cast<unsigned char*>(base), size_class});
   }
-  // What it gave at first: cut into blocks, a quarter of it for each of four sizes.
+  // Takes the memory that the device gave at first, and cuts it into blocks: a quarter of it for
+  // each of four sizes.
   void add_first(void* base, std::size_t nbytes) {
     all_.push_back(base);
     total_ += nbytes;

@@ -20,7 +20,7 @@ MessagesCall::~MessagesCall() {
   if (work != nullptr && copied != 0) work->events().give(copied);
 }
 
-// Where the end is not given yet, what was copied to the host tells as much.
+// Before the end is given, the copy to the host tells as much.
 Event MessagesCall::asked() const {
   return end_issued.load(std::memory_order_acquire) ? end : copied;
 }
@@ -55,7 +55,8 @@ PinnedPool::Block MessageStager::take_block(std::size_t nbytes, double timeout_s
 
 // --- the call ---
 
-// Where everything is in pinned memory, and the same lists there.
+// Gives each message a place in pinned memory, and makes `on_host`, the same lists with these
+// places.
 void MessageStager::lay_out(MessagesCall& made, const MessageLists& lists,
                             MessageLists& on_host) const {
   std::size_t at = 0;
@@ -112,7 +113,7 @@ DeviceWork::CallPtr MessageStager::start(const MessageLists& lists, Stream strea
             made->op = comm_->p2p->multi(on_host, {}, gate);
             made->seq = made->op->seq;
           }
-          // What has begun already has read, which a simulated device is told.
+          // An operation that has begun has read its input. A simulated device is told so.
           if (!gated) touch(*made, made->in, false);
         },
         "no host memory is left to start messages of device memory: free memory first");
@@ -135,7 +136,7 @@ void MessageStager::copy_to_host(MessagesCall& made, Stream stream) {
   call(&Api::event_record, ready_, stream);
   if (!has(PlantedMessage::NoReady)) call(&Api::stream_wait_event, d2h_, ready_);
   const bool sent_early = has(PlantedMessage::SentEarly);
-  // Of what only leaves, the copy is the end: the array is the caller's again.
+  // If there are only sends, the copy is the end: the arrays are the caller's again.
   const Event copied = made.out.empty() ? made.end : made.copied;
   if (sent_early) call(&Api::event_record, copied, d2h_);
   const bool rest = !has(PlantedMessage::RestLost);
@@ -182,8 +183,8 @@ void MessageStager::stop_giving(const MessagesPtr& made) {
   if (std::find(leaving_.begin(), leaving_.end(), made) == leaving_.end()) open_.push_back(made);
 }
 
-// Gives the device the copies back, which wait there for the messages. Without flags they cannot,
-// and whoever makes progress gives them.
+// Gives the device the copies back, which wait there for the messages. Without flags they cannot
+// wait, and the thread that makes progress gives them.
 void MessageStager::give(const MessagesPtr& made) {
   using Api = DeviceApi;
   HostLock own(device_, issue_);
@@ -210,7 +211,7 @@ void MessageStager::give(const MessagesPtr& made) {
   if (failed_) fail(failure_kind_, failure_, device_gone_);
 }
 
-// Without flags: what has come goes back. Holds polling_.
+// Without flags, sends back what has come. The caller holds polling_.
 bool MessageStager::give_finished(const MessagesPtr& made) {
   using Api = DeviceApi;
   try {
@@ -264,7 +265,7 @@ void MessageStager::touch(const MessagesCall& made, const std::vector<StagedCopy
   }
 }
 
-// Where the copies to the host are there.
+// Lets the messages begin whose copies to the host are there.
 bool MessageStager::open_gates() {
   if (leaving_.empty()) return false;
   std::uint32_t started = 0;
@@ -302,7 +303,8 @@ bool MessageStager::open_gates() {
   return any;
 }
 
-// What ends without a copy back: sends, and receives that failed.
+// Ends calls without a copy back: sends, and receives that failed. Without flags, gives the other
+// receives their copies back.
 bool MessageStager::settle() {
   bool any = false;
   for (auto next = open_.begin(); next != open_.end();) {
@@ -329,7 +331,7 @@ bool MessageStager::settle() {
   return any;
 }
 
-// What the host is done with, in the order in which it was given to the device.
+// Sends back what the host is done with, in the order in which it was given to the device.
 bool MessageStager::let_go() {
   bool any = settle();
   if (failed_) return any;
@@ -357,7 +359,7 @@ bool MessageStager::let_go() {
   return any;
 }
 
-// Nothing has changed for a while: a peer may have given up, or come too late.
+// Called when nothing has changed for a while: a peer may have given up, or come too late.
 void MessageStager::look_after(const MessagesPtr& made) {
   std::string why;
   {
@@ -391,7 +393,7 @@ DeviceWork::CallPtr MessageStager::oldest() const {
   return leaving_.front();
 }
 
-// Of a call that blocked nobody nobody asks: later calls say it.
+// Nobody asks for the end of a call that blocked nobody, so later calls report its failure.
 void MessageStager::fail_one(MessagesCall& made) {
   made.fail(failure_kind(*made.op), made.op->error);
   if (made.asked_for) return;

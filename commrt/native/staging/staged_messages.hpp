@@ -77,7 +77,8 @@ class MessageStager : public StagedWork {
   MessageStager(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
                 const StagerOptions& options);
 
-  // Starts all of the lists, which are of device memory, as one operation. As Stager::start.
+  // Starts all messages of the lists, which lie in device memory, as one operation. The other
+  // arguments are those of Stager::start.
   CallPtr start(const MessageLists& lists, Stream stream, bool orders, void* const* keep,
                 double timeout_s);
   void advance(const CallPtr& call) override;

@@ -57,7 +57,7 @@ PinnedRing::Part Stager::take_part(std::size_t nbytes, double timeout_s) {
     const std::size_t wanted = std::max(2 * ring_.largest(), 4 * nbytes);
     const std::size_t room =
         options_.most_nbytes > ring_.total() ? options_.most_nbytes - ring_.total() : 0;
-    // What does not fit into anything there is gets its own, whatever the limit.
+    // A part that fits into no memory there is gets memory of its own, whatever the limit.
     *grow = std::max(std::min(wanted, room), nbytes > ring_.largest() ? nbytes + kLine * 4 : 0);
     if (*grow < nbytes) *grow = 0;
     return false;
@@ -88,7 +88,7 @@ void Stager::issue(const PiecesPtr& made, Stream stream, void* const* keep) {
   check(own.status());
   refuse_capture(stream);
   const StagedPlan& plan = *made->plan;
-  // Where streams have no flags a piece cannot wait for the one that had its place.
+  // If streams have no flags, a piece cannot wait for the one that had its place.
   const std::int64_t slots = plan.serial ? 1
                              : flags_    ? std::min<std::int64_t>(plan.pieces, options_.slots)
                                          : plan.pieces;
@@ -146,7 +146,7 @@ void Stager::enqueue(PiecesCall& made, std::vector<Piece>& pieces, Stream stream
     call(&Api::stream_wait_event, d2h_, ready_);
   }
   if (!flags_ || has(Planted::LateCopy)) {
-    // What depends on the piece before is given when that one is on its way back.
+    // If a piece depends on the one before, it is given when that one is on its way back.
     const std::size_t now = made.plan->serial ? 1 : pieces.size();
     for (std::size_t i = 0; i < now; ++i) copy_to_host(pieces[i], slots);
     return;
@@ -240,7 +240,7 @@ void Stager::copy_back(Piece& piece, const unsigned char* memory, std::size_t sl
   using Api = DeviceApi;
   const PiecesCall& made = *piece.call;
   const std::size_t i = piece.number;
-  // Not only by the host: a failure lets the streams go at once.
+  // The stream itself waits, too: a failure lets the streams go at once.
   if (!has(Planted::NotCopied)) call(&Api::wait_value32_geq, h2d_, start_, piece.value);
   if (!has(Planted::NoGo)) {
     const std::uint32_t less = has(Planted::GoOffByOne) ? 1 : 0;
@@ -313,7 +313,7 @@ void Stager::touch(const Piece& piece, const std::vector<StagedCopy>& copies, bo
   }
 }
 
-// Whether the ranks are known to have made the same call; where they have not, all fails.
+// True once the ranks are known to have made the same call. If they have not, all fails.
 bool Stager::is_agreed(Piece& piece, bool has_come) {
   PiecesCall& made = *piece.call;
   if (made.agreement == nullptr || has(Planted::Unagreed)) return true;
@@ -337,7 +337,7 @@ bool Stager::is_agreed(Piece& piece, bool has_come) {
   return false;
 }
 
-// Where the copy to the host is there.
+// Lets the pieces begin whose copy to the host is there.
 bool Stager::open_gates() {
   if (open_ == pieces_.size()) return false;
   std::uint32_t started = 0;
@@ -373,13 +373,13 @@ bool Stager::open_gates() {
   return any;
 }
 
-// What the host is done with, in the order of the streams.
+// Sends back what the host is done with, in the order of the streams.
 bool Stager::let_go() {
   bool any = false;
   while (open_ > 0) {
     Piece& piece = pieces_.front();
     if (!piece.op->finished()) {
-      // Who looks at a simulated device pauses until something has changed.
+      // A thread that looks at a simulated device pauses until something has changed.
       if (any || (++idle_ % kIdleLooks != 0 && !simulated())) return any;
       return look_after(piece, piece.op);
     }
@@ -406,7 +406,7 @@ bool Stager::let_go() {
   return any;
 }
 
-// Nothing has changed for a while: a peer may have given up, or come too late.
+// Called when nothing has changed for a while: a peer may have given up, or come too late.
 bool Stager::look_after(Piece& piece, const std::shared_ptr<Op>& op) {
   bool ended = false;
   {
@@ -414,13 +414,14 @@ bool Stager::look_after(Piece& piece, const std::shared_ptr<Op>& op) {
     ended = !op->finished() && comm_->fail_after_peer(op);
   }
   if (ended) return true;  // the next pass finds it
-  // What has not come from this rank's own device yet takes the time that it takes.
+  // A piece that this rank's own device has not copied yet has no time limit.
   if (piece.opened_s == 0 || now_s() <= piece.opened_s + piece.call->timeout_s) return false;
   fail("timeout", "", false);
   return true;
 }
 
-// Where streams have no flags: once the host is done. Who waits for it waits until then.
+// If streams have no flags, the copy back is given once the host is done. A thread that waits for
+// the end blocks until then.
 void Stager::give_copy_back(Piece& piece) {
   using Api = DeviceApi;
   try {
@@ -441,7 +442,8 @@ void Stager::give_copy_back(Piece& piece) {
 }
 
 void Stager::give_memory_back(StagedCall& made) {
-  // What failed is left alone: MPI may still write to it, and nothing follows that could use it.
+  // Memory of a failed call is left alone: MPI may still write to it, and nothing follows that
+  // could use it.
   if (made.failed() || has(Planted::EarlyRecycling) || has(Planted::RecycledAtCall)) return;
   if (has(Planted::ReferencesKept)) made.keep[0] = made.keep[1] = nullptr;
   if (has(Planted::MemoryKept)) return;
@@ -471,7 +473,7 @@ void Stager::let_all_go(const std::string& kind, const std::string& why) {
     piece.call->fail(kind, why);
     if (!flags_) device_->api->event_record(device_, piece.call->end, d2h_);
   }
-  // What still waits may go, and what will be given, too.
+  // Streams that still wait may go on, and so may those that are given a wait later.
   if (flags_ && !has(Planted::FlagsKept)) {
     device_->api->flag_store(device_, go_, issued_.load(std::memory_order_acquire) + kFarAhead);
   }
@@ -493,7 +495,7 @@ void Stager::let_all_go(const std::string& kind, const std::string& why) {
 
 // --- the end ---
 
-// All have ended: let_all_go() failed them, and nothing of them runs any more.
+// All operations have ended: let_all_go() failed them, and nothing of them runs any more.
 StagedWork::Rest Stager::host_is_done() {
   for (const auto& op : failed_ops_) {
     if (op->held) return Rest::Never;

@@ -110,8 +110,8 @@ class Checker:
         """Return whether COMMRT_DEBUG asks for checks."""
         return env.read_str("COMMRT_DEBUG") != "off"
 
-    def close(self) -> None:
-        """Free the communicator that the comparisons go over."""
+    def free(self) -> None:
+        """Free the channel that the comparisons go over."""
         self.channel.free()
 
     def give_up(self, why: str) -> None:

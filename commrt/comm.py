@@ -335,12 +335,10 @@ class HostCalls(Channel):
     sparse_allreduce = forwarded(SparseSums.sparse_allreduce, "sparse")
     topk_allreduce = forwarded(SparseSums.topk_allreduce, "sparse")
 
-    def open(self, kind: str, timeout_s: float) -> None:
-        """Let the ranks make what calls of a kind use, once; collective."""
-        if kind == "sparse":
-            self.sparse.open(timeout_s)
-        elif kind == "compression":
-            self.compression.open(timeout_s)
+    def open(self, service: str, timeout_s: float) -> None:
+        """Let the ranks make what calls of a service use, once; collective."""
+        opened = {"sparse": self.sparse.open, "compression": self.compression.open}
+        opened[service](timeout_s)
 
 
 class CartCommunicator(Communicator):

@@ -340,7 +340,7 @@ class Group(_native.Group):
             f"stays in flight and its buffers stay alive: wait() for it again (the "
             f"request is in the error's .request), or abort()"
         )
-        error.request = request  # type: ignore[attr-defined]
+        error.request = request
         raise error
 
 

@@ -18,7 +18,7 @@ PAGES = pages_with("py")
 TORCH_PAGES = {
     "docs/how-to/use-pytorch.md",
     "docs/how-to/train-data-parallel.md",
-    "docs/how-to/trace.md",
+    "docs/reference/logs.md",
 }
 LAUNCHERS = {
     "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node"),

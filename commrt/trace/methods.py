@@ -45,11 +45,10 @@ Arguments: TypeAlias = tuple[Any, ...]
 LookAt = Callable[["Traced", Arguments, dict[str, Any]], Sequence[Kind]]
 
 
-def follow_communicator(comm: Traced, *, is_users: bool = True) -> None:
-    """Record a communicator's calls while somebody records, if it is the user's."""
-    if is_users:
-        begin_where_asked()
-        recorder().follow(comm, _attach)
+def follow_communicator(comm: Traced) -> None:
+    """Record the calls of a communicator of the user while somebody records."""
+    begin_where_asked()
+    recorder().follow(comm, _attach)
 
 
 def group_of_communicator(comm: Traced) -> Group:

@@ -172,6 +172,6 @@ class Plans:
         return bound
 
 
-def _copied(messages: Any) -> Any:
+def _copied(listed: Any) -> Any:
     """Return a list of messages that the caller cannot change; a log reads it later."""
-    return tuple(messages) if isinstance(messages, list) else messages
+    return tuple(listed) if isinstance(listed, list) else listed

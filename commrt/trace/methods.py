@@ -70,7 +70,7 @@ def _attach(to: Recorder, comm: Traced) -> Group:
     group = to.group(group_of_communicator(comm))
     for name, (reads, make) in _METHODS.items():
         if hasattr(type(comm), name):
-            _replace(to, comm, name, reads, make(group, name))
+            _record_method(to, comm, name, reads, make(group, name))
     return group
 
 
@@ -86,7 +86,9 @@ def kinds_of(
     return make(group, name)(comm, args, more)
 
 
-def _replace(to: Recorder, comm: Traced, name: str, reads: str, look: LookAt) -> None:
+def _record_method(
+    to: Recorder, comm: Traced, name: str, reads: str, look: LookAt
+) -> None:
     """Record a method's calls."""
     # As a bound method does, it keeps its communicator. The garbage collector knows.
     held = vars(comm).get(name)  # such as one that shows ranges to a profiler

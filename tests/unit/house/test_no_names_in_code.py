@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from parsed_sources import ROOT, files_of, parsed
 
 import commrt
 from commrt import backends
 from commrt.vocabulary.operations import ROWS
 
 PACKAGE = Path(commrt.__file__).parent
-ROOT = Path(__file__).parents[3]
+PROGRAMS = ("bench", "tuning")
 PEERS = "bench/peer_*.py"
 """Translators of peers: each calls another library's function for an operation."""
 OPERATIONS = frozenset(row.name for row in ROWS)
@@ -96,11 +97,10 @@ def _compared(tree: ast.AST) -> Iterator[tuple[int, set[str]]]:
 
 
 def _found(path: Path, names: frozenset[str]) -> list[str]:
-    tree = ast.parse(path.read_text())
     lines = path.read_text().splitlines()
     return [
         f"{path}:{line}: {lines[line - 1].strip()}"
-        for line, texts in _compared(tree)
+        for line, texts in _compared(parsed(path))
         if texts & names
     ]
 
@@ -129,9 +129,8 @@ def test_prefixes_and_cases_are_found() -> None:
 
 
 def test_no_operation_is_compared_by_name() -> None:
-    programs = {*(ROOT / "bench").rglob("*.py"), *(ROOT / "tuning").rglob("*.py")}
-    programs -= {*ROOT.glob(PEERS)}
-    files = [*_modules(""), *sorted(programs)]
+    peers = {*ROOT.glob(PEERS)}
+    files = [each for each in files_of("commrt", *PROGRAMS) if each not in peers]
     assert [line for path in files for line in _found(path, OPERATIONS)] == []
 
 
@@ -149,7 +148,7 @@ def test_nothing_that_chooses_has_a_backends_name() -> None:
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value}"
         for path in _modules(*CHOOSE)
         if path != FORMAT
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Constant) and node.value in BACKENDS
     ]
     assert found == []

@@ -14,14 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from parsed_sources import ROOT, files_of, parsed
 
-ROOT = Path(__file__).parents[3]
-FOLDERS = ("commrt", "tuning", "bench")
-FILES = sorted(
-    path.relative_to(ROOT).as_posix()
-    for folder in FOLDERS
-    for path in (ROOT / folder).rglob("*.py")
-)
 ENGINE = "_native"
 """The module of the engine, which is no private name of any other file."""
 
@@ -90,6 +84,15 @@ def names_of_torch(tree: ast.AST) -> tuple[str, ...]:
     return tuple(names)
 
 
+def is_reached(node: ast.AST) -> bool:
+    """Return whether code is a private name of ours on something but ``self``."""
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr in OURS
+        and ast.unparse(node.value) not in ("self", "cls", "super()", "commrt")
+    )
+
+
 def attributes_in(
     tree: ast.AST, types: dict[str, set[str]]
 ) -> Iterator[tuple[ast.Attribute, set[str]]]:
@@ -108,9 +111,11 @@ def attributes_in(
 
 def reached_in(tree: ast.AST) -> Iterator[ast.Attribute]:
     """Yield the private names that a file uses on objects other than its own."""
+    if not any(map(is_reached, ast.walk(tree))):
+        return  # as in most files
     classes, torch = own_classes(tree), names_of_torch(tree)
     for node, written in attributes_in(tree, types_of(tree)):
-        if ast.unparse(node.value) in ("self", "cls", "super()", "commrt"):
+        if not is_reached(node):
             continue
         is_own = all(node.attr in classes.get(each, ()) for each in written)
         of_torch = all(each.split(".")[0] in torch for each in written)
@@ -140,17 +145,18 @@ def imported_in(name: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, each
 
 
-TREES = {name: ast.parse((ROOT / name).read_text()) for name in FILES}
-STUB = ast.parse((ROOT / "commrt" / "_native.pyi").read_text())
+TREES = {
+    path.relative_to(ROOT).as_posix(): parsed(path)
+    for path in files_of("commrt", "tuning", "bench")
+}
+STUB = parsed(ROOT / "commrt" / "_native.pyi")
 OURS = set().union(*map(defined_in, TREES.values()), defined_in(STUB))
 
 
 def violations(name: str, tree: ast.AST) -> list[str]:
     """Return the places of a file that reach for private names of other objects."""
     reached = [
-        f"{name}:{node.lineno}: {ast.unparse(node)}"
-        for node in reached_in(tree)
-        if node.attr in OURS
+        f"{name}:{node.lineno}: {ast.unparse(node)}" for node in reached_in(tree)
     ]
     return reached + [
         f"{name}:{line}: {each}" for line, each in imported_in(name, tree)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from parsed_sources import ROOT, files_of, parsed
 
-ROOT = Path(__file__).parents[3]
 PARTS = (
     *("comm", "channel", "communicator", "group", "world", "bootstrap"),
     *("selection", "policy", "offers", "attached", "surroundings", "beside"),
@@ -65,9 +64,8 @@ def _untyped(source: ast.AST) -> list[int]:
 def test_no_part_is_just_any_object() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}"
-        for folder in ("commrt", "bench", "tuning")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for line in _untyped(ast.parse(path.read_text()))
+        for path in files_of("commrt", "bench", "tuning")
+        for line in _untyped(parsed(path))
     ]
     assert found == []
 

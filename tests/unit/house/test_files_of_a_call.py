@@ -147,3 +147,17 @@ def test_a_first_staged_call_on_device_arrays() -> None:
 
     for stacks in on_threads(2, main):
         check(stacks, "On device arrays, through pinned memory", 8)
+
+
+def test_the_policys_questions_of_a_staged_call() -> None:
+    steps = {**QUESTIONS, "backends/staged/attached.py": "candidates"}
+
+    def main(rank: Rank) -> list[list[str]]:
+        rank.comm.allreduce(rank.array(np.ones(10, np.float32)))
+        x = rank.array(np.ones(1000, np.float32))
+        stacks = carriers(steps, lambda: rank.comm.allreduce(x, backend="staged"))
+        rank.stream.synchronize()
+        return stacks
+
+    for stacks in on_threads(2, main):
+        assert "backends/staged/attached.py" in files_on(stacks)

@@ -20,9 +20,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commrt.bench.in_process_group import Rows, names_of, report
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["WORKLOADS", "exposed_ms", "main", "measure"]
 
@@ -128,7 +131,7 @@ def _groups() -> dict[str, Any]:
     }
 
 
-def _cnn_ddp(group: Any) -> Step:
+def _cnn_ddp(group: dist.ProcessGroup) -> Step:
     import torch
     import torch.distributed as dist
     from torch.nn import functional
@@ -150,7 +153,7 @@ def _cnn_ddp(group: Any) -> Step:
     return step
 
 
-def _gpt_fsdp(group: Any) -> Step:
+def _gpt_fsdp(group: dist.ProcessGroup) -> Step:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh

@@ -15,13 +15,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if __name__ == "__main__":
     # This folder must not shadow anything that the libraries import.
     del sys.path[0]
+
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = [
     "copy_slices",
@@ -167,7 +171,10 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _samples(
-    job: Mapping[str, Any], world: Any, calls: Mapping[str, Call], fields: list[Array]
+    job: Mapping[str, Any],
+    world: MPI.Intracomm,
+    calls: Mapping[str, Call],
+    fields: list[Array],
 ) -> dict[str, list[float]]:
     """Time every call in turns, so that all of them meet the same machine."""
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -187,7 +194,7 @@ def _samples(
     return times
 
 
-def _worst(world: Any, times: list[float]) -> list[float]:
+def _worst(world: MPI.Intracomm, times: list[float]) -> list[float]:
     """Return, for each repetition, the time of the slowest rank."""
     rows = world.allgather(times)
     return [round(max(each), 2) for each in zip(*rows, strict=True)]

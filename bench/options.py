@@ -25,7 +25,7 @@ from commrt.errors import UsageError, suggest
 from commrt.sparse.cost import ALGORITHMS
 from commrt.sparse.result import FORMATS
 from commrt.vocabulary.dtypes import DTYPES
-from commrt.vocabulary.operations import OPERATIONS, operation
+from commrt.vocabulary.operations import OPERATIONS, operation, other_call
 
 __all__ = [
     "POINT_TO_POINT",
@@ -225,10 +225,11 @@ def _collective_options(command: argparse.ArgumentParser) -> None:
 
 def _add_turns(commands: _Commands) -> None:
     for name, doc in TURNS.items():
+        row = other_call(name)
         command = commands.add_parser(name, help=doc, description=doc)
         command.add_argument(
             *("-m", "--message-size"),
-            default="65536:4194304" if name == "topk_allreduce" else "1048576",
+            default="65536:4194304" if row.takes_number else "1048576",
             metavar="[MIN:]MAX",
             help="bytes for one neighbour, of one rank's part, or of x; doubling",
         )
@@ -238,13 +239,13 @@ def _add_turns(commands: _Commands) -> None:
         command.add_argument(
             "-T", "--type", dest="dtype", type=argument(dtype_name), default="float32"
         )
-        if name.startswith("neighbor"):
+        if row.kind == "neighbors":
             command.add_argument(
                 "--grid", help="ranks in each dimension, as in 2x2 (two, even)"
             )
             command.add_argument("--open", action="store_true", help="not periodic")
         _device_options(command)
-        if name == "topk_allreduce":
+        if row.takes_number:
             command.add_argument(
                 "--density",
                 type=argument(lambda text: densities(text)[0]),

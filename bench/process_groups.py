@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 from commrt.bench.in_process_group import names_of, report
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from commrt.comm import Communicator
 
 __all__ = ["main", "measure"]
@@ -110,7 +112,7 @@ def _block_us(call: Call, repetitions: int) -> float:
     return (time.perf_counter() - start) / repetitions * 1e6
 
 
-def _call(name: str, nbytes: int, group: Any) -> Call:
+def _call(name: str, nbytes: int, group: dist.ProcessGroup) -> Call:
     """Return a call on tensors of its own."""
     import torch
     import torch.distributed as dist
@@ -128,34 +130,32 @@ def _call(name: str, nbytes: int, group: Any) -> Call:
         return lambda: dist.all_gather_into_tensor(gathered, x, group=group)
     if name == "send_recv":
         return _ping_pong(torch.zeros(nbytes // 4), group)
-    if name in _ROOTED:
-        return _ROOTED[name](x, group)
-    if name == "barrier":
-        return lambda: dist.barrier(group=group)
+    if name in _OTHERS:
+        return _OTHERS[name](x, group)
     part = torch.zeros(count // size)
     return lambda: dist.reduce_scatter_tensor(part, x, group=group)
 
 
-def _broadcast(x: Any, group: Any) -> Call:
+def _broadcast(x: Any, group: dist.ProcessGroup) -> Call:
     import torch.distributed as dist
 
     return lambda: dist.broadcast(x, 0, group=group)
 
 
-def _reduce(x: Any, group: Any) -> Call:
+def _reduce(x: Any, group: dist.ProcessGroup) -> Call:
     import torch.distributed as dist
 
     return lambda: dist.reduce(x, 0, group=group)
 
 
-def _gather(x: Any, group: Any) -> Call:
+def _gather(x: Any, group: dist.ProcessGroup) -> Call:
     import torch.distributed as dist
 
     parts = _parts(x)
     return lambda: dist.gather(x, parts, dst=0, group=group)
 
 
-def _scatter(x: Any, group: Any) -> Call:
+def _scatter(x: Any, group: dist.ProcessGroup) -> Call:
     import torch.distributed as dist
 
     parts = _parts(x)
@@ -171,15 +171,22 @@ def _parts(x: Any) -> list[Any] | None:
     return [torch.zeros_like(x) for _ in range(size)] if dist.get_rank() == 0 else None
 
 
-_ROOTED: dict[str, Callable[[Any, Any], Call]] = {
+def _barrier(_: Any, group: dist.ProcessGroup) -> Call:
+    import torch.distributed as dist
+
+    return lambda: dist.barrier(group=group)
+
+
+_OTHERS: dict[str, Callable[[Any, Any], Call]] = {
     "broadcast": _broadcast,
     "reduce": _reduce,
     "gather": _gather,
     "scatter": _scatter,
+    "barrier": _barrier,
 }
 
 
-def _ping_pong(x: Any, group: Any) -> Call:
+def _ping_pong(x: Any, group: dist.ProcessGroup) -> Call:
     """Return a message from the first rank to the last one and back."""
     import torch.distributed as dist
 

@@ -29,6 +29,7 @@ from commrt.bench.timing_loop import HostMemory, Memory
 from commrt.boxes.layouts import Block, Layout
 from commrt.errors import UsageError
 from commrt.vocabulary.dtypes import dtype_by_name
+from commrt.vocabulary.operations import CallSpec, other_call
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
@@ -132,11 +133,12 @@ def ways(
     memory = HostMemory() if memory is None else memory
     kind = np.dtype(dtype_by_name(job["dtype"]).name)
     count = max(1, nbytes // kind.itemsize)
-    if job["operation"] == "redistribute":
-        return _redistribution(comm, kind, count, memory)
-    if job["operation"] == "topk_allreduce":
+    row = other_call(job["operation"])
+    if row.kind == "neighbors":
+        return _neighbors(comm, job, kind, count, memory)
+    if row.takes_number:
         return _topk(comm, kind, count, job["density"], memory)
-    return _neighbors(comm, job, kind, count, memory)
+    return _redistribution(comm, kind, count, memory)
 
 
 def _neighbors(
@@ -146,12 +148,11 @@ def _neighbors(
     count: int,
     memory: Memory,
 ) -> Ways:
-    what = job["operation"]
+    row = other_call(job["operation"])
     dims = tuple(job["grid"] or (0, 0))
     cart = comm.cart(dims, job["periodic"])
     number = len(cart.neighbors)
-    gathers = "allgather" in what
-    blocks = 1 if gathers else number
+    blocks = 1 if row.sends_whole else number
 
     def sent_by(rank: int) -> Any:
         each = (rank * blocks + np.arange(blocks)) % 100 + 1
@@ -159,34 +160,30 @@ def _neighbors(
 
     x = placed(memory, sent_by(comm.rank))
     out = placed(memory, np.zeros(number * count, kind))
-    more: dict[str, Any] = {}
-    if what.endswith("v"):
-        more["recv_counts"] = [count] * number
-        if not gathers:
-            more["send_counts"] = [count] * number
+    more = {name: [count] * number for name in row.count_arguments}
     want = np.zeros(number * count, kind)
     for at, source in enumerate(cart.neighbors):
         if source is not None:
-            block = 0 if gathers else at ^ 1
+            block = 0 if row.sends_whole else at ^ 1
             theirs = sent_by(source)[block * count : (block + 1) * count]
             want[at * count : (at + 1) * count] = theirs
-    calls = {"commrt": getattr(cart.plan, what)(x, out=out, **more)}
+    calls = {"commrt": getattr(cart.plan, row.name)(x, out=out, **more)}
     if comm.mpi is not None and isinstance(memory, HostMemory):
-        calls["mpi4py"] = _mpi_neighbors(comm.mpi, cart, what, x, np.zeros_like(out))
+        calls["mpi4py"] = _mpi_neighbors(comm.mpi, cart, row, x, np.zeros_like(out))
     return Ways(calls, lambda: np.array_equal(seen(memory, out), want))
 
 
-def _mpi_neighbors(mpi: Any, cart: Any, what: str, x: Any, out: Any) -> Call:
+def _mpi_neighbors(mpi: Any, cart: Any, row: CallSpec, x: Any, out: Any) -> Call:
     there = mpi.Create_cart(cart.dims, cart.periodic)
     # As bytes: MPI does not know all types.
     sends, receives = x.view(np.uint8), out.view(np.uint8)
     each = receives.size // len(cart.neighbors)
     places = [at * each for at in range(len(cart.neighbors))]
     counts = [each] * len(places)
-    call = getattr(there, what.capitalize())
-    if what.endswith("v"):
+    call = getattr(there, row.name.capitalize())
+    if row.count_arguments:
         receives = [receives, (counts, places), _byte()]
-        if what == "neighbor_alltoallv":
+        if not row.sends_whole:
             sends = [sends, (counts, places), _byte()]
     return lambda: call(sends, receives)
 
@@ -280,11 +277,11 @@ def _topk(
 def text(job: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """Return a table in OSU's manner: one line per size."""
     names = list(found["rows"][0]["samples_us"])
-    about = ""
-    if job["operation"].startswith("neighbor"):
+    about, row = "", other_call(job["operation"])
+    if row.kind == "neighbors":
         grid = "x".join(map(str, job["grid"])) if job["grid"] else "even"
         about = f", {grid} grid, {'periodic' if job['periodic'] else 'open ends'}"
-    elif job["operation"] == "topk_allreduce":
+    elif row.takes_number:
         about = f", k is {job['density']:g} of the elements"
     if job.get("device", "cpu") != "cpu":
         about += f", arrays on a device ({job['device']}), by {job['timing']}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from commrt import _native
 from commrt.boxes.compared import ComparedBoxes
@@ -44,6 +44,9 @@ from commrt.trace.methods import follow_communicator
 from commrt.trace.nvtx import plans_with_ranges, ranges_around
 from commrt.vocabulary.checks import as_integer
 from commrt.vocabulary.operations import names_of
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["CartCommunicator", "CommStats", "Communicator", "GraphCommunicator"]
 
@@ -84,7 +87,7 @@ class Communicator(Channel):
         identity: int,
         *,
         deterministic: bool = False,
-        native_comm: Any = None,
+        native_comm: MPI.Intracomm | None = None,
         timeout_s: float | None = None,
         settings: Settings | None = None,
     ) -> None:

@@ -161,6 +161,6 @@ class Plans:
         return self._bind("redistribute", x, source, target, out=out)
 
 
-def _copied(messages: Any) -> Any:
+def _copied(listed: Any) -> Any:
     """Return a list of messages that the caller cannot change; a log reads it later."""
-    return tuple(messages) if isinstance(messages, list) else messages
+    return tuple(listed) if isinstance(listed, list) else listed

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commrt import _native, env
 from commrt.backends.catalog import catalog, check_wishes
@@ -20,6 +20,9 @@ from commrt.job.abort import install_excepthook
 from commrt.job.world import World, connect_world, end_of_process, progress_mode
 from commrt.launch.detect import LaunchInfo, detect
 from commrt.vocabulary.checks import check_flag
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["init", "join_world", "synchronize"]
 
@@ -44,7 +47,9 @@ class _Runtime:
 _RUNTIME = _Runtime()
 
 
-def init(mpi_comm: Any = None, *, deterministic: bool | None = None) -> Communicator:
+def init(
+    mpi_comm: MPI.Intracomm | None = None, *, deterministic: bool | None = None
+) -> Communicator:
     """Return the communicator of all ranks; idempotent.
 
     Ranks are found in this order: MPI's launcher variables with a size above 1, then
@@ -107,7 +112,7 @@ def init(mpi_comm: Any = None, *, deterministic: bool | None = None) -> Communic
         return _RUNTIME.comm
 
 
-def _start(mpi_comm: Any) -> World:
+def _start(mpi_comm: MPI.Intracomm | None) -> World:
     launch = detect()
     world = _join(connect(launch, mpi_comm), launch)
     install_excepthook(world)

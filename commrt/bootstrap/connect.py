@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from commrt import env
 from commrt.bootstrap.base import Bootstrap
@@ -14,10 +14,13 @@ from commrt.bootstrap.single import SingleBootstrap
 from commrt.bootstrap.store import StoreBootstrap, slurm_store, torchrun_store
 from commrt.launch.detect import LaunchInfo
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 __all__ = ["connect"]
 
 
-def connect(launch: LaunchInfo, mpi_comm: Any = None) -> Bootstrap:
+def connect(launch: LaunchInfo, mpi_comm: MPI.Intracomm | None = None) -> Bootstrap:
     """Return the bootstrap for ``launch``, or for an mpi4py communicator if given.
 
     Collective over the ranks it connects. Raises UsageError where the launcher

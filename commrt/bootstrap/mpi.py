@@ -20,10 +20,13 @@ import threading
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commrt.bootstrap.base import Keys, poll_until, timed_out
 from commrt.errors import TimeoutError_
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["TAG", "MpiBootstrap"]
 
@@ -79,7 +82,7 @@ class MpiBootstrap:
     other tags than ``TAG``.
     """
 
-    def __init__(self, mpi_comm: Any, timeout_s: float) -> None:
+    def __init__(self, mpi_comm: MPI.Intracomm, timeout_s: float) -> None:
         """Collective over ``mpi_comm``."""
         from mpi4py import MPI
 
@@ -116,7 +119,7 @@ class MpiBootstrap:
         if self.comm and not self._mpi.Is_finalized():
             self.comm.Free()
 
-    def _duplicate(self, mpi_comm: Any, timeout_s: float) -> Any:
+    def _duplicate(self, mpi_comm: MPI.Intracomm, timeout_s: float) -> Any:
         self._abandoned: list[tuple[Any, Any]] = []
         comm, request = mpi_comm.Idup()
         if not poll_until(request.Test, timeout_s):

@@ -24,6 +24,8 @@ from commrt.job.world import World
 from commrt.vocabulary.operations import OPERATIONS
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from commrt.vocabulary.signatures import Operations
 else:
     Operations = object
@@ -66,7 +68,7 @@ class Channel(Group, Operations):
         identity: int,
         *,
         deterministic: bool = False,
-        native_comm: Any = None,
+        native_comm: MPI.Intracomm | None = None,
         timeout_s: float | None = None,
         settings: Settings | None = None,
         stager: Callable[[Any], _native.Stager] = _refuse,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from commrt import backends
 from commrt.arrays.host import numpy_type
 from commrt.backends.base import Attached
+from commrt.backends.offers import AttachedOffers
 from commrt.calls import arguments
 from commrt.errors import UsageError, suggest
 from commrt.group.group import Group
@@ -17,11 +17,10 @@ from commrt.planning import host_plans
 from commrt.planning.ordering import wanted_order
 from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query, without_compression
-from commrt.select.policy import Explanation, Offers, Policy, Rejected
+from commrt.select.policy import Explanation, Policy
 from commrt.select.schema import DEVICES
 from commrt.select.table import Table
-from commrt.select.wishes import Wish, Wishes
-from commrt.vocabulary.dtypes import is_known
+from commrt.select.wishes import Wishes
 from commrt.vocabulary.operations import rule_nbytes
 from commrt.vocabulary.reductions import BoundReduction, Reduction
 from commrt.vocabulary.wire_formats import COMPRESS
@@ -67,7 +66,7 @@ class Choices:
         return found
 
 
-class Selection(Offers):
+class Selection:
     """Chooses what runs a communicator's calls, among what its backends offer.
 
     Args:
@@ -85,12 +84,8 @@ class Selection(Offers):
         wishes: Sequence[Wishes],
     ) -> None:
         self._group = group
-        self._attached = attached
-        self._before = {
-            name: _more_preferred(attached, one) for name, one in attached.items()
-        }
-        """By name, the backends that may claim a query before this one runs it."""
-        self.policy = Policy(group.facts, table, self, wishes)
+        self._offers = AttachedOffers(attached)
+        self.policy = Policy(group.facts, table, self._offers, wishes)
         self.choices = Choices(self.policy)
         self.remarks: list[Callable[[Explanation, bool], Explanation]] = []
         """Services' remarks on explanations; told if the reduction is a user's."""
@@ -179,7 +174,7 @@ class Selection(Offers):
         if call.spec.compresses:
             candidate = without_compression(candidate)
         # Parameters that the call gives make it another program.
-        reason = self._why_refused(query, candidate)
+        reason = self._offers.why_refused(query, candidate)
         if reason is not None:
             raise UsageError(f"{candidate} must not run {query}: {reason}")
         return candidate
@@ -211,7 +206,7 @@ class Selection(Offers):
         user = None
         if call.user is not None and bound.x is not None:
             user = BoundReduction(call.user, numpy_type(bound.x))
-        return self._of(candidate).plan(
+        return self._offers.of(candidate).plan(
             PlanSpec(
                 op=call.spec,
                 num_elements=bound.num_elements,
@@ -229,77 +224,7 @@ class Selection(Offers):
             )
         )
 
-    # -- for the policy ----------------------------------------------------------
-
-    def runnable(self, query: Query) -> list[Candidate]:
-        """Return the candidates that can run ``query`` here, simplest first."""
-        found = self._found(query)
-        return [each for each in found if self._why_refused(query, each) is None]
-
-    def _found(self, query: Query) -> list[Candidate]:
-        """Return the backends' candidates, whatever order they combine in."""
-        found: list[Candidate] = []
-        for attached in self._attached.values():
-            found.extend(attached.candidates(query))
-        return found
-
-    def _of(self, candidate: Candidate) -> Attached:
-        return self._attached[candidate.backend]
-
-    def _why_refused(self, query: Query, candidate: Candidate) -> str | None:
-        return self._of(candidate).why_refused(query, candidate)
-
-    def predicted_us(self, query: Query, candidate: Candidate) -> float:
-        """Return the predicted microseconds of a candidate; ``inf`` means never."""
-        return self._of(candidate).predicted_us(query, candidate)
-
-    def floor_us(self, query: Query, candidate: Candidate) -> float:
-        """Return what ``predicted_us`` is at least, which is quicker to find."""
-        return self._of(candidate).floor_us(query, candidate)
-
-    def allows(self, query: Query, candidate: Candidate) -> bool:
-        """Return whether a candidate may have parameters beyond those offered."""
-        return self._of(candidate).allows(query, candidate)
-
-    def only_on_request(self, query: Query, candidate: Candidate) -> str | None:
-        """Return why a candidate runs only on request; None where it needs none."""
-        for name in self._before[candidate.backend]:
-            first = self._attached[name].claims(query)
-            if first is not None:
-                return f"{first} unless a table, COMMRT_ALGORITHM or the call says so"
-        return self._of(candidate).only_on_request(query, candidate)
-
-    def speaks_of(self, query: Query, wish: Wish) -> bool:
-        """Return whether a wish, made beforehand, means the query's kind of memory."""
-        if wish.backend is None:
-            return True
-        backends.get(wish.backend)  # raises where there is none
-        return self._attached[wish.backend].is_meant(query, wish.algorithm)
-
-    def refused(self, query: Query) -> list[Rejected]:
-        """Return what could run the operation, but not as this query needs it."""
-        by_user = query.op is not None and not is_known(query.op)
-        refused: list[Rejected] = []
-        for attached in sorted(self._attached.values(), key=lambda a: -a.precedence):
-            refused.extend(attached.refused(query))
-        if query.order == "any" and not by_user:
-            return refused
-        told = {str(each.candidate) for each in refused}
-        allowed = {str(each) for each in self.runnable(query)}
-        plain = replace(query, order="any", op="sum" if by_user else query.op)
-        for each in self._found(plain):
-            if str(each) not in allowed and str(each) not in told:
-                reason = self._why_refused(query, each) or "knows no reduction of yours"
-                refused.append(Rejected(each, reason))
-        return refused
-
 
 def _memory(call: Call, bound: Bound) -> str:
     """Return the kind of memory that a call's arrays are in."""
     return "host" if bound.on is None and call.stream is None else "cuda"
-
-
-def _more_preferred(attached: Mapping[str, Attached], one: Attached) -> list[str]:
-    """Return the names of the backends that have a larger precedence, those first."""
-    ahead = [each for each in attached if attached[each].precedence > one.precedence]
-    return sorted(ahead, key=lambda each: -attached[each].precedence)

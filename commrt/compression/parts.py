@@ -55,9 +55,10 @@ class Header:
     def write(self, part: Any) -> None:
         """Put it at the beginning of a part."""
         row = part[:HEADER_NBYTES].view(np.int64)
-        row[:] = (_FIRST, *self._values(), 0)
+        row[:] = (_FIRST, *self.values(), 0)
 
-    def _values(self) -> tuple[int, ...]:
+    def values(self) -> tuple[int, ...]:
+        """Return the fields in the order in which a part has them."""
         return (
             self.operation,
             self.wire,
@@ -83,11 +84,11 @@ def check_headers(what: str, rank: int, expected: list[Header], parts: Any) -> N
     wrong = []
     for source, (header, part) in enumerate(zip(expected, parts, strict=True)):
         row = part[:HEADER_NBYTES].view(np.int64).tolist()
-        if row != [_FIRST, *header._values(), 0]:
+        if row != [_FIRST, *header.values(), 0]:
             wrong.append((source, _described(row)))
     if not wrong:
         return
-    mine = _described([_FIRST, *expected[rank]._values(), 0])
+    mine = _described([_FIRST, *expected[rank].values(), 0])
     differing = [
         name
         for name in _NAMES

@@ -377,11 +377,6 @@ class HostJobs:
         if not self._comm.world.engine.step():
             job.device.pause()
 
-    @property
-    def num_waiting(self) -> int:
-        """Jobs that are not over."""
-        return len(self._feed.jobs)
-
     def give_up(self, why: str) -> None:
         """Let the other ranks wait for no job of this one."""
         if self._channel is not None:

@@ -14,12 +14,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commrt import _native
 from commrt.bootstrap.base import Bootstrap
 from commrt.bootstrap.lending import Lender
 from commrt.errors import BackendError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["GlooCollectives", "GlooGroups"]
 
@@ -32,7 +35,7 @@ rank."""
 class GlooCollectives:
     """Runs gloo's collectives of one communicator."""
 
-    group: Any
+    group: dist.ProcessGroup
     """torch's ProcessGroupGloo of the communicator's ranks."""
     order: Any
     """Gives it the operations in their order (native/engine/gloo_calls.hpp)."""

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commrt.bootstrap.lending import Lease
 from commrt.errors import BackendError
 from commrt.group.group import Group
 from commrt.job.world import FIRST_TAG
 from commrt.mpi import library
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["NativeMpi"]
 
@@ -23,7 +26,7 @@ class NativeMpi:
             collectives; None where there is none yet.
     """
 
-    def __init__(self, group: Group, mpi_comm: Any = None) -> None:
+    def __init__(self, group: Group, mpi_comm: MPI.Intracomm | None = None) -> None:
         self._group = group
         self._comm = mpi_comm
         self._lease: Lease | None = None

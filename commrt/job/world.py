@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from commrt import _native, env
 from commrt.bootstrap.base import Bootstrap
@@ -34,6 +34,9 @@ from commrt.select.model import BetweenNodes
 from commrt.select.schema import Catalog
 from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wishes, parse_wishes
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["FIRST_TAG", "World", "connect_world"]
 
@@ -64,9 +67,9 @@ class World:
     """The wishes of COMMRT_ALGORITHM."""
     timeout_s: float
     """Default deadline of an operation."""
-    mpi: Any = None
+    mpi: MPI.Intracomm | None = None
     """commrt's own MPI communicator over all ranks, or None without MPI."""
-    mpi_comm: Any = None
+    mpi_comm: MPI.Intracomm | None = None
     """The mpi4py communicator that commrt was started on."""
     mpi_tag_ub: int = 32767
     """Largest MPI tag."""

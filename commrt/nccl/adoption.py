@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commrt.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["pointer_of"]
 
@@ -42,8 +45,8 @@ def _look(source: Any) -> Any:
     if hasattr(source, "_comm_ptr"):  # torch's ProcessGroupNCCL
         return source._comm_ptr()
     if hasattr(source, "_get_backend"):  # torch's ProcessGroup
-        torch = sys.modules["torch"]
-        backend = source._get_backend(torch.device("cuda"))
+        group: dist.ProcessGroup = source
+        backend = group._get_backend(sys.modules["torch"].device("cuda"))
         return backend._comm_ptr() if hasattr(backend, "_comm_ptr") else None
     if hasattr(source, "ptr"):  # nccl4py
         return source.ptr

@@ -90,7 +90,7 @@ def _verify(schedule: Schedule) -> Report:
         check_races(program.spaces, accesses, deps, program.describe_step)
     execution = Execution(programs, partners)
     _check_meaning(schedule, programs, execution)
-    return _report(schedule, programs, execution)
+    return _report(programs, execution)
 
 
 # Well-formed
@@ -464,9 +464,7 @@ def _perform(
 # Report
 
 
-def _report(
-    schedule: Schedule, programs: Sequence[RankProgram], execution: Execution
-) -> Report:
+def _report(programs: Sequence[RankProgram], execution: Execution) -> Report:
     sent = [Fraction(0)]
     scratch = [Fraction(0)]
     most = 0

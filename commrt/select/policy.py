@@ -137,10 +137,6 @@ class Policy:
             )
         return found
 
-    def cost_us(self, query: Query, candidate: Candidate) -> float:
-        """Return what the model predicts for one candidate."""
-        return self.offers.predicted_us(query, candidate)
-
     def choose(
         self,
         query: Query,

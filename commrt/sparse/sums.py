@@ -148,7 +148,7 @@ class SparseSums:
         def steps(talk: Talk, title: str, report: SparseReport) -> Steps[Any]:
             return sparse_allreduce(talk, title, header, output, report)
 
-        return self._start(what, header, output.elements, steps, nonblocking, limit)
+        return self._start(what, output.elements, steps, nonblocking, limit)
 
     def topk_allreduce(
         self,
@@ -202,7 +202,7 @@ class SparseSums:
             return topk_allreduce(talk, title, header, mine, report)
 
         elements = mine.output.elements
-        return self._start(what, header, elements, steps, nonblocking, limit)
+        return self._start(what, elements, steps, nonblocking, limit)
 
     def _note(self, report: SparseReport) -> None:
         """Keep the report, here and for the sums that this call was made for."""
@@ -320,7 +320,6 @@ class SparseSums:
     def _start(
         self,
         what: str,
-        header: Header,
         elements: Elements,
         steps: Callable[[Talk, str, SparseReport], Steps[Any]],
         nonblocking: bool,

@@ -191,7 +191,7 @@ def _parts(what: str, x: Any) -> tuple[Any, Any, Any]:
         indices, values, shape = x
         return indices, values, shape
     if callable(getattr(x, "tocoo", None)):
-        return _parts_of_scipy(what, x)
+        return _parts_of_scipy(x)
     if callable(getattr(x, "is_coalesced", None)) and getattr(x, "is_sparse", False):
         return _parts_of_torch(what, x)
     parts = [getattr(x, name, None) for name in ("indices", "values", "shape")]
@@ -227,7 +227,7 @@ def _parts_on_gpu(what: str, x: Any) -> tuple[Any, Any, Any]:
     return flat.contiguous(), x.values().contiguous(), shape
 
 
-def _parts_of_scipy(what: str, x: Any) -> tuple[Any, Any, Any]:
+def _parts_of_scipy(x: Any) -> tuple[Any, Any, Any]:
     coo = x.tocoo()
     coords = getattr(coo, "coords", None) or (coo.row, coo.col)
     return _flat(coords, x.shape), np.asarray(coo.data), tuple(x.shape)

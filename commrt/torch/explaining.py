@@ -31,7 +31,7 @@ _DEVICES = {"cpu": "host", "cuda": "cuda"}
 def explain(
     tensor: torch.Tensor,
     op: Any = "all_reduce",
-    group: Any = None,
+    group: dist.ProcessGroup | None = None,
     *,
     reduction: Any = dist.ReduceOp.SUM,
     root: int = 0,
@@ -80,7 +80,7 @@ def explain(
     )
 
 
-def _communicator_of(group: Any, device: torch.device) -> Communicator:
+def _communicator_of(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     """Return commrt's communicator of a group, or of a device's backend in a group."""
     if isinstance(group, Joins):
         return group.communicator

@@ -82,7 +82,7 @@ def _can_move(storage: Any) -> bool:
     return bool(files.f_bavail * files.f_frsize >= storage.nbytes())
 
 
-def _keep(storage: Any, memory: torch.Tensor) -> None:
+def _keep(storage: torch.UntypedStorage, memory: torch.Tensor) -> None:
     """Keep symmetric memory from being given out again as long as a storage is there.
 
     torch keeps the Python object of a storage, with what it has, as long as anything

@@ -23,6 +23,8 @@ from commrt.trace.volumes import MESSAGES
 from commrt.vocabulary.operations import COLLECTIVES, SPARSE_OF_TORCH, operation
 
 if TYPE_CHECKING:
+    import torch
+
     from commrt.torch.process_group import CommrtProcessGroup
 
 __all__ = ["TracedWork", "follow_group"]
@@ -55,8 +57,8 @@ def _attach(to: Recorder, group: CommrtProcessGroup) -> Group:
         Group(key, "torch", ranks, member.rank, world.job, world.size, names)
     )
     for name, (op, read, reads) in _CALLS.items():
-        _replace(to, group, logged, name, read(op, member.size), reads)
-    _replace_end(to, group, logged)
+        _record_method(to, group, logged, name, read(op, member.size), reads)
+    _record_batches(to, group, logged)
     return logged
 
 
@@ -64,7 +66,7 @@ def _after(desc: str) -> int:
     return len(_MESH) if desc.startswith(_MESH) else 0
 
 
-def _replace(
+def _record_method(
     to: Recorder,
     group: CommrtProcessGroup,
     logged: Group,
@@ -106,15 +108,16 @@ def _replace(
     )
 
 
-def _replace_end(to: Recorder, group: CommrtProcessGroup, logged: Group) -> None:
+def _record_batches(to: Recorder, group: CommrtProcessGroup, logged: Group) -> None:
     """End the records of coalesced calls with their one Work."""
-    function: Callable[..., CommrtWork] = type(group)._end_coalescing
     this, pending = weakref.ref(group), logged.pending
 
-    def traced(*args: Any, **more: Any) -> Any:
+    def traced(device: torch.device | None = None) -> CommrtWork:
         records = pending.copy()
         pending.clear()
-        result = function(this(), *args, **more)
+        found = this()
+        assert found is not None  # torch calls a method of it
+        result = found.calls.end_batch()
         _watch(result, records)
         return result
 
@@ -123,35 +126,35 @@ def _replace_end(to: Recorder, group: CommrtProcessGroup, logged: Group) -> None
 
 def _watch(work: CommrtWork, records: Sequence[int]) -> None:
     work.__class__ = TracedWork
-    work._records = records
+    work.records = records
 
 
 class TracedWork(CommrtWork):
     """A Work that notes its end in the log, as its request does not."""
 
-    _records: Sequence[int]
-    """Numbers."""
+    records: Sequence[int]
+    """Numbers of its records."""
 
     def is_completed(self) -> bool:
         """Return what the Work's method returns."""
         done = super().is_completed()
         if done:
             ring = recorder().ring
-            for number in self._records:
+            for number in self.records:
                 ring.end(number)
         return done
 
     def _wait_for(self, request: Any, limit: float | None) -> None:
         try:
-            CommrtWork._wait_for(self, request, limit)
+            super()._wait_for(request, limit)
         except TimeoutError_ as error:  # it stays in flight
             recorder().tell(error)
             raise
 
     def _settle(self, request: Any) -> None:
-        CommrtWork._settle(self, request)
+        super()._settle(request)
         ring = recorder().ring
-        for number in self._records:
+        for number in self.records:
             kind = ring.kind_of(number)
             if self._error is not None:
                 ring.fail(number, 1, self._error)
@@ -226,7 +229,7 @@ def _total(tensors: Any) -> int:
 def _reduction(op: str, size: int) -> Read:
     def read(args: tuple[Any, ...], more: dict[str, Any]) -> Key:
         tensors = args[0] if args else more["tensors"]
-        x = tensors[0] if type(tensors) is list else tensors
+        x: torch.Tensor = tensors[0] if type(tensors) is list else tensors
         try:
             nbytes = x.nbytes
         except RuntimeError:  # torch does not say it of sparse ones

@@ -45,11 +45,10 @@ Arguments: TypeAlias = tuple[Any, ...]
 LookAt = Callable[["Traced", Arguments, dict[str, Any]], Sequence[Kind]]
 
 
-def follow_communicator(comm: Traced, *, is_users: bool = True) -> None:
-    """Record a communicator's calls while somebody records, if it is the user's."""
-    if is_users:
-        begin_where_asked()
-        recorder().follow(comm, _attach)
+def follow_communicator(comm: Traced) -> None:
+    """Record the calls of a communicator of the user while somebody records."""
+    begin_where_asked()
+    recorder().follow(comm, _attach)
 
 
 def group_of_communicator(comm: Traced) -> Group:
@@ -71,7 +70,7 @@ def _attach(to: Recorder, comm: Traced) -> Group:
     group = to.group(group_of_communicator(comm))
     for name, (reads, make) in _METHODS.items():
         if hasattr(type(comm), name):
-            _replace(to, comm, name, reads, make(group, name))
+            _record_method(to, comm, name, reads, make(group, name))
     return group
 
 
@@ -87,7 +86,9 @@ def kinds_of(
     return make(group, name)(comm, args, more)
 
 
-def _replace(to: Recorder, comm: Traced, name: str, reads: str, look: LookAt) -> None:
+def _record_method(
+    to: Recorder, comm: Traced, name: str, reads: str, look: LookAt
+) -> None:
     """Record a method's calls."""
     # As a bound method does, it keeps its communicator. The garbage collector knows.
     held = vars(comm).get(name)  # such as one that shows ranges to a profiler

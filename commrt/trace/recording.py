@@ -6,13 +6,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from commrt.errors import UsageError
 from commrt.trace.folder import Folder
 from commrt.trace.log import Log, Span, logs_of
 from commrt.trace.recorder import now, recorder
+from commrt.trace.traced import Traced
 from commrt.trace.volumes import Volume
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["Recording", "label", "record", "start", "stop"]
 
@@ -110,7 +114,7 @@ def stop() -> Recording:
     return recording
 
 
-def label(group: Any, dimension: str) -> None:
+def label(group: Traced | dist.ProcessGroup, dimension: str) -> None:
     """Say which parallel dimension a communicator or process group is, as in "tp".
 
     Groups of a DeviceMesh with named dimensions have their names by themselves. It

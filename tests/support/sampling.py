@@ -8,8 +8,8 @@ least one of each, and ``--functions 0.3`` that part of the tests. The seed is p
 ``--seed`` repeats a run.
 
 The matrices draw their cases themselves, ``--cases`` of them, and say at the end how
-many they compared; tests marked ``whole`` take no part in shares. ``--case`` repeats
-one case.
+many they compared. ``--case`` repeats one case. Tests marked ``whole`` take no part in
+shares: the matrices, and all tests of ``tests/unit/house``.
 """
 
 from __future__ import annotations

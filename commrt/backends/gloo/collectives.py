@@ -7,12 +7,15 @@ import ctypes
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query
 from commrt.vocabulary.dtypes import DType, ReduceOp, dtype_by_name, is_known
 from commrt.vocabulary.operations import operation
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["NATIVE", "digest", "library_call", "why_not"]
 
@@ -88,7 +91,7 @@ Arguments = Callable[[int, int], tuple[Any, ...]]
 
 
 def library_call(
-    group: Any, spec: PlanSpec, rank: int, size: int
+    group: dist.ProcessGroup, spec: PlanSpec, rank: int, size: int
 ) -> tuple[Any, Arguments]:
     """Return the method of torch's group, and what makes its arguments."""
     import torch

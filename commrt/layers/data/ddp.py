@@ -59,7 +59,7 @@ class HookState:
 
     def __init__(
         self,
-        group: Any = None,
+        group: dist.ProcessGroup | None = None,
         *,
         compress: str | None = None,
         density: float | None = None,

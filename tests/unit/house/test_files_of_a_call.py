@@ -28,6 +28,10 @@ STEPS = {
     "backends/staged/attached.py": "plan",
     "device_calls/collectives.py": "start",  # the device gets its commands
 }
+QUESTIONS = {
+    "backends/shm.py": "candidates",  # what can run the call
+    "planning/prediction.py": "predicted_us",  # what a candidate costs
+}
 
 
 def carriers(steps: dict[str, str], call: Callable[[], object]) -> list[list[str]]:
@@ -55,6 +59,22 @@ def carriers(steps: dict[str, str], call: Callable[[], object]) -> list[list[str
     return stacks
 
 
+def entered(call: Callable[[], object]) -> set[str]:
+    """Return every file of the package in which a call runs a function."""
+    files: set[str] = set()
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            files.add(frame.f_code.co_filename)
+
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
 def listed(heading: str) -> set[str]:
     """Return the files that the page lists under a heading."""
     text = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
@@ -67,10 +87,15 @@ def no_ranks_left() -> Any:
     forget_ranks()
 
 
-def check(stacks: list[list[str]], heading: str, most: int) -> None:
+def files_on(stacks: list[list[str]]) -> set[str]:
+    """Return the files on some stacks, none of which has a file twice."""
     for stack in stacks:
         assert len({*stack}) == len(stack), f"a file is entered twice: {stack}"
-    files = {file for stack in stacks for file in stack}
+    return {file for stack in stacks for file in stack}
+
+
+def check(stacks: list[list[str]], heading: str, most: int) -> None:
+    files = files_on(stacks)
     assert files == listed(heading)
     assert len(files) <= most
 
@@ -82,6 +107,30 @@ def test_a_first_call_on_host_arrays() -> None:
 
     for stacks in run(2, main):
         check(stacks, "On host arrays", 9)
+
+
+def test_the_policys_questions_on_the_way() -> None:
+    def main(comm: Any) -> list[list[str]]:
+        x = np.ones(1000, np.float32)
+        return carriers(QUESTIONS, lambda: comm.allreduce(x))
+
+    carry, asked = listed("On host arrays"), listed("What the policy asks")
+    for stacks in run(2, main):
+        assert {stack[-1] for stack in stacks} == {*QUESTIONS}
+        assert files_on(stacks) - carry == asked
+    [both] = re.findall(r"with the nine carriers, that is (\d+) files", PAGE)
+    assert len(carry | asked) == int(both)
+
+
+def test_all_files_of_a_first_call() -> None:
+    def main(comm: Any) -> set[str]:
+        x = np.ones(1000, np.float32)
+        return entered(lambda: comm.allreduce(x))
+
+    # Fewer where an earlier call has made schedules that are kept.
+    [most] = re.findall(r"enters (\d+) files", PAGE)
+    for files in run(2, main):
+        assert len(files) <= int(most)
 
 
 def test_a_first_staged_call_on_device_arrays() -> None:
@@ -98,3 +147,17 @@ def test_a_first_staged_call_on_device_arrays() -> None:
 
     for stacks in on_threads(2, main):
         check(stacks, "On device arrays, through pinned memory", 8)
+
+
+def test_the_policys_questions_of_a_staged_call() -> None:
+    steps = {**QUESTIONS, "backends/staged/attached.py": "candidates"}
+
+    def main(rank: Rank) -> list[list[str]]:
+        rank.comm.allreduce(rank.array(np.ones(10, np.float32)))
+        x = rank.array(np.ones(1000, np.float32))
+        stacks = carriers(steps, lambda: rank.comm.allreduce(x, backend="staged"))
+        rank.stream.synchronize()
+        return stacks
+
+    for stacks in on_threads(2, main):
+        assert "backends/staged/attached.py" in files_on(stacks)

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[3]
+from parsed_sources import ROOT, parsed
 
 # Lowest first; modules of one layer may import each other, but not in a circle.
 LAYERS = (
@@ -63,11 +62,11 @@ def _imports(path: Path) -> Iterator[str]:
     Imports inside functions and those for type checkers count: a type that a signature
     names is a part that its reader must know.
     """
-    yield from _imports_in(ast.parse(path.read_text()))
+    yield from _imports_in(ast.walk(parsed(path)))
 
 
-def _imports_in(source: ast.AST) -> Iterator[str]:
-    for node in ast.walk(source):
+def _imports_in(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -87,19 +86,22 @@ def _module(name: str) -> str:
     return _module(parent) if parent else name
 
 
-@pytest.mark.parametrize("module", sorted(SOURCES))
-def test_imports_go_down_only(module: str) -> None:
-    part = _part(module)
-    assert part in LEVELS, f"give {part} a layer, here and in docs/design.md"
+EDGES = {module: {*_imports(path)} for module, path in SOURCES.items()}
+
+
+def test_every_part_has_a_layer() -> None:
+    """Give a new part a layer, here and in docs/design.md."""
+    assert {*map(_part, SOURCES)} - {*LEVELS} == set()
+
+
+def test_imports_go_down_only() -> None:
     upward = [
-        target
-        for target in _imports(SOURCES[module])
-        if LEVELS.get(_part(target), -1) > LEVELS[part]
+        f"{module} imports {target}"
+        for module, targets in sorted(EDGES.items())
+        for target in sorted(targets)
+        if LEVELS.get(_part(target), -1) > LEVELS[_part(module)]
     ]
     assert upward == []
-
-
-EDGES = {module: {*_imports(path)} for module, path in SOURCES.items()}
 
 
 def test_parts_do_not_import_in_a_circle() -> None:
@@ -124,11 +126,17 @@ def test_files_do_not_import_in_a_circle_when_they_run() -> None:
 
 def _running_imports(path: Path) -> Iterator[str]:
     """Yield what a file imports when it runs: all but what type checkers read."""
-    source = ast.parse(path.read_text())
-    for node in ast.walk(source):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
-    yield from _imports_in(source)
+    yield from _imports_in(_running(parsed(path)))
+
+
+def _running(tree: ast.AST) -> Iterator[ast.AST]:
+    yield tree
+    skipped: list[ast.stmt] = []
+    if isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING":
+        skipped = tree.body
+    for node in ast.iter_child_nodes(tree):
+        if node not in skipped and not isinstance(node, ast.expr):
+            yield from _running(node)
 
 
 def _circles(edges: dict[str, set[str]]) -> list[set[str]]:
@@ -150,6 +158,25 @@ def _reachable(edges: dict[str, set[str]], start: str) -> set[str]:
                 seen.add(target)
                 todo.append(target)
     return seen
+
+
+def _written(page: str) -> list[set[str]]:
+    """Return the parts of each layer as the page lists them, from the top."""
+    rows = page.split("\n## Layers\n")[1].split("\n\n")[1].splitlines()
+    cells = [row.split("|")[1] for row in rows]
+    assert cells[0].strip() == "layer"
+    return [{*re.findall(r"`(\w+)`", cell)} for cell in cells[2:]]
+
+
+def test_the_page_lists_the_same_layers() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    assert _written(page) == [{*names} for names in reversed(LAYERS)]
+
+
+def test_no_layer_names_a_part_that_is_gone() -> None:
+    """``_native`` is built, and ``tables`` are files of data."""
+    data = {"_native", "tables"}
+    assert {*LEVELS} - {*map(_part, SOURCES)} - data == set()
 
 
 def test_no_layer_has_more_than_ten_parts() -> None:

@@ -26,6 +26,10 @@ def test_always(): pass
 
 @pytest.mark.parametrize("case", range(10))
 def test_many(case): pass
+
+@pytest.mark.whole
+@pytest.mark.parametrize("case", range(4))
+def test_whole(case): pass
 """
 
 
@@ -56,14 +60,14 @@ def run(tmp_path: Path) -> object:
 
 
 def test_a_full_run_leaves_nothing_out(run: object) -> None:
-    assert len(run("--full")) == 32  # type: ignore[operator]
+    assert len(run("--full")) == 36  # type: ignore[operator]
 
 
 def test_an_ordinary_run_draws_a_sample(run: object) -> None:
     chosen = run("--seed", "1")  # type: ignore[operator]
     assert len([name for name in chosen if "test_matrix" in name]) == 3
     assert [name for name in chosen if "test_long" in name] == []
-    assert len(chosen) == 14
+    assert len(chosen) == 18
 
 
 def test_the_same_seed_draws_the_same_and_another_does_not(run: object) -> None:
@@ -75,13 +79,20 @@ def test_a_share_keeps_some_of_every_test(run: object) -> None:
     chosen = run("--share", "0.3", "--seed", "1")  # type: ignore[operator]
     number = {
         name: len([each for each in chosen if f"::{name}" in each])
-        for name in ("test_long", "test_matrix", "test_always", "test_many")
+        for name in (
+            "test_long",
+            "test_matrix",
+            "test_always",
+            "test_many",
+            "test_whole",
+        )
     }
     assert number == {
         "test_long": 0,
         "test_matrix": 1,
         "test_always": 1,
         "test_many": 3,
+        "test_whole": 4,
     }
     other = run("--share", "0.3", "--seed", "2")  # type: ignore[operator]
     assert other != chosen
@@ -92,7 +103,8 @@ def test_a_part_of_the_tests_is_drawn_anew_by_every_seed(run: object) -> None:
         chosen = run("--functions", "0.5", "--seed", str(seed))  # type: ignore[operator]
         return {each.partition("[")[0] for each in chosen}
 
-    drawn = [names(seed) for seed in range(6)]
+    drawn = [names(seed) for seed in range(4)]
+    assert all(any("test_whole" in each for each in one) for one in drawn)
     every = set().union(*drawn)
     assert len(every) >= 3
     assert all(1 <= len(one) < len(every) for one in drawn)
@@ -114,4 +126,14 @@ def test_workers_draw_by_one_seed(tmp_path: Path) -> None:
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "14 passed" in done.stdout
+    assert "18 passed" in done.stdout
+
+
+def test_every_test_of_this_folder_is_whole(request: pytest.FixtureRequest) -> None:
+    here = Path(__file__).parent
+    sampled = [
+        item.nodeid
+        for item in request.session.items
+        if here in item.path.parents and item.get_closest_marker("whole") is None
+    ]
+    assert sampled == []

@@ -106,7 +106,7 @@ class Levels:
         ]
 
 
-# What may be named
+# Parameter values that a caller may name
 
 
 Offer = Callable[[int, Mapping[str, ParamValue]], bool]
@@ -302,7 +302,7 @@ def bcast(b: Builder) -> None:
     home = levels.node_of(b.root)
     if b.rank == b.root:
         b.copy(b.out[:], b.inp[:])
-        # What it leads itself need not wait for anyone.
+        # The root's own node need not wait for anyone.
         _bcast_among(b, levels, blocks, home)
     if levels.node == home:
         for stripe in range(levels.stripes):
@@ -337,7 +337,7 @@ class Run(NamedTuple):
     """Blocks of consecutive ranks that lie one behind the other in a stripe, too."""
 
     place: int
-    """Of the first, in the stripe."""
+    """Place of the first block, in the stripe."""
     first: int
     """The first rank."""
     stop: int

@@ -36,7 +36,7 @@ __all__ = [
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 _DLPACK_CUDA, _DLPACK_MANAGED = 2, 13
 _LEGACY = 1
-"""What array interfaces call the stream that is 0 to the driver."""
+"""Number by which array interfaces call the driver's stream 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,10 @@ class OnDevice:
     stream: int | None
     """The stream that the array says it is ordered by; None where it says nothing."""
     strides: tuple[int, ...] | None = None
-    """In bytes; None where it is C-contiguous."""
+    """Bytes between elements in each dimension; None where the array is
+    C-contiguous."""
     owner: Any = None
-    """What keeps the memory alive besides the array itself."""
+    """Object that keeps the memory alive, besides the array itself."""
 
 
 def is_on_device(array: Any) -> bool:

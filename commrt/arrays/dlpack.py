@@ -67,7 +67,8 @@ class Exported:
     """Name of the element type."""
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
-    """In elements; None where the array is C-contiguous."""
+    """Elements between neighbours in each dimension; None where the array is
+    C-contiguous."""
     readonly: bool
 
 

@@ -65,7 +65,7 @@ class HostView:
     stream: int | None = None
     """Stream that orders its use, as an integer; None for host memory."""
     copied_from: int = 0
-    """Of a copy: the address of the first element of the user's array."""
+    """Address of the first element of the user's array, if this is a copy of it."""
     on: Any = None
     """The device that the memory is on; None for host memory."""
 

@@ -143,8 +143,8 @@ class Attached:
     """
 
     precedence: ClassVar[int] = 0
-    """Of two backends the one with the larger number runs a call that names none, if
-    it claims the query (``claims``)."""
+    """Rank among backends that claim the same query (``claims``). If a call names no
+    backend, the one with the largest number runs it."""
     rounds_at_each_step: ClassVar[bool] = False
     """True if its schedules round each sum of two operands to the element type."""
     starts_in_python: ClassVar[frozenset[str]] = frozenset()
@@ -247,7 +247,8 @@ class Attached:
 
     @property
     def why_no_devices(self) -> str:
-        """Why it serves no arrays on devices of these ranks; empty where it may."""
+        """Reason why the backend serves no arrays on these ranks' devices; empty if it
+        may."""
         return ""
 
     @property

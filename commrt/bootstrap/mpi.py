@@ -31,7 +31,7 @@ TAG = 7
 """The one tag used on the private communicator."""
 
 _HEADER = struct.Struct("<BQI")
-"""What it says, of which attempt, and the length of the exchange's name."""
+"""Fields of a message: kind, number of the attempt, length of the exchange's name."""
 
 
 class Says(IntEnum):
@@ -48,11 +48,11 @@ class _Topic:
     """This rank's state of the exchanges of one name."""
 
     attempt: int = 0
-    """The one that it is in, or begins next."""
+    """Number of this rank's attempt, or of the next one if it has left the last."""
     said: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """By attempt and rank."""
+    """Blobs that came, by attempt and rank."""
     heard: set[tuple[int, int]] = field(default_factory=set)
-    """By attempt and rank: who has heard everybody."""
+    """Attempts and ranks: each of these ranks has everybody's blob in that attempt."""
     withdrawn: set[int] = field(default_factory=set)
 
     def skip_withdrawn(self) -> bool:
@@ -190,13 +190,15 @@ class _Rendezvous:
         self._blob = blob
         self._sends: list[tuple[Any, bytes]] = []
         self._attempt: int | None = None
-        """Of which all others have been told, or will be."""
+        """Number of the attempt that this rank has announced to all others."""
         self._has_heard = False
-        """Everybody, in this attempt; all others have been told, or will be."""
+        """True if this rank has everybody's blob in this attempt, and has said so to
+        all."""
         self._done = False
         self._came: set[int] = set()
         self._silent: list[int] = []
-        """Who has come to this attempt and has not said that it has heard everybody."""
+        """Ranks that came to this attempt and have not said that they have everybody's
+        blob."""
         with bootstrap.lock:
             self._topic = bootstrap.topic(name)
 

@@ -98,7 +98,7 @@ class _Attempt:
         self.is_over = False
         """True if this rank knows its verdict."""
         self.came: set[int] = set()
-        """Whose blobs were there."""
+        """Ranks whose blobs were in the store."""
 
     def run(
         self, blob: bytes, deadline: float, idle: Callable[[], object] | None

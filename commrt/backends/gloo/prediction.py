@@ -23,7 +23,8 @@ __all__ = [
 ]
 
 UNMEASURED = BetweenNodes(100.0, 5e-4, 65.0)
-"""Where nothing was measured: questions without ranks, as the tuner's reports ask."""
+"""Cost assumed where nobody measured: for questions without ranks, as in tuner
+reports."""
 _STAGED = 0.7
 """Bytes of a schedule's messages are copied on both sides, by threads that share the
 cores: sums and exchanges of 8 MiB on two pretended nodes take 1.7 times as long as
@@ -37,9 +38,9 @@ class NativeRun:
     """A schedule with the messages of gloo's own collective."""
 
     coll: str
-    """The algorithm of that schedule."""
+    """Operation whose schedule stands for gloo's own."""
     algorithm: str
-    """Which."""
+    """The algorithm of that schedule."""
     copies: float = 1.0
     """Times of the bytes that it moves: torch copies what gloo returns in another form,
     or reduces more than is asked for."""
@@ -61,7 +62,7 @@ knows all lengths, so it cannot be compared, and runs only where it is asked for
 
 
 COMPARED = NativeRun("allreduce", "recursive_doubling")
-"""By which ranks compare what they have called, before gloo runs it."""
+"""The schedule by which ranks compare their calls, before gloo runs them."""
 COMPARED_NBYTES = 16
 
 
@@ -121,7 +122,7 @@ def predicted_us(
     if not operation(query.coll).is_empty:
         start_us += _comparing_us(facts, between, only_floor)
     one = replace(one, beta_us=run.copies * one.beta_us)
-    # Of what ranks of a node send each other gloo makes no difference.
+    # gloo makes no difference between messages on a node and messages between nodes.
     same = OnNode(facts.layout, 1.0, 1.0) if facts.ppn > 1 else None
     asked = replace(query, coll=run.coll)
     return start_us + schedule_us(

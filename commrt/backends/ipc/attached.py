@@ -152,7 +152,7 @@ class AttachedIpc(Attached):
 
     @property
     def why_no_devices(self) -> str:
-        """Why these ranks share no memory of devices; empty where they can."""
+        """Reason why these ranks cannot share memory of devices; empty if they can."""
         return self.facts.why
 
     @property

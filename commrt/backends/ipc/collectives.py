@@ -32,7 +32,7 @@ class IpcFacts:
     """The facts about memory of peers; once agreed, equal on all ranks."""
 
     why: str
-    """Why it cannot be used; empty where it can."""
+    """Reason why it cannot be used; empty if it can."""
     shares_device: bool = False
     """True if any two ranks are on one device."""
 

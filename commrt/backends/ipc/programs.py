@@ -98,9 +98,10 @@ class _Published:
         self, call: ProgramCall, rank: int, fragment: int, fragments: int
     ) -> None:
         self.offsets: dict[tuple[int, int], int] = {}
-        """Of message k to a peer."""
+        """Place of message k to a peer, by peer and k."""
         self.first: dict[tuple[int, Slice], int] = {}
-        """Of the value of a slice in a round: what has to be copied, once."""
+        """Place of a slice's value in a round, by round and slice: it is copied there
+        once."""
         self.nbytes = 0
         for number, ends in enumerate(call.rounds[rank].sends):
             for message in ends:

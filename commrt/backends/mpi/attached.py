@@ -43,7 +43,7 @@ class MpiFacts:
     """The facts about MPI on device memory; once agreed, equal on all ranks."""
 
     why: str
-    """Why the library is not given device memory; empty where it is."""
+    """Reason why the MPI library gets no device memory; empty if it gets it."""
 
 
 class AttachedMpi(Attached):
@@ -150,7 +150,7 @@ class AttachedMpi(Attached):
 
     @property
     def why_no_devices(self) -> str:
-        """Why the library is not given device memory; empty where it is."""
+        """Reason why the MPI library gets no device memory; empty if it gets it."""
         return self.facts.why
 
     @property

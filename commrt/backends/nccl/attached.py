@@ -124,7 +124,7 @@ class AttachedNccl(Attached):
 
     @property
     def why_no_devices(self) -> str:
-        """Why NCCL cannot be used; empty where it can."""
+        """Reason why NCCL cannot be used; empty if it can."""
         return self.facts.why
 
     @property

@@ -44,13 +44,13 @@ class NcclFacts:
     """The facts about NCCL; once agreed, equal on all ranks."""
 
     why: str
-    """Why NCCL cannot be used; empty where it can."""
+    """Reason why NCCL cannot be used; empty if it can."""
     version: int = NEWEST_KNOWN
     """As ``ncclGetVersion`` counts."""
     capability: int | None = None
     """The least compute capability, 90 for 9.0; None: any."""
     no_kernels: str = ""
-    """Why commrt's own kernels cannot run between NCCL's; empty where they can."""
+    """Reason why commrt's own kernels cannot run between NCCL's; empty if they can."""
 
 
 def why_refused(facts: NcclFacts, query: Query) -> str | None:

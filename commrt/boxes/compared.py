@@ -32,8 +32,8 @@ from commrt.vocabulary.operations import operation
 __all__ = ["ComparedBoxes", "Facts", "Planner"]
 
 Facts = Mapping[str, Any]
-"""What ranks are to agree on, by its name; None is what a rank knows nothing of. Names
-and their order are equal on all ranks."""
+"""Facts that ranks must agree on, by name. A value is None if this rank does not know
+it. All ranks have the same names in the same order."""
 
 _MOST_PLANS = 1024
 

@@ -52,7 +52,7 @@ class Runs:
     length: int
     count: int = 1
     source_step: int = 1
-    """From run to run."""
+    """Elements from one run to the next."""
     target_step: int = 1
 
 
@@ -63,7 +63,7 @@ class _Place:
     low: int
     high: int
     block: int = 0
-    """Of a cyclic distribution, else 0."""
+    """Elements of a block, if the distribution is cyclic; else 0."""
     place: int = 0
     places: int = 1
 
@@ -97,7 +97,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """How an array is distributed: over which grid, and how each of its dimensions.
+    """Distribution of an array over a grid of ranks, dimension by dimension.
 
         commrt.Layout((64, 100, 8), grid=(2, 3), dims=(commrt.Block(0),
                                                        commrt.Cyclic(1, 4), None))
@@ -112,7 +112,7 @@ class Layout:
     grid: tuple[int, ...]
     """Ranks in each dimension of the grid."""
     dims: tuple[Block | Cyclic | None, ...]
-    """For each dimension of the array."""
+    """Distribution of each dimension of the array."""
 
     def __post_init__(self) -> None:
         for name in ("shape", "grid"):

@@ -166,7 +166,7 @@ class Redistributions:
 
     @property
     def binders(self) -> Binders:
-        """What binds the operation to its arrays."""
+        """Binders of the operation, by name."""
         return {_NAME: self._bound}
 
     def _bound(

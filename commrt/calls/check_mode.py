@@ -63,7 +63,7 @@ def describe(call: Call, bound: Bound, table: str | None) -> dict[str, Any]:
     return {
         **on_device,
         "operation": spec.name,
-        # Of an alltoallv a rank's own; its counts are compared pair by pair.
+        # An alltoallv's number differs by rank; its counts are compared pair by pair.
         "elements": None if spec.rule_bytes == "any" else bound.num_elements,
         "counts": _counts(call, bound),
         "dtype": bound.dtype.name,

@@ -51,7 +51,7 @@ class Exchanging(Exchange, Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
 
     @property
     def timeout_s(self) -> float:

@@ -69,9 +69,9 @@ class Exchange:
     seq: int
     pool: Pool
     shares: Channel
-    """For first exchanges."""
+    """Channel of the first exchanges."""
     sums: Channel
-    """For second ones."""
+    """Channel of the second exchanges."""
     turn: Turn
     place: Place
 

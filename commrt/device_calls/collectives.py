@@ -110,7 +110,8 @@ class DeviceCollectives:
         self.host_jobs = HostJobs(comm, self.options, make_host_channel)
         self._plans: dict[Any, DevicePlan] = {}
         self._own_events: dict[tuple[int, int], tuple[Any, int]] = {}
-        """By thread and device: between two calls another thread must not record it."""
+        """Events by thread and device: no other thread may record one between two
+        calls."""
         self.memory: weakref.WeakSet[Any] = weakref.WeakSet()
         """Plans that hold memory of devices, which goes with the communicator."""
         self.slots = _SLOTS
@@ -118,7 +119,8 @@ class DeviceCollectives:
         self.most_nbytes = _MOST_NBYTES
         self.first_value = 0
         self.flags_without_progress = False
-        """For tests: streams wait for this process though nobody makes progress."""
+        """Switch for tests: streams wait for this process though nobody makes
+        progress."""
 
     def prepare(self, call: Call, bound: Bound) -> Callable[[], Any]:
         """Return what starts a call on device arrays, or one ordered by a stream."""

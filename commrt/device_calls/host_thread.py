@@ -169,7 +169,7 @@ class HostJob:
         self._end()
 
     def _end(self) -> None:
-        # What it kept goes with the call, not with who holds its request.
+        # The call lets go of its arrays even if somebody still holds the request.
         request, self._begin, self._request = self._request, None, None
         try:
             if request is not None:

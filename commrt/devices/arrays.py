@@ -44,9 +44,9 @@ class _Freeing(threading.local):
 
 _FREEING = _Freeing()
 _LEFT = "_left_memory"
-"""Where a device has what threads did not free of it. It is freed before more is
-allocated there, so a device never has more than it was given; and goes with the device,
-which nothing of commrt keeps for it."""
+"""Attribute of a device: memory that threads were not allowed to free. It is freed
+before more is allocated on that device, so the device never holds more than the program
+asked for. It goes with the device, as no table of commrt's keeps it."""
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class DeviceBuckets:
         """Make no bucket yet: a device has memory for them from its first call on."""
         self._group, self._devices, self._rules = group, devices, rules
         self.lanes: dict[int, _Lane] = {}
-        """By the ``id`` of the device."""
+        """Lane of each device, by its ``id``."""
         self._known: set[tuple[str, DType]] = set()
         """Reductions and types that need no checks."""
 
@@ -197,7 +197,7 @@ class _Lane:
         self.copies = BucketCopies(device)
         self._under_way: deque[SentBucket] = deque()
         self._runners: dict[int, StagedWork] = {}
-        """What runs collectives whose end no stream may have been told to wait for."""
+        """Runners of collectives whose end no stream may have been told to wait for."""
         self._is_lost = False
         """True if the device has something of a bucket that was not sent."""
         self._is_known = True
@@ -295,7 +295,7 @@ class _Lane:
                 return
             if not first.has_ended():
                 return
-            # What ran the collective may still be at work on the block.
+            # The work of the collective may still use the block.
             self._is_lost = self._is_lost or first.failure is not None
             with suppress(ValueError):  # another thread has seen it, too
                 self._under_way.remove(first)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How arrays on a device come into one buffer, and the parts of it back to theirs.
+"""Copies of arrays on a device into one buffer, and of its parts back to the arrays.
 
-Where the device has kernels, a launch moves up to sixteen arrays, as in a halo exchange
+If the device has kernels, one launch moves up to sixteen arrays, as in a halo exchange
 (``kernels/boxes.py``); else each array is copied. Two streams do that: one gathers, in
-front of collectives, the other one puts back, behind them. So the next bucket is
+front of collectives, and the other one puts back, behind them. So the next bucket is
 gathered while the one before is on its way.
 """
 
@@ -31,10 +31,10 @@ _ALIGNED = 256
 _ROUND = 4
 """Buckets in a ring: what is gathered, combined and put back, and one to spare."""
 _MOST_AHEAD_NBYTES = 64 << 20
-"""Of a ring, but for longer buckets."""
+"""Most bytes of a ring, unless one bucket is longer."""
 _TABLES = 64
 _TABLE_NBYTES = 4096
-"""Of sixteen boxes, rounded up."""
+"""Bytes of a table of sixteen boxes, rounded up."""
 
 _Placed = tuple[BoxTable, int]
 """A table, and the address of its copy on the device."""
@@ -100,11 +100,11 @@ class Part:
     out: HostView
     """The output of that part of the result."""
     reduction: ReduceOp
-    """That of all parts of a bucket."""
+    """Reduction, the same for all parts of a bucket."""
     stream: int
     """Stream of the caller."""
     ready: PooledEvent
-    """What that stream held when the call was made."""
+    """Event behind the work that this stream held when the call was made."""
 
 
 @dataclass(eq=False)
@@ -112,13 +112,14 @@ class Block:
     """Memory for a bucket."""
 
     address: int
-    """Of its first byte."""
+    """Address of the first byte."""
     nbytes: int
     """Its length."""
     after: list[PooledEvent]
-    """When the buckets that had the memory have no use of it any more."""
+    """Events after which earlier buckets no longer use this memory."""
     end: PooledEvent | None = None
-    """The same of this bucket, once the device has been given all of it."""
+    """Event after which this bucket no longer uses it; None until the device has been
+    given all of the bucket's work."""
 
 
 class BlockRing:
@@ -134,7 +135,8 @@ class BlockRing:
         self._address, self._head = 0, 0
         self._uses: deque[Block] = deque()
         self.nbytes = 0
-        """Of the ring; what it was before stays for those that have parts of it."""
+        """Bytes of the ring. Memory of a shorter ring before stays while buckets use
+        it."""
 
     def reserve(self, nbytes: int) -> None:
         """Have so much."""
@@ -200,7 +202,7 @@ class _Tables:
         """Forget all if there is no room; no launch that uses them is under way."""
         if len(self._known) < _TABLES:
             return
-        # Who saw the end of the launches may have been another thread.
+        # Another thread may have seen the end of the launches.
         self._device.stream_synchronize(stream)
         self._known.clear()
 

@@ -34,10 +34,11 @@ from commrt.vocabulary.dtypes import DTYPES, ReduceOp
 __all__ = ["DEFAULT_NBYTES", "Fused", "Fusion"]
 
 DEFAULT_NBYTES = 4 * 1024 * 1024
-"""What buckets hold unless told otherwise. Two allreduces of half as many bytes take
-longer than one of these, one of twice as many hardly less (docs/performance.md)."""
+"""Bytes in a bucket unless the caller says otherwise. Two allreduces of half as many
+bytes take longer than one of these; one of twice as many saves hardly any time
+(docs/performance.md)."""
 _PATIENCE_S = 5.0
-"""How long a rank that leaves by an exception waits for the others to leave, too."""
+"""Seconds that a rank leaving by an exception waits for the others to leave, too."""
 
 
 class Fusion:
@@ -301,7 +302,8 @@ class Fused:
         self.nbytes = nbytes
         """Most bytes in all buckets together."""
         self.time_limit_s = time_limit_s
-        """How long a call may wait for others; None: until something else sends it."""
+        """Longest time that a call may wait for others, in seconds; None: no limit,
+        something else sends the bucket."""
         self._entered = False
 
     def takes(self, call: Call, bound: Bound) -> bool:

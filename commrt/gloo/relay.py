@@ -33,7 +33,7 @@ _AHEAD = 8
 _FOREVER = timedelta(days=365)
 _ANSWER_S = 1.0
 _GRACE_S = 5.0
-"""How long the end waits for what has been sent, and for peers' last frames."""
+"""Seconds that the end waits for sent messages to leave, and for peers' last frames."""
 
 
 class GlooRelay:
@@ -65,7 +65,7 @@ class GlooRelay:
             self._landing,
         )
         self.at_end: list[Callable[[], None]] = []
-        """What else ends once nothing comes from any peer any more."""
+        """Functions to call once nothing comes from any peer any more."""
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._threads = [

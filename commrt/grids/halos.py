@@ -106,7 +106,7 @@ class Halos:
 
     @property
     def binders(self) -> Binders:
-        """What binds each operation on halos to its fields."""
+        """Binders of the operations on halos, by name."""
         return {name: partial(self._bound, name) for name in HALO_CALLS}
 
     def _bound(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far apart on-node ranks are: measured per pair, agreed as the worst.
+"""Distance of on-node ranks: measured for each pair, agreed as that of the worst.
 
 The same machine shows different speeds in different launches, because its cores sit
-nearer or farther from each other. The class is a key of the selection table, so it must
-be equal on all ranks.
+nearer or farther from each other. The class of this distance is a key of the selection
+table, so it must be equal on all ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which gradients go together, and in which order the buckets are started.
+"""Buckets of gradients, and the order in which they are started.
 
 Both follow from facts that all ranks share, or from what rank 0 has seen and told the
-others, so all ranks have the same buckets in the same order.
+others. So all ranks have the same buckets in the same order.
 """
 
 from __future__ import annotations

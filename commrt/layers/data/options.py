@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a reducer sums, checked."""
+"""Options of a gradient reducer, checked."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Bucket:
     compress: str | None = None
     """The wire format of the sum."""
     largest: int | None = None
-    """How many elements of the sum are taken; None: all."""
+    """Number of elements of the sum to take; None: all."""
     sparse: bool = False
     """True if it is one parameter whose gradients are a few of its rows."""
     residual: Any = None

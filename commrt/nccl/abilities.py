@@ -72,7 +72,7 @@ _FORMATS = {
     "complex64": "<f",
     "complex128": "<d",
 }
-"""How ``struct`` packs a factor of a type."""
+"""Formats with which ``struct`` packs a factor, by element type."""
 
 _COMPOSED = {
     "pairs": "grouped send and receive",
@@ -80,14 +80,14 @@ _COMPOSED = {
     "reductions": "grouped reductions, one per block",
     "allreduce": "an allreduce of one byte",
 }
-"""By a row's ``nccl``, what an operation is composed of."""
+"""Names of the parts of composed operations, by a row's ``nccl``."""
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)
 _FLOAT8_CAPABILITY = 90
 
 
 @dataclass(frozen=True)
 class Support:
-    """How NCCL does an operation, or why it does not."""
+    """Way in which NCCL does an operation, or the reason why it does not."""
 
     how: How
     """``native``, ``composed`` or ``refused``."""

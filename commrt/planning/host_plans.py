@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a schedule and element counts to a native plan.
+"""Plans that the engine runs on the host, made of schedules and element counts.
 
 The number of fragments must be equal on all ranks, because messages are matched by
 their position in fragments. It is therefore computed from the *footprint* of the whole
@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 INLINE_NBYTES = _native.inline_nbytes()
-"""What a message's line has room for, and what with the lines that belong to it."""
+"""Bytes that fit into a message's line, and bytes that fit into all of its lines."""
 _INLINE_COMBINED_NBYTES = 1072
 """A sum is copied once more on its way into lines and out of them: an allreduce of
 1 KiB took 0.90 (far) to 1.00 (near) of its time through a slot, one of 2 KiB 1.08; a
@@ -88,7 +88,7 @@ _CACHE_NBYTES = 32 << 20
 _MOST_SPINS = 1 << 20
 """A look takes tens of nanoseconds: some 50 ms, as often as a wait checks signals."""
 _BY_LINK_CLASS = -1
-"""What the engine is told for ``spins=auto``."""
+"""Code that tells the engine ``spins=auto``."""
 _KINDS = {"in": 0, "out": 1, "tmp": 2}
 
 
@@ -104,7 +104,8 @@ def last_level_cache_nbytes() -> int:
 
 @dataclass(frozen=True)
 class TransportParams:
-    """How messages cross shared memory; the tuner chooses them per size and link."""
+    """Parameters of messages in shared memory; the tuner chooses them by size and
+    link."""
 
     chunk: int | str = "auto"
     """Wanted bytes per message of a fragment; ``auto``: 131072 where data flows one
@@ -359,7 +360,7 @@ def _reach(
 ) -> dict[str, Any]:
     """Return what the engine is told about buffers in the symmetric heap."""
     nothing = np.zeros(0, np.uint8)
-    # Of an alltoallv nobody knows the whole length: its buffers are ordinary ones.
+    # Nobody knows an alltoallv's whole length: its buffers are ordinary ones.
     long = spec.num_elements * spec.dtype.itemsize >= SYMMETRIC_NBYTES
     told = {
         "shows_result": long and spec.op.rule_bytes != "any",

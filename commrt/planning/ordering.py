@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which candidates combine in the order that a reduction needs, and why not others."""
+"""Candidates that combine in the order a reduction needs; reasons against the
+others."""
 
 from __future__ import annotations
 

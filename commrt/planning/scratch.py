@@ -25,7 +25,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        """What all of it takes."""
+        """Bytes of all memory here."""
         self._kept = 0
         self._areas: list[Area] = []
 

@@ -130,11 +130,11 @@ class BoxProgram:
     deps: npt.NDArray[np.int32]
     dep_ptr: npt.NDArray[np.int32]
     peers: tuple[tuple[int, int, int], ...]
-    """Rank, messages to it, messages from it."""
+    """Tuples of a rank, the messages to it and the messages from it."""
     longest_nbytes: int
-    """Of any message."""
+    """Bytes of the longest message."""
     ahead: int
-    """How many steps are tried at once: those of two keys."""
+    """Number of steps that the engine tries at once: those of two keys."""
     fewest_slots: int
     """Most messages sent under one key."""
 
@@ -391,7 +391,7 @@ def _dependencies(
 
 
 class _Written:
-    """Which steps write where; boxes of up to as many dimensions as any has."""
+    """Writes of all steps, by box; each box counts with the most dimensions of any."""
 
     def __init__(self, messages: list[_Message]) -> None:
         boxes = [(i, box) for i, one in enumerate(messages) for box in one.targets]

@@ -66,7 +66,7 @@ class CoreCounts:
     rounds: float
     """Time of the messages, were they empty, in times of one message."""
     loads: tuple[Load, ...]
-    """Of all ranks; equal ones once."""
+    """Loads of all ranks; equal ones stand once."""
     mean: Load
     """The work of all ranks, divided by their number."""
     fill: float

@@ -36,10 +36,10 @@ MESSAGE_SHARE = 0.25
 CHUNK_NBYTES = 131072
 """Bytes of a fragment's largest message; the default of the transport's ``chunk``."""
 READER_SHARE = 0.25
-"""What a further reader of a value costs its writer, as part of the copy: the cache
+"""Cost of a further reader of a value to its writer, as a part of the copy: the cache
 that holds the value serves its readers one after the other."""
 ROUNDING = 1e-9
-"""What sums of parts differ by in floating point."""
+"""Largest relative difference of sums of parts in floating point."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ __all__ = ["Reach", "Sharing", "reaches"]
 
 
 class Sharing(IntFlag):
-    """How a rank's ``in`` and ``out`` lie to each other; as in engine/layout.hpp."""
+    """Relation of a rank's ``in`` and ``out`` in memory; as in engine/layout.hpp."""
 
     APART = 1
     """They have nothing in common."""

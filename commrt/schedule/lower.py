@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a schedule's program to the engine's instructions.
+"""Lowering: from a schedule's program to the engine's instructions.
 
     value = inputs[0] ⊕ inputs[1] ⊕ …;  every output = value
 
@@ -270,7 +270,7 @@ class _Lowering:
                 host = self._host(piece, target, position)
                 if host is not None:
                     self.instructions[host].outputs.append((LOCAL, *target))
-                    # What is added to one of them would be added to all.
+                    # A term added to one of its outputs would be added to all of them.
                     self.instructions[host].joins = False
                     self._note(self._writer, target, host)
                     break

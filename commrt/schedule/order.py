@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order a lowered schedule combines contributions: proved, not declared.
+"""Order in which a lowered schedule combines contributions: proved, not declared.
 
 Some reductions need more than that every contribution counts once:
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of an operation's data each block holds: what gives it its own length.
+"""Parts of an operation's data in blocks: they give each block its own length.
 
-A schedule knows blocks, never lengths. Where blocks differ in length, as in allgatherv,
-a block of ``in`` or ``out`` has the length of the part that the operation puts there,
-and a block of scratch that of whatever passes through it. A schedule carries such parts
-if no block ever holds two of them: then sender and receiver always agree on a length.
+A schedule knows blocks, never lengths. In an allgatherv, for example, blocks differ in
+length. Then a block of ``in`` or ``out`` has the length of the part that the operation
+puts there. A block of scratch has the length of the part that passes through it. A
+schedule carries such parts if no block ever holds two of them: then sender and receiver
+always agree on a length.
 
 Parts are numbered as in ``goals``: part p belongs to *holder* p // share, which is a
 rank, or for an alltoall the pair (source, destination) as source * ranks + destination.

@@ -63,12 +63,13 @@ class BetweenNodes:
     """Cost of messages by gloo, as ranks measure it when they meet."""
 
     alpha_us: float
-    """Of a short message, from the call that sends it to the one that receives it."""
+    """Time of a short message, from the call that sends it to the one that receives
+    it."""
     beta_us: float
-    """Per byte of a long one from memory to memory, where one comes back at the same
-    time."""
+    """Time per byte of a long message from memory to memory, while one comes back."""
     native_us: float
-    """Of a message within gloo's own collectives; their start counts as one more."""
+    """Time of a message within gloo's own collectives; their start counts as one
+    more."""
 
 
 def constants(link_class: LinkClass, carrier: Carrier) -> Constants:

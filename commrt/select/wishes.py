@@ -90,9 +90,9 @@ class Wishes:
     who: str
     """The subject and verb for messages, such as ``COMMRT_ALGORITHM asks``."""
     named: Mapping[str, Wish] = field(default_factory=dict)
-    """By operation."""
+    """Wishes by operation."""
     others: Wish | None = None
-    """For all other operations, where they have it."""
+    """Wish for all other operations that have it."""
 
     def __iter__(self) -> Iterator[Wish]:
         """Yield all that is asked for."""

@@ -38,7 +38,7 @@ class SparseReport:
     candidates: tuple[str, ...] = ()
     """The algorithms it was chosen from: fewer with ``deterministic=True``."""
     estimated_fill: float = 0.0
-    """By which it was chosen."""
+    """Estimated fill, which decided the choice."""
     counts: tuple[int, ...] = ()
     """Entries of every rank."""
     output_nnz: int = -1
@@ -46,8 +46,8 @@ class SparseReport:
     shared: bool = False
     """True if ranks read each other's entries in shared memory, without messages."""
     phases: tuple[dict[str, int], ...] = ()
-    """Of each exchange: entries sent and received, bytes received, dense pieces
-    received: the first that is not 0 there is where sums became dense."""
+    """Numbers of each exchange: entries sent and received, bytes received, dense pieces
+    received. The first exchange with dense pieces is where sums became dense."""
 
 
 def agree(

@@ -76,7 +76,7 @@ class Question:
     index_nbytes: int
     item_nbytes: int
     format: str
-    """Of the output: auto, sparse or dense."""
+    """Form of the output: auto, sparse or dense."""
     prices: Prices
     even: bool = True
     """True if all nodes have equally many ranks."""
@@ -93,7 +93,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Rule:
-    """From ``fill`` on, up to the next rule, this algorithm."""
+    """Algorithm for a fill from ``fill`` on, up to the next rule."""
 
     fill: float
     algorithm: str

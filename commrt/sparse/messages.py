@@ -52,7 +52,7 @@ class Talk:
     room: Room | None = None
     """Memory that all ranks share, if they do."""
     rules: dict[Any, tuple[Rule, ...]] = field(default_factory=dict)
-    """Of the kinds of calls that there have been on the communicator."""
+    """Rules for each kind of call that the communicator has had."""
     phases: list[dict[str, int]] = field(default_factory=list)
     """Per exchange: entries sent and received, bytes, dense pieces received."""
 

@@ -33,7 +33,7 @@ __all__ = ["Desk", "Room", "make_room"]
 _HALVES, _SECTIONS = 2, 2
 _HAD, _SUMMED = 0, 1
 _SECTION_NBYTES = 16 << 20
-"""Of address space, at most; memory is used as far as it is written."""
+"""Most bytes of a section's address space; only written pages take memory."""
 _LEAST_SECTION_NBYTES = 1 << 16
 _PART_OF_LIMIT = 8
 """All sections of a node are at most this part of what its memory is."""
@@ -72,7 +72,8 @@ class Room:
             self._arena.close()
 
     def __del__(self) -> None:
-        # Of a communicator that was dropped, or failed: requests refer to it, too.
+        # The communicator was dropped or has failed: requests refer to this memory,
+        # too.
         if not sys.is_finalizing():
             self.close()
 

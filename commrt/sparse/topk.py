@@ -52,7 +52,7 @@ class Largest:
 
     k: int
     output: Output
-    """Of the entries that it contributes."""
+    """Form and memory of the sum."""
     had: Any
     """All elements with the residual added, as bytes."""
     residual: HostView | None

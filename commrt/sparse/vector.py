@@ -48,7 +48,7 @@ class SparseVector:
     values: Any
     """As many elements; what is not listed is zero."""
     shape: tuple[int, ...]
-    """Of the whole array."""
+    """Shape of the whole array."""
 
     @property
     def nnz(self) -> int:

@@ -24,7 +24,7 @@ from commrt.vocabulary.checks import check_flag
 __all__ = ["init", "join_world", "synchronize"]
 
 _GRACE_S = 5.0
-"""How long a process that ends waits for operations in flight."""
+"""Seconds that a process at its end waits for operations in flight."""
 
 
 class _Runtime:
@@ -38,7 +38,7 @@ class _Runtime:
         self.given: Any = None
         self.world: World | None = None
         self.relays: list[GlooRelay] = []
-        """Of this process's worlds; those that were closed stay closed."""
+        """Relays of this process's worlds; closed ones stay in the list."""
 
 
 _RUNTIME = _Runtime()

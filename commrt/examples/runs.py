@@ -19,8 +19,8 @@ from commrt.launch.detect import detect
 __all__ = ["arguments_of", "compare", "job", "mean_over_ranks", "report", "say"]
 
 TOLERANCE = 1e-4
-"""How far a loss may be from that of one process alone, as a part of it. Sums over
-ranks are the same numbers added in another order, which float32 rounds differently."""
+"""Largest relative difference of a loss from that of a single process. Sums over ranks
+add the same numbers in another order, which float32 rounds differently."""
 
 
 def arguments_of(

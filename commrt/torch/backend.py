@@ -103,7 +103,8 @@ class CommrtBackend(Collectives, Messages, AsBackend, Backend):  # type: ignore[
             store=PrefixStore(f"{name}/", given.store),
             rank=left.index(given.rank),
             size=len(left),
-            # Of a default group it is the next one: a world of its own.
+            # The group after a default group is a default group, too: a world of its
+            # own.
             ranks=[] if given.is_default else [of_all[rank] for rank in left],
             name=name,
             timeout_s=self._comm.timeout_s,

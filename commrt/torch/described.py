@@ -262,4 +262,4 @@ DESCRIBED: dict[str, Callable[[Arguments], Described]] = {
     "alltoall": _alltoall,
     "barrier": _barrier,
 }
-"""By the names of a group's methods."""
+"""Functions that describe a call, by the names of a group's methods."""

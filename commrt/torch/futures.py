@@ -48,7 +48,8 @@ __all__ = ["Completer", "future_of"]
 
 _BACKWARD = graph._engine_run_backward.__code__
 _typed = torch._C.fork
-"""What ``torch.jit.fork`` calls: runs a function, and returns its value in a future."""
+"""The function behind ``torch.jit.fork``: it runs a function, and returns its value in
+a future."""
 
 
 def future_of(work: CommrtWork, completer: Completer | None = None) -> Any:

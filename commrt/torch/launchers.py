@@ -62,7 +62,7 @@ class _Rendezvous:
     def __init__(self, own: Handler) -> None:
         self._own = own
         self._count = 0
-        """Of rendezvous so far; the same on all ranks."""
+        """Number of rendezvous so far; the same on all ranks."""
         self._told: dict[str, str] = {}
         """Variables that were set here."""
 

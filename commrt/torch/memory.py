@@ -28,7 +28,8 @@ __all__ = ["SharedMemory"]
 
 _MOST_NBYTES = 1 << 30
 _SHARE = 8
-"""Of what the machine may use, the part that the pieces of all ranks may take."""
+"""Divisor of the machine's limit: the pieces of all ranks together may take an
+eighth."""
 _ALIGN_NBYTES = 4096
 
 

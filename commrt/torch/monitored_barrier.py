@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["MonitoredBarrier", "limit_of"]
 
 _TAG = -3
-"""Of the messages; users' tags are not negative, and -2 is that of ``fused``."""
+"""Tag of the messages; users' tags are not negative, and ``fused`` has -2."""
 _LEFT, _HERE = range(2)
-"""What a rank says of a call: that it waits no more, or has come."""
+"""Codes by which a rank tells its state in a call: it waits no more, or has come."""
 _SPINS = 2000
 _NAP_S = 5e-5
 """Between looks, once so many of them found nothing: some rank is far behind."""

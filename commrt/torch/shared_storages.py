@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["share_storage"]
 
 _FILES = "/dev/shm"
-"""Where torch's files lie, which a container may keep small."""
+"""Folder of torch's files, which a container may keep small."""
 
 
 def share_storage(

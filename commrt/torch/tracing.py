@@ -31,7 +31,7 @@ Key = tuple[str, int, Any, int, int, int, int | None]
 """Operation, bytes, element type, bytes that come, root or peer, tag, stream."""
 Read = Callable[[tuple[Any, ...], dict[str, Any]], Key]
 _MESH = "mesh_"
-"""What DeviceMesh puts before a dimension's name."""
+"""Prefix that DeviceMesh puts before a dimension's name."""
 _DIMENSIONS = {"default_pg": "world", "undefined": ""}
 
 

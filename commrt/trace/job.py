@@ -49,7 +49,7 @@ class Event:
     start_ns: int
     """Its call, on the job's clock."""
     end_ns: int | None
-    """Where its end was seen, likewise."""
+    """Time at which its end was seen, on the same clock."""
     peers: list[Event] = field(default_factory=list)
     """The same operation on the other ranks, or a message's other end."""
     waiting_ns: int | None = None
@@ -57,7 +57,7 @@ class Event:
 
     @property
     def duration_ns(self) -> int:
-        """From the call to where its end was seen; 0 where it was not."""
+        """Time from the call until its end was seen; 0 if it was not seen."""
         return 0 if self.end_ns is None else self.end_ns - self.start_ns
 
 
@@ -66,13 +66,13 @@ class Job:
     """The logs of a job's ranks."""
 
     logs: list[Log]
-    """By rank."""
+    """Logs in the order of ranks."""
     events: list[Event]
     """All operations, by rank and in their order."""
     notes: list[str]
     """Problems: what is missing or does not fit."""
     clock_error_ns: dict[str, int]
-    """By host: how far its clock may be off; only hosts that needed to be set."""
+    """Possible error of a host's clock, by host; only hosts that needed to be set."""
 
     @property
     def size(self) -> int:

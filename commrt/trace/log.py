@@ -102,9 +102,9 @@ class Operation:
     algorithm: str
     """The backend's algorithm."""
     peer: int
-    """Of a message: the other rank of the group; -1: any, or no message."""
+    """The other rank of a message, as a rank of the group; -1: any, or no message."""
     tag: int
-    """Of a message."""
+    """Tag of a message."""
     root: int
     """Rank of the group; -1: there is none."""
     stream: int | None
@@ -112,9 +112,9 @@ class Operation:
     seq: int
     """Collectives of a group count together, messages by direction, peer and tag."""
     start_ns: int
-    """When it was called, by the host's monotonic clock."""
+    """Time of the call, by the host's monotonic clock."""
     end_ns: int | None
-    """When its end was seen; None: it was not."""
+    """Time at which its end was seen; None if it was not seen."""
     failed: bool
     """True if the call raised an error, at its end."""
     site: Place
@@ -122,7 +122,7 @@ class Operation:
 
     @property
     def duration_ns(self) -> int:
-        """From the call to where its end was seen; 0 where it was not."""
+        """Time from the call until its end was seen; 0 if it was not seen."""
         return 0 if self.end_ns is None else self.end_ns - self.start_ns
 
     @property
@@ -190,27 +190,28 @@ class Log:
     """The log of one rank."""
 
     job: str
-    """The same on all ranks of a job, and of no other."""
+    """Name of the job: the same on all of its ranks, and different from any other
+    job's."""
     rank: int
-    """In the job."""
+    """Rank in the job."""
     size: int
     """Ranks of the job."""
     host: str
     """Name of the machine."""
     boot: str
-    """Names the running kernel: ranks that share it share a clock."""
+    """Identity of the running kernel: ranks with the same one share a clock."""
     pid: int
-    """Of the process."""
+    """Number of the process."""
     wall_offset_ns: int
-    """What makes times of the monotonic clock times since 1970."""
+    """Offset from the monotonic clock to the time since 1970."""
     num_dropped: int = 0
     """Older operations that did not fit into the ring."""
     is_complete: bool = True
     """True if the file has its end."""
     error: str = ""
-    """What a call had failed with as this was written."""
+    """Error with which a call had failed when this was written."""
     operations: list[Operation] = field(default_factory=list)
-    """In the order of their calls."""
+    """Operations in the order of their calls."""
 
     @property
     def groups(self) -> list[LoggedGroup]:
@@ -248,14 +249,15 @@ def count(
 
 @dataclass
 class Span:
-    """Which of this process's records are a recording's."""
+    """Part of this process's records that belongs to one recording."""
 
     since_ns: int = 0
-    """When it began."""
+    """Time of its begin."""
     num_before: int = 0
-    """Records that had been made by then: what is lost of them, is none of its own."""
+    """Number of records made before. Lost ones of these are not lost from the
+    recording."""
     until_ns: int | None = None
-    """When it ended; None: it has not."""
+    """Time of its end; None while it runs."""
     num_until: int | None = None
     """Records that had been made by then."""
 

@@ -39,7 +39,8 @@ __all__ = [
 ]
 
 KIND, SITE, SEQ, START, END = range(5)
-"""What a record holds: its end is 0 while it is not seen, negative where it failed."""
+"""Places of a record's fields. The end is 0 until it is seen, and negative if the call
+failed."""
 Record: TypeAlias = tuple["Kind", Any, int, int, int]
 DEFAULT_RECORDS = 100_000
 _MOST_KINDS = 1 << 15
@@ -193,11 +194,11 @@ class Recorder:
         self.groups: weakref.WeakValueDictionary[str, Group] = (
             weakref.WeakValueDictionary()
         )
-        """By key and rank: ranks may be threads of one process."""
+        """Groups by key and rank: ranks may be threads of one process."""
         self.users = 0
-        """How many record at the moment."""
+        """Number of users that record at the moment."""
         self.failures: list[Callable[[str], None]] = []
-        """To be called with what a call has failed with."""
+        """Functions to call with the error of a failed call."""
         self._lock = threading.RLock()
         self._followed: weakref.WeakKeyDictionary[Any, Attach] = (
             weakref.WeakKeyDictionary()
@@ -356,7 +357,7 @@ _RECORDER = Recorder()
 
 
 def _forget() -> None:
-    """In a forked process: nothing is its own."""
+    """Forget, in a forked process, the parent's records and wrapped objects."""
     _RECORDER._lock = threading.RLock()  # a thread of the parent's may have held it
     for target in list(_RECORDER._wrapped):
         _RECORDER._detach(target)

@@ -37,13 +37,13 @@ class Row:
     key: tuple[str, ...]
     """The fields that these calls share."""
     calls: float
-    """How many."""
+    """Number of calls."""
     nbytes: float
     """Bytes, as ``volumes.MEANING`` says; of messages those of the sends."""
     wire_nbytes: float
     """The least that a rank sends for them."""
     seconds: float
-    """From the calls to where their ends were seen."""
+    """Time from the calls until their ends were seen."""
     waiting_s: float
     """The part that was waiting for other ranks, where that is known."""
     unknown: float

@@ -38,7 +38,7 @@ class DType:
     itemsize: int
     """Bytes per element."""
     kind: Kind
-    """Which reductions are defined."""
+    """Kind of the type, which decides the reductions it has."""
 
     @property
     def is_short_float(self) -> bool:

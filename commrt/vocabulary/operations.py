@@ -63,15 +63,15 @@ class OpSpec:
     in_place: bool
     """True if a call without ``out`` works in place and returns ``x``."""
     output_on: Literal["all", "root", "all but rank 0", "none"]
-    """Which ranks have an output."""
+    """Ranks that have an output."""
     rule_bytes: RuleBytes
-    """Which bytes select a rule: the whole buffer, a per-rank block, or one pair's;
-    ``any`` where no rank knows all lengths: one rule serves all."""
+    """Bytes that select a rule: those of the whole buffer, of a rank's block, or of one
+    pair's. ``any``: no rank knows all lengths, so one rule serves all."""
     doc: str
     """One imperative line for the docstring and the reference page."""
     combines: tuple[int | None, int | None] = (None, None)
-    """Whose arrays a rank's reduction combines: the first rank, and the one after the
-    last, counted from the rank itself; None: from the first of all, to the last."""
+    """Ranks whose arrays a rank's reduction combines: the first one, and the one after
+    the last, counted from the rank itself; None: from the first of all, to the last."""
     vector_of: str | None = None
     """The operation that this one is with blocks of different lengths: its schedules
     run."""
@@ -80,7 +80,7 @@ class OpSpec:
     compresses: bool = False
     """True if the operation takes ``compress=`` and ``residual=``."""
     input_on: Literal["all", "root"] = "all"
-    """Which ranks have an input; elsewhere ``x`` is not read."""
+    """Ranks that have an input; elsewhere ``x`` is not read."""
     fuses: bool = False
     """True if small calls are joined into one (``fusion=``)."""
     mpi: str = ""
@@ -155,7 +155,8 @@ class OpSpec:
 
     @property
     def reads(self) -> str:
-        """How its arguments are read natively (native/calls/recorded_method.hpp)."""
+        """Code for how the dispatcher reads its arguments
+        (native/calls/recorded_method.hpp)."""
         return "" if self.is_empty else "a"
 
     def wire_share(self, size: int) -> float:
@@ -263,9 +264,10 @@ class CallSpec:
     name: str
     """Public method name."""
     kind: Kind
-    """Which part of commrt carries it out."""
+    """Part of commrt that carries it out."""
     reads: str
-    """How its arguments are read natively (native/calls/recorded_method.hpp)."""
+    """Code for how the dispatcher in C++ reads its arguments
+    (native/calls/recorded_method.hpp)."""
     logged_bytes: str
     """The arrays whose bytes a log counts; empty: its messages are logged."""
     doc: str

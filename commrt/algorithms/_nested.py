@@ -16,10 +16,10 @@ from commrt.vocabulary.operations import operation
 __all__ = ["common_names", "cut", "run"]
 
 _EVEN = 64
-"""Up to so many blocks, all algorithms get blocks of equal length."""
+"""Most blocks for which all algorithms get blocks of equal length."""
 _FINE = 4
-"""Beyond, so many blocks for each of the most that one asks for: a fifth too long at
-most."""
+"""Factor for more blocks than ``_EVEN``: their number over the most that one algorithm
+asks for. A block is at most a fifth too long."""
 
 
 def run(

@@ -39,7 +39,7 @@ class Says(IntEnum):
 
     BLOB = 0
     HEARD = 1
-    """It has everybody's blob, and waits for everybody to say so."""
+    """The sender has everybody's blob, and waits for everybody to say so."""
     WITHDRAWN = 2
 
 

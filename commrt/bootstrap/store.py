@@ -26,7 +26,7 @@ from commrt.launch import slurm
 __all__ = ["StoreBootstrap", "slurm_store", "torchrun_store"]
 
 _VERDICT_S = 10.0
-"""Within which the rank that counted first writes its verdict, unless it died."""
+"""Seconds in which the rank that counted first writes its verdict, unless it died."""
 
 
 class StoreBootstrap:

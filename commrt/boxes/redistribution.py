@@ -89,7 +89,7 @@ class Redistribution:
     sent: StridedArray
     taken: StridedArray
     out: Any
-    """As the caller knows it."""
+    """The output as the caller knows it."""
     on: Any
     """The device that the arrays are on; None for host memory."""
 

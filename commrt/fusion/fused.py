@@ -76,7 +76,7 @@ class Fusion:
         self.is_open = False
         """True while a context is open."""
         self.buckets = DeviceBuckets(group, devices, self)
-        """Those of arrays on devices."""
+        """Buckets of arrays on devices."""
         devices.users.append(self)
 
     def fused(
@@ -295,7 +295,7 @@ class Fused:
     """An open ``comm.fused()``."""
 
     agreement: Agreement | None = None
-    """With the other ranks, on where to cut; where there is a time limit."""
+    """Agreement with the other ranks on the place to cut; None without a time limit."""
 
     def __init__(self, fusion: Fusion, nbytes: int, time_limit_s: float | None) -> None:
         self._fusion = fusion

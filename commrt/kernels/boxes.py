@@ -83,7 +83,7 @@ class BoxLike(Protocol):
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """Behind the last one."""
+        """Index behind the last element, in each dimension."""
         ...
 
     @property

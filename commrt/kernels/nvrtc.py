@@ -23,7 +23,7 @@ from commrt.errors import KernelsMissingError
 __all__ = ["OLDEST", "Nvrtc", "find", "wheel_files"]
 
 OLDEST = (12, 0)
-"""As the driver; CUDA 11 does not know sm_90."""
+"""Oldest version, the same as the driver's; CUDA 11 does not know sm_90."""
 WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 """Newest first; the one without a number is that of CUDA 13 and later."""
 _MAJORS = (13, 12)

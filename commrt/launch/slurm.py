@@ -12,7 +12,8 @@ from commrt.errors import UsageError
 __all__ = ["check_host", "hosts", "rendezvous", "tasks_on_node"]
 
 _FIRST_PORT, _PORTS = 20000, 12000
-"""Below the ports that Linux gives to whoever asks for any."""
+"""First port and number of ports, below those that Linux gives to whoever asks for
+any."""
 _PART = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")

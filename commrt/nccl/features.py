@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 OLDEST = 21800
-"""Below it there is no split, and nothing here is tried."""
+"""Oldest version that commrt uses; older ones have no split."""
 NEWEST_KNOWN = 23203
 """The newest release that was looked at. Newer ones are used: the ABI only grows."""
 

@@ -37,11 +37,11 @@ class Footprint:
     """Bounds of the messages of a schedule, over all of its ranks."""
 
     publishes: int
-    """At most so many different payloads of one rank are unread at once."""
+    """Most different payloads of one rank that are unread at once."""
     slices: tuple[tuple[int, int, tuple[int, int]], ...]
     """(blocks, blocks of the space, scale) of every message."""
     messages: int
-    """At most so many messages go from one rank to another in a fragment."""
+    """Most messages that go from one rank to another in a fragment."""
     exchanges: bool
     """True if any two ranks send each other equally many."""
 

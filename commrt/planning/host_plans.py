@@ -68,8 +68,8 @@ _INLINE_COMBINED_NBYTES = 1072
 1 KiB took 0.90 (far) to 1.00 (near) of its time through a slot, one of 2 KiB 1.08; a
 bcast or an allgather of 1.5 to 2 KiB 0.80 to 0.94."""
 SYMMETRIC_NBYTES = 32768
-"""From this full vector on, buffers in the symmetric heap are used in place: below,
-what a copy saves costs more than it takes."""
+"""Full vector from which buffers in the symmetric heap are used in place. Below it, a
+copy costs less than the steps that avoid it."""
 _FRAGMENTS_PROVED = 3
 """As many as ``verify_lowered`` runs: later ones wait for the like of what these do."""
 _STORES = {"plain": 0, "stream": 1, "stream_slots": 2, "stream_both": 3}
@@ -113,11 +113,11 @@ class TransportParams:
     messages as they get; where gloo connects nodes 262144, of vectors beyond 1 MiB
     4 MiB, and of those that an allreduce adds up 1 MiB beyond 2 MiB."""
     store: str = "auto"
-    """Which writes are non-temporal: none (``plain``), results (``stream``), shared
+    """Writes that are non-temporal: none (``plain``), results (``stream``), shared
     slots (``stream_slots``), both (``stream_both``). ``auto`` starts with plain slots
-    where cores are near and streamed ones elsewhere, and with streamed results where
-    the node's buffers are beyond what the cache holds; it goes on with what proves
-    faster, rank by rank (native/engine/store_choice.hpp)."""
+    if cores are near, and with streamed slots elsewhere. It starts with streamed
+    results if the node's buffers are larger than the cache. Then it goes on with the
+    writes that prove faster, rank by rank (native/engine/store_choice.hpp)."""
     depth: int = 2
     """Fragments tried at once."""
     reuse: int | str = "auto"
@@ -129,9 +129,9 @@ class TransportParams:
     one, or one to several peers beyond a line's 48 bytes, lies in a slot, to which its
     line points. ``auto``: 1072 where values are combined, else 2096."""
     spins: int | str = "auto"
-    """How often a rank that waits looks for what it waits for before it lets another
-    rank have its core; ``auto``: 2 where ranks outnumber cores, else 20000. Of several
-    operations in flight, the least counts."""
+    """Looks of a waiting rank before it lets another rank have its core; ``auto``: 2
+    where ranks outnumber cores, else 20000. The least of several operations in flight
+    counts."""
 
     def __post_init__(self) -> None:
         known = ("auto", *_STORES)
@@ -337,7 +337,7 @@ def distinct(
 
 
 _REACHED_RANKS = 64
-"""Beyond, finding out what peers may reach costs more than it saves."""
+"""Most ranks for which it pays to find out which memory peers may reach."""
 
 
 @lru_cache(maxsize=256)

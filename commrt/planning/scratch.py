@@ -8,7 +8,7 @@ from typing import NamedTuple
 __all__ = ["ALIGNMENT_NBYTES", "Area", "Scratch"]
 
 ALIGNMENT_NBYTES = 256
-"""As devices allocate memory."""
+"""Alignment of the memory that devices allocate."""
 
 
 class Area(NamedTuple):

@@ -63,8 +63,8 @@ class Box:
     start: tuple[int, ...]
     stop: tuple[int, ...]
     axes: tuple[tuple[int, int], ...] | None = None
-    """For each dimension of the box, the array's dimension and how many elements there
-    one step goes; None: the box's dimensions are the array's."""
+    """Dimension of the array, and elements per step there, for each of the box's
+    dimensions. None: the box's dimensions are the array's."""
 
     @property
     def shape(self) -> tuple[int, ...]:

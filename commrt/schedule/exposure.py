@@ -48,14 +48,15 @@ class Reach:
     """The exposures of one rank's program, as sets of cases."""
 
     exposable: npt.NDArray[np.uint8]
-    """Per instruction: when peers may read what it sends out of its result here."""
+    """Cases, per instruction, in which peers may read here the part of its result that
+    it sends out."""
     operand_exposable: npt.NDArray[np.uint8]
     """The same for its only operand, where it sends that as it is."""
     deliverable: npt.NDArray[np.uint8]
-    """Per output: when a message may be written to the peer's ``out``; the case is that
-    of the peer's buffers."""
+    """Cases, per output, in which a message may be written to the peer's ``out``; a
+    case is that of the peer's buffers."""
     landings: tuple[tuple[int, Slice] | None, ...]
-    """Per output: the peer, and the slice of its spaces where the message goes."""
+    """Peer, per output, and the slice of its spaces where the message goes."""
 
 
 @dataclass(frozen=True)
@@ -331,9 +332,9 @@ class _Memory:
     """Places of a rank's slices, in units that all block boundaries fall on."""
 
     starts: tuple[int, ...]
-    """Per space, of its first block."""
+    """Unit at which the first block begins, per space."""
     units: tuple[int, ...]
-    """Per space, of one block."""
+    """Units of one block, per space."""
 
     @classmethod
     def of(cls, program: Lowered, sharing: Sharing, size: int) -> _Memory | None:

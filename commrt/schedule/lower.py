@@ -48,7 +48,7 @@ class Lowered:
 
     rank: int
     spaces: tuple[Space, ...]
-    """As in the program; scratch that fusion made superfluous has length 0."""
+    """Spaces of the program; scratch that fusion made superfluous has length 0."""
     inputs: Table
     input_ptr: Table
     outputs: Table

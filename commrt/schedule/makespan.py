@@ -45,9 +45,9 @@ class Ends(NamedTuple):
     steps: int
     """Messages on the longest chain."""
     rounds: float
-    """With empty messages."""
+    """End with empty messages."""
     data: float
-    """With messages that are nothing but bytes."""
+    """End with messages that are nothing but bytes."""
     complete: bool
     """True if all ranks arrived."""
 

@@ -36,7 +36,7 @@ class Parts:
     share: int
     """Blocks that one holder's data is cut into."""
     held: tuple[tuple[tuple[int, ...], ...], ...]
-    """Per rank and space, the part that each block holds."""
+    """Parts that each block holds, per rank and space."""
 
     def holder(self, rank: int, where: Slice) -> int:
         """Return whose data the first block of a slice holds."""

@@ -51,7 +51,7 @@ class Slot(NamedTuple):
     number: int
     """Number in the rank's program; a message or a copy writes each slot once."""
     like: Slice
-    """It is as long as this."""
+    """Slice of the same length."""
 
 
 Place = Slice | Slot

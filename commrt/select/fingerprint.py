@@ -26,7 +26,7 @@ class Cpu:
     """The processors of one machine."""
 
     model: str
-    """As the kernel prints it."""
+    """Model, as the kernel prints it."""
     sockets: int
     """Physical packages."""
     cores: int

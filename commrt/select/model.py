@@ -33,11 +33,11 @@ class Constants:
     """The model's constants."""
 
     alpha_us: float
-    """Per message; on one node multiplied by the ranks that share a core."""
+    """Time of a message; on one node multiplied by the ranks that share a core."""
     beta_us: float
-    """Per byte that a core copies, or that a port moves between nodes."""
+    """Time per byte that a core copies, or that a port moves between nodes."""
     gamma_us: float
-    """Per byte reduced."""
+    """Time per byte reduced."""
 
 
 GAMMA = 1e-5

@@ -84,7 +84,7 @@ METHOD_KEYS = (
 
 
 Parameters = Mapping[str, Callable[[ParamValue], str | None]]
-"""By name, what says what is wrong with a value; None: nothing."""
+"""Checks of values, by name: each returns the fault of a value, or None."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from commrt.sparse.split import can_share, lay_out, shared_split, split
 __all__ = ["SparseReport", "agree", "sparse_allreduce"]
 
 _MOST_BESIDE = 1
-"""So many integers an operation says beside its header and one per rank."""
+"""Most integers that an operation sends beside its header and one per rank."""
 
 
 @dataclass

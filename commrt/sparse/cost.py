@@ -48,17 +48,17 @@ class Prices:
     """The model's constants, in microseconds."""
 
     alpha_us: float
-    """Per message between cores that nobody else needs."""
+    """Time per message between cores that nobody else needs."""
     beta_us: float
-    """Per byte moved between two ranks of a node."""
+    """Time per byte moved between two ranks of a node."""
     far_beta_us: float
-    """Per byte moved between nodes."""
+    """Time per byte moved between nodes."""
     merge_us: float
-    """Per entry read by a merge."""
+    """Time per entry read by a merge."""
     add_us: float
-    """Per entry added to a dense range."""
+    """Time per entry added to a dense range."""
     touch_us: float
-    """Per byte of a dense range made, or passed over."""
+    """Time per byte of a dense range made, or passed over."""
     crowd: float
     """Ranks that share a core."""
 
@@ -83,7 +83,7 @@ class Question:
     shared: bool = False
     """True if ``split`` reads entries and sums where their ranks have written them."""
     algorithms: tuple[str, ...] = ALGORITHMS
-    """Those to choose among."""
+    """Algorithms to choose among."""
 
     @property
     def entry_nbytes(self) -> int:

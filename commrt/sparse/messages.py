@@ -54,7 +54,8 @@ class Talk:
     rules: dict[Any, tuple[Rule, ...]] = field(default_factory=dict)
     """Rules for each kind of call that the communicator has had."""
     phases: list[dict[str, int]] = field(default_factory=list)
-    """Per exchange: entries sent and received, bytes, dense pieces received."""
+    """Numbers of each exchange: entries sent and received, bytes, dense pieces
+    received."""
 
     def send(self, address: int, nbytes: int, dest: int, owner: Any) -> Request:
         """Start a message of raw bytes."""

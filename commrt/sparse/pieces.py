@@ -27,7 +27,7 @@ __all__ = ["Elements", "Piece", "even_bounds"]
 
 _kernels = _native.sparse
 _MARK_ELEMENTS = 96
-"""With an entry in so many elements, marking beats merging.
+"""Elements per entry up to which marking beats merging.
 
 docs/internals/sparse-sums.md has the figures."""
 _SUMMED = frozenset(

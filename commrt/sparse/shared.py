@@ -49,7 +49,7 @@ class Room:
         self.me = me
         self.section_nbytes = arena.region_nbytes // (_HALVES * _SECTIONS)
         self.ended = 0
-        """So many operations all ranks are known to have ended."""
+        """Number of operations that all ranks are known to have ended."""
 
     def all_ended(self, count: int) -> None:
         """Take note that all ranks have ended the first ``count`` operations."""

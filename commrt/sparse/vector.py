@@ -46,7 +46,7 @@ class SparseVector:
     indices: Any
     """int32 or int64, ascending."""
     values: Any
-    """As many elements; what is not listed is zero."""
+    """Values of the entries, one for each index; all other elements are zero."""
     shape: tuple[int, ...]
     """Shape of the whole array."""
 

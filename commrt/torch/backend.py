@@ -45,8 +45,8 @@ def can_be_made() -> bool:
 
 
 _WRAPPED: set[CommrtBackend] = set()
-"""Those around which torch puts its wrapper for DETAIL: that keeps the half of them
-which is C++, and calls need the other half, too."""
+"""Backends around which torch puts its wrapper for DETAIL. The wrapper keeps only their
+C++ half, and calls need the other half, too."""
 
 
 def backend_of(joined: JoinedGroup) -> CommrtBackend:
@@ -137,4 +137,4 @@ class CheckedBackend(CheckedCalls, CommrtBackend):
 
 
 DEVICES = (torch.device("cpu"), torch.device("cuda"))
-"""Those that one backend serves."""
+"""Devices that one backend serves."""

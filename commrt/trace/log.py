@@ -169,7 +169,8 @@ def stream_name(stream: int | None) -> str:
 
 
 _STREAMS = {0: "default stream", 2: "default stream of its thread"}
-"""As CUDA has them; 1, the default one by another name, is told as 0."""
+"""Names that CUDA gives to streams; 1, the default one by another name, is told as
+0."""
 KEYS: dict[str, Callable[[Operation], str]] = {
     "op": lambda one: one.op,
     "dimension": lambda one: one.group.dimension,

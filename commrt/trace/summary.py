@@ -86,7 +86,7 @@ class SmallMessages:
     messages: int
     """Messages that were sent."""
     small: int
-    """Those below SMALL_NBYTES."""
+    """Messages below SMALL_NBYTES."""
     median_nbytes: int
     """Half of the messages are no longer."""
     share_of_operations: float

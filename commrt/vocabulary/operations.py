@@ -394,9 +394,9 @@ ELSEWHERE = {
 """Names of the operations in torch and MPI."""
 COLLECTIVES = tuple(spec.name for spec in OPERATIONS)
 SCHEDULED = tuple(spec.name for spec in OPERATIONS if spec.vector_of is None)
-"""Those that schedules are written for; the others run them, too."""
+"""Operations that schedules are written for; the others run them, too."""
 FUSED = frozenset(spec.name for spec in OPERATIONS if spec.fuses)
-"""Those whose small calls are joined into one."""
+"""Operations whose small calls are joined into one."""
 _BY_NAME = {spec.name: spec for spec in OPERATIONS}
 _OTHERS_BY_NAME = {row.name: row for row in OTHERS}
 SENT = frozenset(row.name for row in OTHERS if row.direction == "out")

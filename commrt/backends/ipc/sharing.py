@@ -177,7 +177,7 @@ class Shared:
 _LOCK = threading.Lock()
 _SHARED: list[Shared] = []
 ENDING: list[Shared] = []
-"""Those that end, so that a call that finds none has nothing to do."""
+"""Memories that are ending; a call that finds the list empty has nothing to do."""
 _SWEEPING = threading.Lock()
 _REGISTERED: list[int] = []
 

@@ -46,7 +46,7 @@ class NcclFacts:
     why: str
     """Reason why NCCL cannot be used; empty if it can."""
     version: int = NEWEST_KNOWN
-    """As ``ncclGetVersion`` counts."""
+    """Number of the version, as ``ncclGetVersion`` returns it."""
     capability: int | None = None
     """The least compute capability, 90 for 9.0; None: any."""
     no_kernels: str = ""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["GradientReducer"]
 
 _UNDER_WAY = 2
-"""With priority: how many buckets are under way at once. One would let the ranks idle
+"""Number of buckets under way at once, with priority. With one, the ranks would idle
 between the calls in which the next is started."""
 
 

@@ -75,7 +75,7 @@ def measured(
     exchange = getattr(cart.plan, what)(field, width, **given)
     exchange()
     getattr(cart.plan, what)(block, width, **given)()
-    # What a reverse leaves in the halo is not defined.
+    # A reverse leaves undefined values in the halo.
     inner = tuple(slice(width, -width) for _ in shape) if job["reduce"] else ...
     right = np.array_equal(seen(memory, field)[inner], block[inner])
     nbytes = halo_nbytes(block, face_slices(len(shape), width, job["corners"]))

@@ -38,7 +38,7 @@ __all__ = [
 _WINDOW = 32
 _COUNT = 64
 MOST_NBYTES = 1 << 20
-"""What the process may have grown by, beside a tenth of a byte for each call."""
+"""Bytes that the process may have grown by, beside a tenth of a byte for each call."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -75,7 +75,7 @@ def nothing_is_left(number: int, grown: Mapping[str, int]) -> bool:
 
 def run_calls(comm: Communicator, memory: DeviceMemory, number: int) -> dict[str, int]:
     """Make so many calls; return what grew from a tenth of them to the end."""
-    # What is in flight together writes to arrays of its own.
+    # Calls that are in flight together write to arrays of their own.
     x, *outs = (
         memory.empty(_COUNT, np.dtype("float32")) for _ in range(1 + _WINDOW // 4 * 3)
     )

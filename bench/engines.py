@@ -18,9 +18,9 @@ class Engine:
     """One way in which a call gets to its device."""
 
     name: str
-    """For people."""
+    """Name for people."""
     kind: Kind
-    """Which worker drives it."""
+    """Worker that drives it."""
     candidate: str = ""
     """The value of ``COMMRT_ALGORITHM``; empty: not set."""
 

@@ -45,7 +45,7 @@ class Part:
     under_mps: bool = False
     """True if CUDA's MPS serves it, started for it."""
     why_not: str = ""
-    """Why it cannot run here; empty where it can."""
+    """Reason why it cannot run here; empty if it can."""
     quick: tuple[str, ...] = field(default=(), compare=False)
     """Arguments that make it short; of options that are there twice the last counts."""
 
@@ -252,8 +252,8 @@ def _run_process(
         try:
             process = subprocess.Popen(
                 command,
-                # What it writes lies beside its words. In a checkout Python would find
-                # the folder commrt, which has no engine.
+                # The part writes its files beside its output. In a checkout Python
+                # would find the folder commrt, which has no engine.
                 cwd=kept.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

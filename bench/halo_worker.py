@@ -148,7 +148,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
     if "commrt" in calls:
         for name in ("mpi4py", "commrt"):
             calls[name]()
-        # What a reverse leaves in the halo is not defined.
+        # A reverse leaves undefined values in the halo.
         own = tuple(slice(width, -width) for _ in dims) if job["reduce"] else ...
         same = np.array_equal(fields[0][own], fields[2][own])
         valid = world.allreduce(same, op=MPI.LAND)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["PairedTimes", "time_pair"]
 
 _TURN_S = 0.004
-"""What one turn of one call takes, about."""
+"""Approximate length of a turn, in which one of the calls runs again and again."""
 _WARM_UPS = 3
 
 

@@ -27,8 +27,8 @@ class Curve:
     estimates: Mapping[int, Estimate]
     """The measurements, by size: one or more, all sizes above 0."""
     floors: Mapping[int, float] = field(default_factory=dict)
-    """By sizes between these at which it was not measured, and others were: what it
-    takes there at least, µs, for all one knows."""
+    """Least times in µs, as far as one knows, at sizes between these where others were
+    measured and this candidate was not."""
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

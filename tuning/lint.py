@@ -19,7 +19,7 @@ from commrt.select.table import Table
 __all__ = ["Finding", "lint"]
 
 _SLACK = 1.1
-"""Below this ratio a violation is noise."""
+"""Ratio below which a violation is noise."""
 
 _SUMS = (
     ("allreduce", ("reduce", "bcast")),

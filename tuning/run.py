@@ -46,7 +46,7 @@ _BUSY_LOAD = 0.7
 """Runnable processes, averaged over a minute, before any rank was started."""
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _SHARES = (0.75, 0.25)
-"""Of the budget: to shape the table, to judge it."""
+"""Shares of the budget: to shape the table, to judge it."""
 
 
 def launched(

@@ -23,7 +23,7 @@ __all__ = ["Options", "jobs_within", "losers", "run_launches"]
 
 _MAX_RESTARTS = 8
 _STARTUP_S = 1.5
-"""What starting and ending ranks takes of the budget, until it was seen."""
+"""Part of the budget for starting and ending ranks, until one launch has shown it."""
 _THOROUGH_S = 150.0
 """A budget from which every parameter of the transport is tried."""
 _SHAPING_PER_JUDGE = 3
@@ -47,9 +47,9 @@ class Options:
     launches: int = 3
     """Launches per rank count that shape the table, at least; more judge it."""
     most_launches: int = 50
-    """As many if the budget lasts; at least ``launches``."""
+    """Most launches, if the budget lasts; at least ``launches``."""
     budget_s: float = 60.0
-    """For everything together."""
+    """Seconds for everything together."""
     max_nbytes: int = 32 << 20
     """Largest whole vector."""
     dtype: str = "float32"
@@ -57,7 +57,7 @@ class Options:
     device: str = "cpu"
     """Memory of the arrays: cpu, cuda, or thread, a device of threads."""
     seed: int = 1
-    """Of the order of measurement."""
+    """Seed of the order of measurement."""
 
 
 def run_launches(options: Options, progress: Progress, start: Start) -> Recording:
@@ -122,7 +122,7 @@ class _Run:
 
     @property
     def link_classes(self) -> int:
-        """How many classes of links the ranks of one count have met, at most."""
+        """Most classes of links that the ranks of one count have met."""
         met: dict[int, set[str]] = {}
         for group in self.recording.groups():
             met.setdefault(group.ranks, set()).add(group.link_class)
